@@ -1,0 +1,242 @@
+"""Artifacts: a folder at any fsspec URL with data files, a manifest and a done marker written last.
+
+Knows identity, atomic writes, checksums and resume. Does not know what the files mean.
+
+    prompts/  prompts.jsonl  ledger.json  manifest.json  _DONE
+                                          ^ counts, sha256 of each file, config, and the manifests of the inputs
+
+The identity is the hash of the stage's name, its config and its inputs' identities, so equal identities mean equal
+work. A folder without `_DONE` is unfinished: its files may be resumed by the stage that wrote them, and nothing else
+reads them.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+import fsspec
+from fsspec.core import url_to_fs
+from pydantic import BaseModel
+
+from eyas.errors import CorruptError, InputError, MissingInputError, StorageFullError
+
+VERSION = "0.1.0"
+MANIFEST, DONE, IDENTITY = "manifest.json", "_DONE", "_IDENTITY"
+
+
+class File(BaseModel):
+    bytes: int
+    sha256: str
+
+
+class Manifest(BaseModel):
+    """What an artifact is: enough to verify every byte and to walk back to every source."""
+
+    stage: str
+    identity: str
+    config: dict[str, Any]
+    counts: dict[str, int]
+    files: dict[str, File]
+    inputs: dict[str, Manifest] = {}
+    facts: dict[str, Any] = {}
+    url: str = ""
+    created: str = ""
+    version: str = VERSION
+
+
+def identity(stage: str, config: Mapping[str, Any], inputs: Mapping[str, Manifest]) -> str:
+    """16 hex digits of the SHA-256 over the stage, its config and its inputs' identities."""
+    what = {"stage": stage, "config": config, "inputs": {name: made.identity for name, made in sorted(inputs.items())}}
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def file_identity(url: str) -> str:
+    """SHA-256 of the bytes at a URL: the identity of an input that eyas did not make."""
+    digest = hashlib.sha256()
+    try:
+        with fsspec.open(url, "rb") as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+    except FileNotFoundError as error:
+        raise MissingInputError(f"no file at {url}", "check the path; relative paths start at the current folder") from error
+    return digest.hexdigest()
+
+
+@contextmanager
+def storage_errors(url: str) -> Iterator[None]:
+    """Turn a full disk into the one error that says so."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageFullError(
+                f"no room left at {url}", "free some space and run the same command again: finished parts are kept"
+            ) from error
+        raise
+
+
+class Artifact:
+    """One artifact at `url` (`file://`, `s3://`, `gs://`, `memory://` or a plain path)."""
+
+    def __init__(self, url: str) -> None:
+        self.url = str(url).rstrip("/")
+        self._fs, self._root = url_to_fs(self.url)
+        self._local = "file" in (self._fs.protocol if isinstance(self._fs.protocol, tuple) else (self._fs.protocol,))
+        self._written: dict[str, File] = {}
+        self._manifest: Manifest | None = None
+
+    def __repr__(self) -> str:
+        return f"Artifact({self.url!r})"
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    # Reading
+
+    def is_done(self) -> bool:
+        return bool(self._fs.exists(self._path(DONE)))
+
+    def manifest(self, stage: str | None = None) -> Manifest:
+        """The manifest of a finished artifact, checked against its done marker and, if given, its stage.
+
+        Raises MissingInputError (absent or unfinished), CorruptError (marker and manifest disagree), InputError (stage).
+        """
+        if self._manifest is None:
+            if not self.is_done():
+                what = "is unfinished" if self._fs.exists(self._root) else "does not exist"
+                raise MissingInputError(f"the artifact {self.url} {what}", "run the stage that makes it first (again)")
+            text = self._fs.cat_file(self._path(MANIFEST))
+            if hashlib.sha256(text).hexdigest() != self._fs.cat_file(self._path(DONE)).decode().strip():
+                raise CorruptError(f"{self.url}/{MANIFEST} does not match its done marker", "delete the folder and run the stage again")
+            self._manifest = Manifest.model_validate_json(text)
+        if stage is not None and self._manifest.stage != stage:
+            raise InputError(f"{self.url} holds {self._manifest.stage!r}, not {stage!r}", f"give the output of `eyas {stage}`")
+        return self._manifest
+
+    def local_path(self, name: str) -> str | None:
+        """The path of a file on this machine's disk, or None in an object store."""
+        return self._path(name) if self._local else None
+
+    def exists(self, name: str) -> bool:
+        return bool(self._fs.exists(self._path(name)))
+
+    def names(self) -> list[str]:
+        """Names of the files directly in the folder, sorted; half-written ones excluded."""
+        if not self._fs.exists(self._root):
+            return []
+        self._fs.invalidate_cache()
+        names = (str(path).rsplit("/", 1)[-1] for path in self._fs.ls(self._root, detail=False))
+        return sorted(name for name in names if ".partial-" not in name)
+
+    def read(self, name: str) -> bytes:
+        """The bytes of a file; of a finished artifact, checked against the manifest (CorruptError)."""
+        try:
+            data = bytes(self._fs.cat_file(self._path(name)))
+        except FileNotFoundError as error:
+            raise MissingInputError(f"{self.url} has no file {name}", "run the stage that makes it again") from error
+        if self.is_done():
+            known = self.manifest().files.get(name)
+            if known is not None and hashlib.sha256(data).hexdigest() != known.sha256:
+                raise CorruptError(f"{self.url}/{name} does not match its checksum", "delete the folder and run its stage again")
+        return data
+
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        """Bytes [start, end) of a file, unchecked: the caller holds a checksum of the range."""
+        return bytes(self._fs.cat_file(self._path(name), start=start, end=end))
+
+    def read_json(self, name: str) -> Any:
+        return json.loads(self.read(name))
+
+    def read_jsonl(self, name: str) -> Iterator[dict[str, Any]]:
+        for line in self.read(name).splitlines():
+            yield json.loads(line)
+
+    # Writing
+
+    def begin(self, identity: str) -> bool:
+        """Claim the folder for this identity. False when that work is done already; True when there is work to do.
+
+        Parts of an interrupted run of the same identity stay, to be resumed. Raises InputError when the folder holds
+        another identity: nothing is overwritten.
+        """
+        if self.is_done() or self.exists(IDENTITY):
+            held = self.manifest().identity if self.is_done() else self._fs.cat_file(self._path(IDENTITY)).decode()
+            if held != identity:
+                raise InputError(
+                    f"{self.url} holds other work (identity {held}, now {identity}: its config or inputs changed)",
+                    "choose another output folder, or delete this one",
+                )
+            return not self.is_done()
+        self.write(IDENTITY, identity.encode())
+        self._written.clear()
+        return True
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file whole or not at all, and remember its checksum for the manifest."""
+        path = self._path(name)
+        with storage_errors(self.url):
+            if self._local:
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                partial = f"{path}.partial-{os.getpid()}"
+                try:
+                    with open(partial, "wb") as stream:
+                        stream.write(data)
+                        stream.flush()
+                        os.fsync(stream.fileno())
+                    os.replace(partial, path)
+                except BaseException:
+                    if os.path.exists(partial):
+                        os.remove(partial)
+                    raise
+            else:
+                self._fs.pipe_file(path, data)
+        self._written[name] = File(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+    def write_json(self, name: str, value: Any) -> None:
+        self.write(name, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
+
+    def write_jsonl(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        self.write(name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+
+    def delete(self, name: str) -> None:
+        if self.exists(name):
+            self._fs.rm_file(self._path(name))
+        self._written.pop(name, None)
+
+    def finish(
+        self,
+        stage: str,
+        config: Mapping[str, Any],
+        inputs: Mapping[str, Manifest],
+        counts: Mapping[str, int],
+        facts: Mapping[str, Any] | None = None,
+    ) -> Manifest:
+        """Write manifest, then done marker. Files of an earlier, resumed process are checksummed here."""
+        for name in self.names():
+            if name not in self._written and name not in (IDENTITY, MANIFEST, DONE):
+                data = bytes(self._fs.cat_file(self._path(name)))
+                self._written[name] = File(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+        self._written.pop(IDENTITY, None)
+        manifest = Manifest(
+            stage=stage,
+            identity=identity(stage, config, inputs),
+            config=dict(config),
+            counts=dict(counts),
+            files=dict(sorted(self._written.items())),
+            inputs=dict(inputs),
+            facts=dict(facts or {}),
+            url=self.url,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        text = manifest.model_dump_json(indent=1).encode() + b"\n"
+        self.write(MANIFEST, text)
+        self.write(DONE, hashlib.sha256(text).hexdigest().encode())
+        self._manifest = manifest
+        return manifest

@@ -1,0 +1,59 @@
+"""The errors of eyas: one tree, each with what is wrong and what to do next.
+
+    EyasError                     exit code 1: something went wrong that the user cannot mend by other input
+    ├── InputError                exit code 2: what was given is wrong
+    │   ├── MissingInputError     a file, folder or artifact that is not there
+    │   ├── EmptyInputError       an input without a single usable row
+    │   ├── ConfigError           a run file or an option that does not fit
+    │   ├── TemplateError         a tokenizer without a chat template, or one that cannot be trusted
+    │   ├── CorruptError          bytes that do not match their checksum or their format
+    │   └── MismatchError         a head, features or weights made for something else
+    └── StorageFullError          exit code 2: the disk or store has no room; what was done is kept
+
+Knows nothing of the rest. Our own invariants are `assert`, not errors.
+"""
+
+from __future__ import annotations
+
+
+class EyasError(Exception):
+    """Base of all errors meant for the user: `what` is wrong, and the `hint` what to do about it."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, hint: str = "") -> None:
+        super().__init__(f"{what}\n  -> {hint}" if hint else what)
+        self.what = what
+        self.hint = hint
+
+
+class InputError(EyasError):
+    exit_code = 2
+
+
+class MissingInputError(InputError):
+    pass
+
+
+class EmptyInputError(InputError):
+    pass
+
+
+class ConfigError(InputError):
+    pass
+
+
+class TemplateError(InputError):
+    pass
+
+
+class CorruptError(InputError):
+    pass
+
+
+class MismatchError(InputError):
+    pass
+
+
+class StorageFullError(EyasError):
+    exit_code = 2

@@ -1,0 +1,165 @@
+"""Shapes of targets and heads: what their config.json says, checked. Knows no tensor and no torch.
+
+A `tap` is an `after_layer` index: the residual stream that decoder layer i (0-based) puts out. EAGLE-3 taps the outputs of
+layers 1, n//2 - 1 and n - 4 (EAGLE3.md, section 2); other projects write the same three down in other ways, which
+only `export` knows.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from eyas.errors import CorruptError, MismatchError, MissingInputError
+
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+Taps = tuple[int, int, int]
+
+
+class RopeConfig(BaseModel):
+    """Rotary embedding: base and, for Llama 3.x, its frequency scaling."""
+
+    model_config = ConfigDict(frozen=True)
+
+    theta: float = 10000.0
+    kind: Literal["default", "llama3", "linear"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    @classmethod
+    def from_hf(cls, config: dict[str, Any]) -> RopeConfig:
+        """Read both spellings: transformers 5's `rope_parameters` and the older `rope_theta` with `rope_scaling`."""
+        rope = config.get("rope_parameters") or {}
+        scaling = rope or config.get("rope_scaling") or {}
+        kind = scaling.get("rope_type", scaling.get("type", "default")) or "default"
+        if kind not in ("default", "llama3", "linear"):
+            raise MismatchError(f"rope scaling {kind!r} is not supported", "supported: default, linear, llama3")
+        kept = {key: scaling[key] for key in cls.model_fields if scaling.get(key) is not None}
+        theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
+        return cls(**{**kept, "theta": theta, "kind": kind})
+
+    def to_hf(self) -> dict[str, Any]:
+        """`rope_theta` and, where there is one, `rope_scaling`, the spelling that every engine reads."""
+        if self.kind == "default":
+            return {"rope_theta": self.theta, "rope_scaling": None}
+        scaling: dict[str, Any] = {"rope_type": self.kind, "factor": self.factor}
+        if self.kind == "llama3":
+            scaling["low_freq_factor"] = self.low_freq_factor
+            scaling["high_freq_factor"] = self.high_freq_factor
+            scaling["original_max_position_embeddings"] = self.original_max_position_embeddings
+        return {"rope_theta": self.theta, "rope_scaling": scaling}
+
+
+class DecoderConfig(BaseModel):
+    """The shape of a Llama-family decoder: what targets and heads have in common."""
+
+    model_config = ConfigDict(frozen=True)
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: RopeConfig
+
+
+class TargetConfig(DecoderConfig):
+    """A target's config.json, for the families in FAMILIES."""
+
+    family: Literal["llama", "mistral", "qwen2", "qwen3"]
+    tie_word_embeddings: bool
+    attention_bias: bool  # on q, k, v
+    attention_out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+
+    @property
+    def default_taps(self) -> Taps:
+        n = self.num_hidden_layers
+        if n < 6:
+            raise MismatchError(f"a target of {n} layers has no three distinct taps", "EAGLE-3 needs a target of 6 layers or more")
+        return (1, n // 2 - 1, n - 4)
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> TargetConfig:
+        """Read config.json (and generation_config.json's end tokens). Raises MissingInputError, MismatchError."""
+        config = read_config(folder)
+        family = config.get("model_type")
+        if family not in FAMILIES:
+            raise MismatchError(f"{folder} is a {family!r} model", f"supported targets: {', '.join(FAMILIES.values())} (dense)")
+        if family != "llama" and config.get("use_sliding_window", family == "mistral") and config.get("sliding_window"):
+            raise MismatchError(f"{folder} uses sliding-window attention", "use a checkpoint with full attention")
+        heads = config["num_attention_heads"]
+        bias = bool(config.get("attention_bias", False))
+        generation = Path(folder) / "generation_config.json"
+        ends = json.loads(generation.read_text()).get("eos_token_id") if generation.exists() else None
+        ends = ends if ends is not None else config.get("eos_token_id")
+        return cls(
+            family=family,
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_hidden_layers=config["num_hidden_layers"],
+            num_attention_heads=heads,
+            num_key_value_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            vocab_size=config["vocab_size"],
+            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+            max_position_embeddings=config.get("max_position_embeddings", 2048),
+            rope=RopeConfig.from_hf(config),
+            tie_word_embeddings=config.get("tie_word_embeddings", False),
+            attention_bias=family == "qwen2" or bias,
+            attention_out_bias=family in ("llama", "qwen3") and bias,
+            mlp_bias=bool(config.get("mlp_bias", False)),
+            qk_norm=family == "qwen3",
+            eos_token_ids=tuple(ends) if isinstance(ends, list) else (ends,) if ends is not None else (),
+            dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
+        )
+
+
+class HeadConfig(DecoderConfig):
+    """A draft head in our own, self-describing form (`eyas_head.json` beside the tensors).
+
+    `vocab_size` is the target's V; `draft_vocab_size` is W. `taps` are after_layer indices of the target.
+    """
+
+    draft_vocab_size: int
+    target_hidden_size: int
+    taps: Taps
+    target_lm_head_sha256: str = ""
+
+    @classmethod
+    def for_target(cls, target: TargetConfig, draft_vocab_size: int, taps: Taps | None = None) -> HeadConfig:
+        """The default head of a target: one layer of the target's own shape."""
+        shape = target.model_dump(include=set(DecoderConfig.model_fields))
+        shape["rope"] = target.rope
+        return cls(
+            **{**shape, "num_hidden_layers": 1},
+            draft_vocab_size=draft_vocab_size,
+            target_hidden_size=target.hidden_size,
+            taps=taps or target.default_taps,
+        )
+
+
+def read_config(folder: str | Path, name: str = "config.json") -> dict[str, Any]:
+    """A folder's config as a dict. Raises MissingInputError, CorruptError."""
+    path = Path(folder) / name
+    if not path.exists():
+        raise MissingInputError(f"{folder} has no {name}", "give a folder in Hugging Face's form (config.json, *.safetensors)")
+    try:
+        config = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise CorruptError(f"{path} is not JSON: {error}", "restore the file") from error
+    if not isinstance(config, dict):
+        raise CorruptError(f"{path} is not a JSON object", "restore the file")
+    return config
