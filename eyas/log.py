@@ -63,6 +63,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_to_stderr(level: int = logging.INFO) -> None:
+    """Send the records of `eyas.*` loggers to stderr as JSON lines, in place of what they went to before."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
     root = logging.getLogger("eyas")

@@ -1,0 +1,93 @@
+"""`eyas doctor`: what this machine can do. Reads versions, processor flags and devices; measures nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from eyas import __version__
+from eyas.builtin import demo_prompts, head_folder, target_folder
+from eyas.errors import MissingInputError
+
+REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "pydantic", "fsspec", "presidio-analyzer")
+OPTIONAL = {
+    "speculators": "conformance of exported heads",
+    "openai": "tests of the server against the official client",
+}
+STORES = {"s3://": "s3fs", "gs://": "gcsfs"}
+CPU_FLAGS = {"avx512f": "AVX-512", "avx512_bf16": "AVX-512 bf16", "amx_bf16": "AMX bf16"}
+
+
+def command() -> None:
+    """Print versions, devices, processor features, optional parts and stores of this machine."""
+    table = Table("what", "here", "meaning", title=f"eyas {__version__}")
+    for group in (_versions(), _devices(), _stores(), _packaged()):
+        for row in group:
+            table.add_row(*row)
+        table.add_section()
+    Console().print(table)
+
+
+def _versions() -> list[tuple[str, str, str]]:
+    rows = [("python", platform.python_version(), sys.executable)]
+    rows += [(name, _version(name) or "absent", "required") for name in REQUIRED]
+    rows += [(name, _version(name) or "absent", f"optional: {use}") for name, use in OPTIONAL.items()]
+    return rows
+
+
+def _devices() -> list[tuple[str, str, str]]:
+    flags = _cpu_flags()
+    rows = [("cpu", f"{os.cpu_count()} cores", f"{torch.get_num_threads()} threads in use; OMP_NUM_THREADS changes it")]
+    for flag, name in CPU_FLAGS.items():
+        rows.append((name, "yes" if flag in flags else "no", "fast bf16" if "bf16" in flag else "wide vectors"))
+    rows.append(("oneDNN", "yes" if torch.backends.mkldnn.is_available() else "no", "reordered weights for decoding on a CPU"))
+    if not torch.cuda.is_available():
+        rows.append(("cuda", "no", "everything runs on the CPU"))
+    for index in range(torch.cuda.device_count()):
+        shape = torch.cuda.get_device_properties(index)
+        rows.append((f"cuda:{index}", shape.name, f"{shape.total_memory / 2**30:.0f} GiB"))
+    return rows
+
+
+def _cpu_flags() -> set[str]:
+    """Processor flags as Linux lists them; empty elsewhere."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return set()
+    lines = (line for line in info.read_text().splitlines() if line.startswith("flags"))
+    return set(next(lines, "").partition(":")[2].split())
+
+
+def _stores() -> list[tuple[str, str, str]]:
+    free = shutil.disk_usage(".").free
+    rows = [("file://", "yes", f"{free / 2**30:.1f} GiB free here")]
+    for scheme, package in STORES.items():
+        here = importlib.util.find_spec(package) is not None
+        rows.append((scheme, "yes" if here else "no", package if here else f"pip install {package}"))
+    return rows
+
+
+def _packaged() -> list[tuple[str, str, str]]:
+    rows = []
+    for name, find in (("built-in target", target_folder), ("built-in head", head_folder), ("demo prompts", demo_prompts)):
+        try:
+            rows.append((name, "yes", str(find())))
+        except MissingInputError as error:
+            rows.append((name, "no", error.what))
+    return rows
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

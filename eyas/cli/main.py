@@ -1,0 +1,94 @@
+"""The entry point `eyas`: the table of commands, and how errors become messages and exit codes.
+
+Commands live in one file each and import their stage at the top, torch included. A table of names, and an import of only
+the one that was asked for, keep `eyas --help` and a mistyped command under a second: importing all takes several.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import typer
+
+from eyas.errors import EyasError, StorageFullError
+
+COMMANDS = {
+    "demo": "the whole pipeline on the built-in target, on a CPU, in minutes",
+    "run": "all stages of one run file; skips what is done, resumes what was cut",
+    "plan": "what a run file will need: tokens, bytes",
+    "prompts": "raw conversation sets -> cleaned user prompts and a ledger",
+    "generate": "prompts -> conversations answered by the target",
+    "capture": "conversations -> feature shards",
+    "train": "features -> head",
+    "eval": "head + held-out features -> tau per position",
+    "export": "head -> SGLang and vLLM forms",
+    "check": "lint an exported head against its target",
+    "serve": "target + head -> OpenAI-compatible server",
+    "bench": "a running server -> TTFT, TPOT, throughput, report",
+    "lineage": "walk back from an artifact to every source and filter that made it",
+    "doctor": "what this machine can do",
+}
+INTERRUPTED = 130  # 128 + SIGINT, what shells expect
+
+
+def build(arguments: Sequence[str]) -> typer.Typer:
+    """The typer app, with the command named in `arguments` loaded and the others as lines of the help."""
+    wanted = next((word for word in arguments if not word.startswith("-")), None)
+    app = typer.Typer(
+        name="eyas",
+        help="Raise an EAGLE-3 draft head for the model you serve, prove it, and decode faster without changing an output.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    for name, line in COMMANDS.items():
+        function = importlib.import_module(f"eyas.cli.{name}").command if name == wanted else _unloaded
+        app.command(name, short_help=line)(reporting_errors(function))
+    return app
+
+
+def _unloaded() -> None:
+    raise AssertionError("only the command named on the command line is loaded, and only that one runs")
+
+
+def reporting_errors(function: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a command: errors meant for the user become one message on stderr and their exit code."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        try:
+            function(*args, **kwargs)
+        except EyasError as error:
+            raise typer.Exit(_report(error)) from error
+        except KeyboardInterrupt as interrupt:
+            print("\ninterrupted\n  -> run the same command again: it resumes from what is done", file=sys.stderr)
+            raise typer.Exit(INTERRUPTED) from interrupt
+        except OSError as error:  # a disk that fills up outside an artifact, e.g. below a temporary folder
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            full = StorageFullError(
+                f"no room left at {error.filename or 'the disk'}", "free some space and run the same command again"
+            )
+            raise typer.Exit(_report(full)) from error
+
+    return wrapped
+
+
+def _report(error: EyasError) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return error.exit_code
+
+
+def main() -> None:
+    """Run `eyas` with the process's arguments; ends the process with the command's exit code."""
+    build(sys.argv[1:])()
+
+
+if __name__ == "__main__":
+    main()

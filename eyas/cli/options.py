@@ -1,0 +1,83 @@
+"""Options that several commands share, and how a stage's config comes together: run file, then `--set`, then options.
+
+Knows pydantic and YAML, no stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from eyas.errors import ConfigError, MissingInputError
+
+ConfigT = TypeVar("ConfigT", bound=BaseModel)
+
+Target = Annotated[str, typer.Option("--target", "-t", help='folder of the target, or "builtin"')]
+Output = Annotated[str, typer.Option("--output", "-o", help="folder or URL of the result")]
+RunFile = Annotated[Path | None, typer.Option("--config", "-c", help="run file; its section of this stage's name is used")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", "-s", metavar="FIELD=VALUE", help="change one field, e.g. epochs=3")
+]
+
+
+def read_run_file(path: Path) -> dict[str, Any]:
+    """A YAML file as a dict. Raises MissingInputError, ConfigError."""
+    if not path.is_file():
+        raise MissingInputError(f"no run file at {path}", "check the path; runs/ in the repository has examples")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {error}", "mend the file") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds no sections", "write sections such as `train:` with fields below")
+    return content
+
+
+def override(values: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
+    """A copy of nested `values` with each "a.b=c" put in; c is read as YAML (a list, true, null). Raises ConfigError."""
+    changed = dict(values)
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"--set {assignment} has no form FIELD=VALUE", "write e.g. --set epochs=3")
+        *parents, field = name.strip().split(".")
+        section = changed
+        for parent in parents:
+            inner = section.get(parent)
+            if inner is not None and not isinstance(inner, dict):
+                raise ConfigError(f"--set {name}: {parent} is a value, not a section", "name the field itself")
+            section[parent] = section = dict(inner or {})
+        try:
+            section[field] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--set {assignment}: the value is not YAML", "quote it, e.g. --set 'name=\"a: b\"'") from error
+    return changed
+
+
+def validated(kind: type[ConfigT], values: Mapping[str, Any], where: str) -> ConfigT:
+    """`values` as a config of this kind. Raises ConfigError that names each wrong field and what was expected."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        wrong = [f"{'.'.join(map(str, item['loc'])) or where}: {item['msg']}" for item in error.errors()]
+        known = ", ".join(kind.model_fields)
+        raise ConfigError(
+            f"{where} does not fit: " + "; ".join(wrong), f"change the field in the run file or by --set; fields: {known}"
+        ) from error
+
+
+def stage_config(
+    kind: type[ConfigT], stage: str, run_file: Path | None, overrides: Sequence[str] | None, **options: Any
+) -> ConfigT:
+    """The config of one stage: its section of the run file, changed by `--set`, changed by the options that were given."""
+    content = read_run_file(run_file) if run_file else {}
+    section = content.get(stage) or {}
+    if run_file and stage not in content:
+        raise ConfigError(f"{run_file} has no section {stage!r}", f"it has: {', '.join(content)}")
+    given = {name: value for name, value in options.items() if value is not None}
+    return validated(kind, {**override(section, overrides or ()), **given}, where=stage)

@@ -1,0 +1,158 @@
+"""The house rules, enforced on the source: who may import whom, what files may be called, what must be documented."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "eyas"
+
+# Data goes top to bottom: a file imports only from rows above its own, or from its own package.
+ORDER = (
+    ("errors", "records"),
+    ("artifact", "log", "chat", "builtin"),
+    ("model", "shards"),
+    ("engine",),
+    ("data", "features", "train", "evaluate", "export", "serve"),
+    ("bench",),
+    ("cli",),
+)
+ROW = {name: row for row, names in enumerate(ORDER) for name in names}
+WITHOUT_TORCH = ("data", "bench")
+TORCH = ("torch", "transformers")
+PURE = {"eyas.engine.verify", "eyas.model.ttt", "eyas.bench.metrics"}  # import nothing of ours but these two
+PURE_MAY_IMPORT = {"eyas.errors", "eyas.records"}
+FORBIDDEN_NAMES = {"utils", "common", "base", "helpers", "manager"}
+ROLE_TOKEN = re.compile(r"<\|(im_start|im_end|assistant|user|system|start_header_id|end_header_id|eot_id)\|>")
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
+NAMES = sorted(MODULES)
+
+
+def imported(name: str) -> set[str]:
+    """Modules imported anywhere in a module's source; `from a import b` counts as a.b where that is a module."""
+    found: set[str] = set()
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}: relative import in line {node.lineno}: write it out"
+            assert node.module is not None
+            found.update(
+                f"{node.module}.{alias.name}" if f"{node.module}.{alias.name}" in MODULES else node.module
+                for alias in node.names
+            )
+    return found
+
+
+def ours(name: str) -> set[str]:
+    return {target for target in imported(name) if target.split(".")[0] == "eyas"}
+
+
+def part(name: str) -> str:
+    """The entry of ORDER that a module belongs to: the first name below `eyas`."""
+    return name.split(".")[1]
+
+
+def reachable(name: str) -> set[str]:
+    """A module and all of ours that it loads, packages' `__init__` included."""
+    seen, todo = set(), [name]
+    while todo:
+        current = todo.pop()
+        if current in seen or current not in MODULES:
+            continue
+        seen.add(current)
+        todo.extend(ours(current))
+        parents = current.split(".")
+        todo.extend(".".join(parents[:depth]) for depth in range(1, len(parents)))
+    return seen
+
+
+def test_every_file_has_a_row():
+    assert {part(name) for name in NAMES if name != "eyas"} <= set(ROW)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "eyas"])
+def test_imports_come_from_rows_above(name):
+    wrong = []
+    for target in ours(name) - {"eyas"}:
+        assert target in MODULES, f"{name} imports {target}, which does not exist"
+        if part(target) != part(name) and ROW[part(target)] >= ROW[part(name)]:
+            wrong.append(target)
+    assert not wrong, f"{name} (row {ROW[part(name)]}) imports {wrong}"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "eyas" and part(name) in WITHOUT_TORCH])
+def test_data_and_bench_never_reach_torch(name):
+    for step in reachable(name):
+        heavy = {target for target in imported(step) if target.split(".")[0] in TORCH}
+        assert not heavy, f"{name} reaches {heavy} through {step}"
+
+
+@pytest.mark.parametrize("name", sorted(PURE))
+def test_pure_functions_import_nothing_of_ours(name):
+    assert ours(name) <= PURE_MAY_IMPORT
+
+
+def test_commands_are_imported_one_at_a_time():
+    """The entry point reaches no torch, so that `eyas --help` is fast."""
+    for step in reachable("eyas.cli.main"):
+        assert not {target for target in imported(step) if target.split(".")[0] in TORCH}, step
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_file_names_are_nouns_of_the_field(name):
+    assert not FORBIDDEN_NAMES & set(name.split("."))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_public_things_are_documented(name):
+    tree = TREES[name]
+    missing = [] if ast.get_docstring(tree) else ["the module"]
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+            missing += [] if ast.get_docstring(node) else [node.name]
+    assert not missing, f"{name}: no docstring on {missing}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dunder_all_is_sorted_and_true(name):
+    for node in TREES[name].body:
+        if isinstance(node, ast.Assign) and any(isinstance(one, ast.Name) and one.id == "__all__" for one in node.targets):
+            listed = ast.literal_eval(node.value)
+            assert listed == sorted(listed)
+            bound = {
+                alias.asname or alias.name
+                for other in TREES[name].body
+                if isinstance(other, ast.ImportFrom)
+                for alias in other.names
+            }
+            bound |= {other.name for other in TREES[name].body if isinstance(other, ast.FunctionDef | ast.ClassDef)}
+            assert set(listed) <= bound
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "eyas.chat"])
+def test_only_chat_knows_role_tokens(name):
+    assert not ROLE_TOKEN.search(MODULES[name].read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_functions_take_seven_arguments_or_fewer(name):
+    if name.startswith("eyas.cli."):
+        pytest.skip("a command's arguments are its options, given by name on the command line")
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            count = len([one for one in arguments if one.arg not in ("self", "cls")])
+            assert count <= 7, f"{name}.{node.name} takes {count}"
