@@ -45,12 +45,12 @@ def tiny_tokenizer(folder: Path, vocab_size: int = 320, chat_template: str | Non
 
 
 def tiny_target(folder: Path, family: str = "llama", seed: int = 0, dtype: str = "float32", **overrides: Any) -> Path:
-    """Write a random target of 6 layers, hidden 32, vocabulary 320 to `folder` and return it."""
+    """Write a random target of 8 layers, hidden 32, vocabulary 320 to `folder` and return it."""
     shape: dict[str, Any] = {
         "vocab_size": 320,
         "hidden_size": 32,
         "intermediate_size": 64,
-        "num_hidden_layers": 6,
+        "num_hidden_layers": 8,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 8,

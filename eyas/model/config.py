@@ -87,8 +87,8 @@ class TargetConfig(DecoderConfig):
     @property
     def default_taps(self) -> Taps:
         n = self.num_hidden_layers
-        if n < 6:
-            raise MismatchError(f"a target of {n} layers has no three distinct taps", "EAGLE-3 needs a target of 6 layers or more")
+        if n < 7:
+            raise MismatchError(f"a target of {n} layers has no three distinct taps", "EAGLE-3 needs a target of 7 layers or more")
         return (1, n // 2 - 1, n - 4)
 
     @classmethod
