@@ -49,7 +49,8 @@ def _devices() -> list[tuple[str, str, str]]:
     rows = [("cpu", f"{os.cpu_count()} cores", f"{torch.get_num_threads()} threads in use; OMP_NUM_THREADS changes it")]
     for flag, name in CPU_FLAGS.items():
         rows.append((name, "yes" if flag in flags else "no", "fast bf16" if "bf16" in flag else "wide vectors"))
-    rows.append(("oneDNN", "yes" if torch.backends.mkldnn.is_available() else "no", "reordered weights for decoding on a CPU"))
+    onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    rows.append(("oneDNN", "yes" if onednn else "no", "reordered weights for decoding on a CPU"))
     if not torch.cuda.is_available():
         rows.append(("cuda", "no", "everything runs on the CPU"))
     for index in range(torch.cuda.device_count()):
