@@ -1,0 +1,89 @@
+"""`eyas plan`: what a run will need before anything runs. Knows sizes, no speeds: those depend on the machine.
+
+An upper bound: every answer is counted at its full `max_tokens`, and no row is dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from eyas.artifact import Artifact
+from eyas.builtin import resolve_target
+from eyas.cli.options import read_run_file
+from eyas.errors import ConfigError
+from eyas.model.config import TargetConfig
+from eyas.records import Prompt
+
+CHARACTERS_PER_TOKEN = 4  # English under a vocabulary of 32 k or more; a small vocabulary needs more tokens
+BYTES_PER_VALUE = {"float32": 4, "bfloat16": 2, "float16": 2}
+BYTES_PER_TOKEN_IDS_AND_MASK = 4 + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Totals of a run."""
+
+    num_answers: int
+    num_prompt_tokens: int
+    num_answer_tokens: int
+    feature_bytes: int
+
+
+def plan(num_answers: int, num_prompt_tokens: int, max_tokens: int, target_hidden_size: int, dtype: str) -> Plan:
+    """Totals from counts: each token stores three taps and the last hidden state, 4 * Ht values, its id and its mask.
+
+    `num_prompt_tokens` is the sum over all answers, so a prompt counts once for each answer that follows it.
+    """
+    num_answer_tokens = num_answers * max_tokens
+    per_token = 4 * target_hidden_size * BYTES_PER_VALUE[dtype] + BYTES_PER_TOKEN_IDS_AND_MASK
+    return Plan(num_answers, num_prompt_tokens, num_answer_tokens, (num_prompt_tokens + num_answer_tokens) * per_token)
+
+
+def estimated_prompt_tokens(prompts: list[Prompt], max_tokens: int) -> int:
+    """Tokens before each answer, summed over all answers: turn i is preceded by i user turns and i - 1 answers."""
+    total = 0
+    for prompt in prompts:
+        before = len(prompt.system or "") // CHARACTERS_PER_TOKEN
+        for turn in prompt.turns:
+            before += -(-len(turn) // CHARACTERS_PER_TOKEN)
+            total += before
+            before += max_tokens
+    return total
+
+
+def command(
+    run_file: Annotated[Path, typer.Argument(help="run file")],
+    prompts: Annotated[str | None, typer.Option(help="finished prompts artifact to count")] = None,
+    num_prompts: Annotated[int, typer.Option(help="without one: how many prompts, of one turn each")] = 1000,
+    characters: Annotated[int, typer.Option(help="without one: characters in a prompt")] = 400,
+) -> None:
+    """Print the tokens and bytes that a run file will need, as upper bounds."""
+    content = read_run_file(run_file)
+    if "target" not in content:
+        raise ConfigError(f"{run_file} names no target", "write `target: FOLDER` at its top")
+    target = TargetConfig.from_folder(resolve_target(str(content["target"])))
+    max_tokens = int((content.get("generate") or {}).get("max_tokens", 128))
+    dtype = str((content.get("capture") or {}).get("dtype", "float32"))
+    if dtype not in BYTES_PER_VALUE:
+        raise ConfigError(f"capture.dtype: {dtype} is unknown", f"one of {', '.join(BYTES_PER_VALUE)}")
+    if prompts:
+        artifact = Artifact(prompts)
+        artifact.manifest("prompts")
+        rows = [Prompt.from_json(row) for row in artifact.read_jsonl("prompts.jsonl")]
+    else:
+        rows = [Prompt(str(index), "", "", ("x" * characters,)) for index in range(num_prompts)]
+    needed = plan(
+        sum(len(row.turns) for row in rows), estimated_prompt_tokens(rows, max_tokens), max_tokens, target.hidden_size, dtype
+    )
+    table = Table("needed at most", "", title=str(run_file))
+    table.add_row("answers", f"{needed.num_answers:,}")
+    table.add_row("prompt tokens", f"{needed.num_prompt_tokens:,}")
+    table.add_row("answer tokens", f"{needed.num_answer_tokens:,}")
+    table.add_row("features", f"{needed.feature_bytes / 2**30:,.2f} GiB")
+    Console().print(table)
