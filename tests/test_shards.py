@@ -1,0 +1,247 @@
+"""The feature format: exact bytes, exact ranges, corruption noticed, resume without loss."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load
+
+from eyas.artifact import Artifact
+from eyas.errors import CorruptError, InputError, MissingInputError, StorageFullError
+from eyas.shards import Entry, FeatureMeta, Features, Sample, ShardWriter, decode_sample, encode_sample
+
+META = FeatureMeta(taps=(1, 2, 3), hidden_size=5, vocab_size=97, lm_head_sha256="ab", dtype="bfloat16")
+
+
+def make_sample(number: int, length: int = 0, dtype: torch.dtype = torch.bfloat16) -> Sample:
+    generator = torch.Generator().manual_seed(number)
+    length = length or 1 + number % 7
+    return Sample(
+        key=f"sample-{number}",
+        token_ids=torch.randint(0, META.vocab_size, (length,), generator=generator, dtype=torch.int32),
+        loss_mask=torch.rand(length, generator=generator) < 0.5,
+        aux_hidden=torch.randn(length, 3 * META.hidden_size, generator=generator).to(dtype),
+        last_hidden=torch.randn(length, META.hidden_size, generator=generator).to(dtype),
+        source=f"source-{number % 3}",
+    )
+
+
+def write(artifact: Artifact, samples: list[Sample], meta: FeatureMeta = META) -> Artifact:
+    artifact.begin("test")
+    for split, kept in (("train", samples), ("held_out", [])):
+        writer = ShardWriter(artifact, split, meta, samples_per_shard=4)
+        for sample in kept:
+            writer.add(sample)
+        writer.close()
+    artifact.finish("capture", {}, {}, {"samples": len(samples)})
+    return Artifact(artifact.url)
+
+
+def assert_same(left: Sample, right: Sample) -> None:
+    assert (left.key, left.source) == (right.key, right.source)
+    for name in ("token_ids", "loss_mask", "aux_hidden", "last_hidden"):
+        one, other = getattr(left, name), getattr(right, name)
+        assert one.dtype == other.dtype
+        assert one.shape == other.shape
+        assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("store", ["file", "memory"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_samples_come_back_bit_for_bit_from_any_store(tmp_path: Path, store: str, dtype: str) -> None:
+    meta = META.model_copy(update={"dtype": dtype})
+    url = str(tmp_path / "features") if store == "file" else f"memory://{uuid.uuid4()}"
+    samples = [make_sample(number, dtype=getattr(torch, dtype)) for number in range(11)]
+    features = Features(write(Artifact(url), samples, meta))
+    assert features.meta == meta
+    assert features.lengths == [len(sample.token_ids) for sample in samples]
+    assert len(features) == len(samples)
+    for sample, read in zip(samples, features, strict=True):
+        assert_same(sample, read)
+    assert_same(samples[-1], features[-1])
+    assert len(Features(Artifact(url), "held_out")) == 0
+
+
+def test_every_bfloat16_survives_numpy_and_back() -> None:
+    """All 65,536 bit patterns: subnormals, both zeros, infinities and every NaN payload."""
+    patterns = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    meta = META.model_copy(update={"hidden_size": 4})
+    length = len(patterns) // (4 * meta.hidden_size)
+    aux_hidden, last_hidden = patterns[: 12 * length].view(length, 12), patterns[12 * length :].view(length, 4)
+    ids = torch.zeros(length, dtype=torch.int32)
+    sample = Sample("all", ids, ids.bool(), aux_hidden, last_hidden)
+    entry = Entry(key="all", source="", shard="", start=0, length=length, sha256="")
+    assert_same(sample, decode_sample(encode_sample(sample, meta), entry, meta))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 4), st.sampled_from(["bfloat16", "float32"]))
+def test_a_shard_is_an_ordinary_safetensors_file(lengths: list[int], hidden: int, dtype: str) -> None:
+    """Odd lengths and odd sizes on purpose: the other reader insists on alignment and on no gaps."""
+    meta = META.model_copy(update={"hidden_size": hidden, "dtype": dtype})
+    artifact = Artifact(f"memory://{uuid.uuid4()}")
+    writer = ShardWriter(artifact, "train", meta)
+    for number, length in enumerate(lengths):
+        features = torch.full((length, 4 * hidden), math.pi * number, dtype=getattr(torch, dtype))
+        ids = torch.arange(length, dtype=torch.int32)
+        writer.add(Sample(f"{number}", ids, ids % 2 == 0, features[:, hidden:], features[:, :hidden]))
+    writer.close()
+    data = artifact.read("train-00000.safetensors")
+    assert int.from_bytes(data[:8], "little") % 8 == 0
+    tensors = load(data)
+    for number, length in enumerate(lengths):
+        assert tensors[f"{number:03d}.token_ids"].tolist() == list(range(length))
+        assert tensors[f"{number:03d}.loss_mask"].tolist() == [1 - at % 2 for at in range(length)]
+        expected = torch.full((length, 3 * hidden), math.pi * number, dtype=getattr(torch, dtype))
+        assert torch.equal(tensors[f"{number:03d}.aux_hidden"], expected)
+
+
+def test_reading_one_sample_asks_for_its_bytes_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    features = Features(write(Artifact(str(tmp_path / "features")), [make_sample(number) for number in range(6)]))
+    asked = []
+    read_range = Artifact.read_range
+
+    def counted(artifact: Artifact, name: str, start: int, end: int) -> bytes:
+        asked.append((name, end - start))
+        return read_range(artifact, name, start, end)
+
+    monkeypatch.setattr(Artifact, "read_range", counted)
+    assert features[5].key == "sample-5"
+    assert asked == [("train-00001.safetensors", 6 * META.bytes_per_token)]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_a_flipped_bit_in_a_sample_is_noticed_and_named(data: st.DataObject) -> None:
+    url = f"memory://{uuid.uuid4()}"
+    artifact = write(Artifact(url), [make_sample(number) for number in range(6)])
+    entry = data.draw(st.sampled_from(Features(artifact).entries))
+    size = entry.length * META.bytes_per_token
+    at = entry.start + data.draw(st.integers(0, size - 1))
+    shard = bytearray(artifact.read(entry.shard))
+    shard[at] ^= 1 << data.draw(st.integers(0, 7))
+    artifact._fs.pipe_file(artifact._path(entry.shard), bytes(shard))
+    features = Features(Artifact(url))
+    for number, other in enumerate(features.entries):
+        if other.key != entry.key:
+            assert features[number].key == other.key
+            continue
+        with pytest.raises(CorruptError) as raised:
+            features[number]
+        assert entry.key in raised.value.what
+        assert entry.shard in raised.value.what
+
+
+def test_a_truncated_or_missing_shard_is_noticed(tmp_path: Path) -> None:
+    folder = tmp_path / "features"
+    features = Features(write(Artifact(str(folder)), [make_sample(number) for number in range(6)]))
+    shard = folder / "train-00001.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(CorruptError, match="sample-5"):
+        features[5]
+    shard.unlink()
+    with pytest.raises(MissingInputError, match="train-00001"):
+        features[4]
+
+
+def test_a_changed_index_is_noticed(tmp_path: Path) -> None:
+    folder = tmp_path / "features"
+    write(Artifact(str(folder)), [make_sample(0)])
+    index = folder / "train.index.json"
+    index.write_text(index.read_text().replace("sample-0", "sample-1"))
+    with pytest.raises(CorruptError, match=r"train\.index\.json"):
+        Features(Artifact(str(folder)))
+
+
+def test_features_want_a_finished_capture(tmp_path: Path) -> None:
+    artifact = Artifact(str(tmp_path / "features"))
+    with pytest.raises(MissingInputError, match="does not exist"):
+        Features(artifact)
+    artifact.begin("test")
+    with pytest.raises(MissingInputError, match="unfinished"):
+        Features(artifact)
+    artifact.finish("prompts", {}, {}, {})
+    with pytest.raises(InputError, match="'prompts', not 'capture'"):
+        Features(Artifact(artifact.url))
+
+
+def shard_bytes(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name.startswith("train")}
+
+
+WRITER_THAT_DIES = """
+import os, signal, sys
+from eyas.artifact import Artifact
+from tests.test_shards import META, ShardWriter, make_sample
+writer = ShardWriter(Artifact(sys.argv[1]), "train", META, samples_per_shard=4)
+for number in range(10):
+    writer.add(make_sample(number))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_writer_goes_on_after_the_last_whole_shard(tmp_path: Path) -> None:
+    samples = [make_sample(number) for number in range(14)]
+    write(Artifact(str(tmp_path / "whole")), samples)
+    root = Path(__file__).resolve().parents[1]
+    process = subprocess.run(
+        [sys.executable, "-c", WRITER_THAT_DIES, str(tmp_path / "cut")], cwd=root, env={**os.environ}, check=False
+    )
+    assert process.returncode == -signal.SIGKILL
+    assert sorted(shard_bytes(tmp_path / "cut")) == ["train-00000.safetensors", "train-00001.safetensors"]
+    (tmp_path / "cut" / "train-00002.safetensors.partial-1").write_bytes(b"half")
+    writer = ShardWriter(Artifact(str(tmp_path / "cut")), "train", META, samples_per_shard=4)
+    assert writer.keys == {f"sample-{number}" for number in range(8)}
+    for sample in samples:
+        if sample.key not in writer.keys:
+            writer.add(sample)
+    writer.close()
+    (tmp_path / "cut" / "train-00002.safetensors.partial-1").unlink()
+    assert shard_bytes(tmp_path / "cut") == shard_bytes(tmp_path / "whole")
+
+
+def test_a_full_disk_keeps_the_whole_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    artifact = Artifact(str(tmp_path / "features"))
+    writer = ShardWriter(artifact, "train", META, samples_per_shard=2)
+    writer.add(make_sample(0))
+    writer.add(make_sample(1))
+    writer.add(make_sample(2))
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(StorageFullError, match="no room left"):
+            writer.add(make_sample(3))
+    assert artifact.names() == ["train-00000.safetensors"]
+    assert ShardWriter(artifact, "train", META, samples_per_shard=2).keys == {"sample-0", "sample-1"}
+
+
+def test_a_shard_without_a_header_is_named(tmp_path: Path) -> None:
+    artifact = Artifact(str(tmp_path / "features"))
+    artifact.write("train-00000.safetensors", b"\x05\0\0\0\0\0\0\0{}   ")
+    with pytest.raises(CorruptError, match="train-00000"):
+        ShardWriter(artifact, "train", META)
+
+
+def test_the_index_says_what_the_features_are(tmp_path: Path) -> None:
+    artifact = write(Artifact(str(tmp_path / "features")), [make_sample(0)])
+    meta = json.loads(artifact.read("train.index.json"))["meta"]
+    assert meta == {
+        "taps": [1, 2, 3],
+        "hidden_size": 5,
+        "vocab_size": 97,
+        "lm_head_sha256": "ab",
+        "dtype": "bfloat16",
+        "last_hidden": "post_norm",
+    }
