@@ -1,4 +1,4 @@
-"""Rotary position embedding: the table of cosines and sines, and its application to queries and keys.
+"""Rotary position embedding: the cosines and sines of positions, and their application to queries and keys.
 
 Knows Llama's half-rotation convention (channel d turns with channel d + D/2) and the frequency scalings of RopeConfig.
 Does not know attention: whoever calls chooses the positions.
@@ -35,15 +35,19 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     return frequencies
 
 
+def rotation(rope: RopeConfig, head_dim: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of integer positions [...], float32 [..., D] each; the second half of D repeats the first."""
+    angles = positions.to(torch.float32).unsqueeze(-1) * inverse_frequencies(rope, head_dim).to(positions.device)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+
+
 def rope_table(rope: RopeConfig, head_dim: int, length: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of positions 0 .. length - 1, float32 [length, D] each; the second half repeats the first."""
-    frequencies = inverse_frequencies(rope, head_dim)
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
+    """Cosines and sines of positions 0 .. length - 1, float32 [length, D] each."""
+    return rotation(rope, head_dim, torch.arange(length))
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn x [..., T, D] by the table's rows cos, sin [..., T, D]; the result has the dtype of x times the table's."""
+    """Turn x [..., D] by cos, sin broadcastable to it; the result has the dtype of x times that of the table."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -14,11 +15,15 @@ from eyas.errors import CorruptError, MissingInputError
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
-def read_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
-    """All tensors of a folder, by name, on the CPU in their stored dtype. Raises MissingInputError, CorruptError."""
+def read_tensors(folder: str | Path, wanted: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+    """Tensors of a folder, by name, on the CPU in their stored dtype: all, or those `wanted` that are there.
+
+    Raises MissingInputError, CorruptError.
+    """
     root = Path(folder)
     if (root / INDEX).exists():
-        names = sorted(set(json.loads((root / INDEX).read_text())["weight_map"].values()))
+        shard_of = json.loads((root / INDEX).read_text())["weight_map"]
+        names = sorted({shard for key, shard in shard_of.items() if wanted is None or key in wanted})
     elif (root / SINGLE).exists():
         names = [SINGLE]
     else:
@@ -30,7 +35,8 @@ def read_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
         try:
             with safe_open(str(root / name), framework="pt") as shard:
                 for key in shard.keys():  # noqa: SIM118  (safe_open is no mapping)
-                    tensors[key] = shard.get_tensor(key)
+                    if wanted is None or key in wanted:
+                        tensors[key] = shard.get_tensor(key)
         except SafetensorError as error:
             raise CorruptError(f"{root / name} cannot be read: {error}", "restore the file from its source") from error
     return tensors
@@ -38,4 +44,6 @@ def read_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
 
 def tensor_sha256(tensor: torch.Tensor) -> str:
     """SHA-256 of a tensor's values in bfloat16, so that precision at load does not change it."""
-    return hashlib.sha256(tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(
+        tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()
+    ).hexdigest()

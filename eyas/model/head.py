@@ -1,0 +1,183 @@
+"""The draft head: EAGLE-3's one decoder layer over [embedding, feature], in plain PyTorch, differentiable.
+
+Knows the layer's order and names of weights (EAGLE3.md, section 1). Does not know how it is trained, nor how the engine
+drafts fast. Weights start as NaN: they are loaded, or drawn by `initialise`.
+
+    f = fc(aux_hidden)                                  once, on the target's features
+    x = [input_layernorm(embedding), hidden_norm(h)]    h = f first, then the layer's own output, un-normed
+    h = h + o(attention(x)) ;  h = h + mlp(post_attention_layernorm(h))
+    logits = lm_head(norm(h))
+
+Letters: T sequence, H hidden (of head and target alike), X = 2 H, W draft vocabulary, V target vocabulary, D head
+dimension, Hq and Hk heads of queries and of keys and values.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eyas.errors import MismatchError
+from eyas.model.config import HeadConfig
+from eyas.model.rope import apply_rope, rotation
+
+KeysValues = tuple[Tensor, Tensor]  # [B, S, Hk, D] each
+
+
+class RmsNorm(nn.Module):
+    """x * weight / sqrt(mean(x^2) + eps), computed in float32 or wider; the result has the dtype of x."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """The four projections; what attends to what is the caller's."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        H, D = config.hidden_size, config.head_dim
+        self.q_proj = nn.Linear(2 * H, config.num_attention_heads * D, bias=False)
+        self.k_proj = nn.Linear(2 * H, config.num_key_value_heads * D, bias=False)
+        self.v_proj = nn.Linear(2 * H, config.num_key_value_heads * D, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * D, H, bias=False)
+
+
+class Mlp(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        down: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return down
+
+
+class Midlayer(nn.Module):
+    """The decoder layer's weights, under EAGLE's names."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.hidden_norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.mlp = Mlp(config)
+
+
+class Head(nn.Module):
+    """A draft head of `config`'s shape. Embeddings are the target's and given to `forward`.
+
+    Raises MismatchError for a head whose hidden size is not its target's: embedding and feature share one layer.
+    """
+
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        if config.hidden_size != config.target_hidden_size:
+            raise MismatchError(
+                f"a head of hidden size {config.hidden_size} for a target of {config.target_hidden_size} is not supported",
+                "use a head of the target's hidden size",
+            )
+        self.config = config
+        H, W = config.hidden_size, config.draft_vocab_size
+        with torch.device("meta"):  # no time for random numbers that are never used
+            self.fc = nn.Linear(3 * H, H, bias=False)
+            self.midlayer = Midlayer(config)
+            self.norm = RmsNorm(H, config.rms_norm_eps)
+            self.lm_head = nn.Linear(H, W, bias=False)
+            self.register_buffer("d2t", torch.empty(W, dtype=torch.int64))
+            self.register_buffer("t2d", torch.empty(config.vocab_size, dtype=torch.bool))
+        self.to_empty(device="cpu")
+        for weight in self.parameters():
+            nn.init.constant_(weight, float("nan"))
+        self.set_vocabulary(torch.zeros(W, dtype=torch.int64), torch.arange(config.vocab_size) < W)
+
+    # Weights
+
+    def set_vocabulary(self, d2t_offset: Tensor, t2d_mask: Tensor) -> None:
+        """Take d2t_offset int64 [W] and t2d_mask bool [V]."""
+        self.d2t.copy_(d2t_offset)
+        self.t2d.copy_(t2d_mask)
+
+    @property
+    def target_ids_W(self) -> Tensor:
+        """The target's id of each draft token, int64 [W]."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    # The layer in its parts; `unroll` calls them in EAGLE's order
+
+    def fuse(self, aux_hidden: Tensor) -> Tensor:
+        """[..., 3 H] -> [..., H]: the target's three streams as one feature."""
+        fused: Tensor = self.fc(aux_hidden)
+        return fused
+
+    def inputs(self, embeds: Tensor, hidden: Tensor) -> Tensor:
+        """Embedding [..., H] and feature or fed-back state [..., H] -> [..., X]."""
+        layer = self.midlayer
+        return torch.cat((layer.input_layernorm(embeds), layer.hidden_norm(hidden)), dim=-1)
+
+    def queries(self, x: Tensor, positions: Tensor) -> Tensor:
+        """[..., X] at integer positions [...] -> [..., Hq, D], turned."""
+        return self._turned(self.midlayer.self_attn.q_proj(x), positions)
+
+    def keys(self, x: Tensor, positions: Tensor) -> Tensor:
+        """[..., X] at integer positions [...] -> [..., Hk, D], turned."""
+        return self._turned(self.midlayer.self_attn.k_proj(x), positions)
+
+    def values(self, x: Tensor) -> Tensor:
+        """[..., X] -> [..., Hk, D]."""
+        projected: Tensor = self.midlayer.self_attn.v_proj(x)
+        return self._by_head(projected)
+
+    def output(self, residual: Tensor, mixed: Tensor) -> Tensor:
+        """Residual [..., H] and attention's mixture of values [..., Hq, D] -> the layer's output [..., H], un-normed."""
+        hidden: Tensor = residual + self.midlayer.self_attn.o_proj(mixed.flatten(-2))
+        changed: Tensor = self.midlayer.mlp(self.midlayer.post_attention_layernorm(hidden))
+        return hidden + changed
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Layer output [..., H] -> [..., W]."""
+        scores: Tensor = self.lm_head(self.norm(hidden))
+        return scores
+
+    def _by_head(self, projected: Tensor) -> Tensor:
+        return projected.view(*projected.shape[:-1], -1, self.config.head_dim)
+
+    def _turned(self, projected: Tensor, positions: Tensor) -> Tensor:
+        cos, sin = rotation(self.config.rope, self.config.head_dim, positions)
+        return apply_rope(self._by_head(projected), cos.unsqueeze(-2), sin.unsqueeze(-2)).to(projected.dtype)
+
+    # The plain forward
+
+    def forward(self, embeds_BTH: Tensor, hidden_BTH: Tensor, past: KeysValues | None = None) -> tuple[Tensor, KeysValues]:
+        """The layer's output [B, T, H], un-normed, of T slots after those in `past`, and the keys and values of all.
+
+        The plain reference: causal attention written out. Positions go on from those in `past`.
+        """
+        T, S = hidden_BTH.shape[1], past[0].shape[1] if past is not None else 0
+        positions_T = torch.arange(S, S + T, device=hidden_BTH.device)
+        x = self.inputs(embeds_BTH, hidden_BTH)
+        queries, keys, values = self.queries(x, positions_T), self.keys(x, positions_T), self.values(x)
+        if past is not None:
+            keys, values = torch.cat((past[0], keys), dim=1), torch.cat((past[1], values), dim=1)
+        groups = queries.shape[2] // keys.shape[2]
+        keys_of_queries, values_of_queries = (kv.repeat_interleave(groups, dim=2) for kv in (keys, values))
+        scores = torch.einsum("bthd,bshd->bhts", queries, keys_of_queries) * self.config.head_dim**-0.5
+        unseen = torch.arange(S + T, device=hidden_BTH.device) > positions_T[:, None]
+        weights = scores.masked_fill(unseen, float("-inf")).softmax(-1)
+        mixed = torch.einsum("bhts,bshd->bthd", weights, values_of_queries)
+        return self.output(hidden_BTH, mixed), (keys, values)
