@@ -1,0 +1,24 @@
+"""`eyas capture`: conversations -> feature shards."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from eyas.artifact import Artifact
+from eyas.cli.options import Output, Overrides, RunFile, Target, stage_config
+from eyas.cli.stage import perform
+from eyas.features.capture import CaptureConfig, capture
+
+
+def command(
+    answers: Annotated[str, typer.Argument(help="output of `eyas generate`")],
+    target: Target,
+    output: Output,
+    run_file: RunFile = None,
+    overrides: Overrides = None,
+) -> None:
+    """Store the target's three taps and last hidden state for every token of finished answers."""
+    config = stage_config(CaptureConfig, "capture", run_file, overrides, target=target)
+    perform("capture", output, lambda artifact, track: capture(config, Artifact(answers), artifact, track))
