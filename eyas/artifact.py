@@ -91,6 +91,7 @@ class Artifact:
         self._local = "file" in (self._fs.protocol if isinstance(self._fs.protocol, tuple) else (self._fs.protocol,))
         self._written: dict[str, File] = {}
         self._manifest: Manifest | None = None
+        self.was_done = False  # what `begin` found
 
     def __repr__(self) -> str:
         return f"Artifact({self.url!r})"
@@ -173,7 +174,8 @@ class Artifact:
                     f"{self.url} holds other work (identity {held}, now {identity}: its config or inputs changed)",
                     "choose another output folder, or delete this one",
                 )
-            return not self.is_done()
+            self.was_done = self.is_done()
+            return not self.was_done
         self.write(IDENTITY, identity.encode())
         self._written.clear()
         return True

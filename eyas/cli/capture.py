@@ -21,4 +21,4 @@ def command(
 ) -> None:
     """Store the target's three taps and last hidden state for every token of finished answers."""
     config = stage_config(CaptureConfig, "capture", run_file, overrides, target=target)
-    perform("capture", output, lambda artifact, track: capture(config, Artifact(answers), artifact, track))
+    perform("capture", Artifact(output), lambda artifact, track: capture(config, Artifact(answers), artifact, track))

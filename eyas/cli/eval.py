@@ -27,4 +27,4 @@ def command(
     def work(artifact: Artifact, track: Track) -> Manifest:
         return evaluate(config, target, Artifact(head), Artifact(features), artifact, track)
 
-    perform("eval", output, work)
+    perform("eval", Artifact(output), work)

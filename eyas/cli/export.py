@@ -21,4 +21,4 @@ def command(
 ) -> None:
     """Write a head in the forms that SGLang and vLLM load, with the commands that launch them."""
     config = stage_config(ExportConfig, "export", run_file, overrides)
-    perform("export", output, lambda artifact, track: export(config, target, Artifact(head), artifact, track))
+    perform("export", Artifact(output), lambda artifact, track: export(config, target, Artifact(head), artifact, track))

@@ -21,4 +21,4 @@ def command(
 ) -> None:
     """Let the target answer every user turn, with its own chat template; one row per assistant turn."""
     config = stage_config(GenerateConfig, "generate", run_file, overrides, target=target)
-    perform("generate", output, lambda artifact, track: generate(config, Artifact(prompts), artifact, track))
+    perform("generate", Artifact(output), lambda artifact, track: generate(config, Artifact(prompts), artifact, track))

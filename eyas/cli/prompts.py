@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from eyas.artifact import Artifact
 from eyas.cli.options import Output, Overrides, RunFile, stage_config
 from eyas.cli.stage import perform
 from eyas.data.prompts import PromptsConfig, make_prompts
@@ -24,4 +25,4 @@ def command(
         raise ConfigError("the files have no licence", "say what allows training on them, e.g. --licence CC-BY-4.0")
     given = [{"path": path, "licence": licence} for path in sources] if sources else None
     config = stage_config(PromptsConfig, "prompts", run_file, overrides, sources=given)
-    perform("prompts", output, lambda artifact, track: make_prompts(config, artifact, track))
+    perform("prompts", Artifact(output), lambda artifact, track: make_prompts(config, artifact, track))

@@ -21,4 +21,4 @@ def command(
 ) -> None:
     """Train a head on captured features; interrupted, it resumes from its last checkpoint."""
     config = stage_config(TrainConfig, "train", run_file, overrides)
-    perform("train", output, lambda artifact, track: train(config, target, Artifact(features), artifact, track))
+    perform("train", Artifact(output), lambda artifact, track: train(config, target, Artifact(features), artifact, track))
