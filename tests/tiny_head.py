@@ -1,0 +1,49 @@
+"""Tiny random heads for tiny random targets, without training one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from eyas.model.checkpoint import Form, Verifier, expected_shapes, write_head
+from eyas.model.config import HeadConfig, TargetConfig
+from eyas.model.vocab import TargetVocabulary, draft_vocabulary
+
+
+def tiny_head(
+    target: Path, draft_vocab_size: int = 64, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> tuple[HeadConfig, dict[str, Tensor]]:
+    """A head of random weights for the target in a folder: config, and tensors by EAGLE's names."""
+    vocabulary = TargetVocabulary.load(target)
+    config = HeadConfig.for_target(TargetConfig.from_folder(target), draft_vocab_size)
+    config = config.model_copy(update={"target_lm_head_sha256": vocabulary.lm_head_sha256})
+    generator = torch.Generator().manual_seed(seed)
+    counts_V = torch.randint(100, (config.vocab_size,), generator=generator)
+    counts_V[list(vocabulary.config.eos_token_ids)] = 1000
+    tensors = {
+        name: (0.3 * torch.randn(shape, generator=generator)).to(dtype)
+        for name, shape in expected_shapes(config).items()
+        if name not in ("d2t", "t2d")
+    }
+    for name in tensors:
+        if len(tensors[name].shape) == 1:
+            tensors[name] += 1
+    tensors["d2t"], tensors["t2d"] = draft_vocabulary(counts_V, draft_vocab_size)
+    return config, tensors
+
+
+def write_folder(files: dict[str, bytes], folder: Path) -> Path:
+    """Put files into a new folder and return it."""
+    folder.mkdir(parents=True)
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def head_folder(target: Path, folder: Path, form: Form = "eyas", **options) -> Path:
+    """A random head in one form on disk; the vLLM form with the target's embeddings. options: tiny_head's."""
+    config, tensors = tiny_head(target, **options)
+    verifier = Verifier(str(target), ("LlamaForCausalLM",), TargetVocabulary.load(target, torch.float32).embed_tokens)
+    return write_folder(write_head(config, tensors, form, verifier), folder)
