@@ -130,7 +130,7 @@ def _tensor_table(entries: list[Entry], meta: FeatureMeta) -> dict[str, Any]:
 
 
 class ShardWriter:
-    """Writes the samples of one split, in order, into shards; on a folder of a killed one it goes on after the last whole shard.
+    """Writes the samples of one split, in order, into shards; after a killed writer it goes on behind the last whole shard.
 
     The caller adds the same samples in the same order in every run and leaves out those whose key is in `keys`; the
     files are then the same, byte for byte, however often the work was cut. `close` writes the index.
@@ -242,8 +242,9 @@ class Features:
                 f"{self._artifact.url} lacks the shard {entry.shard}", "delete the folder and run `eyas capture` again"
             ) from error
         if hashlib.sha256(data).hexdigest() != entry.sha256:
+            where = f"{self._artifact.url}/{entry.shard}"
             raise CorruptError(
-                f"sample {entry.key} in {self._artifact.url}/{entry.shard} (from byte {entry.start}) does not match its checksum",
+                f"sample {entry.key} in {where} (from byte {entry.start}) does not match its checksum",
                 "delete the folder and run `eyas capture` again, or restore the shard from a copy",
             )
         return decode_sample(data, entry, self.meta)
