@@ -16,7 +16,14 @@ TEMPLATE = (
 )
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 FAMILIES = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
-TEXT = ["user", "assistant", "system", "I would like a table for two in San Jose.", "The address is 71 North Street.", "0123456789"]
+TEXT = [
+    "user",
+    "assistant",
+    "system",
+    "I would like a table for two in San Jose.",
+    "The address is 71 North Street.",
+    "0123456789",
+]
 
 
 @cache
@@ -37,7 +44,10 @@ def _tokenizer(vocab_size: int) -> Tokenizer:
 def tiny_tokenizer(folder: Path, vocab_size: int = 320, chat_template: str | None = TEMPLATE) -> None:
     """Save a byte-level BPE with ChatML specials (0, 1, 2) and, unless None, the chat template."""
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=_tokenizer(vocab_size), eos_token=SPECIALS[2], pad_token=SPECIALS[0], clean_up_tokenization_spaces=False
+        tokenizer_object=_tokenizer(vocab_size),
+        eos_token=SPECIALS[2],
+        pad_token=SPECIALS[0],
+        clean_up_tokenization_spaces=False,
     )
     if chat_template is not None:
         fast.chat_template = chat_template
@@ -70,5 +80,5 @@ def tiny_target(folder: Path, family: str = "llama", seed: int = 0, dtype: str =
         if "norm" in name or name.endswith("bias"):  # ones and zeros would hide a forgotten norm or bias
             weight.data.add_(0.1 * torch.randn_like(weight))
     model.save_pretrained(folder)
-    tiny_tokenizer(folder, config.vocab_size)
+    tiny_tokenizer(folder, max(320, config.vocab_size))
     return Path(folder)

@@ -6,35 +6,39 @@ token sees its ancestors and itself:
     columns   0 ......... len-1 | len .. len+N-1
     node n    all seen          | ancestors of n, and n
 
-Letters: B batch, N new tokens (tree nodes), C columns, Hq and Hk query and key heads, D head dimension.
+Letters: B batch, N new tokens (tree nodes), E columns after the prefix, C columns, Hq and Hk query and key heads,
+D head dimension.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 
-def ancestor_matrix(parents: Sequence[int]) -> torch.Tensor:
+def ancestor_matrix(parents: Sequence[int]) -> np.ndarray:
     """[N, N] bool: row n is True at n and at its ancestors. parents[n] < n, and -1 for a node that has none."""
-    seen = torch.zeros(len(parents), len(parents), dtype=torch.bool)
+    seen = np.eye(len(parents), dtype=bool)
     for node, parent in enumerate(parents):
         if parent >= 0:
-            seen[node] = seen[parent]
-        seen[node, node] = True
+            seen[node] |= seen[parent]
     return seen
 
 
-def prefix_mask(ancestors_BNN: torch.Tensor, prefix_lens: Sequence[int], columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """[B, 1, N, C] additive mask (0 seen, -inf hidden) from each request's ancestor matrix and prefix length."""
-    B, N, _ = ancestors_BNN.shape
-    mask = torch.full((B, 1, N, columns), float("-inf"), dtype=dtype)
+def prefix_mask(seen_BNE: np.ndarray, prefix_lens: Sequence[int], columns: int) -> torch.Tensor:
+    """[B, 1, N, C] additive fp32 mask (0 seen, -inf hidden): all of each prefix, then E columns as `seen_BNE` (bool) says.
+
+    E is N, or more when earlier tree levels lie between the prefix and the new tokens.
+    """
+    B, N, E = seen_BNE.shape
+    mask = np.full((B, 1, N, columns), -np.inf, dtype=np.float32)
     for b, length in enumerate(prefix_lens):
         mask[b, 0, :, :length] = 0
-        mask[b, 0, :, length : length + N].masked_fill_(ancestors_BNN[b], 0)
-    return mask
+        mask[b, 0, :, length : length + E][seen_BNE[b]] = 0
+    return torch.from_numpy(mask)
 
 
 def tree_attention_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

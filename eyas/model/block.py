@@ -27,10 +27,12 @@ Tensors = Mapping[str, torch.Tensor]
 class Placement:
     """Where the M = B * N tokens of one forward sit, worked out once and used by every layer.
 
+    The B requests lie in cache rows [first_row, first_row + B), and the first `columns` columns of each are looked at.
     cos, sin [M, 1, D]: the rotation of each token's position, in the model's dtype; the first half of sin is negated.
     slots [M] int64: where keys and values go. mask [B or 1, 1, N, C] additive, or None when all columns are seen.
     """
 
+    first_row: int
     B: int
     N: int
     columns: int
@@ -89,7 +91,7 @@ class Block:
         rolled = q_and_k.roll(D // 2, -1)
         q_and_k.mul_(at.cos).addcmul_(rolled, at.sin)
         cache.write(self._layer, at.slots, qkv[:, Hq:].view(-1, 2, Hk, D))
-        keys, values = cache.read(self._layer, at.B, at.columns)
+        keys, values = cache.read(self._layer, at.first_row, at.B, at.columns)
         q = qkv[:, :Hq].view(at.B, at.N, Hq, D).transpose(1, 2)
         mixed = tree_attention(q, keys, values, at.mask).transpose(1, 2).reshape(-1, Hq * D)
         h = self._out.add(mixed, residual)

@@ -26,11 +26,11 @@ class KVCache:
         """Put kv [M, 2, Hk, D] into the slots (int64 [M])."""
         self.data[layer].index_copy_(0, slots_M, kv)
 
-    def read(self, layer: int, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of rows [0, rows), columns [0, columns): two views [rows, Hk, columns, D]."""
+    def read(self, layer: int, first_row: int, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of `rows` rows from `first_row` on, columns [0, columns): two views [rows, Hk, columns, D]."""
         Hk, D = self._heads, self._dim
         size, stride = (rows, Hk, columns, D), (self.columns * 2 * Hk * D, D, 2 * Hk * D, 1)
-        start = layer * self.data.stride(0)
+        start = layer * self.data.stride(0) + first_row * stride[0]
         return self.data.as_strided(size, stride, start), self.data.as_strided(size, stride, start + Hk * D)
 
     def move(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:

@@ -88,7 +88,9 @@ class TargetConfig(DecoderConfig):
     def default_taps(self) -> Taps:
         n = self.num_hidden_layers
         if n < 7:
-            raise MismatchError(f"a target of {n} layers has no three distinct taps", "EAGLE-3 needs a target of 7 layers or more")
+            raise MismatchError(
+                f"a target of {n} layers has no three distinct taps", "EAGLE-3 needs a target of 7 layers or more"
+            )
         return (1, n // 2 - 1, n - 4)
 
     @classmethod

@@ -1,9 +1,9 @@
 """Matrix products with weights laid out once for the machine. Knows no model.
 
 On a CPU the time of a decode step is the reading of weights, and a product that lays its weight out anew on every call
-reads it twice. bf16: oneDNN's blocked layout, one copy for any number of rows. fp32: MKL's packed layout, one copy per
-number of rows, so only for the few numbers that a decoder uses every round (`prepare`). Anything else, and any other
-device, is `F.linear`: same product, slower.
+reads it twice. oneDNN's blocked layout is one copy for any number of rows; in fp32 MKL's packed layout is about twice as
+fast for a few rows, but one copy per number of rows, so only for the numbers that a decoder uses every round
+(`prepare`). Other devices and dtypes take `F.linear`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Linear:
         self._weight = weight
         self._packed_by_rows: dict[int, torch.Tensor] = {}
         self._blocked: torch.Tensor | None = None
-        if _HAS_ONEDNN and weight.device.type == "cpu" and weight.dtype == torch.bfloat16:
+        if _HAS_ONEDNN and weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float32):
             self._blocked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
 
     def prepare(self, rows: set[int]) -> None:
@@ -35,18 +35,18 @@ class Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[M, in] -> [M, out]."""
-        if self._blocked is not None:
-            y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._blocked, self.bias, "none", [], "")
-            return y
         packed = self._packed_by_rows.get(x.shape[0])
         if packed is not None:
-            y = torch.ops.mkl._mkl_linear(x, packed, self._weight, self.bias, x.shape[0])
+            y: torch.Tensor = torch.ops.mkl._mkl_linear(x, packed, self._weight, self.bias, x.shape[0])
+            return y
+        if self._blocked is not None:
+            y = torch.ops.mkldnn._linear_pointwise(x, self._blocked, self.bias, "none", [], "")
             return y
         return F.linear(x, self._weight, self.bias)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """[M, in], [M, out] -> residual + self(x), in one operator where there is one."""
-        if self._blocked is not None and self.bias is None:
+        if self._blocked is not None and self.bias is None and x.shape[0] not in self._packed_by_rows:
             y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, residual, self._blocked, None, "add")
             return y
         return self(x).add_(residual)

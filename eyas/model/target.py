@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -82,9 +83,8 @@ class Target:
         B, T = tokens_BT.shape
         positions_T = torch.arange(T, device=self.device)
         cos, sin = self.rope(positions_T.repeat(B))
-        causal = torch.ones(1, T, T, dtype=torch.bool).tril()
-        mask = prefix_mask(causal, [0], T, self.dtype).to(self.device)
-        at = Placement(B, T, T, cos, sin, torch.arange(B * T, device=self.device), mask)
+        mask = prefix_mask(np.tri(T, dtype=bool)[None], [0], T).to(self.device, self.dtype)
+        at = Placement(0, B, T, T, cos, sin, torch.arange(B * T, device=self.device), mask)
         hidden, aux_hidden = self.forward(tokens_BT.flatten(), at, self.new_cache(B, T), taps or self.config.default_taps)
         assert aux_hidden is not None
         return aux_hidden.view(B, T, -1), hidden.view(B, T, -1)
@@ -98,7 +98,7 @@ class Target:
 
 def check_tensors(config: TargetConfig, tensors: dict[str, torch.Tensor]) -> None:
     """Every tensor that the config asks for is there with its shape, and no weight is left over. Raises MismatchError."""
-    H, I, V = config.hidden_size, config.intermediate_size, config.vocab_size
+    H, inner, V = config.hidden_size, config.intermediate_size, config.vocab_size
     q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     expected: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, H), "model.norm.weight": (H,)}
     if not config.tie_word_embeddings:
@@ -112,7 +112,7 @@ def check_tensors(config: TargetConfig, tensors: dict[str, torch.Tensor]) -> Non
                 expected[f"{prefix}self_attn.{name}_proj.bias"] = shape[:1]
             if config.qk_norm and name in "qk":
                 expected[f"{prefix}self_attn.{name}_norm.weight"] = (config.head_dim,)
-        for name, shape in {"gate": (I, H), "up": (I, H), "down": (H, I)}.items():
+        for name, shape in {"gate": (inner, H), "up": (inner, H), "down": (H, inner)}.items():
             expected[f"{prefix}mlp.{name}_proj.weight"] = shape
             if config.mlp_bias:
                 expected[f"{prefix}mlp.{name}_proj.bias"] = shape[:1]

@@ -1,0 +1,138 @@
+"""The walk down the tree: its output distribution is the target's, whatever the tree proposes."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+from eyas.engine.request import SamplingParams
+from eyas.engine.sampling import adjusted_probs, draw
+from eyas.engine.tree import Candidates, Tree
+from eyas.engine.verify import accept
+
+VOCAB = 5
+
+
+def random_tree(rng: np.random.Generator, size: int) -> Tree:
+    """Children of a node are distinct tokens, as a top-k gives them; otherwise anything goes."""
+    tree = Tree.of_root(int(rng.integers(VOCAB)))
+    while len(tree) < size:
+        parent = int(rng.integers(len(tree)))
+        taken = tree.children()[parent]
+        free = [token for token in range(VOCAB) if token not in taken]
+        if free:
+            tree.tokens.append(int(rng.choice(free)))
+            tree.parents.append(parent)
+            tree.depths.append(tree.depths[parent] + 1)
+    return tree
+
+
+def context_of(tree: Tree, node: int) -> tuple[int, ...]:
+    path: list[int] = []
+    while node >= 0:
+        path.insert(0, tree.tokens[node])
+        node = tree.parents[node]
+    return tuple(path)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0.7, top_k=3),
+        SamplingParams(temperature=1.3, top_p=0.8),
+    ],
+    ids=["T=1", "top_k", "top_p"],
+)
+def test_emitted_sequences_follow_the_target(params: SamplingParams) -> None:
+    """Chi-square over all sequences of three tokens, thousands of draws, a new random tree for every round."""
+    rng = np.random.default_rng(7)
+    tables: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def target_probs(context: tuple[int, ...]) -> torch.Tensor:
+        if context not in tables:
+            logits = torch.from_numpy(np.random.default_rng(abs(hash(context)) % 2**32).normal(size=VOCAB) * 1.5)
+            tables[context] = adjusted_probs(logits, params)
+        return tables[context]
+
+    draws, counts = 12_000, np.zeros(VOCAB**3)
+    accepted = 0
+    for _ in range(draws):
+        sequence: tuple[int, ...] = (0,)
+        while len(sequence) < 4:
+            tree = random_tree(rng, int(rng.integers(1, 10)))
+            tree.tokens[0] = sequence[-1]
+            prefix = sequence[:-1]
+            path, emitted = accept(tree, lambda n, p=prefix, t=tree: draw(target_probs(p + context_of(t, n)), rng.random()))
+            accepted += len(path)
+            sequence += tuple(emitted)
+        first, second, third = sequence[1:4]
+        counts[first * VOCAB**2 + second * VOCAB + third] += 1
+    expected = np.array(
+        [
+            float(target_probs((0,))[a] * target_probs((0, a))[b] * target_probs((0, a, b))[c])
+            for a in range(VOCAB)
+            for b in range(VOCAB)
+            for c in range(VOCAB)
+        ]
+    )
+    assert accepted > draws / 4, "the trees must matter for this test to mean anything"
+    assert counts[expected == 0].sum() == 0
+    possible = expected > 0
+    assert chisquare(counts[possible], expected[possible] * draws).pvalue > 1e-4
+
+
+def test_a_wrong_rule_would_fail_the_chi_square() -> None:
+    """The same statistic on a verifier that gives the tree a second chance: it must show, or the test above is blind."""
+    rng = np.random.default_rng(3)
+    probs = adjusted_probs(torch.tensor([0.0, 0.5, 1.0, 0.2, 0.1]), SamplingParams(temperature=1.0))
+    children = Tree([0, 2], [-1, 0], [0, 1]).children()[0]
+    exact, biased = np.zeros(VOCAB), np.zeros(VOCAB)
+    for _ in range(4000):
+        token = draw(probs, rng.random())
+        exact[token] += 1
+        biased[token if token in children else draw(probs, rng.random())] += 1
+    assert chisquare(exact, probs.numpy() * 4000).pvalue > 1e-4
+    assert chisquare(biased, probs.numpy() * 4000).pvalue < 1e-6
+
+
+def test_greedy_accepts_the_longest_agreeing_path() -> None:
+    tree = Tree([9, 1, 2, 3, 4], [-1, 0, 0, 2, 3], [0, 1, 1, 2, 3])
+    choices = {0: 2, 2: 3, 3: 7}
+    assert accept(tree, choices.__getitem__) == ([2, 3], [2, 3, 7])
+    assert accept(Tree.of_root(5), lambda node: 8) == ([], [8])
+
+
+@given(st.lists(st.floats(-5, 5), min_size=2, max_size=30), st.integers(0, 6), st.floats(0.05, 1), st.floats(0.1, 3))
+def test_adjusted_probs_keep_what_top_k_and_top_p_say(
+    logits: list[float], top_k: int, top_p: float, temperature: float
+) -> None:
+    probs = adjusted_probs(torch.tensor(logits), SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p))
+    full = (torch.tensor(logits).double() / temperature).softmax(-1)
+    kept = probs > 0
+    assert float(probs.sum()) == pytest.approx(1)
+    assert kept[full.argmax()]
+    if top_k:
+        assert int(kept.sum()) <= top_k
+    assert full[kept].min() >= full[~kept].max() if (~kept).any() else True
+    torch.testing.assert_close(probs[kept], full[kept] / full[kept].sum())
+
+
+def test_draw_never_gives_an_impossible_token() -> None:
+    probs = torch.tensor([0.0, 0.5, 0.0, 0.5, 0.0], dtype=torch.float64)
+    assert [draw(probs, u) for u in (0.0, 0.49, 0.51, 1 - 1e-16)] == [1, 1, 3, 3]
+
+
+@given(st.data())
+def test_the_kept_tree_hangs_together_and_holds_the_best_paths(data: st.DataObject) -> None:
+    candidates = Candidates()
+    log_prob = st.floats(-4, 0)
+    candidates.expand(-1, [1, 2, 3], data.draw(st.lists(log_prob, min_size=3, max_size=3)))
+    for parent in range(3):
+        candidates.expand(parent, [4, 5], data.draw(st.lists(log_prob, min_size=2, max_size=2)))
+    tree = candidates.tree(root=0, num_verify_tokens=data.draw(st.integers(2, 12)))
+    assert tree.parents[0] == -1
+    assert all(0 <= parent < node for node, parent in enumerate(tree.parents) if node)
+    assert all(tree.depths[node] == tree.depths[parent] + 1 for node, parent in enumerate(tree.parents) if node)
