@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
+import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -47,3 +50,22 @@ def head_folder(target: Path, folder: Path, form: Form = "eyas", **options) -> P
     config, tensors = tiny_head(target, **options)
     verifier = Verifier(str(target), ("LlamaForCausalLM",), TargetVocabulary.load(target, torch.float32).embed_tokens)
     return write_folder(write_head(config, tensors, form, verifier), folder)
+
+
+def edit_config(folder: Path, path: str = "", **changes: Any) -> Path:
+    """Change keys of a head's config.json, at the top or below the key `path`; None deletes."""
+    config = json.loads((folder / "config.json").read_text())
+    section = config[path] if path else config
+    section.update(changes)
+    for key in [key for key, value in changes.items() if value is None]:
+        section.pop(key, None)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def edit_tensors(folder: Path, changes: dict[str, Tensor | None]) -> Path:
+    """Replace, add or (None) delete tensors of a head."""
+    tensors = safetensors.torch.load_file(folder / "model.safetensors") | changes
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    safetensors.torch.save_file(kept, folder / "model.safetensors")
+    return folder

@@ -350,7 +350,7 @@ def _read_taps(settings: Mapping[str, Any], target: TargetConfig | None) -> Taps
 def _sglang_layer_ids(taps: Taps) -> list[int]:
     """Outputs of layers, as SpecForge lists them: read alike by every SGLang as long as the first is 1.
 
-    The default taps of every target of 6 layers or more begin with 1.
+    The default taps of every target begin with 1.
     """
     if taps[0] != 1:
         raise MismatchError(
