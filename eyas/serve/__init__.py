@@ -1,0 +1,1 @@
+"""The server: OpenAI's chat completions over HTTP, on one engine."""

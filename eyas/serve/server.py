@@ -1,0 +1,131 @@
+"""Runs the application: in this process until a signal, in a thread, or in a process of its own. Knows uvicorn."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import uvicorn
+from pydantic import BaseModel, ConfigDict
+from starlette.applications import Starlette
+
+from eyas.builtin import resolve_target
+from eyas.chat import Chat
+from eyas.engine.engine import Engine, EngineConfig
+from eyas.errors import ConfigError, EyasError
+from eyas.serve.app import Served, create_app
+from eyas.serve.worker import Worker
+
+SHUTDOWN_SECONDS = 30  # what running requests get to finish after SIGINT or SIGTERM
+
+log = logging.getLogger("eyas.serve")
+
+
+class ServeConfig(BaseModel):
+    """What is served, how precisely, and where. Port 0 takes a free one."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    target: str
+    head: str | None = None
+    dtype: str = "float32"
+    model: str | None = None  # the name in requests; by default that of the target's folder
+    host: str = "127.0.0.1"
+    port: int = 8000
+    engine: EngineConfig = EngineConfig()
+
+    @property
+    def served_model(self) -> str:
+        return self.model or Path(self.target).resolve().name
+
+
+def build_app(config: ServeConfig) -> Starlette:
+    """Load target, head and tokenizer into an application. Raises InputErrors for what does not fit together."""
+    target = resolve_target(config.target)
+    chat = Chat(target)
+    engine = Engine.load(target, config.head, dtype=config.dtype, config=config.engine)
+    served = Served(config.served_model, config.dtype, config.head is not None, engine.max_length)
+    return create_app(Worker(engine), chat, served)
+
+
+def serve(config: ServeConfig, on_ready: Callable[[str], None] = print) -> None:
+    """Serve until SIGINT or SIGTERM, then let running requests finish. `on_ready` gets the URL once it answers."""
+    with _bound(config.host, config.port) as listener:
+        server = _Server(build_app(config), listener, on_ready)
+        server.run(sockets=[listener])
+
+
+@contextmanager
+def running_app(app: Starlette) -> Iterator[str]:
+    """The URL of an application served on the loopback by a thread; it stops, gracefully, on leaving."""
+    ready = threading.Event()
+    with _bound("127.0.0.1", 0) as listener:
+        server = _Server(app, listener, lambda _: ready.set())
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="server")
+        thread.start()
+        try:
+            while not ready.wait(0.05):
+                if not thread.is_alive():
+                    raise EyasError("the server did not start", "its log says why")
+            yield server.url
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@contextmanager
+def running_server(config: ServeConfig) -> Iterator[str]:
+    """The URL of a server in a process of its own, once it answers; it is told to end on leaving.
+
+    Raises EyasError when it does not come up; what it has to say about that is on stderr.
+    """
+    command = [sys.executable, "-m", "eyas.serve", config.model_dump_json()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().strip()
+            if not url:
+                code = process.wait()
+                raise EyasError(f"the server ended with exit code {code} before it was ready", "its message is above")
+            yield url
+        finally:
+            process.terminate()
+
+
+class _Server(uvicorn.Server):
+    """A uvicorn server on a socket that is bound already, which says when it answers."""
+
+    def __init__(self, app: Starlette, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
+        super().__init__(
+            uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=SHUTDOWN_SECONDS, ws="none")
+        )
+        host, port = listener.getsockname()[:2]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        log.info("serving", extra={"data": {"url": self.url}})
+        self._on_ready(self.url)
+
+
+@contextmanager
+def _bound(host: str, port: int) -> Iterator[socket.socket]:
+    """A bound socket, taken before the model is loaded: a port in use is an error at once, and 0 becomes a number.
+
+    It does not listen yet, so that until the server answers, clients are refused and not left waiting.
+    """
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            what = f"cannot listen on {host}:{port}: {error.strerror or error}"
+            raise ConfigError(what, "choose another host or port; port 0 takes any free one") from error
+        yield listener
