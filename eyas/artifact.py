@@ -115,7 +115,9 @@ class Artifact:
                 raise MissingInputError(f"the artifact {self.url} {what}", "run the stage that makes it first (again)")
             text = self._fs.cat_file(self._path(MANIFEST))
             if hashlib.sha256(text).hexdigest() != self._fs.cat_file(self._path(DONE)).decode().strip():
-                raise CorruptError(f"{self.url}/{MANIFEST} does not match its done marker", "delete the folder and run the stage again")
+                raise CorruptError(
+                    f"{self.url}/{MANIFEST} does not match its done marker", "delete the folder and run the stage again"
+                )
             self._manifest = Manifest.model_validate_json(text)
         if stage is not None and self._manifest.stage != stage:
             raise InputError(f"{self.url} holds {self._manifest.stage!r}, not {stage!r}", f"give the output of `eyas {stage}`")
@@ -133,7 +135,14 @@ class Artifact:
         if not self._fs.exists(self._root):
             return []
         self._fs.invalidate_cache()
-        names = (str(path).rsplit("/", 1)[-1] for path in self._fs.ls(self._root, detail=False))
+        found = self._fs.ls(self._root, detail=True)
+        names = (str(entry["name"]).rsplit("/", 1)[-1] for entry in found if entry["type"] == "file")
+        return sorted(name for name in names if ".partial-" not in name)
+
+    def all_names(self) -> list[str]:
+        """Names of the files in the folder and below it ("a/b"), sorted; half-written ones excluded."""
+        self._fs.invalidate_cache()
+        names = (str(path)[len(self._root) :].lstrip("/") for path in self._fs.find(self._root))
         return sorted(name for name in names if ".partial-" not in name)
 
     def read(self, name: str) -> bytes:
@@ -145,7 +154,9 @@ class Artifact:
         if self.is_done():
             known = self.manifest().files.get(name)
             if known is not None and hashlib.sha256(data).hexdigest() != known.sha256:
-                raise CorruptError(f"{self.url}/{name} does not match its checksum", "delete the folder and run its stage again")
+                raise CorruptError(
+                    f"{self.url}/{name} does not match its checksum", "delete the folder and run its stage again"
+                )
         return data
 
     def read_range(self, name: str, start: int, end: int) -> bytes:
@@ -221,7 +232,7 @@ class Artifact:
         facts: Mapping[str, Any] | None = None,
     ) -> Manifest:
         """Write manifest, then done marker. Files of an earlier, resumed process are checksummed here."""
-        for name in self.names():
+        for name in self.all_names():
             if name not in self._written and name not in (IDENTITY, MANIFEST, DONE):
                 data = bytes(self._fs.cat_file(self._path(name)))
                 self._written[name] = File(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "eyas"
 ORDER = (
     ("errors", "records"),
     ("artifact", "log", "chat", "builtin"),
-    ("model", "shards"),
+    ("model", "shards", "lineage"),
     ("engine",),
     ("data", "features", "train", "evaluate", "export", "serve"),
     ("bench",),

@@ -1,0 +1,85 @@
+"""From an artifact back to every source, licence and filter; and artifacts with folders below them."""
+
+from __future__ import annotations
+
+import pytest
+
+from eyas.artifact import Artifact, Manifest, identity
+from eyas.lineage import describe, lines, sources, stages
+
+LEDGER = {"sources": {"sgd": {"rows_in": 100, "rows_out": 90, "dropped": {"duplicate": 7, "personal_data": 3}}}}
+
+
+def source(licence: str, sha256: str) -> Manifest:
+    return Manifest(stage="source", identity=sha256, config={"licence": licence}, counts={}, files={}, url=f"/raw/{sha256}")
+
+
+def finished(folder, stage: str, inputs: dict[str, Manifest], facts: dict | None = None, **config) -> Manifest:
+    artifact = Artifact(str(folder / stage))
+    artifact.begin(identity(stage, config, inputs))
+    artifact.write("data", stage.encode())
+    return artifact.finish(stage, config, inputs, {"rows": 1}, facts)
+
+
+@pytest.fixture
+def head(tmp_path) -> Manifest:
+    """train <- features <- answers <- prompts <- two sources; the second is read a second time, beside."""
+    raw = {"sgd": source("CC-BY-SA-4.0", "aa"), "tldr": source("CC-BY-4.0", "bb")}
+    prompts = finished(tmp_path, "prompts", raw, {"ledger": LEDGER}, max_characters=8000)
+    answers = finished(tmp_path, "generate", {"prompts": prompts}, temperature=0.0)
+    features = finished(tmp_path, "capture", {"answers": answers})
+    finished(tmp_path, "train", {"features": features, "more": prompts, "tldr": raw["tldr"]}, epochs=3)
+    return Artifact(str(tmp_path / "train")).manifest()  # as a reader finds it on disk
+
+
+def test_every_stage_is_found_once_first_to_last(head):
+    assert [stage.stage for stage in stages(head)] == ["prompts", "generate", "capture", "train"]
+
+
+def test_every_source_is_found_once_with_licence_and_rows(head):
+    sgd, tldr = sources(head)
+    assert (sgd.name, sgd.licence, sgd.sha256, sgd.url) == ("sgd", "CC-BY-SA-4.0", "aa", "/raw/aa")
+    assert (sgd.num_rows, sgd.num_kept, sgd.dropped) == (100, 90, {"duplicate": 7, "personal_data": 3})
+    assert (tldr.name, tldr.licence, tldr.num_rows) == ("tldr", "CC-BY-4.0", 0)
+
+
+def test_same_name_with_other_bytes_is_another_source(tmp_path):
+    first = finished(tmp_path, "prompts", {"sgd": source("MIT", "aa")})
+    second = finished(tmp_path / "again", "prompts", {"sgd": source("CC-BY-4.0", "cc")})
+    both = finished(tmp_path, "train", {"first": first, "second": second})
+    assert [(one.sha256, one.licence) for one in sources(both)] == [("aa", "MIT"), ("cc", "CC-BY-4.0")]
+
+
+def test_a_source_without_licence_is_said_to_have_none(tmp_path):
+    bare = Manifest(stage="source", identity="dd", config={}, counts={}, files={})
+    made = finished(tmp_path, "prompts", {"bare": bare})
+    assert "not given" in describe(sources(made)[0])
+
+
+def test_lines_show_filters_and_drops_below_what_they_made(head):
+    text = list(lines(head))
+    depth = [len(line) - len(line.lstrip()) for line in text]
+    where = {
+        word: next(place for place, line in enumerate(text) if word in line) for word in ("capture ", "generate ", "prompts ")
+    }
+    assert text[0].startswith(f"train {head.identity}")
+    assert [depth[where[word]] for word in ("capture ", "generate ", "prompts ")] == [2, 4, 6]
+    assert any("max_characters 8000" in line for line in text)
+    assert any("CC-BY-SA-4.0, 90 of 100 rows kept (dropped: duplicate 7, personal_data 3), sha256 aa" in line for line in text)
+
+
+@pytest.mark.parametrize("url", ["{tmp}/made", "memory://made-{tmp}"])
+def test_files_below_folders_are_listed_and_resumed(tmp_path, url):
+    """`finish` takes in what an earlier process wrote, below folders too."""
+    url = url.format(tmp=tmp_path)
+    name = identity("export", {}, {})
+    interrupted = Artifact(url)
+    interrupted.begin(name)
+    interrupted.write("form/config.json", b"{}")
+    again = Artifact(url)
+    assert again.begin(name)
+    again.write("README.md", b"words")
+    assert again.names() == ["README.md", "_IDENTITY"]
+    manifest = again.finish("export", {}, {}, {})
+    assert sorted(manifest.files) == ["README.md", "form/config.json"]
+    assert Artifact(url).read("form/config.json") == b"{}"
