@@ -10,24 +10,22 @@ from rich.console import Console
 from rich.markup import escape
 
 from eyas.cli.options import Target
-from eyas.errors import MismatchError
-from eyas.export.check import Finding, check
+from eyas.export.check import Finding, check, exit_code
 
 
-def command(head: Annotated[str, typer.Argument(help="folder of a head")], target: Target) -> None:
-    """Print what would serve badly, and end with exit code 2 if anything would."""
-    report(check(head, target), head)
+def command(head: Annotated[str, typer.Argument(help="folder of a head, in any form")], target: Target) -> None:
+    """Print what would serve badly. Exit code 0: nothing found; 1: warnings; 2: errors."""
+    findings = check(head, target)
+    show(findings, head)
+    raise typer.Exit(exit_code(findings))
 
 
-def report(findings: Iterable[Finding], head: str) -> None:
-    """Print the findings of one head to stdout. Raises MismatchError when one of them is an error."""
+def show(findings: Iterable[Finding], head: str) -> None:
+    """Print the findings on one head to stdout."""
     console = Console(soft_wrap=True, highlight=False)
-    num_errors = 0
+    empty = True
     for finding in findings:
-        num_errors += finding.level == "error"
+        empty = False
         console.print(f"{finding.level}: {escape(finding.what)}\n  -> {escape(finding.hint)}")
-    if num_errors:
-        raise MismatchError(
-            f"{head} would serve badly: {num_errors} errors", "mend what is listed above, or export the head again"
-        )
-    console.print(f"{escape(head)}: no errors")
+    if empty:
+        console.print(f"{escape(head)}: nothing found")
