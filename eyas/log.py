@@ -41,7 +41,7 @@ def progress_bar(stage: str, total: int | None = None) -> Iterator[Track]:
         task = bar.add_task(stage, total=total, note="")
 
         def track(done: int, total: int | None = None, note: str = "") -> None:
-            bar.update(task, completed=done, **({"total": total} if total is not None else {}), note=note)
+            bar.update(task, completed=done, total=total, note=note)  # a total of None leaves it as it is
 
         yield track
 
