@@ -1,0 +1,172 @@
+"""Lint of a head against its target: what would serve badly although it loads. Knows no engine and runs no forward.
+
+Reads a head of any form step by step as `read_head` does, but goes on after a fault and names them all.
+
+Letters: V target vocabulary, W draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from eyas.builtin import resolve_target
+from eyas.errors import MismatchError
+from eyas.model.checkpoint import (
+    SGLANG_ARCHITECTURE,
+    Checkpoint,
+    head_config,
+    open_checkpoint,
+    setting_faults,
+    tensor_faults,
+    with_vocabulary_maps,
+)
+from eyas.model.config import HeadConfig, TargetConfig
+from eyas.model.vocab import TargetVocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """An error serves wrong or badly for certain; a warning may be meant so."""
+
+    level: Literal["error", "warning"]
+    what: str
+    hint: str
+
+
+def check(head: str | Path, target: str | Path) -> list[Finding]:
+    """All that is wrong with the head in a folder, of any form, for the target in a folder (or "builtin"); errors first.
+
+    Raises MissingInputError, CorruptError, and MismatchError for what is no EAGLE-3 head or no supported target at all.
+    """
+    vocabulary = TargetVocabulary.load(resolve_target(str(target)))
+    checkpoint = open_checkpoint(head)
+    findings = errors(setting_faults(checkpoint))
+    try:
+        config = head_config(checkpoint, vocabulary.config)
+    except MismatchError as fault:
+        return [*findings, *errors([fault]), *value_findings(checkpoint)]
+    findings += errors(tensor_faults(config, with_vocabulary_maps(config, checkpoint.tensors)))
+    findings += [
+        *target_findings(config, vocabulary.config),
+        *vocabulary_findings(checkpoint, config, vocabulary),
+        *value_findings(checkpoint),
+        *form_findings(checkpoint),
+    ]
+    return sorted(findings, key=lambda finding: finding.level)
+
+
+def exit_code(findings: Iterable[Finding]) -> int:
+    """0 nothing found, 1 warnings only, 2 an error."""
+    levels = {finding.level for finding in findings}
+    return 2 if "error" in levels else 1 if levels else 0
+
+
+def errors(faults: Sequence[MismatchError]) -> list[Finding]:
+    """What `read_head` refuses, as findings."""
+    return [Finding("error", fault.what, fault.hint) for fault in faults]
+
+
+def target_findings(config: HeadConfig, target: TargetConfig) -> Iterator[Finding]:
+    """The head's shape against the target's."""
+    other = "the head is for another target"
+    if config.vocab_size != target.vocab_size:
+        yield Finding(
+            "error", f"the head's target has a vocabulary of {config.vocab_size}, this one {target.vocab_size}", other
+        )
+    if config.target_hidden_size != target.hidden_size:
+        yield Finding(
+            "error", f"the head's target has hidden size {config.target_hidden_size}, this one {target.hidden_size}", other
+        )
+    if config.taps[-1] >= target.num_hidden_layers:
+        yield Finding(
+            "error", f"the head taps layer {config.taps[-1]}, the target has {target.num_hidden_layers} layers", other
+        )
+    elif config.taps != target.default_taps:
+        what = f"the head taps the outputs of layers {config.taps}, the default is {target.default_taps}"
+        yield Finding("warning", what, "fine if it was trained on these; engines that ignore the list will misread it")
+    if config.max_position_embeddings < target.max_position_embeddings:
+        yield Finding(
+            "error",
+            f"max_position_embeddings is {config.max_position_embeddings}, the target's {target.max_position_embeddings}: "
+            "engines size the head's rotary table by it",
+            "write the target's value into the head's config",
+        )
+    if config.rope != target.rope:
+        yield Finding(
+            "warning",
+            f"rotary embedding differs: head {config.rope!r}, target {target.rope!r}",
+            "a rope_theta that is not given means 10000: write what the head was trained with",
+        )
+    if config.rms_norm_eps != target.rms_norm_eps:
+        what = f"rms_norm_eps is {config.rms_norm_eps}, the target's {target.rms_norm_eps}"
+        yield Finding("warning", what, "one that is not given means 1e-6: write what the head was trained with")
+
+
+def vocabulary_findings(checkpoint: Checkpoint, config: HeadConfig, vocabulary: TargetVocabulary) -> Iterator[Finding]:
+    """What the head borrows from the target, or was trained against."""
+    trained_with = config.target_lm_head_sha256
+    if not trained_with:
+        yield Finding("warning", "the head does not say which lm_head it was trained against", "eyas writes its hash at export")
+    elif trained_with != vocabulary.lm_head_sha256:
+        yield Finding(
+            "error",
+            f"the head was trained against the lm_head {trained_with[:12]}, this target's is {vocabulary.lm_head_sha256[:12]}",
+            "give the very target that the features were captured from, or capture and train again",
+        )
+    stored = checkpoint.embed_tokens
+    if stored is not None:
+        ours = vocabulary.embed_tokens.to(stored.dtype)
+        if stored.shape != ours.shape or not torch.equal(stored, ours):
+            yield Finding(
+                "error",
+                f"embed_tokens {tuple(stored.shape)} are not the target's {tuple(ours.shape)}",
+                "eyas and SGLang use the target's; export the head again for this target",
+            )
+    mask = checkpoint.tensors.get("t2d")
+    ends = [token for token in vocabulary.config.eos_token_ids if mask is not None and token < len(mask)]
+    if ends and mask is not None and not mask[ends].any():
+        yield Finding(
+            "warning",
+            f"no end token of the target ({ends}) is in the draft vocabulary: an end is never drafted",
+            "count the draft vocabulary on answers that end",
+        )
+
+
+def value_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Values and precisions of the tensors."""
+    weights = {name: tensor for name, tensor in checkpoint.tensors.items() if tensor.is_floating_point()}
+    if checkpoint.embed_tokens is not None:
+        weights["embed_tokens.weight"] = checkpoint.embed_tokens
+    for name, tensor in weights.items():
+        wide = tensor.float()
+        if not wide.isfinite().all():
+            bad = int((~wide.isfinite()).sum())
+            yield Finding(
+                "error", f"{name}: {bad} of {tensor.numel()} values are NaN or infinite", "train or download the head again"
+            )
+        elif not wide.any():
+            yield Finding("error", f"{name} is all zeros", "train or download the head again")
+    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()})
+    if len(dtypes) > 1:
+        yield Finding("warning", f"tensors are of several precisions: {', '.join(dtypes)}", "export the head again")
+    places = (checkpoint.settings, checkpoint.layer_settings)
+    said = {str(place[key]) for place in places for key in ("dtype", "torch_dtype") if place.get(key)}
+    for dtype in sorted(said - set(dtypes)):
+        yield Finding(
+            "warning", f"the config says {dtype}, the tensors are {', '.join(dtypes)}", "engines convert: correct the config"
+        )
+
+
+def form_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """What the engine of this form asks for beyond a right head."""
+    named = checkpoint.settings.get("architectures") or []
+    if checkpoint.form == "sglang" and named != [SGLANG_ARCHITECTURE]:
+        what = f"architectures is {named}: SGLang loads an EAGLE-3 head by the name {SGLANG_ARCHITECTURE} only"
+        yield Finding("warning", what, "change it in config.json, or export the head again")
+    if "d2t" in checkpoint.tensors and "t2d" not in checkpoint.tensors:
+        yield Finding("warning", "t2d is missing", "speculators needs it beside d2t; export the head again")

@@ -1,0 +1,187 @@
+"""The lint of heads: every planted fault is found, a sound head has none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from eyas.errors import MismatchError, MissingInputError
+from eyas.export.check import Finding, check, exit_code
+from eyas.model.checkpoint import write_head
+from eyas.model.vocab import TargetVocabulary
+from tests.tiny import tiny_target
+from tests.tiny_head import edit_config, edit_tensors, head_folder, tiny_head, write_folder
+
+FORMS = ("eyas", "sglang", "vllm")
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> Path:
+    return tiny_target(tmp_path_factory.mktemp("target"), rope_theta=500000.0)
+
+
+def tensor(folder: Path, name: str) -> torch.Tensor:
+    return safetensors.torch.load_file(folder / "model.safetensors")[name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("draft_vocab_size", [64, 320])
+def test_a_sound_head_has_no_findings(target, tmp_path, form, dtype, draft_vocab_size):
+    folder = head_folder(target, tmp_path / "head", form, dtype=dtype, draft_vocab_size=draft_vocab_size)
+    assert check(folder, target) == []
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
+def test_sound_for_every_family_tied_or_not(tmp_path, family):
+    target = tiny_target(tmp_path / "target", family, tie_word_embeddings=family == "qwen2", dtype="bfloat16")
+    for form in FORMS:
+        assert check(head_folder(target, tmp_path / form, form, dtype=torch.bfloat16), target) == []
+
+
+def with_nan(folder: Path) -> Path:
+    weight = tensor(folder, "fc.weight")
+    weight[3, 5] = float("nan")
+    return edit_tensors(folder, {"fc.weight": weight})
+
+
+def with_swapped_map(folder: Path) -> Path:
+    d2t = tensor(folder, "d2t")
+    d2t[1] = d2t[0] - 1  # two draft tokens lead to one
+    return edit_tensors(folder, {"d2t": d2t})
+
+
+def with_other_mask(folder: Path) -> Path:
+    mask = tensor(folder, "t2d")
+    mask[10:] = mask[10:].roll(1)  # the end token, 2, stays in
+    return edit_tensors(folder, {"t2d": mask})
+
+
+def without_end_token(folder: Path) -> Path:
+    ids = torch.arange(100, 164)
+    mask = torch.zeros(320, dtype=torch.bool)
+    mask[ids] = True
+    return edit_tensors(folder, {"d2t": ids - torch.arange(64), "t2d": mask})
+
+
+ERRORS = {
+    "tensor missing": (lambda folder: edit_tensors(folder, {"norm.weight": None}), "norm.weight is missing"),
+    "tensor unknown": (lambda folder: edit_tensors(folder, {"input_norm.weight": torch.ones(96)}), "input_norm.weight"),
+    "shape": (
+        lambda folder: edit_tensors(folder, {"midlayer.mlp.up_proj.weight": torch.ones(63, 32)}),
+        "up_proj.weight has shape",
+    ),
+    "lm_head rows": (lambda folder: edit_tensors(folder, {"lm_head.weight": torch.ones(63, 32)}), "lm_head.weight has shape"),
+    "d2t not injective": (with_swapped_map, "taken already"),
+    "d2t holds ids": (lambda folder: edit_tensors(folder, {"d2t": torch.arange(64) + 280}), "out of the target's"),
+    "t2d of another map": (with_other_mask, "t2d is not the mask"),
+    "NaN": (with_nan, "1 of 3072 values are NaN"),
+    "zeros": (lambda folder: edit_tensors(folder, {"fc.weight": torch.zeros(32, 96)}), "fc.weight is all zeros"),
+    "context of 2048": (lambda folder: edit_config(folder, max_position_embeddings=128), "max_position_embeddings is 128"),
+    "norm flag": (lambda folder: edit_config(folder, norm_before_residual=True), "norm_before_residual"),
+    "layers of the other convention": (
+        lambda folder: edit_config(folder, eagle_config={LAYER_IDS: [2, 4, 5]}),
+        "does not begin with 1",
+    ),
+    "layers beyond the target": (lambda folder: edit_config(folder, eagle_config={LAYER_IDS: [1, 3, 8]}), "taps layer 8"),
+    "lm_head of another target": (
+        lambda folder: edit_config(folder, target_lm_head_sha256="0" * 64),
+        "trained against the lm_head 000",
+    ),
+    "rope of no known kind": (lambda folder: edit_config(folder, rope_scaling={"rope_type": "yarn"}), "yarn"),
+    "own embeddings": (
+        lambda folder: edit_tensors(folder, {"embed_tokens.weight": torch.ones(320, 32)}),
+        "are not the target's",
+    ),
+}
+
+WARNINGS = {
+    "rope_theta missing": (lambda folder: edit_config(folder, rope_theta=None), "rotary embedding differs"),
+    "rope_theta wrong": (lambda folder: edit_config(folder, rope_theta=1e6), "rotary embedding differs"),
+    "eps": (lambda folder: edit_config(folder, rms_norm_eps=1e-5), "rms_norm_eps is 1e-05"),
+    "dtype": (lambda folder: edit_config(folder, torch_dtype="bfloat16"), "the config says bfloat16"),
+    "mixed precision": (lambda folder: edit_tensors(folder, {"norm.weight": torch.ones(32).half()}), "several precisions"),
+    "architecture": (lambda folder: edit_config(folder, architectures=["LlamaForCausalLM"]), "LlamaForCausalLMEagle3 only"),
+    "t2d missing": (lambda folder: edit_tensors(folder, {"t2d": None}), "t2d is missing"),
+    "no lm_head hash": (lambda folder: edit_config(folder, target_lm_head_sha256=None), "does not say which lm_head"),
+    "other taps": (lambda folder: edit_config(folder, eagle_config={LAYER_IDS: [1, 2, 6]}), "taps the outputs of layers"),
+    "no end token": (without_end_token, "no end token"),
+}
+
+
+@pytest.mark.parametrize(("plant", "named"), ERRORS.values(), ids=ERRORS)
+def test_planted_errors_are_found_and_nothing_else_is(target, tmp_path, plant, named):
+    findings = check(plant(head_folder(target, tmp_path / "head", "sglang")), target)
+    assert [finding.level for finding in findings] == ["error"], findings
+    assert named in findings[0].what
+    assert findings[0].hint
+    assert exit_code(findings) == 2
+
+
+@pytest.mark.parametrize(("plant", "named"), WARNINGS.values(), ids=WARNINGS)
+def test_planted_warnings_are_found_and_nothing_else_is(target, tmp_path, plant, named):
+    findings = check(plant(head_folder(target, tmp_path / "head", "sglang")), target)
+    assert [finding.level for finding in findings] == ["warning"], findings
+    assert named in findings[0].what
+    assert exit_code(findings) == 1
+
+
+def test_several_faults_are_all_named_errors_first(target, tmp_path):
+    folder = edit_config(with_nan(head_folder(target, tmp_path / "head", "sglang")), rms_norm_eps=1e-5, fc_norm=True)
+    assert [finding.level for finding in check(folder, target)] == ["error", "error", "warning"]
+    del_config = edit_config(folder, hidden_size=None)
+    assert "lacks 'hidden_size'" in " ".join(finding.what for finding in check(del_config, target))
+
+
+def test_a_head_for_another_target_of_the_same_shape(target, tmp_path):
+    """Nothing but the weights differs: the hash of lm_head tells, and so do the embeddings of the vLLM form."""
+    other = tiny_target(tmp_path / "other", seed=1, rope_theta=500000.0)
+    findings = check(head_folder(target, tmp_path / "head", "vllm"), other)
+    assert [finding.level for finding in findings] == ["error", "error"]
+    assert "lm_head" in findings[0].what
+    assert "embed_tokens" in findings[1].what
+
+
+def test_a_head_for_another_shape(target, tmp_path):
+    other = tiny_target(tmp_path / "other", vocab_size=352, hidden_size=64, num_hidden_layers=12, rope_theta=500000.0)
+    what = " ".join(
+        finding.what for finding in check(head_folder(target, tmp_path / "head"), other) if finding.level == "error"
+    )
+    assert "vocabulary of 320, this one 352" in what
+    assert "hidden size 32, this one 64" in what
+    assert "lm_head" in what
+
+
+def test_layers_that_are_not_listed_are_the_defaults(target, tmp_path):
+    assert check(edit_config(head_folder(target, tmp_path / "head", "sglang"), eagle_config=None), target) == []
+
+
+def test_embeddings_in_lower_precision_are_the_targets_still(target, tmp_path):
+    """A float32 target and a bfloat16 head: engines run both in bfloat16."""
+    folder = head_folder(target, tmp_path / "head", "vllm", dtype=torch.bfloat16)
+    embed_tokens = TargetVocabulary.load(target).embed_tokens
+    assert check(edit_tensors(folder, {"embed_tokens.weight": embed_tokens.bfloat16()}), target) == []
+    assert exit_code(check(edit_tensors(folder, {"embed_tokens.weight": embed_tokens.bfloat16().roll(1, 0)}), target)) == 2
+
+
+def test_what_cannot_be_linted_is_an_error_of_its_own(target, tmp_path):
+    with pytest.raises(MissingInputError):
+        check(tmp_path / "absent", target)
+    with pytest.raises(MismatchError, match="no EAGLE-3 head"):
+        check(target, target)
+    config, tensors = tiny_head(target)
+    ours = write_folder(write_head(config, tensors, "eyas"), tmp_path / "ours")
+    settings = json.loads((ours / "eyas_head.json").read_text())
+    del settings["rope"]
+    (ours / "eyas_head.json").write_text(json.dumps(settings))
+    assert [finding.level for finding in check(ours, target)] == ["error"]
+
+
+def test_exit_codes():
+    warning, error = Finding("warning", "", ""), Finding("error", "", "")
+    assert [exit_code(findings) for findings in ([], [warning], [warning, error])] == [0, 1, 2]
