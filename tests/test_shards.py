@@ -65,8 +65,11 @@ def test_samples_come_back_bit_for_bit_from_any_store(tmp_path: Path, store: str
     assert features.meta == meta
     assert features.lengths == [len(sample.token_ids) for sample in samples]
     assert len(features) == len(samples)
-    for sample, read in zip(samples, features, strict=True):
+    for number, (sample, read) in enumerate(zip(samples, features, strict=True)):
         assert_same(sample, read)
+        token_ids, loss_mask = features.tokens(number)
+        assert torch.equal(token_ids, sample.token_ids)
+        assert torch.equal(loss_mask, sample.loss_mask)
     assert_same(samples[-1], features[-1])
     assert len(Features(Artifact(url), "held_out")) == 0
 

@@ -34,6 +34,6 @@ def fingerprint(folder: str | Path) -> str:
         digest.update(f"{path.name} {size} ".encode())
         with path.open("rb") as stream:
             for number in range(_NUM_BLOCKS):
-                stream.seek(number * max(_BLOCK, (size - _BLOCK) // (_NUM_BLOCKS - 1)))
+                stream.seek(number * max(size - _BLOCK, _BLOCK * (_NUM_BLOCKS - 1)) // (_NUM_BLOCKS - 1))
                 digest.update(stream.read(_BLOCK))
     return digest.hexdigest()[:16]

@@ -1,0 +1,63 @@
+"""What tests of the data path share: prompts on disk, a talkative tiny target, and a process that dies while it writes."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from eyas.artifact import Artifact
+from eyas.records import Prompt
+from tests.tiny import tiny_target
+
+ROOT = Path(__file__).resolve().parents[1]
+TURNS = ("A table for two.", "In San Jose?", "0123", "Thanks", "I would like the address.")
+
+
+def ending_target(folder: Path) -> Path:
+    """A random target whose turns end: a quarter of its vocabulary are end tokens, so an answer has about four."""
+    return tiny_target(folder, eos_token_id=[2, *range(30, 110)])
+
+
+def prompts_of(count: int) -> list[Prompt]:
+    """Prompts of one to four turns; every fifth has a system message."""
+    return [
+        Prompt(
+            id=f"p{number}",
+            source=f"source-{number % 2}",
+            licence="CC0-1.0",
+            turns=tuple(f"{TURNS[(number + turn) % len(TURNS)]} {number}" for turn in range(1 + number % 4)),
+            system="Be brief." if number % 5 == 0 else None,
+        )
+        for number in range(count)
+    ]
+
+
+def write_prompts(folder: Path, prompts: Sequence[Prompt]) -> Artifact:
+    """A finished `prompts` artifact."""
+    artifact = Artifact(str(folder))
+    artifact.begin("test")
+    artifact.write_jsonl("prompts.jsonl", [prompt.to_json() for prompt in prompts])
+    artifact.finish("prompts", {"test": str(len(prompts))}, {}, {"prompts": len(prompts)})
+    return artifact
+
+
+_DIE = """
+import os, signal
+from eyas.artifact import Artifact
+write = Artifact.write
+def write_or_die(self, name, data):
+    if name == {last!r}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(self, name, data)
+Artifact.write = write_or_die
+{code}
+"""
+
+
+def run_until_killed(code: str, last: str) -> None:
+    """Run code in a process of its own, which is killed (SIGKILL) instead of writing the file `last`."""
+    process = subprocess.run([sys.executable, "-c", _DIE.format(code=code, last=last)], cwd=ROOT, check=False)
+    assert process.returncode == -signal.SIGKILL

@@ -1,0 +1,298 @@
+"""The stage `capture`: the features are transformers', the mask is the target's words, every answer is accounted for."""
+
+import errno
+import os
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from eyas.artifact import Artifact
+from eyas.chat import Chat
+from eyas.errors import CorruptError, EmptyInputError, MismatchError, StorageFullError
+from eyas.features.capture import CaptureConfig, Planned, batches, capture, plan_samples, split_of
+from eyas.features.generate import GenerateConfig, generate, read_answers
+from eyas.model.target import Target
+from eyas.records import Answer
+from eyas.shards import Features, Sample
+from tests.stages import ending_target, prompts_of, run_until_killed, write_prompts
+from tests.tiny import TEMPLATE, tiny_target, tiny_tokenizer
+
+PROMPTS = prompts_of(29)
+# Like Qwen3's: what was written in angle brackets is dropped from all turns but the last.
+FORGETS = TEMPLATE.replace(
+    "message['content'] +", "(message['content'] if loop.last else message['content'].replace('a', '')) +"
+)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ending_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def answers(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    root = tmp_path_factory.mktemp("answers")
+    output = Artifact(str(root / "answers"))
+    config = GenerateConfig(target=str(target), max_tokens=12, max_batch=16, rows_per_part=8)
+    generate(config, write_prompts(root / "prompts", PROMPTS), output)
+    return output
+
+
+def config_of(target: Path, **settings: Any) -> CaptureConfig:
+    defaults = {"target": str(target), "store_dtype": "float32", "samples_per_shard": 4, "held_out_share": 0.3}
+    return CaptureConfig(**{**defaults, **settings})
+
+
+@pytest.fixture(scope="module")
+def captured(target: Path, answers: Artifact, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    """All answers in float32, in one go."""
+    output = Artifact(str(tmp_path_factory.mktemp("captured") / "features"))
+    capture(config_of(target), answers, output)
+    return output
+
+
+def all_samples(artifact: Artifact) -> dict[str, Sample]:
+    return {sample.key: sample for split in ("train", "held_out") for sample in Features(artifact, split)}
+
+
+def test_taps_and_last_hidden_are_those_of_transformers(target: Path, captured: Artifact) -> None:
+    """EAGLE3.md, section 2: hidden_states[2], [n//2], [n-3]; transformers' last entry is after the final norm."""
+    model = AutoModelForCausalLM.from_pretrained(target)
+    n = model.config.num_hidden_layers
+    for sample in all_samples(captured).values():
+        with torch.inference_mode():
+            states = model(sample.token_ids[None].long(), output_hidden_states=True).hidden_states
+        expected = torch.cat([states[at][0] for at in (2, n // 2, n - 3)], dim=-1)
+        torch.testing.assert_close(sample.aux_hidden, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(sample.last_hidden, states[-1][0], rtol=1e-4, atol=1e-4)
+
+
+def test_the_meta_says_what_the_features_are(target: Path, captured: Artifact) -> None:
+    features, loaded = Features(captured), Target.load(target)
+    assert features.meta.taps == (1, 3, 4)
+    assert (features.meta.hidden_size, features.meta.vocab_size) == (32, 320)
+    assert features.meta.lm_head_sha256 == loaded.lm_head_sha256
+    assert features.meta.last_hidden == "post_norm"
+    assert captured.manifest().facts["features"]["taps"] == [1, 3, 4]
+    assert list(captured.manifest().inputs) == ["answers"]
+
+
+def test_every_finished_answer_is_under_a_mask_and_nothing_else_is(target: Path, answers: Artifact, captured: Artifact) -> None:
+    chat = Chat(target)
+    dropped = {(row["prompt_id"], row["turn"]) for row in captured.read_jsonl("dropped.jsonl")}
+    expected: dict[str, list[str]] = {}
+    for answer in read_answers(answers):
+        if (answer.prompt_id, answer.turn) not in dropped:
+            assert answer.finish_reason == "stop"
+            expected.setdefault(answer.prompt_id, []).append(answer.messages[-1]["content"])
+    found: dict[str, list[str]] = {}
+    for sample in all_samples(captured).values():
+        texts = found.setdefault(sample.key.split("/")[0], [])
+        masked = sample.loss_mask.tolist()
+        starts = [at for at in range(len(masked)) if masked[at] and not masked[at - 1]]
+        for start in starts:
+            end = next(at for at in range(start, len(masked) + 1) if at == len(masked) or not masked[at])
+            assert sample.token_ids[end - 1] in chat.eos_token_ids
+            texts.append(chat.decode(sample.token_ids[start : end - 1].tolist()))
+    assert found == expected
+
+
+def test_counts_balance_and_drops_can_be_read(answers: Artifact, captured: Artifact) -> None:
+    counts = captured.manifest("capture").counts
+    dropped = list(captured.read_jsonl("dropped.jsonl"))
+    assert counts["answers"] == answers.manifest().counts["answers"]
+    assert counts["answers"] == counts["train"] + counts["held_out"] + counts["merged"] + len(dropped)
+    assert counts["dropped_cut"] == answers.manifest().counts["answers_cut"] > 0
+    assert counts["merged"] > 0, "the test wants some"
+    assert counts["tokens"] == sum(len(sample.token_ids) for sample in all_samples(captured).values())
+    assert min(counts["train"], counts["held_out"]) > 0
+
+
+def test_the_split_goes_by_prompt(captured: Artifact) -> None:
+    for split in ("train", "held_out"):
+        for sample in Features(captured, split):
+            assert split_of(sample.key.split("/")[0], 0.3) == split
+    share = sum(split_of(f"prompt {number}", 0.1) == "held_out" for number in range(5000)) / 5000
+    assert 0.085 < share < 0.115
+    assert split_of("any", 0.0) == "train"
+
+
+def test_merged_turns_have_the_features_of_the_turns_alone(target: Path, answers: Artifact, captured: Artifact) -> None:
+    """One conversation as one sample: the same features, and the union of the masks."""
+    chat, loaded, samples = Chat(target), Target.load(target), all_samples(captured)
+    dropped = {(row["prompt_id"], row["turn"]) for row in captured.read_jsonl("dropped.jsonl")}
+    num_checked = 0
+    for answer in read_answers(answers):
+        if (answer.prompt_id, answer.turn) in dropped or f"{answer.prompt_id}/{answer.turn}" in samples:
+            continue
+        whole = next(one for key, one in samples.items() if key.startswith(f"{answer.prompt_id}/"))
+        ids, mask = chat.answered(answer.messages)
+        aux_hidden, last_hidden = loaded.features(torch.tensor([ids]))
+        assert whole.token_ids[: len(ids)].tolist() == ids
+        assert whole.loss_mask[: len(ids)][torch.tensor(mask)].all()
+        torch.testing.assert_close(whole.aux_hidden[: len(ids)], aux_hidden[0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(whole.last_hidden[: len(ids)], last_hidden[0], rtol=1e-4, atol=1e-4)
+        num_checked += 1
+    assert num_checked > 3
+
+
+def test_turns_stay_apart_where_the_template_rewrites_the_past(tmp_path: Path) -> None:
+    tiny_tokenizer(tmp_path / "forgets", chat_template=FORGETS)
+    tiny_tokenizer(tmp_path / "keeps")
+    rows = []
+    messages: tuple[Any, ...] = ()
+    for turn in range(3):
+        messages = (*messages, {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "a table"})
+        rows.append(Answer(f"k{turn}", "p", "s", "l", turn, messages, "stop", 0.0, 0, 7))
+    kept, forgotten = (plan_samples(rows, Chat(tmp_path / name), 256) for name in ("keeps", "forgets"))
+    assert [len(kept.samples), kept.num_merged] == [1, 2]
+    assert [len(forgotten.samples), forgotten.num_merged] == [3, 0]
+    lone = plan_samples(rows[2:], Chat(tmp_path / "keeps"), 256).samples[0]
+    assert np.array_equal(lone.token_ids, kept.samples[0].token_ids)
+    assert kept.samples[0].loss_mask.sum() == 3 * lone.loss_mask.sum()
+    other = [rows[0], Answer("k", "q", "s", "l", 1, rows[1].messages, "stop", 0.0, 0, 7)]
+    assert plan_samples(other, Chat(tmp_path / "keeps"), 256).num_merged == 0, "another prompt's is another sample"
+
+
+def test_every_reason_to_drop(tmp_path: Path) -> None:
+    tiny_tokenizer(tmp_path, chat_template=TEMPLATE.replace("message['content'] +", "message['content'] | trim +"))
+
+    def row(turn: int, content: str, finish_reason: str = "stop") -> Answer:
+        messages = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": content})
+        return Answer("k", f"p{turn}", "s", "l", 0, messages, finish_reason, 0.0, 0, 2)  # type: ignore[arg-type]
+
+    rows = [row(0, "0", "length"), row(1, "0 "), row(2, "0" * 300), row(3, ""), row(4, "0")]
+    plan = plan_samples(rows, Chat(tmp_path), 256)
+    assert [one["reason"] for one in plan.dropped] == ["cut", "template", "too_long", "no_supervised_slot"]
+    assert [one.key for one in plan.samples] == ["p4/0"]
+    assert plan.num_retokenised == 0
+    assert plan_samples([row(0, "00")], Chat(tmp_path), 256).num_retokenised == 1
+
+
+@given(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 200), st.integers(1, 20))
+def test_batches_hold_every_sample_once_within_the_budget(lengths: list[int], batch_tokens: int, window: int) -> None:
+    samples = [Planned(str(at), "", "", np.zeros(length), np.zeros(length)) for at, length in enumerate(lengths)]
+    made = list(batches(samples, batch_tokens, window))
+    assert all(made)
+    assert sorted(int(one.key) for batch in made for one in batch) == list(range(len(lengths)))
+    for batch in made:
+        longest = max(len(one.token_ids) for one in batch)
+        assert len(batch) == 1 or len(batch) * longest <= batch_tokens
+        assert len({int(one.key) // window for one in batch}) == 1
+
+
+def test_bfloat16_on_disk_is_float32_rounded(target: Path, answers: Artifact, captured: Artifact, tmp_path: Path) -> None:
+    output = Artifact(str(tmp_path / "features"))
+    assert CaptureConfig(target="t").store_dtype == "bfloat16"
+    capture(config_of(target, store_dtype="bfloat16"), answers, output)
+    exact = all_samples(captured)
+    rounded = all_samples(output)
+    assert exact.keys() == rounded.keys()
+    for key, sample in rounded.items():
+        assert sample.aux_hidden.dtype == torch.bfloat16
+        assert torch.equal(sample.aux_hidden, exact[key].aux_hidden.bfloat16())
+        assert torch.equal(sample.last_hidden, exact[key].last_hidden.bfloat16())
+
+
+def contents(artifact: Artifact) -> dict[str, bytes]:
+    return {name: artifact.read(name) for name in artifact.names() if name.startswith(("train", "held_out", "dropped"))}
+
+
+def test_a_killed_run_goes_on_and_ends_the_same(target: Path, answers: Artifact, captured: Artifact, tmp_path: Path) -> None:
+    config, output = config_of(target), Artifact(str(tmp_path / "cut"))
+    code = f"""
+from eyas.features.capture import CaptureConfig, capture
+capture(CaptureConfig.model_validate_json({config.model_dump_json()!r}), Artifact({answers.url!r}), Artifact({output.url!r}))
+"""
+    run_until_killed(code, last="train-00001.safetensors")
+    kept = {path: path.stat().st_mtime_ns for path in Path(output.url).glob("*.safetensors")}
+    assert kept
+    manifest = capture(config, answers, output)
+    assert contents(output) == contents(captured)
+    assert manifest.counts == captured.manifest().counts
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept, "whole shards are not made again"
+
+
+def test_a_full_disk_is_said_and_what_is_done_is_kept(
+    target: Path, answers: Artifact, captured: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, output = config_of(target), Artifact(str(tmp_path / "full"))
+    fsync, num_writes = os.fsync, 0
+
+    def fills_up(descriptor: int) -> None:
+        nonlocal num_writes
+        num_writes += 1
+        if num_writes == 5:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(descriptor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fills_up)
+        with pytest.raises(StorageFullError, match="no room left") as raised:
+            capture(config, answers, output)
+    assert raised.value.exit_code == 2
+    assert any(name.endswith(".safetensors") for name in output.names())
+    capture(config, answers, output)
+    assert contents(output) == contents(captured)
+
+
+def test_a_disk_too_small_is_said_before_the_work(
+    target: Path, answers: Artifact, captured: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = captured.manifest().counts["tokens"] * Features(captured).meta.bytes_per_token
+    usage = namedtuple("usage", "total used free")
+    output = Artifact(str(tmp_path / "features"))
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "disk_usage", lambda _: usage(0, 0, needed - 1))
+        patched.setattr(Target, "features", lambda *_: pytest.fail("works although there is no room"))
+        with pytest.raises(StorageFullError, match=r"need 0\.00 GB"):
+            capture(config_of(target), answers, output)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, needed))
+    capture(config_of(target), answers, output)
+
+
+def test_a_corrupt_shard_is_named(captured: Artifact, tmp_path: Path) -> None:
+    shutil.copytree(captured.url, tmp_path / "features")
+    entry = Features(captured).entries[5]
+    shard = tmp_path / "features" / entry.shard
+    data = bytearray(shard.read_bytes())
+    data[entry.start + 100] ^= 1
+    shard.write_bytes(bytes(data))
+    features = Features(Artifact(str(tmp_path / "features")))
+    with pytest.raises(CorruptError, match=entry.shard):
+        features[5]
+    assert features[4].key
+
+
+def test_answers_of_another_target_are_refused(answers: Artifact, tmp_path: Path) -> None:
+    other = tiny_target(tmp_path / "other", seed=1)
+    with pytest.raises(MismatchError, match="another target"):
+        capture(config_of(other), answers, Artifact(str(tmp_path / "features")))
+
+
+def test_nothing_to_capture(tmp_path: Path) -> None:
+    """A target that never ends a turn: every answer is cut."""
+    target = tiny_target(tmp_path / "target")
+    config = GenerateConfig(target=str(target), max_tokens=1)
+    made = Artifact(str(tmp_path / "answers"))
+    generate(config, write_prompts(tmp_path / "prompts", PROMPTS[:4]), made)
+    with pytest.raises(EmptyInputError, match="cut 4") as raised:
+        capture(config_of(target), made, Artifact(str(tmp_path / "features")))
+    assert "max_tokens" in raised.value.hint
+
+
+def test_finished_work_is_not_done_again(
+    target: Path, answers: Artifact, captured: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Target, "load", lambda *_: pytest.fail("loads the target to do nothing"))
+    again = Artifact(captured.url)
+    assert capture(config_of(target), answers, again) == captured.manifest()
+    assert again.was_done

@@ -1,0 +1,223 @@
+"""The stage `generate`: the target's own words, every turn accounted for, nothing lost or repeated on resume."""
+
+import collections
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from eyas.artifact import Artifact
+from eyas.chat import Chat
+from eyas.engine.engine import Engine
+from eyas.errors import EmptyInputError, InputError, MissingInputError, TemplateError
+from eyas.features.generate import GenerateConfig, generate, read_answers
+from eyas.records import Answer, Prompt
+from tests.stages import ending_target, prompts_of, run_until_killed, write_prompts
+from tests.tiny import TEMPLATE, tiny_target, tiny_tokenizer
+
+PROMPTS = prompts_of(23)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ending_target(tmp_path_factory.mktemp("target"))
+
+
+def config_of(target: Path, **settings: Any) -> GenerateConfig:
+    return GenerateConfig(**{"target": str(target), "max_tokens": 12, "max_batch": 5, "rows_per_part": 4, **settings})
+
+
+@pytest.fixture(scope="module")
+def answered(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    """All prompts, greedily, in one go."""
+    root = tmp_path_factory.mktemp("answered")
+    output = Artifact(str(root / "answers"))
+    generate(config_of(target), write_prompts(root / "prompts", PROMPTS), output)
+    return output
+
+
+def rows_by_prompt(artifact: Artifact) -> dict[str, list[Answer]]:
+    rows: dict[str, list[Answer]] = collections.defaultdict(list)
+    for answer in read_answers(artifact):
+        rows[answer.prompt_id].append(answer)
+    return rows
+
+
+def dropped_rows(artifact: Artifact) -> list[dict[str, Any]]:
+    return [row for name in artifact.names() if name.startswith("dropped-") for row in artifact.read_jsonl(name)]
+
+
+def test_every_turn_is_an_answer_or_a_counted_drop(answered: Artifact) -> None:
+    counts = answered.manifest("generate").counts
+    assert counts["prompts"] == len(PROMPTS)
+    assert counts["turns"] == sum(len(prompt.turns) for prompt in PROMPTS)
+    assert counts["turns"] == counts["answers"] + counts["dropped_earlier_turn_cut"]
+    rows, dropped = rows_by_prompt(answered), dropped_rows(answered)
+    assert list(rows) == [prompt.id for prompt in PROMPTS], "in the prompts' order, all of them"
+    for prompt in PROMPTS:
+        turns = [answer.turn for answer in rows[prompt.id]]
+        turns += [row["turn"] for row in dropped if row["prompt_id"] == prompt.id]
+        assert turns == list(range(len(prompt.turns)))
+    assert {answer.finish_reason for answer in read_answers(answered)} == {"stop", "length"}, "the test wants both"
+    assert {row["reason"] for row in dropped} == {"earlier_turn_cut"}
+
+
+def test_a_turn_sees_the_targets_own_answers_and_a_cut_one_ends_the_conversation(answered: Artifact) -> None:
+    prompts = {prompt.id: prompt for prompt in PROMPTS}
+    for prompt_id, rows in rows_by_prompt(answered).items():
+        prompt = prompts[prompt_id]
+        system = [{"role": "system", "content": prompt.system}] if prompt.system else []
+        said = system
+        for answer in rows:
+            assert (answer.source, answer.licence) == (prompt.source, prompt.licence)
+            said = [*said, {"role": "user", "content": prompt.turns[answer.turn]}]
+            assert list(answer.messages[:-1]) == said
+            assert answer.messages[-1]["role"] == "assistant"
+            said = list(answer.messages)
+        assert all(answer.finish_reason == "stop" for answer in rows[:-1])
+
+
+def test_answers_are_what_transformers_generates(target: Path, answered: Artifact) -> None:
+    chat, model = Chat(target), AutoModelForCausalLM.from_pretrained(target)
+    for answer in list(read_answers(answered))[::4]:
+        prompt_ids = chat.prompt_ids(answer.messages[:-1])
+        assert answer.num_prompt_tokens == len(prompt_ids)
+        with torch.inference_mode():
+            out = model.generate(torch.tensor([prompt_ids]), max_new_tokens=12, do_sample=False, pad_token_id=0)
+        written = out[0, len(prompt_ids) :].tolist()
+        assert answer.num_answer_tokens == len(written)
+        stopped = written[-1] in chat.eos_token_ids
+        assert answer.finish_reason == ("stop" if stopped else "length")
+        assert answer.messages[-1]["content"] == chat.decode(written[:-1] if stopped else written)
+
+
+def contents(artifact: Artifact) -> dict[str, bytes]:
+    return {name: artifact.read(name) for name in artifact.names() if name.endswith(".jsonl")}
+
+
+def test_the_batch_changes_no_answer(target: Path, answered: Artifact, tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path / "prompts", PROMPTS)
+    generate(config_of(target, max_batch=1), prompts, Artifact(str(tmp_path / "one")))
+    assert contents(Artifact(str(tmp_path / "one"))) == contents(answered)
+
+
+def test_a_killed_run_goes_on_and_ends_the_same(target: Path, answered: Artifact, tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path / "prompts", PROMPTS)
+    config, output = config_of(target), Artifact(str(tmp_path / "cut"))
+    code = f"""
+from eyas.features.generate import GenerateConfig, generate
+generate(GenerateConfig.model_validate_json({config.model_dump_json()!r}), Artifact({prompts.url!r}), Artifact({output.url!r}))
+"""
+    run_until_killed(code, last="answers-00003.jsonl")
+    kept = {name: Path(output.url, name).stat().st_mtime_ns for name in output.names() if name.startswith("answers-")}
+    assert kept
+    assert "answers-00003.jsonl" not in kept
+    assert not output.is_done()
+    with pytest.raises(MissingInputError, match="unfinished"):
+        list(read_answers(output))
+    manifest = generate(config, prompts, output)
+    assert contents(output) == contents(answered)
+    assert manifest.counts == answered.manifest().counts
+    assert {name: Path(output.url, name).stat().st_mtime_ns for name in kept} == kept, "finished parts are not made again"
+
+
+def test_finished_work_is_not_done_again(
+    target: Path, answered: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = Artifact(answered.url.replace("/answers", "/prompts"))
+    monkeypatch.setattr(Engine, "load", lambda *_: pytest.fail("loads the target to do nothing"))
+    again = Artifact(answered.url)
+    assert generate(config_of(target), prompts, again) == answered.manifest()
+    assert again.was_done
+    with pytest.raises(InputError, match="holds other work"):
+        generate(config_of(target, temperature=0.5), prompts, again)
+
+
+def test_sampling_is_repeatable_and_part_of_the_key(target: Path, answered: Artifact, tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path / "prompts", PROMPTS[:6])
+    runs = []
+    for name, batch in (("one", 6), ("two", 2)):
+        output = Artifact(str(tmp_path / name))
+        generate(config_of(target, temperature=1.0, max_batch=batch), prompts, output)
+        runs.append(contents(output))
+    assert runs[0] == runs[1]
+    greedy = {answer.key for answer in read_answers(answered)}
+    sampled = {answer.key for answer in read_answers(Artifact(str(tmp_path / "one")))}
+    assert not greedy & sampled
+
+
+def test_the_key_is_the_work(target: Path, tmp_path: Path) -> None:
+    """Two prompts that begin alike have the same first question and different second ones."""
+    twins = [Prompt("a", "s", "l", ("Thanks 6", "In San Jose?")), Prompt("b", "s", "l", ("Thanks 6", "0123"))]
+    output = Artifact(str(tmp_path / "answers"))
+    generate(config_of(target, max_tokens=60), write_prompts(tmp_path / "prompts", twins), output)
+    rows = rows_by_prompt(output)
+    assert rows["a"][0].key == rows["b"][0].key
+    assert rows["a"][0].messages == rows["b"][0].messages
+    assert rows["a"][1].key != rows["b"][1].key
+
+
+def test_what_does_not_fit_is_dropped_and_counted(target: Path, tmp_path: Path) -> None:
+    long = "zq#" * 100
+    prompts = [
+        Prompt("a", "s", "l", (long,)),
+        Prompt("b", "s", "l", ("Thanks 6", long, "more")),
+        Prompt("c", "s", "l", ("Hi",)),
+    ]
+    output = Artifact(str(tmp_path / "answers"))
+    manifest = generate(config_of(target, max_tokens=60), write_prompts(tmp_path / "prompts", prompts), output)
+    assert manifest.counts["dropped_context_full"] == 3
+    dropped = dropped_rows(output)
+    assert [(row["prompt_id"], row["turn"]) for row in dropped] == [("a", 0), ("b", 1), ("b", 2)]
+    assert "the limit is 255" in dropped[0]["detail"], "the target's context is 256"
+
+
+def test_a_conversation_that_the_template_refuses_is_dropped_and_counted(tmp_path: Path) -> None:
+    target = ending_target(tmp_path / "target")
+    refuses = (
+        "{% for m in messages %}{% if 'secret' in m['content'] %}{{ raise_exception('No secrets') }}{% endif %}{% endfor %}"
+    )
+    tiny_tokenizer(target, chat_template=refuses + TEMPLATE)
+    prompts = [Prompt("a", "s", "l", ("a secret",)), Prompt("b", "s", "l", ("Thanks",))]
+    output = Artifact(str(tmp_path / "answers"))
+    manifest = generate(config_of(target), write_prompts(tmp_path / "prompts", prompts), output)
+    assert manifest.counts["dropped_template_refused"] == 1
+    assert "No secrets" in dropped_rows(output)[0]["detail"]
+
+
+def test_nothing_to_answer(target: Path, tmp_path: Path) -> None:
+    none = write_prompts(tmp_path / "none", [])
+    with pytest.raises(EmptyInputError, match="holds no prompts"):
+        generate(config_of(target), none, Artifact(str(tmp_path / "answers")))
+    assert not (tmp_path / "answers").exists()
+    long = write_prompts(tmp_path / "long", [Prompt("a", "s", "l", ("zq#" * 100,))])
+    with pytest.raises(EmptyInputError, match="none of the 1 prompts"):
+        generate(config_of(target), long, Artifact(str(tmp_path / "answers")))
+    with pytest.raises(MissingInputError, match="does not exist"):
+        generate(config_of(target), Artifact(str(tmp_path / "absent")), Artifact(str(tmp_path / "other")))
+
+
+def test_a_target_without_a_template_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    target = tiny_target(tmp_path / "target")
+    for path in target.iterdir():
+        if path.name.startswith(("tokenizer", "chat_template")):
+            path.unlink()
+    tiny_tokenizer(target, chat_template=None)
+    prompts = write_prompts(tmp_path / "prompts", PROMPTS[:1])
+    with pytest.raises(TemplateError, match="no chat template"):
+        generate(config_of(target), prompts, Artifact(str(tmp_path / "answers")))
+    assert not (tmp_path / "answers").exists()
+    with pytest.raises(MissingInputError, match="no target folder"):
+        generate(config_of(tmp_path / "absent"), prompts, Artifact(str(tmp_path / "answers")))
+
+
+def test_the_manifest_says_which_target_and_which_day(target: Path, answered: Artifact) -> None:
+    manifest = answered.manifest()
+    assert manifest.facts["target"] == str(target)
+    assert manifest.config["date"] == "2026-01-01"
+    assert len(manifest.config["target_fingerprint"]) == 16
+    assert list(manifest.inputs) == ["prompts"]
+    assert "target" not in json.dumps(sorted(manifest.config)).replace("target_fingerprint", ""), "a path is no identity"
