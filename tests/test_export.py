@@ -1,0 +1,215 @@
+"""Export: both forms proved equal to the trained head, a card with commands and lineage, and refusals before harm."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from eyas.artifact import Artifact, Manifest, identity
+from eyas.errors import CorruptError, MismatchError, MissingInputError
+from eyas.export.card import Launch
+from eyas.export.check import check
+from eyas.export.export import ExportConfig, export, prove_equal, replay
+from eyas.model.checkpoint import read_head, write_head
+from eyas.model.head import load_head
+from eyas.model.vocab import TargetVocabulary
+from tests.tiny import tiny_target
+from tests.tiny_head import edit_config, edit_tensors, head_folder, tiny_head
+
+TENSORS = 15
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> Path:
+    return tiny_target(tmp_path_factory.mktemp("target"), rope_theta=500000.0)
+
+
+def trained(target: Path, url: str, **options) -> Artifact:
+    """A head as the train stage leaves it, with a lineage of one source."""
+    raw = Manifest(
+        stage="source", identity="aa", config={"licence": "CC-BY-SA-4.0"}, counts={}, files={}, url="/home/me/sgd.jsonl"
+    )
+    account = {"rows_in": 1200, "rows_out": 1000, "dropped": {"duplicate": 200}}
+    prompts = Artifact(f"{url}-prompts")
+    prompts.begin(identity("prompts", {}, {"sgd": raw}))
+    made = prompts.finish("prompts", {}, {"sgd": raw}, {"prompts": 1000}, {"ledger": {"sources": {"sgd": account}}})
+    artifact = Artifact(url)
+    artifact.begin(identity("train", {"epochs": 3}, {"features": made}))
+    for name, data in write_head(*tiny_head(target, **options), "eyas").items():
+        artifact.write(name, data)
+    artifact.finish("train", {"epochs": 3}, {"features": made}, {"batches": 7})
+    return Artifact(url)
+
+
+def measured(head: Artifact, url: str) -> Artifact:
+    artifact = Artifact(url)
+    inputs = {"head": head.manifest()}
+    artifact.begin(identity("eval", {}, inputs))
+    artifact.write_json("eval.json", {"tau": 2.718, "accept_hist": [5, 3, 2], "acceptance_by_position": [0.5, 0.4]})
+    artifact.finish("eval", {}, inputs, {})
+    return Artifact(url)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_both_forms_are_the_trained_head_and_lint_clean(target, tmp_path, dtype):
+    head = trained(target, str(tmp_path / "train"), dtype=dtype)
+    manifest = export(ExportConfig(), str(target), head, Artifact(str(tmp_path / "export")))
+    assert manifest.counts == {"forms": 2, "tensors": TENSORS, "parameters": 16512}
+    assert manifest.facts["warnings"] == []
+    config, tensors = read_head(tmp_path / "train")
+    for form in ("sglang", "vllm"):
+        folder = tmp_path / "export" / form
+        config_read, tensors_read = read_head(folder)
+        assert config_read == config
+        assert all(torch.equal(tensors_read[name], tensor) for name, tensor in tensors.items())
+        assert check(folder, target) == []
+        assert {f"{form}/config.json", f"{form}/model.safetensors"} < manifest.files.keys()
+
+
+def test_card_has_commands_lineage_and_measurements_but_no_folder_of_ours(target, tmp_path):
+    head = trained(target, str(tmp_path / "train"))
+    evaluation = measured(head, str(tmp_path / "eval"))
+    config = ExportConfig(target_name="org/Model-8B", num_draft_steps=3, tree_topk=2, num_verify_tokens=6)
+    manifest = export(config, str(target), head, Artifact(str(tmp_path / "export")), evaluation=evaluation)
+    card = (tmp_path / "export" / "README.md").read_text()
+    assert "# EAGLE-3 draft head for org/Model-8B" in card
+    assert manifest.facts["commands"]["sglang"] in card
+    assert manifest.facts["commands"]["vllm"] in card
+    assert "sgd: CC-BY-SA-4.0; 1,000 of 1,200 rows kept (dropped: 200 duplicate); SHA-256 `aa`" in card
+    assert "tau 2.72" in card
+    assert manifest.files["vllm/model.safetensors"].sha256 in card
+    assert TargetVocabulary.load(target).lm_head_sha256 in card
+    assert str(tmp_path) not in card
+    assert "/home/me" not in card
+
+
+def test_commands_are_what_the_engines_parse():
+    launch = Launch("my models/8B", num_draft_steps=3, tree_topk=4, num_verify_tokens=12)
+    sglang = shlex.split(launch.sglang.replace("\\\n", ""))
+    assert sglang[:3] == ["python", "-m", "sglang.launch_server"]
+    options = dict(zip(sglang[3::2], sglang[4::2], strict=True))
+    assert options["--model-path"] == "my models/8B"
+    assert options["--speculative-algorithm"] == "EAGLE3"
+    assert (options["--speculative-num-steps"], options["--speculative-num-draft-tokens"]) == ("3", "12")
+    vllm = shlex.split(launch.vllm.replace("\\\n", ""))
+    assert vllm[:4] == ["vllm", "serve", "my models/8B", "--speculative-config"]
+    assert json.loads(vllm[4]) == {"method": "eagle3", "model": "./vllm", "num_speculative_tokens": 3}
+
+
+def test_a_chain_verifies_its_drafts_and_the_root():
+    assert "--speculative-num-draft-tokens 4" in Launch("m", num_draft_steps=3, tree_topk=1, num_verify_tokens=16).sglang
+
+
+def test_done_work_is_not_done_again_and_other_work_is_refused(target, tmp_path):
+    head, url = trained(target, str(tmp_path / "train")), str(tmp_path / "export")
+    first = export(ExportConfig(), str(target), head, Artifact(url))
+    assert export(ExportConfig(), str(target), head, Artifact(url)) == first
+    with pytest.raises(Exception, match="holds other work"):
+        export(ExportConfig(forms=("vllm",)), str(target), head, Artifact(url))
+
+
+def test_an_interrupted_export_is_finished(target, tmp_path, monkeypatch):
+    head, url = trained(target, str(tmp_path / "train")), str(tmp_path / "export")
+
+    def cut(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("eyas.export.export.prove_equal", cut)
+    with pytest.raises(KeyboardInterrupt):
+        export(ExportConfig(), str(target), head, Artifact(url))
+    monkeypatch.undo()
+    with pytest.raises(MissingInputError, match="unfinished"):
+        Artifact(url).manifest()
+    assert len(export(ExportConfig(), str(target), head, Artifact(url)).files) == 5
+
+
+def test_one_form_alone(target, tmp_path):
+    head = trained(target, str(tmp_path / "train"))
+    manifest = export(ExportConfig(forms=("sglang",)), str(target), head, Artifact(str(tmp_path / "export")))
+    assert sorted(manifest.files) == ["README.md", "sglang/config.json", "sglang/model.safetensors"]
+    assert "vllm serve" not in (tmp_path / "export" / "README.md").read_text()
+
+
+def test_from_and_to_an_object_store(target, tmp_path):
+    head = trained(target, f"memory://{tmp_path}/train")
+    manifest = export(ExportConfig(), str(target), head, Artifact(f"memory://{tmp_path}/export"))
+    assert len(manifest.files) == 5
+
+
+def test_a_head_for_another_target_is_refused_before_anything_is_written(target, tmp_path):
+    head = trained(target, str(tmp_path / "train"))
+    other = tiny_target(tmp_path / "other", seed=1, rope_theta=500000.0)
+    with pytest.raises(MismatchError, match="trained against the lm_head"):
+        export(ExportConfig(), str(other), head, Artifact(str(tmp_path / "export")))
+    assert not (tmp_path / "export" / "sglang").exists()
+
+
+def test_a_damaged_head_is_refused(target, tmp_path):
+    head = trained(target, str(tmp_path / "train"))
+    path = tmp_path / "train" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    with pytest.raises(CorruptError, match="checksum"):
+        export(ExportConfig(), str(target), head, Artifact(str(tmp_path / "export")))
+
+
+def test_an_evaluation_of_another_head_is_not_quoted(target, tmp_path):
+    head = trained(target, str(tmp_path / "train"))
+    other = trained(target, str(tmp_path / "other"), seed=1)
+    retrained = Artifact(str(tmp_path / "retrained"))
+    retrained.begin(identity("train", {"epochs": 4}, {}))
+    retrained.finish("train", {"epochs": 4}, {}, {})
+    assert other.manifest().identity == head.manifest().identity  # the same work is the same head, wherever it lies
+    evaluation = measured(retrained, str(tmp_path / "eval"))
+    with pytest.raises(MismatchError, match="measured another head"):
+        export(ExportConfig(), str(target), head, Artifact(str(tmp_path / "export")), evaluation=evaluation)
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda folder, fc: edit_tensors(
+            folder, {"fc.weight": fc + torch.zeros_like(fc).index_fill(0, torch.tensor([3]), 1e-3)}
+        ),
+        lambda folder, fc: edit_tensors(folder, {"fc.weight": fc.double().to(torch.bfloat16)}),
+        lambda folder, fc: edit_config(folder, rope_theta=10000.0),
+        lambda folder, fc: edit_config(folder, rms_norm_eps=1e-5),
+        lambda folder, fc: edit_config(folder, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}),
+    ],
+)
+def test_the_proof_fails_on_any_difference(target, tmp_path, harm):
+    vocabulary = TargetVocabulary.load(target)
+    source, written = head_folder(target, tmp_path / "head"), head_folder(target, tmp_path / "written", "sglang")
+    prove_equal(source, written, vocabulary)
+    harm(written, read_head(source)[1]["fc.weight"])
+    with pytest.raises(CorruptError, match="does not read back"):
+        prove_equal(source, written, vocabulary)
+
+
+def test_replay_sees_every_tensor_and_the_rope(target, tmp_path):
+    """Logits change with each weight, with the map, and with what the config says of rotation and norm."""
+    head = load_head(head_folder(target, tmp_path / "head"))
+    embed_tokens = TargetVocabulary.load(target).embed_tokens
+    before = replay(head, embed_tokens)
+    assert before.shape == (18, 64)
+    assert torch.equal(before, replay(head, embed_tokens))
+    for name, weight in head.named_parameters():
+        kept = weight.data.clone()
+        weight.data += 0.5 * torch.randn(kept.shape, generator=torch.Generator().manual_seed(1))
+        assert not torch.equal(before, replay(head, embed_tokens)), name
+        weight.data = kept
+    assert torch.equal(before, replay(head, embed_tokens))
+    rope = head.config.rope.model_copy(update={"theta": 10000.0})
+    head.config = head.config.model_copy(update={"rope": rope})
+    assert not torch.equal(before, replay(head, embed_tokens))
+
+
+def test_settings_are_checked():
+    with pytest.raises(ValidationError):
+        ExportConfig(forms=())
+    with pytest.raises(ValidationError):
+        ExportConfig(forms=("gguf",))
