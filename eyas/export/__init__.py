@@ -1,0 +1,1 @@
+"""From a trained head to what engines load: written, proved, linted, described."""
