@@ -14,7 +14,6 @@ Letters: B batch, T sequence, V vocabulary.
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import math
 import random
@@ -24,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -62,8 +62,7 @@ CONFIG = LlamaConfig(
 def conversations(paths: list[Path]) -> Iterator[list[dict[str, str]]]:
     """The messages of every row of the files, in file order."""
     for path in paths:
-        opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8")
-        with opened as lines:
+        with fsspec.open(str(path), "rt", encoding="utf-8", compression="infer") as lines:
             for line in lines:
                 yield json.loads(line)["messages"]
 

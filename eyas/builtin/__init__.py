@@ -1,6 +1,6 @@
 """What ships inside the package: a small chat model, a head for it, and prompts. Knows their places, not their contents.
 
-The name "builtin" stands for the packaged target wherever a target's folder is asked for.
+The name "builtin" stands for the packaged target, or head, wherever the folder of one is asked for.
 """
 
 from __future__ import annotations
@@ -36,6 +36,17 @@ def resolve_target(name_or_path: str) -> str:
         raise MissingInputError(
             f"no target folder at {name_or_path}",
             f'give a folder with config.json, *.safetensors and a tokenizer, or "{BUILTIN}" for the packaged model',
+        )
+    return name_or_path
+
+
+def resolve_head(name_or_path: str) -> str:
+    """The folder of a head given by path or as "builtin". Raises MissingInputError."""
+    if name_or_path == BUILTIN:
+        return str(head_folder())
+    if not Path(name_or_path).is_dir():
+        raise MissingInputError(
+            f"no head folder at {name_or_path}", "give the folder of a head: the output of train, or an export"
         )
     return name_or_path
 

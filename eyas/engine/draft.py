@@ -65,10 +65,9 @@ class Draft:
 
     def proposals(self, h: torch.Tensor, tree_topk: int) -> tuple[list[list[int]], list[list[float]]]:
         """Outputs [M, H] -> the k best next tokens of each (ids of the target) and their log-probabilities."""
-        logits = self._lm_head(rms_norm(h, self._norm, self.config.rms_norm_eps)).float()
-        best, ids = logits.topk(tree_topk, dim=-1)
-        log_probs = best - logits.logsumexp(-1, keepdim=True)
-        return self._target_ids_W[ids].tolist(), log_probs.tolist()
+        logits = self._lm_head(rms_norm(h, self._norm, self.config.rms_norm_eps))
+        best, ids = logits.float().log_softmax(-1).topk(tree_topk, dim=-1)
+        return self._target_ids_W[ids].tolist(), best.tolist()
 
     def placement(
         self, first_row: int, columns: int, positions: np.ndarray, slots: np.ndarray, mask: torch.Tensor | None

@@ -158,14 +158,16 @@ class Engine:
                     request_id = update.request_id
                     yield Result(request_id, tokens.pop(request_id), update.finish_reason, hists.pop(request_id))
 
-    @torch.inference_mode()
     def step(self) -> list[Update]:
         """Admit what fits, then one round for all that run. Empty when idle."""
+        return self.prefill() + self.round()
+
+    @torch.inference_mode()
+    def prefill(self) -> list[Update]:
+        """Admit waiting requests while there are free rows: the first token of each."""
         updates = []
         while self._waiting and len(self._running) < self.config.max_batch:
             updates.append(self._prefill(self._waiting.popleft()))
-        if self._running:
-            updates += self._round()
         return updates
 
     def _release(self, row: int) -> None:
@@ -206,7 +208,11 @@ class Engine:
 
     # Rounds
 
-    def _round(self) -> list[Update]:
+    @torch.inference_mode()
+    def round(self) -> list[Update]:
+        """propose -> verify -> extend for all running requests."""
+        if not self._running:
+            return []
         trees = self._propose()
         paths, emitted, aux_hidden = self._verify(trees)
         if aux_hidden is not None:
