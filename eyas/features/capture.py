@@ -5,8 +5,8 @@ target computes (model) or how samples lie on disk (shards).
 
 Only answers that the target ended by itself are taken. Where a conversation's next turn begins with the very tokens
 of the turn before, the two are one sample with two spans in its mask: attention is causal, so the features are the same,
-and task dialogues of six turns cost a quarter of the time and of the disk. Where a template rewrites the past (Qwen3 drops earlier
-thoughts) they stay apart.
+and task dialogues of six turns cost a quarter of the time and of the disk. Where a template rewrites the past (Qwen3
+drops earlier thoughts) they stay apart.
 """
 
 from __future__ import annotations
