@@ -1,0 +1,1 @@
+"""Against other projects' own code, where it is installed."""

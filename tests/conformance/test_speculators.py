@@ -1,0 +1,127 @@
+"""Our vLLM form in the hands of the project that defines it: speculators loads, computes, converts and saves the same head.
+
+Optional: runs where `pip install eyas[conformance]` was done (best in an environment of its own), and skips elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from eyas.model.checkpoint import read_head
+from eyas.model.head import load_head
+from eyas.model.ttt import Slots, unroll
+from eyas.model.vocab import TargetVocabulary
+from tests.tiny import tiny_target
+from tests.tiny_head import head_folder
+
+speculators = pytest.importorskip("speculators", reason="speculators is not installed: pip install eyas[conformance]")
+convert = pytest.importorskip("speculators.convert.eagle.eagle3_converter")
+
+pytestmark = pytest.mark.filterwarnings("default")  # other projects' warnings are theirs
+T, STEPS = 24, 3
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.fixture(scope="module", params=[{"rope_theta": 1e6, "rope_type": "default"}, LLAMA3], ids=["theta 1e6", "llama3"])
+def target(request, tmp_path_factory) -> Path:
+    return tiny_target(tmp_path_factory.mktemp("target"), rope_parameters=request.param)
+
+
+def theirs(folder: Path):
+    """The head as speculators builds and loads it, with attention written out."""
+    config = speculators.SpeculatorModelConfig.from_pretrained(str(folder))
+    config.transformer_layer_config._attn_implementation = "eager"
+    return speculators.SpeculatorModel.from_pretrained(str(folder), config=config).float().eval()
+
+
+def their_logits(model, aux_hidden: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Logits [T, W] of every step, caught on their way out of lm_head; tokens are those that the slots embed at step 0."""
+    caught: list[torch.Tensor] = []
+    hook = model.lm_head.register_forward_hook(lambda module, inputs, output: caught.append(output[0].detach()))
+    with torch.no_grad():
+        model(hidden_states=aux_hidden, input_ids=tokens, document_ids=torch.zeros_like(tokens), ttt_steps=STEPS)
+    hook.remove()
+    return caught
+
+
+def our_logits(folder: Path, target: Path, aux_hidden: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """The same of our Head by our unroll, teacher-forced; beyond the last token, token 0, as they pad."""
+    head, embed_tokens = load_head(folder), TargetVocabulary.load(target).embed_tokens
+    slots = Slots.where(torch.ones_like(tokens, dtype=torch.bool))
+
+    def next_embeds(step: int, _: torch.Tensor) -> torch.Tensor:
+        return F.embedding(F.pad(tokens[0, step:], (0, step)), embed_tokens)
+
+    with torch.no_grad():
+        steps = unroll(head, aux_hidden, F.embedding(tokens, embed_tokens), slots, next_embeds, STEPS)
+        return [head.logits(hidden) for hidden in steps]
+
+
+@pytest.mark.parametrize("draft_vocab_size", [64, 320])
+def test_logits_of_every_step_are_the_same(target, tmp_path, draft_vocab_size):
+    """Our export in their model against the same file in ours, in float32."""
+    folder = head_folder(target, tmp_path / "head", "vllm", draft_vocab_size=draft_vocab_size)
+    generator = torch.Generator().manual_seed(0)
+    aux_hidden = torch.randn(1, T, 96, generator=generator)
+    tokens = torch.randint(320, (1, T), generator=generator)
+    ours, other = our_logits(folder, target, aux_hidden, tokens), their_logits(theirs(folder), aux_hidden, tokens)
+    assert len(ours) == len(other) == STEPS
+    for one, two in zip(ours, other, strict=True):
+        assert one.shape == two.shape == (T, draft_vocab_size)
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4 * float(two.std()))
+
+
+def test_nothing_is_missing_or_left_over_when_they_load_it(target, tmp_path):
+    folder = head_folder(target, tmp_path / "head", "vllm")
+    config, tensors = read_head(folder)
+    model = theirs(folder)
+    embed_tokens = TargetVocabulary.load(target).embed_tokens
+    assert torch.equal(model.embed_tokens.weight, embed_tokens)
+    state = model.state_dict()
+    for name, tensor in tensors.items():
+        assert torch.equal(state[name.replace("midlayer.", "layers.0.")], tensor), name
+    assert model.target_layer_ids == [tap + 1 for tap in config.taps]
+    layer = model.config.transformer_layer_config
+    assert (layer.max_position_embeddings, layer.rms_norm_eps, layer.head_dim) == (256, 1e-6, 8)
+    assert layer.rope_parameters["rope_theta"] == config.rope.theta
+    assert model.config.norm_before_residual is False
+
+
+def test_what_they_save_we_read(target, tmp_path):
+    """Their own config.json and names, as every published speculators head has them."""
+    folder = head_folder(target, tmp_path / "head", "vllm")
+    theirs(folder).save_pretrained(str(tmp_path / "saved"))
+    (config, tensors), (config_read, read) = read_head(folder), read_head(tmp_path / "saved")
+    assert config_read == config.model_copy(update={"target_lm_head_sha256": config_read.target_lm_head_sha256})
+    assert tensors.keys() == read.keys()
+    assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+
+
+def test_what_they_convert_from_our_sglang_form_is_our_vllm_form(target, tmp_path):
+    source = head_folder(target, tmp_path / "sglang", "sglang")
+    entering = json.loads((head_folder(target, tmp_path / "vllm", "vllm") / "config.json").read_text())[
+        "eagle_aux_hidden_state_layer_ids"
+    ]
+    convert.Eagle3Converter().convert(
+        str(source),
+        str(tmp_path / "converted"),
+        str(target),
+        validate=False,
+        norm_before_residual=False,
+        eagle_aux_hidden_state_layer_ids=entering,
+    )
+    (config, tensors), (config_read, read) = read_head(source), read_head(tmp_path / "converted")
+    assert config_read == config.model_copy(update={"target_lm_head_sha256": ""})
+    assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
