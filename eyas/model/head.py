@@ -14,14 +14,18 @@ dimension, Hq and Hk heads of queries and of keys and values.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.errors import MismatchError
-from eyas.model.config import HeadConfig
+from eyas.model.checkpoint import read_head, write_head
+from eyas.model.config import HeadConfig, TargetConfig
 from eyas.model.rope import apply_rope, rotation
 
+Rotation = tuple[Tensor, Tensor]  # cosines, sines
 KeysValues = tuple[Tensor, Tensor]  # [B, S, Hk, D] each
 
 
@@ -130,13 +134,17 @@ class Head(nn.Module):
         layer = self.midlayer
         return torch.cat((layer.input_layernorm(embeds), layer.hidden_norm(hidden)), dim=-1)
 
-    def queries(self, x: Tensor, positions: Tensor) -> Tensor:
-        """[..., X] at integer positions [...] -> [..., Hq, D], turned."""
-        return self._turned(self.midlayer.self_attn.q_proj(x), positions)
+    def rotation(self, positions: Tensor) -> Rotation:
+        """Cosines and sines of integer positions [...], float32 [..., D] each."""
+        return rotation(self.config.rope, self.config.head_dim, positions)
 
-    def keys(self, x: Tensor, positions: Tensor) -> Tensor:
-        """[..., X] at integer positions [...] -> [..., Hk, D], turned."""
-        return self._turned(self.midlayer.self_attn.k_proj(x), positions)
+    def queries(self, x: Tensor, turn: Rotation) -> Tensor:
+        """[..., X] -> [..., Hq, D], turned by the `rotation` of their positions."""
+        return self._turned(self.midlayer.self_attn.q_proj(x), turn)
+
+    def keys(self, x: Tensor, turn: Rotation) -> Tensor:
+        """[..., X] -> [..., Hk, D], turned by the `rotation` of their positions."""
+        return self._turned(self.midlayer.self_attn.k_proj(x), turn)
 
     def values(self, x: Tensor) -> Tensor:
         """[..., X] -> [..., Hk, D]."""
@@ -157,9 +165,9 @@ class Head(nn.Module):
     def _by_head(self, projected: Tensor) -> Tensor:
         return projected.view(*projected.shape[:-1], -1, self.config.head_dim)
 
-    def _turned(self, projected: Tensor, positions: Tensor) -> Tensor:
-        cos, sin = rotation(self.config.rope, self.config.head_dim, positions)
-        return apply_rope(self._by_head(projected), cos.unsqueeze(-2), sin.unsqueeze(-2)).to(projected.dtype)
+    def _turned(self, projected: Tensor, turn: Rotation) -> Tensor:
+        cos, sin = (table.to(projected.dtype).unsqueeze(-2) for table in turn)
+        return apply_rope(self._by_head(projected), cos, sin)
 
     # The plain forward
 
@@ -171,7 +179,8 @@ class Head(nn.Module):
         T, S = hidden_BTH.shape[1], past[0].shape[1] if past is not None else 0
         positions_T = torch.arange(S, S + T, device=hidden_BTH.device)
         x = self.inputs(embeds_BTH, hidden_BTH)
-        queries, keys, values = self.queries(x, positions_T), self.keys(x, positions_T), self.values(x)
+        turn = self.rotation(positions_T)
+        queries, keys, values = self.queries(x, turn), self.keys(x, turn), self.values(x)
         if past is not None:
             keys, values = torch.cat((past[0], keys), dim=1), torch.cat((past[1], values), dim=1)
         groups = queries.shape[2] // keys.shape[2]
@@ -181,3 +190,19 @@ class Head(nn.Module):
         weights = scores.masked_fill(unseen, float("-inf")).softmax(-1)
         mixed = torch.einsum("bhts,bshd->bthd", weights, values_of_queries)
         return self.output(hidden_BTH, mixed), (keys, values)
+
+
+def load_head(folder: str | Path, target: TargetConfig | None = None) -> Head:
+    """A head of any form that `checkpoint` reads, in float32; `target` as in `read_head`.
+
+    Raises MissingInputError, CorruptError, MismatchError.
+    """
+    config, tensors = read_head(folder, target)
+    head = Head(config)
+    head.load_state_dict(tensors)
+    return head
+
+
+def head_files(head: Head) -> dict[str, bytes]:
+    """The files of a head in our own form, by name; weights in the head's dtype."""
+    return write_head(head.config, head.state_dict(), "eyas")

@@ -24,9 +24,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+Rotation = tuple[Tensor, Tensor]
+
 
 class Layer(Protocol):
-    """What the unroll asks of a head; `positions` are integers broadcastable to the leading dimensions."""
+    """What the unroll asks of a head."""
 
     def fuse(self, aux_hidden: Tensor) -> Tensor:
         """[..., 3 H] -> [..., H]."""
@@ -34,10 +36,13 @@ class Layer(Protocol):
     def inputs(self, embeds: Tensor, hidden: Tensor) -> Tensor:
         """[..., H], [..., H] -> [..., X]."""
 
-    def queries(self, x: Tensor, positions: Tensor) -> Tensor:
-        """[..., X] -> [..., Hq, D]."""
+    def rotation(self, positions: Tensor) -> Rotation:
+        """Integers [...] -> what turns queries and keys at these positions, [..., D] each."""
 
-    def keys(self, x: Tensor, positions: Tensor) -> Tensor:
+    def queries(self, x: Tensor, turn: Rotation) -> Tensor:
+        """[..., X] -> [..., Hq, D]; `turn` broadcasts to the leading dimensions."""
+
+    def keys(self, x: Tensor, turn: Rotation) -> Tensor:
         """[..., X] -> [..., Hk, D]."""
 
     def values(self, x: Tensor) -> Tensor:
@@ -102,18 +107,20 @@ def unroll(
     T = embeds_BTH.shape[1]
     feature_BTH = layer.fuse(aux_hidden_BTA)
     x_BTX = layer.inputs(embeds_BTH, feature_BTH)
-    keys = layer.keys(x_BTX, torch.arange(T, device=x_BTX.device)).transpose(1, 2)
+    positions_T = torch.arange(T, device=x_BTX.device)
+    keys = layer.keys(x_BTX, layer.rotation(positions_T)).transpose(1, 2)
     values = layer.values(x_BTX).transpose(1, 2)
-    unseen_BMT = torch.arange(T, device=x_BTX.device) > slots.slot_BM.unsqueeze(-1)
+    unseen_BMT = positions_T > slots.slot_BM.unsqueeze(-1)
     own_keys: list[Tensor] = []
     own_values: list[Tensor] = []
     x_NX, hidden_NH = slots.take(x_BTX), slots.take(feature_BTH)
     for step in range(num_steps):
+        turn = layer.rotation(slots.slot_N + step)
         if step > 0:
             x_NX = layer.inputs(next_embeds(step, hidden_NH), hidden_NH)
-            own_keys.append(slots.pad(layer.keys(x_NX, slots.slot_N + step)))
+            own_keys.append(slots.pad(layer.keys(x_NX, turn)))
             own_values.append(slots.pad(layer.values(x_NX)))
-        queries = slots.pad(layer.queries(x_NX, slots.slot_N + step))
+        queries = slots.pad(layer.queries(x_NX, turn))
         mixed = attend(queries, (keys, values), (own_keys, own_values), unseen_BMT)
         hidden_NH = layer.output(hidden_NH, slots.unpad(mixed))
         yield hidden_NH
@@ -130,11 +137,13 @@ def attend(
     (B, Hq, M, D), (Hk, T) = queries.shape, keys.shape[1:3]
     q = (queries * D**-0.5).reshape(B, Hk, Hq // Hk, M, D)
     scores = (q.flatten(2, 3) @ keys.transpose(-1, -2)).view(B, Hk, Hq // Hk, M, T)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    columns = [scores.masked_fill(unseen_BMT[:, None, None], float("-inf"))]
-    columns += [(q * key.unsqueeze(2)).sum(-1, keepdim=True).to(scores.dtype) for key in own_keys]
-    weights = torch.cat(columns, dim=-1).softmax(-1).to(values.dtype)
-    mixed = (weights[..., :T].flatten(2, 3) @ values).view(q.shape)
-    for step, value in enumerate(own_values):
-        mixed = mixed + weights[..., T + step, None] * value.unsqueeze(2)
+    scores = scores.masked_fill(unseen_BMT[:, None, None], float("-inf"))
+    if own_keys:
+        own_scores = (q.unsqueeze(-2) * torch.stack(own_keys, dim=-2).unsqueeze(2)).sum(-1)
+        scores = torch.cat((scores, own_scores), dim=-1)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(values.dtype)
+    to_shared, to_own = weights.split((T, len(own_keys)), dim=-1)
+    mixed: Tensor = (to_shared.flatten(2, 3) @ values).view(q.shape)
+    if own_values:
+        mixed = mixed + (to_own.unsqueeze(-1) * torch.stack(own_values, dim=-2).unsqueeze(2)).sum(-2)
     return mixed.flatten(1, 2)

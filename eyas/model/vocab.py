@@ -7,7 +7,7 @@ Letters: V target vocabulary, W draft vocabulary, Ht target hidden size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -56,3 +56,7 @@ class TargetVocabulary:
             raise MismatchError(f"{folder} lacks {embed_name} or {head_name}", "restore the checkpoint from its source")
         stored = tensors[head_name]
         return cls(config, tensors[embed_name].to(dtype), stored.to(dtype), tensor_sha256(stored))
+
+    def to(self, device: str) -> TargetVocabulary:
+        """The same on another device."""
+        return replace(self, embed_tokens=self.embed_tokens.to(device), lm_head=self.lm_head.to(device))
