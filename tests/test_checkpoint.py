@@ -10,6 +10,7 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoConfig, LlamaConfig
 
 from eyas.errors import CorruptError, MismatchError, MissingInputError
 from eyas.model.checkpoint import Verifier, map_faults, open_checkpoint, read_head, write_head
@@ -53,6 +54,24 @@ def test_rope_and_length_survive(target, tmp_path, form, rope):
     config, tensors = tiny_head(target)
     config = config.model_copy(update={"rope": rope, "max_position_embeddings": 40960, "rms_norm_eps": 1e-5, "head_dim": 8})
     assert read_head(write_folder(write_head(config, tensors, form), tmp_path / form))[0] == config
+
+
+@pytest.mark.parametrize(
+    "rope", [RopeConfig(theta=1e6), RopeConfig(theta=5e5, kind="llama3", factor=8.0)], ids=lambda rope: rope.kind
+)
+def test_transformers_understands_what_engines_read_through_it(target, tmp_path, rope):
+    """SGLang reads our config.json by AutoConfig, vLLM and speculators the layer's part by LlamaConfig."""
+    config, tensors = tiny_head(target)
+    config = config.model_copy(update={"rope": rope})
+    sglang = AutoConfig.from_pretrained(write_folder(write_head(config, tensors, "sglang"), tmp_path / "sglang"))
+    vllm = LlamaConfig(**json.loads(write_head(config, tensors, "vllm")["config.json"])["transformer_layer_config"])
+    for read in (sglang, vllm):
+        assert RopeConfig.from_hf(read.to_dict()) == rope
+        assert (read.num_hidden_layers, read.head_dim, read.vocab_size, read.max_position_embeddings) == (1, 8, 320, 256)
+        assert not read.tie_word_embeddings
+        assert str(read.dtype).removeprefix("torch.") == "float32"
+    assert sglang.eagle_config[LAYER_IDS] == [1, 3, 4]
+    assert (sglang.draft_vocab_size, sglang.target_hidden_size) == (64, 32)
 
 
 @pytest.mark.parametrize("form", FORMS)
