@@ -1,0 +1,208 @@
+"""`eyas run FILE`: all stages of one run file in order, each into a folder of its own below the file's `output`.
+
+    runs/mine/prompts-1f0c2d3e  generate-...  capture-...  train-...  eval-...  export-...  bench-...  report.html
+
+A folder's name ends with the beginning of its work's identity. So a changed setting makes a new folder for its stage and
+for those that follow, nothing is overwritten, and what is done already is found again and skipped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from eyas.artifact import Artifact, Manifest, identity
+from eyas.bench.bench import BenchConfig, bench, bench_identity
+from eyas.builtin import BUILTIN, demo_prompts
+from eyas.cli.check import show
+from eyas.cli.options import Overrides, override, read_run_file, validated
+from eyas.cli.results import headline
+from eyas.cli.results import show as show_results
+from eyas.cli.stage import perform
+from eyas.data.prompts import PromptsConfig, make_prompts
+from eyas.errors import ConfigError, EmptyInputError, MismatchError
+from eyas.evaluate import EvalConfig, evaluate
+from eyas.export.check import check
+from eyas.export.export import ExportConfig, export
+from eyas.features.capture import CaptureConfig, capture, split_of
+from eyas.features.generate import GenerateConfig, generate
+from eyas.serve.server import ServeConfig, running_server
+from eyas.train.trainer import TrainConfig, train
+
+IDENTITY_DIGITS = 8  # of a folder's name
+
+
+class RunBenchConfig(BenchConfig):
+    """A benchmark within a run: `prompts` are, unless given, those that `capture` held out of training."""
+
+    prompts: str = ""
+
+
+class RunConfig(BaseModel):
+    """A run file, section by section in the order of the work. `target` stands once, at the top."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    target: str
+    output: str
+    prompts: PromptsConfig
+    generate: GenerateConfig
+    capture: CaptureConfig
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    export: ExportConfig = ExportConfig()
+    serve: ServeConfig
+    bench: RunBenchConfig = RunBenchConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _target_once(cls, content: Any) -> Any:
+        """Give the target to the sections that have a field for it."""
+        if not isinstance(content, dict) or "target" not in content:
+            return content
+        filled = dict(content)
+        for section in ("generate", "capture", "serve"):
+            values = content.get(section) or {}
+            if isinstance(values, dict):
+                if "target" in values:
+                    raise ValueError(f"{section}.target: the target stands once, at the top of a run file")
+                filled[section] = {"target": content["target"], **values}
+        return filled
+
+    @model_validator(mode="before")
+    @classmethod
+    def _packaged_prompts(cls, content: Any) -> Any:
+        """Let a source's path be "builtin": the prompts that ship in the package."""
+        sources = ((content if isinstance(content, dict) else {}).get("prompts") or {}).get("sources") or []
+        if not any(source.get("path") == BUILTIN for source in sources):
+            return content
+        found = [{**source, "path": str(demo_prompts())} if source["path"] == BUILTIN else source for source in sources]
+        return {**content, "prompts": {**content["prompts"], "sources": found}}
+
+    @model_validator(mode="after")
+    def _serve_settings_only(self) -> RunConfig:
+        if self.serve.head is not None:
+            raise ValueError("serve.head: a run serves the head that it made")
+        return self
+
+
+class StageFolder(Artifact):
+    """An artifact below a run's output that takes its place when the stage has stated its identity."""
+
+    def __init__(self, root: str, stage: str) -> None:
+        super().__init__(f"{root}/{stage}")
+
+    def begin(self, identity: str) -> bool:
+        """As Artifact.begin, in the folder of this identity."""
+        super().__init__(f"{self.url}-{identity[:IDENTITY_DIGITS]}")
+        return super().begin(identity)
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """The artifacts of a finished run."""
+
+    prompts: Artifact
+    answers: Artifact
+    features: Artifact
+    head: Artifact
+    evaluation: Artifact
+    exported: Artifact
+    bench: Artifact
+
+
+def command(
+    run_file: Annotated[Path, typer.Argument(help="run file: one YAML file with a section per stage")],
+    overrides: Overrides = None,
+) -> None:
+    """Run all stages of a run file, skipping what is done and resuming what was cut; ends with the table of `eyas demo`."""
+    run(override(read_run_file(run_file), overrides or ()), where=str(run_file))
+
+
+def run(content: dict[str, Any], where: str) -> None:
+    """Validate a run file's content, run its stages, show its results. Raises what the stages raise."""
+    started = time.monotonic()
+    config = validated(RunConfig, content, where)
+    made = run_stages(config)
+    report = ""
+    show_results(headline(made.bench.read_json("summary.json")), report, time.monotonic() - started)
+
+
+def run_stages(config: RunConfig) -> Made:
+    """Do, or find done, every stage of a run. Raises what the stages raise."""
+    target, root = config.target, config.output
+    prompts = perform(
+        "prompts", StageFolder(root, "prompts"), lambda output, track: make_prompts(config.prompts, output, track)
+    )
+    answers = perform(
+        "generate", StageFolder(root, "generate"), lambda output, track: generate(config.generate, prompts, output, track)
+    )
+    features = perform(
+        "capture", StageFolder(root, "capture"), lambda output, track: capture(config.capture, answers, output, track)
+    )
+    head = perform(
+        "train", StageFolder(root, "train"), lambda output, track: train(config.train, target, features, output, track)
+    )
+    evaluation = perform(
+        "eval", StageFolder(root, "eval"), lambda output, track: evaluate(config.eval, target, head, features, output, track)
+    )
+    exported = perform(
+        "export",
+        StageFolder(root, "export"),
+        lambda output, track: export(config.export, target, head, output, track, evaluation),
+    )
+    folders = [check_form(exported, form, target) for form in config.export.forms]
+    measured = serve_and_bench(config, prompts, exported, folders[0])
+    return Made(prompts, answers, features, head, evaluation, exported, measured)
+
+
+def check_form(exported: Artifact, form: str, target: str) -> str:
+    """The local folder of one exported form, after showing what `eyas check` finds. Raises MismatchError for an error."""
+    folder = exported.local_path(form)
+    if folder is None:
+        raise ConfigError(
+            f"output: {exported.url} is no folder of this machine", "check, serve and bench need one: give a path"
+        )
+    findings = check(folder, target)
+    show(findings, folder)
+    if any(finding.level == "error" for finding in findings):
+        raise MismatchError(f"{folder} would serve badly", "mend what is listed above")
+    return folder
+
+
+def serve_and_bench(config: RunConfig, prompts: Artifact, exported: Artifact, head: str) -> Artifact:
+    """Serve the exported head in a process of its own and measure it; no server starts when that is done already."""
+    served = config.serve.model_copy(update={"head": head, "port": 0})
+    made = {"head": exported.manifest(), "serve": serve_manifest(served)}
+    questions = config.bench.prompts or held_out_prompts(prompts, config.capture.held_out_share, config.output)
+    asked = BenchConfig(**{**dict(config.bench), "prompts": questions})
+    output = Artifact(f"{config.output}/bench-{bench_identity(asked, made)[:IDENTITY_DIGITS]}")
+    if output.is_done():
+        return perform("bench", output, lambda artifact, track: bench(asked, artifact, track, made))
+    with running_server(served) as url:
+        here = asked.model_copy(update={"url": url})
+        return perform("bench", output, lambda artifact, track: bench(here, artifact, track, made))
+
+
+def serve_manifest(config: ServeConfig) -> Manifest:
+    """What a server's settings add to the identity of what is measured on it: all but places."""
+    settings = config.model_dump(mode="json", exclude={"target", "head", "host", "port", "model"})
+    return Manifest(stage="serve", identity=identity("serve", settings, {}), config=settings, counts={}, files={})
+
+
+def held_out_prompts(prompts: Artifact, held_out_share: float, root: str) -> str:
+    """Write the prompts that `capture` keeps out of training to a file of their own; its path."""
+    rows = [row for row in prompts.read_jsonl("prompts.jsonl") if split_of(row["id"], held_out_share) == "held_out"]
+    if not rows:
+        raise EmptyInputError(
+            "no prompt is held out of training, so there is nothing to measure with",
+            "give `bench.prompts`, more prompts, or a larger `capture.held_out_share`",
+        )
+    name = f"held-out-prompts-{prompts.manifest().identity[:IDENTITY_DIGITS]}-{held_out_share}.jsonl"
+    Artifact(root).write_jsonl(name, rows)
+    return f"{root}/{name}"
