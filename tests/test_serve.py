@@ -21,6 +21,7 @@ from eyas.serve.app import MAX_BODY_BYTES, Served, create_app
 from eyas.serve.server import ServeConfig, running_app, running_server, serve
 from eyas.serve.worker import Worker
 from tests.tiny import tiny_target
+from tests.tiny_head import head_folder
 
 MODEL = "tiny"
 MAX_LENGTH = 256
@@ -94,7 +95,7 @@ def ask_health_until_refused(client):
 
 
 class GatedEngine(Engine):
-    """An engine that steps only when the test lets it, and can be told to fail."""
+    """An engine that works only when the test lets it, and can be told to fail."""
 
     def __init__(self, target, max_batch=4):
         super().__init__(target, config=EngineConfig(max_batch=max_batch, max_length=MAX_LENGTH))
@@ -102,11 +103,11 @@ class GatedEngine(Engine):
         self.error = None
         self.is_empty = threading.Event()
 
-    def step(self):
+    def prefill(self):
         self.gate.acquire()
         if self.error is not None:
             raise self.error
-        return super().step()
+        return super().prefill()
 
     def cancel(self, request_id):
         super().cancel(request_id)
@@ -187,6 +188,36 @@ def test_many_at_once_get_the_answers_they_get_alone(client, truth):
     with ThreadPoolExecutor(12) as pool:
         replies = list(pool.map(lambda messages: ask(client, messages), conversations))
     assert [reply.choices[0].message.content for reply in replies] == [truth(one, max_tokens=24)[0] for one in conversations]
+
+
+@pytest.fixture(scope="module")
+def speculating(folder, chat, tmp_path_factory):
+    head = head_folder(folder, tmp_path_factory.mktemp("heads") / "head")
+    config = EngineConfig(max_batch=4, max_length=MAX_LENGTH, num_draft_steps=2, tree_topk=2, num_verify_tokens=4)
+    with served(Engine.load(folder, head, config=config), chat, has_head=True) as client:
+        yield client
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.9, "seed": 5}])
+def test_speculation_changes_the_rounds_and_not_the_answer(speculating, truth, params):
+    plain, default, on = (
+        ask(speculating, **params, extra_body=body) for body in ({"speculation": False}, {}, {"speculation": True})
+    )
+    text = truth(max_tokens=24, **params)[0]
+    assert {reply.choices[0].message.content for reply in (plain, default, on)} == {text}
+    assert plain.usage.eyas["rounds"] == 0
+    for reply in (default, on):
+        rounds, hist = reply.usage.eyas["rounds"], reply.usage.eyas["accept_hist"]
+        assert rounds == sum(hist) > 0
+        assert sum((accepted + 1) * count for accepted, count in enumerate(hist)) == 24 - 1  # the first token is prefill's
+        assert reply.usage.eyas["tau"] == 23 / rounds
+
+
+def test_stop_string_counts_the_same_with_and_without_speculation(speculating, truth):
+    stop = truth(max_tokens=24)[0][6:8]
+    plain, eagle = (ask(speculating, stop=stop, extra_body={"speculation": on}) for on in (False, True))
+    assert plain.choices[0].message.content == eagle.choices[0].message.content
+    assert plain.usage.completion_tokens == eagle.usage.completion_tokens
 
 
 # Stop strings

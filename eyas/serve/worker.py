@@ -1,9 +1,9 @@
 """The thread that owns the engine, and how requests and updates cross to and from the event loop. Knows no HTTP.
 
     event loop                                     worker thread
-    updates(request) ── add, cancel ─▶ inbox ─▶ engine.add / engine.cancel
-           ▲                                       engine.step()  while it has work, else waits on the condition
-           └────── one queue a request ◀─ deliver ◀── call_soon_threadsafe, once a round for all its updates
+    updates(request) ── add, cancel ─▶ inbox ─▶ engine.add, engine.cancel
+           ▲                                       engine.prefill, engine.round  (without work: waits on the condition)
+           └────── one queue a request ◀─ deliver ◀── call_soon_threadsafe, once for all the updates of a round
 
 An engine that raises is not trusted again: all requests fail with EngineFailure, now and later, and `failure` says why.
 """
@@ -118,20 +118,23 @@ class Worker:
             loop.call_soon_threadsafe(self._fail, EngineFailure(what, "restart the server; its log has more"))
 
     def _serve_round(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Take in what came, step once, hand out what it gave. False when it is time to stop."""
+        """Take in what came, prefill and decode once, hand out what that gave. False when it is time to stop."""
         with self._condition:
             self._condition.wait_for(lambda: self._inbox or self._stopping or self._engine.has_work)
             if self._stopping:
                 return False
             commands, self._inbox = self._inbox, []
-        events: list[tuple[str, Event]] = []
-        for command in commands:
-            events.extend(self._obey(command))
-        if self._engine.has_work:
-            events.extend((update.request_id, update) for update in self._engine.step())
+        refused = [event for command in commands for event in self._obey(command)]
+        self._hand_out(loop, refused)
+        # A step in two: the first tokens go out before the round that follows them, or their readers would wait for it,
+        # and a client would time two tokens as one.
+        for part in (self._engine.prefill, self._engine.round):
+            self._hand_out(loop, [(update.request_id, update) for update in part()])
+        return True
+
+    def _hand_out(self, loop: asyncio.AbstractEventLoop, events: list[tuple[str, Event]]) -> None:
         if events:
             loop.call_soon_threadsafe(self._deliver, events)
-        return True
 
     def _obey(self, command: Command) -> list[tuple[str, Event]]:
         if isinstance(command, str):

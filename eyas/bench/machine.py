@@ -1,0 +1,28 @@
+"""The machine a measurement ran on, as far as a reader needs it to judge a figure. Measures nothing."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores this process may use, memory (GiB), system, and the load averages (1, 5, 15 min) right now."""
+    return {
+        "processor": _field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+    }
+
+
+def _field(path: str, name: str) -> str | None:
+    """The first value of a `name : value` line in one of Linux' /proc files; None elsewhere."""
+    if not Path(path).exists():
+        return None
+    lines = (line for line in Path(path).read_text().splitlines() if line.startswith(name))
+    return next(lines, "").partition(":")[2].strip() or None

@@ -1,0 +1,88 @@
+"""The prompts of a benchmark, from JSON lines in any of three shapes. Knows no server.
+
+    {"id", "turns": ["first user turn", ...], "system"?}          a row of eyas' prompts stage
+    {"id"?, "messages": [{"role", "content"}, ...]}               a conversation in OpenAI's form
+    {"question_id", "category", "turns": [...]}                   Spec-Bench
+
+Each gives one request: what the user says before the assistant's first answer.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import dropwhile, takewhile
+from typing import Any
+
+import fsspec
+
+from eyas.errors import CorruptError, EmptyInputError, InputError, MissingInputError
+from eyas.records import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One request of the benchmark. `category` is the row's own, or its source, or nothing."""
+
+    prompt_id: str
+    category: str
+    messages: tuple[Message, ...]
+
+
+def read_tasks(url: str, count: int, seed: int) -> list[Task]:
+    """`count` tasks, or all where there are fewer, drawn and ordered by the seed.
+
+    Raises MissingInputError, EmptyInputError, CorruptError (no JSON) and InputError (another shape; an id used twice).
+    """
+    tasks = [_task(row, number, url) for number, row in enumerate(_rows(url), start=1)]
+    if not tasks:
+        raise EmptyInputError(f"{url} has no prompts", "give a file with one JSON object a line")
+    seen: set[str] = set()
+    for task in tasks:
+        if task.prompt_id in seen:
+            raise InputError(f"{url} has two prompts with the id {task.prompt_id!r}", "make the ids unique")
+        seen.add(task.prompt_id)
+    random.Random(seed).shuffle(tasks)
+    return tasks[:count]
+
+
+def _rows(url: str) -> Iterator[Any]:
+    try:
+        with fsspec.open(url, "rt", compression="infer", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield _parsed(line, f"{url} line {number}")
+    except FileNotFoundError as error:
+        raise MissingInputError(f"no prompts at {url}", "check the path; relative paths start at the current folder") from error
+    except (gzip.BadGzipFile, EOFError, UnicodeDecodeError) as error:
+        raise CorruptError(f"{url} cannot be read: {error}", "restore the file") from error
+
+
+def _parsed(line: str, where: str) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise CorruptError(f"{where} is not JSON: {error}", "give one JSON object a line") from error
+
+
+def _task(row: Any, number: int, url: str) -> Task:
+    row = row if isinstance(row, dict) else {}
+    messages = _first_turns(row)
+    if not any(message["role"] == "user" for message in messages):
+        raise InputError(f"{url} row {number} has no user turn", 'give rows with "turns" or with "messages"')
+    prompt_id = row.get("id", row.get("question_id", number))
+    return Task(str(prompt_id), str(row.get("category", row.get("source", ""))), tuple(messages))
+
+
+def _first_turns(row: dict[str, Any]) -> list[Message]:
+    """System messages, and the user's turns before the first answer; an opening by the assistant is left out."""
+    if row.get("turns"):
+        system: list[Message] = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+        return [*system, {"role": "user", "content": str(row["turns"][0])}]
+    messages = [Message(role=turn["role"], content=turn["content"]) for turn in row.get("messages", ())]
+    system = [turn for turn in messages if turn["role"] == "system"]
+    spoken = dropwhile(lambda turn: turn["role"] != "user", (turn for turn in messages if turn["role"] != "system"))
+    return [*system, *takewhile(lambda turn: turn["role"] == "user", spoken)]

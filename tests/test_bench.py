@@ -1,0 +1,357 @@
+"""The benchmark: what it reads, how it counts, and a whole run against a real server with a tiny target and head."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from eyas.artifact import Artifact, Manifest
+from eyas.bench.bench import BLOCK, ArmConfig, BenchConfig, bench, bench_identity
+from eyas.bench.client import Received, Reply, events, read_reply
+from eyas.bench.summary import Row, comparison, result, summarise
+from eyas.bench.workload import Task, read_tasks
+from eyas.chat import Chat
+from eyas.engine.engine import Engine, EngineConfig
+from eyas.errors import CorruptError, EmptyInputError, EyasError, InputError, MissingInputError
+from eyas.serve.app import Served, create_app
+from eyas.serve.server import running_app
+from eyas.serve.worker import Worker
+from tests.tiny import tiny_target
+from tests.tiny_head import head_folder
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+# Workload
+
+
+def test_prompts_in_three_shapes_become_first_turns(tmp_path):
+    said = {"role": "user", "content": "u"}
+    rows = [
+        {"id": "p", "source": "s", "licence": "l", "turns": ["one", "two"], "system": "be kind"},
+        {"id": "m", "messages": [{"role": "system", "content": "x"}, said, said, {"role": "assistant", "content": "a"}, said]},
+        {"id": "o", "messages": [{"role": "assistant", "content": "Hello!"}, said, {"role": "assistant", "content": "a"}]},
+        {"question_id": 81, "category": "writing", "turns": ["compose", "rewrite"]},
+        {"messages": [said]},
+    ]
+    tasks = {task.prompt_id: task for task in read_tasks(write_lines(tmp_path / "p.jsonl", rows), count=9, seed=0)}
+    assert tasks["p"].messages == ({"role": "system", "content": "be kind"}, {"role": "user", "content": "one"})
+    assert tasks["m"].messages == ({"role": "system", "content": "x"}, said, said)
+    assert tasks["o"].messages == (said,)
+    assert tasks["81"] == Task("81", "writing", ({"role": "user", "content": "compose"},))
+    assert tasks["5"].messages == (said,)
+
+
+def test_prompts_are_drawn_by_seed(tmp_path):
+    url = write_lines(tmp_path / "p.jsonl", [{"id": f"{number}", "turns": ["hi"]} for number in range(50)])
+    drawn = read_tasks(url, 10, seed=1)
+    assert drawn == read_tasks(url, 10, seed=1)
+    assert drawn != read_tasks(url, 10, seed=2)
+    assert len({task.prompt_id for task in drawn}) == 10
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        (b"", EmptyInputError),
+        (b"\n\n", EmptyInputError),
+        (b"{", CorruptError),
+        (b"\xff\xfe", CorruptError),
+        (b"3", InputError),
+        (b'{"text": "hi"}', InputError),
+        (b'{"messages": [{"role": "assistant", "content": "a"}]}', InputError),
+        (b'{"id": 1, "turns": ["a"]}\n{"id": 1, "turns": ["b"]}', InputError),
+    ],
+)
+def test_prompts_that_cannot_be_used_are_refused(tmp_path, content, error):
+    (tmp_path / "p.jsonl").write_bytes(content)
+    with pytest.raises(error) as refused:
+        read_tasks(str(tmp_path / "p.jsonl"), 1, 0)
+    assert refused.value.hint
+
+
+def test_missing_and_broken_files_are_refused(tmp_path):
+    with pytest.raises(MissingInputError):
+        read_tasks(str(tmp_path / "none.jsonl"), 1, 0)
+    (tmp_path / "p.jsonl.gz").write_bytes(gzip.compress(b'{"turns": ["a"]}' * 100)[:-20])
+    with pytest.raises(CorruptError):
+        read_tasks(str(tmp_path / "p.jsonl.gz"), 1, 0)
+
+
+@pytest.mark.parametrize(("name", "count"), [("prompts/spec_bench.jsonl", 480), ("sgd_dev.jsonl.gz", 2098)])
+def test_real_prompt_files_are_read_whole(name, count):
+    if not SHARED.is_dir():
+        pytest.skip(f"no data beside the checkout at {SHARED}")
+    tasks = read_tasks(str(SHARED / name), 10_000, 0)
+    assert len(tasks) == count
+    assert all(task.messages[-1]["role"] == "user" for task in tasks)
+
+
+# Client
+
+
+def event(**fields):
+    return b"data: " + json.dumps(fields).encode() + b"\n\n"
+
+
+def delta(text=None, finish_reason=None):
+    return event(choices=[{"index": 0, "delta": {} if text is None else {"content": text}, "finish_reason": finish_reason}])
+
+
+USAGE = event(choices=[], usage={"prompt_tokens": 3, "completion_tokens": 5, "eyas": {"accept_hist": [1, 1]}})
+
+
+def test_events_are_timed_by_the_piece_that_completes_them():
+    whole = delta("a") + b": comment\n\n" + delta("b").replace(b"\n", b"\r\n") + b"data: [DONE]\n\n"
+    for cut in range(len(whole) + 1):
+        found = list(events([(1.0, whole[:cut]), (2.0, whole[cut:])]))
+        assert [one["choices"][0]["delta"]["content"] for _, one in found] == ["a", "b"]
+        assert [at for at, _ in found] == [
+            1.0 if cut >= whole.index(b"\n", whole.index(mark)) + 1 else 2.0 for mark in (b'"a"', b'"b"')
+        ]
+
+
+def test_first_token_is_the_first_text_and_the_end_is_the_last_choice():
+    pieces = [
+        (1.0, delta("")),
+        (4.0, delta("Hel")),
+        (6.0, delta("lo")),
+        (9.0, delta(None, "stop")),
+        (11.0, USAGE + b"data: [DONE]\n\n"),
+    ]
+    reply = read_reply(Received(0.0, pieces))
+    assert reply == Reply(4.0, 9.0, [2.0], 3, 5, "stop", "Hello", [1, 1])
+
+
+def test_an_answer_without_text_has_its_end_for_a_first_token():
+    assert read_reply(Received(0.0, [(7.0, delta(None, "stop") + USAGE)])).ttft_ms == 7.0
+
+
+@pytest.mark.parametrize(
+    ("pieces", "words"),
+    [
+        ([(1.0, delta("a"))], "ended before"),
+        ([(1.0, delta("a", "stop"))], "no usage"),
+        ([(1.0, delta("a") + event(error={"message": "out of luck"}))], "out of luck"),
+        ([(1.0, b"data: {\n\n")], "not a stream"),
+        ([(1.0, b"data: 3\n\n")], "not a stream"),
+        ([(1.0, b"<html>")], "ended before"),
+    ],
+)
+def test_a_broken_stream_is_an_error_and_no_figure(pieces, words):
+    reply = read_reply(Received(0.0, pieces))
+    assert words in reply.error
+    assert reply == Reply(error=reply.error)
+
+
+# Summary
+
+
+def row(arm, prompt_id, tokens=11, ttft_ms=100.0, tpot_ms=10.0, hist=(), concurrency=1, block=0, started_s=0.0, **fields):
+    e2e_ms = ttft_ms + tpot_ms * (tokens - 1)
+    reply = Reply(ttft_ms, e2e_ms, [tpot_ms], 5, tokens, "stop", fields.pop("text", "same"), list(hist), **fields)
+    return Row(arm, concurrency, block, prompt_id, "", started_s, reply)
+
+
+def test_speedup_is_the_ratio_of_the_median_tpots():
+    plain = [row("plain", "a", tpot_ms=10), row("plain", "b", tpot_ms=20), row("plain", "c", tpot_ms=60)]
+    eagle = [row("eagle", "c", tpot_ms=15), row("eagle", "a", tpot_ms=5), row("eagle", "b", tpot_ms=8)]
+    compared = comparison(plain, eagle, is_greedy=True)
+    assert compared["speedup"] == 20 / 8
+    assert compared["paired_speedup"]["median"] == 2.5  # of 2, 2.5 and 4
+    assert compared["identical"] == compared["num_pairs"] == 3
+
+
+def test_only_prompts_that_both_arms_answered_are_compared():
+    plain = [row("plain", "a"), row("plain", "b", error="lost"), row("plain", "c", tokens=1), row("plain", "d")]
+    eagle = [
+        row("eagle", "a", tpot_ms=5),
+        row("eagle", "b", tpot_ms=1),
+        row("eagle", "c", tokens=1),
+        row("eagle", "d", error="lost"),
+    ]
+    compared = comparison(plain, eagle, is_greedy=True)
+    assert compared["num_pairs"] == 2
+    assert compared["paired_speedup"]["count"] == 1
+    assert compared["speedup"] == 2
+
+
+@pytest.mark.parametrize("change", [{"text": "other"}, {"tokens": 12}])
+def test_identical_asks_for_the_same_text_and_count(change):
+    assert comparison([row("plain", "a")], [row("eagle", "a", **change)], is_greedy=True)["identical"] == 0
+    assert comparison([row("plain", "a")], [row("eagle", "a", **change)], is_greedy=False)["identical"] is None
+
+
+def test_throughput_counts_each_block_from_its_first_request_to_its_last_answer():
+    rows = [
+        row("plain", "a", tokens=11, started_s=0.0, block=0),  # 0.0 .. 0.2
+        row("plain", "b", tokens=11, started_s=0.1, block=0),  # 0.1 .. 0.3
+        row("plain", "c", tokens=11, started_s=9.0, block=1),  # 9.0 .. 9.2
+    ]
+    assert result(rows)["throughput_tps"] == pytest.approx(33 / 0.5)
+
+
+def test_result_counts_failures_and_finish_reasons():
+    rows = [row("eagle", "a", hist=[1, 2]), row("eagle", "b", hist=[0, 0, 1]), row("eagle", "c", error="HTTP 500: no")]
+    counted = result(rows)
+    assert (counted["num_requests"], counted["num_failed"], counted["errors"]) == (3, 1, {"HTTP 500: no": 1})
+    assert counted["finish_reasons"] == {"stop": 2}
+    assert counted["accept_hist"] == [1, 2, 1]
+    assert counted["tau"] == 2
+
+
+def pairs_of(count, tpot_ms, hist, tokens=11):
+    plain = [row("plain", str(number), tpot_ms=10, tokens=tokens) for number in range(count)]
+    return plain, [row("eagle", str(number), tpot_ms=tpot_ms, hist=hist, tokens=tokens) for number in range(count)]
+
+
+def test_round_cost_is_in_plain_tokens():
+    compared = comparison(*pairs_of(3, tpot_ms=8, hist=[0, 5]), is_greedy=True)  # 5 rounds of 2 tokens, 16 ms each
+    assert compared["round_cost"]["median"] == pytest.approx(1.6)
+    assert comparison(*pairs_of(3, tpot_ms=8, hist=[]), is_greedy=True)["round_cost"] is None
+
+
+def test_a_speedup_above_tau_is_an_internal_error():
+    plain, eagle = pairs_of(6, tpot_ms=10 / 3, hist=[0, 5])
+    with pytest.raises(EyasError, match=r"speed-up of 3\.00 .* cost 0\.67") as impossible:
+        summarise([*plain, *eagle], ["plain", "eagle"], is_greedy=True)
+    assert impossible.value.exit_code == 1
+    comparison(*pairs_of(6, tpot_ms=5, hist=[0, 5]), is_greedy=True)
+    comparison(*pairs_of(5, tpot_ms=10 / 3, hist=[0, 5]), is_greedy=True)  # too few to be sure
+
+
+def test_an_answer_that_came_at_once_has_no_time_per_token():
+    at_once = row("eagle", "a", tpot_ms=0)
+    assert at_once.tpot_ms is None
+    assert comparison([row("plain", "a")], [at_once], is_greedy=True)["speedup"] is None
+
+
+# Whole runs
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served")
+    target = tiny_target(folder / "target")
+    config = EngineConfig(max_batch=4, max_length=128, num_draft_steps=2, tree_topk=2, num_verify_tokens=4)
+    engine = Engine.load(target, head_folder(target, folder / "head"), config=config)
+    app = create_app(Worker(engine), Chat(target), Served("tiny", "float32", True, engine.max_length))
+    with running_app(app) as url:
+        yield url
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    rows = [{"id": f"p{number}", "turns": [f"I would like a table for {number}."]} for number in range(10)]
+    return write_lines(tmp_path / "prompts.jsonl", rows)
+
+
+def test_a_run_measures_every_prompt_in_every_arm_and_finds_them_identical(url, prompts, tmp_path):
+    output = Artifact(str(tmp_path / "bench"))
+    config = BenchConfig(url=url, prompts=prompts, num_prompts=9, concurrencies=(1, 3), max_tokens=12)
+    steps = []
+    manifest = bench(config, output, lambda done, total=None, note="": steps.append((done, total)))
+    rows, summary = list(output.read_jsonl("rows.jsonl")), output.read_json("summary.json")
+    assert Counter((row["arm"], row["concurrency"]) for row in rows) == {
+        (arm, concurrency): 9 for arm in ("plain", "eagle") for concurrency in (1, 3)
+    }
+    assert not [row["error"] for row in rows if row["error"]]
+    assert steps[-1] == (36, 36)
+    assert manifest.counts == {"requests": 36, "failed": 0, "prompts": 9}
+    for compared in summary["comparisons"]:
+        assert compared["identical"] == compared["num_pairs"] == 9
+        assert compared["speedup"] > 0
+    for counted in summary["results"]:
+        own = [row for row in rows if (row["arm"], row["concurrency"]) == (counted["arm"], counted["concurrency"])]
+        assert counted["num_output_tokens"] == sum(row["num_output_tokens"] for row in own)
+        if counted["arm"] == "plain":
+            assert counted["tau"] is None
+        else:  # every token but the first of each answer came from a round
+            emitted = sum((accepted + 1) * count for accepted, count in enumerate(counted["accept_hist"]))
+            assert emitted == counted["num_output_tokens"] - 9
+            assert counted["tau"] >= 1
+
+
+def test_arms_take_turns_block_by_block(url, prompts, tmp_path):
+    bench(BenchConfig(url=url, prompts=prompts, max_tokens=2), Artifact(str(tmp_path / "bench")))
+    order = [(row["block"], row["arm"]) for row in Artifact(str(tmp_path / "bench")).read_jsonl("rows.jsonl")]
+    blocks = list(dict.fromkeys(order))
+    assert blocks == [(0, "plain"), (0, "eagle"), (1, "eagle"), (1, "plain"), (2, "plain"), (2, "eagle")]
+    assert Counter(order) == {block: BLOCK if block[0] < 2 else 2 for block in blocks}
+
+
+def test_a_run_that_is_done_is_not_done_again(url, prompts, tmp_path):
+    config = BenchConfig(url=url, prompts=prompts, num_prompts=2, max_tokens=2)
+    first = bench(config, Artifact(str(tmp_path / "bench")))
+    again = bench(config, Artifact(str(tmp_path / "bench")), lambda *_: pytest.fail("it ran again"))
+    assert again == first
+    with pytest.raises(InputError, match="other work"):
+        bench(config.model_copy(update={"max_tokens": 3}), Artifact(str(tmp_path / "bench")))
+
+
+def test_identity_is_what_is_served_or_else_where(prompts):
+    here, there = (BenchConfig(prompts=prompts, url=url) for url in ("http://here", "http://there"))
+    served = {"head": Manifest(stage="train", identity="1", config={}, counts={}, files={})}
+    assert bench_identity(here, {}) != bench_identity(there, {})
+    assert bench_identity(here, served) == bench_identity(there, served) != bench_identity(here, {})
+
+
+def test_arms_may_have_servers_of_their_own_and_leave_our_field_out(url, prompts, tmp_path):
+    arms = {"one": ArmConfig(), "other": ArmConfig(url=f"{url}/v1")}
+    output = Artifact(str(tmp_path / "bench"))
+    bench(BenchConfig(url=url, arms=arms, prompts=prompts, num_prompts=2, max_tokens=2, temperature=0.5), output)
+    assert [compared["identical"] for compared in output.read_json("summary.json")["comparisons"]] == [None]
+    assert output.read_json("summary.json")["results"][0]["tau"] >= 1
+
+
+def test_no_server_is_one_clear_error_and_claims_no_folder(prompts, tmp_path):
+    with pytest.raises(MissingInputError, match="no server at"):
+        bench(BenchConfig(url="http://127.0.0.1:9", prompts=prompts), Artifact(str(tmp_path / "bench")))
+    assert not (tmp_path / "bench").exists()
+
+
+def test_requests_that_all_fail_are_kept_and_reported(url, prompts, tmp_path):
+    config = BenchConfig(url=url, prompts=prompts, num_prompts=3, max_tokens=10_000)
+    with pytest.raises(EyasError, match="HTTP 400: this server holds"):
+        bench(config, Artifact(str(tmp_path / "bench")))
+    rows = (tmp_path / "bench" / "rows.jsonl").read_text().splitlines()
+    assert all("HTTP 400" in json.loads(row)["error"] for row in rows)
+
+
+class NotOpenAI(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"<html>")
+
+    def log_message(self, *_):
+        pass
+
+
+@contextmanager
+def web_server(handler):
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_another_kind_of_server_is_named_as_such(prompts, tmp_path):
+    with web_server(NotOpenAI) as url, pytest.raises(EyasError, match="does not list a model"):
+        bench(BenchConfig(url=url, prompts=prompts), Artifact(str(tmp_path / "bench")))
