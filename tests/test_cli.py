@@ -1,0 +1,338 @@
+"""The command line: help without torch, configs from three places, and one clear error for every bad input."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, ConfigDict
+from typer.testing import CliRunner
+
+from eyas.cli.main import COMMANDS, build
+from eyas.cli.options import override, read_run_file, stage_config, validated
+from eyas.cli.plan import estimated_prompt_tokens, plan
+from eyas.cli.run import RunConfig
+from eyas.errors import ConfigError
+from eyas.records import Prompt
+from tests.stages import ending_target
+from tests.tiny import tiny_target, tiny_tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_eyas(*arguments: str | Path):
+    """The command in this process: exit code, stdout, stderr."""
+    words = [str(word) for word in arguments]
+    return CliRunner().invoke(build(words), words, prog_name="eyas")
+
+
+def assert_one_clear_error(result, *words: str) -> None:
+    """Exit code 2, one message that says what is wrong (with these words) and what to do, and no traceback."""
+    assert result.exit_code == 2, result.output
+    assert result.stderr.count("error: ") == 1, result.stderr
+    assert result.stderr.count("\n  -> ") == 1, result.stderr
+    assert "Traceback" not in result.stderr
+    for word in words:
+        assert word in result.stderr
+
+
+class Inner(BaseModel):
+    depth: int = 1
+
+
+class Sample(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    lr: float = 1.0
+    names: tuple[str, ...] = ()
+    inner: Inner = Inner()
+
+
+class TestHelp:
+    def test_lists_every_command_and_loads_no_torch(self):
+        code = "import sys; from eyas.cli.main import build; build(['--help']); print('torch' in sys.modules)"
+        assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+        shown = run_eyas("--help")
+        assert shown.exit_code == 0
+        assert all(name in shown.stdout for name in COMMANDS)
+
+    @pytest.mark.parametrize("name", COMMANDS)
+    def test_every_command_explains_itself(self, name):
+        shown = run_eyas(name, "--help")
+        assert shown.exit_code == 0
+        assert "Usage: eyas " + name in shown.stdout
+
+    def test_a_mistyped_command_is_a_usage_error(self):
+        assert run_eyas("trian").exit_code == 2
+
+
+class TestConfig:
+    def write(self, folder: Path, text: str) -> Path:
+        path = folder / "run.yaml"
+        path.write_text(text)
+        return path
+
+    def test_options_win_over_set_and_set_over_the_file(self, tmp_path):
+        run_file = self.write(tmp_path, "sample: {lr: 3e-4, names: [a], inner: {depth: 2}}\n")
+        config = stage_config(Sample, "sample", run_file, ["inner.depth=3", "lr=0.5"], lr=0.25, names=None)
+        assert config == Sample(lr=0.25, names=("a",), inner=Inner(depth=3))
+
+    def test_exponents_that_yaml_reads_as_text_are_numbers(self, tmp_path):
+        assert stage_config(Sample, "sample", self.write(tmp_path, "sample: {lr: 3e-4}\n"), ["inner.depth=7"]).lr == 3e-4
+
+    @given(st.dictionaries(st.sampled_from("abc"), st.integers()), st.sampled_from("abc"), st.integers())
+    def test_override_changes_one_field_and_leaves_its_input_alone(self, values, name, value):
+        before = json.dumps(values)
+        changed = override({"section": values}, [f"section.{name}={value}"])
+        assert changed == {"section": {**values, name: value}}
+        assert json.dumps(values) == before
+
+    @pytest.mark.parametrize(
+        ("text", "overrides", "words"),
+        [
+            ("sample: {lr: fast}\n", [], ["sample", "lr"]),
+            ("sample: {speed: 1}\n", [], ["speed", "lr, names, inner"]),
+            ("sample: {}\n", ["inner.depth=deep"], ["inner.depth"]),
+            ("sample: {lr: 1}\n", ["lr.x=1"], ["lr is a value"]),
+            ("sample: {}\n", ["lr"], ["FIELD=VALUE"]),
+            ("sample: {}\n", ["lr=[1"], ["not YAML"]),
+            ("sample: {\n", [], ["not YAML"]),
+            ("- 1\n", [], ["no sections"]),
+            ("train: {}\n", [], ["no section 'sample'", "train"]),
+        ],
+    )
+    def test_what_does_not_fit_names_the_field(self, tmp_path, text, overrides, words):
+        with pytest.raises(ConfigError) as caught:
+            stage_config(Sample, "sample", self.write(tmp_path, text), overrides)
+        assert caught.value.hint
+        assert all(word in str(caught.value) for word in words)
+
+    def test_a_missing_run_file(self, tmp_path):
+        assert_one_clear_error(run_eyas("plan", tmp_path / "none.yaml"), "no run file")
+
+    def test_several_wrong_fields_are_told_at_once(self):
+        with pytest.raises(ConfigError, match=r"lr: .*; inner.depth: "):
+            validated(Sample, {"lr": "x", "inner": {"depth": "y"}}, "sample")
+
+
+# Bad inputs. The small pipeline that they spoil is made once, by the commands themselves, on a tiny random target.
+
+PROMPTS = ["I would like a table for two.", "In San Jose?", "The address is 71 North Street.", "Thanks", "0123 a table"]
+
+
+def write_raw(path: Path, count: int = 40) -> Path:
+    rows = [{"id": f"r{number}", "prompt": f"{PROMPTS[number % 5]} {number}"} for number in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    target: Path
+    prompts: Path
+    answers: Path
+    features: Path
+    head: Path
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Made:
+    root = tmp_path_factory.mktemp("made")
+    made = Made(ending_target(root / "target"), *(root / name for name in ("prompts", "answers", "features", "head")))
+    sizes = ["-s", "draft_vocab_size=64", "-s", "num_ttt_steps=2", "-s", "epochs=1", "-s", "dtype=float32"]
+    for words in (
+        ["prompts", write_raw(root / "raw.jsonl"), "--licence", "CC0-1.0", "-o", made.prompts],
+        ["generate", made.prompts, "-t", made.target, "-o", made.answers, "-s", "max_tokens=12"],
+        ["capture", made.answers, "-t", made.target, "-o", made.features, "-s", "held_out_share=0.3"],
+        ["train", made.features, "-t", made.target, "-o", made.head, *sizes],
+    ):
+        done = run_eyas(*words)
+        assert done.exit_code == 0, done.output
+        assert f"{words[0]:<9} done: " in " ".join(done.stderr.split("\n"))
+    return made
+
+
+@pytest.fixture(scope="module")
+def other_target(tmp_path_factory) -> Path:
+    return tiny_target(tmp_path_factory.mktemp("other"), seed=1)
+
+
+class TestPipeline:
+    def test_done_work_is_skipped_and_says_so(self, made):
+        again = run_eyas("generate", made.prompts, "-t", made.target, "-o", made.answers, "-s", "max_tokens=12")
+        assert again.exit_code == 0
+        assert "done already, skipped" in again.stderr
+
+    def test_changed_work_does_not_overwrite(self, made):
+        changed = run_eyas("generate", made.prompts, "-t", made.target, "-o", made.answers, "-s", "max_tokens=13")
+        assert_one_clear_error(changed, "holds other work", "another output")
+
+    def test_eval_export_check_and_lineage(self, made, tmp_path):
+        measured = run_eyas("eval", made.head, "--features", made.features, "-t", made.target, "-o", tmp_path / "eval")
+        assert measured.exit_code == 0, measured.output
+        exported = run_eyas("export", made.head, "-t", made.target, "-o", tmp_path / "export")
+        assert exported.exit_code == 0, exported.output
+        checked = run_eyas("check", tmp_path / "export" / "vllm", "-t", made.target)
+        assert checked.exit_code == 0, checked.output
+        lineage = run_eyas("lineage", tmp_path / "export")
+        assert all(word in lineage.stdout for word in ("export", "train", "capture", "generate", "prompts", "CC0-1.0"))
+
+    def test_doctor_speaks(self):
+        assert "torch" in run_eyas("doctor").stdout
+
+
+class TestBadInputs:
+    def test_missing_files(self, made, tmp_path):
+        none, output = tmp_path / "none", tmp_path / "output"
+        for words in (
+            ["prompts", none, "--licence", "MIT", "-o", output],
+            ["generate", none, "-t", made.target, "-o", output],
+            ["generate", made.prompts, "-t", none, "-o", output],
+            ["capture", none, "-t", made.target, "-o", output],
+            ["train", none, "-t", made.target, "-o", output],
+            ["eval", none, "--features", made.features, "-t", made.target, "-o", output],
+            ["export", none, "-t", made.target, "-o", output],
+            ["check", none, "-t", made.target],
+            ["serve", "-t", made.target, "--head", none, "--port", "0"],
+            ["lineage", none],
+            ["run", none],
+        ):
+            assert_one_clear_error(run_eyas(*words), str(none))
+            assert not output.exists(), words
+
+    def test_the_output_of_another_stage(self, made, tmp_path):
+        assert_one_clear_error(run_eyas("train", made.answers, "-t", made.target, "-o", tmp_path / "x"), "generate", "capture")
+
+    def test_files_without_a_licence(self, tmp_path):
+        raw = write_raw(tmp_path / "raw.jsonl")
+        assert_one_clear_error(run_eyas("prompts", raw, "-o", tmp_path / "prompts"), "licence")
+
+    def test_empty_prompts(self, tmp_path):
+        (tmp_path / "empty.jsonl").write_text("")
+        shown = run_eyas("prompts", tmp_path / "empty.jsonl", "--licence", "MIT", "-o", tmp_path / "prompts")
+        assert_one_clear_error(shown, "empty.jsonl")
+
+    def test_a_target_without_chat_template(self, made, tmp_path):
+        tiny_tokenizer(ending_target(tmp_path / "target"), chat_template=None)
+        (tmp_path / "target" / "chat_template.jinja").unlink()
+        shown = run_eyas("generate", made.prompts, "-t", tmp_path / "target", "-o", tmp_path / "answers")
+        assert_one_clear_error(shown, "chat template")
+
+    def test_a_corrupt_shard(self, made, tmp_path):
+        shutil.copytree(made.features, tmp_path / "features")
+        shard = next((tmp_path / "features").glob("train-*.safetensors"))
+        data = bytearray(shard.read_bytes())
+        data[-1] ^= 1
+        shard.write_bytes(data)
+        shown = run_eyas(
+            "train", tmp_path / "features", "-t", made.target, "-o", tmp_path / "head", "-s", "draft_vocab_size=64"
+        )
+        assert_one_clear_error(shown, shard.name)
+
+    def test_a_head_for_another_target(self, made, other_target, tmp_path):
+        for words in (
+            ["eval", made.head, "--features", made.features, "-t", other_target, "-o", tmp_path / "eval"],
+            ["export", made.head, "-t", other_target, "-o", tmp_path / "export"],
+            ["serve", "-t", other_target, "--head", made.head, "--port", "0"],
+        ):
+            assert_one_clear_error(run_eyas(*words), "target")
+        linted = run_eyas("check", made.head, "-t", other_target)
+        assert linted.exit_code == 2
+        assert "error: " in linted.stdout
+        assert "target" in linted.stdout
+
+    def test_a_config_that_does_not_fit(self, made, tmp_path):
+        words = ["train", made.features, "-t", made.target, "-o", tmp_path / "head", "-s", "epochs=none"]
+        assert_one_clear_error(run_eyas(*words), "train", "epochs")
+
+    def test_an_interrupt_says_that_a_rerun_resumes(self, made, tmp_path, monkeypatch):
+        def interrupted(*args):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("eyas.cli.train.train", interrupted)
+        shown = run_eyas("train", made.features, "-t", made.target, "-o", tmp_path / "head")
+        assert shown.exit_code == 130
+        assert "resumes" in shown.stderr
+
+
+class TestFullDisk:
+    def test_a_small_disk_that_fills_up(self, tmp_path):
+        """A real file system of 64 KiB, mounted for one process only."""
+        raw, disk = write_raw(tmp_path / "raw.jsonl", 3000), tmp_path / "disk"
+        disk.mkdir()
+        mount = f"mount -t tmpfs -o size=64k tmpfs {disk}"
+        if (
+            shutil.which("unshare") is None
+            or subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True).returncode
+        ):
+            pytest.skip("this system lets no process mount a file system of its own")
+        prompts = f"{sys.executable} -m eyas.cli.main prompts {raw} --licence MIT -o {disk}/prompts"
+        command = f"{prompts}; code=$?; ls {disk}/prompts; exit $code"
+        shown = subprocess.run(["unshare", "-rm", "sh", "-c", f"{mount} && {command}"], capture_output=True, text=True)
+        assert shown.returncode == 2, shown.stderr
+        assert shown.stderr.count("error: ") == 1
+        assert "no room left" in shown.stderr
+        assert "free some space" in shown.stderr
+        assert "Traceback" not in shown.stderr
+        assert "partial" not in shown.stdout
+        assert "_DONE" not in shown.stdout
+
+    def test_any_write_that_finds_no_room(self, made, tmp_path, monkeypatch):
+        def full(descriptor):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr("os.fsync", full)
+        for words in (
+            ["capture", made.answers, "-t", made.target, "-o", tmp_path / "features"],
+            ["train", made.features, "-t", made.target, "-o", tmp_path / "head"],
+        ):
+            assert_one_clear_error(run_eyas(*words), "no room left", "free some space")
+
+
+class TestPlan:
+    def test_counts_what_precedes_each_answer(self):
+        prompts = [Prompt("a", "", "", ("x" * 8, "x" * 4), system="x" * 4)]
+        assert estimated_prompt_tokens(prompts, max_tokens=10) == (1 + 2) + (1 + 2 + 10 + 1)
+
+    def test_features_of_an_8b_model_as_published(self):
+        assert plan(1, 0, 1, target_hidden_size=4096, dtype="bfloat16").feature_bytes == 8 * 4096 + 5
+
+    def test_reads_a_run_file_and_prompts(self, made, tmp_path):
+        run_file = tmp_path / "run.yaml"
+        run_file.write_text(f"target: {made.target}\ngenerate: {{max_tokens: 10}}\n")
+        shown = run_eyas("plan", run_file, "--prompts", made.prompts)
+        assert shown.exit_code == 0, shown.output
+        assert "400" in shown.stdout  # 40 answers of 10 tokens
+
+
+class TestRunFiles:
+    @pytest.mark.parametrize(
+        "path", sorted([*ROOT.glob("runs/*.yaml"), *ROOT.glob("eyas/cli/*.yaml")]), ids=lambda path: path.name
+    )
+    def test_shipped_run_files_fit(self, path):
+        content = read_run_file(path)
+        sources = [{**source, "path": "any"} for source in content["prompts"]["sources"]]
+        validated(RunConfig, {**content, "prompts": {**content["prompts"], "sources": sources}}, path.name)
+
+    def test_the_target_stands_once(self):
+        content = {
+            "target": "a",
+            "output": "b",
+            "prompts": {"sources": [{"path": "p", "licence": "l"}]},
+            "capture": {"target": "c"},
+        }
+        with pytest.raises(ConfigError, match=r"capture\.target"):
+            validated(RunConfig, content, "run.yaml")
+
+    def test_a_typo_in_a_section_is_named(self):
+        content = {"target": "a", "output": "b", "prompts": {"sources": [{"path": "p", "licence": "l"}]}, "trian": {}}
+        with pytest.raises(ConfigError, match="trian"):
+            validated(RunConfig, content, "run.yaml")
