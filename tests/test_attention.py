@@ -39,7 +39,7 @@ def test_the_mask_shows_each_prefix_and_hides_what_lies_behind() -> None:
 @pytest.mark.parametrize(("query_heads", "key_heads"), [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize("head_dim", [16, 64, 96])
 @pytest.mark.parametrize(("lens", "parents"), [([5], [-1]), ([0], [-1, 0, 0, 1]), ([17, 3], [-1, 0, 0, 1, 1, 2, 5])])
-def test_equals_the_reference(dtype, tolerance, query_heads, key_heads, head_dim, lens, parents) -> None:  # noqa: PLR0913
+def test_equals_the_reference(dtype, tolerance, query_heads, key_heads, head_dim, lens, parents) -> None:
     B, N = len(lens), len(parents)
     columns = max(lens) + N
     q = torch.randn(B, query_heads, N, head_dim).to(dtype)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -190,10 +191,10 @@ class Engine:
         positions = np.arange(T)[None]
         at = self._placement(row, T, positions, positions + row * self._cache.columns, mask)
         hidden_TH, aux_hidden = self.target.forward(tokens_T.to(self.target.device), at, self._cache, taps)
-        logits_V = self.target.head(hidden_TH[-1:])[0]
+        logits = self.target.head(hidden_TH[-1:])
         running.cached_len = T
         self._running.append(running)
-        token = self._next_token(running, logits_V)
+        token = self._draw(running, logits, logits.argmax(-1).tolist(), 0, 0)
         taken = running.take([token], self._end_tokens)
         if running.finish_reason is not None:
             self._release(row)
@@ -270,10 +271,7 @@ class Engine:
         greedy = logits.argmax(-1).tolist()
         paths, emitted, sources, destinations = [], [], [], []
         for b, (running, tree) in enumerate(zip(self._running, trees, strict=True)):
-            if running.request.params.temperature == 0:
-                path, tokens_b = accept(tree, lambda node, start=b * N: greedy[start + node])  # type: ignore[misc]
-            else:
-                path, tokens_b = accept(tree, lambda node, r=running, start=b * N: self._next_token(r, logits[start + node]))  # type: ignore[misc]
+            path, tokens_b = accept(tree.tokens, tree.parents, partial(self._draw, running, logits, greedy, b * N))
             paths.append(path)
             emitted.append(tokens_b)
             for place, node in enumerate(path, start=1):
@@ -310,11 +308,12 @@ class Engine:
             if running.speculates:
                 running.h, running.first = last[b], (ids[b], log_probs[b])
 
-    def _next_token(self, running: _Running, logits_V: torch.Tensor) -> int:
+    def _draw(self, running: _Running, logits: torch.Tensor, greedy: list[int], start: int, node: int) -> int:
+        """The target's next token at a node of a request whose nodes start at row `start` of logits [M, V]."""
         params = running.request.params
         if params.temperature == 0:
-            return int(logits_V.argmax())
-        return draw(adjusted_probs(logits_V, params), running.uniform())
+            return greedy[start + node]
+        return draw(adjusted_probs(logits[start + node], params), running.uniform())
 
     def _placement(
         self, first_row: int, columns: int, positions: np.ndarray, slots: np.ndarray, mask: torch.Tensor | None

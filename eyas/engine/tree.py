@@ -25,13 +25,6 @@ class Tree:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def children(self) -> list[dict[int, int]]:
-        """For every node, its children by token."""
-        found: list[dict[int, int]] = [{} for _ in self.tokens]
-        for node in range(1, len(self.tokens)):
-            found[self.parents[node]][self.tokens[node]] = node
-        return found
-
 
 @dataclass(slots=True)
 class Candidates:

@@ -8,23 +8,23 @@ section 4).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from eyas.engine.tree import Tree
+from collections.abc import Callable, Sequence
 
 
-def accept(tree: Tree, draw: Callable[[int], int]) -> tuple[list[int], list[int]]:
-    """Walk the tree. draw(node) gives the target's next token after the path to `node`, and is called once a node.
+def accept(tokens: Sequence[int], parents: Sequence[int], draw: Callable[[int], int]) -> tuple[list[int], list[int]]:
+    """Walk the tree of nodes 0 .. N-1 (0 the root, parents[n] < n). draw(node) gives the target's next token after the
+    path to `node`, and is called once a node.
 
     Returns the accepted nodes in order, root excluded, and the emitted tokens: those of the nodes, then the bonus token.
     num_accepted_drafts is the length of the first; accept_length that of the second.
     """
-    children = tree.children()
+    children = {(parents[node], tokens[node]): node for node in range(1, len(tokens))}
     node, path, emitted = 0, [], []
     while True:
         token = draw(node)
         emitted.append(token)
-        if token not in children[node]:
+        child = children.get((node, token))
+        if child is None:
             return path, emitted
-        node = children[node][token]
+        node = child
         path.append(node)
