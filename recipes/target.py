@@ -160,6 +160,7 @@ def perplexity(model: Any, ids_of: list[np.ndarray], mask_of: list[np.ndarray], 
 def train(args: argparse.Namespace) -> None:
     """Muon on the matrices, AdamW on embeddings and norms, bf16 autocast; resumes from OUT/checkpoint.pt."""
     torch.manual_seed(args.seed)
+    command = " ".join(["python", *sys.argv])
     tokenizer = AutoTokenizer.from_pretrained(args.out)
     ids_of, _ = encode(tokenizer, args.data)
     dev_ids, dev_mask = encode(tokenizer, args.held_out)
@@ -213,7 +214,7 @@ def train(args: argparse.Namespace) -> None:
             model.train()
             print(f"held-out perplexity on assistant tokens {curve[-1]['held_out_perplexity']:.3f}", flush=True)
             saved = [optimizer.state_dict() for optimizer in optimizers]
-            state = {"model": model.state_dict(), "optimizers": saved, "step": step + 1, "curve": curve}
+            state = {"model": model.state_dict(), "optimizers": saved, "step": step + 1, "curve": curve, "command": command}
             torch.save(state, checkpoint.with_suffix(".tmp"))
             checkpoint.with_suffix(".tmp").rename(checkpoint)
 
@@ -227,7 +228,11 @@ def export(args: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.out)
     model.save_pretrained(args.to)
     tokenizer.save_pretrained(args.to)
-    training: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "step": state["step"], "curve": state["curve"]}
+    training: dict[str, Any] = {
+        "training_command": args.training_command or state["command"],
+        "step": state["step"],
+        "curve": state["curve"],
+    }
     if args.held_out:
         ids_of, mask_of = encode(tokenizer, args.held_out)
         training["held_out_perplexity"] = perplexity(model, ids_of, mask_of, len(ids_of))
@@ -242,6 +247,7 @@ def main() -> None:
     parser.add_argument("--held-out", type=Path, nargs="+", default=[])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--to", type=Path)
+    parser.add_argument("--training-command", help="what to write into training.json, without the paths of one machine")
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=512)
