@@ -205,7 +205,8 @@ class _Characters:
             try:
                 value, end = DECODER.raw_decode(self.text, self.at)
                 problem = ValueError("the array has no end")
-                if end < len(self.text):  # else a number could go on
+                # A number ends where the next sign is no part of one; all else ends by itself.
+                if end < len(self.text) and (self.text[end] in " \t\r\n,]" or not isinstance(value, int | float)):
                     self.move(end)
                     return value
             except json.JSONDecodeError as error:
