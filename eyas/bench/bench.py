@@ -105,8 +105,8 @@ def bench(
 
 
 def _described(config: BenchConfig, served: Mapping[str, Manifest]) -> dict[str, Any]:
-    """The config as far as it says what is measured, with the content of the prompts in it."""
-    described = config.model_dump(mode="json", exclude={"timeout_s"})
+    """The config as far as it says what is measured, with the content of the prompts in place of their path."""
+    described = config.model_dump(mode="json", exclude={"timeout_s", "prompts"})
     if served:
         del described["url"]
         for arm in described["arms"].values():

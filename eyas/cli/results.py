@@ -1,8 +1,7 @@
-"""What a run ends with: a table for people, a report, and one JSON line for machines. Knows the benchmark's summary."""
+"""What a benchmark ends with: a table for people and one JSON line for machines. Knows the benchmark's summary.json."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from rich.console import Console
@@ -12,19 +11,19 @@ PLAIN, EAGLE = "plain", "eagle"
 
 
 def headline(summary: dict[str, Any]) -> dict[str, Any]:
-    """The figures of one request at a time, or of the fewest at once: medians; `identical` says whether all pairs were.
+    """The figures of the head against plain decoding at the lowest concurrency; times are medians.
 
-    identical is None where answers were sampled, since there is nothing to compare then.
+    `identical` says whether all pairs of greedy answers were; None where answers were sampled and there is nothing to compare.
     """
-    first = min(result["concurrency"] for result in summary["results"])
-    arms = {result["arm"]: result for result in summary["results"] if result["concurrency"] == first}
-    compared = next(one for one in summary["comparisons"] if (one["arm"], one["concurrency"]) == (EAGLE, first))
+    lowest = min(result["concurrency"] for result in summary["results"])
+    arms = {result["arm"]: result for result in summary["results"] if result["concurrency"] == lowest}
+    compared = next(one for one in summary["comparisons"] if (one["arm"], one["concurrency"]) == (EAGLE, lowest))
     same = compared["identical"]
     return {
         "tau": arms[EAGLE]["tau"],
         "accept_hist": arms[EAGLE]["accept_hist"],
-        "tpot_ms_plain": (arms[PLAIN]["tpot_ms"] or {}).get("median"),
-        "tpot_ms_eagle": (arms[EAGLE]["tpot_ms"] or {}).get("median"),
+        "tpot_ms_plain": _median(arms[PLAIN]["tpot_ms"]),
+        "tpot_ms_eagle": _median(arms[EAGLE]["tpot_ms"]),
         "speedup": compared["speedup"],
         "identical": None if same is None else same == compared["num_pairs"],
         "num_identical": same,
@@ -32,23 +31,36 @@ def headline(summary: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def show(figures: dict[str, Any], report: str, seconds: float) -> None:
-    """Print the table, the report's path and, as the last line of stdout, the figures as one JSON object."""
-    table = Table("", "", show_header=False, title="one request at a time, greedy")
-    table.add_row("tau (tokens per round)", _number(figures["tau"]))
-    table.add_row("accept histogram (rounds by accepted drafts)", _histogram(figures["accept_hist"]))
-    table.add_row("TPOT plain", f"{_number(figures['tpot_ms_plain'])} ms")
-    table.add_row("TPOT with the head", f"{_number(figures['tpot_ms_eagle'])} ms")
-    table.add_row("speed-up", f"{_number(figures['speedup'])} x")
-    table.add_row("identical answers", f"{figures['num_identical']} of {figures['num_pairs']}")
-    Console().print(table)
-    print(f"report: {report}")
-    print(json.dumps({**figures, "seconds": round(seconds, 1), "report": report}))
+def show_table(summary: dict[str, Any]) -> None:
+    """Print to stdout, for each concurrency, a table with a column per arm; the first arm is what the others are compared with."""
+    compared = {(one["concurrency"], one["arm"]): one for one in summary["comparisons"]}
+    for concurrency in sorted({result["concurrency"] for result in summary["results"]}):
+        results = [result for result in summary["results"] if result["concurrency"] == concurrency]
+        comparisons = [compared.get((concurrency, result["arm"])) for result in results]
+        table = Table("", *(result["arm"] for result in results), title=f"{concurrency} at a time")
+        table.add_row("tau, tokens per round", *(_number(result["tau"]) for result in results))
+        table.add_row("rounds by accepted drafts", *(_histogram(result["accept_hist"]) for result in results))
+        table.add_row("TTFT, ms (median)", *(_number(_median(result["ttft_ms"])) for result in results))
+        table.add_row("TPOT, ms (median)", *(_number(_median(result["tpot_ms"])) for result in results))
+        table.add_row("output tokens/s", *(_number(result["throughput_tps"]) for result in results))
+        table.add_row("speed-up (TPOT)", *(_number(one["speedup"] if one else None) for one in comparisons))
+        table.add_row("identical greedy answers", *(_identical(one) for one in comparisons))
+        Console().print(table)
+
+
+def _histogram(accept_hist: list[int]) -> str:
+    return ", ".join(f"{accepted}: {rounds}" for accepted, rounds in enumerate(accept_hist)) or "-"
+
+
+def _identical(comparison: dict[str, Any] | None) -> str:
+    if comparison is None or comparison["identical"] is None:
+        return "-"
+    return f"{comparison['identical']} of {comparison['num_pairs']}"
+
+
+def _median(spread: dict[str, Any] | None) -> float | None:
+    return None if spread is None else spread["median"]
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
-
-
-def _histogram(accept_hist: list[int]) -> str:
-    return "  ".join(f"{accepted}: {rounds}" for accepted, rounds in enumerate(accept_hist))

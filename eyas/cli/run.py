@@ -9,6 +9,7 @@ for those that follow, nothing is overwritten, and what is done already is found
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,8 +22,7 @@ from eyas.bench.bench import BenchConfig, bench, bench_identity
 from eyas.builtin import BUILTIN, demo_prompts
 from eyas.cli.check import show
 from eyas.cli.options import Overrides, override, read_run_file, validated
-from eyas.cli.results import headline
-from eyas.cli.results import show as show_results
+from eyas.cli.results import headline, show_table
 from eyas.cli.stage import perform
 from eyas.data.prompts import PromptsConfig, make_prompts
 from eyas.errors import ConfigError, EmptyInputError, MismatchError
@@ -129,8 +129,12 @@ def run(content: dict[str, Any], where: str) -> None:
     started = time.monotonic()
     config = validated(RunConfig, content, where)
     made = run_stages(config)
+    summary = made.bench.read_json("summary.json")
     report = ""
-    show_results(headline(made.bench.read_json("summary.json")), report, time.monotonic() - started)
+    seconds = time.monotonic() - started
+    show_table(summary)
+    print(f"report: {report}")
+    print(json.dumps({**headline(summary), "seconds": round(seconds, 1), "report": report}))
 
 
 def run_stages(config: RunConfig) -> Made:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 
 from eyas.errors import EyasError
@@ -10,7 +11,7 @@ from eyas.log import log_to_stderr
 from eyas.serve.server import ServeConfig, serve
 
 if __name__ == "__main__":
-    log_to_stderr()
+    log_to_stderr(logging.WARNING)
     try:
         serve(ServeConfig.model_validate_json(sys.argv[1]), on_ready=functools.partial(print, flush=True))
     except EyasError as error:
