@@ -32,7 +32,7 @@ def headline(summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def show_table(summary: dict[str, Any]) -> None:
-    """Print to stdout, for each concurrency, a table with a column per arm; the first arm is what the others are compared with."""
+    """Print to stdout a table per concurrency with a column per arm; the others are compared with the first."""
     compared = {(one["concurrency"], one["arm"]): one for one in summary["comparisons"]}
     for concurrency in sorted({result["concurrency"] for result in summary["results"]}):
         results = [result for result in summary["results"] if result["concurrency"] == concurrency]
