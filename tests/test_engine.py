@@ -52,7 +52,7 @@ def target(folder: Path) -> Target:
     return Target.load(folder)
 
 
-def engine(target: Target, head: bool = True, **config: int) -> Engine:
+def engine(target: Target, head: bool = True, **config: float) -> Engine:
     sizes = EngineConfig(**{"max_batch": 3, "max_length": 120, **config})
     return Engine(target, Draft(*random_head(target), target) if head else None, sizes)
 
@@ -91,12 +91,21 @@ def test_speculation_changes_no_token(target: Target, params: dict, shape: tuple
     """Greedy or with a seed: one draw of the target a token, so even sampled outputs are the same tokens."""
     steps, topk, nodes = shape
     plain = decoded(list(engine(target, head=False).run(requests(10, ignore_eos=True, **params))))
-    sizes = {"num_draft_steps": steps, "tree_topk": topk, "num_verify_tokens": nodes}
+    sizes = {"num_draft_steps": steps, "tree_topk": topk, "num_verify_tokens": nodes, "min_path_probability": 0.0}
     results = list(engine(target, **sizes).run(requests(10, ignore_eos=True, **params)))
     assert decoded(results) == plain
     accepted = sum(count * drafts for result in results for drafts, count in enumerate(result.accept_hist))
     assert accepted > 0, "no draft was ever accepted: this test would not notice a wrong cache"
     assert all(sum(result.accept_hist) <= len(result.token_ids) for result in results)
+
+
+def test_a_doubtful_path_is_not_drafted_on(target: Target) -> None:
+    """The draft stops growing when its best path is improbable; the outputs stay the same."""
+    plain = decoded(list(engine(target, head=False).run(requests(6, ignore_eos=True))))
+    results = list(engine(target, min_path_probability=0.99, num_draft_steps=4).run(requests(6, ignore_eos=True)))
+    assert decoded(results) == plain
+    assert sum(count for result in results for count in result.accept_hist[2:]) == 0
+    assert sum(result.accept_hist[1] for result in results) > 0
 
 
 def test_outputs_do_not_depend_on_the_batch(target: Target) -> None:

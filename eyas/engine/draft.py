@@ -9,11 +9,13 @@ Letters: B rows, K draft steps, k tree_topk, H hidden, W draft vocabulary, M tok
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict, Field
 
 from eyas.engine.tree import Candidates
 from eyas.errors import MismatchError
@@ -23,6 +25,16 @@ from eyas.model.cache import KVCache
 from eyas.model.config import HeadConfig
 from eyas.model.linear import Linear
 from eyas.model.target import Target
+
+
+class Growth(BaseModel):
+    """How a tree grows: at most so many levels, so many branches a node (1: a chain), and when to stop early."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_draft_steps: int = Field(6, ge=1, le=16)
+    tree_topk: int = Field(3, ge=1, le=16)
+    min_path_probability: float = Field(0.2, ge=0, lt=1)
 
 
 class Draft:
@@ -78,11 +90,15 @@ class Draft:
         mask = None if mask is None else mask.to(self._device, self._dtype)
         return Placement(first_row, *positions.shape, columns, cos, sin, places, mask)
 
-    def propose(self, h_BH: torch.Tensor, first: Sequence[Candidates], lens: Sequence[int], steps: int, cache: KVCache) -> None:
-        """Grow each row's candidates by K - 1 levels, in place; `first` holds each row's k candidates of depth 1.
+    def propose(
+        self, h_BH: torch.Tensor, first: Sequence[Candidates], lens: Sequence[int], growth: Growth, cache: KVCache
+    ) -> None:
+        """Grow each row's candidates by up to K - 1 levels, in place; `first` holds each row's k candidates of depth 1.
 
         h_BH: the output of each row's last entry; lens [B]: entries in each row's cache. The tree's own entries go behind
-        them and are overwritten by the next extend. Source of the expansion: EAGLE-2, arXiv 2406.16858, section 4.1.
+        them and are overwritten by the next extend. Source of the expansion: EAGLE-2, arXiv 2406.16858, section 4.1. A level
+        is drafted only while some path is at least as probable as `min_path_probability`: a forward that the target
+        will hardly follow costs more than it brings.
         """
         B, k = len(lens), len(first[0].tokens)
         frontiers = [list(range(k)) for _ in range(B)]
@@ -91,7 +107,10 @@ class Draft:
         own = np.broadcast_to(np.eye(k, dtype=bool), (B, k, k))
         starts = np.asarray(lens, dtype=np.int64)[:, None]
         rows = np.arange(B, dtype=np.int64)[:, None] * cache.columns
-        for level in range(steps - 1):
+        least = math.log(growth.min_path_probability) if growth.min_path_probability > 0 else -math.inf
+        for level in range(growth.num_draft_steps - 1):
+            if max(row.scores[node] for row, frontier in zip(first, frontiers, strict=True) for node in frontier) < least:
+                break
             seen_BkE = np.concatenate((seen_BkE, own), axis=2)
             columns = max(lens) + seen_BkE.shape[2]
             positions = np.repeat(starts + level, k, axis=1)
@@ -107,7 +126,7 @@ class Draft:
                     row.expand(node, ids[b * k + place], log_probs[b * k + place])
                 frontiers[b] = row.best(start, k)
                 chosen += [b * k + (node - start) // k for node in frontiers[b]]
-            if level < steps - 2:
+            if level < growth.num_draft_steps - 2:
                 h = h[torch.tensor(chosen, device=self._device)]
                 seen_BkE = seen_BkE.reshape(B * k, -1)[chosen].reshape(B, k, -1)
 

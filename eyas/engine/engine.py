@@ -13,6 +13,7 @@ is a tree of its root alone: plain decoding is the same round.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -20,9 +21,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from eyas.engine.draft import Draft
+from eyas.engine.draft import Draft, Growth
 from eyas.engine.request import FinishReason, Request, Result, Update
 from eyas.engine.sampling import adjusted_probs, draw
 from eyas.engine.tree import Candidates, Tree
@@ -36,16 +37,12 @@ from eyas.model.checkpoint import read_head
 from eyas.model.target import Target
 
 
-class EngineConfig(BaseModel):
-    """Sizes of the engine. num_verify_tokens counts the root; tree_topk 1 is a chain."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class EngineConfig(Growth):
+    """Sizes of the engine. num_verify_tokens counts the root."""
 
     max_batch: int = Field(8, ge=1)
     max_length: int = Field(1024, ge=2)
-    num_draft_steps: int = Field(4, ge=1, le=16)
-    tree_topk: int = Field(3, ge=1, le=16)
-    num_verify_tokens: int = Field(8, ge=2, le=48)
+    num_verify_tokens: int = Field(12, ge=2, le=48)
 
 
 class _Running:
@@ -233,7 +230,7 @@ class Engine:
         """A tree for every running request; of the root alone where it does not speculate."""
         if self.draft is None or self._draft_cache is None or not any(running.speculates for running in self._running):
             return [Tree.of_root(running.root) for running in self._running]
-        nothing = [0] * self.config.tree_topk, [0.0] * self.config.tree_topk
+        nothing = [0] * self.config.tree_topk, [-math.inf] * self.config.tree_topk
         no_h = next(running.h for running in self._running if running.h is not None)
         candidates, lens, h = [], [], []
         for running in self._running:  # rows that do not speculate ride along, and their tree is dropped
@@ -242,7 +239,7 @@ class Engine:
             candidates.append(row)
             lens.append(running.cached_len if running.speculates else 0)
             h.append(running.h if running.h is not None else no_h)
-        self.draft.propose(torch.stack(h), candidates, lens, self.config.num_draft_steps, self._draft_cache)
+        self.draft.propose(torch.stack(h), candidates, lens, self.config, self._draft_cache)
         return [
             row.tree(running.root, self.config.num_verify_tokens) if running.speculates else Tree.of_root(running.root)
             for running, row in zip(self._running, candidates, strict=True)
