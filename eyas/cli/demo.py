@@ -19,4 +19,4 @@ def command(
     """The whole pipeline on the built-in target: prompts, generate, capture, train, eval, export, check, serve, bench."""
     run_file = Path(__file__).with_name("demo_quick.yaml" if quick else "demo.yaml")
     content = override(read_run_file(run_file), overrides or ())
-    run({**content, "output": output} if output else content, where=run_file.name)
+    run({**content, "output": output} if output else content, "eyas demo --quick" if quick else "eyas demo")

@@ -19,10 +19,11 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 from eyas.artifact import Artifact, Manifest, identity
 from eyas.bench.bench import BenchConfig, bench, bench_identity
+from eyas.bench.report import Contents, write_report
 from eyas.builtin import BUILTIN, demo_prompts
 from eyas.cli.check import show
 from eyas.cli.options import Overrides, override, read_run_file, validated
-from eyas.cli.results import headline, show_table
+from eyas.cli.results import EAGLE, PLAIN, headline, show_table
 from eyas.cli.stage import perform
 from eyas.data.prompts import PromptsConfig, make_prompts
 from eyas.errors import ConfigError, EmptyInputError, MismatchError
@@ -41,6 +42,12 @@ class RunBenchConfig(BenchConfig):
     """A benchmark within a run: `prompts` are, unless given, those that `capture` held out of training."""
 
     prompts: str = ""
+
+    @model_validator(mode="after")
+    def _both_arms(self) -> RunBenchConfig:
+        if not {PLAIN, EAGLE} <= set(self.arms):
+            raise ValueError(f"arms: a run compares {PLAIN!r} with {EAGLE!r}; keep both")
+        return self
 
 
 class RunConfig(BaseModel):
@@ -121,20 +128,34 @@ def command(
     overrides: Overrides = None,
 ) -> None:
     """Run all stages of a run file, skipping what is done and resuming what was cut; ends with the table of `eyas demo`."""
-    run(override(read_run_file(run_file), overrides or ()), where=str(run_file))
+    run(override(read_run_file(run_file), overrides or ()), f"eyas run {run_file}")
 
 
-def run(content: dict[str, Any], where: str) -> None:
-    """Validate a run file's content, run its stages, show its results. Raises what the stages raise."""
+def run(content: dict[str, Any], command_line: str) -> None:
+    """Validate a run file's content, run its stages, show its results. Raises what the stages raise.
+
+    command_line: the command that does this, for messages and for the report.
+    """
     started = time.monotonic()
-    config = validated(RunConfig, content, where)
+    config = validated(RunConfig, content, command_line)
     made = run_stages(config)
     summary = made.bench.read_json("summary.json")
-    report = ""
+    report = write_report(f"{config.output}/report.html", contents(made, command_line))
     seconds = time.monotonic() - started
     show_table(summary)
     print(f"report: {report}")
     print(json.dumps({**headline(summary), "seconds": round(seconds, 1), "report": report}))
+
+
+def contents(made: Made, command_line: str) -> Contents:
+    """What the report of a run shows: its benchmark and the stages before it."""
+    return Contents(
+        bench=made.bench.read_json("summary.json"),
+        evaluation=made.evaluation.read_json("eval.json"),
+        ledger=made.prompts.read_json("ledger.json"),
+        manifest=made.bench.manifest(),
+        commands=[command_line, *made.exported.manifest().facts["commands"].values()],
+    )
 
 
 def run_stages(config: RunConfig) -> Made:
