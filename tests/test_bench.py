@@ -15,7 +15,7 @@ import pytest
 from eyas.artifact import Artifact, Manifest
 from eyas.bench.bench import BLOCK, ArmConfig, BenchConfig, bench, bench_identity
 from eyas.bench.client import Received, Reply, events, read_reply
-from eyas.bench.summary import Row, comparison, result, summarise
+from eyas.bench.summary import comparison, result, summarise
 from eyas.bench.workload import Task, read_tasks
 from eyas.chat import Chat
 from eyas.engine.engine import Engine, EngineConfig
@@ -23,6 +23,7 @@ from eyas.errors import CorruptError, EmptyInputError, EyasError, InputError, Mi
 from eyas.serve.app import Served, create_app
 from eyas.serve.server import running_app
 from eyas.serve.worker import Worker
+from tests.bench_rows import row
 from tests.tiny import tiny_target
 from tests.tiny_head import head_folder
 
@@ -157,12 +158,6 @@ def test_a_broken_stream_is_an_error_and_no_figure(pieces, words):
 
 
 # Summary
-
-
-def row(arm, prompt_id, tokens=11, ttft_ms=100.0, tpot_ms=10.0, hist=(), concurrency=1, block=0, started_s=0.0, **fields):
-    e2e_ms = ttft_ms + tpot_ms * (tokens - 1)
-    reply = Reply(ttft_ms, e2e_ms, [tpot_ms], 5, tokens, "stop", fields.pop("text", "same"), list(hist), **fields)
-    return Row(arm, concurrency, block, prompt_id, "", started_s, reply)
 
 
 def test_speedup_is_the_ratio_of_the_median_tpots():

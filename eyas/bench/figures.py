@@ -1,0 +1,155 @@
+"""The report's pictures: matplotlib to SVG that takes its colours from the page, so that light and dark are one file.
+
+Knows numbers and names, no benchmark.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+# Colours that stand for the page's own: matplotlib writes the left ones, the page shows the right ones.
+INK, LINE = "#0000f1", "#0000f2"
+SERIES = ("#0000a0", "#0000a1", "#0000a2", "#0000a3")
+VARIABLES = {INK: "var(--muted)", LINE: "var(--line)", **{color: f"var(--series-{n})" for n, color in enumerate(SERIES)}}
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",  # real text: the page's font, small, and found by a search
+    "font.size": 10,
+    "text.color": INK,
+    "axes.edgecolor": LINE,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": LINE,
+    "grid.linewidth": 0.7,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "legend.frameon": False,
+}
+INCHES = (4.2, 2.6)  # about a phone's width at one CSS pixel a point, so that text keeps its size there
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A value at x, with the interval it lies in where there is one."""
+
+    x: int
+    y: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Points with a name; a series of the same `number` has the same colour in every picture."""
+
+    name: str
+    number: int
+    points: Sequence[Point]
+
+    @property
+    def color(self) -> str:
+        return SERIES[self.number % len(SERIES)]
+
+
+def against_concurrency(series: Sequence[Series], label: str) -> str:
+    """A line per series over the number of requests at a time; bars where there is only one such number."""
+    if len({point.x for one in series for point in one.points}) == 1:
+        return _draw(lambda axes: _bars(axes, series, label), label)
+    return _draw(lambda axes: _lines(axes, series, "requests at a time", label), label)
+
+
+def histogram(series: Sequence[Series], label: str) -> str:
+    """The share of each count, bars of the series side by side."""
+
+    def paint(axes: Axes) -> None:
+        width = 0.8 / max(len(series), 1)
+        for place, one in enumerate(series):
+            total = sum(point.y for point in one.points)
+            shift = (place - (len(series) - 1) / 2) * width
+            x, shares = [point.x + shift for point in one.points], [point.y / total for point in one.points]
+            axes.bar(x, shares, width * 0.92, color=one.color, label=one.name)
+        axes.set_xlabel("accepted drafts in a round")
+        _in_percent(axes)
+        _legend(axes, series)
+
+    return _draw(paint, label)
+
+
+def by_position(series: Sequence[Series], label: str) -> str:
+    """A line per series of shares over positions 1, 2, ..."""
+
+    def paint(axes: Axes) -> None:
+        _lines(axes, series, "draft position", "")
+        axes.set_ylim(0, 1)
+        _in_percent(axes)
+
+    return _draw(paint, label)
+
+
+def _lines(axes: Axes, series: Sequence[Series], x_label: str, y_label: str) -> None:
+    for one in series:
+        x, y = [point.x for point in one.points], [point.y for point in one.points]
+        axes.plot(x, y, color=one.color, marker="o", markersize=5, linewidth=2, label=one.name)
+        for point in one.points:
+            if point.low is not None and point.high is not None:
+                axes.vlines(point.x, point.low, point.high, color=one.color, linewidth=1.2)
+    axes.set_xticks(sorted({point.x for one in series for point in one.points}))
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    _legend(axes, series)
+
+
+def _bars(axes: Axes, series: Sequence[Series], label: str) -> None:
+    for place, one in enumerate(series):
+        (point,) = one.points
+        axes.barh(place, point.y, height=0.55, color=one.color)
+        if point.low is not None and point.high is not None:
+            axes.hlines(place, point.low, point.high, color=INK, linewidth=1.5)
+        end = max(point.y, point.high or 0)
+        axes.annotate(f"{point.y:.3g}", (end, place), (5, 0), textcoords="offset points", va="center", fontsize=11)
+    axes.set_yticks(range(len(series)), [one.name for one in series])
+    axes.set_ylim(len(series) - 0.5, -0.5)
+    axes.margins(x=0.18)
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel(label)
+
+
+def _in_percent(axes: Axes) -> None:
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes.grid(axis="x", visible=False)
+
+
+def _legend(axes: Axes, series: Sequence[Series]) -> None:
+    if len(series) > 1:
+        axes.legend(loc="best", fontsize=10)
+
+
+def _draw(paint: Callable[[Axes], None], label: str) -> str:
+    """The SVG element alone, as wide as its place, with the label as its name for those who do not see it."""
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": label}):
+        figure = Figure(figsize=INCHES, layout="constrained")
+        paint(figure.subplots())
+        written = io.StringIO()
+        figure.savefig(written, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = written.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)
+    for color, variable in VARIABLES.items():
+        svg = svg.replace(color, variable)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(label)}"', 1)

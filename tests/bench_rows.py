@@ -1,0 +1,12 @@
+"""Rows of a benchmark made up by hand, for what counts and shows them."""
+
+from __future__ import annotations
+
+from eyas.bench.client import Reply
+from eyas.bench.summary import Row
+
+
+def row(arm, prompt_id, tokens=11, ttft_ms=100.0, tpot_ms=10.0, hist=(), concurrency=1, block=0, started_s=0.0, **fields):
+    e2e_ms = ttft_ms + tpot_ms * (tokens - 1)
+    reply = Reply(ttft_ms, e2e_ms, [tpot_ms], 5, tokens, "stop", fields.pop("text", "same"), list(hist), **fields)
+    return Row(arm, concurrency, block, prompt_id, "", started_s, reply)
