@@ -1,0 +1,150 @@
+"""EAGLE-3's unroll and objective written out as loops over slots and steps, in float64, from the description alone.
+
+Slow on purpose, and of the package it uses the table of rotations alone: attention is a list of keys, a mask is an `if`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eyas.model.config import HeadConfig
+from eyas.model.head import Head
+from eyas.model.rope import rope_table
+
+Weights = dict[str, Tensor]
+
+
+@dataclass
+class Example:
+    """One conversation: tokens [T], mask [T], aux [T, 3H] and last [T, H] in float64."""
+
+    tokens: list[int]
+    mask: list[bool]
+    aux: Tensor
+    last: Tensor
+
+
+def weights_of(head: Head) -> Weights:
+    """Copies of a head's weights as float64 leaves that collect gradients."""
+    return {name: weight.detach().double().requires_grad_() for name, weight in head.named_parameters()}
+
+
+def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return weight * x / torch.sqrt((x * x).sum() / len(x) + eps)
+
+
+def turned(x: Tensor, position: int, table: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate channel pairs (d, d + D/2) of a vector [D]; test_rope.py holds the table to transformers'."""
+    half = len(x) // 2
+    out = [x[0]] * (2 * half)
+    for d in range(half):
+        cos, sin = float(table[0][position, d]), float(table[1][position, d])
+        out[d] = x[d] * cos - x[d + half] * sin
+        out[d + half] = x[d + half] * cos + x[d] * sin
+    return torch.stack(out)
+
+
+class PlainHead:
+    """The layer for one slot at a time."""
+
+    def __init__(self, weights: Weights, config: HeadConfig) -> None:
+        self.w, self.c = weights, config
+        self.table = rope_table(config.rope, config.head_dim, config.max_position_embeddings)
+
+    def layer_input(self, embedding: Tensor, h: Tensor) -> Tensor:
+        eps = self.c.rms_norm_eps
+        first = normed(embedding, self.w["midlayer.input_layernorm.weight"], eps)
+        return torch.cat([first, normed(h, self.w["midlayer.hidden_norm.weight"], eps)])
+
+    def key_value(self, x: Tensor, position: int) -> list[tuple[Tensor, Tensor]]:
+        """One pair per key head."""
+        D = self.c.head_dim
+        k, v = self.w["midlayer.self_attn.k_proj.weight"] @ x, self.w["midlayer.self_attn.v_proj.weight"] @ x
+        heads = range(self.c.num_key_value_heads)
+        return [(turned(k[i * D : (i + 1) * D], position, self.table), v[i * D : (i + 1) * D]) for i in heads]
+
+    def step(self, x: Tensor, h: Tensor, position: int, seen: Sequence[list[tuple[Tensor, Tensor]]]) -> Tensor:
+        """The layer's output at one slot: `seen` are the key-value pairs of what it attends to, itself included."""
+        D, eps = self.c.head_dim, self.c.rms_norm_eps
+        q = self.w["midlayer.self_attn.q_proj.weight"] @ x
+        mixed = []
+        for head in range(self.c.num_attention_heads):
+            own = turned(q[head * D : (head + 1) * D], position, self.table)
+            group = head * self.c.num_key_value_heads // self.c.num_attention_heads
+            scores = torch.stack([own @ pairs[group][0] / math.sqrt(D) for pairs in seen])
+            weight = torch.exp(scores - scores.max())
+            weight = weight / weight.sum()
+            mixed.append(sum(weight[n] * pairs[group][1] for n, pairs in enumerate(seen)))
+        h = h + self.w["midlayer.self_attn.o_proj.weight"] @ torch.cat(mixed)
+        x = normed(h, self.w["midlayer.post_attention_layernorm.weight"], eps)
+        gate, up = self.w["midlayer.mlp.gate_proj.weight"] @ x, self.w["midlayer.mlp.up_proj.weight"] @ x
+        return h + self.w["midlayer.mlp.down_proj.weight"] @ (gate / (1 + torch.exp(-gate)) * up)
+
+    def logits(self, h: Tensor) -> Tensor:
+        return self.w["lm_head.weight"] @ normed(h, self.w["norm.weight"], self.c.rms_norm_eps)
+
+    def unroll(
+        self, example: Example, embed: Tensor, slot: int, num_steps: int, next_token: Callable[[int, Tensor], int]
+    ) -> list[Tensor]:
+        """Outputs of steps 0 .. of one slot; next_token(step, previous output) is the token that the step embeds."""
+        features = [self.w["fc.weight"] @ example.aux[t] for t in range(slot + 1)]
+        inputs = [self.layer_input(embed[example.tokens[t + 1]], features[t]) for t in range(slot + 1)]
+        seen = [self.key_value(x, position) for position, x in enumerate(inputs)]
+        outputs = [self.step(inputs[slot], features[slot], slot, seen)]
+        for step in range(1, num_steps):
+            x = self.layer_input(embed[next_token(step, outputs[-1])], outputs[-1])
+            seen.append(self.key_value(x, slot + step))
+            outputs.append(self.step(x, outputs[-1], slot + step, seen))
+        return outputs
+
+
+@dataclass
+class PlainOutcome:
+    loss: Tensor
+    step_losses: list[float]
+    num_judged: list[int]
+    num_trained: list[int]
+    num_hits: list[int]
+
+
+def plain_objective(
+    plain: PlainHead, examples: Sequence[Example], embed: Tensor, lm_head: Tensor, target_ids: list[int], num_steps: int
+) -> PlainOutcome:
+    """The reference objective with weight 0.8^i, mean over the slots that carry loss."""
+    losses: list[list[Tensor]] = [[] for _ in range(num_steps)]
+    judged, hits = [0] * num_steps, [0] * num_steps
+    for example in examples:
+        T = len(example.tokens)
+        wanted = [at + 1 < T and example.mask[at] and example.mask[at + 1] for at in range(T)]
+        for t in range(T - 2):
+            if not any(wanted[t + 1 : t + 1 + num_steps]):
+                continue
+
+            def true_token(step: int, _: Tensor, example: Example = example, t: int = t) -> int:
+                at = t + 1 + step
+                return example.tokens[at] if at < len(example.tokens) else 0
+
+            outputs = plain.unroll(example, embed, t, num_steps, true_token)
+            for step, output in enumerate(outputs):
+                at = t + 1 + step  # the teacher's position: what follows x_at
+                if at >= T or not wanted[at]:
+                    continue
+                judged[step] += 1
+                teacher = lm_head @ example.last[at]
+                best = int(teacher.argmax())
+                if best not in target_ids:
+                    continue
+                kept = torch.stack([teacher[token] for token in target_ids])
+                p = torch.exp(kept - kept.max()) / torch.exp(kept - kept.max()).sum()
+                z = plain.logits(output)
+                log_q = z - z.max() - torch.log(torch.exp(z - z.max()).sum())
+                losses[step].append(-(p * log_q).sum())
+                hits[step] += target_ids[int(z.argmax())] == best
+    means = [sum(terms) / len(terms) if terms else torch.zeros((), dtype=torch.float64) for terms in losses]
+    total = sum(0.8**step * mean for step, mean in enumerate(means))
+    return PlainOutcome(total, [float(mean.detach()) for mean in means], judged, [len(terms) for terms in losses], hits)

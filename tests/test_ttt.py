@@ -1,0 +1,162 @@
+"""The unroll: what a slot sees and what it does not, and that it computes what drafting step by step computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from eyas.evaluate import free_running_drafts
+from eyas.model.ttt import Slots, unroll
+from tests.plain_eagle import PlainHead, weights_of
+from tests.tiny_batch import as_examples, doubled, made_up_batch, made_up_samples, tiny_vocabulary, wavy_head
+
+K = 5
+LENGTHS = (9, 6, 7)
+
+
+def everywhere(lengths=LENGTHS):
+    """All slots that have a next token."""
+    T = max(lengths)
+    return torch.tensor([[t < length - 1 for t in range(T)] for length in lengths])
+
+
+@pytest.fixture
+def head():
+    return wavy_head().double()
+
+
+@pytest.fixture
+def batch():
+    return doubled(made_up_batch([[True] * length for length in LENGTHS]))
+
+
+def next_embeds_of(batch):
+    return F.embedding(batch.tokens_BT.roll(-1, dims=1), tiny_vocabulary(torch.float64).embed_tokens)
+
+
+def test_slots_pad_and_unpad():
+    active_BT = torch.tensor([[False, True, True, False], [False] * 4, [True, False, False, True]])
+    slots = Slots.where(active_BT)
+    assert slots.flat_N.tolist() == [1, 2, 8, 11]
+    assert slots.slot_N.tolist() == [1, 2, 0, 3]
+    assert slots.slot_BM.tolist() == [[1, 2], [0, 0], [0, 3]]
+    x_NHD = torch.randn(4, 3, 2)
+    padded = slots.pad(x_NHD)
+    assert padded.shape == (3, 3, 2, 2)
+    assert torch.equal(slots.unpad(padded), x_NHD)
+    assert padded[1].eq(0).all()
+    assert torch.equal(slots.take(active_BT), torch.ones(4, dtype=torch.bool))
+
+
+def test_gradients_past_a_slot_and_from_other_rows_are_exactly_zero(head, batch):
+    aux = batch.aux_hidden_BTA.requires_grad_()
+    embeds = next_embeds_of(batch).requires_grad_()
+    slots = Slots.where(everywhere())
+    true = {step: torch.randn(len(slots.slot_N), 12, dtype=torch.float64) for step in range(1, K)}
+    outputs = list(unroll(head, aux, embeds, slots, lambda step, _: true[step], K))
+    rows = slots.flat_N // max(LENGTHS)
+    for step in (0, 1, K - 1):
+        for n in (0, 3, len(rows) - 1):
+            row, slot = int(rows[n]), int(slots.slot_N[n])
+            for grad in torch.autograd.grad(outputs[step][n].sum(), (aux, embeds), retain_graph=True):
+                seen = grad.abs().sum(-1) > 0
+                expected = torch.zeros_like(seen)
+                expected[row, : slot + 1] = True
+                assert torch.equal(seen, expected), (step, row, slot)
+
+
+def test_later_steps_are_seen_by_their_own_slot_alone(head, batch):
+    slots = Slots.where(everywhere())
+    fed = [torch.randn(len(slots.slot_N), 12, dtype=torch.float64, requires_grad=True) for _ in range(K)]
+    outputs = list(unroll(head, batch.aux_hidden_BTA, next_embeds_of(batch), slots, lambda step, _: fed[step], K))
+    for n in (0, 2, 10):
+        grads = torch.autograd.grad(outputs[-1][n].sum(), fed[1:], retain_graph=True)
+        for grad in grads:
+            assert (grad.abs().sum(-1) > 0).nonzero().flatten().tolist() == [n]
+        earlier = torch.autograd.grad(outputs[2][n].sum(), fed[1:], retain_graph=True, allow_unused=True)
+        assert [grad is not None and bool(grad.abs().sum() > 0) for grad in earlier] == [True, True, False, False]
+
+
+def test_the_fed_back_state_is_not_detached(head, batch):
+    """Step 3 reaches the feature through steps 0, 1 and 2, not through attention alone."""
+    aux = batch.aux_hidden_BTA.requires_grad_()
+    slots = Slots.where(everywhere())
+    still = torch.zeros(len(slots.slot_N), 12, dtype=torch.float64)
+    outputs = list(unroll(head, aux, next_embeds_of(batch), slots, lambda *_: still, 4))
+    (grad,) = torch.autograd.grad(outputs[3].sum(), outputs[0], retain_graph=True)
+    assert (grad.abs().sum(-1) > 0).all()
+
+
+def test_equals_the_loops(head, batch):
+    examples = as_examples(made_up_samples([[True] * length for length in LENGTHS]))
+    vocabulary = tiny_vocabulary(torch.float64)
+    plain = PlainHead(weights_of(head), head.config)
+    slots = Slots.where(everywhere())
+    after = {step: F.pad(batch.tokens_BT[:, 1 + step :], (0, 1 + step)) for step in range(K)}
+
+    def true_embeds(step, _):
+        return vocabulary.embed_tokens[slots.take(after[step])]
+
+    outputs = torch.stack(list(unroll(head, batch.aux_hidden_BTA, next_embeds_of(batch), slots, true_embeds, K)))
+    assert outputs.shape == (K, len(slots.slot_N), 12)
+    rows = slots.flat_N // max(LENGTHS)
+    for n, (row, slot) in enumerate(zip(rows.tolist(), slots.slot_N.tolist(), strict=True)):
+        tokens = [*examples[row].tokens, *[0] * K]
+        expected = plain.unroll(
+            examples[row], vocabulary.embed_tokens, slot, K, lambda step, _, tokens=tokens, slot=slot: tokens[slot + 1 + step]
+        )
+        torch.testing.assert_close(outputs[:, n], torch.stack(expected), rtol=1e-6, atol=1e-6)
+
+
+def test_a_slot_does_not_depend_on_which_others_are_unrolled(head, batch):
+    def outputs(active_BT):
+        slots = Slots.where(active_BT)
+        embeds = F.embedding(slots.flat_N % 40, tiny_vocabulary(torch.float64).embed_tokens)
+        made = unroll(head, batch.aux_hidden_BTA, next_embeds_of(batch), slots, lambda *_: embeds, K)
+        return dict(zip(slots.flat_N.tolist(), torch.stack(list(made), dim=1), strict=True))
+
+    every = outputs(everywhere())
+    some_BT = everywhere() & (torch.arange(max(LENGTHS)) % 3 == 1)
+    for flat, hidden in outputs(some_BT).items():
+        torch.testing.assert_close(hidden, every[flat], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_free_running_equals_drafting_step_by_step_with_a_cache(dtype):
+    head, vocabulary = wavy_head().to(dtype), tiny_vocabulary(dtype)
+    batch = made_up_batch([[True] * length for length in LENGTHS])
+    slots = Slots.where(everywhere())
+    drafts_NK = free_running_drafts(head, vocabulary.embed_tokens, batch, slots, K)
+    assert drafts_NK.shape == (len(slots.slot_N), K)
+    assert head.t2d[drafts_NK].all()
+    for n, (flat, slot) in enumerate(zip(slots.flat_N.tolist(), slots.slot_N.tolist(), strict=True)):
+        row = flat // max(LENGTHS)
+        embeds = vocabulary.embed_tokens[batch.tokens_BT[row, 1 : slot + 2]][None]
+        feature = head.fuse(batch.aux_hidden_BTA[row, : slot + 1].to(dtype))[None]
+        hidden, cache = head(embeds, feature)
+        chain = []
+        for _ in range(K):
+            chain.append(int(head.target_ids_W[head.logits(hidden[:, -1]).argmax()]))
+            hidden, cache = head(vocabulary.embed_tokens[chain[-1]][None, None], hidden[:, -1:], cache)
+        assert drafts_NK[n].tolist() == chain
+
+
+def test_padding_beyond_a_row_changes_nothing(head):
+    masks = [[True] * length for length in LENGTHS]
+    together = doubled(made_up_batch(masks))
+    still = torch.zeros(5, 12, dtype=torch.float64)
+    slots_of_second = Slots.where(everywhere() & torch.tensor([[False], [True], [False]]))
+    padded = list(unroll(head, together.aux_hidden_BTA, next_embeds_of(together), slots_of_second, lambda *_: still, K))
+    T = LENGTHS[1]
+    alone = list(
+        unroll(
+            head,
+            together.aux_hidden_BTA[1:2, :T],
+            next_embeds_of(together)[1:2, :T],
+            Slots.where(everywhere((T,))),
+            lambda *_: still,
+            K,
+        )
+    )
+    torch.testing.assert_close(torch.stack(padded), torch.stack(alone), rtol=1e-12, atol=1e-12)

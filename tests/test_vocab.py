@@ -1,0 +1,55 @@
+"""The draft's vocabulary, and the two matrices that a head borrows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eyas.errors import ConfigError, MissingInputError
+from eyas.model.target import Target
+from eyas.model.vocab import TargetVocabulary, draft_vocabulary
+from tests.tiny import tiny_target
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.data())
+@settings(max_examples=60, deadline=None)
+def test_the_most_counted_tokens_are_kept_ids_ascending(counts, data):
+    W = data.draw(st.integers(1, len(counts)))
+    d2t_offset, t2d_mask = draft_vocabulary(torch.tensor(counts), W)
+    ids = (torch.arange(W) + d2t_offset).tolist()
+    assert d2t_offset.dtype == torch.int64
+    assert t2d_mask.dtype == torch.bool
+    assert ids == sorted(sorted(range(len(counts)), key=lambda token: (-counts[token], token))[:W])
+    assert t2d_mask.nonzero().flatten().tolist() == ids
+
+
+def test_all_tokens_is_the_identity():
+    d2t_offset, t2d_mask = draft_vocabulary(torch.tensor([3, 0, 1]), 3)
+    assert d2t_offset.tolist() == [0, 0, 0]
+    assert t2d_mask.all()
+
+
+@pytest.mark.parametrize("W", [0, 4])
+def test_more_tokens_than_the_target_has(W):
+    with pytest.raises(ConfigError, match=f"draft vocabulary of {W}"):
+        draft_vocabulary(torch.zeros(3, dtype=torch.int64), W)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_matrices_are_the_targets(tmp_path, tied):
+    folder = tiny_target(tmp_path, tie_word_embeddings=tied)
+    vocabulary, target = TargetVocabulary.load(folder), Target.load(folder)
+    assert torch.equal(vocabulary.embed_tokens, target.embed_tokens)
+    assert torch.equal(vocabulary.lm_head, target.lm_head)
+    assert torch.equal(vocabulary.lm_head, vocabulary.embed_tokens) == tied
+    assert vocabulary.lm_head_sha256 == target.lm_head_sha256
+    assert TargetVocabulary.load(folder, torch.bfloat16).lm_head_sha256 == target.lm_head_sha256
+
+
+def test_a_folder_without_weights(tmp_path):
+    folder = tiny_target(tmp_path)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(MissingInputError, match="no safetensors"):
+        TargetVocabulary.load(folder)

@@ -1,0 +1,84 @@
+"""A tiny head with random weights and made-up conversations for it, in memory: no target, no files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from eyas.model.batch import Batch
+from eyas.model.config import HeadConfig, RopeConfig, TargetConfig
+from eyas.model.head import Head
+from eyas.model.vocab import TargetVocabulary, draft_vocabulary
+from eyas.shards import Sample
+from tests.plain_eagle import Example
+
+TINY_TARGET = TargetConfig(
+    hidden_size=12,
+    intermediate_size=20,
+    num_hidden_layers=8,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=4,
+    vocab_size=40,
+    rms_norm_eps=1e-5,
+    max_position_embeddings=64,
+    rope=RopeConfig(theta=100.0),
+    family="llama",
+    tie_word_embeddings=False,
+    attention_bias=False,
+    attention_out_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    eos_token_ids=(2,),
+    dtype="float32",
+)
+
+
+def waves(*shape: int, seed: int) -> Tensor:
+    """Numbers without order that no version of a random generator changes: sines of far-apart angles, float32."""
+    count = torch.Size(shape).numel()
+    angles = torch.arange(count, dtype=torch.float64) * 12.9898 + 78.233 * (seed + 1)
+    return ((torch.sin(angles) * 43758.5453).frac() * 2).float().view(shape)
+
+
+def tiny_vocabulary(dtype: torch.dtype = torch.float32) -> TargetVocabulary:
+    V, H = TINY_TARGET.vocab_size, TINY_TARGET.hidden_size
+    return TargetVocabulary(TINY_TARGET, waves(V, H, seed=1).to(dtype), waves(V, H, seed=2).to(dtype), "made up")
+
+
+def wavy_head(draft_vocab_size: int = 30) -> Head:
+    """A head whose every weight matters, norms too; draft tokens spread over the vocabulary."""
+    config = HeadConfig.for_target(TINY_TARGET, draft_vocab_size)
+    head = Head(config)
+    with torch.no_grad():
+        for number, weight in enumerate(head.parameters()):
+            values = waves(*weight.shape, seed=10 + number)
+            weight.copy_(1 + 0.5 * values if weight.ndim == 1 else 2 * values * weight.shape[1] ** -0.5)
+    counts_V = waves(TINY_TARGET.vocab_size, seed=3).mul(100).long()
+    head.set_vocabulary(*draft_vocabulary(counts_V, draft_vocab_size))
+    return head
+
+
+def made_up_samples(masks: Sequence[Sequence[bool]], seed: int = 0) -> list[Sample]:
+    """A conversation for each mask, with features out of nowhere."""
+    samples = []
+    for number, mask in enumerate(masks):
+        T, H, at = len(mask), TINY_TARGET.hidden_size, 1000 * seed + 10 * number
+        ids = waves(T, seed=at + 4).add(2).mul(TINY_TARGET.vocab_size / 4).long().clamp(0, TINY_TARGET.vocab_size - 1).int()
+        loss_mask = torch.tensor(list(mask), dtype=torch.bool)
+        samples.append(Sample(f"made-up-{number}", ids, loss_mask, waves(T, 3 * H, seed=at + 5), waves(T, H, seed=at + 6)))
+    return samples
+
+
+def made_up_batch(masks: Sequence[Sequence[bool]], seed: int = 0) -> Batch:
+    return Batch.of(made_up_samples(masks, seed))
+
+
+def as_examples(samples: Sequence[Sample]) -> list[Example]:
+    return [Example(s.token_ids.tolist(), s.loss_mask.tolist(), s.aux_hidden.double(), s.last_hidden.double()) for s in samples]
+
+
+def doubled(batch: Batch) -> Batch:
+    return Batch(batch.keys, batch.tokens_BT, batch.loss_mask_BT, batch.aux_hidden_BTA.double(), batch.last_hidden_BTH.double())
