@@ -55,7 +55,7 @@ class BenchConfig(BaseModel):
     timeout_s: float = Field(default=300.0, gt=0)
 
     def body(self, arm: str, task: Task, model: str) -> dict[str, Any]:
-        """The request of one prompt to one arm; the seed is the prompt's, so that arms draw alike."""
+        """The request of one prompt to one arm; all have the same seed, so that sampling arms draw alike."""
         body = {
             "model": model,
             "messages": list(task.messages),

@@ -89,8 +89,9 @@ def running_server(config: ServeConfig) -> Iterator[str]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True) as process:
         try:
             assert process.stdout is not None
-            url = process.stdout.readline().strip()
-            if not url:
+            # Libraries may have something to say first.
+            url = next((line.strip() for line in process.stdout if line.startswith("http://")), None)
+            if url is None:
                 code = process.wait()
                 raise EyasError(f"the server ended with exit code {code} before it was ready", "its message is above")
             yield url
