@@ -99,7 +99,7 @@ PHONE_REGIONS = (
     "MX",
 )
 PHONE = re.compile(
-    r"(?<![\w#$€£+])(?<!\d[.,:/-])[+(]?\d(?:[ \u00a0().-]{0,2}\d){6,15}(?:\s?(?:x|ext\.?)\s?\d{1,6})?(?![\w%/]|[.,:-]\d)", re.I
+    r"(?<![\w#$€£+])(?<!\d[.,:/-])[+(]?\d(?:[ \u00a0().-]{0,2}\d){6,63}(?:\s?(?:x|ext\.?)\s?\d{1,6})?(?![\w%/]|[.,:-]\d)", re.I
 )
 PHONE_CUE = re.compile(
     r"\b(?:(?:tele)?phone|tel|mobile|cell|landline|fax|office|my number"
@@ -140,6 +140,21 @@ def is_phone(text: str, start: int, end: int) -> bool:
         return False
     regions = ("US",) if value.isdigit() and value[0] != "0" else PHONE_REGIONS
     return any(_is_valid(value, region) for region in regions)
+
+
+def phones(text: str, start: int, end: int) -> list[tuple[int, int]]:
+    """The telephone numbers in the run of digits at [start, end): from the left, the longest each time.
+
+    One begins where the run does, after a space, or with a bracket or plus; it ends where the next could begin.
+    """
+    starts = [start, *(match.end() for match in re.compile(r"\d[).-]?[ \u00a0]|\d(?=[(+])").finditer(text, start, end))]
+    ends = [*(len(text[:begin].rstrip(" \u00a0.-")) for begin in starts[1:]), end]
+    found: list[tuple[int, int]] = []
+    for first, begin in enumerate(starts):
+        if not found or begin >= found[-1][1]:
+            longest = (last for last in reversed(ends[first:]) if is_phone(text, begin, last))
+            found += [(begin, last) for last in longest][:1]
+    return found
 
 
 def _is_valid(number: str, region: str) -> bool:
@@ -199,8 +214,8 @@ class _Phones(LocalRecognizer):  # type: ignore[misc]
         """Nothing to load."""
 
     def analyze(self, text: str, entities: list[str], nlp_artifacts: Any = None) -> list[RecognizerResult]:
-        spans = (match.span() for match in PHONE.finditer(text))
-        return [RecognizerResult("PHONE_NUMBER", start, end, WEAKEST) for start, end in spans if is_phone(text, start, end)]
+        spans = (span for run in PHONE.finditer(text) for span in phones(text, *run.span()))
+        return [RecognizerResult("PHONE_NUMBER", start, end, WEAKEST) for start, end in spans]
 
 
 @functools.cache
