@@ -95,10 +95,11 @@ class Writer:
                 self._numbers[name] = self.rng.randint(low, high)
             return str(self._numbers[name]) if kind == "#" else ""
         name, _, place = slot.partition(".")
-        if name.lower() not in self._drawn:
-            self.bind(name, self._slots[name])
-        value = self._drawn[name.lower()][int(place or 1) - 1]
-        return value if name.islower() else value[0].upper() + value[1:]
+        lower = name.lower()
+        if lower not in self._drawn:
+            self.bind(lower, self._slots[lower])
+        value = self._drawn[lower][int(place or 1) - 1]
+        return value if name == lower else value[0].upper() + value[1:]
 
 
 def reckoned(expression: str, numbers: dict[str, int]) -> int:

@@ -1,0 +1,269 @@
+"""The stage `prompts`: what goes in comes out or is dropped for a reason, and nothing private is written anywhere."""
+
+import gzip
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eyas.artifact import Artifact
+from eyas.data.prompts import PromptsConfig, TooLong, make_prompts
+from eyas.data.rows import Drop, Row
+from eyas.errors import ConfigError, EmptyInputError, InputError
+from eyas.records import Prompt
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+SAID_BY_ASSISTANT = "SAID-BY-ASSISTANT"
+MAIL, CARD, PHONE = "ana.lee@example.com", "4242 4242 4242 4242", "(415) 555-0134"
+
+
+def openai(*turns, **more):
+    messages = []
+    for turn in turns:
+        messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": SAID_BY_ASSISTANT}]
+    return {**more, "messages": messages}
+
+
+def sharegpt(*turns, **more):
+    names = {"user": "human", "assistant": "gpt"}
+    return {**more, "conversations": [{"from": names[m["role"]], "value": m["content"]} for m in openai(*turns)["messages"]]}
+
+
+def config(folder, *sets, **settings):
+    """A config of one source per set of rows, each written to a file of its own."""
+    sources = []
+    for number, rows in enumerate(sets):
+        path = folder / f"set{number}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        sources.append({"path": str(path), "licence": f"licence-{number}"})
+    return PromptsConfig(sources=sources, **settings)
+
+
+def run(folder, *sets, **settings):
+    output = Artifact(str(folder / "prompts"))
+    make_prompts(config(folder, *sets, **settings), output)
+    return output
+
+
+def prompts(output):
+    return [Prompt.from_json(row) for row in output.read_jsonl("prompts.jsonl")]
+
+
+def test_every_row_is_accounted_for(tmp_path):
+    first = [
+        openai("Where is the dog?", "And the cat?", id="a"),
+        sharegpt("where IS the dog?", " And  the cat? ", id="b"),
+        openai(f"I am {MAIL}", id="c"),
+        openai(f"Charge {CARD} and call {PHONE}", id="d"),
+        openai("", id="e"),
+        openai("x" * 101, id="f"),
+        ["no row"],
+    ]
+    second = [openai("Where is the dog?", "And the cat?"), {"instruction": "Sing.", "output": SAID_BY_ASSISTANT}]
+    output = run(tmp_path, first, second, max_characters=100)
+    kept = prompts(output)
+    assert [(one.id, one.source, one.licence, one.turns) for one in kept[:2]] == [
+        ("a", "set0", "licence-0", ("Where is the dog?", "And the cat?")),
+        ("c", "set0", "licence-0", ("I am <EMAIL_ADDRESS>",)),
+    ]
+    assert (kept[2].source, kept[2].licence, kept[2].turns) == ("set1", "licence-1", ("Sing.",))
+    assert len(kept[2].id) == 16
+    ledger = output.read_json("ledger.json")
+    assert ledger["sources"]["set0"] == {
+        "rows_in": 7,
+        "rows_out": 2,
+        "dropped": {"duplicate": 1, "empty": 1, "malformed": 1, "personal_data": 1, "too_long": 1},
+        "rows_masked": 1,
+        "masked": {"EMAIL_ADDRESS": 1},
+    }
+    assert ledger["sources"]["set1"]["dropped"] == {"duplicate": 1}
+    assert (ledger["rows_in"], ledger["rows_out"], sum(ledger["dropped"].values())) == (9, 3, 6)
+    dropped = {row["where"]: row for row in output.read_jsonl("dropped.jsonl")}
+    assert dropped["set0.jsonl:2"]["note"] == "the same as set0.jsonl:1 of set0"
+    assert dropped["set0.jsonl:4"]["turns"] == ["Charge <CREDIT_CARD> and call <PHONE_NUMBER>"]
+    assert dropped["set0.jsonl:4"]["found"][0] == {"type": "CREDIT_CARD", "start": 7, "end": 26, "turn": 0}
+    assert dropped["set0.jsonl:6"]["note"] == "101 characters, allowed are 100"
+    assert dropped["set0.jsonl:7"]["reason"] == "malformed"
+    assert output.manifest().counts == {"rows": 9, "prompts": 3, "dropped": 6, "masked": 1}
+    assert {made.config["licence"] for made in output.manifest().inputs.values()} == {"licence-0", "licence-1"}
+
+
+def test_rows_that_differ_in_personal_data_only_are_duplicates(tmp_path):
+    output = run(tmp_path, [openai("I am ana@example.com"), openai("I am bob@example.org")])
+    assert [one.turns for one in prompts(output)] == [("I am <EMAIL_ADDRESS>",)]
+
+
+def test_ids_are_the_source_s_own_where_they_are_free(tmp_path):
+    rows = [openai("One", id="a"), openai("Two", id="a"), openai("Three"), openai("Four", id="b")]
+    ids = [one.id for one in prompts(run(tmp_path, rows, [openai("Five", id="b")]))]
+    assert (ids[0], ids[3]) == ("a", "b")
+    assert len(set(ids)) == 5
+
+
+def test_an_id_made_from_the_text_is_stable_and_gives_way(tmp_path):
+    (alone,) = prompts(run(tmp_path, [openai("Three")]))
+    (tmp_path / "other").mkdir()
+    others = prompts(run(tmp_path / "other", [openai("One"), openai("  three")]))
+    assert others[1].id == alone.id
+    (tmp_path / "clash").mkdir()
+    taken, given_way = prompts(run(tmp_path / "clash", [openai("Seven", id=alone.id), openai("Three")]))
+    assert taken.id == alone.id
+    assert given_way.id.startswith(alone.id)
+    assert given_way.id != alone.id
+
+
+def test_the_same_bytes_make_the_same_artifact_wherever_they_lie(tmp_path):
+    rows = [openai(f"Question {number}", f"I am u{number}@example.com") for number in range(20)]
+    outputs = []
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        outputs.append(run(tmp_path / name, rows))
+    assert outputs[0].manifest().identity == outputs[1].manifest().identity
+    assert outputs[0].manifest().files == outputs[1].manifest().files
+
+
+def test_done_work_is_not_done_again(tmp_path):
+    made = config(tmp_path, [openai("Hi")])
+    output = Artifact(str(tmp_path / "prompts"))
+    first = make_prompts(made, output)
+    (tmp_path / "prompts" / "prompts.jsonl").write_text("touched")
+    assert make_prompts(made, Artifact(output.url)) == first
+    assert (tmp_path / "prompts" / "prompts.jsonl").read_text() == "touched"
+    for other in (config(tmp_path, [openai("Hi")], max_characters=7), config(tmp_path, [openai("Ho")])):
+        with pytest.raises(InputError, match="holds other work"):
+            make_prompts(other, Artifact(output.url))
+
+
+def test_interrupted_work_is_done_from_the_start(tmp_path, monkeypatch):
+    made = config(tmp_path, [openai("Hi"), openai("Ho")])
+    output = Artifact(str(tmp_path / "prompts"))
+
+    def killed(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Artifact, "finish", killed)
+        with pytest.raises(KeyboardInterrupt):
+            make_prompts(made, output)
+    assert output.names() != []
+    assert not output.is_done()
+    assert make_prompts(made, Artifact(output.url)).counts["prompts"] == 2
+
+
+def test_max_prompts_ends_the_reading(tmp_path):
+    rows = [openai(f"Question {number}") for number in range(10)]
+    output = run(tmp_path, [rows[0], *rows], max_prompts=3)
+    assert [one.turns[0] for one in prompts(output)] == ["Question 0", "Question 1", "Question 2"]
+    assert output.manifest().counts == {"rows": 4, "prompts": 3, "dropped": 1, "masked": 0}
+
+
+def test_nothing_left_is_an_error_that_says_why(tmp_path):
+    with pytest.raises(EmptyInputError, match=r"of 3 rows \(2 empty, 1 malformed\)") as raised:
+        run(tmp_path, [openai(""), openai(), "no row"])
+    assert raised.value.exit_code == 2
+    output = Artifact(str(tmp_path / "prompts"))
+    assert not output.is_done()
+    assert len(list(output.read_jsonl("dropped.jsonl"))) == 3
+
+
+def test_two_sources_of_one_name(tmp_path):
+    source = {"path": str(tmp_path / "set.jsonl"), "licence": "MIT"}
+    with pytest.raises(ConfigError, match="two sources are called 'set'"):
+        PromptsConfig(sources=[source, source])
+    assert len(PromptsConfig(sources=[source, {**source, "name": "other"}]).sources) == 2
+
+
+def test_length_counts_the_system_prompt_too():
+    row = Row(source="set", licence="MIT", where="set.jsonl:1", id=None, turns=("abc", "de"), system="fg")
+    assert TooLong(7)(row) is row
+    assert isinstance(TooLong(6)(row), Drop)
+
+
+GOOD = [
+    openai("Where is the dog?", "And the cat?", id="a"),
+    sharegpt("Book a table for two", id="b"),
+    openai(f"My mail is {MAIL} .", id="c"),
+    sharegpt("Pay", f"with {CARD} please", id="d"),
+    openai(f"call {PHONE} today", "thanks", id="a"),
+    {"instruction": "Sing.", "input": "A song", "output": SAID_BY_ASSISTANT},
+    {"turns": ["Hi", "Ho"], "id": 3, "reference": SAID_BY_ASSISTANT},
+    openai(" "),
+]
+
+
+@st.composite
+def damaged_files(draw):
+    """JSON lines of good rows in any number and order, some cut, with broken bytes, or with other things between them."""
+    lines = []
+    for row in draw(st.lists(st.sampled_from(GOOD), max_size=12)):
+        line = json.dumps(row).encode()
+        kind = draw(st.sampled_from(["whole"] * 4 + ["cut", "byte", "wrapped", "renamed", "blank", "noise"]))
+        place = draw(st.integers(1, len(line) - 1))
+        lines.append(
+            {
+                "whole": line,
+                "cut": line[:place],
+                "byte": line[:place] + b"\xff" + line[place:],
+                "wrapped": b"[" + line + b"]",
+                "renamed": line.replace(b'"messages"', b'"talk"'),
+                "blank": b"  \n" + line,
+                "noise": draw(st.binary(max_size=9)).replace(b"\n", b"") + b"#\n" + line,
+            }[kind]
+        )
+    # A first line that opens an array or an indented object would make the whole file one.
+    return json.dumps(openai("First")).encode() + b"\n" + b"\n".join(lines) + draw(st.sampled_from([b"", b"\n", b"\n\n"]))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(damaged_files(), min_size=1, max_size=2), st.booleans())
+def test_rows_in_are_rows_out_and_drops_whatever_the_damage(files, packed):
+    with tempfile.TemporaryDirectory() as folder:
+        sources = []
+        for number, data in enumerate(files):
+            path = Path(folder) / f"set{number}.jsonl"
+            path.write_bytes(gzip.compress(data) if packed else data)
+            sources.append({"path": str(path), "licence": "MIT"})
+        output = Artifact(f"{folder}/out")
+        manifest = make_prompts(PromptsConfig(sources=sources), output)
+        kept, dropped = prompts(output), list(output.read_jsonl("dropped.jsonl"))
+        written = b"".join(output.read(name) for name in manifest.files)
+    num_rows = sum(bool(line.strip()) for data in files for line in data.split(b"\n"))
+    ledger = manifest.facts["ledger"]
+    assert ledger["rows_in"] == num_rows == len(kept) + len(dropped)
+    assert ledger["rows_out"] == len(kept)
+    for reason, count in ledger["dropped"].items():
+        assert count == sum(row["reason"] == reason for row in dropped)
+    for name, account in ledger["sources"].items():
+        assert account["rows_out"] == sum(one.source == name for one in kept)
+        assert account["rows_in"] == account["rows_out"] + sum(account["dropped"].values())
+    assert len({one.id for one in kept}) == len(kept)
+    assert all(turn.strip() for one in kept for turn in one.turns)
+    for value in (SAID_BY_ASSISTANT, MAIL, CARD, PHONE):
+        assert value.encode() not in written
+
+
+@pytest.mark.parametrize("name", ["gsm8k_train", "tldr", "sgd_dev", "prompts/spec_bench"])
+def test_real_sets(tmp_path, name):
+    path = next(
+        (SHARED / f"{name}{ending}" for ending in (".jsonl.gz", ".jsonl") if (SHARED / f"{name}{ending}").exists()), None
+    )
+    if path is None:
+        pytest.skip("the conversations are not beside this checkout")
+    output = Artifact(str(tmp_path / "prompts"))
+    manifest = make_prompts(PromptsConfig(sources=[{"path": str(path), "licence": "test"}], max_prompts=400), output)
+    kept = prompts(output)
+    assert len(kept) == 400
+    assert set(manifest.facts["ledger"]["dropped"]) <= {"duplicate"}
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8") as lines:
+        answers = [
+            message["content"]
+            for line, _ in zip(lines, range(400), strict=False)
+            for message in json.loads(line).get("messages", [])
+            if message["role"] == "assistant" and len(message["content"]) > 60
+        ]
+    text = output.read("prompts.jsonl").decode()
+    assert not [answer for answer in answers if json.dumps(answer, ensure_ascii=False)[1:-1] in text]
