@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import runpy
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -420,10 +422,22 @@ def test_a_server_in_a_process_of_its_own(folder, truth):
         httpx.get(f"{url}/health")
 
 
-def test_a_server_that_cannot_start_says_so(tmp_path, capfd):
-    with pytest.raises(EyasError, match="exit code 2"), running_server(ServeConfig(target=str(tmp_path / "none"), port=0)):
+def test_a_process_that_ends_before_it_is_ready_is_an_error(tmp_path, monkeypatch):
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\necho a library says hello\nexit 2\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    with pytest.raises(EyasError, match="exit code 2"), running_server(ServeConfig(target="t", port=0)):
         pytest.fail("it started")
-    assert "no target folder" in capfd.readouterr().err
+
+
+def test_a_server_that_cannot_start_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["serve", ServeConfig(target=str(tmp_path / "none"), port=0).model_dump_json()])
+    monkeypatch.setattr("eyas.log.log_to_stderr", lambda *_: None)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("eyas.serve", run_name="__main__")
+    assert ended.value.code == 2
+    assert "no target folder" in capsys.readouterr().err
 
 
 def test_a_port_in_use_is_refused_before_the_model_is_loaded(client):
