@@ -2,7 +2,7 @@
 
 Knows the templates beside it (demo_prompts.yaml) and the shapes that conversation sets come in. Knows nothing of eyas: what
 it writes is an ordinary set as found in the wild, with some personal data, duplicates, empty and broken rows, so that cleaning
-has something to find. Every person, place of business and number in it is invented, or published for use in examples.
+has something to find. The private data in it are invented or published for use in examples; films, bands and airlines are real.
 
     python recipes/demo_prompts.py eyas/builtin/demo_prompts.jsonl.gz
 

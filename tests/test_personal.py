@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.data.personal import EXCERPT, TYPES, PersonalData, PersonalPolicy, excerpt, find, luhn, mask, merged
+from eyas.data.personal import EXCERPT, OVERLAP, TYPES, WINDOW, PersonalData, PersonalPolicy, excerpt, find, luhn, mask, merged
 from eyas.data.rows import Drop, Finding, Row
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -114,7 +114,7 @@ WORDS = ["please", "call", "the", "card.", "Thanks!", "for 2 people", "at 7:30",
 TEXTS = st.lists(st.sampled_from(VALUES + WORDS), max_size=12).map(" ".join)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(TEXTS)
 def test_masking_leaves_no_value(text):
     masked = mask(text, find(text))
@@ -122,7 +122,16 @@ def test_masking_leaves_no_value(text):
     assert find(masked) == []
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
+@given(st.integers(WINDOW - 40, WINDOW + OVERLAP + 10), st.sampled_from(VALUES))
+def test_a_long_text_is_searched_as_a_whole(before, value):
+    """Wherever the pieces meet, in the value or beside it."""
+    text = "word " * (before // 5) + "x" * (before % 5) + f" {value} " + "word " * 900
+    assert mask(text, find(text)).count("<") == 1
+    assert value not in mask(text, find(text))
+
+
+@settings(deadline=None, max_examples=40)
 @given(st.integers(0, 60), st.sampled_from(VALUES), TEXTS)
 def test_an_excerpt_cuts_no_value_in_two(before, value, after):
     """Values at the cut are masked whole, so that no half of one is kept."""
