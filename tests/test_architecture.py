@@ -147,10 +147,9 @@ def test_only_chat_knows_role_tokens(name):
     assert not ROLE_TOKEN.search(MODULES[name].read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("name", NAMES)
+# A command's arguments are its options, given by name on the command line.
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("eyas.cli.")])
 def test_functions_take_seven_arguments_or_fewer(name):
-    if name.startswith("eyas.cli."):
-        pytest.skip("a command's arguments are its options, given by name on the command line")
     for node in ast.walk(TREES[name]):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]

@@ -13,6 +13,8 @@ from eyas.cli.options import Output, Overrides, RunFile, stage_config
 from eyas.cli.results import show_table
 from eyas.cli.stage import perform
 
+CONFIG = BenchConfig
+
 
 def command(
     output: Output,

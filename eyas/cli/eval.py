@@ -12,6 +12,8 @@ from eyas.cli.stage import perform
 from eyas.evaluate import EvalConfig, evaluate
 from eyas.log import Track
 
+CONFIG = EvalConfig
+
 
 def command(
     head: Annotated[str, typer.Argument(help="output of `eyas train`")],

@@ -11,6 +11,8 @@ from eyas.cli.options import Output, Overrides, RunFile, Target, stage_config
 from eyas.cli.stage import perform
 from eyas.export.export import ExportConfig, export
 
+CONFIG = ExportConfig
+
 
 def command(
     head: Annotated[str, typer.Argument(help="output of `eyas train`")],

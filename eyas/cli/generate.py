@@ -11,6 +11,8 @@ from eyas.cli.options import Output, Overrides, RunFile, Target, stage_config
 from eyas.cli.stage import perform
 from eyas.features.generate import GenerateConfig, generate
 
+CONFIG = GenerateConfig
+
 
 def command(
     prompts: Annotated[str, typer.Argument(help="output of `eyas prompts`")],

@@ -15,6 +15,7 @@ from typing import Any
 
 import typer
 
+from eyas.cli.options import settings
 from eyas.errors import EyasError, StorageFullError
 
 COMMANDS = {
@@ -48,8 +49,10 @@ def build(arguments: Sequence[str]) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     for name, line in COMMANDS.items():
-        function = importlib.import_module(f"eyas.cli.{name}").command if name == wanted else _unloaded
-        app.command(name, short_help=line)(reporting_errors(function))
+        module = importlib.import_module(f"eyas.cli.{name}") if name == wanted else None
+        config = getattr(module, "CONFIG", None)  # of the stage, for those that run one
+        register = app.command(name, short_help=line, epilog=settings(config) if config else None)
+        register(reporting_errors(module.command if module else _unloaded))
     return app
 
 

@@ -12,6 +12,8 @@ from typing import Annotated, Any, TypeVar
 import typer
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import to_jsonable_python
+from rich.markup import escape
 
 from eyas.errors import ConfigError, MissingInputError
 
@@ -81,3 +83,18 @@ def stage_config(
         raise ConfigError(f"{run_file} has no section {stage!r}", f"it has: {', '.join(content)}")
     given = {name: value for name, value in options.items() if value is not None}
     return validated(kind, {**override(section, overrides or ()), **given}, where=stage)
+
+
+def settings(kind: type[BaseModel]) -> str:
+    """The fields of a config with their defaults, on one line, for a command's help."""
+    fields = []
+    for name, field in kind.model_fields.items():
+        default = "" if field.is_required() else f"={_plain(field.get_default(call_default_factory=True))}"
+        fields.append(f"{name}{default}")
+    return escape("Settings, for --set and for a run file: " + ", ".join(fields))
+
+
+def _plain(value: Any) -> str:
+    """A default as YAML would have it, on one line."""
+    text = yaml.safe_dump(to_jsonable_python(value), default_flow_style=True, width=10**6, sort_keys=False)
+    return text.removesuffix("\n...\n").strip()

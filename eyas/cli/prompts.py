@@ -12,6 +12,8 @@ from eyas.cli.stage import perform
 from eyas.data.prompts import PromptsConfig, make_prompts
 from eyas.errors import ConfigError
 
+CONFIG = PromptsConfig
+
 
 def command(
     output: Output,

@@ -11,6 +11,8 @@ from eyas.cli.options import Overrides, RunFile, Target, stage_config
 from eyas.log import log_to_stderr
 from eyas.serve.server import ServeConfig, serve
 
+CONFIG = ServeConfig
+
 
 def command(
     target: Target,

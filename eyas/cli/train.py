@@ -11,6 +11,8 @@ from eyas.cli.options import Output, Overrides, RunFile, Target, stage_config
 from eyas.cli.stage import perform
 from eyas.train.trainer import TrainConfig, train
 
+CONFIG = TrainConfig
+
 
 def command(
     features: Annotated[str, typer.Argument(help="output of `eyas capture`")],
