@@ -35,7 +35,7 @@ from eyas.model.ttt import Slots, unroll
 from eyas.model.vocab import TargetVocabulary
 from eyas.shards import FeatureMeta, Features
 
-ASSUMES = "greedy answers; a chain of num_draft_steps drafts a round; features in the precision they are served in"
+ASSUMES = "greedy answers; a chain of num_draft_steps drafts every round, never cut short; features in the precision served"
 ROWS_AT_ONCE = 512  # of logits over the whole target vocabulary
 
 

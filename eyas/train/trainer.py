@@ -121,9 +121,9 @@ def survey(source: Features) -> tuple[Tensor, list[int]]:
     usable = []
     for number in range(len(source)):
         token_ids, loss_mask = source.tokens(number)
+        counts_V += torch.bincount(token_ids[loss_mask], minlength=len(counts_V))
         if judged_positions(loss_mask[None]).any():
             usable.append(number)
-            counts_V += torch.bincount(token_ids[loss_mask], minlength=len(counts_V))
     if not usable:
         raise EmptyInputError(
             "the features hold no answer of two tokens or more", "generate and capture answers with more prompts"

@@ -1,0 +1,165 @@
+"""The eval stage: the walk against a simulation, and the whole against the engine that it predicts."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eyas.artifact import Artifact
+from eyas.engine.draft import Draft
+from eyas.engine.engine import Engine, EngineConfig
+from eyas.engine.request import Request, SamplingParams
+from eyas.errors import EmptyInputError, MismatchError
+from eyas.evaluate import EvalConfig, Tally, evaluate, leading_matches, runs
+from eyas.model.head import load_head
+from eyas.model.target import Target
+from eyas.model.ttt import Slots
+from eyas.train.trainer import TrainConfig, train
+from tests.tiny import tiny_target
+from tests.tiny_batch import made_up_batch
+from tests.tiny_features import greedy_answers, samples_of, write_features
+
+K = 4
+TRAIN = TrainConfig(draft_vocab_size=200, num_ttt_steps=K, epochs=30, batch_tokens=512, learning_rate=1e-2, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A target, its greedy answers, their features in both splits, and a head that has seen too much of them."""
+    folder = tiny_target(tmp_path_factory.mktemp("target"), num_hidden_layers=8)
+    target = Target.load(folder)
+    conversations = greedy_answers(folder, 16, max_tokens=24)
+    samples = samples_of(target, conversations, "seen")
+    features = write_features(tmp_path_factory.mktemp("features"), target, samples, samples)
+    head = Artifact(str(tmp_path_factory.mktemp("head")))
+    train(TRAIN, str(folder), features, head)
+    return folder, target, conversations, features, head
+
+
+def test_predicts_what_the_engine_does(made, tmp_path):
+    """Chains in fp32: the histogram of accepted drafts is the engine's own, round for round."""
+    folder, target, conversations, features, head = made
+    output = Artifact(str(tmp_path))
+    manifest = evaluate(EvalConfig(num_draft_steps=K), str(folder), head, features, output)
+    result = output.read_json("eval.json")
+    loaded = load_head(head.local_path(""))
+    engine = Engine(
+        target,
+        Draft(loaded.config, loaded.state_dict(), target),
+        EngineConfig(num_draft_steps=K, tree_topk=1, num_verify_tokens=K + 1, min_path_probability=0.0),
+    )
+    requests = [
+        Request(str(number), tuple(prompt), SamplingParams(max_tokens=len(answer)))
+        for number, (prompt, answer) in enumerate(conversations)
+    ]
+    hist = [0] * (K + 1)
+    for served in engine.run(requests):
+        assert served.token_ids == conversations[int(served.request_id)][1]
+        hist = [total + count for total, count in zip(hist, served.accept_hist, strict=True)]
+    assert sum(hist[1:]) > 20, "a head that accepts nothing would prove nothing"
+    assert result["accept_hist"] == hist
+    emitted = sum(len(answer) - 1 for _, answer in conversations)
+    assert result["tau"] == pytest.approx(emitted / sum(hist))
+    assert result["greedy_share"] == 1.0
+    assert result["rounds"] == sum(hist)
+    assert result["tokens"] == sum(len(answer) for _, answer in conversations)
+    assert 0 < result["draft_vocabulary_coverage"] <= 1
+    assert result["tau_by_num_draft_steps"][-1] == result["tau"]
+    assert result["tau_by_num_draft_steps"] == sorted(result["tau_by_num_draft_steps"])
+    assert set(result["tau_by_source"]) == {"source-0", "source-1"}
+    assert "greedy" in result["assumes"]
+    assert manifest.facts["tau"] == result["tau"]
+    assert evaluate(EvalConfig(num_draft_steps=K), str(folder), head, features, Artifact(str(tmp_path))) == manifest
+
+
+def test_a_shorter_chain_is_the_same_as_evaluating_it(made, tmp_path):
+    folder, _, _, features, head = made
+    results = {}
+    for steps in (2, K):
+        output = Artifact(str(tmp_path / str(steps)))
+        evaluate(EvalConfig(num_draft_steps=steps, batch_tokens=100), str(folder), head, features, output)
+        results[steps] = output.read_json("eval.json")
+    assert results[K]["tau_by_num_draft_steps"][1] == results[2]["tau"]
+
+
+def test_what_does_not_belong_together_is_refused(made, tmp_path):
+    folder, _, conversations, features, head = made
+    other = tiny_target(tmp_path / "other", num_hidden_layers=8, seed=1)
+    with pytest.raises(MismatchError, match="not of one target"):
+        evaluate(EvalConfig(), str(other), head, features, Artifact(str(tmp_path / "out")))
+    loaded = Target.load(other)
+    others = write_features(tmp_path / "features", loaded, [], samples_of(loaded, conversations[:2], "other"))
+    with pytest.raises(MismatchError, match="not of one target"):
+        evaluate(EvalConfig(), str(folder), head, others, Artifact(str(tmp_path / "out")))
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_held_out(made, tmp_path):
+    folder, target, _, _, head = made
+    features = write_features(tmp_path / "features", target, [], samples_of(target, [([5, 6, 7], [8])], "short"))
+    with pytest.raises(EmptyInputError, match="no answer of two tokens"):
+        evaluate(EvalConfig(), str(folder), head, features, Artifact(str(tmp_path / "out")))
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_the_walk_equals_serving_an_answer(data):
+    """Serve with made-up drafts: which of them equal the answer is drawn for every slot and position."""
+    n, steps = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 6))
+    right = data.draw(st.lists(st.lists(st.booleans(), min_size=steps, max_size=steps), min_size=n, max_size=n))
+    matches = []
+    for bonus in range(n - 1):
+        following = right[bonus][: n - 1 - bonus]
+        matches.append(next((count for count, equal in enumerate(following) if not equal), len(following)))
+    tally = Tally(steps)
+    tally.walk(matches)
+
+    at, rounds, hist, judged, accepted = 0, 0, [0] * (steps + 1), [0] * steps, [0] * steps
+    while at < n - 1:  # y_at is emitted: a round
+        rounds += 1
+        emitted = 0
+        for position in range(steps):
+            if at + emitted == n - 1:
+                break
+            judged[position] += 1
+            if not right[at][position]:
+                break
+            accepted[position] += 1
+            emitted += 1
+        if at + emitted < n - 1:
+            emitted += 1  # the target's own
+        hist[emitted - 1] += 1
+        at += emitted
+    assert tally.accept_hist == hist
+    assert tally.rounds == rounds
+    assert tally.emitted == n - 1
+    assert (tally.judged, tally.accepted) == (judged, accepted)
+    assert tally.tau == ((n - 1) / rounds if rounds else 0)
+
+
+def test_leading_matches_stop_at_a_miss_and_at_the_end_of_the_answer():
+    batch = made_up_batch([[False, True, True, True, True, False], [True] * 4])
+    slots = Slots.where(torch.tensor([[True, True, True, False, False, False], [True, True, False, False, False, False]]))
+    x, y = batch.tokens_BT.tolist()
+    drafts_NK = torch.tensor(
+        [
+            [x[2], x[3], x[4], x[5]],  # the answer ends at x[4]
+            [x[3], x[4] + 1, x[5], 0],
+            [x[4] + 1, x[5], 0, 0],
+            [y[2], y[3], 0, 0],  # the row ends at y[3]; padding is zeros
+            [y[3], 0, 0, 0],
+        ]
+    )
+    assert leading_matches(drafts_NK, batch, slots).tolist() == [3, 1, 0, 2, 1]
+
+
+@given(st.lists(st.booleans(), max_size=12))
+@settings(deadline=None)
+def test_runs_are_the_true_stretches(flags):
+    found = list(runs(flags))
+    assert [flag for first, end in found for flag in range(first, end)] == [at for at, flag in enumerate(flags) if flag]
+    assert all(end < start for (_, end), (start, _) in pairwise(found))

@@ -1,0 +1,250 @@
+"""The train stage on a tiny target's own answers: it learns, it can be killed, it refuses what it must not train on.
+
+The golden of one training step is tests/goldens/train_step.json, written by `python -m tests.test_trainer`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from eyas.artifact import Artifact
+from eyas.errors import ConfigError, EmptyInputError, EyasError, MismatchError, MissingInputError
+from eyas.model.batch import Batch, plan_batches
+from eyas.model.head import load_head
+from eyas.model.target import Target
+from eyas.train.trainer import CHECKPOINT, METRICS, Run, TrainConfig, schedule, train, update
+from tests.stages import run_until_killed
+from tests.tiny import tiny_target
+from tests.tiny_batch import made_up_batch, tiny_vocabulary, wavy_head
+from tests.tiny_features import greedy_answers, samples_of, write_features
+
+GOLDEN = Path(__file__).parent / "goldens" / "train_step.json"
+CONFIG = TrainConfig(
+    draft_vocab_size=64, num_ttt_steps=4, epochs=2, batch_tokens=64, learning_rate=3e-3, dtype="float32", checkpoint_every=3
+)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A target's folder, the target, and its samples."""
+    folder = tiny_target(tmp_path_factory.mktemp("target"), num_hidden_layers=8)
+    target = Target.load(folder)
+    return folder, target, samples_of(target, greedy_answers(folder, 16), "train")
+
+
+@pytest.fixture(scope="module")
+def features(made, tmp_path_factory):
+    _, target, samples = made
+    return write_features(tmp_path_factory.mktemp("features"), target, samples, samples[:2])
+
+
+@pytest.fixture(scope="module")
+def whole(made, features, tmp_path_factory):
+    """The head of CONFIG, trained without interruption."""
+    output = Artifact(str(tmp_path_factory.mktemp("whole")))
+    train(CONFIG, str(made[0]), features, output)
+    return output
+
+
+def weights(artifact: Artifact) -> bytes:
+    return artifact.read("model.safetensors")
+
+
+def test_learns_and_describes_itself(made, features, tmp_path):
+    folder, target, samples = made
+    notes = []
+    output = Artifact(str(tmp_path))
+    config = CONFIG.model_copy(update={"epochs": 8})
+    manifest = train(config, str(folder), features, output, lambda done, total, note: notes.append((done, total, note)))
+    rows = list(output.read_jsonl(METRICS))
+    assert [row["step"] for row in rows] == list(range(1, manifest.counts["batches"] + 1))
+    assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
+    assert len(rows[0]["accuracy"]) == len(rows[0]["step_losses"]) == 4
+    assert notes[-1][:2] == (len(rows), len(rows))
+    assert "loss" in notes[-1][2]
+    assert "accuracy" in notes[-1][2]
+    assert CHECKPOINT not in output.names()
+    assert manifest.inputs["features"].identity == features.manifest().identity
+    head = load_head(tmp_path)
+    assert head.config.taps == target.config.default_taps
+    assert head.config.target_lm_head_sha256 == target.lm_head_sha256
+    assert all(weight.isfinite().all() for weight in head.parameters())
+    counts = torch.zeros(320, dtype=torch.int64)
+    for sample in samples:
+        counts += torch.bincount(sample.token_ids[sample.loss_mask], minlength=320)
+    kept = counts[head.target_ids_W].sum() / counts.sum()
+    assert manifest.facts["draft_vocabulary_coverage"] == pytest.approx(float(kept))
+    assert counts[~head.t2d].max() <= counts[head.t2d].min()
+
+
+def test_done_is_not_done_again(made, features, whole):
+    steps = []
+    again = train(CONFIG, str(made[0]), features, Artifact(whole.url), lambda *report: steps.append(report))
+    assert again == whole.manifest()
+    assert not steps
+
+
+def test_the_seed_decides(made, features, whole, tmp_path):
+    for name, seed in (("same", 0), ("other", 1)):
+        train(CONFIG.model_copy(update={"seed": seed}), str(made[0]), features, Artifact(str(tmp_path / name)))
+    assert weights(Artifact(str(tmp_path / "same"))) == weights(whole)
+    assert weights(Artifact(str(tmp_path / "other"))) != weights(whole)
+
+
+def test_an_interrupted_bf16_run_ends_in_the_same_weights(made, features, tmp_path):
+    config = CONFIG.model_copy(update={"dtype": "bfloat16"})
+    uncut, cut = Artifact(str(tmp_path / "uncut")), Artifact(str(tmp_path / "cut"))
+    train(config, str(made[0]), features, uncut)
+    for stop in (4, 5):  # the second run goes on from the checkpoint of the first, and is cut before it makes one
+
+        def interrupt(done, total=None, note="", stop=stop):
+            if done == stop:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            train(config, str(made[0]), features, cut, interrupt)
+        assert cut.exists(CHECKPOINT)
+    train(config, str(made[0]), features, cut)
+    assert weights(cut) == weights(uncut)
+    assert cut.read(METRICS) == uncut.read(METRICS)
+
+
+def test_a_killed_process_is_resumed_to_the_same_weights(made, features, whole, tmp_path):
+    """SIGKILL after the last batch, when there is nothing on disk but a checkpoint."""
+    cut = Artifact(str(tmp_path / "cut"))
+    code = (
+        f"import torch; torch.set_num_threads({torch.get_num_threads()})\n"
+        "from eyas.train.trainer import TrainConfig, train\n"
+        f"train(TrainConfig(**{CONFIG.model_dump()}), {str(made[0])!r}, Artifact({features.url!r}), Artifact({cut.url!r}))"
+    )
+    run_until_killed(code, last="eyas_head.json")
+    assert cut.exists(CHECKPOINT)
+    assert not cut.is_done()
+    done = []
+    train(CONFIG, str(made[0]), features, cut, lambda step, *_: done.append(step))
+    assert done[0] > 1
+    assert weights(cut) == weights(whole)
+    assert cut.read(METRICS) == whole.read(METRICS)
+
+
+def test_a_broken_feature_stops_the_run_and_is_named(made, tmp_path):
+    folder, target, samples = made
+    broken = samples[5].aux_hidden.clone()
+    broken[2, 7] = float("nan")
+    samples = [*samples[:5], dataclasses.replace(samples[5], aux_hidden=broken), *samples[6:]]
+    features = write_features(tmp_path / "features", target, samples, samples[:1])
+    output = Artifact(str(tmp_path / "head"))
+    with pytest.raises(EyasError, match="loss nan") as raised:
+        train(CONFIG, str(folder), features, output)
+    assert "train-5" in raised.value.what
+    assert "features of train-5 are not finite" in raised.value.hint
+    assert not output.is_done()
+
+
+def test_features_of_another_target_are_refused(features, tmp_path):
+    other = tiny_target(tmp_path / "other", num_hidden_layers=8, seed=1)
+    with pytest.raises(MismatchError, match="another target of the same shape"):
+        train(CONFIG, str(other), features, Artifact(str(tmp_path / "head")))
+    wider = tiny_target(tmp_path / "wider", num_hidden_layers=8, hidden_size=48)
+    with pytest.raises(MismatchError, match="hidden size 32"):
+        train(CONFIG, str(wider), features, Artifact(str(tmp_path / "head")))
+    assert not (tmp_path / "head").exists()
+
+
+def test_nothing_to_learn_from(made, tmp_path):
+    folder, target, _ = made
+    samples = samples_of(target, [([5, 6, 7], [8])], "short")
+    features = write_features(tmp_path / "features", target, samples, [])
+    with pytest.raises(EmptyInputError, match="no answer of two tokens"):
+        train(CONFIG, str(folder), features, Artifact(str(tmp_path / "head")))
+
+
+def test_missing_features_and_a_vocabulary_too_large(made, features, tmp_path):
+    with pytest.raises(MissingInputError):
+        train(CONFIG, str(made[0]), Artifact(str(tmp_path / "nothing")), Artifact(str(tmp_path / "head")))
+    too_large = CONFIG.model_copy(update={"draft_vocab_size": 321})
+    with pytest.raises(ConfigError, match="321"):
+        train(too_large, str(made[0]), features, Artifact(str(tmp_path / "head")))
+
+
+def test_settings_are_checked():
+    with pytest.raises(ValidationError):
+        TrainConfig(learning_rate=0)
+    with pytest.raises(ValidationError):
+        TrainConfig(learningrate=1)
+    assert len(TrainConfig.model_fields) <= 12
+
+
+def test_schedule_warms_up_and_falls_to_zero():
+    config = TrainConfig(learning_rate=1.0, warmup_share=0.1)
+    rates = [schedule(step, 100, config) for step in range(100)]
+    assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    assert rates[10] == 1.0
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert 0 < rates[-1] < 0.001
+    assert schedule(0, 1, config) > 0
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(10, 200), st.integers(0, 3))
+@settings(max_examples=40, deadline=None)
+def test_batches_hold_every_sample_once_within_the_budget(lengths, max_tokens, seed):
+    batches = plan_batches(lengths, max_tokens, str(seed))
+    assert sorted(number for numbers in batches for number in numbers) == list(range(len(lengths)))
+    for numbers in batches:
+        assert len(numbers) == 1 or len(numbers) * max(lengths[number] for number in numbers) <= max_tokens
+    assert batches == plan_batches(lengths, max_tokens, str(seed))
+
+
+def test_batches_pad_little_and_differ_from_pass_to_pass():
+    lengths = [20 + (37 * number) % 200 for number in range(1000)]
+    one, two = (plan_batches(lengths, 4096, seed) for seed in ("0/0", "0/1"))
+    padded = sum(len(numbers) * max(lengths[number] for number in numbers) for numbers in one)
+    assert padded < 1.1 * sum(lengths)
+    assert {tuple(numbers) for numbers in one} != {tuple(numbers) for numbers in two}
+
+
+def test_a_batch_pads_on_the_right():
+    batch = made_up_batch([[True] * 3, [False, True, True, False, True]])
+    assert batch.tokens_BT.dtype == torch.int64
+    assert batch.aux_hidden_BTA.shape == (2, 5, 36)
+    assert batch.loss_mask_BT.tolist() == [[True, True, True, False, False], [False, True, True, False, True]]
+    assert batch.last_hidden_BTH[0, 3:].eq(0).all()
+
+
+def golden_step() -> dict[str, object]:
+    """One float32 step of a wavy head on made-up conversations: loss, gradients' norms and the weights after it."""
+    torch.manual_seed(0)
+    head = wavy_head()
+    config = TrainConfig(draft_vocab_size=30, dtype="float32")
+    optimizer = torch.optim.AdamW(head.parameters(), 1e-3, (0.9, 0.95), weight_decay=0.0, fused=True)
+    run = Run(head, optimizer, 0, [])
+    batch: Batch = made_up_batch([[False] * 4 + [True] * 14, [False, True, True, True, False, False, True, True, True]], seed=1)
+    row = update(run, batch, tiny_vocabulary(), config, 1e-3)
+    sums = {
+        name: [float(weight.sum()), float(weight.norm())]
+        for name, weight in head.double().requires_grad_(False).named_parameters()
+    }
+    return {"metrics": row, "sum and norm of the weights after it": sums}
+
+
+def test_one_step_equals_the_golden():
+    golden = json.loads(GOLDEN.read_text())
+    made = golden_step()
+    for part, values in golden["step"].items():
+        assert made[part].keys() == values.keys()
+        for name, value in values.items():
+            assert made[part][name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+
+
+if __name__ == "__main__":
+    GOLDEN.parent.mkdir(exist_ok=True)
+    written = {"made by": "python -m tests.test_trainer", "step": golden_step()}
+    GOLDEN.write_text(json.dumps(written, indent=1) + "\n")
