@@ -1,0 +1,80 @@
+"""The whole loop, as a newcomer runs it: `eyas demo --quick` in processes of its own, twice."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+STAGES = ("prompts", "generate", "capture", "train", "eval", "export", "bench")
+
+
+def demo(output: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "eyas.cli.main", "demo", "--quick", "--output", str(output)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], subprocess.CompletedProcess[str], Path]:
+    """A first run, a second one into the same folder, and the folder."""
+    output = tmp_path_factory.mktemp("demo") / "out"
+    return demo(output), demo(output), output
+
+
+def figures(run: subprocess.CompletedProcess[str]) -> dict:
+    return json.loads(run.stdout.rstrip("\n").split("\n")[-1])
+
+
+def test_every_stage_runs_and_the_last_line_is_json(runs):
+    first, _, output = runs
+    assert first.returncode == 0, first.stderr
+    for stage in STAGES:
+        assert f"{stage:<9} done: {output}/{stage}-" in first.stderr
+    assert "sglang: nothing found" in first.stdout  # of the check
+    told = figures(first)
+    assert 1 <= told["tau"] <= 4
+    assert sum(told["accept_hist"]) > 0
+    assert told["tpot_ms_plain"] > 0
+    assert told["tpot_ms_eagle"] > 0
+    assert told["speedup"] == pytest.approx(told["tpot_ms_plain"] / told["tpot_ms_eagle"])
+    assert told["seconds"] > 0
+
+
+def test_speculation_changes_no_greedy_answer(runs):
+    told = figures(runs[0])
+    assert told["identical"] is True
+    assert told["num_identical"] == told["num_pairs"] == 4
+
+
+def test_the_report_is_one_file_that_needs_nothing_else(runs):
+    page = Path(figures(runs[0])["report"]).read_text(encoding="utf-8")
+    assert "<svg" in page
+    assert "src=" not in page
+    assert "<link" not in page
+
+
+def test_the_ledger_found_what_was_planted(runs):
+    prompts = next(runs[2].glob("prompts-*"))
+    ledger = json.loads((prompts / "ledger.json").read_text())
+    assert ledger["rows_in"] == ledger["rows_out"] + sum(ledger["dropped"].values())
+    assert json.loads((prompts / "manifest.json").read_text())["counts"]["masked"] > 0
+
+
+def test_the_head_leads_back_to_its_source_and_licence(runs):
+    command = [sys.executable, "-m", "eyas.cli.main", "lineage", str(next(runs[2].glob("export-*")))]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "source demo: CC0-1.0" in shown
+    assert all(stage in shown for stage in ("export", "train", "capture", "generate", "prompts"))
+
+
+def test_the_second_run_skips_and_says_so(runs):
+    first, second, output = runs
+    assert second.returncode == 0, second.stderr
+    for stage in STAGES:
+        assert f"{stage:<9} done already, skipped: {output}/{stage}-" in second.stderr
+    before, after = figures(first), figures(second)
+    del before["seconds"], after["seconds"]
+    assert before == after
