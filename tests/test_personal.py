@@ -47,7 +47,7 @@ NOT_FOUND = [
     "@pytest.fixture",
     "a @ b.com",
     "on 2023-11-05 10:30 or 05.11.2023",
-    "the 2015-2016 season",
+    "the 2015-2016 season, call it 1997 2017",
     "ISBN 978-3-16-148410-0",
     "pages 100-200 300",
     "numbers 10 20 30 40 50 60",

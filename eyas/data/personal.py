@@ -77,28 +77,7 @@ CARD_PATTERNS = [
 ]
 
 # Countries whose national numbering is tried; any country's number is found in international form or beside a cue.
-PHONE_REGIONS = (
-    "US",
-    "GB",
-    "IE",
-    "AU",
-    "NZ",
-    "ZA",
-    "IN",
-    "DE",
-    "AT",
-    "CH",
-    "FR",
-    "BE",
-    "NL",
-    "ES",
-    "IT",
-    "SE",
-    "FI",
-    "PL",
-    "BR",
-    "MX",
-)
+PHONE_REGIONS = ("US", "GB", "IE", "AU", "NZ", "ZA", "IN", "DE", "AT", "CH", "FR", "BE", "NL", "ES", "IT", "SE", "BR", "MX")
 PHONE = re.compile(
     r"(?<![\w#$€£+])(?<!\d[.,:/-])[+(]?\d(?:[ \u00a0().-]{0,2}\d){6,63}(?:\s?(?:x|ext\.?)\s?\d{1,6})?(?![\w%/]|[.,:-]\d)", re.I
 )
@@ -112,8 +91,10 @@ PHONE_FORM = re.compile(r"\(?0.*|(?:1[ .-]?)?\(?\d{3}\)?[ .-]?\d{3}[ .-]?\d{4}|\
 # Runs of digits that are something else: dates (with a time), spans of years, dotted quads, ISBN.
 NO_PHONE = re.compile(
     r"(?:19|20)\d\d[-. ]\d{1,2}[-. ]\d{1,2}(?: .*)?|\d{1,2}[-. ]\d{1,2}[-. ](?:19|20)\d\d(?: .*)?"
-    r"|\(?(?:1\d|20)\d\d ?- ?(?:1\d|20)\d\d|\d{1,3}(?:\.\d{1,3}){3}|97[89][ -].*"
+    r"|\(?(?:1\d|20)\d\d(?: |-| - )(?:1\d|20)\d\d|\d{1,3}(?:\.\d{1,3}){3}|97[89][ -].*"
 )
+# Where one number of a run may end and the next begin.
+PHONE_BREAK = re.compile(r"\d[).-]?[ \u00a0]|\d(?=[(+])")
 NEAR_BEFORE, NEAR_AFTER = 32, 12  # characters in which a cue counts
 
 
@@ -148,7 +129,7 @@ def phones(text: str, start: int, end: int) -> list[tuple[int, int]]:
 
     One begins where the run does, after a space, or with a bracket or plus; it ends where the next could begin.
     """
-    starts = [start, *(match.end() for match in re.compile(r"\d[).-]?[ \u00a0]|\d(?=[(+])").finditer(text, start, end))]
+    starts = [start, *(match.end() for match in PHONE_BREAK.finditer(text, start, end))]
     ends = [*(len(text[:begin].rstrip(" \u00a0.-")) for begin in starts[1:]), end]
     found: list[tuple[int, int]] = []
     for first, begin in enumerate(starts):
