@@ -15,7 +15,7 @@ import uvicorn
 from pydantic import BaseModel, ConfigDict
 from starlette.applications import Starlette
 
-from eyas.builtin import resolve_target
+from eyas.builtin import BUILTIN, resolve_head, resolve_target
 from eyas.chat import Chat
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.errors import ConfigError, EyasError
@@ -42,14 +42,15 @@ class ServeConfig(BaseModel):
 
     @property
     def served_model(self) -> str:
-        return self.model or Path(self.target).resolve().name
+        return self.model or ("eyas" if self.target == BUILTIN else Path(self.target).resolve().name)
 
 
 def build_app(config: ServeConfig) -> Starlette:
     """Load target, head and tokenizer into an application. Raises InputErrors for what does not fit together."""
     target = resolve_target(config.target)
     chat = Chat(target)
-    engine = Engine.load(target, config.head, dtype=config.dtype, config=config.engine)
+    head = None if config.head is None else resolve_head(config.head)
+    engine = Engine.load(target, head, dtype=config.dtype, config=config.engine)
     served = Served(config.served_model, config.dtype, config.head is not None, engine.max_length)
     return create_app(Worker(engine), chat, served)
 
