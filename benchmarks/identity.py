@@ -55,11 +55,10 @@ def report_difference(target: Target, request: Request, plain: list[int], eagle:
     """Where two outputs part, and how far apart the two best logits were there: a tie of rounding, or a fault?"""
     place = next(i for i, (a, b) in enumerate(zip(plain, eagle, strict=False)) if a != b)
     logits_V = target.logits(torch.tensor([[*request.prompt_ids, *plain[:place]]]))[0, -1]
-    best = logits_V.topk(2)
-    gap = float(best.values[0] - best.values[1])
-    print(
-        f"prompt {request.id} parts at token {place}: {plain[place]} and {eagle[place]}; two best {best.indices.tolist()}, gap {gap:.2e}"
-    )
+    best, second = logits_V.topk(2).values.tolist()
+    gap = best - second
+    parted = f"plain {plain[place]}, eagle {eagle[place]}"
+    print(f"prompt {request.id} parts at token {place}: {parted}; gap of the best two {gap:.2e}")
 
 
 if __name__ == "__main__":
