@@ -88,7 +88,8 @@ class Draft:
         cos, sin = self._rope(torch.from_numpy(positions.ravel()).to(self._device))
         places = torch.from_numpy(slots.ravel()).to(self._device)
         mask = None if mask is None else mask.to(self._device, self._dtype)
-        return Placement(first_row, *positions.shape, columns, cos, sin, places, mask)
+        B, N = positions.shape
+        return Placement(first_row, B, N, columns, cos, sin, places, mask)
 
     def propose(
         self, h_BH: torch.Tensor, first: Sequence[Candidates], lens: Sequence[int], growth: Growth, cache: KVCache

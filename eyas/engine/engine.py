@@ -318,4 +318,5 @@ class Engine:
         cos, sin = self.target.rope(torch.from_numpy(positions.ravel()).to(self.target.device))
         places = torch.from_numpy(slots.ravel()).to(self.target.device)
         mask = None if mask is None else mask.to(self.target.device, self.target.dtype)
-        return Placement(first_row, *positions.shape, columns, cos, sin, places, mask)
+        B, N = positions.shape
+        return Placement(first_row, B, N, columns, cos, sin, places, mask)

@@ -19,7 +19,9 @@ def accept(tokens: Sequence[int], parents: Sequence[int], draw: Callable[[int], 
     num_accepted_drafts is the length of the first; accept_length that of the second.
     """
     children = {(parents[node], tokens[node]): node for node in range(1, len(tokens))}
-    node, path, emitted = 0, [], []
+    node = 0
+    path: list[int] = []
+    emitted: list[int] = []
     while True:
         token = draw(node)
         emitted.append(token)

@@ -48,7 +48,8 @@ def tree_attention_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, 
     scores = q.double() @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     if mask is not None:
         scores = scores + mask.double()
-    return (scores.softmax(-1) @ v).to(q.dtype)
+    mixed: torch.Tensor = scores.softmax(-1) @ v
+    return mixed.to(q.dtype)
 
 
 def tree_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

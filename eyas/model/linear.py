@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-_HAS_ONEDNN = torch.backends.mkldnn.is_available()
-_HAS_MKL = torch.backends.mkl.is_available()
+_HAS_ONEDNN = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+_HAS_MKL = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
 
 
 class Linear:
