@@ -213,14 +213,15 @@ class Engine:
             return []
         trees = self._propose()
         paths, emitted, aux_hidden = self._verify(trees)
-        if aux_hidden is not None:
-            self._extend(paths, emitted, aux_hidden)
         updates = []
-        for running, path, tokens in zip(self._running, paths, emitted, strict=True):
-            running.cached_len += len(path) + 1
+        for running, tokens in zip(self._running, emitted, strict=True):
             taken = running.take(tokens, self._end_tokens)
             num_accepted_drafts = len(taken) - 1 if running.speculates else None
             updates.append(Update(running.request.id, taken, running.finish_reason, num_accepted_drafts))
+        if aux_hidden is not None and any(running.speculates and not running.finish_reason for running in self._running):
+            self._extend(paths, emitted, aux_hidden)
+        for running, path in zip(self._running, paths, strict=True):
+            running.cached_len += len(path) + 1
         for row in reversed(range(len(self._running))):
             if self._running[row].finish_reason is not None:
                 self._release(row)
