@@ -65,7 +65,7 @@ def running(engine, chat, has_head=False):
 
 @contextmanager
 def connected(url):
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30) as client:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300) as client:
         client.url = url
         yield client
 
@@ -416,7 +416,7 @@ def test_a_server_in_a_process_of_its_own(folder, truth):
     config = ServeConfig(target=str(folder), model=MODEL, port=0, engine=EngineConfig(max_length=MAX_LENGTH))
     with running_server(config) as url:
         body = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 24}
-        reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=30).json()
+        reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300).json()
         assert reply["choices"][0]["message"]["content"] == truth(max_tokens=24)[0]
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")

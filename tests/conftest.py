@@ -1,0 +1,15 @@
+"""What holds for all tests: one thread per process, and no test fails for being slow.
+
+Tiny models gain nothing from threads, and on a busy machine two threads that wait for each other at every operator are
+many times slower than one. Set before torch is imported, and inherited by the processes that tests start.
+"""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import settings
+
+os.environ["OMP_NUM_THREADS"] = "1"
+settings.register_profile("eyas", deadline=None)
+settings.load_profile("eyas")
