@@ -191,7 +191,7 @@ class Engine:
         logits = self.target.head(hidden_TH[-1:])
         running.cached_len = T
         self._running.append(running)
-        token = self._draw(running, logits, logits.argmax(-1).tolist(), 0, 0)
+        token = self._draw(running, logits, 0, 0)
         taken = running.take([token], self._end_tokens)
         if running.finish_reason is not None:
             self._release(row)
@@ -266,10 +266,9 @@ class Engine:
         tokens_M = torch.from_numpy(tokens.ravel()).to(self.target.device)
         hidden, aux_hidden = self.target.forward(tokens_M, at, self._cache, taps)
         logits = self.target.head(hidden)
-        greedy = logits.argmax(-1).tolist()
         paths, emitted, sources, destinations = [], [], [], []
         for b, (running, tree) in enumerate(zip(self._running, trees, strict=True)):
-            path, tokens_b = accept(tree.tokens, tree.parents, partial(self._draw, running, logits, greedy, b * N))
+            path, tokens_b = accept(tree.tokens, tree.parents, partial(self._draw, running, logits, b * N))
             paths.append(path)
             emitted.append(tokens_b)
             for place, node in enumerate(path, start=1):
@@ -306,11 +305,14 @@ class Engine:
             if running.speculates:
                 running.h, running.first = last[b], (ids[b], log_probs[b])
 
-    def _draw(self, running: _Running, logits: torch.Tensor, greedy: list[int], start: int, node: int) -> int:
-        """The target's next token at a node of a request whose nodes start at row `start` of logits [M, V]."""
+    def _draw(self, running: _Running, logits: torch.Tensor, start: int, node: int) -> int:
+        """The target's next token at a node of a request whose nodes start at row `start` of logits [M, V].
+
+        Asked for the nodes on the accepted path only: the argmax of all would cost more than a layer.
+        """
         params = running.request.params
         if params.temperature == 0:
-            return greedy[start + node]
+            return int(logits[start + node].argmax())
         return draw(adjusted_probs(logits[start + node], params), running.uniform())
 
     def _placement(
