@@ -52,7 +52,7 @@ class Draft:
         self._fc, self._lm_head = Linear(cast["fc.weight"]), Linear(cast["lm_head.weight"])
         self._norm = cast["norm.weight"]
         self._target_ids_W = (torch.arange(config.draft_vocab_size) + tensors["d2t"].cpu()).to(target.device)
-        self._rope = Rope(config, target.config.max_position_embeddings + 64, target.dtype, target.device)
+        self.rope = Rope(config, target.config.max_position_embeddings + 64, target.dtype, target.device)
         self._dtype, self._device = target.dtype, target.device
 
     def prepare(self, layer_rows: set[int], logit_rows: set[int]) -> None:
@@ -81,16 +81,6 @@ class Draft:
         best, ids = logits.float().log_softmax(-1).topk(tree_topk, dim=-1)
         return self._target_ids_W[ids].tolist(), best.tolist()
 
-    def placement(
-        self, first_row: int, columns: int, positions: np.ndarray, slots: np.ndarray, mask: torch.Tensor | None
-    ) -> Placement:
-        """positions and slots int64 [B, N]."""
-        cos, sin = self._rope(torch.from_numpy(positions.ravel()).to(self._device))
-        places = torch.from_numpy(slots.ravel()).to(self._device)
-        mask = None if mask is None else mask.to(self._device, self._dtype)
-        B, N = positions.shape
-        return Placement(first_row, B, N, columns, cos, sin, places, mask)
-
     def propose(
         self, h_BH: torch.Tensor, first: Sequence[Candidates], lens: Sequence[int], growth: Growth, cache: KVCache
     ) -> None:
@@ -116,7 +106,7 @@ class Draft:
             columns = max(lens) + seen_BkE.shape[2]
             positions = np.repeat(starts + level, k, axis=1)
             slots = rows + starts + level * k + np.arange(k)
-            at = self.placement(0, columns, positions, slots, prefix_mask(seen_BkE, lens, columns))
+            at = self.rope.place(0, columns, positions, slots, prefix_mask(seen_BkE, lens, columns))
             tokens = [[row.tokens[node] for node in frontier] for row, frontier in zip(first, frontiers, strict=True)]
             h = self.forward(torch.tensor(tokens, device=self._device).flatten(), h, at, cache)
             ids, log_probs = self.proposals(h, k)

@@ -31,7 +31,6 @@ from eyas.engine.verify import accept
 from eyas.errors import InputError
 from eyas.log import Track, quiet
 from eyas.model.attention import ancestor_matrix, prefix_mask
-from eyas.model.block import Placement
 from eyas.model.cache import KVCache
 from eyas.model.checkpoint import read_head
 from eyas.model.target import Target
@@ -186,7 +185,7 @@ class Engine:
         tokens_T = torch.tensor(request.prompt_ids)
         mask = prefix_mask(np.tri(T, dtype=bool)[None], [0], T)
         positions = np.arange(T)[None]
-        at = self._placement(row, T, positions, positions + row * self._cache.columns, mask)
+        at = self.target.rope.place(row, T, positions, positions + row * self._cache.columns, mask)
         hidden_TH, aux_hidden = self.target.forward(tokens_T.to(self.target.device), at, self._cache, taps)
         logits = self.target.head(hidden_TH[-1:])
         running.cached_len = T
@@ -198,7 +197,7 @@ class Engine:
         elif aux_hidden is not None and self.draft is not None and self._draft_cache is not None:
             shifted_T = torch.tensor([*request.prompt_ids[1:], token], device=self.target.device)
             slots = positions + row * self._draft_cache.columns
-            at = self.draft.placement(row, T, positions, slots, mask)
+            at = self.draft.rope.place(row, T, positions, slots, mask)
             h = self.draft.forward(shifted_T, self.draft.fuse(aux_hidden), at, self._draft_cache)[-1:]
             ids, log_probs = self.draft.proposals(h, self.config.tree_topk)
             running.h, running.first = h[0], (ids[0], log_probs[0])
@@ -261,7 +260,7 @@ class Engine:
         slots = np.arange(B, dtype=np.int64)[:, None] * self._cache.columns + starts + np.arange(N)
         whole = N == 1 and B == 1  # a lone token sees every column: no mask to read
         mask = None if whole else prefix_mask(seen_BNN, lens, columns)
-        at = self._placement(0, columns, starts + depths, slots, mask)
+        at = self.target.rope.place(0, columns, starts + depths, slots, mask)
         taps = self.draft.config.taps if self.draft is not None and N > 1 else None
         tokens_M = torch.from_numpy(tokens.ravel()).to(self.target.device)
         hidden, aux_hidden = self.target.forward(tokens_M, at, self._cache, taps)
@@ -295,7 +294,7 @@ class Engine:
         seen_BEE = np.broadcast_to(np.tri(E, dtype=bool), (B, E, E))
         positions = starts + np.arange(E)
         slots = rows * self._draft_cache.columns + positions
-        at = self.draft.placement(0, columns, positions, slots, prefix_mask(seen_BEE, lens, columns))
+        at = self.draft.rope.place(0, columns, positions, slots, prefix_mask(seen_BEE, lens, columns))
         features = aux_hidden[torch.from_numpy(rows), torch.from_numpy(nodes)].flatten(0, 1)
         tokens_M = torch.from_numpy(tokens.ravel()).to(self.target.device)
         h = self.draft.forward(tokens_M, self.draft.fuse(features), at, self._draft_cache)
@@ -314,12 +313,3 @@ class Engine:
         if params.temperature == 0:
             return int(logits[start + node].argmax())
         return draw(adjusted_probs(logits[start + node], params), running.uniform())
-
-    def _placement(
-        self, first_row: int, columns: int, positions: np.ndarray, slots: np.ndarray, mask: torch.Tensor | None
-    ) -> Placement:
-        cos, sin = self.target.rope(torch.from_numpy(positions.ravel()).to(self.target.device))
-        places = torch.from_numpy(slots.ravel()).to(self.target.device)
-        mask = None if mask is None else mask.to(self.target.device, self.target.dtype)
-        B, N = positions.shape
-        return Placement(first_row, B, N, columns, cos, sin, places, mask)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -43,15 +44,24 @@ class Placement:
 
 
 class Rope:
-    """The rotation table of a model: positions [M] -> cos and sin [M, 1, D]."""
+    """The rotation table of a model, and the placement of its forwards."""
 
     def __init__(self, config: DecoderConfig, length: int, dtype: torch.dtype, device: str) -> None:
         cos, sin = rope_table(config.rope, config.head_dim, length)
         sin[:, : config.head_dim // 2].neg_()  # rotate_half(x) * sin == roll(x, D/2) * sin with a negated first half
         self._cos, self._sin = (table.to(device, dtype).unsqueeze(1) for table in (cos, sin))
+        self._dtype, self._device = dtype, device
 
-    def __call__(self, positions_M: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._cos.index_select(0, positions_M), self._sin.index_select(0, positions_M)
+    def place(
+        self, first_row: int, columns: int, positions: np.ndarray, slots: np.ndarray, mask: torch.Tensor | None
+    ) -> Placement:
+        """The placement of B * N tokens: positions and slots int64 [B, N], mask as in Placement, in any dtype."""
+        positions_M = torch.from_numpy(positions.ravel()).to(self._device)
+        slots_M = torch.from_numpy(slots.ravel()).to(self._device)
+        cos, sin = self._cos.index_select(0, positions_M), self._sin.index_select(0, positions_M)
+        mask = None if mask is None else mask.to(self._device, self._dtype)
+        B, N = positions.shape
+        return Placement(first_row, B, N, columns, cos, sin, slots_M, mask)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

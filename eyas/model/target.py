@@ -81,10 +81,8 @@ class Target:
         Right padding is harmless: attention is causal. `taps` default to the three of EAGLE-3.
         """
         B, T = tokens_BT.shape
-        positions_T = torch.arange(T, device=self.device)
-        cos, sin = self.rope(positions_T.repeat(B))
-        mask = prefix_mask(np.tri(T, dtype=bool)[None], [0], T).to(self.device, self.dtype)
-        at = Placement(0, B, T, T, cos, sin, torch.arange(B * T, device=self.device), mask)
+        positions_BT, slots_BT = np.tile(np.arange(T), (B, 1)), np.arange(B * T).reshape(B, T)
+        at = self.rope.place(0, T, positions_BT, slots_BT, prefix_mask(np.tri(T, dtype=bool)[None], [0], T))
         hidden, aux_hidden = self.forward(tokens_BT.flatten(), at, self.new_cache(B, T), taps or self.config.default_taps)
         assert aux_hidden is not None
         return aux_hidden.view(B, T, -1), hidden.view(B, T, -1)
