@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from eyas.cli.main import COMMANDS, build
 from eyas.cli.options import override, read_run_file, stage_config, validated
 from eyas.cli.plan import estimated_prompt_tokens, plan
-from eyas.cli.run import RunConfig
+from eyas.cli.run import RunConfig, local_output
 from eyas.errors import ConfigError
 from eyas.records import Prompt
 from tests.stages import ending_target
@@ -303,11 +303,12 @@ class TestPlan:
         assert estimated_prompt_tokens(prompts, max_tokens=10) == (1 + 2) + (1 + 2 + 10 + 1)
 
     def test_features_of_an_8b_model_as_published(self):
-        assert plan(1, 0, 1, target_hidden_size=4096, dtype="bfloat16").feature_bytes == 8 * 4096 + 5
+        assert plan(1, 0, 1, bytes_per_token=8 * 4096 + 16).feature_bytes == 32_784
 
     def test_reads_a_run_file_and_prompts(self, made, tmp_path):
         run_file = tmp_path / "run.yaml"
-        run_file.write_text(f"target: {made.target}\ngenerate: {{max_tokens: 10}}\n")
+        sections = "prompts: {sources: [{path: p, licence: l}]}\ngenerate: {max_tokens: 10}\n"
+        run_file.write_text(f"target: {made.target}\noutput: out\n{sections}")
         shown = run_eyas("plan", run_file, "--prompts", made.prompts)
         assert shown.exit_code == 0, shown.output
         assert "400" in shown.stdout  # 40 answers of 10 tokens
@@ -331,6 +332,10 @@ class TestRunFiles:
         }
         with pytest.raises(ConfigError, match=r"capture\.target"):
             validated(RunConfig, content, "run.yaml")
+
+    def test_an_output_in_a_store_is_refused_before_any_work(self):
+        with pytest.raises(ConfigError, match="no folder of this machine"):
+            local_output("memory://run")
 
     def test_a_typo_in_a_section_is_named(self):
         content = {"target": "a", "output": "b", "prompts": {"sources": [{"path": "p", "licence": "l"}]}, "trian": {}}

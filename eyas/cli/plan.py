@@ -1,6 +1,6 @@
 """`eyas plan`: what a run will need before anything runs. Knows sizes, no speeds: those depend on the machine.
 
-An upper bound: every answer is counted at its full `max_tokens`, and no row is dropped.
+An upper bound: every answer is counted at its full `max_tokens`, no row is dropped, and no two turns share their beginning.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from rich.table import Table
 
 from eyas.artifact import Artifact
 from eyas.builtin import resolve_target
-from eyas.cli.options import read_run_file
-from eyas.errors import ConfigError
+from eyas.cli.options import read_run_file, validated
+from eyas.cli.run import RunConfig
 from eyas.model.config import TargetConfig
 from eyas.records import Prompt
+from eyas.shards import FeatureMeta
 
 CHARACTERS_PER_TOKEN = 4  # English under a vocabulary of 32 k or more; a small vocabulary needs more tokens
-BYTES_PER_VALUE = {"float32": 4, "bfloat16": 2, "float16": 2}
-BYTES_PER_TOKEN_IDS_AND_MASK = 4 + 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,14 +34,10 @@ class Plan:
     feature_bytes: int
 
 
-def plan(num_answers: int, num_prompt_tokens: int, max_tokens: int, target_hidden_size: int, dtype: str) -> Plan:
-    """Totals from counts: each token stores three taps and the last hidden state, 4 * Ht values, its id and its mask.
-
-    `num_prompt_tokens` is the sum over all answers, so a prompt counts once for each answer that follows it.
-    """
+def plan(num_answers: int, num_prompt_tokens: int, max_tokens: int, bytes_per_token: int) -> Plan:
+    """Totals from counts. `num_prompt_tokens` is the sum over all answers: a prompt counts once for each that follows it."""
     num_answer_tokens = num_answers * max_tokens
-    per_token = 4 * target_hidden_size * BYTES_PER_VALUE[dtype] + BYTES_PER_TOKEN_IDS_AND_MASK
-    return Plan(num_answers, num_prompt_tokens, num_answer_tokens, (num_prompt_tokens + num_answer_tokens) * per_token)
+    return Plan(num_answers, num_prompt_tokens, num_answer_tokens, (num_prompt_tokens + num_answer_tokens) * bytes_per_token)
 
 
 def estimated_prompt_tokens(prompts: list[Prompt], max_tokens: int) -> int:
@@ -64,23 +59,24 @@ def command(
     characters: Annotated[int, typer.Option(help="without one: characters in a prompt")] = 400,
 ) -> None:
     """Print the tokens and bytes that a run file will need, as upper bounds."""
-    content = read_run_file(run_file)
-    if "target" not in content:
-        raise ConfigError(f"{run_file} names no target", "write `target: FOLDER` at its top")
-    target = TargetConfig.from_folder(resolve_target(str(content["target"])))
-    max_tokens = int((content.get("generate") or {}).get("max_tokens", 128))
-    dtype = str((content.get("capture") or {}).get("dtype", "float32"))
-    if dtype not in BYTES_PER_VALUE:
-        raise ConfigError(f"capture.dtype: {dtype} is unknown", f"one of {', '.join(BYTES_PER_VALUE)}")
+    config = validated(RunConfig, read_run_file(run_file), str(run_file))
+    target = TargetConfig.from_folder(resolve_target(config.target))
+    features = FeatureMeta(
+        taps=target.default_taps,
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        lm_head_sha256="",
+        dtype=config.capture.store_dtype,
+    )
+    max_tokens = config.generate.max_tokens
     if prompts:
         artifact = Artifact(prompts)
         artifact.manifest("prompts")
         rows = [Prompt.from_json(row) for row in artifact.read_jsonl("prompts.jsonl")]
     else:
         rows = [Prompt(str(index), "", "", ("x" * characters,)) for index in range(num_prompts)]
-    needed = plan(
-        sum(len(row.turns) for row in rows), estimated_prompt_tokens(rows, max_tokens), max_tokens, target.hidden_size, dtype
-    )
+    num_answers = sum(len(row.turns) for row in rows)
+    needed = plan(num_answers, estimated_prompt_tokens(rows, max_tokens), max_tokens, features.bytes_per_token)
     table = Table("needed at most", "", title=str(run_file))
     table.add_row("answers", f"{needed.num_answers:,}")
     table.add_row("prompt tokens", f"{needed.num_prompt_tokens:,}")

@@ -138,9 +138,10 @@ def run(content: dict[str, Any], command_line: str) -> None:
     """
     started = time.monotonic()
     config = validated(RunConfig, content, command_line)
-    made = run_stages(config)
+    root = local_output(config.output)
+    made = run_stages(config, root)
     summary = made.bench.read_json("summary.json")
-    report = write_report(f"{config.output}/report.html", contents(made, command_line))
+    report = write_report(f"{root}/report.html", contents(made, command_line))
     seconds = time.monotonic() - started
     show_table(summary)
     print(f"report: {report}")
@@ -158,9 +159,20 @@ def contents(made: Made, command_line: str) -> Contents:
     )
 
 
-def run_stages(config: RunConfig) -> Made:
-    """Do, or find done, every stage of a run. Raises what the stages raise."""
-    target, root = config.target, config.output
+def local_output(url: str) -> str:
+    """The path of a run's output. Raises ConfigError, before any work, for one in an object store."""
+    path = Artifact(url).local_path("")
+    if path is None:
+        raise ConfigError(
+            f"output: {url} is no folder of this machine",
+            "a run serves the head that it made: give a path, or run the stages one by one into a store",
+        )
+    return path.rstrip("/")
+
+
+def run_stages(config: RunConfig, root: str) -> Made:
+    """Do, or find done, every stage of a run, into folders below `root`. Raises what the stages raise."""
+    target = config.target
     prompts = perform(
         "prompts", StageFolder(root, "prompts"), lambda output, track: make_prompts(config.prompts, output, track)
     )
@@ -182,17 +194,14 @@ def run_stages(config: RunConfig) -> Made:
         lambda output, track: export(config.export, target, head, output, track, evaluation),
     )
     folders = [check_form(exported, form, target) for form in config.export.forms]
-    measured = serve_and_bench(config, prompts, exported, folders[0])
+    measured = serve_and_bench(config, root, prompts, exported, folders[0])
     return Made(prompts, answers, features, head, evaluation, exported, measured)
 
 
 def check_form(exported: Artifact, form: str, target: str) -> str:
     """The local folder of one exported form, after showing what `eyas check` finds. Raises MismatchError for an error."""
     folder = exported.local_path(form)
-    if folder is None:
-        raise ConfigError(
-            f"output: {exported.url} is no folder of this machine", "check, serve and bench need one: give a path"
-        )
+    assert folder is not None, "a run's output is a folder of this machine"
     findings = check(folder, target)
     show(findings, folder)
     if any(finding.level == "error" for finding in findings):
@@ -200,13 +209,13 @@ def check_form(exported: Artifact, form: str, target: str) -> str:
     return folder
 
 
-def serve_and_bench(config: RunConfig, prompts: Artifact, exported: Artifact, head: str) -> Artifact:
+def serve_and_bench(config: RunConfig, root: str, prompts: Artifact, exported: Artifact, head: str) -> Artifact:
     """Serve the exported head in a process of its own and measure it; no server starts when that is done already."""
     served = config.serve.model_copy(update={"head": head, "port": 0})
     made = {"head": exported.manifest(), "serve": serve_manifest(served)}
-    questions = config.bench.prompts or held_out_prompts(prompts, config.capture.held_out_share, config.output)
+    questions = config.bench.prompts or held_out_prompts(prompts, config.capture.held_out_share, root)
     asked = BenchConfig(**{**dict(config.bench), "prompts": questions})
-    output = Artifact(f"{config.output}/bench-{bench_identity(asked, made)[:IDENTITY_DIGITS]}")
+    output = Artifact(f"{root}/bench-{bench_identity(asked, made)[:IDENTITY_DIGITS]}")
     if output.is_done():
         return perform("bench", output, lambda artifact, track: bench(asked, artifact, track, made))
     with running_server(served) as url:
