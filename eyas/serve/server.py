@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 import uvicorn
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.applications import Starlette
 
 from eyas.builtin import BUILTIN, resolve_head, resolve_target
@@ -28,7 +29,11 @@ log = logging.getLogger("eyas.serve")
 
 
 class ServeConfig(BaseModel):
-    """What is served, how precisely, and where. Port 0 takes a free one."""
+    """What is served, how precisely, and where. Port 0 takes a free one.
+
+    threads: of the engine on a CPU, by default torch's own choice, all cores. On few cores a small model is served faster with
+    one thread less: two that wait for each other at every operator are held up by the event loop and the clients.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -38,6 +43,7 @@ class ServeConfig(BaseModel):
     model: str | None = None  # the name in requests; by default that of the target's folder
     host: str = "127.0.0.1"
     port: int = 8000
+    threads: int | None = Field(None, ge=1)
     engine: EngineConfig = EngineConfig()
 
     @property
@@ -47,6 +53,8 @@ class ServeConfig(BaseModel):
 
 def build_app(config: ServeConfig) -> Starlette:
     """Load target, head and tokenizer into an application. Raises InputErrors for what does not fit together."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
     target = resolve_target(config.target)
     chat = Chat(target)
     head = None if config.head is None else resolve_head(config.head)
