@@ -97,7 +97,7 @@ def test_computes_what_the_engines_draft_computes(tmp_path):
     positions = torch.arange(6).numpy()[None]
     mask = torch.full((6, 6), float("-inf")).triu(1)[None, None]
     with torch.no_grad():
-        at = draft.placement(0, 6, positions, positions, mask)
+        at = draft.rope.place(0, 6, positions, positions, mask)
         theirs = draft.forward(tokens_T[1:], draft.fuse(aux_hidden[0, :6]), at, draft.new_cache(1, 8))
         ours, _ = head(target.embed_tokens[tokens_T[1:]][None], head.fuse(aux_hidden[:, :6]))
     torch.testing.assert_close(ours[0], theirs, rtol=1e-4, atol=1e-5)
