@@ -53,7 +53,6 @@ class Client:
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._timeout_s = timeout_s
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         headers = {"accept-encoding": "identity"}
         self._http = httpx.AsyncClient(base_url=self.url, timeout=timeout_s, limits=limits, headers=headers, trust_env=False)

@@ -19,7 +19,6 @@ class Linear:
     """y = x W^T + b for x [M, in], W [out, in], b [out] or None, all of one dtype and device."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.out_features, self.in_features = weight.shape
         self.bias = bias
         self._weight = weight
         self._packed_by_rows: dict[int, torch.Tensor] = {}
