@@ -1,0 +1,94 @@
+"""The tokens of one forward and where they sit in a paged cache. Knows no model and no request.
+
+A request's keys and values lie in columns 0, 1, 2, ... of its own; column c is slot page_table[b, c // page_size] *
+page_size + c % page_size. A row sees a dense prefix of its request's columns and, behind it, the columns of its tree that
+its bits name:
+
+    columns   first_column ....... prefix_len-1 | prefix_len + 0, + 1, ... + 63
+    row m     all seen                          | those whose bit is set in seen[m], its own among them
+
+A token of a prompt sees its prefix with itself (prefix_len = column + 1, no bits); a node of a tree its ancestors' bits.
+Read in this order, prefix first and bits ascending, a row's keys stand in the order of plain decoding.
+
+Letters: M rows, B requests, P pages of the longest request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+MAX_TREE_COLUMNS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The M rows of one forward, on the device of the model. All int64 [M], but page_table int32 [B, P].
+
+    request: the row's line of page_table. position: of the rotation. slot: where its key and value are written. seen holds 64
+    bits as a signed number. first_column is 0 for a target; a draft has no entry in column 0.
+    """
+
+    token: torch.Tensor
+    request: torch.Tensor
+    position: torch.Tensor
+    slot: torch.Tensor
+    prefix_len: torch.Tensor
+    seen: torch.Tensor
+    page_table: torch.Tensor
+    first_column: int = 0
+
+    def __len__(self) -> int:
+        return len(self.token)
+
+
+def slots_of(page_table: np.ndarray, request: np.ndarray, column: np.ndarray, page_size: int) -> np.ndarray:
+    """The slots int64 of columns [...] of requests [...] under an int32 [B, P] page table."""
+    slots: np.ndarray = page_table[request, column // page_size].astype(np.int64) * page_size + column % page_size
+    return slots
+
+
+def prompt_rows(
+    tokens: Sequence[Sequence[int]],
+    starts: Sequence[int],
+    page_table: np.ndarray,
+    page_size: int,
+    device: str,
+    first_column: int = 0,
+) -> Rows:
+    """Rows of consecutive tokens: those of request b go to columns starts[b], starts[b] + 1, ... and see all before them.
+
+    With first_column 1, the draft's entries: column c is rotated by c - 1, the position of its feature.
+    """
+    lens = np.asarray([len(row) for row in tokens], dtype=np.int64)
+    request = np.repeat(np.arange(len(lens), dtype=np.int64), lens)
+    ends = np.cumsum(lens)
+    column = np.arange(ends[-1], dtype=np.int64) + np.repeat(np.asarray(starts, dtype=np.int64) - (ends - lens), lens)
+    token = np.concatenate([np.asarray(row, dtype=np.int64) for row in tokens])
+    slot = slots_of(page_table, request, column, page_size)
+    seen = np.zeros(len(column), dtype=np.int64)
+    return rows_of(token, request, column - first_column, slot, column + 1, seen, page_table, device, first_column)
+
+
+def rows_of(
+    token: np.ndarray,
+    request: np.ndarray,
+    position: np.ndarray,
+    slot: np.ndarray,
+    prefix_len: np.ndarray,
+    seen: np.ndarray,
+    page_table: np.ndarray,
+    device: str,
+    first_column: int = 0,
+) -> Rows:
+    """Rows from arrays (int64, contiguous), moved to the device."""
+
+    def moved(array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if device == "cpu" else tensor.to(device, non_blocking=True)
+
+    arrays = (token, request, position, slot, prefix_len, seen, page_table)
+    return Rows(*map(moved, arrays), first_column)
