@@ -132,13 +132,18 @@ class TargetConfig(DecoderConfig):
 class HeadConfig(DecoderConfig):
     """A draft head in our own, self-describing form (`eyas_head.json` beside the tensors).
 
-    `vocab_size` is the target's V; `draft_vocab_size` is W. `taps` are after_layer indices of the target.
+    `vocab_size` is the target's V; `draft_vocab_size` is W. `taps` are after_layer indices of the target. The flags are
+    variants of the layer that published heads are trained with.
     """
 
     draft_vocab_size: int
     target_hidden_size: int
     taps: Taps
     target_lm_head_sha256: str = ""
+    norm_before_residual: bool = False  # the residual is taken after hidden_norm
+    norm_before_fc: bool = False  # input_norm over the three features together
+    fc_norm: bool = False  # fc_norm.{0,1,2} over each of the three features
+    norm_output: bool = False  # what is fed back is the output after `norm`
 
     @classmethod
     def for_target(cls, target: TargetConfig, draft_vocab_size: int, taps: Taps | None = None) -> HeadConfig:
