@@ -1,67 +1,129 @@
-"""Attention of N new tokens over a dense prefix and over each other by ancestry. Pure functions; know no cache.
+"""Attention of the rows of a forward over a paged cache: a dense prefix, then a tree by ancestry. Knows no layer.
 
-A request's keys are the columns [0, len) of its prefix, which every new token sees, then the N new tokens, of which a
-token sees its ancestors and itself:
+    plan = attention_plan(rows, page_size)      once a forward: what every layer has in common
+    mixed = tree_attention(q, kv, plan)         per layer
 
-    columns   0 ......... len-1 | len .. len+N-1
-    node n    all seen          | ancestors of n, and n
+Which columns a row sees, `Rows` says. A row that sees nothing gets zeros. Here are the definition (float64, one row after
+the other) and the path by torch operators, for any device.
 
-Letters: B batch, N new tokens (tree nodes), E columns after the prefix, C columns, Hq and Hk query and key heads,
-D head dimension.
+Letters: M rows, B requests, N rows of one request, C columns, Hq and Hk query and key heads, D head dimension.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-
-def ancestor_matrix(parents: Sequence[int]) -> np.ndarray:
-    """[N, N] bool: row n is True at n and at its ancestors. parents[n] < n, and -1 for a node that has none."""
-    seen = np.eye(len(parents), dtype=bool)
-    for node, parent in enumerate(parents):
-        if parent >= 0:
-            seen[node] |= seen[parent]
-    return seen
+from eyas.model.rows import MAX_TREE_COLUMNS, Rows
 
 
-def prefix_mask(seen_BNE: np.ndarray, prefix_lens: Sequence[int], columns: int) -> torch.Tensor:
-    """[B, 1, N, C] additive fp32 mask (0 seen, -inf hidden): all of each prefix, then E columns as `seen_BNE` (bool) says.
+class AttentionPlan(Protocol):
+    """What the layers of one forward have in common."""
 
-    E is N, or more when earlier tree levels lie between the prefix and the new tokens.
+    def attend(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        """As `tree_attention`."""
+
+
+def attention_plan(rows: Rows, page_size: int) -> AttentionPlan:
+    """The plan of a forward over these rows, for the device they are on."""
+    return TorchPlan.of(rows, page_size)
+
+
+def tree_attention(q: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+    """q [M, Hq, D], kv [num_slots, 2, Hk, D] (a layer of a cache, the rows' own entries written) -> [M, Hq, D]."""
+    return plan.attend(q, kv)
+
+
+def tree_attention_reference(q: torch.Tensor, kv: torch.Tensor, rows: Rows, page_size: int) -> torch.Tensor:
+    """The definition: softmax(q k^T / sqrt(D)) v over the columns that a row sees. The result is float64."""
+    M, Hq, D = q.shape
+    mixed = torch.empty(M, Hq, D, dtype=torch.float64, device=q.device)
+    for m in range(M):
+        prefix_len, bits, pages = int(rows.prefix_len[m]), int(rows.seen[m]), rows.page_table[int(rows.request[m])].tolist()
+        columns = list(range(rows.first_column, prefix_len))
+        columns += [prefix_len + e for e in range(MAX_TREE_COLUMNS) if bits >> e & 1]
+        slots = [pages[column // page_size] * page_size + column % page_size for column in columns]
+        k, v = kv[slots].double().repeat_interleave(Hq // kv.shape[2], 2).unbind(1)
+        scores = torch.einsum("hd,chd->hc", q[m].double(), k) * D**-0.5
+        mixed[m] = torch.einsum("hc,chd->hd", scores.softmax(-1), v)
+    return mixed
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """The b requests of a forward that have the same number of rows: each one's columns are gathered once.
+
+    rows int64 [b * N]: their places among the M. slots int64 [b * C]. mask bool [b, 1, N, C], True where seen.
     """
-    B, N, E = seen_BNE.shape
-    mask = np.full((B, 1, N, columns), -np.inf, dtype=np.float32)
-    for b, length in enumerate(prefix_lens):
-        mask[b, 0, :, :length] = 0
-        mask[b, 0, :, length : length + E][seen_BNE[b]] = 0
-    return torch.from_numpy(mask)
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+    mask: torch.Tensor
+
+    def attend(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        """q [M, Hq, D] -> [b * N, Hq, D]. The heads of a group are queries beside each other: keys are never repeated."""
+        b, _, N, C = self.mask.shape
+        _, Hq, D = q.shape
+        Hk = kv.shape[2]
+        group = Hq // Hk
+        wide_q = q.index_select(0, self.rows).view(b, N, Hk, group, D).permute(0, 2, 3, 1, 4).reshape(b, Hk, group * N, D)
+        k, v = kv.index_select(0, self.slots).view(b, C, 2, Hk, D).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(wide_q, k, v, attn_mask=self.mask.repeat(1, 1, group, 1))
+        return mixed.view(b, Hk, group, N, D).permute(0, 3, 1, 2, 4).reshape(b * N, Hq, D)
 
 
-def tree_attention_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """The plain definition: softmax(q k^T / sqrt(D) + mask) v, in float64. Shapes as in `tree_attention`."""
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1).double(), v.repeat_interleave(group, 1).double()
-    scores = q.double() @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-    if mask is not None:
-        scores = scores + mask.double()
-    mixed: torch.Tensor = scores.softmax(-1) @ v
-    return mixed.to(q.dtype)
+@dataclass(frozen=True, slots=True)
+class TorchPlan:
+    """Torch operators on any device. Planning reads the rows on the host."""
+
+    buckets: tuple[_Bucket, ...]
+
+    @classmethod
+    def of(cls, rows: Rows, page_size: int) -> TorchPlan:
+        request, seen = rows.request.cpu().numpy(), rows.seen.cpu().numpy()
+        ends = rows.prefix_len.cpu().numpy() + _bit_lengths(seen)
+        order = np.argsort(request, kind="stable")
+        _, starts, counts = np.unique(request[order], return_index=True, return_counts=True)
+        is_tree = np.logical_or.reduceat(seen[order] != 0, starts)
+        # Trees and prompts of one size stay apart: the bits of a long prompt's mask need not be looked at.
+        kinds = 2 * counts + is_tree
+        buckets = []
+        for kind in np.unique(kinds):
+            places = order[starts[kinds == kind, None] + np.arange(kind // 2)]
+            buckets.append(_bucket(rows, page_size, places, ends[places].max(1), with_tree=bool(kind % 2)))
+        return cls(tuple(buckets))
+
+    def attend(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        mixed = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for bucket in self.buckets:
+            mixed.index_copy_(0, bucket.rows, bucket.attend(q, kv))
+        return mixed
 
 
-def tree_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """q [B, Hq, N, D], k and v [B, Hk, C, D], mask [B or 1, 1, N, C] additive or None (all seen) -> [B, Hq, N, D].
+def _bit_lengths(seen: np.ndarray) -> np.ndarray:
+    """Of int64 [M], read as 64 bits without a sign: 1 + the place of the highest bit set, or 0."""
+    bits = np.unpackbits(seen.astype("<i8").view(np.uint8).reshape(-1, 8), axis=1, bitorder="little")
+    lengths: np.ndarray = (bits * np.arange(1, MAX_TREE_COLUMNS + 1)).max(1)
+    return lengths
 
-    Query heads of a group share a key head: they are laid beside each other as Hq / Hk * N queries of one head, so keys
-    are never repeated in memory.
-    """
-    B, Hq, N, D = q.shape
-    group = Hq // k.shape[1]
-    if group == 1:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    grouped = q.reshape(B, k.shape[1], group * N, D)
-    wide = None if mask is None else mask.repeat(1, 1, group, 1)
-    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=wide).view(B, Hq, N, D)
+
+def _bucket(rows: Rows, page_size: int, places: np.ndarray, ends: np.ndarray, with_tree: bool) -> _Bucket:
+    """places int64 [b, N] of the rows; ends int64 [b], one behind the last column that is seen of each request."""
+    device = rows.page_table.device
+    columns = torch.arange(int(ends.max()), device=device)
+    places_bN = torch.from_numpy(places).to(device)
+    pages = rows.page_table[rows.request[places_bN[:, 0]]]
+    slots = pages[:, columns // page_size].long() * page_size + columns % page_size
+    # What a page table holds behind a request's last page is nobody's; any valid slot will do there.
+    slots.masked_fill_(columns >= torch.from_numpy(ends).to(device)[:, None], 0)
+    prefix_len, seen = rows.prefix_len[places_bN][..., None], rows.seen[places_bN][..., None]
+    mask = (columns >= rows.first_column) & (columns < prefix_len)
+    if with_tree:
+        e = columns - prefix_len
+        in_tree = (e >= 0) & (e < MAX_TREE_COLUMNS)
+        mask |= in_tree & (seen >> e.clamp(0, MAX_TREE_COLUMNS - 1) & 1).bool()
+    return _Bucket(places_bN.flatten(), slots.flatten(), mask[:, None])
