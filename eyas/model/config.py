@@ -100,8 +100,12 @@ class TargetConfig(DecoderConfig):
         family = config.get("model_type")
         if family not in FAMILIES:
             raise MismatchError(f"{folder} is a {family!r} model", f"supported targets: {', '.join(FAMILIES.values())} (dense)")
-        if family != "llama" and config.get("use_sliding_window", family == "mistral") and config.get("sliding_window"):
-            raise MismatchError(f"{folder} uses sliding-window attention", "use a checkpoint with full attention")
+        window, length = config.get("sliding_window"), config.get("max_position_embeddings", 2048)
+        if family != "llama" and config.get("use_sliding_window", family == "mistral") and window and window < length:
+            raise MismatchError(
+                f"{folder} uses sliding-window attention: {window} tokens of a context of {length}",
+                f"use a checkpoint with full attention, or set max_position_embeddings to {window} in its config.json",
+            )
         heads = config["num_attention_heads"]
         bias = bool(config.get("attention_bias", False))
         generation = Path(folder) / "generation_config.json"
@@ -117,7 +121,7 @@ class TargetConfig(DecoderConfig):
             head_dim=config.get("head_dim") or config["hidden_size"] // heads,
             vocab_size=config["vocab_size"],
             rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-            max_position_embeddings=config.get("max_position_embeddings", 2048),
+            max_position_embeddings=length,
             rope=RopeConfig.from_hf(config),
             tie_word_embeddings=config.get("tie_word_embeddings", False),
             attention_bias=family == "qwen2" or bias,
@@ -144,6 +148,7 @@ class HeadConfig(DecoderConfig):
     norm_before_fc: bool = False  # input_norm over the three features together
     fc_norm: bool = False  # fc_norm.{0,1,2} over each of the three features
     norm_output: bool = False  # what is fed back is the output after `norm`
+    own_rope: bool = False  # it was trained with another rotary embedding than its target's, and says so
 
     @classmethod
     def for_target(cls, target: TargetConfig, draft_vocab_size: int, taps: Taps | None = None) -> HeadConfig:
