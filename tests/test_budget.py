@@ -1,0 +1,116 @@
+"""The node budget: the fast choice, the plain one, and brute force over all trees agree."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eyas.engine.budget import choose, choose_plainly, most_probable, values_by_depth
+
+
+def forest(rng: np.random.Generator, B: int, k: int, num_levels: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Path probabilities [B, C], parents [B, C], depths [C] in the layout of proposals; coarse, so that ties are common."""
+    C = k + num_levels * k * k
+    depths = np.array([1] * k + [2 + level for level in range(num_levels) for _ in range(k * k)], dtype=np.int32)
+    parents = np.full((B, C), -1, dtype=np.int32)
+    probs = rng.choice([0.05, 0.3, 0.6, 1.0], size=(B, C))
+    for level in range(num_levels):
+        start = 0 if level == 0 else k + (level - 1) * k * k
+        for b in range(B):
+            frontier = rng.choice(np.arange(start, k + level * k * k), k, replace=False)
+            parents[b, k + level * k * k : k + (level + 1) * k * k] = np.repeat(frontier, k)
+        new = slice(k + level * k * k, k + (level + 1) * k * k)
+        probs[:, new] *= np.take_along_axis(probs, parents[:, new].astype(np.int64), 1)
+    return probs, parents, depths
+
+
+def costs(rng: np.random.Generator, num_nodes: int) -> np.ndarray:
+    return 1.0 + np.cumsum(rng.choice([0.0, 0.02, 0.3], size=num_nodes + 1))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.integers(0, 3),
+    st.integers(1, 12),
+    st.sampled_from([None, 0.5, 2.0]),
+)
+def test_fast_and_plain_agree_and_the_tree_is_connected(seed, B, k, num_levels, max_nodes, rate):
+    rng = np.random.default_rng(seed)
+    probs, parents, _ = forest(rng, B, k, num_levels)
+    ms = costs(rng, int(rng.integers(0, 40)))
+    num_tokens = B + int(rng.integers(0, 3))
+    choice = choose(probs, ms, num_tokens, 0.3, max_nodes, rate)
+    kept, tokens, predicted_ms = choose_plainly(probs.tolist(), ms.tolist(), num_tokens, 0.3, max_nodes, rate)
+    assert {(int(b), int(c)) for b, c in zip(*choice.kept.nonzero(), strict=True)} == kept
+    assert (choice.num_nodes, choice.expected_tokens) == (len(kept), pytest.approx(tokens))
+    assert choice.predicted_ms == pytest.approx(predicted_ms)
+    assert choice.kept.sum(1).max() <= max_nodes
+    assert all(parents[b, c] < 0 or (int(b), int(parents[b, c])) in kept for b, c in kept)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 2), st.sampled_from([None, 0.7]))
+def test_no_other_connected_tree_is_worth_more(seed, B, rate):
+    rng = np.random.default_rng(seed)
+    probs, parents, _ = forest(rng, B, 2, 1 if B == 2 else 2)  # 6 candidates each, or 10
+    ms = costs(rng, probs.size)
+
+    def worth(tokens: float, cost: float) -> float:
+        return tokens / cost if rate is None else tokens - rate * cost
+
+    choice = choose(probs, ms, B, 0.2, rate=rate)
+    best = 0.0
+    for bits in product([False, True], repeat=probs.size):
+        kept = np.array(bits).reshape(probs.shape)
+        above = np.take_along_axis(kept, np.maximum(parents, 0).astype(np.int64), 1) | (parents < 0)
+        if (kept <= above).all():
+            best = max(best, worth(B + probs[kept].sum(), ms[kept.sum()] + 0.2))
+    assert worth(choice.expected_tokens, choice.predicted_ms) == pytest.approx(best)
+
+
+def test_zero_nodes_when_they_cost_more_than_they_bring():
+    probs = np.array([[0.9, 0.8, 0.7]])
+    assert choose(probs, np.array([1.0, 2.5, 4.0, 5.5]), 1).num_nodes == 0
+    assert choose(probs, np.ones(4), 1).num_nodes == 3
+
+
+def test_one_budget_goes_where_the_probability_is():
+    probs = np.array([[0.9, 0.8, 0.7, 0.6], [0.2, 0.1, 0.1, 0.1]])
+    choice = choose(probs, 1.0 + 0.2 * np.arange(9), 2)
+    assert choice.kept.tolist() == [[True, True, True, True], [False] * 4]
+
+
+def test_a_known_rate_stops_where_a_node_earns_less_than_the_average_round():
+    probs = np.array([[0.4, 0.3, 0.1]])
+    ms = 1.0 + 0.25 * np.arange(4)
+    assert choose(probs, ms, 1).num_nodes == 2  # this round alone earns 1.13/ms, and 0.3 tokens for 0.25 ms raise it
+    assert choose(probs, ms, 1, rate=2.0).num_nodes == 0
+
+
+def test_the_length_of_the_costs_limits_the_nodes():
+    assert choose(np.full((4, 8), 0.5), np.ones(6), 4).num_nodes == 5
+
+
+def test_nothing_to_choose_from():
+    assert choose(np.zeros((2, 0)), np.ones(1), 2).kept.shape == (2, 0)
+
+
+def test_fixed_size_keeps_the_best_of_each_request():
+    scores = np.log(np.array([[0.5, 0.3, 0.5, 0.2], [0.1, 0.2, 0.05, 0.2]]))
+    assert most_probable(scores, 2).tolist() == [[True, False, True, False], [False, True, False, True]]
+
+
+def test_deeper_trees_are_never_worth_less():
+    rng = np.random.default_rng(3)
+    probs, _, depths = forest(rng, 3, 2, 3)
+    values = values_by_depth(probs, depths, costs(rng, 30), 0.8)
+    assert len(values) == 5
+    assert values[0] == 0
+    assert (np.diff(values) >= -1e-12).all()
+    whole = choose(probs, costs(np.random.default_rng(3), 30), 0, rate=0.8)
+    assert whole.expected_tokens >= 0

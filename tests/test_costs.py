@@ -1,0 +1,157 @@
+"""The cost table: curves, measuring against a false clock, the file, and the correction while running."""
+
+import json
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eyas.engine.costs import Correction, CostIdentity, CostTable, Curve, kept_or_measured, measure, monotone
+
+IDENTITY = CostIdentity("target", "head", "bfloat16", "cpu of a kind", 2, "2.13.0", True)
+
+
+class FalseClock:
+    """Seconds that pass only when some work is done."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.calls: list[tuple[str, int]] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def work(self, name: str, ms_of_rows):
+        def run(rows: int) -> None:
+            self.calls.append((name, rows))
+            self.now += ms_of_rows(rows, len(self.calls)) / 1e3
+
+        return run
+
+
+def table(scale: float = 1.0) -> CostTable:
+    return CostTable(Curve([1, 8], [scale, 2 * scale]), Curve([1, 8], [0.1, 0.2]), Curve([1, 8], [0.2, 0.4]))
+
+
+def test_curve_goes_through_its_points_and_straight_on():
+    curve = Curve([1, 4, 8, 16], [1.0, 1.0, 2.0, 4.0])
+    assert [curve(rows) for rows in (0, 1, 2, 4, 6, 8, 12, 16)] == [0, 1, 1, 1, 1.5, 2, 3, 4]
+    assert curve(16 + 120) == pytest.approx(4 + 120 * 3 / 12)  # the slope over the last three points
+    assert curve(5000) == pytest.approx(4 + (5000 - 16) * 3 / 12)
+    assert curve.span(1020, 10) == pytest.approx([curve(rows) for rows in range(1020, 1030)])
+    assert curve.span(1, 5) == pytest.approx([curve(rows) for rows in range(1, 6)])
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=2, max_size=12))
+def test_smoothing_never_falls_and_keeps_the_sum(values):
+    smooth = monotone(values)
+    assert len(smooth) == len(values)
+    assert all(a <= b for a, b in pairwise(smooth))
+    assert sum(smooth) == pytest.approx(sum(values))
+    assert monotone(smooth) == smooth
+
+
+def test_smoothing_leaves_a_rising_sequence_alone():
+    assert monotone([1, 2, 2, 5]) == [1, 2, 2, 5]
+
+
+@pytest.mark.parametrize("rows", [[1], [2, 1], [1, 1]])
+def test_curve_refuses_points_out_of_order(rows):
+    with pytest.raises(ValueError, match="ascending"):
+        Curve(rows, [1.0] * len(rows))
+
+
+def test_measure_finds_the_cost_under_noise():
+    clock = FalseClock()
+
+    def target(rows: int, call: int) -> float:
+        return (0.6 + 0.05 * rows) * (10 if call % 7 == 0 else 1)  # every seventh call is interrupted
+
+    works = (clock.work("target", target), clock.work("step", lambda *_: 0.07), clock.work("extend", lambda *_: 0.1))
+    measured = measure(*works, points=[1, 2, 4, 8, 16], clock=clock)
+    assert [measured.target(rows) for rows in (1, 4, 16)] == pytest.approx([0.65, 0.8, 1.4])
+    assert measured.step(5) == pytest.approx(0.07)
+    assert measured.extend(5) == pytest.approx(0.1)
+    assert {name for name, _ in clock.calls[:3]} == {"target", "step", "extend"}  # in turn, not one after the other
+
+
+def test_measure_leaves_out_what_takes_too_long():
+    clock = FalseClock()
+    works = [clock.work(name, lambda rows, _: 20.0 * rows) for name in ("target", "step", "extend")]
+    measured = measure(*works, points=[1, 2, 4, 8, 16, 32, 64], clock=clock)
+    assert measured.target.rows == [1, 2, 4, 8]
+    assert measured.target(64) == pytest.approx(20 * 64)
+    assert clock.now < 6
+
+
+def test_table_is_kept_and_read_back(tmp_path):
+    assert kept_or_measured(IDENTITY, table, tmp_path)[1] is False
+
+    def never() -> CostTable:
+        raise AssertionError("measured twice")
+
+    again, kept = kept_or_measured(IDENTITY, never, tmp_path)
+    assert kept
+    assert again.to_json() == table().to_json()
+    assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"format": 0}', '{"format": 1, "target": {"rows": [1], "ms": [1]}}'])
+def test_a_broken_or_old_file_is_measured_anew(tmp_path, content):
+    path = tmp_path / f"{IDENTITY.key}.json"
+    path.write_text(content)
+    measured, kept = kept_or_measured(IDENTITY, table, tmp_path)
+    assert not kept
+    assert measured.target(1) == 1.0
+    assert json.loads(path.read_text())["identity"]["device"] == "cpu of a kind"
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert kept_or_measured(IDENTITY, table, tmp_path / "file")[1] is False
+
+
+def test_cache_folder_follows_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("EYAS_CACHE", str(tmp_path))
+    kept_or_measured(IDENTITY, table)
+    assert (tmp_path / "costs" / f"{IDENTITY.key}.json").is_file()
+
+
+def test_every_field_of_the_identity_counts():
+    others = ["a", "b", "float32", "gpu", 4, "2.14.0", False]
+    names = list(CostIdentity.__dataclass_fields__)
+    changed = [CostIdentity(**{name: getattr(IDENTITY, name) for name in names} | {names[i]: others[i]}) for i in range(7)]
+    assert len({IDENTITY.key, *(one.key for one in changed)}) == 8
+
+
+def test_correction_learns_each_kind_apart():
+    correction = Correction()
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        correction.observe("plain", 0, 1.0, 1.2 * math.exp(rng.normal(0, 0.05)))
+        correction.observe("tree", 0, 2.0, 3.0 * math.exp(rng.normal(0, 0.05)))
+    assert correction.ratio("plain", 0) == pytest.approx(1.2, rel=0.04)
+    assert correction.ratio("tree", 0) == pytest.approx(1.5, rel=0.04)
+    assert correction.ratio("tree", 5) == correction.ratio("tree", 0)  # a load never seen borrows
+
+
+def test_a_slower_machine_slows_the_kind_that_is_not_running():
+    correction = Correction()
+    for _ in range(50):
+        correction.observe("plain", 0, 1.0, 1.0)
+        correction.observe("tree", 0, 1.0, 1.0)
+    for _ in range(300):
+        correction.observe("tree", 0, 1.0, 2.0)
+    assert correction.ratio("tree", 0) == pytest.approx(2.0, rel=0.02)
+    assert correction.ratio("plain", 0) > 1.6
+
+
+def test_one_pause_changes_little():
+    correction = Correction()
+    for _ in range(50):
+        correction.observe("plain", 0, 1.0, 1.0)
+    correction.observe("plain", 0, 1.0, 100.0)
+    assert correction.ratio("plain", 0) < 1.04
