@@ -1,15 +1,18 @@
-"""The draft head for inference: the layer of `model/head.py` with fused projections and a cache, and its tree of proposals.
+"""The draft head for inference: the layer of `model/head.py` over the paged cache, and its tree of proposals.
 
-Knows the head and how a tree is grown. Does not know requests: the caller says which rows, lengths and hidden states.
+Two ways to the same values, as for the target: PyTorch operators on any device, and on a CPU `native`. Knows the head and
+how a tree is grown. Does not know requests: the caller gives columns, hidden states and page tables.
 
-    entry i of the draft's cache    feature of x_0 .. x_i  and  embedding of x_{i+1}  ->  proposes x_{i+2}
+    column c of the draft's cache    feature of x_0 .. x_{c-1}  and  embedding of x_c  ->  proposes x_{c+1}
 
-Letters: B rows, K draft steps, k tree_topk, H hidden, W draft vocabulary, M tokens of one forward.
+An entry lies in the column of its token, so that a page holds what follows from the tokens up to its end, for the draft as
+for the target; it is rotated by c - 1, the position of its feature. Column 0 is empty.
+
+Letters: B requests, K draft steps, k tree_topk, H hidden, W draft vocabulary, M rows, C candidates, P pages.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,126 +20,201 @@ import torch
 import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field
 
-from eyas.engine.tree import Candidates
-from eyas.errors import MismatchError
-from eyas.model.attention import prefix_mask
-from eyas.model.block import Block, Placement, Rope, rms_norm
-from eyas.model.cache import KVCache
+from eyas.model.block import Block, Rope, rms_norm
+from eyas.model.cache import PagedCache
 from eyas.model.config import HeadConfig
 from eyas.model.linear import Linear
-from eyas.model.target import Target
+from eyas.model.match import check_head
+from eyas.model.native import NativeDraft
+from eyas.model.outputs import Proposals
+from eyas.model.rows import Rows, rows_of, slots_of
+from eyas.model.target import PAGE_SIZE, Target
+
+NOT_TENSORS_OF_THE_LAYER = ("d2t", "t2d")
 
 
 class Growth(BaseModel):
-    """How a tree grows: at most so many levels, so many branches a node (1: a chain), and when to stop early."""
+    """How far a tree may grow: so many levels, so many branches a node (1: a chain)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     num_draft_steps: int = Field(6, ge=1, le=16)
     tree_topk: int = Field(3, ge=1, le=16)
-    min_path_probability: float = Field(0.2, ge=0, lt=1)
+
+    @property
+    def num_columns(self) -> int:
+        """Columns behind the root that growing a tree writes to."""
+        return (self.num_draft_steps - 1) * self.tree_topk
+
+
+class DraftLayers:
+    """The head in PyTorch operators."""
+
+    def __init__(self, config: HeadConfig, tensors: dict[str, torch.Tensor], target: Target, dtype: torch.dtype) -> None:
+        layer = {name.removeprefix("midlayer."): tensor for name, tensor in tensors.items() if name.startswith("midlayer.")}
+        self._config, self._eps = config, config.rms_norm_eps
+        self._embed_tokens = tensors.get("embed_tokens.weight", target.embed_tokens)
+        self._embed_norm, self._hidden_norm = layer["input_layernorm.weight"], layer["hidden_norm.weight"]
+        self._block = Block(config, layer, 0)
+        self._fc, self._lm_head = Linear(tensors["fc.weight"]), Linear(tensors.get("lm_head.weight", target.lm_head))
+        self._norm = tensors["norm.weight"]
+        self._feature_norm = tensors.get("input_norm.weight")
+        self._feature_norms = [tensors[f"fc_norm.{stream}.weight"] for stream in range(3)] if config.fc_norm else None
+        self._rope = Rope(config, target.config.max_position_embeddings + 64, dtype, target.device)
+
+    def fuse(self, aux_hidden: torch.Tensor) -> torch.Tensor:
+        """Target features [M, 3 * Ht] -> [M, H]."""
+        if self._feature_norms is not None:
+            streams = zip(aux_hidden.chunk(3, dim=-1), self._feature_norms, strict=True)
+            aux_hidden = torch.cat([rms_norm(stream, weight, self._eps) for stream, weight in streams], dim=-1)
+        if self._config.norm_before_fc and self._feature_norm is not None:
+            aux_hidden = rms_norm(aux_hidden, self._feature_norm, self._eps)
+        return self._fc(aux_hidden)
+
+    def step(self, rows: Rows, h: torch.Tensor, cache: PagedCache) -> torch.Tensor:
+        """Features or previous outputs [M, H] -> outputs [M, H]: what is fed back."""
+        normed = rms_norm(h, self._hidden_norm, self._eps)
+        embedded = rms_norm(F.embedding(rows.token, self._embed_tokens), self._embed_norm, self._eps)
+        residual = normed if self._config.norm_before_residual else h
+        h = self._block(torch.cat((embedded, normed), dim=-1), residual, self._rope.place(rows, cache.page_size), cache)
+        return rms_norm(h, self._norm, self._eps) if self._config.norm_output else h
+
+    def logits(self, h: torch.Tensor) -> torch.Tensor:
+        return self._lm_head(h if self._config.norm_output else rms_norm(h, self._norm, self._eps))
 
 
 class Draft:
     """A head on its target: shares the target's embeddings, dtype and device."""
 
     def __init__(self, config: HeadConfig, tensors: dict[str, torch.Tensor], target: Target) -> None:
-        """tensors under EAGLE's names. Raises MismatchError when the head was made for another target."""
-        check_head(config, target)
-        self.config = config
-        cast = {name: tensor.to(target.device, target.dtype) for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
-        layer = {name.removeprefix("midlayer."): tensor for name, tensor in cast.items() if name.startswith("midlayer.")}
-        self._embed_tokens = target.embed_tokens
-        self._input_norm, self._hidden_norm = layer["input_layernorm.weight"], layer["hidden_norm.weight"]
-        self._block = Block(config, layer, 0)
-        self._fc, self._lm_head = Linear(cast["fc.weight"]), Linear(cast["lm_head.weight"])
-        self._norm = cast["norm.weight"]
-        self._target_ids_W = (torch.arange(config.draft_vocab_size) + tensors["d2t"].cpu()).to(target.device)
-        self.rope = Rope(config, target.config.max_position_embeddings + 64, target.dtype, target.device)
-        self._dtype, self._device = target.dtype, target.device
+        """tensors as `read_head` gives them. Raises MismatchError when the head was made for another target."""
+        check_head(config, target.config, target.lm_head_sha256)
+        self.config, self._dtype, self._device = config, target.dtype, target.device
+        cast = {
+            name: tensor.to(target.device, target.dtype)
+            for name, tensor in tensors.items()
+            if name not in NOT_TENSORS_OF_THE_LAYER
+        }
+        d2t_offset = tensors["d2t"].cpu()
+        self._native: NativeDraft | None = None
+        if target.is_native:
+            embed_tokens = cast.get("embed_tokens.weight", target.embed_tokens)
+            self._native = NativeDraft(config, {**cast, "d2t": d2t_offset}, embed_tokens, target.lm_head, target.dtype)
+        else:
+            self._layers = DraftLayers(config, cast, target, target.dtype)
+            self._target_ids_W = (torch.arange(config.draft_vocab_size) + d2t_offset).to(target.device)
 
-    def prepare(self, layer_rows: set[int], logit_rows: set[int]) -> None:
-        """Lay the weights out for these numbers of tokens (see `Linear.prepare`)."""
-        for linear in (*self._block.linears, self._fc):
-            linear.prepare(layer_rows)
-        self._lm_head.prepare(logit_rows)
-
-    def new_cache(self, rows: int, columns: int) -> KVCache:
+    def new_cache(self, num_pages: int, page_size: int = PAGE_SIZE) -> PagedCache:
         heads = (self.config.num_key_value_heads, self.config.head_dim)
-        return KVCache(1, rows, columns, heads, self._dtype, self._device)
+        return PagedCache(1, num_pages, page_size, heads, self._dtype, self._device)
 
-    def fuse(self, aux_hidden: torch.Tensor) -> torch.Tensor:
-        """Target features [M, 3 * Ht] -> [M, H]."""
-        return self._fc(aux_hidden)
+    def extend(self, rows: Rows, aux_hidden: torch.Tensor, cache: PagedCache) -> torch.Tensor:
+        """The target's features [M, 3 * Ht] of the columns before the rows' -> outputs [M, H]."""
+        if self._native is not None:
+            return self._native.extend(rows, aux_hidden, cache)
+        return self._layers.step(rows, self._layers.fuse(aux_hidden), cache)
 
-    def forward(self, tokens_M: torch.Tensor, h: torch.Tensor, at: Placement, cache: KVCache) -> torch.Tensor:
-        """Tokens int64 [M] and features or previous outputs [M, H] -> outputs [M, H], un-normed: they are fed back."""
-        eps = self.config.rms_norm_eps
-        embedded = rms_norm(F.embedding(tokens_M, self._embed_tokens), self._input_norm, eps)
-        return self._block(torch.cat((embedded, rms_norm(h, self._hidden_norm, eps)), dim=-1), h, at, cache)
+    def step(self, rows: Rows, h: torch.Tensor, cache: PagedCache) -> torch.Tensor:
+        """Outputs [M, H] of the rows' parents -> the rows' own [M, H]."""
+        if self._native is not None:
+            return self._native.step(rows, h, cache)
+        return self._layers.step(rows, h, cache)
 
-    def proposals(self, h: torch.Tensor, tree_topk: int) -> tuple[list[list[int]], list[list[float]]]:
-        """Outputs [M, H] -> the k best next tokens of each (ids of the target) and their log-probabilities."""
-        logits = self._lm_head(rms_norm(h, self._norm, self.config.rms_norm_eps))
-        best, ids = logits.float().log_softmax(-1).topk(tree_topk, dim=-1)
-        return self._target_ids_W[ids].tolist(), best.tolist()
+    def proposals(self, h: torch.Tensor, tree_topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs [R, H] -> the k best next tokens of each (target ids, int64 [R, k]) and their log-probs, fp32 [R, k]."""
+        if self._native is not None:
+            return self._native.proposals(h, tree_topk)
+        log_probs = self._layers.logits(h).float().log_softmax(-1)
+        # A stable sort, not topk, so that of equal tokens the smaller draft id goes first.
+        best, ids = log_probs.sort(dim=-1, descending=True, stable=True)
+        return self._target_ids_W[ids[:, :tree_topk]], best[:, :tree_topk]
 
     def propose(
-        self, h_BH: torch.Tensor, first: Sequence[Candidates], lens: Sequence[int], growth: Growth, cache: KVCache
-    ) -> None:
-        """Grow each row's candidates by up to K - 1 levels, in place; `first` holds each row's k candidates of depth 1.
+        self,
+        lens: Sequence[int],
+        h_BH: torch.Tensor,
+        first: tuple[torch.Tensor, torch.Tensor],
+        page_table: np.ndarray,
+        cache: PagedCache,
+        growth: Growth,
+        thresholds: Sequence[float],
+    ) -> Proposals:
+        """Grow B trees by up to K - 1 levels behind the entries of columns 1 .. lens[b], the last of them the root's.
 
-        h_BH: the output of each row's last entry; lens [B]: entries in each row's cache. The tree's own entries go behind
-        them and are overwritten by the next extend. Source of the expansion: EAGLE-2, arXiv 2406.16858, section 4.1. A level
-        is drafted only while some path is at least as probable as `min_path_probability`: a forward that the target
-        will hardly follow costs more than it brings.
+        h_BH: the outputs of these last entries; first: the `proposals` from them, the candidates of depth 1. The tree's own
+        entries go behind them and are overwritten later. Level l is drafted while the sum over requests of the probability of
+        their best path is thresholds[l] [K - 1] or more. Source: EAGLE-2, arXiv 2406.16858, section 4.1.
         """
-        B, k = len(lens), len(first[0].tokens)
-        frontiers = [list(range(k)) for _ in range(B)]
-        h = h_BH.repeat_interleave(k, 0)  # [B * k, H]: what each frontier node's parent put out
-        seen_BkE = np.zeros((B, k, 0), dtype=bool)
-        own = np.broadcast_to(np.eye(k, dtype=bool), (B, k, k))
-        starts = np.asarray(lens, dtype=np.int64)[:, None]
-        rows = np.arange(B, dtype=np.int64)[:, None] * cache.columns
-        least = math.log(growth.min_path_probability) if growth.min_path_probability > 0 else -math.inf
-        for level in range(growth.num_draft_steps - 1):
-            if max(row.scores[node] for row, frontier in zip(first, frontiers, strict=True) for node in frontier) < least:
+        K, k = growth.num_draft_steps, growth.tree_topk
+        if self._native is not None:
+            return self._native.propose(lens, h_BH, *first, page_table, cache, (K, k), thresholds)
+        ids_Bk, log_probs_Bk = first[0].cpu().numpy(), first[1].cpu().numpy()
+        tree = _Growing(ids_Bk, log_probs_Bk)
+        starts = np.asarray(lens, dtype=np.int64)
+        h = h_BH.repeat_interleave(k, 0)
+        for level in range(K - 1):
+            if tree.best_path_probability() < thresholds[level]:
                 break
-            seen_BkE = np.concatenate((seen_BkE, own), axis=2)
-            columns = max(lens) + seen_BkE.shape[2]
-            positions = np.repeat(starts + level, k, axis=1)
-            slots = rows + starts + level * k + np.arange(k)
-            at = self.rope.place(0, columns, positions, slots, prefix_mask(seen_BkE, lens, columns))
-            tokens = [[row.tokens[node] for node in frontier] for row, frontier in zip(first, frontiers, strict=True)]
-            h = self.forward(torch.tensor(tokens, device=self._device).flatten(), h, at, cache)
+            rows = tree.rows(level, starts, page_table, cache.page_size, self._device)
+            h = self.step(rows, h, cache)
             ids, log_probs = self.proposals(h, k)
-            chosen = []  # rows of h, and of seen_BkE, that the next frontier's parents are in
-            for b, (row, frontier) in enumerate(zip(first, frontiers, strict=True)):
-                start = len(row.tokens)
-                for place, node in enumerate(frontier):
-                    row.expand(node, ids[b * k + place], log_probs[b * k + place])
-                frontiers[b] = row.best(start, k)
-                chosen += [b * k + (node - start) // k for node in frontiers[b]]
-            if level < growth.num_draft_steps - 2:
-                h = h[torch.tensor(chosen, device=self._device)]
-                seen_BkE = seen_BkE.reshape(B * k, -1)[chosen].reshape(B, k, -1)
+            parents = tree.grow(ids.cpu().numpy(), log_probs.cpu().numpy())
+            h = h[torch.from_numpy(parents).to(self._device)]
+        return tree.proposals()
 
 
-def check_head(config: HeadConfig, target: Target) -> None:
-    """Raise MismatchError unless the head was made for this target."""
-    ours, shape = target.config, f"{target.config.hidden_size} and a vocabulary of {target.config.vocab_size}"
-    if (config.target_hidden_size, config.vocab_size) != (ours.hidden_size, ours.vocab_size):
-        raise MismatchError(
-            f"the head is for a target of hidden size {config.target_hidden_size} and a vocabulary of {config.vocab_size}; "
-            f"this target has {shape}",
-            "serve the head with the target that it was trained on",
+class _Growing:
+    """The candidates so far and the frontier of the next level: the k best of the last."""
+
+    def __init__(self, ids_Bk: np.ndarray, log_probs_Bk: np.ndarray) -> None:
+        B, self._k = ids_Bk.shape
+        self._tokens, self._scores = [ids_Bk.astype(np.int64)], [log_probs_Bk.astype(np.float32)]
+        self._parents = [np.full((B, self._k), -1, dtype=np.int32)]
+        self._frontier_Bk = np.tile(np.arange(self._k), (B, 1))  # candidate indices
+        self._seen_Bk = np.zeros((B, self._k), dtype=np.int64)  # tree columns of each frontier node's ancestors
+        self._requests = np.arange(B)[:, None]
+
+    def best_path_probability(self) -> float:
+        """Sum over requests of the probability of the best path in the frontier."""
+        scores = np.concatenate(self._scores, axis=1)[self._requests, self._frontier_Bk]
+        return float(np.exp(scores.max(axis=1)).sum())
+
+    def rows(self, level: int, starts_B: np.ndarray, page_table: np.ndarray, page_size: int, device: str) -> Rows:
+        """The frontier as rows of the draft's forward; marks their own columns as seen."""
+        B, k = self._frontier_Bk.shape
+        place = level * k + np.arange(k)
+        self._seen_Bk = self._seen_Bk | np.left_shift(np.int64(1), place)
+        column = (starts_B[:, None] + 1 + place).ravel()
+        request = np.repeat(np.arange(B), k)
+        tokens = np.concatenate(self._tokens, axis=1)[self._requests, self._frontier_Bk].ravel()
+        return rows_of(
+            tokens,
+            request,
+            np.repeat(starts_B + level, k),
+            slots_of(page_table, request, column, page_size),
+            np.repeat(starts_B + 1, k),
+            self._seen_Bk.ravel(),
+            page_table,
+            device,
+            first_column=1,
         )
-    if max(config.taps) >= ours.num_hidden_layers:
-        raise MismatchError(
-            f"the head taps layers {config.taps}; the target has {ours.num_hidden_layers}", "use the head's own target"
-        )
-    if config.target_lm_head_sha256 and config.target_lm_head_sha256 != target.lm_head_sha256:
-        raise MismatchError(
-            "the head was trained on another target of the same shape (its lm_head has another hash)",
-            "serve the head with the target that it was trained on, or train one for this target",
-        )
+
+    def grow(self, ids: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
+        """Add the k children of every frontier node; returns which rows of the forward the next frontier's parents are in."""
+        B, k = self._frontier_Bk.shape
+        start = sum(level.shape[1] for level in self._tokens)
+        above_Bk = np.concatenate(self._scores, axis=1)[self._requests, self._frontier_Bk]
+        scores = (above_Bk[:, :, None] + log_probs.reshape(B, k, k)).reshape(B, k * k).astype(np.float32)
+        self._tokens.append(ids.reshape(B, k * k).astype(np.int64))
+        self._scores.append(scores)
+        self._parents.append(np.repeat(self._frontier_Bk, k, axis=1).astype(np.int32))
+        best_Bk = np.sort(np.argsort(-scores, axis=1, kind="stable")[:, :k], axis=1)
+        self._frontier_Bk = start + best_Bk
+        self._seen_Bk = self._seen_Bk[self._requests, best_Bk // k]
+        parents: np.ndarray = (self._requests * k + best_Bk // k).ravel()
+        return parents
+
+    def proposals(self) -> Proposals:
+        depths = [np.full(level.shape[1], depth, dtype=np.int32) for depth, level in enumerate(self._tokens, start=1)]
+        joined = (np.concatenate(levels, axis=1) for levels in (self._tokens, self._scores, self._parents))
+        return Proposals(*joined, np.concatenate(depths))

@@ -1,64 +1,56 @@
-"""The draft's tree of proposals as plain lists, and the choice of its nodes. Pure functions; know no model.
+"""The trees that a round verifies: chosen candidates as nodes, requests beside each other. Pure functions; know no model.
 
 candidates, level by level        tree of N nodes, the root being the last emitted token
-(every child of every frontier)   kept: the N - 1 best by path probability
+(every child of every frontier)   node 0, then the kept candidates in their order: parents come first
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from eyas.model.outputs import Proposals
 
 
 @dataclass(slots=True)
 class Tree:
-    """N nodes in an order where parents come first: node 0 is the root, parents[0] is -1."""
+    """N nodes: token, parent (-1 for node 0, the root), depth, and the nodes it sees as bits, itself among them."""
 
     tokens: list[int]
     parents: list[int]
     depths: list[int]
+    seen: list[int]
 
     @classmethod
     def of_root(cls, token: int) -> Tree:
         """A tree that proposes nothing: its round is plain decoding."""
-        return cls([token], [-1], [0])
+        return cls([token], [-1], [0], [1])
 
     def __len__(self) -> int:
         return len(self.tokens)
 
 
-@dataclass(slots=True)
-class Candidates:
-    """All nodes the draft has scored: log-probability of the path from the root, parent (-1: the root), depth from 1."""
+def tree_of(root: int, proposals: Proposals, b: int, kept: Sequence[int]) -> Tree:
+    """The tree of request b's candidates `kept`, ascending indices that hang together."""
+    tree = Tree.of_root(root)
+    tokens, parents, depths = proposals.tokens[b], proposals.parents[b], proposals.depths
+    node_of = {-1: 0}
+    for node, candidate in enumerate(kept, start=1):
+        parent = node_of[int(parents[candidate])]
+        node_of[candidate] = node
+        tree.tokens.append(int(tokens[candidate]))
+        tree.parents.append(parent)
+        tree.depths.append(int(depths[candidate]))
+        tree.seen.append(tree.seen[parent] | 1 << node)
+    return tree
 
-    tokens: list[int] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    depths: list[int] = field(default_factory=list)
 
-    def expand(self, parent: int, tokens: list[int], log_probs: list[float]) -> None:
-        """Add a node's children, given each child's own log-probability."""
-        score, depth = (self.scores[parent], self.depths[parent]) if parent >= 0 else (0.0, 0)
-        self.tokens += tokens
-        self.scores += [score + log_prob for log_prob in log_probs]
-        self.parents += [parent] * len(tokens)
-        self.depths += [depth + 1] * len(tokens)
+def best_candidates(scores_C: np.ndarray, count: int) -> list[int]:
+    """The `count` candidates of the most probable paths, ascending: the rerank of EAGLE-2 (arXiv 2406.16858, section 4.2).
 
-    def best(self, start: int, count: int) -> list[int]:
-        """The `count` best candidates from index `start` on, in index order."""
-        return sorted(sorted(range(start, len(self.tokens)), key=self._rank)[:count])
-
-    def tree(self, root: int, num_verify_tokens: int) -> Tree:
-        """The root and the num_verify_tokens - 1 best candidates: the rerank of EAGLE-2 (arXiv 2406.16858, section 4.2).
-
-        A child never scores above its parent, and at equal scores the shallower goes first, so the kept nodes hang together.
-        """
-        kept = self.best(0, num_verify_tokens - 1)
-        node_of = {candidate: node for node, candidate in enumerate(kept, start=1)} | {-1: 0}
-        return Tree(
-            [root, *(self.tokens[candidate] for candidate in kept)],
-            [-1, *(node_of[self.parents[candidate]] for candidate in kept)],
-            [0, *(self.depths[candidate] for candidate in kept)],
-        )
-
-    def _rank(self, candidate: int) -> tuple[float, int]:
-        return (-self.scores[candidate], self.depths[candidate])
+    A child never scores above its parent and stands behind it, so at equal scores too the kept nodes hang together.
+    """
+    kept: list[int] = np.sort(np.argsort(-scores_C, kind="stable")[:count]).tolist()
+    return kept

@@ -1,9 +1,9 @@
 """One decoder layer for inference, shared by targets and draft heads: fused projections, cache, tree attention.
 
-Knows the Llama family's layer. Does not know where its input comes from: a target gives it normed hidden states, a head
-gives it [embedding, feature] of twice the width.
+Knows the Llama family's layer in PyTorch operators, on any device; its twin for a CPU is `native`. Does not know where its
+input comes from: a target gives it normed hidden states, a head gives it [embedding, feature] of twice the width.
 
-Letters: M tokens of one forward (B requests x N tokens), H hidden, Hq and Hk heads, D head dimension, I intermediate.
+Letters: M rows of one forward, H hidden, Hq and Hk heads, D head dimension, I intermediate.
 """
 
 from __future__ import annotations
@@ -11,36 +11,31 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
-from eyas.model.attention import tree_attention
-from eyas.model.cache import KVCache
+from eyas.model.attention import AttentionPlan, attention_plan, tree_attention
+from eyas.model.cache import PagedCache
 from eyas.model.config import DecoderConfig
 from eyas.model.linear import Linear
 from eyas.model.rope import rope_table
+from eyas.model.rows import Rows
 
 Tensors = Mapping[str, torch.Tensor]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the M = B * N tokens of one forward sit, worked out once and used by every layer.
+    """Where the M rows of one forward sit, worked out once and used by every layer.
 
-    The B requests lie in cache rows [first_row, first_row + B), and the first `columns` columns of each are looked at.
-    cos, sin [M, 1, D]: the rotation of each token's position, in the model's dtype; the first half of sin is negated.
-    slots [M] int64: where keys and values go. mask [B or 1, 1, N, C] additive, or None when all columns are seen.
+    cos, sin [M, 1, D]: the rotation of each row's position, in the model's dtype; the first half of sin is negated.
+    slot [M] int64: where keys and values go. plan: what each row sees.
     """
 
-    first_row: int
-    B: int
-    N: int
-    columns: int
     cos: torch.Tensor
     sin: torch.Tensor
-    slots: torch.Tensor
-    mask: torch.Tensor | None
+    slot: torch.Tensor
+    plan: AttentionPlan
 
 
 class Rope:
@@ -50,18 +45,10 @@ class Rope:
         cos, sin = rope_table(config.rope, config.head_dim, length)
         sin[:, : config.head_dim // 2].neg_()  # rotate_half(x) * sin == roll(x, D/2) * sin with a negated first half
         self._cos, self._sin = (table.to(device, dtype).unsqueeze(1) for table in (cos, sin))
-        self._dtype, self._device = dtype, device
 
-    def place(
-        self, first_row: int, columns: int, positions: np.ndarray, slots: np.ndarray, mask: torch.Tensor | None
-    ) -> Placement:
-        """The placement of B * N tokens: positions and slots int64 [B, N], mask as in Placement, in any dtype."""
-        positions_M = torch.from_numpy(positions.ravel()).to(self._device)
-        slots_M = torch.from_numpy(slots.ravel()).to(self._device)
-        cos, sin = self._cos.index_select(0, positions_M), self._sin.index_select(0, positions_M)
-        mask = None if mask is None else mask.to(self._device, self._dtype)
-        B, N = positions.shape
-        return Placement(first_row, B, N, columns, cos, sin, slots_M, mask)
+    def place(self, rows: Rows, page_size: int) -> Placement:
+        cos, sin = self._cos.index_select(0, rows.position), self._sin.index_select(0, rows.position)
+        return Placement(cos, sin, rows.slot, attention_plan(rows, page_size))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -90,8 +77,8 @@ class Block:
     def linears(self) -> tuple[Linear, ...]:
         return (self._qkv, self._out, self._gate_up, self._down)
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor, at: Placement, cache: KVCache) -> torch.Tensor:
-        """x [M, in] (normed), residual [M, H] -> the layer's output [M, H]. Writes the tokens' keys and values."""
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor, at: Placement, cache: PagedCache) -> torch.Tensor:
+        """x [M, in] (normed), residual [M, H] -> the layer's output [M, H]. Writes the rows' keys and values."""
         Hq, Hk, D = self._Hq, self._Hk, self._D
         qkv = self._qkv(x).view(-1, Hq + 2 * Hk, D)
         q_and_k = qkv[:, : Hq + Hk]
@@ -100,10 +87,8 @@ class Block:
             q_and_k[:, Hq:] = rms_norm(q_and_k[:, Hq:], self._k_norm, self._eps)
         rolled = q_and_k.roll(D // 2, -1)
         q_and_k.mul_(at.cos).addcmul_(rolled, at.sin)
-        cache.write(self._layer, at.slots, qkv[:, Hq:].view(-1, 2, Hk, D))
-        keys, values = cache.read(self._layer, at.first_row, at.B, at.columns)
-        q = qkv[:, :Hq].view(at.B, at.N, Hq, D).transpose(1, 2)
-        mixed = tree_attention(q, keys, values, at.mask).transpose(1, 2).reshape(-1, Hq * D)
-        h = self._out.add(mixed, residual)
+        cache.write(self._layer, at.slot, qkv[:, Hq:].view(-1, 2, Hk, D))
+        mixed = tree_attention(qkv[:, :Hq], cache.data[self._layer], at.plan)
+        h = self._out.add(mixed.reshape(-1, Hq * D), residual)
         gate, up = self._gate_up(rms_norm(h, self._post_norm, self._eps)).chunk(2, dim=-1)
         return self._down.add(F.silu(gate).mul_(up), h)

@@ -1,12 +1,14 @@
 """The target for inference: a Llama-family decoder with the three taps EAGLE-3 needs. Knows no request and no head.
 
-Plain twin: transformers' own models; `tests/test_target.py` holds the logits of this one to theirs.
+Two ways to the same values: `Layers`, PyTorch operators on any device, and on a CPU `native`, one call a forward.
+`tests/test_target.py` holds the logits to transformers'.
 
-Letters: M tokens of one forward, B batch, T sequence, Ht hidden, V vocabulary.
+Letters: M rows of one forward, R rows whose logits are asked for, B batch, T sequence, Ht hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -14,65 +16,101 @@ import torch
 import torch.nn.functional as F
 
 from eyas.errors import MismatchError
-from eyas.model.attention import prefix_mask
-from eyas.model.block import Block, Placement, Rope, rms_norm
-from eyas.model.cache import KVCache
+from eyas.model.block import Block, Rope, rms_norm
+from eyas.model.cache import PagedCache
 from eyas.model.config import Taps, TargetConfig
 from eyas.model.linear import Linear
+from eyas.model.native import NativeTarget, unavailable
+from eyas.model.outputs import TargetOutput
+from eyas.model.rows import Rows, prompt_rows
 from eyas.model.weights import read_tensors, tensor_sha256
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PAGE_SIZE = 16
+
+
+class Layers:
+    """The whole decoder in PyTorch operators."""
+
+    def __init__(self, config: TargetConfig, tensors: dict[str, torch.Tensor], lm_head: torch.Tensor) -> None:
+        """tensors: checked, of one dtype and device."""
+        self._embed_tokens = tensors["model.embed_tokens.weight"]
+        self.head = Linear(lm_head)
+        self._norm, self._eps = tensors["model.norm.weight"], config.rms_norm_eps
+        self._input_norms, self._blocks = [], []
+        for layer in range(config.num_hidden_layers):
+            prefix = f"model.layers.{layer}."
+            own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+            self._input_norms.append(own["input_layernorm.weight"])
+            self._blocks.append(Block(config, own, layer))
+        # The last position of a request and the nodes of its tree: a little beyond the trained context never hurts.
+        length = config.max_position_embeddings + 64
+        self._rope = Rope(config, length, self._embed_tokens.dtype, str(self._embed_tokens.device))
+
+    def hidden(self, rows: Rows, cache: PagedCache, taps: Taps | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Last hidden [M, Ht] after the final norm, and aux_hidden [M, 3 * Ht] when taps are given."""
+        at = self._rope.place(rows, cache.page_size)
+        h = F.embedding(rows.token, self._embed_tokens)
+        tapped = []
+        for layer, (input_norm, block) in enumerate(zip(self._input_norms, self._blocks, strict=True)):
+            h = block(rms_norm(h, input_norm, self._eps), h, at, cache)
+            if taps is not None and layer in taps:
+                tapped.append(h)
+        aux_hidden = torch.cat(tapped, dim=-1) if taps is not None else None
+        return rms_norm(h, self._norm, self._eps), aux_hidden
 
 
 class Target:
     """Weights of a target, laid out for this machine."""
 
-    def __init__(self, config: TargetConfig, tensors: dict[str, torch.Tensor], dtype: str, device: str = "cpu") -> None:
-        """tensors: as in a Hugging Face checkpoint. Raises MismatchError when one is missing or has another shape."""
+    def __init__(
+        self,
+        config: TargetConfig,
+        tensors: dict[str, torch.Tensor],
+        dtype: str,
+        device: str = "cpu",
+        native: bool = True,
+    ) -> None:
+        """tensors: as in a Hugging Face checkpoint. Raises MismatchError when one is missing or has another shape.
+
+        native=False keeps to PyTorch operators where the CPU path could be had.
+        """
         self.config, self.dtype, self.device = config, DTYPES[dtype], device
         check_tensors(config, tensors)
         stored_head = tensors["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
         self.lm_head_sha256 = tensor_sha256(stored_head)
-        cast = {name: tensor.to(device, self.dtype) for name, tensor in tensors.items()}
-        self.embed_tokens = cast["model.embed_tokens.weight"]
-        self.lm_head = self.embed_tokens if config.tie_word_embeddings else cast["lm_head.weight"]
-        self.head = Linear(self.lm_head)
-        self._norm = cast["model.norm.weight"]
-        self._input_norms, self._blocks = [], []
-        for layer in range(config.num_hidden_layers):
-            prefix = f"model.layers.{layer}."
-            own = {name.removeprefix(prefix): tensor for name, tensor in cast.items() if name.startswith(prefix)}
-            self._input_norms.append(own["input_layernorm.weight"])
-            self._blocks.append(Block(config, own, layer))
-        # The last position of a request and the nodes of its tree: a little beyond the trained context never hurts.
-        self.rope = Rope(config, config.max_position_embeddings + 64, self.dtype, device)
+        self._tensors = {name: tensor.to(device, self.dtype) for name, tensor in tensors.items()}
+        self.embed_tokens = self._tensors["model.embed_tokens.weight"]
+        self.lm_head = self.embed_tokens if config.tie_word_embeddings else self._tensors["lm_head.weight"]
+        self.is_native = native and device == "cpu" and self.dtype != torch.float16 and unavailable() is None
+        self._native = NativeTarget(config, self._tensors, self.dtype) if self.is_native else None
 
     @classmethod
-    def load(cls, folder: str | Path, dtype: str = "float32", device: str = "cpu") -> Target:
+    def load(cls, folder: str | Path, dtype: str = "float32", device: str = "cpu", native: bool = True) -> Target:
         """Load a Hugging Face folder. dtype: a key of DTYPES. Raises MissingInputError, CorruptError, MismatchError."""
-        return cls(TargetConfig.from_folder(folder), read_tensors(folder), dtype, device)
+        return cls(TargetConfig.from_folder(folder), read_tensors(folder), dtype, device, native)
 
-    def prepare(self, rows: set[int]) -> None:
-        """Lay the weights out for forwards of these numbers of tokens (see `Linear.prepare`)."""
-        for linear in [self.head, *(linear for block in self._blocks for linear in block.linears)]:
-            linear.prepare(rows)
+    @cached_property
+    def layers(self) -> Layers:
+        """The decoder in PyTorch operators, laid out when it is first asked for."""
+        return Layers(self.config, self._tensors, self.lm_head)
 
-    def new_cache(self, rows: int, columns: int) -> KVCache:
+    def new_cache(self, num_pages: int, page_size: int = PAGE_SIZE) -> PagedCache:
         heads = (self.config.num_key_value_heads, self.config.head_dim)
-        return KVCache(self.config.num_hidden_layers, rows, columns, heads, self.dtype, self.device)
+        return PagedCache(self.config.num_hidden_layers, num_pages, page_size, heads, self.dtype, self.device)
 
     def forward(
-        self, tokens_M: torch.Tensor, at: Placement, cache: KVCache, taps: Taps | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """tokens int64 [M] -> last hidden [M, Ht] after the final norm, and aux_hidden [M, 3 * Ht] when taps are given."""
-        h = F.embedding(tokens_M, self.embed_tokens)
-        tapped = []
-        for layer, (input_norm, block) in enumerate(zip(self._input_norms, self._blocks, strict=True)):
-            h = block(rms_norm(h, input_norm, self.config.rms_norm_eps), h, at, cache)
-            if taps is not None and layer in taps:
-                tapped.append(h)
-        aux_hidden = torch.cat(tapped, dim=-1) if taps is not None else None
-        return rms_norm(h, self._norm, self.config.rms_norm_eps), aux_hidden
+        self, rows: Rows, cache: PagedCache, taps: Taps | None = None, logits_of: torch.Tensor | None = None
+    ) -> TargetOutput:
+        """One pass over the rows. logits_of int64 [R]: the rows whose logits are wanted, None for all.
+
+        The output's tensors may be buffers that the next forward overwrites.
+        """
+        if self._native is not None:
+            return self._native.forward(rows, cache, taps, logits_of)
+        hidden, aux_hidden = self.layers.hidden(rows, cache, taps)
+        logits = self.layers.head(hidden if logits_of is None else hidden[logits_of])
+        return TargetOutput(aux_hidden, logits, logits.argmax(-1))
 
     @torch.inference_mode()
     def features(self, tokens_BT: torch.Tensor, taps: Taps | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,9 +119,10 @@ class Target:
         Right padding is harmless: attention is causal. `taps` default to the three of EAGLE-3.
         """
         B, T = tokens_BT.shape
-        positions_BT, slots_BT = np.tile(np.arange(T), (B, 1)), np.arange(B * T).reshape(B, T)
-        at = self.rope.place(0, T, positions_BT, slots_BT, prefix_mask(np.tri(T, dtype=bool)[None], [0], T))
-        hidden, aux_hidden = self.forward(tokens_BT.flatten(), at, self.new_cache(B, T), taps or self.config.default_taps)
+        pages = -(-T // PAGE_SIZE)
+        page_table = np.arange(B * pages, dtype=np.int32).reshape(B, pages)
+        rows = prompt_rows(tokens_BT.tolist(), [0] * B, page_table, PAGE_SIZE, self.device)
+        hidden, aux_hidden = self.layers.hidden(rows, self.new_cache(B * pages), taps or self.config.default_taps)
         assert aux_hidden is not None
         return aux_hidden.view(B, T, -1), hidden.view(B, T, -1)
 
@@ -91,7 +130,7 @@ class Target:
     def logits(self, tokens_BT: torch.Tensor) -> torch.Tensor:
         """int64 [B, T] -> logits [B, T, V]: for checks, not for decoding."""
         _, hidden_BTH = self.features(tokens_BT)
-        return self.head(hidden_BTH.flatten(0, 1)).view(*tokens_BT.shape, -1)
+        return self.layers.head(hidden_BTH.flatten(0, 1)).view(*tokens_BT.shape, -1)
 
 
 def check_tensors(config: TargetConfig, tensors: dict[str, torch.Tensor]) -> None:

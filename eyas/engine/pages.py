@@ -1,0 +1,120 @@
+"""Pages of the key-value caches: who holds them, which prefixes they keep, which may go. Knows token ids, no tensor.
+
+A full page is known by its tokens and the page before it, so the pages kept are a tree of prefixes. A page is in one of
+three states; one that requests hold may be kept for others at the same time:
+
+    free        in _free
+    held        _holders[page] requests count on it; theirs to write while it is not kept
+    kept        full, found by match(); without holders it waits in _idle, the longest idle goes first
+
+A request holds every page of its prefix and lets go of its last page first, so a page is never idle for longer than one
+that follows it, and eviction takes leaves only. Tokens are compared, not hashes: a hit is exact.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+ROOT = -1  # the page before the first
+
+
+class PagePool:
+    """num_pages pages of page_size tokens, for target and draft alike."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.num_pages, self.page_size = num_pages, page_size
+        self.num_evicted = 0
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._holders = [0] * num_pages
+        self._page_of: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._key_of: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_available(self) -> int:
+        """Pages that allocate() can give."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_kept(self) -> int:
+        return len(self._key_of)
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` pages held once each, evicting idle ones where needed; None, and nothing changed, if there are not as many."""
+        if count > self.num_available:
+            return None
+        while len(self._free) < count:
+            page, _ = self._idle.popitem(last=False)
+            del self._page_of[self._key_of.pop(page)]
+            self._free.append(page)
+            self.num_evicted += 1
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._holders[page] = 1
+        return pages
+
+    def match(self, tokens: Sequence[int]) -> list[int]:
+        """The kept pages of the longest prefix of `tokens`, held once more each."""
+        pages: list[int] = []
+        page, size = ROOT, self.page_size
+        for start in range(0, len(tokens) - size + 1, size):
+            found = self._page_of.get((page, tuple(tokens[start : start + size])))
+            if found is None:
+                break
+            page = found
+            pages.append(page)
+            self._hold(page)
+        return pages
+
+    def keep(self, before: int, tokens: Sequence[int], page: int) -> int:
+        """Keep a full page that its only holder will not write again. `before`: the kept page before it, or ROOT.
+
+        Where the same prefix is kept already, that page is returned, held in this one's stead, and this one let go.
+        """
+        assert len(tokens) == self.page_size
+        assert before == ROOT or before in self._key_of, f"page {before} is not kept"
+        key = (before, tuple(tokens))
+        known = self._page_of.get(key)
+        if known is None:
+            self._page_of[key], self._key_of[page] = page, key
+            return page
+        self._hold(known)
+        self.release([page])
+        return known
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Let go of a request's pages, given in the order of its tokens."""
+        for page in reversed(pages):
+            self._holders[page] -= 1
+            assert self._holders[page] >= 0, f"page {page} let go more often than held"
+            if self._holders[page] == 0:
+                if page in self._key_of:
+                    self._idle[page] = None
+                else:
+                    self._free.append(page)
+
+    def check(self, held: Iterable[Sequence[int]]) -> None:
+        """Every page accounted for, given the pages of every request: raises AssertionError where one is not."""
+        holders = [0] * self.num_pages
+        for pages in held:
+            for page in pages:
+                holders[page] += 1
+        assert holders == self._holders, "pages held by nobody, or by more than is known"
+        assert len(set(self._free)) == len(self._free), "a page is free twice"
+        for page in range(self.num_pages):
+            is_kept = page in self._key_of
+            states = (page in self._free) + (page in self._idle) + (holders[page] > 0)
+            assert states == 1, f"page {page} is in {states} states"
+            assert not (page in self._free and is_kept), f"page {page} is free and kept"
+            assert is_kept or page not in self._idle, f"page {page} is idle and not kept"
+        for page, key in self._key_of.items():
+            assert self._page_of[key] == page, f"page {page} is not found under its tokens"
+            assert key[0] == ROOT or key[0] in self._key_of, f"page {page} follows a page that is gone"
+
+    def _hold(self, page: int) -> None:
+        self._holders[page] += 1
+        self._idle.pop(page, None)
