@@ -22,6 +22,10 @@ from eyas.engine.uniform import derived_seed, fresh_seed, uniform
 class Matcher(Protocol):
     """What a sampler asks of a grammar: which tokens may come next, and to hear which one came."""
 
+    @property
+    def failure(self) -> str | None:
+        """Why the grammar could not be followed any further; from there on only end tokens are allowed."""
+
     def mask(self) -> NDArray[np.bool_]:
         """[V]; end tokens are allowed where the grammar may stop, and at least one token always is."""
 
@@ -73,6 +77,11 @@ class Sampler:
             or len(self._bias_ids) > 0
             or self.num_drawn < self.params.min_tokens
         )
+
+    @property
+    def failure(self) -> str | None:
+        """Why the answer ended before it was whole: its grammar grew too large to be followed. None where all is well."""
+        return self._matcher.failure if self._matcher is not None else None
 
     def take(self, token: int) -> None:
         """Take note of a token that was drawn elsewhere: the argmax, or a device's draw at this sampler's uniform number."""

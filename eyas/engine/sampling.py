@@ -24,7 +24,6 @@ Logits = NDArray[np.float32] | NDArray[np.float64]
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]
 
-_FIRST_CUT = 256  # candidates that top_p looks at before it looks at more
 _MARGIN = 1e-6  # of a logarithm: far above the rounding of exp, for a cut that a second, exact one follows
 
 
@@ -60,8 +59,7 @@ def kept_weights(logits_V: Logits, params: SamplingParams) -> Floats:
         kept_V[order_V[params.top_k :]] = False
     weights_V[~kept_V] = 0.0
     if params.top_p < 1:
-        mass = params.top_p * _total(weights_V)
-        count = int(np.searchsorted(_cumulative(weights_V[order_V]), mass)) + 1
+        count = _num_holding(weights_V[order_V], params.top_p * _total(weights_V))
         weights_V[order_V[count:]] = 0.0
     return weights_V
 
@@ -82,7 +80,7 @@ def sample(logits_V: Logits, params: SamplingParams, uniform: float) -> int:
     if params.min_p > 0:
         kept_C = np.flatnonzero(scaled_C >= math.log(params.min_p) - _MARGIN)
         ids_C, scaled_C, logits_V = _taken(ids_C, kept_C), scaled_C[kept_C], logits_V[kept_C]
-    weights_C = np.exp(scaled_C)
+    weights_C = np.exp(scaled_C, out=scaled_C)  # in place: at 128,000 tokens a new array costs more than the sums
     if params.min_p > 0:
         weights_C[weights_C < params.min_p] = 0.0
     if params.top_p < 1:
@@ -97,24 +95,30 @@ def best_ids(logits_V: Logits, count: int) -> Ids:
     if count >= len(logits_V):
         return np.arange(len(logits_V))
     least = torch.from_numpy(logits_V).topk(count, sorted=False).values.min().item()
+    return _best_down_to(logits_V, least, count)
+
+
+def _nucleus(logits_C: Logits, weights_C: Floats, top_p: float) -> Ids:
+    """The smallest set of the best that holds top_p of the weight, ascending.
+
+    Tokens that each have less than a C-th of the weight outside hold less than that together: the set is among the others,
+    and only they are sorted.
+    """
+    total = _total(weights_C)
+    among_C = np.flatnonzero(weights_C >= (1 - top_p) * total / len(weights_C))
+    logits_C, weights_C = logits_C[among_C], weights_C[among_C]
+    order_C = np.argsort(-logits_C)  # in any order where equal: their weights are equal too
+    count = _num_holding(weights_C[order_C], top_p * total)
+    return among_C[_best_down_to(logits_C, logits_C[order_C[count - 1]], count)]
+
+
+def _best_down_to(logits_V: Logits, least: float, count: int) -> Ids:
+    """The `count` best ids, ascending, where `least` is the logit of the worst of them."""
     ids_C = np.flatnonzero(logits_V >= least)
     if len(ids_C) > count:
         at_cut = np.flatnonzero(logits_V[ids_C] == least)
         ids_C = np.delete(ids_C, at_cut[count - len(ids_C) :])
     return ids_C
-
-
-def _nucleus(logits_C: Logits, weights_C: Floats, top_p: float) -> Ids:
-    """The smallest set of the best that holds top_p of the weight, ascending: looked for among few, then among more."""
-    mass = top_p * _total(weights_C)
-    num_best = _FIRST_CUT
-    while True:
-        best_C = best_ids(logits_C, num_best)
-        best_C = best_C[np.argsort(-logits_C[best_C], kind="stable")]
-        cumulative_C = _cumulative(weights_C[best_C])
-        if cumulative_C[-1] >= mass or num_best >= len(logits_C):
-            return np.sort(best_C[: int(np.searchsorted(cumulative_C, mass)) + 1])
-        num_best *= 8
 
 
 def _taken(ids_C: Ids | None, kept_C: Ids) -> Ids:
@@ -142,6 +146,11 @@ def _cumulative(weights_V: Floats) -> Floats:
 
 def _total(weights_V: Floats) -> float:
     return float(_cumulative(weights_V)[-1])
+
+
+def _num_holding(best_first_C: Floats, mass: float) -> int:
+    """How many of the weights, from the first, it takes to hold `mass`; all of them where rounding leaves it just short."""
+    return min(int(np.searchsorted(_cumulative(best_first_C), mass)) + 1, len(best_first_C))
 
 
 def _quantile(weights_V: Floats, uniform: float) -> int:

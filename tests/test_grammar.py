@@ -1,0 +1,213 @@
+"""Grammars: whatever the mask lets through is an answer of the schema or the regular expression, and nothing else is needed."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from eyas.engine.grammar import Grammars
+from eyas.engine.request import SamplingParams
+from eyas.engine.sampler import Sampler
+from eyas.errors import InputError, MissingInputError
+
+BUILTIN = Path("eyas/builtin/target")
+REAL = Path("../shared/data/tokenizers")
+FOLDERS = [BUILTIN, REAL / "qwen3", REAL / "granite-3.1"]
+MAX_WALK = 600
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "bb", None]}, "maxItems": 3},
+        "ok": {"type": "boolean"},
+    },
+    "required": ["name", "age", "ok"],
+    "additionalProperties": False,
+}
+REGEXES = [r"[0-9]{3}-[0-9]{4}|yes|no", r"(foo|bar){1,3}\.", r'a/b\n"c"\\[x-z]{2,3}', r"[a-zäöü ]{0,12}!", r"(é|🦅){1,4}", ""]
+
+
+class Walker:
+    """A folder's tokenizer and its grammars, and random walks through them."""
+
+    def __init__(self, folder):
+        if not folder.exists():
+            pytest.skip(f"no {folder}")
+        config = json.loads((folder / "config.json").read_text())
+        self.V, self.end = config["vocab_size"], config["eos_token_id"]
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self.grammars = Grammars(folder, self.V, {self.end})
+
+    def text(self, ids):
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def walk(self, rng, **options):
+        """The text of tokens drawn uniformly from the masks, up to the end token."""
+        matcher = self.grammars.compile(SamplingParams(**options)).matcher()
+        ids = []
+        for _ in range(MAX_WALK):
+            mask_V = matcher.mask()
+            assert mask_V.shape == (self.V,)
+            token = int(rng.choice(np.flatnonzero(mask_V)))
+            matcher.advance(token)
+            assert matcher.failure is None
+            if token == self.end:
+                assert matcher.is_over
+                return self.text(ids)
+            ids.append(token)
+        raise AssertionError(f"no end after {MAX_WALK} tokens: {self.text(ids)!r}")
+
+
+@pytest.fixture(scope="module", params=FOLDERS, ids=lambda folder: folder.name)
+def walker(request):
+    return Walker(request.param)
+
+
+@pytest.fixture(scope="module")
+def builtin():
+    return Walker(BUILTIN)
+
+
+def test_a_walk_follows_the_schema(walker):
+    rng = np.random.default_rng(0)
+    for _ in range(8):
+        value = json.loads(walker.walk(rng, json_schema=json.dumps(SCHEMA)))
+        assert {"name", "age", "ok"} <= set(value) <= set(SCHEMA["properties"])
+        assert isinstance(value["name"], str)
+        assert 1 <= len(value["name"]) <= 12
+        assert type(value["age"]) is int
+        assert 0 <= value["age"] <= 120
+        assert type(value["ok"]) is bool
+        assert set(value.get("tags", [])) <= {"a", "bb", None}
+        assert len(value.get("tags", [])) <= 3
+
+
+@pytest.mark.parametrize("regex", REGEXES)
+def test_a_walk_matches_the_regex(walker, regex):
+    rng = np.random.default_rng(1)
+    texts = {walker.walk(rng, regex=regex) for _ in range(8)}
+    assert all(re.fullmatch(regex, text) for text in texts), texts
+
+
+def test_the_mask_lets_the_usual_tokens_through(walker):
+    """Not only some answer: the tokenizer's own tokens of an answer are allowed, each in its place, then the end."""
+    for options, text in (
+        ({"json_schema": json.dumps(SCHEMA)}, '{"name": "Ann", "age": 20, "tags": ["a", null], "ok": true}'),
+        ({"regex": r"[A-Za-z ]+\."}, "A few plain words."),
+    ):
+        matcher = walker.grammars.compile(SamplingParams(**options)).matcher()
+        for token in [*walker.tokenizer(text, add_special_tokens=False)["input_ids"], walker.end]:
+            assert matcher.mask()[token]
+            matcher.advance(token)
+        assert matcher.is_over
+
+
+def test_the_end_is_allowed_only_where_the_grammar_may_stop(builtin):
+    matcher = builtin.grammars.compile(SamplingParams(regex="ab?")).matcher()
+    a, b = builtin.tokenizer.convert_tokens_to_ids(["a", "b"])
+    assert not matcher.mask()[builtin.end]
+    matcher.advance(a)
+    assert matcher.mask()[[builtin.end, b]].all()
+    matcher.advance(b)
+    assert np.flatnonzero(matcher.mask()).tolist() == [builtin.end]
+    assert not matcher.is_over
+    matcher.advance(builtin.end)
+    assert matcher.is_over
+    assert np.flatnonzero(matcher.mask()).tolist() == [builtin.end]
+
+
+def test_all_end_tokens_of_the_target_end_a_grammar(builtin):
+    grammar = Grammars(BUILTIN, builtin.V, {0, builtin.end, 10**6}).compile(SamplingParams(regex="a"))
+    matcher = grammar.matcher()
+    matcher.advance(builtin.tokenizer.convert_tokens_to_ids("a"))
+    assert np.flatnonzero(matcher.mask()).tolist() == [0, builtin.end]
+
+
+def test_rows_of_the_target_beyond_the_tokenizer_are_never_allowed(builtin):
+    matcher = Grammars(BUILTIN, builtin.V + 64, {builtin.end}).compile(SamplingParams(regex="(?s).*")).matcher()
+    mask_V = matcher.mask()
+    assert mask_V.shape == (builtin.V + 64,)
+    assert not mask_V[builtin.V :].any()
+    assert mask_V.sum() > builtin.V / 2
+
+
+def test_special_tokens_are_no_text(builtin):
+    mask_V = builtin.grammars.compile(SamplingParams(regex="(?s).*")).matcher().mask()
+    special = [number for number, token in builtin.tokenizer.added_tokens_decoder.items() if token.special]
+    assert set(np.flatnonzero(mask_V[special])) <= {special.index(builtin.end)}
+
+
+def test_matchers_do_not_share_their_place(builtin):
+    grammar = builtin.grammars.compile(SamplingParams(regex="ab"))
+    one, other = grammar.matcher(), grammar.matcher()
+    before_V = other.mask()
+    one.advance(builtin.tokenizer.convert_tokens_to_ids("a"))
+    assert np.array_equal(other.mask(), before_V)
+    assert not np.array_equal(one.mask(), before_V)
+
+
+def test_a_grammar_is_compiled_once(builtin):
+    compiled = [builtin.grammars.compile(SamplingParams(regex=regex)) for regex in ("a", "b", "a")]
+    assert compiled[0] is compiled[2]
+    assert compiled[0] is not compiled[1]
+    assert builtin.grammars.compile(SamplingParams()) is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"regex": "("},
+        {"regex": r"(a)\1"},
+        {"regex": "(?=a)b"},
+        {"regex": "a" * 70000},
+        {"json_schema": "{"},
+        {"json_schema": "[1]"},
+        {"json_schema": '{"type": "strin"}'},
+        {"json_schema": '{"type": "array", "uniqueItems": true}'},
+        {"json_schema": '{"not": {"type": "string"}}'},
+        {"json_schema": '{"type": "string", "pattern": "("}'},
+        {"json_schema": '{"$ref": "https://example.org/schema"}'},
+    ],
+    ids=lambda options: next(iter(options.values()))[:20],
+)
+def test_what_cannot_be_followed_is_refused(builtin, options):
+    with pytest.raises(InputError, match=next(iter(options))) as caught:
+        builtin.grammars.compile(SamplingParams(**options))
+    assert "\n" not in caught.value.what
+    assert caught.value.hint
+
+
+def test_a_target_without_tokenizer_or_end_is_refused(builtin, tmp_path):
+    with pytest.raises(MissingInputError):
+        Grammars(tmp_path, 100, {2}).compile(SamplingParams(regex="a"))
+    with pytest.raises(InputError, match="end token"):
+        Grammars(BUILTIN, builtin.V, ()).compile(SamplingParams(regex="a"))
+
+
+def test_a_grammar_that_grows_too_large_ends_the_answer_and_says_so(builtin):
+    matcher = builtin.grammars.compile(SamplingParams(regex="ab")).matcher()
+    matcher.advance(builtin.tokenizer.convert_tokens_to_ids("z"))  # the library's way of giving up, brought about by force
+    assert "z" in matcher.failure
+    assert np.flatnonzero(matcher.mask()).tolist() == [builtin.end]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_sampler_draws_what_the_grammar_allows_and_ends(builtin, temperature):
+    params = SamplingParams(temperature=temperature, seed=3, json_schema=json.dumps(SCHEMA), max_tokens=MAX_WALK)
+    matcher = builtin.grammars.compile(params).matcher()
+    sampler = Sampler(params, (1,), builtin.V, frozenset({builtin.end}), matcher)
+    generator = torch.Generator().manual_seed(0)
+    tokens = []
+    while builtin.end not in tokens and len(tokens) < MAX_WALK:
+        tokens.append(sampler.draw(torch.randn(builtin.V, generator=generator)))
+    assert SCHEMA["properties"].keys() >= json.loads(builtin.text(tokens[:-1])).keys()
+    assert sampler.draw(torch.randn(builtin.V, generator=generator)) == builtin.end
+    assert sampler.failure is None

@@ -1,0 +1,262 @@
+"""An answer's sampler: the distribution with every option, the state of the path, end tokens, and where stop strings end."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from eyas.chat import Chat
+from eyas.engine.request import SamplingParams
+from eyas.engine.sampler import Sampler
+from eyas.engine.sampling import adjusted_probs, draw
+from eyas.engine.stop import StopChecker
+from eyas.engine.uniform import derived_seed, uniform
+
+V = 24
+ENDS = frozenset({2, 5})
+LOGITS = torch.randn(V, generator=torch.Generator().manual_seed(3)) * 1.5
+DRAWS = 4000
+
+
+class Allowing:
+    """A grammar that allows some tokens, and end tokens only."""
+
+    failure = None
+
+    def __init__(self, *allowed):
+        self.allowed = list(allowed)
+        self.heard = []
+
+    def mask(self):
+        mask_V = np.zeros(V, dtype=bool)
+        mask_V[self.allowed] = True
+        return mask_V
+
+    def advance(self, token):
+        self.heard.append(token)
+
+
+def sampler(matcher=None, index=0, prompt=(1, 1, 8), **options):
+    return Sampler(SamplingParams(**options), prompt, V, ENDS, matcher, index)
+
+
+def first_draws(matcher=None, **options):
+    """Counts [V] of the first token of many answers that differ in their seed."""
+    tokens = [sampler(matcher, seed=seed, **options).draw(LOGITS) for seed in range(DRAWS)]
+    return np.bincount(tokens, minlength=V)
+
+
+def softmax(logits_V, temperature=1.0):
+    return (logits_V.double() / temperature).softmax(-1).numpy()
+
+
+def changed(**changes):
+    logits_V = LOGITS.double().clone()
+    for token, logit in changes.items():
+        logits_V[int(token[1:])] = logit
+    return logits_V
+
+
+def penalised_prompt():
+    """Repetition penalty 1.5 of the prompt's tokens 1 and 8, in their first answer token."""
+    return changed(**{f"t{t}": LOGITS[t] / 1.5 if LOGITS[t] > 0 else LOGITS[t] * 1.5 for t in (1, 8)})
+
+
+def masked(kept):
+    return torch.where(torch.isin(torch.arange(V), torch.tensor(list(kept))), LOGITS, -math.inf)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected_V"),
+    [
+        ({"temperature": 1.0}, softmax(LOGITS)),
+        ({"temperature": 0.6}, softmax(LOGITS, 0.6)),
+        ({"temperature": 1.0, "top_k": 6}, softmax(masked(LOGITS.topk(6).indices.tolist()))),
+        ({"temperature": 1.0, "top_p": 0.7}, adjusted_probs(LOGITS, SamplingParams(temperature=1.0, top_p=0.7)).numpy()),
+        ({"temperature": 1.0, "min_p": 0.2}, softmax(torch.where(LOGITS.max() + math.log(0.2) <= LOGITS, LOGITS, -math.inf))),
+        ({"temperature": 1.0, "repetition_penalty": 1.5}, softmax(penalised_prompt())),
+        ({"temperature": 1.0, "logit_bias": {4: 2.0, 7: -3.0}}, softmax(changed(t4=LOGITS[4] + 2, t7=LOGITS[7] - 3))),
+        ({"temperature": 1.0, "min_tokens": 2}, softmax(changed(t2=-math.inf, t5=-math.inf))),
+        ({"temperature": 1.0, "regex": "x", "matcher": Allowing(3, 9, 11, 20)}, softmax(masked((3, 9, 11, 20)))),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_draws_follow_the_distribution(options, expected_V):
+    counts_V = first_draws(**options)
+    kept_V = expected_V > 0
+    assert counts_V[~kept_V].sum() == 0
+    assert stats.chisquare(counts_V[kept_V], expected_V[kept_V] * DRAWS).pvalue > 1e-4
+
+
+def test_penalties_follow_the_answer():
+    """Against the definition, written with the whole answer at hand at each token."""
+    options = {"repetition_penalty": 1.4, "frequency_penalty": 0.6, "presence_penalty": 0.5, "logit_bias": {7: 3.0}}
+    params = SamplingParams(temperature=0.9, seed=11, **options)
+    drawer, prompt, output = Sampler(params, (1, 1, 8), 80, frozenset()), (1, 1, 8), []
+    torch.manual_seed(0)
+    for at in range(120):  # more distinct tokens than the sampler has room for at first
+        raw_V = torch.randn(80) * 2
+        adjusted_V = raw_V.double().numpy().copy()
+        for token in {*prompt, *output}:
+            adjusted_V[token] *= 1 / 1.4 if adjusted_V[token] > 0 else 1.4
+            adjusted_V[token] -= 0.6 * output.count(token) + 0.5 * (token in output)
+        adjusted_V[7] += 3.0
+        expected = draw(adjusted_probs(torch.from_numpy(adjusted_V), params), uniform(11, at))
+        output.append(drawer.draw(raw_V))
+        assert output[-1] == expected
+    assert len(set(output)) > 64
+
+
+def test_greedy_honours_every_option():
+    best = int(LOGITS.argmax())
+    second = int(LOGITS.topk(2).indices[1])
+    assert sampler().draw(LOGITS) == best
+    assert sampler(logit_bias={best: -100.0}).draw(LOGITS) == second
+    assert sampler(repetition_penalty=50.0, prompt=(best,)).draw(LOGITS) == second
+    assert sampler(Allowing(second, 3), regex="x").draw(LOGITS) == second
+    drawer = sampler(presence_penalty=2.0)
+    assert drawer.draw(LOGITS) == best
+    assert drawer.draw(torch.where(torch.arange(V) == best, 1.0, 0.0)) == (0 if best else 1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_min_tokens_masks_end_and_stop_tokens_until_reached(temperature, ignore_eos):
+    towering_V = torch.zeros(V)
+    towering_V[[2, 9]] = torch.tensor([60.0, 50.0])
+    drawer = sampler(temperature=temperature, min_tokens=2, stop_token_ids=(9,), ignore_eos=ignore_eos, seed=1)
+    for _ in range(2):
+        assert drawer.needs_host
+        assert not drawer.is_plain_greedy
+        assert (drawer.draw(towering_V) == 2) == ignore_eos  # an end token that ends nothing is a token like others
+    assert not drawer.needs_host
+    assert drawer.is_plain_greedy == (temperature == 0)
+    assert drawer.draw(towering_V) == 2
+
+
+def test_after_the_end_the_end_comes_again():
+    drawer = sampler(temperature=1.0, seed=0, logprobs=1)
+    towering_V = torch.zeros(V)
+    towering_V[5] = 99.0
+    assert [drawer.draw(one) for one in (towering_V, LOGITS, LOGITS)] == [5, 5, 5]
+    assert drawer.num_drawn == len(drawer.logprobs) == 1
+
+
+def test_the_grammar_hears_every_token():
+    heard = Allowing(3, 4, 9)
+    drawer = sampler(heard, regex="x", temperature=1.0, seed=4)
+    assert [drawer.draw(LOGITS) for _ in range(6)] == heard.heard
+
+
+def test_a_seed_gives_the_same_tokens_and_each_sample_its_own():
+    def answer(**options):
+        drawer = sampler(temperature=1.5, ignore_eos=True, **options)
+        return [drawer.draw(LOGITS) for _ in range(20)]
+
+    assert answer(seed=9) == answer(seed=9)
+    assert answer(seed=9, index=1) == answer(seed=9, index=1)
+    answers = [answer(seed=9, index=index, n=3) for index in range(3)] + [answer(), answer(), answer(seed=10)]
+    assert answers[0] == answer(seed=9)
+    assert len({tuple(one) for one in answers}) == len(answers)
+    assert sampler(seed=9, index=2).seed == derived_seed(9, 2)
+
+
+def test_taking_is_drawing_elsewhere():
+    drawn, taken = (sampler(temperature=1.2, top_k=9, seed=2, ignore_eos=True) for _ in range(2))
+    assert not taken.needs_host
+    for at in range(10):
+        token = draw(adjusted_probs(LOGITS, taken.params), uniform(taken.seed, taken.num_drawn))
+        assert drawn.draw(LOGITS) == token
+        taken.take(token)
+        assert taken.num_drawn == drawn.num_drawn == at + 1
+
+
+@pytest.mark.parametrize(
+    ("options", "plain_greedy", "needs_host"),
+    [
+        ({}, True, False),
+        ({"top_k": 3, "top_p": 0.5, "min_p": 0.1, "seed": 1}, True, False),  # greedy takes the best of any cut
+        ({"temperature": 1.0, "top_k": 3, "top_p": 0.5, "min_p": 0.1}, False, False),
+        ({"repetition_penalty": 1.1}, False, True),
+        ({"frequency_penalty": 0.1}, False, True),
+        ({"presence_penalty": 0.1}, False, True),
+        ({"logit_bias": {3: 1.0}}, False, True),
+        ({"min_tokens": 1}, False, True),
+        ({"logprobs": 0}, False, True),
+        ({"regex": "x", "matcher": Allowing(1)}, False, True),
+    ],
+)
+def test_what_a_draw_needs(options, plain_greedy, needs_host):
+    drawer = sampler(**options)
+    assert (drawer.is_plain_greedy, drawer.needs_host) == (plain_greedy, needs_host)
+
+
+def test_logprobs_are_of_the_raw_logits_whatever_is_adjusted():
+    drawer = sampler(temperature=0.3, top_k=2, logit_bias={4: 9.0}, logprobs=3, seed=0, ignore_eos=True)
+    tokens = [drawer.draw(LOGITS) for _ in range(4)]
+    expected_V = LOGITS.double().log_softmax(-1)
+    assert [entry.token_id for entry in drawer.logprobs] == tokens
+    for entry in drawer.logprobs:
+        assert entry.logprob == pytest.approx(float(expected_V[entry.token_id]))
+        assert [token for token, _ in entry.top] == expected_V.topk(3).indices.tolist()
+    assert sampler().logprobs is None
+
+
+def test_logits_are_left_as_they_are():
+    before_V = LOGITS.clone()
+    sampler(temperature=1.0, repetition_penalty=1.2, logit_bias={3: 1.0}, min_tokens=3, logprobs=2).draw(LOGITS)
+    assert torch.equal(LOGITS, before_V)
+
+
+# Stop strings
+
+
+@pytest.fixture(scope="module")
+def chat():
+    return Chat("eyas/builtin/target")
+
+
+def completing(chat, text, stops):
+    """The place of the token that completes a stop string, and the place by decoding every beginning anew."""
+    ids = chat._encode(text)
+    checker = StopChecker(stops, chat.decode)
+    got = next((at for at, token in enumerate(ids) if checker.push(token)), None)
+    plain = next((at for at in range(len(ids)) if any(stop in chat.decode(ids[: at + 1]) for stop in stops)), None)
+    return got, plain
+
+
+@pytest.mark.parametrize(
+    ("text", "stops"),
+    [
+        ("one two three four", ("three",)),
+        ("one two three four", ("e fo", "r")),
+        ("one two three four", ("o three fou",)),
+        ("grüße 🦅🦅 eyas ελληνικά", ("🦅🦅 e",)),
+        ("grüße 🦅 eyas ελληνικά", ("ελλ",)),
+        ("aaaaaaaaaaaaab", ("aab",)),
+        ("a line\nanother line\n\nlast", ("\n\n",)),
+        ("no stop at all", ("§", "stop at all!")),
+        ("x" * 40 + "yz", ("x" * 41 + "y", "xyz")),
+    ],
+)
+def test_a_stop_string_ends_where_it_is_complete(chat, text, stops):
+    got, plain = completing(chat, text, stops)
+    assert got == plain
+    assert (plain is None) == (not any(stop in text for stop in stops))
+
+
+def test_a_stop_string_costs_no_more_in_a_long_answer(chat):
+    longest = 0
+
+    def decode(ids):
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return chat.decode(ids)
+
+    checker = StopChecker(("§§",), decode)
+    assert not any(checker.push(token) for token in chat._encode("a few words more, and more. " * 40))
+    assert longest < 12

@@ -1,0 +1,258 @@
+"""From logits to a token: the fast form against the plain one, cuts, ties, penalties, random numbers, and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from eyas.engine.logprobs import token_logprob
+from eyas.engine.request import SamplingParams
+from eyas.engine.sampling import adjusted_probs, best_ids, draw, kept_weights, penalised, sample
+from eyas.engine.uniform import derived_seed, fresh_seed, uniform, uniforms
+from eyas.errors import EyasError, InputError
+
+V = 300
+INT64 = st.integers(-(2**63), 2**63 - 1)
+BELOW_ONE = 1 - 2.0**-53
+
+
+@st.composite
+def logits(draw_from):
+    """Logits of many kinds: smooth, with many ties, flat, with one that towers, with some masked out."""
+    rng = np.random.default_rng(draw_from(st.integers(0, 10**6)))
+    logits_V = rng.standard_normal(V) * draw_from(st.sampled_from([0.0, 0.3, 3.0, 30.0]))
+    kind = draw_from(st.sampled_from(["smooth", "ties", "tower", "masked"]))
+    if kind == "ties":
+        logits_V = np.round(logits_V)
+    elif kind == "tower":
+        logits_V[rng.integers(V)] = 90.0
+    elif kind == "masked":
+        logits_V[rng.permutation(V)[: V - draw_from(st.integers(1, 20))]] = -np.inf
+    return logits_V.astype(draw_from(st.sampled_from([np.float32, np.float64])))
+
+
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([1e-5, 0.3, 1.0, 1.7, 100.0]),
+    top_k=st.sampled_from([0, 1, 2, 17, V - 1, V, V + 5]),
+    top_p=st.sampled_from([1e-9, 0.1, 0.5, 0.9, 1 - 1e-12, 1.0]),
+    min_p=st.sampled_from([0.0, 1e-3, 0.1, 0.5, 1.0]),
+)
+NUMBERS = st.one_of(st.floats(0, BELOW_ONE), st.sampled_from([0.0, 0.25, 0.5, BELOW_ONE]))
+
+
+@settings(max_examples=300, deadline=None)
+@given(logits(), PARAMS, NUMBERS)
+@example(np.zeros(V, np.float32), SamplingParams(temperature=1.0, top_p=0.5), 0.5)
+@example(np.zeros(V, np.float32), SamplingParams(temperature=1.0, top_k=10, top_p=0.5, min_p=1.0), BELOW_ONE)
+def test_the_fast_form_gives_the_token_of_the_plain_one(logits_V, params, number):
+    before_V = logits_V.copy()
+    weights_V = kept_weights(logits_V, params)
+    token = sample(logits_V, params, number)
+    assert token == draw(torch.from_numpy(weights_V), number)
+    assert weights_V[token] > 0
+    assert np.array_equal(logits_V, before_V)
+
+
+def reference_probs(logits_V, params):
+    """The definition, token by token, in exact order and with fsum."""
+    best = max(logits_V)
+    probs = {token: math.exp((logit - best) / params.temperature) for token, logit in enumerate(logits_V)}
+    ranked = sorted(probs, key=lambda token: (-logits_V[token], token))
+    ranked = [token for token in ranked if probs[token] >= params.min_p]
+    ranked = ranked[: params.top_k or None]
+    total, before, kept = math.fsum(probs[token] for token in ranked), [], []
+    for token in ranked:
+        if math.fsum(before) >= params.top_p * total:
+            break
+        before.append(probs[token])
+        kept.append(token)
+    total = math.fsum(before)
+    return np.array([probs[token] / total if token in kept else 0.0 for token in range(len(logits_V))])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.4},
+        {"top_k": 7},
+        {"top_p": 0.63},
+        {"min_p": 0.07},
+        {"temperature": 2.1, "top_k": 40, "top_p": 0.71, "min_p": 0.011},
+    ],
+)
+def test_the_plain_form_is_the_definition(options):
+    params = SamplingParams(**{"temperature": 1.0} | options)
+    logits_V = np.random.default_rng(5).standard_normal(V) * 2
+    expected_V = reference_probs(logits_V.tolist(), params)
+    np.testing.assert_allclose(adjusted_probs(torch.from_numpy(logits_V), params).numpy(), expected_V, rtol=1e-12)
+
+
+def test_ties_at_a_cut_go_to_the_smaller_id():
+    logits_V = torch.tensor([1.0, 2.0, 2.0, 1.0, 2.0, 1.0])
+    kept = [
+        adjusted_probs(logits_V, SamplingParams(temperature=1.0, **cut)).nonzero().flatten().tolist()
+        for cut in ({"top_k": 2}, {"top_k": 4}, {"top_p": 0.4})
+    ]
+    assert kept == [[1, 2], [0, 1, 2, 4], [1, 2]]
+    assert best_ids(logits_V.numpy(), 5).tolist() == [0, 1, 2, 3, 4]
+    assert sample(logits_V.numpy(), SamplingParams(), 0.0) == 1
+
+
+def test_a_token_is_the_quantile_of_its_number():
+    probs_V = torch.tensor([0.0, 0.25, 0.0, 0.75, 0.0], dtype=torch.float64)
+    assert [draw(probs_V, number) for number in (0.0, 0.249, 0.25, BELOW_ONE)] == [1, 1, 3, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_logits_are_read_exactly(dtype):
+    logits_V = torch.randn(V, generator=torch.Generator().manual_seed(0)).to(dtype)
+    params = SamplingParams(temperature=0.8, top_p=0.9)
+    assert torch.equal(adjusted_probs(logits_V, params), adjusted_probs(logits_V.float(), params))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_overflowed_are_an_error(bad):
+    logits_V = np.zeros(V, np.float32)
+    logits_V[4] = bad
+    with pytest.raises(EyasError, match="best logit"):
+        sample(logits_V, SamplingParams(temperature=1.0), 0.5)
+
+
+# Penalties
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(0, 39), max_size=30),
+    st.lists(st.integers(0, 39), max_size=30),
+    st.sampled_from([0.5, 1.0, 1.3]),
+    st.sampled_from([-2.0, 0.0, 0.7]),
+    st.sampled_from([-1.5, 0.0, 0.4]),
+)
+def test_penalties_are_the_definition(prompt, output, repetition, frequency, presence):
+    params = SamplingParams(repetition_penalty=repetition, frequency_penalty=frequency, presence_penalty=presence)
+    logits_V = np.random.default_rng(len(output)).standard_normal(40)
+    seen = np.array(sorted({*prompt, *output}), dtype=np.int64)
+    counts = np.array([output.count(token) for token in seen.tolist()], dtype=np.int64)
+    expected = []
+    for token, logit in enumerate(logits_V.tolist()):
+        if token in prompt or token in output:
+            logit = logit / repetition if logit > 0 else logit * repetition
+        expected.append(logit - frequency * output.count(token) - presence * (token in output))
+    np.testing.assert_allclose(penalised(logits_V, seen, counts, params), expected, rtol=1e-13, atol=1e-13)
+
+
+# Log-probabilities
+
+
+def test_logprobs_are_log_softmax_of_the_raw_logits():
+    logits_V = torch.randn(V, generator=torch.Generator().manual_seed(1)) * 4
+    expected_V = logits_V.double().log_softmax(-1)
+    got = token_logprob(logits_V.numpy(), 17, 5)
+    best = expected_V.topk(5)
+    assert [token for token, _ in got.top] == best.indices.tolist()
+    np.testing.assert_allclose([number for _, number in got.top], best.values.numpy(), rtol=1e-12)
+    assert got.token_id == 17
+    assert got.logprob == pytest.approx(float(expected_V[17]), rel=1e-12)
+    assert token_logprob(np.zeros(9, np.float32), 8, 3).top == tuple((token, -math.log(9)) for token in range(3))
+    assert token_logprob(np.zeros(9, np.float32), 8, 0).top == ()
+
+
+# Random numbers
+
+
+@settings(max_examples=200, deadline=None)
+@given(INT64, st.integers(0, 2**62))
+@example(-1, 0)
+@example(2**63 - 1, 2**62)
+@example(-(2**63), 1)
+def test_torch_and_python_give_the_same_number(seed, index):
+    number = uniform(seed, index)
+    assert 0 <= number < 1
+    assert uniforms(torch.tensor([seed, seed]), torch.tensor([index, index])).tolist() == [number, number]
+
+
+def test_numbers_are_splitmix64():
+    """The first output for state 0, published with the algorithm: seed 0 mixes to state 0."""
+    assert uniform(0, 0) == (0xE220A8397B1DCDAF >> 11) * 2.0**-53
+
+
+def test_numbers_are_spread_and_independent():
+    seeds_B = torch.arange(20000)
+    for numbers_B in (uniforms(seeds_B, torch.zeros_like(seeds_B)), uniforms(torch.zeros_like(seeds_B), seeds_B)):
+        counts = torch.histc(numbers_B, 50, 0, 1)
+        assert float(((counts - 400) ** 2 / 400).sum()) < 100  # 49 degrees of freedom: p = 2e-5
+        assert abs(float(torch.corrcoef(torch.stack((numbers_B[1:], numbers_B[:-1])))[0, 1])) < 0.03
+
+
+def test_samples_of_a_request_have_seeds_of_their_own():
+    assert derived_seed(7, 0) == 7
+    seeds = {derived_seed(seed, sample_of) for seed in (-5, 0, 1, 2) for sample_of in range(128)}
+    assert len(seeds) == 4 * 128
+    assert all(-(2**63) <= seed < 2**63 for seed in seeds)
+    assert fresh_seed() != fresh_seed()
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 1e-9}, "temperature"),
+        ({"temperature": math.nan}, "temperature"),
+        ({"top_k": -1}, "top_k"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": math.nan}, "top_p"),
+        ({"min_p": 1.1}, "min_p"),
+        ({"seed": 2**63}, "seed"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"repetition_penalty": math.inf}, "repetition_penalty"),
+        ({"frequency_penalty": 2.1}, "frequency_penalty"),
+        ({"presence_penalty": math.nan}, "presence_penalty"),
+        ({"logit_bias": {-1: 0.0}}, "logit_bias"),
+        ({"logit_bias": {3: math.inf}}, "logit_bias"),
+        ({"logit_bias": {3: math.nan}}, "logit_bias"),
+        ({"stop": ("",)}, "stop string"),
+        ({"stop": ("x" * 1025,)}, "stop string"),
+        ({"stop": ("x",) * 17}, "stop strings"),
+        ({"stop_token_ids": (-1,)}, "stop_token_ids"),
+        ({"stop_token_ids": tuple(range(17))}, "stop_token_ids"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"n": 0}, "n 0"),
+        ({"n": 129}, "n 129"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"json_schema": "{}", "regex": "a"}, "both"),
+        ({"regex": "a", "ignore_eos": True}, "ignore_eos"),
+        ({"json_schema": "{}", "min_tokens": 1}, "min_tokens"),
+    ],
+)
+def test_what_is_out_of_range_is_refused(options, what):
+    with pytest.raises(InputError, match=what) as caught:
+        SamplingParams(**options)
+    assert caught.value.hint
+
+
+def test_limits_themselves_are_fine():
+    SamplingParams(
+        temperature=1e-5, top_p=1.0, min_p=1.0, seed=-(2**63), frequency_penalty=-2.0, presence_penalty=2.0,
+        logit_bias={0: -100.0, 1: 100.0}, stop=("x" * 1024,) * 16, min_tokens=8, max_tokens=8, n=128, logprobs=20,
+    )  # fmt: skip
+
+
+def test_tokens_that_the_target_lacks_are_refused():
+    for params in (SamplingParams(logit_bias={40: 1.0}), SamplingParams(stop_token_ids=(3, 40))):
+        params.check_vocabulary(41)
+        with pytest.raises(InputError, match="token 40"):
+            params.check_vocabulary(40)
