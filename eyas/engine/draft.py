@@ -104,6 +104,11 @@ class Draft:
             self._layers = DraftLayers(config, cast, target, target.dtype)
             self._target_ids_W = (torch.arange(config.draft_vocab_size) + d2t_offset).to(target.device)
 
+    @property
+    def fingerprint(self) -> str:
+        """Its shape: what its work takes."""
+        return self.config.model_dump_json()
+
     def new_cache(self, num_pages: int, page_size: int = PAGE_SIZE) -> PagedCache:
         heads = (self.config.num_key_value_heads, self.config.head_dim)
         return PagedCache(1, num_pages, page_size, heads, self._dtype, self._device)

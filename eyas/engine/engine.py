@@ -13,7 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -23,8 +23,9 @@ from transformers import AutoTokenizer
 from eyas.engine.draft import Draft, Growth
 from eyas.engine.grammar import Grammars
 from eyas.engine.pages import PagePool
-from eyas.engine.policy import Policy
+from eyas.engine.policy import Policy, Speculation
 from eyas.engine.request import FinishReason, Request, Result, TokenLogprob, Update
+from eyas.engine.round_costs import round_costs
 from eyas.engine.rounds import Rounds
 from eyas.engine.running import Outcome, Running
 from eyas.engine.sampler import Sampler
@@ -52,16 +53,19 @@ class EngineConfig(Growth):
     max_length: int = Field(1024, ge=2)
     num_pages: int | None = Field(None, ge=1)
     prefill_chunk: int = Field(256, ge=16)
-    num_verify_tokens: int = Field(12, ge=2, le=MAX_TREE_COLUMNS - 1)
+    num_verify_tokens: int = Field(12, ge=2, le=MAX_TREE_COLUMNS)
     speculation: str = "auto"
     overlap: bool = False
     prefix_reuse: bool = True
 
     @model_validator(mode="after")
     def _fits(self) -> EngineConfig:
-        if self.num_columns >= MAX_TREE_COLUMNS:
-            raise ValueError(f"(num_draft_steps - 1) * tree_topk is {self.num_columns}, the limit is {MAX_TREE_COLUMNS - 1}")
+        self.parsed()
         return self
+
+    def parsed(self) -> Speculation:
+        """`speculation` with its sizes; those it does not state are the config's. Raises ConfigError."""
+        return Speculation.parse(self.speculation, (self.num_draft_steps, self.tree_topk, self.num_verify_tokens))
 
 
 class Engine:
@@ -72,10 +76,11 @@ class Engine:
     ) -> None:
         """folder: the target's, for the tokenizer that stop strings and grammars need."""
         config = config or EngineConfig()
-        self.policy = Policy.of(config)
-        config = config.model_copy(update=self.policy.growth)
-        self.target, self.config = target, config
-        self.draft = draft if self.policy.mode != "off" else None
+        speculation = config.parsed()
+        sizes = {name: getattr(speculation, name) for name in ("num_draft_steps", "tree_topk", "num_verify_tokens")}
+        self.config = config = config.model_copy(update=sizes)
+        self.target = target
+        self.draft = draft if speculation.mode != "off" else None
         self.max_length = min(config.max_length, target.config.max_position_embeddings)
         limits = Limits(
             config.max_batch,
@@ -87,7 +92,11 @@ class Engine:
         most = PagePool(0, PAGE_SIZE).pages_for(self.max_length + limits.max_emitted + limits.tree_columns)
         self._pool = PagePool(config.num_pages or config.max_batch * most, PAGE_SIZE)
         self._scheduler = Scheduler(self._pool, limits, config.prefix_reuse)
-        self.rounds = Rounds(target, self.draft, config, self.policy, (config.max_batch, self._pool.num_pages))
+        self.rounds = Rounds(target, self.draft, config, (config.max_batch, self._pool.num_pages))
+        if self.draft is None:
+            speculation = replace(speculation, mode="off")
+        costs = round_costs(self.rounds) if speculation.mode == "auto" else None
+        self.policy = self.rounds.policy = Policy(speculation, costs)
         self._folder = folder
         self._end_tokens = frozenset(target.config.eos_token_ids)
         self._grammars = Grammars(folder, target.config.vocab_size, self._end_tokens) if folder is not None else None

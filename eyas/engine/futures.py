@@ -32,3 +32,8 @@ class FutureMap:
     def index(self, numbers: list[int]) -> torch.Tensor:
         """int64 indices on the device."""
         return torch.from_numpy(np.asarray(numbers, dtype=np.int64)).to(self._device)
+
+    def pending_of(self, counts: list[tuple[int, int]]) -> torch.Tensor:
+        """The first `count` pending features of each (slot, count), beside each other: [sum of counts, A]."""
+        places = [slot * MAX_PENDING + place for slot, count in counts for place in range(count)]
+        return self.pending.flatten(0, 1)[self.index(places)]

@@ -44,7 +44,7 @@ class PagePool:
         return -(-num_tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` pages held once each, evicting idle ones where needed; None, and nothing changed, if there are not as many."""
+        """`count` pages held once each, evicting idle ones where needed; None, and nothing changed, if there are too few."""
         if count > self.num_available:
             return None
         while len(self._free) < count:

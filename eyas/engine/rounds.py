@@ -6,8 +6,8 @@ is as it is. One thread runs the jobs, in the order of their launch.
     target's cache   [ x_0 ........ x_{n-1} ] verify writes [ root n_1 .. n_{N-1} ], accepted nodes are moved together
     draft's cache    [ e_1 ........ e_n ]     propose writes behind it; extend writes [ e_{n+1} .. ] from the target's features
 
-A sample without speculation is a tree of its root alone: plain decoding is the same round. Its draft entries are made
-later, many at a time: when it speculates again, when its pages are to be kept, or when MAX_PENDING is near.
+A sample that does not draft is a tree of its root alone: plain decoding is the same round. Features wait until the draft
+needs their entries: when the sample drafts, when its pages are to be kept, or when there is no room for more.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ import torch
 
 from eyas.engine.draft import Draft, Growth
 from eyas.engine.futures import MAX_PENDING, FutureMap
-from eyas.engine.policy import Policy
+from eyas.engine.policy import Policy, Round, Speculation
 from eyas.engine.running import Outcome, Running
 from eyas.engine.scheduler import Job
 from eyas.engine.trace import Trace
 from eyas.engine.tree import Tree, tree_of
 from eyas.engine.verify import accept
-from eyas.model.cache import PagedCache
 from eyas.model.rows import Rows, prompt_rows, rows_of, slots_of
 from eyas.model.target import Target
 
@@ -43,11 +42,12 @@ class Verified:
 class Rounds:
     """Runs jobs on a target, with the draft's proposals where there is a draft."""
 
-    def __init__(self, target: Target, draft: Draft | None, growth: Growth, policy: Policy, sizes: tuple[int, int]) -> None:
-        """sizes: (max_batch, num_pages)."""
+    def __init__(self, target: Target, draft: Draft | None, growth: Growth, sizes: tuple[int, int]) -> None:
+        """sizes: (max_batch, num_pages). Drafts nothing until it is given another policy."""
         max_batch, num_pages = sizes
         self.trace = Trace()
-        self.target, self.draft, self._growth, self._policy = target, draft, growth, policy
+        self.target, self.draft, self.growth = target, draft, growth
+        self.policy = Policy(Speculation("off"))
         self._end_tokens = frozenset(target.config.eos_token_ids)
         self._device = target.device
         self.cache = target.new_cache(num_pages)
@@ -78,30 +78,27 @@ class Rounds:
             if chunk.stop == running.prefill_end == len(running.tokens)
         ]
         output = self.target.forward(rows, self.cache, self._taps, torch.from_numpy(ends[draws] - 1).to(self._device))
-        if self.draft is not None:
-            self._load_boundaries(job, chunks)
         emitted: dict[int, list[int]] = {}
         best = output.best.tolist() if draws else []
         for place, b in enumerate(draws):
             running = job.runnings[b]
             token = self._draw(running, best, output.logits, place)
             emitted[b] = running.take([token], self._end_tokens)
+        if output.aux_hidden is not None:
+            self._load_boundaries(job, chunks)
         for running, chunk in zip(job.runnings, chunks, strict=True):
             running.num_cached = chunk.stop
-        if self.draft is not None:
-            assert output.aux_hidden is not None
-            path_rows = [list(range(end - len(chunk), end)) for end, chunk in zip(ends.tolist(), chunks, strict=True)]
-            self._save_boundaries(job, list(range(len(chunks))), path_rows, output.aux_hidden)
-            self._extend(job, list(range(len(chunks))), path_rows, output.aux_hidden)
+        if output.aux_hidden is not None:
+            seen = {b: list(range(end - len(chunks[b]), end)) for b, end in enumerate(ends.tolist())}
+            self._take_features(job, seen, output.aux_hidden, list(seen))
         return [self._outcome(running, emitted.get(b, [])) for b, running in enumerate(job.runnings)]
 
     def _load_boundaries(self, job: Job, chunks: list[range]) -> None:
         """The first entry behind a reused prefix needs the feature of the prefix's last column."""
         for b, (running, chunk) in enumerate(zip(job.runnings, chunks, strict=True)):
-            if running.draft_end == chunk.start > 0:
+            if chunk.start == running.num_reused > 0:
                 page = job.page_table[b, chunk.start // self.cache.page_size - 1]
                 self.futures.pending[running.slot, 0] = self.futures.boundary[page]
-                running.num_pending = 1
 
     # Rounds
 
@@ -109,43 +106,45 @@ class Rounds:
         """One round. A sample that has ended in the meantime, which only overlap can bring about, is left alone."""
         started = time.perf_counter()
         alive = [b for b, running in enumerate(job.runnings) if running.finish_reason is None]
-        speculating = [b for b in alive if job.runnings[b].request.speculation] if self.draft is not None else []
-        plan = self._policy.plan(len(speculating), len(alive) - len(speculating))
+        able = [b for b in alive if job.runnings[b].request.speculation] if self.draft is not None else []
+        plan = self.policy.plan([job.runnings[b].num_pending for b in able], len(alive) - len(able))
+        drafting = [b for b, drafts in zip(able, plan.drafting, strict=True) if drafts]
         trees: dict[int, Tree] = {b: Tree.of_root(job.runnings[b].root) for b in alive}
-        if plan.drafts:
-            trees |= self._propose(job, speculating, plan.thresholds)
+        if drafting:
+            trees |= self._propose(job, drafting, plan)
         verified, aux_hidden = self._verify(job, trees)
         if aux_hidden is not None:
-            self._follow(job, verified, speculating if plan.drafts else [], aux_hidden)
-        drafted = {b: verified[b].num_accepted_drafts for b in speculating} if plan.drafts else {}
-        self._policy.observe(
-            [(trees[b], verified[b].num_accepted_drafts) for b in alive], (time.perf_counter() - started) * 1e3
-        )
+            due = [b for b in alive if self._is_due(job.runnings[b])]
+            self._take_features(job, {b: verified[b].path_rows for b in alive}, aux_hidden, due)
+        if alive:
+            self.policy.observe(plan, [verified[b].token_ids for b in drafting], (time.perf_counter() - started) * 1e3)
         return [
-            self._outcome(job.runnings[b], verified[b].token_ids, drafted.get(b))
+            self._outcome(running, verified[b].token_ids, verified[b].num_accepted_drafts if b in drafting else None)
             if b in verified
-            else self._outcome(job.runnings[b], [])
-            for b in range(len(job.runnings))
+            else self._outcome(running, [])
+            for b, running in enumerate(job.runnings)
         ]
 
-    def _propose(self, job: Job, speculating: list[int], thresholds: list[float]) -> dict[int, Tree]:
-        """The trees of those that speculate."""
+    def _propose(self, job: Job, drafting: list[int], plan: Round) -> dict[int, Tree]:
+        """The draft's entries up to the root's, and the trees that grow from there."""
         assert self.draft is not None
-        behind = [b for b in speculating if job.runnings[b].num_pending]
-        if behind:
-            self._extend(job, behind, [[] for _ in behind], None)
-        slots = self.futures.index([job.runnings[b].slot for b in speculating])
+        runnings = [job.runnings[b] for b in drafting]
+        features = self.futures.pending_of([(running.slot, running.num_pending) for running in runnings])
+        h = self._extend(job, drafting, features, [running.num_cached + 1 for running in runnings])
         proposals = self.draft.propose(
-            [job.runnings[b].num_cached for b in speculating],
-            self.futures.h[slots],
-            (self.futures.first_ids[slots], self.futures.first_log_probs[slots]),
-            job.page_table[speculating],
+            [running.num_cached for running in runnings],
+            h,
+            self.draft.proposals(h, self.growth.tree_topk),
+            job.page_table[drafting],
             self.draft_cache,
-            self._growth,
-            thresholds,
+            self.growth,
+            plan.thresholds,
         )
-        kept = self._policy.choose(proposals, [job.runnings[b] for b in speculating])
-        return {b: tree_of(job.runnings[b].root, proposals, place, kept[place]) for place, b in enumerate(speculating)}
+        kept = self.policy.choose(plan, proposals, [running.acceptance for running in runnings])
+        return {
+            b: tree_of(job.runnings[b].root, proposals, place, kept[place].nonzero()[0].tolist())
+            for place, b in enumerate(drafting)
+        }
 
     def _verify(self, job: Job, trees: dict[int, Tree]) -> tuple[dict[int, Verified], torch.Tensor | None]:
         """One target forward over all trees; accepted nodes are moved behind their prefix."""
@@ -201,7 +200,7 @@ class Rounds:
             prefix_M + np.asarray(depth, dtype=np.int64),
             slots_of(job.page_table, request_M, column_M, self.cache.page_size),
             prefix_M,
-            np.asarray(seen, dtype=np.int64),
+            np.asarray(seen, dtype=np.uint64).view(np.int64),
             job.page_table,
             self._device,
         )
@@ -214,74 +213,68 @@ class Rounds:
             return best[row]
         return running.sampler.draw(logits[row])
 
-    # The draft's catch-up
+    # Features and the draft's entries
 
-    def _follow(self, job: Job, verified: dict[int, Verified], drafted: list[int], aux_hidden: torch.Tensor) -> None:
-        """Make the draft's entries of those that speculate on or must not wait; note the features of the others."""
-        everyone = list(verified)
-        self._save_boundaries(job, everyone, [verified[b].path_rows for b in everyone], aux_hidden)
-        due = [b for b in everyone if self._is_due(job.runnings[b], b in drafted)]
-        if due:
-            self._extend(job, due, [verified[b].path_rows for b in due], aux_hidden)
-        waiting = [b for b in everyone if b not in due and job.runnings[b].finish_reason is None]
-        slots: list[int] = []
-        places: list[int] = []
-        rows: list[int] = []
-        for b in waiting:
-            running, path_rows = job.runnings[b], verified[b].path_rows
-            rows += path_rows
-            slots += [running.slot] * len(path_rows)
-            places += range(running.num_pending, running.num_pending + len(path_rows))
-            running.num_pending += len(path_rows)
-        if rows:
-            index = self.futures.index
-            self.futures.pending[index(slots), index(places)] = aux_hidden[index(rows)]
-
-    def _is_due(self, running: Running, drafted: bool) -> bool:
-        """Whether a sample's entries are to be made now: it goes on speculating, it leaves pages that another may use, or
-        there is no room for another round's features."""
+    def _is_due(self, running: Running) -> bool:
+        """Whether a sample's entries are to be made now: it leaves pages that another may use, or there is no room for the
+        features of another round."""
         if running.finish_reason is not None:
             size = self.cache.page_size
             return running.num_cached // size * size > running.draft_end
-        behind = running.num_cached + 1 - running.draft_end
-        return drafted or behind + self._growth.num_draft_steps + 1 > MAX_PENDING
+        return running.num_pending + self.growth.num_draft_steps + 1 > MAX_PENDING
 
-    def _extend(self, job: Job, who: list[int], path_rows: list[list[int]], aux_hidden: torch.Tensor | None) -> None:
-        """Entries up to the root's from the pending features and those at `path_rows`, and the proposals that follow."""
+    def _take_features(self, job: Job, seen: dict[int, list[int]], aux_hidden: torch.Tensor, due: list[int]) -> None:
+        """Note the features of each sample's newest columns, at its rows of aux_hidden. Those of `due` become entries, but
+        for the last: its entry is the root's, which comes first when a tree grows."""
+        self._save_boundaries(job, seen, aux_hidden)
+        if due:
+            self._make_entries(job, due, seen, aux_hidden)
+        slots: list[int] = []
+        places: list[int] = []
+        rows: list[int] = []
+        for b, own in seen.items():
+            running = job.runnings[b]
+            new = own[-1:] if b in due else own
+            rows += new
+            slots += [running.slot] * len(new)
+            places += range(running.num_pending - len(new), running.num_pending)
+        index = self.futures.index
+        self.futures.pending[index(slots), index(places)] = aux_hidden[index(rows)]
+
+    def _make_entries(self, job: Job, due: list[int], seen: dict[int, list[int]], aux_hidden: torch.Tensor) -> None:
+        """The entries of all columns before the root's."""
+        due = [b for b in due if job.runnings[b].num_pending > 1]
+        before = [(job.runnings[b].slot, job.runnings[b].num_pending - len(seen[b])) for b in due]
+        features = aux_hidden[self.futures.index([row for b in due for row in seen[b][:-1]])]
+        if any(count for _, count in before):
+            new = features.split([len(seen[b]) - 1 for b in due])
+            old = self.futures.pending_of(before).split([count for _, count in before])
+            features = torch.cat([part for pair in zip(old, new, strict=True) for part in pair])
+        if due:
+            self._extend(job, due, features, [job.runnings[b].num_cached for b in due])
+
+    def _extend(self, job: Job, who: list[int], features: torch.Tensor, ends: list[int]) -> torch.Tensor:
+        """Entries of columns draft_end .. ends[b] - 1 from features [M, 3 * Ht]; the outputs [B, H] of the last of each."""
         assert self.draft is not None
         runnings = [job.runnings[b] for b in who]
-        tokens = [running.tokens[running.draft_end : running.num_cached + 1] for running in runnings]
+        tokens = [running.tokens[running.draft_end : end] for running, end in zip(runnings, ends, strict=True)]
         starts = [running.draft_end for running in runnings]
         rows = prompt_rows(tokens, starts, job.page_table[who], self.cache.page_size, self._device, first_column=1)
-        h = self.draft.extend(rows, self._features(runnings, path_rows, aux_hidden), self.draft_cache)
-        last = h[self.futures.index((np.cumsum([len(row) for row in tokens]) - 1).tolist())]
-        slots = self.futures.index([running.slot for running in runnings])
-        ids, log_probs = self.draft.proposals(last, self._growth.tree_topk)
-        self.futures.h[slots], self.futures.first_ids[slots], self.futures.first_log_probs[slots] = last, ids, log_probs
-        for running in runnings:
-            running.draft_end, running.num_pending = running.num_cached + 1, 0
+        h = self.draft.extend(rows, features, self.draft_cache)
+        for running, end in zip(runnings, ends, strict=True):
+            running.draft_end = end
+        return h[self.futures.index((np.cumsum([len(row) for row in tokens]) - 1).tolist())]
 
-    def _features(self, runnings: list[Running], path_rows: list[list[int]], aux_hidden: torch.Tensor | None) -> torch.Tensor:
-        """[M, 3 * Ht]: of each sample its pending features, then those at its rows of aux_hidden."""
-        if aux_hidden is not None and not any(running.num_pending for running in runnings):
-            return aux_hidden[self.futures.index([row for rows in path_rows for row in rows])]
-        parts = []
-        for running, rows in zip(runnings, path_rows, strict=True):
-            parts.append(self.futures.pending[running.slot, : running.num_pending])
-            if aux_hidden is not None:
-                parts.append(aux_hidden[self.futures.index(rows)])
-        return torch.cat(parts)
-
-    def _save_boundaries(self, job: Job, who: list[int], path_rows: list[list[int]], aux_hidden: torch.Tensor) -> None:
-        """Keep the features of columns at the ends of pages: `who` have num_cached columns, the last of them path_rows."""
+    def _save_boundaries(self, job: Job, seen: dict[int, list[int]], aux_hidden: torch.Tensor) -> None:
+        """Keep the features of columns at the ends of pages."""
         size = self.cache.page_size
         pages: list[int] = []
         rows: list[int] = []
-        for b, path in zip(who, path_rows, strict=True):
+        for b, own in seen.items():
             end = job.runnings[b].num_cached
-            for column in range((end - len(path) + size) // size * size - 1, end, size):
+            for column in range((end - len(own) + size) // size * size - 1, end, size):
                 pages.append(int(job.page_table[b, column // size]))
-                rows.append(path[column - end + len(path)])
+                rows.append(own[column - end])
         if pages:
             self.futures.boundary[self.futures.index(pages)] = aux_hidden[self.futures.index(rows)]
 

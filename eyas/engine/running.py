@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from eyas.engine.acceptance import RequestAcceptance
 from eyas.engine.request import FinishReason, Request, TokenLogprob
 from eyas.engine.sampler import Sampler
 from eyas.engine.stop import StopChecker
@@ -27,6 +28,7 @@ class Running:
         self.slot = -1
         self.pages: list[int] = []
         self.num_kept = 0  # its first pages, kept for others
+        self.num_reused = 0  # columns that another request had computed
         self.num_planned = 0  # tokens whose prefill is done or under way
         self.prefill_end = 0  # tokens to prefill: the prompt; after a preemption all but the root
         self.length = 0  # num_cached as of the last outcome
@@ -35,7 +37,7 @@ class Running:
         self.tokens: list[int] = list(request.prompt_ids)
         self.num_cached = 0
         self.draft_end = 1
-        self.num_pending = 0
+        self.acceptance = RequestAcceptance(greedy=request.params.temperature == 0)
         self.finish_reason: FinishReason | None = None
 
     @property
@@ -46,6 +48,11 @@ class Running:
     def is_prefilled(self) -> bool:
         """Whether all of its prefill is done or under way."""
         return self.num_planned >= self.prefill_end > 0
+
+    @property
+    def num_pending(self) -> int:
+        """Features that wait for their draft entries; the last of them is that of the root's entry."""
+        return self.num_cached + 1 - self.draft_end
 
     @property
     def root(self) -> int:

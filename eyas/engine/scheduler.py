@@ -154,8 +154,8 @@ class Scheduler:
         newcomer.pages = reused + rest
         newcomer.num_kept = len(reused)
         newcomer.num_planned = newcomer.num_cached = newcomer.length = len(reused) * self._pool.page_size
+        newcomer.num_reused = newcomer.num_cached
         newcomer.draft_end = max(newcomer.num_cached, 1)
-        newcomer.num_pending = 0
         newcomer.prefill_end = end
         newcomer.slot = self._free_slots.pop()
         self._running.append(newcomer)

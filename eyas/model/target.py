@@ -90,6 +90,11 @@ class Target:
         """Load a Hugging Face folder. dtype: a key of DTYPES. Raises MissingInputError, CorruptError, MismatchError."""
         return cls(TargetConfig.from_folder(folder), read_tensors(folder), dtype, device, native)
 
+    @property
+    def fingerprint(self) -> str:
+        """Shape and output weights: enough to tell by what its work was timed."""
+        return f"{self.config.model_dump_json()} {self.lm_head_sha256}"
+
     @cached_property
     def layers(self) -> Layers:
         """The decoder in PyTorch operators, laid out when it is first asked for."""
