@@ -56,6 +56,15 @@ class PlainHead:
         self.w, self.c = weights, config
         self.table = rope_table(config.rope, config.head_dim, config.max_position_embeddings)
 
+    def feature(self, aux: Tensor) -> Tensor:
+        eps, third = self.c.rms_norm_eps, len(aux) // 3
+        if self.c.fc_norm:
+            weights = [self.w[f"fc_norm.{stream}.weight"] for stream in range(3)]
+            aux = torch.cat([normed(aux[i * third : (i + 1) * third], weight, eps) for i, weight in enumerate(weights)])
+        if self.c.norm_before_fc:
+            aux = normed(aux, self.w["input_norm.weight"], eps)
+        return self.w["fc.weight"] @ aux
+
     def layer_input(self, embedding: Tensor, h: Tensor) -> Tensor:
         eps = self.c.rms_norm_eps
         first = normed(embedding, self.w["midlayer.input_layernorm.weight"], eps)
@@ -80,19 +89,24 @@ class PlainHead:
             weight = torch.exp(scores - scores.max())
             weight = weight / weight.sum()
             mixed.append(sum(weight[n] * pairs[group][1] for n, pairs in enumerate(seen)))
+        if self.c.norm_before_residual:
+            h = normed(h, self.w["midlayer.hidden_norm.weight"], eps)
         h = h + self.w["midlayer.self_attn.o_proj.weight"] @ torch.cat(mixed)
         x = normed(h, self.w["midlayer.post_attention_layernorm.weight"], eps)
         gate, up = self.w["midlayer.mlp.gate_proj.weight"] @ x, self.w["midlayer.mlp.up_proj.weight"] @ x
-        return h + self.w["midlayer.mlp.down_proj.weight"] @ (gate / (1 + torch.exp(-gate)) * up)
+        h = h + self.w["midlayer.mlp.down_proj.weight"] @ (gate / (1 + torch.exp(-gate)) * up)
+        return normed(h, self.w["norm.weight"], eps) if self.c.norm_output else h
 
     def logits(self, h: Tensor) -> Tensor:
+        if self.c.norm_output:
+            return self.w["lm_head.weight"] @ h
         return self.w["lm_head.weight"] @ normed(h, self.w["norm.weight"], self.c.rms_norm_eps)
 
     def unroll(
         self, example: Example, embed: Tensor, slot: int, num_steps: int, next_token: Callable[[int, Tensor], int]
     ) -> list[Tensor]:
         """Outputs of steps 0 .. of one slot; next_token(step, previous output) is the token that the step embeds."""
-        features = [self.w["fc.weight"] @ example.aux[t] for t in range(slot + 1)]
+        features = [self.feature(example.aux[t]) for t in range(slot + 1)]
         inputs = [self.layer_input(embed[example.tokens[t + 1]], features[t]) for t in range(slot + 1)]
         seen = [self.key_value(x, position) for position, x in enumerate(inputs)]
         outputs = [self.step(inputs[slot], features[slot], slot, seen)]

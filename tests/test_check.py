@@ -12,6 +12,7 @@ import torch
 from eyas.errors import MismatchError, MissingInputError
 from eyas.export.check import Finding, check, exit_code
 from eyas.model.checkpoint import write_head
+from eyas.model.config import RopeConfig
 from eyas.model.vocab import TargetVocabulary
 from tests.tiny import tiny_target
 from tests.tiny_head import edit_config, edit_tensors, head_folder, tiny_head, write_folder
@@ -62,6 +63,14 @@ def with_other_mask(folder: Path) -> Path:
     return edit_tensors(folder, {"t2d": mask})
 
 
+def under_modelopts_name(folder: Path) -> Path:
+    """The layer as ModelOpt calls it, without the flag that it always sets."""
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    renamed = {name.replace("midlayer.", "layers.0."): weight for name, weight in tensors.items()}
+    safetensors.torch.save_file(renamed, folder / "model.safetensors")
+    return edit_config(folder, norm_before_residual=None)
+
+
 def without_end_token(folder: Path) -> Path:
     ids = torch.arange(100, 164)
     mask = torch.zeros(320, dtype=torch.bool)
@@ -83,7 +92,26 @@ ERRORS = {
     "NaN": (with_nan, "1 of 3072 values are NaN"),
     "zeros": (lambda folder: edit_tensors(folder, {"fc.weight": torch.zeros(32, 96)}), "fc.weight is all zeros"),
     "context of 2048": (lambda folder: edit_config(folder, max_position_embeddings=128), "max_position_embeddings is 128"),
-    "norm flag": (lambda folder: edit_config(folder, norm_before_residual=True), "norm_before_residual"),
+    "norm without its flag": (
+        lambda folder: edit_tensors(folder, {"fc_norm.0.weight": torch.ones(32)}),
+        "fc_norm.0.weight is there although fc_norm is not set",
+    ),
+    "flag without its norm": (lambda folder: edit_config(folder, norm_before_fc=True), "input_norm.weight is missing"),
+    "flag said twice": (
+        lambda folder: edit_config(folder, "eagle_config", norm_before_residual=True),
+        "norm_before_residual is given as False and True",
+    ),
+    "flag that is no boolean": (
+        lambda folder: edit_config(folder, norm_before_residual="yes"),
+        "norm_before_residual is given",
+    ),
+    "flag of two meanings": (lambda folder: edit_config(folder, norm_output=True), "norm_output is set by an unknown writer"),
+    "flag missing": (lambda folder: under_modelopts_name(folder), "norm_before_residual is not given"),
+    "rope_theta wrong": (lambda folder: edit_config(folder, rope_theta=1e6), "rotary embedding differs"),
+    "rope scaling of another target": (
+        lambda folder: edit_config(folder, rope_scaling={"rope_type": "linear", "factor": 2.0}),
+        "rotary embedding differs",
+    ),
     "layers of the other convention": (
         lambda folder: edit_config(folder, eagle_config={LAYER_IDS: [2, 4, 5]}),
         "does not begin with 1",
@@ -102,7 +130,6 @@ ERRORS = {
 
 WARNINGS = {
     "rope_theta missing": (lambda folder: edit_config(folder, rope_theta=None), "rotary embedding differs"),
-    "rope_theta wrong": (lambda folder: edit_config(folder, rope_theta=1e6), "rotary embedding differs"),
     "eps": (lambda folder: edit_config(folder, rms_norm_eps=1e-5), "rms_norm_eps is 1e-05"),
     "dtype": (lambda folder: edit_config(folder, torch_dtype="bfloat16"), "the config says bfloat16"),
     "mixed precision": (lambda folder: edit_tensors(folder, {"norm.weight": torch.ones(32).half()}), "several precisions"),
@@ -111,6 +138,11 @@ WARNINGS = {
     "no lm_head hash": (lambda folder: edit_config(folder, target_lm_head_sha256=None), "does not say which lm_head"),
     "other taps": (lambda folder: edit_config(folder, eagle_config={LAYER_IDS: [1, 2, 6]}), "taps the outputs of layers"),
     "no end token": (without_end_token, "no end token"),
+    "a flag read by whose it is": (
+        lambda folder: edit_config(under_modelopts_name(folder), norm_before_residual=True, norm_output=True),
+        "norm_output is read as EAGLE-3.1's fed-back norm",
+    ),
+    "tied": (lambda folder: edit_config(folder, tie_word_embeddings=True), "SGLang takes the embeddings for lm_head"),
 }
 
 
@@ -133,7 +165,7 @@ def test_planted_warnings_are_found_and_nothing_else_is(target, tmp_path, plant,
 
 def test_several_faults_are_all_named_errors_first(target, tmp_path):
     folder = edit_config(with_nan(head_folder(target, tmp_path / "head", "sglang")), rms_norm_eps=1e-5, fc_norm=True)
-    assert [finding.level for finding in check(folder, target)] == ["error", "error", "warning"]
+    assert [finding.level for finding in check(folder, target)] == ["error"] * 4 + ["warning"]  # three norms are missing
     del_config = edit_config(folder, hidden_size=None)
     assert "lacks 'hidden_size'" in " ".join(finding.what for finding in check(del_config, target))
 
@@ -180,6 +212,37 @@ def test_what_cannot_be_linted_is_an_error_of_its_own(target, tmp_path):
     del settings["rope"]
     (ours / "eyas_head.json").write_text(json.dumps(settings))
     assert [finding.level for finding in check(ours, target)] == ["error"]
+
+
+def test_embeddings_that_are_not_the_targets_may_be_meant(target, tmp_path):
+    own = {"embed_tokens.weight": torch.rand(320, 32)}
+    ours = edit_tensors(head_folder(target, tmp_path / "eyas"), own)
+    theirs = edit_config(head_folder(target, tmp_path / "vllm", "vllm"), target_embed_tokens_sha256=None)
+    for folder in (ours, edit_tensors(theirs, own)):
+        (finding,) = check(folder, target)
+        assert finding.level == "warning"
+        assert "are not the target's" in finding.what
+    said = edit_tensors(head_folder(target, tmp_path / "said", "vllm"), own)
+    assert {finding.level for finding in check(said, target)} == {"error"}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_sound_flags_have_no_findings(target, tmp_path, form):
+    flags = {"norm_before_residual": True, "fc_norm": True, "norm_output": True}
+    assert check(head_folder(target, tmp_path / "a", form, **flags), target) == []
+    assert check(head_folder(target, tmp_path / "b", form, norm_before_fc=True), target) == []
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_rope_of_its_own_is_fine_if_said(tmp_path, form):
+    target = tiny_target(tmp_path / "target", rope_theta=1e6)
+    config, tensors = tiny_head(target)
+    config = config.model_copy(update={"rope": RopeConfig(theta=3e4)})
+    (finding,) = check(write_folder(write_head(config, tensors, form), tmp_path / "unsaid"), target)
+    assert finding.level == "error"
+    assert '"own_rope": true' in finding.hint
+    config = config.model_copy(update={"own_rope": True})
+    assert check(write_folder(write_head(config, tensors, form), tmp_path / "said"), target) == []
 
 
 def test_exit_codes():

@@ -20,6 +20,14 @@ from tests.tiny import tiny_target
 from tests.tiny_head import edit_config, edit_tensors, head_folder, tiny_head, write_folder
 
 FORMS = ("eyas", "sglang", "vllm")
+FLAGS = [
+    {"norm_before_residual": True},
+    {"norm_before_fc": True},
+    {"fc_norm": True},
+    {"norm_output": True},
+    {"own_rope": True},
+    {"norm_before_residual": True, "fc_norm": True, "norm_output": True, "own_rope": True},
+]
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -38,6 +46,36 @@ def test_reads_back_bit_equal(target, tmp_path, form, dtype):
     for name, tensor in tensors.items():
         assert tensors_read[name].dtype == tensor.dtype
         assert torch.equal(tensors_read[name], tensor), name
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags))
+@pytest.mark.parametrize("form", FORMS)
+def test_flags_read_back_with_their_tensors(target, tmp_path, form, flags):
+    config, tensors = tiny_head(target, **flags)
+    files = write_head(config, tensors, form)
+    config_read, tensors_read = read_head(write_folder(files, tmp_path / form))
+    assert config_read == config
+    assert tensors_read.keys() == tensors.keys()
+    assert all(torch.equal(tensors_read[name], tensor) for name, tensor in tensors.items())
+    assert write_head(config_read, tensors_read, form) == files
+
+
+def test_flags_that_are_off_are_not_written_in_our_form(target):
+    settings = json.loads(write_head(*tiny_head(target), "eyas")["eyas_head.json"])
+    assert {"norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "own_rope"}.isdisjoint(settings)
+    assert json.loads(write_head(*tiny_head(target, fc_norm=True), "eyas")["eyas_head.json"])["fc_norm"] is True
+
+
+def test_each_project_finds_the_flags_where_it_looks(target):
+    flags = {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}
+    config, tensors = tiny_head(target, **flags)
+    vllm = json.loads(write_head(config, tensors, "vllm")["config.json"])
+    sglang = json.loads(write_head(config, tensors, "sglang")["config.json"])
+    for written in (vllm, sglang):
+        assert {key: written[key] for key in flags} == flags
+        assert written["fc_norm"] is False
+    assert sglang["eagle_config"]["norm_before_fc"] is True
+    assert "norm_output" not in json.loads(write_head(*tiny_head(target), "sglang")["config.json"])
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -94,7 +132,48 @@ def test_layer_names_of_each_form(target, tmp_path):
     assert sum(name.startswith("midlayer.") for name in sglang) == 10
     assert sglang["d2t"].dtype == vllm["d2t"].dtype == torch.int64
     assert sglang["t2d"].dtype == vllm["t2d"].dtype == torch.bool
-    assert "embed_tokens.weight" not in read_head(tmp_path / "vllm")[1]
+
+
+def test_embeddings_are_left_out_where_they_are_said_to_be_the_targets(target, tmp_path):
+    ours = head_folder(target, tmp_path / "ours", "vllm")
+    assert "embed_tokens.weight" not in read_head(ours)[1]
+    stored = safetensors.torch.load_file(ours / "model.safetensors")["embed_tokens.weight"]
+    theirs = edit_config(head_folder(target, tmp_path / "theirs", "vllm"), target_embed_tokens_sha256=None)
+    assert torch.equal(read_head(theirs)[1]["embed_tokens.weight"], stored)
+    edit_tensors(ours, {"embed_tokens.weight": stored.roll(1, 0)})
+    with pytest.raises(MismatchError, match="not the embeddings that the config names"):
+        read_head(ours)
+
+
+def test_own_embeddings_go_where_they_are_used(target, tmp_path):
+    config, tensors = tiny_head(target)
+    tensors["embed_tokens.weight"] = torch.randn(320, 32)
+    for form in ("eyas", "vllm"):
+        written = write_head(config, tensors, form, Verifier(embed_tokens=torch.zeros(320, 32)))
+        read = read_head(write_folder(written, tmp_path / form))[1]
+        assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+    with pytest.raises(MismatchError, match="SGLang uses the target's"):
+        write_head(config, tensors, "sglang")
+    tensors["embed_tokens.weight"] = torch.zeros(319, 32)
+    with pytest.raises(MismatchError, match=r"embed_tokens\.weight has shape"):
+        write_head(config, tensors, "eyas")
+
+
+def test_a_full_vocabulary_may_share_the_targets_lm_head(target, tmp_path):
+    config, tensors = tiny_head(target, draft_vocab_size=320)
+    del tensors["lm_head.weight"]
+    files = write_head(config, tensors, "sglang")
+    assert json.loads(files["config.json"])["draft_vocab_size"] is None  # SGLang would leave its own at random numbers
+    for form in ("eyas", "sglang"):
+        config_read, read = read_head(write_folder(write_head(config, tensors, form), tmp_path / form))
+        assert config_read == config
+        assert read.keys() == tensors.keys()
+    with pytest.raises(MismatchError, match="needs one in the file"):
+        write_head(config, tensors, "vllm")
+    config, tensors = tiny_head(target)
+    del tensors["lm_head.weight"]
+    with pytest.raises(MismatchError, match=r"lm_head\.weight is missing"):
+        write_head(config, tensors, "eyas")
 
 
 @pytest.mark.parametrize("n", [7, 8, 9, 10, 12, 24, 28, 32, 36, 61, 80])
@@ -179,18 +258,172 @@ def test_any_choice_of_tokens_is_a_map_and_a_changed_offset_is_none(data):
     assert map_faults(d2t, t2d, V, W)
 
 
+def saved(folder: Path, tensors: dict[str, torch.Tensor], **config) -> Path:
+    """A head in another project's form: these tensors, and the fewest keys that it writes."""
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_hidden_layers": 1,
+        "vocab_size": 320,
+        "draft_vocab_size": 64,
+        "rms_norm_eps": 1e-6,
+        "model_type": "llama",
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**shape, **config}))
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def renamed(tensors: dict[str, torch.Tensor], layer: str = "midlayer.", model: str = "") -> dict[str, torch.Tensor]:
+    """Under another project's names; `model` goes before all that is not lm_head or a map."""
+    outside = ("lm_head.weight", "d2t", "t2d")
+    return {(name if name in outside else model + name.replace("midlayer.", layer)): tensor for name, tensor in tensors.items()}
+
+
+def expect(folder: Path, target: Path, tensors: dict[str, torch.Tensor], **flags) -> None:
+    """The head reads as these tensors, with these flags and no other."""
+    config, read = read_head(folder, TargetConfig.from_folder(target))
+    assert {flag for flag in FLAGS[-1] | FLAGS[1] if getattr(config, flag)} == {flag for flag in flags if flags[flag]}
+    assert config.taps == (1, 3, 4)
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+
+
+def test_the_eagle_repositorys_own_form(target, tmp_path):
+    """LlamaForCausalLM, pickled tensors, no word on layers."""
+    _, tensors = tiny_head(target)
+    folder = saved(tmp_path / "head", tensors, architectures=["LlamaForCausalLM"], max_position_embeddings=2048)
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    expect(folder, target, tensors)
+
+
+def test_a_pickle_that_would_run_code_is_not_read(target, tmp_path):
+    class Harm:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "harmed",))
+
+    _, tensors = tiny_head(target)
+    folder = saved(tmp_path / "head", tensors, architectures=["LlamaForCausalLM"])
+    (folder / "model.safetensors").unlink()
+    for content in ({"fc.weight": Harm()}, [torch.ones(3)], {"fc.weight": 3}):
+        torch.save(content, folder / "pytorch_model.bin")
+        with pytest.raises(CorruptError, match=r"plain tensors|more than named tensors"):
+            read_head(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"cut")
+    with pytest.raises(CorruptError):
+        read_head(folder)
+    assert not (tmp_path / "harmed").exists()
+
+
+def test_specforge_and_torchspec(target, tmp_path):
+    """Stock configs: a window that is not used, and norm_output false or absent."""
+    _, tensors = tiny_head(target, fc_norm=True)
+    config = {"architectures": ["LlamaForCausalLMEagle3"], "fc_norm": True, "sliding_window": 128, "use_sliding_window": False}
+    expect(saved(tmp_path / "a", tensors, **config), target, tensors, fc_norm=True)
+    expect(saved(tmp_path / "b", tensors, **config, norm_output=False), target, tensors, fc_norm=True)
+
+
+def test_norm_output_of_specforge_is_never_carried_over(target, tmp_path):
+    """The same key, name and tensors for two computations: only a statement decides."""
+    _, tensors = tiny_head(target)
+    config = {"architectures": ["LlamaForCausalLMEagle3"], "norm_output": True}
+    with pytest.raises(MismatchError, match="it has two meanings") as error:
+        read_head(saved(tmp_path / "a", tensors, **config), TargetConfig.from_folder(target))
+    assert '"norm_output_is_fed_back": false' in error.value.hint
+    expect(saved(tmp_path / "b", tensors, **config, norm_output_is_fed_back=False), target, tensors)
+    expect(saved(tmp_path / "c", tensors, **config, norm_output_is_fed_back=True), target, tensors, norm_output=True)
+
+
+def test_norm_output_of_others_is_the_fed_back_norm(target, tmp_path, caplog):
+    """What SpecForge does not write, by class or by the layer's name; and what was decided is said."""
+    _, tensors = tiny_head(target)
+    named = {"architectures": ["Eagle3LlamaForCausalLM"], "norm_output": True}
+    expect(saved(tmp_path / "a", tensors, **named), target, tensors, norm_output=True)
+    assert "it is a Eagle3LlamaForCausalLM" in caplog.text
+    caplog.clear()
+    layers = {"architectures": ["LlamaForCausalLMEagle3"], "norm_output": True, "norm_before_residual": True}
+    folder = saved(tmp_path / "b", renamed(tensors, "layers.0."), **layers)
+    expect(folder, target, tensors, norm_output=True, norm_before_residual=True)
+    assert "SpecForge never writes layers.0.*" in caplog.text
+
+
+def test_modelopt_must_say_where_the_residual_is_taken(target, tmp_path):
+    _, tensors = tiny_head(target, norm_before_fc=True)
+    config = {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {"norm_before_fc": True, LAYER_IDS: [1, 3, 4]}}
+    with pytest.raises(MismatchError, match="norm_before_residual is not given"):
+        read_head(saved(tmp_path / "a", renamed(tensors, "layers.0."), **config))
+    folder = saved(tmp_path / "b", renamed(tensors, "layers.0."), **config, norm_before_residual=True)
+    expect(folder, target, tensors, norm_before_residual=True, norm_before_fc=True)
+
+
+@pytest.mark.parametrize("layer", ["midlayer.", "layers.0."])
+def test_vllm_and_angelslim(target, tmp_path, layer):
+    """Layers at the top level are those that the streams enter; an absent flag is false."""
+    _, tensors = tiny_head(target)
+    config = {"architectures": ["Eagle3LlamaForCausalLM"], LAYER_IDS: [2, 4, 5]}
+    expect(saved(tmp_path / "head", renamed(tensors, layer), **config), target, tensors)
+
+
+def test_nemo(target, tmp_path):
+    """Names under `model.`, embeddings, and a config that is the target's with changes."""
+    _, tensors = tiny_head(target, fc_norm=True)
+    tensors["embed_tokens.weight"] = torch.randn(320, 32)
+    config = {"model_type": "qwen3", "tie_word_embeddings": True, "fc_norm": True, "norm_output": True}
+    folder = saved(
+        tmp_path / "head", renamed(tensors, "layers.0.", "model."), **config, architectures=["LlamaEagle3DraftModel"]
+    )
+    expect(folder, target, tensors, fc_norm=True, norm_output=True)
+
+
+def test_speculators_with_eagle_3_1s_flags_and_embeddings(target, tmp_path):
+    config, tensors = tiny_head(target, norm_before_residual=True, norm_before_fc=True, norm_output=True)
+    tensors["embed_tokens.weight"] = torch.randn(320, 32)
+    folder = write_folder(write_head(config, tensors, "vllm"), tmp_path / "head")
+    expect(edit_config(folder, fc_norm=None), target, tensors, norm_before_residual=True, norm_before_fc=True, norm_output=True)
+
+
+def test_sharded_heads(target, tmp_path):
+    config, tensors = tiny_head(target)
+    folder = write_folder(write_head(config, tensors, "sglang"), tmp_path / "head")
+    (folder / "model.safetensors").unlink()
+    shard_of = {name: f"model-{number % 2}.safetensors" for number, name in enumerate(sorted(tensors))}
+    for shard in set(shard_of.values()):
+        safetensors.torch.save_file({name: tensors[name] for name in tensors if shard_of[name] == shard}, folder / shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shard_of}))
+    expect(folder, target, tensors)
+
+
+def test_layers_listed_twice_need_to_agree_in_one_reading(target, tmp_path):
+    """A list that does not begin with 1 is read by the one beside it that is unambiguous."""
+    for number, outputs in enumerate(([2, 4, 5], [1, 3, 4])):
+        folder = head_folder(target, tmp_path / str(number), "sglang")
+        edit_config(folder, **{LAYER_IDS: [2, 4, 5], "eagle_config": {LAYER_IDS: outputs}})
+        assert read_head(folder)[0].taps == (1, 3, 4)
+    folder = head_folder(target, tmp_path / "inputs", "sglang")
+    folder = edit_config(folder, **{LAYER_IDS: [3, 5, 6], "eagle_config": {LAYER_IDS: [2, 4, 5]}})
+    assert read_head(folder)[0].taps == (2, 4, 5)
+
+
 REFUSED = {
-    "norm_before_residual": ({"norm_before_residual": True}, "norm_before_residual"),
-    "norm_before_fc": ({"norm_before_fc": True}, "norm_before_fc"),
-    "fc_norm": ({"fc_norm": True}, "fc_norm"),
+    "norm_before_fc": ({"norm_before_fc": True}, "input_norm.weight is missing"),
+    "fc_norm": ({"fc_norm": True}, "fc_norm.0.weight is missing.*fc_norm.2.weight is missing"),
+    "both norms": ({"fc_norm": True, "norm_before_fc": True}, "in which order"),
     "norm_output": ({"norm_output": True}, "norm_output"),
+    "contradiction": ({"norm_before_residual": False, "eagle_config": {"norm_before_residual": True}}, "False and True"),
+    "no boolean": ({"norm_before_residual": "yes"}, "norm_before_residual is given as 'yes'"),
+    "multi-head latent attention": ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "Eagle3DeepseekV2ForCausalLM"),
+    "a window": ({"sliding_window": 128}, "sliding_window is 128 of a context of 256"),
     "two layers": ({"num_hidden_layers": 2}, "num_hidden_layers is 2"),
     "bias": ({"attention_bias": True}, "attention_bias"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     "quantised": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-    "tied": ({"tie_word_embeddings": True}, "tie_word_embeddings"),
     "one feature": ({"eagle_config": {"use_aux_hidden_state": False, LAYER_IDS: [1, 3, 4]}}, "use_aux_hidden_state"),
-    "inner flag": ({"eagle_config": {"norm_before_fc": True, LAYER_IDS: [1, 3, 4]}}, "norm_before_fc"),
+    "inner flag": ({"eagle_config": {"norm_before_fc": True, LAYER_IDS: [1, 3, 4]}}, "False and True"),
     "ambiguous taps": ({"eagle_config": {LAYER_IDS: [2, 4, 5]}}, r"lists the layers \[2, 4, 5\]"),
     "two taps": ({"eagle_config": {LAYER_IDS: [1, 3]}}, "taps the outputs"),
     "unordered taps": ({"eagle_config": {LAYER_IDS: [1, 4, 3]}}, "taps the outputs"),
@@ -219,9 +452,9 @@ def test_settings_that_would_be_run_wrong_are_refused_by_name(target, tmp_path, 
 @pytest.mark.parametrize(
     ("path", "changes", "named"),
     [
-        ("", {"norm_before_residual": True}, "norm_before_residual is set"),
         ("", {"norm_before_residual": None}, "vLLM takes that for true"),
-        ("", {"norm_output": True}, "norm_output"),
+        ("", {"tie_word_embeddings": True}, "tie_word_embeddings"),
+        ("transformer_layer_config", {"fc_norm": True}, "fc_norm is given as False and True"),
         ("transformer_layer_config", {"model_type": None}, "model_type is None"),
         ("transformer_layer_config", {"model_type": "qwen3"}, "model_type is 'qwen3'"),
         ("transformer_layer_config", {"mlp_bias": True}, "mlp_bias"),
@@ -238,8 +471,8 @@ def test_speculators_settings_that_would_be_run_wrong_are_refused(target, tmp_pa
     ("changes", "named"),
     [
         ({"norm.weight": None}, "norm.weight is missing"),
-        ({"input_norm.weight": torch.ones(96)}, "input_norm.weight is none"),
-        ({"fc_norm.0.weight": torch.ones(32)}, "fc_norm.0.weight is none"),
+        ({"input_norm.weight": torch.ones(96)}, "input_norm.weight is there although norm_before_fc is not set"),
+        ({"fc_norm.0.weight": torch.ones(32)}, "fc_norm.0.weight is there although fc_norm is not set"),
         ({"midlayer.self_attn.q_norm.weight": torch.ones(8)}, "q_norm.weight is none"),
         ({"layers.1.input_layernorm.weight": torch.ones(32)}, "layers.1.input_layernorm.weight is none"),
         ({"layers.0.hidden_norm.weight": torch.ones(32)}, "two layers"),
@@ -260,9 +493,18 @@ def test_tensors_that_do_not_fit_are_refused_by_name(target, tmp_path, changes, 
         read_head(folder)
 
 
+def test_an_output_matrix_tied_to_the_embedding(target, tmp_path):
+    """Of a part of the vocabulary it cannot be meant, whatever the config took over from its target."""
+    part = head_folder(target, tmp_path / "part", "sglang")
+    whole = head_folder(target, tmp_path / "whole", "sglang", draft_vocab_size=320)
+    assert read_head(edit_config(part, tie_word_embeddings=True))[1]["lm_head.weight"].shape == (64, 32)
+    with pytest.raises(MismatchError, match="tie_word_embeddings"):
+        read_head(edit_config(whole, tie_word_embeddings=True))
+
+
 def test_all_faults_are_named_at_once(target, tmp_path):
     folder = edit_config(head_folder(target, tmp_path / "head", "sglang"), fc_norm=True, hidden_act="gelu", norm_before_fc=True)
-    with pytest.raises(MismatchError, match=r"norm_before_fc.*fc_norm.*gelu"):
+    with pytest.raises(MismatchError, match=r"norm_before_fc and fc_norm.*gelu"):
         read_head(folder)
 
 
@@ -277,6 +519,9 @@ def test_what_is_no_head(target, tmp_path):
         read_head(ours)
     (ours / "eyas_head.json").write_text('{"format": "eyas head 1"}')
     with pytest.raises(MismatchError, match="lacks 'taps'"):
+        read_head(ours)
+    (ours / "eyas_head.json").write_text('{"format": "eyas head 1", "norm_of_the_future": true}')
+    with pytest.raises(MismatchError, match="unknown key 'norm_of_the_future'"):
         read_head(ours)
     (ours / "eyas_head.json").write_text("{")
     with pytest.raises(CorruptError):

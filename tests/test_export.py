@@ -169,6 +169,38 @@ def test_an_evaluation_of_another_head_is_not_quoted(target, tmp_path):
         export(ExportConfig(), str(target), head, Artifact(str(tmp_path / "export")), evaluation=evaluation)
 
 
+def test_norm_flags_go_into_every_form_and_onto_the_card(target, tmp_path):
+    flags = {"norm_before_residual": True, "fc_norm": True, "norm_output": True}
+    head = trained(target, str(tmp_path / "train"), **flags)
+    manifest = export(ExportConfig(), str(target), head, Artifact(str(tmp_path / "export")))
+    assert manifest.counts["tensors"] == TENSORS + 3
+    assert manifest.facts["warnings"] == []
+    for form in ("sglang", "vllm"):
+        config, _ = read_head(tmp_path / "export" / form)
+        assert {flag: getattr(config, flag) for flag in flags} == flags
+    assert "| norms | norm_before_residual, fc_norm, norm_output |" in (tmp_path / "export" / "README.md").read_text()
+
+
+def test_what_one_form_cannot_say_is_exported_in_the_other(target, tmp_path):
+    """Own embeddings: SGLang uses the target's. The target's lm_head: speculators needs one in the file."""
+    own, shared = tmp_path / "own", tmp_path / "shared"
+    for folder, options in ((own, {}), (shared, {"draft_vocab_size": 320})):
+        trained(target, str(folder), **options)
+    changes = {own: {"embed_tokens.weight": torch.rand(320, 32)}, shared: {"lm_head.weight": None}}
+    for folder, cannot, can in ((own, "sglang", "vllm"), (shared, "vllm", "sglang")):
+        edit_tensors(folder, changes[folder])
+        artifact = Artifact(str(tmp_path / f"{folder.name}-again"))
+        artifact.begin(identity("train", {"of": folder.name}, {}))
+        for name in ("eyas_head.json", "model.safetensors"):
+            artifact.write(name, (folder / name).read_bytes())
+        artifact.finish("train", {"of": folder.name}, {}, {})
+        with pytest.raises(MismatchError, match=r"uses the target's|uses its target's"):
+            export(ExportConfig(forms=(cannot,)), str(target), artifact, Artifact(str(tmp_path / f"{folder.name}-{cannot}")))
+        export(ExportConfig(forms=(can,)), str(target), artifact, Artifact(str(tmp_path / f"{folder.name}-{can}")))
+        written, read = read_head(folder)[1], read_head(tmp_path / f"{folder.name}-{can}" / can)[1]
+        assert written.keys() == read.keys()
+
+
 @pytest.mark.parametrize(
     "harm",
     [

@@ -11,14 +11,25 @@ from eyas.model.checkpoint import expected_shapes
 from eyas.model.config import HeadConfig
 from eyas.model.head import Head, head_files, load_head
 from eyas.model.target import Target
+from eyas.model.ttt import Slots, unroll
+from eyas.model.vocab import TargetVocabulary
 from tests.plain_eagle import PlainHead, weights_of
 from tests.tiny import tiny_target
-from tests.tiny_batch import TINY_TARGET, as_examples, made_up_samples, tiny_vocabulary, wavy_head
-from tests.tiny_head import head_folder, write_folder
+from tests.tiny_batch import (
+    TINY_TARGET,
+    as_examples,
+    doubled,
+    made_up_batch,
+    made_up_samples,
+    tiny_vocabulary,
+    wavy_head,
+)
+from tests.tiny_head import edit_config, edit_tensors, head_folder, write_folder
 
 
-def test_weights_have_eagles_names_and_start_as_nan():
-    config = HeadConfig.for_target(TINY_TARGET, 24)
+@pytest.mark.parametrize("flags", [{}, {"norm_before_fc": True}, {"fc_norm": True}], ids=str)
+def test_weights_have_eagles_names_and_start_as_nan(flags):
+    config = HeadConfig.for_target(TINY_TARGET, 24).model_copy(update=flags)
     head = Head(config)
     assert {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()} == expected_shapes(config)
     for name, weight in head.named_parameters():
@@ -27,9 +38,21 @@ def test_weights_have_eagles_names_and_start_as_nan():
         assert weight.requires_grad
 
 
-def test_forward_equals_the_loops():
-    """Embedding first, feature second; the residual is the feature before hidden_norm; the output is un-normed."""
-    head, vocabulary = wavy_head().double(), tiny_vocabulary(torch.float64)
+FLAGS = [
+    {},
+    {"norm_before_residual": True},
+    {"norm_before_fc": True},
+    {"fc_norm": True},
+    {"norm_output": True},
+    {"norm_before_residual": True, "fc_norm": True, "norm_output": True},
+    {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
+]
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
+def test_forward_equals_the_loops(flags):
+    """Embedding first, feature second; plain, the residual is the feature before hidden_norm and the output un-normed."""
+    head, vocabulary = wavy_head(**flags).double(), tiny_vocabulary(torch.float64)
     (example,) = as_examples(made_up_samples([[True] * 7]))
     plain = PlainHead(weights_of(head), head.config)
     hidden_BTH, (keys, values) = head(vocabulary.embed_tokens[example.tokens[1:]][None], head.fuse(example.aux[:6])[None])
@@ -39,6 +62,45 @@ def test_forward_equals_the_loops():
         (expected,) = plain.unroll(example, vocabulary.embed_tokens, slot, 1, lambda step, _: 0)
         torch.testing.assert_close(hidden_BTH[0, slot], expected, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(head.logits(hidden_BTH[0, slot]), plain.logits(expected), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
+def test_an_unroll_equals_the_loops(flags):
+    """Three steps of TTT: what is fed back is the layer's output, of norm_output after the norm."""
+    head, vocabulary = wavy_head(**flags).double(), tiny_vocabulary(torch.float64)
+    batch = doubled(made_up_batch([[True] * 7]))
+    (example,) = as_examples(made_up_samples([[True] * 7]))
+    plain = PlainHead(weights_of(head), head.config)
+    embeds = vocabulary.embed_tokens[batch.tokens_BT.roll(-1, dims=1)]
+    slots = Slots.where(torch.tensor([[True] * 4 + [False] * 3]))
+
+    def next_embeds(step, _):
+        return vocabulary.embed_tokens[batch.tokens_BT[0, slots.slot_N + 1 + step]]
+
+    outputs = list(unroll(head, batch.aux_hidden_BTA, embeds, slots, next_embeds, 3))
+    for slot in range(4):
+        expected = plain.unroll(
+            example, vocabulary.embed_tokens, slot, 3, lambda step, _, slot=slot: example.tokens[slot + 1 + step]
+        )
+        for step, output in enumerate(expected):
+            torch.testing.assert_close(outputs[step][slot], output, rtol=1e-9, atol=1e-9)
+
+
+def test_every_flag_changes_the_logits():
+    """A flag that the layer ignored would pass every comparison of two that ignore it."""
+    vocabulary = tiny_vocabulary()
+    tokens, aux_hidden = torch.arange(6)[None], torch.linspace(-1, 1, 6 * 36).sin().view(1, 6, 36)
+
+    def logits(**flags):
+        head = wavy_head(**flags)
+        for name, weight in wavy_head().named_parameters():  # the same weights, whatever norms there are besides
+            head.get_parameter(name).data.copy_(weight)
+        hidden, past = head(vocabulary.embed_tokens[tokens], head.fuse(aux_hidden))
+        return head.logits(head(vocabulary.embed_tokens[tokens[:, -1:]], hidden[:, -1:], past)[0])
+
+    with torch.no_grad():
+        for flag in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
+            assert not torch.allclose(logits(), logits(**{flag: True}), atol=1e-2), flag
 
 
 @pytest.mark.parametrize("cuts", [(1, 2, 3), (4, 5), (5,)])
@@ -62,8 +124,9 @@ def test_target_ids_are_draft_ids_plus_offset():
     assert ids != list(range(len(ids)))
 
 
-def test_files_and_back(tmp_path):
-    head = wavy_head()
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
+def test_files_and_back(tmp_path, flags):
+    head = wavy_head(**flags)
     loaded = load_head(write_folder(head_files(head), tmp_path / "head"))
     assert loaded.config == head.config
     for name, tensor in head.state_dict().items():
@@ -78,11 +141,13 @@ def test_bf16_files_load_as_float32(tmp_path):
     assert torch.equal(loaded.fc.weight, head.fc.weight.float())
 
 
-@pytest.mark.parametrize("form", ["eyas", "sglang", "vllm"])
-def test_every_form_gives_the_same_head(tmp_path, form):
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
+@pytest.mark.parametrize("form", ["sglang", "vllm"])
+def test_every_form_gives_the_same_head(tmp_path, form, flags):
     target = tiny_target(tmp_path / "target", num_hidden_layers=8)
-    ours = load_head(head_folder(target, tmp_path / "ours"))
-    other = load_head(head_folder(target, tmp_path / form, form)) if form != "eyas" else ours
+    ours = load_head(head_folder(target, tmp_path / "ours", **flags))
+    other = load_head(head_folder(target, tmp_path / form, form, **flags))
+    assert other.config == ours.config
     for name, tensor in ours.state_dict().items():
         assert torch.equal(other.state_dict()[name], tensor), name
 
@@ -101,6 +166,25 @@ def test_computes_what_the_engines_draft_computes(tmp_path):
         theirs = draft.forward(tokens_T[1:], draft.fuse(aux_hidden[0, :6]), at, draft.new_cache(1, 8))
         ours, _ = head(target.embed_tokens[tokens_T[1:]][None], head.fuse(aux_hidden[:, :6]))
     torch.testing.assert_close(ours[0], theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_head_that_uses_its_targets_lm_head_needs_it(tmp_path):
+    target = tiny_target(tmp_path / "target")
+    folder = head_folder(target, tmp_path / "head", "sglang", draft_vocab_size=320)
+    edit_tensors(edit_config(folder, draft_vocab_size=None), {"lm_head.weight": None})
+    with pytest.raises(MismatchError, match="uses its target's"):
+        load_head(folder)
+    lm_head = TargetVocabulary.load(target).lm_head
+    assert torch.equal(load_head(folder, target_lm_head=lm_head).lm_head.weight, lm_head)
+
+
+def test_embeddings_of_its_own_are_kept_beside_the_weights(tmp_path):
+    target = tiny_target(tmp_path / "target")
+    own = torch.arange(320 * 32.0).view(320, 32)
+    head = load_head(edit_tensors(head_folder(target, tmp_path / "own"), {"embed_tokens.weight": own}))
+    assert torch.equal(head.embed_tokens, own)
+    assert "embed_tokens.weight" not in head.state_dict()
+    assert load_head(head_folder(target, tmp_path / "shared")).embed_tokens is None
 
 
 def test_a_head_of_another_width_is_refused():

@@ -48,9 +48,9 @@ def tiny_vocabulary(dtype: torch.dtype = torch.float32) -> TargetVocabulary:
     return TargetVocabulary(TINY_TARGET, waves(V, H, seed=1).to(dtype), waves(V, H, seed=2).to(dtype), "made up")
 
 
-def wavy_head(draft_vocab_size: int = 30) -> Head:
-    """A head whose every weight matters, norms too; draft tokens spread over the vocabulary."""
-    config = HeadConfig.for_target(TINY_TARGET, draft_vocab_size)
+def wavy_head(draft_vocab_size: int = 30, **flags: bool) -> Head:
+    """A head whose every weight matters, norms too; draft tokens spread over the vocabulary. flags: HeadConfig's."""
+    config = HeadConfig.for_target(TINY_TARGET, draft_vocab_size).model_copy(update=flags)
     head = Head(config)
     with torch.no_grad():
         for number, weight in enumerate(head.parameters()):

@@ -16,12 +16,12 @@ from eyas.model.vocab import TargetVocabulary, draft_vocabulary
 
 
 def tiny_head(
-    target: Path, draft_vocab_size: int = 64, seed: int = 0, dtype: torch.dtype = torch.float32
+    target: Path, draft_vocab_size: int = 64, seed: int = 0, dtype: torch.dtype = torch.float32, **flags: bool
 ) -> tuple[HeadConfig, dict[str, Tensor]]:
-    """A head of random weights for the target in a folder: config, and tensors by EAGLE's names."""
+    """A head of random weights for the target in a folder: config, and tensors by EAGLE's names. flags: HeadConfig's."""
     vocabulary = TargetVocabulary.load(target)
     config = HeadConfig.for_target(TargetConfig.from_folder(target), draft_vocab_size)
-    config = config.model_copy(update={"target_lm_head_sha256": vocabulary.lm_head_sha256})
+    config = config.model_copy(update={"target_lm_head_sha256": vocabulary.lm_head_sha256, **flags})
     generator = torch.Generator().manual_seed(seed)
     counts_V = torch.randint(100, (config.vocab_size,), generator=generator)
     counts_V[list(vocabulary.config.eos_token_ids)] = 1000

@@ -15,6 +15,7 @@ from typing import Any
 
 from eyas.artifact import Manifest
 from eyas.lineage import Source, sources, stages
+from eyas.model.checkpoint import FLAGS
 from eyas.model.config import HeadConfig
 
 
@@ -103,6 +104,7 @@ class Card:
             "draft vocabulary": f"{head.draft_vocab_size:,} of {head.vocab_size:,} tokens",
             "taps": f"outputs of the target's layers {', '.join(map(str, head.taps))} (the first is 0)",
             "context": f"{head.max_position_embeddings:,} tokens",
+            "norms": ", ".join(flag for flag in FLAGS if getattr(head, flag)) or "as in EAGLE",
             "target's lm_head, SHA-256": f"`{head.target_lm_head_sha256}`",
         }
         yield from ("## Head", "", *_table(rows))

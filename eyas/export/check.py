@@ -17,8 +17,14 @@ import torch
 from eyas.builtin import resolve_target
 from eyas.errors import MismatchError
 from eyas.model.checkpoint import (
+    EMBED_TOKENS,
+    EMBED_TOKENS_SHA256,
+    FED_BACK,
+    LM_HEAD,
     SGLANG_ARCHITECTURE,
     Checkpoint,
+    decisions,
+    embedding_faults,
     head_config,
     open_checkpoint,
     setting_faults,
@@ -26,6 +32,7 @@ from eyas.model.checkpoint import (
     with_vocabulary_maps,
 )
 from eyas.model.config import HeadConfig, TargetConfig
+from eyas.model.match import match_faults, rope_faults, same_rotation, spelled
 from eyas.model.vocab import TargetVocabulary
 
 
@@ -51,6 +58,8 @@ def check(head: str | Path, target: str | Path) -> list[Finding]:
     except MismatchError as fault:
         return [*findings, *errors([fault]), *value_findings(checkpoint)]
     findings += errors(tensor_faults(config, with_vocabulary_maps(config, checkpoint.tensors)))
+    findings += errors(embedding_faults(checkpoint))
+    findings += errors(match_faults(config, vocabulary.config, vocabulary.lm_head_sha256))
     findings += [
         *target_findings(config, vocabulary.config),
         *vocabulary_findings(checkpoint, config, vocabulary),
@@ -72,35 +81,15 @@ def errors(faults: Sequence[MismatchError]) -> list[Finding]:
 
 
 def target_findings(config: HeadConfig, target: TargetConfig) -> Iterator[Finding]:
-    """The head's shape against the target's."""
-    other = "the head is for another target"
-    if config.vocab_size != target.vocab_size:
-        yield Finding(
-            "error", f"the head's target has a vocabulary of {config.vocab_size}, this one {target.vocab_size}", other
-        )
-    if config.target_hidden_size != target.hidden_size:
-        yield Finding(
-            "error", f"the head's target has hidden size {config.target_hidden_size}, this one {target.hidden_size}", other
-        )
-    if config.taps[-1] >= target.num_hidden_layers:
-        yield Finding(
-            "error", f"the head taps layer {config.taps[-1]}, the target has {target.num_hidden_layers} layers", other
-        )
-    elif config.taps != target.default_taps:
+    """Where the head's shape differs from the target's, though it may be meant so."""
+    if config.taps[-1] < target.num_hidden_layers and config.taps != target.default_taps:
         what = f"the head taps the outputs of layers {config.taps}, the default is {target.default_taps}"
         yield Finding("warning", what, "fine if it was trained on these; engines that ignore the list will misread it")
-    if config.max_position_embeddings < target.max_position_embeddings:
-        yield Finding(
-            "error",
-            f"max_position_embeddings is {config.max_position_embeddings}, the target's {target.max_position_embeddings}: "
-            "engines size the head's rotary table by it",
-            "write the target's value into the head's config",
-        )
-    if config.rope != target.rope:
+    if not rope_faults(config, target) and not config.own_rope and not same_rotation(config.rope, target.rope):
         yield Finding(
             "warning",
-            f"rotary embedding differs: head {config.rope!r}, target {target.rope!r}",
-            "a rope_theta that is not given means 10000: write what the head was trained with",
+            f"rotary embedding differs: the head's is {spelled(config.rope)}, the target's {spelled(target.rope)}",
+            "a rope_theta that is not given means 10000: write what the head was trained with, or own_rope for just this",
         )
     if config.rms_norm_eps != target.rms_norm_eps:
         what = f"rms_norm_eps is {config.rms_norm_eps}, the target's {target.rms_norm_eps}"
@@ -112,21 +101,15 @@ def vocabulary_findings(checkpoint: Checkpoint, config: HeadConfig, vocabulary: 
     trained_with = config.target_lm_head_sha256
     if not trained_with:
         yield Finding("warning", "the head does not say which lm_head it was trained against", "eyas writes its hash at export")
-    elif trained_with != vocabulary.lm_head_sha256:
-        yield Finding(
-            "error",
-            f"the head was trained against the lm_head {trained_with[:12]}, this target's is {vocabulary.lm_head_sha256[:12]}",
-            "give the very target that the features were captured from, or capture and train again",
-        )
     stored = checkpoint.embed_tokens
     if stored is not None:
         ours = vocabulary.embed_tokens.to(stored.dtype)
         if stored.shape != ours.shape or not torch.equal(stored, ours):
-            yield Finding(
-                "error",
-                f"embed_tokens {tuple(stored.shape)} are not the target's {tuple(ours.shape)}",
-                "eyas and SGLang use the target's; export the head again for this target",
-            )
+            what = f"{EMBED_TOKENS} {tuple(stored.shape)} are not the target's {tuple(ours.shape)}"
+            if checkpoint.form == "sglang" or EMBED_TOKENS_SHA256 in checkpoint.settings:
+                yield Finding("error", what, "SGLang uses the target's all the same; export the head again for this target")
+            else:
+                yield Finding("warning", what, "fine if the head was trained with them; SGLang would use the target's")
     mask = checkpoint.tensors.get("t2d")
     ends = [token for token in vocabulary.config.eos_token_ids if mask is not None and token < len(mask)]
     if ends and mask is not None and not mask[ends].any():
@@ -168,5 +151,11 @@ def form_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
     if checkpoint.form == "sglang" and named != [SGLANG_ARCHITECTURE]:
         what = f"architectures is {named}: SGLang loads an EAGLE-3 head by the name {SGLANG_ARCHITECTURE} only"
         yield Finding("warning", what, "change it in config.json, or export the head again")
+    for decision in decisions(checkpoint):
+        yield Finding("warning", decision, f'write "{FED_BACK}" into config.json to say so')
+    if checkpoint.form == "sglang" and any(checkpoint.stated("tie_word_embeddings")):
+        yield Finding("warning", "tie_word_embeddings is set: SGLang takes the embeddings for lm_head", "write false")
+    if checkpoint.form == "vllm" and LM_HEAD not in checkpoint.tensors:
+        yield Finding("warning", "lm_head.weight is missing: speculators needs one", "put the target's into the file")
     if "d2t" in checkpoint.tensors and "t2d" not in checkpoint.tensors:
         yield Finding("warning", "t2d is missing", "speculators needs it beside d2t; export the head again")

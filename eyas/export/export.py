@@ -129,8 +129,9 @@ def prove_equal(source: Path, written: Path, vocabulary: TargetVocabulary) -> No
     same = as_written(config) == as_written(config_back) and tensors.keys() == tensors_back.keys()
     if not same or not all(bit_equal(tensor, tensors_back[name]) for name, tensor in tensors.items()):
         raise CorruptError(f"{written} does not read back as {source}", "check the disk or store, and export again")
-    embed_tokens = vocabulary.embed_tokens.float()
-    if not torch.equal(replay(load_head(source), embed_tokens), replay(load_head(written), embed_tokens)):
+    embed_tokens, lm_head = vocabulary.embed_tokens.float(), vocabulary.lm_head
+    ours, theirs = (load_head(folder, target_lm_head=lm_head) for folder in (source, written))
+    if not torch.equal(replay(ours, embed_tokens), replay(theirs, embed_tokens)):
         raise CorruptError(f"{written} gives other logits than {source}", "check the disk or store, and export again")
 
 
@@ -151,6 +152,7 @@ def replay(head: Head, embed_tokens_VH: Tensor) -> Tensor:
     Features are normal draws of a fixed seed: what is proved is that two heads compute alike, not that they draft well.
     """
     generator = torch.Generator().manual_seed(0)
+    embed_tokens_VH = embed_tokens_VH if head.embed_tokens is None else head.embed_tokens
     V, H = embed_tokens_VH.shape
     aux_hidden = torch.randn(1, REPLAYED_TOKENS, 3 * H, generator=generator)
     tokens = torch.randint(V, (1, REPLAYED_TOKENS), generator=generator)

@@ -3,12 +3,13 @@
     form     found by                          layer        tapped layers are written as
     eyas     eyas_head.json                    midlayer.*   after_layer: outputs of these layers, in words
     sglang   config.json, flat                 midlayer.*   eagle_config.eagle_aux_hidden_state_layer_ids: outputs
-             (SpecForge's form too)
+             (see ARCHITECTURES for the rest)
     vllm     config.json with                  layers.0.*   eagle_aux_hidden_state_layer_ids at top level: the residual
              speculators_model_type                         stream ENTERING layer i, so our tap + 1
 
-Whatever the form, a head is handed over as a HeadConfig and its tensors under EAGLE's names. What our Head would not
-compute as its trainer meant it is refused by name and never dropped. Does not know the target's files or the Head.
+Either name of the layer is read in every form, with or without `model.` before it. Whatever the form, a head is handed over
+as a HeadConfig and its tensors under EAGLE's names. What our Head would not compute as its trainer meant it is refused by
+name and never dropped. Does not know the target's files or the Head.
 
 Letters: H hidden size of the head, Ht of the target, V target vocabulary, W draft vocabulary.
 """
@@ -16,6 +17,7 @@ Letters: H hidden size of the head, Ht of the target, V target vocabulary, W dra
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,35 +30,49 @@ from torch import Tensor
 
 from eyas.errors import MismatchError
 from eyas.model.config import DecoderConfig, HeadConfig, RopeConfig, Taps, TargetConfig, read_config
-from eyas.model.weights import SINGLE, read_tensors
+from eyas.model.weights import SINGLE, read_tensors, tensor_sha256
+
+log = logging.getLogger(__name__)
 
 Form = Literal["eyas", "sglang", "vllm"]
 HEAD_JSON, CONFIG_JSON = "eyas_head.json", "config.json"
 FORMAT = "eyas head 1"
 SGLANG_ARCHITECTURE, VLLM_ARCHITECTURE = "LlamaForCausalLMEagle3", "Eagle3Speculator"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-LM_HEAD_SHA256 = "target_lm_head_sha256"  # our key in the others' configs, which they ignore
-EMBED_TOKENS, LAYER, SPECULATORS_LAYER = "embed_tokens.weight", "midlayer.", "layers.0."
+EMBED_TOKENS, LM_HEAD, LAYER, SPECULATORS_LAYER = "embed_tokens.weight", "lm_head.weight", "midlayer.", "layers.0."
+MODEL, INPUT_NORM, FC_NORMS = "model.", "input_norm.weight", tuple(f"fc_norm.{stream}.weight" for stream in range(3))
+FLAG_OF = {INPUT_NORM: "norm_before_fc", **dict.fromkeys(FC_NORMS, "fc_norm")}
+MAPS = ("d2t", "t2d")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
-# Variants of the architecture that published heads use and our Head does not compute, with what each would change.
+# Our keys in the others' configs, which they ignore.
+LM_HEAD_SHA256 = "target_lm_head_sha256"
+EMBED_TOKENS_SHA256 = "target_embed_tokens_sha256"  # the embeddings in the file are the target's, and these
+FED_BACK = "norm_output_is_fed_back"  # what norm_output cannot say by itself: see FED_BACK_HINT
+OWN_ROPE = "own_rope"
+
+# Who writes flat configs by which name. Others are refused: their layer is not Llama's (Eagle3DeepseekV2ForCausalLM).
+ARCHITECTURES = {
+    "LlamaForCausalLM": "the EAGLE repository",
+    SGLANG_ARCHITECTURE: "SpecForge, SGLang, ModelOpt, TorchSpec",
+    "Eagle3LlamaForCausalLM": "vLLM, AngelSlim",
+    "LlamaEagle3DraftModel": "NeMo",
+}
+NEMO = "LlamaEagle3DraftModel"  # its config is the target's with changes, so model_type is the target's too
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
+# Variants of the architecture that our Head does not compute, with what each would change.
 VARIANTS = {
-    "norm_before_residual": "the residual is taken after hidden_norm",
-    "norm_before_fc": "the three features are normed together before fc",
-    "fc_norm": "each of the three features is normed before fc",
     "use_aux_norm": "each of the three features is normed before fc",
-    "norm_output": "the post-norm state is fed back",
     "attention_bias": "the attention's projections have a bias",
     "mlp_bias": "the MLP has a bias",
     "bias": "fc has a bias",
-    "tie_word_embeddings": "the output matrix is the embedding",
     "quantization_config": "the weights are quantised",
-    "sliding_window": "attention sees a window only",
     "parallel_drafting": "all tokens are drafted in one forward",
 }
-NORM_OUTPUT_HINT = (
-    "if SpecForge wrote it, it means the norm before lm_head, which is always there: delete the key. "
-    "SGLang, vLLM and speculators mean EAGLE-3.1's fed-back norm, which is not supported"
+FED_BACK_HINT = (
+    "SpecForge meant the norm before lm_head by it until September 2026, and EAGLE-3.1's fed-back norm since, as others do: "
+    f'write "{FED_BACK}": false for the first, true for the second'
 )
 # Values that change the result when they are another than this one (or absent).
 FIXED = {
@@ -76,11 +92,28 @@ class Checkpoint:
     settings: dict[str, Any]
     tensors: dict[str, Tensor]
     embed_tokens: Tensor | None
+    layer_name: str  # what the layer is called in the file: LAYER or SPECULATORS_LAYER
 
     @property
     def layer_settings(self) -> dict[str, Any]:
         """Where this form writes the decoder layer's shape."""
         return self.settings.get("transformer_layer_config") or {} if self.form == "vllm" else self.settings
+
+    @property
+    def eagle_settings(self) -> dict[str, Any]:
+        """What flat configs keep apart."""
+        return self.settings.get("eagle_config") or {}
+
+    @property
+    def architecture(self) -> str:
+        """The class that a flat config names."""
+        return str(next(iter(self.settings.get("architectures") or []), SGLANG_ARCHITECTURE))
+
+    def stated(self, key: str) -> set[Any]:
+        """The values that the config gives a key, in any of its places; null is no value."""
+        places = (self.settings, self.layer_settings, self.eagle_settings)
+        values = [place[key] for place in places if place.get(key) is not None]
+        return {str(value) if isinstance(value, dict | list) else value for value in values}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +130,19 @@ def read_head(folder: str | Path, target: TargetConfig | None = None) -> tuple[H
     """A head of any form: its config, and its tensors by EAGLE's names in their stored dtype, d2t int64 and t2d bool.
 
     `target` is needed only by heads that do not say which layers they tap: those tap the target's default ones.
-    Embeddings in the checkpoint are left out: they are the target's, and `check` compares them.
+    The maps are always there. `embed_tokens.weight` [V, H] is there if the checkpoint holds embeddings and does not say that
+    they are the target's; `lm_head.weight` is not if the checkpoint, of a full vocabulary, has none: it is the target's.
     Raises MissingInputError, CorruptError, and MismatchError for whatever our Head would compute otherwise than meant.
     """
     checkpoint = open_checkpoint(folder)
     refuse(folder, setting_faults(checkpoint))
+    for decision in decisions(checkpoint):
+        log.warning("%s: %s", folder, decision)
     config = head_config(checkpoint, target)
     tensors = with_vocabulary_maps(config, checkpoint.tensors)
-    refuse(folder, tensor_faults(config, tensors))
+    if checkpoint.embed_tokens is not None and not checkpoint.settings.get(EMBED_TOKENS_SHA256):
+        tensors[EMBED_TOKENS] = checkpoint.embed_tokens
+    refuse(folder, [*tensor_faults(config, tensors), *embedding_faults(checkpoint)])
     maps = {"d2t": tensors["d2t"].to(torch.int64), "t2d": tensors["t2d"].to(torch.bool)}
     return config, {**tensors, **maps}
 
@@ -115,23 +153,40 @@ def write_head(
     """The files of a head in one form, by name; equal heads give equal bytes. tensors: by EAGLE's names, maps included.
 
     Weights keep their dtype. `verifier` is for the vLLM form. Raises MismatchError for a head that does not fit its
-    config, and for taps that the form cannot say.
+    config, and for what the form cannot say.
     """
     refuse("the head", tensor_faults(config, tensors))
+    refuse("the head", form_faults(tensors, form))
     verifier = verifier or Verifier()
     written = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     if form == "eyas":
-        settings = {"format": FORMAT, **config.model_dump(mode="json"), "taps": {"after_layer": list(config.taps)}}
-        return _files(HEAD_JSON, settings, written)
+        stated = {key: value for key, value in config.model_dump(mode="json").items() if value is not False}
+        return _files(HEAD_JSON, {"format": FORMAT, **stated, "taps": {"after_layer": list(config.taps)}}, written)
     if config.draft_vocab_size == config.vocab_size:  # vLLM fails on maps that map nothing
-        written = {name: tensor for name, tensor in written.items() if name not in ("d2t", "t2d")}
+        written = {name: tensor for name, tensor in written.items() if name not in MAPS}
     dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
     if form == "sglang":
-        return _files(CONFIG_JSON, _sglang_settings(config, dtype), written)
+        settings = _sglang_settings(config, dtype)
+        if LM_HEAD not in written:
+            settings["draft_vocab_size"] = None  # SGLang takes the target's lm_head then, and random numbers otherwise
+        return _files(CONFIG_JSON, settings, written)
     written = {name.replace(LAYER, SPECULATORS_LAYER): tensor for name, tensor in written.items()}
-    if verifier.embed_tokens is not None:
+    settings = _vllm_settings(config, dtype, verifier)
+    if EMBED_TOKENS not in written and verifier.embed_tokens is not None:
         written[EMBED_TOKENS] = verifier.embed_tokens.detach().cpu().contiguous()
-    return _files(CONFIG_JSON, _vllm_settings(config, dtype, verifier), written)
+        settings[EMBED_TOKENS_SHA256] = tensor_sha256(verifier.embed_tokens)
+    return _files(CONFIG_JSON, settings, written)
+
+
+def form_faults(tensors: Mapping[str, Tensor], form: Form) -> list[MismatchError]:
+    """What of a sound head a form has no word for."""
+    if form == "sglang" and EMBED_TOKENS in tensors:
+        what = "the head has embeddings of its own: SGLang uses the target's in their place"
+        return [MismatchError(what, "export for vLLM only")]
+    if form == "vllm" and LM_HEAD not in tensors:
+        what = "the head uses its target's lm_head: speculators' form needs one in the file"
+        return [MismatchError(what, "export for SGLang only")]
+    return []
 
 
 # Reading, step by step; `check` goes the same way and collects what `read_head` raises
@@ -148,7 +203,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     kind = settings.get("speculators_model_type")
     if kind not in (None, "eagle3"):
         raise MismatchError(f"{folder} is a {kind!r} speculator", "give an EAGLE-3 head")
-    stored = read_tensors(folder)
+    stored = {name.removeprefix(MODEL): tensor for name, tensor in read_tensors(folder, pickled=True).items()}
     if "fc.weight" not in stored or not any(name.startswith((LAYER, SPECULATORS_LAYER)) for name in stored):
         raise MismatchError(
             f"{folder} is no EAGLE-3 head: it has no fc.weight with {LAYER}* or {SPECULATORS_LAYER}* tensors",
@@ -159,39 +214,108 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     tensors = {_eagle_name(name): tensor for name, tensor in stored.items()}
     if len(tensors) != len(stored):
         raise MismatchError(f"{folder} holds two layers, {LAYER}* and {SPECULATORS_LAYER}*", "delete the wrong one")
-    return Checkpoint(form, settings, tensors, embed_tokens)
+    is_midlayer = any(name.startswith(LAYER) for name in stored)
+    return Checkpoint(form, settings, tensors, embed_tokens, LAYER if is_midlayer else SPECULATORS_LAYER)
 
 
 def setting_faults(checkpoint: Checkpoint) -> list[MismatchError]:
-    """Everything in the settings that asks for another computation than our Head's."""
+    """Everything in the settings that asks for another computation than our Head's, or that can be read in two ways."""
     if checkpoint.form == "eyas":
-        return []
-    faults = []
-    eagle = checkpoint.settings.get("eagle_config") or {}
-    places = (checkpoint.settings, checkpoint.layer_settings, eagle)
-    for flag, meaning in VARIANTS.items():
-        if any(place.get(flag) for place in places):
-            hint = NORM_OUTPUT_HINT if flag == "norm_output" else "train a head without it"
-            faults.append(MismatchError(f"{flag} is set ({meaning}): not supported", hint))
+        unknown = sorted(checkpoint.settings.keys() - HeadConfig.model_fields.keys() - {"format"})
+        return [MismatchError(f"{HEAD_JSON} has the unknown key {key!r}", "a newer eyas wrote it: use that") for key in unknown]
+    faults = flag_faults(checkpoint)
+    for variant, meaning in VARIANTS.items():
+        if any(checkpoint.stated(variant)):
+            faults.append(MismatchError(f"{variant} is set ({meaning}): not supported", "train a head without it"))
     for key, value in FIXED.items():
-        found = next((place[key] for place in places if place.get(key, value) not in (None, value)), value)
-        if found != value:
-            faults.append(MismatchError(f"{key} is {found!r}: only {value!r} is supported", "train a head with it"))
-    if not eagle.get("use_aux_hidden_state", True):
+        faults += [
+            MismatchError(f"{key} is {found!r}: only {value!r} is supported", "train a head with it")
+            for found in checkpoint.stated(key) - {value}
+        ]
+    if not checkpoint.eagle_settings.get("use_aux_hidden_state", True):
         faults.append(MismatchError("use_aux_hidden_state is false: the head reads one layer", "give an EAGLE-3 head"))
-    if checkpoint.form == "vllm" and checkpoint.settings.get("norm_before_residual") is None:
-        faults.append(
-            MismatchError(
-                "norm_before_residual is not given: vLLM takes that for true, speculators for false",
-                "write into config.json what the head was trained with",
-            )
-        )
-    layer = checkpoint.layer_settings.get("model_type", None if checkpoint.form == "vllm" else "llama")
-    if layer != "llama":
-        faults.append(
-            MismatchError(f"the layer's model_type is {layer!r}: only 'llama' is supported", "train a Llama-shaped head")
-        )
+    return faults + layer_faults(checkpoint)
+
+
+def layer_faults(checkpoint: Checkpoint) -> list[MismatchError]:
+    """What the settings say of the layer as a whole: whose it is, what it attends to, what it shares."""
+    faults = []
+    settings, architecture = checkpoint.layer_settings, checkpoint.architecture
+    if checkpoint.form == "sglang" and architecture not in ARCHITECTURES:
+        what = f"the head is a {architecture}: its layer is not known to be Llama's"
+        faults.append(MismatchError(what, f"known are {', '.join(ARCHITECTURES)} and speculators' form"))
+    model_type = settings.get("model_type", None if checkpoint.form == "vllm" else "llama")
+    if model_type != "llama" and not (checkpoint.form == "sglang" and architecture == NEMO):
+        what = f"the layer's model_type is {model_type!r}: only 'llama' is supported"
+        faults.append(MismatchError(what, "train a Llama-shaped head"))
+    window, length = settings.get("sliding_window"), settings.get("max_position_embeddings") or 2048
+    if window and window < length and settings.get("use_sliding_window", True):
+        what = f"sliding_window is {window} of a context of {length} (attention sees a window only): not supported"
+        faults.append(MismatchError(what, "train a head without it"))
+    # Of W tokens, an output matrix of its own cannot be the embedding of V, whatever a config copied from the target says.
+    is_own = checkpoint.form == "sglang" and LM_HEAD in checkpoint.tensors and "d2t" in checkpoint.tensors
+    if any(checkpoint.stated("tie_word_embeddings")) and not is_own:
+        what = "tie_word_embeddings is set (the output matrix is the embedding): not supported"
+        faults.append(MismatchError(what, "train a head without it"))
     return faults
+
+
+def flag_faults(checkpoint: Checkpoint) -> list[MismatchError]:
+    """Norm flags that contradict each other, or that cannot be known from what is there."""
+    faults = []
+    for flag in FLAGS:
+        values = checkpoint.stated(flag)
+        if len(values) > 1 or not values <= {True, False}:
+            what = f"{flag} is given as {' and '.join(map(repr, sorted(values, key=repr)))}"
+            faults.append(MismatchError(what, "write true or false, in one place"))
+    flags = {flag: True in checkpoint.stated(flag) for flag in FLAGS}
+    if flags["norm_before_fc"] and flags["fc_norm"]:
+        what = "norm_before_fc and fc_norm are both set: no project says in which order"
+        faults.append(MismatchError(what, "leave the one that the head was trained with"))
+    if not checkpoint.stated("norm_before_residual"):
+        faults += residual_faults(checkpoint)
+    if flags["norm_output"] and fed_back(checkpoint) is None:
+        what = f"norm_output is set by an unknown writer of {SGLANG_ARCHITECTURE}: it has two meanings"
+        faults.append(MismatchError(what, FED_BACK_HINT))
+    return faults
+
+
+def residual_faults(checkpoint: Checkpoint) -> list[MismatchError]:
+    """Whether a config that is silent on norm_before_residual leaves it open."""
+    hint = "write into config.json what the head was trained with"
+    if checkpoint.form == "vllm":
+        return [MismatchError("norm_before_residual is not given: vLLM takes that for true, speculators for false", hint)]
+    if checkpoint.architecture == SGLANG_ARCHITECTURE and checkpoint.layer_name == SPECULATORS_LAYER:
+        what = (
+            f"norm_before_residual is not given: {SPECULATORS_LAYER}* in a {SGLANG_ARCHITECTURE} is ModelOpt's or a "
+            "converted speculators head, trained with it; engines take its absence for false"
+        )
+        return [MismatchError(what, hint)]
+    return []
+
+
+def fed_back(checkpoint: Checkpoint) -> bool | None:
+    """Whether norm_output means the fed-back norm, when it is set; None when nothing tells.
+
+    SpecForge wrote it, and true by default, for the norm before lm_head. It writes one architecture and one name of the
+    layer, so under others the key is EAGLE-3.1's.
+    """
+    stated = checkpoint.settings.get(FED_BACK)
+    if stated is not None:
+        return bool(stated)
+    may_be_specforge = checkpoint.architecture == SGLANG_ARCHITECTURE and checkpoint.layer_name == LAYER
+    return None if checkpoint.form == "sglang" and may_be_specforge else True
+
+
+def decisions(checkpoint: Checkpoint) -> list[str]:
+    """What was decided where a config by itself leaves it open, and why."""
+    decided = []
+    is_open = checkpoint.form == "sglang" and FED_BACK not in checkpoint.settings
+    if is_open and True in checkpoint.stated("norm_output") and fed_back(checkpoint):
+        is_named = checkpoint.architecture != SGLANG_ARCHITECTURE
+        why = f"it is a {checkpoint.architecture}" if is_named else f"SpecForge never writes {SPECULATORS_LAYER}*"
+        decided.append(f"norm_output is read as EAGLE-3.1's fed-back norm: {why}")
+    return decided
 
 
 def head_config(checkpoint: Checkpoint, target: TargetConfig | None = None) -> HeadConfig:
@@ -216,6 +340,11 @@ def head_config(checkpoint: Checkpoint, target: TargetConfig | None = None) -> H
             target_hidden_size=settings.get("target_hidden_size") or layer["hidden_size"],
             taps=_read_taps(settings, target),
             target_lm_head_sha256=settings.get(LM_HEAD_SHA256) or "",
+            norm_before_residual=True in checkpoint.stated("norm_before_residual"),
+            norm_before_fc=True in checkpoint.stated("norm_before_fc"),
+            fc_norm=True in checkpoint.stated("fc_norm"),
+            norm_output=True in checkpoint.stated("norm_output") and fed_back(checkpoint) is True,
+            own_rope=settings.get(OWN_ROPE) or False,
         )
     except (KeyError, TypeError) as error:
         raise MismatchError(
@@ -248,27 +377,38 @@ def tensor_faults(config: HeadConfig, tensors: Mapping[str, Tensor]) -> list[Mis
                 "train a head of the target's hidden size",
             )
         )
-    expected = expected_shapes(config)
+    expected, optional = expected_shapes(config), optional_shapes(config)
     source = "restore the checkpoint from its source, or export the head again"
-    faults += [MismatchError(f"the tensor {name} is missing", source) for name in expected if name not in tensors]
+    missing = expected.keys() - tensors.keys() - optional.keys()
+    faults += [MismatchError(f"the tensor {name} is missing", source) for name in expected if name in missing]
+    known = expected | optional
     for name, tensor in tensors.items():
-        if name not in expected:
-            faults.append(
-                MismatchError(
-                    f"the tensor {name} is none of an EAGLE-3 head's", "it belongs to a variant that is not supported"
-                )
-            )
-        elif tuple(tensor.shape) != expected[name]:
-            faults.append(
-                MismatchError(f"{name} has shape {tuple(tensor.shape)}, the config asks for {expected[name]}", source)
-            )
-        elif name not in ("d2t", "t2d") and tensor.dtype not in FLOATS:
+        if name in FLAG_OF and name not in known:
+            what = f"the tensor {name} is there although {FLAG_OF[name]} is not set"
+            hint = f'write "{FLAG_OF[name]}": true if the head was trained with it, or delete the tensor'
+            faults.append(MismatchError(what, hint))
+        elif name not in known:
+            what = f"the tensor {name} is none of an EAGLE-3 head's"
+            faults.append(MismatchError(what, "it belongs to a variant that is not supported"))
+        elif tuple(tensor.shape) != known[name]:
+            faults.append(MismatchError(f"{name} has shape {tuple(tensor.shape)}, the config asks for {known[name]}", source))
+        elif name not in MAPS and tensor.dtype not in FLOATS:
             faults.append(
                 MismatchError(f"{name} is {tensor.dtype}: a plain float is needed", "give a head that is not quantised")
             )
     if "d2t" in tensors:
         faults += map_faults(tensors["d2t"], tensors.get("t2d"), config.vocab_size, config.draft_vocab_size)
     return faults
+
+
+def embedding_faults(checkpoint: Checkpoint) -> list[MismatchError]:
+    """Embeddings that are not those that the config says they are."""
+    said = checkpoint.settings.get(EMBED_TOKENS_SHA256)
+    if checkpoint.embed_tokens is None or said in (None, tensor_sha256(checkpoint.embed_tokens)):
+        return []
+    what = f"{EMBED_TOKENS} are not the embeddings that the config names by {EMBED_TOKENS_SHA256}"
+    hint = f"restore the file, or delete {EMBED_TOKENS_SHA256} if the head was trained with embeddings of its own"
+    return [MismatchError(what, hint)]
 
 
 def map_faults(d2t: Tensor, t2d: Tensor | None, V: int, W: int) -> list[MismatchError]:
@@ -297,17 +437,28 @@ def map_faults(d2t: Tensor, t2d: Tensor | None, V: int, W: int) -> list[Mismatch
 
 def expected_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor of a head, by EAGLE's name."""
-    H, V, W = config.hidden_size, config.vocab_size, config.draft_vocab_size
+    H, Ht, V, W = config.hidden_size, config.target_hidden_size, config.vocab_size, config.draft_vocab_size
     q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     intermediate = config.intermediate_size
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (H, 3 * config.target_hidden_size)}
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (H, 3 * Ht)}
+    if config.norm_before_fc:
+        shapes[INPUT_NORM] = (3 * Ht,)
+    if config.fc_norm:
+        shapes |= dict.fromkeys(FC_NORMS, (Ht,))
     for norm in ("hidden_norm", "input_layernorm", "post_attention_layernorm"):
         shapes[f"{LAYER}{norm}.weight"] = (H,)
     for name, shape in {"q": (q, 2 * H), "k": (kv, 2 * H), "v": (kv, 2 * H), "o": (H, q)}.items():
         shapes[f"{LAYER}self_attn.{name}_proj.weight"] = shape
     for name, shape in {"gate": (intermediate, H), "up": (intermediate, H), "down": (H, intermediate)}.items():
         shapes[f"{LAYER}mlp.{name}_proj.weight"] = shape
-    return shapes | {"norm.weight": (H,), "lm_head.weight": (W, H), "d2t": (W,), "t2d": (V,)}
+    return shapes | {"norm.weight": (H,), LM_HEAD: (W, H), "d2t": (W,), "t2d": (V,)}
+
+
+def optional_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of what a head may have of its own or use of its target's."""
+    V, H = config.vocab_size, config.hidden_size
+    lm_head = {LM_HEAD: (V, H)} if config.draft_vocab_size == V else {}
+    return {EMBED_TOKENS: (V, H), **lm_head}
 
 
 def refuse(what: object, faults: Sequence[MismatchError]) -> None:
@@ -324,13 +475,15 @@ def _read_taps(settings: Mapping[str, Any], target: TargetConfig | None) -> Taps
     outputs = (settings.get("eagle_config") or {}).get(LAYER_IDS)
     readings = {tuple(index - 1 for index in entering)} if entering else set()
     if outputs:
-        if outputs[0] != 1:
+        as_inputs = tuple(index - 1 for index in outputs)
+        if outputs[0] != 1 and not entering:
             raise MismatchError(
                 f"eagle_config lists the layers {outputs}: where such a list does not begin with 1, some read it as "
                 "the outputs of these layers and some as their inputs",
-                "if the head was trained on outputs 1, n//2 - 1 and n - 4 (n layers), write just these",
+                f"write {LAYER_IDS} at the top level too: there it means inputs, so {outputs} or {[i + 1 for i in outputs]}",
             )
-        readings.add(tuple(outputs))
+        if outputs[0] == 1 or as_inputs not in readings:
+            readings.add(tuple(outputs))
     if not readings:
         if target is None:
             raise MismatchError(
@@ -377,17 +530,21 @@ def _layer_keys(config: HeadConfig) -> dict[str, Any]:
 
 
 def _sglang_settings(config: HeadConfig, dtype: str) -> dict[str, Any]:
-    """No norm_output: left out, it means the same to SGLang (not fed back) and to SpecForge (a norm before lm_head)."""
+    """No norm_output unless it is on: left out, it means the same to SGLang (not fed back) and to SpecForge."""
+    eagle = {LAYER_IDS: _sglang_layer_ids(config.taps), "use_aux_hidden_state": True}
+    if config.norm_before_fc:
+        eagle["norm_before_fc"] = True  # SGLang and NVIDIA's heads keep it here
+    fed_back = {"norm_output": True, FED_BACK: True} if config.norm_output else {}
     return {
         "architectures": [SGLANG_ARCHITECTURE],
         **_layer_keys(config),
         "torch_dtype": dtype,
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
-        "eagle_config": {LAYER_IDS: _sglang_layer_ids(config.taps), "use_aux_hidden_state": True},
-        "norm_before_residual": False,
-        "norm_before_fc": False,
-        "fc_norm": False,
+        "eagle_config": eagle,
+        **_flags(config),
+        **fed_back,
+        **_own_rope(config),
         LM_HEAD_SHA256: config.target_lm_head_sha256,
     }
 
@@ -407,10 +564,9 @@ def _vllm_settings(config: HeadConfig, dtype: str, verifier: Verifier) -> dict[s
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": None,  # null means the head's own
         LAYER_IDS: [tap + 1 for tap in config.taps],
-        "norm_before_residual": False,
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
+        **_flags(config),
+        "norm_output": config.norm_output,
+        **_own_rope(config),
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
@@ -420,6 +576,14 @@ def _vllm_settings(config: HeadConfig, dtype: str, verifier: Verifier) -> dict[s
         "transformer_layer_config": {**_layer_keys(config), "torch_dtype": dtype},
         LM_HEAD_SHA256: config.target_lm_head_sha256,
     }
+
+
+def _flags(config: HeadConfig) -> dict[str, bool]:
+    return config.model_dump(include={"norm_before_residual", "norm_before_fc", "fc_norm"})
+
+
+def _own_rope(config: HeadConfig) -> dict[str, bool]:
+    return {OWN_ROPE: True} if config.own_rope else {}
 
 
 def _files(name: str, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, bytes]:

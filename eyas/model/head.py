@@ -8,6 +8,13 @@ drafts fast. Weights start as NaN: they are loaded, or drawn by `initialise`.
     h = h + o(attention(x)) ;  h = h + mlp(post_attention_layernorm(h))
     logits = lm_head(norm(h))
 
+Four flags of the config change it, as published heads need it:
+
+    norm_before_fc          aux_hidden is normed as a whole before fc
+    fc_norm                 each of its three streams is
+    norm_before_residual    h = hidden_norm(h) + o(attention(x))
+    norm_output             the layer puts out, and is fed, norm(h); logits = lm_head of that
+
 Letters: T sequence, H hidden (of head and target alike), X = 2 H, W draft vocabulary, V target vocabulary, D head
 dimension, Hq and Hk heads of queries and of keys and values.
 """
@@ -21,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.errors import MismatchError
-from eyas.model.checkpoint import read_head, write_head
+from eyas.model.checkpoint import EMBED_TOKENS, LM_HEAD, read_head, write_head
 from eyas.model.config import HeadConfig, TargetConfig
 from eyas.model.rope import apply_rope, rotation
 
@@ -81,13 +88,14 @@ class Midlayer(nn.Module):
 
 
 class Head(nn.Module):
-    """A draft head of `config`'s shape. Embeddings are the target's and given to `forward`.
+    """A draft head of `config`'s shape. Embeddings are given to `forward`: the target's, or `embed_tokens` if it has its own.
 
     Raises MismatchError for a head whose hidden size is not its target's: embedding and feature share one layer.
     """
 
     d2t: Tensor
     t2d: Tensor
+    embed_tokens: Tensor | None = None  # [V, H], neither trained nor written
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -99,6 +107,10 @@ class Head(nn.Module):
         self.config = config
         H, W = config.hidden_size, config.draft_vocab_size
         with torch.device("meta"):  # no time for random numbers that are never used
+            if config.norm_before_fc:
+                self.input_norm = RmsNorm(3 * H, config.rms_norm_eps)
+            if config.fc_norm:
+                self.fc_norm = nn.ModuleList(RmsNorm(H, config.rms_norm_eps) for _ in range(3))
             self.fc = nn.Linear(3 * H, H, bias=False)
             self.midlayer = Midlayer(config)
             self.norm = RmsNorm(H, config.rms_norm_eps)
@@ -126,6 +138,11 @@ class Head(nn.Module):
 
     def fuse(self, aux_hidden: Tensor) -> Tensor:
         """[..., 3 H] -> [..., H]: the target's three streams as one feature."""
+        if self.config.fc_norm:
+            streams = zip(self.fc_norm, aux_hidden.chunk(3, dim=-1), strict=True)
+            aux_hidden = torch.cat([norm(stream) for norm, stream in streams], dim=-1)
+        if self.config.norm_before_fc:
+            aux_hidden = self.input_norm(aux_hidden)
         fused: Tensor = self.fc(aux_hidden)
         return fused
 
@@ -152,14 +169,19 @@ class Head(nn.Module):
         return self._by_head(projected)
 
     def output(self, residual: Tensor, mixed: Tensor) -> Tensor:
-        """Residual [..., H] and attention's mixture of values [..., Hq, D] -> the layer's output [..., H], un-normed."""
+        """What the layer was fed [..., H] and attention's mixture of values [..., Hq, D] -> its output [..., H]."""
+        if self.config.norm_before_residual:
+            residual = self.midlayer.hidden_norm(residual)
         hidden: Tensor = residual + self.midlayer.self_attn.o_proj(mixed.flatten(-2))
         changed: Tensor = self.midlayer.mlp(self.midlayer.post_attention_layernorm(hidden))
-        return hidden + changed
+        hidden = hidden + changed
+        if self.config.norm_output:
+            hidden = self.norm(hidden)
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Layer output [..., H] -> [..., W]."""
-        scores: Tensor = self.lm_head(self.norm(hidden))
+        scores: Tensor = self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
         return scores
 
     def _by_head(self, projected: Tensor) -> Tensor:
@@ -172,7 +194,7 @@ class Head(nn.Module):
     # The plain forward
 
     def forward(self, embeds_BTH: Tensor, hidden_BTH: Tensor, past: KeysValues | None = None) -> tuple[Tensor, KeysValues]:
-        """The layer's output [B, T, H], un-normed, of T slots after those in `past`, and the keys and values of all.
+        """The layer's output [B, T, H] of T slots after those in `past`, and the keys and values of all.
 
         The plain reference: causal attention written out. Positions go on from those in `past`.
         """
@@ -192,14 +214,22 @@ class Head(nn.Module):
         return self.output(hidden_BTH, mixed), (keys, values)
 
 
-def load_head(folder: str | Path, target: TargetConfig | None = None) -> Head:
+def load_head(folder: str | Path, target: TargetConfig | None = None, target_lm_head: Tensor | None = None) -> Head:
     """A head of any form that `checkpoint` reads, in float32; `target` as in `read_head`.
 
-    Raises MissingInputError, CorruptError, MismatchError.
+    target_lm_head [V, H]: for heads that use it, having none. Raises MissingInputError, CorruptError, MismatchError.
     """
     config, tensors = read_head(folder, target)
+    embed_tokens = tensors.pop(EMBED_TOKENS, None)
+    if LM_HEAD not in tensors:
+        if target_lm_head is None:
+            raise MismatchError(
+                f"{folder} has no lm_head: it uses its target's", "serve it, or put the target's lm_head.weight into the file"
+            )
+        tensors[LM_HEAD] = target_lm_head
     head = Head(config)
     head.load_state_dict(tensors)
+    head.embed_tokens = None if embed_tokens is None else embed_tokens.float()
     return head
 
 

@@ -1,9 +1,10 @@
-"""Safetensors on disk, single or sharded. Knows no model."""
+"""Weights on disk: safetensors, single or sharded, and EAGLE's pickled tensors. Knows no model."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 from collections.abc import Collection
 from pathlib import Path
 
@@ -13,33 +14,64 @@ from safetensors import SafetensorError, safe_open
 from eyas.errors import CorruptError, MissingInputError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+PICKLE_INDEX, PICKLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
+RESTORE = "restore the file from its source"
 
 
-def read_tensors(folder: str | Path, wanted: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+def read_tensors(folder: str | Path, wanted: Collection[str] | None = None, pickled: bool = False) -> dict[str, torch.Tensor]:
     """Tensors of a folder, by name, on the CPU in their stored dtype: all, or those `wanted` that are there.
 
+    They are mapped from the files, not copied: pages are read when first used, and take no memory that cannot be had back.
+    pickled: make do with pytorch_model.bin where there are no safetensors; only tensors are taken from it, nothing is run.
     Raises MissingInputError, CorruptError.
     """
     root = Path(folder)
-    if (root / INDEX).exists():
-        shard_of = json.loads((root / INDEX).read_text())["weight_map"]
-        names = sorted({shard for key, shard in shard_of.items() if wanted is None or key in wanted})
-    elif (root / SINGLE).exists():
-        names = [SINGLE]
-    else:
-        raise MissingInputError(f"{folder} has no safetensors weights", f"expected {SINGLE} or {INDEX} with its shards")
+    for index, single in ((INDEX, SINGLE), (PICKLE_INDEX, PICKLE))[: 2 if pickled else 1]:
+        if (root / index).exists():
+            return sharded_tensors(root, index, wanted)
+        if (root / single).exists():
+            return file_tensors(root / single, wanted)
+    raise MissingInputError(f"{folder} has no safetensors weights", f"expected {SINGLE} or {INDEX} with its shards")
+
+
+def sharded_tensors(root: Path, index: str, wanted: Collection[str] | None) -> dict[str, torch.Tensor]:
+    """Tensors by an index of shards: all that it promises must be there."""
+    try:
+        shard_of = {str(key): str(shard) for key, shard in json.loads((root / index).read_text())["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptError(f"{root / index} is no index of shards: {error!r}", RESTORE) from error
+    promised = {key for key in shard_of if wanted is None or key in wanted}
     tensors: dict[str, torch.Tensor] = {}
-    for name in names:
+    for name in sorted({shard_of[key] for key in promised}):
         if not (root / name).exists():
-            raise MissingInputError(f"{folder} lacks the shard {name}", "download the missing file")
-        try:
-            with safe_open(str(root / name), framework="pt") as shard:
-                for key in shard.keys():  # noqa: SIM118  (safe_open is no mapping)
-                    if wanted is None or key in wanted:
-                        tensors[key] = shard.get_tensor(key)
-        except SafetensorError as error:
-            raise CorruptError(f"{root / name} cannot be read: {error}", "restore the file from its source") from error
+            raise MissingInputError(f"{root} lacks the shard {name}", "download the missing file")
+        tensors |= file_tensors(root / name, wanted)
+    if lost := sorted(promised - tensors.keys()):
+        raise CorruptError(f"{root}: {shard_of[lost[0]]} lacks {lost[0]}, which {index} promises", RESTORE)
     return tensors
+
+
+def file_tensors(path: Path, wanted: Collection[str] | None) -> dict[str, torch.Tensor]:
+    """Tensors of one file of either kind."""
+    if path.suffix != ".safetensors":
+        return {name: tensor for name, tensor in unpickled(path).items() if wanted is None or name in wanted}
+    try:
+        with safe_open(str(path), framework="pt") as shard:
+            return {key: shard.get_tensor(key) for key in shard.keys() if wanted is None or key in wanted}  # noqa: SIM118
+    except SafetensorError as error:
+        raise CorruptError(f"{path} cannot be read: {error}", RESTORE) from error
+
+
+def unpickled(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a pickled state dict, by PyTorch's reader that runs no code. Raises CorruptError for anything else."""
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+        what = f"{path} cannot be read as plain tensors: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        raise CorruptError(what, "nothing else is read from a pickle: convert it to safetensors where you trust it") from error
+    if not isinstance(found, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in found.values()):
+        raise CorruptError(f"{path} holds more than named tensors", "convert it to safetensors where you trust it")
+    return found
 
 
 def tensor_sha256(tensor: torch.Tensor) -> str:
