@@ -1,12 +1,14 @@
 """What ships inside the package: a small chat model, a head for it, and prompts. Knows their places, not their contents.
 
-The name "builtin" stands for the packaged target, or head, wherever the folder of one is asked for.
+The name "builtin" stands for the packaged target, or head, wherever the folder of one is asked for; so does an id of the
+Hugging Face hub for the folder that it is cached in.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from eyas.builtin.hub import hub_folder, is_hub_id
 from eyas.errors import MissingInputError
 
 BUILTIN = "builtin"
@@ -29,9 +31,11 @@ def demo_prompts() -> Path:
 
 
 def resolve_target(name_or_path: str) -> str:
-    """The folder of a target given by path or as "builtin". Raises MissingInputError."""
+    """The folder of a target given by path, by hub id or as "builtin". Raises MissingInputError."""
     if name_or_path == BUILTIN:
         return str(target_folder())
+    if is_hub_id(name_or_path):
+        return hub_folder(name_or_path)
     if not Path(name_or_path).is_dir():
         raise MissingInputError(
             f"no target folder at {name_or_path}",
@@ -41,9 +45,11 @@ def resolve_target(name_or_path: str) -> str:
 
 
 def resolve_head(name_or_path: str) -> str:
-    """The folder of a head given by path or as "builtin". Raises MissingInputError."""
+    """The folder of a head given by path, by hub id or as "builtin". Raises MissingInputError."""
     if name_or_path == BUILTIN:
         return str(head_folder())
+    if is_hub_id(name_or_path):
+        return hub_folder(name_or_path)
     if not Path(name_or_path).is_dir():
         raise MissingInputError(
             f"no head folder at {name_or_path}", "give the folder of a head: the output of train, or an export"

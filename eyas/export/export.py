@@ -22,6 +22,7 @@ from torch import Tensor
 
 from eyas.artifact import Artifact, Manifest, identity
 from eyas.builtin import resolve_target
+from eyas.builtin.hub import is_hub_id
 from eyas.errors import CorruptError, MismatchError
 from eyas.export.card import Card, Launch
 from eyas.export.check import check
@@ -70,7 +71,8 @@ def export(
     settings = {**config.model_dump(mode="json"), "target_fingerprint": fingerprint(folder)}
     if not output.begin(identity("export", settings, inputs)):
         return output.manifest("export")
-    launch = Launch(config.target_name or folder, config.num_draft_steps, config.tree_topk, config.num_verify_tokens)
+    found_by = target if is_hub_id(target) else folder
+    launch = Launch(config.target_name or found_by, config.num_draft_steps, config.tree_topk, config.num_verify_tokens)
     with TemporaryDirectory() as scratch:
         source = local_folder(head, (HEAD_JSON, SINGLE), Path(scratch, "head"))
         findings = check(source, folder)
