@@ -11,13 +11,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from eyas.builtin import target_folder
 from eyas.engine.grammar import Grammars
 from eyas.engine.request import SamplingParams
 from eyas.engine.sampler import Sampler
 from eyas.errors import InputError, MissingInputError
 
-BUILTIN = Path("eyas/builtin/target")
-REAL = Path("../shared/data/tokenizers")
+BUILTIN = target_folder()
+REAL = Path(__file__).resolve().parents[2] / "shared/data/tokenizers"
 FOLDERS = [BUILTIN, REAL / "qwen3", REAL / "granite-3.1"]
 MAX_WALK = 600
 
@@ -143,6 +144,20 @@ def test_special_tokens_are_no_text(builtin):
     mask_V = builtin.grammars.compile(SamplingParams(regex="(?s).*")).matcher().mask()
     special = [number for number, token in builtin.tokenizer.added_tokens_decoder.items() if token.special]
     assert set(np.flatnonzero(mask_V[special])) <= {special.index(builtin.end)}
+
+
+def test_blanks_come_to_an_end(builtin):
+    """A target that goes on with blanks as long as it may."""
+    matcher = builtin.grammars.compile(SamplingParams(json_schema=json.dumps(SCHEMA))).matcher()
+    brace, blank = builtin.tokenizer.convert_tokens_to_ids(["{", "Ġ"])
+    matcher.advance(brace)
+    count = 0
+    while matcher.mask()[blank]:
+        matcher.advance(blank)
+        count += 1
+        assert count <= 20
+    assert count == 20
+    assert matcher.mask().any()
 
 
 def test_matchers_do_not_share_their_place(builtin):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
+from eyas.builtin import target_folder
 from eyas.chat import Chat
 from eyas.engine.request import SamplingParams
 from eyas.engine.sampler import Sampler
@@ -217,7 +218,7 @@ def test_logits_are_left_as_they_are():
 
 @pytest.fixture(scope="module")
 def chat():
-    return Chat("eyas/builtin/target")
+    return Chat(target_folder())
 
 
 def completing(chat, text, stops):

@@ -105,6 +105,14 @@ def test_ties_at_a_cut_go_to_the_smaller_id():
     assert sample(logits_V.numpy(), SamplingParams(), 0.0) == 1
 
 
+@pytest.mark.parametrize(("gap", "kept"), [(-1e-9, False), (1e-9, True)])
+def test_min_p_cuts_exactly(gap, kept):
+    logits_V = np.array([0.0, math.log(0.25) + gap, -50.0])
+    params = SamplingParams(temperature=1.0, min_p=0.25)
+    assert sample(logits_V, params, BELOW_ONE) == (1 if kept else 0)
+    assert (kept_weights(logits_V, params) > 0).tolist() == [True, kept, False]
+
+
 def test_a_token_is_the_quantile_of_its_number():
     probs_V = torch.tensor([0.0, 0.25, 0.0, 0.75, 0.0], dtype=torch.float64)
     assert [draw(probs_V, number) for number in (0.0, 0.249, 0.25, BELOW_ONE)] == [1, 1, 3, 3]
@@ -162,6 +170,7 @@ def test_logprobs_are_log_softmax_of_the_raw_logits():
     assert got.token_id == 17
     assert got.logprob == pytest.approx(float(expected_V[17]), rel=1e-12)
     assert token_logprob(np.zeros(9, np.float32), 8, 3).top == tuple((token, -math.log(9)) for token in range(3))
+    assert token_logprob(np.zeros(9, np.float32), 8, 1).top == ((0, -math.log(9)),)
     assert token_logprob(np.zeros(9, np.float32), 8, 0).top == ()
 
 

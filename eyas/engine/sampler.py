@@ -65,7 +65,7 @@ class Sampler:
     @property
     def is_plain_greedy(self) -> bool:
         """Whether the next token is the argmax of the target's logits, so that `take` does."""
-        return self.params.temperature == 0 and not self.needs_host and not len(self._bias_ids)
+        return self.params.temperature == 0 and not self.needs_host
 
     @property
     def needs_host(self) -> bool:
