@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +11,7 @@ from eyas.errors import MismatchError
 from eyas.model.checkpoint import expected_shapes
 from eyas.model.config import HeadConfig
 from eyas.model.head import Head, head_files, load_head
+from eyas.model.rows import prompt_rows
 from eyas.model.target import Target
 from eyas.model.ttt import Slots, unroll
 from eyas.model.vocab import TargetVocabulary
@@ -24,7 +26,7 @@ from tests.tiny_batch import (
     tiny_vocabulary,
     wavy_head,
 )
-from tests.tiny_head import edit_config, edit_tensors, head_folder, write_folder
+from tests.tiny_head import edit_config, edit_tensors, head_folder, tiny_head, write_folder
 
 
 @pytest.mark.parametrize("flags", [{}, {"norm_before_fc": True}, {"fc_norm": True}], ids=str)
@@ -152,20 +154,50 @@ def test_every_form_gives_the_same_head(tmp_path, form, flags):
         assert torch.equal(other.state_dict()[name], tensor), name
 
 
-def test_computes_what_the_engines_draft_computes(tmp_path):
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
+def test_computes_what_the_engines_draft_computes(tmp_path, flags, native):
+    """Six entries from the target's features, then one fed back; where there is no native path, both are PyTorch's."""
     folder = tiny_target(tmp_path / "target", num_hidden_layers=8)
-    head = load_head(head_folder(folder, tmp_path / "head"))
-    target = Target.load(folder)
+    head = load_head(head_folder(folder, tmp_path / "head", **flags))
+    target = Target.load(folder, native=native)
     draft = Draft(head.config, head.state_dict(), target)
-    tokens_T = torch.arange(20, 27)
+    tokens_T = torch.arange(20, 28)
     aux_hidden, _ = (features.clone() for features in target.features(tokens_T[None]))
-    positions = torch.arange(6).numpy()[None]
-    mask = torch.full((6, 6), float("-inf")).triu(1)[None, None]
+    cache, page_table = draft.new_cache(1), np.zeros((1, 1), dtype=np.int32)
     with torch.no_grad():
-        at = draft.rope.place(0, 6, positions, positions, mask)
-        theirs = draft.forward(tokens_T[1:], draft.fuse(aux_hidden[0, :6]), at, draft.new_cache(1, 8))
-        ours, _ = head(target.embed_tokens[tokens_T[1:]][None], head.fuse(aux_hidden[:, :6]))
-    torch.testing.assert_close(ours[0], theirs, rtol=1e-4, atol=1e-5)
+        rows = prompt_rows([tokens_T[1:7].tolist()], [1], page_table, cache.page_size, "cpu", first_column=1)
+        extended = draft.extend(rows, aux_hidden[0, :6], cache).clone()
+        rows = prompt_rows([tokens_T[7:].tolist()], [7], page_table, cache.page_size, "cpu", first_column=1)
+        stepped = draft.step(rows, extended[-1:], cache).clone()
+        ours, past = head(target.embed_tokens[tokens_T[1:7]][None], head.fuse(aux_hidden[:, :6]))
+        fed_back, _ = head(target.embed_tokens[tokens_T[7:]][None], ours[:, -1:], past)
+        torch.testing.assert_close(ours[0], extended, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(fed_back[0], stepped, rtol=1e-4, atol=1e-4)
+        ids, log_probs = draft.proposals(stepped, 5)
+        best, places = head.logits(fed_back[0]).log_softmax(-1).topk(5)
+    assert torch.equal(ids, head.target_ids_W[places])
+    torch.testing.assert_close(log_probs, best, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
+def test_the_engines_draft_uses_own_embeddings_and_the_targets_lm_head(tmp_path, native):
+    """The same head with the target's matrices in its file, and with none or other ones."""
+    folder = tiny_target(tmp_path / "target", num_hidden_layers=8)
+    config, tensors = tiny_head(folder, draft_vocab_size=320)
+    target = Target.load(folder, native=native)
+    rows = prompt_rows([[5, 6, 7]], [1], np.zeros((1, 1), dtype=np.int32), 16, "cpu", first_column=1)
+    aux_hidden = torch.linspace(-1, 1, 3 * 96).sin().view(3, 96)
+
+    def proposed(changes):
+        draft = Draft(config, tensors | changes, target)
+        return draft.proposals(draft.extend(rows, aux_hidden, draft.new_cache(1)), 4)[1].clone()
+
+    shared = proposed({"lm_head.weight": target.lm_head, "embed_tokens.weight": target.embed_tokens})
+    own = proposed({"lm_head.weight": target.lm_head, "embed_tokens.weight": target.embed_tokens.roll(1, 0)})
+    del tensors["lm_head.weight"]
+    assert torch.equal(proposed({}), shared)
+    assert not torch.allclose(own, shared)
 
 
 def test_a_head_that_uses_its_targets_lm_head_needs_it(tmp_path):

@@ -31,9 +31,10 @@ def hub_folder(name: str) -> str:
     if isinstance(cached, str) and is_complete(Path(cached)):
         return cached
     loaded = snapshot(name, local_files_only=False)
-    if isinstance(loaded, str):
+    if isinstance(loaded, str) and is_complete(Path(loaded)):
         return loaded
-    reason = str(loaded).strip().splitlines()[0] if str(loaded).strip() else type(loaded).__name__
+    # Without a network the hub's own answer is what is cached, complete or not.
+    reason = "a part of it is all there is" if isinstance(loaded, str) else next(iter(str(loaded).strip().splitlines()), "")
     raise MissingInputError(
         f"no folder {name} here, and no model of this name in full in the hub's cache; nor could it be downloaded: {reason}",
         f"`hf download {name}` where there is a network (HF_TOKEN for a gated model), or give a folder",
