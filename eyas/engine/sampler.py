@@ -94,14 +94,14 @@ class Sampler:
             return self._over_with
         raw_V = host_logits(logits_V)
         number = uniform(self.seed, self.num_drawn) if self.params.temperature > 0 else 0.0
-        token = sample(self._adjusted(raw_V), self.params, number)
+        token = self._draw_allowed(self._adjusted(raw_V), number)
         if self.logprobs is not None:
             self.logprobs.append(token_logprob(raw_V, token, self.params.logprobs or 0))
         self._advance(token)
         return token
 
     def _adjusted(self, logits_V: Logits) -> Logits:
-        """Penalties, bias and mask, in this order; the logits themselves where there is nothing to do."""
+        """Penalties, bias and the mask of min_tokens, in this order; the logits themselves where there is nothing to do."""
         params = self.params
         adjusted_V = logits_V
         if self._seen is not None:
@@ -109,12 +109,17 @@ class Sampler:
         if len(self._bias_ids):
             adjusted_V = adjusted_V.copy() if adjusted_V is logits_V else adjusted_V
             adjusted_V[self._bias_ids] += self._bias.astype(adjusted_V.dtype)
-        if self._matcher is not None:
-            return np.where(self._matcher.mask(), adjusted_V, adjusted_V.dtype.type(-np.inf))
         if self.num_drawn < params.min_tokens:
             adjusted_V = adjusted_V.copy() if adjusted_V is logits_V else adjusted_V
             adjusted_V[self._end_ids] = -np.inf
         return adjusted_V
+
+    def _draw_allowed(self, logits_V: Logits, number: float) -> int:
+        """The draw among what the grammar allows: mostly few tokens, so the rest is left out rather than masked."""
+        if self._matcher is None:
+            return sample(logits_V, self.params, number)
+        ids_C = np.flatnonzero(self._matcher.mask())
+        return int(ids_C[sample(logits_V[ids_C], self.params, number)])
 
     def _advance(self, token: int) -> None:
         self.num_drawn += 1
