@@ -6,7 +6,6 @@ import pytest
 from eyas.engine.acceptance import (
     Acceptance,
     RequestAcceptance,
-    conditional_scores,
     judge,
     path_probs,
 )
@@ -56,27 +55,47 @@ def plainly_judged(proposals: Proposals, emitted: list[list[int]]) -> tuple[set[
     return judged, drawn
 
 
-def test_conditional_scores_are_those_given_the_parent():
-    assert np.exp(conditional_scores(tree())) == pytest.approx(np.array([[0.6, 0.3, 0.5, 0.4, 0.7, 0.1]] * 2), rel=1e-5)
+def given(proposals: Proposals) -> np.ndarray:
+    """Log-probabilities given the parent."""
+    above = np.take_along_axis(proposals.scores, np.maximum(proposals.parents, 0).astype(np.int64), 1)
+    return proposals.scores - np.where(proposals.parents < 0, 0, above)
+
+
+def conditional(acceptance: Acceptance, proposals: Proposals, requests: list[RequestAcceptance]) -> np.ndarray:
+    return acceptance.calibrate(proposals, requests).conditional
+
+
+def test_a_path_is_the_product_of_its_steps():
+    rng = np.random.default_rng(8)
+    for depth in range(1, 12):
+        proposals = chain(rng, 3, depth)
+        steps = rng.uniform(0.1, 0.99, size=(3, depth))
+        assert path_probs(steps, proposals.parents, proposals.depths) == pytest.approx(steps.cumprod(1))
+    steps = np.array([[0.6, 0.3, 0.5, 0.4, 0.7, 0.1]] * 2)
+    expected = [[0.6, 0.3, 0.6 * 0.5, 0.6 * 0.4, 0.3 * 0.7, 0.3 * 0.1], [0.6, 0.3, 0.3 * 0.5, 0.3 * 0.4, 0.6 * 0.7, 0.6 * 0.1]]
+    assert path_probs(steps, tree().parents, tree().depths) == pytest.approx(np.array(expected))
 
 
 @pytest.mark.parametrize(
     "emitted", [[[10, 21, 99], [99]], [[11, 99], [31, 40]], [[10], [31, 40, 7]], [[10, 20, 5, 6], [30, 42]], [[], [30]]]
 )
-def test_judged_are_the_children_of_what_was_drawn(emitted):
-    judged, drawn = judge(tree(), emitted)
-    expected_judged, expected_drawn = plainly_judged(tree(), emitted)
+@pytest.mark.parametrize("copies", [1, 5])  # few requests one by one, many together
+def test_judged_are_the_children_of_what_was_drawn(emitted, copies):
+    proposals = Proposals(
+        *(np.tile(part, (copies, 1)) for part in (tree().tokens, tree().scores, tree().parents)), tree().depths
+    )
+    judged, drawn = judge(proposals, emitted * copies)
+    expected_judged, expected_drawn = plainly_judged(proposals, emitted * copies)
     assert {(int(b), int(c)) for b, c in zip(*judged.nonzero(), strict=True)} == expected_judged
     assert {(int(b), int(c)) for b, c in zip(*drawn.nonzero(), strict=True)} == expected_drawn
 
 
 def test_before_any_round_the_draft_is_believed_a_little_less_than_it_says():
     acceptance, proposals = Acceptance(), chain(np.random.default_rng(0), 200, 6)
-    conditional = acceptance.conditional(proposals, [RequestAcceptance(True)] * 200)
-    ratio = conditional / np.exp(conditional_scores(proposals))
+    calibrated = acceptance.calibrate(proposals, [RequestAcceptance(True)] * 200)
+    ratio = calibrated.conditional / np.exp(given(proposals))
     assert ratio.mean() == pytest.approx(0.9, abs=0.02)
-    paths = path_probs(conditional, proposals.parents, proposals.depths)
-    assert (paths[:, 1:] <= paths[:, :-1]).all()
+    assert (calibrated.paths[:, 1:] < calibrated.paths[:, :-1]).all()
 
 
 def test_calibration_follows_a_draft_that_is_too_sure():
@@ -85,14 +104,14 @@ def test_calibration_follows_a_draft_that_is_too_sure():
     requests = [RequestAcceptance(True) for _ in range(4)]
 
     def truth(proposals: Proposals) -> np.ndarray:
-        return np.exp(2 * conditional_scores(proposals)) * 0.95 ** (proposals.depths - 1)
+        return np.exp(2 * given(proposals)) * 0.95 ** (proposals.depths - 1)
 
     for _ in range(600):
         proposals = chain(rng, 4, 3)
         emitted = emit(rng, proposals, truth(proposals))
-        acceptance.observe(proposals, acceptance.conditional(proposals, requests), emitted, requests)
+        acceptance.observe(proposals, acceptance.calibrate(proposals, requests), emitted, requests)
     fresh = chain(rng, 500, 3)
-    error = acceptance.conditional(fresh, [RequestAcceptance(True)] * 500) - truth(fresh)
+    error = conditional(acceptance, fresh, [RequestAcceptance(True)] * 500) - truth(fresh)
     assert abs(error.mean()) < 0.03
     assert np.abs(error).mean() < 0.06
 
@@ -103,9 +122,9 @@ def test_a_few_rounds_already_help():
     for _ in range(10):
         proposals = chain(rng, 1, 1)
         request = [RequestAcceptance(True)]
-        acceptance.observe(proposals, acceptance.conditional(proposals, request), [[1000]], request)
+        acceptance.observe(proposals, acceptance.calibrate(proposals, request), [[1000]], request)
     fresh = chain(rng, 300, 1)
-    new, old = (one.conditional(fresh, [RequestAcceptance(True)] * 300).mean() for one in (acceptance, Acceptance()))
+    new, old = (conditional(one, fresh, [RequestAcceptance(True)] * 300).mean() for one in (acceptance, Acceptance()))
     assert new < 0.93 * old
 
 
@@ -115,9 +134,9 @@ def test_greedy_and_sampled_are_counted_apart():
         proposals = chain(rng, 2, 2)
         requests = [RequestAcceptance(True), RequestAcceptance(False)]
         emitted = emit(rng, proposals, np.array([[0.9, 0.9], [0.1, 0.1]]))
-        acceptance.observe(proposals, acceptance.conditional(proposals, requests), emitted, requests)
+        acceptance.observe(proposals, acceptance.calibrate(proposals, requests), emitted, requests)
     fresh = chain(rng, 2, 2)
-    greedy, sampled = (acceptance.conditional(fresh, [RequestAcceptance(flag)] * 2) for flag in (True, False))
+    greedy, sampled = (conditional(acceptance, fresh, [RequestAcceptance(flag)] * 2) for flag in (True, False))
     assert (greedy > 0.7).all()
     assert (sampled < 0.3).all()
 
@@ -127,8 +146,8 @@ def test_never_certain():
     requests = [RequestAcceptance(True)]
     for _ in range(2000):
         proposals = chain(rng, 1, 1)
-        acceptance.observe(proposals, acceptance.conditional(proposals, requests), [[int(proposals.tokens[0, 0]), 7]], requests)
-    assert acceptance.conditional(chain(rng, 50, 1), requests * 50).max() < 1
+        acceptance.observe(proposals, acceptance.calibrate(proposals, requests), [[int(proposals.tokens[0, 0]), 7]], requests)
+    assert conditional(acceptance, chain(rng, 50, 1), requests * 50).max() < 1
 
 
 def test_a_request_of_its_own_kind_is_found_out():
@@ -138,9 +157,9 @@ def test_a_request_of_its_own_kind_is_found_out():
     for _ in range(40):
         proposals = chain(rng, 2, 2)
         emitted = emit(rng, proposals, np.array([[1.0, 1.0], [0.0, 0.0]]))
-        acceptance.observe(proposals, acceptance.conditional(proposals, requests), emitted, requests)
+        acceptance.observe(proposals, acceptance.calibrate(proposals, requests), emitted, requests)
     fresh = chain(rng, 1, 3)
     twice = Proposals(*(np.repeat(part, 2, 0) for part in (fresh.tokens, fresh.scores, fresh.parents)), fresh.depths)
-    good, bad = acceptance.conditional(twice, requests)
+    good, bad = conditional(acceptance, twice, requests)
     assert (good > bad + 0.1).all()
     assert abs(requests[1].log_odds) <= 1.5

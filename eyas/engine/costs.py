@@ -193,7 +193,14 @@ class Correction:
         self._latest: dict[str, float] = {}  # kind -> the offset last moved
 
     def ratio(self, kind: str, load: int) -> float:
-        return math.exp(self._drift + self._offset(kind, load)[0])
+        return self.drift * self.offset(kind, load)
+
+    @property
+    def drift(self) -> float:
+        return math.exp(self._drift)
+
+    def offset(self, kind: str, load: int) -> float:
+        return math.exp(self._offset(kind, load)[0])
 
     def observe(self, kind: str, load: int, predicted_ms: float, real_ms: float) -> None:
         """Both above 0."""

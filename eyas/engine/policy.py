@@ -1,0 +1,428 @@
+"""How much to speculate, decided anew every round: whether, for whom, how deep, and which nodes.
+
+Knows costs, acceptance and past rounds; no model and no clock: real times are told. The same inputs give the same choices,
+and a choice looks at what the draft proposed and at past rounds only, never at what the target is about to draw: outputs
+stay exact.
+
+    plan      before drafting: who drafts, and when to stop going deeper         -> Round
+    choose    after drafting: which candidates the target verifies               -> kept
+    observe   after the round: what was emitted and how long it took
+
+Letters: S requests that may speculate, B all that decode (S and the plain ones), K draft steps, k tree_topk.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import numpy as np
+
+from eyas.engine.acceptance import Acceptance, Calibrated, RequestAcceptance, levels
+from eyas.engine.budget import MAX_NODES, choose, most_probable, values_by_depth
+from eyas.engine.costs import Correction, CostTable
+from eyas.engine.forecast import Forecast
+from eyas.errors import ConfigError
+from eyas.model.outputs import Proposals
+
+Mode = Literal["off", "fixed", "auto"]
+
+_ENTER, _LEAVE = 1.01, 0.995  # the speed-up to begin with, and to stay with: no flipping between equals
+_PATIENCE = 0.3  # by how much it may miss that after one round; after n, by 1 / sqrt(n) of it
+_UNKNOWN_SPEEDUP = 1.2  # before anything was drafted: try
+_FORECAST_ROUNDS = 16.0  # weight of the forecast against measured rounds
+_EXPLORED_SHARE = 0.005  # of all time, for rounds that are expected to lose
+_FIRST_PERIOD, _LAST_PERIOD = 8, 2048  # rounds from one exploration of a load to the next
+_REFRESH = 64  # rounds from one forecast of a load to the next
+_BELIEVED = 3.0  # a round that takes longer than so many times its prediction was held up by something else
+_HORIZON = 64  # tokens that a request is expected to live on, for what catching up its draft may cost
+_KEEP_EVERY, _LEARN_DEPTH, _DEEPER = 4, 8, 64  # every so many trees: keep one to forecast; learn what depth brings; go deeper
+_GAIN, _GAIN_WEIGHT = 0.4, 0.4  # tokens that a level brings for a frontier of probability 1, before it is learned
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """The mode and its sizes. In auto they are limits. num_verify_tokens counts the root."""
+
+    mode: Mode = "auto"
+    num_draft_steps: int = 6
+    tree_topk: int = 3
+    num_verify_tokens: int = 12
+
+    def __post_init__(self) -> None:
+        hint = "for example fixed(6,3,12): draft steps, branches a step, tokens the target judges, root included"
+        for name, least, most in (("num_draft_steps", 1, 16), ("tree_topk", 1, 16), ("num_verify_tokens", 2, MAX_NODES + 1)):
+            if not least <= getattr(self, name) <= most:
+                raise ConfigError(f"speculation: {name} is {getattr(self, name)}, not between {least} and {most}", hint)
+        if (self.num_draft_steps - 1) * self.tree_topk > MAX_NODES + 1:
+            raise ConfigError(
+                f"speculation: {self} drafts more than {MAX_NODES + 1} nodes", "take fewer draft steps or branches"
+            )
+
+    @classmethod
+    def parse(cls, text: str, sizes: tuple[int, int, int] = (6, 3, 12)) -> Speculation:
+        """`off`, `auto`, `fixed`, or one of the last two with sizes: `fixed(6,3,12)`. Raises ConfigError."""
+        match = re.fullmatch(r"\s*(off|fixed|auto)\s*(?:\(\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*\))?\s*", text)
+        mode: Mode | None = next((one for one in get_args(Mode) if match and match[1] == one), None)
+        if match is None or mode is None or (mode == "off" and match[2]):
+            raise ConfigError(
+                f"speculation is {text!r}", "write off, auto, fixed or fixed(6,3,12): draft steps, branches, tokens judged"
+            )
+        steps, topk, tokens = (int(match[2]), int(match[3]), int(match[4])) if match[2] else sizes
+        return cls(mode, steps, topk, tokens)
+
+    def __str__(self) -> str:
+        sizes = f"({self.num_draft_steps},{self.tree_topk},{self.num_verify_tokens})"
+        return self.mode if self.mode == "off" else self.mode + sizes
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRecord:
+    """One round: what was chosen, what was expected of it, what came. tokens and ms are those of the whole batch."""
+
+    num_requests: int
+    num_drafting: int
+    depth: int
+    num_nodes: int
+    explores: bool
+    expected_tokens: float
+    tokens: int
+    predicted_ms: float
+    real_ms: float
+
+
+@dataclass(slots=True)
+class Round:
+    """A round between `plan` and `observe`. Several may be under way: nothing of a round is in the policy.
+
+    drafting bool [S]; thresholds: one for each level after the first, for `Draft.propose`. The rest is `choose`'s.
+    """
+
+    pending: np.ndarray
+    num_requests: int
+    prompt_rows: int
+    load: tuple[int, int]  # octaves of S and B
+    drafting: np.ndarray
+    thresholds: list[float] = field(default_factory=list)
+    explores: bool = False
+    rate: float = 0.0  # tokens/ms that a node must beat
+    proposals: Proposals | None = None
+    calibrated: Calibrated | None = None
+    requests: Sequence[RequestAcceptance] = ()
+    depth: int = 0
+    num_nodes: int = 0
+    expected_tokens: float = 0.0
+    predicted_ms: float = 0.0  # by the table, uncorrected
+    catch_up_ms: float = 0.0  # the part of it that is paid once, for tokens of rounds without drafting
+
+    @property
+    def drafts(self) -> bool:
+        return bool(self.drafting.any())
+
+
+class _Load:
+    """What is known of speculation at one load: forecast, measured, and when the other way was last tried.
+
+    The speed-up over a plain round that takes what the table says; the plain rounds' own offset is known better with every
+    one that is run, so it is multiplied on when the speed-up is asked for. The drift of both cancels.
+    """
+
+    def __init__(self) -> None:
+        self.speculates = True
+        self.forecast: float | None = None
+        self.age = 0  # rounds since the forecast
+        self.worth = self.spent = 0.0  # of the last speculative rounds, in plain rounds: by tokens, by time
+        self.num_measured = 0
+        self.since, self.period = 0, _FIRST_PERIOD
+
+    def speedup(self, plain_offset: float) -> float:
+        """Of a speculative round over plain rounds with as many tokens."""
+        if self.forecast is None:
+            return _UNKNOWN_SPEEDUP
+        return plain_offset * (self.worth + _FORECAST_ROUNDS * self.forecast) / (self.spent + _FORECAST_ROUNDS)
+
+    def decide(self, speedup: float) -> bool:
+        patience = _PATIENCE / math.sqrt(1 + self.num_measured) if self.speculates else 0.0
+        speculates = speedup >= (_LEAVE - patience if self.speculates else _ENTER)
+        if speculates != self.speculates:
+            self.speculates, self.since, self.period = speculates, 0, 2 * _FIRST_PERIOD
+        return speculates
+
+    def explored(self) -> None:
+        self.since, self.period = 0, min(2 * self.period, _LAST_PERIOD)
+
+    def measured(self, worth: float, spent: float) -> None:
+        self.worth, self.spent = 0.99 * self.worth + worth, 0.99 * self.spent + spent
+        self.num_measured += 1
+
+    def rested(self) -> None:
+        """A round that did not measure speculation: what was measured grows old, slowly."""
+        self.worth, self.spent = 0.999 * self.worth, 0.999 * self.spent
+
+
+class Policy:
+    """Decides for one engine. `costs` are needed in auto only."""
+
+    def __init__(self, speculation: Speculation, costs: CostTable | None = None, num_records: int = 1024) -> None:
+        assert costs is not None or speculation.mode != "auto", "auto speculation needs the costs"
+        self.speculation, self.costs = speculation, costs
+        self.records: deque[RoundRecord] = deque(maxlen=num_records)
+        self.acceptance, self.correction = Acceptance(), Correction()
+        self._forecast = Forecast(speculation.num_verify_tokens - 1)
+        self._loads: dict[tuple[int, int], _Load] = {}
+        self._credit = 0.0  # ms that may be spent on exploring
+        self._num_trees = 0
+        self._accept_length = 2.0  # of the last drafting requests
+        K = speculation.num_draft_steps
+        self._gains, self._frontiers = np.full(K - 1, _GAIN * _GAIN_WEIGHT), np.full(K - 1, _GAIN_WEIGHT)
+        self._sums: defaultdict[str, float] = defaultdict(float)
+
+    # Before drafting
+
+    def plan(self, pending: Sequence[int], num_plain: int = 0, prompt_rows: int = 0) -> Round:
+        """pending [S]: tokens that the draft must extend before it can propose for each request that may speculate.
+
+        num_plain: requests that decode without; prompt_rows: rows of prompts in the same forward, which emit nothing.
+        """
+        waiting = np.asarray(pending, dtype=np.int64)
+        S, B = len(pending), len(pending) + num_plain
+        round_ = Round(waiting, B, prompt_rows, (_octave(S), _octave(B)), np.zeros(S, dtype=bool))
+        if self.speculation.mode == "fixed":
+            round_.drafting[:] = True
+            round_.thresholds = [0.0] * (self.speculation.num_draft_steps - 1)
+        elif self.speculation.mode == "auto" and len(waiting):
+            self._plan(round_)
+        if not round_.drafts:
+            round_.expected_tokens = round_.num_requests
+            round_.predicted_ms = self._table.target(round_.num_requests + prompt_rows) if self.costs else 0.0
+        return round_
+
+    def _plan(self, round_: Round) -> None:
+        load, plain_ms = self._load(round_), self._plain_ms(round_)
+        if load.forecast is None or load.age >= min(_REFRESH, self._forecast.num_seen):
+            self._refresh(load, round_)
+        load.age += 1
+        load.since += 1
+        speedup = self._speedup(round_)
+        speculates = load.decide(speedup)
+        if speculates:
+            round_.drafting = round_.pending <= self._worth_catching_up(speedup, round_, plain_ms)
+        if load.since >= load.period and not round_.prompt_rows:  # whose time would be taken for the exploration's
+            if speculates and self._credit >= plain_ms * (speedup - 1):
+                round_.explores, round_.drafting = True, np.zeros_like(round_.drafting)
+            elif not speculates:
+                self._explore(round_)
+            if round_.explores:
+                load.explored()
+        round_.rate = round_.num_requests / plain_ms * (max(1.0, speedup) if speculates else 1.0)
+        if round_.drafts:
+            round_.thresholds = self._thresholds(round_)
+
+    def _worth_catching_up(self, speedup: float, round_: Round, plain_ms: float) -> float:
+        """Tokens that a request's draft may be behind: what it saves until its end pays for them."""
+        S = len(round_.pending)
+        saved_ms = _HORIZON * plain_ms * max(0.0, 1 - 1 / speedup) / S
+        row_ms = (self._table.extend(S + 64) - self._table.extend(S)) / 64 * self._ratio("tree", round_)
+        return max(self.speculation.num_draft_steps + 1, saved_ms / row_ms if row_ms > 0 else math.inf)
+
+    def _explore(self, round_: Round) -> None:
+        """Draft for a few requests, those that are least behind, if the credit pays for it even when nothing is accepted."""
+        ratio, B = self._ratio("tree", round_), round_.num_requests + round_.prompt_rows
+        K, k, N = self._sizes
+        nearest = np.argsort(round_.pending, kind="stable")
+        for count in (4, 1):
+            few = nearest[:count]
+            ms = self._table.extend(int(round_.pending[few].sum())) + (K - 1) * self._table.step(len(few) * k)
+            ms += self._table.target(B + len(few) * (N - 1)) - self._table.target(B)
+            if ms * ratio <= self._credit:
+                round_.explores = True
+                round_.drafting[few] = True
+                return
+
+    def _thresholds(self, round_: Round) -> list[float]:
+        """A level is drafted while the tokens that it brings (a frontier's probability times what a level brought for it
+        so far) are worth its time at the rate of the average round."""
+        step_ms = self._table.step(int(round_.drafting.sum()) * self.speculation.tree_topk) * self._ratio("tree", round_)
+        deeper = 0.25 if self._num_trees % _DEEPER == _DEEPER - 1 else 1.0
+        gains = np.maximum(self._gains / self._frontiers, 1e-3)
+        thresholds: list[float] = (deeper * round_.rate * step_ms / gains).tolist()
+        return thresholds
+
+    # After drafting
+
+    def choose(self, round_: Round, proposals: Proposals, requests: Sequence[RequestAcceptance]) -> np.ndarray:
+        """kept bool [B', C] over the proposals of the B' drafting requests, in their order; their states likewise."""
+        round_.proposals, round_.requests = proposals, requests
+        round_.depth = int(proposals.depths[-1]) if len(proposals.depths) else 0
+        round_.calibrated = self.acceptance.calibrate(proposals, requests)
+        paths = round_.calibrated.paths
+        kept = (
+            self._choose(round_, proposals, paths) if self.speculation.mode == "auto" else self._fixed(round_, proposals, paths)
+        )
+        self._num_trees += 1
+        return kept
+
+    def _fixed(self, round_: Round, proposals: Proposals, paths: np.ndarray) -> np.ndarray:
+        kept = most_probable(proposals.scores, self.speculation.num_verify_tokens - 1)
+        round_.num_nodes = int(kept.sum())
+        round_.expected_tokens = round_.num_requests + float(paths[kept].sum())
+        if self.costs is not None:
+            before_ms, _ = self._before(round_)
+            rows = round_.num_requests + round_.prompt_rows + round_.num_nodes
+            round_.predicted_ms = before_ms + self.costs.target(rows)
+        return kept
+
+    def _choose(self, round_: Round, proposals: Proposals, paths: np.ndarray) -> np.ndarray:
+        max_nodes = self.speculation.num_verify_tokens - 1
+        before_ms, round_.catch_up_ms = self._before(round_)
+        rows = round_.num_requests + round_.prompt_rows
+        ms_of_nodes = self._table.target.span(rows, len(paths) * max_nodes + 1)
+        rate = round_.rate * self._ratio("tree", round_)  # of the table's ms
+        choice = choose(paths, ms_of_nodes, round_.num_requests, before_ms, max_nodes, rate)
+        round_.num_nodes, round_.expected_tokens, round_.predicted_ms = (
+            choice.num_nodes,
+            choice.expected_tokens,
+            choice.predicted_ms,
+        )
+        if self._num_trees % _KEEP_EVERY == 0 or self._forecast.num_seen < _KEEP_EVERY**2:
+            self._forecast.add(paths, proposals.depths)
+        if self._num_trees % _LEARN_DEPTH == 0:
+            self._learn_depth(proposals, values_by_depth(paths, proposals.depths, ms_of_nodes, rate, max_nodes))
+        return choice.kept
+
+    def _before(self, round_: Round) -> tuple[float, float]:
+        """ms by the table of extend and draft steps; and how much of it is catching up, not every round's."""
+        behind = round_.pending[round_.drafting]
+        usual = np.minimum(behind, self.speculation.num_draft_steps + 1)
+        extend_ms = self._table.extend(int(behind.sum()))
+        step_ms = self._table.step(len(behind) * self.speculation.tree_topk)
+        return extend_ms + max(0, round_.depth - 1) * step_ms, extend_ms - self._table.extend(int(usual.sum()))
+
+    def _learn_depth(self, proposals: Proposals, values: np.ndarray) -> None:
+        """values [D + 1]: what the best tree of each depth is worth. A level's gain goes with its frontier's probability."""
+        self._gains = 0.98 * self._gains + 0.02 * _GAIN * _GAIN_WEIGHT
+        self._frontiers = 0.98 * self._frontiers + 0.02 * _GAIN_WEIGHT
+        for level, frontier in enumerate(levels(proposals.depths)[:-1]):
+            share = float(np.exp(proposals.scores[:, frontier].max(1)).sum()) / len(proposals.scores)
+            self._gains[level] += (values[level + 2] - values[level + 1]) / len(proposals.scores)
+            self._frontiers[level] += share
+
+    # After the round
+
+    def observe(self, round_: Round, emitted: Sequence[Sequence[int]], real_ms: float) -> None:
+        """emitted: the tokens of the drafting requests, in the order of `choose`; the others emitted one each."""
+        assert len(emitted) == int(round_.drafting.sum())
+        assert real_ms > 0
+        tokens = sum(map(len, emitted)) + round_.num_requests - len(emitted)
+        if round_.proposals is not None and round_.calibrated is not None:
+            self._accept_length += 0.05 * (sum(map(len, emitted)) / len(emitted) - self._accept_length)
+            self.acceptance.observe(round_.proposals, round_.calibrated, emitted, round_.requests)
+        kind = "tree" if emitted else "plain"
+        predicted_ms = round_.predicted_ms * (self._ratio(kind, round_) if self.costs else 1.0)
+        if round_.predicted_ms > 0:
+            self.correction.observe(kind, round_.load[1], round_.predicted_ms, real_ms)
+            self._account(round_, kind, tokens, min(real_ms, _BELIEVED * predicted_ms))
+        record = RoundRecord(
+            round_.num_requests,
+            len(emitted),
+            round_.depth,
+            round_.num_nodes,
+            round_.explores,
+            round_.expected_tokens,
+            tokens,
+            predicted_ms,
+            real_ms,
+        )
+        self.records.append(record)
+        self._count(kind, record)
+
+    def _account(self, round_: Round, kind: str, tokens: int, real_ms: float) -> None:
+        """Pay for exploring, and measure speculation at this load."""
+        if self.speculation.mode != "auto":
+            return
+        plain_ms = self._plain_ms(round_)
+        worth_ms = tokens * plain_ms / round_.num_requests
+        self._credit += _EXPLORED_SHARE * real_ms
+        if round_.explores:
+            fair_ms = worth_ms if kind == "tree" else plain_ms / max(1.0, self._speedup(round_))
+            self._credit -= max(0.0, real_ms - fair_ms)
+            self._sums["explored_ms"] += max(0.0, real_ms - fair_ms)
+        if kind == "tree" and round_.drafting.all() and not round_.prompt_rows:
+            usual_ms = real_ms * (1 - round_.catch_up_ms / round_.predicted_ms)
+            plain_table_ms = self._table.target(round_.num_requests) * self.correction.drift
+            self._load(round_).measured(tokens / round_.num_requests, usual_ms / plain_table_ms)
+        elif kind == "plain":
+            self._load(round_).rested()
+
+    def _count(self, kind: str, record: RoundRecord) -> None:
+        self._sums[f"{kind}_rounds"] += 1
+        self._sums[f"{kind}_tokens"] += record.tokens
+        self._sums[f"{kind}_expected_tokens"] += record.expected_tokens
+        self._sums[f"{kind}_predicted_ms"] += record.predicted_ms
+        self._sums[f"{kind}_real_ms"] += record.real_ms
+        self._sums["explored_rounds"] += record.explores
+        self._sums["verified_nodes"] += record.num_nodes
+        self._sums["draft_steps"] += max(0, record.depth - 1)
+
+    def metrics(self) -> dict[str, float]:
+        """Sums since the start (rounds, tokens, ms: predicted and real), and the speed-up held for each load."""
+        names = ("rounds", "tokens", "expected_tokens", "predicted_ms", "real_ms")
+        sums = {f"{kind}_{name}": 0.0 for kind in ("plain", "tree") for name in names}
+        sums |= dict.fromkeys(("explored_rounds", "explored_ms", "verified_nodes", "draft_steps"), 0.0)
+        sums |= self._sums
+        held = {
+            f"speedup_{_first(S)}_of_{_first(B)}": load.speedup(self.correction.offset("plain", B))
+            for (S, B), load in sorted(self._loads.items())
+        }
+        return sums | held
+
+    # What is known
+
+    @property
+    def _table(self) -> CostTable:
+        assert self.costs is not None
+        return self.costs
+
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        return self.speculation.num_draft_steps, self.speculation.tree_topk, self.speculation.num_verify_tokens
+
+    def _load(self, round_: Round) -> _Load:
+        return self._loads.setdefault(round_.load, _Load())
+
+    def _ratio(self, kind: str, round_: Round) -> float:
+        return self.correction.ratio(kind, round_.load[1])
+
+    def _speedup(self, round_: Round) -> float:
+        return self._load(round_).speedup(self.correction.offset("plain", round_.load[1]))
+
+    def _plain_ms(self, round_: Round) -> float:
+        """Of a plain round of these requests, corrected; without the prompts' rows, which any round would run."""
+        return self._table.target(round_.num_requests) * self._ratio("plain", round_)
+
+    def _refresh(self, load: _Load, round_: Round) -> None:
+        """Forecast this load from the trees seen last."""
+        load.age = 0
+        if not self._forecast.num_seen:
+            return
+        K, k, N = self._sizes
+        S, B = len(round_.pending), round_.num_requests
+        ms_of_nodes = self._table.target.span(B, S * (N - 1) + 1)
+        step_ms = self._table.step(S * k)
+        ms_of_depth = self._table.extend(round(S * self._accept_length)) + step_ms * np.arange(K)
+        tokens, ms = self._forecast.predict(S, B, ms_of_nodes, ms_of_depth)
+        load.forecast = tokens / B * self._table.target(B) / (ms * self.correction.offset("tree", round_.load[1]))
+
+
+def _octave(count: int) -> int:
+    """Half octaves: 1, 2, 3, 4-5, 6-7, 8-11, 12-15, ..."""
+    return int(2 * math.log2(count)) if count > 0 else -1
+
+
+def _first(octave: int) -> int:
+    """The smallest count of a half octave."""
+    return math.ceil(2 ** (octave / 2)) if octave >= 0 else 0

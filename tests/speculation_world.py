@@ -1,0 +1,188 @@
+"""A world without a model: drafts with probabilities, a target that follows them as the world says, and what rounds cost.
+
+Time is computed, never measured. The draft's own probability is wrong (the target follows it at `power` and `share`), and the
+table that the policy is given is wrong too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from eyas.engine.acceptance import RequestAcceptance, levels, path_probs
+from eyas.engine.costs import CostTable, Curve
+from eyas.engine.policy import Policy, Speculation
+from eyas.model.outputs import Proposals
+
+K, TOPK, MOST = 6, 3, 12  # draft steps, branches, tokens judged
+POINTS = [1, 2, 4, 8, 12, 16, 24, 32, 64, 128, 256, 512]
+MISS = 1_000_000  # a token that no candidate has
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Costs in ms. Up to `flat` rows a forward costs the same; behind it rows are paid for."""
+
+    forward: float
+    per_row: float
+    flat: int
+    step: float
+    step_row: float
+    overhead: float = 0.15
+    tree_overhead: float = 0.1
+
+    def target(self, rows: int) -> float:
+        return self.forward + self.per_row * max(0, rows - self.flat)
+
+    def draft(self, rows: int) -> float:
+        return self.step + self.step_row * rows if rows else 0.0
+
+    def table(self, errors: tuple[float, float, float]) -> CostTable:
+        """What a start-up would have measured, each curve wrong by its factor."""
+        works = (self.target, self.draft, self.draft)
+        curves = [Curve(POINTS, [work(M) * error for M in POINTS]) for work, error in zip(works, errors, strict=True)]
+        return CostTable(*curves)
+
+
+MACHINES = {
+    "small model on a CPU": Machine(0.6, 0.064, 1, 0.045, 0.004),
+    "1 B model on a CPU": Machine(45.0, 2.0, 16, 1.6, 0.1),
+    "GPU": Machine(12.0, 0.08, 64, 0.45, 0.0005),
+    "dear draft": Machine(0.6, 0.03, 4, 0.5, 0.02),
+}
+
+
+@dataclass(frozen=True)
+class World:
+    """power: the target follows a candidate with its probability to this power; share: times this; sure: of the draft.
+
+    noise: standard deviation of the log of a round's time; pauses: share of the rounds that take 20 times as long.
+    """
+
+    machine: Machine
+    power: float = 1.2
+    share: float = 0.97
+    sure: float = 2.0
+    seed: int = 0
+    num_trees: int = 1536
+    noise: float = 0.05
+    pauses: float = 0.0
+
+    @cached_property
+    def trees(self) -> Proposals:
+        """Drafted to the full depth: a shallower draft is a prefix of it."""
+        rng, T, k = np.random.default_rng(self.seed), self.num_trees, TOPK
+        parents, frontier = [np.full((T, k), -1)], np.tile(np.arange(k), (T, 1))
+        conditional = [self._fresh(rng, (T, 1)).reshape(T, k)]
+        path = conditional[0]
+        for level in range(K - 1):
+            new = self._fresh(rng, (T, k)).reshape(T, k * k)
+            parents.append(np.repeat(frontier, k, axis=1))
+            path = np.repeat(path, k, axis=1) * new
+            best = np.sort(np.argsort(-path, axis=1, kind="stable")[:, :k], axis=1)
+            path, frontier = np.take_along_axis(path, best, 1), best + k + level * k * k
+            conditional.append(new)
+        depths = np.array([1] * k + [2 + level for level in range(K - 1) for _ in range(k * k)], dtype=np.int32)
+        parents_TC, given = np.concatenate(parents, 1).astype(np.int32), np.concatenate(conditional, 1)
+        scores = np.log(path_probs(given, parents_TC, depths)).astype(np.float32)
+        tokens = np.tile(np.arange(len(depths)), (T, 1))  # a candidate's token is its index
+        return Proposals(tokens, scores, parents_TC, depths)
+
+    def _fresh(self, rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+        """Descending probabilities [*shape, k]: mostly sure, sometimes lost."""
+        first = rng.beta(self.sure, 1.0, shape)
+        second = (1 - first) * rng.uniform(0.3, 0.8, shape)
+        third = np.minimum((1 - first - second) * rng.uniform(0.2, 0.7, shape), second)
+        return np.sort(np.maximum(np.stack((first, second, third), -1), 1e-4), axis=-1)[..., ::-1]
+
+    @cached_property
+    def paths(self) -> list[list[int]]:
+        """What the target draws down each whole tree: candidates, until one that was not proposed."""
+        rng, trees = np.random.default_rng(self.seed + 1), self.trees
+        above = np.take_along_axis(trees.scores, np.maximum(trees.parents, 0).astype(np.int64), 1)
+        given = np.exp(np.where(trees.parents < 0, trees.scores, trees.scores - above))
+        follow = self.share * given**self.power
+        drawn = []
+        for t in range(self.num_trees):
+            path: list[int] = []
+            for level in levels(trees.depths):
+                children = level.start + np.flatnonzero(trees.parents[t, level] == (path[-1] if path else -1))
+                chances = follow[t, children].cumsum()
+                place = int((chances < rng.uniform()).sum())
+                if place == len(children):
+                    break
+                path.append(int(children[place]))
+            drawn.append(path)
+        return drawn
+
+    def plain_rate(self, B: int) -> float:
+        return B / (self.machine.target(B) + self.machine.overhead)
+
+    def best_fixed_rate(self, B: int) -> float:
+        """Tokens/ms of the best of plain decoding and all fixed trees, on the same trees as `auto_rate`."""
+        return max(self.plain_rate(B), *(self.fixed_rate(B, d, n) for d in (1, 2, 3, 4, 6) for n in (1, 2, 3, 5, 7, 9, 11)))
+
+    def fixed_rate(self, B: int, depth: int, num_nodes: int) -> float:
+        shallow = int(np.searchsorted(self.trees.depths, depth, side="right"))
+        best = np.argsort(-self.trees.scores[:, :shallow], axis=1, kind="stable")[:, :num_nodes]
+        kept = [set(row) for row in best.tolist()]
+        accepted = [sum(node in tree for node in path) for tree, path in zip(kept, self.paths, strict=True)]
+        length, machine = 1 + float(np.mean(accepted)), self.machine
+        ms = machine.draft(round(B * length)) + (depth - 1) * machine.draft(B * TOPK)
+        ms += machine.target(B + B * best.shape[1]) + machine.overhead + machine.tree_overhead
+        return B * length / ms
+
+    def auto_rate(self, B: int, num_rounds: int, errors: tuple[float, float, float] = (1.3, 0.75, 1.0)) -> tuple[float, Policy]:
+        """Tokens/ms of the policy over rounds of B requests, each replaced by a new one after 150 tokens or so."""
+        policy = Policy(Speculation("auto", K, TOPK, MOST), self.machine.table(errors))
+        rng = np.random.default_rng(self.seed + 2)
+        requests, pending, ages = [RequestAcceptance(True) for _ in range(B)], [1] * B, rng.integers(0, 150, B).tolist()
+        at, tokens, total_ms = 0, 0, 0.0
+        for _ in range(num_rounds):
+            round_ = policy.plan(pending)
+            drafting = np.flatnonzero(round_.drafting).tolist()
+            picked = np.arange(at, at + len(drafting)) % self.num_trees
+            at += len(drafting)
+            emitted: list[list[int]] = []
+            ms = self.machine.target(B)
+            if drafting:
+                proposals = self.propose(picked, round_.thresholds)
+                kept = policy.choose(round_, proposals, [requests[b] for b in drafting])
+                emitted = [self.emit(tree, row) for tree, row in zip(picked.tolist(), kept, strict=True)]
+                depth = int(proposals.depths[-1])
+                ms = self.machine.target(B + int(kept.sum())) + self.machine.tree_overhead
+                ms += (depth - 1) * self.machine.draft(len(drafting) * TOPK)
+                ms += self.machine.draft(sum(pending[b] for b in drafting))
+            ms = (ms + self.machine.overhead) * float(np.exp(rng.normal(0, self.noise)))
+            if self.pauses and rng.uniform() < self.pauses:
+                ms *= 20
+            policy.observe(round_, emitted, ms)
+            counts = [1] * B
+            for b, row in zip(drafting, emitted, strict=True):
+                counts[b] = len(row)
+                pending[b] = 0
+            for b, count in enumerate(counts):
+                pending[b] += count
+                ages[b] += count
+                if ages[b] > 150:
+                    requests[b], pending[b], ages[b] = RequestAcceptance(True), 1, 0
+            tokens, total_ms = tokens + sum(counts), total_ms + ms
+        return tokens / total_ms, policy
+
+    def propose(self, picked: np.ndarray, thresholds: list[float]) -> Proposals:
+        trees, bounds = self.trees, levels(self.trees.depths)
+        depth = 1
+        while depth < K and np.exp(trees.scores[picked, bounds[depth - 1]].max(1)).sum() >= thresholds[depth - 1]:
+            depth += 1
+        C = bounds[depth - 1].stop
+        return Proposals(*(part[picked, :C] for part in (trees.tokens, trees.scores, trees.parents)), trees.depths[:C])
+
+    def emit(self, tree: int, kept: np.ndarray) -> list[int]:
+        emitted: list[int] = []
+        for node in self.paths[tree]:
+            emitted.append(node)
+            if node >= len(kept) or not kept[node]:
+                return emitted
+        return [*emitted, MISS]
