@@ -17,13 +17,21 @@ from eyas.model.head import load_head
 from eyas.model.ttt import Slots, unroll
 from eyas.model.vocab import TargetVocabulary
 from tests.tiny import tiny_target
-from tests.tiny_head import head_folder
+from tests.tiny_head import edit_config, head_folder
 
 speculators = pytest.importorskip("speculators", reason="speculators is not installed: pip install eyas[conformance]")
 convert = pytest.importorskip("speculators.convert.eagle.eagle3_converter")
 
 pytestmark = pytest.mark.filterwarnings("default")  # other projects' warnings are theirs
 T, STEPS = 24, 3
+FLAGS = [
+    {},
+    {"norm_before_residual": True},
+    {"norm_before_fc": True},
+    {"fc_norm": True},
+    {"norm_output": True},
+    {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},  # what they train by default
+]
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -69,10 +77,11 @@ def our_logits(folder: Path, target: Path, aux_hidden: torch.Tensor, tokens: tor
         return [head.logits(hidden) for hidden in steps]
 
 
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
 @pytest.mark.parametrize("draft_vocab_size", [64, 320])
-def test_logits_of_every_step_are_the_same(target, tmp_path, draft_vocab_size):
+def test_logits_of_every_step_are_the_same(target, tmp_path, draft_vocab_size, flags):
     """Our export in their model against the same file in ours, in float32."""
-    folder = head_folder(target, tmp_path / "head", "vllm", draft_vocab_size=draft_vocab_size)
+    folder = head_folder(target, tmp_path / "head", "vllm", draft_vocab_size=draft_vocab_size, **flags)
     generator = torch.Generator().manual_seed(0)
     aux_hidden = torch.randn(1, T, 96, generator=generator)
     tokens = torch.randint(320, (1, T), generator=generator)
@@ -99,12 +108,15 @@ def test_nothing_is_missing_or_left_over_when_they_load_it(target, tmp_path):
     assert model.config.norm_before_residual is False
 
 
-def test_what_they_save_we_read(target, tmp_path):
-    """Their own config.json and names, as every published speculators head has them."""
-    folder = head_folder(target, tmp_path / "head", "vllm")
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
+def test_what_they_save_we_read(target, tmp_path, flags):
+    """Their own config.json and names, as every published speculators head has them, embeddings too."""
+    folder = head_folder(target, tmp_path / "head", "vllm", **flags)
     theirs(folder).save_pretrained(str(tmp_path / "saved"))
+    edit_config(tmp_path / "saved", target_embed_tokens_sha256=None)  # they carry our key along
     (config, tensors), (config_read, read) = read_head(folder), read_head(tmp_path / "saved")
     assert config_read == config.model_copy(update={"target_lm_head_sha256": config_read.target_lm_head_sha256})
+    assert torch.equal(read.pop("embed_tokens.weight"), TargetVocabulary.load(target).embed_tokens)
     assert tensors.keys() == read.keys()
     assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
 
