@@ -1,0 +1,361 @@
+// Attention of rows over a paged cache. Knows the cache's layout and which columns a row sees, no weights.
+//
+//   a row's keys, in order:   columns first_column .. prefix_len - 1,   then the tree columns of its bits, ascending
+//
+// Every sum runs over this logical list in the same order and in the same groups, however many rows are worked on together:
+// a tree's node gets the very bits of plain decoding.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "simd.h"
+
+constexpr int kTileQueries = 4;
+constexpr int kTreeColumns = 64;
+constexpr int kMaxApart = 8;  // rows of one tile: their prefixes end within so many columns
+constexpr int kMaxRest = kTreeColumns + kMaxApart + 2;
+
+// The arguments that describe rows, as `eyas/model/rows.py` has them.
+struct RowsView {
+  const int64_t *token, *request, *position, *slot, *prefix_len, *seen;
+  const int32_t* page_table;
+  int64_t B, P, first_column, page_size, num_slots;
+  int M;
+};
+
+// Up to kTileQueries rows of one request, neighbours in M, whose prefixes nearly agree.
+struct RowTile {
+  int first, count;
+};
+
+// Which slots each row sees, worked out once a forward.
+class Visible {
+ public:
+  // False when a row names a slot or page that is not there.
+  bool plan(const RowsView& rows, int rows_a_tile) {
+    tiles.clear();
+    const int M = rows.M;
+    prefix_of_.resize(M);
+    tail_count_.resize(M);
+    tail_.resize(static_cast<size_t>(M) * kTreeColumns);
+    starts_.clear();
+    slots_.clear();
+    longest = 0;
+    for (int m = 0; m < M; ++m) {
+      if (rows.slot[m] < 0 || rows.slot[m] >= rows.num_slots || rows.request[m] < 0 || rows.request[m] >= rows.B) return false;
+      if (!add_prefix(rows, m) || !add_tail(rows, m)) return false;
+      if (prefix_count(rows, m) < 0 || prefix_count(rows, m) + tail_count_[m] == 0) return false;
+      longest = std::max(longest, prefix_count(rows, m) + tail_count_[m]);
+      const bool joins = !tiles.empty() && tiles.back().count < rows_a_tile && rows.request[m] == rows.request[m - 1] &&
+                         std::abs(rows.prefix_len[m] - rows.prefix_len[tiles.back().first]) <= kMaxApart / 2;
+      if (joins)
+        ++tiles.back().count;
+      else
+        tiles.push_back({m, 1});
+    }
+    return true;
+  }
+
+  static int prefix_count(const RowsView& rows, int m) { return static_cast<int>(rows.prefix_len[m] - rows.first_column); }
+  const int* prefix(int m) const { return slots_.data() + starts_[prefix_of_[m]]; }
+  const int* tail(int m) const { return tail_.data() + static_cast<size_t>(m) * kTreeColumns; }
+  int tail_count(int m) const { return tail_count_[m]; }
+
+  std::vector<RowTile> tiles;
+  int longest = 0;
+
+ private:
+  static int64_t slot_of(const RowsView& rows, int64_t request, int64_t column) {
+    if (column < 0 || column / rows.page_size >= rows.P) return -1;
+    const int64_t slot = rows.page_table[request * rows.P + column / rows.page_size] * rows.page_size + column % rows.page_size;
+    return slot >= 0 && slot < rows.num_slots ? slot : -1;
+  }
+
+  // Rows of one request stand together, so its slots are listed once, up to its longest prefix among them.
+  bool add_prefix(const RowsView& rows, int m) {
+    const int64_t request = rows.request[m];
+    if (m > 0 && rows.request[m - 1] == request) {
+      prefix_of_[m] = prefix_of_[m - 1];
+      return true;
+    }
+    int64_t end = 0;
+    for (int i = m; i < rows.M && rows.request[i] == request; ++i) end = std::max(end, rows.prefix_len[i]);
+    prefix_of_[m] = static_cast<int>(starts_.size());
+    starts_.push_back(slots_.size());
+    for (int64_t column = rows.first_column; column < end;) {
+      const int64_t slot = slot_of(rows, request, column);
+      const int64_t count = std::min(rows.page_size - column % rows.page_size, end - column);
+      if (slot < 0) return false;
+      for (int64_t i = 0; i < count; ++i) slots_.push_back(static_cast<int>(slot + i));
+      column += count;
+    }
+    return true;
+  }
+
+  bool add_tail(const RowsView& rows, int m) {
+    int count = 0;
+    for (uint64_t bits = static_cast<uint64_t>(rows.seen[m]); bits != 0; bits &= bits - 1) {
+      const int64_t slot = slot_of(rows, rows.request[m], rows.prefix_len[m] + __builtin_ctzll(bits));
+      if (slot < 0) return false;
+      tail_[static_cast<size_t>(m) * kTreeColumns + count++] = static_cast<int>(slot);
+    }
+    tail_count_[m] = count;
+    return true;
+  }
+
+  std::vector<int> prefix_of_, tail_count_, tail_, slots_;
+  std::vector<size_t> starts_;
+};
+
+// One layer's cache [num_slots, 2, Hk, D] and its queries [M, Hq, padded D].
+template <class A>
+struct AttentionView {
+  using T = typename A::T;
+  const T* cache;
+  const T* queries;
+  T* mixed;  // [M, mixed_stride]
+  size_t query_stride, mixed_stride;
+  int Hq, Hk, D;
+  float scale;
+};
+
+// Elements that one instruction of a score takes: pairs of bf16, or floats.
+template <class A>
+constexpr int kScoreLanes = A::is_bf16 ? 32 : 16;
+
+// scores[r][j] = q[r] . key of slots[j], for j < n; writes up to 15 places behind.
+template <class A, int R>
+void scores_of(const typename A::T* const* q, const typename A::T* keys, size_t stride, const int* slots, int n, int D,
+               float* const* scores) {
+  using T = typename A::T;
+  constexpr int at_once = R == 1 ? 16 : R == 2 ? 8 : 4, lanes = kScoreLanes<A>;
+  const int steps = (D + lanes - 1) / lanes;
+  const uint32_t last = static_cast<uint32_t>((uint64_t(1) << (D - (steps - 1) * lanes)) - 1);
+  for (int j = 0; j < n; j += at_once) {
+    const T* key[at_once];
+    for (int i = 0; i < at_once; ++i) key[i] = keys + slots[std::min(j + i, n - 1)] * stride;
+    Vec sum[16];
+    for (int i = 0; i < 16; ++i) sum[i] = _mm512_setzero_ps();
+    for (int d = 0; d < steps; ++d) {
+      const uint32_t mask = d == steps - 1 ? last : 0xffffffffu;
+#pragma GCC unroll 16
+      for (int i = 0; i < at_once; ++i) {
+        if constexpr (A::is_bf16) {
+          const Bits k = _mm512_maskz_loadu_epi16(mask, key[i] + d * lanes);
+#pragma GCC unroll 4
+          for (int r = 0; r < R; ++r)
+            sum[r * at_once + i] = dot_pairs(sum[r * at_once + i], _mm512_loadu_si512(q[r] + d * lanes), k);
+        } else {
+          const Vec k = _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), key[i] + d * lanes);
+#pragma GCC unroll 4
+          for (int r = 0; r < R; ++r)
+            sum[r * at_once + i] = _mm512_fmadd_ps(_mm512_loadu_ps(q[r] + d * lanes), k, sum[r * at_once + i]);
+        }
+      }
+    }
+    const Vec done = sums_of(sum);
+    if constexpr (R == 1) {
+      _mm512_storeu_ps(scores[0] + j, done);
+    } else if constexpr (R == 2) {
+      _mm256_storeu_ps(scores[0] + j, _mm512_castps512_ps256(done));
+      _mm256_storeu_ps(scores[1] + j, _mm512_extractf32x8_ps(done, 1));
+    } else {
+      _mm_storeu_ps(scores[0] + j, _mm512_castps512_ps128(done));
+      _mm_storeu_ps(scores[1] + j, _mm512_extractf32x4_ps(done, 1));
+      _mm_storeu_ps(scores[2] + j, _mm512_extractf32x4_ps(done, 2));
+      if constexpr (R == 4) _mm_storeu_ps(scores[3] + j, _mm512_extractf32x4_ps(done, 3));
+    }
+  }
+}
+
+// Scores [n] to weights, in place; returns 1 / their sum. In bf16 weights are rounded and packed to the front, an odd number of
+// them followed by a zero.
+template <class A>
+float weigh(float* scores, int n, float scale) {
+  Vec most = _mm512_set1_ps(-INFINITY);
+  const Vec factor = _mm512_set1_ps(scale);
+  for (int j = 0; j < n; j += kLanes) {
+    const __mmask16 lanes = first_lanes(n - j);
+    most = _mm512_mask_max_ps(most, lanes, most, _mm512_maskz_loadu_ps(lanes, scores + j));
+  }
+  const Vec top = _mm512_mul_ps(_mm512_set1_ps(_mm512_reduce_max_ps(most)), factor);
+  Vec total = _mm512_setzero_ps();
+  bf16* packed = reinterpret_cast<bf16*>(scores);
+  for (int j = 0; j < n; j += kLanes) {
+    const __mmask16 lanes = first_lanes(n - j);
+    Vec weight = exp_of(_mm512_sub_ps(_mm512_mul_ps(_mm512_maskz_loadu_ps(lanes, scores + j), factor), top));
+    weight = _mm512_maskz_mov_ps(lanes, weight);
+    if constexpr (A::is_bf16) {
+      const __m256i rounded = narrow(weight);
+      weight = widen(rounded);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(packed + j), rounded);
+    } else {
+      _mm512_storeu_ps(scores + j, weight);
+    }
+    total = _mm512_add_ps(total, weight);
+  }
+  return 1.0f / _mm512_reduce_add_ps(total);
+}
+
+// Values of 16 channels of n slots, times their weights, added to sums [R][stride]: V vectors of channels from `values` on.
+template <int R, int V>
+void mix_floats(const float* const* weights, const float* values, size_t stride, const int* slots, int n, __mmask16 last,
+                float* const* sums) {
+  Vec sum[R][V];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) sum[r][v] = _mm512_loadu_ps(sums[r] + v * kLanes);
+  for (int j = 0; j < n; ++j) {
+    const float* value = values + slots[j] * stride;
+    Vec x[V];
+    for (int v = 0; v < V; ++v) x[v] = _mm512_maskz_loadu_ps(v == V - 1 ? last : 0xffff, value + v * kLanes);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < V; ++v) sum[r][v] = _mm512_fmadd_ps(_mm512_set1_ps(weights[r][j]), x[v], sum[r][v]);
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) _mm512_storeu_ps(sums[r] + v * kLanes, sum[r][v]);
+}
+
+// The same in bf16 for V vectors of 32 channels: slots two by two (an odd last one with the weight 0 that follows its own).
+// The sums of 32 channels stand as the unpack instructions leave them; `in_order` puts them right.
+template <int R, int V>
+void mix_pairs(const bf16* const* weights, const bf16* values, size_t stride, const int* slots, int n, __mmask32 last,
+               float* const* sums) {
+  Vec sum[R][2 * V];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < 2 * V; ++v) sum[r][v] = _mm512_loadu_ps(sums[r] + v * kLanes);
+  for (int j = 0; j < n; j += 2) {
+    const bf16 *one = values + slots[j] * stride, *two = values + slots[std::min(j + 1, n - 1)] * stride;
+    Bits x[2 * V];
+    for (int v = 0; v < V; ++v) {
+      const __mmask32 mask = v == V - 1 ? last : 0xffffffffu;
+      const Bits a = _mm512_maskz_loadu_epi16(mask, one + v * 32), b = _mm512_maskz_loadu_epi16(mask, two + v * 32);
+      x[2 * v] = _mm512_unpacklo_epi16(a, b);
+      x[2 * v + 1] = _mm512_unpackhi_epi16(a, b);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      int pair;
+      std::memcpy(&pair, weights[r] + j, 4);
+      for (int v = 0; v < 2 * V; ++v) sum[r][v] = dot_pairs(sum[r][v], _mm512_set1_epi32(pair), x[v]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < 2 * V; ++v) _mm512_storeu_ps(sums[r] + v * kLanes, sum[r][v]);
+}
+
+INLINE void in_order(float* sums) {
+  const Vec low = _mm512_loadu_ps(sums), high = _mm512_loadu_ps(sums + kLanes);
+  const Bits first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const Bits second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+  _mm512_storeu_ps(sums, _mm512_permutex2var_ps(low, first, high));
+  _mm512_storeu_ps(sums + kLanes, _mm512_permutex2var_ps(low, second, high));
+}
+
+constexpr int kMaxHeadDim = 256;
+
+// Add weights [R][n] times the values of slots [n] to sums [R][kMaxHeadDim].
+template <class A, int R>
+void mix(const typename A::T* const* weights, const typename A::T* values, size_t stride, const int* slots, int n, int D,
+         float* const* sums) {
+  float* at[R];
+  for (int d = 0; d < D; d += 64) {
+    for (int r = 0; r < R; ++r) at[r] = sums[r] + d;
+    const int left = std::min(64, D - d);
+    if constexpr (A::is_bf16) {
+      const int over = left - (left > 32 ? 32 : 0);
+      const __mmask32 last = static_cast<__mmask32>((uint64_t(1) << over) - 1);
+      (left > 32 ? mix_pairs<R, 2> : mix_pairs<R, 1>)(weights, values + d, stride, slots, n, last, at);
+    } else {
+      const int vectors = (left + 15) / 16;
+      const __mmask16 last = first_lanes(left - (vectors - 1) * 16);
+      switch (vectors) {
+        case 1: mix_floats<R, 1>(weights, values + d, stride, slots, n, last, at); break;
+        case 2: mix_floats<R, 2>(weights, values + d, stride, slots, n, last, at); break;
+        case 3: mix_floats<R, 3>(weights, values + d, stride, slots, n, last, at); break;
+        default: mix_floats<R, 4>(weights, values + d, stride, slots, n, last, at);
+      }
+    }
+  }
+}
+
+// Run a template over R = 1 .. 4 queries.
+template <class Work>
+INLINE void with_queries(int count, Work&& work) {
+  switch (count) {
+    case 1: work(std::integral_constant<int, 1>()); break;
+    case 2: work(std::integral_constant<int, 2>()); break;
+    case 3: work(std::integral_constant<int, 3>()); break;
+    default: work(std::integral_constant<int, 4>());
+  }
+}
+
+// The queries of heads [head, head + heads) of the rows of a tile; all of these heads share key head g.
+// scratch: kTileQueries rows of `scratch_stride` floats, at least visible.longest + 32 each.
+template <class A>
+void attend(const AttentionView<A>& at, const RowsView& rows, const Visible& visible, const RowTile& tile, int g, int head,
+            int heads, float* scratch, size_t scratch_stride) {
+  using T = typename A::T;
+  const size_t stride = static_cast<size_t>(2) * at.Hk * at.D;
+  const T *keys = at.cache + g * at.D, *values = keys + static_cast<size_t>(at.Hk) * at.D;
+  const int R = tile.count * heads;
+  const T* q[kTileQueries];
+  float *scores[kTileQueries], *sums[kTileQueries], inverse[kTileQueries];
+  const T* weights[kTileQueries];
+  alignas(64) float sums_space[kTileQueries][kMaxHeadDim];
+  int shortest = 1 << 30, longest = 0;
+  for (int i = 0; i < tile.count; ++i) {
+    const int m = tile.first + i, count = Visible::prefix_count(rows, m);
+    shortest = std::min(shortest, count);
+    longest = std::max(longest, count);
+    for (int h = 0; h < heads; ++h) {
+      const int r = i * heads + h;
+      q[r] = at.queries + m * at.Hq * at.query_stride + (head + h) * at.query_stride;
+      scores[r] = scratch + r * scratch_stride;
+      sums[r] = sums_space[r];
+      for (int d = 0; d < at.D; d += kLanes) _mm512_store_ps(sums[r] + d, _mm512_setzero_ps());
+      for (int d = round_up(at.D, kLanes); d < round_up(at.D, 2 * kLanes); d += kLanes)
+        _mm512_store_ps(sums[r] + d, _mm512_setzero_ps());
+    }
+  }
+  const int* prefix = visible.prefix(tile.first);
+  with_queries(R, [&](auto n) { scores_of<A, n>(q, keys, stride, prefix, longest, at.D, scores); });
+  for (int i = 0; i < tile.count; ++i) {
+    const int m = tile.first + i, count = Visible::prefix_count(rows, m), tail = visible.tail_count(m);
+    float* behind[kTileQueries];
+    for (int h = 0; h < heads; ++h) behind[h] = scores[i * heads + h] + count;
+    if (tail > 0)
+      with_queries(heads, [&](auto n) { scores_of<A, n>(q + i * heads, keys, stride, visible.tail(m), tail, at.D, behind); });
+    for (int h = 0; h < heads; ++h) {
+      const int r = i * heads + h;
+      inverse[r] = weigh<A>(scores[r], count + tail, at.scale);
+      weights[r] = reinterpret_cast<const T*>(scores[r]);
+    }
+  }
+  // Together as far as all rows see the same; in bf16 slots go in pairs, so that far must be even.
+  const int common = A::is_bf16 ? shortest & ~1 : shortest;
+  with_queries(R, [&](auto n) { mix<A, n>(weights, values, stride, prefix, common, at.D, sums); });
+  for (int i = 0; i < tile.count; ++i) {
+    const int m = tile.first + i, count = Visible::prefix_count(rows, m);
+    int rest[kMaxRest], n_rest = 0;
+    for (int j = common; j < count; ++j) rest[n_rest++] = prefix[j];
+    for (int j = 0; j < visible.tail_count(m); ++j) rest[n_rest++] = visible.tail(m)[j];
+    const T* further[kTileQueries];
+    for (int h = 0; h < heads; ++h) further[h] = weights[i * heads + h] + common;
+    if (n_rest > 0)
+      with_queries(heads, [&](auto n) { mix<A, n>(further, values, stride, rest, n_rest, at.D, sums + i * heads); });
+    for (int h = 0; h < heads; ++h) {
+      const int r = i * heads + h;
+      if constexpr (A::is_bf16)
+        for (int d = 0; d < at.D; d += 32) in_order(sums[r] + d);
+      T* out = at.mixed + m * at.mixed_stride + (head + h) * at.D;
+      for (int d = 0; d < at.D; d += kLanes)
+        A::store(out + d, first_lanes(at.D - d), _mm512_mul_ps(_mm512_load_ps(sums[r] + d), _mm512_set1_ps(inverse[r])));
+    }
+  }
+}

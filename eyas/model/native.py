@@ -1,0 +1,438 @@
+"""The decoder of `cpp/` for x86-64 with AVX-512: built when first used, and a target's and a draft's forwards through it.
+
+One call is one forward of the whole model (or the growth of whole trees), on threads of its own. Every row's bits depend on
+the row alone, not on the rows beside it, the pages or the number of threads: speculation changes no bit of an answer, in
+float32 and in bfloat16. Weights are packed here, once; a float32 model whose weights are bfloat16 numbers is stored as such.
+
+Knows no request. Its PyTorch twins are `target.Layers` and `engine/draft.py`; without compiler or AVX-512 they do the work.
+
+Letters: M rows, R rows with logits, B requests, H hidden, V and W vocabularies of target and draft, D head dimension, P pages,
+K draft steps, k tree_topk.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from eyas.model.cache import PagedCache
+from eyas.model.config import DecoderConfig, HeadConfig, Taps, TargetConfig
+from eyas.model.outputs import Proposals, TargetOutput
+from eyas.model.rope import rope_table
+from eyas.model.rows import MAX_TREE_COLUMNS, Rows
+
+SOURCES = Path(__file__).parent / "cpp"
+FLAGS = ("-O3", "-march=native", "-std=c++20", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")
+NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
+MAX_TOPK = 16
+FIRST_POSITIONS = 4096  # of the rotation's table; it grows with what is asked for
+WRONG = {1: "a token is not in the vocabulary", 3: "a slot, page or prefix is not there", 4: "logits_of names no row"}
+BAD_POSITION = 2
+
+logger = logging.getLogger(__name__)
+Tensors = Mapping[str, torch.Tensor]
+
+
+# The library
+
+
+def unavailable() -> str | None:
+    """Why this machine or process has no native path, in one line; None when it has. Builds the library when there is none."""
+    if os.environ.get("EYAS_NATIVE") == "0":
+        return "EYAS_NATIVE=0 turns it off"
+    return _loaded()[1]
+
+
+def library() -> ctypes.CDLL:
+    """The library, built at need. Only for a process in which `unavailable()` is None."""
+    lib, why = _loaded()
+    assert lib is not None, why
+    return lib
+
+
+@functools.cache
+def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
+    missing = sorted(set(NEEDED) - set(_cpu().split()))
+    if platform.machine() != "x86_64" or missing:
+        return None, f"the processor has no {', '.join(missing) or 'AVX-512'}"
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "g++", "c++", "clang++"))), None)
+    if compiler is None:
+        return None, "there is no C++ compiler (g++)"
+    try:
+        return _declared(ctypes.CDLL(str(_built(compiler)))), None
+    except subprocess.CalledProcessError as error:
+        return None, f"{compiler} failed: {(error.stderr or str(error)).strip().splitlines()[0]}"
+    except OSError as error:
+        return None, f"the library cannot be built or loaded: {error}"
+
+
+def _cpu() -> str:
+    """Model and flags of the processor, as Linux says it: what -march=native compiles for."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    kept = {line.partition(":")[0].strip(): line.partition(":")[2].strip() for line in reversed(lines)}
+    return f"{kept.get('model name', '')} {kept.get('flags', '')}"
+
+
+def _built(compiler: str) -> Path:
+    """The library's file, built unless there is one of these sources, this compiler and this processor."""
+    sources = sorted(SOURCES.glob("*.*"))
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    parts = [*(source.read_text() for source in sources), *FLAGS, version, _cpu()]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    folder = Path(os.environ.get("EYAS_CACHE") or Path.home() / ".cache" / "eyas") / "native"
+    built = folder / f"decoder-{key}.so"
+    if built.exists():
+        return built
+    logger.warning("building the native decoder, once for this machine (%s)", built)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        fresh = Path(scratch) / built.name
+        command = [compiler, *FLAGS, str(SOURCES / "decoder.cpp"), "-o", str(fresh)]
+        subprocess.run(command, capture_output=True, text=True, check=True)
+        fresh.replace(built)
+    return built
+
+
+def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
+    pointer, integer = ctypes.c_void_p, ctypes.c_int64
+    signatures = {
+        "eyas_linear": (pointer, [pointer, pointer, integer, integer, integer, integer, pointer, integer]),
+        "eyas_free_linear": (None, [pointer]),
+        "eyas_linear_bytes": (integer, [pointer]),
+        "eyas_new": (pointer, [integer, pointer, ctypes.c_float, pointer, pointer, pointer, pointer]),
+        "eyas_free": (None, [pointer]),
+        "eyas_set_rope": (None, [pointer, pointer, pointer, integer]),
+        "eyas_set_threads": (None, [pointer, integer]),
+        "eyas_forward": (integer, [*[pointer] * 6, integer, pointer, pointer]),
+        "eyas_extend": (integer, [pointer] * 5),
+        "eyas_step": (integer, [pointer] * 5),
+        "eyas_proposals": (integer, [pointer, pointer, integer, integer, pointer, pointer]),
+        "eyas_propose": (integer, [pointer] * 3),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, arguments
+    return lib
+
+
+# Weights
+
+
+class PackedLinear:
+    """Weights [N, K] of one product, stacked from parts and packed for streaming."""
+
+    def __init__(
+        self,
+        weights: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+        threads: int,
+        gated: bool = False,
+    ) -> None:
+        """gated: two parts, gate and up, whose outputs meet in one product. Raises MemoryError."""
+        lib = library()
+        stored = torch.bfloat16 if dtype == torch.bfloat16 or all(map(_is_bfloat16, weights)) else torch.float32
+        parts = [weight.detach().to(stored).contiguous() for weight in weights]
+        bias = torch.cat([part.detach().float() for part in biases]).contiguous() if biases else None
+        rows = (ctypes.c_int64 * len(parts))(*map(len, parts))
+        self.handle: int | None = lib.eyas_linear(
+            _pointers(parts), rows, len(parts), parts[0].shape[1], stored == torch.bfloat16, gated, _pointer(bias), threads
+        )
+        if self.handle is None:
+            raise MemoryError("no memory for the packed weights")
+        weakref.finalize(self, lib.eyas_free_linear, self.handle)
+        self.num_bytes: int = lib.eyas_linear_bytes(self.handle)
+
+
+def _is_bfloat16(weight: torch.Tensor) -> bool:
+    """Whether every number of it is one of bfloat16."""
+    if weight.dtype == torch.bfloat16:
+        return True
+    first = weight[:1].float()
+    return bool((first.bfloat16().float() == first).all()) and bool((weight.bfloat16().float() == weight.float()).all())
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _pointers(tensors: Sequence[torch.Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(tensors))(*map(_pointer, tensors))
+
+
+def _layer_linears(tensors: Tensors, prefix: str, dtype: torch.dtype, threads: int) -> list[PackedLinear]:
+    """The products of one layer in the order of their use, so that they lie in memory as they are read."""
+
+    def packed(names: Sequence[str], gated: bool = False) -> PackedLinear:
+        biases = [tensors[f"{prefix}{name}.bias"] for name in names if f"{prefix}{name}.bias" in tensors]
+        return PackedLinear([tensors[f"{prefix}{name}.weight"] for name in names], biases, dtype, threads, gated)
+
+    return [
+        packed([f"self_attn.{name}_proj" for name in "qkv"]),
+        packed(["self_attn.o_proj"]),
+        packed(["mlp.gate_proj", "mlp.up_proj"], gated=True),
+        packed(["mlp.down_proj"]),
+    ]
+
+
+# Decoders
+
+
+class _Decoder:
+    """What targets and drafts have in common: weights in the library, rotation, and the arguments of a call."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        dtype: torch.dtype,
+        sizes: tuple[int, bool, bool, bool],
+        linears: Sequence[PackedLinear | None],
+        norms: Sequence[torch.Tensor | None],
+        embed_tokens: torch.Tensor,
+        target_ids_W: torch.Tensor | None = None,
+    ) -> None:
+        """sizes: outputs of the head; is it a draft; norm_before_residual; norm_output."""
+        lib, self.dtype = library(), dtype
+        vocab, is_draft, norm_before_residual, norm_output = sizes
+        self._config, self._lib = config, lib
+        self._linears = list(linears)
+        self._norms = [None if norm is None else norm.detach().float().contiguous() for norm in norms]
+        kept = embed_tokens.detach().contiguous()
+        self._embed = kept if kept.dtype in (torch.bfloat16, torch.float32) else kept.float()
+        self._target_ids_W = target_ids_W
+        shape = (ctypes.c_int64 * 13)(
+            config.num_hidden_layers,
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            vocab,
+            len(self._embed),
+            self._embed.dtype == torch.bfloat16,
+            is_draft,
+            norm_before_residual,
+            norm_output,
+            torch.get_num_threads(),
+        )
+        linear_handles = [None if linear is None else linear.handle for linear in self._linears]
+        handles = (ctypes.c_void_p * len(linear_handles))(*linear_handles)
+        is_bf16, eps = dtype == torch.bfloat16, config.rms_norm_eps
+        self._handle: int = lib.eyas_new(
+            is_bf16, shape, eps, handles, _pointers(self._norms), self._embed.data_ptr(), _pointer(target_ids_W)
+        )
+        weakref.finalize(self, lib.eyas_free, self._handle)
+        self._num_positions = 0
+        self._set_positions(FIRST_POSITIONS)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of packed weights."""
+        return sum(linear.num_bytes for linear in self._linears if linear is not None)
+
+    def set_threads(self, threads: int) -> None:
+        """Work on so many threads from now on. Weights stay packed for the number at construction: best shares are its own."""
+        self._lib.eyas_set_threads(self._handle, threads)
+
+    def _set_positions(self, length: int) -> None:
+        half = self._config.head_dim // 2
+        cos, sin = rope_table(self._config.rope, self._config.head_dim, length)
+        self._rope = cos[:, :half].contiguous(), sin[:, :half].contiguous()
+        self._num_positions = length
+        self._lib.eyas_set_rope(self._handle, self._rope[0].data_ptr(), self._rope[1].data_ptr(), length)
+
+    def _arguments(self, rows: Rows, cache: PagedCache) -> tuple[ctypes.Array[ctypes.c_int64], ctypes.Array[ctypes.c_void_p]]:
+        assert cache.data.dtype == self.dtype
+        B, P = rows.page_table.shape
+        ints = (ctypes.c_int64 * 6)(len(rows.token), B, P, rows.first_column, cache.page_size, cache.data.shape[1])
+        pointers = (ctypes.c_void_p * 8)(
+            rows.token.data_ptr(),
+            rows.request.data_ptr(),
+            rows.position.data_ptr(),
+            rows.slot.data_ptr(),
+            rows.prefix_len.data_ptr(),
+            rows.seen.data_ptr(),
+            rows.page_table.data_ptr(),
+            cache.data.data_ptr(),
+        )
+        return ints, pointers
+
+    def _is_done(self, status: int, last_position: int) -> bool:
+        """Whether the call did its work; False when it must be made again, with a longer table. Raises IndexError."""
+        if status == 0:
+            return True
+        if status != BAD_POSITION or last_position < self._num_positions:
+            raise IndexError(WRONG.get(status, "a position is negative"))
+        self._set_positions(2 * (last_position + 1))
+        return False
+
+
+class NativeTarget(_Decoder):
+    """A target's forward. What it returns may lie in buffers that its next forward overwrites: copy what must live longer."""
+
+    def __init__(self, config: TargetConfig, tensors: Tensors, dtype: torch.dtype) -> None:
+        """tensors as in a Hugging Face checkpoint, checked; dtype float32 or bfloat16."""
+        threads, linears, norms = torch.get_num_threads(), [], []
+        for layer in range(config.num_hidden_layers):
+            prefix = f"model.layers.{layer}."
+            linears += _layer_linears(tensors, prefix, dtype, threads)
+            names = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
+            norms += [tensors.get(f"{prefix}{name}.weight") for name in names]
+        embed_tokens = tensors["model.embed_tokens.weight"]
+        lm_head = embed_tokens if config.tie_word_embeddings else tensors["lm_head.weight"]
+        linears.append(PackedLinear([lm_head], [], dtype, threads))
+        norms.append(tensors["model.norm.weight"])
+        sizes = (config.vocab_size, False, False, False)
+        super().__init__(config, dtype, sizes, [*linears, None], [*norms, *[None] * 5], embed_tokens)
+        self._logits, self._aux = torch.empty(0, dtype=torch.float32), torch.empty(0, dtype=dtype)
+
+    def forward(
+        self, rows: Rows, cache: PagedCache, taps: Taps | None = None, logits_of: torch.Tensor | None = None
+    ) -> TargetOutput:
+        """One pass over the rows. logits_of int64 [R]: the rows whose logits are wanted, None for all. Raises IndexError.
+
+        The logits are float32; aux_hidden has the cache's dtype.
+        """
+        ints, pointers = self._arguments(rows, cache)
+        M, V, width = len(rows.token), self._config.vocab_size, 3 * self._config.hidden_size
+        R = M if logits_of is None else len(logits_of)
+        if self._logits.numel() < R * V:
+            self._logits = torch.empty(R * V, dtype=torch.float32)
+        logits, best = self._logits[: R * V].view(R, V), torch.empty(R, dtype=torch.int64)
+        aux_hidden, taps_3 = None, None
+        if taps is not None:
+            if self._aux.numel() < M * width:
+                self._aux = torch.empty(M * width, dtype=self.dtype)
+            aux_hidden, taps_3 = self._aux[: M * width].view(M, width), (ctypes.c_int64 * 3)(*sorted(taps))
+        outputs = (taps_3, _pointer(aux_hidden), _pointer(logits_of), R, logits.data_ptr(), best.data_ptr())
+        while (status := self._lib.eyas_forward(self._handle, ints, pointers, *outputs)) != 0:
+            self._is_done(status, int(rows.position.max()))
+        return TargetOutput(aux_hidden, logits, best)
+
+
+class NativeDraft(_Decoder):
+    """A draft head's extend, step, proposals and growth of trees. Hidden states are float32, and fresh with every call."""
+
+    def __init__(
+        self,
+        config: HeadConfig,
+        tensors: Tensors,
+        embed_tokens: torch.Tensor,
+        lm_head_fallback: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> None:
+        """tensors under EAGLE's names; the head's own `embed_tokens` and `lm_head`, if it has them, go before the target's."""
+        threads, layer = torch.get_num_threads(), "midlayer."
+        lm_head = tensors.get("lm_head.weight", lm_head_fallback)
+        linears = [
+            *_layer_linears(tensors, layer, dtype, threads),
+            PackedLinear([lm_head], [], dtype, threads),
+            PackedLinear([tensors["fc.weight"]], [], dtype, threads),
+        ]
+        features = tensors["input_norm.weight"] if config.norm_before_fc else None
+        each = [tensors[f"fc_norm.{stream}.weight"] if config.fc_norm else None for stream in range(3)]
+        norms = [
+            tensors[f"{layer}input_layernorm.weight"],
+            tensors[f"{layer}post_attention_layernorm.weight"],
+            tensors.get(f"{layer}self_attn.q_norm.weight"),
+            tensors.get(f"{layer}self_attn.k_norm.weight"),
+            tensors["norm.weight"],
+            tensors[f"{layer}hidden_norm.weight"],
+            features,
+            *each,
+        ]
+        self._W = len(lm_head)
+        d2t_offset = tensors.get("d2t")
+        target_ids_W = None if d2t_offset is None else (torch.arange(self._W) + d2t_offset.cpu()).contiguous()
+        sizes = (self._W, True, config.norm_before_residual, config.norm_output)
+        embed_tokens = tensors.get("embed_tokens.weight", embed_tokens)
+        super().__init__(config, dtype, sizes, linears, norms, embed_tokens, target_ids_W)
+
+    def extend(self, rows: Rows, aux_hidden: torch.Tensor, cache: PagedCache) -> torch.Tensor:
+        """The target's features [M, 3 * Ht] of the columns before the rows' -> outputs [M, H]. Raises IndexError."""
+        aux_hidden = aux_hidden.to(self.dtype).contiguous()
+        return self._states("eyas_extend", rows, aux_hidden, cache)
+
+    def step(self, rows: Rows, h: torch.Tensor, cache: PagedCache) -> torch.Tensor:
+        """Outputs [M, H] of the rows' parents -> the rows' own [M, H]. Raises IndexError."""
+        return self._states("eyas_step", rows, h.float().contiguous(), cache)
+
+    def proposals(self, h: torch.Tensor, tree_topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs [R, H] -> the k best next tokens of each (target ids, int64 [R, k]) and their log-probs, float32 [R, k]."""
+        assert 0 < tree_topk <= min(MAX_TOPK, self._W)
+        h, R = h.float().contiguous(), len(h)
+        ids, log_probs = torch.empty(R, tree_topk, dtype=torch.int64), torch.empty(R, tree_topk)
+        status = self._lib.eyas_proposals(self._handle, h.data_ptr(), R, tree_topk, ids.data_ptr(), log_probs.data_ptr())
+        assert status == 0
+        return (ids if self._target_ids_W is None else self._target_ids_W[ids]), log_probs
+
+    def propose(
+        self,
+        lens: Sequence[int],
+        h_BH: torch.Tensor,
+        first_ids: torch.Tensor,
+        first_log_probs: torch.Tensor,
+        page_table: np.ndarray,
+        cache: PagedCache,
+        growth: tuple[int, int],
+        thresholds: Sequence[float],
+    ) -> Proposals:
+        """Grow B trees by up to K - 1 levels, growth being (K, k): see `engine.draft.Draft.propose`. Raises IndexError."""
+        (K, k), B = growth, len(lens)
+        assert 0 < k <= min(MAX_TOPK, self._W)
+        assert (K - 1) * k <= MAX_TREE_COLUMNS
+        assert len(thresholds) >= K - 1
+        assert cache.data.dtype == self.dtype
+        lens_B = np.asarray(lens, dtype=np.int64)
+        h_BH, first_ids = h_BH.float().contiguous(), first_ids.contiguous()
+        first_log_probs, page_table = first_log_probs.float().contiguous(), np.ascontiguousarray(page_table, dtype=np.int32)
+        least = (ctypes.c_double * max(K - 1, 1))(*thresholds[: K - 1])
+        num_candidates = k + (K - 1) * k * k
+        tokens, scores = np.empty((B, num_candidates), dtype=np.int64), np.empty((B, num_candidates), dtype=np.float32)
+        parents = np.empty((B, num_candidates), dtype=np.int32)
+        ints = (ctypes.c_int64 * 6)(B, K, k, page_table.shape[1], cache.page_size, cache.data.shape[1])
+        pointers = (ctypes.c_void_p * 10)(
+            lens_B.ctypes.data,
+            first_ids.data_ptr(),
+            h_BH.data_ptr(),
+            first_log_probs.data_ptr(),
+            page_table.ctypes.data,
+            ctypes.addressof(least),
+            cache.data.data_ptr(),
+            tokens.ctypes.data,
+            parents.ctypes.data,
+            scores.ctypes.data,
+        )
+        while (drafted := self._lib.eyas_propose(self._handle, ints, pointers)) < 0:
+            self._is_done(-drafted, int(lens_B.max()) + K - 2)
+        count, depths = k + drafted * k * k, _depths(K, k)
+        return Proposals(tokens[:, :count], scores[:, :count], parents[:, :count], depths[:count])
+
+    def _states(self, call: str, rows: Rows, inputs: torch.Tensor, cache: PagedCache) -> torch.Tensor:
+        ints, pointers = self._arguments(rows, cache)
+        h = torch.empty(len(rows.token), self._config.hidden_size)
+        function = getattr(self._lib, call)
+        while (status := function(self._handle, ints, pointers, inputs.data_ptr(), h.data_ptr())) != 0:
+            self._is_done(status, int(rows.position.max()))
+        return h
+
+
+@functools.cache
+def _depths(K: int, k: int) -> np.ndarray:
+    """Depths int32 [C] of all candidates that K draft steps can give."""
+    depths: np.ndarray = np.repeat(np.arange(1, K + 1), [k, *[k * k] * (K - 1)]).astype(np.int32)
+    return depths
