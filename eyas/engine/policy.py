@@ -178,7 +178,7 @@ class Policy:
         self._num_trees = 0
         self._accept_length = 2.0  # of the last drafting requests
         K = speculation.num_draft_steps
-        self._gains, self._frontiers = np.full(K - 1, _GAIN * _GAIN_WEIGHT), np.full(K - 1, _GAIN_WEIGHT)
+        self._gains, self._frontiers = [_GAIN * _GAIN_WEIGHT] * (K - 1), [_GAIN_WEIGHT] * (K - 1)
         self._sums: defaultdict[str, float] = defaultdict(float)
 
     # Before drafting
@@ -246,11 +246,11 @@ class Policy:
     def _thresholds(self, round_: Round) -> list[float]:
         """A level is drafted while the tokens that it brings (a frontier's probability times what a level brought for it
         so far) are worth its time at the rate of the average round."""
-        step_ms = self._table.step(int(round_.drafting.sum()) * self.speculation.tree_topk) * self._ratio("tree", round_)
+        num_drafting = int(np.count_nonzero(round_.drafting))
+        step_ms = self._table.step(num_drafting * self.speculation.tree_topk) * self._ratio("tree", round_)
         deeper = 0.25 if self._num_trees % _DEEPER == _DEEPER - 1 else 1.0
-        gains = np.maximum(self._gains / self._frontiers, 1e-3)
-        thresholds: list[float] = (deeper * round_.rate * step_ms / gains).tolist()
-        return thresholds
+        cost = deeper * round_.rate * step_ms
+        return [cost / max(gain / frontier, 1e-3) for gain, frontier in zip(self._gains, self._frontiers, strict=True)]
 
     # After drafting
 
@@ -290,32 +290,34 @@ class Policy:
         )
         if self._num_trees % _KEEP_EVERY == 0 or self._forecast.num_seen < _KEEP_EVERY**2:
             self._forecast.add(paths, proposals.depths)
-        if self._num_trees % _LEARN_DEPTH == 0:
+        if self._num_trees % (_LEARN_DEPTH if self._num_trees < _DEEPER else 2 * _LEARN_DEPTH) == 0:
             self._learn_depth(proposals, values_by_depth(paths, proposals.depths, ms_of_nodes, rate, max_nodes))
         return choice.kept
 
     def _before(self, round_: Round) -> tuple[float, float]:
         """ms by the table of extend and draft steps; and how much of it is catching up, not every round's."""
-        behind = round_.pending[round_.drafting]
-        usual = np.minimum(behind, self.speculation.num_draft_steps + 1)
-        extend_ms = self._table.extend(int(behind.sum()))
+        behind = round_.pending[round_.drafting].tolist()
+        most = self.speculation.num_draft_steps + 1
+        extend_ms = self._table.extend(sum(behind))
         step_ms = self._table.step(len(behind) * self.speculation.tree_topk)
-        return extend_ms + max(0, round_.depth - 1) * step_ms, extend_ms - self._table.extend(int(usual.sum()))
+        return extend_ms + max(0, round_.depth - 1) * step_ms, extend_ms - self._table.extend(
+            sum(min(tokens, most) for tokens in behind)
+        )
 
     def _learn_depth(self, proposals: Proposals, values: np.ndarray) -> None:
         """values [D + 1]: what the best tree of each depth is worth. A level's gain goes with its frontier's probability."""
-        self._gains = 0.98 * self._gains + 0.02 * _GAIN * _GAIN_WEIGHT
-        self._frontiers = 0.98 * self._frontiers + 0.02 * _GAIN_WEIGHT
+        B = len(proposals.scores)
+        self._gains = [0.98 * gain + 0.02 * _GAIN * _GAIN_WEIGHT for gain in self._gains]
+        self._frontiers = [0.98 * frontier + 0.02 * _GAIN_WEIGHT for frontier in self._frontiers]
         for level, frontier in enumerate(levels(proposals.depths)[:-1]):
-            share = float(np.exp(proposals.scores[:, frontier].max(1)).sum()) / len(proposals.scores)
-            self._gains[level] += (values[level + 2] - values[level + 1]) / len(proposals.scores)
-            self._frontiers[level] += share
+            self._gains[level] += float(values[level + 2] - values[level + 1]) / B
+            self._frontiers[level] += float(np.exp(proposals.scores[:, frontier].max(1)).sum()) / B
 
     # After the round
 
     def observe(self, round_: Round, emitted: Sequence[Sequence[int]], real_ms: float) -> None:
         """emitted: the tokens of the drafting requests, in the order of `choose`; the others emitted one each."""
-        assert len(emitted) == int(round_.drafting.sum())
+        assert len(emitted) == np.count_nonzero(round_.drafting)
         assert real_ms > 0
         tokens = sum(map(len, emitted)) + round_.num_requests - len(emitted)
         if round_.proposals is not None and round_.calibrated is not None:
