@@ -298,8 +298,9 @@ def test_the_eagle_repositorys_own_form(target, tmp_path):
     _, tensors = tiny_head(target)
     folder = saved(tmp_path / "head", tensors, architectures=["LlamaForCausalLM"], max_position_embeddings=2048)
     (folder / "model.safetensors").unlink()
-    torch.save(tensors, folder / "pytorch_model.bin")
-    expect(folder, target, tensors)
+    for is_zip in (True, False):  # since PyTorch 1.6, and before
+        torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=is_zip)
+        expect(folder, target, tensors)
 
 
 def test_a_pickle_that_would_run_code_is_not_read(target, tmp_path):
@@ -373,7 +374,7 @@ def test_nemo(target, tmp_path):
     """Names under `model.`, embeddings, and a config that is the target's with changes."""
     _, tensors = tiny_head(target, fc_norm=True)
     tensors["embed_tokens.weight"] = torch.randn(320, 32)
-    config = {"model_type": "qwen3", "tie_word_embeddings": True, "fc_norm": True, "norm_output": True}
+    config: dict = {"model_type": "qwen3", "tie_word_embeddings": True, "fc_norm": True, "norm_output": True}
     folder = saved(
         tmp_path / "head", renamed(tensors, "layers.0.", "model."), **config, architectures=["LlamaEagle3DraftModel"]
     )
@@ -385,6 +386,12 @@ def test_speculators_with_eagle_3_1s_flags_and_embeddings(target, tmp_path):
     tensors["embed_tokens.weight"] = torch.randn(320, 32)
     folder = write_folder(write_head(config, tensors, "vllm"), tmp_path / "head")
     expect(edit_config(folder, fc_norm=None), target, tensors, norm_before_residual=True, norm_before_fc=True, norm_output=True)
+
+
+def test_saved_frequencies_are_no_weights(target, tmp_path):
+    _, tensors = tiny_head(target)
+    saved_too = {"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    expect(saved(tmp_path / "head", tensors | saved_too, architectures=["LlamaForCausalLM"]), target, tensors)
 
 
 def test_sharded_heads(target, tmp_path):
@@ -476,6 +483,7 @@ def test_speculators_settings_that_would_be_run_wrong_are_refused(target, tmp_pa
         ({"midlayer.self_attn.q_norm.weight": torch.ones(8)}, "q_norm.weight is none"),
         ({"layers.1.input_layernorm.weight": torch.ones(32)}, "layers.1.input_layernorm.weight is none"),
         ({"layers.0.hidden_norm.weight": torch.ones(32)}, "two layers"),
+        ({"model.norm.weight": torch.ones(32)}, "both with and without 'model.'"),
         ({"fc.weight": torch.ones(32, 32)}, "fc.weight has shape"),
         ({"fc.weight": torch.ones(32, 96).to(torch.float8_e4m3fn)}, "float8"),
         ({"fc.weight": None}, "no EAGLE-3 head"),

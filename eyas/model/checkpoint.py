@@ -42,6 +42,7 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 EMBED_TOKENS, LM_HEAD, LAYER, SPECULATORS_LAYER = "embed_tokens.weight", "lm_head.weight", "midlayer.", "layers.0."
 MODEL, INPUT_NORM, FC_NORMS = "model.", "input_norm.weight", tuple(f"fc_norm.{stream}.weight" for stream in range(3))
 FLAG_OF = {INPUT_NORM: "norm_before_fc", **dict.fromkeys(FC_NORMS, "fc_norm")}
+INV_FREQ = "rotary_emb.inv_freq"  # what old transformers saved beside the weights: the config says it
 MAPS = ("d2t", "t2d")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -203,7 +204,10 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     kind = settings.get("speculators_model_type")
     if kind not in (None, "eagle3"):
         raise MismatchError(f"{folder} is a {kind!r} speculator", "give an EAGLE-3 head")
-    stored = {name.removeprefix(MODEL): tensor for name, tensor in read_tensors(folder, pickled=True).items()}
+    found = {name: tensor for name, tensor in read_tensors(folder, pickled=True).items() if not name.endswith(INV_FREQ)}
+    stored = {name.removeprefix(MODEL): tensor for name, tensor in found.items()}
+    if len(stored) != len(found):
+        raise MismatchError(f"{folder} holds tensors both with and without {MODEL!r}", "delete the wrong ones")
     if "fc.weight" not in stored or not any(name.startswith((LAYER, SPECULATORS_LAYER)) for name in stored):
         raise MismatchError(
             f"{folder} is no EAGLE-3 head: it has no fc.weight with {LAYER}* or {SPECULATORS_LAYER}* tensors",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
+import zipfile
 from collections.abc import Collection
 from pathlib import Path
 
@@ -65,7 +66,8 @@ def file_tensors(path: Path, wanted: Collection[str] | None) -> dict[str, torch.
 def unpickled(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a pickled state dict, by PyTorch's reader that runs no code. Raises CorruptError for anything else."""
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        # Files of before PyTorch 1.6 are no zip, and cannot be mapped.
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
         what = f"{path} cannot be read as plain tensors: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
         raise CorruptError(what, "nothing else is read from a pickle: convert it to safetensors where you trust it") from error
