@@ -1,5 +1,6 @@
-"""The engine: speculation changes no token, whatever the batch, the sampling and the moment a request comes or goes."""
+"""The engine: speculation changes no token, whatever the batch, the sampling, the cache and the moment requests come or go."""
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -8,13 +9,14 @@ from transformers import AutoModelForCausalLM
 
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
-from eyas.engine.request import Request, Result, SamplingParams
-from eyas.errors import InputError, MismatchError
+from eyas.engine.request import Request, Result, SamplingParams, Update
+from eyas.errors import ConfigError, InputError, MismatchError
 from eyas.model.config import HeadConfig
 from eyas.model.target import Target
 from tests.tiny import tiny_target
 
 VOCAB = 24  # so small that a random head's proposals are often right
+SAMPLED = {"temperature": 0.8, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}
 
 
 def random_head(target: Target, seed: int = 0, draft_vocab_size: int = 20) -> tuple[HeadConfig, dict[str, torch.Tensor]]:
@@ -47,29 +49,57 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB)
 
 
-@pytest.fixture(scope="module")
-def target(folder: Path) -> Target:
-    return Target.load(folder)
+@pytest.fixture(scope="module", params=["native", "torch"])
+def target(request: pytest.FixtureRequest, folder: Path) -> Target:
+    loaded = Target.load(folder, native=request.param == "native")
+    if request.param == "native" and not loaded.is_native:
+        pytest.skip("no native path on this machine")
+    return loaded
 
 
-def engine(target: Target, head: bool = True, **config: float) -> Engine:
-    sizes = EngineConfig(**{"max_batch": 3, "max_length": 120, **config})
+@pytest.fixture(autouse=True)
+def costs_of_this_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eyas.engine.costs.cache_folder", lambda: tmp_path)
+
+
+def engine(target: Target, head: bool = True, **config: object) -> Engine:
+    sizes = EngineConfig(**{"max_batch": 3, "max_length": 120, "speculation": "fixed", **config})
     return Engine(target, Draft(*random_head(target), target) if head else None, sizes)
 
 
-def requests(count: int, speculation: bool = True, **params: float) -> list[Request]:
+def requests(count: int, speculation: bool = True, shared: int = 0, **params: object) -> list[Request]:
+    """Prompts of 1 to 29 tokens behind `shared` tokens that all have in common."""
     generator = torch.Generator().manual_seed(1)
+    prefix = torch.randint(0, VOCAB, (shared,), generator=generator).tolist()
     made = []
     for index in range(count):
         length = int(torch.randint(1, 30, (), generator=generator))
         prompt = torch.randint(0, VOCAB, (length,), generator=generator).tolist()
         sampling = SamplingParams(**{"max_tokens": 5 + 7 * (index % 4), "seed": index, **params})
-        made.append(Request(str(index), tuple(prompt), sampling, speculation))
+        made.append(Request(str(index), tuple(prefix + prompt), sampling, speculation))
     return made
 
 
-def decoded(results: list[Result]) -> dict[str, tuple[list[int], str]]:
-    return {result.request_id: (result.token_ids, result.finish_reason) for result in results}
+Decoded = dict[tuple[str, int], tuple[list[int], str]]
+
+
+def decoded(results: list[Result]) -> Decoded:
+    return {(result.request_id, result.index): (result.token_ids, result.finish_reason) for result in results}
+
+
+def plainly(target: Target, asked: list[Request]) -> Decoded:
+    return decoded(list(engine(target, head=False, prefix_reuse=False).run(asked)))
+
+
+def idle(running: Engine) -> Engine:
+    """Nothing left of what ran: the check of every page and slot, and no page held."""
+    running.check()
+    assert running.metrics()["running"] == running.metrics()["waiting"] == 0
+    assert running.metrics()["pages_available"] == running._pool.num_pages
+    return running
+
+
+# The same tokens
 
 
 def test_plain_greedy_equals_transformers(folder: Path, target: Target) -> None:
@@ -80,37 +110,67 @@ def test_plain_greedy_equals_transformers(folder: Path, target: Target) -> None:
         generated = theirs.generate(
             prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=request.params.max_tokens
         )
-        assert results[request.id][0] == generated[0, len(request.prompt_ids) :].tolist()
+        assert results[request.id, 0][0] == generated[0, len(request.prompt_ids) :].tolist()
 
 
 @pytest.mark.parametrize(
-    "params", [{}, {"temperature": 1.0}, {"temperature": 0.6, "top_k": 5}, {"temperature": 1.5, "top_p": 0.7}]
+    "params", [{}, {"temperature": 1.0}, {"temperature": 0.6, "top_k": 5}, {"temperature": 1.5, "top_p": 0.7}, SAMPLED]
 )
 @pytest.mark.parametrize("shape", [(1, 1, 2), (3, 1, 4), (4, 3, 8), (2, 4, 16), (5, 2, 6)])
 def test_speculation_changes_no_token(target: Target, params: dict, shape: tuple[int, int, int]) -> None:
     """Greedy or with a seed: one draw of the target a token, so even sampled outputs are the same tokens."""
-    steps, topk, nodes = shape
-    plain = decoded(list(engine(target, head=False).run(requests(10, ignore_eos=True, **params))))
-    sizes = {"num_draft_steps": steps, "tree_topk": topk, "num_verify_tokens": nodes, "min_path_probability": 0.0}
-    results = list(engine(target, **sizes).run(requests(10, ignore_eos=True, **params)))
-    assert decoded(results) == plain
+    running = engine(target, speculation=f"fixed{shape}")
+    results = list(running.run(requests(10, ignore_eos=True, **params)))
+    assert decoded(results) == plainly(target, requests(10, ignore_eos=True, **params))
     accepted = sum(count * drafts for result in results for drafts, count in enumerate(result.accept_hist))
     assert accepted > 0, "no draft was ever accepted: this test would not notice a wrong cache"
     assert all(sum(result.accept_hist) <= len(result.token_ids) for result in results)
+    idle(running)
 
 
-def test_a_doubtful_path_is_not_drafted_on(target: Target) -> None:
-    """The draft stops growing when its best path is improbable; the outputs stay the same."""
-    plain = decoded(list(engine(target, head=False).run(requests(6, ignore_eos=True))))
-    results = list(engine(target, min_path_probability=0.99, num_draft_steps=4).run(requests(6, ignore_eos=True)))
-    assert decoded(results) == plain
-    assert sum(count for result in results for count in result.accept_hist[2:]) == 0
-    assert sum(result.accept_hist[1] for result in results) > 0
+@pytest.mark.parametrize("params", [{}, {"n": 2, **SAMPLED}, {"frequency_penalty": 0.5, "presence_penalty": 0.3}])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"max_batch": 1},
+        {"max_batch": 8, "speculation": "auto"},
+        {"prefill_chunk": 16},
+        {"num_pages": 13, "max_batch": 5},
+        {"prefix_reuse": False},
+        {"speculation": "off"},
+    ],
+)
+def test_neither_loop_nor_cache_nor_policy_changes_a_token(
+    target: Target, config: dict, overlap: bool, params: dict
+) -> None:
+    asked = requests(8, shared=35, ignore_eos=True, **params)
+    running = engine(target, overlap=overlap, **config)
+    assert decoded(list(running.run(asked))) == plainly(target, asked)
+    idle(running)
+
+
+def test_options_that_walk_with_the_path(target: Target) -> None:
+    """What a token may be depends on those before it in its own path: bias, least length, stop tokens, log-probabilities."""
+    asked = requests(6, logit_bias={5: 2.0, 9: -3.0}, min_tokens=4, stop_token_ids=(7,), logprobs=3, max_tokens=20)
+    plain = list(engine(target, head=False).run(asked))
+    drafted = list(engine(target).run(asked))
+    assert decoded(drafted) == decoded(plain)
+    assert any(result.finish_reason == "stop" for result in plain)
+    assert sum(sum(result.accept_hist[1:]) for result in drafted) > 0
+    ours = {result.request_id: result for result in drafted}
+    for result in plain:
+        assert result.logprobs is not None
+        other = ours[result.request_id].logprobs
+        assert other is not None
+        assert [one.token_id for one in result.logprobs] == result.token_ids == [one.token_id for one in other]
+        assert [one.logprob for one in other] == pytest.approx([one.logprob for one in result.logprobs], abs=1e-4)
+        assert all(len(one.top) == 3 and one.top[0][1] >= one.logprob - 1e-6 for one in other)
 
 
 def test_outputs_do_not_depend_on_the_batch(target: Target) -> None:
     together = decoded(list(engine(target, max_batch=5).run(requests(9, temperature=1.0))))
-    alone: dict[str, tuple[list[int], str]] = {}
+    alone: Decoded = {}
     for request in requests(9, temperature=1.0):
         alone |= decoded(list(engine(target, max_batch=1).run([request])))
     assert together == alone
@@ -119,13 +179,14 @@ def test_outputs_do_not_depend_on_the_batch(target: Target) -> None:
 def test_speculating_and_plain_requests_share_a_batch(target: Target) -> None:
     mixed = [*requests(6)[::2], *requests(6, speculation=False)[1::2]]
     results = list(engine(target).run(mixed))
-    assert decoded(results) == decoded(list(engine(target, head=False).run(requests(6))))
+    assert decoded(results) == plainly(target, requests(6))
     assert all(sum(result.accept_hist) == 0 for result in results if int(result.request_id) % 2)
 
 
-def test_requests_come_and_go_without_disturbing_others(target: Target) -> None:
-    expected = decoded(list(engine(target, head=False).run(requests(12, ignore_eos=True))))
-    running, found = engine(target, max_batch=2), {}
+@pytest.mark.parametrize("overlap", [False, True])
+def test_requests_come_and_go_without_disturbing_others(target: Target, overlap: bool) -> None:
+    expected = plainly(target, requests(12, ignore_eos=True))
+    running, found = engine(target, max_batch=2, overlap=overlap), {}
     pending = requests(12, ignore_eos=True)
     tokens: dict[str, list[int]] = {request.id: [] for request in pending}
     step = 0
@@ -137,9 +198,99 @@ def test_requests_come_and_go_without_disturbing_others(target: Target) -> None:
         for update in running.step():
             tokens[update.request_id] += update.token_ids
             if update.finish_reason:
-                found[update.request_id] = (tokens[update.request_id], update.finish_reason)
+                found[update.request_id, 0] = (tokens[update.request_id], update.finish_reason)
         step += 1
-    assert {id: result for id, result in expected.items() if id != "1"} == {id: r for id, r in found.items() if id != "1"}
+    assert {key: one for key, one in expected.items() if key[0] != "1"} == {k: r for k, r in found.items() if k[0] != "1"}
+    idle(running)
+
+
+def test_samples_of_one_request_have_seeds_of_their_own(target: Target) -> None:
+    (asked,) = requests(1, n=4, temperature=1.0, max_tokens=30, ignore_eos=True)
+    results = decoded(list(engine(target).run([asked])))
+    assert sorted(index for _, index in results) == [0, 1, 2, 3]
+    assert len({tuple(tokens) for tokens, _ in results.values()}) > 1
+    assert results == decoded(list(engine(target, max_batch=1).run([asked])))
+
+
+# Pages
+
+
+def crowded(target: Target, **config: object) -> Engine:
+    """Room for two or three of the requests at a time, and for none of what others leave."""
+    return engine(target, max_batch=6, num_pages=14, **config)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("params", [{}, SAMPLED])
+def test_preempted_requests_go_on_where_they_were(target: Target, overlap: bool, params: dict) -> None:
+    asked = requests(10, ignore_eos=True, **{**params, "max_tokens": 70})
+    running = crowded(target, overlap=overlap)
+    assert decoded(list(running.run(asked))) == plainly(target, asked)
+    assert running.metrics()["preemptions"] > 0, "nothing was preempted: the cache is too large for this test"
+    idle(running)
+
+
+def test_a_reused_prefix_gives_the_draft_what_it_would_have_made(target: Target) -> None:
+    """Not only the tokens: the very rounds are the same, so the draft's entries are, up to the first behind the prefix."""
+    asked = requests(8, shared=50, ignore_eos=True, max_tokens=30)
+    found = {}
+    for reuse in (False, True):
+        running = engine(target, max_batch=1, prefix_reuse=reuse)
+        found[reuse] = {result.request_id: (result.token_ids, result.accept_hist) for result in running.run(asked)}
+        assert running.metrics()["prompt_tokens_reused"] == (7 * 48 if reuse else 0)
+    assert found[True] == found[False]
+    assert sum(sum(hist[1:]) for _, hist in found[True].values()) > 0
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0}])
+def test_the_hit_rate_is_the_same_with_and_without_speculation(target: Target, params: dict) -> None:
+    """Dialogues: every next turn begins with all that was said, so the answers' pages count as well."""
+    rates = {}
+    for config in ({"head": False}, {"speculation": "fixed"}, {"speculation": "auto"}):
+        running = engine(target, max_batch=2, num_pages=80, **config)
+        prompts = {request.id: request for request in requests(4, ignore_eos=True, max_tokens=21, **params)}
+        for _ in range(3):
+            for result in running.run(prompts.values()):
+                last = prompts[result.request_id]
+                longer = (*last.prompt_ids, *result.token_ids, 5)
+                prompts[result.request_id] = Request(last.id, longer, last.params, int(last.id) % 2 == 0)
+        metrics = running.metrics()
+        rates[str(config)] = metrics["prompt_tokens_reused"] / metrics["prompt_tokens"]
+    assert len(set(rates.values())) == 1, rates
+    assert next(iter(rates.values())) > 0.5
+
+
+def test_prefill_in_chunks_does_not_starve_decoding(target: Target) -> None:
+    """Between two chunks of a long prompt those that decode get a round."""
+    running = engine(target, prefill_chunk=16, max_length=300)
+    running.add(Request("short", (3, 4), SamplingParams(max_tokens=40, ignore_eos=True), speculation=False))
+    while not running.step():
+        pass
+    running.add(Request("long", tuple(i % VOCAB for i in range(160)), SamplingParams(max_tokens=4, ignore_eos=True)))
+    steps: list[list[Update]] = []
+    while not steps or not any(update.request_id == "long" for update in steps[-1]):
+        steps.append(running.step())
+    rounds = [any(update.request_id == "short" for update in updates) for updates in steps]
+    assert len(rounds) >= 19
+    assert not any(not a and not b for a, b in zip(rounds, rounds[1:], strict=False)), "two chunks without a round between"
+
+
+def test_cancelling_frees_everything(target: Target) -> None:
+    for overlap in (False, True):
+        running = engine(target, overlap=overlap)
+        for request in requests(6, n=2, temperature=1.0):
+            running.add(request)
+        for _ in range(4):
+            running.step()
+        for request in requests(6):
+            running.cancel(request.id)
+        running.cancel("never heard of")
+        while running.has_work:
+            assert running.step() == []
+        idle(running)
+
+
+# Ends
 
 
 def test_the_end_token_ends_a_request_and_is_the_last(target: Target) -> None:
@@ -153,8 +304,9 @@ def test_the_end_token_ends_a_request_and_is_the_last(target: Target) -> None:
 def test_a_full_context_ends_with_length(target: Target) -> None:
     prompt = tuple(range(3, 23))
     params = SamplingParams(max_tokens=500, ignore_eos=True)
-    (result,) = engine(target, max_length=40).run([Request("long", prompt, params)])
-    assert (len(result.token_ids), result.finish_reason) == (20, "length")
+    for overlap in (False, True):
+        (result,) = engine(target, max_length=40, overlap=overlap).run([Request("long", prompt, params)])
+        assert (len(result.token_ids), result.finish_reason) == (20, "length")
 
 
 def test_bad_requests_are_refused(target: Target) -> None:
@@ -165,21 +317,45 @@ def test_bad_requests_are_refused(target: Target) -> None:
         running.add(Request("long", tuple([3] * 40)))
     with pytest.raises(InputError, match="outside the vocabulary"):
         running.add(Request("foreign", (3, VOCAB)))
-    for wrong in ({"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_k": -1}, {"max_tokens": 0}):
-        with pytest.raises(InputError, match="out of range"):
-            SamplingParams(**wrong)
+    with pytest.raises(InputError, match="need a tokenizer"):
+        running.add(Request("stop", (3,), SamplingParams(stop=("x",))))
+    with pytest.raises(InputError, match=r"may need 9 pages of 16 tokens, the cache has 6"):
+        engine(target, num_pages=6).add(Request("never fits", (3,), SamplingParams(max_tokens=120)))
     assert not running.has_work
 
 
-def test_a_head_for_another_target_is_refused(target: Target, tmp_path: Path) -> None:
+def test_a_speculation_that_cannot_be_is_refused() -> None:
+    for wrong in ("sometimes", "fixed(6,3)", "fixed(0,1,2)", "fixed(16,8,12)", "off(1,1,2)"):
+        with pytest.raises(ConfigError, match="speculation"):
+            EngineConfig(speculation=wrong)
+
+
+def test_a_head_for_another_target_is_refused(target: Target) -> None:
     config, tensors = random_head(target)
     with pytest.raises(MismatchError, match="hidden size 16"):
         Draft(config.model_copy(update={"target_hidden_size": 16}), tensors, target)
-    with pytest.raises(MismatchError, match="another hash"):
+    with pytest.raises(MismatchError, match="lm_head 000000"):
         Draft(config.model_copy(update={"target_lm_head_sha256": "0" * 64}), tensors, target)
 
 
-def test_bfloat16_runs_and_accepts(target: Target, folder: Path) -> None:
+def test_a_head_that_does_not_help_is_warned_about(target: Target, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "eyas.engine"):
+        list(engine(target, speculation="fixed(1,1,2)").run(requests(16, ignore_eos=True, max_tokens=40)))
+    assert [record for record in caplog.records if "tau is" in record.getMessage()]
+
+
+@pytest.mark.parametrize("params", [{}, SAMPLED])
+def test_bfloat16_is_exact_to_the_token_on_the_native_path(folder: Path, params: dict) -> None:
+    """Every row is the same to the bit whatever stands beside it, so rounding cannot tell speculation from plain decoding."""
     rounded = Target.load(folder, "bfloat16")
-    results = list(engine(rounded).run(requests(4)))
+    if not rounded.is_native:
+        pytest.skip("no native path on this machine")
+    asked = requests(10, ignore_eos=True, max_tokens=40, shared=35, **params)
+    results = list(engine(rounded, num_pages=16, max_batch=6).run(asked))
+    assert decoded(results) == plainly(rounded, asked)
+    assert sum(sum(result.accept_hist[1:]) for result in results) > 0
+
+
+def test_bfloat16_runs_and_accepts_without_it(folder: Path) -> None:
+    results = list(engine(Target.load(folder, "bfloat16", native=False)).run(requests(4)))
     assert all(result.token_ids for result in results)

@@ -50,7 +50,7 @@ def test_predicts_what_the_engine_does(made, tmp_path):
     engine = Engine(
         target,
         Draft(loaded.config, loaded.state_dict(), target),
-        EngineConfig(num_draft_steps=K, tree_topk=1, num_verify_tokens=K + 1, min_path_probability=0.0),
+        EngineConfig(speculation=f"fixed({K},1,{K + 1})"),
     )
     requests = [
         Request(str(number), tuple(prompt), SamplingParams(max_tokens=len(answer)))

@@ -105,11 +105,11 @@ class GatedEngine(Engine):
         self.error = None
         self.is_empty = threading.Event()
 
-    def prefill(self):
+    def step(self):
         self.gate.acquire()
         if self.error is not None:
             raise self.error
-        return super().prefill()
+        return super().step()
 
     def cancel(self, request_id):
         super().cancel(request_id)
@@ -344,7 +344,7 @@ def test_models_and_health(client):
 
 def test_worker_sleeps_when_idle(target, chat, monkeypatch):
     looks = []
-    monkeypatch.setattr(Engine, "has_work", property(lambda self: looks.append(None) or bool(self._waiting or self._running)))
+    monkeypatch.setattr(Engine, "has_work", property(lambda self: looks.append(None) or self._scheduler.has_work))
     with served(Engine(target), chat) as client:
         ask(client)
         time.sleep(0.05)  # let the round that finds nothing to do pass

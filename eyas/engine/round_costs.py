@@ -13,7 +13,7 @@ import torch
 
 from eyas.engine.costs import CostIdentity, CostTable, kept_or_measured, measure
 from eyas.engine.draft import Growth
-from eyas.engine.rounds import Rounds
+from eyas.engine.rounds import Rounds, one_torch_thread
 from eyas.model.rows import Rows, rows_of
 
 POINTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
@@ -75,4 +75,5 @@ def _measured(rounds: Rounds) -> CostTable:
         lens = [min(length, num_slots - k - 2)] * B
         draft.propose(lens, h, first, np.repeat(table, B, axis=0), rounds.draft_cache, one_step, [0.0])
 
-    return measure(forward, step, extend, POINTS)
+    with one_torch_thread(target.is_native):
+        return measure(forward, step, extend, POINTS)

@@ -13,6 +13,8 @@ needs their entries: when the sample drafts, when its pages are to be kept, or w
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +30,19 @@ from eyas.engine.tree import Tree, tree_of
 from eyas.engine.verify import accept
 from eyas.model.rows import Rows, prompt_rows, rows_of, slots_of
 from eyas.model.target import Target
+
+
+@contextmanager
+def one_torch_thread(enabled: bool) -> Iterator[None]:
+    """Keep PyTorch's small operators on one thread while the native path's own threads are at work beside them: two pools on
+    the same cores wait for each other, and a copy of a few kilobytes takes milliseconds."""
+    threads = torch.get_num_threads()
+    if enabled:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @dataclass(slots=True)
@@ -60,7 +75,7 @@ class Rounds:
     @torch.inference_mode()
     def run(self, job: Job) -> list[Outcome]:
         """Do a job; the outcome of each of its samples."""
-        with self.trace.job():
+        with self.trace.job(), one_torch_thread(self.target.is_native):
             return self._decode(job) if job.chunks is None else self._prefill(job, job.chunks)
 
     # Prefill

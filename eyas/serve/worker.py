@@ -2,7 +2,7 @@
 
     event loop                                     worker thread
     updates(request) ── add, cancel ─▶ inbox ─▶ engine.add, engine.cancel
-           ▲                                       engine.prefill, engine.round  (without work: waits on the condition)
+           ▲                                       engine.step  (without work: waits on the condition)
            └────── one queue a request ◀─ deliver ◀── call_soon_threadsafe, once for all the updates of a round
 
 An engine that raises is not trusted again: all requests fail with EngineFailure, now and later, and `failure` says why.
@@ -118,7 +118,7 @@ class Worker:
             loop.call_soon_threadsafe(self._fail, EngineFailure(what, "restart the server; its log has more"))
 
     def _serve_round(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Take in what came, prefill and decode once, hand out what that gave. False when it is time to stop."""
+        """Take in what came, take one step, hand out what that gave. False when it is time to stop."""
         with self._condition:
             self._condition.wait_for(lambda: self._inbox or self._stopping or self._engine.has_work)
             if self._stopping:
@@ -126,10 +126,7 @@ class Worker:
             commands, self._inbox = self._inbox, []
         refused = [event for command in commands for event in self._obey(command)]
         self._hand_out(loop, refused)
-        # A step in two: the first tokens go out before the round that follows them, or their readers would wait for it,
-        # and a client would time two tokens as one.
-        for part in (self._engine.prefill, self._engine.round):
-            self._hand_out(loop, [(update.request_id, update) for update in part()])
+        self._hand_out(loop, [(update.request_id, update) for update in self._engine.step()])
         return True
 
     def _hand_out(self, loop: asyncio.AbstractEventLoop, events: list[tuple[str, Event]]) -> None:
