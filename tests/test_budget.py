@@ -4,7 +4,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from eyas.engine.budget import choose, choose_plainly, most_probable, values_by_depth
@@ -30,6 +30,7 @@ def costs(rng: np.random.Generator, num_nodes: int) -> np.ndarray:
     return 1.0 + np.cumsum(rng.choice([0.0, 0.02, 0.3], size=num_nodes + 1))
 
 
+@example(seed=12974, B=5, k=3, num_levels=0, max_nodes=2, rate=2.0)  # two trees of equal worth
 @settings(max_examples=150, deadline=None)
 @given(
     st.integers(0, 10**6),

@@ -58,8 +58,8 @@ def choose(
     limit = min(best.size, len(ms_of_nodes) - 1)
     tokens = np.empty(limit + 1)
     tokens[0] = num_tokens
-    np.cumsum(best[:limit], out=tokens[1:])
-    tokens[1:] += num_tokens
+    tokens[1:] = best[:limit]
+    np.cumsum(tokens, out=tokens)  # in this order, so that a tie in worth is a tie for `choose_plainly` too
     ms = ms_of_nodes[: limit + 1] + fixed_ms
     n = int((tokens / ms if rate is None else tokens - rate * ms).argmax())
     kept = np.zeros(B * C, dtype=bool)
