@@ -1,4 +1,4 @@
-"""What holds for all tests: one thread per process, and no test fails for being slow.
+"""What holds for all tests: one thread per process, no test fails for being slow, and Triton without a GPU is interpreted.
 
 Tiny models gain nothing from threads, and on a busy machine two threads that wait for each other at every operator are
 many times slower than one. Set before torch is imported, and inherited by the processes that tests start.
@@ -7,9 +7,12 @@ many times slower than one. Set before torch is imported, and inherited by the p
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from hypothesis import settings
 
 os.environ["OMP_NUM_THREADS"] = "1"
+if not Path("/proc/driver/nvidia").exists():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported
 settings.register_profile("eyas", deadline=None)
 settings.load_profile("eyas")

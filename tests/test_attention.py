@@ -1,11 +1,20 @@
 """Every implementation of tree attention against the definition, on odd shapes; and what a row may not see, it does not see.
 
-The Triton kernel runs on the GPU where there is one, else in Triton's interpreter (conftest.py asks for it).
+The Triton kernel runs on the GPU where there is one, else in Triton's interpreter (conftest.py asks for it), which knows
+neither the compiler's rules nor its types: so it is compiled too, for a GPU that need not be there.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,11 +22,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.model.attention import TorchPlan, tree_attention, tree_attention_reference
+from eyas.model import attention
+from eyas.model.attention import AttentionPlan, TorchPlan, attention_plan, tree_attention, tree_attention_reference
 from eyas.model.rows import Rows, rows_of, slots_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PLANS = {"torch": TorchPlan.of}
+PLANS: dict[str, Callable[[Rows, int], AttentionPlan]] = {"torch": TorchPlan.of}
+if importlib.util.find_spec("triton") is not None:
+    triton_plan = importlib.import_module("eyas.model.triton_attention").TritonPlan
+    PLANS |= {"triton": triton_plan.of, "triton, keys split": partial(triton_plan, splits=3)}
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
@@ -143,7 +156,7 @@ parts = st.one_of(
 
 
 @pytest.mark.parametrize("name", PLANS)
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(parts=st.lists(parts, min_size=1, max_size=4), first_column=st.integers(0, 1), seed=st.integers(0, 999))
 def test_equals_the_definition_whatever_the_batch(name, parts, first_column, seed) -> None:
     rows = laid_out(parts, 16, first_column, seed, shuffled_rows=bool(seed % 2))
@@ -154,11 +167,11 @@ def test_equals_the_definition_whatever_the_batch(name, parts, first_column, see
 @pytest.mark.parametrize("first_column", [0, 1])
 @pytest.mark.parametrize("name", PLANS)
 def test_what_a_row_does_not_see_never_changes_it_to_the_bit(name, first_column, dtype, large) -> None:
-    rows = laid_out(MIXED, 16, first_column, seed=3)
-    q, kv = tensors(rows, 16, (2, 2, 64), dtype, seed=4)
+    rows = laid_out([Tree(15, 5), Prompt(0, 19), Tree(70, 7)], 16, first_column, seed=3)
+    q, kv = tensors(rows, 16, (1, 2, 64), dtype, seed=4)
     plan = PLANS[name](rows, 16)
     expected = tree_attention(q, kv, plan)
-    for m in (0, 4, 5, 24, 36, len(rows) - 1):  # the first and last of a tree, of a prompt, and nodes between
+    for m in (0, 5, 21, len(rows) - 1):  # a root, the first of a prompt and one inside it, and a leaf
         spoilt = torch.full_like(kv, large)
         spoilt[::2] *= -1
         own = torch.from_numpy(slots_seen(rows, 16, m)).to(DEVICE)
@@ -174,3 +187,28 @@ def test_a_row_that_sees_nothing_gets_zeros(name) -> None:
     mixed = tree_attention(q, kv, PLANS[name](rows, 16))
     assert not mixed[0].any()
     assert mixed[1:].any(-1).all()
+
+
+def test_the_plan_follows_the_device() -> None:
+    rows = laid_out(MIXED, 16, 0, seed=0)
+    expected = "TritonPlan" if DEVICE == "cuda" and len(PLANS) > 1 else "TorchPlan"
+    assert type(attention_plan(rows, 16)).__name__ == expected
+
+
+def test_without_triton_a_warning_comes_once(monkeypatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    attention._kernel_plan.cache_clear()
+    with pytest.warns(UserWarning, match="pip install triton"):
+        assert attention._kernel_plan() is None
+    assert attention._kernel_plan() is None  # a second warning would be an error
+    attention._kernel_plan.cache_clear()
+
+
+@pytest.mark.skipif(len(PLANS) == 1, reason="Triton is not installed")
+def test_the_kernels_compile_without_a_gpu(tmp_path) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    script = Path(__file__).parent / "compile_kernels.py"
+    result = subprocess.run([sys.executable, "-W", "error", script], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["_attend", "_attend", "_add_parts"]

@@ -4,13 +4,18 @@
     mixed = tree_attention(q, kv, plan)         per layer
 
 Which columns a row sees, `Rows` says. A row that sees nothing gets zeros. Here are the definition (float64, one row after
-the other) and the path by torch operators, for any device.
+the other) and the path by torch operators, for any device; `triton_attention` has the kernel that CUDA takes.
 
 Letters: M rows, B requests, N rows of one request, C columns, Hq and Hk query and key heads, D head dimension.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,12 +35,28 @@ class AttentionPlan(Protocol):
 
 def attention_plan(rows: Rows, page_size: int) -> AttentionPlan:
     """The plan of a forward over these rows, for the device they are on."""
+    if rows.page_table.is_cuda:
+        kernel_plan = _kernel_plan()
+        if kernel_plan is not None:
+            return kernel_plan(rows, page_size)
     return TorchPlan.of(rows, page_size)
 
 
 def tree_attention(q: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
     """q [M, Hq, D], kv [num_slots, 2, Hk, D] (a layer of a cache, the rows' own entries written) -> [M, Hq, D]."""
     return plan.attend(q, kv)
+
+
+@functools.cache
+def _kernel_plan() -> Callable[[Rows, int], AttentionPlan] | None:
+    """The plan of the Triton kernel; without Triton None, and a warning the first time."""
+    if importlib.util.find_spec("triton") is None:
+        warnings.warn(
+            "Triton is not installed: attention on CUDA takes the slower torch path (pip install triton)", stacklevel=3
+        )
+        return None
+    plan: Callable[[Rows, int], AttentionPlan] = importlib.import_module("eyas.model.triton_attention").TritonPlan.of
+    return plan
 
 
 def tree_attention_reference(q: torch.Tensor, kv: torch.Tensor, rows: Rows, page_size: int) -> torch.Tensor:
