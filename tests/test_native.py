@@ -1,0 +1,487 @@
+"""The native CPU path against transformers and the plain head, and against itself: a row's bits depend on the row alone."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from eyas.model import native
+from eyas.model.cache import PagedCache
+from eyas.model.config import HeadConfig, TargetConfig
+from eyas.model.native import NativeDraft, NativeTarget
+from eyas.model.outputs import Proposals
+from eyas.model.rows import Rows, prompt_rows, rows_of, slots_of
+from eyas.model.weights import read_tensors
+from tests.plain_eagle import Example, PlainHead
+from tests.tiny import tiny_target
+from tests.tiny_head import tiny_head
+
+needs_native = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 500.0,
+}
+SHAPES = {
+    "llama": {},
+    "bf16 weights": {"dtype": "bfloat16"},
+    "tied": {"tie_word_embeddings": True},
+    "MHA, head of 64": {"num_key_value_heads": 4, "head_dim": 64},
+    "GQA of 3, odd sizes": {
+        "hidden_size": 42,
+        "intermediate_size": 74,
+        "vocab_size": 331,
+        "num_attention_heads": 6,
+        "head_dim": 48,
+    },
+    "GQA of 8, head of 80": {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 80},
+    "long products": {"intermediate_size": 1200, "initializer_range": 0.1},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "llama3 rope": {"rope_parameters": LLAMA3_ROPE},
+    "linear rope": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
+    "qwen2": {"family": "qwen2", "head_dim": 16, "hidden_size": 64},
+    "qwen3": {"family": "qwen3"},
+    "mistral": {"family": "mistral"},
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TAPS = (1, 3, 4)
+T, PAGE_SIZE, PAGES = 21, 4, 32
+TOKENS = [int(token) for token in torch.randint(3, 320, (T,), generator=torch.Generator().manual_seed(1))]
+STRAIGHT = np.arange(PAGES, dtype=np.int32)[None]
+SHUFFLED = np.random.default_rng(0).permutation(PAGES).astype(np.int32)[None]
+
+
+@functools.cache
+def folder_of(shape: str) -> Path:
+    return tiny_target(Path(tempfile.mkdtemp(prefix="eyas-test-")), **SHAPES[shape])
+
+
+@functools.cache
+def target_of(shape: str, dtype: str) -> NativeTarget:
+    folder = folder_of(shape)
+    return NativeTarget(TargetConfig.from_folder(folder), read_tensors(folder), DTYPES[dtype])
+
+
+def new_cache(shape: str, dtype: str) -> PagedCache:
+    config = TargetConfig.from_folder(folder_of(shape))
+    heads = (config.num_key_value_heads, config.head_dim)
+    return PagedCache(config.num_hidden_layers, PAGES, PAGE_SIZE, heads, DTYPES[dtype])
+
+
+def chunk(tokens: list[int], start: int, page_table: np.ndarray = STRAIGHT, first_column: int = 0) -> Rows:
+    return prompt_rows([tokens], [start], page_table, PAGE_SIZE, "cpu", first_column)
+
+
+def tree_rows(
+    tokens: list[int], parents: list[int], prefix: int, page_table: np.ndarray = STRAIGHT, first_column: int = 0
+) -> Rows:
+    """Nodes of one tree behind a prefix: node i lies in column prefix + i; parents[i] is an earlier node or -1."""
+    seen, depths = [], []
+    for i, parent in enumerate(parents):
+        seen.append((seen[parent] if parent >= 0 else 0) | 1 << i)
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    N = len(tokens)
+    request, column = np.zeros(N, dtype=np.int64), prefix + np.arange(N)
+    position = prefix - first_column + np.array(depths)
+    slot = slots_of(page_table, request, column, PAGE_SIZE)
+    bits = np.array(seen, dtype=np.uint64).view(np.int64)
+    full = np.full(N, prefix, dtype=np.int64)
+    return rows_of(np.array(tokens), request, position, slot, full, bits, page_table, "cpu", first_column)
+
+
+def run(target: NativeTarget, cache: PagedCache, rows: Rows) -> tuple[Tensor, Tensor]:
+    """Copies of aux_hidden and logits of all rows."""
+    output = target.forward(rows, cache, TAPS)
+    assert output.aux_hidden is not None
+    assert torch.equal(output.best, output.logits.argmax(-1))
+    return output.aux_hidden.clone(), output.logits.clone()
+
+
+@functools.cache
+def one_by_one(shape: str, dtype: str) -> tuple[Tensor, Tensor]:
+    """aux_hidden and logits of TOKENS, each token in a forward of its own."""
+    target, cache = target_of(shape, dtype), new_cache(shape, dtype)
+    outputs = [run(target, cache, chunk([token], place)) for place, token in enumerate(TOKENS)]
+    return torch.cat([aux for aux, _ in outputs]), torch.cat([logits for _, logits in outputs])
+
+
+# Values
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_target_is_transformers(shape: str, dtype: str):
+    stored = AutoModelForCausalLM.from_pretrained(folder_of(shape), dtype=DTYPES[dtype]).eval()
+    exact = AutoModelForCausalLM.from_pretrained(folder_of(shape), dtype=DTYPES[dtype]).double().eval()
+    aux_hidden, logits = run(target_of(shape, dtype), new_cache(shape, dtype), chunk(TOKENS, 0))
+    errors = []
+    for model in (stored, exact):
+        with torch.inference_mode():
+            plain = model(torch.tensor([TOKENS]), output_hidden_states=True)
+        expected = torch.cat([plain.logits[0], *(plain.hidden_states[layer + 1][0] for layer in TAPS)], dim=-1).double()
+        errors.append(torch.cat([logits, aux_hidden], dim=-1).double() - expected)
+    theirs = float((errors[1] - errors[0]).norm())  # what PyTorch is off by in this precision; its sums are shorter
+    assert float(errors[1].norm()) < 3 * theirs
+
+
+@needs_native
+def test_float32_model_of_bfloat16_numbers_is_stored_as_such_and_computed_in_float32():
+    narrow, wide = target_of("bf16 weights", "float32"), target_of("llama", "float32")
+    assert narrow.num_bytes * 2 == wide.num_bytes
+
+
+@needs_native
+def test_positions_beyond_the_first_table(monkeypatch):
+    folder = folder_of("llama")
+    monkeypatch.setattr(native, "FIRST_POSITIONS", 2)
+    grown = NativeTarget(TargetConfig.from_folder(folder), read_tensors(folder), torch.float32)
+    assert torch.equal(run(grown, new_cache("llama", "float32"), chunk(TOKENS, 0))[1], one_by_one("llama", "float32")[1])
+
+
+# Bits
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", ["llama", "MHA, head of 64", "GQA of 3, odd sizes", "GQA of 8, head of 80", "long products"])
+@pytest.mark.parametrize(("sizes", "page_table", "threads"), [([21], STRAIGHT, 2), ([2, 3, 7, 9], SHUFFLED, 1)])
+def test_chunks_give_the_bits_of_single_tokens(shape: str, dtype: str, sizes: list[int], page_table: np.ndarray, threads: int):
+    target, cache = target_of(shape, dtype), new_cache(shape, dtype)
+    target.set_threads(threads)
+    done, outputs = 0, []
+    for size in sizes:
+        outputs.append(run(target, cache, chunk(TOKENS[done : done + size], done, page_table)))
+        done += size
+    aux_hidden, logits = one_by_one(shape, dtype)
+    assert torch.equal(torch.cat([aux for aux, _ in outputs]), aux_hidden)
+    assert torch.equal(torch.cat([logits for _, logits in outputs]), logits)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", ["llama", "MHA, head of 64", "GQA of 3, odd sizes", "GQA of 8, head of 80"])
+@pytest.mark.parametrize("prefix", [1, 12, 13])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_path_in_a_tree_gives_the_bits_of_plain_decoding(shape: str, dtype: str, prefix: int, threads: int):
+    target, cache = target_of(shape, dtype), new_cache(shape, dtype)
+    target.set_threads(threads)
+    run(target, cache, chunk(TOKENS[:prefix], 0, SHUFFLED))
+    path = TOKENS[prefix : prefix + 6]
+    tokens = [path[0], 7, path[1], 9, path[2], 11, path[3], path[4], 13, path[5]]
+    parents = [-1, 0, 0, 1, 2, 2, 4, 6, 7, 7]
+    on_path = [0, 2, 4, 6, 7, 9]
+    aux_hidden, logits = run(target, cache, tree_rows(tokens, parents, prefix, SHUFFLED))
+    plain_aux, plain_logits = one_by_one(shape, dtype)
+    assert torch.equal(aux_hidden[on_path], plain_aux[prefix : prefix + 6])
+    assert torch.equal(logits[on_path], plain_logits[prefix : prefix + 6])
+
+
+@needs_native
+def test_all_64_bits_of_a_tree():
+    target, cache = target_of("llama", "bfloat16"), new_cache("llama", "bfloat16")
+    tokens = [token % 320 for token in range(65)]
+    plain = run(target, cache, chunk(tokens, 0))[1]
+    run(target, cache, chunk(tokens[:1], 0, SHUFFLED))
+    chain = run(target, cache, tree_rows(tokens[1:], list(range(-1, 63)), 1, SHUFFLED))[1]
+    assert torch.equal(chain, plain[1:])
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_batch_of_requests_gives_the_bits_of_each_alone(dtype: str):
+    target, cache = target_of("llama", dtype), new_cache("llama", dtype)
+    page_table = SHUFFLED.reshape(4, -1)
+    starts = [0, 3, 5, 2]
+    run(target, cache, prompt_rows([TOKENS[:start] or [1] for start in starts], [0] * 4, page_table, PAGE_SIZE, "cpu"))
+    parts = [TOKENS[start : start + 1 + b] for b, start in enumerate(starts)]
+    logits = run(target, cache, prompt_rows(parts, starts, page_table, PAGE_SIZE, "cpu"))[1]
+    plain = one_by_one("llama", dtype)[1]
+    expected = torch.cat([plain[start : start + 1 + b] for b, start in enumerate(starts)])
+    assert torch.equal(logits, expected)
+
+
+@needs_native
+def test_rows_whose_logits_are_asked_for():
+    target, cache = target_of("llama", "float32"), new_cache("llama", "float32")
+    plain_aux, plain_logits = one_by_one("llama", "float32")
+    for wanted in ([], [20], [3, 3, 0], list(range(12))):
+        output = target.forward(chunk(TOKENS, 0), cache, TAPS, torch.tensor(wanted, dtype=torch.int64))
+        assert output.logits.shape == (len(wanted), 320)
+        assert torch.equal(output.logits, plain_logits[wanted])
+        assert torch.equal(output.best, plain_logits[wanted].argmax(-1))
+        assert output.aux_hidden is not None
+        assert torch.equal(output.aux_hidden, plain_aux)
+    assert target.forward(chunk(TOKENS, 0), cache).aux_hidden is None
+
+
+@needs_native
+def test_of_equal_logits_the_smallest_id_is_best():
+    folder = folder_of("llama")
+    tensors = read_tensors(folder)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:80].repeat(4, 1)
+    target = NativeTarget(TargetConfig.from_folder(folder), tensors, torch.float32)
+    output = target.forward(chunk(TOKENS, 0), new_cache("llama", "float32"))
+    first = [int((row == row.max()).nonzero()[0]) for row in output.logits]
+    assert output.best.tolist() == first
+    assert max(first) < 80
+
+
+# Guards
+
+
+@needs_native
+def test_what_is_not_there_is_refused():
+    target, cache = target_of("llama", "float32"), new_cache("llama", "float32")
+    with pytest.raises(IndexError, match="vocabulary"):
+        target.forward(chunk([320], 0), cache)
+    with pytest.raises(IndexError, match="slot"):
+        target.forward(chunk([1], 0, STRAIGHT + PAGES), cache)
+    with pytest.raises(IndexError, match="logits_of"):
+        target.forward(chunk([1], 0), cache, None, torch.tensor([1]))
+    rows = chunk([1], 0)
+    rows.position[0] = -1
+    with pytest.raises(IndexError, match="position"):
+        target.forward(rows, cache)
+    beyond = chunk([1], 0)
+    beyond.prefix_len[0] = PAGES * PAGE_SIZE + 1
+    with pytest.raises(IndexError, match="prefix"):
+        target.forward(beyond, cache)
+
+
+@needs_native
+def test_two_decoders_on_two_python_threads():
+    targets = [NativeTarget(TargetConfig.from_folder(folder_of("llama")), read_tensors(folder_of("llama")), torch.float32)] * 1
+    targets.append(target_of("llama", "float32"))
+    expected = one_by_one("llama", "float32")[1]
+    for target in targets:
+        target.set_threads(2)
+
+    def decode(target: NativeTarget) -> bool:
+        cache = new_cache("llama", "float32")
+        return all(torch.equal(run(target, cache, chunk(TOKENS, 0))[1], expected) for _ in range(20))
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(decode, targets)) == [True, True]
+
+
+@needs_native
+def test_a_forked_child_has_threads_of_its_own():
+    target = target_of("llama", "float32")
+    target.set_threads(2)
+    expected = run(target, new_cache("llama", "float32"), chunk(TOKENS, 0))[1]
+    child = os.fork()
+    if child == 0:
+        same = torch.equal(run(target, new_cache("llama", "float32"), chunk(TOKENS, 0))[1], expected)
+        os._exit(0 if same else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_why_there_is_no_native_path(monkeypatch, tmp_path):
+    monkeypatch.setenv("EYAS_NATIVE", "0")
+    assert native.unavailable() == "EYAS_NATIVE=0 turns it off"
+    load = native._loaded.__wrapped__
+    monkeypatch.setattr(native, "_cpu", lambda: "some processor avx2")
+    assert load()[1] == "the processor has no avx512bw, avx512dq, avx512f, avx512vl"
+    monkeypatch.setattr(native, "_cpu", lambda: " ".join(native.NEEDED))
+    monkeypatch.setenv("EYAS_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "false")
+    assert "failed" in str(load()[1])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert load()[1] == "there is no C++ compiler (g++)"
+
+
+# The draft
+
+FLAGS = [
+    {},
+    {"norm_before_residual": True},
+    {"norm_before_fc": True},
+    {"fc_norm": True},
+    {"norm_output": True},
+    {"norm_before_residual": True, "norm_before_fc": True, "fc_norm": True, "norm_output": True},
+]
+
+
+@functools.cache
+def head_of(flags: tuple[str, ...] = ()) -> tuple[HeadConfig, dict[str, Tensor]]:
+    return tiny_head(folder_of("llama"), **dict.fromkeys(flags, True))
+
+
+def draft_of(flags: tuple[str, ...], dtype: str, **others: Tensor) -> NativeDraft:
+    config, tensors = head_of(flags)
+    target = read_tensors(folder_of("llama"))
+    tensors = {**tensors, **others}
+    return NativeDraft(config, tensors, target["model.embed_tokens.weight"], target["lm_head.weight"], DTYPES[dtype])
+
+
+def draft_cache(dtype: str) -> PagedCache:
+    config, _ = head_of()
+    return PagedCache(1, PAGES, PAGE_SIZE, (config.num_key_value_heads, config.head_dim), DTYPES[dtype])
+
+
+def features(dtype: str) -> Tensor:
+    return torch.randn(T, 3 * 32, generator=torch.Generator().manual_seed(2)).to(DTYPES[dtype])
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("flags", [tuple(flags) for flags in FLAGS], ids=" ".join)
+def test_extend_step_and_proposals_are_the_plain_heads(flags: tuple[str, ...], dtype: str):
+    config, tensors = head_of(flags)
+    rounded = {name: tensor.to(DTYPES[dtype]).double() for name, tensor in tensors.items() if tensor.is_floating_point()}
+    embed = read_tensors(folder_of("llama"))["model.embed_tokens.weight"].to(DTYPES[dtype]).double()
+    draft, cache, aux = draft_of(flags, dtype), draft_cache(dtype), features(dtype)
+    plain, example = PlainHead(rounded, config), Example(TOKENS, [], aux.double(), aux.double())
+    expected = plain.unroll(example, embed, 11, 3, lambda step, _: TOKENS[12 + step])
+    h = draft.extend(chunk(TOKENS[1:13], 1, first_column=1), aux[:12], cache)
+    states = [h[-1:]]
+    for step in range(2):
+        states.append(draft.step(chunk(TOKENS[13 + step : 14 + step], 13 + step, first_column=1), states[-1], cache))
+    share = 2e-5 if dtype == "float32" else 0.1
+    for ours, theirs in zip(states, expected, strict=True):
+        assert float((ours[0] - theirs).norm() / theirs.norm()) < share
+    ids, log_probs = draft.proposals(torch.cat(states), 5)
+    for r, theirs in enumerate(expected):
+        best, order = plain.logits(theirs).log_softmax(-1).topk(5)
+        assert torch.allclose(log_probs[r].double(), best, atol=1e-4 if dtype == "float32" else 0.3)
+        if dtype == "float32":
+            assert ids[r].tolist() == (order + tensors["d2t"][order]).tolist()
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_drafts_rows_depend_on_nothing_beside_them(dtype: str):
+    draft, aux = draft_of(("norm_before_residual", "fc_norm"), dtype), features(dtype)
+    together = draft.extend(chunk(TOKENS[1:], 1, first_column=1), aux[:-1], draft_cache(dtype))
+    draft.set_threads(2)
+    cache = draft_cache(dtype)
+    alone = [
+        draft.extend(chunk([token], c, SHUFFLED, first_column=1), aux[c - 1 : c], cache)
+        for c, token in enumerate(TOKENS[1:], 1)
+    ]
+    assert torch.equal(torch.cat(alone), together)
+    ids, log_probs = draft.proposals(together, 4)
+    for r in range(len(together)):
+        one_id, one_log_prob = draft.proposals(together[r : r + 1], 4)
+        assert torch.equal(one_id[0], ids[r])
+        assert torch.equal(one_log_prob[0], log_probs[r])
+
+
+@needs_native
+def test_of_equal_proposals_the_smaller_draft_id_goes_first():
+    lm_head = head_of()[1]["lm_head.weight"].clone()
+    lm_head[32:] = lm_head[:32]
+    draft = draft_of((), "float32", **{"lm_head.weight": lm_head, "d2t": torch.zeros(64, dtype=torch.int64)})
+    ids, log_probs = draft.proposals(torch.randn(7, 32, generator=torch.Generator().manual_seed(0)), 6)
+    assert torch.equal(ids[:, 1::2], ids[:, ::2] + 32)
+    assert torch.equal(log_probs[:, 1::2], log_probs[:, ::2])
+
+
+@needs_native
+def test_a_head_with_embeddings_and_without_lm_head():
+    config, tensors = head_of()
+    config = config.model_copy(update={"draft_vocab_size": 320})
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in ("lm_head.weight", "d2t", "t2d")}
+    target = read_tensors(folder_of("llama"))
+    embed, lm_head = target["model.embed_tokens.weight"], target["lm_head.weight"]
+    with_both = {**tensors, "embed_tokens.weight": embed, "lm_head.weight": lm_head}
+    own = NativeDraft(config, with_both, embed * 0, lm_head * 0, torch.float32)
+    shared = NativeDraft(config, tensors, embed, lm_head, torch.float32)
+    rows, aux = chunk(TOKENS[1:9], 1, first_column=1), features("float32")[:8]
+    h = own.extend(rows, aux, draft_cache("float32"))
+    assert torch.equal(h, shared.extend(rows, aux, draft_cache("float32")))
+    ids, log_probs = own.proposals(h, 3)
+    assert torch.equal(ids, shared.proposals(h, 3)[0])
+    plain = PlainHead({**tensors, "lm_head.weight": lm_head}, config)
+    best, expected = torch.stack([plain.logits(row) for row in h]).log_softmax(-1).topk(3)
+    assert torch.equal(ids, expected)
+    assert torch.allclose(log_probs, best, atol=1e-5)
+
+
+def grown_plainly(
+    draft: NativeDraft,
+    lens: list[int],
+    h_BH: Tensor,
+    first: tuple[Tensor, Tensor],
+    page_table: np.ndarray,
+    cache: PagedCache,
+    growth: tuple[int, int],
+    thresholds: list[float],
+) -> Proposals:
+    """The same growth as lists, one node's forward at a time."""
+    K, k = growth
+    B = len(lens)
+    tokens, scores = first[0].tolist(), [[np.float32(score) for score in row] for row in first[1].tolist()]
+    parents, depths = [[-1] * k for _ in range(B)], [1] * k
+    frontiers = [[(j, 1 << j, h_BH[b : b + 1]) for j in range(k)] for b in range(B)]  # candidate, seen, the parent's state
+    for level in range(K - 1):
+        if sum(math.exp(max(scores[b][node] for node, _, _ in frontiers[b])) for b in range(B)) < thresholds[level]:
+            break
+        depths += [level + 2] * (k * k)
+        for b in range(B):
+            start, children = len(tokens[b]), []
+            for j, (node, seen, h) in enumerate(frontiers[b]):
+                column = lens[b] + 1 + level * k + j
+                slot = page_table[b, column // PAGE_SIZE] * PAGE_SIZE + column % PAGE_SIZE
+                fields = (tokens[b][node], b, lens[b] + level, slot, lens[b] + 1, seen)
+                arrays = [np.array([value], dtype=np.int64) for value in fields]
+                own = draft.step(rows_of(*arrays, page_table, "cpu", 1), h, cache)
+                ids, log_probs = draft.proposals(own, k)
+                for i in range(k):
+                    children.append((seen, own))
+                    tokens[b].append(int(ids[0, i]))
+                    scores[b].append(scores[b][node] + np.float32(log_probs[0, i]))
+                    parents[b].append(node)
+            order = sorted(range(k * k), key=lambda i, b=b, start=start: (-scores[b][start + i], i))[:k]
+            bits = [1 << ((level + 1) * k + place) for place in range(k)]
+            best = zip(sorted(order), bits, strict=True)
+            frontiers[b] = [(start + i, children[i][0] | bit, children[i][1]) for i, bit in best]
+    return Proposals(np.array(tokens), np.array(scores, dtype=np.float32), np.array(parents), np.array(depths))
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("growth", "least"), [((4, 3), 0.0), ((6, 1), 0.0), ((3, 6), 0.0), ((1, 4), 0.0), ((5, 2), 0.4)])
+@pytest.mark.parametrize("flags", [(), ("norm_output",)], ids=" ".join)
+def test_propose_is_the_plain_growth_to_the_bit(dtype: str, growth: tuple[int, int], least: float, flags: tuple[str, ...]):
+    draft, cache, aux = draft_of(flags, dtype), draft_cache(dtype), features(dtype)
+    draft.set_threads(2)
+    page_table, lens = SHUFFLED.reshape(2, -1), [7, 12]
+    h = torch.cat(
+        [
+            draft.extend(prompt_rows([TOKENS[1 : n + 1]], [1], page_table[b : b + 1], PAGE_SIZE, "cpu", 1), aux[:n], cache)[-1:]
+            for b, n in enumerate(lens)
+        ]
+    )
+    first = draft.proposals(h, growth[1])
+    thresholds = [least] * (growth[0] - 1)
+    ours = draft.propose(lens, h, *first, page_table, cache, growth, thresholds)
+    plain = grown_plainly(draft, lens, h, first, page_table, cache, growth, thresholds)
+    assert np.array_equal(ours.tokens, plain.tokens)
+    assert np.array_equal(ours.scores, plain.scores)
+    assert np.array_equal(ours.parents, plain.parents)
+    assert np.array_equal(ours.depths, plain.depths)
+    if least > 0:
+        assert len(ours.depths) < 2 + 4 * 4  # so high a threshold ends the growth early
+
+
+@needs_native
+def test_proposing_where_no_page_is():
+    draft, cache = draft_of((), "float32"), draft_cache("float32")
+    first = draft.proposals(torch.ones(1, 32), 2)
+    with pytest.raises(IndexError, match="page"):
+        draft.propose([PAGES * PAGE_SIZE - 1], torch.ones(1, 32), *first, STRAIGHT, cache, (3, 2), [0.0, 0.0])
