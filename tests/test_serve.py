@@ -195,7 +195,7 @@ def test_many_at_once_get_the_answers_they_get_alone(client, truth):
 @pytest.fixture(scope="module")
 def speculating(folder, chat, tmp_path_factory):
     head = head_folder(folder, tmp_path_factory.mktemp("heads") / "head")
-    config = EngineConfig(max_batch=4, max_length=MAX_LENGTH, num_draft_steps=2, tree_topk=2, num_verify_tokens=4)
+    config = EngineConfig(max_batch=4, max_length=MAX_LENGTH, speculation="fixed(2,2,4)")
     with served(Engine.load(folder, head, config=config), chat, has_head=True) as client:
         yield client
 

@@ -9,8 +9,9 @@ from scipy.stats import chisquare
 
 from eyas.engine.request import SamplingParams
 from eyas.engine.sampling import adjusted_probs, draw
-from eyas.engine.tree import Candidates, Tree
+from eyas.engine.tree import Tree, best_candidates, tree_of
 from eyas.engine.verify import accept
+from eyas.model.outputs import Proposals
 
 VOCAB = 5
 
@@ -30,6 +31,7 @@ def random_tree(rng: np.random.Generator, size: int) -> Tree:
             tree.tokens.append(int(rng.choice(free)))
             tree.parents.append(parent)
             tree.depths.append(tree.depths[parent] + 1)
+            tree.seen.append(tree.seen[parent] | 1 << len(tree.seen))
     return tree
 
 
@@ -105,7 +107,7 @@ def test_a_wrong_rule_would_fail_the_chi_square() -> None:
 
 
 def test_greedy_accepts_the_longest_agreeing_path() -> None:
-    tree = Tree([9, 1, 2, 3, 4], [-1, 0, 0, 2, 3], [0, 1, 1, 2, 3])
+    tree = Tree([9, 1, 2, 3, 4], [-1, 0, 0, 2, 3], [0, 1, 1, 2, 3], [1, 3, 5, 13, 29])
     choices = {0: 2, 2: 3, 3: 7}
     assert accept(tree.tokens, tree.parents, choices.__getitem__) == ([2, 3], [2, 3, 7])
     assert accept([5], [-1], lambda node: 8) == ([], [8])
@@ -133,12 +135,30 @@ def test_draw_never_gives_an_impossible_token() -> None:
 
 @given(st.data())
 def test_the_kept_tree_hangs_together_and_holds_the_best_paths(data: st.DataObject) -> None:
-    candidates = Candidates()
-    log_prob = st.floats(-4, 0)
-    candidates.expand(-1, [1, 2, 3], data.draw(st.lists(log_prob, min_size=3, max_size=3)))
-    for parent in range(3):
-        candidates.expand(parent, [4, 5], data.draw(st.lists(log_prob, min_size=2, max_size=2)))
-    tree = candidates.tree(root=0, num_verify_tokens=data.draw(st.integers(2, 12)))
-    assert tree.parents[0] == -1
+    """Two levels of three: children never score above their parents, ties included."""
+    log_prob = st.sampled_from([0.0, -0.5, -1.0, -2.5])
+    first = data.draw(st.lists(log_prob, min_size=3, max_size=3))
+    second = [first[place // 3] + data.draw(log_prob) for place in range(9)]
+    scores = np.array([first + second], dtype=np.float32)
+    parents = np.array([[-1] * 3 + [0] * 3 + [1] * 3 + [2] * 3], dtype=np.int32)
+    tokens = np.arange(12, dtype=np.int64)[None]
+    proposals = Proposals(tokens, scores, parents, np.array([1] * 3 + [2] * 9, dtype=np.int32))
+    count = data.draw(st.integers(1, 12))
+    kept = best_candidates(scores[0], count)
+    assert sorted(scores[0][kept]) == sorted(scores[0])[-count:]
+    tree = tree_of(99, proposals, 0, kept)
+    assert (tree.tokens[0], tree.parents[0], len(tree)) == (99, -1, count + 1)
     assert all(0 <= parent < node for node, parent in enumerate(tree.parents) if node)
     assert all(tree.depths[node] == tree.depths[parent] + 1 for node, parent in enumerate(tree.parents) if node)
+    assert all(
+        tree.seen[node] == sum(1 << other for other in range(node + 1) if other in ancestors(tree, node))
+        for node in range(len(tree))
+    )
+
+
+def ancestors(tree: Tree, node: int) -> set[int]:
+    found = set()
+    while node >= 0:
+        found.add(node)
+        node = tree.parents[node]
+    return found

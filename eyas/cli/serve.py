@@ -19,10 +19,13 @@ def command(
     head: Annotated[str | None, typer.Option(help="folder of a head in any form; without one, plain decoding")] = None,
     host: Annotated[str | None, typer.Option(help="address to listen on (127.0.0.1)")] = None,
     port: Annotated[int | None, typer.Option(help="port; 0 takes a free one (8000)")] = None,
+    speculation: Annotated[str | None, typer.Option(help="off, auto, or fixed(steps,branches,nodes) (auto)")] = None,
     run_file: RunFile = None,
     overrides: Overrides = None,
 ) -> None:
     """Serve /v1/chat/completions until interrupted; the output is the target's own, with a head or without."""
+    if speculation is not None:
+        overrides = [*(overrides or []), f"engine.speculation='{speculation}'"]
     config = stage_config(ServeConfig, "serve", run_file, overrides, target=target, head=head, host=host, port=port)
     log_to_stderr()
     with suppress(KeyboardInterrupt):  # how a server ends: running requests were finished before it is raised

@@ -192,17 +192,9 @@ class _Growing:
         column = (starts_B[:, None] + 1 + place).ravel()
         request = np.repeat(np.arange(B), k)
         tokens = np.concatenate(self._tokens, axis=1)[self._requests, self._frontier_Bk].ravel()
-        return rows_of(
-            tokens,
-            request,
-            np.repeat(starts_B + level, k),
-            slots_of(page_table, request, column, page_size),
-            np.repeat(starts_B + 1, k),
-            self._seen_Bk.ravel(),
-            page_table,
-            device,
-            first_column=1,
-        )
+        slot = slots_of(page_table, request, column, page_size)
+        arrays = tokens, request, np.repeat(starts_B + level, k), slot, np.repeat(starts_B + 1, k), self._seen_Bk.ravel()
+        return rows_of(arrays, page_table, device, first_column=1)
 
     def grow(self, ids: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
         """Add the k children of every frontier node; returns which rows of the forward the next frontier's parents are in."""

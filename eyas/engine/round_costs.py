@@ -58,7 +58,7 @@ def _measured(rounds: Rounds) -> CostTable:
         column = length + np.arange(M, dtype=np.int64) % (num_slots - length)
         nothing = np.zeros(M, dtype=np.int64)
         prefix = np.full(M, length, dtype=np.int64)
-        return rows_of(nothing, nothing, prefix, column, prefix, nothing, table, target.device, first_column)
+        return rows_of((nothing, nothing, prefix, column, prefix, nothing), table, target.device, first_column)
 
     def forward(M: int) -> None:
         target.forward(rows(M, 0), rounds.cache, draft.config.taps).best.tolist()

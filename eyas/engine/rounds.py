@@ -209,16 +209,15 @@ class Rounds:
         request_M = np.asarray(request, dtype=np.int64)
         prefix_M = lens[request_M]
         column_M = prefix_M + np.asarray(node, dtype=np.int64)
-        rows = rows_of(
+        arrays = (
             np.asarray(token, dtype=np.int64),
             request_M,
             prefix_M + np.asarray(depth, dtype=np.int64),
             slots_of(job.page_table, request_M, column_M, self.cache.page_size),
             prefix_M,
             np.asarray(seen, dtype=np.uint64).view(np.int64),
-            job.page_table,
-            self._device,
         )
+        rows = rows_of(arrays, job.page_table, self._device)
         return rows, starts
 
     def _draw(self, running: Running, best: list[int], logits: torch.Tensor, row: int) -> int:

@@ -23,6 +23,9 @@ import torch
 
 MAX_TREE_COLUMNS = 64
 
+# token, request, position, slot, prefix_len, seen: int64 [M] each, contiguous
+RowArrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -70,25 +73,15 @@ def prompt_rows(
     token = np.concatenate([np.asarray(row, dtype=np.int64) for row in tokens])
     slot = slots_of(page_table, request, column, page_size)
     seen = np.zeros(len(column), dtype=np.int64)
-    return rows_of(token, request, column - first_column, slot, column + 1, seen, page_table, device, first_column)
+    return rows_of((token, request, column - first_column, slot, column + 1, seen), page_table, device, first_column)
 
 
-def rows_of(
-    token: np.ndarray,
-    request: np.ndarray,
-    position: np.ndarray,
-    slot: np.ndarray,
-    prefix_len: np.ndarray,
-    seen: np.ndarray,
-    page_table: np.ndarray,
-    device: str,
-    first_column: int = 0,
-) -> Rows:
-    """Rows from arrays (int64, contiguous), moved to the device."""
+def rows_of(arrays: RowArrays, page_table: np.ndarray, device: str, first_column: int = 0) -> Rows:
+    """Rows from their six arrays, in the order of the fields of Rows, moved to the device."""
 
     def moved(array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(array)
         return tensor if device == "cpu" else tensor.to(device, non_blocking=True)
 
-    arrays = (token, request, position, slot, prefix_len, seen, page_table)
-    return Rows(*map(moved, arrays), first_column)
+    token, request, position, slot, prefix_len, seen = map(moved, arrays)
+    return Rows(token, request, position, slot, prefix_len, seen, moved(page_table), first_column)

@@ -79,11 +79,12 @@ class Target:
         check_tensors(config, tensors)
         stored_head = tensors["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
         self.lm_head_sha256 = tensor_sha256(stored_head)
-        self._tensors = {name: tensor.to(device, self.dtype) for name, tensor in tensors.items()}
-        self.embed_tokens = self._tensors["model.embed_tokens.weight"]
-        self.lm_head = self.embed_tokens if config.tie_word_embeddings else self._tensors["lm_head.weight"]
+        self._tensors = tensors  # as stored, mapped from the files: another precision is made where it is needed
+        cast = self._cast()
+        self.embed_tokens = cast["model.embed_tokens.weight"]
+        self.lm_head = self.embed_tokens if config.tie_word_embeddings else cast["lm_head.weight"]
         self.is_native = native and device == "cpu" and self.dtype != torch.float16 and unavailable() is None
-        self._native = NativeTarget(config, self._tensors, self.dtype) if self.is_native else None
+        self._native = NativeTarget(config, cast, self.dtype) if self.is_native else None
 
     @classmethod
     def load(cls, folder: str | Path, dtype: str = "float32", device: str = "cpu", native: bool = True) -> Target:
@@ -98,7 +99,11 @@ class Target:
     @cached_property
     def layers(self) -> Layers:
         """The decoder in PyTorch operators, laid out when it is first asked for."""
-        return Layers(self.config, self._tensors, self.lm_head)
+        return Layers(self.config, self._cast(), self.lm_head)
+
+    def _cast(self) -> dict[str, torch.Tensor]:
+        """The tensors in this target's precision and on its device."""
+        return {name: tensor.to(self.device, self.dtype) for name, tensor in self._tensors.items()}
 
     def new_cache(self, num_pages: int, page_size: int = PAGE_SIZE) -> PagedCache:
         heads = (self.config.num_key_value_heads, self.config.head_dim)
