@@ -99,7 +99,7 @@ def tree_rows(
     slot = slots_of(page_table, request, column, PAGE_SIZE)
     bits = np.array(seen, dtype=np.uint64).view(np.int64)
     full = np.full(N, prefix, dtype=np.int64)
-    return rows_of(np.array(tokens), request, position, slot, full, bits, page_table, "cpu", first_column)
+    return rows_of((np.array(tokens), request, position, slot, full, bits), page_table, "cpu", first_column)
 
 
 def run(target: NativeTarget, cache: PagedCache, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -439,7 +439,7 @@ def grown_plainly(
                 slot = page_table[b, column // PAGE_SIZE] * PAGE_SIZE + column % PAGE_SIZE
                 fields = (tokens[b][node], b, lens[b] + level, slot, lens[b] + 1, seen)
                 arrays = [np.array([value], dtype=np.int64) for value in fields]
-                own = draft.step(rows_of(*arrays, page_table, "cpu", 1), h, cache)
+                own = draft.step(rows_of(tuple(arrays), page_table, "cpu", 1), h, cache)
                 ids, log_probs = draft.proposals(own, k)
                 for i in range(k):
                     children.append((seen, own))
