@@ -58,7 +58,7 @@ def rows_of_case(case: Case, device: str) -> Rows:
     M = case.B * case.N
     unused, prefix_len = np.zeros(M, dtype=np.int64), np.full(M, case.prefix, dtype=np.int64)
     request = np.repeat(np.arange(case.B, dtype=np.int64), case.N)
-    return rows_of(unused, request, unused, unused, prefix_len, seen.view(np.int64).ravel(), page_table, device)
+    return rows_of((unused, request, unused, unused, prefix_len, seen.view(np.int64).ravel()), page_table, device)
 
 
 def dense_attention(q: torch.Tensor, kv: torch.Tensor, rows: Rows, case: Case) -> Callable[[], torch.Tensor]:

@@ -106,7 +106,7 @@ def laid_out(parts: Parts, page_size: int, first_column: int, seed: int, shuffle
     for b, count in enumerate(pages):
         page_table[b, :count], free = free[:count], free[count:]
     unused = np.zeros(len(request), dtype=np.int64)
-    return rows_of(unused, request_M, unused, unused, prefix_len_M, seen_M, page_table, DEVICE, first_column)
+    return rows_of((unused, request_M, unused, unused, prefix_len_M, seen_M), page_table, DEVICE, first_column)
 
 
 def tensors(rows: Rows, page_size: int, heads: tuple[int, int, int], dtype: torch.dtype, seed: int):
