@@ -95,7 +95,7 @@ class Scheduler:
     def settle(self, outcome: Outcome) -> bool:
         """Take note of what a job did. False when the sample has left in the meantime."""
         running = outcome.running
-        if running.slot < 0:
+        if not running.pages:
             return False
         running.num_in_flight -= 1
         running.length = outcome.num_cached
@@ -200,7 +200,7 @@ class Scheduler:
         self._running.remove(running)
         self._pool.release(running.pages)
         self._free_slots.append(running.slot)
-        running.pages, running.slot, running.num_in_flight = [], -1, 0
+        running.pages, running.num_in_flight = [], 0  # its slot stays known: a job in flight may still leave features there
 
     def _keep(self, running: Running, end: int) -> None:
         """Keep the sample's full pages for others, up to column `end`."""

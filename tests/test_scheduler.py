@@ -1,0 +1,314 @@
+"""The scheduler alone, with a device of tuples: whatever comes, goes and runs late, a page holds what its reader expects."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eyas.engine.pages import PagePool
+from eyas.engine.request import Request, SamplingParams
+from eyas.engine.running import Outcome, Running
+from eyas.engine.scheduler import Job, Limits, Scheduler
+
+PAGE = 4
+NO_END: frozenset[int] = frozenset()
+
+
+def sample(name: str, prompt: list[int], max_tokens: int = 5, n: int = 1) -> list[Running]:
+    request = Request(name, tuple(prompt), SamplingParams(max_tokens=max_tokens, n=n))
+    return [Running(request, index, None, None, max_tokens) for index in range(n)]  # type: ignore[arg-type]
+
+
+class FakeDevice:
+    """Caches whose entries are what they were made from: the tokens up to their own column. Does what a round does to columns
+    and lengths; draws at random. A slot remembers whose features it holds, as the real one's pending features do."""
+
+    def __init__(self, num_pages: int, limits: Limits, rng: random.Random) -> None:
+        self.limits, self.rng = limits, rng
+        self.target: list[list[object]] = [[None] * PAGE for _ in range(num_pages)]
+        self.draft: list[list[object]] = [[None] * PAGE for _ in range(num_pages)]
+        self.boundary: list[object] = [None] * num_pages
+        self.slots: list[Running | None] = [None] * limits.max_batch
+        self.rows_of_jobs: list[int] = []
+
+    def run(self, job: Job) -> list[Outcome]:
+        before = {id(running): running.num_emitted for running in job.runnings}
+        for b, running in enumerate(job.runnings):
+            if job.chunks is not None:
+                self._prefill(running, job.page_table[b], job.chunks[b])
+            elif running.finish_reason is None:
+                self._round(running, job.page_table[b])
+        rows = sum(map(len, job.chunks)) if job.chunks is not None else 0
+        self.rows_of_jobs.append(rows)
+        return [self._outcome(running, running.num_emitted - before[id(running)]) for running in job.runnings]
+
+    def _prefill(self, running: Running, pages: np.ndarray, chunk: range) -> None:
+        if chunk.start == running.num_reused:
+            self.slots[running.slot] = running
+            if chunk.start:
+                last = pages[chunk.start // PAGE - 1]
+                assert self.boundary[last] == tuple(running.tokens[: chunk.start]), "no feature for the first entry"
+        self._reads(running, pages, chunk.start)
+        self._writes(running, pages, chunk.start, chunk.stop)
+        running.num_cached = chunk.stop
+        if chunk.stop == running.prefill_end == len(running.tokens):
+            self._take(running, 1)
+        self._draft(running, pages, running.num_cached)
+
+    def _round(self, running: Running, pages: np.ndarray) -> None:
+        assert self.slots[running.slot] is running, "another sample's features"
+        n = running.num_cached
+        assert len(running.tokens) == n + 1, "the root is the only token that is not cached"
+        self._reads(running, pages, n)
+        for column in range(n, n + self.limits.tree_columns):
+            self.target[pages[column // PAGE]][column % PAGE] = self.draft[pages[column // PAGE]][column % PAGE] = "a tree"
+        # Entries behind draft_end are made when they are needed, so the tree's may lie where they will be.
+        taken = self._take(running, self.rng.randint(1, self.limits.max_emitted))
+        self._writes(running, pages, n, n + taken)
+        running.num_cached = n + taken
+        if running.finish_reason is not None or self.rng.random() < 0.5:
+            self._draft(running, pages, running.num_cached)
+
+    def _take(self, running: Running, count: int) -> int:
+        return len(running.take([self.rng.randrange(2) for _ in range(count)], NO_END))
+
+    def _reads(self, running: Running, pages: np.ndarray, end: int) -> None:
+        for column in range(end):
+            found = self.target[pages[column // PAGE]][column % PAGE]
+            assert found == tuple(running.tokens[: column + 1]), f"column {column} holds {found}"
+        for column in range(1, running.draft_end):
+            found = self.draft[pages[column // PAGE]][column % PAGE]
+            assert found == tuple(running.tokens[: column + 1]), f"column {column} of the draft holds {found}"
+
+    def _writes(self, running: Running, pages: np.ndarray, start: int, end: int) -> None:
+        for column in range(start, end):
+            self.target[pages[column // PAGE]][column % PAGE] = tuple(running.tokens[: column + 1])
+            if (column + 1) % PAGE == 0:
+                self.boundary[pages[column // PAGE]] = tuple(running.tokens[: column + 1])
+
+    def _draft(self, running: Running, pages: np.ndarray, end: int) -> None:
+        for column in range(running.draft_end, end):
+            self.draft[pages[column // PAGE]][column % PAGE] = tuple(running.tokens[: column + 1])
+        running.draft_end = max(running.draft_end, end)
+
+    def _outcome(self, running: Running, emitted: int) -> Outcome:
+        tokens = running.tokens[len(running.tokens) - emitted :] if emitted else []
+        finish_reason = running.finish_reason if tokens else None
+        return Outcome(running, tokens, finish_reason, running.num_cached, running.draft_end)
+
+
+class World:
+    """A scheduler and its device. Under overlap a job runs some time between its launch and its outcome's being looked at."""
+
+    def __init__(self, seed: int, num_pages: int, overlap: bool = False, keeps: bool = True, **limits: int) -> None:
+        sizes = {"max_batch": 3, "prefill_chunk": 8, "max_emitted": 3, "tree_columns": 4, **limits}
+        self.limits = Limits(**sizes, needs_draft=True)
+        self.rng, self.overlap = random.Random(seed), overlap
+        self.pool = PagePool(num_pages, PAGE)
+        self.scheduler = Scheduler(self.pool, self.limits, keeps)
+        self.device = FakeDevice(num_pages, self.limits, self.rng)
+        self.in_flight: tuple[Job, list[Outcome] | None] | None = None
+        self.jobs: list[Job] = []
+        self.finished: list[Running] = []
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or self.in_flight is not None
+
+    def fits(self, running: Running) -> bool:
+        return self.scheduler.most_pages(len(running.tokens) + running.max_tokens) <= self.pool.num_pages
+
+    def step(self) -> Job | None:
+        """One turn of the engine's loop: the job planned in it."""
+        ahead = self.in_flight
+        job = self.scheduler.schedule(nothing_in_flight=ahead is None)
+        if job is not None:
+            self.jobs.append(job)
+            self._only_owners_write(job)
+        if not self.overlap:
+            self._settle(self.device.run(job) if job is not None else [])
+            return job
+        outcomes = ahead[1] or self.device.run(ahead[0]) if ahead is not None else []
+        # In order, one after the other: this job may run now, or as late as when its outcome is wanted.
+        runs_now = job is not None and self.rng.random() < 0.5
+        self.in_flight = (job, self.device.run(job) if runs_now else None) if job is not None else None
+        self._settle(outcomes)
+        return job
+
+    def _settle(self, outcomes: list[Outcome]) -> None:
+        for outcome in outcomes:
+            if self.scheduler.settle(outcome) and outcome.finish_reason is not None:
+                self.finished.append(outcome.running)
+        self.scheduler.check()
+
+    def _only_owners_write(self, job: Job) -> None:
+        """No page that a job may write is kept for others or held by another; a round has room for its trees, however much
+        those in flight before it emit."""
+        for b, running in enumerate(job.runnings):
+            start = job.chunks[b].start if job.chunks is not None else running.length
+            end = job.chunks[b].stop if job.chunks is not None else self._most_columns(running)
+            assert end <= len(running.pages) * PAGE
+            for place in range(start // PAGE, -(-end // PAGE)):
+                page = running.pages[place]
+                assert job.page_table[b, place] == page
+                assert self.pool._holders[page] == 1
+                assert page not in self.pool._key_of
+
+    def _most_columns(self, running: Running) -> int:
+        before = (running.num_in_flight - 1) * self.limits.max_emitted
+        return max(running.length, running.prefill_end) + before + self.limits.tree_columns
+
+    def drain(self, most_steps: int = 5000) -> None:
+        for _ in range(most_steps):
+            if not self.has_work:
+                break
+            self.step()
+        assert not self.has_work, "somebody waits for ever"
+        assert self.pool.num_available == self.pool.num_pages, "a page is lost"
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.integers(0, 2**32),
+    st.integers(4, 40),
+    st.booleans(),
+    st.booleans(),
+    st.integers(1, 5),
+    st.sampled_from([4, 7, 16]),
+)
+def test_whatever_comes_and_goes(
+    seed: int, num_pages: int, overlap: bool, keeps: bool, max_batch: int, prefill_chunk: int
+) -> None:
+    """Prompts over two tokens, so that prefixes are shared. Everyone finishes or was cancelled; no entry is anybody else's."""
+    world = World(seed, num_pages, overlap, keeps, max_batch=max_batch, prefill_chunk=prefill_chunk)
+    rng, asked, cancelled = world.rng, [], set()
+    for number in range(60):
+        if number < 40 and rng.random() < 0.4:
+            prompt = [rng.randrange(2) for _ in range(rng.choice([1, 3, 9, 20]))]
+            samples = sample(str(number), prompt, rng.randint(1, 15), rng.choice([1, 1, 3]))
+            if world.fits(samples[0]):
+                asked += samples
+                for one in samples:
+                    world.scheduler.add(one)
+        if asked and rng.random() < 0.1:
+            name = rng.choice(asked).request.id
+            cancelled.add(name)
+            world.scheduler.cancel(name)
+        world.step()
+    world.drain()
+    for one in asked:
+        is_done = one in world.finished
+        assert is_done or one.request.id in cancelled
+        assert not is_done or one.num_emitted == one.max_tokens
+    assert len(set(map(id, world.finished))) == len(world.finished), "finished twice"
+
+
+def test_arrivals_are_admitted_in_their_order() -> None:
+    world = World(0, 100, max_batch=2)
+    samples = [sample(name, [1, 1, 0] if name == "b" else [0] * 7)[0] for name in "abcdef"]
+    for one in samples:
+        world.scheduler.add(one)
+    world.drain()
+    firsts = list(dict.fromkeys(one.request.id for job in world.jobs if job.chunks for one in job.runnings))
+    assert firsts == list("abcdef")
+
+
+def test_chunks_alternate_with_rounds_and_are_no_longer_than_allowed() -> None:
+    world = World(0, 100)
+    world.scheduler.add(sample("decodes", [1], max_tokens=60)[0])
+    world.step()
+    world.scheduler.add(sample("long", [0] * 50)[0])
+    world.scheduler.add(sample("short", [1] * 5)[0])
+    world.drain()
+    kinds = ["prefill" if job.chunks is not None else "round" for job in world.jobs]
+    assert kinds[:14] == ["prefill", "round"] * 7, "50 tokens in chunks of 8, a round after each"
+    assert max(world.device.rows_of_jobs) == 8
+    shared = world.jobs[14].chunks  # the long prompt's last tokens, and the short one behind it
+    assert [len(chunk) for chunk in shared or []] == [2, 5]
+
+
+def test_a_round_has_room_for_its_trees_and_for_those_in_flight() -> None:
+    for overlap in (False, True):
+        world = World(1, 60, overlap, tree_columns=11)
+        for name in "abc":
+            world.scheduler.add(sample(name, [0] * 6, max_tokens=30)[0])
+        world.drain()  # every job is checked for it
+        assert len(world.finished) == 3
+
+
+def test_when_pages_run_out_the_youngest_waits_again_first_in_line() -> None:
+    """7 pages: two samples of 4 columns and a tree are admitted; when the older grows, the younger gives its pages up."""
+    world = World(0, 7, keeps=False, max_emitted=1)
+    older, younger, third = (sample(name, [1] * 4, max_tokens=12)[0] for name in ("older", "younger", "third"))
+    for one in (older, younger, third):
+        world.scheduler.add(one)
+    while not world.scheduler.num_preempted:
+        world.step()
+    assert world.scheduler._running == [older]
+    assert world.scheduler._waiting[0] is younger
+    kept = list(younger.tokens)
+    assert len(kept) > 4
+    world.drain()
+    assert younger.tokens[: len(kept)] == kept
+    assert [one.request.id for one in world.finished] == ["older", "younger", "third"]
+
+
+def test_a_preempted_sample_does_not_draw_again() -> None:
+    world = World(0, 7, keeps=True, max_emitted=1)
+    samples = [sample(name, [1] * 4, max_tokens=12)[0] for name in "ab"]
+    for one in samples:
+        world.scheduler.add(one)
+    world.drain()
+    assert world.scheduler.num_preempted > 0
+    assert [one.num_emitted for one in samples] == [12, 12]
+
+
+def test_nothing_is_preempted_whose_outcome_is_not_known() -> None:
+    world = World(0, 8, overlap=True, max_emitted=1)
+    for name in "abc":
+        world.scheduler.add(sample(name, [1] * 4, max_tokens=12)[0])
+    before = 0
+    while world.has_work:
+        was_in_flight = world.in_flight is not None
+        world.step()
+        assert world.scheduler.num_preempted == before or not was_in_flight
+        before = world.scheduler.num_preempted
+    assert before > 0
+
+
+def test_cancelled_in_flight_it_disturbs_nobody() -> None:
+    """Its job runs on, after its slot and pages have gone to another: into what is rewritten before it is read."""
+    for seed in range(20):
+        world = World(seed, 12, overlap=True, max_batch=2)
+        world.scheduler.add(sample("stays", [0, 1, 0], max_tokens=15)[0])
+        world.scheduler.add(sample("goes", [1] * 9, max_tokens=15)[0])
+        for _ in range(2 + seed % 5):
+            world.step()
+        assert world.in_flight is not None
+        world.scheduler.cancel("goes")
+        world.scheduler.check()
+        world.scheduler.add(sample("comes", [1] * 9, max_tokens=15)[0])
+        world.drain()
+        assert sorted(one.request.id for one in world.finished) == ["comes", "stays"]
+
+
+def test_samples_of_a_request_share_the_prompt_that_the_first_computed() -> None:
+    world = World(0, 60)
+    for one in sample("n", [0, 1] * 8, max_tokens=3, n=3):
+        world.scheduler.add(one)
+    world.drain()
+    assert world.scheduler.num_prompt_tokens == 3 * 16
+    assert world.scheduler.num_reused_tokens == 2 * 12, "all but the page of the last token"
+
+
+def test_pages_kept_make_way_for_newcomers() -> None:
+    world = World(0, 9, max_batch=1)
+    for number in range(12):
+        prompt = [number >> bit & 1 for bit in range(4)] * 3
+        world.scheduler.add(sample(str(number), prompt)[0])
+    world.drain()
+    assert len(world.finished) == 12
+    assert world.pool.num_evicted > 0
