@@ -240,7 +240,7 @@ def test_an_answer_that_came_at_once_has_no_time_per_token():
 def url(tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
     target = tiny_target(folder / "target")
-    config = EngineConfig(max_batch=4, max_length=128, num_draft_steps=2, tree_topk=2, num_verify_tokens=4)
+    config = EngineConfig(max_batch=4, max_length=128, speculation="fixed(2,2,4)")
     engine = Engine.load(target, head_folder(target, folder / "head"), config=config)
     app = create_app(Worker(engine), Chat(target), Served("tiny", "float32", True, engine.max_length))
     with running_app(app) as url:

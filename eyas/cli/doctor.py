@@ -1,4 +1,5 @@
-"""`eyas doctor`: what this machine can do. Reads versions, processor flags and devices; measures nothing."""
+"""`eyas doctor`: what this machine can do. Reads versions, processor flags and devices; measures nothing, but builds the
+native decoder where that can be done and has not been."""
 
 from __future__ import annotations
 
@@ -17,10 +18,12 @@ from rich.table import Table
 from eyas import __version__
 from eyas.builtin import demo_prompts, head_folder, target_folder
 from eyas.errors import MissingInputError
+from eyas.model.native import unavailable
 
 REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "pydantic", "fsspec", "presidio-analyzer")
 OPTIONAL = {
     "speculators": "conformance of exported heads",
+    "triton": "tree attention on CUDA",
     "openai": "tests of the server against the official client",
 }
 STORES = {"s3://": "s3fs", "gs://": "gcsfs"}
@@ -49,8 +52,12 @@ def _devices() -> list[tuple[str, str, str]]:
     rows = [("cpu", f"{os.cpu_count()} cores", f"{torch.get_num_threads()} threads in use; OMP_NUM_THREADS changes it")]
     for flag, name in CPU_FLAGS.items():
         rows.append((name, "yes" if flag in flags else "no", "fast bf16" if "bf16" in flag else "wide vectors"))
+    why = unavailable()
+    rows.append(
+        ("native decoder", "yes" if why is None else "no", "decodes on the CPU" if why is None else f"PyTorch decodes: {why}")
+    )
     onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    rows.append(("oneDNN", "yes" if onednn else "no", "reordered weights for decoding on a CPU"))
+    rows.append(("oneDNN", "yes" if onednn else "no", "reordered weights for features and training on a CPU"))
     if not torch.cuda.is_available():
         rows.append(("cuda", "no", "everything runs on the CPU"))
     for index in range(torch.cuda.device_count()):
