@@ -69,7 +69,7 @@ class Rounds:
         self._taps = draft.config.taps if draft is not None else None
         if draft is not None:
             self.draft_cache = draft.new_cache(num_pages)
-            widths = (draft.config.hidden_size, 3 * target.config.hidden_size, growth.tree_topk)
+            widths = (draft.config.hidden_size, 3 * target.config.hidden_size)
             self.futures = FutureMap(max_batch, num_pages, widths, target.dtype, target.device)
 
     @torch.inference_mode()

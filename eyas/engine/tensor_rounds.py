@@ -1,0 +1,378 @@
+"""Rounds for a device that is not to wait for its host: a round is launched before the outcome of the one before is known.
+
+Knows what `Rounds` knows. Between rounds a sample's state lies in the `FutureMap` by slot (root, length, the draft's output),
+and a round is one piece of work of fixed shape, on CUDA a graph: propose -> choose -> verify -> walk -> move -> extend. The
+host gives upper bounds (page tables), the draws' parameters and the extent of the trees, which past rounds tell; it learns the
+tokens when it asks for the result, and keeps `Running` as the rounds of the host do, so either may follow the other.
+
+    host      launch 1 . launch 2 . result 1 . launch 3 . result 2        one thread; the current stream orders the jobs
+    device             [ round 1 ][ round 2 ][ round 3 ]
+
+A sample that ends in round N has one more round in flight: it writes behind its own tokens, into its own pages, and is not
+looked at. Prefill, and rounds of samples that need the host between two tokens (`job_needs_host`: penalties, bias, grammar,
+min_tokens, logprobs), are the host's rounds, done when `launch` returns; the latter only with nothing in flight.
+
+Letters: B lines of a round, N nodes of all trees, D depth, k tree_topk, P pages.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from eyas.engine.cuda import DeviceTrace, Events, Graphs, HostCopies
+from eyas.engine.draft import Draft, Growth
+from eyas.engine.foresight import Foresight
+from eyas.engine.futures import FutureMap, to_device
+from eyas.engine.policy import Round
+from eyas.engine.rounds import Rounds
+from eyas.engine.running import Outcome, Running
+from eyas.engine.scheduler import Job
+from eyas.engine.tensor_sampling import Cuts, sampled
+from eyas.engine.tensor_tree import (
+    Candidates,
+    Lines,
+    Trees,
+    Walked,
+    choose,
+    grow,
+    move_accepted,
+    num_candidates,
+    roots,
+    trees_of,
+    walk,
+)
+from eyas.engine.uniform import uniforms
+from eyas.model.outputs import Proposals, TargetOutput
+from eyas.model.target import Target
+
+GREEDY, SAMPLED, CUT = range(3)
+LEAST_PAGES = 8  # of a page table: the tree of a void line fits
+NUM_INTEGERS, NUM_FLOATS = 9, 3
+QUARTERS = 4
+
+
+class Pending(Protocol):
+    """A job that was launched."""
+
+    def result(self) -> list[Outcome]:
+        """Wait for it. Results are asked for in the order of the launches, each once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A job that was over when its launch returned."""
+
+    outcomes: list[Outcome]
+
+    def result(self) -> list[Outcome]:
+        return self.outcomes
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What is fixed in a round: its graph's key. depth 0 is a plain round; drawing: the most that a line needs."""
+
+    num_lines: int
+    num_pages: int
+    depth: int
+    num_nodes: int
+    drawing: int
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A round on its way. alive: the samples with a line, by their place in the job; drafting: those that have a tree."""
+
+    rounds: TensorRounds
+    job: Job
+    alive: list[int]
+    drafting: list[int]
+    plan: Round
+    shape: Shape
+    copies: HostCopies
+    took: Events | float  # on a CPU ms, and over when the launch returns
+
+    def result(self) -> list[Outcome]:
+        return self.rounds.settle(self)
+
+
+class TensorRounds(Rounds):
+    """Rounds with `launch`. Its caches have a page, and its `FutureMap` a slot, that nobody is given: the void's."""
+
+    def __init__(self, target: Target, draft: Draft | None, growth: Growth, sizes: tuple[int, int]) -> None:
+        assert not target.is_native, "rounds in tensors take the models in PyTorch operators"
+        max_batch, num_pages = sizes
+        super().__init__(target, draft, growth, (max_batch + 1, num_pages + 1))
+        self._void_slot, self._void_page = max_batch, num_pages
+        if draft is None:
+            self.futures = FutureMap(max_batch + 1, 1, (0, 0), target.dtype, target.device)
+        self._owners: list[Running | None] = [None] * max_batch  # whose state a slot of the FutureMap holds
+        self._num_in_flight = 0
+        self._foresight = Foresight(growth.num_draft_steps)
+        self._graphs = Graphs(target.device)
+        self._device_trace = DeviceTrace() if target.device.startswith("cuda") else None
+        if self._device_trace is not None:
+            self.trace = self._device_trace
+
+    @staticmethod
+    def job_needs_host(job: Job) -> bool:
+        """Whether the host must look at each token before the next is drawn. Such a round may be launched only when the
+        results of all before are known."""
+        return job.chunks is None and any(running.sampler.needs_host for running in job.runnings if not running.finish_reason)
+
+    def run(self, job: Job) -> list[Outcome]:
+        """Launch a job and wait for it."""
+        return self.launch(job).result()
+
+    @torch.inference_mode()
+    def launch(self, job: Job) -> Pending:
+        """Start a job behind those launched before. Waits for the device only where the host has a part in the job: in a
+        prefill that draws a first token, and in a round that needs the host."""
+        needs_host = self.job_needs_host(job)
+        if needs_host or job.chunks is not None:
+            assert not (needs_host and self._num_in_flight), "a round that needs the host has to wait for the results before"
+            for running in job.runnings:
+                if self._owners[running.slot] is running:
+                    self._owners[running.slot] = None
+            return Done(super().run(job))
+        alive = [b for b, running in enumerate(job.runnings) if running.finish_reason is None]
+        if not alive:
+            return Done([self._outcome(running, []) for running in job.runnings])
+        started = time.perf_counter()
+        with self.trace.job():
+            plan, drafting, shape, copies = self._launch(job, alive)
+        took: Events | float = (time.perf_counter() - started) * 1e3
+        if self._device_trace is not None and self._device_trace.newest is not None:
+            took = self._device_trace.newest
+        self._num_in_flight += 1
+        return Flight(self, job, alive, drafting, plan, shape, copies, took)
+
+    # Launching
+
+    def _launch(self, job: Job, alive: list[int]) -> tuple[Round, list[int], Shape, HostCopies]:
+        able = [b for b in alive if job.runnings[b].request.speculation] if self.draft is not None else []
+        plan = self.policy.plan([self._num_due(job.runnings[b]) for b in able], len(alive) - len(able))
+        drafting = [b for b, drafts in zip(able, plan.drafting, strict=True) if drafts]
+        fresh = {b for b in alive if self._owners[job.runnings[b].slot] is not job.runnings[b]}
+        if self.draft is not None and fresh:
+            self._catch_up(job, sorted(fresh))
+        shape = self._shape(job, alive, len(drafting), plan)
+        inputs = self._inputs(job, alive, (fresh, set(drafting)), shape)
+        outputs = self._graphs(shape, partial(self._round, shape), inputs, partial(self._void_inputs, shape))
+        copies = HostCopies(outputs)
+        for b in alive:
+            self._owners[job.runnings[b].slot] = job.runnings[b]
+        return plan, drafting, shape, copies
+
+    def _num_due(self, running: Running) -> int:
+        """Entries to make for a sample in this round."""
+        is_ours = self._owners[running.slot] is running
+        return self.growth.num_draft_steps + 1 if is_ours else running.num_pending
+
+    def _catch_up(self, job: Job, fresh: list[int]) -> None:
+        """Entries, the root's too, of samples that come from the host's rounds. Their root's feature stays pending, for the
+        case that they go back there: the rounds here leave samples as if the root's entry were not yet made."""
+        runnings = [job.runnings[b] for b in fresh]
+        counts = [(running.slot, running.num_pending) for running in runnings]
+        features, ends = self.futures.pending_of(counts), [running.num_cached + 1 for running in runnings]
+        slots = self.futures.index([running.slot for running in runnings])
+        self.futures.h[slots] = self._extend(job, fresh, features, ends)
+        last = self.futures.index((np.cumsum([count for _, count in counts]) - 1).tolist())
+        self.futures.pending[slots, 0] = features[last]
+        for running in runnings:
+            running.draft_end = running.num_cached
+
+    def _shape(self, job: Job, alive: list[int], num_drafting: int, plan: Round) -> Shape:
+        drawing = max(_drawing(job.runnings[b]) for b in alive)
+        num_lines = _power_of_2(len(alive))
+        num_pages = max(LEAST_PAGES, _power_of_2(job.page_table.shape[1]))
+        if not num_drafting:
+            return Shape(num_lines, num_pages, 0, 0, drawing)
+        depth = self._foresight.depth(plan.thresholds, num_drafting)
+        most = min(num_candidates(depth, self.growth.tree_topk), self._max_nodes)
+        wanted = min(self._foresight.num_nodes(num_drafting, self._max_nodes), num_drafting * most)
+        quarters = -(-wanted * QUARTERS // (num_lines * most))
+        return Shape(num_lines, num_pages, depth, -(-quarters * num_lines * most // QUARTERS), drawing)
+
+    @property
+    def _max_nodes(self) -> int:
+        """Of a sample's tree, besides the root."""
+        return self.policy.speculation.num_verify_tokens - 1
+
+    def _inputs(
+        self, job: Job, alive: list[int], marked: tuple[set[int], set[int]], shape: Shape
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """marked: which samples are fresh (their state is the host's) and which draft."""
+        integers, floats, page_table = self._void_arrays(shape)
+        fresh, drafting = marked
+        for line, b in enumerate(alive):
+            running = job.runnings[b]
+            params, sampler = running.request.params, running.sampler
+            integers[:, line] = (
+                running.slot,
+                b in fresh,
+                running.root,
+                running.num_cached,
+                b in drafting,
+                len(running.request.prompt_ids),
+                sampler.seed,
+                params.temperature == 0,
+                params.top_k,
+            )
+            floats[:, line] = params.temperature, params.top_p, params.min_p
+            # Behind its own pages a sample has the void's, so that it can never write to those of another.
+            count = len(running.pages)
+            page_table[line, :count] = job.page_table[b, :count]
+        return self._to_device(integers, floats, page_table)
+
+    def _void_inputs(self, shape: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self._to_device(*self._void_arrays(shape))
+
+    def _void_arrays(self, shape: Shape) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Lines that run and change nothing: as if fresh, with one column."""
+        integers = np.zeros((NUM_INTEGERS, shape.num_lines), dtype=np.int64)
+        integers[:] = np.array([self._void_slot, 1, 0, 1, 0, 0, 0, 1, 0])[:, None]
+        floats = np.zeros((NUM_FLOATS, shape.num_lines))
+        floats[1] = 1.0
+        page_table = np.full((shape.num_lines + 1, shape.num_pages), self._void_page, dtype=np.int32)
+        return integers, floats, page_table
+
+    def _to_device(self, *arrays: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        integers, floats, page_table = (to_device(array, self._device) for array in arrays)
+        return integers, floats, page_table
+
+    # The device's part: from here to the next heading nothing looks at a value
+
+    def _round(
+        self, shape: Shape, integers: torch.Tensor, floats: torch.Tensor, page_table: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Emitted tokens [B, D + 1] and how many of them hold [B]; after drafting all candidates: tokens, scores, parents."""
+        slot, fresh, root, length, drafts, prompt_len, seed, greedy, top_k = integers.unbind(0)
+        futures, is_fresh = self.futures, fresh > 0
+        root = torch.where(is_fresh, root, futures.root[slot])
+        length = torch.where(is_fresh, length, futures.length[slot])
+        lines = Lines(root, length, page_table, self.cache.page_size)
+        trees, candidates = self._propose_on_device(shape, lines, futures.h[slot], drafts > 0)
+        rows = trees.rows(lines)
+        output = self.target.forward(rows, self.cache, self._taps)
+        cuts = Cuts(floats[0], floats[1], floats[2], top_k)
+
+        def draw(row: torch.Tensor, place: int) -> torch.Tensor:
+            best = output.best[row]
+            if shape.drawing == GREEDY:
+                return best
+            number = uniforms(seed, length + 1 - prompt_len + place)
+            return torch.where(greedy > 0, best, sampled(output.logits[row], number, cuts, shape.drawing == CUT))
+
+        walked = self._walk(trees, shape.depth, draw)
+        move_accepted(self.cache, rows, lines, walked)
+        if self.draft is not None:
+            self._follow(slot, lines, walked, output)
+        futures.root[slot], futures.length[slot] = walked.last(walked.tokens), length + walked.count
+        proposed = (candidates.tokens, candidates.scores, candidates.parents) if candidates is not None else ()
+        return walked.tokens, walked.count, *proposed
+
+    def _propose_on_device(
+        self, shape: Shape, lines: Lines, h_BH: torch.Tensor, drafts: torch.Tensor
+    ) -> tuple[Trees, Candidates | None]:
+        if shape.depth == 0:
+            return roots(lines), None
+        assert self.draft is not None
+        candidates = grow(self.draft, self.draft_cache, lines, h_BH, (shape.depth, self.growth.tree_topk))
+        chosen = choose(candidates.scores, drafts, self._max_nodes, shape.num_nodes)
+        return trees_of(lines, candidates, chosen, shape.depth), candidates
+
+    def _walk(self, trees: Trees, depth: int, draw: Callable[[torch.Tensor, int], torch.Tensor]) -> Walked:
+        return walk(trees, depth, draw)
+
+    def _follow(self, slot: torch.Tensor, lines: Lines, walked: Walked, output: TargetOutput) -> None:
+        """The draft's entries up to the new root's, its output there, and the features that others may need."""
+        assert self.draft is not None
+        assert output.aux_hidden is not None
+        B, places = walked.rows.shape
+        size, futures = self.cache.page_size, self.futures
+        taken, index = walked.taken(), lines.indices()
+        line = index[:, None].expand(B, places)
+        column = torch.where(taken, lines.length[:, None] + torch.arange(places, device=index.device), 0)
+        features = output.aux_hidden[walked.rows]
+        entries = lines.entries(walked.tokens.flatten(), line.flatten(), column.flatten() + 1, taken.flatten())
+        h = self.draft.extend(entries, features.flatten(0, 1), self.draft_cache).view(B, places, -1)
+        futures.h[slot] = h[index, walked.count - 1]
+        futures.pending[slot, 0] = features[index, walked.count - 1]
+        ends_page = taken & ((column + 1) % size == 0)
+        page = torch.where(ends_page, lines.page_table[line, column // size], self._void_page)
+        futures.boundary[page.long()] = features
+
+    # Results
+
+    @torch.inference_mode()
+    def settle(self, flight: Flight) -> list[Outcome]:
+        """Wait for a round and bring its samples up to date. One that ended before it is left as it was."""
+        arrays = flight.copies.wait()
+        self._num_in_flight -= 1
+        emitted: dict[int, list[int]] = {}
+        for line, b in enumerate(flight.alive):
+            running = flight.job.runnings[b]
+            if running.finish_reason is not None:
+                continue
+            emitted[b] = running.take(arrays[0][line, : arrays[1][line]].tolist(), self._end_tokens)
+            for token in emitted[b]:
+                running.sampler.take(token)
+            running.num_cached += len(emitted[b])
+            if self.draft is not None:
+                running.draft_end = running.num_cached
+        self._observe(flight, arrays, emitted)
+        return [
+            self._outcome(running, emitted[b], len(emitted[b]) - 1 if b in flight.drafting else None)
+            if b in emitted
+            else self._outcome(running, [])
+            for b, running in enumerate(flight.job.runnings)
+        ]
+
+    def _observe(self, flight: Flight, arrays: Sequence[np.ndarray], emitted: dict[int, list[int]]) -> None:
+        """Tell the policy what came. It chooses nodes afterwards, to learn how many it would have wanted."""
+        if self._device_trace is not None:
+            self._device_trace.add_up()
+        if not emitted:
+            return
+        plan, drafting = flight.plan, flight.drafting
+        if drafting:
+            lines = [flight.alive.index(b) for b in drafting]
+            depths = _depths(flight.shape.depth, self.growth.tree_topk)
+            tokens, scores, parents = (array[lines] for array in arrays[2:])
+            proposals = Proposals(tokens, scores, parents.astype(np.int32), depths)
+            self.policy.choose(plan, proposals, [flight.job.runnings[b].acceptance for b in drafting])
+            self._foresight.observe(proposals, plan.num_nodes)
+            self._charge(plan, flight.shape.num_nodes)
+        ms = flight.took if isinstance(flight.took, float) else flight.took[0].elapsed_time(flight.took[1])
+        self.policy.observe(plan, [emitted.get(b, []) for b in drafting], max(ms, 1e-6))
+
+    def _charge(self, plan: Round, num_nodes: int) -> None:
+        """The round had its own number of nodes, whatever the policy would have wanted."""
+        if self.policy.costs is not None:
+            target, rows = self.policy.costs.target, plan.num_requests
+            plan.predicted_ms += target(rows + num_nodes) - target(rows + plan.num_nodes)
+        plan.num_nodes = num_nodes
+
+
+def _drawing(running: Running) -> int:
+    params = running.request.params
+    if params.temperature == 0:
+        return GREEDY
+    return CUT if params.top_k or params.top_p < 1 or params.min_p > 0 else SAMPLED
+
+
+def _depths(depth: int, topk: int) -> np.ndarray:
+    """int32 [C]: the depth of each candidate."""
+    return np.repeat(np.arange(1, depth + 1, dtype=np.int32), [topk] + [topk * topk] * (depth - 1))
+
+
+def _power_of_2(count: int) -> int:
+    return 1 << (count - 1).bit_length()
