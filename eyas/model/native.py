@@ -113,6 +113,7 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
         "eyas_linear": (pointer, [pointer, pointer, integer, integer, integer, integer, pointer, integer]),
         "eyas_free_linear": (None, [pointer]),
         "eyas_linear_bytes": (integer, [pointer]),
+        "eyas_read": (integer, [pointer, integer, integer]),
         "eyas_new": (pointer, [integer, pointer, ctypes.c_float, pointer, pointer, pointer, pointer]),
         "eyas_free": (None, [pointer]),
         "eyas_set_rope": (None, [pointer, pointer, pointer, integer]),
@@ -241,7 +242,7 @@ class _Decoder:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of packed weights."""
+        """Bytes of packed weights: what a forward with logits reads at least."""
         return sum(linear.num_bytes for linear in self._linears if linear is not None)
 
     def set_threads(self, threads: int) -> None:

@@ -124,17 +124,27 @@ struct AttentionView {
 template <class A>
 constexpr int kScoreLanes = A::is_bf16 ? 32 : 16;
 
-// scores[r][j] = q[r] . key of slots[j], for j < n; writes up to 15 places behind.
+constexpr int kKeysAhead = 32;
+
+// scores[r][j] = q[r] . key of slots[j], for j < n; writes up to 15 places behind. Values lie to_values behind their keys.
 template <class A, int R>
-void scores_of(const typename A::T* const* q, const typename A::T* keys, size_t stride, const int* slots, int n, int D,
-               float* const* scores) {
+void scores_of(const typename A::T* const* q, const typename A::T* keys, size_t stride, size_t to_values, const int* slots, int n,
+               int D, float* const* scores) {
   using T = typename A::T;
   constexpr int at_once = R == 1 ? 16 : R == 2 ? 8 : 4, lanes = kScoreLanes<A>;
   const int steps = (D + lanes - 1) / lanes;
   const uint32_t last = static_cast<uint32_t>((uint64_t(1) << (D - (steps - 1) * lanes)) - 1);
   for (int j = 0; j < n; j += at_once) {
     const T* key[at_once];
-    for (int i = 0; i < at_once; ++i) key[i] = keys + slots[std::min(j + i, n - 1)] * stride;
+    for (int i = 0; i < at_once; ++i) {
+      key[i] = keys + slots[std::min(j + i, n - 1)] * stride;
+      // Keys of a head lie apart, so the hardware does not foresee them; values are read right after.
+      const T *later = keys + slots[std::min(j + i + kKeysAhead, n - 1)] * stride, *value = key[i] + to_values;
+      for (int d = 0; d < D; d += 64 / sizeof(T)) {
+        _mm_prefetch(later + d, _MM_HINT_T0);
+        _mm_prefetch(value + d, _MM_HINT_T1);
+      }
+    }
     Vec sum[16];
     for (int i = 0; i < 16; ++i) sum[i] = _mm512_setzero_ps();
     for (int d = 0; d < steps; ++d) {
@@ -301,8 +311,8 @@ template <class A>
 void attend(const AttentionView<A>& at, const RowsView& rows, const Visible& visible, const RowTile& tile, int g, int head,
             int heads, float* scratch, size_t scratch_stride) {
   using T = typename A::T;
-  const size_t stride = static_cast<size_t>(2) * at.Hk * at.D;
-  const T *keys = at.cache + g * at.D, *values = keys + static_cast<size_t>(at.Hk) * at.D;
+  const size_t to_values = static_cast<size_t>(at.Hk) * at.D, stride = 2 * to_values;
+  const T *keys = at.cache + g * at.D, *values = keys + to_values;
   const int R = tile.count * heads;
   const T* q[kTileQueries];
   float *scores[kTileQueries], *sums[kTileQueries], inverse[kTileQueries];
@@ -324,13 +334,13 @@ void attend(const AttentionView<A>& at, const RowsView& rows, const Visible& vis
     }
   }
   const int* prefix = visible.prefix(tile.first);
-  with_queries(R, [&](auto n) { scores_of<A, n>(q, keys, stride, prefix, longest, at.D, scores); });
+  with_queries(R, [&](auto n) { scores_of<A, n>(q, keys, stride, to_values, prefix, longest, at.D, scores); });
   for (int i = 0; i < tile.count; ++i) {
     const int m = tile.first + i, count = Visible::prefix_count(rows, m), tail = visible.tail_count(m);
     float* behind[kTileQueries];
     for (int h = 0; h < heads; ++h) behind[h] = scores[i * heads + h] + count;
     if (tail > 0)
-      with_queries(heads, [&](auto n) { scores_of<A, n>(q + i * heads, keys, stride, visible.tail(m), tail, at.D, behind); });
+      with_queries(heads, [&](auto n) { scores_of<A, n>(q + i * heads, keys, stride, to_values, visible.tail(m), tail, at.D, behind); });
     for (int h = 0; h < heads; ++h) {
       const int r = i * heads + h;
       inverse[r] = weigh<A>(scores[r], count + tail, at.scale);

@@ -142,18 +142,18 @@ class Model final : public Decoder {
       sync();
       for (size_t l = 0; l < layers_.size(); ++l) {
         const T* x = normed(t, T_, M, layers_[l].input_norm, nullptr);
-        layer(t, T_, layers_[l], rows, x, static_cast<T*>(kv) + l * rows.num_slots * 2 * Hk_ * D_, [&](int m, int c, __mmask16 lanes, Vec v) {
+        const Linear* next = l + 1 < layers_.size() ? layers_[l + 1].qkv : outer_.head;
+        layer(t, T_, layers_[l], next, rows, x, static_cast<T*>(kv) + l * rows.num_slots * 2 * Hk_ * D_, [&](int m, int c, __mmask16 lanes, Vec v) {
           if (taps == nullptr) return;
           for (int i = 0; i < 3; ++i)
             if (taps[i] == static_cast<int64_t>(l)) A::store(static_cast<T*>(aux) + (static_cast<size_t>(m) * 3 + i) * H_ + c, lanes, v);
         });
-        (l + 1 < layers_.size() ? layers_[l + 1].qkv : outer_.head)->prefetch(t, T_);
         sync();
       }
       if (n == 0) return;
       const T* x = normed(t, T_, n, outer_.final_norm, logits_of);
       clear_best(t, n);
-      multiply<A>(*outer_.head, x, x_stride_, n, t, T_, sums(t), [&](const Panel& panel, const float* out) {
+      multiply<A>(*outer_.head, layers_[0].qkv, x, x_stride_, n, t, T_, sums(t), [&](const Panel& panel, const float* out) {
         for (int r = 0; r < n; ++r)
           for (int w = 0; w < panel.width; ++w) {
             const int c = (panel.first + w) * kLanes;
@@ -179,7 +179,7 @@ class Model final : public Decoder {
         sync();
         features = features_.get(), stride = feature_stride();
       }
-      multiply<A>(*outer_.fc, features, stride, M, t, T_, sums(t), [&](const Panel& panel, const float* out) {
+      multiply<A>(*outer_.fc, layers_[0].qkv, features, stride, M, t, T_, sums(t), [&](const Panel& panel, const float* out) {
         for (int m = 0; m < M; ++m)
           for (int w = 0; w < panel.width; ++w)
             _mm512_storeu_ps(other_h_ + m * h_stride_ + (panel.first + w) * kLanes, _mm512_loadu_ps(out + m * kPanelColumns + w * kLanes));
@@ -289,36 +289,33 @@ class Model final : public Decoder {
     return x;
   }
 
-  // One layer of the M rows, after their input x: adds to h_. tap(m, column, lanes, values) sees what is put out.
+  // One layer of the M rows, after their input x: adds to h_. next: the product after it. tap(m, column, lanes, values) sees what is put out.
   template <class Tap>
-  void layer(int t, int T_, const Layer& layer, const RowsView& rows, const T* x, T* cache, Tap&& tap) {
+  void layer(int t, int T_, const Layer& layer, const Linear* next, const RowsView& rows, const T* x, T* cache, Tap&& tap) {
     const int M = rows.M;
-    multiply<A>(*layer.qkv, x, x_stride_, M, t, T_, sums(t), [&](const Panel& panel, const float* out) {
+    multiply<A>(*layer.qkv, layer.out, x, x_stride_, M, t, T_, sums(t), [&](const Panel& panel, const float* out) {
       for (int m = 0; m < M; ++m)
         for (int w = 0; w < panel.width; ++w)
           _mm512_storeu_ps(qkv_.get() + m * qkv_stride_ + (panel.first + w) * kLanes, _mm512_loadu_ps(out + m * kPanelColumns + w * kLanes));
     });
-    layer.out->prefetch(t, T_);
     sync();
     attention(t, T_, layer, rows, cache);
     sync();
-    multiply<A>(*layer.out, mixed_.get(), x_stride_, M, t, T_, sums(t), [&](const Panel& panel, const float* out) {
+    multiply<A>(*layer.out, layer.gate_up, mixed_.get(), x_stride_, M, t, T_, sums(t), [&](const Panel& panel, const float* out) {
       for (int m = 0; m < M; ++m)
         for (int w = 0; w < panel.width; ++w) add_to_h(m, (panel.first + w) * kLanes, out + m * kPanelColumns + w * kLanes);
     });
-    layer.gate_up->prefetch(t, T_);
     sync();
     x = normed(t, T_, M, layer.post_norm, nullptr);
-    multiply<A>(*layer.gate_up, x, x_stride_, M, t, T_, sums(t), [&](const Panel& panel, const float* out) {
+    multiply<A>(*layer.gate_up, layer.down, x, x_stride_, M, t, T_, sums(t), [&](const Panel& panel, const float* out) {
       for (int m = 0; m < M; ++m)
         for (int w = 0; w < panel.width; w += 2) {
           const float* at = out + m * kPanelColumns + w * kLanes;
           A::store(act_.get() + m * act_stride_ + (panel.first + w) / 2 * kLanes, silu_times(_mm512_loadu_ps(at), _mm512_loadu_ps(at + kLanes)));
         }
     });
-    layer.down->prefetch(t, T_);
     sync();
-    multiply<A>(*layer.down, act_.get(), act_stride_, M, t, T_, sums(t), [&](const Panel& panel, const float* out) {
+    multiply<A>(*layer.down, next, act_.get(), act_stride_, M, t, T_, sums(t), [&](const Panel& panel, const float* out) {
       for (int m = 0; m < M; ++m)
         for (int w = 0; w < panel.width; ++w) {
           const int c = (panel.first + w) * kLanes;
@@ -439,9 +436,8 @@ class Model final : public Decoder {
         _mm512_storeu_ps(h + c, residual_normed ? v : _mm512_maskz_loadu_ps(lanes, sources_[m] + c));
       });
     }
-    only.qkv->prefetch(t, T_);
     sync();
-    layer(t, T_, only, rows, x_, cache, [](int, int, __mmask16, Vec) {});
+    layer(t, T_, only, outer_.head, rows, x_, cache, [](int, int, __mmask16, Vec) {});
     sync();
   }
 
@@ -479,7 +475,7 @@ class Model final : public Decoder {
 
   // The k best tokens of n rows whose lm_head inputs are in x_. Ends with a barrier only between its parts.
   void best_tokens(int t, int T_, int n, int k, int64_t* ids, float* log_probs) {
-    multiply<A>(*outer_.head, x_, x_stride_, n, t, T_, sums(t), [&](const Panel& panel, const float* out) {
+    multiply<A>(*outer_.head, layers_[0].qkv, x_, x_stride_, n, t, T_, sums(t), [&](const Panel& panel, const float* out) {
       for (int r = 0; r < n; ++r)
         for (int w = 0; w < panel.width; ++w)
           _mm512_storeu_ps(logits_.get() + r * logits_stride_ + (panel.first + w) * kLanes, _mm512_loadu_ps(out + r * kPanelColumns + w * kLanes));
@@ -690,7 +686,6 @@ int Model<A>::propose(const Growth& growth) {
         if (shape_.norm_output) norm_output(m);
         draft_normed(m, shape_.norm_output);
       }
-      outer_.head->prefetch(t, team);
       sync();
       best_tokens(t, team, M, k, drawn_ids_.data(), drawn_log_probs_.data());
       sync();
@@ -735,6 +730,23 @@ Linear* eyas_linear(const void* const* parts, const int64_t* part_rows, int64_t 
   } catch (const std::bad_alloc&) {
     return nullptr;
   }
+}
+
+// Reads the bytes once with that many threads: what memory gives, for a benchmark to hold a step against.
+int64_t eyas_read(const uint8_t* data, int64_t bytes, int64_t threads) {
+  const Guard guard(calls());
+  std::vector<int64_t> sums(threads * 8);
+  Pool::shared().run(static_cast<int>(threads), [&](int t) {
+    Bits sum[4] = {};
+    const int64_t first = bytes / 256 * t / threads, end = bytes / 256 * (t + 1) / threads;
+    for (int64_t i = first; i < end; ++i)
+      for (int part = 0; part < 4; ++part) sum[part] = _mm512_xor_si512(sum[part], _mm512_loadu_si512(data + i * 256 + part * 64));
+    for (int part = 1; part < 4; ++part) sum[0] = _mm512_xor_si512(sum[0], sum[part]);
+    sums[t * 8] = _mm512_reduce_or_epi64(sum[0]);
+  });
+  int64_t all = 0;
+  for (const int64_t sum : sums) all |= sum;
+  return all;
 }
 
 void eyas_free_linear(Linear* linear) { delete linear; }

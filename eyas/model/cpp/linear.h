@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <memory>
 #include <vector>
 
 #include "pool.h"
@@ -22,12 +23,53 @@ struct Panel {
 
 constexpr int kPanelBlocks = 4, kPanelColumns = kPanelBlocks * kLanes;
 constexpr int kMaxTileRows = 6;      // 6 rows x 4 blocks of sums, and 4 of weights, fill the 32 registers
-constexpr int kChunkPairs = 256;     // 64 KB of a panel: its second and further tiles of rows find it in the L2 cache
-constexpr size_t kPrefetch = 2048;   // bytes ahead in a stream
+constexpr int kChunkPairs = 128;     // 32 KB of a panel: its second and further tiles of rows find it in a cache
+
+// Memory for weights in huge pages, handed out in order: products packed one after the other lie behind each other.
+class Arena {
+ public:
+  using Piece = std::shared_ptr<uint8_t>;
+
+  static Piece take(size_t bytes) {
+    static std::mutex mutex;
+    static std::shared_ptr<Chunk> open;
+    static size_t used = 0;
+    const std::lock_guard<std::mutex> guard(mutex);
+    bytes = (bytes + 63) / 64 * 64;
+    if (open == nullptr || used + bytes > open->size) {
+      open = std::make_shared<Chunk>(std::max(kChunk, (bytes + kHugePage - 1) / kHugePage * kHugePage));
+      used = 0;
+    }
+    uint8_t* at = open->data + used;
+    used += bytes;
+    return Piece(open, at);
+  }
+
+ private:
+  static constexpr size_t kHugePage = size_t(2) << 20, kChunk = size_t(64) << 20;
+
+  struct Chunk {
+    explicit Chunk(size_t bytes) : size(bytes), data(static_cast<uint8_t*>(std::aligned_alloc(kHugePage, bytes))) {
+      if (data == nullptr) throw std::bad_alloc();
+      madvise(data, bytes, MADV_HUGEPAGE);
+    }
+    ~Chunk() { std::free(data); }
+    const size_t size;
+    uint8_t* const data;
+  };
+};
+
+constexpr int kBurstPairs = 8;  // between two bursts of prefetches
 
 struct Source {
   const void* data;
   int rows;
+};
+
+// What is to be fetched while something else is worked on.
+struct Ahead {
+  const uint8_t* from = nullptr;
+  size_t lines = 0;
 };
 
 class Linear {
@@ -41,7 +83,7 @@ class Linear {
     has_bias = bias != nullptr;
     float* biases = bias_.reserve(column_rows.size());
     for (size_t c = 0; has_bias && c < column_rows.size(); ++c) biases[c] = column_rows[c] < 0 ? 0.0f : bias[column_rows[c]];
-    data_.reserve(static_cast<size_t>(blocks) * pairs * unit() + kPrefetch);
+    data_ = Arena::take(bytes());
     std::vector<const uint8_t*> lines;
     for (const Source& part : parts)
       for (int row = 0; row < part.rows; ++row)
@@ -58,17 +100,21 @@ class Linear {
         std::lower_bound(panels.begin(), panels.end(), first, [](const Panel& p, int b) { return p.first < b; }) - panels.begin());
   }
 
+  // The chunk of thread t that follows on panel p from pair `first` on; of the product after this one when this one ends.
+  Ahead after(int p, int first, int t, int T, const Linear* next) const {
+    if (first >= pairs) ++p, first = 0;
+    if (p >= share(t + 1, T)) {
+      if (next == nullptr || next->share(t, T) == next->share(t + 1, T)) return {};
+      return next->after(next->share(t, T), 0, t, T, nullptr);
+    }
+    const size_t step = panels[p].width * unit();
+    return {weights(panels[p]) + first * step, std::min(kChunkPairs, pairs - first) * step / 64};
+  }
+
   const uint8_t* weights(const Panel& panel) const { return data_.get() + panel.offset; }
   const float* bias() const { return bias_.get(); }
   size_t unit() const { return kind == Packed::bf16 ? 64 : 128; }  // bytes of a block's pair of inputs
   size_t bytes() const { return static_cast<size_t>(blocks) * pairs * unit(); }
-
-  // Fetch what thread t will read first, while it waits for the others.
-  void prefetch(int t, int T) const {
-    const int p = share(t, T);
-    if (p == static_cast<int>(panels.size())) return;
-    for (size_t at = 0; at < kPrefetch; at += 64) _mm_prefetch(weights(panels[p]) + at, _MM_HINT_T0);
-  }
 
   int K, pairs, blocks = 0;
   Packed kind;
@@ -134,46 +180,52 @@ class Linear {
       pack_as(reinterpret_cast<float*>(to), panel, column_rows, lines);
   }
 
-  Buffer<uint8_t> data_;
+  Arena::Piece data_;
   Buffer<float> bias_;
 };
 
-// Sums of R rows and W blocks over `pairs` pairs of inputs, added to sums [R][kPanelColumns] or, when fresh, put there.
+// Sums of R rows and W blocks over `pairs` pairs of inputs, added to sums [R][kPanelColumns] or, when fresh, put there. What is
+// ahead is fetched on the way.
 template <class A, Packed kind, int R, int W>
-void tile(const typename A::T* x, size_t stride, const uint8_t* weights, int pairs, float* sums, bool fresh) {
+void tile(const typename A::T* x, size_t stride, const uint8_t* weights, int pairs, float* sums, bool fresh, Ahead ahead) {
   Vec sum[R][W];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
     for (int w = 0; w < W; ++w) sum[r][w] = fresh ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + r * kPanelColumns + w * kLanes);
   constexpr size_t unit = kind == Packed::bf16 ? 64 : 128;
-  for (int p = 0; p < pairs; ++p, weights += W * unit) {
-    for (size_t line = 0; line < W * unit; line += 64) _mm_prefetch(weights + kPrefetch + line, _MM_HINT_T0);
-    if constexpr (A::is_bf16) {
-      Bits w[W];
-      for (int i = 0; i < W; ++i) w[i] = _mm512_loadu_si512(weights + i * 64);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        int pair;
-        std::memcpy(&pair, x + r * stride + 2 * p, 4);
-        const Bits a = _mm512_set1_epi32(pair);
-        for (int i = 0; i < W; ++i) sum[r][i] = dot_pairs(sum[r][i], a, w[i]);
-      }
-    } else {
-#pragma GCC unroll 2
-      for (int odd = 0; odd < 2; ++odd) {
-        Vec w[W];
-        for (int i = 0; i < W; ++i) {
-          if constexpr (kind == Packed::fp32) {
-            w[i] = _mm512_loadu_ps(reinterpret_cast<const float*>(weights + i * 128) + odd * kLanes);
-          } else {
-            const Bits pair = _mm512_loadu_si512(weights + i * 64);
-            w[i] = odd ? odd_of_pairs(pair) : even_of_pairs(pair);
-          }
-        }
+  const int bursts = (pairs + kBurstPairs - 1) / kBurstPairs;
+  const size_t burst = (ahead.lines + bursts - 1) / bursts * 64;
+  for (int first = 0; first < pairs; first += kBurstPairs) {
+    for (const uint8_t* end = ahead.from + burst; ahead.from < end; ahead.from += 64) _mm_prefetch(ahead.from, _MM_HINT_T1);
+    const int past = std::min(pairs, first + kBurstPairs);
+    for (int p = first; p < past; ++p, weights += W * unit) {
+      if constexpr (A::is_bf16) {
+        Bits w[W];
+        for (int i = 0; i < W; ++i) w[i] = _mm512_loadu_si512(weights + i * 64);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-          const Vec a = _mm512_set1_ps(x[r * stride + 2 * p + odd]);
-          for (int i = 0; i < W; ++i) sum[r][i] = _mm512_fmadd_ps(a, w[i], sum[r][i]);
+          int pair;
+          std::memcpy(&pair, x + r * stride + 2 * p, 4);
+          const Bits a = _mm512_set1_epi32(pair);
+          for (int i = 0; i < W; ++i) sum[r][i] = dot_pairs(sum[r][i], a, w[i]);
+        }
+      } else {
+#pragma GCC unroll 2
+        for (int odd = 0; odd < 2; ++odd) {
+          Vec w[W];
+          for (int i = 0; i < W; ++i) {
+            if constexpr (kind == Packed::fp32) {
+              w[i] = _mm512_loadu_ps(reinterpret_cast<const float*>(weights + i * 128) + odd * kLanes);
+            } else {
+              const Bits pair = _mm512_loadu_si512(weights + i * 64);
+              w[i] = odd ? odd_of_pairs(pair) : even_of_pairs(pair);
+            }
+          }
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) {
+            const Vec a = _mm512_set1_ps(x[r * stride + 2 * p + odd]);
+            for (int i = 0; i < W; ++i) sum[r][i] = _mm512_fmadd_ps(a, w[i], sum[r][i]);
+          }
         }
       }
     }
@@ -184,7 +236,7 @@ void tile(const typename A::T* x, size_t stride, const uint8_t* weights, int pai
 }
 
 template <class A>
-using Tile = void (*)(const typename A::T*, size_t, const uint8_t*, int, float*, bool);
+using Tile = void (*)(const typename A::T*, size_t, const uint8_t*, int, float*, bool, Ahead);
 
 template <class A, Packed kind>
 Tile<A> tile_of(int rows, int width) {
@@ -204,8 +256,10 @@ Tile<A> tile_of(Packed kind, int rows, int width) {
 }
 
 // Thread t's part of x [M, K] times the weights; put(panel, sums [M][kPanelColumns]) takes each panel's outputs, bias added.
+// next: the product that this thread will read after this one.
 template <class A, class Put>
-void multiply(const Linear& linear, const typename A::T* x, size_t stride, int M, int t, int T, float* sums, Put&& put) {
+void multiply(const Linear& linear, const Linear* next, const typename A::T* x, size_t stride, int M, int t, int T, float* sums,
+              Put&& put) {
   const int end = linear.share(t + 1, T), tiles = (M + kMaxTileRows - 1) / kMaxTileRows;
   for (int p = linear.share(t, T); p < end; ++p) {
     const Panel& panel = linear.panels[p];
@@ -213,10 +267,12 @@ void multiply(const Linear& linear, const typename A::T* x, size_t stride, int M
     for (int first = 0; first < linear.pairs; first += kChunkPairs) {
       const uint8_t* weights = linear.weights(panel) + first * step;
       const int pairs = std::min(kChunkPairs, linear.pairs - first);
+      const Ahead ahead = linear.after(p, first + pairs, t, T, next);
       for (int i = 0; i < tiles; ++i) {
         const int row = M * i / tiles, rows = M * (i + 1) / tiles - row;
+        const size_t from = ahead.lines * i / tiles, lines = ahead.lines * (i + 1) / tiles - from;
         tile_of<A>(linear.kind, rows, panel.width)(x + row * stride + 2 * first, stride, weights, pairs,
-                                                   sums + row * kPanelColumns, first == 0);
+                                                   sums + row * kPanelColumns, first == 0, {ahead.from + from * 64, lines});
       }
     }
     if (linear.has_bias)

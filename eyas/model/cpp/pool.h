@@ -1,11 +1,13 @@
 // Threads that run one function together, with barriers inside it. Knows no model.
 //
-// Waiting is spinning first (a barrier of a decoder's step is half a microsecond away), then yielding (another process may need
-// the core), then sleeping. No OpenMP: PyTorch's own would share its threads and its settings.
+// Waiting is spinning first (a barrier of a decoder's step is a microsecond away), then sleeping. It never yields: on a busy
+// machine a thread that yields loses milliseconds to another process, one that sleeps is scheduled at once when it is woken.
+// No OpenMP: PyTorch's own would share its threads and its settings.
 #pragma once
 
 #include <immintrin.h>
-#include <sched.h>
+#include <linux/futex.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -13,6 +15,43 @@
 #include <functional>
 #include <mutex>
 #include <thread>
+
+// A number that threads wait on.
+class alignas(64) Signal {
+ public:
+  int get() const { return value_.load(std::memory_order_acquire); }
+
+  int wait_while(int old, int spins) {
+    for (int i = 0; i < spins; ++i) {
+      const int now = get();
+      if (now != old) return now;
+      _mm_pause();
+    }
+    sleepers_.fetch_add(1);
+    for (int now; (now = value_.load()) == old;) futex(FUTEX_WAIT_PRIVATE, old);
+    sleepers_.fetch_sub(1);
+    return get();
+  }
+
+  void set(int value) {
+    value_.store(value);
+    wake();
+  }
+
+  int add(int step) {
+    const int now = value_.fetch_add(step) + step;
+    wake();
+    return now;
+  }
+
+ private:
+  void futex(int operation, int number) { syscall(SYS_futex, &value_, operation, number, nullptr, nullptr, 0); }
+  void wake() {
+    if (sleepers_.load() > 0) futex(FUTEX_WAKE_PRIVATE, INT32_MAX);
+  }
+
+  std::atomic<int> value_{0}, sleepers_{0};
+};
 
 class Pool {
  public:
@@ -36,43 +75,27 @@ class Pool {
     std::function<void(int)> task = std::ref(work);
     task_ = &task;
     team_ = threads;
-    running_.store(threads - 1, std::memory_order_relaxed);
+    running_.set(threads - 1);
     // The team's size travels with the round's number: a thread outside the team may look at any later time.
-    const unsigned number = static_cast<unsigned>(round_.load(std::memory_order_relaxed)) / kMaxThreads + 1;
-    round_.store(static_cast<int>(number * kMaxThreads + threads), std::memory_order_release);
-    round_.notify_all();
+    round_.set(static_cast<int>((static_cast<unsigned>(round_.get()) / kMaxThreads + 1) * kMaxThreads + threads));
     work(0);
-    for (int spins = 0;; ++spins) {
-      int left = running_.load(std::memory_order_acquire);
-      if (left == 0) return;
-      pause_or_sleep(running_, left, spins);
-    }
+    for (int left = running_.get(); left != 0;) left = running_.wait_while(left, kBarrierSpins);
   }
 
   // Returns when all threads of the run have come here.
   void barrier() {
     if (team_ == 1) return;
-    const int phase = phase_.load(std::memory_order_relaxed);
+    const int phase = phase_.get();
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == team_) {
       arrived_.store(0, std::memory_order_relaxed);
-      phase_.fetch_add(1, std::memory_order_release);
-      phase_.notify_all();
-      return;
+      phase_.add(1);
+    } else {
+      phase_.wait_while(phase, kBarrierSpins);
     }
-    for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; ++spins) pause_or_sleep(phase_, phase, spins);
   }
 
  private:
-  static constexpr int kSpins = 4000, kYields = 200;
-
-  static void pause_or_sleep(std::atomic<int>& value, int old, int spins) {
-    if (spins < kSpins)
-      _mm_pause();
-    else if (spins < kSpins + kYields)
-      sched_yield();
-    else
-      value.wait(old, std::memory_order_acquire);
-  }
+  static constexpr int kBarrierSpins = 2000, kRoundSpins = 40000;  // of some 40 cycles
 
   void start(int threads) {
     if (pid_ != getpid()) {  // a forked child has none of its parent's threads
@@ -80,19 +103,17 @@ class Pool {
       pid_ = getpid();
     }
     for (; started_ < threads; ++started_) {
-      const int round = round_.load(std::memory_order_relaxed);
+      const int round = round_.get();
       std::thread([this, index = started_, round] { serve(index, round); }).detach();
     }
   }
 
   void serve(int index, int round) {
     for (;;) {
-      int next = round;
-      for (int spins = 0; (next = round_.load(std::memory_order_acquire)) == round; ++spins) pause_or_sleep(round_, round, spins);
-      round = next;
+      round = round_.wait_while(round, kRoundSpins);
       if (index >= static_cast<int>(static_cast<unsigned>(round) % kMaxThreads)) continue;
       (*task_)(index);
-      if (running_.fetch_sub(1, std::memory_order_acq_rel) == 1) running_.notify_all();
+      running_.add(-1);
     }
   }
 
@@ -100,8 +121,6 @@ class Pool {
   std::function<void(int)>* task_ = nullptr;
   int team_ = 1, started_ = 1;
   pid_t pid_ = getpid();
-  alignas(64) std::atomic<int> round_{0};
-  alignas(64) std::atomic<int> running_{0};
+  Signal round_, running_, phase_;
   alignas(64) std::atomic<int> arrived_{0};
-  alignas(64) std::atomic<int> phase_{0};
 };
