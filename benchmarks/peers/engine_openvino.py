@@ -1,0 +1,72 @@
+"""OpenVINO GenAI as a worker of the peers benchmark. Knows its precisions, and its two ways of speculating.
+
+The weights are stored as the precision says (bf16 as it came, fp16 or fp32); `inference_precision` is what the CPU plugin
+computes in. A chain sets num_assistant_tokens alone, a tree also branching_factor and tree_depth.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino as ov
+import openvino_genai as genai
+from wire import Decoded, serve
+
+HERE = Path(__file__).parent
+
+
+class OpenVino:
+    """One pipeline, plain or with an EAGLE-3 head."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.settings = settings
+        device = {"INFERENCE_PRECISION_HINT": settings["inference_precision"], "INFERENCE_NUM_THREADS": settings["threads"]}
+        device |= {"PERFORMANCE_HINT": "LATENCY", "ENABLE_HYPER_THREADING": True}
+        options: dict[str, Any] = dict(device)
+        self.speculates = "num_draft_steps" in settings
+        if self.speculates:
+            options["draft_model"] = genai.draft_model(exported(settings, settings["head_sglang"]), "CPU", **device)
+        if self.speculates or settings.get("paged"):
+            scheduler = genai.SchedulerConfig()
+            scheduler.cache_size = 1
+            scheduler.enable_prefix_caching = False
+            scheduler.max_num_seqs = 1
+            options["scheduler_config"] = scheduler
+        self.pipeline = genai.LLMPipeline(exported(settings, settings["target"]), "CPU", **options)
+
+    def decode(self, prompt: list[int], max_tokens: int, ignore_eos: bool) -> Decoded:
+        end = self.settings["eos_token_id"]
+        config = genai.GenerationConfig(max_new_tokens=max_tokens, ignore_eos=ignore_eos, do_sample=False, eos_token_id=end)
+        config.apply_chat_template = False
+        if self.speculates:
+            config.num_assistant_tokens = self.settings["num_draft_steps"]
+        if "tree_topk" in self.settings:
+            config.branching_factor = self.settings["tree_topk"]
+            config.tree_depth = self.settings["num_draft_steps"]
+            config.num_assistant_tokens = self.settings["num_verify_tokens"] - 1
+        ids = ov.Tensor(np.array([prompt], dtype=np.int64))
+        inputs = genai.TokenizedInputs(ids, ov.Tensor(np.ones((1, len(prompt)), dtype=np.int64)))
+        answer = self.pipeline.generate(inputs, config)
+        tokens = list(answer.tokens[0])
+        times = answer.perf_metrics.raw_metrics.m_new_token_times  # ms, one for each forward that gave tokens
+        return Decoded(tokens, (times[-1] - times[0]) / 1e3, len(times) - 1)
+
+
+def exported(settings: dict[str, Any], folder: str) -> str:
+    """The model of a Hugging Face folder in OpenVINO's form, exported once."""
+    weights = settings["weights"]
+    made = Path(settings["work"], f"{Path(folder).name}-openvino-{weights}")
+    if not made.exists():
+        half = made.with_name(made.name + ".half")
+        command = [sys.executable, str(HERE / "convert_openvino.py"), folder, str(half), weights]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+        half.rename(made)
+    return str(made)
+
+
+if __name__ == "__main__":
+    serve(OpenVino)
