@@ -187,7 +187,7 @@ class Rounds:
                     sources.append(slots[start + node])
                     destinations.append(slots[start + place])
         if sources:
-            self.cache.move(torch.tensor(sources, device=self._device), torch.tensor(destinations, device=self._device))
+            self.cache.move(sources, destinations)
         return verified, output.aux_hidden
 
     def _rows_of_trees(self, job: Job, trees: dict[int, Tree]) -> tuple[Rows, list[int]]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import torch
 
+Slots = list[int] | torch.Tensor  # int64 [n]; a list where the host knows them
+
 
 class PagedCache:
     """Keys and values of `num_layers` layers for num_pages * page_size tokens."""
@@ -27,6 +29,8 @@ class PagedCache:
         self.num_pages, self.page_size = num_pages, page_size
         # Zeros, not empty: a masked slot may still take part in a product, and 0 * NaN is NaN.
         self.data = torch.zeros(num_layers, num_pages * page_size, 2, *heads, dtype=dtype, device=device)
+        # The same memory for moves on a CPU, where NumPy's indexing takes a fifth of the time that PyTorch's does.
+        self._bytes = self.data.view(torch.uint8).numpy() if device == "cpu" else None
 
     def write(self, layer: int, slot_M: torch.Tensor, kv: torch.Tensor) -> None:
         """Put kv [M, 2, Hk, D] into slots int64 [M]."""
@@ -37,6 +41,9 @@ class PagedCache:
         kv = self.data[layer][slots]
         return kv.select(-3, 0), kv.select(-3, 1)
 
-    def move(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        """Copy slots int64 [n] to slots [n] in every layer; the sources are read before anything is written."""
-        self.data[:, destinations] = self.data[:, sources]
+    def move(self, sources: Slots, destinations: Slots) -> None:
+        """Copy slots to slots in every layer; the sources are read before anything is written."""
+        if self._bytes is not None and isinstance(sources, list):
+            self._bytes[:, destinations] = self._bytes[:, sources]
+        else:
+            self.data[:, destinations] = self.data[:, sources]
