@@ -1,0 +1,191 @@
+"""Answers are distributed as the target says, whatever was proposed: counts over thousands of seeds through the whole engine,
+against the exact distribution of all continuations, by chi-square. The options' effect is written down here once more, plainly.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chi2
+
+from eyas.engine.costs import CostTable, Curve
+from eyas.engine.draft import Draft
+from eyas.engine.engine import Engine, EngineConfig
+from eyas.engine.request import MAX_SAMPLES, Request, SamplingParams
+from eyas.model.target import Target
+from tests.test_engine import VOCAB, random_head
+from tests.tiny import tiny_target
+
+PROMPT = (5, 9, 5)
+END = 2
+HEAD = 1  # the seed of a head that proposes well behind this prompt
+NUM_TOKENS, NUM_REQUESTS = 3, 6  # requests of 128 samples; fewer where PyTorch's operators decode them
+LEAST_P = 1e-4  # the seeds are fixed: what passes once passes always
+COSTS = CostTable(Curve([1, 64], [10.0, 11.0]), Curve([1, 64], [0.1, 0.2]), Curve([1, 64], [0.1, 0.2]))  # drafting pays
+
+OPTIONS: dict[str, dict[str, object]] = {
+    "temperature": {},
+    "cool": {"temperature": 0.6},
+    "top_k": {"top_k": 4},
+    "top_p": {"top_p": 0.8},
+    "min_p": {"min_p": 0.15, "temperature": 1.3},
+    "all cuts": {"min_p": 0.02, "top_k": 9, "top_p": 0.9},
+    "repetition_penalty": {"repetition_penalty": 1.6},
+    "frequency_penalty": {"frequency_penalty": 1.7},
+    "presence_penalty": {"presence_penalty": -1.5},
+    "logit_bias": {"logit_bias": {7: 1.0, 9: -3.0, 5: -0.7}},
+    "min_tokens": {"logit_bias": {END: 4.0, 5: 1.0}, "min_tokens": 2},
+    "regex": {"regex": "[!-0]{1,2}", "logit_bias": {END: 4.0}},  # tokens 3 to 18 of the tiny tokenizer
+}
+ENGINES = {
+    "native, fixed": (True, {"speculation": "fixed(3,4,16)"}),
+    "native, auto": (True, {"speculation": "auto(3,4,16)", "overlap": True}),
+    "torch, fixed": (False, {"speculation": "fixed(3,4,16)", "overlap": True}),
+}
+THOROUGH = {"native, auto": ["temperature", "all cuts", "frequency_penalty", "regex"], "torch, fixed": ["top_k"]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def engine_of(folder: Path) -> Callable[[str], Engine]:
+    """Engines by name. Costs are given, and rounds take what was predicted: auto chooses the same every time."""
+
+    @cache
+    def engine(name: str) -> Engine:
+        native, config = ENGINES[name]
+        target = Target.load(folder, native=native)
+        if native and not target.is_native:
+            pytest.skip("no native path on this machine")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("eyas.engine.engine.round_costs", lambda rounds: COSTS)
+            draft = Draft(*random_head(target, HEAD), target)
+            made = Engine(target, draft, EngineConfig(max_batch=128, max_length=32, **config), folder)
+        observe = made.policy.observe
+        made.policy.observe = lambda plan, emitted, ms: observe(plan, emitted, plan.predicted_ms or ms)  # type: ignore
+        return made
+
+    return engine
+
+
+def params_of(option: str) -> SamplingParams:
+    return SamplingParams(**{"temperature": 1.0, "max_tokens": NUM_TOKENS, "n": MAX_SAMPLES, **OPTIONS[option]})
+
+
+# The exact distribution
+
+
+def exact(target: Target, params: SamplingParams) -> dict[tuple[int, ...], float]:
+    """The probability of every answer: all continuations, to their end token or to max_tokens."""
+    answers: dict[tuple[int, ...], float] = {}
+    prefixes: dict[tuple[int, ...], float] = {(): 1.0}
+    while prefixes:
+        with torch.inference_mode():
+            logits_BV = target.logits(torch.tensor([[*PROMPT, *prefix] for prefix in prefixes]))[:, -1].double().numpy()
+        longer: dict[tuple[int, ...], float] = {}
+        for (prefix, mass), logits_V in zip(prefixes.items(), logits_BV, strict=True):
+            probs_V = next_probs(logits_V, prefix, params)
+            for token in np.flatnonzero(probs_V).tolist():
+                is_over = token == END or len(prefix) + 1 == params.max_tokens
+                (answers if is_over else longer)[(*prefix, token)] = mass * probs_V[token]
+        prefixes = longer
+    assert sum(answers.values()) == pytest.approx(1)
+    return answers
+
+
+def next_probs(logits_V: np.ndarray, prefix: tuple[int, ...], params: SamplingParams) -> np.ndarray:
+    logits_V = logits_V.copy()
+    for token in {*PROMPT, *prefix}:
+        logit, penalty = logits_V[token], params.repetition_penalty
+        logits_V[token] = logit / penalty if logit > 0 else logit * penalty
+    for token in prefix:
+        logits_V[token] -= params.frequency_penalty
+    for token in set(prefix):
+        logits_V[token] -= params.presence_penalty
+    for token, bias in params.logit_bias.items():
+        logits_V[token] += bias
+    allowed = set(range(VOCAB))
+    if len(prefix) < params.min_tokens:
+        allowed -= {END}
+    if params.regex is not None:
+        allowed = {0: set(range(3, 19)), 1: {END, *range(3, 19)}, 2: {END}}[len(prefix)]
+    logits_V[sorted(set(range(VOCAB)) - allowed)] = -np.inf
+    probs_V = np.exp((logits_V - logits_V.max()) / params.temperature)
+    probs_V[probs_V < params.min_p] = 0
+    best_first = np.argsort(-probs_V)
+    if params.top_k:
+        probs_V[best_first[params.top_k :]] = 0
+    probs_V /= probs_V.sum()
+    if params.top_p < 1:
+        before = np.cumsum(probs_V[best_first]) - probs_V[best_first]  # a token stays unless those before it are enough
+        probs_V[best_first[before >= params.top_p]] = 0
+    result: np.ndarray = probs_V / probs_V.sum()
+    return result
+
+
+# The engine's
+
+
+def p_value(running: Engine, option: str, drafts: int = 10) -> float:
+    """Of the engine's answers under the exact distribution; answers expected fewer than five times count as one. At least
+    so many drafts must have been accepted."""
+    params = params_of(option)
+    probs = exact(running.target, params)
+    counts = Counter(answers_of(running, params, drafts))
+    total = sum(counts.values())
+    assert not counts.keys() - probs.keys(), "answers that cannot be"
+    expected = np.array([total * prob for prob in probs.values()])
+    observed = np.array([counts[answer] for answer in probs])
+    frequent = expected >= 5
+    assert frequent.sum() >= 4
+    expected = np.append(expected[frequent], expected[~frequent].sum())
+    observed = np.append(observed[frequent], observed[~frequent].sum())
+    some = expected > 0
+    statistic = float(((observed[some] - expected[some]) ** 2 / expected[some]).sum())
+    return float(chi2.sf(statistic, int(some.sum()) - 1))
+
+
+def answers_of(running: Engine, params: SamplingParams, drafts: int) -> list[tuple[int, ...]]:
+    asked = []
+    for seed in range(NUM_REQUESTS if running.target.is_native else 2):
+        asked.append(Request(str(seed), PROMPT, SamplingParams(**{**fields(params), "seed": 1000 + seed})))
+    results = list(running.run(asked))
+    running.check()
+    accepted = sum(sum(result.accept_hist[1:]) for result in results)
+    assert accepted >= drafts, "hardly a draft was accepted: a bias of it would not be seen"
+    return [tuple(result.token_ids) for result in results]
+
+
+def fields(params: SamplingParams) -> dict[str, object]:
+    return {name: getattr(params, name) for name in SamplingParams.__slots__}
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [(name, option) for name in ENGINES for option in THOROUGH.get(name, OPTIONS)],
+)
+def test_answers_are_distributed_as_the_target_says(engine_of: Callable[[str], Engine], name: str, option: str) -> None:
+    assert p_value(engine_of(name), option) > LEAST_P
+
+
+def test_a_biased_acceptance_is_found(engine_of: Callable[[str], Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second draw where the first was not proposed: what a draft proposes comes too often, and every token is plausible."""
+
+    def generous(tokens: Sequence[int], parents: Sequence[int], draw: Callable[[int], int]) -> tuple[list[int], list[int]]:
+        children = [token for token, parent in zip(tokens, parents, strict=True) if parent == 0]
+        first = draw(0)
+        if first in children or not children:
+            return [], [first]
+        return [], [draw(0)]
+
+    monkeypatch.setattr("eyas.engine.rounds.accept", generous)
+    assert p_value(engine_of("native, fixed"), "temperature", drafts=0) < 1e-6
