@@ -213,5 +213,5 @@ class _Growing:
 
     def proposals(self) -> Proposals:
         depths = [np.full(level.shape[1], depth, dtype=np.int32) for depth, level in enumerate(self._tokens, start=1)]
-        joined = (np.concatenate(levels, axis=1) for levels in (self._tokens, self._scores, self._parents))
-        return Proposals(*joined, np.concatenate(depths))
+        tokens, scores, parents = (np.concatenate(one, axis=1) for one in (self._tokens, self._scores, self._parents))
+        return Proposals(tokens, scores, parents, np.concatenate(depths))

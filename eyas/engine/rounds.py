@@ -261,8 +261,8 @@ class Rounds:
         before = [(job.runnings[b].slot, job.runnings[b].num_pending - len(seen[b])) for b in due]
         features = aux_hidden[self.futures.index([row for b in due for row in seen[b][:-1]])]
         if any(count for _, count in before):
-            new = features.split([len(seen[b]) - 1 for b in due])
-            old = self.futures.pending_of(before).split([count for _, count in before])
+            new = torch.split(features, [len(seen[b]) - 1 for b in due])
+            old = torch.split(self.futures.pending_of(before), [count for _, count in before])
             features = torch.cat([part for pair in zip(old, new, strict=True) for part in pair])
         if due:
             self._extend(job, due, features, [job.runnings[b].num_cached for b in due])
