@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import runpy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -91,9 +93,11 @@ def plainly(target: Target, asked: list[Any]) -> dict[Any, Any]:
 # The same tokens
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0}, {"temperature": 0.6, "top_k": 5}, SAMPLED])
-@pytest.mark.parametrize("shape", [(1, 1, 2), (3, 1, 4), (4, 3, 8), (2, 4, 16), (6, 2, 5)])
+@pytest.mark.parametrize(
+    ("shape", "overlap"),
+    [((1, 1, 2), True), ((3, 1, 4), True), ((4, 3, 8), True), ((4, 3, 8), False), ((2, 4, 16), True), ((6, 2, 5), True)],
+)
 def test_rounds_in_tensors_change_no_token(
     target: Target, shape: tuple[int, int, int], params: dict[str, Any], overlap: bool
 ) -> None:
@@ -219,6 +223,33 @@ def test_cancelling_in_flight_frees_everything(target: Target) -> None:
             break
     assert not running.has_work
     idle(running)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: graphs, the kernel, events")
+@pytest.mark.parametrize("params", [{}, SAMPLED])
+def test_on_cuda_the_same_tokens(tmp_path: Path, params: dict[str, Any]) -> None:
+    folder = tiny_target(tmp_path, vocab_size=VOCAB, head_dim=64)
+    target = Target.load(folder, device="cuda")
+    asked = requests(7, ignore_eos=True, **params)
+    running = tensor_engine(target, overlap=True, speculation="fixed(4,3,8)")
+    results = list(running.run(asked))
+    assert decoded(results) == plainly(target, asked)
+    assert sum(sum(result.accept_hist[1:]) for result in results) > 0
+    assert running.metrics()["device_busy_s"] > 0
+
+
+def test_the_gpu_benchmark_runs_without_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path(__file__).parents[1] / "benchmarks"
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr("sys.argv", ["gpu.py", "--quick", "--concurrency", "2"])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    runpy.run_path(str(folder / "gpu.py"), run_name="__main__")
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (report["device"], report["gpu"]) == ("cpu", "not measured")
+    assert report["exact"]["identical"] == report["exact"]["of"] > 0
+    (result,) = report["results"]
+    assert result["plain_normal"]["tau"] == 1
+    assert result["tree_normal"]["tau"] == result["tree_overlapped"]["tau"] > 2  # both replay the same acceptance
 
 
 # Launching looks at nothing

@@ -25,19 +25,21 @@ class Graphs:
     overwritten by the next call, whatever its key.
     """
 
-    def __init__(self, device: str) -> None:
-        self._is_cuda = device.startswith("cuda")
+    def __init__(self, enabled: bool) -> None:
+        """enabled False: nothing is recorded, work is simply done."""
+        self._enabled = enabled
         self._recorded: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensors, Tensors]] = {}
-        self._pool = torch.cuda.graph_pool_handle() if self._is_cuda else None
+        self._pool = torch.cuda.graph_pool_handle() if enabled else None
 
-    def __call__(
-        self, key: Hashable, work: Callable[..., Tensors], inputs: Tensors, harmless: Callable[[], Tensors]
-    ) -> Tensors:
-        """work(*inputs). harmless gives inputs of the same shapes with which the work may run at any time, to no effect."""
-        if not self._is_cuda:
-            return work(*inputs)
-        if key not in self._recorded:
+    def prepare(self, key: Hashable, work: Callable[..., Tensors], harmless: Callable[[], Tensors]) -> None:
+        """Record the work if need be. harmless gives inputs with which it may run at any time, to no effect."""
+        if self._enabled and key not in self._recorded:
             self._recorded[key] = self._record(work, harmless())
+
+    def __call__(self, key: Hashable, work: Callable[..., Tensors], inputs: Tensors) -> Tensors:
+        """work(*inputs), which is prepared."""
+        if not self._enabled:
+            return work(*inputs)
         graph, own_inputs, outputs = self._recorded[key]
         for own, given in zip(own_inputs, inputs, strict=True):
             own.copy_(given, non_blocking=True)
@@ -102,6 +104,7 @@ class DeviceTrace(Trace):
 
     def rest(self) -> None:
         """There is nothing to do: the time until the next job is nobody's."""
+        self.add_up()
         self._marks.append(None)
 
     def add_up(self) -> None:

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Protocol
 
 import numpy as np
@@ -56,6 +57,9 @@ GREEDY, SAMPLED, CUT = range(3)
 LEAST_PAGES = 8  # of a page table: the tree of a void line fits
 NUM_INTEGERS, NUM_FLOATS = 9, 3
 QUARTERS = 4
+
+# Of a round's lines: integers [NUM_INTEGERS, B], floats [NUM_FLOATS, B], page_table int32 [B + 1, P]
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class Pending(Protocol):
@@ -116,7 +120,8 @@ class TensorRounds(Rounds):
         self._owners: list[Running | None] = [None] * max_batch  # whose state a slot of the FutureMap holds
         self._num_in_flight = 0
         self._foresight = Foresight(growth.num_draft_steps)
-        self._graphs = Graphs(target.device)
+        # Without the kernel attention plans on the host: it works, but neither as a graph nor without waiting.
+        self._graphs = Graphs(target.device.startswith("cuda") and find_spec("triton") is not None)
         self._device_trace = DeviceTrace() if target.device.startswith("cuda") else None
         if self._device_trace is not None:
             self.trace = self._device_trace
@@ -145,31 +150,32 @@ class TensorRounds(Rounds):
         alive = [b for b, running in enumerate(job.runnings) if running.finish_reason is None]
         if not alive:
             return Done([self._outcome(running, []) for running in job.runnings])
-        started = time.perf_counter()
-        with self.trace.job():
-            plan, drafting, shape, copies = self._launch(job, alive)
-        took: Events | float = (time.perf_counter() - started) * 1e3
-        if self._device_trace is not None and self._device_trace.newest is not None:
-            took = self._device_trace.newest
+        able = [b for b in alive if job.runnings[b].request.speculation] if self.draft is not None else []
+        plan = self.policy.plan([self._num_due(job.runnings[b]) for b in able], len(alive) - len(able))
+        drafting = [b for b, drafts in zip(able, plan.drafting, strict=True) if drafts]
+        shape = self._shape(job, alive, len(drafting), plan)
+        fresh = [b for b in alive if self._owners[job.runnings[b].slot] is not job.runnings[b]]
+        arrays = self._arrays(job, alive, (fresh, drafting), shape)
+        copies, took = self._enqueue(job, shape, fresh, arrays)
+        for b in alive:
+            self._owners[job.runnings[b].slot] = job.runnings[b]
         self._num_in_flight += 1
         return Flight(self, job, alive, drafting, plan, shape, copies, took)
 
     # Launching
 
-    def _launch(self, job: Job, alive: list[int]) -> tuple[Round, list[int], Shape, HostCopies]:
-        able = [b for b in alive if job.runnings[b].request.speculation] if self.draft is not None else []
-        plan = self.policy.plan([self._num_due(job.runnings[b]) for b in able], len(alive) - len(able))
-        drafting = [b for b, drafts in zip(able, plan.drafting, strict=True) if drafts]
-        fresh = {b for b in alive if self._owners[job.runnings[b].slot] is not job.runnings[b]}
-        if self.draft is not None and fresh:
-            self._catch_up(job, sorted(fresh))
-        shape = self._shape(job, alive, len(drafting), plan)
-        inputs = self._inputs(job, alive, (fresh, set(drafting)), shape)
-        outputs = self._graphs(shape, partial(self._round, shape), inputs, partial(self._void_inputs, shape))
-        copies = HostCopies(outputs)
-        for b in alive:
-            self._owners[job.runnings[b].slot] = job.runnings[b]
-        return plan, drafting, shape, copies
+    def _enqueue(self, job: Job, shape: Shape, fresh: list[int], arrays: Arrays) -> tuple[HostCopies, Events | float]:
+        """All of the device's work for a round: what it emits, on its way to the host, and how long it takes."""
+        work = partial(self._round, shape)
+        self._graphs.prepare(shape, work, partial(self._void_inputs, shape))
+        started = time.perf_counter()
+        with self.trace.job():
+            if self.draft is not None and fresh:
+                self._catch_up(job, fresh)
+            copies = HostCopies(self._graphs(shape, work, self._to_device(arrays)))
+        if self._device_trace is not None and self._device_trace.newest is not None:
+            return copies, self._device_trace.newest
+        return copies, (time.perf_counter() - started) * 1e3
 
     def _num_due(self, running: Running) -> int:
         """Entries to make for a sample in this round."""
@@ -206,12 +212,10 @@ class TensorRounds(Rounds):
         """Of a sample's tree, besides the root."""
         return self.policy.speculation.num_verify_tokens - 1
 
-    def _inputs(
-        self, job: Job, alive: list[int], marked: tuple[set[int], set[int]], shape: Shape
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _arrays(self, job: Job, alive: list[int], marked: tuple[list[int], list[int]], shape: Shape) -> Arrays:
         """marked: which samples are fresh (their state is the host's) and which draft."""
         integers, floats, page_table = self._void_arrays(shape)
-        fresh, drafting = marked
+        fresh, drafting = map(set, marked)
         for line, b in enumerate(alive):
             running = job.runnings[b]
             params, sampler = running.request.params, running.sampler
@@ -230,12 +234,12 @@ class TensorRounds(Rounds):
             # Behind its own pages a sample has the void's, so that it can never write to those of another.
             count = len(running.pages)
             page_table[line, :count] = job.page_table[b, :count]
-        return self._to_device(integers, floats, page_table)
+        return integers, floats, page_table
 
     def _void_inputs(self, shape: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self._to_device(*self._void_arrays(shape))
+        return self._to_device(self._void_arrays(shape))
 
-    def _void_arrays(self, shape: Shape) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _void_arrays(self, shape: Shape) -> Arrays:
         """Lines that run and change nothing: as if fresh, with one column."""
         integers = np.zeros((NUM_INTEGERS, shape.num_lines), dtype=np.int64)
         integers[:] = np.array([self._void_slot, 1, 0, 1, 0, 0, 0, 1, 0])[:, None]
@@ -244,7 +248,7 @@ class TensorRounds(Rounds):
         page_table = np.full((shape.num_lines + 1, shape.num_pages), self._void_page, dtype=np.int32)
         return integers, floats, page_table
 
-    def _to_device(self, *arrays: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _to_device(self, arrays: Arrays) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         integers, floats, page_table = (to_device(array, self._device) for array in arrays)
         return integers, floats, page_table
 
@@ -351,8 +355,7 @@ class TensorRounds(Rounds):
             self.policy.choose(plan, proposals, [flight.job.runnings[b].acceptance for b in drafting])
             self._foresight.observe(proposals, plan.num_nodes)
             self._charge(plan, flight.shape.num_nodes)
-        ms = flight.took if isinstance(flight.took, float) else flight.took[0].elapsed_time(flight.took[1])
-        self.policy.observe(plan, [emitted.get(b, []) for b in drafting], max(ms, 1e-6))
+        self.policy.observe(plan, [emitted.get(b, []) for b in drafting], max(_ms(flight.took), 1e-6))
 
     def _charge(self, plan: Round, num_nodes: int) -> None:
         """The round had its own number of nodes, whatever the policy would have wanted."""
@@ -367,6 +370,14 @@ def _drawing(running: Running) -> int:
     if params.temperature == 0:
         return GREEDY
     return CUT if params.top_k or params.top_p < 1 or params.min_p > 0 else SAMPLED
+
+
+def _ms(took: Events | float) -> float:
+    if isinstance(took, float):
+        return took
+    start, end = took
+    end.synchronize()
+    return float(start.elapsed_time(end))
 
 
 def _depths(depth: int, topk: int) -> np.ndarray:

@@ -76,6 +76,7 @@ class Candidates:
 
 
 def num_candidates(depth: int, topk: int) -> int:
+    """C of a line after so many levels."""
     return topk + (depth - 1) * topk * topk
 
 
