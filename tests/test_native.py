@@ -71,8 +71,14 @@ def folder_of(shape: str) -> Path:
 
 @functools.cache
 def target_of(shape: str, dtype: str) -> NativeTarget:
-    folder = folder_of(shape)
-    return NativeTarget(TargetConfig.from_folder(folder), read_tensors(folder), DTYPES[dtype])
+    return new_target(TargetConfig.from_folder(folder_of(shape)), read_tensors(folder_of(shape)), dtype)
+
+
+def new_target(config: TargetConfig, tensors: dict[str, Tensor], dtype: str = "float32", squeezed: bool = True) -> NativeTarget:
+    """A tiny target whose weights are packed as those of a large one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "SQUEEZED_FROM", 0 if squeezed else 1 << 40)
+        return NativeTarget(config, tensors, DTYPES[dtype])
 
 
 def new_cache(shape: str, dtype: str) -> PagedCache:
@@ -139,16 +145,36 @@ def test_target_is_transformers(shape: str, dtype: str):
 
 
 @needs_native
-def test_float32_model_of_bfloat16_numbers_is_stored_as_such_and_computed_in_float32():
-    narrow, wide = target_of("bf16 weights", "float32"), target_of("llama", "float32")
-    assert narrow.num_bytes * 2 == wide.num_bytes
+def test_weights_of_bfloat16_are_stored_in_12_bits_for_either_precision():
+    matrices = [
+        tensor for name, tensor in read_tensors(folder_of("llama")).items() if tensor.dim() == 2 and "embed" not in name
+    ]
+    wide = target_of("llama", "float32").num_bytes
+    assert wide == 4 * sum(matrix.numel() for matrix in matrices)
+    assert target_of("llama", "bfloat16").num_bytes == target_of("bf16 weights", "float32").num_bytes < 0.39 * wide
+
+
+@needs_native
+@pytest.mark.parametrize("rare", [0.0, 0.002, 0.2])
+def test_weights_of_unusual_size_are_kept_exactly(rare: float):
+    folder = folder_of("bf16 weights")
+    config, tensors = TargetConfig.from_folder(folder), read_tensors(folder)
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in tensors.items():
+        if name.endswith("down_proj.weight") or name == "lm_head.weight":
+            size = torch.randint(-60, 3, tensor.shape, generator=generator).float().exp2()
+            tensors[name] = torch.where(torch.rand(tensor.shape, generator=generator) < rare, tensor * size, tensor).bfloat16()
+    inexact = {name: tensor.float() * (1 + 2**-20) for name, tensor in tensors.items()}  # no bfloat16: stored in full
+    ours, full = (new_target(config, weights) for weights in (tensors, inexact))
+    ours, full = (run(target, new_cache("llama", "float32"), chunk(TOKENS, 0))[1] for target in (ours, full))
+    assert float((ours - full).norm() / full.norm()) < 1e-3
 
 
 @needs_native
 def test_positions_beyond_the_first_table(monkeypatch):
     folder = folder_of("llama")
     monkeypatch.setattr(native, "FIRST_POSITIONS", 2)
-    grown = NativeTarget(TargetConfig.from_folder(folder), read_tensors(folder), torch.float32)
+    grown = new_target(TargetConfig.from_folder(folder), read_tensors(folder))
     assert torch.equal(run(grown, new_cache("llama", "float32"), chunk(TOKENS, 0))[1], one_by_one("llama", "float32")[1])
 
 
@@ -240,6 +266,19 @@ def test_of_equal_logits_the_smallest_id_is_best():
     assert max(first) < 80
 
 
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", ["GQA of 3, odd sizes", "long products"])
+def test_squeezed_weights_give_the_bits_of_plain_ones(shape: str, dtype: str):
+    tensors = {name: tensor.bfloat16() for name, tensor in read_tensors(folder_of(shape)).items()}
+    config = TargetConfig.from_folder(folder_of(shape))
+    squeezed, plain = (new_target(config, tensors, dtype, way) for way in (True, False))
+    assert squeezed.num_bytes < 0.8 * plain.num_bytes
+    for size in (1, 2, 5, 8, 21):
+        logits = [run(target, new_cache(shape, dtype), chunk(TOKENS[:size], 0))[1] for target in (squeezed, plain)]
+        assert torch.equal(*logits)
+
+
 # Guards
 
 
@@ -264,8 +303,8 @@ def test_what_is_not_there_is_refused():
 
 @needs_native
 def test_two_decoders_on_two_python_threads():
-    targets = [NativeTarget(TargetConfig.from_folder(folder_of("llama")), read_tensors(folder_of("llama")), torch.float32)] * 1
-    targets.append(target_of("llama", "float32"))
+    other = new_target(TargetConfig.from_folder(folder_of("llama")), read_tensors(folder_of("llama")), squeezed=False)
+    targets = [other, target_of("llama", "float32")]
     expected = one_by_one("llama", "float32")[1]
     for target in targets:
         target.set_threads(2)

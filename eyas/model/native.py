@@ -22,7 +22,7 @@ import shutil
 import subprocess
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +38,8 @@ SOURCES = Path(__file__).parent / "cpp"
 FLAGS = ("-O3", "-march=native", "-std=c++20", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")
 NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 MAX_TOPK = 16
+FULL, PLAIN, SQUEEZED = 0, 1, 2  # how weights are packed: float32, bfloat16, bfloat16 in 12 bits
+SQUEEZED_FROM = 1 << 24  # bytes in bfloat16: fewer stay in the caches, where unpacking takes longer than reading more
 FIRST_POSITIONS = 4096  # of the rotation's table; it grows with what is asked for
 WRONG = {1: "a token is not in the vocabulary", 3: "a slot, page or prefix is not there", 4: "logits_of names no row"}
 BAD_POSITION = 2
@@ -142,16 +144,18 @@ class PackedLinear:
         biases: Sequence[torch.Tensor],
         dtype: torch.dtype,
         threads: int,
+        squeezed: bool,
         gated: bool = False,
     ) -> None:
-        """gated: two parts, gate and up, whose outputs meet in one product. Raises MemoryError."""
+        """squeezed: bfloat16 in 12 bits; gated: two parts, gate and up, whose outputs are joined. Raises MemoryError."""
         lib = library()
         stored = torch.bfloat16 if dtype == torch.bfloat16 or all(map(_is_bfloat16, weights)) else torch.float32
         parts = [weight.detach().to(stored).contiguous() for weight in weights]
         bias = torch.cat([part.detach().float() for part in biases]).contiguous() if biases else None
         rows = (ctypes.c_int64 * len(parts))(*map(len, parts))
+        kind = FULL if stored == torch.float32 else SQUEEZED if squeezed else PLAIN
         self.handle: int | None = lib.eyas_linear(
-            _pointers(parts), rows, len(parts), parts[0].shape[1], stored == torch.bfloat16, gated, _pointer(bias), threads
+            _pointers(parts), rows, len(parts), parts[0].shape[1], kind, gated, _pointer(bias), threads
         )
         if self.handle is None:
             raise MemoryError("no memory for the packed weights")
@@ -167,6 +171,10 @@ def _is_bfloat16(weight: torch.Tensor) -> bool:
     return bool((first.bfloat16().float() == first).all()) and bool((weight.bfloat16().float() == weight.float()).all())
 
 
+def _is_large(tensors: Iterable[torch.Tensor]) -> bool:
+    return 2 * sum(tensor.numel() for tensor in tensors) >= SQUEEZED_FROM
+
+
 def _pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
@@ -175,12 +183,12 @@ def _pointers(tensors: Sequence[torch.Tensor | None]) -> ctypes.Array[ctypes.c_v
     return (ctypes.c_void_p * len(tensors))(*map(_pointer, tensors))
 
 
-def _layer_linears(tensors: Tensors, prefix: str, dtype: torch.dtype, threads: int) -> list[PackedLinear]:
+def _layer_linears(tensors: Tensors, prefix: str, dtype: torch.dtype, threads: int, squeezed: bool) -> list[PackedLinear]:
     """The products of one layer in the order of their use, so that they lie in memory as they are read."""
 
     def packed(names: Sequence[str], gated: bool = False) -> PackedLinear:
         biases = [tensors[f"{prefix}{name}.bias"] for name in names if f"{prefix}{name}.bias" in tensors]
-        return PackedLinear([tensors[f"{prefix}{name}.weight"] for name in names], biases, dtype, threads, gated)
+        return PackedLinear([tensors[f"{prefix}{name}.weight"] for name in names], biases, dtype, threads, squeezed, gated)
 
     return [
         packed([f"self_attn.{name}_proj" for name in "qkv"]),
@@ -287,15 +295,15 @@ class NativeTarget(_Decoder):
 
     def __init__(self, config: TargetConfig, tensors: Tensors, dtype: torch.dtype) -> None:
         """tensors as in a Hugging Face checkpoint, checked; dtype float32 or bfloat16."""
-        threads, linears, norms = torch.get_num_threads(), [], []
+        threads, linears, norms, squeezed = torch.get_num_threads(), [], [], _is_large(tensors.values())
         for layer in range(config.num_hidden_layers):
             prefix = f"model.layers.{layer}."
-            linears += _layer_linears(tensors, prefix, dtype, threads)
+            linears += _layer_linears(tensors, prefix, dtype, threads, squeezed)
             names = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
             norms += [tensors.get(f"{prefix}{name}.weight") for name in names]
         embed_tokens = tensors["model.embed_tokens.weight"]
         lm_head = embed_tokens if config.tie_word_embeddings else tensors["lm_head.weight"]
-        linears.append(PackedLinear([lm_head], [], dtype, threads))
+        linears.append(PackedLinear([lm_head], [], dtype, threads, squeezed))
         norms.append(tensors["model.norm.weight"])
         sizes = (config.vocab_size, False, False, False)
         super().__init__(config, dtype, sizes, [*linears, None], [*norms, *[None] * 5], embed_tokens)
@@ -339,10 +347,11 @@ class NativeDraft(_Decoder):
         """tensors under EAGLE's names; the head's own `embed_tokens` and `lm_head`, if it has them, go before the target's."""
         threads, layer = torch.get_num_threads(), "midlayer."
         lm_head = tensors.get("lm_head.weight", lm_head_fallback)
+        squeezed = _is_large(tensors.values())
         linears = [
-            *_layer_linears(tensors, layer, dtype, threads),
-            PackedLinear([lm_head], [], dtype, threads),
-            PackedLinear([tensors["fc.weight"]], [], dtype, threads),
+            *_layer_linears(tensors, layer, dtype, threads, squeezed),
+            PackedLinear([lm_head], [], dtype, threads, squeezed),
+            PackedLinear([tensors["fc.weight"]], [], dtype, threads, squeezed),
         ]
         features = tensors["input_norm.weight"] if config.norm_before_fc else None
         each = [tensors[f"fc_norm.{stream}.weight"] if config.fc_norm else None for stream in range(3)]

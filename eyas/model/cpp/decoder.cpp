@@ -721,12 +721,12 @@ using Guard = std::lock_guard<std::mutex>;
 // prefix_len, seen, page_table, then the cache.
 extern "C" {
 
-Linear* eyas_linear(const void* const* parts, const int64_t* part_rows, int64_t count, int64_t K, int64_t is_bf16, int64_t gated,
+Linear* eyas_linear(const void* const* parts, const int64_t* part_rows, int64_t count, int64_t K, int64_t kind, int64_t gated,
                     const float* bias, int64_t threads) {
   std::vector<Source> sources;
   for (int64_t i = 0; i < count; ++i) sources.push_back({parts[i], static_cast<int>(part_rows[i])});
   try {
-    return new Linear(sources, static_cast<int>(K), is_bf16 ? Packed::bf16 : Packed::fp32, gated != 0, bias, static_cast<int>(threads));
+    return new Linear(sources, static_cast<int>(K), static_cast<Packed>(kind), gated != 0, bias, static_cast<int>(threads));
   } catch (const std::bad_alloc&) {
     return nullptr;
   }

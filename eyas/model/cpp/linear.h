@@ -3,6 +3,13 @@
 //   block    16 output columns                      panel   up to 4 neighbouring blocks, one sequential stream:
 //            [pair of inputs][block][column][2]             all weights of inputs 2p, 2p + 1, then those of 2p + 2, ...
 //
+// bf16 weights are squeezed to 12 bits where that loses nothing: what a step costs is the reading of them. The upper byte of a
+// bf16 (sign and seven bits of exponent) takes few values in one matrix: it is stored as an index of four bits into the most
+// frequent fifteen and 0; the few weights with another one are put in after unpacking. The first tile of rows unpacks while it
+// multiplies, and leaves what it unpacked to the other tiles. The bits are those of plain bf16.
+//
+//   chunk    8 pairs of inputs:  [lower bytes of two lines of 32 weights] ...  [32 bytes with their 64 indices] ...
+//
 // Every output is one sum over the inputs in ascending order, whatever the number of rows, panels or threads: a row's bits
 // depend on nothing but the row.
 #pragma once
@@ -14,16 +21,21 @@
 #include "pool.h"
 #include "simd.h"
 
-enum class Packed : int { fp32 = 0, bf16 = 1 };
+enum class Packed : int { fp32 = 0, bf16 = 1, squeezed = 2 };
 
 struct Panel {
   int first, width;  // blocks
   size_t offset;     // bytes
+  int first_chunk;   // counted over all panels
 };
 
 constexpr int kPanelBlocks = 4, kPanelColumns = kPanelBlocks * kLanes;
 constexpr int kMaxTileRows = 6;      // 6 rows x 4 blocks of sums, and 4 of weights, fill the 32 registers
 constexpr int kChunkPairs = 128;     // 32 KB of a panel: its second and further tiles of rows find it in a cache
+constexpr int kSqueezedPairs = 8;     // of a chunk
+constexpr int kUnpackedChunks = 8;   // left to the other tiles: 16 KB
+constexpr size_t kLead = 16384;      // bytes between what is worked on and what is fetched
+constexpr int kCodes = 16, kSampleStep = 7, kRareShare = 256;
 
 // Memory for weights in huge pages, handed out in order: products packed one after the other lie behind each other.
 class Arena {
@@ -79,18 +91,26 @@ class Linear {
       : K(K), pairs((K + 1) / 2), kind(kind), gated(gated) {
     const std::vector<int> column_rows = columns(parts);
     blocks = static_cast<int>(column_rows.size()) / kLanes;
-    split(threads);
     has_bias = bias != nullptr;
     float* biases = bias_.reserve(column_rows.size());
     for (size_t c = 0; has_bias && c < column_rows.size(); ++c) biases[c] = column_rows[c] < 0 ? 0.0f : bias[column_rows[c]];
-    data_ = Arena::take(bytes());
     std::vector<const uint8_t*> lines;
     for (const Source& part : parts)
       for (int row = 0; row < part.rows; ++row)
         lines.push_back(static_cast<const uint8_t*>(part.data) + static_cast<size_t>(row) * K * element());
+    if (kind == Packed::squeezed && !choose_upper(lines)) this->kind = Packed::bf16;
+    split(threads);
+    data_ = Arena::take(num_bytes_);
+    std::vector<std::vector<std::vector<Rare>>> rare(panels.size());
     Pool::shared().run(threads, [&](int t) {
-      for (size_t p = t; p < panels.size(); p += threads) pack(panels[p], column_rows, lines);
+      for (size_t p = t; p < panels.size(); p += threads) rare[p] = pack(panels[p], column_rows, lines);
     });
+    rare_starts_.push_back(0);
+    for (const auto& chunks : rare)
+      for (const auto& chunk : chunks) {
+        rare_.insert(rare_.end(), chunk.begin(), chunk.end());
+        rare_starts_.push_back(static_cast<uint32_t>(rare_.size()));
+      }
   }
 
   // The panels of thread t of T: [share(t, T), share(t + 1, T)).
@@ -100,21 +120,56 @@ class Linear {
         std::lower_bound(panels.begin(), panels.end(), first, [](const Panel& p, int b) { return p.first < b; }) - panels.begin());
   }
 
-  // The chunk of thread t that follows on panel p from pair `first` on; of the product after this one when this one ends.
-  Ahead after(int p, int first, int t, int T, const Linear* next) const {
-    if (first >= pairs) ++p, first = 0;
-    if (p >= share(t + 1, T)) {
-      if (next == nullptr || next->share(t, T) == next->share(t + 1, T)) return {};
-      return next->after(next->share(t, T), 0, t, T, nullptr);
-    }
-    const size_t step = panels[p].width * unit();
-    return {weights(panels[p]) + first * step, std::min(kChunkPairs, pairs - first) * step / 64};
+  // Where the weights of thread t begin and, at t + 1, end.
+  const uint8_t* share_weights(int t, int T) const {
+    const int p = share(t, T);
+    return data_.get() + (p < static_cast<int>(panels.size()) ? panels[p].offset : num_bytes_);
   }
 
-  const uint8_t* weights(const Panel& panel) const { return data_.get() + panel.offset; }
+  int chunk_pairs() const { return kind == Packed::squeezed ? kSqueezedPairs : kChunkPairs; }
+
+  size_t chunk_bytes(int pairs_of_chunk, int width) const {
+    const size_t lines = static_cast<size_t>(pairs_of_chunk) * width;
+    return kind == Packed::squeezed ? ((lines + 1) / 2 * 96 + 63) / 64 * 64 : lines * (kind == Packed::bf16 ? 64 : 128);
+  }
+
+  const uint8_t* chunk(const Panel& panel, int index) const {
+    return data_.get() + panel.offset + index * chunk_bytes(chunk_pairs(), panel.width);
+  }
+
+  bool has_rare(const Panel& panel, int index) const {
+    const size_t at = panel.first_chunk + index;
+    return rare_starts_[at] != rare_starts_[at + 1];
+  }
+
+  // The weights of a squeezed chunk as lines of bf16.
+  void unpack(const Panel& panel, int index, int pairs_of_chunk, bf16* to) const {
+    const int twos = (pairs_of_chunk * panel.width + 1) / 2;
+    const uint8_t *low = chunk(panel, index), *codes = low + twos * 64;
+    const Bits table = upper_table();
+    for (int i = 0; i < twos; ++i) {
+      Bits lines[2];
+      unpack_two(low + i * 64, codes + i * 32, table, lines);
+      _mm512_storeu_si512(to + i * 64, lines[0]);
+      _mm512_storeu_si512(to + i * 64 + 32, lines[1]);
+    }
+    const size_t at = panel.first_chunk + index;
+    for (uint32_t i = rare_starts_[at]; i < rare_starts_[at + 1]; ++i) to[rare_[i].place] = rare_[i].weight;
+  }
+
+  INLINE Bits upper_table() const { return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(upper_))); }
+
+  static INLINE void unpack_two(const uint8_t* low, const uint8_t* codes, Bits table, Bits* lines) {
+    const __m256i code = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
+    const Bits both = _mm512_inserti64x4(_mm512_castsi256_si512(code), _mm256_srli_epi16(code, 4), 1);
+    const Bits upper = _mm512_shuffle_epi8(table, _mm512_and_si512(both, _mm512_set1_epi8(15)));
+    const Bits lower = _mm512_loadu_si512(low);
+    lines[0] = _mm512_unpacklo_epi8(lower, upper);
+    lines[1] = _mm512_unpackhi_epi8(lower, upper);
+  }
+
   const float* bias() const { return bias_.get(); }
-  size_t unit() const { return kind == Packed::bf16 ? 64 : 128; }  // bytes of a block's pair of inputs
-  size_t bytes() const { return static_cast<size_t>(blocks) * pairs * unit(); }
+  size_t bytes() const { return num_bytes_; }
 
   int K, pairs, blocks = 0;
   Packed kind;
@@ -123,7 +178,29 @@ class Linear {
   std::vector<Panel> panels;
 
  private:
-  size_t element() const { return kind == Packed::bf16 ? 2 : 4; }
+  struct Rare {
+    uint16_t place;  // in the unpacked chunk
+    bf16 weight;
+  };
+
+  size_t element() const { return kind == Packed::fp32 ? 4 : 2; }
+
+  // The table of upper bytes, from a sample. False when too many weights have another one.
+  bool choose_upper(const std::vector<const uint8_t*>& lines) {
+    std::vector<size_t> counts(256);
+    size_t all = 0, covered = 0;
+    for (const uint8_t* line : lines)
+      for (int k = static_cast<int>(all % kSampleStep); k < K; k += kSampleStep, ++all) ++counts[line[2 * k + 1]];
+    covered = counts[0];
+    upper_[0] = 0, counts[0] = 0;
+    for (int code = 1; code < kCodes; ++code) {
+      const auto most = std::max_element(counts.begin() + 1, counts.end());
+      upper_[code] = static_cast<uint8_t>(most - counts.begin());
+      covered += *most;
+      *most = 0;
+    }
+    return (all - covered) * kRareShare <= all;
+  }
 
   // The source row of each packed column, -1 for padding.
   std::vector<int> columns(const std::vector<Source>& parts) {
@@ -143,46 +220,176 @@ class Linear {
   // Even shares of blocks for the threads, each in panels as wide as possible.
   void split(int threads) {
     const int grain = gated ? 2 : 1, grains = blocks / grain;
-    size_t offset = 0;
+    int chunks = 0;
     for (int t = 0; t < threads; ++t) {
       int first = static_cast<int>(static_cast<int64_t>(grains) * t / threads) * grain;
       const int end = static_cast<int>(static_cast<int64_t>(grains) * (t + 1) / threads) * grain;
       while (first < end) {
         const int width = std::min(kPanelBlocks, end - first);
-        panels.push_back({first, width, offset});
-        offset += static_cast<size_t>(width) * pairs * unit();
+        const int full = pairs / chunk_pairs(), left = pairs % chunk_pairs();
+        panels.push_back({first, width, num_bytes_, chunks});
+        num_bytes_ += full * chunk_bytes(chunk_pairs(), width) + (left > 0 ? chunk_bytes(left, width) : 0);
+        chunks += full + (left > 0);
         first += width;
       }
     }
   }
 
   template <class T>
-  void pack_as(T* to, const Panel& panel, const std::vector<int>& column_rows, const std::vector<const uint8_t*>& lines) {
+  void pack_as(T* to, const Panel& panel, int begin, int end, const std::vector<int>& column_rows,
+               const std::vector<const uint8_t*>& lines) const {
     const int first = panel.first * kLanes, columns = panel.width * kLanes;
-    for (int p = 0; p < pairs; ++p)
+    for (int p = begin; p < end; ++p)
       for (int c = 0; c < columns; ++c) {
         const int row = column_rows[first + c];
         for (int i = 0; i < 2; ++i) {
           const int k = 2 * p + i;
           const T value = row < 0 || k >= K ? T(0) : reinterpret_cast<const T*>(lines[row])[k];
-          const size_t block = static_cast<size_t>(p) * panel.width + c / kLanes;
+          const size_t block = static_cast<size_t>(p - begin) * panel.width + c / kLanes;
           // bf16: the pair side by side, for one instruction; fp32: one line of 16 columns for each input.
           to[block * 32 + (sizeof(T) == 2 ? c % kLanes * 2 + i : i * kLanes + c % kLanes)] = value;
         }
       }
   }
 
-  void pack(const Panel& panel, const std::vector<int>& column_rows, const std::vector<const uint8_t*>& lines) {
-    uint8_t* to = data_.get() + panel.offset;
-    if (kind == Packed::bf16)
-      pack_as(reinterpret_cast<bf16*>(to), panel, column_rows, lines);
-    else
-      pack_as(reinterpret_cast<float*>(to), panel, column_rows, lines);
+  // Writes a panel's chunks; gives what each has of rare weights.
+  std::vector<std::vector<Rare>> pack(const Panel& panel, const std::vector<int>& column_rows,
+                                      const std::vector<const uint8_t*>& lines) const {
+    std::vector<std::vector<Rare>> rare;
+    for (int first = 0, index = 0; first < pairs; first += chunk_pairs(), ++index) {
+      uint8_t* to = data_.get() + (chunk(panel, index) - data_.get());
+      const int end = std::min(pairs, first + chunk_pairs());
+      rare.emplace_back();
+      if (kind == Packed::fp32)
+        pack_as(reinterpret_cast<float*>(to), panel, first, end, column_rows, lines);
+      else if (kind == Packed::bf16)
+        pack_as(reinterpret_cast<bf16*>(to), panel, first, end, column_rows, lines);
+      else {
+        std::vector<bf16> plain((static_cast<size_t>(end - first) * panel.width + 1) / 2 * 64);
+        pack_as(plain.data(), panel, first, end, column_rows, lines);
+        squeeze(plain, to, rare.back());
+      }
+    }
+    return rare;
   }
 
+  void squeeze(const std::vector<bf16>& plain, uint8_t* to, std::vector<Rare>& rare) const {
+    const size_t twos = plain.size() / 64;
+    std::memset(to + twos * 64, 0, twos * 32);
+    for (size_t place = 0; place < plain.size(); ++place) {
+      const size_t two = place / 64, word = place % 32, second = place / 32 % 2;
+      const size_t byte = word / 8 * 16 + second * 8 + word % 8;  // where the unpack instructions take it from
+      const uint8_t* found = std::find(upper_, upper_ + kCodes, static_cast<uint8_t>(plain[place] >> 8));
+      if (found == upper_ + kCodes) rare.push_back({static_cast<uint16_t>(place), plain[place]});
+      const unsigned code = found == upper_ + kCodes ? 0 : static_cast<unsigned>(found - upper_);
+      to[two * 64 + byte] = static_cast<uint8_t>(plain[place]);
+      to[twos * 64 + two * 32 + byte % 32] |= static_cast<uint8_t>(code << (byte < 32 ? 0 : 4));
+    }
+  }
+
+  size_t num_bytes_ = 0;
+  alignas(16) uint8_t upper_[kCodes] = {};
+  std::vector<Rare> rare_;
+  std::vector<uint32_t> rare_starts_;
   Arena::Piece data_;
   Buffer<float> bias_;
 };
+
+// sum + the products of inputs x[0], x[1] with a line of pairs of bf16.
+template <class A>
+INLINE Vec add_pair(Vec sum, const typename A::T* x, Bits line) {
+  if constexpr (A::is_bf16) {
+    int pair;
+    std::memcpy(&pair, x, 4);
+    return dot_pairs(sum, _mm512_set1_epi32(pair), line);
+  } else {
+    sum = _mm512_fmadd_ps(_mm512_set1_ps(x[0]), even_of_pairs(line), sum);
+    return _mm512_fmadd_ps(_mm512_set1_ps(x[1]), odd_of_pairs(line), sum);
+  }
+}
+
+// Fetches what a thread will read kLead bytes later: on its share of one product and then on that of the next.
+class Stream {
+ public:
+  Stream(const Linear& linear, const Linear* next, int t, int T)
+      : past_(linear.share_weights(t + 1, T)), then_(next == nullptr ? nullptr : next->share_weights(t, T)) {}
+
+  const uint8_t* ahead(const uint8_t* weights) const {
+    const uint8_t* at = weights + kLead;
+    return at < past_ ? at : then_ == nullptr ? nullptr : then_ + (at - past_);
+  }
+
+ private:
+  const uint8_t *past_, *then_;
+};
+
+// Some chunks of a squeezed panel.
+struct Squeezed {
+  const Linear& linear;
+  const Panel& panel;
+  const Stream& stream;
+  int first, count;
+};
+
+// Sums of R rows and W blocks over the inputs of squeezed chunks, as `tile` below. keep: the lines of bf16 are left in `kept`.
+template <class A, int R, int W, bool keep>
+void fused_tile(const Squeezed& chunks, const typename A::T* x, size_t stride, float* sums, bf16* kept) {
+  constexpr int at_once = W % 2 == 0 ? 1 : 2, lines = at_once * W;  // pairs whose lines come in twos
+  constexpr int words = kSqueezedPairs * W * 32;
+  constexpr size_t bytes = static_cast<size_t>(kSqueezedPairs) * W * 48;
+  const Linear& linear = chunks.linear;
+  const Bits table = linear.upper_table();
+  const bool fresh = chunks.first == 0;
+  Vec sum[R][W];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+    for (int w = 0; w < W; ++w) sum[r][w] = fresh ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + r * kPanelColumns + w * kLanes);
+  const uint8_t* weights = linear.chunk(chunks.panel, chunks.first);
+  for (int c = chunks.first; c < chunks.first + chunks.count; ++c, weights += bytes, x += 2 * kSqueezedPairs) {
+    if (const uint8_t* ahead = chunks.stream.ahead(weights); ahead != nullptr)
+      for (size_t at = 0; at < bytes; at += 64) _mm_prefetch(ahead + at, _MM_HINT_T1);
+    const int pairs = std::min(kSqueezedPairs, linear.pairs - c * kSqueezedPairs);
+    if (pairs == kSqueezedPairs && !linear.has_rare(chunks.panel, c)) {
+      const uint8_t *low = weights, *codes = weights + words;
+      for (int p = 0; p < kSqueezedPairs; p += at_once, low += lines * 32, codes += lines * 16) {
+        Bits line[lines];
+#pragma GCC unroll 4
+        for (int i = 0; i < lines; i += 2) Linear::unpack_two(low + i * 32, codes + i * 16, table, line + i);
+#pragma GCC unroll 8
+        for (int i = 0; i < lines; ++i) {
+          if constexpr (keep) _mm512_store_si512(kept + (p * W + i) * 32, line[i]);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) sum[r][i % W] = add_pair<A>(sum[r][i % W], x + r * stride + (p + i / W) * 2, line[i]);
+        }
+      }
+    } else {
+      linear.unpack(chunks.panel, c, pairs, kept);
+      for (int p = 0; p < pairs; ++p)
+#pragma GCC unroll 8
+        for (int w = 0; w < W; ++w) {
+          const Bits line = _mm512_load_si512(kept + (p * W + w) * 32);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) sum[r][w] = add_pair<A>(sum[r][w], x + r * stride + 2 * p, line);
+        }
+    }
+    if (keep) kept += words;
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+    for (int w = 0; w < W; ++w) _mm512_storeu_ps(sums + r * kPanelColumns + w * kLanes, sum[r][w]);
+}
+
+template <class A>
+using FusedTile = void (*)(const Squeezed&, const typename A::T*, size_t, float*, bf16*);
+
+template <class A, bool keep>
+FusedTile<A> fused_tile_of(int rows, int width) {
+#define EYAS_ROW(R) {fused_tile<A, R, 1, keep>, fused_tile<A, R, 2, keep>, fused_tile<A, R, 3, keep>, fused_tile<A, R, 4, keep>}
+  static constexpr FusedTile<A> tiles[kMaxTileRows][kPanelBlocks] = {EYAS_ROW(1), EYAS_ROW(2), EYAS_ROW(3),
+                                                                     EYAS_ROW(4), EYAS_ROW(5), EYAS_ROW(6)};
+#undef EYAS_ROW
+  return tiles[rows - 1][width - 1];
+}
 
 // Sums of R rows and W blocks over `pairs` pairs of inputs, added to sums [R][kPanelColumns] or, when fresh, put there. What is
 // ahead is fetched on the way.
@@ -252,7 +459,37 @@ Tile<A> tile_of(Packed kind, int rows, int width) {
   if constexpr (A::is_bf16)
     return tile_of<A, Packed::bf16>(rows, width);
   else
-    return kind == Packed::bf16 ? tile_of<A, Packed::bf16>(rows, width) : tile_of<A, Packed::fp32>(rows, width);
+    return kind == Packed::fp32 ? tile_of<A, Packed::fp32>(rows, width) : tile_of<A, Packed::bf16>(rows, width);
+}
+
+// The sums of all rows on one panel.
+template <class A>
+void multiply_panel(const Linear& linear, const Panel& panel, const Stream& stream, const typename A::T* x, size_t stride, int M,
+                    float* sums) {
+  const int tiles = (M + kMaxTileRows - 1) / kMaxTileRows, first_rows = M / tiles;
+  const bool squeezed = linear.kind == Packed::squeezed;
+  const int all_chunks = (linear.pairs + linear.chunk_pairs() - 1) / linear.chunk_pairs();
+  const int at_once = !squeezed ? 1 : tiles > 1 ? kUnpackedChunks : all_chunks;
+  alignas(64) bf16 kept[kUnpackedChunks * kSqueezedPairs * kPanelColumns * 2 + 32];
+  for (int c = 0; c < all_chunks; c += at_once) {
+    const int first = c * linear.chunk_pairs(), pairs = std::min(at_once * linear.chunk_pairs(), linear.pairs - first);
+    const uint8_t *weights = linear.chunk(panel, c), *ahead = nullptr;
+    size_t all_lines = 0;
+    if (squeezed) {
+      const Squeezed chunks{linear, panel, stream, c, std::min(at_once, all_chunks - c)};
+      (tiles > 1 ? fused_tile_of<A, true> : fused_tile_of<A, false>)(first_rows, panel.width)(chunks, x + 2 * first, stride, sums, kept);
+      weights = reinterpret_cast<const uint8_t*>(kept);
+    } else {
+      ahead = stream.ahead(weights);
+      all_lines = ahead == nullptr ? 0 : linear.chunk_bytes(pairs, panel.width) / 64;
+    }
+    for (int i = squeezed ? 1 : 0; i < tiles; ++i) {
+      const int row = M * i / tiles, rows = M * (i + 1) / tiles - row;
+      const size_t from = all_lines * i / tiles, lines = all_lines * (i + 1) / tiles - from;
+      tile_of<A>(linear.kind, rows, panel.width)(x + row * stride + 2 * first, stride, weights, pairs, sums + row * kPanelColumns,
+                                                 c == 0, {ahead + from * 64, lines});
+    }
+  }
 }
 
 // Thread t's part of x [M, K] times the weights; put(panel, sums [M][kPanelColumns]) takes each panel's outputs, bias added.
@@ -260,21 +497,10 @@ Tile<A> tile_of(Packed kind, int rows, int width) {
 template <class A, class Put>
 void multiply(const Linear& linear, const Linear* next, const typename A::T* x, size_t stride, int M, int t, int T, float* sums,
               Put&& put) {
-  const int end = linear.share(t + 1, T), tiles = (M + kMaxTileRows - 1) / kMaxTileRows;
-  for (int p = linear.share(t, T); p < end; ++p) {
+  const Stream stream(linear, next, t, T);
+  for (int p = linear.share(t, T); p < linear.share(t + 1, T); ++p) {
     const Panel& panel = linear.panels[p];
-    const size_t step = panel.width * linear.unit();
-    for (int first = 0; first < linear.pairs; first += kChunkPairs) {
-      const uint8_t* weights = linear.weights(panel) + first * step;
-      const int pairs = std::min(kChunkPairs, linear.pairs - first);
-      const Ahead ahead = linear.after(p, first + pairs, t, T, next);
-      for (int i = 0; i < tiles; ++i) {
-        const int row = M * i / tiles, rows = M * (i + 1) / tiles - row;
-        const size_t from = ahead.lines * i / tiles, lines = ahead.lines * (i + 1) / tiles - from;
-        tile_of<A>(linear.kind, rows, panel.width)(x + row * stride + 2 * first, stride, weights, pairs,
-                                                   sums + row * kPanelColumns, first == 0, {ahead.from + from * 64, lines});
-      }
-    }
+    multiply_panel<A>(linear, panel, stream, x, stride, M, sums);
     if (linear.has_bias)
       for (int m = 0; m < M; ++m)
         for (int w = 0; w < panel.width; ++w) {
