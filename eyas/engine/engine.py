@@ -31,6 +31,7 @@ from eyas.engine.running import Outcome, Running
 from eyas.engine.sampler import Sampler
 from eyas.engine.scheduler import Job, Limits, Scheduler
 from eyas.engine.stop import StopChecker
+from eyas.engine.tensor_rounds import Pending, TensorRounds
 from eyas.errors import InputError
 from eyas.log import Track, quiet
 from eyas.model.checkpoint import read_head
@@ -86,13 +87,14 @@ class Engine:
             config.max_batch,
             config.prefill_chunk,
             max_emitted=config.num_draft_steps + 1 if self.draft is not None else 1,
-            tree_columns=max(config.num_verify_tokens, 1 + config.num_columns) if self.draft is not None else 1,
+            # What a tree writes behind its root; and on CUDA the entry of the next root, made at the end of the round.
+            tree_columns=max(config.num_verify_tokens, 1 + config.num_columns, config.num_draft_steps + 2) if self.draft else 1,
             needs_draft=self.draft is not None,
         )
         most = PagePool(0, PAGE_SIZE).pages_for(self.max_length + limits.max_emitted + limits.tree_columns)
         self._pool = PagePool(config.num_pages or config.max_batch * most, PAGE_SIZE)
         self._scheduler = Scheduler(self._pool, limits, config.prefix_reuse)
-        self.rounds = Rounds(target, self.draft, config, (config.max_batch, self._pool.num_pages))
+        self.rounds = self.kind_of_rounds(target)(target, self.draft, config, (config.max_batch, self._pool.num_pages))
         if self.draft is None:
             speculation = replace(speculation, mode="off")
         costs = round_costs(self.rounds) if speculation.mode == "auto" else None
@@ -101,18 +103,29 @@ class Engine:
         self._end_tokens = frozenset(target.config.eos_token_ids)
         self._grammars = Grammars(folder, target.config.vocab_size, self._end_tokens) if folder is not None else None
         self._loop = self.overlap_loop if config.overlap else self.normal_loop
-        self._device = ThreadPoolExecutor(1, "device") if config.overlap else None
-        self._in_flight: Future[list[Outcome]] | None = None
+        needs_thread = config.overlap and not isinstance(self.rounds, TensorRounds)
+        self._device = ThreadPoolExecutor(1, "device") if needs_thread else None
+        self._in_flight: Pending | Future[list[Outcome]] | None = None
         self._accept_lengths: deque[int] = deque(maxlen=TAU_WINDOW)
         self._has_warned = False
 
     @classmethod
     def load(
-        cls, target: str | Path, head: str | Path | None = None, dtype: str = "float32", config: EngineConfig | None = None
+        cls,
+        target: str | Path,
+        head: str | Path | None = None,
+        dtype: str = "float32",
+        config: EngineConfig | None = None,
+        device: str = "cpu",
     ) -> Engine:
-        """Load a target folder and, optionally, a head folder in any form that `read_head` knows."""
-        loaded = Target.load(target, dtype)
+        """Load a target folder and, optionally, a head folder in any form that `read_head` knows. device: cpu, cuda, cuda:1."""
+        loaded = Target.load(target, dtype, device)
         return cls(loaded, Draft(*read_head(head, loaded.config), loaded) if head is not None else None, config, target)
+
+    @staticmethod
+    def kind_of_rounds(target: Target) -> type[Rounds]:
+        """On CUDA rounds that the host need not wait for; on a CPU, whose work is the host's own, the plain ones."""
+        return TensorRounds if target.device.startswith("cuda") else Rounds
 
     # Requests
 
@@ -196,13 +209,18 @@ class Engine:
         return self._settle(self.rounds.run(job))
 
     def overlap_loop(self) -> list[Update]:
-        """Launch the next job, then look at what the one before has done."""
-        ahead = self._in_flight
+        """Launch the next job, then look at what the one before has done. A job that needs the host between tokens waits."""
+        ahead, self._in_flight = self._in_flight, None
+        updates: list[Update] = []
         job = self._scheduler.schedule(nothing_in_flight=ahead is None)
+        if job and ahead and isinstance(self.rounds, TensorRounds) and self.rounds.job_needs_host(job):
+            updates, ahead = self._settle(ahead.result()), None
         self._in_flight = self._launch(job) if job is not None else None
-        return self._settle(ahead.result()) if ahead is not None else []
+        return updates + (self._settle(ahead.result()) if ahead is not None else [])
 
-    def _launch(self, job: Job) -> Future[list[Outcome]]:
+    def _launch(self, job: Job) -> Pending | Future[list[Outcome]]:
+        if isinstance(self.rounds, TensorRounds):
+            return self.rounds.launch(job)
         assert self._device is not None
         return self._device.submit(self.rounds.run, job)
 

@@ -118,7 +118,7 @@ class TensorRounds(Rounds):
         if draft is None:
             self.futures = FutureMap(max_batch + 1, 1, (0, 0), target.dtype, target.device)
         self._owners: list[Running | None] = [None] * max_batch  # whose state a slot of the FutureMap holds
-        self._num_in_flight = 0
+        self.num_in_flight = 0
         self._foresight = Foresight(growth.num_draft_steps)
         # Without the kernel attention plans on the host: it works, but neither as a graph nor without waiting.
         self._graphs = Graphs(target.device.startswith("cuda") and find_spec("triton") is not None)
@@ -142,7 +142,7 @@ class TensorRounds(Rounds):
         prefill that draws a first token, and in a round that needs the host."""
         needs_host = self.job_needs_host(job)
         if needs_host or job.chunks is not None:
-            assert not (needs_host and self._num_in_flight), "a round that needs the host has to wait for the results before"
+            assert not (needs_host and self.num_in_flight), "a round that needs the host has to wait for the results before"
             for running in job.runnings:
                 if self._owners[running.slot] is running:
                     self._owners[running.slot] = None
@@ -159,7 +159,7 @@ class TensorRounds(Rounds):
         copies, took = self._enqueue(job, shape, fresh, arrays)
         for b in alive:
             self._owners[job.runnings[b].slot] = job.runnings[b]
-        self._num_in_flight += 1
+        self.num_in_flight += 1
         return Flight(self, job, alive, drafting, plan, shape, copies, took)
 
     # Launching
@@ -320,7 +320,7 @@ class TensorRounds(Rounds):
     def settle(self, flight: Flight) -> list[Outcome]:
         """Wait for a round and bring its samples up to date. One that ended before it is left as it was."""
         arrays = flight.copies.wait()
-        self._num_in_flight -= 1
+        self.num_in_flight -= 1
         emitted: dict[int, list[int]] = {}
         for line, b in enumerate(flight.alive):
             running = flight.job.runnings[b]
