@@ -1,64 +1,164 @@
-"""Greedy outputs with and without speculation, token by token, in fp32: are they the same?
+"""Greedy outputs under stress against plain decoding alone, token by token: are they the same?
 
-    python benchmarks/identity.py [--quick] [--prompts 200] [--data FILE.jsonl]
+    python benchmarks/identity.py [--quick] [--dtype float32|bfloat16] [--prompts 500] [--max-tokens 64] [--data FILE.jsonl]
 
-Half of the speculating requests run in mixed batches of up to 4, half alone; every one is held against plain decoding
-alone. The last line of stdout is one JSON object.
+Plainly: one prompt at a time, no head, no reuse of prefixes. Under stress: four engines in turn (speculation fixed and auto, by
+both loops), each with a quarter of the prompts, in batches of up to 4, 5, 8 and 12, with a cache that holds the longest request
+and little more, so that samples are preempted all the time. Prompts are dialogues cut before an answer, and the turn before it
+too where there is one, so that prompts begin with each other; every tenth is asked for twice. Every other answer goes on past
+its end token. Requests arrive in bursts, every sixth with one that is cancelled after some steps. Where two outputs part, the
+gap of the best two logits says whether rounding can explain it. The last line of stdout is one JSON.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
+import random
+import sys
+import time
+from dataclasses import dataclass
 
 import held_out
 import torch
 
 from eyas import builtin
+from eyas.chat import Chat
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
-from eyas.engine.request import Request
+from eyas.engine.request import Request, SamplingParams
+from eyas.log import quiet
 from eyas.model.checkpoint import read_head
-from eyas.model.target import Target
+from eyas.model.target import PAGE_SIZE, Target
+
+MAX_LENGTH, MAX_STEPS = 320, 200_000
+STRESSES = [
+    {"speculation": "fixed(6,3,12)", "overlap": False, "max_batch": 5},
+    {"speculation": "auto", "overlap": True, "max_batch": 8},
+    {"speculation": "fixed(4,2,8)", "overlap": True, "max_batch": 12},
+    {"speculation": "auto", "overlap": False, "max_batch": 4},
+]
 
 
-def decode(engine: Engine, requests: list[Request], speculation: bool) -> dict[str, list[int]]:
-    asked = [dataclasses.replace(request, speculation=speculation) for request in requests]
-    return {result.request_id: result.token_ids for result in engine.run(asked)}
+@dataclass(slots=True)
+class Stressed:
+    """What the engines under stress gave, and what they went through."""
+
+    outputs: dict[str, list[int]]
+    cancelled: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    accepted: int = 0
+
+
+def prompts(args: argparse.Namespace) -> list[Request]:
+    """Dialogues cut before two of their answers, one after the other; every tenth twice."""
+    chat = Chat(builtin.resolve_target(args.target))
+    made: list[Request] = []
+    for messages in held_out.dialogues(args.data, args.prompts):
+        for cut in (len(messages) - 2, len(messages)):
+            ids = chat.prompt_ids(messages[:cut]) if cut > 0 else []
+            if 0 < len(ids) <= MAX_LENGTH - args.max_tokens:
+                params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=len(made) % 2 == 0)
+                made += [Request("", tuple(ids), params)] * (2 if len(made) % 10 == 0 else 1)
+    if len(made) < args.prompts:
+        sys.exit(f"error: {args.data} gives only {len(made)} prompts\n  -> give fewer with --prompts, or more data with --data")
+    return [dataclasses.replace(one, id=str(index)) for index, one in enumerate(made[: args.prompts])]
+
+
+def stress(engine: Engine, requests: list[Request], rng: random.Random, into: Stressed) -> None:
+    """All requests through one engine, in bursts, among others that are cancelled."""
+    waiting, doomed = list(reversed(requests)), dict[str, int]()
+    done = 0
+    for step in range(MAX_STEPS):
+        if done == len(requests) and not engine.has_work:
+            break
+        if waiting and rng.random() < 0.4:
+            for _ in range(min(len(waiting), rng.choice([1, 1, 2, 6]))):
+                request = waiting.pop()
+                engine.add(request)
+                if rng.random() < 1 / 6:
+                    other = dataclasses.replace(request, id=f"doomed-{request.id}")
+                    doomed[other.id] = step + rng.randrange(1, 25)
+                    engine.add(other)
+        for name in [name for name, end in doomed.items() if end <= step]:
+            engine.cancel(name)
+            into.cancelled += 1
+            del doomed[name]
+        for update in engine.step():
+            into.accepted += update.num_accepted_drafts or 0
+            if update.request_id.startswith("doomed"):
+                if update.finish_reason is not None:
+                    doomed.pop(update.request_id, None)
+                continue
+            into.outputs.setdefault(update.request_id, []).extend(update.token_ids)
+            done += update.finish_reason is not None
+    assert done == len(requests), f"{len(requests) - done} requests did not finish in {MAX_STEPS} steps"
+    engine.check()
+    metrics = engine.metrics()
+    into.preemptions += int(metrics["preemptions"])
+    into.prompt_tokens += int(metrics["prompt_tokens"])
+    into.reused_tokens += int(metrics["prompt_tokens_reused"])
+
+
+def gap_at_parting(target: Target, request: Request, plain: list[int], stressed: list[int]) -> tuple[int, float]:
+    """Where two outputs part, and how far apart the two best logits were there: a tie of rounding, or a fault?"""
+    ends = min(len(plain), len(stressed))
+    place = next((i for i, (a, b) in enumerate(zip(plain, stressed, strict=False)) if a != b), ends)
+    logits_V = target.logits(torch.tensor([[*request.prompt_ids, *plain[:place]]]))[0, -1]
+    best, second = logits_V.float().topk(2).values.tolist()
+    return place, best - second
 
 
 def main() -> None:
-    args = held_out.arguments(__doc__, prompts=200).parse_args()
+    parser = held_out.arguments(__doc__, prompts=500)
+    parser.set_defaults(max_tokens=64)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--seed", type=int, default=0, help="of arrivals and cancellations")
+    args = parser.parse_args()
     if args.quick:
-        args.prompts = min(args.prompts, 20)
-    target = Target.load(builtin.resolve_target(args.target), "float32")
+        args.prompts = min(args.prompts, 60)
+    requests = prompts(args)
+    target = Target.load(builtin.resolve_target(args.target), args.dtype)
     draft = Draft(*read_head(builtin.resolve_head(args.head)), target)
-    alone, batched = Engine(target, draft, EngineConfig(max_batch=1)), Engine(target, draft, EngineConfig(max_batch=4))
-    requests = held_out.requests(args)
-    half = len(requests) // 2
-    plain = decode(alone, requests, speculation=False)
-    eagle = decode(alone, requests[:half], True) | decode(batched, requests[half:], True)
-    differing = [request for request in requests if plain[request.id] != eagle[request.id]]
-    for request in differing:
-        report_difference(target, request, plain[request.id], eagle[request.id])
+    started = time.perf_counter()
+    alone = Engine(target, None, EngineConfig(max_batch=1, max_length=MAX_LENGTH, prefix_reuse=False, speculation="off"))
+    plain = {result.request_id: result.token_ids for result in alone.run(requests, quiet)}
+    plain_s = time.perf_counter() - started
+    print(f"plain decoding alone: {len(plain)} prompts, {plain_s:.0f} s", flush=True)
+    stressed, rng = Stressed({}), random.Random(args.seed)
+    longest = max(len(request.prompt_ids) for request in requests) + args.max_tokens
+    pages = -(-(longest + 64) // PAGE_SIZE)  # for the longest with its trees
+    for number, config in enumerate(STRESSES):
+        engine = Engine(target, draft, EngineConfig(max_length=MAX_LENGTH, num_pages=pages, prefill_chunk=96, **config))
+        # Quarters by blocks of eight, so that turns of one dialogue meet in one engine.
+        own = [request for at, request in enumerate(requests) if at // 8 % len(STRESSES) == number]
+        stress(engine, own, rng, stressed)
+        print(f"{config}: {len(own)} prompts, {time.perf_counter() - started:.0f} s", flush=True)
+    partings = []
+    for request in requests:
+        if plain[request.id] != stressed.outputs[request.id]:
+            place, gap = gap_at_parting(target, request, plain[request.id], stressed.outputs[request.id])
+            partings.append({"prompt": request.id, "token": place, "gap": gap})
+            print(f"prompt {request.id} parts at token {place}; gap of the best two logits {gap:.2e}")
     figures = {
         "prompts": len(requests),
         "tokens": sum(map(len, plain.values())),
-        "identical": len(requests) - len(differing),
-        "dtype": "float32",
+        "identical": len(requests) - len(partings),
+        "partings": partings,
+        "preemptions": stressed.preemptions,
+        "cancelled": stressed.cancelled,
+        "reused_share": round(stressed.reused_tokens / stressed.prompt_tokens, 3),
+        "accepted_drafts": stressed.accepted,
+        "dtype": args.dtype,
+        "native": target.is_native,
+        "seconds_plain": round(plain_s, 1),
+        "seconds": round(time.perf_counter() - started, 1),
         "machine": held_out.machine(),
     }
     print(json.dumps(figures))
-
-
-def report_difference(target: Target, request: Request, plain: list[int], eagle: list[int]) -> None:
-    """Where two outputs part, and how far apart the two best logits were there: a tie of rounding, or a fault?"""
-    place = next(i for i, (a, b) in enumerate(zip(plain, eagle, strict=False)) if a != b)
-    logits_V = target.logits(torch.tensor([[*request.prompt_ids, *plain[:place]]]))[0, -1]
-    best, second = logits_V.topk(2).values.tolist()
-    gap = best - second
-    parted = f"plain {plain[place]}, eagle {eagle[place]}"
-    print(f"prompt {request.id} parts at token {place}: {parted}; gap of the best two {gap:.2e}")
 
 
 if __name__ == "__main__":
