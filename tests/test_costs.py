@@ -88,22 +88,29 @@ def test_measure_leaves_out_what_takes_too_long():
 
 
 def test_table_is_kept_and_read_back(tmp_path):
-    assert kept_or_measured(IDENTITY, table, tmp_path)[1] is False
+    assert kept_or_measured(IDENTITY, table, folder=tmp_path)[1] is False
 
     def never() -> CostTable:
         raise AssertionError("measured twice")
 
-    again, kept = kept_or_measured(IDENTITY, never, tmp_path)
+    again, kept = kept_or_measured(IDENTITY, never, folder=tmp_path)
     assert kept
     assert again.to_json() == table().to_json()
     assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
+
+
+def test_a_stale_table_is_measured_anew(tmp_path):
+    kept_or_measured(IDENTITY, table, folder=tmp_path)
+    asked = []
+    _, kept = kept_or_measured(IDENTITY, table, lambda old: bool(asked.append(old.target(1)) or old.target(1) > 0.5), tmp_path)
+    assert (kept, asked) == (False, [1.0])
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"format": 0}', '{"format": 1, "target": {"rows": [1], "ms": [1]}}'])
 def test_a_broken_or_old_file_is_measured_anew(tmp_path, content):
     path = tmp_path / f"{IDENTITY.key}.json"
     path.write_text(content)
-    measured, kept = kept_or_measured(IDENTITY, table, tmp_path)
+    measured, kept = kept_or_measured(IDENTITY, table, folder=tmp_path)
     assert not kept
     assert measured.target(1) == 1.0
     assert json.loads(path.read_text())["identity"]["device"] == "cpu of a kind"
@@ -111,7 +118,7 @@ def test_a_broken_or_old_file_is_measured_anew(tmp_path, content):
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
     (tmp_path / "file").write_text("")
-    assert kept_or_measured(IDENTITY, table, tmp_path / "file")[1] is False
+    assert kept_or_measured(IDENTITY, table, folder=tmp_path / "file")[1] is False
 
 
 def test_cache_folder_follows_the_environment(tmp_path, monkeypatch):

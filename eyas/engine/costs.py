@@ -20,7 +20,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -127,7 +126,8 @@ def measure(
     """Time the three functions at these numbers of rows (ascending), about `budget_s` in all.
 
     One call each to warm up, then repeats over all points in turn, so that a slow moment spoils one sample of each instead
-    of all samples of one; medians. Points that do not fit into half the budget are left out: the curve goes straight on.
+    of all samples of one. The second fastest counts: whatever else runs on the machine only ever adds. Points that do not
+    fit into half the budget are left out: the curve goes straight on.
     """
     works = (target_forward, draft_step, extend)
     samples: list[list[list[float]]] = []  # point, work, repeat
@@ -149,7 +149,7 @@ def measure(
             for work, times in zip(works, point, strict=True):
                 times.append(timed(work, rows))
     measured = list(points[: len(samples)])
-    return CostTable(*(Curve(measured, [median(point[place]) for point in samples]) for place in range(len(works))))
+    return CostTable(*(Curve(measured, [sorted(point[place])[1] for point in samples]) for place in range(len(works))))
 
 
 def cache_folder() -> Path:
@@ -159,16 +159,21 @@ def cache_folder() -> Path:
 
 
 def kept_or_measured(
-    identity: CostIdentity, measure_now: Callable[[], CostTable], folder: Path | None = None
+    identity: CostIdentity,
+    measure_now: Callable[[], CostTable],
+    is_stale: Callable[[CostTable], bool] = lambda table: False,
+    folder: Path | None = None,
 ) -> tuple[CostTable, bool]:
     """The table kept for this identity and True, or one measured now, kept, and False.
 
-    A file that cannot be read or is of an older form is as good as none. A folder that cannot be written costs the next
-    start two seconds, no more.
+    A file that cannot be read or is of an older form is as good as none, and so is one that `is_stale`. A folder that cannot
+    be written costs the next start two seconds, no more.
     """
     path = (folder or cache_folder()) / f"{identity.key}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):
-        return CostTable.from_json(json.loads(path.read_text(encoding="utf-8"))), True
+        kept = CostTable.from_json(json.loads(path.read_text(encoding="utf-8")))
+        if not is_stale(kept):
+            return kept, True
     table = measure_now()
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,8 @@ Called before anything runs: it writes into pages that nobody holds yet.
 from __future__ import annotations
 
 import platform
+import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from eyas.model.rows import Rows, rows_of
 
 POINTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
 TYPICAL_LENGTH = 200  # columns that a row sees
+STALE = 1.5  # a table this much slower than the machine is now was measured on a busy one, or by older code
 
 
 def round_costs(rounds: Rounds) -> CostTable:
@@ -32,7 +35,10 @@ def round_costs(rounds: Rounds) -> CostTable:
         torch_version=torch.__version__,
         native=rounds.target.is_native,
     )
-    table, _ = kept_or_measured(identity, lambda: _measured(rounds))
+    works = _Works(rounds)
+    with torch.inference_mode(), one_torch_thread(rounds.target.is_native):
+        measured = partial(measure, works.forward, works.step, works.extend, POINTS)
+        table, _ = kept_or_measured(identity, measured, lambda kept: kept.target(1) > STALE * works.fastest_ms())
     return table
 
 
@@ -45,35 +51,45 @@ def device_name(device: str) -> str:
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
-@torch.inference_mode()
-def _measured(rounds: Rounds) -> CostTable:
-    target, draft, size = rounds.target, rounds.draft, rounds.cache.page_size
-    assert draft is not None
-    length = max(2, min(TYPICAL_LENGTH, rounds.cache.num_pages * size // 2))
-    num_slots, k = rounds.cache.num_pages * size, rounds.growth.tree_topk
-    one_step = Growth(num_draft_steps=2, tree_topk=k)
-    table = np.arange(rounds.cache.num_pages, dtype=np.int32)[None]
+class _Works:
+    """What is timed: each method does its work for a number of rows, behind prefixes of a typical length."""
 
-    def rows(M: int, first_column: int) -> Rows:
-        column = length + np.arange(M, dtype=np.int64) % (num_slots - length)
-        nothing = np.zeros(M, dtype=np.int64)
-        prefix = np.full(M, length, dtype=np.int64)
-        return rows_of((nothing, nothing, prefix, column, prefix, nothing), table, target.device, first_column)
+    def __init__(self, rounds: Rounds) -> None:
+        assert rounds.draft is not None
+        self._rounds, self._target, self._draft = rounds, rounds.target, rounds.draft
+        self._num_slots = rounds.cache.num_pages * rounds.cache.page_size
+        self._length = max(2, min(TYPICAL_LENGTH, self._num_slots // 2))
+        self._table = np.arange(rounds.cache.num_pages, dtype=np.int32)[None]
 
-    def forward(M: int) -> None:
-        target.forward(rows(M, 0), rounds.cache, draft.config.taps).best.tolist()
+    def forward(self, M: int) -> None:
+        self._target.forward(self._rows(M, 0), self._rounds.cache, self._draft.config.taps).best.tolist()
 
-    def extend(M: int) -> None:
-        features = torch.zeros(M, 3 * target.config.hidden_size, dtype=target.dtype, device=target.device)
-        h = draft.extend(rows(M, 1), features, rounds.draft_cache)
-        draft.proposals(h[-1:], k)[0].tolist()
+    def extend(self, M: int) -> None:
+        features = torch.zeros(M, 3 * self._target.config.hidden_size, dtype=self._target.dtype, device=self._target.device)
+        h = self._draft.extend(self._rows(M, 1), features, self._rounds.draft_cache)
+        self._draft.proposals(h[-1:], self._rounds.growth.tree_topk)[0].tolist()
 
-    def step(R: int) -> None:
+    def step(self, R: int) -> None:
+        """One level of a tree: R rows, k of them to a request."""
+        k, H = self._rounds.growth.tree_topk, self._draft.config.hidden_size
         B = max(1, R // k)
-        h = torch.zeros(B, draft.config.hidden_size, dtype=target.dtype, device=target.device)
-        first = draft.proposals(h, k)
-        lens = [min(length, num_slots - k - 2)] * B
-        draft.propose(lens, h, first, np.repeat(table, B, axis=0), rounds.draft_cache, one_step, [0.0])
+        h = torch.zeros(B, H, dtype=self._target.dtype, device=self._target.device)
+        lens = [min(self._length, self._num_slots - k - 2)] * B
+        growth = Growth(num_draft_steps=2, tree_topk=k)
+        tables = np.repeat(self._table, B, axis=0)
+        self._draft.propose(lens, h, self._draft.proposals(h, k), tables, self._rounds.draft_cache, growth, [0.0])
 
-    with one_torch_thread(target.is_native):
-        return measure(forward, step, extend, POINTS)
+    def fastest_ms(self) -> float:
+        """The fastest of a few forwards of one row."""
+        times = []
+        for _ in range(8):
+            started = time.perf_counter()
+            self.forward(1)
+            times.append((time.perf_counter() - started) * 1e3)
+        return min(times)
+
+    def _rows(self, M: int, first_column: int) -> Rows:
+        column = self._length + np.arange(M, dtype=np.int64) % (self._num_slots - self._length)
+        nothing, prefix = np.zeros(M, dtype=np.int64), np.full(M, self._length, dtype=np.int64)
+        arrays = nothing, nothing, prefix, column, prefix, nothing
+        return rows_of(arrays, self._table, self._target.device, first_column)
