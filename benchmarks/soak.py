@@ -2,7 +2,7 @@
 
     python benchmarks/soak.py [--quick] [--minutes 30] [--dtype bfloat16] [--seed 0] [--data FILE.jsonl]
 
-Engines take turns of a minute on one target (speculation auto and fixed, by both loops), each with a cache too small for its
+Engines take turns of half a minute on one target (speculation auto and fixed, by both loops), each with a cache too small for its
 batch. Requests arrive in bursts at random, over prefixes that many share, with every sampling option at random; some are
 cancelled at some moment, some can never fit and must be refused. Checked all along:
 
@@ -41,8 +41,9 @@ from eyas.errors import InputError
 from eyas.model.checkpoint import read_head
 from eyas.model.target import PAGE_SIZE, Target
 
-MAX_LENGTH, NUM_PAGES, MOST_STEPS, PAGE_BYTES = 512, 30, 8000, 4096
-TURN_S, CHECK_S, MEMORY_S = 60.0, 2.0, 10.0
+MAX_LENGTH, NUM_PAGES, PAGE_BYTES = 512, 30, 4096
+MOST_LIVE, MOST_STEPS = 40, 8000
+TURN_S, CHECK_S, MEMORY_S = 30.0, 2.0, 10.0
 ENGINES = [
     {"speculation": "auto", "overlap": True, "max_batch": 12},
     {"speculation": "fixed(6,3,12)", "overlap": True, "max_batch": 6},
@@ -98,7 +99,7 @@ def random_params(rng: random.Random, eos: int) -> SamplingParams:
     def sometimes(share: float, name: str, value: object) -> dict[str, object]:
         return {name: value} if rng.random() < share else {}
 
-    max_tokens = rng.choice([1, 4, 16, 40, 90])
+    max_tokens = rng.choice([1, 4, 16, 60, 150])
     options: dict[str, object] = {"max_tokens": max_tokens, "seed": rng.getrandbits(40)}
     if rng.random() < 0.7:
         options["temperature"] = rng.choice([0.3, 0.8, 1.0, 1.4])
@@ -122,7 +123,7 @@ def random_params(rng: random.Random, eos: int) -> SamplingParams:
 def random_request(rng: random.Random, number: int, prompts: list[list[int]], eos: int) -> Request:
     """A dialogue's beginning, often one that others have as well."""
     ids = prompts[int(len(prompts) * rng.random() ** 3)]
-    ids = ids[: rng.choice([rng.randrange(1, 40), 150, 300])]
+    ids = ids[: rng.choice([rng.randrange(1, 40), 100, 250])]
     return Request(str(number), tuple(ids), random_params(rng, eos), rng.random() < 0.8)
 
 
@@ -188,7 +189,7 @@ class Turn:
         number, started, checked_at = first_id, time.monotonic(), time.monotonic()
         while time.monotonic() - started < seconds or self.engine.has_work:
             self.step += 1
-            if time.monotonic() - started < seconds and rng.random() < 0.2:
+            if time.monotonic() - started < seconds and len(self.live) < MOST_LIVE and rng.random() < 0.2:
                 for _ in range(rng.choice([1, 1, 2, 3, 8])):
                     self._add(random_request(rng, number, prompts, self.chat.eos_token_ids[0]), rng)
                     number += 1
@@ -323,7 +324,7 @@ def main() -> None:
     )
     engines = [Engine(target, draft, EngineConfig(**sizes, **config), folder) for config in ENGINES]
     started, turns, made = time.monotonic(), 0, 0
-    turn_s = min(TURN_S, args.minutes * 15 / len(engines))
+    turn_s = min(TURN_S, args.minutes * 60 / 16)
     while (left := args.minutes * 60 - (time.monotonic() - started)) > 0:
         turn = Turn(engines[turns % len(engines)], plain, chat, record)
         made += turn.run(rng, prompts, min(turn_s, left), made)

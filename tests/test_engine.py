@@ -1,6 +1,7 @@
 """The engine: speculation changes no token, whatever the batch, the sampling, the cache and the moment requests come or go."""
 
 import logging
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -141,9 +142,7 @@ def test_speculation_changes_no_token(target: Target, params: dict, shape: tuple
         {"speculation": "off"},
     ],
 )
-def test_neither_loop_nor_cache_nor_policy_changes_a_token(
-    target: Target, config: dict, overlap: bool, params: dict
-) -> None:
+def test_neither_loop_nor_cache_nor_policy_changes_a_token(target: Target, config: dict, overlap: bool, params: dict) -> None:
     asked = requests(8, shared=35, ignore_eos=True, **params)
     running = engine(target, overlap=overlap, **config)
     assert decoded(list(running.run(asked))) == plainly(target, asked)
@@ -272,7 +271,7 @@ def test_prefill_in_chunks_does_not_starve_decoding(target: Target) -> None:
         steps.append(running.step())
     rounds = [any(update.request_id == "short" for update in updates) for updates in steps]
     assert len(rounds) >= 19
-    assert not any(not a and not b for a, b in zip(rounds, rounds[1:], strict=False)), "two chunks without a round between"
+    assert not any(not a and not b for a, b in pairwise(rounds)), "two chunks without a round between"
 
 
 def test_cancelling_frees_everything(target: Target) -> None:

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import platform
 import time
-from functools import partial
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from eyas.engine.costs import CostIdentity, CostTable, kept_or_measured, measure
+from eyas.engine.costs import CostIdentity, CostTable, Curve, kept_or_measured, measure
 from eyas.engine.draft import Growth
 from eyas.engine.rounds import Rounds, one_torch_thread
 from eyas.model.rows import Rows, rows_of
 
 POINTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
 TYPICAL_LENGTH = 200  # columns that a row sees
+NUM_LEVELS = 4  # timed together: a call's own time is spread over a tree's levels
 STALE = 1.5  # a table this much slower than the machine is now was measured on a busy one, or by older code
 
 
@@ -37,8 +39,7 @@ def round_costs(rounds: Rounds) -> CostTable:
     )
     works = _Works(rounds)
     with torch.inference_mode(), one_torch_thread(rounds.target.is_native):
-        measured = partial(measure, works.forward, works.step, works.extend, POINTS)
-        table, _ = kept_or_measured(identity, measured, lambda kept: kept.target(1) > STALE * works.fastest_ms())
+        table, _ = kept_or_measured(identity, works.measured, lambda kept: kept.target(1) > STALE * works.fastest_ms())
     return table
 
 
@@ -61,6 +62,11 @@ class _Works:
         self._length = max(2, min(TYPICAL_LENGTH, self._num_slots // 2))
         self._table = np.arange(rounds.cache.num_pages, dtype=np.int32)[None]
 
+    def measured(self) -> CostTable:
+        table = measure(self.forward, self.steps, self.extend, POINTS)
+        one = Curve(table.step.rows, [ms / NUM_LEVELS for ms in table.step.ms])
+        return replace(table, step=one)
+
     def forward(self, M: int) -> None:
         self._target.forward(self._rows(M, 0), self._rounds.cache, self._draft.config.taps).best.tolist()
 
@@ -69,15 +75,20 @@ class _Works:
         h = self._draft.extend(self._rows(M, 1), features, self._rounds.draft_cache)
         self._draft.proposals(h[-1:], self._rounds.growth.tree_topk)[0].tolist()
 
-    def step(self, R: int) -> None:
-        """One level of a tree: R rows, k of them to a request."""
-        k, H = self._rounds.growth.tree_topk, self._draft.config.hidden_size
+    def steps(self, R: int) -> None:
+        """NUM_LEVELS levels of trees: R rows each, k of them to a request."""
+        k = self._rounds.growth.tree_topk
         B = max(1, R // k)
-        h = torch.zeros(B, H, dtype=self._target.dtype, device=self._target.device)
-        lens = [min(self._length, self._num_slots - k - 2)] * B
-        growth = Growth(num_draft_steps=2, tree_topk=k)
-        tables = np.repeat(self._table, B, axis=0)
-        self._draft.propose(lens, h, self._draft.proposals(h, k), tables, self._rounds.draft_cache, growth, [0.0])
+        h, first, tables = self._roots(B, k)
+        lens = [min(self._length, self._num_slots - NUM_LEVELS * k - 2)] * B
+        growth = Growth(num_draft_steps=1 + NUM_LEVELS, tree_topk=k)
+        self._draft.propose(lens, h, first, tables, self._rounds.draft_cache, growth, [0.0] * NUM_LEVELS)
+
+    @cache  # noqa: B019  (lives as long as the measurement)
+    def _roots(self, B: int, k: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], np.ndarray]:
+        """What B trees grow from: outputs, first candidates and page tables."""
+        h = torch.zeros(B, self._draft.config.hidden_size, dtype=self._target.dtype, device=self._target.device)
+        return h, self._draft.proposals(h, k), np.repeat(self._table, B, axis=0)
 
     def fastest_ms(self) -> float:
         """The fastest of a few forwards of one row."""

@@ -8,7 +8,7 @@
 // frequent fifteen and 0; the few weights with another one are put in after unpacking. The first tile of rows unpacks while it
 // multiplies, and leaves what it unpacked to the other tiles. The bits are those of plain bf16.
 //
-//   chunk    8 pairs of inputs:  [lower bytes of two lines of 32 weights] ...  [32 bytes with their 64 indices] ...
+//   chunk    8 pairs of inputs:  [lower bytes of four lines of 32 weights] ...  [64 bytes with their 128 indices] ...
 //
 // Every output is one sum over the inputs in ascending order, whatever the number of rows, panels or threads: a row's bits
 // depend on nothing but the row.
@@ -130,7 +130,7 @@ class Linear {
 
   size_t chunk_bytes(int pairs_of_chunk, int width) const {
     const size_t lines = static_cast<size_t>(pairs_of_chunk) * width;
-    return kind == Packed::squeezed ? ((lines + 1) / 2 * 96 + 63) / 64 * 64 : lines * (kind == Packed::bf16 ? 64 : 128);
+    return kind == Packed::squeezed ? (lines + 3) / 4 * 192 : lines * (kind == Packed::bf16 ? 64 : 128);
   }
 
   const uint8_t* chunk(const Panel& panel, int index) const {
@@ -144,14 +144,13 @@ class Linear {
 
   // The weights of a squeezed chunk as lines of bf16.
   void unpack(const Panel& panel, int index, int pairs_of_chunk, bf16* to) const {
-    const int twos = (pairs_of_chunk * panel.width + 1) / 2;
-    const uint8_t *low = chunk(panel, index), *codes = low + twos * 64;
+    const int fours = (pairs_of_chunk * panel.width + 3) / 4;
+    const uint8_t *low = chunk(panel, index), *codes = low + fours * 128;
     const Bits table = upper_table();
-    for (int i = 0; i < twos; ++i) {
-      Bits lines[2];
-      unpack_two(low + i * 64, codes + i * 32, table, lines);
-      _mm512_storeu_si512(to + i * 64, lines[0]);
-      _mm512_storeu_si512(to + i * 64 + 32, lines[1]);
+    for (int i = 0; i < fours; ++i) {
+      Bits lines[4];
+      unpack_four(low + i * 128, codes + i * 64, table, lines);
+      for (int l = 0; l < 4; ++l) _mm512_storeu_si512(to + i * 128 + l * 32, lines[l]);
     }
     const size_t at = panel.first_chunk + index;
     for (uint32_t i = rare_starts_[at]; i < rare_starts_[at + 1]; ++i) to[rare_[i].place] = rare_[i].weight;
@@ -159,13 +158,23 @@ class Linear {
 
   INLINE Bits upper_table() const { return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(upper_))); }
 
-  static INLINE void unpack_two(const uint8_t* low, const uint8_t* codes, Bits table, Bits* lines) {
-    const __m256i code = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
-    const Bits both = _mm512_inserti64x4(_mm512_castsi256_si512(code), _mm256_srli_epi16(code, 4), 1);
-    const Bits upper = _mm512_shuffle_epi8(table, _mm512_and_si512(both, _mm512_set1_epi8(15)));
-    const Bits lower = _mm512_loadu_si512(low);
-    lines[0] = _mm512_unpacklo_epi8(lower, upper);
-    lines[1] = _mm512_unpackhi_epi8(lower, upper);
+  static INLINE void unpack_four(const uint8_t* low, const uint8_t* codes, Bits table, Bits* lines) {
+    const Bits code = _mm512_loadu_si512(codes);
+    const Bits upper[2] = {look_up(table, code), look_up(table, _mm512_srli_epi16(code, 4))};
+    for (int i = 0; i < 2; ++i) {
+      const Bits lower = _mm512_loadu_si512(low + i * 64);
+      lines[2 * i] = _mm512_unpacklo_epi8(lower, upper[i]);
+      lines[2 * i + 1] = _mm512_unpackhi_epi8(lower, upper[i]);
+    }
+  }
+
+  // By the lower four bits of each byte, whatever is above them.
+  static INLINE Bits look_up(Bits table, Bits code) {
+#ifdef __AVX512VBMI__
+    return _mm512_permutexvar_epi8(code, table);  // by six bits: the table repeats every 16 bytes
+#else
+    return _mm512_shuffle_epi8(table, _mm512_and_si512(code, _mm512_set1_epi8(15)));
+#endif
   }
 
   const float* bias() const { return bias_.get(); }
@@ -265,7 +274,7 @@ class Linear {
       else if (kind == Packed::bf16)
         pack_as(reinterpret_cast<bf16*>(to), panel, first, end, column_rows, lines);
       else {
-        std::vector<bf16> plain((static_cast<size_t>(end - first) * panel.width + 1) / 2 * 64);
+        std::vector<bf16> plain((static_cast<size_t>(end - first) * panel.width + 3) / 4 * 128);
         pack_as(plain.data(), panel, first, end, column_rows, lines);
         squeeze(plain, to, rare.back());
       }
@@ -274,16 +283,16 @@ class Linear {
   }
 
   void squeeze(const std::vector<bf16>& plain, uint8_t* to, std::vector<Rare>& rare) const {
-    const size_t twos = plain.size() / 64;
-    std::memset(to + twos * 64, 0, twos * 32);
+    const size_t fours = plain.size() / 128;
+    std::memset(to + fours * 128, 0, fours * 64);
     for (size_t place = 0; place < plain.size(); ++place) {
-      const size_t two = place / 64, word = place % 32, second = place / 32 % 2;
+      const size_t half = place / 64, word = place % 32, second = place / 32 % 2;
       const size_t byte = word / 8 * 16 + second * 8 + word % 8;  // where the unpack instructions take it from
       const uint8_t* found = std::find(upper_, upper_ + kCodes, static_cast<uint8_t>(plain[place] >> 8));
       if (found == upper_ + kCodes) rare.push_back({static_cast<uint16_t>(place), plain[place]});
       const unsigned code = found == upper_ + kCodes ? 0 : static_cast<unsigned>(found - upper_);
-      to[two * 64 + byte] = static_cast<uint8_t>(plain[place]);
-      to[twos * 64 + two * 32 + byte % 32] |= static_cast<uint8_t>(code << (byte < 32 ? 0 : 4));
+      to[half * 64 + byte] = static_cast<uint8_t>(plain[place]);
+      to[fours * 128 + half / 2 * 64 + byte] |= static_cast<uint8_t>(code << half % 2 * 4);
     }
   }
 
@@ -329,12 +338,13 @@ struct Squeezed {
   const Panel& panel;
   const Stream& stream;
   int first, count;
+  int tiles;  // that fetch what is ahead, each its part
 };
 
 // Sums of R rows and W blocks over the inputs of squeezed chunks, as `tile` below. keep: the lines of bf16 are left in `kept`.
 template <class A, int R, int W, bool keep>
 void fused_tile(const Squeezed& chunks, const typename A::T* x, size_t stride, float* sums, bf16* kept) {
-  constexpr int at_once = W % 2 == 0 ? 1 : 2, lines = at_once * W;  // pairs whose lines come in twos
+  constexpr int at_once = W == 4 ? 1 : W == 2 ? 2 : 4, lines = at_once * W;  // pairs whose lines come in fours
   constexpr int words = kSqueezedPairs * W * 32;
   constexpr size_t bytes = static_cast<size_t>(kSqueezedPairs) * W * 48;
   const Linear& linear = chunks.linear;
@@ -344,18 +354,20 @@ void fused_tile(const Squeezed& chunks, const typename A::T* x, size_t stride, f
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
     for (int w = 0; w < W; ++w) sum[r][w] = fresh ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + r * kPanelColumns + w * kLanes);
-  const uint8_t* weights = linear.chunk(chunks.panel, chunks.first);
+  const uint8_t *weights = linear.chunk(chunks.panel, chunks.first), *fetching = weights;
+  const size_t fetched = bytes / 64 / chunks.tiles * 64;
   for (int c = chunks.first; c < chunks.first + chunks.count; ++c, weights += bytes, x += 2 * kSqueezedPairs) {
-    if (const uint8_t* ahead = chunks.stream.ahead(weights); ahead != nullptr)
-      for (size_t at = 0; at < bytes; at += 64) _mm_prefetch(ahead + at, _MM_HINT_T1);
+    if (const uint8_t* ahead = chunks.stream.ahead(fetching); ahead != nullptr)
+      for (size_t at = 0; at < fetched; at += 64) _mm_prefetch(ahead + at, _MM_HINT_T1);
+    fetching += fetched;
     const int pairs = std::min(kSqueezedPairs, linear.pairs - c * kSqueezedPairs);
     if (pairs == kSqueezedPairs && !linear.has_rare(chunks.panel, c)) {
       const uint8_t *low = weights, *codes = weights + words;
       for (int p = 0; p < kSqueezedPairs; p += at_once, low += lines * 32, codes += lines * 16) {
         Bits line[lines];
 #pragma GCC unroll 4
-        for (int i = 0; i < lines; i += 2) Linear::unpack_two(low + i * 32, codes + i * 16, table, line + i);
-#pragma GCC unroll 8
+        for (int i = 0; i < lines; i += 4) Linear::unpack_four(low + i * 32, codes + i * 16, table, line + i);
+#pragma GCC unroll 12
         for (int i = 0; i < lines; ++i) {
           if constexpr (keep) _mm512_store_si512(kept + (p * W + i) * 32, line[i]);
 #pragma GCC unroll 8
@@ -470,18 +482,15 @@ void multiply_panel(const Linear& linear, const Panel& panel, const Stream& stre
   const bool squeezed = linear.kind == Packed::squeezed;
   const int all_chunks = (linear.pairs + linear.chunk_pairs() - 1) / linear.chunk_pairs();
   const int at_once = !squeezed ? 1 : tiles > 1 ? kUnpackedChunks : all_chunks;
-  alignas(64) bf16 kept[kUnpackedChunks * kSqueezedPairs * kPanelColumns * 2 + 32];
+  alignas(64) bf16 kept[kUnpackedChunks * kSqueezedPairs * kPanelColumns * 2 + 128];
   for (int c = 0; c < all_chunks; c += at_once) {
     const int first = c * linear.chunk_pairs(), pairs = std::min(at_once * linear.chunk_pairs(), linear.pairs - first);
-    const uint8_t *weights = linear.chunk(panel, c), *ahead = nullptr;
-    size_t all_lines = 0;
+    const uint8_t *weights = linear.chunk(panel, c), *ahead = stream.ahead(weights);
+    const size_t all_lines = ahead == nullptr ? 0 : linear.chunk_bytes(pairs, panel.width) / 64;
     if (squeezed) {
-      const Squeezed chunks{linear, panel, stream, c, std::min(at_once, all_chunks - c)};
+      const Squeezed chunks{linear, panel, stream, c, std::min(at_once, all_chunks - c), tiles};
       (tiles > 1 ? fused_tile_of<A, true> : fused_tile_of<A, false>)(first_rows, panel.width)(chunks, x + 2 * first, stride, sums, kept);
       weights = reinterpret_cast<const uint8_t*>(kept);
-    } else {
-      ahead = stream.ahead(weights);
-      all_lines = ahead == nullptr ? 0 : linear.chunk_bytes(pairs, panel.width) / 64;
     }
     for (int i = squeezed ? 1 : 0; i < tiles; ++i) {
       const int row = M * i / tiles, rows = M * (i + 1) / tiles - row;
