@@ -2,8 +2,8 @@
 
     python benchmarks/soak.py [--quick] [--minutes 30] [--dtype bfloat16] [--seed 0] [--data FILE.jsonl]
 
-Engines take turns of half a minute on one target (speculation auto and fixed, by both loops), each with a cache too small for its
-batch. Requests arrive in bursts at random, over prefixes that many share, with every sampling option at random; some are
+Engines take turns of half a minute on one target (speculation auto and fixed, by both loops), each with a cache too small for
+its batch. Requests arrive in bursts at random, over prefixes that many share, with every sampling option at random; some are
 cancelled at some moment, some can never fit and must be refused. Checked all along:
 
     pages and slots   engine.check() every two seconds; when idle, all pages are available again
@@ -11,7 +11,7 @@ cancelled at some moment, some can never fit and must be refused. Checked all al
     answers           as many tokens as allowed, a log-probability each, a stop string only at the end, JSON that its schema
                       describes, text that its regular expression matches
     exactness         a sample of the seeded answers is decoded again, alone and plainly: the same tokens
-    memory            resident set every ten seconds: its slope after the first quarter, and its maximum
+    memory            resident set every ten seconds: its slope over the second half, and its maximum
 
 Exits with 1 where a check failed. The last line of stdout is one JSON.
 """
@@ -289,8 +289,8 @@ def resident_mib() -> float:
 
 
 def memory_figures(memory: list[tuple[float, float]]) -> dict[str, float]:
-    """Slope by least squares over all but the first quarter, which warms up."""
-    settled = np.array(memory[len(memory) // 4 :])
+    """Slope by least squares over the second half: the first warms up, every engine's caches with it."""
+    settled = np.array(memory[len(memory) // 2 :])
     slope = np.polyfit(settled[:, 0] / 60, settled[:, 1], 1)[0] if len(settled) > 2 else float("nan")
     return {
         "rss_mib_settled": round(float(settled[0, 1]), 1),
