@@ -40,7 +40,12 @@ class FutureMap:
         """int64 indices on the device."""
         return to_device(np.asarray(numbers, dtype=np.int64), self._device)
 
+    def note_pending(self, slots: list[int], places: list[int], features: torch.Tensor) -> None:
+        """Put features [n, A] into these slots' places."""
+        flat = [slot * MAX_PENDING + place for slot, place in zip(slots, places, strict=True)]
+        self.pending.flatten(0, 1).index_copy_(0, self.index(flat), features)
+
     def pending_of(self, counts: list[tuple[int, int]]) -> torch.Tensor:
         """The first `count` pending features of each (slot, count), beside each other: [sum of counts, A]."""
-        places = [slot * MAX_PENDING + place for slot, count in counts for place in range(count)]
-        return self.pending.flatten(0, 1)[self.index(places)]
+        flat = [slot * MAX_PENDING + place for slot, count in counts for place in range(count)]
+        return self.pending.flatten(0, 1).index_select(0, self.index(flat))

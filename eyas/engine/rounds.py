@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -121,6 +122,8 @@ class Rounds:
         """One round. A sample that has ended in the meantime, which only overlap can bring about, is left alone."""
         started = time.perf_counter()
         alive = [b for b, running in enumerate(job.runnings) if running.finish_reason is None]
+        if not alive:
+            return [self._outcome(running, []) for running in job.runnings]
         able = [b for b in alive if job.runnings[b].request.speculation] if self.draft is not None else []
         plan = self.policy.plan([job.runnings[b].num_pending for b in able], len(alive) - len(able))
         drafting = [b for b, drafts in zip(able, plan.drafting, strict=True) if drafts]
@@ -131,8 +134,7 @@ class Rounds:
         if aux_hidden is not None:
             due = [b for b in alive if self._is_due(job.runnings[b])]
             self._take_features(job, {b: verified[b].path_rows for b in alive}, aux_hidden, due)
-        if alive:
-            self.policy.observe(plan, [verified[b].token_ids for b in drafting], (time.perf_counter() - started) * 1e3)
+        self.policy.observe(plan, [verified[b].token_ids for b in drafting], (time.perf_counter() - started) * 1e3)
         return [
             self._outcome(running, verified[b].token_ids, verified[b].num_accepted_drafts if b in drafting else None)
             if b in verified
@@ -197,6 +199,7 @@ class Rounds:
         depth: list[int] = []
         node: list[int] = []
         seen: list[int] = []
+        prefix: list[int] = []
         starts: list[int] = []
         for b, tree in trees.items():
             starts.append(len(token))
@@ -205,18 +208,12 @@ class Rounds:
             seen += tree.seen
             node += range(len(tree))
             request += [b] * len(tree)
-        lens = np.fromiter((running.num_cached for running in job.runnings), dtype=np.int64, count=len(job.runnings))
-        request_M = np.asarray(request, dtype=np.int64)
-        prefix_M = lens[request_M]
-        column_M = prefix_M + np.asarray(node, dtype=np.int64)
-        arrays = (
-            np.asarray(token, dtype=np.int64),
-            request_M,
-            prefix_M + np.asarray(depth, dtype=np.int64),
-            slots_of(job.page_table, request_M, column_M, self.cache.page_size),
-            prefix_M,
-            np.asarray(seen, dtype=np.uint64).view(np.int64),
-        )
+            prefix += [job.runnings[b].num_cached] * len(tree)
+        arrays = np.empty((6, len(token)), dtype=np.int64)
+        arrays[0], arrays[1], arrays[2], arrays[4], column = token, request, depth, prefix, np.add(prefix, node)
+        arrays[2] += arrays[4]
+        arrays[3] = slots_of(job.page_table, arrays[1], column, self.cache.page_size)
+        arrays[5].view(np.uint64)[:] = seen
         rows = rows_of(arrays, job.page_table, self._device)
         return rows, starts
 
@@ -252,14 +249,13 @@ class Rounds:
             rows += new
             slots += [running.slot] * len(new)
             places += range(running.num_pending - len(new), running.num_pending)
-        index = self.futures.index
-        self.futures.pending[index(slots), index(places)] = aux_hidden[index(rows)]
+        self.futures.note_pending(slots, places, aux_hidden.index_select(0, self.futures.index(rows)))
 
     def _make_entries(self, job: Job, due: list[int], seen: dict[int, list[int]], aux_hidden: torch.Tensor) -> None:
         """The entries of all columns before the root's."""
         due = [b for b in due if job.runnings[b].num_pending > 1]
         before = [(job.runnings[b].slot, job.runnings[b].num_pending - len(seen[b])) for b in due]
-        features = aux_hidden[self.futures.index([row for b in due for row in seen[b][:-1]])]
+        features = aux_hidden.index_select(0, self.futures.index([row for b in due for row in seen[b][:-1]]))
         if any(count for _, count in before):
             new = torch.split(features, [len(seen[b]) - 1 for b in due])
             old = torch.split(self.futures.pending_of(before), [count for _, count in before])
@@ -277,7 +273,11 @@ class Rounds:
         h = self.draft.extend(rows, features, self.draft_cache)
         for running, end in zip(runnings, ends, strict=True):
             running.draft_end = end
-        return h[self.futures.index((np.cumsum([len(row) for row in tokens]) - 1).tolist())]
+        return (
+            h[-1:]
+            if len(who) == 1
+            else h.index_select(0, self.futures.index(list(accumulate(map(len, tokens), initial=-1))[1:]))
+        )
 
     def _save_boundaries(self, job: Job, seen: dict[int, list[int]], aux_hidden: torch.Tensor) -> None:
         """Keep the features of columns at the ends of pages."""
