@@ -288,15 +288,15 @@ def resident_mib() -> float:
     return int(statm.read_text().split()[1]) * PAGE_BYTES / 2**20 if statm.exists() else float("nan")
 
 
-def memory_figures(memory: list[tuple[float, float]]) -> dict[str, float]:
+def memory_figures(memory: list[tuple[float, float]]) -> dict[str, float | None]:
     """Slope by least squares over the second half: the first warms up, every engine's caches with it."""
     settled = np.array(memory[len(memory) // 2 :])
-    slope = np.polyfit(settled[:, 0] / 60, settled[:, 1], 1)[0] if len(settled) > 2 else float("nan")
+    slope = float(np.polyfit(settled[:, 0] / 60, settled[:, 1], 1)[0]) if len(settled) > 2 else None
     return {
         "rss_mib_settled": round(float(settled[0, 1]), 1),
         "rss_mib_max": round(max(mib for _, mib in memory), 1),
         "rss_mib_last": round(memory[-1][1], 1),
-        "rss_mib_per_minute": round(float(slope), 3),
+        "rss_mib_per_minute": None if slope is None else round(slope, 3),
     }
 
 
