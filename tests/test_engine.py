@@ -316,6 +316,10 @@ def test_bad_requests_are_refused(target: Target) -> None:
         running.add(Request("long", tuple([3] * 40)))
     with pytest.raises(InputError, match="outside the vocabulary"):
         running.add(Request("foreign", (3, VOCAB)))
+    twice = engine(target)
+    twice.add(Request("twice", (3,)))
+    with pytest.raises(InputError, match="'twice' is under way"):
+        twice.add(Request("twice", (4,)))
     with pytest.raises(InputError, match="need a tokenizer"):
         running.add(Request("stop", (3,), SamplingParams(stop=("x",))))
     with pytest.raises(InputError, match=r"may need 9 pages of 16 tokens, the cache has 6"):

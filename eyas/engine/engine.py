@@ -142,6 +142,8 @@ class Engine:
             raise InputError(f"the prompt has {length} tokens, the limit is {self.max_length - 1}", "shorten the prompt")
         if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self.target.config.vocab_size:
             raise InputError("the prompt holds token ids outside the vocabulary", "use the target's own tokenizer")
+        if self._scheduler.knows(request.id):
+            raise InputError(f"a request {request.id!r} is under way", "give every request an id of its own")
         max_tokens = min(request.params.max_tokens, self.max_length - length)
         pages = self._scheduler.most_pages(length + max_tokens)
         if pages > self._pool.num_pages:

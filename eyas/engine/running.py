@@ -32,6 +32,7 @@ class Running:
         self.num_planned = 0  # tokens whose prefill is done or under way
         self.prefill_end = 0  # tokens to prefill: the prompt; after a preemption all but the root
         self.length = 0  # num_cached as of the last outcome
+        self.was_preempted = False
         self.num_in_flight = 0  # rounds launched and not yet looked at
         # The rounds'
         self.tokens: list[int] = list(request.prompt_ids)
@@ -63,7 +64,8 @@ class Running:
         for count, token in enumerate(tokens, start=1):
             self.tokens.append(token)
             if self._is_stop(token, end_tokens):
-                self.finish_reason = "stop"
+                # A grammar that could not be followed to its end has cut the answer; it did not end by itself.
+                self.finish_reason = "stop" if self.sampler.failure is None else "length"
             elif self.num_emitted >= self.max_tokens:
                 self.finish_reason = "length"
             if self.finish_reason is not None:

@@ -55,6 +55,7 @@ class Scheduler:
         self._running: list[Running] = []  # in the order of their arrival
         self._free_slots = list(range(limits.max_batch - 1, -1, -1))
         self._prefilled_last = False
+        self._waits_for_room = False  # a round needs a preemption, which waits for what is in flight
 
     @property
     def has_work(self) -> bool:
@@ -67,6 +68,10 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    def knows(self, request_id: str) -> bool:
+        """Whether a request of this id waits or runs."""
+        return any(running.request.id == request_id for running in (*self._waiting, *self._running))
 
     def most_pages(self, num_tokens: int) -> int:
         """Pages that a sample of so many tokens, prompt and answer, holds at most: with a round in flight and the next."""
@@ -83,9 +88,11 @@ class Scheduler:
 
     def schedule(self, nothing_in_flight: bool = True) -> Job | None:
         """The next job; None when there is nothing to do, or nothing before the job in flight is over."""
-        if self._prefilled_last and (job := self._decode(nothing_in_flight)):
-            self._prefilled_last = False
-            return job
+        if self._prefilled_last:
+            job = self._decode(nothing_in_flight)
+            if job is not None or self._waits_for_room:
+                self._prefilled_last = job is None
+                return job
         if job := self._prefill():
             self._prefilled_last = True
             return job
@@ -159,20 +166,23 @@ class Scheduler:
         newcomer.prefill_end = end
         newcomer.slot = self._free_slots.pop()
         self._running.append(newcomer)
-        self.num_prompt_tokens += end
-        self.num_reused_tokens += newcomer.length
+        if not newcomer.was_preempted:
+            self.num_prompt_tokens += end
+            self.num_reused_tokens += newcomer.length
         return True
 
     # Decoding
 
     def _decode(self, nothing_in_flight: bool) -> Job | None:
         """A round of all that are through their prompt, preempting the youngest until there is room for its trees."""
+        self._waits_for_room = False
         while True:
             runnings = [running for running in self._running if running.is_prefilled]
             short = next((running for running in runnings if not self._has_room(running)), None)
             if short is None:
                 break
             if not nothing_in_flight:
+                self._waits_for_room = True
                 return None
             self._preempt(self._running[-1])
         for running in runnings:
@@ -193,6 +203,7 @@ class Scheduler:
         assert running.num_in_flight == 0, "its tokens are not all known"
         self._leave(running)
         running.num_planned = running.prefill_end = 0
+        running.was_preempted = True
         self._waiting.appendleft(running)
         self.num_preempted += 1
 
