@@ -119,6 +119,13 @@ class Draft:
             return self._native.extend(rows, aux_hidden, cache)
         return self._layers.step(rows, self._layers.fuse(aux_hidden), cache)
 
+    def enter(self, rows: Rows, aux_hidden: torch.Tensor, cache: PagedCache) -> None:
+        """`extend` for rows that nothing is drafted from: their entries alone."""
+        if self._native is not None:
+            self._native.enter(rows, aux_hidden, cache)
+        else:
+            self.extend(rows, aux_hidden, cache)
+
     def step(self, rows: Rows, h: torch.Tensor, cache: PagedCache) -> torch.Tensor:
         """Outputs [M, H] of the rows' parents -> the rows' own [M, H]."""
         if self._native is not None:

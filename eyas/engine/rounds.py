@@ -146,8 +146,7 @@ class Rounds:
         """The draft's entries up to the root's, and the trees that grow from there."""
         assert self.draft is not None
         runnings = [job.runnings[b] for b in drafting]
-        features = self.futures.pending_of([(running.slot, running.num_pending) for running in runnings])
-        h = self._extend(job, drafting, features, [running.num_cached + 1 for running in runnings])
+        h = self._extend(job, drafting)
         proposals = self.draft.propose(
             [running.num_cached for running in runnings],
             h,
@@ -253,6 +252,7 @@ class Rounds:
 
     def _make_entries(self, job: Job, due: list[int], seen: dict[int, list[int]], aux_hidden: torch.Tensor) -> None:
         """The entries of all columns before the root's."""
+        assert self.draft is not None
         due = [b for b in due if job.runnings[b].num_pending > 1]
         before = [(job.runnings[b].slot, job.runnings[b].num_pending - len(seen[b])) for b in due]
         features = aux_hidden.index_select(0, self.futures.index([row for b in due for row in seen[b][:-1]]))
@@ -261,23 +261,25 @@ class Rounds:
             old = torch.split(self.futures.pending_of(before), [count for _, count in before])
             features = torch.cat([part for pair in zip(old, new, strict=True) for part in pair])
         if due:
-            self._extend(job, due, features, [job.runnings[b].num_cached for b in due])
+            rows = self._entry_rows(job, due, [job.runnings[b].num_cached for b in due])
+            self.draft.enter(rows, features, self.draft_cache)
 
-    def _extend(self, job: Job, who: list[int], features: torch.Tensor, ends: list[int]) -> torch.Tensor:
-        """Entries of columns draft_end .. ends[b] - 1 from features [M, 3 * Ht]; the outputs [B, H] of the last of each."""
+    def _extend(self, job: Job, who: list[int]) -> torch.Tensor:
+        """The draft's entries up to the roots' from the pending features; its outputs [B, H] there."""
         assert self.draft is not None
+        counts = [(job.runnings[b].slot, job.runnings[b].num_pending) for b in who]
+        rows = self._entry_rows(job, who, [job.runnings[b].num_cached + 1 for b in who])
+        h = self.draft.extend(rows, self.futures.pending_of(counts), self.draft_cache)
+        return h.index_select(0, self.futures.index([end - 1 for end in accumulate(count for _, count in counts)]))
+
+    def _entry_rows(self, job: Job, who: list[int], ends: list[int]) -> Rows:
+        """The draft's rows of columns draft_end .. ends[b] - 1, which count as made from here on."""
         runnings = [job.runnings[b] for b in who]
         tokens = [running.tokens[running.draft_end : end] for running, end in zip(runnings, ends, strict=True)]
         starts = [running.draft_end for running in runnings]
-        rows = prompt_rows(tokens, starts, job.page_table[who], self.cache.page_size, self._device, first_column=1)
-        h = self.draft.extend(rows, features, self.draft_cache)
         for running, end in zip(runnings, ends, strict=True):
             running.draft_end = end
-        return (
-            h[-1:]
-            if len(who) == 1
-            else h.index_select(0, self.futures.index(list(accumulate(map(len, tokens), initial=-1))[1:]))
-        )
+        return prompt_rows(tokens, starts, job.page_table[who], self.cache.page_size, self._device, first_column=1)
 
     def _save_boundaries(self, job: Job, seen: dict[int, list[int]], aux_hidden: torch.Tensor) -> None:
         """Keep the features of columns at the ends of pages."""

@@ -187,9 +187,9 @@ class TensorRounds(Rounds):
         case that they go back there: the rounds here leave samples as if the root's entry were not yet made."""
         runnings = [job.runnings[b] for b in fresh]
         counts = [(running.slot, running.num_pending) for running in runnings]
-        features, ends = self.futures.pending_of(counts), [running.num_cached + 1 for running in runnings]
+        features = self.futures.pending_of(counts)
         slots = self.futures.index([running.slot for running in runnings])
-        self.futures.h[slots] = self._extend(job, fresh, features, ends)
+        self.futures.h[slots] = self._extend(job, fresh)
         last = self.futures.index((np.cumsum([count for _, count in counts]) - 1).tolist())
         self.futures.pending[slots, 0] = features[last]
         for running in runnings:

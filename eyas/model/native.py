@@ -76,7 +76,8 @@ def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
     try:
         return _declared(ctypes.CDLL(str(_built(compiler)))), None
     except subprocess.CalledProcessError as error:
-        return None, f"{compiler} failed: {(error.stderr or str(error)).strip().splitlines()[0]}"
+        lines = (error.stderr or str(error)).strip().splitlines()
+        return None, f"{compiler} failed: {next((line for line in lines if 'error' in line), lines[0])}"
     except OSError as error:
         return None, f"the library cannot be built or loaded: {error}"
 
@@ -376,6 +377,13 @@ class NativeDraft(_Decoder):
         """The target's features [M, 3 * Ht] of the columns before the rows' -> outputs [M, H]. Raises IndexError."""
         aux_hidden = aux_hidden.to(self.dtype).contiguous()
         return self._states("eyas_extend", rows, aux_hidden, cache)
+
+    def enter(self, rows: Rows, aux_hidden: torch.Tensor, cache: PagedCache) -> None:
+        """`extend` without its outputs: the rows' keys and values, in half the time."""
+        ints, pointers = self._arguments(rows, cache)
+        features = aux_hidden.to(self.dtype).contiguous()
+        while (status := self._lib.eyas_extend(self._handle, ints, pointers, features.data_ptr(), None)) != 0:
+            self._is_done(status, int(rows.position.max()))
 
     def step(self, rows: Rows, h: torch.Tensor, cache: PagedCache) -> torch.Tensor:
         """Outputs [M, H] of the rows' parents -> the rows' own [M, H]. Raises IndexError."""

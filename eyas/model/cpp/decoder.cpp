@@ -133,7 +133,7 @@ class Model final : public Decoder {
       if (logits_of[r] < 0 || logits_of[r] >= M) return kBadRow;
     if (M == 0) return kDone;
     if (const int status = check(rows); status != kDone) return status;
-    const int team = threads_;
+    const int team = Pool::shared().advised(threads_);
     reserve(std::max(M, n), team);
     if (!plan(rows)) return kBadSlot;
     Pool::shared().run(team, [&](int t) {
@@ -199,7 +199,7 @@ class Model final : public Decoder {
   }
 
   int proposals(const float* h, int64_t R, int64_t k, int64_t* ids, float* log_probs) override {
-    const int n = static_cast<int>(R), team = threads_;
+    const int n = static_cast<int>(R), team = Pool::shared().advised(threads_);
     if (n == 0) return kDone;
     reserve(n, team);
     Pool::shared().run(team, [&](int t) {
@@ -293,12 +293,7 @@ class Model final : public Decoder {
   template <class Tap>
   void layer(int t, int T_, const Layer& layer, const Linear* next, const RowsView& rows, const T* x, T* cache, Tap&& tap) {
     const int M = rows.M;
-    multiply<A>(*layer.qkv, layer.out, x, x_stride_, M, t, T_, sums(t), [&](const Panel& panel, const float* out) {
-      for (int m = 0; m < M; ++m)
-        for (int w = 0; w < panel.width; ++w)
-          _mm512_storeu_ps(qkv_.get() + m * qkv_stride_ + (panel.first + w) * kLanes, _mm512_loadu_ps(out + m * kPanelColumns + w * kLanes));
-    });
-    sync();
+    project(t, T_, layer, layer.out, x, M);
     attention(t, T_, layer, rows, cache);
     sync();
     multiply<A>(*layer.out, layer.gate_up, mixed_.get(), x_stride_, M, t, T_, sums(t), [&](const Panel& panel, const float* out) {
@@ -322,6 +317,16 @@ class Model final : public Decoder {
           tap(m, c, first_lanes(H_ - c), add_to_h(m, c, out + m * kPanelColumns + w * kLanes));
         }
     });
+  }
+
+  // Queries, keys and values of the M rows, to qkv_.
+  void project(int t, int T_, const Layer& layer, const Linear* next, const T* x, int M) {
+    multiply<A>(*layer.qkv, next, x, x_stride_, M, t, T_, sums(t), [&](const Panel& panel, const float* out) {
+      for (int m = 0; m < M; ++m)
+        for (int w = 0; w < panel.width; ++w)
+          _mm512_storeu_ps(qkv_.get() + m * qkv_stride_ + (panel.first + w) * kLanes, _mm512_loadu_ps(out + m * kPanelColumns + w * kLanes));
+    });
+    sync();
   }
 
   INLINE Vec add_to_h(int m, int c, const float* out) {
@@ -406,13 +411,19 @@ class Model final : public Decoder {
   // prepare(t, T) leaves the rows' features or fed-back states in sources_, for all threads to see.
   template <class Prepare>
   int draft(const RowsView& rows, void* kv, float* h, Prepare&& prepare) {
-    const int M = rows.M, team = threads_;
+    const int M = rows.M, team = Pool::shared().advised(threads_);
     if (M == 0) return kDone;
     if (const int status = check(rows); status != kDone) return status;
     reserve(M, team);
     if (!plan(rows)) return kBadSlot;
     Pool::shared().run(team, [&](int t) {
       prepare(t, team);
+      draft_input(t, team, rows);
+      if (h == nullptr) {  // a draft has one layer: of a row that nothing is drafted from, only key and value will be seen
+        project(t, team, layers_[0], nullptr, x_, M);
+        for (int i = t; i < M * Hk_; i += team) place(layers_[0], rows, static_cast<T*>(kv), i / Hk_, i % Hk_);
+        return;
+      }
       draft_layer(t, team, rows, static_cast<T*>(kv));
       for (int m = M * t / team; m < M * (t + 1) / team; ++m) {
         if (shape_.norm_output) norm_output(m);
@@ -422,7 +433,8 @@ class Model final : public Decoder {
     return kDone;
   }
 
-  void draft_layer(int t, int T_, const RowsView& rows, T* cache) {
+  // Embeddings beside features or states, normed, to x_; the residual to h_.
+  void draft_input(int t, int T_, const RowsView& rows) {
     const int M = rows.M;
     const Layer& only = layers_[0];
     for (int m = M * t / T_; m < M * (t + 1) / T_; ++m) {
@@ -437,7 +449,10 @@ class Model final : public Decoder {
       });
     }
     sync();
-    layer(t, T_, only, outer_.head, rows, x_, cache, [](int, int, __mmask16, Vec) {});
+  }
+
+  void draft_layer(int t, int T_, const RowsView& rows, T* cache) {
+    layer(t, T_, layers_[0], outer_.head, rows, x_, cache, [](int, int, __mmask16, Vec) {});
     sync();
   }
 
@@ -652,7 +667,7 @@ int Model<A>::place_frontier(const Growth& growth, int level, RowsView& rows) {
 
 template <class A>
 int Model<A>::propose(const Growth& growth) {
-  const int k = static_cast<int>(growth.k), levels = static_cast<int>(growth.num_draft_steps) - 1, team = threads_;
+  const int k = static_cast<int>(growth.k), levels = static_cast<int>(growth.num_draft_steps) - 1, team = Pool::shared().advised(threads_);
   const int M = static_cast<int>(growth.B) * k;
   const size_t all = k + static_cast<size_t>(levels) * k * k;
   if (M == 0) return 0;
@@ -681,6 +696,7 @@ int Model<A>::propose(const Growth& growth) {
       if (t == 0) next_level(level);
       sync();
       if (!more) return;
+      draft_input(t, team, rows);
       draft_layer(t, team, rows, static_cast<T*>(growth.kv));
       for (int m = M * t / team; m < M * (t + 1) / team; ++m) {
         if (shape_.norm_output) norm_output(m);

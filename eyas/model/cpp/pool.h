@@ -2,6 +2,7 @@
 //
 // Waiting is spinning first (a barrier of a decoder's step is a microsecond away), then sleeping. It never yields: on a busy
 // machine a thread that yields loses milliseconds to another process, one that sleeps is scheduled at once when it is woken.
+// When the caller waited longer than it worked, the others had no core: the next runs are the caller's alone.
 // No OpenMP: PyTorch's own would share its threads and its settings.
 #pragma once
 
@@ -10,15 +11,24 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <mutex>
 #include <thread>
 
+using Clock = std::chrono::steady_clock;
+
 // A number that threads wait on.
 class alignas(64) Signal {
  public:
+  static Clock::duration& slept_of_thread() {
+    thread_local Clock::duration slept{};
+    return slept;
+  }
+
   int get() const { return value_.load(std::memory_order_acquire); }
 
   int wait_while(int old, int spins) {
@@ -27,9 +37,11 @@ class alignas(64) Signal {
       if (now != old) return now;
       _mm_pause();
     }
+    const auto start = Clock::now();
     sleepers_.fetch_add(1);
-    for (int now; (now = value_.load()) == old;) futex(FUTEX_WAIT_PRIVATE, old);
+    while (value_.load() == old) futex(FUTEX_WAIT_PRIVATE, old);
     sleepers_.fetch_sub(1);
+    slept_of_thread() += Clock::now() - start;
     return get();
   }
 
@@ -55,11 +67,18 @@ class alignas(64) Signal {
 
 class Pool {
  public:
-  static constexpr int kMaxThreads = 1024;
+  static constexpr int kMaxThreads = 1024, kMaxCrowded = 6;
 
   static Pool& shared() {
     static Pool* pool = new Pool;  // never destroyed: its threads sleep until the process ends
     return *pool;
+  }
+
+  // How many threads the next run should have, of those wanted. One caller at a time.
+  int advised(int threads) {
+    if (threads == 1 || alone_ == 0) return threads;
+    --alone_;
+    return 1;
   }
 
   // Calls work(0) .. work(threads - 1) at the same time, work(0) on the caller's thread. One caller at a time.
@@ -76,10 +95,15 @@ class Pool {
     task_ = &task;
     team_ = threads;
     running_.set(threads - 1);
+    const auto start = Clock::now();
+    Signal::slept_of_thread() = {};
     // The team's size travels with the round's number: a thread outside the team may look at any later time.
     round_.set(static_cast<int>((static_cast<unsigned>(round_.get()) / kMaxThreads + 1) * kMaxThreads + threads));
     work(0);
     for (int left = running_.get(); left != 0;) left = running_.wait_while(left, kBarrierSpins);
+    const bool crowded = Signal::slept_of_thread() * threads > (Clock::now() - start) * (threads - 1);
+    times_crowded_ = crowded ? std::min(times_crowded_ + 1, kMaxCrowded) : 0;
+    alone_ = crowded ? 4 << times_crowded_ : 0;
   }
 
   // Returns when all threads of the run have come here.
@@ -119,7 +143,7 @@ class Pool {
 
   std::mutex mutex_;
   std::function<void(int)>* task_ = nullptr;
-  int team_ = 1, started_ = 1;
+  int team_ = 1, started_ = 1, alone_ = 0, times_crowded_ = 0;
   pid_t pid_ = getpid();
   Signal round_, running_, phase_;
   alignas(64) std::atomic<int> arrived_{0};
