@@ -40,10 +40,13 @@ class FutureMap:
         """int64 indices on the device."""
         return to_device(np.asarray(numbers, dtype=np.int64), self._device)
 
-    def note_pending(self, slots: list[int], places: list[int], features: torch.Tensor) -> None:
-        """Put features [n, A] into these slots' places."""
+    def note_pending(self, slots: list[int], places: list[int], features: torch.Tensor, rows: list[int]) -> None:
+        """Put these rows of features [M, A] into the slots' places."""
+        if len(rows) == 1:  # plain decoding of one request: an index operation less counts
+            self.pending[slots[0], places[0]].copy_(features[rows[0]])
+            return
         flat = [slot * MAX_PENDING + place for slot, place in zip(slots, places, strict=True)]
-        self.pending.flatten(0, 1).index_copy_(0, self.index(flat), features)
+        self.pending.flatten(0, 1).index_copy_(0, self.index(flat), features.index_select(0, self.index(rows)))
 
     def pending_of(self, counts: list[tuple[int, int]]) -> torch.Tensor:
         """The first `count` pending features of each (slot, count), beside each other: [sum of counts, A]."""

@@ -203,7 +203,7 @@ class Policy:
 
     def _plan(self, round_: Round) -> None:
         load, plain_ms = self._load(round_), self._plain_ms(round_)
-        if load.forecast is None or load.age >= min(_REFRESH, self._forecast.num_seen):
+        if load.forecast is None or load.age >= max(_FIRST_PERIOD, min(_REFRESH, self._forecast.num_seen)):
             self._refresh(load, round_)
         load.age += 1
         load.since += 1

@@ -248,7 +248,7 @@ class Rounds:
             rows += new
             slots += [running.slot] * len(new)
             places += range(running.num_pending - len(new), running.num_pending)
-        self.futures.note_pending(slots, places, aux_hidden.index_select(0, self.futures.index(rows)))
+        self.futures.note_pending(slots, places, aux_hidden, rows)
 
     def _make_entries(self, job: Job, due: list[int], seen: dict[int, list[int]], aux_hidden: torch.Tensor) -> None:
         """The entries of all columns before the root's."""
