@@ -35,7 +35,7 @@ from eyas.model.rope import rope_table
 from eyas.model.rows import MAX_TREE_COLUMNS, Rows
 
 SOURCES = Path(__file__).parent / "cpp"
-FLAGS = ("-O3", "-march=native", "-std=c++20", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")
+FLAGS = ("-O3", "-march=native", "-std=c++20", "-ffp-contract=off", "-fvisibility=hidden", "-shared", "-fPIC", "-pthread")
 NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 MAX_TOPK = 16
 FULL, PLAIN, SQUEEZED = 0, 1, 2  # how weights are packed: float32, bfloat16, bfloat16 in 12 bits

@@ -735,6 +735,7 @@ using Guard = std::lock_guard<std::mutex>;
 
 // What Python calls. `ints` of rows: M, B, P, first_column, page_size, num_slots; `pointers`: token, request, position, slot,
 // prefix_len, seen, page_table, then the cache.
+#pragma GCC visibility push(default)
 extern "C" {
 
 Linear* eyas_linear(const void* const* parts, const int64_t* part_rows, int64_t count, int64_t K, int64_t kind, int64_t gated,
@@ -824,3 +825,4 @@ int64_t eyas_propose(Decoder* decoder, const int64_t* ints, void* const* p) {
                                  static_cast<int64_t*>(p[7]), static_cast<int32_t*>(p[8]), static_cast<float*>(p[9])});
 }
 }
+#pragma GCC visibility pop

@@ -74,8 +74,9 @@ class Pool {
     return *pool;
   }
 
-  // How many threads the next run should have, of those wanted. One caller at a time.
+  // How many threads the next run should have, of those wanted.
   int advised(int threads) {
+    std::lock_guard<std::mutex> guard(mutex_);
     if (threads == 1 || alone_ == 0) return threads;
     --alone_;
     return 1;
