@@ -2,7 +2,7 @@
 //
 // Waiting is spinning first (a barrier of a decoder's step is a microsecond away), then sleeping. It never yields: on a busy
 // machine a thread that yields loses milliseconds to another process, one that sleeps is scheduled at once when it is woken.
-// When the caller waited longer than it worked, the others had no core: the next runs are the caller's alone.
+// When the caller waits longer than it works, the others have no core: for a while the runs are the caller's alone.
 // No OpenMP: PyTorch's own would share its threads and its settings.
 #pragma once
 
@@ -67,7 +67,7 @@ class alignas(64) Signal {
 
 class Pool {
  public:
-  static constexpr int kMaxThreads = 1024, kMaxCrowded = 6;
+  static constexpr int kMaxThreads = 1024, kMaxCrowd = 6;
 
   static Pool& shared() {
     static Pool* pool = new Pool;  // never destroyed: its threads sleep until the process ends
@@ -77,9 +77,7 @@ class Pool {
   // How many threads the next run should have, of those wanted.
   int advised(int threads) {
     std::lock_guard<std::mutex> guard(mutex_);
-    if (threads == 1 || alone_ == 0) return threads;
-    --alone_;
-    return 1;
+    return threads > 1 && Clock::now() < alone_until_ ? 1 : threads;
   }
 
   // Calls work(0) .. work(threads - 1) at the same time, work(0) on the caller's thread. One caller at a time.
@@ -96,15 +94,13 @@ class Pool {
     task_ = &task;
     team_ = threads;
     running_.set(threads - 1);
-    const auto start = Clock::now();
+    const auto began = Clock::now();
     Signal::slept_of_thread() = {};
     // The team's size travels with the round's number: a thread outside the team may look at any later time.
     round_.set(static_cast<int>((static_cast<unsigned>(round_.get()) / kMaxThreads + 1) * kMaxThreads + threads));
     work(0);
     for (int left = running_.get(); left != 0;) left = running_.wait_while(left, kBarrierSpins);
-    const bool crowded = Signal::slept_of_thread() * threads > (Clock::now() - start) * (threads - 1);
-    times_crowded_ = crowded ? std::min(times_crowded_ + 1, kMaxCrowded) : 0;
-    alone_ = crowded ? 4 << times_crowded_ : 0;
+    judge(Signal::slept_of_thread(), Clock::now() - began, threads);
   }
 
   // Returns when all threads of the run have come here.
@@ -121,6 +117,13 @@ class Pool {
 
  private:
   static constexpr int kBarrierSpins = 2000, kRoundSpins = 40000;  // of some 40 cycles
+
+  // One run that waited too long is chance, two of a few are a crowd: alone for some times what was lost, longer each time.
+  void judge(Clock::duration slept, Clock::duration all, int threads) {
+    const bool crowded = slept * threads > all * (threads - 1);
+    crowd_ = crowded ? std::min(crowd_ + 2, kMaxCrowd) : std::max(crowd_ - 1, 0);
+    if (crowded && crowd_ > 2) alone_until_ = Clock::now() + slept * (1 << crowd_);
+  }
 
   void start(int threads) {
     if (pid_ != getpid()) {  // a forked child has none of its parent's threads
@@ -144,7 +147,8 @@ class Pool {
 
   std::mutex mutex_;
   std::function<void(int)>* task_ = nullptr;
-  int team_ = 1, started_ = 1, alone_ = 0, times_crowded_ = 0;
+  int team_ = 1, started_ = 1, crowd_ = 0;
+  Clock::time_point alone_until_{};
   pid_t pid_ = getpid();
   Signal round_, running_, phase_;
   alignas(64) std::atomic<int> arrived_{0};
