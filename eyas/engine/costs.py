@@ -202,6 +202,7 @@ class Correction:
 
     @property
     def drift(self) -> float:
+        """What all kinds share: the machine against the table, without what the table does not know."""
         return math.exp(self._drift)
 
     def offset(self, kind: str, load: int) -> float:

@@ -247,7 +247,7 @@ class Policy:
         """A level is drafted while the tokens that it brings (a frontier's probability times what a level brought for it
         so far) are worth its time at the rate of the average round."""
         num_drafting = int(np.count_nonzero(round_.drafting))
-        step_ms = self._table.step(num_drafting * self.speculation.tree_topk) * self._ratio("tree", round_)
+        step_ms = self._table.step(num_drafting * self.speculation.tree_topk) * self.correction.drift
         deeper = 0.25 if self._num_trees % _DEEPER == _DEEPER - 1 else 1.0
         cost = deeper * round_.rate * step_ms
         return [cost / max(gain / frontier, 1e-3) for gain, frontier in zip(self._gains, self._frontiers, strict=True)]
@@ -281,7 +281,7 @@ class Policy:
         before_ms, round_.catch_up_ms = self._before(round_)
         rows = round_.num_requests + round_.prompt_rows
         ms_of_nodes = self._table.target.span(rows, len(paths) * max_nodes + 1)
-        rate = round_.rate * self._ratio("tree", round_)  # of the table's ms
+        rate = round_.rate * self.correction.drift  # of the table's ms; what a round costs besides does not grow with its nodes
         choice = choose(paths, ms_of_nodes, round_.num_requests, before_ms, max_nodes, rate)
         round_.num_nodes, round_.expected_tokens, round_.predicted_ms = (
             choice.num_nodes,
