@@ -134,8 +134,6 @@ def measure(
     samples: list[list[list[float]]] = []  # point, work, repeat
 
     def timed(work: Callable[[int], None], rows: int) -> float:
-        if rows <= _FEW:
-            work(rows)  # its weights are in the caches then, as they are from round to round
         start = clock()
         work(rows)
         return (clock() - start) * 1e3
@@ -150,6 +148,8 @@ def measure(
     while (done := len(samples[0][0])) < _MAX_REPEATS and (done < _MIN_REPEATS or clock() - began < budget_s):
         for rows, point in zip(points, samples, strict=False):
             for work, times in zip(works, point, strict=True):
+                if rows <= _FEW:
+                    work(rows)  # its weights are in the caches then, as they are from round to round
                 times.append(timed(work, rows))
     measured = list(points[: len(samples)])
     return CostTable(*(Curve(measured, [sorted(point[place])[1] for point in samples]) for place in range(len(works))))
