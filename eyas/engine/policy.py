@@ -281,7 +281,7 @@ class Policy:
         before_ms, round_.catch_up_ms = self._before(round_)
         rows = round_.num_requests + round_.prompt_rows
         ms_of_nodes = self._table.target.span(rows, len(paths) * max_nodes + 1)
-        rate = round_.rate * self.correction.drift  # of the table's ms; what a round costs besides does not grow with its nodes
+        rate = round_.rate * self._ratio("tree", round_)  # of the table's ms
         choice = choose(paths, ms_of_nodes, round_.num_requests, before_ms, max_nodes, rate)
         round_.num_nodes, round_.expected_tokens, round_.predicted_ms = (
             choice.num_nodes,
