@@ -75,9 +75,7 @@ def compare(plain: Engine, eagle: Engine, requests: list[Request], concurrency: 
     measured = {"plain": Measured(), "eagle": Measured()}
     for number in range(turns + 1):
         start = number * per_turn
-        batch = [
-            dataclasses.replace(requests[(start + at) % len(requests)], id=f"{number}-{at}") for at in range(per_turn)
-        ]
+        batch = [dataclasses.replace(requests[(start + at) % len(requests)], id=f"{number}-{at}") for at in range(per_turn)]
         engines = {"plain": plain, "eagle": eagle}
         for name in engines if number % 2 else reversed(engines):
             turn(engines[name], batch, concurrency, measured[name] if number else Measured())
