@@ -176,7 +176,7 @@ def main() -> None:
     report("draft proposals R=1 k=3", lambda: draft.proposals(h[:1], 3))
     for K, k in ((6, 1), (6, 3), (6, 8)):
         first = draft.proposals(h[:1], k)
-        grow = functools.partial(draft.propose, [args.context], h[:1], *first, page_table, draft_cache, (K, k), [0.0] * (K - 1))
+        grow = functools.partial(draft.propose, [args.context], h[:1], first, page_table, draft_cache, (K, k), [0.0] * (K - 1))
         report(f"draft propose K={K} k={k}", grow)
     facts = {"shape": args.shape, "dtype": args.dtype, "threads": args.threads, "context": args.context}
     print(json.dumps({**facts, "megabytes": round(target.num_bytes / 1e6, 1), "ms": figures}))

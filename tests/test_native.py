@@ -508,7 +508,7 @@ def test_propose_is_the_plain_growth_to_the_bit(dtype: str, growth: tuple[int, i
     )
     first = draft.proposals(h, growth[1])
     thresholds = [least] * (growth[0] - 1)
-    ours = draft.propose(lens, h, *first, page_table, cache, growth, thresholds)
+    ours = draft.propose(lens, h, first, page_table, cache, growth, thresholds)
     plain = grown_plainly(draft, lens, h, first, page_table, cache, growth, thresholds)
     assert np.array_equal(ours.tokens, plain.tokens)
     assert np.array_equal(ours.scores, plain.scores)
@@ -523,4 +523,4 @@ def test_proposing_where_no_page_is():
     draft, cache = draft_of((), "float32"), draft_cache("float32")
     first = draft.proposals(torch.ones(1, 32), 2)
     with pytest.raises(IndexError, match="page"):
-        draft.propose([PAGES * PAGE_SIZE - 1], torch.ones(1, 32), *first, STRAIGHT, cache, (3, 2), [0.0, 0.0])
+        draft.propose([PAGES * PAGE_SIZE - 1], torch.ones(1, 32), first, STRAIGHT, cache, (3, 2), [0.0, 0.0])

@@ -159,7 +159,7 @@ class Draft:
         """
         K, k = growth.num_draft_steps, growth.tree_topk
         if self._native is not None:
-            return self._native.propose(lens, h_BH, *first, page_table, cache, (K, k), thresholds)
+            return self._native.propose(lens, h_BH, first, page_table, cache, (K, k), thresholds)
         ids_Bk, log_probs_Bk = first[0].cpu().numpy(), first[1].cpu().numpy()
         tree = _Growing(ids_Bk, log_probs_Bk)
         starts = np.asarray(lens, dtype=np.int64)

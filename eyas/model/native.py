@@ -402,8 +402,7 @@ class NativeDraft(_Decoder):
         self,
         lens: Sequence[int],
         h_BH: torch.Tensor,
-        first_ids: torch.Tensor,
-        first_log_probs: torch.Tensor,
+        first: tuple[torch.Tensor, torch.Tensor],
         page_table: np.ndarray,
         cache: PagedCache,
         growth: tuple[int, int],
@@ -416,8 +415,8 @@ class NativeDraft(_Decoder):
         assert len(thresholds) >= K - 1
         assert cache.data.dtype == self.dtype
         lens_B = np.asarray(lens, dtype=np.int64)
-        h_BH, first_ids = h_BH.float().contiguous(), first_ids.contiguous()
-        first_log_probs, page_table = first_log_probs.float().contiguous(), np.ascontiguousarray(page_table, dtype=np.int32)
+        h_BH, first_ids, first_log_probs = h_BH.float().contiguous(), first[0].contiguous(), first[1].float().contiguous()
+        page_table = np.ascontiguousarray(page_table, dtype=np.int32)
         least = (ctypes.c_double * max(K - 1, 1))(*thresholds[: K - 1])
         num_candidates = k + (K - 1) * k * k
         tokens, scores = np.empty((B, num_candidates), dtype=np.int64), np.empty((B, num_candidates), dtype=np.float32)
