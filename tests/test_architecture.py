@@ -15,14 +15,14 @@ PACKAGE = ROOT / "eyas"
 ORDER = (
     ("errors", "records"),
     ("artifact", "log", "chat", "builtin"),
-    ("model", "shards", "lineage"),
+    ("model", "shards", "lineage", "privacy"),
     ("engine",),
     ("data", "features", "train", "evaluate", "export", "serve"),
     ("bench",),
     ("cli",),
 )
 ROW = {name: row for row, names in enumerate(ORDER) for name in names}
-WITHOUT_TORCH = ("data", "bench")
+WITHOUT_TORCH = ("privacy", "data", "bench")
 TORCH = ("torch", "transformers")
 PURE = {"eyas.engine.verify", "eyas.model.ttt", "eyas.bench.metrics"}  # import nothing of ours but these two
 PURE_MAY_IMPORT = {"eyas.errors", "eyas.records"}

@@ -27,7 +27,8 @@ from presidio_analyzer.predefined_recognizers import (
 )
 from pydantic import BaseModel, ConfigDict
 
-from eyas.data.rows import Drop, Finding, Row
+from eyas.data.rows import Drop, Row
+from eyas.privacy.finding import Finding
 
 Action = Literal["mask", "drop", "keep"]
 

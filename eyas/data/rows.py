@@ -8,18 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Protocol
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Finding:
-    """Where something was found: characters [start, end) of a turn as it was read, or of the system prompt (turn None).
-
-    The value itself is kept nowhere, in no form.
-    """
-
-    type: str
-    start: int
-    end: int
-    turn: int | None = None
+from eyas.privacy.finding import Finding
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
