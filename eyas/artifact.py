@@ -2,8 +2,9 @@
 
 Knows identity, atomic writes, checksums and resume. Does not know what the files mean.
 
-    prompts/  prompts.jsonl  ledger.json  manifest.json  _DONE
-                                          ^ counts, sha256 of each file, config, and the manifests of the inputs
+    prompts/  prompts-00000.jsonl  ledger.json  manifest.json  _DONE  work/
+                                                ^                     ^ parts that only the stage itself needs, until it is done
+                                                counts, sha256 of each file, config, and the manifests of the inputs
 
 The identity is the hash of the stage's name, its config and its inputs' identities, so equal identities mean equal
 work. A folder without `_DONE` is unfinished: its files may be resumed by the stage that wrote them, and nothing else
@@ -29,6 +30,7 @@ from eyas.errors import CorruptError, InputError, MissingInputError, StorageFull
 
 VERSION = "0.1.0"
 MANIFEST, DONE, IDENTITY = "manifest.json", "_DONE", "_IDENTITY"
+WORK = "work"  # the folder of parts that are no part of the artifact
 
 
 class File(BaseModel):
@@ -170,6 +172,18 @@ class Artifact:
         for line in self.read(name).splitlines():
             yield json.loads(line)
 
+    def read_rows(self, stem: str) -> Iterator[dict[str, Any]]:
+        """The rows of the numbered files `stem`-00000.jsonl, ... in order, one file in memory at a time."""
+        for name in self.parts(stem):
+            yield from self.read_jsonl(name)
+
+    def parts(self, stem: str) -> list[str]:
+        """Names of the numbered files of a stem, in order."""
+        numbers = {
+            name: name.removeprefix(f"{stem}-").removesuffix(".jsonl") for name in self.names() if name.endswith(".jsonl")
+        }
+        return sorted((name for name, number in numbers.items() if number.isdigit()), key=lambda name: int(numbers[name]))
+
     # Writing
 
     def begin(self, identity: str) -> bool:
@@ -186,6 +200,9 @@ class Artifact:
                     "choose another output folder, or delete this one",
                 )
             self.was_done = self.is_done()
+            if self.was_done:
+                self.delete_work()
+            self._delete_halves()
             return not self.was_done
         self.write(IDENTITY, identity.encode())
         self._written.clear()
@@ -223,6 +240,17 @@ class Artifact:
             self._fs.rm_file(self._path(name))
         self._written.pop(name, None)
 
+    def _delete_halves(self) -> None:
+        """Delete what a killed process left half-written."""
+        for path in self._fs.find(self._root) if self._local else ():
+            if ".partial-" in str(path).rsplit("/", 1)[-1]:
+                self._fs.rm_file(path)
+
+    def delete_work(self) -> None:
+        """Delete the parts that only the stage itself needed, if there are any."""
+        if self.exists(WORK):
+            self._fs.rm(self._path(WORK), recursive=True)
+
     def finish(
         self,
         stage: str,
@@ -231,8 +259,11 @@ class Artifact:
         counts: Mapping[str, int],
         facts: Mapping[str, Any] | None = None,
     ) -> Manifest:
-        """Write manifest, then done marker. Files of an earlier, resumed process are checksummed here."""
+        """Write manifest, then done marker, then delete `work/`. Files of an earlier, resumed process are checksummed here."""
+        self._written = {name: file for name, file in self._written.items() if not name.startswith(f"{WORK}/")}
         for name in self.all_names():
+            if name.startswith(f"{WORK}/"):
+                continue
             if name not in self._written and name not in (IDENTITY, MANIFEST, DONE):
                 data = bytes(self._fs.cat_file(self._path(name)))
                 self._written[name] = File(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
@@ -252,4 +283,34 @@ class Artifact:
         self.write(MANIFEST, text)
         self.write(DONE, hashlib.sha256(text).hexdigest().encode())
         self._manifest = manifest
+        self.delete_work()
         return manifest
+
+
+class Parts:
+    """Lines written into numbered files of `rows_per_part` each; a file appears whole, when it is full or at `close`.
+
+    Holds one part in memory. The same lines make the same files, so a run that was cut writes them again.
+    """
+
+    def __init__(self, artifact: Artifact, stem: str, rows_per_part: int) -> None:
+        self.num_rows = 0
+        self._artifact, self._stem, self._rows_per_part = artifact, stem, rows_per_part
+        self._lines: list[bytes] = []
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Add a row as one line of JSON."""
+        self._lines.append(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+        self.num_rows += 1
+        if len(self._lines) == self._rows_per_part:
+            self._write()
+
+    def close(self) -> None:
+        """Write what is left; a file without lines if there was none at all, so that readers find that there is none."""
+        if self._lines or not self.num_rows:
+            self._write()
+
+    def _write(self) -> None:
+        part = (self.num_rows - 1) // self._rows_per_part if self.num_rows else 0
+        self._artifact.write(f"{self._stem}-{part:05d}.jsonl", b"".join(self._lines))
+        self._lines.clear()

@@ -39,7 +39,7 @@ def write_prompts(folder: Path, prompts: Sequence[Prompt]) -> Artifact:
     """A finished `prompts` artifact."""
     artifact = Artifact(str(folder))
     artifact.begin("test")
-    artifact.write_jsonl("prompts.jsonl", [prompt.to_json() for prompt in prompts])
+    artifact.write_jsonl("prompts-00000.jsonl", [prompt.to_json() for prompt in prompts])
     artifact.finish("prompts", {"test": str(len(prompts))}, {}, {"prompts": len(prompts)})
     return artifact
 

@@ -73,7 +73,7 @@ def test_cleaning_finds_what_was_put_in(cleaned, monkeypatch):
 
 
 def test_the_set_is_varied(cleaned, shipped):
-    rows = list(cleaned.read_jsonl("prompts.jsonl"))
+    rows = list(cleaned.read_rows("prompts"))
     lengths = Counter(len(row["turns"]) for row in rows)
     assert set(lengths) == {1, 2, 3, 4}
     assert min(lengths.values()) > 200

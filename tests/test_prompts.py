@@ -49,7 +49,7 @@ def run(folder, *sets, **settings):
 
 
 def prompts(output):
-    return [Prompt.from_json(row) for row in output.read_jsonl("prompts.jsonl")]
+    return [Prompt.from_json(row) for row in output.read_rows("prompts")]
 
 
 def test_every_row_is_accounted_for(tmp_path):
@@ -81,7 +81,7 @@ def test_every_row_is_accounted_for(tmp_path):
     }
     assert ledger["sources"]["set1"]["dropped"] == {"duplicate": 1}
     assert (ledger["rows_in"], ledger["rows_out"], sum(ledger["dropped"].values())) == (9, 3, 6)
-    dropped = {row["where"]: row for row in output.read_jsonl("dropped.jsonl")}
+    dropped = {row["where"]: row for row in output.read_rows("dropped")}
     assert dropped["set0.jsonl:2"]["note"] == "the same as set0.jsonl:1 of set0"
     assert dropped["set0.jsonl:4"]["turns"] == ["Charge <CREDIT_CARD> and call <PHONE_NUMBER>"]
     assert dropped["set0.jsonl:4"]["found"][0] == {"type": "CREDIT_CARD", "start": 7, "end": 26, "turn": 0}
@@ -129,9 +129,9 @@ def test_done_work_is_not_done_again(tmp_path):
     made = config(tmp_path, [openai("Hi")])
     output = Artifact(str(tmp_path / "prompts"))
     first = make_prompts(made, output)
-    (tmp_path / "prompts" / "prompts.jsonl").write_text("touched")
+    (tmp_path / "prompts" / "prompts-00000.jsonl").write_text("touched")
     assert make_prompts(made, Artifact(output.url)) == first
-    assert (tmp_path / "prompts" / "prompts.jsonl").read_text() == "touched"
+    assert (tmp_path / "prompts" / "prompts-00000.jsonl").read_text() == "touched"
     for other in (config(tmp_path, [openai("Hi")], max_characters=7), config(tmp_path, [openai("Ho")])):
         with pytest.raises(InputError, match="holds other work"):
             make_prompts(other, Artifact(output.url))
@@ -166,7 +166,7 @@ def test_nothing_left_is_an_error_that_says_why(tmp_path):
     assert raised.value.exit_code == 2
     output = Artifact(str(tmp_path / "prompts"))
     assert not output.is_done()
-    assert len(list(output.read_jsonl("dropped.jsonl"))) == 3
+    assert len(list(output.read_rows("dropped"))) == 3
 
 
 def test_two_sources_of_one_name(tmp_path):
@@ -228,7 +228,7 @@ def test_rows_in_are_rows_out_and_drops_whatever_the_damage(files, packed):
             sources.append({"path": str(path), "licence": "MIT"})
         output = Artifact(f"{folder}/out")
         manifest = make_prompts(PromptsConfig(sources=sources), output)
-        kept, dropped = prompts(output), list(output.read_jsonl("dropped.jsonl"))
+        kept, dropped = prompts(output), list(output.read_rows("dropped"))
         written = b"".join(output.read(name) for name in manifest.files)
     num_rows = sum(bool(line.strip()) for data in files for line in data.split(b"\n"))
     ledger = manifest.facts["ledger"]
@@ -265,5 +265,5 @@ def test_real_sets(tmp_path, name):
             for message in json.loads(line).get("messages", [])
             if message["role"] == "assistant" and len(message["content"]) > 60
         ]
-    text = output.read("prompts.jsonl").decode()
+    text = output.read("prompts-00000.jsonl").decode()
     assert not [answer for answer in answers if json.dumps(answer, ensure_ascii=False)[1:-1] in text]

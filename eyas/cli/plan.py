@@ -72,7 +72,7 @@ def command(
     if prompts:
         artifact = Artifact(prompts)
         artifact.manifest("prompts")
-        rows = [Prompt.from_json(row) for row in artifact.read_jsonl("prompts.jsonl")]
+        rows = [Prompt.from_json(row) for row in artifact.read_rows("prompts")]
     else:
         rows = [Prompt(str(index), "", "", ("x" * characters,)) for index in range(num_prompts)]
     num_answers = sum(len(row.turns) for row in rows)

@@ -231,7 +231,7 @@ def serve_manifest(config: ServeConfig) -> Manifest:
 
 def held_out_prompts(prompts: Artifact, held_out_share: float, root: str) -> str:
     """Write the prompts that `capture` keeps out of training to a file of their own; its path."""
-    rows = [row for row in prompts.read_jsonl("prompts.jsonl") if split_of(row["id"], held_out_share) == "held_out"]
+    rows = [row for row in prompts.read_rows("prompts") if split_of(row["id"], held_out_share) == "held_out"]
     if not rows:
         raise EmptyInputError(
             "no prompt is held out of training, so there is nothing to measure with",

@@ -2,22 +2,21 @@
 
 Knows the order of the filters. Knows no file format, no pattern and no model.
 
-    prompts.jsonl   records.Prompt, in the order of the sources
-    ledger.json     rows in = rows out + drops, by source and reason
-    dropped.jsonl   a redacted line per dropped row
+    prompts-00000.jsonl   records.Prompt, in the order of the sources
+    dropped-00000.jsonl   a redacted line per dropped row
+    ledger.json           rows in = rows out + drops, by source and reason
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from eyas.artifact import Artifact, Manifest, identity
+from eyas.artifact import Artifact, Manifest, Parts, identity
 from eyas.data.duplicates import Duplicates, fingerprint
 from eyas.data.ledger import Ledger
 from eyas.data.personal import PersonalData, PersonalPolicy
@@ -28,6 +27,7 @@ from eyas.log import Track, quiet
 from eyas.records import Prompt
 
 REPORT_EVERY = 200  # rows between two reports of progress
+ROWS_PER_PART = 10_000  # of prompts, and of dropped rows
 ID_DIGITS = 16  # of the fingerprint, in hex
 
 
@@ -122,24 +122,24 @@ def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) 
         return output.manifest("prompts")
     ledger = Ledger()
     rows = (row for source in config.sources for row in read_source(source))
-    kept = bytearray()
-    num_prompts = 0
+    kept = Parts(output, "prompts", ROWS_PER_PART)
     for prompt in numbered(sift(rows, filters(config), ledger)):
-        kept += json.dumps(prompt.to_json(), ensure_ascii=False).encode() + b"\n"
-        num_prompts += 1
+        kept.add(prompt.to_json())
+        num_prompts = kept.num_rows
         if num_prompts % REPORT_EVERY == 0:
             track(num_prompts, note=prompt.source)
         if num_prompts == config.max_prompts:
             break
+    num_prompts = kept.num_rows
     track(num_prompts, num_prompts)
     output.write_json("ledger.json", ledger.to_json())
-    output.write("dropped.jsonl", ledger.dropped_jsonl())
+    output.write("dropped-00000.jsonl", ledger.dropped_jsonl())
     total = ledger.total
     if not num_prompts:
         reasons = ", ".join(f"{count} {reason}" for reason, count in total.dropped.most_common())
         raise EmptyInputError(
-            f"no prompt is left of {total.rows_in} rows ({reasons})", f"{output.url}/dropped.jsonl says why each row went"
+            f"no prompt is left of {total.rows_in} rows ({reasons})", f"{output.url}/dropped-*.jsonl says why each row went"
         )
-    output.write("prompts.jsonl", bytes(kept))
+    kept.close()
     counts = {"rows": total.rows_in, "prompts": total.rows_out, "dropped": total.dropped.total(), "masked": total.rows_masked}
     return output.finish("prompts", settings, inputs, counts, facts={"ledger": ledger.to_json()})

@@ -132,7 +132,7 @@ class Questioner:
 def generate(config: GenerateConfig, prompts: Artifact, output: Artifact, track: Track = quiet) -> Manifest:
     """Answer all prompts into `output`; resumes. Raises EmptyInputError, TemplateError, and what loading a target raises."""
     made = prompts.manifest("prompts")
-    rows = [Prompt.from_json(row) for row in prompts.read_jsonl("prompts.jsonl")]
+    rows = [Prompt.from_json(row) for row in prompts.read_rows("prompts")]
     if not rows:
         raise EmptyInputError(f"{prompts.url} holds no prompts", "see its ledger for why every row was dropped")
     folder = resolve_target(config.target)
