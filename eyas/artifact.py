@@ -179,10 +179,9 @@ class Artifact:
 
     def parts(self, stem: str) -> list[str]:
         """Names of the numbered files of a stem, in order."""
-        numbers = {
-            name: name.removeprefix(f"{stem}-").removesuffix(".jsonl") for name in self.names() if name.endswith(".jsonl")
-        }
-        return sorted((name for name, number in numbers.items() if number.isdigit()), key=lambda name: int(numbers[name]))
+        middles = {name: name.removeprefix(f"{stem}-").removesuffix(".jsonl") for name in self.names()}
+        numbers = {name: int(middle) for name, middle in middles.items() if middle.isdigit() and name.endswith(".jsonl")}
+        return sorted(numbers, key=numbers.__getitem__)
 
     # Writing
 

@@ -84,7 +84,7 @@ def test_every_row_is_accounted_for(tmp_path):
     dropped = {row["where"]: row for row in output.read_rows("dropped")}
     assert dropped["set0.jsonl:2"]["note"] == "the same as set0.jsonl:1 of set0"
     assert dropped["set0.jsonl:4"]["turns"] == ["Charge <CREDIT_CARD> and call <PHONE_NUMBER>"]
-    assert dropped["set0.jsonl:4"]["found"][0] == {"type": "CREDIT_CARD", "start": 7, "end": 26, "turn": 0}
+    assert dropped["set0.jsonl:4"]["found"][0] == {"type": "CREDIT_CARD", "start": 7, "end": 26, "turn": 0, "hash": ""}
     assert dropped["set0.jsonl:6"]["note"] == "101 characters, allowed are 100"
     assert dropped["set0.jsonl:7"]["reason"] == "malformed"
     assert output.manifest().counts == {"rows": 9, "prompts": 3, "dropped": 6, "masked": 1}
