@@ -185,7 +185,7 @@ class Loop:
         K, k, N = sizes
         speculation = Speculation("fixed" if draft is not None else "off", K, k, N)
         columns = max(N, 1 + (K - 1) * k, K + 2)
-        limits = Limits(B, 512, K + 1 if draft is not None else 1, columns if draft is not None else 1, draft is not None)
+        limits = Limits(B, 512, K + 1 if draft is not None else 1, columns if draft is not None else 1)
         pool = PagePool(B * -(-(length + columns + 2 * K + 2) // PAGE_SIZE), PAGE_SIZE)
         rounds = kind(target, draft, Growth(num_draft_steps=K, tree_topk=k), (B, pool.num_pages))
         rounds.policy = Policy(speculation)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eyas.engine.entries import Entries
 from eyas.engine.pages import PagePool
 from eyas.engine.request import Request, SamplingParams
 from eyas.engine.running import Outcome, Running
 from eyas.engine.scheduler import Job, Limits, Scheduler
+from eyas.model.rows import Rows
 
 PAGE = 4
 NO_END: frozenset[int] = frozenset()
@@ -22,82 +24,107 @@ def sample(name: str, prompt: list[int], max_tokens: int = 5, n: int = 1) -> lis
     return [Running(request, index, None, None, max_tokens) for index in range(n)]  # type: ignore[arg-type]
 
 
+class FakeFeatures:
+    """What each slot's feature was made from: the tokens up to its own."""
+
+    def __init__(self) -> None:
+        self.data: dict[int, object] = {}
+
+    def read(self, slots: torch.Tensor) -> list[object]:
+        return [self.data.get(slot) for slot in slots.tolist()]
+
+
+class FakeDraft:
+    """Entries that are what they were made from: a feature and a token."""
+
+    device = "cpu"
+
+    def new_cache(self, num_pages: int, page_size: int) -> dict[int, object]:
+        return {}
+
+    def enter(self, rows: Rows, features: list[object], cache: dict[int, object]) -> None:
+        for slot, token, feature in zip(rows.slot.tolist(), rows.token.tolist(), features, strict=True):
+            cache[slot] = (*feature, token)  # type: ignore[misc]
+
+    def extend(self, rows: Rows, features: list[object], cache: dict[int, object]) -> torch.Tensor:
+        self.enter(rows, features, cache)
+        return torch.zeros(len(rows), 1)
+
+
 class FakeDevice:
     """Caches whose entries are what they were made from: the tokens up to their own column. Does what a round does to columns
-    and lengths; draws at random. A slot remembers whose features it holds, as the real one's pending features do."""
+    and lengths, with the real `Entries`; draws at random."""
 
     def __init__(self, num_pages: int, limits: Limits, rng: random.Random) -> None:
         self.limits, self.rng = limits, rng
-        self.target: list[list[object]] = [[None] * PAGE for _ in range(num_pages)]
-        self.draft: list[list[object]] = [[None] * PAGE for _ in range(num_pages)]
-        self.boundary: list[object] = [None] * num_pages
-        self.slots: list[Running | None] = [None] * limits.max_batch
+        self.target: dict[int, object] = {}
+        self.entries = Entries(FakeDraft(), num_pages, PAGE, FakeFeatures())  # type: ignore[arg-type]
         self.rows_of_jobs: list[int] = []
+        self.num_drafting = 0
 
     def run(self, job: Job) -> list[Outcome]:
         before = {id(running): running.num_emitted for running in job.runnings}
         for b, running in enumerate(job.runnings):
             if job.chunks is not None:
-                self._prefill(running, job.page_table[b], job.chunks[b])
+                self._prefill(job, b, job.chunks[b])
             elif running.finish_reason is None:
-                self._round(running, job.page_table[b])
+                self._round(job, b)
         rows = sum(map(len, job.chunks)) if job.chunks is not None else 0
         self.rows_of_jobs.append(rows)
         return [self._outcome(running, running.num_emitted - before[id(running)]) for running in job.runnings]
 
-    def _prefill(self, running: Running, pages: np.ndarray, chunk: range) -> None:
-        if chunk.start == running.num_reused:
-            self.slots[running.slot] = running
-            if chunk.start:
-                last = pages[chunk.start // PAGE - 1]
-                assert self.boundary[last] == tuple(running.tokens[: chunk.start]), "no feature for the first entry"
-        self._reads(running, pages, chunk.start)
-        self._writes(running, pages, chunk.start, chunk.stop)
+    def _prefill(self, job: Job, b: int, chunk: range) -> None:
+        running = job.runnings[b]
+        self._reads(job, b, chunk.start)
+        self._writes(job, b, chunk.start, chunk.stop)
         running.num_cached = chunk.stop
+        self.entries.begin_pages(job, {b: len(chunk)})
         if chunk.stop == running.prefill_end == len(running.tokens):
             self._take(running, 1)
-        self._draft(running, pages, running.num_cached)
+        if self.rng.random() < 0.5:
+            self.entries.enter(job, [b])
 
-    def _round(self, running: Running, pages: np.ndarray) -> None:
-        assert self.slots[running.slot] is running, "another sample's features"
+    def _round(self, job: Job, b: int) -> None:
+        running = job.runnings[b]
         n = running.num_cached
         assert len(running.tokens) == n + 1, "the root is the only token that is not cached"
-        self._reads(running, pages, n)
+        self._reads(job, b, n)
+        if self.rng.random() < 0.5:
+            self.entries.extend(job, [b])
+            self.num_drafting += 1
+            for column in range(1, n + 1):
+                found = self.entries.cache[self._slot(job, b, column)]  # type: ignore[index]
+                assert found == tuple(running.tokens[: column + 1]), f"column {column} of the draft holds {found}"
         for column in range(n, n + self.limits.tree_columns):
-            self.target[pages[column // PAGE]][column % PAGE] = self.draft[pages[column // PAGE]][column % PAGE] = "a tree"
-        # Entries behind draft_end are made when they are needed, so the tree's may lie where they will be.
+            self.target[self._slot(job, b, column)] = "a tree"
+            if column > n:  # the draft's tree stands behind the root's entry
+                self.entries.cache[self._slot(job, b, column)] = "a tree"  # type: ignore[index]
         taken = self._take(running, self.rng.randint(1, self.limits.max_emitted))
-        self._writes(running, pages, n, n + taken)
+        self._writes(job, b, n, n + taken)
         running.num_cached = n + taken
-        if running.finish_reason is not None or self.rng.random() < 0.5:
-            self._draft(running, pages, running.num_cached)
+        self.entries.begin_pages(job, {b: taken})
 
     def _take(self, running: Running, count: int) -> int:
         return len(running.take([self.rng.randrange(2) for _ in range(count)], NO_END))
 
-    def _reads(self, running: Running, pages: np.ndarray, end: int) -> None:
+    def _slot(self, job: Job, b: int, column: int) -> int:
+        return int(job.page_table[b, column // PAGE]) * PAGE + column % PAGE
+
+    def _reads(self, job: Job, b: int, end: int) -> None:
         for column in range(end):
-            found = self.target[pages[column // PAGE]][column % PAGE]
-            assert found == tuple(running.tokens[: column + 1]), f"column {column} holds {found}"
-        for column in range(1, running.draft_end):
-            found = self.draft[pages[column // PAGE]][column % PAGE]
-            assert found == tuple(running.tokens[: column + 1]), f"column {column} of the draft holds {found}"
+            known = tuple(job.runnings[b].tokens[: column + 1])
+            slot = self._slot(job, b, column)
+            assert self.target[slot] == known, f"column {column} holds {self.target[slot]}"
+            assert self.entries.features.data[slot] == known, f"column {column} has the feature of something else"  # type: ignore[index]
 
-    def _writes(self, running: Running, pages: np.ndarray, start: int, end: int) -> None:
+    def _writes(self, job: Job, b: int, start: int, end: int) -> None:
         for column in range(start, end):
-            self.target[pages[column // PAGE]][column % PAGE] = tuple(running.tokens[: column + 1])
-            if (column + 1) % PAGE == 0:
-                self.boundary[pages[column // PAGE]] = tuple(running.tokens[: column + 1])
-
-    def _draft(self, running: Running, pages: np.ndarray, end: int) -> None:
-        for column in range(running.draft_end, end):
-            self.draft[pages[column // PAGE]][column % PAGE] = tuple(running.tokens[: column + 1])
-        running.draft_end = max(running.draft_end, end)
+            slot, known = self._slot(job, b, column), tuple(job.runnings[b].tokens[: column + 1])
+            self.target[slot] = self.entries.features.data[slot] = known  # type: ignore[index, assignment]
 
     def _outcome(self, running: Running, emitted: int) -> Outcome:
         tokens = running.tokens[len(running.tokens) - emitted :] if emitted else []
-        finish_reason = running.finish_reason if tokens else None
-        return Outcome(running, tokens, finish_reason, running.num_cached, running.draft_end)
+        return Outcome(running, tokens, running.finish_reason if tokens else None, running.num_cached)
 
 
 class World:
@@ -105,7 +132,7 @@ class World:
 
     def __init__(self, seed: int, num_pages: int, overlap: bool = False, keeps: bool = True, **limits: int) -> None:
         sizes = {"max_batch": 3, "prefill_chunk": 8, "max_emitted": 3, "tree_columns": 4, **limits}
-        self.limits = Limits(**sizes, needs_draft=True)
+        self.limits = Limits(**sizes)
         self.rng, self.overlap = random.Random(seed), overlap
         self.pool = PagePool(num_pages, PAGE)
         self.scheduler = Scheduler(self.pool, self.limits, keeps)
@@ -221,7 +248,7 @@ def test_chunks_alternate_with_rounds_and_are_no_longer_than_allowed() -> None:
     world.scheduler.add(sample("decodes", [1], max_tokens=60)[0])
     world.step()
     world.scheduler.add(sample("long", [0] * 50)[0])
-    world.scheduler.add(sample("short", [1] * 5)[0])
+    world.scheduler.add(sample("short", [2] * 5)[0])
     world.drain()
     kinds = ["prefill" if job.chunks is not None else "round" for job in world.jobs]
     assert kinds[:14] == ["prefill", "round"] * 7, "50 tokens in chunks of 8, a round after each"

@@ -89,7 +89,7 @@ class Draft:
     def __init__(self, config: HeadConfig, tensors: dict[str, torch.Tensor], target: Target) -> None:
         """tensors as `read_head` gives them. Raises MismatchError when the head was made for another target."""
         check_head(config, target.config, target.lm_head_sha256)
-        self.config, self._dtype, self._device = config, target.dtype, target.device
+        self.config, self.device, self._dtype = config, target.device, target.dtype
         cast = {
             name: tensor.to(target.device, target.dtype)
             for name, tensor in tensors.items()
@@ -111,7 +111,7 @@ class Draft:
 
     def new_cache(self, num_pages: int, page_size: int = PAGE_SIZE) -> PagedCache:
         heads = (self.config.num_key_value_heads, self.config.head_dim)
-        return PagedCache(1, num_pages, page_size, heads, self._dtype, self._device)
+        return PagedCache(1, num_pages, page_size, heads, self._dtype, self.device)
 
     def extend(self, rows: Rows, aux_hidden: torch.Tensor, cache: PagedCache) -> torch.Tensor:
         """The target's features [M, 3 * Ht] of the columns before the rows' -> outputs [M, H]."""
@@ -167,11 +167,11 @@ class Draft:
         for level in range(K - 1):
             if tree.best_path_probability() < thresholds[level]:
                 break
-            rows = tree.rows(level, starts, page_table, cache.page_size, self._device)
+            rows = tree.rows(level, starts, page_table, cache.page_size, self.device)
             h = self.step(rows, h, cache)
             ids, log_probs = self.proposals(h, k)
             parents = tree.grow(ids.cpu().numpy(), log_probs.cpu().numpy())
-            h = h[torch.from_numpy(parents).to(self._device)]
+            h = h[torch.from_numpy(parents).to(self.device)]
         return tree.proposals()
 
 

@@ -89,7 +89,6 @@ class Engine:
             max_emitted=config.num_draft_steps + 1 if self.draft is not None else 1,
             # What a tree writes behind its root; and on CUDA the entry of the next root, made at the end of the round.
             tree_columns=max(config.num_verify_tokens, 1 + config.num_columns, config.num_draft_steps + 2) if self.draft else 1,
-            needs_draft=self.draft is not None,
         )
         most = PagePool(0, PAGE_SIZE).pages_for(self.max_length + limits.max_emitted + limits.tree_columns)
         self._pool = PagePool(config.num_pages or config.max_batch * most, PAGE_SIZE)

@@ -176,12 +176,18 @@ class Policy:
         self._loads: dict[tuple[int, int], _Load] = {}
         self._credit = 0.0  # ms that may be spent on exploring
         self._num_trees = 0
+        self._drafted_last = True
         self._accept_length = 2.0  # of the last drafting requests
         K = speculation.num_draft_steps
         self._gains, self._frontiers = [_GAIN * _GAIN_WEIGHT] * (K - 1), [_GAIN_WEIGHT] * (K - 1)
         self._sums: defaultdict[str, float] = defaultdict(float)
 
     # Before drafting
+
+    @property
+    def expects_drafts(self) -> bool:
+        """Whether a request that comes now is likely to draft in its first rounds."""
+        return self.speculation.mode != "off" and self._drafted_last
 
     def plan(self, pending: Sequence[int], num_plain: int = 0, prompt_rows: int = 0) -> Round:
         """pending [S]: tokens that the draft must extend before it can propose for each request that may speculate.
@@ -208,7 +214,7 @@ class Policy:
         load.age += 1
         load.since += 1
         speedup = self._speedup(round_)
-        speculates = load.decide(speedup)
+        self._drafted_last = speculates = load.decide(speedup)
         if speculates:
             round_.drafting = round_.pending <= self._worth_catching_up(speedup, round_, plain_ms)
         if load.since >= load.period and not round_.prompt_rows:  # whose time would be taken for the exploration's

@@ -56,8 +56,9 @@ class _Works:
     """What is timed: each method does its work for a number of rows, behind prefixes of a typical length."""
 
     def __init__(self, rounds: Rounds) -> None:
-        assert rounds.draft is not None
-        self._rounds, self._target, self._draft = rounds, rounds.target, rounds.draft
+        assert rounds.entries is not None
+        self._rounds, self._target, self._draft = rounds, rounds.target, rounds.entries.draft
+        self._draft_cache = rounds.entries.cache
         self._num_slots = rounds.cache.num_pages * rounds.cache.page_size
         self._length = max(2, min(TYPICAL_LENGTH, self._num_slots // 2))
         self._table = np.arange(rounds.cache.num_pages, dtype=np.int32)[None]
@@ -72,7 +73,7 @@ class _Works:
 
     def extend(self, M: int) -> None:
         features = torch.zeros(M, 3 * self._target.config.hidden_size, dtype=self._target.dtype, device=self._target.device)
-        h = self._draft.extend(self._rows(M, 1), features, self._rounds.draft_cache)
+        h = self._draft.extend(self._rows(M, 1), features, self._draft_cache)
         self._draft.proposals(h[-1:], self._rounds.growth.tree_topk)[0].tolist()
 
     def steps(self, R: int) -> None:
@@ -82,7 +83,7 @@ class _Works:
         h, first, tables = self._roots(B, k)
         lens = [min(self._length, self._num_slots - NUM_LEVELS * k - 2)] * B
         growth = Growth(num_draft_steps=1 + NUM_LEVELS, tree_topk=k)
-        self._draft.propose(lens, h, first, tables, self._rounds.draft_cache, growth, [0.0] * NUM_LEVELS)
+        self._draft.propose(lens, h, first, tables, self._draft_cache, growth, [0.0] * NUM_LEVELS)
 
     @cache  # noqa: B019  (lives as long as the measurement)
     def _roots(self, B: int, k: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], np.ndarray]:

@@ -6,8 +6,8 @@ is as it is. One thread runs the jobs, in the order of their launch.
     target's cache   [ x_0 ........ x_{n-1} ] verify writes [ root n_1 .. n_{N-1} ], accepted nodes are moved together
     draft's cache    [ e_1 ........ e_n ]     propose writes behind it; extend writes [ e_{n+1} .. ] from the target's features
 
-A sample that does not draft is a tree of its root alone: plain decoding is the same round. Features wait until the draft
-needs their entries: when the sample drafts, when its pages are to be kept, or when there is no room for more.
+A sample that does not draft is a tree of its root alone: plain decoding is the same round. The target's features lie in pages
+of their own until the draft needs an entry, so where nothing is drafted a head costs next to nothing.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 import torch
 
 from eyas.engine.draft import Draft, Growth
-from eyas.engine.futures import MAX_PENDING, FutureMap
+from eyas.engine.entries import Entries
+from eyas.engine.futures import to_device
 from eyas.engine.policy import Policy, Round, Speculation
 from eyas.engine.running import Outcome, Running
 from eyas.engine.scheduler import Job
 from eyas.engine.trace import Trace
 from eyas.engine.tree import Tree, tree_of
 from eyas.engine.verify import accept
+from eyas.model.cache import FeatureCache
 from eyas.model.rows import Rows, prompt_rows, rows_of, slots_of
 from eyas.model.target import Target
 
@@ -48,10 +49,9 @@ def one_torch_thread(enabled: bool) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Verified:
-    """What verify found for one sample: its tokens, and the rows of the forward that its accepted path went through."""
+    """What verify found for one sample."""
 
     token_ids: list[int]
-    path_rows: list[int]
     num_accepted_drafts: int
 
 
@@ -60,7 +60,7 @@ class Rounds:
 
     def __init__(self, target: Target, draft: Draft | None, growth: Growth, sizes: tuple[int, int]) -> None:
         """sizes: (max_batch, num_pages). Drafts nothing until it is given another policy."""
-        max_batch, num_pages = sizes
+        _, num_pages = sizes
         self.trace = Trace()
         self.target, self.draft, self.growth = target, draft, growth
         self.policy = Policy(Speculation("off"))
@@ -68,10 +68,12 @@ class Rounds:
         self._device = target.device
         self.cache = target.new_cache(num_pages)
         self._taps = draft.config.taps if draft is not None else None
-        if draft is not None:
-            self.draft_cache = draft.new_cache(num_pages)
-            widths = (draft.config.hidden_size, 3 * target.config.hidden_size)
-            self.futures = FutureMap(max_batch, num_pages, widths, target.dtype, target.device)
+        self.entries = self._new_entries(draft, num_pages) if draft is not None else None
+
+    def _new_entries(self, draft: Draft, num_pages: int) -> Entries:
+        size, width = self.cache.page_size, 3 * self.target.config.hidden_size
+        features = FeatureCache(num_pages * size, width, self.target.dtype, self.target.device)
+        return Entries(draft, num_pages, size, features)
 
     @torch.inference_mode()
     def run(self, job: Job) -> list[Outcome]:
@@ -100,21 +102,15 @@ class Rounds:
             running = job.runnings[b]
             token = self._draw(running, best, output.logits, place)
             emitted[b] = running.take([token], self._end_tokens)
-        if output.aux_hidden is not None:
-            self._load_boundaries(job, chunks)
         for running, chunk in zip(job.runnings, chunks, strict=True):
             running.num_cached = chunk.stop
-        if output.aux_hidden is not None:
-            seen = {b: list(range(end - len(chunks[b]), end)) for b, end in enumerate(ends.tolist())}
-            self._take_features(job, seen, output.aux_hidden, list(seen))
+        if self.entries is not None:
+            assert output.aux_hidden is not None
+            self.entries.features.write(rows.slot, output.aux_hidden)
+            self.entries.begin_pages(job, {b: len(chunk) for b, chunk in enumerate(chunks)})
+            if self.policy.expects_drafts:
+                self.entries.enter(job, [b for b, running in enumerate(job.runnings) if running.request.speculation])
         return [self._outcome(running, emitted.get(b, [])) for b, running in enumerate(job.runnings)]
-
-    def _load_boundaries(self, job: Job, chunks: list[range]) -> None:
-        """The first entry behind a reused prefix needs the feature of the prefix's last column."""
-        for b, (running, chunk) in enumerate(zip(job.runnings, chunks, strict=True)):
-            if chunk.start == running.num_reused > 0:
-                page = job.page_table[b, chunk.start // self.cache.page_size - 1]
-                self.futures.pending[running.slot, 0] = self.futures.boundary[page]
 
     # Rounds
 
@@ -124,16 +120,13 @@ class Rounds:
         alive = [b for b, running in enumerate(job.runnings) if running.finish_reason is None]
         if not alive:
             return [self._outcome(running, []) for running in job.runnings]
-        able = [b for b in alive if job.runnings[b].request.speculation] if self.draft is not None else []
-        plan = self.policy.plan([job.runnings[b].num_pending for b in able], len(alive) - len(able))
+        able, missing = self._able(job, alive)
+        plan = self.policy.plan(missing, len(alive) - len(able))
         drafting = [b for b, drafts in zip(able, plan.drafting, strict=True) if drafts]
         trees: dict[int, Tree] = {b: Tree.of_root(job.runnings[b].root) for b in alive}
         if drafting:
             trees |= self._propose(job, drafting, plan)
-        verified, aux_hidden = self._verify(job, trees)
-        if aux_hidden is not None:
-            due = [b for b in alive if self._is_due(job.runnings[b])]
-            self._take_features(job, {b: verified[b].path_rows for b in alive}, aux_hidden, due)
+        verified = self._verify(job, trees)
         self.policy.observe(plan, [verified[b].token_ids for b in drafting], (time.perf_counter() - started) * 1e3)
         return [
             self._outcome(running, verified[b].token_ids, verified[b].num_accepted_drafts if b in drafting else None)
@@ -142,17 +135,25 @@ class Rounds:
             for b, running in enumerate(job.runnings)
         ]
 
+    def _able(self, job: Job, alive: list[int]) -> tuple[list[int], list[int]]:
+        """The samples that may draft, and how many entries each of them lacks."""
+        if self.entries is None:
+            return [], []
+        able = [b for b in alive if job.runnings[b].request.speculation]
+        return able, [self.entries.num_missing(job, b) for b in able]
+
     def _propose(self, job: Job, drafting: list[int], plan: Round) -> dict[int, Tree]:
         """The draft's entries up to the root's, and the trees that grow from there."""
         assert self.draft is not None
+        assert self.entries is not None
         runnings = [job.runnings[b] for b in drafting]
-        h = self._extend(job, drafting)
+        h = self.entries.extend(job, drafting)
         proposals = self.draft.propose(
             [running.num_cached for running in runnings],
             h,
             self.draft.proposals(h, self.growth.tree_topk),
             job.page_table[drafting],
-            self.draft_cache,
+            self.entries.cache,
             self.growth,
             plan.thresholds,
         )
@@ -162,15 +163,15 @@ class Rounds:
             for place, b in enumerate(drafting)
         }
 
-    def _verify(self, job: Job, trees: dict[int, Tree]) -> tuple[dict[int, Verified], torch.Tensor | None]:
-        """One target forward over all trees; accepted nodes are moved behind their prefix."""
+    def _verify(self, job: Job, trees: dict[int, Tree]) -> dict[int, Verified]:
+        """One target forward over all trees; accepted nodes are moved behind their prefix, and their features noted."""
         rows, starts = self._rows_of_trees(job, trees)
         output = self.target.forward(rows, self.cache, self._taps)
         best = output.best.tolist()
         slots = rows.slot.tolist()
         verified: dict[int, Verified] = {}
-        sources: list[int] = []
-        destinations: list[int] = []
+        path_rows: list[int] = []
+        path_slots: list[int] = []
         for (b, tree), start in zip(trees.items(), starts, strict=True):
             running = job.runnings[b]
 
@@ -182,14 +183,17 @@ class Rounds:
             # Columns of the caches hold the root and the accepted nodes that were emitted, but for the last token.
             nodes = [0, *path][: len(taken)]
             running.num_cached += len(nodes)
-            verified[b] = Verified(taken, [start + node for node in nodes], len(taken) - 1)
-            for place, node in enumerate(nodes):
-                if place != node:
-                    sources.append(slots[start + node])
-                    destinations.append(slots[start + place])
-        if sources:
-            self.cache.move(sources, destinations)
-        return verified, output.aux_hidden
+            verified[b] = Verified(taken, len(taken) - 1)
+            path_rows += [start + node for node in nodes]
+            path_slots += slots[start : start + len(nodes)]
+        moves = [(slots[row], slot) for row, slot in zip(path_rows, path_slots, strict=True) if slots[row] != slot]
+        if moves:
+            self.cache.move(*map(list, zip(*moves, strict=True)))
+        if self.entries is not None:
+            assert output.aux_hidden is not None
+            self.entries.features.write(self._index(path_slots), output.aux_hidden, self._index(path_rows))
+            self.entries.begin_pages(job, {b: len(one.token_ids) for b, one in verified.items()})
+        return verified
 
     def _rows_of_trees(self, job: Job, trees: dict[int, Tree]) -> tuple[Rows, list[int]]:
         """The nodes of all trees beside each other, and where each tree starts."""
@@ -216,83 +220,15 @@ class Rounds:
         rows = rows_of(arrays, job.page_table, self._device)
         return rows, starts
 
+    def _index(self, numbers: list[int]) -> torch.Tensor:
+        return to_device(np.array(numbers, dtype=np.int64), self._device)
+
     def _draw(self, running: Running, best: list[int], logits: torch.Tensor, row: int) -> int:
         """The target's next token at a row. Asked for along the accepted path only, in its order."""
         if running.sampler.is_plain_greedy:
             running.sampler.take(best[row])
             return best[row]
         return running.sampler.draw(logits[row])
-
-    # Features and the draft's entries
-
-    def _is_due(self, running: Running) -> bool:
-        """Whether a sample's entries are to be made now: it leaves pages that another may use, or there is no room for the
-        features of another round."""
-        if running.finish_reason is not None:
-            size = self.cache.page_size
-            return running.num_cached // size * size > running.draft_end
-        return running.num_pending + self.growth.num_draft_steps + 1 > MAX_PENDING
-
-    def _take_features(self, job: Job, seen: dict[int, list[int]], aux_hidden: torch.Tensor, due: list[int]) -> None:
-        """Note the features of each sample's newest columns, at its rows of aux_hidden. Those of `due` become entries, but
-        for the last: its entry is the root's, which comes first when a tree grows."""
-        self._save_boundaries(job, seen, aux_hidden)
-        if due:
-            self._make_entries(job, due, seen, aux_hidden)
-        slots: list[int] = []
-        places: list[int] = []
-        rows: list[int] = []
-        for b, own in seen.items():
-            running = job.runnings[b]
-            new = own[-1:] if b in due else own
-            rows += new
-            slots += [running.slot] * len(new)
-            places += range(running.num_pending - len(new), running.num_pending)
-        self.futures.note_pending(slots, places, aux_hidden, rows)
-
-    def _make_entries(self, job: Job, due: list[int], seen: dict[int, list[int]], aux_hidden: torch.Tensor) -> None:
-        """The entries of all columns before the root's."""
-        assert self.draft is not None
-        due = [b for b in due if job.runnings[b].num_pending > 1]
-        before = [(job.runnings[b].slot, job.runnings[b].num_pending - len(seen[b])) for b in due]
-        features = aux_hidden.index_select(0, self.futures.index([row for b in due for row in seen[b][:-1]]))
-        if any(count for _, count in before):
-            new = torch.split(features, [len(seen[b]) - 1 for b in due])
-            old = torch.split(self.futures.pending_of(before), [count for _, count in before])
-            features = torch.cat([part for pair in zip(old, new, strict=True) for part in pair])
-        if due:
-            rows = self._entry_rows(job, due, [job.runnings[b].num_cached for b in due])
-            self.draft.enter(rows, features, self.draft_cache)
-
-    def _extend(self, job: Job, who: list[int]) -> torch.Tensor:
-        """The draft's entries up to the roots' from the pending features; its outputs [B, H] there."""
-        assert self.draft is not None
-        counts = [(job.runnings[b].slot, job.runnings[b].num_pending) for b in who]
-        rows = self._entry_rows(job, who, [job.runnings[b].num_cached + 1 for b in who])
-        h = self.draft.extend(rows, self.futures.pending_of(counts), self.draft_cache)
-        return h.index_select(0, self.futures.index([end - 1 for end in accumulate(count for _, count in counts)]))
-
-    def _entry_rows(self, job: Job, who: list[int], ends: list[int]) -> Rows:
-        """The draft's rows of columns draft_end .. ends[b] - 1, which count as made from here on."""
-        runnings = [job.runnings[b] for b in who]
-        tokens = [running.tokens[running.draft_end : end] for running, end in zip(runnings, ends, strict=True)]
-        starts = [running.draft_end for running in runnings]
-        for running, end in zip(runnings, ends, strict=True):
-            running.draft_end = end
-        return prompt_rows(tokens, starts, job.page_table[who], self.cache.page_size, self._device, first_column=1)
-
-    def _save_boundaries(self, job: Job, seen: dict[int, list[int]], aux_hidden: torch.Tensor) -> None:
-        """Keep the features of columns at the ends of pages."""
-        size = self.cache.page_size
-        pages: list[int] = []
-        rows: list[int] = []
-        for b, own in seen.items():
-            end = job.runnings[b].num_cached
-            for column in range((end - len(own) + size) // size * size - 1, end, size):
-                pages.append(int(job.page_table[b, column // size]))
-                rows.append(own[column - end])
-        if pages:
-            self.futures.boundary[self.futures.index(pages)] = aux_hidden[self.futures.index(rows)]
 
     def _outcome(self, running: Running, tokens: list[int], num_accepted_drafts: int | None = None) -> Outcome:
         logprobs = running.sampler.logprobs
@@ -302,7 +238,6 @@ class Rounds:
             tokens,
             running.finish_reason if tokens else None,
             running.num_cached,
-            running.draft_end,
             num_accepted_drafts,
             None if logprobs is None else logprobs[first : first + len(tokens)],
         )

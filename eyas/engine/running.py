@@ -2,7 +2,7 @@
 
     tokens   x_0 ............ x_{n-1} | x_n        n = num_cached; x_n is the root: emitted, not yet in the target's cache
     target   column 0 ....... n-1
-    draft    column 1 ....... draft_end-1          features of columns draft_end-1 .. n-1 are pending
+    draft    column 1 ....... draft_end-1          its entries; behind them the features of the target's columns wait
 
 The scheduler sets what it plans (first group of fields), the rounds what they have done (second group); under overlap the
 scheduler is a round behind and sees the second group only through outcomes.
@@ -38,6 +38,7 @@ class Running:
         self.tokens: list[int] = list(request.prompt_ids)
         self.num_cached = 0
         self.draft_end = 1
+        self.draft_page = -1  # in which the last of its entries was made
         self.acceptance = RequestAcceptance(greedy=request.params.temperature == 0)
         self.finish_reason: FinishReason | None = None
 
@@ -51,8 +52,8 @@ class Running:
         return self.num_planned >= self.prefill_end > 0
 
     @property
-    def num_pending(self) -> int:
-        """Features that wait for their draft entries; the last of them is that of the root's entry."""
+    def num_missing(self) -> int:
+        """Entries that the draft has yet to make before it can propose; the last of them is the root's."""
         return self.num_cached + 1 - self.draft_end
 
     @property
@@ -86,6 +87,5 @@ class Outcome:
     token_ids: list[int]
     finish_reason: FinishReason | None
     num_cached: int
-    draft_end: int
     num_accepted_drafts: int | None = None
     logprobs: list[TokenLogprob] | None = None

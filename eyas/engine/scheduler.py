@@ -40,7 +40,6 @@ class Limits:
     prefill_chunk: int
     max_emitted: int
     tree_columns: int
-    needs_draft: bool
 
 
 class Scheduler:
@@ -107,7 +106,7 @@ class Scheduler:
         running.num_in_flight -= 1
         running.length = outcome.num_cached
         if self._keeps_prefixes:
-            self._keep(running, outcome.draft_end if self._limits.needs_draft else outcome.num_cached)
+            self._keep(running)
         if outcome.finish_reason is not None:
             self._leave(running)
         return True
@@ -211,12 +210,12 @@ class Scheduler:
         self._running.remove(running)
         self._pool.release(running.pages)
         self._free_slots.append(running.slot)
-        running.pages, running.num_in_flight = [], 0  # its slot stays known: a job in flight may still leave features there
+        running.pages, running.num_in_flight = [], 0  # its slot stays known to a job in flight
 
-    def _keep(self, running: Running, end: int) -> None:
-        """Keep the sample's full pages for others, up to column `end`."""
+    def _keep(self, running: Running) -> None:
+        """Keep the sample's full pages for others."""
         size = self._pool.page_size
-        for number in range(running.num_kept, min(end, running.length) // size):
+        for number in range(running.num_kept, running.length // size):
             before = running.pages[number - 1] if number else ROOT
             tokens = running.tokens[number * size : (number + 1) * size]
             running.pages[number] = self._pool.keep(before, tokens, running.pages[number])

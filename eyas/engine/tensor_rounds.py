@@ -29,6 +29,7 @@ import torch
 
 from eyas.engine.cuda import DeviceTrace, Events, Graphs, HostCopies
 from eyas.engine.draft import Draft, Growth
+from eyas.engine.entries import Entries
 from eyas.engine.foresight import Foresight
 from eyas.engine.futures import FutureMap, to_device
 from eyas.engine.policy import Round
@@ -115,8 +116,8 @@ class TensorRounds(Rounds):
         max_batch, num_pages = sizes
         super().__init__(target, draft, growth, (max_batch + 1, num_pages + 1))
         self._void_slot, self._void_page = max_batch, num_pages
-        if draft is None:
-            self.futures = FutureMap(max_batch + 1, 1, (0, 0), target.dtype, target.device)
+        width = draft.config.hidden_size if draft is not None else 0
+        self.futures = FutureMap(max_batch + 1, width, target.dtype, target.device)
         self._owners: list[Running | None] = [None] * max_batch  # whose state a slot of the FutureMap holds
         self.num_in_flight = 0
         self._foresight = Foresight(growth.num_draft_steps)
@@ -150,8 +151,9 @@ class TensorRounds(Rounds):
         alive = [b for b, running in enumerate(job.runnings) if running.finish_reason is None]
         if not alive:
             return Done([self._outcome(running, []) for running in job.runnings])
-        able = [b for b in alive if job.runnings[b].request.speculation] if self.draft is not None else []
-        plan = self.policy.plan([self._num_due(job.runnings[b]) for b in able], len(alive) - len(able))
+        able, missing = self._able(job, alive)
+        due = [self._num_due(job.runnings[b], count) for b, count in zip(able, missing, strict=True)]
+        plan = self.policy.plan(due, len(alive) - len(able))
         drafting = [b for b, drafts in zip(able, plan.drafting, strict=True) if drafts]
         shape = self._shape(job, alive, len(drafting), plan)
         fresh = [b for b in alive if self._owners[job.runnings[b].slot] is not job.runnings[b]]
@@ -170,30 +172,18 @@ class TensorRounds(Rounds):
         self._graphs.prepare(shape, work, partial(self._void_inputs, shape))
         started = time.perf_counter()
         with self.trace.job():
-            if self.draft is not None and fresh:
-                self._catch_up(job, fresh)
+            if self.entries is not None and fresh:
+                slots = to_device(np.array([job.runnings[b].slot for b in fresh]), self._device)
+                self.futures.h[slots] = self.entries.extend(job, fresh)
             copies = HostCopies(self._graphs(shape, work, self._to_device(arrays)))
         if self._device_trace is not None and self._device_trace.newest is not None:
             return copies, self._device_trace.newest
         return copies, (time.perf_counter() - started) * 1e3
 
-    def _num_due(self, running: Running) -> int:
+    def _num_due(self, running: Running, num_missing: int) -> int:
         """Entries to make for a sample in this round."""
         is_ours = self._owners[running.slot] is running
-        return self.growth.num_draft_steps + 1 if is_ours else running.num_pending
-
-    def _catch_up(self, job: Job, fresh: list[int]) -> None:
-        """Entries, the root's too, of samples that come from the host's rounds. Their root's feature stays pending, for the
-        case that they go back there: the rounds here leave samples as if the root's entry were not yet made."""
-        runnings = [job.runnings[b] for b in fresh]
-        counts = [(running.slot, running.num_pending) for running in runnings]
-        features = self.futures.pending_of(counts)
-        slots = self.futures.index([running.slot for running in runnings])
-        self.futures.h[slots] = self._extend(job, fresh)
-        last = self.futures.index((np.cumsum([count for _, count in counts]) - 1).tolist())
-        self.futures.pending[slots, 0] = features[last]
-        for running in runnings:
-            running.draft_end = running.num_cached
+        return self.growth.num_draft_steps + 1 if is_ours else num_missing
 
     def _shape(self, job: Job, alive: list[int], num_drafting: int, plan: Round) -> Shape:
         drawing = max(_drawing(job.runnings[b]) for b in alive)
@@ -277,8 +267,8 @@ class TensorRounds(Rounds):
 
         walked = self._walk(trees, shape.depth, draw)
         move_accepted(self.cache, rows, lines, walked)
-        if self.draft is not None:
-            self._follow(slot, lines, walked, output)
+        if self.entries is not None:
+            self._follow(self.entries, slot, lines, walked, output)
         futures.root[slot], futures.length[slot] = walked.last(walked.tokens), length + walked.count
         proposed = (candidates.tokens, candidates.scores, candidates.parents) if candidates is not None else ()
         return walked.tokens, walked.count, *proposed
@@ -289,30 +279,27 @@ class TensorRounds(Rounds):
         if shape.depth == 0:
             return roots(lines), None
         assert self.draft is not None
-        candidates = grow(self.draft, self.draft_cache, lines, h_BH, (shape.depth, self.growth.tree_topk))
+        assert self.entries is not None
+        candidates = grow(self.draft, self.entries.cache, lines, h_BH, (shape.depth, self.growth.tree_topk))
         chosen = choose(candidates.scores, drafts, self._max_nodes, shape.num_nodes)
         return trees_of(lines, candidates, chosen, shape.depth), candidates
 
     def _walk(self, trees: Trees, depth: int, draw: Callable[[torch.Tensor, int], torch.Tensor]) -> Walked:
         return walk(trees, depth, draw)
 
-    def _follow(self, slot: torch.Tensor, lines: Lines, walked: Walked, output: TargetOutput) -> None:
-        """The draft's entries up to the new root's, its output there, and the features that others may need."""
-        assert self.draft is not None
+    def _follow(self, made: Entries, slot: torch.Tensor, lines: Lines, walked: Walked, output: TargetOutput) -> None:
+        """The features of the accepted path, the draft's entries up to the new root's, and its output there."""
         assert output.aux_hidden is not None
         B, places = walked.rows.shape
-        size, futures = self.cache.page_size, self.futures
-        taken, index = walked.taken(), lines.indices()
-        line = index[:, None].expand(B, places)
-        column = torch.where(taken, lines.length[:, None] + torch.arange(places, device=index.device), 0)
-        features = output.aux_hidden[walked.rows]
-        entries = lines.entries(walked.tokens.flatten(), line.flatten(), column.flatten() + 1, taken.flatten())
-        h = self.draft.extend(entries, features.flatten(0, 1), self.draft_cache).view(B, places, -1)
-        futures.h[slot] = h[index, walked.count - 1]
-        futures.pending[slot, 0] = features[index, walked.count - 1]
-        ends_page = taken & ((column + 1) % size == 0)
-        page = torch.where(ends_page, lines.page_table[line, column // size], self._void_page)
-        futures.boundary[page.long()] = features
+        taken, index = walked.taken().flatten(), lines.indices()
+        line = index.repeat_interleave(places)
+        column = (lines.length[:, None] + torch.arange(places, device=index.device)).flatten()
+        features = output.aux_hidden[walked.rows.flatten()]
+        entries = lines.entries(walked.tokens.flatten(), line, column + 1, taken)
+        own = torch.where(taken, lines.slots(line, torch.where(taken, column, 0)), self._void_page * self.cache.page_size)
+        made.features.write(own, features)
+        h = made.draft.extend(entries, features, made.cache).view(B, places, -1)
+        self.futures.h[slot] = h[index, walked.count - 1]
 
     # Results
 
@@ -330,8 +317,8 @@ class TensorRounds(Rounds):
             for token in emitted[b]:
                 running.sampler.take(token)
             running.num_cached += len(emitted[b])
-            if self.draft is not None:
-                running.draft_end = running.num_cached
+            if self.entries is not None:
+                self.entries.made(flight.job, b, running.num_cached)
         self._observe(flight, arrays, emitted)
         return [
             self._outcome(running, emitted[b], len(emitted[b]) - 1 if b in flight.drafting else None)

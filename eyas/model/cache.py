@@ -1,9 +1,10 @@
 """The paged key-value cache: one pool of slots. Knows no request and no model.
 
     data [L, num_slots, 2, Hk, D]     slot = page * page_size + offset; 2 = key, value
+    features [num_slots, A]           the target's features of the same tokens, A = 3 * Ht: a draft's entries are made of them
 
-A slot is the place of one token, a page page_size slots in a row. Who owns which page, the allocator knows. A target's cache
-and its draft's have the same pages: one page table serves both.
+A slot is the place of one token, a page page_size slots in a row. Who owns which page, the allocator knows. A target's cache,
+its features and its draft's cache have the same pages: one page table serves them all.
 """
 
 from __future__ import annotations
@@ -47,3 +48,22 @@ class PagedCache:
             self._bytes[:, destinations] = self._bytes[:, sources]
         else:
             self.data[:, destinations] = self.data[:, sources]
+
+
+class FeatureCache:
+    """The target's features of every cached token. Like keys and values they follow from the tokens up to their own."""
+
+    def __init__(self, num_slots: int, width: int, dtype: torch.dtype, device: str = "cpu") -> None:
+        """Memory: num_slots * width elements, allocated here, once."""
+        self.data = torch.zeros(num_slots, width, dtype=dtype, device=device)
+
+    def write(self, slots: torch.Tensor, features: torch.Tensor, rows: torch.Tensor | None = None) -> None:
+        """Put features [M, A], or these rows of them, into slots int64."""
+        if len(slots) == 1:  # plain decoding of one request: an index operation less counts
+            self.data[slots[0]].copy_(features[0 if rows is None else rows[0]])
+        else:
+            self.data.index_copy_(0, slots, features if rows is None else features.index_select(0, rows))
+
+    def read(self, slots: torch.Tensor) -> torch.Tensor:
+        """The features [M, A] in slots int64 [M], copied."""
+        return self.data.index_select(0, slots)

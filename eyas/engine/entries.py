@@ -1,0 +1,88 @@
+"""The draft's entries: made from the target's features when they are needed, not before. Knows jobs and the draft.
+
+    features   column 0 ..................... n-1     of every column in the target's cache, in its pages
+    entries    column 1 ... draft_end-1                made so far; a tree needs them up to the root's, column n
+
+An entry of column c follows from the feature of column c - 1 and the token of column c, so whoever has a page has what its
+entries are made of, and may put off making them. Which full pages have theirs is known by page: a sample may be given a page in
+another's stead that was filled without drafting.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from eyas.engine.draft import Draft
+from eyas.engine.futures import to_device
+from eyas.engine.scheduler import Job
+from eyas.model.cache import FeatureCache
+from eyas.model.rows import Rows, prompt_rows, slots_of
+
+AT_ONCE = (
+    8  # a sample's entries that are made together with the root's; of more the root's comes apart, since the rest are cheaper
+)
+
+
+class Entries:
+    """The draft's cache and the features it is filled from."""
+
+    def __init__(self, draft: Draft, num_pages: int, page_size: int, features: FeatureCache) -> None:
+        self.draft, self.features = draft, features
+        self.cache = draft.new_cache(num_pages, page_size)
+        self._size = page_size
+        self._is_full = np.zeros(num_pages, dtype=bool)  # pages with an entry in every column
+
+    def begin_pages(self, job: Job, num_new: dict[int, int]) -> None:
+        """Forget what the pages held before in which the samples' newest columns begin; num_new of each sample."""
+        for b, count in num_new.items():
+            end = job.runnings[b].num_cached
+            self._is_full[job.page_table[b, -((count - end) // self._size) : -(-end // self._size)]] = False
+
+    def num_missing(self, job: Job, b: int) -> int:
+        """Entries that a sample lacks, the root's included."""
+        running = job.runnings[b]
+        pages = job.page_table[b, : -(-running.draft_end // self._size)]
+        has_entries = self._is_full[pages]
+        if running.draft_end % self._size:  # the last page is its own, unless it was given another in its stead
+            has_entries[-1] |= running.draft_page == pages[-1]
+        if not has_entries.all():
+            running.draft_end = max(1, int(has_entries.argmin()) * self._size)
+        return running.num_missing
+
+    def extend(self, job: Job, who: list[int]) -> torch.Tensor:
+        """Make the entries up to the roots'; the draft's outputs [B, H] there."""
+        if max(self.num_missing(job, b) for b in who) > AT_ONCE:
+            self.enter(job, who)
+        ends = list(accumulate(job.runnings[b].num_missing for b in who))
+        rows, features = self._next(job, who, [job.runnings[b].num_cached + 1 for b in who])
+        h = self.draft.extend(rows, features, self.cache)
+        return h.index_select(0, to_device(np.array(ends) - 1, self.draft.device))
+
+    def enter(self, job: Job, who: list[int]) -> None:
+        """Make the entries of all columns before the roots'."""
+        who = [b for b in who if self.num_missing(job, b) > 1]
+        if who:
+            rows, features = self._next(job, who, [job.runnings[b].num_cached for b in who])
+            self.draft.enter(rows, features, self.cache)
+
+    def made(self, job: Job, b: int, end: int) -> None:
+        """Take note that a sample's entries before column `end` are there."""
+        running = job.runnings[b]
+        self._is_full[job.page_table[b, running.draft_end // self._size : end // self._size]] = True
+        running.draft_end, running.draft_page = end, int(job.page_table[b, (end - 1) // self._size])
+
+    def _next(self, job: Job, who: list[int], ends: list[int]) -> tuple[Rows, torch.Tensor]:
+        """The draft's rows of columns draft_end .. ends - 1, which count as made from here on, and their features."""
+        runnings, table = [job.runnings[b] for b in who], job.page_table[who]
+        starts = [running.draft_end for running in runnings]
+        tokens = [running.tokens[start:end] for running, start, end in zip(runnings, starts, ends, strict=True)]
+        for b, end in zip(who, ends, strict=True):
+            self.made(job, b, end)
+        before = np.concatenate([np.arange(start - 1, end - 1) for start, end in zip(starts, ends, strict=True)])
+        request = np.repeat(np.arange(len(who)), [end - start for start, end in zip(starts, ends, strict=True)])
+        slots = to_device(slots_of(table, request, before, self._size), self.draft.device)
+        rows = prompt_rows(tokens, starts, table, self._size, self.draft.device, first_column=1)
+        return rows, self.features.read(slots)
