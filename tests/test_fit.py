@@ -1,0 +1,301 @@
+"""The fit to the traffic: the weights are the paper's by hand, the draw is in proportion, and a selection comes nearer."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eyas.data import fit
+from eyas.data.fit import LENGTHS, NUM_BUCKETS, STRENGTH, Block, Importance, Profile
+from eyas.data.rows import Row
+from eyas.errors import EmptyInputError
+
+SEED = 7
+TOPICS = {
+    "food": "book a table for two at the thai restaurant tonight please and order noodles soup rice curry",
+    "code": "how do i list files with tar grep the log find a process kill it print lines sort",
+    "sums": "tom has nine apples he gives three to ann how many apples are left if each costs five dollars",
+}
+STOP = "the a to of and is in it i you"
+
+
+def row(*turns, source="set"):
+    return Row(source=source, licence="MIT", where="set.jsonl:1", id=None, turns=turns)
+
+
+def talk(topic, rng, num_words):
+    words = [rng.choice((TOPICS[topic] if rng.random() < 0.7 else STOP).split()) for _ in range(num_words)]
+    return row(" ".join(words), source=topic)
+
+
+def rows(shares, num_words, seed):
+    """So many rows of each topic, of `num_words` words on average, mixed."""
+    rng = random.Random(seed)
+    made = [talk(topic, rng, rng.randint(num_words // 2, num_words * 3 // 2)) for topic, n in shares.items() for _ in range(n)]
+    rng.shuffle(made)
+    return made
+
+
+def keys(count):
+    return fit.scrambled(np.arange(1, count + 1, dtype=np.uint64))
+
+
+def selected(pool, traffic, num, block=50, seed=SEED):
+    """What `select` takes of the pool, the halves of the traffic, and the pool's blocks."""
+    blocks = [fit.digest(pool[start : start + block]) for start in range(0, len(pool), block)]
+    halves = fit.traffic_halves(traffic)
+    alive = np.ones(len(pool), bool)
+    chosen = fit.select(lambda: blocks, alive, halves[0].grams, lambda weights: fit.sample(weights, keys(len(pool)), num, seed))
+    return chosen, halves, blocks
+
+
+def test_buckets_are_words_and_pairs_whatever_their_case():
+    found = fit.buckets("Book a table")
+    assert found.shape == (3 + 2,)
+    assert found.dtype == np.int64
+    assert found.tolist() == fit.buckets("book  A\ntable").tolist()
+    assert set(fit.buckets("a table").tolist()) <= set(found.tolist())
+    assert found.tolist() != fit.buckets("table a Book").tolist()
+    assert fit.buckets("").shape == fit.buckets(" \n").shape == (0,)
+    assert fit.buckets("one").shape == (1,)
+    assert len(fit.buckets("Wie geht's, 東京?")) == 8 + 7  # wie geht ' s , 東 京 ?
+
+
+def test_buckets_are_the_same_on_every_machine():
+    """Written down: a selection must not change with Python, numpy or the hash seed of the process."""
+    assert fit.buckets("Book a table, 東京").tolist() == GOLDEN
+    code = "from eyas.data import fit; print(fit.buckets('Book a table, 東京').tolist())"
+    environment = {**os.environ, "PYTHONHASHSEED": "3"}
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert other.stdout.strip() == str(GOLDEN)
+
+
+GOLDEN = [9470, 4652, 810, 3634, 5112, 1242, 511, 1752, 6499, 9626, 5494]
+
+
+@given(st.lists(st.text(max_size=60), max_size=5))
+def test_a_digest_holds_each_row_by_itself(texts):
+    block = fit.digest([row(text, "twice") for text in texts])
+    assert block.counts.sum() == len(block.grams)
+    assert block.characters.tolist() == [len(text) + 5 for text in texts]
+    start = 0
+    for text, count in zip(texts, block.counts, strict=True):
+        alone = [*fit.buckets(text), *fit.buckets("twice")]
+        assert block.grams[start : start + count].tolist() == alone
+        assert fit.digest([row(text, "twice")]).grams.tolist() == alone
+        start += count
+
+
+def test_words_spread_evenly_over_the_buckets():
+    counts = np.bincount(fit.buckets(" ".join(f"word{number}" for number in range(100_000))), minlength=NUM_BUCKETS)
+    assert counts.sum() == 199_999
+    # Poisson with mean 20 has variance 20; a poor hash leaves holes or heaps.
+    assert 18 < counts.var() < 22
+
+
+def test_log_weight_by_hand():
+    traffic, pool = np.zeros(NUM_BUCKETS, np.int64), np.zeros(NUM_BUCKETS, np.int64)
+    traffic[3], pool[3], pool[4] = 9, 1, 8
+    importance = Importance(traffic, pool)
+    more = math.log(10 / 10_009) - math.log(2 / 10_009)
+    less = math.log(1 / 10_009) - math.log(9 / 10_009)
+    assert importance.log_weight(np.array([3])) == pytest.approx(STRENGTH * more)
+    assert importance.log_weight(np.array([3, 3, 4])) == pytest.approx(STRENGTH * (2 * more + less) / 3)
+    assert importance.log_weight(np.zeros(0, np.int64)) == 0
+    block = Block(np.array([3, 4, 3, 3], np.uint16), np.array([2, 0, 2], np.int32), np.zeros(3, np.int32))
+    assert importance.log_weights(block).tolist() == pytest.approx([STRENGTH * (more + less) / 2, 0, STRENGTH * more])
+
+
+def test_a_rows_weight_depends_on_no_other_row():
+    made = rows({"food": 20, "code": 20}, 12, seed=1)
+    together = fit.digest(made)
+    rng = np.random.default_rng(0)
+    importance = Importance(rng.integers(0, 99, NUM_BUCKETS), rng.integers(0, 99, NUM_BUCKETS))
+    alone = [float(importance.log_weights(fit.digest([one]))[0]) for one in made]
+    assert importance.log_weights(together).tolist() == alone  # to the bit
+
+
+def test_a_draw_is_in_proportion_to_the_weights():
+    """One row of many draws: each as often as its share of the weights; chi-square of 3 degrees under .1 % is above 16.3."""
+    weights = np.log(np.array([1.0, 2.0, 3.0, 4.0]))
+    drawn = Counter(int(np.flatnonzero(fit.sample(weights, keys(4), 1, seed))[0]) for seed in range(4000))
+    expected = [400, 800, 1200, 1600]
+    assert sum((drawn[place] - count) ** 2 / count for place, count in enumerate(expected)) < 16.3
+
+
+def test_a_draw_depends_on_no_order_and_grows_by_adding():
+    rng = np.random.default_rng(0)
+    weights, names = rng.normal(size=500), keys(500)
+    order = rng.permutation(500)
+    chosen = {num: fit.sample(weights, names, num, SEED) for num in (0, 1, 50, 51, 400, 500, 900)}
+    for num, mask in chosen.items():
+        assert mask.sum() == min(num, 500)
+        assert (fit.sample(weights[order], names[order], num, SEED) == mask[order]).all()
+    assert not (chosen[50] & ~chosen[51]).any()
+    assert not (chosen[51] & ~chosen[400]).any()
+    # A row gone: the others keep their places.
+    without = weights.copy()
+    gone = int(np.flatnonzero(chosen[50])[0])
+    without[gone] = -np.inf
+    assert (fit.sample(without, names, 49, SEED) == chosen[50] & (np.arange(500) != gone)).all()
+    assert (fit.sample(weights, names, 50, SEED + 1) != chosen[50]).any()
+
+
+def test_a_row_without_weight_is_never_drawn():
+    weights = np.array([0.0, -np.inf, -50.0, -np.inf])
+    assert fit.sample(weights, keys(4), 4, SEED).tolist() == [True, False, True, False]
+
+
+def test_equal_keys_are_no_harm():
+    assert fit.sample(np.zeros(6), np.ones(6, np.uint64), 4, SEED).sum() == 4
+
+
+def test_noise_is_standard_gumbel():
+    noise = fit.gumbel(keys(100_000), SEED)
+    assert np.isfinite(noise).all()
+    assert noise.mean() == pytest.approx(0.5772, abs=0.02)
+    assert noise.std() == pytest.approx(math.pi / math.sqrt(6), abs=0.02)
+    other = fit.gumbel(keys(100_000), SEED + 1)
+    assert abs(np.corrcoef(noise, other)[0, 1]) < 0.02
+    assert (fit.gumbel(keys(3), -1) == fit.gumbel(keys(3), 2**64 - 1)).all()
+
+
+def test_a_selection_comes_near_to_traffic_that_it_never_saw():
+    pool = rows({"food": 400, "code": 900, "sums": 700}, 20, seed=1)
+    traffic = rows({"food": 300}, 20, seed=2)
+    chosen, (fitted, held_out), blocks = selected(pool, traffic, 200)
+    before = fit.profile(lambda: blocks, np.ones(len(pool), bool))
+    after = fit.profile(lambda: blocks, chosen)
+    found = fit.report(before, after, fitted, held_out)
+    assert after.num_rows == 200
+    assert found["kl"]["after"] < found["kl"]["before"] / 4
+    assert found["js"]["after"] < 2 * found["js"]["floor"]
+    taken = Counter(one.source for one, keep in zip(pool, chosen, strict=True) if keep)
+    assert taken["food"] > 190
+
+
+def test_a_mixture_stays_a_mixture():
+    """Where sums are taken, the part of the traffic with the longest or plainest rows takes all."""
+    pool = rows({"food": 800, "code": 800, "sums": 1500}, 20, seed=1)
+    traffic = rows({"food": 180, "code": 120}, 20, seed=2)
+    chosen, _, _ = selected(pool, traffic, 500)
+    taken = Counter(one.source for one, keep in zip(pool, chosen, strict=True) if keep)
+    assert taken["food"] / 500 == pytest.approx(0.6, abs=0.1)
+    assert taken["code"] / 500 == pytest.approx(0.4, abs=0.1)
+
+
+def test_long_rows_are_not_preferred_for_their_length():
+    pool = rows({"food": 500, "sums": 500}, 10, seed=1) + rows({"food": 500, "sums": 500}, 60, seed=3)
+    traffic = rows({"food": 150}, 10, seed=2) + rows({"food": 150}, 60, seed=4)
+    chosen, (_, held_out), blocks = selected(pool, traffic, 300)
+    after = fit.profile(lambda: blocks, chosen)
+    assert chosen[:1000].sum() / 300 == pytest.approx(0.5, abs=0.1)
+    assert fit.jensen_shannon(held_out.lengths, after.lengths) < 0.05
+
+
+def test_selection_is_the_same_for_any_blocks_and_another_for_another_seed():
+    pool, traffic = rows({"food": 150, "code": 150}, 12, seed=1), rows({"food": 60}, 12, seed=2)
+    chosen = [selected(pool, traffic, 60, block=block)[0] for block in (1, 7, 300)]
+    assert (chosen[0] == chosen[1]).all()
+    assert (chosen[0] == chosen[2]).all()
+    assert (selected(pool, traffic, 60, seed=SEED + 1)[0] != chosen[0]).any()
+
+
+def test_dead_rows_are_not_selected_and_do_not_count():
+    pool, traffic = rows({"food": 150, "code": 150}, 12, seed=1), rows({"food": 60}, 12, seed=2)
+    alive = np.arange(300) % 3 != 0
+    alone = [one for one, lives in zip(pool, alive, strict=True) if lives]
+    fitted, _ = fit.traffic_halves(traffic)
+    whole, few = [fit.digest(pool)], [fit.digest(alone)]
+    names = keys(300)
+    chosen = fit.select(lambda: whole, alive, fitted.grams, lambda weights: fit.sample(weights, names, 50, SEED))
+    expected = fit.select(
+        lambda: few, np.ones(200, bool), fitted.grams, lambda weights: fit.sample(weights, names[alive], 50, SEED)
+    )
+    assert not (chosen & ~alive).any()
+    assert (chosen[alive] == expected).all()
+
+
+def test_fewer_than_asked_are_all_of_them():
+    pool, traffic = rows({"food": 20}, 12, seed=1), rows({"food": 60}, 12, seed=2)
+    assert selected(pool, traffic, 60)[0].all()
+
+
+def test_a_pool_that_says_nothing_is_drawn_from_all_the_same():
+    chosen, _, _ = selected([row("") for _ in range(9)], rows({"food": 60}, 12, seed=2), 4)
+    assert chosen.sum() == 4
+
+
+def test_the_traffic_is_cut_in_halves_by_what_it_says():
+    traffic = rows({"food": 300}, 12, seed=2)
+    one, other = fit.traffic_halves(traffic)
+    assert one.num_rows + other.num_rows == 300
+    assert 110 < one.num_rows < 190
+    again, _ = fit.traffic_halves(reversed(traffic + traffic))
+    assert (again.grams == 2 * one.grams).all()
+    with pytest.raises(EmptyInputError, match="too few prompts to fit one half and measure by the other: 1"):
+        fit.traffic_halves([row("Hello")])
+
+
+def test_report_holds_counts_and_no_words():
+    pool, traffic = rows({"food": 150, "code": 150}, 12, seed=1), rows({"food": 60}, 12, seed=2)
+    chosen, (fitted, held_out), blocks = selected(pool, traffic, 60)
+    before, after = fit.profile(lambda: blocks, np.ones(300, bool)), fit.profile(lambda: blocks, chosen)
+    before.sources, after.sources = Counter(food=150, code=150), Counter(food=60)
+    held_out.languages, before.languages = Counter(en=3), Counter(de=2)
+    found = fit.report(before, after, fitted, held_out)
+    assert found["num_prompts"] == {
+        "traffic_fitted": fitted.num_rows,
+        "traffic": held_out.num_rows,
+        "before": 300,
+        "after": 60,
+    }
+    assert found["sources"] == {"code": {"before": 150, "after": 0}, "food": {"before": 150, "after": 60}}
+    assert found["languages"] == {
+        "de": {"before": 2, "after": 0, "traffic": 0},
+        "en": {"before": 0, "after": 0, "traffic": 3},
+    }
+    for name in ("before", "after", "traffic"):
+        assert sum(found["lengths"][name]) == found["num_prompts"][name]
+        assert len(found["lengths"][name]) == len(found["lengths"]["from"])
+    assert found["kl"]["floor"] <= found["kl"]["before"]
+    said = {word for topic in TOPICS.values() for word in topic.split() if len(word) > 3}
+    assert not [word for word in said if f'"{word}' in json.dumps(found)]
+
+
+def test_length_classes_are_half_open():
+    assert LENGTHS[0] == 0
+    assert fit.length_classes([0, 24, 25, 49, 50, 6399, 6400, 10**6]).tolist() == [0, 0, 1, 1, 2, 8, 9, 9]
+    made = Profile()
+    made.add(Block(np.zeros(3, np.uint16), np.array([1, 2, 0]), np.array([3, 30, 7000])), np.array([True, False, True]))
+    assert (made.num_rows, made.lengths.tolist()) == (2, [1, 0, 0, 0, 0, 0, 0, 0, 0, 1])
+    assert made.grams.sum() == 1
+
+
+COUNTS = st.lists(st.integers(0, 50), min_size=6, max_size=6).map(np.array)
+
+
+@settings(deadline=None)
+@given(COUNTS, COUNTS)
+def test_divergences_are_what_they_should_be(one, other):
+    assert fit.divergence(one, one) == 0
+    assert fit.divergence(one, other) >= -1e-12
+    assert 0 <= fit.jensen_shannon(one, other) + 1e-12 <= math.log(2) + 1e-9
+    assert fit.jensen_shannon(one, other) == pytest.approx(fit.jensen_shannon(other, one))
+
+
+def test_divergences_by_hand():
+    assert fit.divergence(np.array([2, 0]), np.array([0, 2])) == pytest.approx(0.75 * math.log(3) - 0.25 * math.log(3))
+    assert fit.jensen_shannon(np.array([2, 0]), np.array([0, 3])) == pytest.approx(math.log(2))
+    assert fit.jensen_shannon(np.array([0, 0]), np.array([0, 3])) == math.log(2)
+    assert fit.jensen_shannon(np.array([0, 0]), np.array([0, 0])) == 0
