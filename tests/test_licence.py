@@ -1,0 +1,479 @@
+"""The licence gate: what the shipped policy refuses and lets through, overrules, the registry, and policies of one's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from eyas.builtin import demo_prompts
+from eyas.data import spdx
+from eyas.data.licence import PLACEHOLDER, KnownSet, Verdict, find, gate, judge, registry, require
+from eyas.data.policy import Policy, read_policy, shipped
+from eyas.errors import ConfigError, InputError, MissingInputError
+
+
+@dataclass(frozen=True)
+class Source:
+    """What the gate reads of a source, as a run file states it."""
+
+    licence: str | None = None
+    prompts_by: str | None = None
+    answers_by: str | None = None
+    name: str | None = None
+    path: str = "/raw/mine.jsonl"
+    overrule: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        return self.name or Path(self.path).stem
+
+
+def verdict(**stated) -> Verdict:
+    return judge(Source(**stated), shipped())
+
+
+def rules(judged: Verdict) -> list[str]:
+    return [refusal.rule for refusal in judged.refusals]
+
+
+HUMAN = {"prompts_by": "human", "answers_by": "human"}
+CASES = {
+    "MIT": ({"licence": "MIT", **HUMAN}, []),
+    "CC BY-SA": ({"licence": "CC-BY-SA-4.0", **HUMAN}, []),
+    "the hub's spelling": ({"licence": "odc-by", **HUMAN}, []),
+    "own": ({"licence": "LicenseRef-own", **HUMAN}, []),
+    "CC BY-NC": ({"licence": "CC-BY-NC-4.0", **HUMAN}, ["non-commercial"]),
+    "a national CC BY-NC": ({"licence": "cc-by-nc-3.0-de", **HUMAN}, ["non-commercial"]),
+    "CC BY-ND": ({"licence": "CC-BY-ND-4.0", **HUMAN}, ["no-derivatives"]),
+    "CC BY-NC-ND": ({"licence": "CC-BY-NC-ND-4.0", **HUMAN}, ["non-commercial", "no-derivatives"]),
+    "research only": ({"licence": "LicenseRef-research-only", **HUMAN}, ["research-only"]),
+    "evaluation only": ({"licence": "LicenseRef-evaluation-only", **HUMAN}, ["evaluation-only"]),
+    "no licence": (HUMAN, ["unknown-licence"]),
+    "SPDX for none": ({"licence": "NONE", **HUMAN}, ["unknown-licence"]),
+    "an unknown licence": ({"licence": "CC-BY-9.9", **HUMAN}, ["unknown-licence"]),
+    "a licence of one's own naming": ({"licence": "LicenseRef-ours", **HUMAN}, ["unknown-licence"]),
+    "no expression": ({"licence": "the MIT licence", **HUMAN}, ["unknown-licence"]),
+    "nobody named": ({"licence": "MIT"}, ["unknown-author"]),
+    "an unknown model": ({"licence": "MIT", "prompts_by": "frontier-9"}, ["unknown-author"]),
+    "MIT over GPT-4": ({"licence": "MIT", "prompts_by": "GPT-4", "answers_by": "GPT-4"}, ["competing-model"]),
+    "people and GPT-4": ({"licence": "MIT", "prompts_by": "human, openai/gpt-4o"}, ["competing-model"]),
+    "Claude": ({"licence": "Apache-2.0", "prompts_by": "Claude 3 Opus"}, ["competing-model"]),
+    "Gemini": ({"licence": "Apache-2.0", "prompts_by": "gemini-1.5-pro"}, ["competing-model"]),
+    "Grok": ({"licence": "Apache-2.0", "prompts_by": "grok-2"}, ["competing-model"]),
+    "Llama 3": ({"licence": "MIT", "prompts_by": "meta-llama/Meta-Llama-3-70B-Instruct"}, ["competing-model"]),
+    "Llama 3.1": ({"licence": "MIT", "prompts_by": "meta-llama/Llama-3.1-70B-Instruct"}, []),
+    "Cohere": ({"licence": "MIT", "prompts_by": "command-r-plus"}, ["non-commercial"]),
+    "OpenAI's open model": ({"licence": "MIT", "prompts_by": "openai/gpt-oss-120b"}, []),
+    "Qwen": ({"licence": "MIT", "prompts_by": "Qwen/Qwen3-8B"}, []),
+    "Mistral": ({"licence": "MIT", "prompts_by": "mistral-7b-instruct-v0.2"}, []),
+    "Mistral's research licence": ({"licence": "MIT", "prompts_by": "mistral-large-2407"}, ["research-only"]),
+    "DeepSeek": ({"licence": "MIT", "prompts_by": "deepseek_r1"}, []),
+    "human prompts, GPT-4's answers": ({"licence": "MIT", "prompts_by": "human", "answers_by": "gpt-4"}, []),
+    "either licence": ({"licence": "CC-BY-NC-4.0 OR CC-BY-4.0", **HUMAN}, []),
+    "both licences": ({"licence": "ODC-By-1.0 AND CC-BY-NC-4.0", **HUMAN}, ["non-commercial"]),
+    "brackets": ({"licence": "MIT AND (CC-BY-NC-4.0 OR Apache-2.0)", **HUMAN}, []),
+    "or later": ({"licence": "GPL-2.0+", **HUMAN}, []),
+    "an exception": ({"licence": "GPL-2.0-only WITH Classpath-exception-2.0", **HUMAN}, []),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_shipped_policy_refuses_by_rule(name):
+    stated, expected = CASES[name]
+    judged = verdict(**stated)
+    assert rules(judged) == expected
+    assert judged.allowed == (not expected)
+
+
+def test_duties_go_with_what_passes():
+    share_alike = verdict(licence="CC-BY-SA-4.0", **HUMAN).duties
+    assert share_alike.keys() == {"attribution", "share-alike"}
+    assert "under this licence only" in share_alike["share-alike"]
+    assert verdict(licence="CC0-1.0", **HUMAN).duties == {}
+    assert "built-with-llama" in verdict(licence="MIT", prompts_by="llama-3.3-70b").duties
+    assert "Databricks" in verdict(name="databricks-dolly-15k").duties["attribution"]
+
+
+def test_answers_refuse_nothing_and_ask_nothing_but_are_noted():
+    judged = verdict(licence="CC0-1.0", prompts_by="human", answers_by="gpt-4, llama-3.1-8b")
+    assert judged.allowed
+    assert judged.duties == {}
+    (note,) = judged.notes
+    assert "answers by gpt-4 would be refused" in note
+    assert "dropped" in note
+    assert "not known" in verdict(licence="CC0-1.0", prompts_by="human").notes[0]
+
+
+# Refusals and overrules
+
+
+def test_one_error_lists_every_refused_source_with_rule_field_and_what_to_state():
+    sources = [
+        Source(name="good", licence="MIT", prompts_by="human"),
+        Source(name="nobody-said", prompts_by="human"),
+        Source(name="made", licence="MIT", prompts_by="gpt-4"),
+        Source(name="both", licence="CC-BY-NC-4.0", prompts_by="claude"),
+    ]
+    with pytest.raises(InputError) as caught:
+        require(gate(sources, shipped()))
+    text = str(caught.value)
+    assert text.startswith("3 of 4 sources may not be used under the policy shipped")
+    assert "good" not in text
+    assert "rule unknown-licence, field licence: not given" in text
+    assert "or state licence: <SPDX id>" in text
+    assert "rule competing-model, field prompts_by: gpt-4 (OpenAI:" in text
+    assert f'overrule: {{non-commercial: "{PLACEHOLDER}", competing-model: "{PLACEHOLDER}"}}' in text
+
+
+def test_nothing_is_raised_where_all_pass():
+    require(gate([Source(licence="MIT", prompts_by="human")], shipped()))
+
+
+def test_what_a_refusal_says_to_state_lets_the_source_through():
+    """The line of the message, with a reason in the placeholder's stead, read as the run file is."""
+    stated = {"licence": "CC-BY-NC-4.0", "prompts_by": "gpt-4"}
+    overrule = {refusal.rule: "the publisher agreed, letter of 3 May" for refusal in verdict(**stated).refusals}
+    judged = verdict(**stated, overrule=overrule)
+    assert judged.allowed
+    assert [(one.rule, one.field, one.value, one.reason) for one in judged.overruled] == [
+        ("non-commercial", "licence", "CC-BY-NC-4.0", "the publisher agreed, letter of 3 May"),
+        ("competing-model", "prompts_by", "gpt-4", "the publisher agreed, letter of 3 May"),
+    ]
+    assert judged.to_json()["verdict"] == "overruled"
+
+
+def test_an_overrule_lifts_its_own_rule_only():
+    judged = verdict(licence="CC-BY-NC-4.0", prompts_by="gpt-4", overrule={"non-commercial": "we are a charity"})
+    assert rules(judged) == ["competing-model"]
+
+
+@pytest.mark.parametrize("reason", ["", "  \n ", PLACEHOLDER])
+def test_an_overrule_needs_a_reason(reason):
+    judged = verdict(licence="CC-BY-NC-4.0", **HUMAN, overrule={"non-commercial": reason})
+    assert not judged.allowed
+    assert judged.overruled == ()
+    with pytest.raises(InputError, match="no reason is given"):
+        require([judged])
+
+
+@pytest.mark.parametrize("rule", ["non-commercial", "no-such-rule"])
+def test_an_overrule_of_what_did_not_fire_is_an_error(rule):
+    judged = verdict(licence="MIT", **HUMAN, overrule={rule: "just in case"})
+    assert not judged.allowed
+    with pytest.raises(InputError, match=f"overrule {rule}: no such rule fires"):
+        require([judged])
+
+
+def test_a_verdict_is_json_with_the_policy_it_was_made_under():
+    made = verdict(name="samsum", overrule={"research-only": "it is research\nof ours"}).to_json()
+    assert json.loads(json.dumps(made)) == made
+    assert made["verdict"] == "refused"
+    assert made["licence"] == "CC-BY-NC-ND-4.0"
+    assert [one["rule"] for one in made["refusals"]] == ["non-commercial", "no-derivatives"]
+    assert [one["reason"] for one in made["overruled"]] == ["it is research of ours"]
+    assert shipped().identity in made["policy"]
+    assert made["known_as"] == "samsum"
+    assert made["facts_from"].startswith("https://huggingface.co/")
+
+
+# The registry
+
+
+def test_some_thirty_sets_are_known_and_every_fact_has_its_place():
+    entries = {entry.id: entry for entry in registry().values()}
+    assert len(entries) >= 30
+    names = [name for entry in entries.values() for name in (entry.id, *entry.aliases)]
+    assert len({name.casefold() for name in names}) == len(names)
+    for entry in entries.values():
+        assert entry.source
+        assert set(entry.unverified) <= {"licence", "terms", "prompts_by", "answers_by"}
+        assert all(getattr(entry, name) for name in entry.unverified)
+        if "nothing that could be read" in entry.source:
+            given = {name for name in ("licence", "terms", "prompts_by", "answers_by") if getattr(entry, name)}
+            assert set(entry.unverified) == given, entry.id
+
+
+def test_every_licence_and_term_of_the_registry_is_known_to_the_shipped_policy():
+    for entry in registry().values():
+        if entry.licence and entry.licence not in ("NONE", "NOASSERTION"):
+            assert "unknown-licence" not in rules(verdict(name=entry.id)), entry.id
+        for trait in entry.terms:
+            assert shipped().refuses("terms", trait), entry.id
+        for name in (entry.prompts_by or "").split(","):
+            assert not name or shipped().author(name), f"{entry.id}: {name}"
+
+
+KNOWN = {
+    "ultrachat-200k": ["competing-model"],
+    "HuggingFaceH4/ultrachat_200k": ["competing-model"],
+    "sharegpt": ["unknown-licence"],
+    "oasst1": [],
+    "OpenAssistant/oasst2": [],
+    "wildchat": [],
+    "openorca": [],
+    "no-robots": ["non-commercial"],
+    "alpaca": ["non-commercial", "competing-model"],
+    "spec-bench": ["evaluation-only"],
+    "infinity-instruct": ["unknown-author"],
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_known_set_needs_no_statement(name):
+    assert rules(verdict(name=name)) == KNOWN[name]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "databricks/databricks-dolly-15k",
+        "hf://datasets/databricks/databricks-dolly-15k/train.jsonl",
+        "hf://datasets/databricks/databricks-dolly-15k@main",
+        "https://huggingface.co/datasets/databricks/databricks-dolly-15k/resolve/main/train.jsonl",
+    ],
+)
+def test_a_set_is_found_by_its_hub_id(path):
+    judged = verdict(path=path)
+    assert judged.known_as == "databricks-dolly-15k"
+    assert judged.allowed
+    assert any("from the registry" in note for note in judged.notes)
+
+
+def test_a_file_name_alone_is_no_evidence_but_a_hint():
+    judged = verdict(path="/raw/gsm8k.jsonl")
+    assert judged.known_as == ""
+    assert rules(judged) == ["unknown-licence", "unknown-author"]
+    with pytest.raises(InputError, match="or name: gsm8k"):
+        require([judged])
+    assert find(Source(path="gsm8k")) is None
+
+
+@pytest.mark.parametrize("path", ["builtin", str(demo_prompts())])
+def test_the_packaged_prompts_are_known_by_their_place(path):
+    judged = verdict(path=path, name="demo", licence="CC0-1.0")
+    assert judged.known_as == "eyas-demo-prompts"
+    assert judged.prompts_by == "program"
+    assert judged.allowed
+
+
+def test_what_was_not_verified_is_said():
+    assert "unverified" in verdict(name="star").duties
+    assert "unverified" not in verdict(name="star", licence="MIT").duties
+    assert "unverified" not in verdict(name="oasst1").duties
+
+
+CONTRADICTIONS = {
+    "another licence": {"name": "no-robots", "licence": "MIT"},
+    "a licence where none is given": {"name": "sharegpt", "licence": "Apache-2.0"},
+    "people where it was a model": {"name": "ultrachat-200k", "prompts_by": "human"},
+    "some of the authors": {"name": "self-instruct", "prompts_by": "human"},
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_a_statement_that_contradicts_the_registry_is_refused(name):
+    assert rules(verdict(**CONTRADICTIONS[name])) == ["contradiction"]
+
+
+def test_a_contradiction_can_be_overruled_and_what_is_stated_then_counts():
+    judged = verdict(name="no-robots", licence="MIT", overrule={"contradiction": "relicensed to us"})
+    assert judged.allowed
+    assert judged.licence == "MIT"
+    assert "CC-BY-NC-4.0" in judged.overruled[0].because
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"name": "alpaca", "licence": "cc-by-nc-4.0"},
+        {"name": "ultrachat-200k", "prompts_by": "gpt-3.5-turbo"},
+        {"name": "tulu-3", "licence": "CC-BY-NC-4.0 AND ODC-By-1.0"},
+        {"name": "oasst1", "answers_by": "gpt-4"},  # said of answers, which are dropped
+    ],
+)
+def test_the_same_in_other_words_is_no_contradiction(stated):
+    assert "contradiction" not in rules(verdict(**stated))
+
+
+def test_the_registry_rejects_fields_that_it_does_not_know():
+    with pytest.raises(ValidationError):
+        KnownSet(id="x", url="https://x.org", source="y", checked="2026-01-01", license="MIT")
+
+
+# Policies of one's own
+
+
+def policy_of(folder: Path, text: str) -> Policy:
+    path = folder / "policy.yaml"
+    path.write_text(text)
+    return read_policy(str(path))
+
+
+HEAD = 'name: ours\nversion: "3"\n'
+
+
+def test_without_a_path_it_is_the_shipped_policy():
+    assert read_policy(None) == shipped()
+
+
+def test_a_policy_adds_and_removes_licences_and_rules(tmp_path):
+    ours = policy_of(
+        tmp_path,
+        HEAD
+        + "remove_rules: [evaluation-only]\n"
+        + "remove_licences: [CC-BY-SA-4.0]\n"
+        + "traits: {fee: a fee is due to the publisher}\n"
+        + "licences: [{ids: [LicenseRef-ours], traits: [fee]}]\n"
+        + "authors: [{family: us, names: [our-model-*]}]\n"
+        + "rules: [{name: answers, fields: [answers_by], refuse: [no-competing-models], because: we keep our hands off}]\n",
+    )
+    judged = judge(Source(licence="LicenseRef-ours", prompts_by="our-model-7b", answers_by="human"), ours)
+    assert judged.allowed
+    assert judged.duties == {"fee": "LicenseRef-ours: a fee is due to the publisher"}
+    assert rules(judge(Source(licence="CC-BY-SA-4.0", **HUMAN), ours)) == ["unknown-licence"]
+    assert judge(Source(licence="LicenseRef-evaluation-only", **HUMAN), ours).allowed
+    assert rules(judge(Source(licence="MIT", prompts_by="human", answers_by="gpt-4"), ours)) == ["answers"]
+    assert rules(judge(Source(licence="CC-BY-NC-4.0", **HUMAN), ours)) == ["non-commercial"]
+
+
+def test_what_no_rule_refuses_any_more_becomes_a_duty(tmp_path):
+    ours = policy_of(tmp_path, HEAD + "remove_rules: [non-commercial]\n")
+    judged = judge(Source(licence="CC-BY-NC-4.0", **HUMAN), ours)
+    assert judged.allowed
+    assert "not for commercial use" in judged.duties["non-commercial"]
+
+
+def test_a_rule_of_the_same_name_replaces_the_shipped_one(tmp_path):
+    line = "rules: [{name: non-commercial, fields: [licence], refuse: [share-alike], because: odd}]\n"
+    ours = policy_of(tmp_path, HEAD + line)
+    assert rules(judge(Source(licence="CC-BY-SA-4.0", **HUMAN), ours)) == ["non-commercial"]
+    assert judge(Source(licence="CC-BY-NC-4.0", **HUMAN), ours).allowed
+
+
+def test_a_strict_policy_can_refuse_what_was_not_verified(tmp_path):
+    line = "rules: [{name: unverified, fields: [licence, prompts_by], refuse: [unverified], because: look first}]\n"
+    ours = policy_of(tmp_path, HEAD + line)
+    assert rules(judge(Source(name="star"), ours)) == ["unverified"]
+    assert judge(Source(name="oasst1"), ours).allowed
+
+
+def test_a_policy_can_stand_by_itself(tmp_path):
+    ours = policy_of(
+        tmp_path,
+        HEAD
+        + "extends: nothing\nrules: [{name: known, fields: [licence], refuse: [unknown], because: so}]\n"
+        + "licences: [{ids: [MIT]}]\n",
+    )
+    assert judge(Source(licence="MIT", prompts_by="gpt-4"), ours).allowed
+    assert rules(judge(Source(licence="Apache-2.0", prompts_by="human"), ours)) == ["known"]
+
+
+def test_the_identity_is_of_what_a_policy_says(tmp_path):
+    one, same, other = (policy_of(tmp_path, HEAD + text) for text in ("", "# a comment\n", "remove_rules: [evaluation-only]\n"))
+    assert one.identity == same.identity
+    assert len({shipped().identity, one.identity, other.identity}) == 3
+    assert judge(Source(licence="MIT", **HUMAN), one).policy == f"ours 3 ({one.identity})"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name: [", "is not YAML"),
+        ("just words", "name: Field required"),
+        (HEAD + "rule: []\n", "rule: Extra inputs"),
+        (HEAD + "rules: [{name: x, fields: [license], refuse: [unknown], because: y}]\n", r"rules\.0\.fields\.0"),
+        (HEAD + "rules: [{name: x, fields: [licence], refuse: [odd], because: y}]\n", "a trait that does not exist: 'odd'"),
+        (HEAD + "licences: [{ids: [X], traits: [odd]}]\n", "a trait that does not exist: 'odd'"),
+        (HEAD + "remove_rules: [odd]\n", "a rule that does not exist: 'odd'"),
+        (HEAD + "remove_licences: [odd]\n", "a licence that does not exist: 'odd'"),
+        (HEAD + "rules: [&a {name: x, fields: [terms], refuse: [unknown], because: y}, *a]\n", "two rules called 'x'"),
+        (HEAD + "extends: nothing\n", "no rule"),
+    ],
+)
+def test_a_policy_that_does_not_fit_says_where(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message):
+        policy_of(tmp_path, text)
+
+
+def test_a_policy_that_is_not_there_says_so(tmp_path):
+    with pytest.raises(MissingInputError, match="no policy can be read"):
+        read_policy(str(tmp_path / "none.yaml"))
+
+
+# SPDX expressions
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "ends where"),
+        ("MIT OR", "ends where"),
+        ("AND MIT", "'AND' where a licence id"),
+        ("MIT Apache-2.0", "'Apache-2.0' where AND, OR"),
+        ("(MIT", "bracket"),
+        ("MIT)", r"'\)' where"),
+        ("()", r"'\)' where a licence id"),
+        ("MIT WITH", "ends where"),
+        ("M/T", "is no licence id|where AND"),
+        ("(" * 400 + "MIT" + ")" * 400, "longer"),
+        ("(" * 148 + "MIT", "bracket"),
+    ],
+)
+def test_what_is_no_expression_says_why(text, message):
+    with pytest.raises(ValueError, match=message):
+        spdx.parse(text)
+
+
+def test_and_binds_tighter_than_or():
+    tree = spdx.parse("MIT OR ISC AND Zlib")
+    assert tree == spdx.OneOf((spdx.Licence("MIT"), spdx.AllOf((spdx.Licence("ISC"), spdx.Licence("Zlib")))))
+    assert spdx.key(spdx.parse("zlib and isc or mit")) == spdx.key(tree)
+    assert spdx.key(spdx.parse("(MIT OR ISC) AND Zlib")) != spdx.key(tree)
+
+
+LICENCES = st.builds(
+    spdx.Licence, st.sampled_from(["MIT", "CC-BY-NC-4.0", "GPL-2.0+", "LicenseRef-x"]), st.sampled_from(["", "E-1"])
+)
+TREES = st.recursive(
+    LICENCES,
+    lambda inner: st.one_of(
+        st.builds(lambda parts: spdx.AllOf(tuple(parts)), st.lists(inner, min_size=2, max_size=3)),
+        st.builds(lambda parts: spdx.OneOf(tuple(parts)), st.lists(inner, min_size=2, max_size=3)),
+    ),
+    max_leaves=6,
+)
+
+
+@given(TREES)
+def test_a_tree_written_and_read_means_the_same(tree):
+    """Brackets that change nothing may go, so meaning is compared: which choices of licences satisfy the tree."""
+    assert satisfied_by(spdx.parse(str(tree))) == satisfied_by(tree)
+
+
+def satisfied_by(tree: spdx.Expression) -> frozenset[frozenset[str]]:
+    """The sets of licences that together satisfy a tree, those left out that hold a smaller one."""
+    if isinstance(tree, spdx.Licence):
+        return frozenset({frozenset({str(tree)})})
+    parts = [satisfied_by(part) for part in tree.parts]
+    if isinstance(tree, spdx.OneOf):
+        found = frozenset().union(*parts)
+    else:
+        found = frozenset({frozenset()})
+        for part in parts:
+            found = frozenset(one | other for one in found for other in part)
+    return frozenset(one for one in found if not any(other < one for other in found))
+
+
+@given(TREES)
+def test_the_gate_agrees_with_the_meaning_of_an_expression(tree):
+    """It lets through exactly what some choice of licences without a refused one satisfies."""
+    allowed = {"MIT", "GPL-2.0+", "MIT WITH E-1", "GPL-2.0+ WITH E-1"}
+    expected = any(choice <= allowed for choice in satisfied_by(tree))
+    assert verdict(licence=str(tree), **HUMAN).allowed == expected
