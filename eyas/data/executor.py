@@ -1,0 +1,130 @@
+"""Where work runs: one function over many jobs, in this process or in several, its results in the order of the jobs.
+
+Knows processes. Knows nothing of the work: a job and its result are whatever can be pickled. A fixed number of jobs is on its
+way at a time, so memory does not grow with their number, and the jobs are made as they are needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, Protocol, TypeVar
+
+from eyas.errors import EyasError
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+JobIn = TypeVar("JobIn", contravariant=True)
+ResultOut = TypeVar("ResultOut", covariant=True)
+
+IN_FLIGHT = 2  # jobs per worker: one that it does, one that waits for it
+
+
+class Work(Protocol[JobIn, ResultOut]):
+    """Something to do, small enough to be sent to a process; `ready` builds there, once, what all jobs need."""
+
+    def ready(self) -> Callable[[JobIn], ResultOut]: ...
+
+
+class Executor(Protocol):
+    """A place for work. What it gives depends on the work and the jobs alone, not on the place."""
+
+    def map(self, work: Work[Job, Result], jobs: Iterable[Job]) -> Generator[Result]: ...
+
+
+class Worker:
+    """What stays in a process between two jobs. An error meant for the user is a result: it reaches them as it was raised."""
+
+    def __init__(self, work: Work[Any, Any]) -> None:
+        self._work = work
+        self._function: Callable[[Any], Any] | None = None
+
+    def perform(self, job: Any) -> Any:
+        """The result of a job, or the EyasError that it ended in."""
+        try:
+            self._function = self._function or self._work.ready()
+            return self._function(job)
+        except EyasError as error:
+            return error
+
+
+def worker_died(error: BaseException) -> EyasError:
+    """The error for a process that ended amid its work, whichever executor it belonged to."""
+    died = EyasError(
+        "a worker process ended amid its work: it was killed, or there was no memory left",
+        "run the same command again: finished blocks are kept; fewer `workers` need less memory",
+    )
+    died.__cause__ = error
+    return died
+
+
+def accepted(result: Any) -> Any:
+    """A worker's result; raises it where it is an error."""
+    if isinstance(result, EyasError):
+        raise result
+    return result
+
+
+class LocalExecutor:
+    """Processes of this machine; with one worker, or a single job, this process itself."""
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+
+    def map(self, work: Work[Job, Result], jobs: Iterable[Job]) -> Generator[Result]:
+        """Results in the order of the jobs. Raises the first EyasError of a job, and EyasError when a process dies."""
+        waiting = iter(jobs)
+        first = list(itertools.islice(waiting, 2))
+        if self._workers == 1 or len(first) < 2:
+            return self._here(work, itertools.chain(first, waiting))
+        return self._in_processes(work, itertools.chain(first, waiting))
+
+    def _here(self, work: Work[Job, Result], jobs: Iterable[Job]) -> Generator[Result]:
+        worker = Worker(work)
+        for job in jobs:
+            yield accepted(worker.perform(job))
+
+    def _in_processes(self, work: Work[Job, Result], jobs: Iterable[Job]) -> Generator[Result]:
+        # Spawned, not forked: what threads and locks this process holds stays out of the workers.
+        spawn = multiprocessing.get_context("spawn")
+        pool = ProcessPoolExecutor(self._workers, spawn, initializer=_begin, initargs=(work,))
+        running: deque[Future[Any]] = deque()
+        try:
+            for job in jobs:
+                running.append(pool.submit(_perform, job))
+                if len(running) == self._workers * IN_FLIGHT:
+                    yield accepted(running.popleft().result())
+            while running:
+                yield accepted(running.popleft().result())
+        except BrokenProcessPool as error:
+            raise worker_died(error) from error
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+_worker: list[Worker] = []  # in a worker process, the one that it is
+
+
+def _begin(work: Work[Any, Any]) -> None:
+    """The beginning of a worker process: it leaves Ctrl-C to its parent, and ends when its parent does, however that ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _worker.append(Worker(work))
+
+
+def _perform(job: Any) -> Any:
+    return _worker[0].perform(job)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "only a worker process watches its parent"
+    parent.join()
+    os._exit(1)

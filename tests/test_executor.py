@@ -1,0 +1,125 @@
+"""Executors: the same results in the same order wherever the work runs, and a clear end when a worker or the parent dies."""
+
+import dataclasses
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from eyas.data import ray_executor
+from eyas.data.executor import IN_FLIGHT, LocalExecutor
+from eyas.data.ray_executor import RayExecutor
+from eyas.errors import ConfigError, CorruptError, EyasError
+
+ROOT = Path(__file__).resolve().parents[1]
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
+KINDS = [
+    pytest.param(LocalExecutor, 1, id="here"),
+    pytest.param(LocalExecutor, 2, id="processes"),
+    pytest.param(RayExecutor, 2, id="ray", marks=needs_ray),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Work that multiplies; `None` is a job that cannot be done, and a negative one kills its process."""
+
+    factor: int
+
+    def ready(self):
+        started = (os.getpid(), time.monotonic_ns())
+
+        def multiplied(job):
+            if job is None:
+                raise CorruptError("nothing to multiply", "give a number")
+            if job < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return job * self.factor, started
+
+        return multiplied
+
+
+@dataclasses.dataclass(frozen=True)
+class NeverReady:
+    def ready(self):
+        raise ConfigError("not to be built", "give it up")
+
+
+@pytest.mark.parametrize(("kind", "workers"), KINDS)
+def test_results_come_in_the_order_of_the_jobs_and_work_is_built_once_a_worker(kind, workers):
+    results = list(kind(workers).map(Times(3), range(40)))
+    assert [result for result, _ in results] == [3 * job for job in range(40)]
+    assert 1 <= len({started for _, started in results}) <= workers
+
+
+@pytest.mark.parametrize(("kind", "workers"), KINDS)
+def test_a_fixed_number_of_jobs_is_on_its_way(kind, workers):
+    made = itertools.count()
+    results = kind(workers).map(Times(1), made)
+    for number in range(30):
+        assert next(results)[0] == number
+    results.close()
+    assert next(made) <= 30 + max(2, workers * IN_FLIGHT)
+
+
+@pytest.mark.parametrize(("kind", "workers"), KINDS)
+def test_an_error_for_the_user_comes_as_it_was_raised(kind, workers):
+    results = kind(workers).map(Times(1), [1, 2, None, 4])
+    assert [next(results)[0], next(results)[0]] == [1, 2]
+    with pytest.raises(CorruptError, match="nothing to multiply") as raised:
+        next(results)
+    assert (raised.value.what, raised.value.hint) == ("nothing to multiply", "give a number")
+    with pytest.raises(ConfigError, match="not to be built"):
+        list(kind(workers).map(NeverReady(), [1, 2, 3]))
+
+
+@pytest.mark.parametrize(("kind", "workers"), KINDS[1:])
+def test_a_killed_worker_is_a_clear_error(kind, workers):
+    with pytest.raises(EyasError, match="a worker process ended amid its work") as raised:
+        list(kind(workers).map(Times(1), [1, 2, -1, 4, 5, 6]))
+    assert "run the same command again" in raised.value.hint
+
+
+def test_one_job_needs_no_process():
+    ((_, (process, _)),) = LocalExecutor(2).map(Times(1), [1])
+    assert process == os.getpid()
+    assert list(LocalExecutor(2).map(Times(1), [])) == []
+
+
+def test_workers_end_with_their_parent_however_it_ends():
+    code = """
+import itertools, time
+from eyas.data.executor import LocalExecutor
+from tests.test_executor import Times
+results = LocalExecutor(2).map(Times(1), itertools.count())
+print(*{next(results)[1][0] for _ in range(20)}, flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+        workers = [int(process) for process in parent.stdout.readline().split()]
+        assert workers
+        assert all(runs(process) for process in workers)
+        parent.kill()
+    deadline = time.monotonic() + 30
+    while any(runs(process) for process in workers):
+        assert time.monotonic() < deadline, "workers outlive their parent"
+        time.sleep(0.05)
+
+
+def runs(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_without_ray_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(ray_executor, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"eyas\[ray\]"):
+        RayExecutor(2)
