@@ -12,6 +12,7 @@ Letters: R rows, G n-grams of several rows end to end, B buckets, L classes of l
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 import re
@@ -220,6 +221,11 @@ class Profile:
         self.num_rows += int(keep.sum())
         self.grams += np.bincount(block.of(keep), minlength=NUM_BUCKETS)
         self.lengths += np.bincount(length_classes(block.characters[keep]), minlength=len(LENGTHS))
+
+
+def length_class(characters: int) -> int:
+    """The place in LENGTHS of a number of characters."""
+    return bisect.bisect_right(LENGTHS, characters) - 1
 
 
 def length_classes(characters: Sequence[int] | NDArray[np.integer[Any]]) -> Ints:
