@@ -1,8 +1,8 @@
 """Where an artifact comes from: every stage, source, licence and filter that made it. Knows manifests and reads no other file.
 
 A manifest holds the manifests of its inputs, so the walk needs the artifact alone, wherever its inputs went. A source is an
-input that eyas did not make (stage "source"): its identity is the SHA-256 of its bytes, its config holds the licence. What
-became of its rows stands in the ledger of the stage that read it.
+input that eyas did not make (stage "source"): its identity is the SHA-256 of its bytes, its config holds the licence and who
+wrote it. What became of its rows, and why it could be used, stands in the ledger among the facts of the stage that read it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,34 @@ SOURCE = "source"
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One set of raw rows. dropped: rows by reason; a source that no ledger counted has zeros."""
+    """One set of raw rows. dropped: rows by reason; a source that no ledger counted has zeros.
+
+    verdict: what the licence gate said (`Verdict.to_json` of eyas.data.licence); empty where no gate was asked.
+    """
 
     name: str
     licence: str
     sha256: str
     url: str
+    prompts_by: str = "not given"
+    answers_by: str = "not given"
+    verdict: Mapping[str, Any] = field(default_factory=dict)
     num_rows: int = 0
     num_kept: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
+
+    def terms(self) -> Iterator[str]:
+        """Line by line: who wrote it, what the gate said and under which policy, what was overruled and why, the duties."""
+        yield f"prompts by {self.prompts_by}; answers, which are not used, by {self.answers_by}"
+        if not self.verdict:
+            yield "no licence gate was asked"
+            return
+        yield f"{self.verdict['verdict']} by the policy {self.verdict['policy']}"
+        for one in self.verdict["overruled"]:
+            yield f"overruled {one['rule']} ({one['field']} {one['value']}): {one['reason']}"
+        for trait, text in self.verdict["duties"].items():
+            yield f"duty, {trait}: {text}"
+        yield from (f"note: {note}" for note in self.verdict["notes"])
 
 
 def stages(manifest: Manifest) -> list[Manifest]:
@@ -46,8 +65,7 @@ def sources(manifest: Manifest) -> list[Source]:
 
 def read_by(stage: Manifest) -> list[Source]:
     """The sources that a stage itself read."""
-    accounts = (stage.facts.get("ledger") or {}).get("sources") or {}
-    return [_source(name, made, accounts.get(name) or {}) for name, made in stage.inputs.items() if made.stage == SOURCE]
+    return [_source(name, made, stage.facts.get("ledger") or {}) for name, made in stage.inputs.items() if made.stage == SOURCE]
 
 
 def lines(manifest: Manifest, name: str = "", depth: int = 0) -> Iterator[str]:
@@ -58,7 +76,9 @@ def lines(manifest: Manifest, name: str = "", depth: int = 0) -> Iterator[str]:
     for title, values in (("config", manifest.config), ("counts", manifest.counts)):
         if values:
             yield f"{margin}  {title}: {_pairs(values)}"
-    yield from (f"{margin}  {describe(source)}" for source in read_by(manifest))
+    for source in read_by(manifest):
+        yield f"{margin}  {describe(source)}"
+        yield from (f"{margin}    {line}" for line in source.terms())
     for role, made in manifest.inputs.items():
         if made.stage != SOURCE:
             yield from lines(made, role, depth + 1)
@@ -71,12 +91,20 @@ def describe(source: Source) -> str:
     return f"source {source.name}: {source.licence}{rows}, sha256 {source.sha256}, {source.url}"
 
 
-def _source(name: str, made: Manifest, account: Mapping[str, Any]) -> Source:
+def _source(name: str, made: Manifest, ledger: Mapping[str, Any]) -> Source:
+    account = (ledger.get("sources") or {}).get(name) or {}
+    verdict: Mapping[str, Any] = next((one for one in ledger.get("licences") or () if one["source"] == name), {})
+    licence, prompts_by, answers_by = (
+        str(verdict.get(field) or made.config.get(field) or "not given") for field in ("licence", "prompts_by", "answers_by")
+    )
     return Source(
         name=name,
-        licence=str(made.config.get("licence") or "not given"),
+        licence=licence,
         sha256=made.identity,
         url=made.url,
+        prompts_by=prompts_by,
+        answers_by=answers_by,
+        verdict=verdict,
         num_rows=int(account.get("rows_in", 0)),
         num_kept=int(account.get("rows_out", 0)),
         dropped=account.get("dropped") or {},

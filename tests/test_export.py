@@ -11,6 +11,8 @@ import torch
 from pydantic import ValidationError
 
 from eyas.artifact import Artifact, Manifest, identity
+from eyas.data.licence import judge
+from eyas.data.policy import shipped
 from eyas.errors import CorruptError, MismatchError, MissingInputError
 from eyas.export.card import Launch
 from eyas.export.check import check
@@ -18,6 +20,7 @@ from eyas.export.export import ExportConfig, export, prove_equal, replay
 from eyas.model.checkpoint import read_head, write_head
 from eyas.model.head import load_head
 from eyas.model.vocab import TargetVocabulary
+from tests.stated import Source
 from tests.tiny import tiny_target
 from tests.tiny_head import edit_config, edit_tensors, head_folder, tiny_head
 
@@ -35,9 +38,11 @@ def trained(target: Path, url: str, **options) -> Artifact:
         stage="source", identity="aa", config={"licence": "CC-BY-SA-4.0"}, counts={}, files={}, url="/home/me/sgd.jsonl"
     )
     account = {"rows_in": 1200, "rows_out": 1000, "dropped": {"duplicate": 200}}
+    stated = Source(name="sgd", licence="CC-BY-SA-4.0", prompts_by="human", answers_by="gpt-4")
+    ledger = {"sources": {"sgd": account}, "licences": [judge(stated, shipped()).to_json()]}
     prompts = Artifact(f"{url}-prompts")
     prompts.begin(identity("prompts", {}, {"sgd": raw}))
-    made = prompts.finish("prompts", {}, {"sgd": raw}, {"prompts": 1000}, {"ledger": {"sources": {"sgd": account}}})
+    made = prompts.finish("prompts", {}, {"sgd": raw}, {"prompts": 1000}, {"ledger": ledger})
     artifact = Artifact(url)
     artifact.begin(identity("train", {"epochs": 3}, {"features": made}))
     for name, data in write_head(*tiny_head(target, **options), "eyas").items():
@@ -81,6 +86,10 @@ def test_card_has_commands_lineage_and_measurements_but_no_folder_of_ours(target
     assert manifest.facts["commands"]["sglang"] in card
     assert manifest.facts["commands"]["vllm"] in card
     assert "sgd: CC-BY-SA-4.0; 1,000 of 1,200 rows kept (dropped: 200 duplicate); SHA-256 `aa`" in card
+    assert "  - prompts by human; answers, which are not used, by gpt-4" in card
+    assert f"  - allowed by the policy {shipped().title}" in card
+    assert "  - duty, attribution: CC-BY-SA-4.0: name the authors" in card
+    assert "  - note: answers by gpt-4 would be refused" in card
     assert "tau 2.72" in card
     assert manifest.files["vllm/model.safetensors"].sha256 in card
     assert TargetVocabulary.load(target).lm_head_sha256 in card

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -17,22 +15,7 @@ from eyas.data import spdx
 from eyas.data.licence import PLACEHOLDER, KnownSet, Verdict, find, gate, judge, registry, require
 from eyas.data.policy import Policy, read_policy, shipped
 from eyas.errors import ConfigError, InputError, MissingInputError
-
-
-@dataclass(frozen=True)
-class Source:
-    """What the gate reads of a source, as a run file states it."""
-
-    licence: str | None = None
-    prompts_by: str | None = None
-    answers_by: str | None = None
-    name: str | None = None
-    path: str = "/raw/mine.jsonl"
-    overrule: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def label(self) -> str:
-        return self.name or Path(self.path).stem
+from tests.stated import Source
 
 
 def verdict(**stated) -> Verdict:
@@ -234,6 +217,7 @@ def test_a_known_set_needs_no_statement(name):
     "path",
     [
         "databricks/databricks-dolly-15k",
+        "databricks/databricks-dolly-15k@bdd27f4",
         "hf://datasets/databricks/databricks-dolly-15k/train.jsonl",
         "hf://datasets/databricks/databricks-dolly-15k@main",
         "https://huggingface.co/datasets/databricks/databricks-dolly-15k/resolve/main/train.jsonl",
@@ -243,6 +227,7 @@ def test_a_set_is_found_by_its_hub_id(path):
     judged = verdict(path=path)
     assert judged.known_as == "databricks-dolly-15k"
     assert judged.allowed
+    assert judged.terms == {"licence": "CC-BY-SA-3.0", "prompts_by": "human", "answers_by": "human"}
     assert any("from the registry" in note for note in judged.notes)
 
 

@@ -5,9 +5,26 @@ from __future__ import annotations
 import pytest
 
 from eyas.artifact import Artifact, Manifest, identity
+from eyas.data.licence import judge
+from eyas.data.policy import shipped
 from eyas.lineage import describe, lines, sources, stages
+from tests.stated import Source
 
-LEDGER = {"sources": {"sgd": {"rows_in": 100, "rows_out": 90, "dropped": {"duplicate": 7, "personal_data": 3}}}}
+REASON = "the publisher agreed, letter of 3 May"
+VERDICT = judge(
+    Source(
+        path="/raw/aa",
+        name="sgd",
+        licence="CC-BY-SA-4.0",
+        prompts_by="gpt-4",
+        overrule={"contradiction": "x", "competing-model": REASON},
+    ),
+    shipped(),
+).to_json()
+LEDGER = {
+    "sources": {"sgd": {"rows_in": 100, "rows_out": 90, "dropped": {"duplicate": 7, "personal_data": 3}}},
+    "licences": [VERDICT],
+}
 
 
 def source(licence: str, sha256: str) -> Manifest:
@@ -43,6 +60,21 @@ def test_every_source_is_found_once_with_licence_and_rows(head):
     assert (tldr.name, tldr.licence, tldr.num_rows) == ("tldr", "CC-BY-4.0", 0)
 
 
+def test_a_source_says_who_wrote_it_and_why_it_may_be_used(head):
+    sgd, tldr = sources(head)
+    text = list(sgd.terms())
+    assert text[0] == "prompts by gpt-4; answers, which are not used, by human"
+    assert text[1] == f"overruled by the policy {shipped().title}"
+    assert f"overruled competing-model (prompts_by gpt-4): {REASON}" in text
+    assert any(line.startswith("duty, share-alike: CC-BY-SA-4.0") for line in text)
+    assert any(line.startswith("duty, attribution") and "Google" in line for line in text)
+    assert any(line.startswith("note: answers_by from the registry") for line in text)
+    assert list(tldr.terms()) == [
+        "prompts by not given; answers, which are not used, by not given",
+        "no licence gate was asked",
+    ]
+
+
 def test_same_name_with_other_bytes_is_another_source(tmp_path):
     first = finished(tmp_path, "prompts", {"sgd": source("MIT", "aa")})
     second = finished(tmp_path / "again", "prompts", {"sgd": source("CC-BY-4.0", "cc")})
@@ -60,11 +92,13 @@ def test_lines_show_filters_and_drops_below_what_they_made(head):
     text = list(lines(head))
     depth = [len(line) - len(line.lstrip()) for line in text]
     where = {
-        word: next(place for place, line in enumerate(text) if word in line) for word in ("capture ", "generate ", "prompts ")
+        word: next(place for place, line in enumerate(text) if word in line)
+        for word in (": capture ", ": generate ", ": prompts ")
     }
     assert text[0].startswith(f"train {head.identity}")
-    assert [depth[where[word]] for word in ("capture ", "generate ", "prompts ")] == [2, 4, 6]
+    assert [depth[place] for place in where.values()] == [2, 4, 6]
     assert any("max_characters 8000" in line for line in text)
+    assert any(f"overruled competing-model (prompts_by gpt-4): {REASON}" in line for line in text)
     assert any("CC-BY-SA-4.0, 90 of 100 rows kept (dropped: duplicate 7, personal_data 3), sha256 aa" in line for line in text)
 
 

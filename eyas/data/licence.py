@@ -29,8 +29,10 @@ NO_LICENCE = "NONE"  # SPDX: the author gives none
 PLACEHOLDER = "<why this use is allowed>"
 COMPARED: tuple[Subject, ...] = ("licence", "prompts_by", "answers_by")
 
-# org/name on the Hugging Face hub: alone, or after a prefix and before a revision or a file.
-HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)|(?:hf://(?:datasets/)?|https://huggingface\.co/datasets/)([\w.-]+/[\w.-]+)(?:[@/].*)?")
+# owner/name on the Hugging Face hub: alone or with a revision, or after a prefix and before a revision or a file.
+HUB_ID = re.compile(
+    r"([\w.-]+/[\w.-]+)(?:@.*)?|(?:hf://(?:datasets/)?|https://huggingface\.co/datasets/)([\w.-]+/[\w.-]+)(?:[@/].*)?"
+)
 
 
 class Stated(Protocol):
@@ -128,6 +130,11 @@ class Verdict:
     @property
     def allowed(self) -> bool:
         return not self.refusals and not self.mistakes
+
+    @property
+    def terms(self) -> dict[str, str]:
+        """What holds, from run file and registry: the fields of a source's config that readers and manifests pass on."""
+        return {"licence": self.licence, "prompts_by": self.prompts_by, "answers_by": self.answers_by}
 
     def to_json(self) -> dict[str, Any]:
         """What ledger, manifest and model card keep of a verdict: {"verdict": "allowed", "overruled" or "refused", ...}."""

@@ -134,10 +134,11 @@ class Card:
         if not found:
             yield "The lineage of this head names no source."
             return
-        yield "The target answered prompts from these sources; only their user turns were used. Their licences:"
+        yield "The target answered prompts from these sources; only their user turns were used."
         yield ""
         for source in found:
             yield _source_line(source)
+            yield from (f"  - {line}" for line in source.terms())
 
     def _files(self) -> Iterator[str]:
         yield from (
