@@ -40,7 +40,8 @@ class Source:
         if not self.verdict:
             yield "no licence gate was asked"
             return
-        yield f"{self.verdict['verdict']} by the policy {self.verdict['policy']}"
+        verdict = "refused, and overruled," if self.verdict["overruled"] else "allowed"
+        yield f"{verdict} under the policy {self.verdict['policy']}"
         for one in self.verdict["overruled"]:
             yield f"overruled {one['rule']} ({one['field']} {one['value']}): {one['reason']}"
         for trait, text in self.verdict["duties"].items():

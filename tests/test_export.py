@@ -87,7 +87,7 @@ def test_card_has_commands_lineage_and_measurements_but_no_folder_of_ours(target
     assert manifest.facts["commands"]["vllm"] in card
     assert "sgd: CC-BY-SA-4.0; 1,000 of 1,200 rows kept (dropped: 200 duplicate); SHA-256 `aa`" in card
     assert "  - prompts by human; answers, which are not used, by gpt-4" in card
-    assert f"  - allowed by the policy {shipped().title}" in card
+    assert f"  - allowed under the policy {shipped().title}" in card
     assert "  - duty, attribution: CC-BY-SA-4.0: name the authors" in card
     assert "  - note: answers by gpt-4 would be refused" in card
     assert "tau 2.72" in card

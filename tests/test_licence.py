@@ -231,6 +231,13 @@ def test_a_set_is_found_by_its_hub_id(path):
     assert any("from the registry" in note for note in judged.notes)
 
 
+def test_a_folder_of_that_name_is_not_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find(Source(path="openai/gsm8k")) is not None
+    (tmp_path / "openai" / "gsm8k").mkdir(parents=True)
+    assert find(Source(path="openai/gsm8k")) is None
+
+
 def test_a_file_name_alone_is_no_evidence_but_a_hint():
     judged = verdict(path="/raw/gsm8k.jsonl")
     assert judged.known_as == ""

@@ -64,7 +64,7 @@ def test_a_source_says_who_wrote_it_and_why_it_may_be_used(head):
     sgd, tldr = sources(head)
     text = list(sgd.terms())
     assert text[0] == "prompts by gpt-4; answers, which are not used, by human"
-    assert text[1] == f"overruled by the policy {shipped().title}"
+    assert text[1] == f"refused, and overruled, under the policy {shipped().title}"
     assert f"overruled competing-model (prompts_by gpt-4): {REASON}" in text
     assert any(line.startswith("duty, share-alike: CC-BY-SA-4.0") for line in text)
     assert any(line.startswith("duty, attribution") and "Google" in line for line in text)

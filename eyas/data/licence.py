@@ -196,9 +196,8 @@ def judge(source: Stated, policy: Policy) -> Verdict:
 
 def find(source: Stated) -> KnownSet | None:
     """The registry's entry of a source: by its hub id, or by the name that the run file gives it; never by a file's name."""
-    hub_id = HUB_ID.fullmatch(source.path)
     packaged = builtin.BUILTIN if source.path in PACKAGED else None
-    names = (*(hub_id.groups() if hub_id else ()), packaged, source.name)
+    names = (_hub_id(source.path), packaged, source.name)
     return next((registry()[_spelled(name)] for name in names if name and _spelled(name) in registry()), None)
 
 
@@ -346,7 +345,15 @@ def _complaint(verdict: Verdict) -> Iterator[str]:
     yield from (f"    {mistake}" for mistake in verdict.mistakes)
 
 
-# Spellings.
+# Names and their spellings.
+
+
+def _hub_id(path: str) -> str | None:
+    found = HUB_ID.fullmatch(path)
+    if found is None:
+        return None
+    bare, prefixed = found.groups()
+    return prefixed or (None if Path(path).exists() else bare)  # a folder of one's own is read in the hub's stead
 
 
 def _canonical(text: str | None) -> str:
