@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -16,6 +17,9 @@ from eyas.data.licence import PLACEHOLDER, KnownSet, Verdict, find, gate, judge,
 from eyas.data.policy import Policy, read_policy, shipped
 from eyas.errors import ConfigError, InputError, MissingInputError
 from tests.stated import Source
+
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def verdict(**stated) -> Verdict:
@@ -205,6 +209,7 @@ KNOWN = {
     "alpaca": ["non-commercial", "competing-model"],
     "spec-bench": ["evaluation-only"],
     "infinity-instruct": ["unknown-author"],
+    "magpie-pro": ["non-commercial", "competing-model", "competing-model", "competing-model"],
 }
 
 
@@ -253,6 +258,14 @@ def test_the_packaged_prompts_are_known_by_their_place(path):
     assert judged.known_as == "eyas-demo-prompts"
     assert judged.prompts_by == "program"
     assert judged.allowed
+
+
+@pytest.mark.parametrize("run_file", ["eyas/cli/demo.yaml", "eyas/cli/demo_quick.yaml", "runs/builtin_head.yaml"])
+def test_our_own_runs_pass(run_file):
+    content = yaml.safe_load((ROOT / run_file).read_text())
+    fields = ("path", "name", "licence", "prompts_by", "answers_by", "overrule")
+    stated = [{name: one[name] for name in fields if name in one} for one in content["prompts"]["sources"]]
+    require(gate([Source(**one) for one in stated], shipped()))
 
 
 def test_what_was_not_verified_is_said():
