@@ -18,7 +18,6 @@ from eyas.data.policy import Policy, read_policy, shipped
 from eyas.errors import ConfigError, InputError, MissingInputError
 from tests.stated import Source
 
-
 ROOT = Path(__file__).resolve().parents[1]
 
 
