@@ -1,16 +1,21 @@
-"""Readers: every shape and container gives the same rows; what cannot be read is told by place and never quoted."""
+"""Sources: every shape gives the user's side alone, every path its files; a damaged row is told by place, never quoted."""
 
+import csv
 import gzip
+import hashlib
+import io
 import json
+import os
 
 import fsspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from eyas.data import sources
 from eyas.data.rows import Damaged, Row
-from eyas.data.sources import SourceConfig, describe, read_source
+from eyas.data.shapes import TREE_MESSAGES, is_transcript
+from eyas.data.sources import NOT_STATED, SourceConfig, content_identity, describe, files, read_source
 from eyas.errors import CorruptError, EmptyInputError, InputError, MissingInputError
 
 SAID_BY_ASSISTANT = "SAID-BY-ASSISTANT"
@@ -79,6 +84,32 @@ SHAPES = {
     "spec-bench": ({"category": "writing", "turns": list(TURNS), "reference": [SAID_BY_ASSISTANT]}, TURNS, None),
     "prompt": ({"prompt": "Hi", "completion": SAID_BY_ASSISTANT}, ("Hi",), None),
     "prompt as messages": ({"prompt": openai(*TURNS)["messages"][:3], "chosen": SAID_BY_ASSISTANT}, TURNS, None),
+    "system prompt": ({"system_prompt": "Be brief.", "question": "Hi", "response": SAID_BY_ASSISTANT}, ("Hi",), "Be brief."),
+    "query": ({"query": "Hi", "response": SAID_BY_ASSISTANT}, ("Hi",), None),
+    "dolly": (
+        {"instruction": "Sum up.", "context": "Dogs bark.", "response": SAID_BY_ASSISTANT},
+        ("Sum up.\n\nDogs bark.",),
+        None,
+    ),
+    "wildchat": (
+        {
+            "conversation_hash": "abc",
+            "turn": 2,
+            "toxic": False,
+            "openai_moderation": [{"categories": {"hate": False}, "scores": [0.5, None]}],
+            "conversation": [{**message, "language": "English", "redacted": False} for message in openai(*TURNS)["messages"]],
+        },
+        TURNS,
+        None,
+    ),
+    "arena": ({"conversation_a": openai("Hi")["messages"], "conversation_b": openai("Hi")["messages"]}, ("Hi",), None),
+    "a table's cell holds JSON": ({"messages": json.dumps(openai(*TURNS)["messages"])}, TURNS, None),
+    "all columns in all rows": (
+        {"messages": [{"role": "user", "from": None, "content": "Hi", "value": None}], "prompt": None, "system": None},
+        ("Hi",),
+        None,
+    ),
+    "a user's message by itself": ({"role": "prompter", "text": "Hi"}, ("Hi",), None),
     "question": ({"question": "Hi", "answer": SAID_BY_ASSISTANT}, ("Hi",), None),
     "text": ({"text": " Hi \n"}, ("Hi",), None),
     "blank turns are left out": (openai("Hi", "  ", ""), ("Hi",), None),
@@ -103,77 +134,171 @@ def test_shapes(tmp_path, name):
     assert SAID_BY_ASSISTANT not in repr(row)
 
 
-THREE = [openai(f"Question {number}?", id=f"a-{number}") for number in range(3)]
-CONTAINERS = {
-    "lines": ("".join(json.dumps(row) + "\n" for row in THREE), [1, 2, 3]),
-    "lines, byte order mark": ("\ufeff" + "".join(json.dumps(row) + "\n" for row in THREE), [1, 2, 3]),
-    "lines, blank ones between": ("\n\n" + "".join(json.dumps(row) + "\r\n\n" for row in THREE), [3, 5, 7]),
-    "lines without the last break": ("\n".join(json.dumps(row) for row in THREE), [1, 2, 3]),
-    "array": (json.dumps(THREE), [1, 1, 1]),
-    "array, one row a line": ("[\n" + ",\n".join(json.dumps(row) for row in THREE) + "\n]\n", [2, 3, 4]),
-    "array, byte order mark": ("\ufeff" + json.dumps(THREE), [1, 1, 1]),
-    "array with a last comma": (json.dumps(THREE)[:-1] + ",]", [1, 1, 1]),
+def test_a_licence_need_not_be_stated(tmp_path):
+    source = SourceConfig(path=write(tmp_path / "set.jsonl", GOOD).path)
+    assert [row.licence for row in read(source)] == [NOT_STATED]
+    assert describe(source).config == {"licence": None, "prompts_by": None, "answers_by": None, "overrule": {}}
+
+
+def test_an_overrule_needs_a_reason():
+    assert SourceConfig(path="x", overrule={"unknown": "we wrote it"}).overrule
+    with pytest.raises(ValidationError, match="needs a reason"):
+        SourceConfig(path="x", overrule={"unknown": " "})
+
+
+# Open Assistant's trees.
+
+TREE = {
+    "message_tree_id": "tree-1",
+    "tree_state": "ready_for_export",
+    "prompt": {
+        "message_id": "tree-1",
+        "text": TURNS[0],
+        "role": "prompter",
+        "replies": [
+            {"message_id": "b", "text": SAID_BY_ASSISTANT, "role": "assistant", "rank": 1, "replies": []},
+            {
+                "message_id": "c",
+                "text": SAID_BY_ASSISTANT,
+                "role": "assistant",
+                "rank": 0,
+                "replies": [
+                    {"message_id": "d", "text": "Deleted.", "role": "prompter", "deleted": True, "rank": 0, "replies": []},
+                    {"message_id": "e", "text": "A machine's.", "role": "prompter", "synthetic": True, "replies": []},
+                    {"message_id": "f", "text": TURNS[1], "role": "prompter", "rank": None, "replies": []},
+                ],
+            },
+            {"message_id": "g", "text": SAID_BY_ASSISTANT, "role": "assistant", "rank": None, "replies": []},
+        ],
+    },
 }
+COLUMNS = ("message_id", "parent_id", "message_tree_id", "role", "text", "rank", "deleted", "synthetic")
 
 
-@pytest.mark.parametrize("chunk", [1 << 16, 3])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("name", CONTAINERS)
-def test_containers(tmp_path, monkeypatch, name, packed, chunk):
-    monkeypatch.setattr(sources, "CHUNK", chunk)
-    text, lines = CONTAINERS[name]
-    data = gzip.compress(text.encode()) if packed else text.encode()
-    rows = read(write(tmp_path / "set.json", data))  # the name says neither lines nor gzip: both are found by looking
-    assert [(row.id, row.turns) for row in rows] == [(f"a-{number}", (f"Question {number}?",)) for number in range(3)]
-    assert [row.where for row in rows] == [f"set.json:{line}" for line in lines]
+def flat(message, tree="tree-1", parent=None):
+    """Open Assistant's other form: a row for each message."""
+    yield {**dict.fromkeys(COLUMNS), **message, "message_tree_id": tree, "parent_id": parent, "replies": None}
+    for reply in message["replies"]:
+        yield from flat(reply, tree, message["message_id"])
 
 
-def test_one_indented_object_is_one_row(tmp_path):
-    (row,) = read(write(tmp_path / "one.json", json.dumps(THREE[0], indent=2)))
-    assert row.turns == ("Question 0?",)
+def as_csv(rows):
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, COLUMNS, extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(rows)
+    return stream.getvalue()
 
 
-def test_any_fsspec_url():
-    with fsspec.open("memory://raw/set.jsonl.gz", "wb") as stream:
-        stream.write(gzip.compress(json.dumps(THREE[0]).encode()))
-    source = SourceConfig(path="memory://raw/set.jsonl.gz", licence="MIT", name="mine")
-    assert [row.source for row in read(source)] == ["mine"]
-    made = describe(source)
-    assert made.url == source.path
-    assert made.files["set.jsonl.gz"].sha256 == made.identity
+def test_a_tree_is_the_path_of_its_best_replies(tmp_path):
+    (row,) = read(write(tmp_path / "trees.jsonl", json.dumps(TREE)))
+    assert (row.turns, row.id) == (TURNS, "tree-1")
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
-    max_leaves=8,
+@pytest.mark.parametrize("writer", [lambda rows: "".join(json.dumps(row) + "\n" for row in rows), as_csv])
+def test_a_table_of_messages_is_trees(tmp_path, writer):
+    other = {"message_id": "x", "text": "Alone?", "role": "prompter", "replies": []}
+    rows = [*flat(TREE["prompt"]), *flat(other, "tree-2"), {"prompt": "Hi"}]
+    first, second, *rest = read(write(tmp_path / "messages", writer(rows)))
+    assert [(row.turns, row.id) for row in (first, second)] == [(TURNS, "tree-1"), (("Alone?",), "tree-2")]
+    header = int(writer is as_csv)
+    assert [row.where for row in (first, second)] == [f"messages:{1 + header}", f"messages:{8 + header}"]
+    assert len(rest) == 1
+
+
+@given(st.permutations(list(flat(TREE["prompt"]))))
+def test_the_order_of_a_tree_s_messages_does_not_matter(tmp_path_factory, rows):
+    (row,) = read(write(tmp_path_factory.mktemp("tree") / "set.jsonl", "".join(json.dumps(row) + "\n" for row in rows)))
+    assert row.turns[0] == TURNS[0]
+    assert SAID_BY_ASSISTANT not in repr(row)
+
+
+def test_messages_of_a_tree_apart_from_their_root_are_no_row(tmp_path):
+    rows = list(flat(TREE["prompt"]))
+    rows.insert(4, {"prompt": "Hi"})
+    whole, between, orphans = read(write(tmp_path / "set.jsonl", "".join(json.dumps(row) + "\n" for row in rows)))
+    assert (whole.turns, between.turns) == ((TURNS[0],), ("Hi",))
+    assert "0 roots" in orphans.drop.note
+    assert orphans.where == "set.jsonl:6"
+
+
+def test_a_tree_without_end_is_not_held(tmp_path):
+    rows = [{"message_tree_id": "t", "message_id": str(number), "parent_id": None} for number in range(TREE_MESSAGES + 1)]
+    data = "".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "Hi"}])
+    damaged, row = read(write(tmp_path / "set.jsonl", data))
+    assert f"more than {TREE_MESSAGES} messages" in damaged.drop.note
+    assert row.turns == ("Hi",)
+
+
+# The shape given.
+
+
+@pytest.mark.parametrize(
+    ("shape", "turns"),
+    [("openai", "A"), ("sharegpt", "B"), ("alpaca", "C"), ("prompt", "D"), (None, "A")],
 )
+def test_a_shape_that_is_given_holds(tmp_path, shape, turns):
+    value = {**openai("A"), "conversations": [{"from": "human", "value": "B"}], "instruction": "C", "question": "D"}
+    source = write(tmp_path / "set.jsonl", json.dumps(value) + "\n" + json.dumps({"other": 1}))
+    row, damaged = read(source.model_copy(update={"shape": shape}))
+    assert row.turns == (turns,)
+    assert isinstance(damaged, Damaged)
 
 
-@given(st.lists(JSON, max_size=5), st.integers(1, 9), st.sampled_from([None, 1]), st.booleans())
-def test_arrays_read_in_pieces_equal_arrays_read_at_once(tmp_path_factory, values, chunk, indent, ascii_only):
-    path = tmp_path_factory.mktemp("array") / "set.json"
-    path.write_text(json.dumps(values, indent=indent, ensure_ascii=ascii_only), encoding="utf-8", errors="surrogatepass")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "CHUNK", chunk)
-        with open(path, "rb") as stream:
-            assert [value for _, value in sources._items(stream, "set.json")] == json.loads(json.dumps(values))
+@pytest.mark.parametrize(
+    ("shape", "turns"),
+    [
+        (None, [("One",), ("Two, and",), ("more",), ("Three",)]),
+        ("lines", [("One",), ("Two, and",), ("more",), ("Three",)]),
+        ("paragraphs", [("One",), ("Two, and\nmore",), ("Three",)]),
+    ],
+)
+def test_plain_text(tmp_path, shape, turns):
+    source = write(tmp_path / "set.txt", "\n\nOne\n \n\nTwo, and\nmore\n\nThree")
+    rows = read(source.model_copy(update={"shape": shape}))
+    assert [row.turns for row in rows] == turns
+    assert [row.where for row in rows][:2] == ["set.txt:3", "set.txt:6"]
+
+
+@pytest.mark.parametrize("data", ['["One", "Two"]', '"One"\n"Two"\n'])
+def test_plain_strings(tmp_path, data):
+    assert [row.turns for row in read(write(tmp_path / "set.json", data))] == [("One",), ("Two",)]
+
+
+def test_a_line_that_is_a_list_of_messages(tmp_path):
+    lines = "".join(json.dumps(openai(turn)["messages"]) + "\n" for turn in TURNS)
+    assert [row.turns for row in read(write(tmp_path / "set.jsonl", lines))] == [(turn,) for turn in TURNS]
 
 
 GOOD = json.dumps(openai("Fine."))
 BROKEN_LINES = {
     '{"messages": [{"role": "user", "content": "private': "not JSON",
-    '"private"': "not an object",
-    "[1, 2]": "not an object",
+    '"private"': "not an object",  # a piece of something: the file is not one of texts
+    "[1, 2]": "a message is not an object",
+    "17": "not an object",
+    "NaN": "not an object",
+    '["private", "private"]': "does not say who speaks",
     '{"private": "private"}': "no shape known here",
+    '{"messages": "[private"}': "a text, not a list",
+    '{"conversation": ["private", "private"]}': "does not say who speaks",
     '{"messages": ["private", {}]}': "a message is not an object",
+    '{"messages": [null]}': "a message is not an object",
     '{"messages": [{"content": "private"}]}': "a message has no role known here",
     '{"messages": [{"role": "PRIVATE", "content": "private"}]}': "a message has no role known here",
+    '{"messages": [{"role": ["user"], "content": "private"}]}': "a message has no role known here",
     '{"messages": [{"role": "user", "content": {"private": 1}}]}': "a message is not text",
     '{"messages": [{"role": "user", "content": [{"type": "image_url", "url": "private"}]}]}': "a message is not text",
+    '{"prompt": NaN}': "a message is not text",
+    '{"prompt": null}': "no shape known here",
+    '{"prompt": {"private": {"private": []}}}': "a message has no role known here",
     '{"prompt": "private \\ud83d"}': "half a character",
     '{"prompt": ' + "[" * 100_000: "not JSON",
+    '{"prompt": ' + "9" * 5000 + "}": "not JSON",
+    '{"role": "assistant", "text": "private"}': "not the user's",
+    '{"from": "gpt", "prompt": "private"}': "not the user's",
     '{"text": "### Human: private\\n### Assistant: private"}': "text holds a whole conversation",
+    '{"turns": ["Human: private\\nAssistant: private"]}': "turns holds a whole conversation",
+    '{"instruction": "User: private\\nBot: private"}': "instruction holds a whole conversation",
     '{"prompt": "<s>[INST] private [/INST] private"}': "prompt holds a whole conversation",
     '{"prompt": "<|user|>private<|model|>private"}': "prompt holds a whole conversation",
 }
@@ -203,6 +328,120 @@ def test_a_prompt_may_speak_of_assistants(tmp_path, text):
     assert row.turns == (text,)
 
 
+def test_looking_for_both_sides_takes_linear_time():
+    assert not is_transcript("User: hi\n" * 200_000)  # every line begins what may end on every later line
+    assert not is_transcript("<|" * 500_000 + "#" * 500_000)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["Human: Hi?", f"Assistant: {SAID_BY_ASSISTANT}"],
+        [f'{{"role": "assistant", "content": "{SAID_BY_ASSISTANT}"}}'],
+        [f'["{SAID_BY_ASSISTANT}"]'],
+    ],
+)
+def test_an_assistant_s_line_among_plain_texts(tmp_path, lines):
+    rows = read(write(tmp_path / "set.txt", "\n".join(["What is this?", *lines])))
+    assert rows[0].turns == ("What is this?",)
+    assert isinstance(rows[-1], Damaged)
+    assert SAID_BY_ASSISTANT not in repr(rows)
+
+
+# What an assistant said never leaves the reader.
+
+TEXTS = st.text(min_size=1, max_size=12)
+ANSWERS = TEXTS.map(lambda text: f"{text}{SAID_BY_ASSISTANT}{text}")
+
+
+@st.composite
+def conversations(draw):
+    """A row of some shape, with answers, that says by its keys whose they are."""
+    users = draw(st.lists(TEXTS, min_size=1, max_size=3))
+    answers = draw(st.lists(ANSWERS, min_size=len(users), max_size=len(users)))
+    pairs = list(zip(users, answers, strict=True))
+    messages = [
+        m for user, answer in pairs for m in ({"role": "user", "content": user}, {"role": "assistant", "content": answer})
+    ]
+    names = {"user": "human", "assistant": "gpt"}
+    tree = {"text": users[0], "role": "prompter", "replies": [{"text": answers[0], "role": "assistant", "replies": []}]}
+    return draw(
+        st.sampled_from(
+            [
+                {"messages": messages},
+                {"conversation": messages, "language": "English"},
+                {"conversations": [{"from": names[m["role"]], "value": m["content"]} for m in messages]},
+                {"conversation": [text for pair in pairs for text in pair]},
+                {"instruction": users[0], "input": users[-1], "output": answers[0]},
+                {"prompt": users[0], "chosen": answers[0], "rejected": answers[-1]},
+                {"prompt": messages[:-1], "completion": messages[-1:]},
+                {"question": users[0], "answer": answers[0]},
+                {"turns": users, "reference": answers},
+                {"message_tree_id": "t", "prompt": tree},
+                {"role": "assistant", "text": answers[0]},
+                {"message_tree_id": "t", "message_id": "m", "parent_id": None, "role": "assistant", "text": answers[0]},
+                messages,
+            ]
+        )
+    )
+
+
+DAMAGES = st.lists(
+    st.one_of(
+        st.tuples(st.just("overwrite"), st.integers(0), st.integers(0, 255)),
+        st.tuples(st.just("break the line"), st.integers(0), st.just(0)),
+        st.tuples(st.just("cut"), st.integers(0), st.just(0)),
+    ),
+    max_size=3,
+)
+
+
+def damaged(data, damages):
+    data = bytearray(data)
+    for kind, place, byte in damages:
+        place = 1 + place % max(len(data) - 1, 1)  # the first sign stays: what begins as no object is plain text
+        if kind == "overwrite" and place < len(data):
+            data[place] = byte
+        elif kind == "break the line":
+            data[place:place] = b"\n"
+        elif kind == "cut":
+            del data[place:]
+    return bytes(data)
+
+
+def all_of(source):
+    """What comes out before the error, if there is one."""
+    rows = []
+    try:
+        rows.extend(read_source(source))
+    except (CorruptError, EmptyInputError) as error:
+        rows.append(error)
+    return rows
+
+
+@given(
+    TEXTS,
+    ANSWERS,
+    st.sampled_from(["prompt", "text", "instruction", "turns"]),
+    st.sampled_from(["Human", "### User", "**user**"]),
+)
+def test_a_text_of_both_sides_is_no_prompt(tmp_path_factory, user, answer, key, name):
+    text = f"{name}: {user}\n\nAssistant: {answer}"
+    source = write(tmp_path_factory.getbasetemp() / "text.jsonl", json.dumps({key: [text] if key == "turns" else text}))
+    assert SAID_BY_ASSISTANT not in repr(all_of(source))
+
+
+@given(st.lists(conversations(), min_size=1, max_size=4), st.sampled_from(["lines", "array", "indented"]), DAMAGES)
+@settings(max_examples=300)
+def test_nothing_an_assistant_said_comes_out(tmp_path_factory, values, form, damages):
+    if form == "lines":
+        text = "".join(json.dumps(value) + "\n" for value in values)
+    else:
+        text = json.dumps(values, indent=1 if form == "indented" else None)
+    source = write(tmp_path_factory.getbasetemp() / "damaged.json", damaged(text.encode(), damages))
+    assert SAID_BY_ASSISTANT not in repr(all_of(source))
+
+
 @pytest.mark.parametrize("given_id", ["a b", "ana@example.com", "x" * 101, None, 1.5, ["a"]])
 def test_what_does_not_look_like_an_id_is_not_taken_for_one(tmp_path, given_id):
     (row,) = read(write(tmp_path / "set.jsonl", json.dumps(openai("Hi", id=given_id))))
@@ -215,15 +454,15 @@ def test_what_does_not_look_like_an_id_is_not_taken_for_one(tmp_path, given_id):
         (b"", EmptyInputError, "holds no row"),
         (b" \n\n", EmptyInputError, "holds no row"),
         (b"[]", EmptyInputError, "holds no row"),
+        (b"prompt,answer\n", CorruptError, "not one of the 1 rows"),
         (b"<html>\n<body>", CorruptError, "not one of the 2 rows"),
-        ("prompts".encode("utf-16"), CorruptError, "not UTF-8"),
-        (gzip.compress(GOOD.encode() * 50)[:-9], CorruptError, "no complete gzip file"),
-        (b"\x1f\x8b broken", CorruptError, "no complete gzip file"),
-        (f"[{GOOD}, {GOOD}".encode(), CorruptError, "the JSON array"),
-        (f"[{GOOD} {GOOD}]".encode(), CorruptError, "the JSON array"),
-        (f"[{GOOD},\n{GOOD[:-2]}, {GOOD}]".encode(), CorruptError, "line 2"),
-        (f"[{GOOD}]\n[{GOOD}]".encode(), CorruptError, "the JSON array"),
-        (b"[" + GOOD.encode().replace(b"Fine", b"Fin\xe9") + b"]", CorruptError, "the JSON array"),
+        ("prompts".encode("utf-16"), CorruptError, "not JSON"),
+        (gzip.compress(GOOD.encode() * 50)[:-9], CorruptError, "the gzip data are cut or damaged"),
+        (b"\x1f\x8b broken", CorruptError, "the gzip data are cut or damaged"),
+        (gzip.compress(b""), EmptyInputError, "holds no row"),
+        (f"[{GOOD[:-3]}, {GOOD}]".encode(), CorruptError, "not JSON here; the rest is lost"),
+        (b"PAR1 broken", CorruptError, "no readable footer"),
+        (b"\x00" * 300, CorruptError, "not JSON"),
     ],
 )
 def test_a_source_that_cannot_be_read_is_an_error(tmp_path, data, error, says):
@@ -233,29 +472,134 @@ def test_a_source_that_cannot_be_read_is_an_error(tmp_path, data, error, says):
     assert str(tmp_path / "set.jsonl") in raised.value.what
 
 
-def test_a_broken_item_ends_the_reading_at_once(tmp_path):
-    rest = ", ".join([GOOD] * 3000)
-    source = write(tmp_path / "set.json", f"[{GOOD}, {{broken}}, {rest}]")
-    with pytest.raises(CorruptError, match="line 1"):
-        read(source)
+# The files of a source.
+
+
+def test_any_fsspec_url():
+    with fsspec.open("memory://raw/set.jsonl.gz", "wb") as stream:
+        stream.write(gzip.compress(GOOD.encode()))
+    source = SourceConfig(path="memory://raw/set.jsonl.gz", licence="MIT", name="mine")
+    assert [row.source for row in read(source)] == ["mine"]
+    made = describe(source)
+    assert made.url == source.path
+    assert made.files["set.jsonl.gz"].sha256 == made.identity
+
+
+NAMES = ("a.jsonl", "b/a.jsonl.gz", "b/c/d.csv", "b.txt")
+BESIDE = ("README.md", ".hidden.jsonl", "b/_SUCCESS", "b/_old/x.jsonl", "b/.git/y.jsonl", "picture.png")
+
+
+def several(write_file):
+    """Files of a source by name, each with one row that says its name, and files beside that are none."""
+    for name in (*NAMES, *BESIDE):
+        text = f'prompt,answer\n"{name}","{SAID_BY_ASSISTANT}"\n' if name.endswith("csv") else json.dumps({"prompt": name})
+        data = (name if name.endswith("txt") else text).encode()
+        write_file(name, gzip.compress(data) if name.endswith("gz") else data)
+
+
+@pytest.fixture(params=["local", "memory"])
+def folder(request, tmp_path):
+    if request.param == "memory":
+        root = f"memory://{tmp_path.name}"
+        several(lambda name, data: fsspec.filesystem("memory").pipe(f"{root}/{name}", data))
+        return root
+
+    def write_file(name, data):
+        path = tmp_path / "set" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+    several(write_file)
+    return str(tmp_path / "set")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("", sorted(NAMES)),
+        ("/", sorted(NAMES)),
+        ("/b", ["a.jsonl.gz", "c/d.csv"]),
+        ("/*.jsonl", ["a.jsonl"]),
+        ("/**/*.csv", ["d.csv"]),
+        ("/b/**/*.[cj]s*", ["a.jsonl.gz", "c/d.csv"]),
+        ("/[ab].*", ["a.jsonl", "b.txt"]),
+    ],
+)
+def test_folders_and_globs(folder, pattern, names):
+    source = SourceConfig(path=folder + pattern, name="set")
+    rows = [row for row in read(source) if "_old" not in row.turns[0]]
+    assert [row.where.rsplit(":")[0] for row in rows] == names
+    assert all(row.turns[0].endswith(name) for row, name in zip(rows, names, strict=True))
+    assert SAID_BY_ASSISTANT not in repr(rows)
+    found = files(source)
+    assert [row.turns for path in found for row in read(SourceConfig(path=path))] == [row.turns for row in read(source)]
+
+
+def test_the_identity_is_that_of_the_contents(tmp_path):
+    """Not of the place or the names; their order counts, since it is that of the rows."""
+    identities = []
+    for place, names in (("here", ("a", "b")), ("there", ("x", "y")), ("turned", ("b", "a"))):
+        folder = tmp_path / place
+        folder.mkdir()
+        for name, text in zip(names, ("One", "Two"), strict=True):
+            (folder / f"{name}.txt").write_text(text)
+        made = describe(SourceConfig(path=str(folder)))
+        identities.append(made.identity)
+        assert sorted(made.files) == sorted(f"{name}.txt" for name in names)
+        assert all(file.bytes == 3 for file in made.files.values())
+    assert identities[0] == identities[1] != identities[2]
+    one = hashlib.sha256(b"One").hexdigest()
+    assert content_identity([one]) == one == describe(SourceConfig(path=str(tmp_path / "here" / "a.txt"))).identity
+
+
+def test_what_is_stated_goes_into_the_manifest(tmp_path):
+    stated = {"licence": "MIT", "prompts_by": "human", "answers_by": "gpt-4", "overrule": {"unknown": "asked them"}}
+    made = describe(SourceConfig(path=write(tmp_path / "set.jsonl", GOOD).path, **stated))
+    assert made.config == stated
+
+
+def test_a_file_that_is_damaged_as_a_whole_harms_no_other(tmp_path):
+    write(tmp_path / "a.jsonl", GOOD)
+    write(tmp_path / "b.jsonl.gz", b"\x1f\x8b broken")
+    write(tmp_path / "c.jsonl", b"")
+    write(tmp_path / "d.jsonl", GOOD)
+    first, broken, last = read(SourceConfig(path=str(tmp_path)))
+    assert first.turns == last.turns == ("Fine.",)
+    assert broken.where == "b.jsonl.gz:1"
 
 
 @pytest.mark.parametrize(
     ("path", "error"),
     [
         ("none.jsonl", MissingInputError),
-        (".", InputError),
+        ("*.jsonl", MissingInputError),
+        (".", EmptyInputError),
         ("nowhere://x/y.jsonl", InputError),
         ("memory://none", MissingInputError),
+        ("memory://none/*.jsonl", MissingInputError),
+        ("hf://models/x", InputError),
     ],
 )
 def test_a_source_that_is_not_there(tmp_path, path, error):
-    source = SourceConfig(path=path if "://" in path else str(tmp_path / path), licence="MIT")
     for reading in (describe, read):
         with pytest.raises(error) as raised:
-            reading(source)
+            reading(SourceConfig(path=path if "://" in path else str(tmp_path / path), licence="MIT"))
         assert raised.value.hint
         assert raised.value.exit_code == 2
+
+
+def test_a_path_that_could_be_an_id_of_the_hub_is_looked_for_here_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("owner")
+    write(tmp_path / "owner" / "name", GOOD)
+    assert [row.where for row in read(SourceConfig(path="owner/name"))] == ["name:1"]
+    with pytest.raises(MissingInputError, match="no file at data/missing"):  # and nobody is asked for it
+        read(SourceConfig(path="data/missing.jsonl"))
+
+
+def test_subsets_and_splits_are_the_hub_s(tmp_path):
+    with pytest.raises(InputError, match="no subsets or splits"):
+        read(SourceConfig(path=str(tmp_path), split="test"))
 
 
 def test_the_name_is_the_file_s_without_endings():

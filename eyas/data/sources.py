@@ -1,132 +1,218 @@
-"""Raw conversation sets, read row by row: JSON or JSON lines, plain or gzip, at a local path or any fsspec URL.
+"""Sources: sets of conversations or prompts, by path, glob, folder, fsspec URL or Hugging Face id; read row by row.
 
-Knows the shapes that such sets come in, and takes the user's side only: nothing an assistant said leaves this file. Knows
-nothing of what makes a row unfit; a row it cannot read is reported by place, never quoted.
+Knows which files a source has, in which order, and what to do where one of them, or all, cannot be read. Takes the user's
+side only. Knows nothing of what makes a row unfit; a row it cannot read is reported by place, never quoted.
 """
 
 from __future__ import annotations
 
-import gzip
-import io
-import json
+import functools
+import hashlib
 import posixpath
-import re
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, Any
+from dataclasses import dataclass
+from typing import Any
 
 from fsspec.core import url_to_fs
-from pydantic import BaseModel, ConfigDict, Field
+from fsspec.implementations.local import LocalFileSystem
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from eyas.artifact import File, Manifest, file_identity
+from eyas.artifact import File, Manifest
+from eyas.data import formats, hub, shapes
 from eyas.data.rows import Damaged, Drop, Row
+from eyas.data.shapes import KEYS, SHAPES, Shape
+from eyas.data.streams import Stored, Unreadable
 from eyas.errors import CorruptError, EmptyInputError, InputError, MissingInputError
 
-Turns = tuple[str, ...]
-
-LIST_KEYS = ("messages", "conversations", "conversation", "turns")
-TEXT_KEYS = ("prompt", "question", "text")
-ID_KEYS = ("id", "conversation_id", "question_id", "prompt_id")
-SHAPES = f"a list under {', '.join(LIST_KEYS)}, an instruction (and input), or a text under {', '.join(TEXT_KEYS)}"
-
-USER_ROLES = frozenset({"user", "human", "prompter"})
-SYSTEM_ROLES = frozenset({"system", "developer"})
-OTHER_ROLES = frozenset(
-    {"assistant", "gpt", "chatgpt", "bot", "model", "ai", "bard", "bing", "tool", "function", "function_call", "observation"}
-)
-# One text that holds both sides: a reserved token of some template, or a line by the assistant after one by the user.
-TRANSCRIPT = re.compile(
-    r"<\|\w+\|>|\[/INST\]"
-    r"|^[#*> \t]*(?:human|user|instruction)[* \t]*:.*^[#*> \t]*(?:assistant|bot|response)[* \t]*:",
-    re.I | re.M | re.S,
-)
-# An id is kept only if it looks like one: a set that uses e-mail addresses as ids is given others.
-PLAIN_ID = re.compile(r"[\w.:/-]{1,100}")
-
-CHUNK = 1 << 16  # characters
-LOOK = 1 << 12  # bytes
-DECODER = json.JSONDecoder()
-SOLID = re.compile(r"\S")
+NOT_STATED = "NOASSERTION"  # SPDX's word for a licence that nobody stated
+MAGIC = frozenset("*?[")
+BLOCK = 1 << 20  # bytes
 
 
 class SourceConfig(BaseModel):
-    """One file of conversations and the licence that allows training on it."""
+    """One set of conversations or prompts, the licence that allows training on it, and who wrote it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    path: str = Field(description="local path or fsspec URL")
-    licence: str = Field(min_length=1, description="SPDX identifier, e.g. CC-BY-4.0")
-    name: str | None = Field(default=None, description="what prompts and ledger call it; the file's name without endings")
+    path: str = Field(
+        min_length=1,
+        description="file, folder, glob (data/**/*.jsonl.gz), fsspec URL, or a Hugging Face set: owner/name[@revision], "
+        "hf://datasets/owner/name[@revision][/path]",
+    )
+    name: str | None = Field(default=None, description="what prompts and ledger call it; made from the path if not given")
+    licence: str | None = Field(default=None, min_length=1, description="SPDX identifier, e.g. CC-BY-4.0")
+    prompts_by: str | None = Field(default=None, min_length=1, description='who wrote the prompts: "human", or a model')
+    answers_by: str | None = Field(default=None, min_length=1, description='who wrote the answers: "human", or a model')
+    overrule: dict[str, str] = Field(default={}, description="rules of the policy that do not hold here: {rule: reason}")
+    shape: Shape | None = Field(default=None, description="how rows are written; found out by looking if not given")
+    subset: str | None = Field(default=None, description="of a Hugging Face set: the configuration; its default if not given")
+    split: str | None = Field(default=None, description="of a Hugging Face set; train if not given")
+
+    @field_validator("overrule")
+    @classmethod
+    def _have_reasons(cls, overrule: dict[str, str]) -> dict[str, str]:
+        for rule, reason in overrule.items():
+            if not reason.strip():
+                raise ValueError(f"overruling {rule!r} needs a reason")
+        return overrule
 
     @property
     def label(self) -> str:
-        return self.name or posixpath.basename(self.path).split(".")[0] or self.path
+        if self.name:
+            return self.name
+        if found := hub.asked_for(self.path):
+            return found.id
+        solid = [part for part in self.path.rstrip("/").split("/") if part and not MAGIC & set(part)]
+        return (solid[-1].split(".")[0] or solid[-1]) if solid else self.path
 
 
-class _Unreadable(ValueError):
-    """A row without a shape known here; its message quotes nothing of the row."""
+@dataclass(frozen=True)
+class Place:
+    """One file of a source. name: its path below the folder that all files of the source share."""
+
+    name: str
+    path: str
+    filesystem: Any
+
+    @property
+    def url(self) -> str:
+        """What people and fsspec call it."""
+        is_local = isinstance(self.filesystem, LocalFileSystem)
+        return self.path if is_local else str(self.filesystem.unstrip_protocol(self.path))
+
+
+def files(source: SourceConfig) -> list[str]:
+    """The URLs of a source's files in the order of reading: by name. Raises MissingInputError, EmptyInputError, InputError."""
+    return [place.url for place in places(source)]
 
 
 def describe(source: SourceConfig) -> Manifest:
-    """A source as the input of an artifact: its identity is the hash of its bytes, wherever they lie.
+    """A source as the input of an artifact: what its files hold, wherever they lie, and what was stated about it.
 
-    Raises MissingInputError, InputError.
+    Raises MissingInputError, EmptyInputError, InputError.
     """
-    with _reading(source.path):
-        filesystem, path = _located(source.path)
-        sha256 = file_identity(source.path)
-        size = int(filesystem.size(path) or 0)
-    files = {posixpath.basename(source.path): File(bytes=size, sha256=sha256)}
+    found = {place.name: _checksum(place) for place in places(source)}
+    stated = source.model_dump(mode="json", include={"licence", "prompts_by", "answers_by", "overrule"})
+    commit = hub.commit(source.path)
     return Manifest(
-        stage="source", identity=sha256, config={"licence": source.licence}, counts={}, files=files, url=source.path
+        stage="source",
+        identity=content_identity([file.sha256 for file in found.values()]),
+        config=stated,
+        counts={},
+        files=found,
+        facts={"commit": commit} if commit else {},
+        url=source.path,
     )
+
+
+def content_identity(checksums: list[str]) -> str:
+    """One name for the contents of files in their order: of a single file its SHA-256, of several the hash of theirs."""
+    return checksums[0] if len(checksums) == 1 else hashlib.sha256("\n".join(checksums).encode()).hexdigest()
 
 
 def read_source(source: SourceConfig) -> Iterator[Row | Damaged]:
     """The rows of a source in order, one at a time; one that cannot be read comes as Damaged.
 
-    Raises MissingInputError (no such file), EmptyInputError (no row in it), CorruptError (cut or broken gzip, a broken JSON
-    array, or not one readable row), InputError (a URL that cannot be opened).
+    So does what follows a place where a file breaks (a cut gzip, a broken JSON array), as one: how many rows it held, nobody
+    can tell. Raises MissingInputError (no such file), EmptyInputError (no row in it), CorruptError (not one readable row),
+    InputError (a store that fails, or a package that is missing).
     """
     count, readable, first = 0, False, ""
-    with _reading(source.path), _opened(source.path) as stream:
-        for line, value in _values(stream, source.path):
-            where = f"{posixpath.basename(source.path)}:{line}"
+    for place in places(source):
+        for row in _rows(place, source):
             count += 1
-            try:
-                if isinstance(value, _Unreadable):
-                    raise value
-                row = _row(value, source, where)
-            except _Unreadable as error:
-                first = first or f"line {line}: {error}"
-                yield Damaged(source.label, where, Drop("malformed", str(error)))
-            else:
-                readable = True
-                yield row
+            readable = readable or isinstance(row, Row)
+            if isinstance(row, Damaged):
+                first = first or f"{row.where}: {row.drop.note}"
+            yield row
     if not count:
         raise EmptyInputError(f"{source.path} holds no row", "give a file of conversations or prompts")
     if not readable:
         raise CorruptError(
             f"not one of the {count} rows of {source.path} can be read; the first, {first}",
-            f"give JSON lines or a JSON array of objects with {SHAPES}",
+            f"give JSON, JSON lines, CSV or Parquet with {SHAPES}; or plain text, one prompt a line; or say its `shape`",
         )
 
 
-# The file: bytes, then JSON values with the line that each begins on.
+def _rows(place: Place, source: SourceConfig) -> Iterator[Row | Damaged]:
+    """The rows of one file."""
+    label, licence = source.label, source.licence or NOT_STATED
+    texts: formats.Texts | None = source.shape if source.shape in ("strings", "lines", "paragraphs") else None
+    with _opened(place) as stored:
+        values = shapes.grouped(formats.values(stored, place.name, KEYS, texts))
+        for line, value in values:
+            where = f"{place.name}:{line}"
+            try:
+                if isinstance(value, Unreadable):
+                    raise value
+                turns, system = shapes.said(value, source.shape)
+            except Unreadable as error:
+                yield Damaged(label, where, Drop("malformed", str(error)))
+            else:
+                yield Row(label, licence, where, shapes.given_id(value), turns, system)
+
+
+# The files.
+
+
+def places(source: SourceConfig) -> list[Place]:
+    """The files of a source by name. Raises MissingInputError, EmptyInputError, InputError."""
+    asked = hub.asked_for(source.path)
+    if asked is not None:
+        found = hub.files(asked, source.subset, source.split)
+        return _named([(path, _local()) for path in found])
+    if source.subset or source.split:
+        raise InputError(f"{source.path} has no subsets or splits", "they are for sets of the Hugging Face hub; name the files")
+    with _reading(source.path):
+        filesystem, path = _located(source.path)
+        return _named([(one, filesystem) for one in _expanded(filesystem, path, source.path)])
+
+
+def _named(found: list[tuple[str, Any]]) -> list[Place]:
+    """Places in the order of their names, which do not depend on where the files lie."""
+    folder = posixpath.commonpath([posixpath.dirname(path) for path, _ in found]) if len(found) > 1 else ""
+    places = [Place(path[len(folder) :].lstrip("/") if folder else posixpath.basename(path), path, fs) for path, fs in found]
+    return sorted(places, key=lambda place: place.name)
+
+
+def _expanded(filesystem: Any, path: str, given: str) -> list[str]:
+    """The files that a path stands for: itself, the data files of a folder, or what matches it."""
+    try:
+        is_folder = filesystem.info(path)["type"] == "directory"
+    except FileNotFoundError:
+        if not MAGIC & set(path):
+            raise
+        facts = filesystem.glob(path, detail=True)
+        found = [name for name in facts if facts[name]["type"] != "directory" and ("/." in path or "/." not in name)]
+        if not found:
+            raise MissingInputError(f"no file matches {given}", "check the pattern; ** stands for any folders") from None
+        return found
+    if not is_folder:
+        return [path]
+    found = [name for name in filesystem.find(path) if _is_data(name[len(path) :])]
+    if not found:
+        raise EmptyInputError(
+            f"the folder {given} holds no data file",
+            f"give one with files that end in {', '.join(formats.ENDINGS)}, packed or not; or name the files",
+        )
+    return found
+
+
+def _is_data(name: str) -> bool:
+    """Whether a file below a folder is read unasked: none that is hidden, half-written or of no format known here."""
+    return bool(formats.ending(name)) and not any(part.startswith((".", "_")) for part in name.split("/"))
 
 
 @contextmanager
 def _reading(path: str) -> Iterator[None]:
-    """Turn what goes wrong while a file is read into the error that says so."""
+    """Turn what goes wrong while a file is found and opened into the error that says so."""
     try:
         yield
     except FileNotFoundError as error:
         raise MissingInputError(f"no file at {path}", "check the path; relative paths start at the current folder") from error
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise CorruptError(f"{path} is no complete gzip file: {error}", "fetch or compress it again") from error
-    except (ImportError, OSError) as error:  # a store's package that is not installed; a folder; no permission; no network
-        raise InputError(f"{path} cannot be read: {error}", "give one readable file per source") from error
+    except (ImportError, OSError) as error:  # a store's package that is not installed; no permission; no network
+        raise InputError(f"{path} cannot be read: {error}", "check that it is readable, and the store reachable") from error
 
 
 def _located(path: str) -> tuple[Any, str]:
@@ -134,186 +220,27 @@ def _located(path: str) -> tuple[Any, str]:
     try:
         filesystem, inner = url_to_fs(path)
     except ValueError as error:
-        raise InputError(f"{path} cannot be opened: {error}", "use a local path, s3://, gs:// or https://") from error
+        raise InputError(f"{path} cannot be opened: {error}", "use a local path, s3://, gs://, https:// or hf://") from error
     return filesystem, inner
 
 
 @contextmanager
-def _opened(path: str) -> Iterator[io.BufferedReader]:
-    """The bytes of a file, unpacked if they begin as gzip does, whatever its name says."""
-    filesystem, inner = _located(path)
-    with filesystem.open(inner, "rb") as raw:
-        packed = raw.read(2) == b"\x1f\x8b"
-        raw.seek(0)
-        yield io.BufferedReader(gzip.GzipFile(fileobj=raw) if packed else raw)
+def _opened(place: Place) -> Iterator[Stored]:
+    with _reading(place.url):
+        file = place.filesystem.open(place.path, "rb")
+    with file:
+        yield Stored(file, place.url)
 
 
-def _values(stream: io.BufferedReader, path: str) -> Iterator[tuple[int, Any]]:
-    """(line, value) of each row: items of an array, one indented object, or lines, found out by looking."""
-    head = stream.peek(LOOK)[:LOOK].removeprefix(b"\xef\xbb\xbf").lstrip()
-    if head.startswith(b"["):
-        yield from _items(stream, path)
-    elif head.split(b"\n", 1)[0].strip() == b"{":
-        yield 1, _parsed(stream.read())
-    else:
-        for line, text in enumerate(stream, start=1):
-            if line == 1:
-                text = text.removeprefix(b"\xef\xbb\xbf")
-            if text.strip():
-                yield line, _parsed(text)
+def _checksum(place: Place) -> File:
+    digest, size = hashlib.sha256(), 0
+    with _opened(place) as stored:
+        while block := stored.read(BLOCK):
+            digest.update(block)
+            size += len(block)
+    return File(bytes=size, sha256=digest.hexdigest())
 
 
-def _parsed(text: bytes) -> Any:
-    """The JSON value, or what is wrong with it."""
-    try:
-        return json.loads(text.decode("utf-8"))
-    except UnicodeDecodeError:
-        return _Unreadable("not UTF-8")
-    except (ValueError, RecursionError):
-        return _Unreadable("not JSON")
-
-
-class _Characters:
-    """A text read in chunks; `at` is the place of its next character and `line` that character's line."""
-
-    def __init__(self, stream: IO[str]) -> None:
-        self.text, self.at, self.line = "", 0, 1
-        self._stream = stream
-
-    def more(self) -> bool:
-        """Read on; False at the end."""
-        rest = self.text[self.at :]
-        chunk = self._stream.read(max(CHUNK, len(rest)))  # doubling: a long item costs linear time
-        self.text, self.at = rest + chunk, 0
-        return bool(chunk)
-
-    def move(self, to: int) -> None:
-        self.line += self.text.count("\n", self.at, to)
-        self.at = to
-
-    def next(self) -> str:
-        """The next character that is no white space, not passed yet; "" at the end."""
-        while True:
-            solid = SOLID.search(self.text, self.at)
-            self.move(solid.start() if solid else len(self.text))
-            if solid or not self.more():
-                return solid.group() if solid else ""
-
-    def value(self) -> Any:
-        """The JSON value that begins here, passed; reads on for as long as it is only cut. Raises ValueError."""
-        while True:
-            try:
-                value, end = DECODER.raw_decode(self.text, self.at)
-                problem = ValueError("the array has no end")
-                # A number ends where the next sign is no part of one; all else ends by itself.
-                if end < len(self.text) and (self.text[end] in " \t\r\n,]" or not isinstance(value, int | float)):
-                    self.move(end)
-                    return value
-            except json.JSONDecodeError as error:
-                problem = error
-                if not error.msg.startswith("Unterminated") and error.pos + 16 < len(self.text):
-                    raise  # broken where more text stands, so not by the end of what was read
-            if not self.more():
-                raise problem
-
-
-def _items(stream: io.BufferedReader, path: str) -> Iterator[tuple[int, Any]]:
-    """Items of a JSON array, holding one chunk and one item. What follows a broken item cannot be told: CorruptError."""
-    characters = _Characters(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""))
-    try:
-        separator = characters.next()  # "["
-        while separator != "]":
-            characters.move(characters.at + 1)
-            if characters.next() == "]":  # of an empty array, or after a last comma
-                break
-            line = characters.line
-            yield line, characters.value()
-            separator = characters.next()
-            if separator not in ("]", ","):
-                raise ValueError("no comma between two rows")
-        characters.move(characters.at + 1)
-        if characters.next():
-            raise ValueError("text after the array")
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(
-            f"the JSON array in {path} is broken at line {characters.line} or after it",
-            "mend it, or give JSON lines, where one bad row harms no other",
-        ) from error
-
-
-# The row: who said what.
-
-
-def _row(value: Any, source: SourceConfig, where: str) -> Row:
-    if not isinstance(value, dict):
-        raise _Unreadable("not an object")
-    turns, system = _said(value)
-    try:
-        "".join((*turns, system or "")).encode()
-    except UnicodeEncodeError as error:
-        raise _Unreadable("half a character (a lone surrogate)") from error
-    return Row(
-        source=source.label,
-        licence=source.licence,
-        where=where,
-        id=_given_id(value),
-        turns=tuple(turn.strip() for turn in turns if turn.strip()),
-        system=system.strip() or None if system else None,
-    )
-
-
-def _said(value: dict[str, Any]) -> tuple[Turns, str | None]:
-    """What the user said, turn by turn, and the system prompt, in whichever shape the row has."""
-    for key in LIST_KEYS:
-        if isinstance(value.get(key), list):
-            return _conversation(value[key], value.get("system"))
-    if value.get("instruction") is not None:
-        parts = (_text(value["instruction"]), _text(value.get("input")))
-        return ("\n\n".join(part for part in parts if part.strip()),), _text(value.get("system"))
-    for key in TEXT_KEYS:
-        if isinstance(value.get(key), list):
-            return _conversation(value[key], value.get("system"))
-        if value.get(key) is not None:
-            text = _text(value[key])
-            if TRANSCRIPT.search(text):
-                raise _Unreadable(f"{key} holds a whole conversation, assistant included")
-            return (text,), _text(value.get("system"))
-    raise _Unreadable(f"no shape known here: none of {', '.join((*LIST_KEYS, 'instruction', *TEXT_KEYS))}")
-
-
-def _conversation(items: list[Any], system: Any) -> tuple[Turns, str | None]:
-    """Turns of user and system of a list of messages (OpenAI's or ShareGPT's), or of a list of the user's texts."""
-    if items and all(isinstance(item, str) for item in items):
-        return tuple(items), _text(system)
-    turns: list[str] = []
-    systems = [_text(system)]
-    for item in items:
-        if not isinstance(item, dict):
-            raise _Unreadable("a message is not an object")
-        role = item.get("role", item.get("from"))
-        text = item.get("content", item.get("value"))
-        if not isinstance(role, str) or role.lower() not in USER_ROLES | SYSTEM_ROLES | OTHER_ROLES:
-            raise _Unreadable("a message has no role known here")
-        if role.lower() in USER_ROLES:
-            turns.append(_text(text))
-        elif role.lower() in SYSTEM_ROLES:
-            systems.append(_text(text))
-    return tuple(turns), "\n\n".join(text for text in systems if text)
-
-
-def _text(content: Any) -> str:
-    """A message's text: a string, nothing, or OpenAI's list of parts, all of them text."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-        return "\n".join(part["text"] for part in content)
-    raise _Unreadable("a message is not text")
-
-
-def _given_id(value: dict[str, Any]) -> str | None:
-    for key in ID_KEYS:
-        if isinstance(value.get(key), str | int) and PLAIN_ID.fullmatch(str(value[key])):
-            return str(value[key])
-    return None
+@functools.cache
+def _local() -> LocalFileSystem:
+    return LocalFileSystem()
