@@ -347,6 +347,11 @@ def test_a_policy_adds_and_removes_licences_and_rules(tmp_path):
     assert rules(judge(Source(licence="CC-BY-NC-4.0", **HUMAN), ours)) == ["non-commercial"]
 
 
+def test_an_entry_of_ones_own_counts_before_the_shipped_one(tmp_path):
+    ours = policy_of(tmp_path, HEAD + "licences: [{ids: [mit], traits: [research-only]}]\n")
+    assert rules(judge(Source(licence="MIT", **HUMAN), ours)) == ["research-only"]
+
+
 def test_what_no_rule_refuses_any_more_becomes_a_duty(tmp_path):
     ours = policy_of(tmp_path, HEAD + "remove_rules: [non-commercial]\n")
     judged = judge(Source(licence="CC-BY-NC-4.0", **HUMAN), ours)
