@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from eyas.data.streams import LIMIT, TOO_LONG, Broken, Lines, Stored, Unreadable, arrow
+from eyas.data.streams import LIMIT, LOOK, TOO_LONG, Broken, Lines, Stored, Unreadable, arrow
 
 Rows = Iterator[tuple[int, Any]]  # (line, or row of a Parquet file, from 1; object or Unreadable)
 
@@ -61,8 +61,9 @@ class Dialect:
 def dialect_of(head: bytes, keys: frozenset[str]) -> Dialect:
     """The dialect in which the head's first rows fit their header best, one that names columns of `keys` before all others."""
     text = head.decode("utf-8", "surrogateescape")
-    whole = text[: text.rfind("\n") + 1] or text  # the last line may be cut
-    candidates = [Dialect(delimiter, escape) for delimiter in DELIMITERS for escape in (False, True)]
+    whole = text if len(head) < LOOK else text[: text.rfind("\n") + 1] or text  # the last line is cut
+    escapes = (False, True) if '\\"' in whole else (False,)  # Python is lenient where quotes are escaped: not without need
+    candidates = [Dialect(delimiter, escape) for delimiter in DELIMITERS for escape in escapes]
     candidates.append(Dialect("\t", quoted=False))
     fits = [_fit(dialect, whole, keys) for dialect in candidates]
     best = max(range(len(candidates)), key=lambda index: fits[index][:3])
@@ -111,7 +112,8 @@ def csv_rows(lines: Lines, dialect: Dialect) -> Rows:
             raise
         except (csv.Error, Unreadable) as error:
             if spans_lines and not feed.is_one_line:
-                raise Broken("the quoting is broken here; the rest is lost") from error
+                yield feed.start, Unreadable("the quoting is broken here; the rest is lost")
+                return
             yield feed.start, error if isinstance(error, Unreadable) else Unreadable("not CSV: the quoting is broken")
             feed.give_back()
             rows = dialect.rows(feed)
