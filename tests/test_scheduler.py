@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +12,7 @@ from eyas.engine.pages import PagePool
 from eyas.engine.request import Request, SamplingParams
 from eyas.engine.running import Outcome, Running
 from eyas.engine.scheduler import Job, Limits, Scheduler
-from eyas.model.rows import Rows
+from eyas.model.rows import Roots
 
 PAGE = 4
 NO_END: frozenset[int] = frozenset()
@@ -24,31 +23,21 @@ def sample(name: str, prompt: list[int], max_tokens: int = 5, n: int = 1) -> lis
     return [Running(request, index, None, None, max_tokens) for index in range(n)]  # type: ignore[arg-type]
 
 
-class FakeFeatures:
-    """What each slot's feature was made from: the tokens up to its own."""
-
-    def __init__(self) -> None:
-        self.data: dict[int, object] = {}
-
-    def read(self, slots: torch.Tensor) -> list[object]:
-        return [self.data.get(slot) for slot in slots.tolist()]
-
-
 class FakeDraft:
-    """Entries that are what they were made from: a feature and a token."""
-
-    device = "cpu"
+    """Entries that are what they were made from: a feature and a token. Features and entries are dictionaries by slot."""
 
     def new_cache(self, num_pages: int, page_size: int) -> dict[int, object]:
         return {}
 
-    def enter(self, rows: Rows, features: list[object], cache: dict[int, object]) -> None:
-        for slot, token, feature in zip(rows.slot.tolist(), rows.token.tolist(), features, strict=True):
-            cache[slot] = (*feature, token)  # type: ignore[misc]
+    def enter(self, roots: Roots, cache: dict[int, object], features: dict[int, tuple[int, ...]]) -> None:
+        tokens = iter(roots.tokens)
+        for pages, start, last in zip(roots.page_table, roots.starts, roots.lens, strict=True):
+            for column in range(start, last + 1):
+                feature = features[int(pages[(column - 1) // PAGE]) * PAGE + (column - 1) % PAGE]
+                cache[int(pages[column // PAGE]) * PAGE + column % PAGE] = (*feature, next(tokens))
+        assert next(tokens, None) is None
 
-    def extend(self, rows: Rows, features: list[object], cache: dict[int, object]) -> torch.Tensor:
-        self.enter(rows, features, cache)
-        return torch.zeros(len(rows), 1)
+    catch_up = enter
 
 
 class FakeDevice:
@@ -58,7 +47,7 @@ class FakeDevice:
     def __init__(self, num_pages: int, limits: Limits, rng: random.Random) -> None:
         self.limits, self.rng = limits, rng
         self.target: dict[int, object] = {}
-        self.entries = Entries(FakeDraft(), num_pages, PAGE, FakeFeatures())  # type: ignore[arg-type]
+        self.entries = Entries(FakeDraft(), num_pages, PAGE, {})  # type: ignore[arg-type]
         self.rows_of_jobs: list[int] = []
         self.num_drafting = 0
 
@@ -115,12 +104,12 @@ class FakeDevice:
             known = tuple(job.runnings[b].tokens[: column + 1])
             slot = self._slot(job, b, column)
             assert self.target[slot] == known, f"column {column} holds {self.target[slot]}"
-            assert self.entries.features.data[slot] == known, f"column {column} has the feature of something else"  # type: ignore[index]
+            assert self.entries.features[slot] == known, f"column {column} has the feature of something else"  # type: ignore[index]
 
     def _writes(self, job: Job, b: int, start: int, end: int) -> None:
         for column in range(start, end):
             slot, known = self._slot(job, b, column), tuple(job.runnings[b].tokens[: column + 1])
-            self.target[slot] = self.entries.features.data[slot] = known  # type: ignore[index, assignment]
+            self.target[slot] = self.entries.features[slot] = known  # type: ignore[index, assignment]
 
     def _outcome(self, running: Running, emitted: int) -> Outcome:
         tokens = running.tokens[len(running.tokens) - emitted :] if emitted else []

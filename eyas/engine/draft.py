@@ -20,14 +20,15 @@ import torch
 import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field
 
+from eyas.engine.futures import to_device
 from eyas.model.block import Block, Rope, rms_norm
-from eyas.model.cache import PagedCache
+from eyas.model.cache import FeatureCache, PagedCache
 from eyas.model.config import HeadConfig
 from eyas.model.linear import Linear
 from eyas.model.match import check_head
 from eyas.model.native import NativeDraft
 from eyas.model.outputs import Proposals
-from eyas.model.rows import Rows, rows_of, slots_of
+from eyas.model.rows import Roots, Rows, prompt_rows, rows_of, slots_of
 from eyas.model.target import PAGE_SIZE, Target
 
 NOT_TENSORS_OF_THE_LAYER = ("d2t", "t2d")
@@ -119,13 +120,6 @@ class Draft:
             return self._native.extend(rows, aux_hidden, cache)
         return self._layers.step(rows, self._layers.fuse(aux_hidden), cache)
 
-    def enter(self, rows: Rows, aux_hidden: torch.Tensor, cache: PagedCache) -> None:
-        """`extend` for rows that nothing is drafted from: their entries alone."""
-        if self._native is not None:
-            self._native.enter(rows, aux_hidden, cache)
-        else:
-            self.extend(rows, aux_hidden, cache)
-
     def step(self, rows: Rows, h: torch.Tensor, cache: PagedCache) -> torch.Tensor:
         """Outputs [M, H] of the rows' parents -> the rows' own [M, H]."""
         if self._native is not None:
@@ -140,6 +134,40 @@ class Draft:
         # A stable sort, not topk, so that of equal tokens the smaller draft id goes first.
         best, ids = log_probs.sort(dim=-1, descending=True, stable=True)
         return self._target_ids_W[ids[:, :tree_topk]], best[:, :tree_topk]
+
+    def enter(self, roots: Roots, cache: PagedCache, features: FeatureCache) -> None:
+        """Make the entries of columns starts[b] .. lens[b] from the features of the columns before."""
+        rows, aux_hidden = self._entries(roots, cache, features)
+        if self._native is not None:
+            self._native.enter(rows, aux_hidden, cache)
+        else:
+            self.extend(rows, aux_hidden, cache)
+
+    def catch_up(self, roots: Roots, cache: PagedCache, features: FeatureCache) -> torch.Tensor:
+        """`enter`, and the outputs [B, H] at the last of each request's entries."""
+        h = self.extend(*self._entries(roots, cache, features), cache)
+        ends = np.cumsum(np.array(roots.lens) + 1 - np.array(roots.starts))
+        return h.index_select(0, to_device(ends - 1, self.device))
+
+    def _entries(self, roots: Roots, cache: PagedCache, features: FeatureCache) -> tuple[Rows, torch.Tensor]:
+        """Columns starts[b] .. lens[b] as rows, and the features [M, 3 * Ht] of the columns before."""
+        size, counts = cache.page_size, np.array(roots.lens) + 1 - np.array(roots.starts)
+        ends = counts.cumsum()
+        tokens = [roots.tokens[end - count : end] for count, end in zip(counts.tolist(), ends.tolist(), strict=True)]
+        rows = prompt_rows(tokens, roots.starts, roots.page_table, size, self.device, first_column=1)
+        before = np.concatenate([np.arange(start - 1, last) for start, last in zip(roots.starts, roots.lens, strict=True)])
+        slots = slots_of(roots.page_table, np.repeat(np.arange(len(counts)), counts), before, size)
+        return rows, features.read(to_device(slots, self.device))
+
+    def grow(
+        self, roots: Roots, cache: PagedCache, features: FeatureCache, growth: Growth, thresholds: Sequence[float]
+    ) -> Proposals:
+        """`catch_up`, then `propose` from the best of what it gives."""
+        if self._native is not None:
+            return self._native.grow(roots, cache, features, (growth.num_draft_steps, growth.tree_topk), thresholds)
+        h = self.catch_up(roots, cache, features)
+        first = self.proposals(h, growth.tree_topk)
+        return self.propose(roots.lens, h, first, roots.page_table, cache, growth, thresholds)
 
     def propose(
         self,

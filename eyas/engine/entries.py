@@ -10,16 +10,16 @@ another's stead that was filled without drafting.
 
 from __future__ import annotations
 
-from itertools import accumulate
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from eyas.engine.draft import Draft
-from eyas.engine.futures import to_device
+from eyas.engine.draft import Draft, Growth
 from eyas.engine.scheduler import Job
 from eyas.model.cache import FeatureCache
-from eyas.model.rows import Rows, prompt_rows, slots_of
+from eyas.model.outputs import Proposals
+from eyas.model.rows import Roots
 
 AT_ONCE = (
     8  # a sample's entries that are made together with the root's; of more the root's comes apart, since the rest are cheaper
@@ -54,19 +54,17 @@ class Entries:
 
     def extend(self, job: Job, who: list[int]) -> torch.Tensor:
         """Make the entries up to the roots'; the draft's outputs [B, H] there."""
-        if max(self.num_missing(job, b) for b in who) > AT_ONCE:
-            self.enter(job, who)
-        ends = list(accumulate(job.runnings[b].num_missing for b in who))
-        rows, features = self._next(job, who, [job.runnings[b].num_cached + 1 for b in who])
-        h = self.draft.extend(rows, features, self.cache)
-        return h.index_select(0, to_device(np.array(ends) - 1, self.draft.device))
+        return self.draft.catch_up(self._up_to_roots(job, who), self.cache, self.features)
+
+    def grow(self, job: Job, who: list[int], growth: Growth, thresholds: Sequence[float]) -> Proposals:
+        """Make the entries up to the roots', and grow trees from there."""
+        return self.draft.grow(self._up_to_roots(job, who), self.cache, self.features, growth, thresholds)
 
     def enter(self, job: Job, who: list[int]) -> None:
-        """Make the entries of all columns before the roots'."""
+        """Make the entries of all columns before the roots', of which nobody asks what they propose."""
         who = [b for b in who if self.num_missing(job, b) > 1]
         if who:
-            rows, features = self._next(job, who, [job.runnings[b].num_cached for b in who])
-            self.draft.enter(rows, features, self.cache)
+            self.draft.enter(self._missing(job, who, [job.runnings[b].num_cached - 1 for b in who]), self.cache, self.features)
 
     def made(self, job: Job, b: int, end: int) -> None:
         """Take note that a sample's entries before column `end` are there."""
@@ -74,15 +72,21 @@ class Entries:
         self._is_full[job.page_table[b, running.draft_end // self._size : end // self._size]] = True
         running.draft_end, running.draft_page = end, int(job.page_table[b, (end - 1) // self._size])
 
-    def _next(self, job: Job, who: list[int], ends: list[int]) -> tuple[Rows, torch.Tensor]:
-        """The draft's rows of columns draft_end .. ends - 1, which count as made from here on, and their features."""
-        runnings, table = [job.runnings[b] for b in who], job.page_table[who]
+    def _up_to_roots(self, job: Job, who: list[int]) -> Roots:
+        """What is missing up to the roots' entries; where that is much, most of it is made here."""
+        if max(self.num_missing(job, b) for b in who) > AT_ONCE:
+            self.enter(job, who)
+        return self._missing(job, who, [job.runnings[b].num_cached for b in who])
+
+    def _missing(self, job: Job, who: list[int], lasts: list[int]) -> Roots:
+        """Columns draft_end .. lasts[b], whose entries count as made from here on."""
+        runnings = [job.runnings[b] for b in who]
         starts = [running.draft_end for running in runnings]
-        tokens = [running.tokens[start:end] for running, start, end in zip(runnings, starts, ends, strict=True)]
-        for b, end in zip(who, ends, strict=True):
-            self.made(job, b, end)
-        before = np.concatenate([np.arange(start - 1, end - 1) for start, end in zip(starts, ends, strict=True)])
-        request = np.repeat(np.arange(len(who)), [end - start for start, end in zip(starts, ends, strict=True)])
-        slots = to_device(slots_of(table, request, before, self._size), self.draft.device)
-        rows = prompt_rows(tokens, starts, table, self._size, self.draft.device, first_column=1)
-        return rows, self.features.read(slots)
+        tokens = [
+            token
+            for running, start, last in zip(runnings, starts, lasts, strict=True)
+            for token in running.tokens[start : last + 1]
+        ]
+        for b, last in zip(who, lasts, strict=True):
+            self.made(job, b, last + 1)
+        return Roots(lasts, starts, tokens, job.page_table[who])

@@ -30,8 +30,16 @@ from eyas.engine.trace import Trace
 from eyas.engine.tree import Tree, tree_of
 from eyas.engine.verify import accept
 from eyas.model.cache import FeatureCache
-from eyas.model.rows import Rows, prompt_rows, rows_of, slots_of
+from eyas.model.outputs import Chosen, Proposals
+from eyas.model.rows import Roots, Rows, prompt_rows, rows_of, slots_of
 from eyas.model.target import Target
+
+NOTHING = Proposals(
+    np.empty((0, 0), dtype=np.int64),
+    np.empty((0, 0), dtype=np.float32),
+    np.empty((0, 0), dtype=np.int32),
+    np.empty(0, dtype=np.int32),
+)
 
 
 @contextmanager
@@ -68,12 +76,11 @@ class Rounds:
         self._device = target.device
         self.cache = target.new_cache(num_pages)
         self._taps = draft.config.taps if draft is not None else None
-        self.entries = self._new_entries(draft, num_pages) if draft is not None else None
-
-    def _new_entries(self, draft: Draft, num_pages: int) -> Entries:
-        size, width = self.cache.page_size, 3 * self.target.config.hidden_size
-        features = FeatureCache(num_pages * size, width, self.target.dtype, self.target.device)
-        return Entries(draft, num_pages, size, features)
+        self._features, self.entries = None, None
+        if draft is not None:
+            size, width = self.cache.page_size, 3 * target.config.hidden_size
+            self._features = FeatureCache(num_pages * size, width, target.dtype, target.device)
+            self.entries = Entries(draft, num_pages, size, self._features)
 
     @torch.inference_mode()
     def run(self, job: Job) -> list[Outcome]:
@@ -95,7 +102,7 @@ class Rounds:
             for b, (running, chunk) in enumerate(zip(job.runnings, chunks, strict=True))
             if chunk.stop == running.prefill_end == len(running.tokens)
         ]
-        output = self.target.forward(rows, self.cache, self._taps, torch.from_numpy(ends[draws] - 1).to(self._device))
+        output = self.target.forward(rows, self.cache, self._taps, self._index((ends[draws] - 1).tolist()), self._features)
         emitted: dict[int, list[int]] = {}
         best = output.best.tolist() if draws else []
         for place, b in enumerate(draws):
@@ -105,8 +112,6 @@ class Rounds:
         for running, chunk in zip(job.runnings, chunks, strict=True):
             running.num_cached = chunk.stop
         if self.entries is not None:
-            assert output.aux_hidden is not None
-            self.entries.features.write(rows.slot, output.aux_hidden)
             self.entries.begin_pages(job, {b: len(chunk) for b, chunk in enumerate(chunks)})
             if self.policy.expects_drafts:
                 self.entries.enter(job, [b for b, running in enumerate(job.runnings) if running.request.speculation])
@@ -123,10 +128,9 @@ class Rounds:
         able, missing = self._able(job, alive)
         plan = self.policy.plan(missing, len(alive) - len(able))
         drafting = [b for b, drafts in zip(able, plan.drafting, strict=True) if drafts]
-        trees: dict[int, Tree] = {b: Tree.of_root(job.runnings[b].root) for b in alive}
-        if drafting:
-            trees |= self._propose(job, drafting, plan)
-        verified = self._verify(job, trees)
+        proposals, kept = self._propose(job, drafting, plan)
+        chosen = Chosen([drafting.index(b) if b in drafting else -1 for b in alive], proposals, kept)
+        verified = self._verify(job, alive, chosen)
         self.policy.observe(plan, [verified[b].token_ids for b in drafting], (time.perf_counter() - started) * 1e3)
         return [
             self._outcome(running, verified[b].token_ids, verified[b].num_accepted_drafts if b in drafting else None)
@@ -142,58 +146,66 @@ class Rounds:
         able = [b for b in alive if job.runnings[b].request.speculation]
         return able, [self.entries.num_missing(job, b) for b in able]
 
-    def _propose(self, job: Job, drafting: list[int], plan: Round) -> dict[int, Tree]:
-        """The draft's entries up to the root's, and the trees that grow from there."""
-        assert self.draft is not None
+    def _propose(self, job: Job, drafting: list[int], plan: Round) -> tuple[Proposals, np.ndarray]:
+        """What the draft proposes to the samples that draft, and which of it is to be judged."""
+        if not drafting:
+            return NOTHING, np.empty((0, 0), dtype=bool)
         assert self.entries is not None
-        runnings = [job.runnings[b] for b in drafting]
-        h = self.entries.extend(job, drafting)
-        proposals = self.draft.propose(
-            [running.num_cached for running in runnings],
-            h,
-            self.draft.proposals(h, self.growth.tree_topk),
-            job.page_table[drafting],
-            self.entries.cache,
-            self.growth,
-            plan.thresholds,
-        )
-        kept = self.policy.choose(plan, proposals, [running.acceptance for running in runnings])
-        return {
-            b: tree_of(job.runnings[b].root, proposals, place, kept[place].nonzero()[0].tolist())
-            for place, b in enumerate(drafting)
-        }
+        proposals = self.entries.grow(job, drafting, self.growth, plan.thresholds)
+        return proposals, self.policy.choose(plan, proposals, [job.runnings[b].acceptance for b in drafting])
 
-    def _verify(self, job: Job, trees: dict[int, Tree]) -> dict[int, Verified]:
-        """One target forward over all trees; accepted nodes are moved behind their prefix, and their features noted."""
-        rows, starts = self._rows_of_trees(job, trees)
-        output = self.target.forward(rows, self.cache, self._taps)
-        best = output.best.tolist()
-        slots = rows.slot.tolist()
+    def _verify(self, job: Job, alive: list[int], chosen: Chosen) -> dict[int, Verified]:
+        """One target forward over all trees; accepted nodes stand behind their prefix then, with their features."""
+        is_greedy = all(job.runnings[b].sampler.is_plain_greedy for b in alive)
+        emitted = (self._judge_in_one_call if self.target.is_native and is_greedy else self._judge)(job, alive, chosen)
         verified: dict[int, Verified] = {}
-        path_rows: list[int] = []
-        path_slots: list[int] = []
-        for (b, tree), start in zip(trees.items(), starts, strict=True):
+        for b, tokens in zip(alive, emitted, strict=True):
             running = job.runnings[b]
+            taken = running.take(tokens, self._end_tokens)
+            # Columns of the caches hold the root and the accepted nodes that were emitted, but for the last token.
+            running.num_cached += len(taken)
+            verified[b] = Verified(taken, len(taken) - 1)
+        if self.entries is not None:
+            self.entries.begin_pages(job, {b: len(one.token_ids) for b, one in verified.items()})
+        return verified
 
-            def draw(node: int, running: Running = running, start: int = start) -> int:
+    def _judge_in_one_call(self, job: Job, alive: list[int], chosen: Chosen) -> list[list[int]]:
+        """All of it in one call."""
+        lens, tokens = [job.runnings[b].num_cached for b in alive], [job.runnings[b].root for b in alive]
+        table = job.page_table if len(alive) == len(job.runnings) else job.page_table[alive]
+        emitted = self.target.verify(Roots(lens, lens, tokens, table), chosen, self.cache, self._taps, self._features)
+        for b, row in zip(alive, emitted, strict=True):
+            for token in row:
+                job.runnings[b].sampler.take(token)
+        return emitted
+
+    def _judge(self, job: Job, alive: list[int], chosen: Chosen) -> list[list[int]]:
+        """Part by part; whatever the samples' parameters."""
+        trees = {
+            b: tree_of(job.runnings[b].root, chosen.proposals, line, chosen.kept[line].nonzero()[0].tolist())
+            if line >= 0
+            else Tree.of_root(job.runnings[b].root)
+            for b, line in zip(alive, chosen.line, strict=True)
+        }
+        rows, starts = self._rows_of_trees(job, trees)
+        output = self.target.forward(rows, self.cache, self._taps, None, self._features)
+        best, slots = output.best.tolist(), rows.slot.tolist()
+        emitted: list[list[int]] = []
+        moves: list[tuple[int, int]] = []
+        for (b, tree), start in zip(trees.items(), starts, strict=True):
+
+            def draw(node: int, running: Running = job.runnings[b], start: int = start) -> int:
                 return self._draw(running, best, output.logits, start + node)
 
             path, tokens = accept(tree.tokens, tree.parents, draw)
-            taken = running.take(tokens, self._end_tokens)
-            # Columns of the caches hold the root and the accepted nodes that were emitted, but for the last token.
-            nodes = [0, *path][: len(taken)]
-            running.num_cached += len(nodes)
-            verified[b] = Verified(taken, len(taken) - 1)
-            path_rows += [start + node for node in nodes]
-            path_slots += slots[start : start + len(nodes)]
-        moves = [(slots[row], slot) for row, slot in zip(path_rows, path_slots, strict=True) if slots[row] != slot]
+            emitted.append(tokens)
+            moves += [(slots[start + node], slots[start + place]) for place, node in enumerate(path, start=1) if node != place]
         if moves:
-            self.cache.move(*map(list, zip(*moves, strict=True)))
-        if self.entries is not None:
-            assert output.aux_hidden is not None
-            self.entries.features.write(self._index(path_slots), output.aux_hidden, self._index(path_rows))
-            self.entries.begin_pages(job, {b: len(one.token_ids) for b, one in verified.items()})
-        return verified
+            sources, destinations = map(list, zip(*moves, strict=True))
+            self.cache.move(sources, destinations)
+            if self._features is not None:
+                self._features.move(sources, destinations)
+        return emitted
 
     def _rows_of_trees(self, job: Job, trees: dict[int, Tree]) -> tuple[Rows, list[int]]:
         """The nodes of all trees beside each other, and where each tree starts."""

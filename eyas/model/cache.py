@@ -57,13 +57,14 @@ class FeatureCache:
         """Memory: num_slots * width elements, allocated here, once."""
         self.data = torch.zeros(num_slots, width, dtype=dtype, device=device)
 
-    def write(self, slots: torch.Tensor, features: torch.Tensor, rows: torch.Tensor | None = None) -> None:
-        """Put features [M, A], or these rows of them, into slots int64."""
-        if len(slots) == 1:  # plain decoding of one request: an index operation less counts
-            self.data[slots[0]].copy_(features[0 if rows is None else rows[0]])
-        else:
-            self.data.index_copy_(0, slots, features if rows is None else features.index_select(0, rows))
+    def write(self, slots: torch.Tensor, features: torch.Tensor) -> None:
+        """Put features [M, A] into slots int64 [M]."""
+        self.data.index_copy_(0, slots, features)
 
     def read(self, slots: torch.Tensor) -> torch.Tensor:
         """The features [M, A] in slots int64 [M], copied."""
         return self.data.index_select(0, slots)
+
+    def move(self, sources: Slots, destinations: Slots) -> None:
+        """Copy slots to slots; the sources are read before anything is written."""
+        self.data[destinations] = self.data[sources]

@@ -28,11 +28,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from eyas.model.cache import PagedCache
+from eyas.model.cache import FeatureCache, PagedCache
 from eyas.model.config import DecoderConfig, HeadConfig, Taps, TargetConfig
-from eyas.model.outputs import Proposals, TargetOutput
+from eyas.model.outputs import Chosen, Proposals, TargetOutput
 from eyas.model.rope import rope_table
-from eyas.model.rows import MAX_TREE_COLUMNS, Rows
+from eyas.model.rows import MAX_TREE_COLUMNS, Roots, Rows
 
 SOURCES = Path(__file__).parent / "cpp"
 FLAGS = ("-O3", "-march=native", "-std=c++20", "-ffp-contract=off", "-fvisibility=hidden", "-shared", "-fPIC", "-pthread")
@@ -121,11 +121,13 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
         "eyas_free": (None, [pointer]),
         "eyas_set_rope": (None, [pointer, pointer, pointer, integer]),
         "eyas_set_threads": (None, [pointer, integer]),
-        "eyas_forward": (integer, [*[pointer] * 6, integer, pointer, pointer]),
+        "eyas_forward": (integer, [*[pointer] * 5, integer, pointer, integer, pointer, pointer]),
+        "eyas_verify": (integer, [pointer] * 3),
         "eyas_extend": (integer, [pointer] * 5),
         "eyas_step": (integer, [pointer] * 5),
         "eyas_proposals": (integer, [pointer, pointer, integer, integer, pointer, pointer]),
         "eyas_propose": (integer, [pointer] * 3),
+        "eyas_grow": (integer, [pointer] * 3),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(lib, name)
@@ -311,11 +313,16 @@ class NativeTarget(_Decoder):
         self._logits, self._aux = torch.empty(0, dtype=torch.float32), torch.empty(0, dtype=dtype)
 
     def forward(
-        self, rows: Rows, cache: PagedCache, taps: Taps | None = None, logits_of: torch.Tensor | None = None
+        self,
+        rows: Rows,
+        cache: PagedCache,
+        taps: Taps | None = None,
+        logits_of: torch.Tensor | None = None,
+        features: FeatureCache | None = None,
     ) -> TargetOutput:
         """One pass over the rows. logits_of int64 [R]: the rows whose logits are wanted, None for all. Raises IndexError.
 
-        The logits are float32; aux_hidden has the cache's dtype.
+        The logits are float32; aux_hidden has the cache's dtype, and with `features` goes there, to the rows' slots.
         """
         ints, pointers = self._arguments(rows, cache)
         M, V, width = len(rows.token), self._config.vocab_size, 3 * self._config.hidden_size
@@ -323,15 +330,56 @@ class NativeTarget(_Decoder):
         if self._logits.numel() < R * V:
             self._logits = torch.empty(R * V, dtype=torch.float32)
         logits, best = self._logits[: R * V].view(R, V), torch.empty(R, dtype=torch.int64)
-        aux_hidden, taps_3 = None, None
-        if taps is not None:
+        aux_hidden, taps_3 = None, _three(taps)
+        if taps is not None and features is None:
             if self._aux.numel() < M * width:
                 self._aux = torch.empty(M * width, dtype=self.dtype)
-            aux_hidden, taps_3 = self._aux[: M * width].view(M, width), (ctypes.c_int64 * 3)(*sorted(taps))
-        outputs = (taps_3, _pointer(aux_hidden), _pointer(logits_of), R, logits.data_ptr(), best.data_ptr())
+            aux_hidden = self._aux[: M * width].view(M, width)
+        aux = aux_hidden if features is None else features.data
+        outputs = (taps_3, _pointer(aux), features is not None, _pointer(logits_of), R, logits.data_ptr(), best.data_ptr())
         while (status := self._lib.eyas_forward(self._handle, ints, pointers, *outputs)) != 0:
             self._is_done(status, int(rows.position.max()))
         return TargetOutput(aux_hidden, logits, best)
+
+    def verify(
+        self,
+        roots: Roots,
+        chosen: Chosen,
+        cache: PagedCache,
+        taps: Taps | None = None,
+        features: FeatureCache | None = None,
+    ) -> list[list[int]]:
+        """One pass over the trees; of each request the tokens of the path that the best logits take, then the bonus token.
+
+        Their columns stand in order behind the request's, features too. Raises IndexError.
+        """
+        assert cache.data.dtype == self.dtype
+        B, P = roots.page_table.shape
+        proposals, C = chosen.proposals, chosen.proposals.tokens.shape[1]
+        places = int(proposals.depths[-1]) + 1 if C else 1
+        arrays = (
+            np.array(roots.lens, dtype=np.int64),
+            np.array(roots.tokens, dtype=np.int64),
+            np.array(chosen.line, dtype=np.int32),
+            np.ascontiguousarray(proposals.tokens),
+            np.ascontiguousarray(proposals.parents),
+            np.ascontiguousarray(chosen.kept),
+            np.ascontiguousarray(roots.page_table),
+        )
+        emitted, counts = np.empty((B, places), dtype=np.int64), np.empty(B, dtype=np.int64)
+        taps_3 = _three(taps)
+        ints = (ctypes.c_int64 * 6)(B, P, cache.page_size, cache.data.shape[1], C, places)
+        pointers = (ctypes.c_void_p * 12)(
+            *(array.ctypes.data for array in arrays),
+            cache.data.data_ptr(),
+            None if taps_3 is None else ctypes.addressof(taps_3),
+            None if features is None else features.data.data_ptr(),
+            emitted.ctypes.data,
+            counts.ctypes.data,
+        )
+        while (status := self._lib.eyas_verify(self._handle, ints, pointers)) != 0:
+            self._is_done(status, max(roots.lens) + places)
+        return [row[:count] for row, count in zip(emitted.tolist(), counts.tolist(), strict=True)]
 
 
 class NativeDraft(_Decoder):
@@ -411,16 +459,13 @@ class NativeDraft(_Decoder):
         """Grow B trees by up to K - 1 levels, growth being (K, k): see `engine.draft.Draft.propose`. Raises IndexError."""
         (K, k), B = growth, len(lens)
         assert 0 < k <= min(MAX_TOPK, self._W)
-        assert (K - 1) * k <= MAX_TREE_COLUMNS
         assert len(thresholds) >= K - 1
         assert cache.data.dtype == self.dtype
+        out = _Candidates(B, K, k)
         lens_B = np.asarray(lens, dtype=np.int64)
         h_BH, first_ids, first_log_probs = h_BH.float().contiguous(), first[0].contiguous(), first[1].float().contiguous()
         page_table = np.ascontiguousarray(page_table, dtype=np.int32)
         least = (ctypes.c_double * max(K - 1, 1))(*thresholds[: K - 1])
-        num_candidates = k + (K - 1) * k * k
-        tokens, scores = np.empty((B, num_candidates), dtype=np.int64), np.empty((B, num_candidates), dtype=np.float32)
-        parents = np.empty((B, num_candidates), dtype=np.int32)
         ints = (ctypes.c_int64 * 6)(B, K, k, page_table.shape[1], cache.page_size, cache.data.shape[1])
         pointers = (ctypes.c_void_p * 10)(
             lens_B.ctypes.data,
@@ -430,14 +475,42 @@ class NativeDraft(_Decoder):
             page_table.ctypes.data,
             ctypes.addressof(least),
             cache.data.data_ptr(),
-            tokens.ctypes.data,
-            parents.ctypes.data,
-            scores.ctypes.data,
+            *out.pointers,
         )
         while (drafted := self._lib.eyas_propose(self._handle, ints, pointers)) < 0:
             self._is_done(-drafted, int(lens_B.max()) + K - 2)
-        count, depths = k + drafted * k * k, _depths(K, k)
-        return Proposals(tokens[:, :count], scores[:, :count], parents[:, :count], depths[:count])
+        return out.proposals(drafted)
+
+    def grow(
+        self,
+        roots: Roots,
+        cache: PagedCache,
+        features: FeatureCache,
+        growth: tuple[int, int],
+        thresholds: Sequence[float],
+    ) -> Proposals:
+        """`extend`, `proposals` and `propose` in one call: see `engine.draft.Draft.grow`. Raises IndexError."""
+        (K, k), B = growth, len(roots.lens)
+        assert features.data.dtype == cache.data.dtype == self.dtype
+        out = _Candidates(B, K, k)
+        least = (ctypes.c_double * max(K - 1, 1))(*thresholds[: K - 1])
+        lens, starts, tokens = (np.array(one, dtype=np.int64) for one in (roots.lens, roots.starts, roots.tokens))
+        assert len(tokens) == (lens + 1 - starts).sum()
+        page_table = np.ascontiguousarray(roots.page_table)
+        ints = (ctypes.c_int64 * 6)(B, K, k, page_table.shape[1], cache.page_size, cache.data.shape[1])
+        pointers = (ctypes.c_void_p * 10)(
+            lens.ctypes.data,
+            starts.ctypes.data,
+            tokens.ctypes.data,
+            features.data.data_ptr(),
+            page_table.ctypes.data,
+            ctypes.addressof(least),
+            cache.data.data_ptr(),
+            *out.pointers,
+        )
+        while (drafted := self._lib.eyas_grow(self._handle, ints, pointers)) < 0:
+            self._is_done(-drafted, max(roots.lens) + K - 2)
+        return out.proposals(drafted)
 
     def _states(self, call: str, rows: Rows, inputs: torch.Tensor, cache: PagedCache) -> torch.Tensor:
         ints, pointers = self._arguments(rows, cache)
@@ -446,6 +519,31 @@ class NativeDraft(_Decoder):
         while (status := function(self._handle, ints, pointers, inputs.data_ptr(), h.data_ptr())) != 0:
             self._is_done(status, int(rows.position.max()))
         return h
+
+
+class _Candidates:
+    """Room for the candidates of B trees of K levels."""
+
+    def __init__(self, B: int, K: int, k: int) -> None:
+        assert (K - 1) * k <= MAX_TREE_COLUMNS
+        C = k + (K - 1) * k * k
+        self._K, self._k = K, k
+        self._tokens, self._scores = np.empty((B, C), dtype=np.int64), np.empty((B, C), dtype=np.float32)
+        self._parents = np.empty((B, C), dtype=np.int32)
+
+    @property
+    def pointers(self) -> tuple[int, int, int]:
+        return self._tokens.ctypes.data, self._parents.ctypes.data, self._scores.ctypes.data
+
+    def proposals(self, drafted: int) -> Proposals:
+        """Of so many levels behind the first."""
+        count = self._k + drafted * self._k * self._k
+        depths = _depths(self._K, self._k)[:count]
+        return Proposals(self._tokens[:, :count], self._scores[:, :count], self._parents[:, :count], depths)
+
+
+def _three(taps: Taps | None) -> ctypes.Array[ctypes.c_int64] | None:
+    return None if taps is None else (ctypes.c_int64 * 3)(*sorted(taps))
 
 
 @functools.cache

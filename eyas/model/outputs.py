@@ -13,7 +13,8 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class TargetOutput:
-    """aux_hidden [M, 3 * Ht] when taps were given; logits [R, V]; best int64 [R], their argmax (ties: the smallest id)."""
+    """logits [R, V]; best int64 [R], their argmax (ties: the smallest id); aux_hidden [M, 3 * Ht] when taps were given, and no
+    cache to put their outputs."""
 
     aux_hidden: torch.Tensor | None
     logits: torch.Tensor
@@ -33,3 +34,13 @@ class Proposals:
     scores: np.ndarray
     parents: np.ndarray
     depths: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The trees of B requests, as candidates: of request b those kept, bool [B', C], at line[b] of the proposals; at -1
+    none."""
+
+    line: list[int]
+    proposals: Proposals
+    kept: np.ndarray

@@ -48,6 +48,20 @@ class Rows:
         return len(self.token)
 
 
+@dataclass(frozen=True, slots=True)
+class Roots:
+    """Where the trees of B requests grow from: the target has the columns below lens[b], and lens[b] is to be the root's.
+
+    starts: the first column without an entry of the draft; tokens: those of columns starts[b] .. lens[b], one request after the
+    other. page_table int32 [B, P].
+    """
+
+    lens: list[int]
+    starts: list[int]
+    tokens: list[int]
+    page_table: np.ndarray
+
+
 def slots_of(page_table: np.ndarray, request: np.ndarray, column: np.ndarray, page_size: int) -> np.ndarray:
     """The slots int64 of columns [...] of requests [...] under an int32 [B, P] page table."""
     slots: np.ndarray = page_table[request, column // page_size].astype(np.int64) * page_size + column % page_size

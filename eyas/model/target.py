@@ -17,12 +17,12 @@ import torch.nn.functional as F
 
 from eyas.errors import MismatchError
 from eyas.model.block import Block, Rope, rms_norm
-from eyas.model.cache import PagedCache
+from eyas.model.cache import FeatureCache, PagedCache
 from eyas.model.config import Taps, TargetConfig
 from eyas.model.linear import Linear
 from eyas.model.native import NativeTarget, unavailable
-from eyas.model.outputs import TargetOutput
-from eyas.model.rows import Rows, prompt_rows
+from eyas.model.outputs import Chosen, TargetOutput
+from eyas.model.rows import Roots, Rows, prompt_rows
 from eyas.model.weights import read_tensors, tensor_sha256
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -110,17 +110,33 @@ class Target:
         return PagedCache(self.config.num_hidden_layers, num_pages, page_size, heads, self.dtype, self.device)
 
     def forward(
-        self, rows: Rows, cache: PagedCache, taps: Taps | None = None, logits_of: torch.Tensor | None = None
+        self,
+        rows: Rows,
+        cache: PagedCache,
+        taps: Taps | None = None,
+        logits_of: torch.Tensor | None = None,
+        features: FeatureCache | None = None,
     ) -> TargetOutput:
         """One pass over the rows. logits_of int64 [R]: the rows whose logits are wanted, None for all.
 
-        The output's tensors may be buffers that the next forward overwrites.
+        features: where the taps' outputs go, to the slots of the rows. The output's tensors may be buffers that the next
+        forward overwrites.
         """
         if self._native is not None:
-            return self._native.forward(rows, cache, taps, logits_of)
+            return self._native.forward(rows, cache, taps, logits_of, features)
         hidden, aux_hidden = self.layers.hidden(rows, cache, taps)
+        if features is not None and aux_hidden is not None:
+            features.write(rows.slot, aux_hidden)
+            aux_hidden = None
         logits = self.layers.head(hidden if logits_of is None else hidden[logits_of])
         return TargetOutput(aux_hidden, logits, logits.argmax(-1))
+
+    def verify(
+        self, roots: Roots, chosen: Chosen, cache: PagedCache, taps: Taps | None, features: FeatureCache | None
+    ) -> list[list[int]]:
+        """Greedy verification in one call, where `is_native`: see `NativeTarget.verify`. In all else rounds do its parts."""
+        assert self._native is not None
+        return self._native.verify(roots, chosen, cache, taps, features)
 
     @torch.inference_mode()
     def features(self, tokens_BT: torch.Tensor, taps: Taps | None = None) -> tuple[torch.Tensor, torch.Tensor]:

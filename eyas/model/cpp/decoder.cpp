@@ -11,6 +11,7 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "round.h"
 
 namespace {
 
@@ -63,15 +64,25 @@ struct Growth {
   float* scores;
 };
 
+// Where a target's features go: rows of aux by row, or by slot.
+struct Tapped {
+  const int64_t* taps;  // 3 layers, or null
+  void* aux;
+  bool by_slot;
+};
+
 class Decoder {
  public:
   virtual ~Decoder() = default;
-  virtual int forward(const RowsView& rows, void* kv, const int64_t* taps, void* aux, const int64_t* logits_of, int64_t R,
-                      float* logits, int64_t* best) = 0;
+  virtual int forward(const RowsView& rows, void* kv, const Tapped& tapped, const int64_t* logits_of, int64_t R, float* logits,
+                      int64_t* best) = 0;
+  virtual int verify(const Lines& lines, const Chosen& chosen, void* kv, const Tapped& tapped, int64_t places, int64_t* emitted,
+                     int64_t* counts) = 0;
   virtual int extend(const RowsView& rows, void* kv, const void* aux, float* h) = 0;
   virtual int step(const RowsView& rows, void* kv, const float* h_in, float* h) = 0;
   virtual int proposals(const float* h, int64_t R, int64_t k, int64_t* ids, float* log_probs) = 0;
   virtual int propose(const Growth& growth) = 0;  // levels drafted, or -status
+  virtual int grow(const Lines& lines, const int64_t* starts, const int64_t* tokens, const void* features, Growth& growth) = 0;
 
   void set_rope(const float* cos, const float* sin, int64_t length) { cos_ = cos, sin_ = sin, positions_ = length; }
   void set_threads(int threads) { threads_ = std::max(1, std::min(threads, Pool::kMaxThreads - 1)); }
@@ -126,7 +137,7 @@ class Model final : public Decoder {
     set_threads(static_cast<int>(shape.threads));
   }
 
-  int forward(const RowsView& rows, void* kv, const int64_t* taps, void* aux, const int64_t* logits_of, int64_t R, float* logits,
+  int forward(const RowsView& rows, void* kv, const Tapped& tapped, const int64_t* logits_of, int64_t R, float* logits,
               int64_t* best) override {
     const int M = rows.M, n = static_cast<int>(R);
     for (int64_t r = 0; logits_of != nullptr && r < R; ++r)
@@ -144,9 +155,10 @@ class Model final : public Decoder {
         const T* x = normed(t, T_, M, layers_[l].input_norm, nullptr);
         const Linear* next = l + 1 < layers_.size() ? layers_[l + 1].qkv : outer_.head;
         layer(t, T_, layers_[l], next, rows, x, static_cast<T*>(kv) + l * rows.num_slots * 2 * Hk_ * D_, [&](int m, int c, __mmask16 lanes, Vec v) {
-          if (taps == nullptr) return;
+          if (tapped.taps == nullptr) return;
+          const size_t to = tapped.by_slot ? rows.slot[m] : m;
           for (int i = 0; i < 3; ++i)
-            if (taps[i] == static_cast<int64_t>(l)) A::store(static_cast<T*>(aux) + (static_cast<size_t>(m) * 3 + i) * H_ + c, lanes, v);
+            if (tapped.taps[i] == static_cast<int64_t>(l)) A::store(static_cast<T*>(tapped.aux) + (to * 3 + i) * H_ + c, lanes, v);
         });
         sync();
       }
@@ -159,13 +171,32 @@ class Model final : public Decoder {
             const int c = (panel.first + w) * kLanes;
             const __mmask16 lanes = first_lanes(V_ - c);
             const Vec v = _mm512_loadu_ps(out + r * kPanelColumns + w * kLanes);
-            _mm512_mask_storeu_ps(logits + static_cast<size_t>(r) * V_ + c, lanes, v);
+            if (logits != nullptr) _mm512_mask_storeu_ps(logits + static_cast<size_t>(r) * V_ + c, lanes, v);
             raise_best(t, r, c, lanes, v);
           }
       });
       sync();
       for (int r = n * t / T_; r < n * (t + 1) / T_; ++r) best[r] = best_of(T_, r);
     });
+    return kDone;
+  }
+
+  // One forward over the chosen trees; what the target itself says next along each, and its columns put in order.
+  int verify(const Lines& lines, const Chosen& chosen, void* kv, const Tapped& tapped, int64_t places, int64_t* emitted,
+             int64_t* counts) override {
+    if (!forest_.plant(lines, chosen)) return kBadSlot;
+    const RowsView rows = forest_.rows.view(lines, 0);
+    best_.resize(rows.M);
+    if (const int status = forward(rows, kv, tapped, nullptr, rows.M, nullptr, best_.data()); status != kDone) return status;
+    for (int64_t b = 0; b < lines.B; ++b) {
+      const std::vector<int>& path = forest_.walk(b, best_.data());
+      counts[b] = std::min(places, static_cast<int64_t>(path.size()));
+      for (int64_t place = 0; place < counts[b]; ++place) {
+        emitted[b * places + place] = best_[path[place]];
+        // A path's nodes ascend, so no slot is written before it is read.
+        move(rows, rows.slot[path[place]], rows.slot[path[0] + place], static_cast<T*>(kv), tapped);
+      }
+    }
     return kDone;
   }
 
@@ -215,7 +246,35 @@ class Model final : public Decoder {
 
   int propose(const Growth& growth) override;
 
+  // The entries up to the roots', from the features of the columns before, and the trees that grow from there.
+  int grow(const Lines& lines, const int64_t* starts, const int64_t* tokens, const void* features, Growth& growth) override {
+    if (!behind_.line_up(lines, starts, tokens)) return -kBadSlot;
+    const RowsView rows = behind_.rows.view(lines, 1);
+    const size_t width = 3 * H_, B = lines.B;
+    gathered_.resize(rows.M * width), outputs_.resize(static_cast<size_t>(rows.M) * H_), roots_h_.resize(B * H_);
+    for (int m = 0; m < rows.M; ++m)
+      std::memcpy(gathered_.data() + m * width, static_cast<const T*>(features) + behind_.features[m] * width, width * sizeof(T));
+    if (const int status = extend(rows, growth.kv, gathered_.data(), outputs_.data()); status != kDone) return -status;
+    for (size_t b = 0; b < B; ++b)
+      std::memcpy(roots_h_.data() + b * H_, outputs_.data() + (behind_.ends[b] - 1) * H_, H_ * sizeof(float));
+    first_ids_.resize(B * growth.k), first_log_probs_.resize(B * growth.k);
+    proposals(roots_h_.data(), lines.B, growth.k, first_ids_.data(), first_log_probs_.data());
+    for (int64_t& id : first_ids_) id = target_id(id);
+    growth.h = roots_h_.data(), growth.first_ids = first_ids_.data(), growth.first_log_probs = first_log_probs_.data();
+    return propose(growth);
+  }
+
  private:
+  // A column's keys, values and features from one slot to another.
+  void move(const RowsView& rows, int64_t from, int64_t to, T* kv, const Tapped& tapped) const {
+    if (from == to) return;
+    const size_t width = static_cast<size_t>(2) * Hk_ * D_, features = static_cast<size_t>(3) * H_;
+    for (size_t l = 0; l < layers_.size(); ++l, kv += rows.num_slots * width) std::memcpy(kv + to * width, kv + from * width, width * sizeof(T));
+    if (tapped.taps == nullptr) return;
+    T* aux = static_cast<T*>(tapped.aux);
+    std::memcpy(aux + to * features, aux + from * features, features * sizeof(T));
+  }
+
   // Buffers
 
   void reserve(int M, int team) {
@@ -554,6 +613,11 @@ class Model final : public Decoder {
   Buffer<Top> tops_;
   std::vector<const float*> sources_;
   Visible visible_;
+  Forest forest_;
+  Behind behind_;
+  std::vector<int64_t> best_, first_ids_;
+  std::vector<T> gathered_;
+  std::vector<float> outputs_, roots_h_, first_log_probs_;
 
  public:
   const int64_t* target_ids = nullptr;  // of a draft: the target's id of each draft token, or null for the same
@@ -794,10 +858,21 @@ void eyas_set_threads(Decoder* decoder, int64_t threads) {
   decoder->set_threads(static_cast<int>(threads));
 }
 
-int64_t eyas_forward(Decoder* decoder, const int64_t* ints, void* const* pointers, const int64_t* taps, void* aux,
+int64_t eyas_forward(Decoder* decoder, const int64_t* ints, void* const* pointers, const int64_t* taps, void* aux, int64_t by_slot,
                      const int64_t* logits_of, int64_t R, float* logits, int64_t* best) {
   const Guard guard(calls());
-  return decoder->forward(view(ints, pointers), pointers[7], taps, aux, logits_of, R, logits, best);
+  return decoder->forward(view(ints, pointers), pointers[7], Tapped{taps, aux, by_slot != 0}, logits_of, R, logits, best);
+}
+
+// ints: B, P, page_size, num_slots, C, places. pointers: lens, roots, line, tokens, parents, kept, page_table, cache, taps,
+// features, then emitted [B, places] and counts.
+int64_t eyas_verify(Decoder* decoder, const int64_t* ints, void* const* p) {
+  const Guard guard(calls());
+  const Lines lines{ints[0], ints[1], ints[2], ints[3], static_cast<const int32_t*>(p[6]), static_cast<const int64_t*>(p[0])};
+  const Chosen chosen{static_cast<const int64_t*>(p[1]), static_cast<const int64_t*>(p[3]), static_cast<const int32_t*>(p[2]),
+                      static_cast<const int32_t*>(p[4]), static_cast<const uint8_t*>(p[5]), ints[4]};
+  const Tapped tapped{static_cast<const int64_t*>(p[8]), p[9], true};
+  return decoder->verify(lines, chosen, p[7], tapped, ints[5], static_cast<int64_t*>(p[10]), static_cast<int64_t*>(p[11]));
 }
 
 int64_t eyas_extend(Decoder* decoder, const int64_t* ints, void* const* pointers, const void* aux, float* h) {
@@ -823,6 +898,17 @@ int64_t eyas_propose(Decoder* decoder, const int64_t* ints, void* const* p) {
                                  static_cast<const int64_t*>(p[1]), static_cast<const float*>(p[2]), static_cast<const float*>(p[3]),
                                  static_cast<const int32_t*>(p[4]), static_cast<const double*>(p[5]), p[6],
                                  static_cast<int64_t*>(p[7]), static_cast<int32_t*>(p[8]), static_cast<float*>(p[9])});
+}
+
+// ints as of eyas_propose. pointers: lens, starts, tokens, features, page_table, thresholds, cache, then tokens, parents, scores.
+int64_t eyas_grow(Decoder* decoder, const int64_t* ints, void* const* p) {
+  const Guard guard(calls());
+  const auto* lens = static_cast<const int64_t*>(p[0]);
+  const auto* page_table = static_cast<const int32_t*>(p[4]);
+  Growth growth{ints[0], ints[1], ints[2], ints[3], ints[4], ints[5], lens, nullptr, nullptr, nullptr, page_table,
+                static_cast<const double*>(p[5]), p[6], static_cast<int64_t*>(p[7]), static_cast<int32_t*>(p[8]), static_cast<float*>(p[9])};
+  const Lines lines{ints[0], ints[3], ints[4], ints[5], page_table, lens};
+  return decoder->grow(lines, static_cast<const int64_t*>(p[1]), static_cast<const int64_t*>(p[2]), p[3], growth);
 }
 }
 #pragma GCC visibility pop
