@@ -1,35 +1,270 @@
-"""Exact duplicates: what counts as the same, and what does not."""
+"""Duplicates: what counts as the same and as nearly the same, and that what a row is called a duplicate of is kept."""
 
+import random
+import subprocess
+import sys
+
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from eyas.data.duplicates import Duplicates, fingerprint, normalised
-from eyas.data.rows import Drop, Row
+from eyas.data.duplicates import (
+    BAND_SIZE,
+    BANDS,
+    CANDIDATES,
+    NONE,
+    SHINGLE,
+    DuplicatesConfig,
+    exact,
+    fingerprint,
+    key,
+    near,
+    said,
+    signature,
+)
+from eyas.data.rows import Row
+from eyas.data.shingles import jaccard, mixed, normalised, runs, shingles
+
+THRESHOLD = 0.8
+LONG = (
+    "A train leaves the station at 9 in the morning and travels at 60 miles an hour towards a town that is 300 miles away. "
+    "A second train leaves that town one hour later and travels towards the first at 40 miles an hour. When do they meet?"
+)
+GOLDEN = (4667358310391889586, 13545396756069687969)  # first and last band of LONG
 
 
 def row(*turns, system=None, line=1):
     return Row(source="set", licence="MIT", where=f"set.jsonl:{line}", id=None, turns=turns, system=system)
 
 
+def likeness(rows, threshold=THRESHOLD, alive=None, bands=None):
+    """`near` over rows that are all held in memory."""
+    bands = np.stack([signature(one) for one in rows]) if bands is None else bands
+    alive = np.ones(len(rows), bool) if alive is None else np.array(alive)
+    return near(bands, lambda index: said(rows[index]), alive, threshold)
+
+
+def similarity(one, other):
+    return jaccard(shingles("\n".join(one.turns), SHINGLE), shingles("\n".join(other.turns), SHINGLE))
+
+
+def edited(text, rng, share):
+    """The text with about a share of its words changed, dropped or doubled."""
+    words = []
+    for word in text.split():
+        words += rng.choice(([f"other{rng.randrange(99)}"], [], [word, word])) if rng.random() < share else [word]
+    return " ".join(words)
+
+
+def texts(rng, count, length=60):
+    """Texts that share no run of words to speak of."""
+    return [" ".join(f"word{rng.randrange(2000)}" for _ in range(length)) for _ in range(count)]
+
+
+# Exactly the same.
+
+
 @pytest.mark.parametrize("again", ["WHERE is it?", "  Where\n\tis   it? ", "\uff37here is it?", "Where\u00a0is it?"])
 def test_the_same_in_other_spelling(again):
-    keep = Duplicates()
-    assert keep(row("Where is it?")) == row("Where is it?")
-    dropped = keep(row(again, line=2))
-    assert dropped == Drop("duplicate", note="the same as set.jsonl:1 of set")
+    assert fingerprint(row(again, line=2)) == fingerprint(row("Where is it?"))
 
 
 @pytest.mark.parametrize(
     "other", [row("Where is it"), row("Where is it?", "Thanks"), row("Where is", "it?"), row("Where is it?", system="Sir")]
 )
 def test_not_the_same(other):
-    keep = Duplicates()
-    keep(row("Where is it?"))
-    assert keep(other) is other
+    assert fingerprint(other) != fingerprint(row("Where is it?"))
 
 
 @given(st.lists(st.text(), min_size=1, max_size=3))
 def test_normalising_is_done_once_and_for_all(turns):
     assert [normalised(normalised(turn)) for turn in turns] == [normalised(turn) for turn in turns]
     assert fingerprint(row(*turns)) == fingerprint(row(*(f" {normalised(turn)}\n" for turn in turns)))
+
+
+def test_a_key_is_the_beginning_of_its_fingerprint():
+    found = fingerprint(row("Where is it?"))
+    assert key(found).dtype == np.uint64
+    assert "".join(f"{part:016x}" for part in key(found).tolist()) == found[:32]
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2))))
+def test_exact_names_the_first_row_with_the_same_key(keys):
+    found = exact(np.array(keys, np.uint64).reshape(-1, 2))
+    firsts = [keys.index(one) for one in keys]
+    assert found.tolist() == [NONE if first == index else first for index, first in enumerate(firsts)]
+    assert found.dtype == np.int64
+
+
+# Signatures.
+
+
+def test_signatures_are_the_same_for_all_time():
+    """Signatures lie on disk while a run is resumed, so no other process, version or machine may make others."""
+    found = signature(row(LONG))
+    assert (found.shape, found.dtype) == ((BANDS,), np.uint64)
+    assert (int(found[0]), int(found[-1])) == GOLDEN
+    program = f"from tests.test_duplicates import *; print(*signature(row({LONG!r})))"
+    for seed in ("1", "2"):
+        result = subprocess.run(
+            [sys.executable, "-c", program], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        )
+        assert result.stdout.split() == [str(band) for band in found]
+
+
+def test_a_band_is_shared_with_the_probability_that_theory_gives():
+    rng = random.Random(0)
+    pairs = [(row(text), row(edited(text, rng, 0.04))) for text in texts(rng, 100)]
+    expected = np.array([similarity(*pair) ** BAND_SIZE for pair in pairs])
+    shared = np.array([(signature(one) == signature(other)).sum() for one, other in pairs])
+    # Bands that come from the same texts are nearly independent: four standard deviations of a sum of binomials, and a fifth.
+    assert abs(shared.sum() - BANDS * expected.sum()) < 5 * np.sqrt(BANDS * (expected * (1 - expected)).sum())
+
+
+def test_long_texts_are_taken_piece_by_piece():
+    text = texts(random.Random(0), 1, length=5000)[0]
+    members = shingles(text, SHINGLE)
+    scale, shift = mixed(np.arange(2 * BANDS * BAND_SIZE)).reshape(2, -1)
+    least = np.array([(members * (one | np.uint64(1)) + other).min() for one, other in zip(scale, shift, strict=True)])
+    bands = np.zeros(BANDS, np.uint64)
+    for column in least.reshape(BANDS, BAND_SIZE).T:
+        bands = mixed(bands ^ column)
+    assert signature(row(text)).tolist() == bands.tolist()
+
+
+@pytest.mark.parametrize("text", ["", "?!", "...", "a", "\ud83d half a pair", "\u4f60\u597d", "\x00"])
+def test_any_text_has_a_signature(text):
+    assert signature(row(text)).shape == (BANDS,)
+    assert likeness([row(text), row(text)]).tolist() == [NONE, 0]
+    assert likeness([row(text), row("something else entirely")]).tolist() == [NONE, NONE]
+
+
+@given(st.lists(st.sampled_from("abc"), max_size=12), st.integers(1, 4))
+def test_runs_are_equal_where_their_words_are(words, size):
+    hashes = np.array([ord(word) for word in words], np.uint64)
+    found = runs(hashes, size).tolist()
+    plain = [tuple(words[start : start + size]) for start in range(len(words) - size + 1)]
+    assert len(found) == len(plain)
+    assert len(set(found)) == len(set(plain)) == len(set(zip(found, plain, strict=True)))
+
+
+# Nearly the same.
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        LONG.upper(),
+        LONG.replace(" ", " \n"),
+        LONG.replace(",", "").replace(".", ""),
+        LONG.replace("morning", "evening"),
+        f"Please: {LONG}",
+        LONG.replace("300", "350"),  # one number in a long text is one word of many
+    ],
+)
+def test_nearly_the_same(again):
+    assert likeness([row(LONG), row(again)]).tolist() == [NONE, 0]
+
+
+def test_paragraphs_in_another_order_are_nearly_the_same():
+    more = texts(random.Random(0), 1)[0]
+    assert likeness([row(f"{LONG}\n\n{more}"), row(f"{more}\n\n{LONG}"), row(more, LONG)]).tolist() == [NONE, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("What is 3+4?", "What is 3-4?"),
+        ("What is 17 * 24?", "What is 18 * 24?"),
+        ("With cal, how do I show the current month?", "With cal, how do I show the current year?"),
+        (LONG, LONG.replace("60", "70").replace("300", "420").replace("40", "55").replace("one hour", "two hours")),
+        (LONG, " ".join(sorted(LONG.split()))),
+    ],
+)
+def test_different_enough(one, other):
+    assert likeness([row(one), row(other)]).tolist() == [NONE, NONE]
+
+
+def test_a_common_system_prompt_makes_no_duplicates_and_another_one_saves_a_row():
+    system = texts(random.Random(0), 1, length=500)[0]
+    rows = [row("Where is it?", system=system), row("Who are you?", system=system), row(LONG), row(LONG, system="Be terse.")]
+    assert likeness(rows).tolist() == [NONE] * 4
+    assert likeness([row(LONG, system=system), row(LONG.lower(), system=system.upper())]).tolist() == [NONE, 0]
+
+
+def test_every_pair_that_is_alike_enough_is_found():
+    """Against all pairs: planted copies with more and more edits, each found if its Jaccard is at least the threshold."""
+    rng = random.Random(1)
+    originals = texts(rng, 80)
+    copies = [edited(text, rng, share) for text in originals for share in (0.0, 0.02, 0.05)]
+    rows = [row(text) for text in (*originals, *copies)]
+    found = likeness(rows)
+    expected = []
+    for index, one in enumerate(rows):
+        kept = [earlier for earlier in range(index) if expected[earlier] == NONE]
+        alike = [earlier for earlier in kept if similarity(rows[earlier], one) >= THRESHOLD]
+        expected.append(alike[0] if alike else NONE)
+    assert (found != NONE).tolist() == [one != NONE for one in expected]
+    assert 80 < (found != NONE).sum() < 240
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 10**6))
+def test_what_a_row_is_like_is_kept_and_alike(seed):
+    rng = random.Random(seed)
+    rows = [row(text) for text in texts(rng, 3, length=20)]
+    while len(rows) < 40:
+        rows.append(row(edited(rng.choice(rows).turns[0], rng, rng.choice((0, 0.05, 0.1)))))
+    alive = [rng.random() < 0.8 for _ in rows]
+    found = likeness(rows, alive=alive)
+    for index, earlier in enumerate(found.tolist()):
+        if earlier != NONE:
+            assert earlier < index
+            assert alive[index]
+            assert alive[earlier]
+            assert found[earlier] == NONE
+            assert similarity(rows[index], rows[earlier]) >= THRESHOLD
+
+
+def test_what_is_like_a_dropped_row_only_stays():
+    words = texts(random.Random(0), 1, length=112)[0].split()
+    chain = [row(" ".join(words[start : start + 100])) for start in (0, 6, 12)]
+    assert similarity(chain[0], chain[1]) >= THRESHOLD <= similarity(chain[1], chain[2])
+    assert similarity(chain[0], chain[2]) < THRESHOLD
+    assert likeness(chain).tolist() == [NONE, 0, NONE]
+    assert likeness([chain[0], chain[2], chain[1]]).tolist()[:2] == [NONE, NONE]
+
+
+def test_a_memory_map_gives_the_same(tmp_path):
+    rng = random.Random(2)
+    rows = [row(edited(text, rng, 0.03)) for text in texts(rng, 20) for _ in range(3)]
+    bands = np.stack([signature(one) for one in rows])
+    np.save(tmp_path / "bands.npy", bands)
+    mapped = np.load(tmp_path / "bands.npy", mmap_mode="r")
+    assert likeness(rows, bands=mapped).tolist() == likeness(rows, bands=bands).tolist()
+
+
+@pytest.mark.parametrize("count", [300, 1200])
+def test_work_grows_with_the_rows_however_many_share_a_bucket(count):
+    """Rows that are all a little less alike than asked for meet in many buckets; each is compared with a few only."""
+    rng = random.Random(3)
+    [shared] = texts(rng, 1)
+    rows = [row(f"{shared} {text}") for text in texts(rng, count, length=6)]
+    bands = np.stack([signature(one) for one in rows])
+    assert max(np.unique(column, return_counts=True)[1].max() for column in bands.T) > count // 10
+    asked = []
+    near(bands, lambda index: asked.append(index) or said(rows[index]), np.ones(count, bool), 0.99)
+    assert len(asked) <= (CANDIDATES + 1) * count
+
+
+def test_of_no_rows_none_are_alike():
+    assert near(np.zeros((0, BANDS), np.uint64), lambda index: "", np.zeros(0, bool), THRESHOLD).shape == (0,)
+    assert exact(np.zeros((0, 2), np.uint64)).shape == (0,)
+
+
+def test_a_threshold_that_the_bands_cannot_serve_is_refused():
+    assert DuplicatesConfig(near=None).near is None
+    with pytest.raises(ValidationError):
+        DuplicatesConfig(near=0.5)

@@ -79,9 +79,10 @@ def signature(row: Row) -> Hashes:
 def exact(fingerprints: Hashes) -> Places:
     """For each of the keys uint64 [R, 2] the first row with the same, else NONE."""
     order = np.lexsort((fingerprints[:, 1], fingerprints[:, 0]))  # stable: equal keys stay in the order of rows
-    first = _firsts((fingerprints[order[1:]] == fingerprints[order[:-1]]).all(axis=1))
-    places = np.full(len(fingerprints), NONE, np.int64)
-    places[order] = np.where(first == np.arange(len(order)), NONE, order[first])
+    same = np.zeros(len(order), bool)
+    same[1:] = (fingerprints[order[1:]] == fingerprints[order[:-1]]).all(axis=1)
+    places = np.full(len(order), NONE, np.int64)
+    places[order[same]] = order[_firsts(same)[same]]
     return places
 
 
@@ -124,10 +125,9 @@ def _candidates(bands: Hashes, alive: NDArray[np.bool_]) -> NDArray[np.int32]:
     for band in range(bands.shape[1]):
         column = bands[rows, band]
         order = np.argsort(column, kind="stable")
-        same = column[order[1:]] == column[order[:-1]]
-        first = _firsts(same)
-        later = np.flatnonzero(same) + 1
-        members = rows[order]
+        same = np.zeros(len(order), bool)
+        same[1:] = column[order[1:]] == column[order[:-1]]
+        first, later, members = _firsts(same), np.flatnonzero(same), rows[order]
         for earlier in (first[later], later - 1):
             for start in range(0, len(later), PIECE):
                 piece = slice(start, start + PIECE)
@@ -151,8 +151,7 @@ def _offer(
 
 def _firsts(same: NDArray[np.bool_]) -> Places:
     """Of a sorted column, where `same` says which members equal the one before: the index of the first equal one, [R]."""
-    begins = np.concatenate(([True], ~same)) if len(same) else np.ones(len(same) + 1, bool)
-    return np.maximum.accumulate(np.where(begins, np.arange(len(begins)), 0))
+    return np.maximum.accumulate(np.where(same, 0, np.arange(len(same))))
 
 
 class Duplicates:
