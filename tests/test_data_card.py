@@ -1,0 +1,379 @@
+"""The data card: one file without anything beside it, with every part that was given, escaped, and nothing that was found."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+import shutil
+import subprocess
+from collections import Counter
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from eyas.data import fit, pictures
+from eyas.data.card import FATES, WEAKNESSES, CardContents, color, fates, overlaps, personal_data, reasons, write_card
+from eyas.data.fit import LENGTHS, Block, Profile
+from eyas.data.ledger import Ledger, entry
+from eyas.data.pictures import Part, Series
+from eyas.data.rows import Damaged, Drop, Row
+from eyas.privacy.finding import Finding
+
+VOID = {"meta", "br"}
+CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+NASTY = '<script>alert("1")</script>&\'"</svg></style>{{ 1234*77 }}'
+VERDICTS = [
+    {
+        "verdict": "allowed",
+        "source": "chat",
+        "licence": "CC-BY-SA-4.0",
+        "prompts_by": "human",
+        "answers_by": "gpt-4",
+        "refusals": [],
+        "overruled": [],
+        "duties": {"share-alike": "CC-BY-SA-4.0: pass it on"},
+        "notes": ["the answers are dropped"],
+        "mistakes": [],
+        "policy": "shipped",
+        "known_as": "",
+        "facts_from": "a dataset card",
+    },
+    {
+        "verdict": "overruled",
+        "source": "code",
+        "licence": "CC-BY-NC-4.0",
+        "prompts_by": "human",
+        "answers_by": "human",
+        "refusals": [],
+        "overruled": [
+            {"rule": "non-commercial", "field": "licence", "value": "CC-BY-NC-4.0", "because": "", "reason": "the owner agreed"}
+        ],
+        "duties": {},
+        "notes": [],
+        "mistakes": [],
+        "policy": "shipped",
+        "known_as": "",
+        "facts_from": "",
+    },
+]
+
+
+def row(source="chat", characters=40, masked=(), id=None):
+    return Row(source=source, licence="MIT", where="set.jsonl:1", id=id, turns=("x" * characters,), masked=masked)
+
+
+def ledger(kept, dropped, sources=("chat", "code"), verdicts=VERDICTS):
+    """A ledger with `kept` rows out of each source and each of `dropped` (reason: count) from the first."""
+    made = Ledger({"eyas": "0.1.0", "quality": 3}, {"personal": {"policy": "surrogate"}}, verdicts)
+    for number, source in enumerate(sources):
+        made.came_in(source, kept)
+        for place in range(kept):
+            masked = (Finding("PERSON", 0, 1), Finding("EMAIL_ADDRESS", 2, 3)) if place % 3 == 0 else ()
+            made.went_out(row(source, 30 * (place + 1), masked), ("en", "de")[number % 2])
+    for reason, count in dropped.items():
+        made.came_in(sources[0], count)
+        for _ in range(count):
+            found = (Finding("PHONE_NUMBER", 0, 9, 0),) if reason.startswith("pii") else ()
+            gone = Damaged(sources[0], "set.jsonl:2", Drop(reason)) if reason == "malformed" else row(sources[0])
+            made.dropped(entry(gone, Drop(reason, "", found), lambda text: []))
+    return made.to_json()
+
+
+DROPPED = {
+    "malformed": 2,
+    "too_long": 1,
+    "quality.repetition": 3,
+    "pii.phone_number": 5,
+    "pii.iban_code": 1,
+    "duplicate.near": 4,
+    "contamination.spec_bench": 6,
+    "match": 7,
+}
+
+
+def fit_report():
+    rng = np.random.default_rng(0)
+
+    def profile(rows):
+        made = Profile(sources=Counter(chat=rows, code=2 * rows), languages=Counter(en=rows))
+        counts = rng.integers(1, 9, rows)
+        made.add(Block(rng.integers(0, 60, counts.sum()).astype(np.uint16), counts, rng.integers(0, 900, rows)))
+        return made
+
+    return fit.report(profile(400), profile(100), profile(60), profile(62))
+
+
+def full(**changes):
+    contents = CardContents(ledger(9, DROPPED), fit_report(), ["spec_bench", "mt_bench"], identity="0123456789abcdef")
+    return dataclasses.replace(contents, **changes)
+
+
+class Tags(HTMLParser):
+    """Checks that what opens closes, and keeps all tags with their attributes, and the text."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.all, self.text = [], [], []
+        self.feed(page)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.all.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.all.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+    def count(self, tag):
+        return sum(name == tag for name, _ in self.all)
+
+
+def test_everything_that_is_given_is_shown():
+    page = write_card(full())
+    tags = Tags(page)
+    assert tags.count("svg") == 7
+    shown = re.sub(r"\s+", " ", " ".join(tags.text))
+    for text in (
+        "47 rows of 2 sources came in, 18 became prompts and 29 were dropped",
+        "pii.phone_number",
+        "eyas prompts OUT --show-dropped pii.phone_number eyas prompts OUT --show-dropped pii ",
+        "CC-BY-SA-4.0: pass it on",
+        "Overruled non-commercial (licence: CC-BY-NC-4.0), because: “the owner agreed”",
+        "Facts from a dataset card",
+        "spec_bench",
+        "mt_bench",
+        "0123456789abcdef",
+        "surrogate",
+        "rows that overlap 2 sets, all dropped",
+        "9 of 38 kept",
+    ):
+        assert text in shown, text
+    for weakness in WEAKNESSES:
+        assert weakness in shown
+    assert "no more than about half of the names" in shown
+
+
+def test_parts_that_are_not_given_are_left_out():
+    bare = ledger(3, {}, verdicts=())
+    bare["languages"], bare["masked"], bare["rows_masked"] = {}, {}, 0
+    page = write_card(CardContents(bare))
+    for heading in ("<h2>Licences", "<h2>Overlap", "Fit to the traffic", "<h3>Language", "show-dropped"):
+        assert heading not in page
+    assert "No row was dropped." in page
+    assert "None was found." in page
+    assert "overlap was not looked for" in page
+    assert Tags(page).count("svg") == 3
+
+
+def test_nothing_is_loaded_from_elsewhere():
+    page = write_card(full())
+    tags = Tags(page).all
+    assert not [tag for tag, _ in tags if tag in ("script", "link", "iframe", "img", "object", "a", "use")]
+    assert not [attrs for _, attrs in tags if {"src", "href", "xlink:href"} & set(attrs)]
+    assert not [name for _, attrs in tags for name in attrs if name.startswith("on")]
+    assert not re.search(r"@import|url\(|https?://|//\w", page)
+
+
+def test_what_comes_from_outside_is_escaped():
+    made = ledger(2, {"malformed": 1, f"contamination.{NASTY}": 2, NASTY: 1}, sources=(NASTY, f"{NASTY}2"))
+    made["languages"] = {NASTY: 4}
+    made["masked"] = {NASTY: 2}
+    made["versions"] = {NASTY: NASTY}
+    made["policies"] = {NASTY: {NASTY: NASTY}}
+    made["licences"] = [
+        {
+            **VERDICTS[1],
+            "source": NASTY,
+            "licence": NASTY,
+            "notes": [NASTY],
+            "duties": {NASTY: NASTY},
+            "facts_from": NASTY,
+            "overruled": [{**VERDICTS[1]["overruled"][0], "reason": NASTY, "value": NASTY}],
+        }
+    ]
+    report = fit_report()
+    report["sources"] = {NASTY: {"before": 1, "after": 1}}
+    contents = CardContents(made, report, [NASTY], [NASTY], NASTY, NASTY, NASTY)
+    tags = Tags(write_card(contents))
+    assert not tags.count("script")
+    assert tags.count("style") == 1
+    assert tags.count("svg") == 7
+    assert sum(NASTY in text for text in tags.text) > 15
+    assert "95018" not in "".join(tags.text)
+
+
+def test_no_found_value_can_reach_it():
+    """A value is in a row; the card gets counts, made of lines, which hold none."""
+    value = "+1 415 555 0134"
+    made = Ledger()
+    found = Finding("PHONE_NUMBER", 5, 5 + len(value), 0, "5f00")
+    one = Row(source="chat", licence="MIT", where="set.jsonl:1", id="a", turns=(f"call {value}",))
+    line = entry(one, Drop("pii.phone_number", "", (found,)), lambda text: [found])
+    made.came_in("chat")
+    made.dropped(line)
+    page = write_card(CardContents(made.to_json()))
+    assert value not in page
+    assert value not in json.dumps([line, made.facts()])
+    assert line["turns"] == ["call <PHONE_NUMBER>"]
+
+
+def test_the_card_is_the_same_for_the_same_contents():
+    assert write_card(full()) == write_card(full())
+    assert write_card(full(identity="other")) != write_card(full())
+
+
+def test_fates_and_reasons_add_up():
+    made = ledger(9, DROPPED)
+    assert sum(part.count for part in fates(made)) == made["rows_in"]
+    assert [part.name for part in fates(made)] == [
+        "kept",
+        "malformed",
+        "too_long",
+        "quality",
+        "contamination",
+        "pii",
+        "duplicate",
+        "match",
+    ]
+    assert {part.name: part.count for part in fates(made)}["pii"] == 6
+    listed = reasons(made)
+    assert {one["name"]: one["count"] for one in listed} == DROPPED
+    names = [one["name"] for one in listed]
+    assert names.index("pii.phone_number") + 1 == names.index("pii.iban_code")
+    unknown = fates({"rows_out": 1, "dropped": {"some.day": 2, "else": 3}})
+    assert [(part.name, part.count) for part in unknown] == [("kept", 1), ("others", 5)]
+
+
+def test_personal_data_by_type_and_source():
+    found = {one["type"]: one for one in personal_data(ledger(9, DROPPED))}
+    assert (found["PERSON"]["replaced"], found["PERSON"]["dropped"]) == (6, 0)
+    assert found["PHONE_NUMBER"]["by_source"] == {
+        "chat": {"replaced": 0, "dropped": 6},
+        "code": {"replaced": 0, "dropped": 0},
+    }
+    for one in found.values():
+        assert one["replaced"] == sum(counts["replaced"] for counts in one["by_source"].values())
+        assert one["dropped"] == sum(counts["dropped"] for counts in one["by_source"].values())
+    assert next(iter(found)) in ("PERSON", "EMAIL_ADDRESS", "PHONE_NUMBER")
+
+
+def test_rare_types_share_a_colour():
+    made = ledger(3, {})
+    made["masked"] = made["sources"]["chat"]["masked"] = {f"TYPE_{number}": 20 - number for number in range(12)}
+    page = write_card(CardContents(made))
+    assert page.count("<title>TYPE_") == 7
+    assert "<title>others: 20000</title>".replace("20000", f"{1000 * sum(range(9, 14)) / 3:,.0f}") in page
+
+
+def test_sets_without_overlap_are_named_too():
+    assert overlaps(ledger(1, DROPPED), ["mt_bench"]) == {"mt_bench": 0, "spec_bench": 6}
+
+
+def test_every_colour_is_declared_for_light_and_dark():
+    page = write_card(full())
+    used = set(re.findall(r"var\(--([\w-]+)\)", page)) - {"share"}
+    assert {color(name) for name in FATES} <= {"fate-other", *(f"fate-{name.replace('_', '-')}" for name in FATES)}
+    for variable in used | {color(name) for name in (*FATES, "unheard.of")}:
+        assert page.count(f"--{variable}: ") == 2, variable
+
+
+def rectangles(svg):
+    return [attrs for tag, attrs in Tags(str(svg)).all if tag == "rect"]
+
+
+def test_the_flow_is_as_thick_as_the_rows_are_many():
+    parts = {
+        "a": [Part("kept", 60, "fate-kept"), Part("pii", 20, "fate-pii")],
+        "b": [Part("kept", 20, "fate-kept"), Part("pii", 0, "fate-pii")],
+    }
+    svg = pictures.flow(parts, "rows")
+    heights = [float(one["height"]) for one in rectangles(svg)]
+    assert heights == pytest.approx(
+        [0.8 * pictures.FLOW, 0.2 * pictures.FLOW, 0.8 * pictures.FLOW, 0.2 * pictures.FLOW], abs=0.1
+    )
+    assert str(svg).count("<path") == 3
+    # Nothing overlaps: each end begins below the one above it.
+    for side in (0, pictures.WIDTH - pictures.BAR):
+        ends = [(float(one["y"]), float(one["height"])) for one in rectangles(svg) if float(one["x"]) == side]
+        assert all(y + height < below for (y, height), (below, _) in itertools.pairwise(ends))
+
+
+def test_a_bar_is_cut_in_proportion():
+    svg = pictures.shares({"a": [Part("kept", 3, "fate-kept"), Part("pii", 1, "fate-pii")], "b": []}, {}, "rows")
+    assert [float(one["width"]) for one in rectangles(svg)] == [300, 100]
+    rows = {"a": [Part("x", 3, "type-0"), Part("y", 1, "type-1")], "b": [Part("x", 8, "type-0")]}
+    assert [float(one["width"]) for one in rectangles(pictures.shares(rows, {}, "values", longest=8))] == [150, 50, 400]
+    (only,) = rectangles(pictures.bars([Part("en", 5, "fate-kept")], "languages"))
+    assert float(only["width"]) == pictures.WIDTH
+
+
+def test_a_histogram_shows_shares():
+    classes = [str(begin) for begin in LENGTHS]
+    svg = pictures.histogram(classes, [Series("a", [1] * 10, "ink"), Series("b", [0] * 10, "muted")], "lengths")
+    heights = {float(one["height"]) for one in rectangles(svg)}
+    assert heights == {pictures.CHART, 0}  # each has a tenth, and a tenth is the top
+    drawn = pictures.lines(classes, [Series("a", [0] * 9 + [4], "ink", dashed=True)], "lengths")
+    (line,) = [attrs for tag, attrs in Tags(str(drawn)).all if tag == "polyline"]
+    assert len(line["points"].split()) == 10
+    assert line["points"].split()[-1].endswith(",6")
+
+
+def test_many_sources_are_drawn_as_few():
+    sources = tuple(f"source-{number}" for number in range(30))
+    page = write_card(CardContents(ledger(1, {"empty": 4}, sources=sources)))
+    assert "20 others 20" in page
+    assert Tags(page).count("svg") == 5
+
+
+def test_no_row_at_all_is_a_card_too():
+    assert "0 rows of 0 sources" in re.sub(r"\s+", " ", write_card(CardContents(Ledger().to_json())))
+
+
+def chromium(folder, *options):
+    command = [
+        CHROMIUM,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        f"--user-data-dir={folder}/profile",
+    ]
+    return subprocess.run([*command, *options], capture_output=True, timeout=120, check=True)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed here")
+@pytest.mark.parametrize("width", [360, 1200])
+def test_a_browser_draws_it_without_a_network(tmp_path, width):
+    """As wide as a phone or a screen and no wider; every picture has a size; and what is drawn is no blank sheet."""
+    # In a frame: a browser's window is no narrower than 500 pixels.
+    measured = """<script>
+      const small = [...document.querySelectorAll("svg")].filter(one => one.getBoundingClientRect().height < 30).length;
+      parent.postMessage(JSON.stringify([document.documentElement.scrollWidth, innerWidth, small]), "*");
+    </script></body>"""
+    card, page = tmp_path / "card.html", tmp_path / "page.html"
+    card.write_text(write_card(full()).replace("</body>", measured), encoding="utf-8")
+    page.write_text(
+        '<body><script>addEventListener("message", told => { document.title = told.data })</script>'
+        f'<iframe src="card.html" style="width:{width}px;height:5000px;border:0"></iframe></body>'
+    )
+    options = (f"--window-size={max(width, 500)},5000", "--virtual-time-budget=3000")
+    seen = chromium(tmp_path, *options, "--dump-dom", page.as_uri()).stdout.decode()
+    wide, window, small = json.loads(re.search(r"<title>(\[.*?\])</title>", seen).group(1))
+    assert window == width
+    assert wide <= window
+    assert small == 0
+    picture = tmp_path / "card.png"
+    chromium(tmp_path, *options, f"--screenshot={picture}", page.as_uri())
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert picture.stat().st_size > 60_000  # a blank sheet of that size takes a fifth of it
