@@ -16,9 +16,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import httpx
 import huggingface_hub
 import yaml
 from fsspec.utils import glob_translate
@@ -34,6 +33,11 @@ NOT_DATA = frozenset({"dataset_infos.json", "dataset_info.json", "dataset_dict.j
 SPLITS = {"train": "train|training", "validation": "validation|valid|val|dev", "test": "test|testing|eval|evaluation"}
 PART_OF = re.compile(r"(\d+)[-_]of[-_](\d+)")
 MAGIC = frozenset("*?[")
+# What the hub's client raises, its HTTP client's own included, which is another in other versions.
+HTTP_FAULTS = cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__)
+FAULTS: tuple[type[Exception], ...] = (OSError, ValueError, *HTTP_FAULTS)
+
+Stated = dict[str, dict[str, list[str]]]  # patterns of files by subset and split
 
 
 @dataclass(frozen=True)
@@ -81,11 +85,16 @@ def files(asked: Asked, subset: str | None = None, split: str | None = None) -> 
         if not chosen:
             raise MissingInputError(f"{asked.id} has no file {asked.path}", _choice(listing.names))
     else:
-        readme = Path(_fetched(listing, README)).read_text(encoding="utf-8") if README in listing.names else ""
+        readme = (
+            Path(_fetched(listing, README)).read_text(encoding="utf-8", errors="replace") if README in listing.names else ""
+        )
         chosen = chosen_files(listing, configurations(readme), subset, split)
     if listing.folder is not None:
         _check_parts(listing.id, chosen)
-    return [_fetched(listing, name) for name in chosen]
+    found = [_fetched(listing, name) for name in chosen]
+    if listing.folder is None:
+        _remember(found[0], asked.revision, listing.commit)
+    return found
 
 
 def commit(path: str) -> str | None:
@@ -98,29 +107,30 @@ def commit(path: str) -> str | None:
 
 
 def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
-    """The names that match a pattern as the hub has them: a file, a folder with all below it, or a glob; sorted."""
+    """The names that match a pattern as the hub has them: a file, or the data files of a folder or a glob; sorted."""
     found: set[str] = set()
     for pattern in patterns:
         pattern = pattern.strip("/")
         if MAGIC & set(pattern):
             match = re.compile(glob_translate(pattern)).match
-            found.update(name for name in names if match(name))
+            found.update(name for name in names if match(name) and _is_data(name))
         else:
             found.update(name for name in names if name == pattern or (name.startswith(f"{pattern}/") and _is_data(name)))
     return sorted(found)
 
 
-def configurations(readme: str) -> dict[str, dict[str, list[str]]]:
-    """{subset: {split: patterns}} as the head of a set's README states them; the default subset first; empty if it does not."""
+def configurations(readme: str) -> Stated:
+    """{subset: {split: patterns}} as the head of a set's README states them, also under "default" the one so marked."""
     head = re.match(r"\ufeff?---\r?\n(.*?)\r?\n---", readme, re.S)
     try:
         stated = yaml.safe_load(head[1]) if head else None
     except yaml.YAMLError:
         stated = None
     configs = stated.get("configs") if isinstance(stated, dict) else None
-    usable = [one for one in configs if isinstance(one, dict)] if isinstance(configs, list) else []
-    usable.sort(key=lambda one: not (one.get("default") is True or one.get("config_name") == "default"))
-    return {str(one.get("config_name", "default")): _patterns(one) for one in usable if _patterns(one)}
+    usable = [one for one in configs if isinstance(one, dict) and _patterns(one)] if isinstance(configs, list) else []
+    found = {str(one.get("config_name", "default")): _patterns(one) for one in usable}
+    marked = next((_patterns(one) for one in usable if one.get("default") is True), None)
+    return {**found, "default": marked} if marked else found
 
 
 def _patterns(config: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -137,34 +147,37 @@ def _patterns(config: Mapping[str, Any]) -> dict[str, list[str]]:
     return dict(found)
 
 
-def chosen_files(
-    listing: Listing, stated: Mapping[str, Mapping[str, list[str]]], subset: str | None, split: str | None
-) -> list[str]:
+def chosen_files(listing: Listing, stated: Stated, subset: str | None, split: str | None) -> list[str]:
     """The files of a subset and a split: as the README states them, else by the words in their names.
 
     Raises MissingInputError (not there, or one has to be chosen).
     """
     wanted = split or "train"
-    if stated:
-        first = next(iter(stated))
-        if subset is None and len(stated) > 1 and first != "default":
-            raise MissingInputError(f"{listing.id} has several subsets", f"give a `subset`: {', '.join(stated)}")
-        patterns = stated.get(subset or first)
-        if patterns is None:
-            raise MissingInputError(f"{listing.id} has no subset {subset}", f"it has {', '.join(stated)}")
-        if "" not in patterns:
-            if wanted not in patterns:
-                raise MissingInputError(f"{listing.id} has no split {wanted}", f"give a `split`: {', '.join(patterns)}")
-            found = matching(listing.names, patterns[wanted])
-            if not found:
-                raise MissingInputError(f"{listing.id} has none of the files of its split {wanted}", _choice(listing.names))
-            return found
-        names = matching(listing.names, patterns[""])
-    elif subset:
-        raise MissingInputError(f"{listing.id} states no subsets", "leave `subset` out, or give hf://datasets/owner/name/path")
-    else:
-        names = [name for name in listing.names if _is_data(name)]
-    return _of_split(listing.id, names, wanted)
+    if not stated:
+        if subset:
+            raise MissingInputError(
+                f"{listing.id} states no subsets", f"leave `subset` out, or name {URL}datasets/... and a path"
+            )
+        return _of_split(listing.id, [name for name in listing.names if _is_data(name)], wanted)
+    patterns = _of_subset(listing.id, stated, subset)
+    if "" in patterns:
+        return _of_split(listing.id, matching(listing.names, patterns[""]), wanted)
+    if wanted not in patterns:
+        raise MissingInputError(f"{listing.id} has no split {wanted}", f"give a `split`: {', '.join(patterns)}")
+    found = matching(listing.names, patterns[wanted])
+    if not found:
+        raise MissingInputError(f"{listing.id} has none of the files of its split {wanted}", _choice(listing.names))
+    return found
+
+
+def _of_subset(id: str, stated: Stated, subset: str | None) -> dict[str, list[str]]:
+    """The patterns of a subset; without one given, of the default, or of the only one."""
+    if subset is None and len(stated) > 1 and "default" not in stated:
+        raise MissingInputError(f"{id} has several subsets", f"give a `subset`: {', '.join(stated)}")
+    name = subset or ("default" if "default" in stated else next(iter(stated)))
+    if name not in stated:
+        raise MissingInputError(f"{id} has no subset {name}", f"it has {', '.join(stated)}")
+    return stated[name]
 
 
 def _of_split(id: str, names: list[str], wanted: str) -> list[str]:
@@ -223,7 +236,7 @@ def _listing(id: str, revision: str, endpoint: str | None) -> Listing:
         return Listing(id, commit, tuple(sorted(one.path for one in found if isinstance(one, huggingface_hub.RepoFile))))
     except GatedRepoError as error:
         raise InputError(f"{id} is a gated set", "accept its terms on the hub, and set HF_TOKEN") from error
-    except (OSError, ValueError, httpx.HTTPError) as error:
+    except FAULTS as error:
         refused = isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403, 404)
         cached = None if refused else _cached(id, revision)
         if cached is None:
@@ -255,9 +268,18 @@ def _fetched(listing: Listing, name: str) -> str:
         )
     except GatedRepoError as error:
         raise InputError(f"{listing.id} is a gated set", "accept its terms on the hub, and set HF_TOKEN") from error
-    except (OSError, ValueError, httpx.HTTPError) as error:
+    except FAULTS as error:
         raise InputError(f"{name} of {listing.id} cannot be fetched: {_reason(error)}", "try again") from error
     return str(found)
+
+
+def _remember(path: str, revision: str, commit: str) -> None:
+    """Note in the cache what a revision's commit is, as the hub's client does when it fetches by revision, not by commit."""
+    if revision != commit:
+        snapshots = next(folder for folder in Path(path).parents if folder.name == commit).parent
+        reference = snapshots.parent / "refs" / revision
+        reference.parent.mkdir(parents=True, exist_ok=True)
+        reference.write_text(commit)
 
 
 def _reason(error: Exception) -> str:
