@@ -14,25 +14,29 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from eyas.data.rows import Drop, Row
-from eyas.data.shingles import hashed, runs, signs
+from eyas.data.shingles import hashed, plain_words, runs
 
 ENOUGH = 200  # characters; of less, no share says much
 REPEATED_RUN = 5  # words
 SUSPICIOUS_COMPRESSION = 4  # prose of 1,000 characters has 2, code 3: only what has more is looked at closely
 
-BLACK = re.compile(r"\S")
 SURROGATE = re.compile("[\ud800-\udfff]")
 # The replacement character, controls other than white space and escape, and UTF-8 that was read as Latin-1 or Windows-1252: the
 # letter that a lead byte becomes, before as many signs as it has continuation bytes.
 LOST = "\ufffd\ufffe\uffff\x00-\x08\x0e-\x1a\x1c-\x1f\x7f-\x84\x86-\x9f"
 SIGN = f"[\x80-\xbf{bytes(range(0x80, 0xC0)).decode('cp1252', 'ignore')}]"
 DAMAGED = re.compile(rf"[\xc2-\xdf]{SIGN}|[\xe0-\xef]{SIGN}{{2}}|[\xf0-\xf4]{SIGN}{{3}}|[{LOST}]")
-ENCODED = re.compile(r"[A-Za-z0-9+/_=-]{60,}")  # base64's lines have 64 or 76 characters
+# Base64's lines have 64 or 76 characters; a drawn line and a strand of DNA have fewer different ones.
+ENCODED, ENCODED_ALPHABET = re.compile(r"[A-Za-z0-9+/_=-]{60,}"), 10
 SAME = re.compile(r"(.)\1{19,}", re.S)
 
 
 class QualityConfig(BaseModel):
-    """How much of what a row may have before it goes; shares are of its characters that are not white space."""
+    """How much of what a row may have before it goes; shares are of its characters that are not white space.
+
+    Texts of less than ENOUGH characters are judged by length and encoding only, and repetition is looked at closely only in
+    what zlib makes SUSPICIOUS_COMPRESSION times shorter.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -49,7 +53,7 @@ class QualityConfig(BaseModel):
 
 def length(text: str, config: QualityConfig) -> str | None:
     """What is wrong with a text's length, or None."""
-    count = _black(text)
+    count = len("".join(text.split()))
     return f"{count} characters, needed are {config.min_characters}" if count < config.min_characters else None
 
 
@@ -65,9 +69,10 @@ def non_text(text: str, config: QualityConfig) -> str | None:
     """What makes a text none, or None."""
     if len(text) < ENOUGH:
         return None
-    if (share := sum(map(str.isalnum, text)) / max(1, _black(text))) < config.min_words:
+    if (share := sum(map(str.isalnum, text)) / _black(text)) < config.min_words:
         return f"{share:.0%} of its characters are letters or digits"
-    if (share := _share(ENCODED, text)) > config.max_encoded:
+    unbroken = (match[0] for match in ENCODED.finditer(text) if len(set(match[0])) >= ENCODED_ALPHABET)
+    if (share := sum(map(len, unbroken)) / _black(text)) > config.max_encoded:
         return f"{share:.0%} of its characters are in unbroken runs such as base64 has"
     return None
 
@@ -75,15 +80,14 @@ def non_text(text: str, config: QualityConfig) -> str | None:
 def repetition(text: str, config: QualityConfig) -> str | None:
     """What a text repeats too much, or None."""
     raw = text.encode("utf-8", "surrogatepass")
-    if len(text) < ENOUGH or (ratio := len(raw) / len(zlib.compress(raw, 1))) < min(
-        SUSPICIOUS_COMPRESSION, config.max_compression
-    ):
+    ratio = len(raw) / len(zlib.compress(raw, 1))
+    if len(text) < ENOUGH or ratio < min(SUSPICIOUS_COMPRESSION, config.max_compression):
         return None
     if ratio > config.max_compression:
         return f"it compresses to 1/{ratio:.0f}"
     if (share := _share(SAME, text)) > config.max_same:
         return f"{share:.0%} of its characters are in runs of one character"
-    found = runs(hashed(signs(text)), REPEATED_RUN)
+    found = runs(hashed(plain_words(text)), REPEATED_RUN)
     share = 1 - len(np.unique(found)) / max(1, len(found))
     return f"{share:.0%} of its {REPEATED_RUN}-word runs were there before" if share > config.max_repeated else None
 
@@ -109,9 +113,10 @@ class Quality:
 
 
 def _black(text: str) -> int:
-    return sum(map(len, text.split()))
+    """The number of characters that are not white space, at least 1."""
+    return max(1, len("".join(text.split())))
 
 
 def _share(pattern: re.Pattern[str], text: str) -> float:
     """The share of a text's characters, white space aside, that a pattern matches."""
-    return sum(_black(match[0]) for match in pattern.finditer(text)) / max(1, _black(text))
+    return sum(_black(match[0]) for match in pattern.finditer(text)) / _black(text)

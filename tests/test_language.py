@@ -1,0 +1,92 @@
+"""Language: told from prose, left open where there is none, and no row dropped on a guess."""
+
+import socket
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eyas.data.language import UNKNOWN, Language, LanguageConfig, language, spoken
+from eyas.data.rows import Drop, Row
+from eyas.errors import ConfigError
+
+PROMPTS = {
+    "en": "Write a short story about a dragon who is afraid of fire.",
+    "de": "Was ist der Unterschied zwischen einem Vertrag und einer Vereinbarung?",
+    "fr": "Quelle est la différence entre une liste et un tuple en Python ?",
+    "es": "¿Cuál es la capital de Francia y cuántos habitantes tiene?",
+    "it": "Scrivi una breve poesia sull'autunno e sulle foglie che cadono.",
+    "pt": "Como faço para cozinhar arroz sem que ele fique grudado na panela?",
+    "nl": "Schrijf een kort gedicht over de herfst en de vallende bladeren.",
+    "pl": "Jak ugotować ryż, żeby się nie skleił?",
+    "ru": "Напиши, пожалуйста, короткое стихотворение о том, как падают листья.",
+    "zh": "请写一首关于秋天的短诗，要有落叶。",
+    "ja": "秋についての短い詩を書いてください。",
+    "ko": "가을에 관한 짧은 시를 써 주세요.",
+    "ar": "اكتب قصيدة قصيرة عن الخريف وعن الأوراق التي تسقط.",
+}
+CODE = "for (int i = 0; i < names.length; i++) {\n    print(names[i]);\n    while (is_open(file)) read(file);\n}\n"
+NOTHING = ["", "?", "ok", "1+1=?", "12 34 56 78 90 12 34", "https://example.org/where/is/the/end", f"```\n{CODE}```", CODE]
+
+
+def row(*turns):
+    return Row(source="set", licence="MIT", where="set.jsonl:1", id=None, turns=turns)
+
+
+@pytest.mark.parametrize("code", PROMPTS)
+def test_the_language_is_told(code):
+    assert language(PROMPTS[code]) == code
+    assert spoken(row(PROMPTS[code], "OK")) == code
+
+
+@pytest.mark.parametrize("code", ["en", "de", "fr", "ru", "zh"])
+@pytest.mark.parametrize("mixed", ["{}\n```python\n{}```", "```\n{1}```\n{0}", "{}\n{}", "{}\n```\n{} cut short"])
+def test_code_does_not_hide_it(code, mixed):
+    assert language(mixed.format(PROMPTS[code], CODE)) == code
+
+
+def test_capitals_do_not_hide_it():
+    assert language(PROMPTS["en"].upper()) == "en"
+
+
+@pytest.mark.parametrize("text", NOTHING)
+def test_where_nothing_is_said_it_is_left_open(text):
+    assert language(text) == UNKNOWN
+    assert Language(LanguageConfig(keep=("de",)))(row(text)) == row(text)
+
+
+def test_only_what_is_asked_for_is_kept():
+    keep = Language(LanguageConfig(keep=["en", "de"]))
+    found = {code: keep(row(text)) for code, text in PROMPTS.items()}
+    assert {code for code, result in found.items() if isinstance(result, Row)} == {"en", "de"}
+    assert found["fr"] == Drop("language", "it is in 'fr'")
+
+
+def test_without_a_choice_all_are_kept():
+    keep = Language(LanguageConfig())
+    assert all(keep(row(text)) == row(text) for text in PROMPTS.values())
+
+
+@given(st.text(st.characters()))
+def test_any_text_has_a_language_or_none(text):
+    assert language(text).isalpha()
+
+
+def test_an_unknown_code_is_refused():
+    with pytest.raises(ConfigError, match="english"):
+        LanguageConfig(keep=("english",))
+
+
+def test_no_connection_is_opened():
+    program = (
+        "import socket\n"
+        "def refuse(*_, **__): raise AssertionError('a connection')\n"
+        "socket.socket.connect = socket.getaddrinfo = socket.create_connection = refuse\n"
+        "from eyas.data.language import language\n"
+        f"print(language({PROMPTS['de']!r}))"
+    )
+    assert socket.socket  # what the program replaces is there
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "de"
