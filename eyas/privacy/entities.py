@@ -1,0 +1,164 @@
+"""Names of people, street addresses and places in a text, as a Presidio recogniser that downloads nothing.
+
+Knows what becomes of the tagger's probabilities: spans, their scores, addresses whose lines are one finding, names that come
+again in the same text. Knows neither weights nor word lists, nor what is done with a finding.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from presidio_analyzer import EntityRecognizer, LocalRecognizer, RecognizerResult
+
+from eyas.privacy.gazetteer import fold, gazetteer
+from eyas.privacy.tagger import LABELS, TYPES, Floats, tagger, tokenize
+
+ENTITIES = ("PERSON", "STREET_ADDRESS", "LOCATION")
+THRESHOLD = 0.3  # of a token's probability; lower finds more and is wrong more often
+BY_ITSELF = 0.6  # score from which a full name's parts are looked for elsewhere in the text
+PIECE = 4000  # characters; longer texts are tagged piece by piece, cut at a line's or a word's end
+
+# What may stand between the parts of one address.
+WITHIN_ADDRESS = re.compile(r"[\s,;.\-–|>]{0,12}|[ ,.-]{0,2}[^\W_]{1,12}[ ,.-]{1,2}")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Characters [start, end) of a text that are a `type`, with a probability."""
+
+    type: str
+    start: int
+    end: int
+    score: float
+
+
+def find(text: str, threshold: float = THRESHOLD) -> list[Span]:
+    """Names, street addresses and places of a text by place, without overlaps.
+
+    threshold: the least probability of a token's type. A street address takes in the town, the postcode and the country that
+    follow it; a place by itself is a LOCATION. Linear-chain CRF of Lafferty et al. (2001), marginals by forward-backward.
+    """
+    spans: list[Span] = []
+    for start, end in pieces(text):
+        spans += _find(text[start:end], start, threshold)
+    return again(text, addresses(text, spans))
+
+
+def pieces(text: str) -> list[tuple[int, int]]:
+    """A text cut into pieces [start, end) of at most PIECE characters, at line ends or spaces where there are any."""
+    found, start = [], 0
+    while start < len(text):
+        end = min(start + PIECE, len(text))
+        if end < len(text):
+            line, space = text.rfind("\n", start + PIECE // 2, end), text.rfind(" ", start + PIECE // 2, end)
+            end = max(line, space) + 1 if line < 0 else line + 1
+            end = end or min(start + PIECE, len(text))
+        found.append((start, end))
+        start = end
+    return found
+
+
+def _find(text: str, offset: int, threshold: float) -> list[Span]:
+    tokens = tokenize(text)
+    if not tokens:
+        return []
+    probabilities_TL = tagger().probabilities([word for word, _, _ in tokens])
+    return [
+        Span(type, offset + tokens[first][1], offset + tokens[last][2], score)
+        for type, first, last, score in runs(probabilities_TL, threshold)
+        if type in ENTITIES
+    ]
+
+
+def runs(probabilities_TL: Floats, threshold: float) -> list[tuple[str, int, int, float]]:
+    """Runs of tokens of one type: (type, first token, last token, mean probability).
+
+    A token is of the likeliest type that reaches the threshold, beginning or going on with an entity as is likelier.
+    """
+    begins, inside = probabilities_TL[:, 1::2], probabilities_TL[:, 2::2]
+    of_type = begins + inside
+    best = of_type.argmax(axis=1)
+    found: list[tuple[str, int, int, float]] = []
+    last_type, scores = -1, list[float]()
+    for index in np.flatnonzero(of_type.max(axis=1) >= threshold).tolist():
+        type = int(best[index])
+        goes_on = bool(found) and found[-1][2] == index - 1 and type == last_type and begins[index, type] <= inside[index, type]
+        scores = [*(scores if goes_on else []), float(of_type[index, type])]
+        first = found.pop()[1] if goes_on else index
+        found.append((TYPES[type], first, index, sum(scores) / len(scores)))
+        last_type = type
+    return found
+
+
+def addresses(text: str, spans: Sequence[Span]) -> list[Span]:
+    """Spans where a street address and the parts of addresses and places beside it are one."""
+    joined: list[Span] = []
+    for span in spans:
+        last = joined[-1] if joined else None
+        if last and _are_one(text, last, span):
+            joined[-1] = Span("STREET_ADDRESS", last.start, span.end, max(last.score, span.score))
+        else:
+            joined.append(span)
+    return joined
+
+
+def _are_one(text: str, first: Span, second: Span) -> bool:
+    types = {first.type, second.type}
+    if "STREET_ADDRESS" not in types:
+        return False
+    if "PERSON" in types:  # a street that is called after someone: the name follows, on the same line and after no comma
+        return second.type == "PERSON" and text[first.end : second.start] == " "
+    return bool(WITHIN_ADDRESS.fullmatch(text, first.end, second.start))
+
+
+def again(text: str, spans: list[Span]) -> list[Span]:
+    """The spans, with the parts of a full name wherever else they stand with a capital: Ada Berg ... Berg ... Ada's."""
+    parts: dict[str, float] = {}
+    for span in spans:
+        words = re.findall(r"[^\W\d_]{3,}", text[span.start : span.end])
+        if span.type == "PERSON" and span.score >= BY_ITSELF and len(words) > 1:
+            parts |= {word: span.score for word in words if word[0].isupper() and not _is_ordinary(word)}
+    if not parts:
+        return spans
+    more = [
+        Span("PERSON", match.start(), match.end(), parts[match.group()])
+        for match in re.finditer(rf"\b(?:{'|'.join(map(re.escape, sorted(parts)))})\b", text)
+    ]
+    return sorted([*spans, *(one for one in more if not _covered(one, spans))], key=lambda one: one.start)
+
+
+def _is_ordinary(word: str) -> bool:
+    return 0 < gazetteer().words.get(fold(word), (0, 0))[1] <= 2
+
+
+def _covered(one: Span, spans: Iterable[Span]) -> bool:
+    return any(span.start < one.end and one.start < span.end for span in spans)
+
+
+class NamesAndPlaces(LocalRecognizer):  # type: ignore[misc]
+    """PERSON, STREET_ADDRESS and LOCATION by `find`, in one pass; weights are read at the first text, once a process."""
+
+    def __init__(self, threshold: float = THRESHOLD) -> None:
+        assert 0 < threshold < 1
+        self._threshold = threshold
+        super().__init__(supported_entities=list(ENTITIES), name="NamesAndPlaces")
+
+    def load(self) -> None:
+        """Nothing to load: see `tagger`."""
+
+    def analyze(self, text: str, entities: list[str], nlp_artifacts: Any = None) -> list[RecognizerResult]:
+        """Presidio's interface: findings of the types asked for, a token's mean probability as the score."""
+        spans = find(text, self._threshold)
+        return [RecognizerResult(one.type, one.start, one.end, min(one.score, 1.0)) for one in spans if one.type in entities]
+
+
+def recognizers(threshold: float = THRESHOLD) -> list[EntityRecognizer]:
+    """What Presidio's registry takes. threshold: see `find`; the default rather masks too much than too little."""
+    return [NamesAndPlaces(threshold)]
+
+
+assert len(LABELS) == 2 * len(TYPES) + 1
