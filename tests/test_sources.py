@@ -1,11 +1,14 @@
 """Sources: every shape gives the user's side alone, every path its files; a damaged row is told by place, never quoted."""
 
 import csv
+import functools
 import gzip
 import hashlib
+import http.server
 import io
 import json
 import os
+import threading
 
 import fsspec
 import pytest
@@ -485,6 +488,32 @@ def test_any_fsspec_url():
     assert made.files["set.jsonl.gz"].sha256 == made.identity
 
 
+class Website(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *arguments):
+        pass
+
+
+def test_a_website(tmp_path):
+    """What gives access to a signed URL is written down nowhere."""
+    pytest.importorskip("aiohttp", reason="the extra `http` is not installed")
+    (tmp_path / "set.jsonl.gz").write_bytes(gzip.compress(f"{GOOD}\n".encode() * 3))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Website, directory=str(tmp_path))) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{server.server_port}"
+            source = SourceConfig(path=f"{url}/set.jsonl.gz?signature=secret")
+            rows, made = read(source), describe(source)
+            with pytest.raises(MissingInputError) as raised:
+                read(SourceConfig(path=f"{url}/none.jsonl?signature=secret"))
+        finally:
+            server.shutdown()
+            thread.join()
+    assert [(row.source, row.where) for row in rows] == [("set", f"set.jsonl.gz:{line}") for line in (1, 2, 3)]
+    assert made.url == f"{url}/set.jsonl.gz"
+    assert "secret" not in f"{rows} {made} {raised.value}"
+
+
 NAMES = ("a.jsonl", "b/a.jsonl.gz", "b/c/d.csv", "b.txt")
 BESIDE = ("README.md", ".hidden.jsonl", "b/_SUCCESS", "b/_old/x.jsonl", "b/.git/y.jsonl", "picture.png")
 
@@ -602,6 +631,24 @@ def test_subsets_and_splits_are_the_hub_s(tmp_path):
         read(SourceConfig(path=str(tmp_path), split="test"))
 
 
-def test_the_name_is_the_file_s_without_endings():
-    labels = [SourceConfig(path=path, licence="MIT").label for path in ("a/b.jsonl.gz", "s3://bucket/set.json", "x")]
-    assert labels == ["b", "set", "x"]
+@pytest.mark.parametrize(
+    ("path", "label"),
+    [
+        ("a/b.jsonl.gz", "b"),
+        ("s3://bucket/set.json", "set"),
+        ("x", "x"),
+        ("data/*.jsonl.gz", "data"),
+        ("data/chats/**/*.jsonl", "chats"),
+        ("data/chats/", "chats"),
+        ("*.jsonl", "*.jsonl"),
+        ("s3://my.bucket", "my.bucket"),
+        ("https://me:secret@host.org/set.jsonl?signature=secret", "set"),
+        ("zip://*.jsonl::data/all.zip", "all"),
+        (".hidden", ".hidden"),
+        ("owner/set@v1", "owner/set"),
+        ("hf://datasets/owner/set/data/train.jsonl", "owner/set"),
+    ],
+)
+def test_the_name_is_made_from_the_path(path, label):
+    assert SourceConfig(path=path).label == label
+    assert SourceConfig(path=path, name="mine").label == "mine"

@@ -22,7 +22,7 @@ from eyas.artifact import File, Manifest
 from eyas.data import formats, hub, shapes
 from eyas.data.rows import Damaged, Drop, Row
 from eyas.data.shapes import KEYS, SHAPES, Shape
-from eyas.data.streams import Stored, Unreadable
+from eyas.data.streams import Stored, Unreadable, shown
 from eyas.errors import CorruptError, EmptyInputError, InputError, MissingInputError
 
 NOT_STATED = "NOASSERTION"  # SPDX's word for a licence that nobody stated
@@ -63,8 +63,11 @@ class SourceConfig(BaseModel):
             return self.name
         if found := hub.asked_for(self.path):
             return found.id
-        solid = [part for part in self.path.rstrip("/").split("/") if part and not MAGIC & set(part)]
-        return (solid[-1].split(".")[0] or solid[-1]) if solid else self.path
+        scheme, _, path = shown(self.path).rpartition("::")[2].rpartition("://")
+        solid = [part for part in path.split("/") if part and not MAGIC & set(part)]
+        if not solid:
+            return self.path
+        return solid[-1] if scheme and len(solid) == 1 else solid[-1].split(".")[0] or solid[-1]  # a host's name is one name
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ def describe(source: SourceConfig) -> Manifest:
         counts={},
         files=found,
         facts={"commit": commit} if commit else {},
-        url=source.path,
+        url=shown(source.path),
     )
 
 
@@ -127,10 +130,10 @@ def read_source(source: SourceConfig) -> Iterator[Row | Damaged]:
                 first = first or f"{row.where}: {row.drop.note}"
             yield row
     if not count:
-        raise EmptyInputError(f"{source.path} holds no row", "give a file of conversations or prompts")
+        raise EmptyInputError(f"{shown(source.path)} holds no row", "give a file of conversations or prompts")
     if not readable:
         raise CorruptError(
-            f"not one of the {count} rows of {source.path} can be read; the first, {first}",
+            f"not one of the {count} rows of {shown(source.path)} can be read; the first, {first}",
             f"give JSON, JSON lines, CSV or Parquet with {SHAPES}; or plain text, one prompt a line; or say its `shape`",
         )
 
@@ -171,8 +174,10 @@ def places(source: SourceConfig) -> list[Place]:
 
 def _named(found: list[tuple[str, Any]]) -> list[Place]:
     """Places in the order of their names, which do not depend on where the files lie."""
-    folder = posixpath.commonpath([posixpath.dirname(path) for path, _ in found]) if len(found) > 1 else ""
-    places = [Place(path[len(folder) :].lstrip("/") if folder else posixpath.basename(path), path, fs) for path, fs in found]
+    paths = [shown(path) for path, _ in found]
+    folder = posixpath.commonpath([posixpath.dirname(path) for path in paths]) if len(found) > 1 else ""
+    names = [path[len(folder) :].lstrip("/") if folder else posixpath.basename(path) for path in paths]
+    places = [Place(name, *one) for name, one in zip(names, found, strict=True)]
     return sorted(places, key=lambda place: place.name)
 
 
@@ -186,14 +191,14 @@ def _expanded(filesystem: Any, path: str, given: str) -> list[str]:
         facts = filesystem.glob(path, detail=True)
         found = [name for name in facts if facts[name]["type"] != "directory" and ("/." in path or "/." not in name)]
         if not found:
-            raise MissingInputError(f"no file matches {given}", "check the pattern; ** stands for any folders") from None
+            raise MissingInputError(f"no file matches {shown(given)}", "check the pattern; ** stands for any folders") from None
         return found
     if not is_folder:
         return [path]
     found = [name for name in filesystem.find(path) if _is_data(name[len(path) :])]
     if not found:
         raise EmptyInputError(
-            f"the folder {given} holds no data file",
+            f"the folder {shown(given)} holds no data file",
             f"give one with files that end in {', '.join(formats.ENDINGS)}, packed or not; or name the files",
         )
     return found
@@ -210,9 +215,14 @@ def _reading(path: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise MissingInputError(f"no file at {path}", "check the path; relative paths start at the current folder") from error
+        raise MissingInputError(
+            f"no file at {shown(path)}", "check the path; relative paths start at the current folder"
+        ) from error
     except (ImportError, OSError) as error:  # a store's package that is not installed; no permission; no network
-        raise InputError(f"{path} cannot be read: {error}", "check that it is readable, and the store reachable") from error
+        reason = str(error).replace(path, shown(path))
+        raise InputError(
+            f"{shown(path)} cannot be read: {reason}", "check that it is readable, and its store at hand"
+        ) from error
 
 
 def _located(path: str) -> tuple[Any, str]:
@@ -220,7 +230,9 @@ def _located(path: str) -> tuple[Any, str]:
     try:
         filesystem, inner = url_to_fs(path)
     except ValueError as error:
-        raise InputError(f"{path} cannot be opened: {error}", "use a local path, s3://, gs://, https:// or hf://") from error
+        raise InputError(
+            f"{shown(path)} cannot be opened: {error}", "use a local path, s3://, gs://, https:// or hf://"
+        ) from error
     return filesystem, inner
 
 

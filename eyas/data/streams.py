@@ -24,12 +24,20 @@ LIMIT = 8 << 20  # bytes of one row: far beyond any conversation, small beside a
 
 PARQUET_MAGIC = b"PAR1"
 TOO_LONG = f"too long to read (more than {LIMIT >> 20} MiB)"
+WEB = re.compile(r"(?:\w+://[^/]*::)?https?://")
 UTF_16_32 = (  # the longer marks first: one begins like another
     (codecs.BOM_UTF32_LE, "utf-32-le"),
     (codecs.BOM_UTF32_BE, "utf-32-be"),
     (codecs.BOM_UTF16_LE, "utf-16-le"),
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
+
+
+def shown(url: str) -> str:
+    """A URL as it may be written down: without what gives access, a password or the query of a signed one."""
+    if not WEB.match(url):
+        return url
+    return re.sub(r"://[^/@]*@", "://", url.split("?", 1)[0])
 
 
 class Unreadable(ValueError):
@@ -67,7 +75,8 @@ class Stored(io.RawIOBase):
         except EyasError:
             raise
         except Exception as error:  # stores share no class of errors: OSError, but also those of their HTTP clients
-            raise InputError(f"{self._url} cannot be read: {error}", "try again; finished parts are kept") from error
+            reason = str(error).replace(self._url, shown(self._url))
+            raise InputError(f"{shown(self._url)} cannot be read: {reason}", "try again; finished parts are kept") from error
 
 
 class Unpacked(io.RawIOBase):
