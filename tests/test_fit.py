@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from eyas.data.fit import LENGTHS, NUM_BUCKETS, STRENGTH, Block, Importance, Pro
 from eyas.data.rows import Row
 from eyas.errors import EmptyInputError
 
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 SEED = 7
 TOPICS = {
     "food": "book a table for two at the thai restaurant tonight please and order noodles soup rice curry",
@@ -211,6 +214,48 @@ def test_selection_is_the_same_for_any_blocks_and_another_for_another_seed():
     assert (selected(pool, traffic, 60, seed=SEED + 1)[0] != chosen[0]).any()
 
 
+def test_the_round_that_came_nearest_counts():
+    pool, traffic = rows({"food": 40, "code": 40}, 12, seed=1), fit.digest(rows({"food": 30}, 12, seed=2))
+    counts = np.bincount(traffic.grams, minlength=NUM_BUCKETS)
+    food = np.array([one.source == "food" for one in pool])
+    for good in range(fit.ROUNDS):
+        answers = iter([food if number == good else ~food for number in range(fit.ROUNDS)])
+        chosen = fit.select(lambda: [fit.digest(pool)], np.ones(80, bool), counts, lambda weights: next(answers))  # noqa: B023
+        assert (chosen == food).all()
+
+
+def test_each_round_corrects_the_one_before():
+    """What was picked too much of loses weight, by as much as its n-grams are too many."""
+    pool, traffic = rows({"food": 40, "code": 40}, 12, seed=1), fit.digest(rows({"food": 30, "code": 30}, 12, seed=2))
+    food = np.array([one.source == "food" for one in pool])
+    seen = []
+
+    def only_food(weights):
+        seen.append(weights.copy())
+        return food
+
+    fit.select(lambda: [fit.digest(pool)], np.ones(80, bool), np.bincount(traffic.grams, minlength=NUM_BUCKETS), only_food)
+    assert len(seen) == fit.ROUNDS
+    change = seen[1] - seen[0]
+    assert change[food].max() < change[~food].min()
+    assert change[~food].mean() > 1
+
+
+def test_a_pool_ten_times_as_large_weighs_the_same():
+    """What is smoothed away must not depend on how much there is to choose from."""
+    pool, traffic = rows({"food": 40, "code": 40}, 12, seed=1), fit.digest(rows({"food": 9}, 12, seed=2))
+    counts, seen = np.bincount(traffic.grams, minlength=NUM_BUCKETS), []
+
+    def pick(weights):
+        seen.append(weights.copy())
+        return np.ones(len(weights), bool)
+
+    for times in (1, 10):
+        block = fit.digest(pool * times)
+        fit.select(lambda: [block], np.ones(80 * times, bool), counts, pick)  # noqa: B023
+    assert seen[fit.ROUNDS][:80] == pytest.approx(seen[0])
+
+
 def test_dead_rows_are_not_selected_and_do_not_count():
     pool, traffic = rows({"food": 150, "code": 150}, 12, seed=1), rows({"food": 60}, 12, seed=2)
     alive = np.arange(300) % 3 != 0
@@ -271,6 +316,28 @@ def test_report_holds_counts_and_no_words():
     assert found["kl"]["floor"] <= found["kl"]["before"]
     said = {word for topic in TOPICS.values() for word in topic.split() if len(word) > 3}
     assert not [word for word in said if f'"{word}' in json.dumps(found)]
+
+
+def test_real_traffic():
+    """Half of SGD's dev part as the traffic, the other half and other sets as the pool."""
+    if not (SHARED / "sgd_dev.jsonl.gz").exists():
+        pytest.skip("the conversations are not beside this checkout")
+    made = {name: real_rows(name) for name in ("sgd_dev", "gsm8k_train", "tldr", "taskmaster4")}
+    traffic = made["sgd_dev"][::2]
+    pool = made["sgd_dev"][1::2] + [one for name in list(made)[1:] for one in made[name][:1000]]
+    chosen, (fitted, held_out), blocks = selected(pool, traffic, 500, block=500)
+    before, after = fit.profile(lambda: blocks, np.ones(len(pool), bool)), fit.profile(lambda: blocks, chosen)
+    found = fit.report(before, after, fitted, held_out)
+    assert found["kl"]["after"] < found["kl"]["before"] / 3
+    assert found["js"]["after"] < 1.1 * found["js"]["floor"]
+    assert found["length_js"]["after"] < found["length_js"]["before"] / 5
+    assert sum(one.source == "sgd_dev" for one, keep in zip(pool, chosen, strict=True) if keep) > 450
+
+
+def real_rows(name):
+    with gzip.open(SHARED / f"{name}.jsonl.gz", "rt", encoding="utf-8") as lines:
+        messages = [json.loads(line)["messages"] for line in lines]
+    return [row(*(one["content"] for one in said if one["role"] == "user"), source=name) for said in messages]
 
 
 def test_length_classes_are_half_open():

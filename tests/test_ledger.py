@@ -182,6 +182,11 @@ def test_excerpts_of_overlapping_findings_leave_no_rest():
 
     assert excerpt("abc 567890123456789012 rest", overlapping) == "abc <PERSON><URL> rest"
 
+    def nested(text):
+        return [Finding("PERSON", 6, 9), Finding("STREET_ADDRESS", 4, 16)]
+
+    assert excerpt("abc 567890123456 rest", nested) == "abc <STREET_ADDRESS> rest"
+
 
 def test_short_texts_are_shown_whole_and_long_ones_searched_in_part():
     assert excerpt("short", find) == "short"

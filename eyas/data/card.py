@@ -22,6 +22,7 @@ from eyas.data.pictures import Part, Series
 TEMPLATE = Path(__file__).with_name("card.html")
 MOST_SOURCES = 10  # in the flow; the others are one
 MOST_LANGUAGES = 12
+TOLD = {"und": "not told", "zxx": "code only"}  # ISO 639-2 for what is no language
 NUM_TYPE_COLORS = 7  # of types of personal data; rarer ones share one more
 OTHERS = "others"
 
@@ -222,7 +223,7 @@ def _classes(begins: Sequence[int]) -> list[str]:
 def _languages(ledger: Mapping[str, Any]) -> Markup | None:
     found = sorted(ledger["languages"].items(), key=lambda item: (-item[1], item[0]))
     rest = sum(count for _, count in found[MOST_LANGUAGES:])
-    parts = [Part(name, count, "fate-kept") for name, count in found[:MOST_LANGUAGES]]
+    parts = [Part(TOLD.get(name, name), count, "fate-kept") for name, count in found[:MOST_LANGUAGES]]
     parts += [Part(OTHERS, rest, "muted")] if rest else []
     return pictures.bars(parts, "prompts by language") if parts else None
 

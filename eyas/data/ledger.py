@@ -17,7 +17,9 @@ from eyas.privacy.finding import Finding
 
 EXCERPT_TURNS = 4  # of a dropped row that are kept for people to read
 EXCERPT = 240  # characters of a turn
-LOOK = 4000  # characters searched for what begins in an excerpt: a private key has some three thousand
+LOOK = (
+    8000  # characters searched for what begins in an excerpt: a private key has three thousand, and later names tell of earlier
+)
 
 Find = Callable[[str], Iterable[Finding]]
 
