@@ -1,7 +1,7 @@
 """What the work of a round costs on this machine, in milliseconds: measured once, kept on disk, corrected while running.
 
     target(M)   one target forward of M rows          step(R)   one draft step of R rows, proposals included
-    extend(R)   the draft's catch-up on R tokens
+    extend(R)   the draft's catch-up on R tokens          enter(R)   its entries of R tokens that nothing is drafted from
 
 Knows numbers of rows and clocks, no model: the caller gives the functions to time, and they return only when the work is done.
 """
@@ -24,9 +24,12 @@ from typing import Any
 
 import numpy as np
 
-_FORMAT = 1
+AT_ONCE = 8  # entries that are made together with the root's; of more the root's comes apart: the others need no output
+
+_FORMAT = 2
 _DENSE = 1024  # rows up to which a curve is kept as a table
 _FEW = 16
+_WORKS = ("target", "step", "extend", "enter")
 _MIN_POINTS, _MIN_REPEATS, _MAX_REPEATS = 3, 3, 9
 
 
@@ -69,14 +72,15 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """The three curves of a machine, a target and a head."""
+    """The curves of a machine, a target and a head."""
 
     target: Curve
     step: Curve
     extend: Curve
+    enter: Curve
 
     def to_json(self) -> dict[str, Any]:
-        curves = {"target": self.target, "step": self.step, "extend": self.extend}
+        curves = {name: getattr(self, name) for name in _WORKS}
         return {"format": _FORMAT} | {name: {"rows": curve.rows, "ms": curve.ms} for name, curve in curves.items()}
 
     @classmethod
@@ -84,7 +88,7 @@ class CostTable:
         """Raises ValueError, KeyError or TypeError for anything that `to_json` did not write."""
         if row["format"] != _FORMAT:
             raise ValueError(f"format {row['format']}")
-        return cls(*(Curve(row[name]["rows"], row[name]["ms"]) for name in ("target", "step", "extend")))
+        return cls(*(Curve(row[name]["rows"], row[name]["ms"]) for name in _WORKS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,20 +121,17 @@ def monotone(values: Sequence[float]) -> list[float]:
 
 
 def measure(
-    target_forward: Callable[[int], None],
-    draft_step: Callable[[int], None],
-    extend: Callable[[int], None],
+    works: Sequence[Callable[[int], None]],
     points: Sequence[int],
     budget_s: float = 2.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> CostTable:
-    """Time the three functions at these numbers of rows (ascending), about `budget_s` in all.
+    """Time the table's four works, in its order, at these numbers of rows (ascending), about `budget_s` in all.
 
     One call each to warm up, then repeats over all points in turn, so that a slow moment spoils one sample of each instead
     of all samples of one. The second fastest counts: whatever else runs on the machine only ever adds. Points that do not
     fit into half the budget are left out: the curve goes straight on.
     """
-    works = (target_forward, draft_step, extend)
     samples: list[list[list[float]]] = []  # point, work, repeat
 
     def timed(work: Callable[[int], None], rows: int) -> float:

@@ -15,15 +15,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from eyas.engine.costs import AT_ONCE
 from eyas.engine.draft import Draft, Growth
 from eyas.engine.scheduler import Job
 from eyas.model.cache import FeatureCache
 from eyas.model.outputs import Proposals
 from eyas.model.rows import Roots
-
-AT_ONCE = (
-    8  # a sample's entries that are made together with the root's; of more the root's comes apart, since the rest are cheaper
-)
 
 
 class Entries:
@@ -39,10 +36,12 @@ class Entries:
         """Forget what the pages held before in which the samples' newest columns begin; num_new of each sample."""
         for b, count in num_new.items():
             end = job.runnings[b].num_cached
-            self._is_full[job.page_table[b, -((count - end) // self._size) : -(-end // self._size)]] = False
+            first, stop = -((count - end) // self._size), -(-end // self._size)
+            if first < stop:
+                self._is_full[job.page_table[b, first:stop]] = False
 
-    def num_missing(self, job: Job, b: int) -> int:
-        """Entries that a sample lacks, the root's included."""
+    def check(self, job: Job, b: int) -> None:
+        """Set a sample's draft_end back to the first page that is not known to have its entries."""
         running = job.runnings[b]
         pages = job.page_table[b, : -(-running.draft_end // self._size)]
         has_entries = self._is_full[pages]
@@ -50,7 +49,6 @@ class Entries:
             has_entries[-1] |= running.draft_page == pages[-1]
         if not has_entries.all():
             running.draft_end = max(1, int(has_entries.argmin()) * self._size)
-        return running.num_missing
 
     def extend(self, job: Job, who: list[int]) -> torch.Tensor:
         """Make the entries up to the roots'; the draft's outputs [B, H] there."""
@@ -62,7 +60,9 @@ class Entries:
 
     def enter(self, job: Job, who: list[int]) -> None:
         """Make the entries of all columns before the roots', of which nobody asks what they propose."""
-        who = [b for b in who if self.num_missing(job, b) > 1]
+        for b in who:
+            self.check(job, b)
+        who = [b for b in who if job.runnings[b].num_missing > 1]
         if who:
             self.draft.enter(self._missing(job, who, [job.runnings[b].num_cached - 1 for b in who]), self.cache, self.features)
 
@@ -74,8 +74,11 @@ class Entries:
 
     def _up_to_roots(self, job: Job, who: list[int]) -> Roots:
         """What is missing up to the roots' entries; where that is much, most of it is made here."""
-        if max(self.num_missing(job, b) for b in who) > AT_ONCE:
-            self.enter(job, who)
+        for b in who:
+            self.check(job, b)
+        far = [b for b in who if job.runnings[b].num_missing > AT_ONCE]
+        if far:
+            self.enter(job, far)
         return self._missing(job, who, [job.runnings[b].num_cached for b in who])
 
     def _missing(self, job: Job, who: list[int], lasts: list[int]) -> Roots:

@@ -24,7 +24,7 @@ import numpy as np
 
 from eyas.engine.acceptance import Acceptance, Calibrated, RequestAcceptance, levels
 from eyas.engine.budget import MAX_NODES, choose, most_probable, values_by_depth
-from eyas.engine.costs import Correction, CostTable
+from eyas.engine.costs import AT_ONCE, Correction, CostTable
 from eyas.engine.forecast import Forecast
 from eyas.errors import ConfigError
 from eyas.model.outputs import Proposals
@@ -39,7 +39,9 @@ _EXPLORED_SHARE = 0.005  # of all time, for rounds that are expected to lose
 _FIRST_PERIOD, _LAST_PERIOD = 8, 2048  # rounds from one exploration of a load to the next
 _REFRESH = 64  # rounds from one forecast of a load to the next
 _BELIEVED = 3.0  # a round that takes longer than so many times its prediction was held up by something else
+_MEMORY = 1024  # tokens over which prompts are compared with answers
 _HORIZON = 64  # tokens that a request is expected to live on, for what catching up its draft may cost
+_MANY = 64  # entries of a prompt, for what one of them costs
 _KEEP_EVERY, _LEARN_DEPTH, _DEEPER = 4, 8, 64  # every so many trees: keep one to forecast; learn what depth brings; go deeper
 _GAIN, _GAIN_WEIGHT = 0.4, 0.4  # tokens that a level brings for a frontier of probability 1, before it is learned
 
@@ -177,6 +179,7 @@ class Policy:
         self._credit = 0.0  # ms that may be spent on exploring
         self._num_trees = 0
         self._drafted_last = True
+        self._prompt_rows, self._answer_tokens = 0.0, 32.0  # lately: a head has entries to make of the first for the second
         self._accept_length = 2.0  # of the last drafting requests
         K = speculation.num_draft_steps
         self._gains, self._frontiers = [_GAIN * _GAIN_WEIGHT] * (K - 1), [_GAIN_WEIGHT] * (K - 1)
@@ -188,6 +191,10 @@ class Policy:
     def expects_drafts(self) -> bool:
         """Whether a request that comes now is likely to draft in its first rounds."""
         return self.speculation.mode != "off" and self._drafted_last
+
+    def prefilled(self, num_rows: int) -> None:
+        """Take note of a prompt's rows, which have entries to be made of before anything is drafted."""
+        self._prompt_rows += num_rows
 
     def plan(self, pending: Sequence[int], num_plain: int = 0, prompt_rows: int = 0) -> Round:
         """pending [S]: tokens that the draft must extend before it can propose for each request that may speculate.
@@ -232,8 +239,13 @@ class Policy:
         """Tokens that a request's draft may be behind: what it saves until its end pays for them."""
         S = len(round_.pending)
         saved_ms = _HORIZON * plain_ms * max(0.0, 1 - 1 / speedup) / S
-        row_ms = (self._table.extend(S + 64) - self._table.extend(S)) / 64 * self._ratio("tree", round_)
+        row_ms = self._entry_ms * self._ratio("tree", round_)
         return max(self.speculation.num_draft_steps + 1, saved_ms / row_ms if row_ms > 0 else math.inf)
+
+    @property
+    def _entry_ms(self) -> float:
+        """Of one entry among many."""
+        return self._table.enter(_MANY) / _MANY
 
     def _explore(self, round_: Round) -> None:
         """Draft for a few requests, those that are least behind, if the credit pays for it even when nothing is accepted."""
@@ -242,7 +254,7 @@ class Policy:
         nearest = np.argsort(round_.pending, kind="stable")
         for count in (4, 1):
             few = nearest[:count]
-            ms = self._table.extend(int(round_.pending[few].sum())) + (K - 1) * self._table.step(len(few) * k)
+            ms = self._catch_up_ms(round_.pending[few]) + (K - 1) * self._table.step(len(few) * k)
             ms += self._table.target(B + len(few) * (N - 1)) - self._table.target(B)
             if ms * ratio <= self._credit:
                 round_.explores = True
@@ -302,13 +314,17 @@ class Policy:
 
     def _before(self, round_: Round) -> tuple[float, float]:
         """ms by the table of extend and draft steps; and how much of it is catching up, not every round's."""
-        behind = round_.pending[round_.drafting].tolist()
-        most = self.speculation.num_draft_steps + 1
-        extend_ms = self._table.extend(sum(behind))
+        behind, most = round_.pending[round_.drafting], self.speculation.num_draft_steps + 1
+        extend_ms = self._catch_up_ms(behind)
         step_ms = self._table.step(len(behind) * self.speculation.tree_topk)
-        return extend_ms + max(0, round_.depth - 1) * step_ms, extend_ms - self._table.extend(
-            sum(min(tokens, most) for tokens in behind)
-        )
+        usual_ms = self._catch_up_ms(np.minimum(behind, most))
+        return extend_ms + max(0, round_.depth - 1) * step_ms, extend_ms - usual_ms
+
+    def _catch_up_ms(self, behind: np.ndarray) -> float:
+        """Of requests that are so many entries behind: of one that is far behind all but the root's are made apart."""
+        far = int(behind[behind > AT_ONCE].sum())
+        near = int(behind[behind <= AT_ONCE].sum()) + int(np.count_nonzero(behind > AT_ONCE))
+        return self._table.extend(near) + self._table.enter(far)
 
     def _learn_depth(self, proposals: Proposals, values: np.ndarray) -> None:
         """values [D + 1]: what the best tree of each depth is worth. A level's gain goes with its frontier's probability."""
@@ -329,6 +345,9 @@ class Policy:
         if round_.proposals is not None and round_.calibrated is not None:
             self._accept_length += 0.05 * (sum(map(len, emitted)) / len(emitted) - self._accept_length)
             self.acceptance.observe(round_.proposals, round_.calibrated, emitted, round_.requests)
+        self._answer_tokens += tokens
+        if self._answer_tokens > _MEMORY:
+            self._prompt_rows, self._answer_tokens = self._prompt_rows / 2, self._answer_tokens / 2
         kind = "tree" if emitted else "plain"
         predicted_ms = round_.predicted_ms * (self._ratio(kind, round_) if self.costs else 1.0)
         if round_.predicted_ms > 0:
@@ -406,7 +425,11 @@ class Policy:
         return self.correction.ratio(kind, round_.load[1])
 
     def _speedup(self, round_: Round) -> float:
-        return self._load(round_).speedup(self.correction.offset("plain", round_.load[1]))
+        """Of speculation over plain rounds, with what the entries of prompts cost for every token of an answer."""
+        of_rounds = self._load(round_).speedup(self.correction.offset("plain", round_.load[1]))
+        token_ms = self._plain_ms(round_) / round_.num_requests
+        entries_ms = self._prompt_rows / self._answer_tokens * self._entry_ms * self.correction.drift
+        return 1 / (1 / of_rounds + entries_ms / token_ms)
 
     def _plain_ms(self, round_: Round) -> float:
         """Of a plain round of these requests, corrected; without the prompts' rows, which any round would run."""

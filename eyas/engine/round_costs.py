@@ -17,7 +17,7 @@ import torch
 from eyas.engine.costs import CostIdentity, CostTable, Curve, kept_or_measured, measure
 from eyas.engine.draft import Growth
 from eyas.engine.rounds import Rounds, one_torch_thread
-from eyas.model.rows import Rows, rows_of
+from eyas.model.rows import Roots, Rows, rows_of
 
 POINTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
 TYPICAL_LENGTH = 200  # columns that a row sees
@@ -58,13 +58,13 @@ class _Works:
     def __init__(self, rounds: Rounds) -> None:
         assert rounds.entries is not None
         self._rounds, self._target, self._draft = rounds, rounds.target, rounds.entries.draft
-        self._draft_cache = rounds.entries.cache
+        self._draft_cache, self._features = rounds.entries.cache, rounds.entries.features
         self._num_slots = rounds.cache.num_pages * rounds.cache.page_size
         self._length = max(2, min(TYPICAL_LENGTH, self._num_slots // 2))
         self._table = np.arange(rounds.cache.num_pages, dtype=np.int32)[None]
 
     def measured(self) -> CostTable:
-        table = measure(self.forward, self.steps, self.extend, POINTS)
+        table = measure((self.forward, self.steps, self.extend, self.enter), POINTS)
         one = Curve(table.step.rows, [ms / NUM_LEVELS for ms in table.step.ms])
         return replace(table, step=one)
 
@@ -72,9 +72,16 @@ class _Works:
         self._target.forward(self._rows(M, 0), self._rounds.cache, self._draft.config.taps).best.tolist()
 
     def extend(self, M: int) -> None:
-        features = torch.zeros(M, 3 * self._target.config.hidden_size, dtype=self._target.dtype, device=self._target.device)
-        h = self._draft.extend(self._rows(M, 1), features, self._draft_cache)
-        self._draft.proposals(h[-1:], self._rounds.growth.tree_topk)[0].tolist()
+        h = self._draft.catch_up(self._entries(M), self._draft_cache, self._features)
+        self._draft.proposals(h, self._rounds.growth.tree_topk)[0].tolist()
+
+    def enter(self, M: int) -> None:
+        self._draft.enter(self._entries(M), self._draft_cache, self._features)
+
+    def _entries(self, M: int) -> Roots:
+        """The last M columns before a prefix's end, or as many as there are."""
+        end = min(self._length + M, self._num_slots - 1)
+        return Roots([end], [max(1, end + 1 - M)], [0] * min(M, end), self._table)
 
     def steps(self, R: int) -> None:
         """NUM_LEVELS levels of trees: R rows each, k of them to a request."""

@@ -113,8 +113,10 @@ class Rounds:
             running.num_cached = chunk.stop
         if self.entries is not None:
             self.entries.begin_pages(job, {b: len(chunk) for b, chunk in enumerate(chunks)})
+            able = [b for b, running in enumerate(job.runnings) if running.request.speculation]
+            self.policy.prefilled(sum(len(chunks[b]) for b in able))
             if self.policy.expects_drafts:
-                self.entries.enter(job, [b for b, running in enumerate(job.runnings) if running.request.speculation])
+                self.entries.enter(job, able)
         return [self._outcome(running, emitted.get(b, [])) for b, running in enumerate(job.runnings)]
 
     # Rounds
@@ -144,7 +146,7 @@ class Rounds:
         if self.entries is None:
             return [], []
         able = [b for b in alive if job.runnings[b].request.speculation]
-        return able, [self.entries.num_missing(job, b) for b in able]
+        return able, [job.runnings[b].num_missing for b in able]
 
     def _propose(self, job: Job, drafting: list[int], plan: Round) -> tuple[Proposals, np.ndarray]:
         """What the draft proposes to the samples that draft, and which of it is to be judged."""
