@@ -73,15 +73,15 @@ class _Works:
 
     def extend(self, M: int) -> None:
         h = self._draft.catch_up(self._entries(M), self._draft_cache, self._features)
-        self._draft.proposals(h, self._rounds.growth.tree_topk)[0].tolist()
+        self._draft.proposals(h[-1:], self._rounds.growth.tree_topk)[0].tolist()
 
     def enter(self, M: int) -> None:
         self._draft.enter(self._entries(M), self._draft_cache, self._features)
 
     def _entries(self, M: int) -> Roots:
-        """The last M columns before a prefix's end, or as many as there are."""
-        end = min(self._length + M, self._num_slots - 1)
-        return Roots([end], [max(1, end + 1 - M)], [0] * min(M, end), self._table)
+        """One of each of M requests."""
+        last = min(self._length, self._num_slots - 1)
+        return Roots([last] * M, [last] * M, [0] * M, np.repeat(self._table, M, axis=0))
 
     def steps(self, R: int) -> None:
         """NUM_LEVELS levels of trees: R rows each, k of them to a request."""
