@@ -295,6 +295,11 @@ def test_a_broken_row_of_csv_harms_no_other(name):
     assert read(data, "set.csv") == list(enumerate(rows, start=2))
 
 
+def test_a_header_that_cannot_be_read_ends_the_file():
+    assert read('"prompt"x,text\na,b\nc,d\n', "set.csv") == [(1, "!the quoting of the header is broken here; the rest is lost")]
+    assert read("prompt,text,Prompt\na,b,c\n", "set.csv") == [(1, "!two columns of one name")]
+
+
 def test_where_fields_span_lines_broken_quotes_end_the_file():
     """For what follows could be a piece of any column."""
     data = 'prompt,text\na,"b\nb"\nc,"d\nd, said by an assistant"d\ne,f\n'
@@ -403,7 +408,10 @@ def test_parquet_gives_the_columns_that_matter():
     rows = [{**row, "answer": "not this"} for row in THREE]
     assert read(as_parquet(rows)) == list(enumerate(THREE, start=1))
     assert only_values(as_parquet([{"answer": "not this"}])) == [{}]
-    assert only_values(b"broken", "set.parquet") == ["!the Parquet file is cut or damaged: it has no readable footer"]
+    no_footer = "!the Parquet file is cut or damaged: it has no readable footer"
+    assert only_values(b"broken", "set.parquet") == [no_footer]
+    assert only_values(as_parquet(rows)[:-50]) == [no_footer]
+    assert only_values(as_parquet(rows).replace(b"prompt", b"pr\xffmpt")) == [no_footer]
 
 
 def test_parquet_is_read_in_batches(monkeypatch):

@@ -111,8 +111,11 @@ def csv_rows(lines: Lines, dialect: Dialect) -> Rows:
         except Broken:
             raise
         except (csv.Error, Unreadable) as error:
-            if spans_lines and not feed.is_one_line:
-                yield feed.start, Unreadable("the quoting is broken here; the rest is lost")
+            if not header or (spans_lines and not feed.is_one_line):
+                yield (
+                    feed.start,
+                    Unreadable(f"the quoting {'' if header else 'of the header '}is broken here; the rest is lost"),
+                )
                 return
             yield feed.start, error if isinstance(error, Unreadable) else Unreadable("not CSV: the quoting is broken")
             feed.give_back()
@@ -124,6 +127,9 @@ def csv_rows(lines: Lines, dialect: Dialect) -> Rows:
         if fields and header:
             yield feed.start, _object(header, fields)
         header = header or _names(fields)
+        if len(set(header)) < len(header):
+            yield feed.start, Unreadable("two columns of one name")
+            return
 
 
 def _object(header: list[str], fields: list[str]) -> dict[str, str] | Unreadable:
@@ -185,7 +191,7 @@ def parquet_rows(stored: Stored, keys: frozenset[str]) -> Rows:
     Raises InputError (pyarrow is not installed, or the store fails).
     """
     pyarrow, parquet = arrow("", "Parquet"), arrow("parquet", "Parquet")
-    faults = (OSError, pyarrow.ArrowException)  # Arrow's own; the store's are InputError by now
+    faults = (OSError, pyarrow.ArrowException, UnicodeDecodeError)  # Arrow's own; the store's are InputError by now
     try:
         file = parquet.ParquetFile(pyarrow.PythonFile(stored, mode="r"), page_checksum_verification=True)
         columns = [name for name in file.schema_arrow.names if name in keys]
