@@ -26,6 +26,7 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 LOST = "\ufffd\ufffe\uffff\x00-\x08\x0e-\x1a\x1c-\x1f\x7f-\x84\x86-\x9f"
 SIGN = f"[\x80-\xbf{bytes(range(0x80, 0xC0)).decode('cp1252', 'ignore')}]"
 DAMAGED = re.compile(rf"[\xc2-\xdf]{SIGN}|[\xe0-\xef]{SIGN}{{2}}|[\xf0-\xf4]{SIGN}{{3}}|[{LOST}]")
+MAYBE_DAMAGED = re.compile(rf"[\xc2-\xf4{LOST}]")
 # Base64's lines have 64 or 76 characters; a drawn line and a strand of DNA have fewer different ones.
 ENCODED, ENCODED_ALPHABET = re.compile(r"[A-Za-z0-9+/_=-]{60,}"), 10
 SAME = re.compile(r"(.)\1{19,}", re.S)
@@ -61,7 +62,7 @@ def encoding(text: str, config: QualityConfig) -> str | None:
     """What is wrong with a text's encoding, or None."""
     if SURROGATE.search(text):
         return "half of a surrogate pair, which UTF-8 cannot hold"
-    share = _share(DAMAGED, text)
+    share = _share(DAMAGED, text) if MAYBE_DAMAGED.search(text) else 0
     return f"{share:.0%} of its characters are damaged" if share > config.max_damaged else None
 
 
