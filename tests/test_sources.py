@@ -8,11 +8,12 @@ import http.server
 import io
 import json
 import os
+import random
 import threading
 
 import fsspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -449,6 +450,26 @@ def test_nothing_an_assistant_said_comes_out(tmp_path_factory, values, form, dam
 def test_what_does_not_look_like_an_id_is_not_taken_for_one(tmp_path, given_id):
     (row,) = read(write(tmp_path / "set.jsonl", json.dumps(openai("Hi", id=given_id))))
     assert row.id is None
+
+
+MANY = [f"{number} {random.Random(number).randbytes(40).hex()}" for number in range(2000)]
+PACKED = gzip.compress("".join(json.dumps({"prompt": text}) + "\n" for text in MANY).encode())
+
+
+@given(st.integers(0, len(PACKED) - 1))
+@example(len(PACKED) - 1)
+@example(len(PACKED) - 8)
+def test_a_cut_gzip_gives_what_comes_before_the_cut(tmp_path_factory, length):
+    """And one damaged row that names the place; an error if nothing comes before."""
+    *rows, last = all_of(write(tmp_path_factory.getbasetemp() / "cut.jsonl.gz", PACKED[:length]))
+    if isinstance(last, Damaged):
+        assert last.where == f"cut.jsonl.gz:{len(rows) + 1}"
+        assert [row.turns for row in rows] == [(text,) for text in MANY[: len(rows)]]
+        assert rows
+        assert len(rows) >= len(MANY) * (length / len(PACKED) - 0.15)  # but for what a block of gzip holds back
+    else:
+        assert isinstance(last, EmptyInputError if length == 0 else CorruptError)
+        assert length < len(PACKED) * 0.3
 
 
 @pytest.mark.parametrize(

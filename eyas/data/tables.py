@@ -63,8 +63,9 @@ def dialect_of(head: bytes, keys: frozenset[str]) -> Dialect:
     text = head.decode("utf-8", "surrogateescape")
     whole = text if len(head) < LOOK else text[: text.rfind("\n") + 1] or text  # the last line is cut
     escapes = (False, True) if '\\"' in whole else (False,)  # Python is lenient where quotes are escaped: not without need
-    candidates = [Dialect(delimiter, escape) for delimiter in DELIMITERS for escape in escapes]
-    candidates.append(Dialect("\t", quoted=False))
+    delimiters = [delimiter for delimiter in DELIMITERS if delimiter in whole.split("\n", 1)[0]] or [","]
+    candidates = [Dialect(delimiter, escape) for delimiter in delimiters for escape in escapes]
+    candidates += [Dialect(delimiter, quoted=False) for delimiter in delimiters if delimiter == "\t"]
     fits = [_fit(dialect, whole, keys) for dialect in candidates]
     best = max(range(len(candidates)), key=lambda index: fits[index][:3])
     known, columns, fitting, spans_lines = fits[best]
