@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from eyas.engine.tree import tree_of
+from eyas.engine.verify import accept
 from eyas.model import native
-from eyas.model.cache import PagedCache
+from eyas.model.cache import FeatureCache, PagedCache
 from eyas.model.config import HeadConfig, TargetConfig
 from eyas.model.native import NativeDraft, NativeTarget
-from eyas.model.outputs import Proposals
-from eyas.model.rows import Rows, prompt_rows, rows_of, slots_of
+from eyas.model.outputs import Chosen, Proposals
+from eyas.model.rows import Roots, Rows, prompt_rows, rows_of, slots_of
 from eyas.model.weights import read_tensors
 from tests.plain_eagle import Example, PlainHead
 from tests.tiny import tiny_target
@@ -524,3 +526,101 @@ def test_proposing_where_no_page_is():
     first = draft.proposals(torch.ones(1, 32), 2)
     with pytest.raises(IndexError, match="page"):
         draft.propose([PAGES * PAGE_SIZE - 1], torch.ones(1, 32), first, STRAIGHT, cache, (3, 2), [0.0, 0.0])
+
+
+# A round in two calls
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("growth", [(4, 3), (5, 1)])
+def test_growing_from_features_is_extending_and_proposing(dtype: str, growth: tuple[int, int]):
+    """Two requests, 3 and 1 entries behind, whose features lie in pages."""
+    draft, aux, page_table = draft_of((), dtype), features(dtype), SHUFFLED.reshape(2, -1)
+    kept, caches = FeatureCache(PAGES * PAGE_SIZE, 3 * 32, DTYPES[dtype]), [draft_cache(dtype) for _ in range(2)]
+    lens, starts = [7, 12], [5, 12]
+    for b, n in enumerate(lens):
+        slots = slots_of(page_table, np.full(n, b), np.arange(n), PAGE_SIZE)
+        kept.write(torch.from_numpy(slots), aux[:n])
+    h = []
+    for b, (start, n) in enumerate(zip(starts, lens, strict=True)):
+        pages = page_table[b : b + 1]
+        for cache in caches:
+            draft.enter(prompt_rows([TOKENS[1:start]], [1], pages, PAGE_SIZE, "cpu", 1), aux[: start - 1], cache)
+        rows = prompt_rows([TOKENS[start : n + 1]], [start], pages, PAGE_SIZE, "cpu", 1)
+        h.append(draft.extend(rows, aux[start - 1 : n], caches[0])[-1:])
+    first, thresholds = draft.proposals(torch.cat(h), growth[1]), [0.0] * (growth[0] - 1)
+    expected = draft.propose(lens, torch.cat(h), first, page_table, caches[0], growth, thresholds)
+    tokens = [token for start, n in zip(starts, lens, strict=True) for token in TOKENS[start : n + 1]]
+    ours = draft.grow(Roots(lens, starts, tokens, page_table), caches[1], kept, growth, thresholds)
+    for name in ("tokens", "scores", "parents", "depths"):
+        assert np.array_equal(getattr(ours, name), getattr(expected, name))
+    assert torch.equal(caches[0].data, caches[1].data)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", ["llama", "MHA, head of 64"])
+def test_verifying_in_one_call_is_forward_walk_and_move(shape: str, dtype: str):
+    """Three requests: one with a tree whose second branch the target takes, one with none, one with a tree that it does not."""
+    target, rng = target_of(shape, dtype), np.random.default_rng(0)
+    width = 3 * TargetConfig.from_folder(folder_of(shape)).hidden_size
+    page_table = SHUFFLED[:, :30].reshape(3, 10)
+    lens, roots = [7, 5, 9], [11, 12, 13]
+    caches = [new_cache(shape, dtype) for _ in range(2)]
+    kept_features = [FeatureCache(PAGES * PAGE_SIZE, width, DTYPES[dtype]) for _ in range(2)]
+    for cache, kept in zip(caches, kept_features, strict=True):
+        rows = prompt_rows([TOKENS[:n] for n in lens], [0] * 3, page_table, PAGE_SIZE, "cpu")
+        target.forward(rows, cache, TAPS, None, kept)
+    follow = roots[:1]
+    for _ in range(3):  # what the target itself says, one token after the other
+        rows = prompt_rows([follow], [lens[0]], page_table[:1], PAGE_SIZE, "cpu")
+        follow = [*follow, int(target.forward(rows, new_copy(caches[0])).best[-1])]
+    parents = np.array([[-1, -1, 0, 1, 3], [-1, -1, 0, 1, 3]], dtype=np.int32)
+    others = rng.integers(3, 300, 5)
+    tokens = np.array([[others[0], follow[1], others[1], follow[2], others[2]], others])
+    proposals = Proposals(tokens, np.zeros((2, 5), dtype=np.float32), parents, np.array([1, 1, 2, 2, 3], dtype=np.int32))
+    kept = np.array([[True, True, False, True, True], [False, True, False, False, False]])
+    chosen = Chosen([0, -1, 1], proposals, kept)
+    ours = target.verify(Roots(lens, lens, roots, page_table), chosen, caches[0], TAPS, kept_features[0])
+
+    trees = [
+        tree_of(roots[b], proposals, line, kept[line].nonzero()[0].tolist()) if line >= 0 else None
+        for b, line in enumerate(chosen.line)
+    ]
+    for b, tree in enumerate(trees):
+        nodes, above = (tree.tokens, tree.parents) if tree else ([roots[b]], [-1])
+        rows = tree_rows(nodes, above, lens[b], page_table[b : b + 1])
+        output = target.forward(rows, caches[1], TAPS, None, kept_features[1])
+        path, emitted = accept(nodes, above, output.best.tolist().__getitem__)
+        assert ours[b] == emitted
+        slots = rows.slot.tolist()
+        for place, node in enumerate(path, start=1):
+            caches[1].move([slots[node]], [slots[place]])
+            kept_features[1].move([slots[node]], [slots[place]])
+        filled = slots_of(page_table, np.full(lens[b] + len(emitted), b), np.arange(lens[b] + len(emitted)), PAGE_SIZE)
+        assert torch.equal(caches[0].data[:, filled], caches[1].data[:, filled])
+        assert torch.equal(kept_features[0].data[filled], kept_features[1].data[filled])
+    assert ours[0] == follow[1:]
+    assert len(ours[1]) == 1
+
+
+def new_copy(cache: PagedCache) -> PagedCache:
+    layers, slots, _, *heads = cache.data.shape
+    copy = PagedCache(layers, slots // PAGE_SIZE, PAGE_SIZE, (heads[0], heads[1]), cache.data.dtype)
+    copy.data.copy_(cache.data)
+    return copy
+
+
+@needs_native
+def test_a_tree_that_does_not_hang_together_is_refused():
+    target, cache = target_of("llama", "float32"), new_cache("llama", "float32")
+    proposals = Proposals(
+        np.array([[5, 6]]),
+        np.zeros((1, 2), dtype=np.float32),
+        np.array([[-1, 0]], dtype=np.int32),
+        np.array([1, 2], dtype=np.int32),
+    )
+    orphan = Chosen([0], proposals, np.array([[False, True]]))
+    with pytest.raises(IndexError):
+        target.verify(Roots([0], [0], [1], STRAIGHT), orphan, cache)
