@@ -170,18 +170,21 @@ def _paragraphs(stream: io.BufferedReader, keys: frozenset[str]) -> Values:
 
 def _joined(lines: Lines) -> Values:
     """Texts between blank lines."""
-    first, text, too_long = 0, b"", False
+    first, text, too_long = 0, bytearray(), False
     for line in lines:
         if line is not None and line.isspace():
             if first:
-                yield first, _prompt(None if too_long else text)
-            first, text, too_long = 0, b"", False
+                yield first, _prompt(None if too_long else bytes(text))
+            first, text, too_long = 0, bytearray(), False
             continue
         first = first or lines.line
         too_long = too_long or line is None or len(text) + len(line) > LIMIT
-        text = b"" if too_long else text + (line or b"")
+        if line is None or too_long:
+            text.clear()
+        else:
+            text += line
     if first:
-        yield first, _prompt(None if too_long else text)
+        yield first, _prompt(None if too_long else bytes(text))
 
 
 def _prompt(text: bytes | None) -> str | Unreadable:
