@@ -18,6 +18,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from eyas.engine import native_choice
 from eyas.model.outputs import Proposals
 
 _NUM_BINS, _BINS_PER_UNIT = 20, 7.0  # of sqrt(-log p): fine near p = 1, where trees are decided
@@ -56,8 +57,9 @@ class Calibrated:
 class Acceptance:
     """Counts of judged and drawn candidates, by greedy or sampled, depth and probability; slowly forgotten."""
 
-    def __init__(self, memory: float = 0.998) -> None:
-        self._memory = memory  # kept of the counts from one round to the next
+    def __init__(self, memory: float = 0.998, native: bool = False) -> None:
+        """memory: what is kept of the counts from one round to the next; native: in the library, which there is then."""
+        self._memory, self._native = memory, native
         shape = (2, _NUM_DEPTHS, _NUM_BINS)
         self._judged, self._drawn = np.zeros(shape), np.zeros(shape)
         middles = (np.arange(_NUM_BINS) + 0.5) / _BINS_PER_UNIT
@@ -68,6 +70,10 @@ class Acceptance:
 
     def calibrate(self, proposals: Proposals, requests: Sequence[RequestAcceptance]) -> Calibrated:
         """All probabilities are within (0, 1), and a path's is below its parent's."""
+        if self._native:
+            greedy, log_odds = [one.greedy for one in requests], [one.log_odds for one in requests]
+            bins = _NUM_DEPTHS, _NUM_BINS, _BINS_PER_UNIT
+            return Calibrated(*native_choice.calibrate(proposals, self._table, bins, greedy, log_odds))
         above = _above(proposals.parents)
         cells = self._cells(proposals, above, requests)
         conditional: np.ndarray = self._table[cells]
@@ -86,9 +92,12 @@ class Acceptance:
         requests: Sequence[RequestAcceptance],
     ) -> None:
         """emitted: the tokens that each request drew in the round; calibrated: what was expected."""
-        judged, drawn = judge(proposals, emitted)
-        surplus = drawn.sum(1) - (calibrated.conditional * judged).sum(1)
-        for request, value in zip(requests, surplus.tolist(), strict=True):
+        if self._native:
+            judged, drawn, surplus = native_choice.judge(proposals, calibrated.conditional, emitted)
+        else:
+            judged, drawn = judge(proposals, emitted)
+            surplus = (drawn.sum(1) - (calibrated.conditional * judged).sum(1)).tolist()
+        for request, value in zip(requests, surplus, strict=True):
             request.observe(value)
         self._waiting.append((calibrated.cells[judged], calibrated.cells[drawn]))
         self._num_rounds += 1

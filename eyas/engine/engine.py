@@ -97,7 +97,7 @@ class Engine:
         if self.draft is None:
             speculation = replace(speculation, mode="off")
         costs = round_costs(self.rounds) if speculation.mode == "auto" else None
-        self.policy = self.rounds.policy = Policy(speculation, costs)
+        self.policy = self.rounds.policy = Policy(speculation, costs, native=target.is_native)
         self._folder = folder
         self._end_tokens = frozenset(target.config.eos_token_ids)
         self._grammars = Grammars(folder, target.config.vocab_size, self._end_tokens) if folder is not None else None

@@ -22,8 +22,9 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from eyas.engine import native_choice
 from eyas.engine.acceptance import Acceptance, Calibrated, RequestAcceptance, levels
-from eyas.engine.budget import MAX_NODES, choose, most_probable, values_by_depth
+from eyas.engine.budget import MAX_NODES, Choice, choose, most_probable, values_by_depth
 from eyas.engine.costs import AT_ONCE, Correction, CostTable
 from eyas.engine.forecast import Forecast
 from eyas.errors import ConfigError
@@ -169,16 +170,19 @@ class _Load:
 class Policy:
     """Decides for one engine. `costs` are needed in auto only."""
 
-    def __init__(self, speculation: Speculation, costs: CostTable | None = None, num_records: int = 1024) -> None:
+    def __init__(
+        self, speculation: Speculation, costs: CostTable | None = None, num_records: int = 1024, native: bool = False
+    ) -> None:
+        """native: compute in the native library, which must be there."""
         assert costs is not None or speculation.mode != "auto", "auto speculation needs the costs"
         self.speculation, self.costs = speculation, costs
         self.records: deque[RoundRecord] = deque(maxlen=num_records)
-        self.acceptance, self.correction = Acceptance(), Correction()
+        self.acceptance, self.correction = Acceptance(native=native), Correction()
         self._forecast = Forecast(speculation.num_verify_tokens - 1)
         self._loads: dict[tuple[int, int], _Load] = {}
         self._credit = 0.0  # ms that may be spent on exploring
         self._num_trees = 0
-        self._drafted_last = True
+        self._drafted_last, self._native = True, native
         self._prompt_rows, self._answer_tokens = 0.0, 32.0  # lately: a head has entries to make of the first for the second
         self._accept_length = 2.0  # of the last drafting requests
         K = speculation.num_draft_steps
@@ -300,7 +304,11 @@ class Policy:
         rows = round_.num_requests + round_.prompt_rows
         ms_of_nodes = self._table.target.span(rows, len(paths) * max_nodes + 1)
         rate = round_.rate * self._ratio("tree", round_)  # of the table's ms
-        choice = choose(paths, ms_of_nodes, round_.num_requests, before_ms, max_nodes, rate)
+        if self._native:
+            sizes = round_.num_requests, max_nodes
+            choice = Choice(*native_choice.choose(paths, ms_of_nodes, sizes, before_ms, rate))
+        else:
+            choice = choose(paths, ms_of_nodes, round_.num_requests, before_ms, max_nodes, rate)
         round_.num_nodes, round_.expected_tokens, round_.predicted_ms = (
             choice.num_nodes,
             choice.expected_tokens,

@@ -128,6 +128,9 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
         "eyas_proposals": (integer, [pointer, pointer, integer, integer, pointer, pointer]),
         "eyas_propose": (integer, [pointer] * 3),
         "eyas_grow": (integer, [pointer] * 3),
+        "eyas_calibrate": (None, [pointer, ctypes.c_double, pointer]),
+        "eyas_choose": (integer, [pointer, ctypes.c_double, ctypes.c_double, pointer]),
+        "eyas_judge": (None, [pointer, pointer]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(lib, name)

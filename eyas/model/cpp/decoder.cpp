@@ -10,6 +10,7 @@
 #include <string>
 
 #include "attention.h"
+#include "choice.h"
 #include "linear.h"
 #include "round.h"
 
@@ -909,6 +910,29 @@ int64_t eyas_grow(Decoder* decoder, const int64_t* ints, void* const* p) {
                 static_cast<const double*>(p[5]), p[6], static_cast<int64_t*>(p[7]), static_cast<int32_t*>(p[8]), static_cast<float*>(p[9])};
   const Lines lines{ints[0], ints[3], ints[4], ints[5], page_table, lens};
   return decoder->grow(lines, static_cast<const int64_t*>(p[1]), static_cast<const int64_t*>(p[2]), p[3], growth);
+}
+
+// ints: B, C, D, S. pointers: scores, parents, depths, table, greedy, log_odds, then conditional, paths, cells.
+void eyas_calibrate(const int64_t* ints, double bins_per_unit, void* const* p) {
+  const Candidates tree{ints[0], ints[1], static_cast<const float*>(p[0]), static_cast<const int32_t*>(p[1]), static_cast<const int32_t*>(p[2])};
+  const Calibration known{static_cast<const double*>(p[3]), ints[2], ints[3], bins_per_unit, static_cast<const uint8_t*>(p[4]),
+                          static_cast<const double*>(p[5])};
+  calibrate(tree, known, static_cast<double*>(p[6]), static_cast<double*>(p[7]), static_cast<int64_t*>(p[8]));
+}
+
+// ints: B, C, limit, max_nodes, num_tokens. pointers: paths, ms_of_nodes, then kept, tokens and ms. Returns the number of nodes.
+int64_t eyas_choose(const int64_t* ints, double fixed_ms, double rate, void* const* p) {
+  const Candidates tree{ints[0], ints[1], nullptr, nullptr, nullptr};
+  const Budget budget{static_cast<const double*>(p[1]), ints[2], ints[3], ints[4], fixed_ms, rate};
+  return choose(tree, static_cast<const double*>(p[0]), budget, static_cast<uint8_t*>(p[2]), static_cast<double*>(p[3]),
+                static_cast<double*>(p[4]));
+}
+
+// ints: B, C. pointers: tokens, parents, emitted, counts, conditional, then judged, drawn, surplus.
+void eyas_judge(const int64_t* ints, void* const* p) {
+  const Candidates tree{ints[0], ints[1], nullptr, static_cast<const int32_t*>(p[1]), nullptr};
+  judge(tree, static_cast<const int64_t*>(p[0]), static_cast<const int64_t*>(p[2]), static_cast<const int64_t*>(p[3]),
+        static_cast<const double*>(p[4]), static_cast<uint8_t*>(p[5]), static_cast<uint8_t*>(p[6]), static_cast<double*>(p[7]));
 }
 }
 #pragma GCC visibility pop
