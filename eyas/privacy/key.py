@@ -1,0 +1,89 @@
+"""The secret that hashes and surrogates are derived from. Knows where it lies; shows no more of it than a fingerprint.
+
+With the key, whoever suspects a value can confirm it in a ledger; without it, a hash says nothing but which values are equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import unicodedata
+from pathlib import Path
+
+from eyas.errors import ConfigError
+
+VARIABLE = "EYAS_PRIVACY_KEY"
+NUM_BYTES = 32
+SHORTEST = 16  # characters of a key given by hand
+HASH_DIGITS = 16
+NUMBERED = ("CREDIT_CARD", "IBAN_CODE", "US_SSN", "NATIONAL_ID", "PHONE_NUMBER")  # types written with separators or without
+
+
+def key_path() -> Path:
+    """The key file's place in the user's config folder."""
+    folder = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(folder) / "eyas" / "privacy.key"
+
+
+def privacy_key() -> bytes:
+    """The key: from EYAS_PRIVACY_KEY, else from the key file, which the first use makes for this user alone (mode 0600).
+
+    Raises ConfigError for a key that can be guessed and for a file that others can read.
+    """
+    if given := os.environ.get(VARIABLE, ""):
+        if len(given) < SHORTEST:
+            raise ConfigError(f"{VARIABLE} is shorter than {SHORTEST} characters", "give one that nobody can guess")
+        return hashlib.sha256(given.encode()).digest()
+    path = key_path()
+    try:
+        if not path.exists():
+            _make(path)
+        mode, key = path.stat().st_mode, path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot make or read the key file {path}", f"set {VARIABLE} instead ({error.strerror})") from error
+    if mode & 0o077:
+        raise ConfigError(f"others can read the key file {path}", f"chmod 600 {path}")
+    if len(key) != NUM_BYTES:
+        raise ConfigError(f"the key file {path} is damaged", "restore it, or delete it: hashes and surrogates will be others")
+    return key
+
+
+def _make(path: Path) -> None:
+    """Whole or not at all, and the same for all who come at once: the first link wins."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as stream:
+        stream.write(secrets.token_bytes(NUM_BYTES))
+    try:
+        os.link(partial, path)
+    except FileExistsError:
+        pass  # another process was first: its key is the key
+    finally:
+        partial.unlink()
+
+
+def keyed(key: bytes, *what: str) -> bytes:
+    """HMAC-SHA256 over the parts, each with its length, so that no two lists of parts are the same bytes."""
+    parts = [part.encode("utf-8", "surrogatepass") for part in what]
+    return hmac.digest(key, b"".join(len(part).to_bytes(8, "big") + part for part in parts), "sha256")
+
+
+def fingerprint(key: bytes) -> str:
+    """What may be written down to tell one key from another; enters identities."""
+    return keyed(key, "fingerprint").hex()[:HASH_DIGITS]
+
+
+def canonical(type: str, value: str) -> str:
+    """What makes two mentions the same value: case, width and, in numbers, separators do not count."""
+    value = unicodedata.normalize("NFKC", value).casefold()
+    if type in NUMBERED:
+        return "".join(letter for letter in value if letter.isalnum())
+    return " ".join(value.split())
+
+
+def value_hash(key: bytes, type: str, value: str) -> str:
+    """16 hex digits that are equal for equal values of a type under one key."""
+    return keyed(key, "value", type, canonical(type, value)).hex()[:HASH_DIGITS]

@@ -1,0 +1,178 @@
+"""API keys, tokens, passwords and private keys, by the way they are written.
+
+Knows detect-secrets' plugins that are patterns (its entropy plugins flag every ordinary prompt, and its keyword plugin takes
+code for passwords) and patterns of ours for what they lack. Verifies nothing with anybody.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from collections.abc import Iterator
+
+from eyas.privacy.recognizer import Place
+
+# detect-secrets' modules and classes. Not among them: JWT (leaves the signature), private keys (only the heading), basic
+# authentication (only the password; links are found whole), IP addresses, keywords and entropy.
+PLUGINS = {
+    "artifactory": "ArtifactoryDetector",
+    "aws": "AWSKeyDetector",
+    "azure_storage_key": "AzureStorageKeyDetector",
+    "cloudant": "CloudantDetector",
+    "discord": "DiscordBotTokenDetector",
+    "github_token": "GitHubTokenDetector",
+    "gitlab_token": "GitLabTokenDetector",
+    "ibm_cloud_iam": "IbmCloudIamDetector",
+    "ibm_cos_hmac": "IbmCosHmacDetector",
+    "mailchimp": "MailchimpDetector",
+    "openai": "OpenAIDetector",
+    "pypi_token": "PypiTokenDetector",
+    "sendgrid": "SendGridDetector",
+    "slack": "SlackDetector",
+    "softlayer": "SoftlayerDetector",
+    "square_oauth": "SquareOAuthDetector",
+    "stripe": "StripeDetector",
+    "telegram_token": "TelegramBotTokenDetector",
+    "twilio": "TwilioKeyDetector",
+}
+SECRET_GROUP = 16  # characters from which a pattern's group is the secret itself rather than its prefix
+
+OURS = [
+    re.compile(rf"(?<![A-Za-z0-9])(?:{written})")
+    for written in (
+        r"sk-(?:proj|svcacct|admin|None)-[\w-]{20,}",
+        r"sk-ant-[\w-]{20,}",
+        r"sk-or-(?:v\d-)?[\w-]{20,}",
+        r"sk-[A-Za-z0-9]{32,}",
+        r"[srp]k_(?:live|test)_[0-9a-zA-Z]{16,}",
+        r"hf_[A-Za-z0-9]{30,}",
+        r"AIza[\w-]{35}",
+        r"ya29\.[\w-]{20,}",
+        r"GOCSPX-[\w-]{24,}",
+        r"gh[pousr]_[A-Za-z0-9_]{36,}",
+        r"github_pat_[A-Za-z0-9_]{22,}",
+        r"xox[a-z]-[0-9A-Za-z-]{10,}",
+        r"xapp-\d-[0-9A-Za-z-]{20,}",
+        r"npm_[A-Za-z0-9]{36}",
+        r"(?:AKIA|ASIA|ABIA|ACCA)[0-9A-Z]{16}",
+        r"do[opr]_v1_[a-f0-9]{64}",
+        r"shp(?:at|ca|pa|ss)_[a-fA-F0-9]{32}",
+        r"gsk_[A-Za-z0-9]{40,}",
+        r"r8_[A-Za-z0-9]{37}",
+        r"pplx-[A-Za-z0-9]{40,}",
+        r"nvapi-[\w-]{40,}",
+        r"xai-[A-Za-z0-9]{40,}",
+        r"wandb_v\d_[\w-]{20,}",
+        r"eyJ[\w-]{8,4000}\.[\w-]{4,4000}(?:\.[\w-]{0,4000})?(?:\.[\w-]{0,4000}){0,2}",  # JWT, encrypted ones too
+    )
+]
+# Any of the patterns above needs so many such characters in a row, a digit among them.
+RUN = re.compile(r"[\w+/=~.:-]{16,}")
+IN_SECRET = re.compile(r"[\w+/=~-]")
+
+NAMED = re.compile(
+    r"(?<![A-Za-z])(?:[a-z]+[_-])?(?:api[ _-]?(?:key|token)|apikey|secret[ _-]?(?:access[ _-]?)?key|access[ _-]?(?:key|token)"
+    r"|auth[ _-]?(?:key|token)|bearer[ _-]?token|client[ _-]?secret|account[ _-]?key|encryption[ _-]?key|(?:bot|github|gitlab"
+    r"|hf|openai|slack|refresh|session|personal access)[ _-]?token)"
+    r"[\"'\])]{0,2}\s{0,3}(?:is|=>|[:=]{1,2})\s{0,3}[\"'`]?(?P<value>[\w+/=~.-]{16,512})",
+    re.I,
+)
+BEARER = re.compile(
+    r"\bauthorization[\"']?\s{0,2}[:=]\s{0,2}[\"']?(?:bearer|basic|token)\s+(?P<value>[\w+/=~.-]{12,4000})", re.I
+)
+MAYBE_NAMED = re.compile(r"key|token|secret|authorization", re.I)
+
+PASSWORD = re.compile(
+    r"(?<![A-Za-z])(?:[a-z]+[_-])?(?:password|passwd|passphrase|passcode|pwd|kennwort|passwort|contraseña|mot de passe"
+    r"|wachtwoord|senha)(?:[_-][a-z]+)?[\"'\])]{0,2}(?: (?:for|to|of|on) [^\n:=\"]{1,40})?"
+    r"\s{0,3}(?P<sign>is now|is|was|ist|es|est|=>|[:=]{1,2})\s{0,3}"
+    r"(?:(?P<quote>[\"'`])(?P<quoted>[^\s\"'`]{4,64})(?P=quote)|(?P<bare>[^\s\"'`<>{}()\[\],;]{4,64}))",
+    re.I,
+)
+MAYBE_PASSWORD = re.compile(r"pass|pwd|wort|contrase|wachtw|senha", re.I)
+# Somebody's example, or code that fetches the password from elsewhere.
+PLACEHOLDER = re.compile(
+    r"(?:your|my|the|some|new|old|user|example|sample|dummy|test)?[_-]?(?:password|passwd|pass|pwd|secret|string|key)\w{0,3}"
+    r"|x{3,}|[*.•_-]{3,}|none|null|true|false|str(?:ing)?|required|incorrect|wrong|changeme|placeholder|redacted|[$%^<&]\S*",
+    re.I,
+)
+
+KEY_BLOCK = re.compile(r"-----BEGIN [A-Z0-9 ]{0,30}PRIVATE KEY(?: BLOCK)?-----")
+KEY_END = re.compile(r"-----END [A-Z0-9 ]{0,30}PRIVATE KEY(?: BLOCK)?-----")
+KEY_BODY = re.compile(r"(?:\s{0,2}[A-Za-z-]{1,30}: [^\n]{0,200}\n){0,5}[A-Za-z0-9+/=\s\\]*")  # headers, Base64 with breaks
+PUTTY_KEY = re.compile(r"Private-Lines: \d+\s+(?P<value>[A-Za-z0-9+/=\s]{40,})")
+SHORTEST_KEY = 40  # characters of a block; less is talk of keys
+
+
+def api_keys(text: str) -> Iterator[Place]:
+    """Keys and tokens by their makers' prefixes and layouts, and long values behind a name such as `api_key`."""
+    if any(_has_digit(run.group()) for run in RUN.finditer(text)):
+        for pattern in (*plugin_patterns(), *OURS):
+            for match in pattern.finditer(text):
+                start, end = _secret(match)
+                if _has_digit(text[start:end]):
+                    yield "API_KEY", *_whole(text, start, end)
+    if MAYBE_NAMED.search(text):
+        for pattern in (NAMED, BEARER):
+            for match in pattern.finditer(text):
+                if _has_digit(match["value"]) and re.search("[A-Za-z]", match["value"]):
+                    yield "API_KEY", match.start("value"), match.start("value") + len(match["value"].rstrip(".-"))
+
+
+def passwords(text: str) -> Iterator[Place]:
+    """What stands behind "password is", "pwd:" and the like, if it looks like one rather than like a word or code."""
+    if MAYBE_PASSWORD.search(text):
+        for match in PASSWORD.finditer(text):
+            group = "quoted" if match["quoted"] else "bare"
+            value = match[group] if group == "quoted" else match[group].rstrip(".,:")
+            if _is_password(value, quoted=group == "quoted"):
+                yield "PASSWORD", match.start(group), match.start(group) + len(value)
+
+
+def private_keys(text: str) -> Iterator[Place]:
+    """Blocks of private keys from heading to end; of one that was cut, all that is left of it."""
+    for heading in KEY_BLOCK.finditer(text):
+        body = KEY_BODY.match(text, heading.end())
+        assert body is not None, "it may be empty"
+        if len(body.group().strip()) >= SHORTEST_KEY:
+            closing = KEY_END.match(text, body.end())
+            yield "PRIVATE_KEY", heading.start(), closing.end() if closing else heading.end() + len(body.group().rstrip())
+    for match in PUTTY_KEY.finditer(text):
+        yield "PRIVATE_KEY", match.start("value"), match.start("value") + len(match["value"].rstrip())
+
+
+@functools.cache
+def plugin_patterns() -> tuple[re.Pattern[str], ...]:
+    """The patterns of detect-secrets' plugins, each once."""
+    plugins = (getattr(importlib.import_module(f"detect_secrets.plugins.{name}"), kind) for name, kind in PLUGINS.items())
+    return tuple(dict.fromkeys(pattern for plugin in plugins for pattern in plugin.denylist))
+
+
+def _secret(match: re.Match[str]) -> tuple[int, int]:
+    """The part of a match that is the secret: its longest group, unless all are short."""
+    spans = [match.span(group) for group in range(1, len(match.groups()) + 1) if match.group(group)]
+    longest = max(spans, key=lambda span: span[1] - span[0], default=match.span())
+    return longest if longest[1] - longest[0] >= SECRET_GROUP else match.span()
+
+
+def _whole(text: str, start: int, end: int) -> tuple[int, int]:
+    """A pattern of fixed length may end within a longer secret: on to where the run of such characters ends."""
+    while not IN_SECRET.match(text[start : start + 1]):
+        start += 1
+    while end > start and not IN_SECRET.match(text[end - 1]):
+        end -= 1
+    while end < len(text) and IN_SECRET.match(text[end]):
+        end += 1
+    return start, end
+
+
+def _has_digit(value: str) -> bool:
+    return any("0" <= letter <= "9" for letter in value)
+
+
+def _is_password(value: str, quoted: bool) -> bool:
+    if PLACEHOLDER.fullmatch(value):
+        return False
+    mixed = _has_digit(value) or bool(re.search(r"[!@#$%^&*?+=~]", value[1:]))
+    return mixed if quoted else mixed and "." not in value.strip(".") and "://" not in value

@@ -1,0 +1,306 @@
+"""Invented values in place of real ones: of the same kind and form, the same throughout a conversation, and nobody's.
+
+Knows ranges that were set aside or never given out: telephone numbers of Ofcom, ACMA, ARCEP, BNetzA, ComReg, PTS and the North
+American 555-01xx, addresses of RFC 2606, 5737 and 3849, card numbers for tests, SSN areas from 900, banks that do not exist.
+Where a country set nothing aside, a number that no plan has (two zeros after the trunk). Identity numbers fail their check.
+
+What a value gives way to is drawn from HMAC-SHA256(key, conversation, type, which of the type it is), never from the value:
+the surrogate says nothing of what it hides, and texts that differ in their values alone become the same text.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+import re
+import string
+from collections.abc import Callable, Iterable, Sequence
+
+import phonenumbers
+
+from eyas.privacy.identifiers import is_national_id
+from eyas.privacy.key import NUMBERED, canonical, keyed
+from eyas.privacy.patterns import luhn
+from eyas.privacy.phones import region_of
+from eyas.privacy.policy import TYPES
+from eyas.privacy.pseudonyms import CITIES, COUNTRIES, FAMILY, GIVEN, KEPT, STATES, STREETS
+from eyas.privacy.wallets import BECH32, base58check, bech32, checksum_case
+
+WORDED = ("PERSON", "STREET_ADDRESS", "LOCATION")
+EXTENSION = re.compile(r"\s?(?:x|ext)", re.I)
+AREAS = ("202", "206", "303", "312", "404", "415", "503", "512", "602", "617", "702", "713", "804", "919")
+# By country, how fictional national numbers begin, without the trunk 0.
+FICTIONAL_PHONES = {
+    "US": tuple(f"{area}55501" for area in AREAS),
+    "CA": tuple(f"{area}55501" for area in ("204", "306", "403", "416", "514", "604", "613", "902")),
+    "GB": ("7700900", "2079460", "1632960", "1134960", "1174960", "1214960", "1314960", "1414960", "1614960"),
+    "AU": ("25550", "35550", "75550", "85550"),
+    "FR": ("19900", "26191", "35301", "46571", "53649", "63998"),
+    "DE": ("3023125", "6990009", "4066969", "2214710", "8999998"),
+    "IE": ("2091",),
+    "SE": ("8465004", "3139006", "4062804", "7017406"),
+}
+ANYWHERE = "55501"  # for a short number of no known country
+TEST_CARDS = {"34": "371449", "37": "378282", "35": "353011", "3": "305693", "5": "555555", "2": "555555", "6": "601111"}
+DEFAULT_TEST_CARD = "424242"
+DOCUMENTATION = ("192.0.2.", "198.51.100.", "203.0.113.")
+RESERVED_MAIL = re.compile(r"@(?:[\w-]+\.)*(?:example\.(?:com|org|net)|example|test|invalid|localhost)$", re.I)
+KEY_PREFIX = re.compile(r"sk-(?:proj|ant)-|[A-Za-z]{2,6}[-_]|AKIA|ASIA|AIza|eyJ")
+WORD = re.compile(r"[^\W\d_]+|\d+")
+MOST_ATTEMPTS = 50  # before two words are joined to make one that is not taken
+
+
+class Draw:
+    """Numbers from HMAC-SHA256 in counter mode: the same for the same key and seed, anywhere."""
+
+    def __init__(self, key: bytes, *seed: str) -> None:
+        blocks = (keyed(key, "surrogate", *seed, str(counter)) for counter in itertools.count())
+        self._words = (int.from_bytes(block[at : at + 8], "big") for block in blocks for at in range(0, 32, 8))
+
+    def below(self, bound: int) -> int:
+        """A number from 0 to bound - 1; of 64 bits, so the lowest are likelier by less than 2^-50."""
+        return next(self._words) % bound
+
+    def choice(self, options: Sequence[str]) -> str:
+        return options[self.below(len(options))]
+
+    def digits(self, count: int) -> str:
+        return "".join(str(self.below(10)) for _ in range(count))
+
+    def bytes(self, count: int) -> bytes:
+        return b"".join(next(self._words).to_bytes(8, "big") for _ in range(-(-count // 8)))[:count]
+
+    def like(self, value: str) -> str:
+        """A digit for a digit, a letter for a letter of the same case; all else stays."""
+        return "".join(self._like(letter) for letter in value)
+
+    def _like(self, letter: str) -> str:
+        if letter.isdigit():
+            return str(self.below(10))
+        if letter.isalpha():
+            return self.choice(string.ascii_uppercase if letter.isupper() else string.ascii_lowercase)
+        return letter
+
+
+class Surrogates:
+    """The invented values of one conversation."""
+
+    def __init__(self, key: bytes, conversation: str, values: Iterable[tuple[str, str]]) -> None:
+        """conversation: what tells it from others, best its text without the values. values: type and value of all that will be
+        replaced; none of them is ever invented.
+        """
+        self._key, self._conversation = key, conversation
+        self._given: dict[tuple[str, str], str] = {}
+        self._taken = {part.casefold() for type, value in values for part in (canonical(type, value), *WORD.findall(value))}
+        self._num_of: dict[str, int] = {}
+
+    def of(self, type: str, value: str) -> str:
+        """What stands for this value, here and wherever it comes again."""
+        if type in WORDED:
+            return self._worded(type, value)
+        made = self._known(type, canonical(type, value), lambda draw: MAKERS[type](value, draw))
+        return poured(made, value) if type in NUMBERED else made
+
+    def _known(self, kind: str, value: str, make: Callable[[Draw], str]) -> str:
+        if (kind, value) not in self._given:
+            self._num_of[kind] = ordinal = self._num_of.get(kind, 0) + 1
+            for attempt in itertools.count():
+                draw = Draw(self._key, self._conversation, kind, str(ordinal), str(attempt))
+                made = make(draw) if attempt < MOST_ATTEMPTS else f"{make(draw)}{make(draw).lower()}"
+                if made.casefold() not in self._taken:
+                    break
+            self._taken.add(made.casefold())
+            self._given[kind, value] = made
+        return self._given[kind, value]
+
+    def _worded(self, type: str, value: str) -> str:
+        """Word by word, so that "Ada Berg" and, later, "Berg" are the same person; a place by itself is replaced whole."""
+        if type == "LOCATION" and not any(letter.isdigit() for letter in value):
+            return self._place(value)
+        matches = list(WORD.finditer(value))
+        parts, end = [], 0
+        for number, match in enumerate(matches):
+            last = type == "PERSON" and number == len(matches) - 1 > 0
+            parts += [value[end : match.start()], self._word("FAMILY" if last else type, match.group(), match.start(), value)]
+            end = match.end()
+        return "".join([*parts, value[end:]])
+
+    def _place(self, value: str) -> str:
+        name = " ".join(value.split())
+        if name in STATES:
+            return self._known("word", name, lambda draw: draw.choice(STATES))
+        pool = COUNTRIES if name.title() in COUNTRIES else CITIES
+        return cased(self._known("word", name.casefold(), lambda draw: draw.choice(pool)), value)
+
+    def _word(self, type: str, word: str, start: int, value: str) -> str:
+        if word.isdigit():
+            return self._known("number", word, lambda draw: number_like(word, draw))
+        if word.casefold() in KEPT or (type == "STREET_ADDRESS" and len(word) <= 2 and word not in STATES):
+            return word
+        if len(word) == 1:
+            return cased(self._known("initial", word.casefold(), lambda draw: draw.choice(string.ascii_uppercase)), word)
+        if word in STATES and type == "STREET_ADDRESS":
+            return self._known("word", word, lambda draw: draw.choice(STATES))
+        if type == "STREET_ADDRESS":
+            pool = CITIES if re.search(r"[,\n]", value[:start]) else STREETS
+        else:
+            pool = {"FAMILY": FAMILY, "PERSON": GIVEN, "LOCATION": CITIES}[type]
+        return cased(self._known("word", word.casefold(), lambda draw: draw.choice(pool)), word)
+
+
+def number_like(number: str, draw: Draw) -> str:
+    """As many digits; no leading zero where there was none. One digit more once all of that length are taken."""
+    first = str(draw.below(10)) if number[0] == "0" and len(number) > 1 else str(1 + draw.below(9))
+    return first + draw.digits(len(number) - 1)
+
+
+def cased(made: str, mention: str) -> str:
+    """The invented word in capitals or small letters, as the mention is."""
+    if mention.isupper():
+        return made.upper()
+    return made.lower() if mention.islower() else made
+
+
+def poured(made: str, mention: str) -> str:
+    """The letters and digits of `made` into the mention's form: its separators, its case; an extension's "x" stays.
+
+    made: as many as the mention has, or digits only for a mention whose letters stay.
+    """
+    stays = made.isdigit()
+    letters = iter(made)
+    return "".join(cased(next(letters, "0"), one) if (one.isdigit() if stays else one.isalnum()) else one for one in mention)
+
+
+def phone(value: str, draw: Draw) -> str:
+    """The digits of a fictional number of the same country and length, its extension's too."""
+    number, *extension = EXTENSION.split(value, maxsplit=1)
+    digits, region = re.sub(r"\D", "", number), region_of(number)
+    kept = ""
+    if number.startswith("+") and region:
+        kept = str(phonenumbers.country_code_for_region(region))
+    elif region == "US" and len(digits) > 10:
+        kept = digits[:-10]
+    national = digits[len(kept) :]
+    trunk = "0" if national.startswith("0") and region not in ("US", "CA", "IT") else ""
+    length = len(national) - len(trunk)
+    starts = FICTIONAL_PHONES.get(region, ("00",)) if region else (ANYWHERE,)
+    start = draw.choice(starts)
+    if region in ("US", "CA") and length < 10:
+        start = ANYWHERE
+    made = (start + draw.digits(max(0, length - len(start))))[:length]
+    return kept + trunk + made + draw.digits(len(re.findall(r"\d", "".join(extension))))
+
+
+def card(value: str, draw: Draw) -> str:
+    """A number of the same kind of issuer and length from a range for tests, with a right check digit."""
+    digits = re.sub(r"\D", "", value)
+    start = TEST_CARDS.get(digits[:2]) or TEST_CARDS.get(digits[0]) or DEFAULT_TEST_CARD
+    made = start + draw.digits(len(digits) - len(start) - 1)
+    return made + next(check for check in string.digits if luhn(made + check))
+
+
+def iban(value: str, draw: Draw) -> str:
+    """The same country, a bank that does not exist (XXXX or 0000), invented digits, right check digits (ISO 7064 mod 97)."""
+    letters = re.sub(r"\W", "", value).upper()
+    country, bank, account = letters[:2], letters[4:8], letters[8:]
+    made = "".join("0" if letter.isdigit() else "X" for letter in bank) + draw.like(account)
+    rearranged = "".join(str(int(letter, 36)) for letter in f"{made}{country}00")
+    return f"{country}{98 - int(rearranged) % 97:02d}{made}"
+
+
+def social_security_number(value: str, draw: Draw) -> str:
+    """An area from 900, which is no SSN's, and a group below 50, which is no ITIN's."""
+    return f"9{draw.digits(2)}{1 + draw.below(49):02d}{draw.digits(4)}"
+
+
+def national_id(value: str, draw: Draw) -> str:
+    """A number of the same form that passes no check."""
+    letters = "".join(letter for letter in value if letter.isalnum())
+    made = (draw.like(letters) for _ in itertools.count())
+    return next(one for one in made if not is_national_id(poured(one, value)))
+
+
+def mail(value: str, draw: Draw) -> str:
+    """An invented name at one of RFC 2606's domains."""
+    host = draw.choice(("example.com", "example.org", "example.net"))
+    return f"{draw.choice(GIVEN)}.{draw.choice(FAMILY)}{draw.digits(2)}@{host}".lower()
+
+
+def ip_address(value: str, draw: Draw) -> str:
+    """An address for documentation of the same version (RFC 5737, RFC 3849)."""
+    if ":" in value:
+        return str(ipaddress.IPv6Address(int(ipaddress.IPv6Address("2001:db8::")) + draw.below(1 << 62)))
+    return f"{draw.choice(DOCUMENTATION)}{1 + draw.below(254)}"
+
+
+def link(value: str, draw: Draw) -> str:
+    """A page below example.com (RFC 2606) with the value's scheme."""
+    scheme, separator, _ = value.partition("://")
+    start = f"{scheme}://{draw.choice(STREETS).lower()}" if separator else "www"
+    return f"{start}.example.com/{draw.choice(STREETS).lower()}{draw.digits(3)}"
+
+
+def link_with_credentials(value: str, draw: Draw) -> str:
+    """The same with an invented user and password."""
+    scheme = value.partition("://")[0] if "://" in value else "https"
+    user, password = draw.choice(GIVEN).lower(), draw.like("aaaa0000aaaa")
+    return f"{scheme}://{user}:{password}@{draw.choice(STREETS).lower()}.example.com/"
+
+
+def wallet(value: str, draw: Draw) -> str:
+    """An address with a right check whose key nobody has: the hash is drawn, not made from a key."""
+    if value[:2].lower() == "0x":
+        return f"0x{checksum_case(draw.bytes(20).hex())}"
+    prefix, separator, _ = value.lower().partition("1")
+    if separator and prefix in ("bc", "tb", "ltc"):
+        return bech32(prefix, [0, *(draw.below(len(BECH32)) for _ in range(32))])  # version 0, 160 bits
+    return base58check(b"\0" + draw.bytes(20))
+
+
+def api_key(value: str, draw: Draw) -> str:
+    """The maker's prefix, and letters and digits like the rest."""
+    prefix = KEY_PREFIX.match(value)
+    kept = prefix.end() if prefix else 0
+    return value[:kept] + draw.like(value[kept:])
+
+
+def private_key(value: str, draw: Draw) -> str:
+    """The heading and the end, and lines like the rest."""
+    return "\n".join(line if "-----" in line else draw.like(line) for line in value.split("\n"))
+
+
+MAKERS: dict[str, Callable[[str, Draw], str]] = {
+    "PRIVATE_KEY": private_key,
+    "URL_CREDENTIALS": link_with_credentials,
+    "API_KEY": api_key,
+    "PASSWORD": lambda value, draw: draw.like(value),
+    "CREDIT_CARD": card,
+    "IBAN_CODE": iban,
+    "US_SSN": social_security_number,
+    "NATIONAL_ID": national_id,
+    "CRYPTO": wallet,
+    "EMAIL_ADDRESS": mail,
+    "IP_ADDRESS": ip_address,
+    "PHONE_NUMBER": phone,
+    "URL": link,
+}
+assert {*MAKERS, *WORDED} == set(TYPES)
+
+
+def is_fictional(type: str, value: str) -> bool:
+    """Whether a value is one of those set aside, and so nobody's."""
+    if type == "EMAIL_ADDRESS":
+        return RESERVED_MAIL.search(value) is not None
+    digits = re.sub(r"\D", "", EXTENSION.split(value, maxsplit=1)[0])
+    if type == "CREDIT_CARD":
+        return digits.startswith((*TEST_CARDS.values(), DEFAULT_TEST_CARD, "411111"))
+    if type == "PHONE_NUMBER":
+        return re.search(r"55501\d\d$", digits) is not None or _is_set_aside(value, digits)
+    return False
+
+
+def _is_set_aside(value: str, digits: str) -> bool:
+    region = region_of(value)
+    code = str(phonenumbers.country_code_for_region(region)) if region else ""
+    national = digits.removeprefix(code) if value.startswith("+") else digits
+    return national.removeprefix("0").startswith(FICTIONAL_PHONES.get(region or "", ("no digits",)))
