@@ -21,14 +21,14 @@ from eyas.data.shingles import Hashes, jaccard, mixed, normalised, shingles
 Places = NDArray[np.int64]  # [R]: an earlier row's index, or NONE
 NONE = -1
 
-SHINGLE = 3  # words and signs
-BANDS, BAND_SIZE = 32, 6  # rows of Jaccard .8 share some band with probability .99994, rows of .5 with .40
+SHINGLE = 2  # words and signs: pairs outlast sentences in another order, and at .85 forgive no more than triples at .8
+BANDS, BAND_SIZE = 32, 6  # rows of Jaccard .85 share two bands or more with probability .99999, of .8 with .999, of .7 with .90
 SCALE, SHIFT = mixed(np.arange(2 * BANDS * BAND_SIZE)).reshape(2, -1)  # [P]
 SCALE = SCALE | np.uint64(1)  # odd: multiplication permutes the 64-bit numbers
 PIECE = 1024  # shingles or rows at a time, so that no long text and no large set needs much memory
 
 CANDIDATES = 4  # that are remembered for each row: those which share most bands
-LEAST_SHARED = 2  # bands; rows of Jaccard .8 share fewer with probability .0007, rows of .5 with .91
+LEAST_SHARED = 2  # bands: of rows of Jaccard .5 nine in ten share fewer
 REMEMBERED = 1024  # texts whose shingles are kept while candidates are verified
 SYSTEM_END = "\x1e"  # between system prompt and turns in what a row said
 
@@ -39,7 +39,7 @@ class DuplicatesConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     near: float | None = Field(
-        default=0.8, ge=0.7, le=1, description="Jaccard of word 3-grams from which the later row goes; None: only exact ones go"
+        default=0.85, ge=0.7, le=1, description="Jaccard of word pairs from which the later row goes; None: only exact ones go"
     )
 
 
@@ -86,7 +86,7 @@ def exact(fingerprints: Hashes) -> Places:
     return places
 
 
-def near(bands: Hashes, text: Callable[[int], str], alive: NDArray[np.bool_], threshold: float = 0.8) -> Places:
+def near(bands: Hashes, text: Callable[[int], str], alive: NDArray[np.bool_], threshold: float = 0.85) -> Places:
     """For each row an earlier one that is kept and is like it, else NONE.
 
     bands: signatures uint64 [R, B], a memmap where they are many; text: what row i said (see `said`); alive: bool [R], rows
