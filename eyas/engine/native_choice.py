@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from eyas.model.native import library
+from eyas.model.native import address, library
 from eyas.model.outputs import Proposals
 
 
@@ -67,4 +67,4 @@ def judge(
 
 
 def _pointers(*arrays: np.ndarray) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * len(arrays))(*[array.ctypes.data for array in arrays])
+    return (ctypes.c_void_p * len(arrays))(*map(address, arrays))

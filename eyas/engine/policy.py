@@ -280,25 +280,30 @@ class Policy:
         """kept bool [B', C] over the proposals of the B' drafting requests, in their order; their states likewise."""
         round_.proposals, round_.requests = proposals, requests
         round_.depth = int(proposals.depths[-1]) if len(proposals.depths) else 0
-        round_.calibrated = self.acceptance.calibrate(proposals, requests)
-        paths = round_.calibrated.paths
-        kept = (
-            self._choose(round_, proposals, paths) if self.speculation.mode == "auto" else self._fixed(round_, proposals, paths)
-        )
+        kept = self._choose(round_, proposals) if self.speculation.mode == "auto" else self._fixed(round_, proposals)
         self._num_trees += 1
         return kept
 
-    def _fixed(self, round_: Round, proposals: Proposals, paths: np.ndarray) -> np.ndarray:
-        kept = most_probable(proposals.scores, self.speculation.num_verify_tokens - 1)
-        round_.num_nodes = int(kept.sum())
-        round_.expected_tokens = round_.num_requests + float(paths[kept].sum())
+    def _fixed(self, round_: Round, proposals: Proposals) -> np.ndarray:
+        """The tree of the size that was asked for. What is expected of it is for the metrics alone: now and then is enough."""
+        B, C = proposals.scores.shape
+        most = self.speculation.num_verify_tokens - 1
+        kept = most_probable(proposals.scores, most) if most < C else np.ones((B, C), dtype=bool)
+        round_.num_nodes = B * min(C, most)
+        if self._num_trees % _KEEP_EVERY == 0:
+            round_.calibrated = self.acceptance.calibrate(proposals, round_.requests)
+            round_.expected_tokens = round_.num_requests + float(round_.calibrated.paths[kept].sum())
+        else:
+            round_.expected_tokens = round_.num_requests + B * (self._accept_length - 1)
         if self.costs is not None:
             before_ms, _ = self._before(round_)
             rows = round_.num_requests + round_.prompt_rows + round_.num_nodes
             round_.predicted_ms = before_ms + self.costs.target(rows)
         return kept
 
-    def _choose(self, round_: Round, proposals: Proposals, paths: np.ndarray) -> np.ndarray:
+    def _choose(self, round_: Round, proposals: Proposals) -> np.ndarray:
+        round_.calibrated = self.acceptance.calibrate(proposals, round_.requests)
+        paths = round_.calibrated.paths
         max_nodes = self.speculation.num_verify_tokens - 1
         before_ms, round_.catch_up_ms = self._before(round_)
         rows = round_.num_requests + round_.prompt_rows
@@ -350,8 +355,9 @@ class Policy:
         assert len(emitted) == np.count_nonzero(round_.drafting)
         assert real_ms > 0
         tokens = sum(map(len, emitted)) + round_.num_requests - len(emitted)
-        if round_.proposals is not None and round_.calibrated is not None:
+        if emitted:
             self._accept_length += 0.05 * (sum(map(len, emitted)) / len(emitted) - self._accept_length)
+        if round_.proposals is not None and round_.calibrated is not None:
             self.acceptance.observe(round_.proposals, round_.calibrated, emitted, round_.requests)
         self._answer_tokens += tokens
         if self._answer_tokens > _MEMORY:

@@ -181,6 +181,11 @@ def _is_large(tensors: Iterable[torch.Tensor]) -> bool:
     return 2 * sum(tensor.numel() for tensor in tensors) >= SQUEEZED_FROM
 
 
+def address(array: np.ndarray) -> int:
+    """Where an array's numbers lie, in half the time that `array.ctypes` takes."""
+    return array.__array_interface__["data"][0]  # type: ignore[no-any-return]
+
+
 def _pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
@@ -373,12 +378,12 @@ class NativeTarget(_Decoder):
         taps_3 = _three(taps)
         ints = (ctypes.c_int64 * 6)(B, P, cache.page_size, cache.data.shape[1], C, places)
         pointers = (ctypes.c_void_p * 12)(
-            *(array.ctypes.data for array in arrays),
+            *(address(array) for array in arrays),
             cache.data.data_ptr(),
             None if taps_3 is None else ctypes.addressof(taps_3),
             None if features is None else features.data.data_ptr(),
-            emitted.ctypes.data,
-            counts.ctypes.data,
+            address(emitted),
+            address(counts),
         )
         while (status := self._lib.eyas_verify(self._handle, ints, pointers)) != 0:
             self._is_done(status, max(roots.lens) + places)
@@ -471,11 +476,11 @@ class NativeDraft(_Decoder):
         least = (ctypes.c_double * max(K - 1, 1))(*thresholds[: K - 1])
         ints = (ctypes.c_int64 * 6)(B, K, k, page_table.shape[1], cache.page_size, cache.data.shape[1])
         pointers = (ctypes.c_void_p * 10)(
-            lens_B.ctypes.data,
+            address(lens_B),
             first_ids.data_ptr(),
             h_BH.data_ptr(),
             first_log_probs.data_ptr(),
-            page_table.ctypes.data,
+            address(page_table),
             ctypes.addressof(least),
             cache.data.data_ptr(),
             *out.pointers,
@@ -502,11 +507,11 @@ class NativeDraft(_Decoder):
         page_table = np.ascontiguousarray(roots.page_table)
         ints = (ctypes.c_int64 * 6)(B, K, k, page_table.shape[1], cache.page_size, cache.data.shape[1])
         pointers = (ctypes.c_void_p * 10)(
-            lens.ctypes.data,
-            starts.ctypes.data,
-            tokens.ctypes.data,
+            address(lens),
+            address(starts),
+            address(tokens),
             features.data.data_ptr(),
-            page_table.ctypes.data,
+            address(page_table),
             ctypes.addressof(least),
             cache.data.data_ptr(),
             *out.pointers,
@@ -536,7 +541,7 @@ class _Candidates:
 
     @property
     def pointers(self) -> tuple[int, int, int]:
-        return self._tokens.ctypes.data, self._parents.ctypes.data, self._scores.ctypes.data
+        return address(self._tokens), address(self._parents), address(self._scores)
 
     def proposals(self, drafted: int) -> Proposals:
         """Of so many levels behind the first."""
