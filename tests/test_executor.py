@@ -53,7 +53,8 @@ class NeverReady:
 
 @pytest.mark.parametrize(("kind", "workers"), KINDS)
 def test_results_come_in_the_order_of_the_jobs_and_work_is_built_once_a_worker(kind, workers):
-    results = list(kind(workers).map(Times(3), range(40)))
+    with kind(Times(3), workers) as executor:
+        results = [*executor.map(range(25)), *executor.map(range(25, 40))]
     assert [result for result, _ in results] == [3 * job for job in range(40)]
     assert 1 <= len({started for _, started in results}) <= workers
 
@@ -61,35 +62,39 @@ def test_results_come_in_the_order_of_the_jobs_and_work_is_built_once_a_worker(k
 @pytest.mark.parametrize(("kind", "workers"), KINDS)
 def test_a_fixed_number_of_jobs_is_on_its_way(kind, workers):
     made = itertools.count()
-    results = kind(workers).map(Times(1), made)
-    for number in range(30):
-        assert next(results)[0] == number
-    results.close()
-    assert next(made) <= 30 + max(2, workers * IN_FLIGHT)
+    with kind(Times(1), workers) as executor:
+        results = executor.map(made)
+        for number in range(30):
+            assert next(results)[0] == number
+        results.close()
+        assert next(made) <= 30 + max(2, workers * IN_FLIGHT)
 
 
 @pytest.mark.parametrize(("kind", "workers"), KINDS)
 def test_an_error_for_the_user_comes_as_it_was_raised(kind, workers):
-    results = kind(workers).map(Times(1), [1, 2, None, 4])
-    assert [next(results)[0], next(results)[0]] == [1, 2]
-    with pytest.raises(CorruptError, match="nothing to multiply") as raised:
-        next(results)
-    assert (raised.value.what, raised.value.hint) == ("nothing to multiply", "give a number")
-    with pytest.raises(ConfigError, match="not to be built"):
-        list(kind(workers).map(NeverReady(), [1, 2, 3]))
+    with kind(Times(1), workers) as executor:
+        results = executor.map([1, 2, None, 4])
+        assert [next(results)[0], next(results)[0]] == [1, 2]
+        with pytest.raises(CorruptError, match="nothing to multiply") as raised:
+            next(results)
+        assert (raised.value.what, raised.value.hint) == ("nothing to multiply", "give a number")
+        assert [result for result, _ in executor.map([5, 6])] == [5, 6]
+    with kind(NeverReady(), workers) as executor, pytest.raises(ConfigError, match="not to be built"):
+        list(executor.map([1, 2, 3]))
 
 
 @pytest.mark.parametrize(("kind", "workers"), KINDS[1:])
 def test_a_killed_worker_is_a_clear_error(kind, workers):
-    with pytest.raises(EyasError, match="a worker process ended amid its work") as raised:
-        list(kind(workers).map(Times(1), [1, 2, -1, 4, 5, 6]))
+    with kind(Times(1), workers) as executor, pytest.raises(EyasError, match="a worker process ended amid") as raised:
+        list(executor.map([1, 2, -1, 4, 5, 6]))
     assert "run the same command again" in raised.value.hint
 
 
 def test_one_job_needs_no_process():
-    ((_, (process, _)),) = LocalExecutor(2).map(Times(1), [1])
-    assert process == os.getpid()
-    assert list(LocalExecutor(2).map(Times(1), [])) == []
+    with LocalExecutor(Times(1), 2) as executor:
+        ((_, (process, _)),) = executor.map([1])
+        assert process == os.getpid()
+        assert list(executor.map([])) == []
 
 
 def test_workers_end_with_their_parent_however_it_ends():
@@ -97,7 +102,7 @@ def test_workers_end_with_their_parent_however_it_ends():
 import itertools, time
 from eyas.data.executor import LocalExecutor
 from tests.test_executor import Times
-results = LocalExecutor(2).map(Times(1), itertools.count())
+results = LocalExecutor(Times(1), 2).map(itertools.count())
 print(*{next(results)[1][0] for _ in range(20)}, flush=True)
 time.sleep(60)
 """
@@ -122,4 +127,4 @@ def runs(process: int) -> bool:
 def test_without_ray_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(ray_executor, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"eyas\[ray\]"):
-        RayExecutor(2)
+        RayExecutor(Times(1), 2)

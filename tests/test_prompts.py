@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.artifact import Artifact
+from eyas.data import blocks
 from eyas.data.prompts import PromptsConfig, TooLong, make_prompts
 from eyas.data.rows import Drop, Row
 from eyas.errors import ConfigError, EmptyInputError, InputError
@@ -72,14 +73,11 @@ def test_every_row_is_accounted_for(tmp_path):
     assert (kept[2].source, kept[2].licence, kept[2].turns) == ("set1", "licence-1", ("Sing.",))
     assert len(kept[2].id) == 16
     ledger = output.read_json("ledger.json")
-    assert ledger["sources"]["set0"] == {
-        "rows_in": 7,
-        "rows_out": 2,
-        "dropped": {"duplicate": 1, "empty": 1, "malformed": 1, "personal_data": 1, "too_long": 1},
-        "rows_masked": 1,
-        "masked": {"EMAIL_ADDRESS": 1},
-    }
-    assert ledger["sources"]["set1"]["dropped"] == {"duplicate": 1}
+    account = ledger["sources"]["set0"]
+    assert (account["rows_in"], account["rows_out"], account["rows_masked"]) == (7, 2, 1)
+    assert account["dropped"] == {"duplicate.exact": 1, "empty": 1, "malformed": 1, "personal_data": 1, "too_long": 1}
+    assert account["masked"] == {"EMAIL_ADDRESS": 1}
+    assert ledger["sources"]["set1"]["dropped"] == {"duplicate.exact": 1}
     assert (ledger["rows_in"], ledger["rows_out"], sum(ledger["dropped"].values())) == (9, 3, 6)
     dropped = {row["where"]: row for row in output.read_rows("dropped")}
     assert dropped["set0.jsonl:2"]["note"] == "the same as set0.jsonl:1 of set0"
@@ -153,16 +151,30 @@ def test_interrupted_work_is_done_from_the_start(tmp_path, monkeypatch):
     assert make_prompts(made, Artifact(output.url)).counts["prompts"] == 2
 
 
-def test_max_prompts_ends_the_reading(tmp_path):
+def test_max_prompts_ends_the_reading(tmp_path, monkeypatch):
+    monkeypatch.setattr(blocks, "BLOCK_ROWS", 2)
     rows = [openai(f"Question {number}") for number in range(10)]
     output = run(tmp_path, [rows[0], *rows], max_prompts=3)
     assert [one.turns[0] for one in prompts(output)] == ["Question 0", "Question 1", "Question 2"]
     assert output.manifest().counts == {"rows": 4, "prompts": 3, "dropped": 1, "masked": 0}
+    (tmp_path / "amid").mkdir()
+    output = run(tmp_path / "amid", rows, max_prompts=3)
+    assert [one.turns[0] for one in prompts(output)] == ["Question 0", "Question 1", "Question 2"]
+    assert output.manifest().facts["ledger"]["dropped"] == {"limit": 1}  # what is left of the last block that was read
+
+
+def test_reading_goes_on_for_near_duplicates(tmp_path, monkeypatch):
+    monkeypatch.setattr(blocks, "BLOCK_ROWS", 2)
+    said = " ".join(f"word{number}" for number in range(40))
+    rows = [openai(f"{said} {number}") for number in range(5)] + [openai("One"), openai("Two"), openai("Three")]
+    output = run(tmp_path, rows, max_prompts=3)
+    assert [one.turns[0] for one in prompts(output)] == [f"{said} 0", "One", "Two"]
+    assert output.manifest().facts["ledger"]["dropped"] == {"duplicate.near": 4, "limit": 1}
 
 
 def test_nothing_left_is_an_error_that_says_why(tmp_path):
     with pytest.raises(EmptyInputError, match=r"of 3 rows \(2 empty, 1 malformed\)") as raised:
-        run(tmp_path, [openai(""), openai(), "no row"])
+        run(tmp_path, [openai(""), openai(), 7])
     assert raised.value.exit_code == 2
     output = Artifact(str(tmp_path / "prompts"))
     assert not output.is_done()
@@ -256,7 +268,7 @@ def test_real_sets(tmp_path, name):
     manifest = make_prompts(PromptsConfig(sources=[{"path": str(path), "licence": "test"}], max_prompts=400), output)
     kept = prompts(output)
     assert len(kept) == 400
-    assert set(manifest.facts["ledger"]["dropped"]) <= {"duplicate"}
+    assert set(manifest.facts["ledger"]["dropped"]) <= {"duplicate.exact", "duplicate.near", "limit"}
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf-8") as lines:
         answers = [

@@ -15,12 +15,10 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from eyas.errors import EyasError
 
-Job = TypeVar("Job")
-Result = TypeVar("Result")
 JobIn = TypeVar("JobIn", contravariant=True)
 ResultOut = TypeVar("ResultOut", covariant=True)
 
@@ -34,9 +32,15 @@ class Work(Protocol[JobIn, ResultOut]):
 
 
 class Executor(Protocol):
-    """A place for work. What it gives depends on the work and the jobs alone, not on the place."""
+    """A place for one work, open while it is used as a context. What it gives depends on the work and the jobs alone."""
 
-    def map(self, work: Work[Job, Result], jobs: Iterable[Job]) -> Generator[Result]: ...
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def map(self, jobs: Iterable[Any]) -> Generator[Any]:
+        """Results in the order of the jobs. Raises the first EyasError of a job, and EyasError when a worker dies."""
+        ...
 
 
 class Worker:
@@ -57,12 +61,10 @@ class Worker:
 
 def worker_died(error: BaseException) -> EyasError:
     """The error for a process that ended amid its work, whichever executor it belonged to."""
-    died = EyasError(
-        "a worker process ended amid its work: it was killed, or there was no memory left",
+    return EyasError(
+        f"a worker process ended amid its work ({type(error).__name__}): it was killed, or there was no memory left",
         "run the same command again: finished blocks are kept; fewer `workers` need less memory",
     )
-    died.__cause__ = error
-    return died
 
 
 def accepted(result: Any) -> Any:
@@ -73,28 +75,33 @@ def accepted(result: Any) -> Any:
 
 
 class LocalExecutor:
-    """Processes of this machine; with one worker, or a single job, this process itself."""
+    """Processes of this machine, started when there is more than one job for them; with one worker, this process itself."""
 
-    def __init__(self, workers: int) -> None:
-        self._workers = workers
+    def __init__(self, work: Work[Any, Any], workers: int) -> None:
+        self._work, self._workers = work, workers
+        self._here = Worker(work)
+        self._pool: ProcessPoolExecutor | None = None
 
-    def map(self, work: Work[Job, Result], jobs: Iterable[Job]) -> Generator[Result]:
-        """Results in the order of the jobs. Raises the first EyasError of a job, and EyasError when a process dies."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def map(self, jobs: Iterable[Any]) -> Generator[Any]:
+        """Results in the order of the jobs. Raises the first EyasError of a job, and EyasError when a worker dies."""
         waiting = iter(jobs)
         first = list(itertools.islice(waiting, 2))
+        every = itertools.chain(first, waiting)
         if self._workers == 1 or len(first) < 2:
-            return self._here(work, itertools.chain(first, waiting))
-        return self._in_processes(work, itertools.chain(first, waiting))
-
-    def _here(self, work: Work[Job, Result], jobs: Iterable[Job]) -> Generator[Result]:
-        worker = Worker(work)
-        for job in jobs:
-            yield accepted(worker.perform(job))
-
-    def _in_processes(self, work: Work[Job, Result], jobs: Iterable[Job]) -> Generator[Result]:
+            return (accepted(self._here.perform(job)) for job in every)
         # Spawned, not forked: what threads and locks this process holds stays out of the workers.
         spawn = multiprocessing.get_context("spawn")
-        pool = ProcessPoolExecutor(self._workers, spawn, initializer=_begin, initargs=(work,))
+        self._pool = self._pool or ProcessPoolExecutor(self._workers, spawn, initializer=_begin, initargs=(self._work,))
+        return self._in_processes(self._pool, every)
+
+    def _in_processes(self, pool: ProcessPoolExecutor, jobs: Iterable[Any]) -> Generator[Any]:
         running: deque[Future[Any]] = deque()
         try:
             for job in jobs:
@@ -106,7 +113,8 @@ class LocalExecutor:
         except BrokenProcessPool as error:
             raise worker_died(error) from error
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            for future in running:
+                future.cancel()
 
 
 _worker: list[Worker] = []  # in a worker process, the one that it is

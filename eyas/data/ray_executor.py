@@ -12,9 +12,9 @@ import os
 from collections import deque
 from collections.abc import Generator, Iterable
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Self
 
-from eyas.data.executor import IN_FLIGHT, Job, Result, Work, Worker, accepted, worker_died
+from eyas.data.executor import IN_FLIGHT, Work, Worker, accepted, worker_died
 from eyas.errors import ConfigError
 
 if find_spec("ray") is not None:
@@ -25,40 +25,41 @@ if find_spec("ray") is not None:
 
 
 class RayExecutor:
-    """Actors of the cluster at RAY_ADDRESS, or of one started on this machine for as long as there are jobs."""
+    """Actors of the cluster at RAY_ADDRESS, or of one that is started on this machine for as long as this is open."""
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, work: Work[Any, Any], workers: int) -> None:
         if find_spec("ray") is None:
             raise ConfigError("executor: ray is not installed", "pip install 'eyas[ray]', or take `executor: local`")
-        self._workers = workers
+        self._work, self._workers = work, workers
+        self._actors: list[Any] = []
+        self._started_ray = False
 
-    def map(self, work: Work[Job, Result], jobs: Iterable[Job]) -> Generator[Result]:
-        """Results in the order of the jobs. Raises the first EyasError of a job, and EyasError when an actor dies."""
-        started_here = not ray.is_initialized()
-        if started_here:
+    def __enter__(self) -> Self:
+        if not ray.is_initialized():
             _connect(self._workers)
-        try:
-            yield from self._on_actors(work, jobs)
-        finally:
-            if started_here:
-                ray.shutdown()
-
-    def _on_actors(self, work: Work[Job, Result], jobs: Iterable[Job]) -> Generator[Result]:
+            self._started_ray = True
         actor = ray.remote(num_cpus=1)(Worker)
-        actors = [actor.remote(work) for _ in range(self._workers)]
+        self._actors = [actor.remote(self._work) for _ in range(self._workers)]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for actor in self._actors:
+            ray.kill(actor)
+        if self._started_ray:
+            ray.shutdown()
+
+    def map(self, jobs: Iterable[Any]) -> Generator[Any]:
+        """Results in the order of the jobs. Raises the first EyasError of a job, and EyasError when an actor dies."""
         running: deque[Any] = deque()
         try:
-            for job, worker in zip(jobs, itertools.cycle(actors), strict=False):
-                running.append(worker.perform.remote(job))
+            for job, actor in zip(jobs, itertools.cycle(self._actors), strict=False):
+                running.append(actor.perform.remote(job))
                 if len(running) == self._workers * IN_FLIGHT:
                     yield accepted(ray.get(running.popleft()))
             while running:
                 yield accepted(ray.get(running.popleft()))
         except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
             raise worker_died(error) from error
-        finally:
-            for one in actors:
-                ray.kill(one)
 
 
 def _connect(workers: int) -> None:

@@ -1,0 +1,258 @@
+"""The stage `prompts` in several processes, on Ray, in other portions, and killed at any point: always the same bytes."""
+
+import gzip
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eyas.artifact import WORK, Artifact
+from eyas.data import blocks as blocks_of
+from eyas.data import prompts as stage
+from eyas.data.prompts import PromptsConfig, make_prompts
+from eyas.data.rows import Row
+from eyas.errors import EyasError
+from tests.stages import ROOT
+
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
+BLOCK_ROWS, ROWS_PER_PART = 40, 60
+MARKER = "Tuesday-at-nine"
+WORDS = ("table", "train", "museum", "ticket", "dinner", "weather", "music", "blanket", "river", "answer", "garden", "letter")
+
+
+def some_rows(count: int, seed: int = 0) -> list[dict]:
+    """Rows with everything: repeated and nearly repeated ones, ids given twice, personal data, and some that are no rows."""
+    random_of = random.Random(seed)
+    rows: list = []
+    for number in range(count):
+        said = " ".join(random_of.choices(WORDS, k=random_of.randrange(4, 40)))
+        row = {"id": f"r{number % 90}", "messages": [{"role": "user", "content": f"{said} {number}"}]}
+        kind = random_of.randrange(12)
+        if kind == 0 and rows:
+            row = rows[random_of.randrange(len(rows))]
+        elif kind == 1:
+            row["messages"][0]["content"] += f" write to p{number}@example.com"
+        elif kind == 2:
+            row["messages"][0]["content"] += " my card is 4242 4242 4242 4242"
+        elif kind == 3:
+            row = {"turns": [" ".join(f"{word}{place}" for place in range(4) for word in WORDS), f"and {number % 7}"]}
+        elif kind == 4:
+            row = {"messages": [{"role": "nobody", "content": "broken"}]}
+        elif kind == 5:
+            row["messages"][0]["content"] = " "
+        rows.append(row)
+    return rows
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> list[dict]:
+    """Two sources, one of them packed."""
+    folder = tmp_path_factory.mktemp("sources")
+    texts = ["".join(json.dumps(row) + "\n" for row in some_rows(count, count)) for count in (250, 170)]
+    (folder / "first.jsonl").write_text(texts[0])
+    (folder / "second.jsonl.gz").write_bytes(gzip.compress(texts[1].encode()))
+    return [
+        {"path": str(folder / name), "licence": "MIT", "prompts_by": "human"} for name in ("first.jsonl", "second.jsonl.gz")
+    ]
+
+
+@pytest.fixture(autouse=True)
+def small_portions(monkeypatch):
+    monkeypatch.setattr(blocks_of, "BLOCK_ROWS", BLOCK_ROWS)
+    monkeypatch.setattr(stage, "ROWS_PER_PART", ROWS_PER_PART)
+
+
+def made(folder: Path, sources: list[dict], **settings) -> Artifact:
+    output = Artifact(str(folder))
+    make_prompts(PromptsConfig(sources=sources, **settings), output)
+    return output
+
+
+def contents(output: Artifact) -> dict[str, bytes]:
+    """All files but those that hold times and paths; the manifest has the others' checksums."""
+    return {name: output.read(name) for name in output.all_names() if name not in ("manifest.json", "_DONE")}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(sources, tmp_path_factory) -> dict[str, bytes]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks_of, "BLOCK_ROWS", BLOCK_ROWS)
+        patch.setattr(stage, "ROWS_PER_PART", ROWS_PER_PART)
+        return contents(made(tmp_path_factory.mktemp("undisturbed"), sources))
+
+
+def test_what_is_compared_has_everything(undisturbed):
+    assert {"prompts-00000.jsonl", "prompts-00001.jsonl", "dropped-00000.jsonl", "ledger.json"} <= set(undisturbed)
+    ledger = json.loads(undisturbed["ledger.json"])
+    assert {"duplicate.exact", "duplicate.near", "empty", "malformed"} <= set(ledger["dropped"])
+    assert any(reason.startswith(("pii.", "personal")) for reason in ledger["dropped"])
+    assert ledger["rows_in"] == 420
+    assert ledger["rows_masked"] > 5
+    ids = [
+        json.loads(line)["id"] for name in undisturbed if name.startswith("prompts") for line in undisturbed[name].splitlines()
+    ]
+    assert len(set(ids)) == len(ids) == ledger["rows_out"]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """One Ray for all tests here: it takes seconds to start."""
+    ray = pytest.importorskip("ray", reason="ray is not installed")
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_processes_change_nothing(sources, undisturbed, tmp_path, workers):
+    assert contents(made(tmp_path, sources, workers=workers)) == undisturbed
+
+
+@needs_ray
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_ray_changes_nothing(sources, undisturbed, tmp_path, cluster, workers):
+    assert contents(made(tmp_path, sources, executor="ray", workers=workers)) == undisturbed
+
+
+def test_where_the_work_runs_is_no_part_of_the_identity(sources):
+    one, other = PromptsConfig(sources=sources), PromptsConfig(sources=sources, executor="ray", workers=7)
+    assert one.settings() == other.settings()
+
+
+@pytest.mark.parametrize("block_rows", [1, 7, 1000])
+def test_portions_change_nothing(sources, undisturbed, tmp_path, monkeypatch, block_rows):
+    monkeypatch.setattr(blocks_of, "BLOCK_ROWS", block_rows)
+    assert contents(made(tmp_path, sources)) == undisturbed
+
+
+def test_shards_change_no_prompt(sources, undisturbed, tmp_path):
+    lines = Path(sources[0]["path"]).read_text().splitlines(keepends=True)
+    (tmp_path / "first").mkdir()
+    for shard in range(4):
+        (tmp_path / "first" / f"{shard}.jsonl").write_text("".join(lines[shard * 63 : (shard + 1) * 63]))
+    sharded = [{**sources[0], "path": str(tmp_path / "first" / "*.jsonl"), "name": "first"}, sources[1]]
+    output = contents(made(tmp_path / "out", sharded))
+    assert {name: output[name] for name in output if name.startswith("prompts-")} == {
+        name: undisturbed[name] for name in undisturbed if name.startswith("prompts-")
+    }
+    ledgers = [json.loads(files["ledger.json"]) for files in (output, undisturbed)]
+    assert ledgers[0]["sources"] == ledgers[1]["sources"]
+
+
+def test_an_object_store_holds_the_same(sources, undisturbed, tmp_path):
+    output = made(f"memory://{tmp_path}", sources)
+    assert contents(output) == undisturbed
+
+
+FORK = multiprocessing.get_context("fork")  # what is imported here need not be imported again
+
+
+def until_killed(folder: Path, sources: list[dict], patched: str, name: str, workers: int = 1) -> None:
+    """Run the stage in a process that kills itself (SIGKILL) instead of calling Artifact's `patched`: for the file `name`,
+    or, where it is not called for a file, once the artifact is done.
+    """
+
+    def run() -> None:
+        method = getattr(Artifact, patched)
+
+        def method_or_die(self: Artifact, *args: Any) -> Any:
+            if args[0] == name if args else self.is_done():
+                os.kill(os.getpid(), signal.SIGKILL)
+            return method(self, *args)
+
+        setattr(Artifact, patched, method_or_die)
+        made(folder, sources, workers=workers)
+
+    process = FORK.Process(target=run)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
+POINTS = [
+    f"{WORK}/block-00000.npz",
+    f"{WORK}/block-00004.jsonl",
+    f"{WORK}/selection.npz",
+    "dropped-00000.jsonl",
+    "prompts-00001.jsonl",
+    "ledger.json",
+    "manifest.json",
+    "_DONE",
+]
+
+
+@pytest.mark.parametrize(("point", "workers"), [*((point, 1) for point in POINTS), (POINTS[1], 2)])
+def test_a_killed_run_goes_on_and_ends_the_same(sources, undisturbed, tmp_path, monkeypatch, point, workers):
+    until_killed(tmp_path, sources, "write", point, workers)
+    output = Artifact(str(tmp_path))
+    assert not output.is_done()
+    finished = {name for name in output.all_names() if name.startswith(WORK)}
+    written, write = [], Artifact.write
+    monkeypatch.setattr(Artifact, "write", lambda self, name, data: (written.append(name), write(self, name, data))[1])
+    assert contents(made(tmp_path, sources, workers=workers)) == undisturbed
+    assert not [name for name in written if name in finished and (name.endswith("jsonl") or name == stage.SELECTION)]
+    assert not (tmp_path / WORK).exists()
+
+
+def test_a_run_killed_while_it_tidies_up_is_done(sources, undisturbed, tmp_path):
+    until_killed(tmp_path, sources, "delete_work", "")
+    assert (tmp_path / WORK).is_dir()
+    output = made(tmp_path, sources)
+    assert output.was_done
+    assert not (tmp_path / WORK).exists()
+    assert contents(output) == undisturbed
+
+
+KILLED = """
+from eyas.artifact import Artifact
+from eyas.data import blocks, prompts
+blocks.BLOCK_ROWS, prompts.ROWS_PER_PART = {block_rows}, {rows_per_part}
+if __name__ == "__main__":
+    prompts.make_prompts(prompts.PromptsConfig(sources={sources!r}, workers=2), Artifact({url!r}))
+"""
+
+
+def test_a_kill_from_outside(sources, undisturbed, tmp_path):
+    code = KILLED.format(block_rows=BLOCK_ROWS, rows_per_part=ROWS_PER_PART, sources=sources, url=str(tmp_path))
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as process:
+        while process.poll() is None and not (tmp_path / WORK / "block-00003.npz").exists():
+            time.sleep(0.001)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    assert contents(made(tmp_path, sources)) == undisturbed
+    assert not list(tmp_path.glob("**/*.partial-*"))
+
+
+def test_work_of_other_versions_is_done_again(sources, undisturbed, tmp_path):
+    until_killed(tmp_path, sources, "write", stage.SELECTION)
+    first = tmp_path / WORK / "block-00000.jsonl"
+    first.write_text('{"row": "of another version"}\n')
+    versions = tmp_path / stage.VERSIONS
+    versions.write_text(versions.read_text().replace('"numpy": "', '"numpy": "0.'))
+    assert contents(made(tmp_path, sources)) == undisturbed
+
+
+def test_a_failing_filter_is_told_by_place_and_quotes_nothing(monkeypatch):
+    def failing(row):
+        raise ValueError(f"cannot do {row.turns[0]}")
+
+    row = Row("set", "MIT", "set.jsonl:3", None, (MARKER,))
+    with pytest.raises(EyasError, match=r"failed on set.jsonl:3 of set: ValueError at .*test_prompts_scale.py:\d+") as raised:
+        stage.passed(row, [failing])
+    assert MARKER not in str(raised.value)
+    assert raised.value.__suppress_context__
+
+
+def test_a_block_of_long_rows_is_shorter(monkeypatch):
+    monkeypatch.setattr(blocks_of, "BLOCK_CHARACTERS", 100)
+    rows = [Row("set", "MIT", f"set:{number}", None, ("x" * size,)) for number, size in enumerate([60, 60, 250, 1, 1])]
+    assert [len(block.rows) for block in blocks_of.cut(rows)] == [2, 1, 2]
