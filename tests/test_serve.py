@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import runpy
+import socket
 import sys
 import threading
 import time
@@ -20,7 +22,7 @@ from eyas.engine.request import Request, SamplingParams
 from eyas.errors import ConfigError, EyasError
 from eyas.model.target import Target
 from eyas.serve.app import MAX_BODY_BYTES, Served, create_app
-from eyas.serve.server import ServeConfig, running_app, running_server, serve
+from eyas.serve.server import ServeConfig, _bound, running_app, running_server, serve
 from eyas.serve.worker import Worker
 from tests.tiny import tiny_target
 from tests.tiny_head import head_folder
@@ -444,6 +446,26 @@ def test_a_port_in_use_is_refused_before_the_model_is_loaded(client):
     port = int(client.url.rpartition(":")[2])
     with pytest.raises(ConfigError, match="cannot listen"):
         serve(ServeConfig(target="not looked at", port=port))
+
+
+def test_small_chunks_are_sent_at_once():
+    """Else, after the headers, a stream's first tokens wait some 40 ms for their receipt (Nagle's algorithm)."""
+
+    async def no_delay() -> int:
+        seen: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        async def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            taken = writer.get_extra_info("socket")
+            seen.set_result(taken.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        with _bound("127.0.0.1", 0) as listener:
+            async with await asyncio.start_server(accept, sock=listener):
+                _, writer = await asyncio.open_connection(*listener.getsockname())
+                writer.close()
+                return await seen
+
+    assert asyncio.run(no_delay()) != 0
 
 
 def test_config_survives_its_journey_to_another_process():
