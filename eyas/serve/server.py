@@ -132,7 +132,8 @@ def _bound(host: str, port: int) -> Iterator[socket.socket]:
     It does not listen yet, so that until the server answers, clients are refused and not left waiting.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named, asyncio sends small packets at once; else a stream's second chunk waits 40 ms for the first's receipt.
+    # With the protocol named, asyncio sends small packets at once; else a stream's second chunk waits 40 ms for the first's
+    # receipt.
     with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
