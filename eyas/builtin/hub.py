@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import cast
 
-import httpx
 import huggingface_hub
+from huggingface_hub.errors import HfHubHTTPError
 
 from eyas.errors import MissingInputError
 
+# What the hub's client raises, its HTTP client's own errors included: another client in other versions.
+FAULTS = (OSError, ValueError, *cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__))
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "pytorch_model*.bin"]
 CONFIGS, WEIGHTS = ("config.json", "eyas_head.json"), ("model.safetensors", "pytorch_model.bin")
@@ -47,7 +50,7 @@ def snapshot(name: str, local_files_only: bool) -> str | Exception:
         found = huggingface_hub.snapshot_download(
             name, allow_patterns=FILES, ignore_patterns=["*/*"], local_files_only=local_files_only
         )
-    except (OSError, ValueError, httpx.HTTPError) as error:
+    except FAULTS as error:
         return error
     return str(found)
 

@@ -16,13 +16,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import huggingface_hub
 import yaml
 from fsspec.utils import glob_translate
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
 
+from eyas.builtin.hub import FAULTS
 from eyas.data.formats import ending
 from eyas.errors import InputError, MissingInputError
 
@@ -33,9 +34,6 @@ NOT_DATA = frozenset({"dataset_infos.json", "dataset_info.json", "dataset_dict.j
 SPLITS = {"train": "train|training", "validation": "validation|valid|val|dev", "test": "test|testing|eval|evaluation"}
 PART_OF = re.compile(r"(\d+)[-_]of[-_](\d+)")
 MAGIC = frozenset("*?[")
-# What the hub's client raises, its HTTP client's own included, which is another in other versions.
-HTTP_FAULTS = cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__)
-FAULTS: tuple[type[Exception], ...] = (OSError, ValueError, *HTTP_FAULTS)
 
 Stated = dict[str, dict[str, list[str]]]  # patterns of files by subset and split
 
