@@ -17,7 +17,8 @@ from huggingface_hub.errors import HfHubHTTPError
 from eyas.errors import MissingInputError
 
 # What the hub's client raises, its HTTP client's own errors included: another client in other versions.
-FAULTS = (OSError, ValueError, *cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__))
+HTTP_FAULTS = cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__)
+FAULTS: tuple[type[Exception], ...] = (OSError, ValueError, *HTTP_FAULTS)
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "pytorch_model*.bin"]
 CONFIGS, WEIGHTS = ("config.json", "eyas_head.json"), ("model.safetensors", "pytorch_model.bin")
