@@ -74,15 +74,20 @@ def is_phone(text: str, start: int, end: int) -> bool:
         return False
     if PHONE_CUE.search(f"{text[max(0, start - NEAR_BEFORE) : start]} {text[end : end + NEAR_AFTER]}"):
         return 7 <= num_digits <= 15
-    return 8 <= num_digits <= 15 and PHONE_FORM.fullmatch(value) is not None and region_of(value) is not None
+    return 8 <= num_digits <= 15 and PHONE_FORM.fullmatch(value) is not None and next(readings(value), None) is not None
 
 
-def region_of(value: str) -> str | None:
-    """The country that a number belongs to: by its prefix, else the first of PHONE_REGIONS in which it is valid."""
+def readings(value: str) -> Iterator[phonenumbers.PhoneNumber]:
+    """The numbers that a value may be: by its prefix alone, else each valid one of PHONE_REGIONS."""
     if value.startswith("+"):
-        return _region("", value)
-    regions = ("US",) if value.isdigit() and value[0] != "0" else PHONE_REGIONS
-    return next((region for region in regions if _region(region, value)), None)
+        number = _parsed("", value)
+        if number is not None:
+            yield number
+        return
+    for region in ("US",) if value.isdigit() and value[0] != "0" else PHONE_REGIONS:
+        number = _parsed(region, value)
+        if number is not None and phonenumbers.is_valid_number(number):
+            yield number
 
 
 @functools.lru_cache(maxsize=1 << 10)
@@ -91,12 +96,3 @@ def _parsed(region: str, value: str) -> phonenumbers.PhoneNumber | None:
         return phonenumbers.parse(value, region or None)
     except phonenumbers.NumberParseException:
         return None
-
-
-def _region(region: str, value: str) -> str | None:
-    number = _parsed(region, value)
-    if number is None or number.country_code is None:
-        return None
-    if not region:
-        return phonenumbers.region_code_for_country_code(number.country_code)
-    return region if phonenumbers.is_valid_number(number) else None

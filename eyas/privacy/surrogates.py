@@ -21,7 +21,7 @@ import phonenumbers
 from eyas.privacy.identifiers import is_national_id
 from eyas.privacy.key import NUMBERED, canonical, keyed
 from eyas.privacy.patterns import luhn
-from eyas.privacy.phones import region_of
+from eyas.privacy.phones import readings
 from eyas.privacy.policy import TYPES
 from eyas.privacy.pseudonyms import CITIES, COUNTRIES, FAMILY, GIVEN, KEPT, STATES, STREETS
 from eyas.privacy.wallets import BECH32, base58check, bech32, checksum_case
@@ -41,6 +41,9 @@ FICTIONAL_PHONES = {
     "SE": ("8465004", "3139006", "4062804", "7017406"),
 }
 ANYWHERE = "55501"  # for a short number of no known country
+LONG = 9  # digits of a national number that may have an area code in it
+UNUSED = "00"
+SEVEN = [f"{ANYWHERE}{last:02d}" for last in range(100)]
 TEST_CARDS = {"34": "371449", "37": "378282", "35": "353011", "3": "305693", "5": "555555", "2": "555555", "6": "601111"}
 DEFAULT_TEST_CARD = "424242"
 DOCUMENTATION = ("192.0.2.", "198.51.100.", "203.0.113.")
@@ -172,23 +175,41 @@ def poured(made: str, mention: str) -> str:
 
 
 def phone(value: str, draw: Draw) -> str:
-    """The digits of a fictional number of the same country and length, its extension's too."""
+    """The digits of a fictional number of the same country and length, its extension's too.
+
+    What is valid in several countries is taken for the first one's. Prefix and trunk stay; where nothing was set aside, two
+    zeros follow them, with which no national number begins.
+    """
     number, *extension = EXTENSION.split(value, maxsplit=1)
-    digits, region = re.sub(r"\D", "", number), region_of(number)
-    kept = ""
-    if number.startswith("+") and region:
-        kept = str(phonenumbers.country_code_for_region(region))
-    elif region == "US" and len(digits) > 10:
-        kept = digits[:-10]
-    national = digits[len(kept) :]
-    trunk = "0" if national.startswith("0") and region not in ("US", "CA", "IT") else ""
-    length = len(national) - len(trunk)
-    starts = FICTIONAL_PHONES.get(region, ("00",)) if region else (ANYWHERE,)
-    start = draw.choice(starts)
-    if region in ("US", "CA") and length < 10:
-        start = ANYWHERE
-    made = (start + draw.digits(max(0, length - len(start))))[:length]
-    return kept + trunk + made + draw.digits(len(re.findall(r"\d", "".join(extension))))
+    digits = re.sub(r"\D", "", number)
+    read = next(readings(number), None)
+    national = phonenumbers.national_significant_number(read) if read else digits.removeprefix("0")
+    kept = digits.removesuffix(national)
+    start = draw.choice(_set_aside(read) if read and (len(national) >= LONG or number[0] == "+") else (ANYWHERE,))
+    made = (start + draw.digits(max(0, len(digits) - len(kept) - len(start))))[: len(digits) - len(kept)]
+    return kept + made + draw.digits(len(re.findall(r"\d", "".join(extension))))
+
+
+def _set_aside(number: phonenumbers.PhoneNumber) -> tuple[str, ...]:
+    """How fictional numbers of its country begin; a small country's are those of the one whose prefix it shares."""
+    main = phonenumbers.region_code_for_country_code(number.country_code or 0)
+    return FICTIONAL_PHONES.get(phonenumbers.region_code_for_number(number) or main) or FICTIONAL_PHONES.get(main, (UNUSED,))
+
+
+def is_nobodys(country_code: int, national: str) -> bool:
+    """Whether a national number, without the trunk 0, is set aside in a country of this code or not valid there."""
+    regions = phonenumbers.region_codes_for_country_code(country_code)
+    starts = tuple(start for region in regions for start in FICTIONAL_PHONES.get(region, ()))
+    if national.startswith(starts):
+        return True
+    zeros = len(national) - len(national.lstrip("0"))
+    number = phonenumbers.PhoneNumber(
+        country_code=country_code,
+        national_number=int(national),
+        italian_leading_zero=zeros > 0,
+        number_of_leading_zeros=max(zeros, 1),
+    )
+    return not phonenumbers.is_valid_number(number)
 
 
 def card(value: str, draw: Draw) -> str:
@@ -295,12 +316,8 @@ def is_fictional(type: str, value: str) -> bool:
     if type == "CREDIT_CARD":
         return digits.startswith((*TEST_CARDS.values(), DEFAULT_TEST_CARD, "411111"))
     if type == "PHONE_NUMBER":
-        return re.search(r"55501\d\d$", digits) is not None or _is_set_aside(value, digits)
+        number = EXTENSION.split(value, maxsplit=1)[0]
+        return digits.endswith(tuple(SEVEN)) or any(
+            phonenumbers.national_significant_number(one).startswith(_set_aside(one)) for one in readings(number)
+        )
     return False
-
-
-def _is_set_aside(value: str, digits: str) -> bool:
-    region = region_of(value)
-    code = str(phonenumbers.country_code_for_region(region)) if region else ""
-    national = digits.removeprefix(code) if value.startswith("+") else digits
-    return national.removeprefix("0").startswith(FICTIONAL_PHONES.get(region or "", ("no digits",)))
