@@ -39,6 +39,7 @@ BENIGN = [
     "Hi there! Can you help me to plan a trip to the northern cape?",
     "Why do birds sing in the morning? Do whales sing too?",
     "Who painted the pictures that hang in the town hall?",
+    "And if the first goes away, what happens to the others?",
 ]
 DISGUISES = {
     "verbatim": lambda text: text,
@@ -95,10 +96,20 @@ def test_what_only_resembles_an_item_stays(clean, text):
         row(f"{PIRATE} {WHALES}"),
         row(TRAINS.replace("300", "450").replace("60", "55")),
         row(TRAINS.replace("Two trains", "Three buses")),
+        row(" ".join("other" if place % 10 == 5 else word for place, word in enumerate(PASSAGE.split()))),
         row(PASSAGE.split(" When ")[0]),
         row("Is it true that whale oil, which a keeper carried up one hundred and ninety steps every evening, smells?"),
     ],
-    ids=["over two turns", "as system prompt", "turns as one", "numbers", "words", "half a passage", "13 words of it"],
+    ids=[
+        "over two turns",
+        "as system prompt",
+        "turns as one",
+        "numbers",
+        "words",
+        "every tenth word",
+        "half a passage",
+        "13 words of it",
+    ],
 )
 def test_parts_and_light_edits_are_found(clean, found):
     assert dropped(clean(found))

@@ -28,7 +28,18 @@ PROMPTS = {
     "ar": "اكتب قصيدة قصيرة عن الخريف وعن الأوراق التي تسقط.",
 }
 CODE = "for (int i = 0; i < names.length; i++) {\n    print(names[i]);\n    while (is_open(file)) read(file);\n}\n"
-NOTHING = ["", "?", "ok", "1+1=?", "12 34 56 78 90 12 34", "https://example.org/where/is/the/end", f"```\n{CODE}```", CODE]
+NOTHING = [
+    "",
+    "?",
+    "ok",
+    "你好",
+    "0x1f 0x2e 0x3d 0x4c 0x5b",
+    "1+1=?",
+    "12 34 56 78 90 12 34",
+    "https://example.org/where/is/the/end",
+    f"```\n{CODE}```",
+    CODE,
+]
 
 
 def row(*turns):
@@ -45,6 +56,10 @@ def test_the_language_is_told(code):
 @pytest.mark.parametrize("mixed", ["{}\n```python\n{}```", "```\n{1}```\n{0}", "{}\n{}", "{}\n```\n{} cut short"])
 def test_code_does_not_hide_it(code, mixed):
     assert language(mixed.format(PROMPTS[code], CODE)) == code
+
+
+def test_a_short_prompt_is_not_taken_for_pidgin():
+    assert language("With arjun, how do I do this: Scan a URL for GET parameters?") == "en"
 
 
 def test_capitals_do_not_hide_it():
@@ -74,9 +89,10 @@ def test_any_text_has_a_language_or_none(text):
     assert language(text).isalpha()
 
 
-def test_an_unknown_code_is_refused():
-    with pytest.raises(ConfigError, match="english"):
-        LanguageConfig(keep=("english",))
+@pytest.mark.parametrize("code", ["english", "pcm", "zxx"])
+def test_an_unknown_code_is_refused(code):
+    with pytest.raises(ConfigError, match=code):
+        LanguageConfig(keep=("en", code))
 
 
 def test_no_connection_is_opened():
