@@ -24,6 +24,7 @@ from eyas.privacy.policy import PrivacyConfig
 TOKEN_VARIABLE = "EYAS_DLP_TOKEN"
 SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 MOST_BYTES = 500_000  # of a request; the limit is 0.5 MB
+ROW_BYTES, REST_BYTES = 50, 5_000  # what JSON adds to a text, and what a request holds besides its texts
 MOST_FINDINGS = 3_000
 PIECE, OVERLAP = 50_000, 250  # characters of a row; longer texts are cut
 SMALLEST = 2_000  # characters; a shorter text cannot hold MOST_FINDINGS
@@ -182,12 +183,12 @@ def cut(text: str, size: int) -> Iterator[tuple[int, str]]:
 def batches(texts: Sequence[str]) -> Iterator[list[int]]:
     """Numbers of the texts of each request, in order; empty texts are in none."""
     batch: list[int] = []
-    free = MOST_BYTES
+    free = MOST_BYTES - REST_BYTES
     for number, text in enumerate(texts):
-        size = len(json.dumps(text, ensure_ascii=False).encode("utf-8", "replace")) + len('{"values":[{"stringValue":}]},')
-        if size > free - 2_000 and batch:  # 2,000: the rest of the request
+        size = len(json.dumps(text, ensure_ascii=False).encode("utf-8", "replace")) + ROW_BYTES
+        if size > free and batch:
             yield batch
-            batch, free = [], MOST_BYTES
+            batch, free = [], MOST_BYTES - REST_BYTES
         if text:
             batch.append(number)
             free -= size
