@@ -246,6 +246,22 @@ def test_a_memory_map_gives_the_same(tmp_path):
     assert likeness(rows, bands=mapped).tolist() == likeness(rows, bands=bands).tolist()
 
 
+@pytest.mark.parametrize(
+    ("order", "expected"), [("ABA", [NONE, NONE, 0]), ("BAA", [NONE, NONE, 1]), ("ABBA", [NONE, NONE, 1, 0])]
+)
+def test_in_a_bucket_a_row_meets_the_first_and_the_one_before(order, expected):
+    texts = {"A": LONG, "B": " ".join(reversed(LONG.split()))}
+    rows = [row(texts[letter]) for letter in order]
+    assert likeness(rows, bands=np.zeros((len(rows), BANDS), np.uint64)).tolist() == expected
+
+
+def test_rows_that_share_one_band_only_are_not_compared():
+    bands = np.arange(3 * BANDS, dtype=np.uint64).reshape(3, BANDS)
+    bands[1, 0] = bands[0, 0]
+    bands[2, :2] = bands[0, :2]
+    assert likeness([row(LONG)] * 3, bands=bands).tolist() == [NONE, NONE, 0]
+
+
 @pytest.mark.parametrize("count", [300, 1200])
 def test_work_grows_with_the_rows_however_many_share_a_bucket(count):
     """Rows that are all a little less alike than asked for meet in many buckets; each is compared with a few only."""
