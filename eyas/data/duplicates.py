@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from eyas.data.rows import Drop, Row
+from eyas.data.rows import Row
 from eyas.data.shingles import Hashes, jaccard, mixed, normalised, shingles
 
 Places = NDArray[np.int64]  # [R]: an earlier row's index, or NONE
@@ -152,17 +152,3 @@ def _offer(
 def _firsts(same: NDArray[np.bool_]) -> Places:
     """Of a sorted column, where `same` says which members equal the one before: the index of the first equal one, [R]."""
     return np.maximum.accumulate(np.where(same, 0, np.arange(len(same))))
-
-
-class Duplicates:
-    """Drops a row that says the same as an earlier one, in whatever source. Remembers 16 bytes and a place per row."""
-
-    def __init__(self) -> None:
-        self._first: dict[bytes, str] = {}
-
-    def __call__(self, row: Row) -> Row | Drop:
-        key = bytes.fromhex(fingerprint(row)[:32])
-        if key in self._first:
-            return Drop("duplicate", note=f"the same as {self._first[key]}")
-        self._first[key] = f"{row.where} of {row.source}"
-        return row

@@ -48,11 +48,10 @@ def plain_words(text: str) -> list[str]:
 
 def mixed(values: NDArray[Any]) -> Hashes:
     """Splitmix64's finaliser: 64 bits each, every one of which depends on every bit that went in."""
-    with np.errstate(over="ignore"):
-        state = values.astype(np.uint64) + GOLDEN
-        for shift, factor in MIX:
-            state = (state ^ (state >> shift)) * factor
-        return state ^ (state >> LAST_SHIFT)
+    state = values.astype(np.uint64) + GOLDEN
+    for shift, factor in MIX:
+        state = (state ^ (state >> shift)) * factor
+    return state ^ (state >> LAST_SHIFT)
 
 
 def hashed(words: Sequence[str]) -> Hashes:
