@@ -14,11 +14,14 @@ from eyas.chat import Chat
 from eyas.engine.engine import Engine
 from eyas.errors import EmptyInputError, InputError, MissingInputError, TemplateError
 from eyas.features.generate import GenerateConfig, generate, read_answers
+from eyas.privacy.leaks import Leaks
+from eyas.privacy.policy import PrivacyConfig
 from eyas.records import Answer, Prompt
 from tests.stages import ending_target, prompts_of, run_until_killed, write_prompts
 from tests.tiny import TEMPLATE, tiny_target, tiny_tokenizer
 
 PROMPTS = prompts_of(23)
+NO_NAMES = {"person": "keep", "street_address": "keep", "location": "keep"}
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +189,56 @@ def test_a_conversation_that_the_template_refuses_is_dropped_and_counted(tmp_pat
     manifest = generate(config_of(target), write_prompts(tmp_path / "prompts", prompts), output)
     assert manifest.counts["dropped_template_refused"] == 1
     assert "No secrets" in dropped_rows(output)[0]["detail"]
+
+
+SAID = "Ask bob@gnu.org, ann@example.com or Ada Lovelace in Paris."
+
+
+def test_an_answer_with_what_nobody_told_the_target_is_left_out(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An echo of the prompt, a reserved address, names and places stay; what came out of nowhere goes, and its later turns."""
+    monkeypatch.setattr(Chat, "decode", lambda chat, ids: SAID)
+    prompts = [
+        Prompt("told", "s", "l", ("Is BOB@gnu.org right?",)),
+        Prompt("alone", "s", "l", ("Thanks 6",)),
+        Prompt("told later", "s", "l", ("Thanks 6", "bob@gnu.org?", "more")),
+    ]
+    output = Artifact(str(tmp_path / "answers"))
+    manifest = generate(config_of(target, max_tokens=60), write_prompts(tmp_path / "prompts", prompts), output)
+    assert list(rows_by_prompt(output)) == ["told"]
+    counts = manifest.counts
+    assert (counts["answers"], counts["dropped_pii.email_address"], counts["dropped_earlier_turn_dropped"]) == (1, 2, 2)
+    dropped = dropped_rows(output)
+    assert [(row["prompt_id"], row["turn"]) for row in dropped] == [
+        ("alone", 0),
+        ("told later", 0),
+        ("told later", 1),
+        ("told later", 2),
+    ]
+    assert dropped[0]["detail"] == "EMAIL_ADDRESS at 4-15", "by type and place"
+    assert not [name for name in output.names() if b"bob@" in output.read(name) and not name.startswith("answers-")]
+    kept = PrivacyConfig(actions={"email_address": "keep", **NO_NAMES})
+    output = Artifact(str(tmp_path / "kept"))
+    manifest = generate(config_of(target, max_tokens=60, personal=kept), Artifact(str(tmp_path / "prompts")), output)
+    assert manifest.counts["answers"] == manifest.counts["turns"] == 5
+
+
+@pytest.mark.parametrize(
+    ("before", "answer", "types"),
+    [
+        ("Hi", "His card is 4929 1234 5678 9015.", ["CREDIT_CARD"]),
+        ("Charge 4929123456789015", "I charged 4929 1234 5678 9015.", []),
+        ("Hi", "Use 4242 4242 4242 4242 to test, (415) 555-0134 to call", []),
+        ("Hi", "The key is AKIA" + "IOSFODNN7" + "EXAMPLE", ["API_KEY"]),
+        ("Hi", "ssh root@8.8.8.8 with password: hunter2", ["IP_ADDRESS", "PASSWORD"]),
+        ("Who wrote Faust?", "Johann Wolfgang von Goethe, of 1 Frauenplan, Weimar; see https://www.klassik-stiftung.de", []),
+    ],
+)
+def test_leaks(before: str, answer: str, types: list[str]) -> None:
+    found = Leaks()(["You are kind.", before], answer)
+    assert [one.type for one in found] == types
+    assert all(one.hash == "" for one in found)
 
 
 def test_nothing_to_answer(target: Path, tmp_path: Path) -> None:

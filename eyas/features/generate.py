@@ -7,7 +7,8 @@ Knows conversations and parts. Does not know how the engine decodes, nor what a 
 
 Conversations go on independently: as soon as a turn is answered the next one is asked, with the target's own answers
 as its context, so the engine's batch stays full. An answer that was cut ends its conversation, since no server would go
-on from it. A killed run goes on with the parts that are missing.
+on from it; so does one that holds personal data or a secret that nobody told the target: it is left out and counted
+under its type, and nothing is trained on it. A killed run goes on with the parts that are missing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import datetime
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -29,9 +30,13 @@ from eyas.engine.request import FinishReason, Request, SamplingParams
 from eyas.errors import EmptyInputError, TemplateError
 from eyas.log import Track, quiet
 from eyas.model.fingerprint import fingerprint
+from eyas.privacy.finding import Finding
+from eyas.privacy.leaks import OF_ANSWERS, Leaks
+from eyas.privacy.policy import RANK, PrivacyConfig
 from eyas.records import Answer, Message, Prompt
 
-Reason = Literal["context_full", "template_refused", "earlier_turn_cut"]
+# And "pii.<type>" for an answer with what was not in its prompt.
+Reason = Literal["context_full", "template_refused", "earlier_turn_cut", "earlier_turn_dropped"]
 
 
 class GenerateConfig(BaseModel):
@@ -39,7 +44,8 @@ class GenerateConfig(BaseModel):
 
     `max_length` bounds prompt and answer together, in tokens, as does the target's context. `rows_per_part` counts
     prompts: so many at most are lost to a kill. `date` is the day that a chat template prints where it prints today's
-    (Granite, Llama 3): fixed, so that the same prompts have the same tokens on another day and in `capture`.
+    (Granite, Llama 3): fixed, so that the same prompts have the same tokens on another day and in `capture`. `personal`
+    says what is looked for in answers: an answer with a type that is not kept is left out, unless it stood in the prompt.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -52,6 +58,7 @@ class GenerateConfig(BaseModel):
     max_length: int = Field(default=1024, ge=2)
     rows_per_part: int = Field(default=200, ge=1)
     date: datetime.date = datetime.date(2026, 1, 1)
+    personal: PrivacyConfig = OF_ANSWERS
 
 
 class Conversation:
@@ -70,8 +77,18 @@ class Conversation:
 
     def drop_rest(self, reason: Reason, detail: str = "") -> None:
         """Give up the turns that are left, each as a row of its own."""
-        for turn in range(self.turn, len(self.prompt.turns)):
-            self.dropped.append({"prompt_id": self.prompt.id, "turn": turn, "reason": reason, "detail": detail})
+        for turn in range(self.turn + len(self.dropped), len(self.prompt.turns)):
+            self._drop(turn, reason, detail)
+
+    def drop_answer(self, found: Sequence[Finding]) -> None:
+        """Leave out the answer to this turn for what was found in it, told by type and place, and give up the rest."""
+        gravest = min((one.type for one in found), key=RANK.__getitem__)
+        places = ", ".join(f"{one.type} at {one.start}-{one.end}" for one in found)
+        self._drop(self.turn, f"pii.{gravest.lower()}", places)
+        self.drop_rest("earlier_turn_dropped")
+
+    def _drop(self, turn: int, reason: str, detail: str) -> None:
+        self.dropped.append({"prompt_id": self.prompt.id, "turn": turn, "reason": reason, "detail": detail})
 
 
 class Questioner:
@@ -80,6 +97,7 @@ class Questioner:
     def __init__(self, config: GenerateConfig, chat: Chat, target: str, max_length: int) -> None:
         """target: its fingerprint, part of each row's key. max_length: the engine's."""
         self._config, self._chat, self._target, self._max_length = config, chat, target, max_length
+        self._leaks = Leaks(config.personal)
 
     def ask(self, conversation: Conversation) -> Request | None:
         """The request for the next turn; None when there is none, with what is left counted as dropped."""
@@ -100,9 +118,12 @@ class Questioner:
         return Request(f"{prompt.id}/{conversation.turn}", tuple(prompt_ids), params)
 
     def take(self, conversation: Conversation, request: Request, finish_reason: FinishReason) -> Request | None:
-        """Add the finished answer as a row; returns the next turn's request, if any."""
+        """Add the finished answer as a row, or drop it for what it holds; returns the next turn's request, if any."""
         prompt, written = conversation.prompt, conversation.tokens
         text = self._chat.decode(written[:-1] if finish_reason == "stop" else written)
+        if leaked := self._leaks([message["content"] for message in conversation.messages], text):
+            conversation.drop_answer(leaked)
+            return None
         conversation.messages.append({"role": "assistant", "content": text})
         answer = Answer(
             key=self._key(list(request.prompt_ids)),
