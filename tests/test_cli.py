@@ -128,6 +128,9 @@ class TestConfig:
 PROMPTS = ["I would like a table for two.", "In San Jose?", "The address is 71 North Street.", "Thanks", "0123 a table"]
 
 
+MINE = ["--licence", "CC0-1.0", "--prompts-by", "human"]
+
+
 def write_raw(path: Path, count: int = 40) -> Path:
     rows = [{"id": f"r{number}", "prompt": f"{PROMPTS[number % 5]} {number}"} for number in range(count)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -149,7 +152,7 @@ def made(tmp_path_factory) -> Made:
     made = Made(ending_target(root / "target"), *(root / name for name in ("prompts", "answers", "features", "head")))
     sizes = ["-s", "draft_vocab_size=64", "-s", "num_ttt_steps=2", "-s", "epochs=1", "-s", "dtype=float32"]
     for words in (
-        ["prompts", write_raw(root / "raw.jsonl"), "--licence", "CC0-1.0", "-o", made.prompts],
+        ["prompts", write_raw(root / "raw.jsonl"), *MINE, "-o", made.prompts],
         ["generate", made.prompts, "-t", made.target, "-o", made.answers, "-s", "max_tokens=12"],
         ["capture", made.answers, "-t", made.target, "-o", made.features, "-s", "held_out_share=0.3"],
         ["train", made.features, "-t", made.target, "-o", made.head, *sizes],
@@ -193,7 +196,7 @@ class TestBadInputs:
     def test_missing_files(self, made, tmp_path):
         none, output = tmp_path / "none", tmp_path / "output"
         for words in (
-            ["prompts", none, "--licence", "MIT", "-o", output],
+            ["prompts", none, *MINE, "-o", output],
             ["generate", none, "-t", made.target, "-o", output],
             ["generate", made.prompts, "-t", none, "-o", output],
             ["capture", none, "-t", made.target, "-o", output],
@@ -217,7 +220,7 @@ class TestBadInputs:
 
     def test_empty_prompts(self, tmp_path):
         (tmp_path / "empty.jsonl").write_text("")
-        shown = run_eyas("prompts", tmp_path / "empty.jsonl", "--licence", "MIT", "-o", tmp_path / "prompts")
+        shown = run_eyas("prompts", tmp_path / "empty.jsonl", *MINE, "-o", tmp_path / "prompts")
         assert_one_clear_error(shown, "empty.jsonl")
 
     def test_a_target_without_chat_template(self, made, tmp_path):
@@ -274,7 +277,7 @@ class TestFullDisk:
             or subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True).returncode
         ):
             pytest.skip("this system lets no process mount a file system of its own")
-        prompts = f"{sys.executable} -m eyas.cli.main prompts {raw} --licence MIT -o {disk}/prompts"
+        prompts = f"{sys.executable} -m eyas.cli.main prompts {raw} {' '.join(MINE)} -o {disk}/prompts"
         command = f"{prompts}; code=$?; ls {disk}/prompts; exit $code"
         shown = subprocess.run(["unshare", "-rm", "sh", "-c", f"{mount} && {command}"], capture_output=True, text=True)
         assert shown.returncode == 2, shown.stderr

@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 
 from eyas.artifact import Artifact
 from eyas.data import blocks
-from eyas.data.prompts import PromptsConfig, TooLong, make_prompts
+from eyas.data.prompts import PromptsConfig, make_prompts
 from eyas.data.rows import Drop, Row
+from eyas.data.sieve import TooLong
 from eyas.errors import ConfigError, EmptyInputError, InputError
 from eyas.records import Prompt
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 SAID_BY_ASSISTANT = "SAID-BY-ASSISTANT"
+LICENCES = ("MIT", "CC-BY-4.0")
 MAIL, CARD, PHONE = "ana.lee@example.com", "4242 4242 4242 4242", "(415) 555-0134"
 
 
@@ -39,7 +41,7 @@ def config(folder, *sets, **settings):
     for number, rows in enumerate(sets):
         path = folder / f"set{number}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        sources.append({"path": str(path), "licence": f"licence-{number}"})
+        sources.append({"path": str(path), "licence": LICENCES[number], "prompts_by": "human"})
     return PromptsConfig(sources=sources, **settings)
 
 
@@ -64,33 +66,35 @@ def test_every_row_is_accounted_for(tmp_path):
         ["no row"],
     ]
     second = [openai("Where is the dog?", "And the cat?"), {"instruction": "Sing.", "output": SAID_BY_ASSISTANT}]
-    output = run(tmp_path, first, second, max_characters=100)
+    output = run(tmp_path, first, second, max_characters=100, personal={"policy": "mask"})
     kept = prompts(output)
     assert [(one.id, one.source, one.licence, one.turns) for one in kept[:2]] == [
-        ("a", "set0", "licence-0", ("Where is the dog?", "And the cat?")),
-        ("c", "set0", "licence-0", ("I am <EMAIL_ADDRESS>",)),
+        ("a", "set0", "MIT", ("Where is the dog?", "And the cat?")),
+        ("c", "set0", "MIT", ("I am <EMAIL_ADDRESS>",)),
     ]
-    assert (kept[2].source, kept[2].licence, kept[2].turns) == ("set1", "licence-1", ("Sing.",))
+    assert (kept[2].source, kept[2].licence, kept[2].turns) == ("set1", "CC-BY-4.0", ("Sing.",))
     assert len(kept[2].id) == 16
     ledger = output.read_json("ledger.json")
     account = ledger["sources"]["set0"]
     assert (account["rows_in"], account["rows_out"], account["rows_masked"]) == (7, 2, 1)
-    assert account["dropped"] == {"duplicate.exact": 1, "empty": 1, "malformed": 1, "personal_data": 1, "too_long": 1}
+    assert account["dropped"] == {"duplicate.exact": 1, "empty": 1, "malformed": 1, "pii.credit_card": 1, "too_long": 1}
     assert account["masked"] == {"EMAIL_ADDRESS": 1}
     assert ledger["sources"]["set1"]["dropped"] == {"duplicate.exact": 1}
     assert (ledger["rows_in"], ledger["rows_out"], sum(ledger["dropped"].values())) == (9, 3, 6)
     dropped = {row["where"]: row for row in output.read_rows("dropped")}
     assert dropped["set0.jsonl:2"]["note"] == "the same as set0.jsonl:1 of set0"
     assert dropped["set0.jsonl:4"]["turns"] == ["Charge <CREDIT_CARD> and call <PHONE_NUMBER>"]
-    assert dropped["set0.jsonl:4"]["found"][0] == {"type": "CREDIT_CARD", "start": 7, "end": 26, "turn": 0, "hash": ""}
+    found = dropped["set0.jsonl:4"]["found"][0]
+    assert {**found, "hash": ""} == {"type": "CREDIT_CARD", "start": 7, "end": 26, "turn": 0, "hash": ""}
+    assert len(found["hash"]) == 16
     assert dropped["set0.jsonl:6"]["note"] == "101 characters, allowed are 100"
     assert dropped["set0.jsonl:7"]["reason"] == "malformed"
     assert output.manifest().counts == {"rows": 9, "prompts": 3, "dropped": 6, "masked": 1}
-    assert {made.config["licence"] for made in output.manifest().inputs.values()} == {"licence-0", "licence-1"}
+    assert {made.config["licence"] for made in output.manifest().inputs.values()} == {"MIT", "CC-BY-4.0"}
 
 
 def test_rows_that_differ_in_personal_data_only_are_duplicates(tmp_path):
-    output = run(tmp_path, [openai("I am ana@example.com"), openai("I am bob@example.org")])
+    output = run(tmp_path, [openai("I am ana@example.com"), openai("I am bob@example.org")], personal={"policy": "mask"})
     assert [one.turns for one in prompts(output)] == [("I am <EMAIL_ADDRESS>",)]
 
 
@@ -182,7 +186,7 @@ def test_nothing_left_is_an_error_that_says_why(tmp_path):
 
 
 def test_two_sources_of_one_name(tmp_path):
-    source = {"path": str(tmp_path / "set.jsonl"), "licence": "MIT"}
+    source = {"path": str(tmp_path / "set.jsonl"), "licence": "MIT", "prompts_by": "human"}
     with pytest.raises(ConfigError, match="two sources are called 'set'"):
         PromptsConfig(sources=[source, source])
     assert len(PromptsConfig(sources=[source, {**source, "name": "other"}]).sources) == 2
@@ -237,7 +241,7 @@ def test_rows_in_are_rows_out_and_drops_whatever_the_damage(files, packed):
         for number, data in enumerate(files):
             path = Path(folder) / f"set{number}.jsonl"
             path.write_bytes(gzip.compress(data) if packed else data)
-            sources.append({"path": str(path), "licence": "MIT"})
+            sources.append({"path": str(path), "licence": "MIT", "prompts_by": "human"})
         output = Artifact(f"{folder}/out")
         manifest = make_prompts(PromptsConfig(sources=sources), output)
         kept, dropped = prompts(output), list(output.read_rows("dropped"))
@@ -265,7 +269,9 @@ def test_real_sets(tmp_path, name):
     if path is None:
         pytest.skip("the conversations are not beside this checkout")
     output = Artifact(str(tmp_path / "prompts"))
-    manifest = make_prompts(PromptsConfig(sources=[{"path": str(path), "licence": "test"}], max_prompts=400), output)
+    manifest = make_prompts(
+        PromptsConfig(sources=[{"path": str(path), "licence": "MIT", "prompts_by": "human"}], max_prompts=400), output
+    )
     kept = prompts(output)
     assert len(kept) == 400
     assert set(manifest.facts["ledger"]["dropped"]) <= {"duplicate.exact", "duplicate.near", "limit"}

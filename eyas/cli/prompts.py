@@ -1,4 +1,4 @@
-"""`eyas prompts`: raw conversation sets -> cleaned user prompts and a ledger."""
+"""`eyas prompts`: raw conversation sets -> cleaned user prompts, a ledger and a data card; and what was dropped, to read."""
 
 from __future__ import annotations
 
@@ -7,24 +7,63 @@ from typing import Annotated
 import typer
 
 from eyas.artifact import Artifact
-from eyas.cli.options import Output, Overrides, RunFile, stage_config
+from eyas.builtin import BUILTIN, demo_prompts
+from eyas.cli.options import Overrides, RunFile, stage_config
 from eyas.cli.stage import perform
+from eyas.data import ledger
 from eyas.data.prompts import PromptsConfig, make_prompts
 from eyas.errors import ConfigError
 
 CONFIG = PromptsConfig
 
+Shown = Annotated[
+    str | None,
+    typer.Option(
+        metavar="REASON", help='show dropped rows of OUTPUT, redacted, by the beginning of their reason: pii.phone; "" for all'
+    ),
+]
+
 
 def command(
-    output: Output,
-    sources: Annotated[list[str] | None, typer.Argument(help="JSONL files; without any, those of the run file")] = None,
-    licence: Annotated[str | None, typer.Option(help="licence of the given files, e.g. CC-BY-4.0")] = None,
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(help="files, folders, globs, URLs or hub ids; without any, those of the run file", show_default=False),
+    ] = None,
+    output: Annotated[str | None, typer.Option("--output", "-o", help="folder or URL of the result")] = None,
+    licence: Annotated[str | None, typer.Option(help="licence of the given sources, e.g. CC-BY-4.0")] = None,
+    prompts_by: Annotated[str | None, typer.Option(help='who wrote their prompts: "human", or a model')] = None,
+    answers_by: Annotated[str | None, typer.Option(help='who wrote their answers: "human", or a model')] = None,
+    show_dropped: Shown = None,
     run_file: RunFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Keep the user turns of conversations, drop duplicates and personal data, and count every dropped row by reason."""
-    if sources and not licence:
-        raise ConfigError("the files have no licence", "say what allows training on them, e.g. --licence CC-BY-4.0")
-    given = [{"path": path, "licence": licence} for path in sources] if sources else None
+    """Keep the user turns of conversations that may be used, without duplicates and personal data; count every dropped row.
+
+    `eyas prompts OUTPUT --show-dropped REASON` shows what was dropped.
+    """
+    if show_dropped is not None:
+        return show(output, sources or [], show_dropped)
+    if output is None:
+        raise ConfigError("there is no place for the result", "give one: --output FOLDER")
+    stated = {"licence": licence, "prompts_by": prompts_by, "answers_by": answers_by}
+    given = [{"path": _path(path), **stated} for path in sources] if sources else None
+    if given is None and any(stated.values()):
+        raise ConfigError("there is no source that this could be said of", "give sources, or say it in the run file")
     config = stage_config(PromptsConfig, "prompts", run_file, overrides, sources=given)
     perform("prompts", Artifact(output), lambda artifact, track: make_prompts(config, artifact, track))
+
+
+def show(output: str | None, folders: list[str], reason: str) -> None:
+    """Print the dropped rows of a result, redacted. Raises ConfigError (none or several results), MissingInputError."""
+    given = [output, *folders] if output else folders
+    if len(given) != 1:
+        raise ConfigError("--show-dropped shows one result", "eyas prompts OUTPUT --show-dropped pii.phone")
+    artifact = Artifact(given[0])
+    if artifact.is_done() or not artifact.parts("dropped"):  # rows are there as well where no prompt was left
+        artifact.manifest("prompts")
+    for line in ledger.show_dropped(artifact.read_rows("dropped"), reason):
+        print(line)
+
+
+def _path(path: str) -> str:
+    return str(demo_prompts()) if path == BUILTIN else path

@@ -1,10 +1,12 @@
 """The stage `prompts`: raw conversation sets -> cleaned user prompts, a ledger, and every dropped row with its reason.
 
-Knows the order of the filters and the flow. Knows no file format, no pattern and no model.
+Knows the flow. Knows no file format, no pattern and no model.
 
     prompts-00000.jsonl   records.Prompt, in the order of the sources
     dropped-00000.jsonl   a redacted line per dropped row
     ledger.json           rows in = rows out + drops, by source and reason
+    card.html             the same for the person who signs
+    fit.json              how near the prompts are to the traffic, where they are to match it
     work/                 finished blocks and the selection, until all is written
 
 Three steps, of which a killed run repeats none that it finished: blocks of rows go through the filters, in any number of
@@ -14,38 +16,40 @@ processes; what depends on other rows is decided on digests of those that are le
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 import importlib.metadata
 import itertools
-import traceback
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any, Literal
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from eyas.artifact import VERSION, WORK, Artifact, Manifest, Parts, identity
-from eyas.data import fit
-from eyas.data.blocks import BLOCK_ROWS, Block, Blocks, Lines, Sifted, cut
+from eyas.data import fit, mix
+from eyas.data.blocks import BLOCK_ROWS, Blocks, cut
+from eyas.data.card import CardContents, write_card
 from eyas.data.duplicates import DuplicatesConfig
 from eyas.data.executor import Executor, LocalExecutor
-from eyas.data.ledger import Ledger, entry
-from eyas.data.personal import PersonalData, PersonalPolicy, find
+from eyas.data.language import LanguageConfig
+from eyas.data.ledger import Ledger
+from eyas.data.licence import gate, require
+from eyas.data.policy import read_policy
+from eyas.data.quality import QualityConfig
 from eyas.data.ray_executor import RayExecutor
-from eyas.data.rows import Damaged, Drop, Filter, Row
-from eyas.data.selection import Match, Rows, Selection, Wanted, row_digests, select
+from eyas.data.rows import Row
+from eyas.data.selection import Match, Rows, Selection, Wanted, select
+from eyas.data.sieve import Cleaning, Gone
 from eyas.data.sources import SourceConfig, describe, read_source
-from eyas.errors import ConfigError, EmptyInputError, EyasError
+from eyas.errors import ConfigError, EmptyInputError
 from eyas.log import Track, quiet
+from eyas.privacy import detector
+from eyas.privacy.key import fingerprint, privacy_key
+from eyas.privacy.policy import PrivacyConfig
 from eyas.records import Prompt
 
 ROWS_PER_PART = 10_000  # of prompts, and of dropped rows
-SELECTION, VERSIONS = f"{WORK}/selection.npz", f"{WORK}/versions.json"
-DECIDING = ("presidio-analyzer", "phonenumbers", "tldextract", "numpy")  # libraries that results depend on
-
-Gone = tuple[tuple[Row, Drop], ...]
+SELECTION, VERSIONS, FIT = f"{WORK}/selection.npz", f"{WORK}/versions.json", f"{WORK}/fit.json"
+LIBRARIES = ("numpy", "py3langid")  # that results depend on, besides those of the detector
 
 
 class PromptsConfig(BaseModel):
@@ -54,8 +58,12 @@ class PromptsConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     sources: list[SourceConfig] = Field(min_length=1)
-    personal: PersonalPolicy = PersonalPolicy()
+    policy: str | None = Field(default=None, description="file of rules for licences and authors; None: the shipped ones")
+    personal: PrivacyConfig = PrivacyConfig()
     duplicates: DuplicatesConfig = DuplicatesConfig()
+    evaluation: list[SourceConfig] = Field(default=[], description="sets whose items no prompt may overlap")
+    quality: QualityConfig = QualityConfig()
+    language: LanguageConfig = LanguageConfig()
     match: fit.MatchConfig | None = None
     mix: dict[str, float] | None = Field(default=None, description="shares by source; None takes all there is")
     max_characters: int = Field(default=8000, ge=1, description="of a conversation's user turns and system prompt together")
@@ -66,15 +74,39 @@ class PromptsConfig(BaseModel):
 
     @model_validator(mode="after")
     def _names_differ(self) -> PromptsConfig:
-        twice = [name for name, count in Counter(source.label for source in self.sources).items() if count > 1]
-        if twice:
-            raise ConfigError(f"two sources are called {twice[0]!r}", "give each a `name` of its own")
+        for sources in (self.sources, self.evaluation):
+            twice = [name for name, count in Counter(source.label for source in sources).items() if count > 1]
+            if twice:
+                raise ConfigError(f"two sources are called {twice[0]!r}", "give each a `name` of its own")
         return self
 
-    def settings(self) -> dict[str, Any]:
-        """The config without paths and places: the same bytes make the same artifact wherever they lie."""
-        return self.model_dump(
-            mode="json", exclude={"sources": {"__all__": {"path"}}, "match": {"traffic"}, "executor": True, "workers": True}
+    def settings(self, key: bytes) -> dict[str, Any]:
+        """What the result depends on besides the sources: the config with what files hold in place of where they lie.
+
+        Raises what reading those files raises.
+        """
+        places = {"sources", "policy", "evaluation", "executor", "workers"}
+        settings = self.model_dump(mode="json", exclude=places)
+        if self.match:
+            settings["match"]["traffic"] = describe(traffic_source(self.match)).identity
+        return {
+            **settings,
+            "policy": read_policy(self.policy).model_dump(mode="json"),
+            "evaluation": {source.label: describe(source).identity for source in self.evaluation},
+            "key": fingerprint(key),
+        }
+
+    def work(self, key: bytes) -> Cleaning:
+        """What is to be done with each row."""
+        return Cleaning(
+            labels=tuple(self.labels),
+            key=key,
+            max_characters=self.max_characters,
+            quality=self.quality,
+            language=self.language,
+            evaluation=tuple(self.evaluation),
+            personal=self.personal,
+            grams=self.match is not None,
         )
 
     @property
@@ -82,90 +114,9 @@ class PromptsConfig(BaseModel):
         return [source.label for source in self.sources]
 
 
-class Empty:
-    """Drops a row in which the user says nothing."""
-
-    def __call__(self, row: Row) -> Row | Drop:
-        return row if row.turns else Drop("empty", note="no user turn with text")
-
-
-class TooLong:
-    """Drops a row of more than `limit` characters. Stands before all that searches the text."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-
-    def __call__(self, row: Row) -> Row | Drop:
-        count = sum(map(len, row.turns)) + len(row.system or "")
-        return row if count <= self._limit else Drop("too_long", note=f"{count} characters, allowed are {self._limit}")
-
-
-def filters(config: PromptsConfig) -> list[Filter]:
-    """The filters that look at one row, in order: cheap ones first, and none that searches a text that is too long."""
-    return [Empty(), TooLong(config.max_characters), PersonalData(config.personal)]
-
-
-@dataclasses.dataclass(frozen=True)
-class Cleaning:
-    """The work of the stage, as it is sent to a process: blocks to sift, and rows to redact."""
-
-    config: PromptsConfig
-
-    def ready(self) -> Callable[[Block | Gone], Sifted | list[dict[str, Any]]]:
-        """The function on both, with its filters built."""
-        return functools.partial(clean, filters=filters(self.config), config=self.config)
-
-
-def clean(job: Block | Gone, filters: Sequence[Filter], config: PromptsConfig) -> Sifted | list[dict[str, Any]]:
-    """A block sifted, or the entries of rows that passed the filters and go all the same."""
-    if isinstance(job, Block):
-        return sift(job, filters, config)
-    return [entry(row, drop, find) for row, drop in job]
-
-
-def sift(block: Block, filters: Sequence[Filter], config: PromptsConfig) -> Sifted:
-    """What the filters make of each row of a block, and the digests of those that are left. Depends on the block alone."""
-    lines = Lines()
-    left: list[Row] = []
-    for row in block.rows:
-        result: Row | Drop = row.drop if isinstance(row, Damaged) else passed(row, filters)
-        if isinstance(result, Drop):
-            lines.drop(entry(row, result, find))
-        else:
-            lines.keep(result)
-            left.append(result)
-    digests = row_digests(left)
-    digests["rows_in"] = np.bincount([config.labels.index(row.source) for row in block.rows], minlength=len(config.labels))
-    digests["place"] = lines.places()
-    digests["source"] = np.array([config.labels.index(row.source) for row in left], dtype=np.uint16)
-    if config.match:
-        grams = fit.digest(left)
-        digests |= {"grams": grams.grams, "counts": grams.counts, "characters": grams.characters}
-    return Sifted(block.number, lines.text(), digests)
-
-
-def passed(row: Row, filters: Sequence[Filter]) -> Row | Drop:
-    """What the filters make of a row; the first drop ends it.
-
-    Raises EyasError where a filter fails: the row by its place, the failure by its place in the code. What it says may quote
-    the row, so it is not passed on.
-    """
-    result: Row | Drop = row
-    for keep in filters:
-        if isinstance(result, Drop):
-            break
-        try:
-            result = keep(result)
-        except EyasError:
-            raise
-        except Exception as error:
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"{frame.filename}:{frame.lineno}"
-            raise EyasError(
-                f"{type(keep).__name__} failed on {row.where} of {row.source}: {type(error).__name__} at {place}",
-                "this is a bug of eyas or of a library; leave the row out and run again: finished blocks are kept",
-            ) from None
-    return result
+def traffic_source(config: fit.MatchConfig) -> SourceConfig:
+    """The sample of production prompts. Nothing of it is kept, so nobody asks for its licence."""
+    return SourceConfig(path=config.traffic, name="traffic")
 
 
 # The flow
@@ -174,23 +125,27 @@ def passed(row: Row, filters: Sequence[Filter]) -> Row | Drop:
 def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) -> Manifest:
     """Read the sources, clean them, and write the artifact `prompts`; at once if that is done, from where it was cut if not.
 
-    Raises MissingInputError, CorruptError, InputError (a source), EmptyInputError (a source without rows, or no prompt left).
+    Raises InputError that lists every source that the policy refuses, before a row is read; MissingInputError, CorruptError,
+    InputError (a source, an evaluation set, a policy, the traffic); EmptyInputError (a source without rows, or no prompt left).
     """
+    verdicts = gate(config.sources, read_policy(config.policy))
+    require(verdicts)
+    key = privacy_key()
     inputs = {source.label: describe(source) for source in config.sources}
-    settings = config.settings()
-    if not output.begin(identity("prompts", settings, inputs)):
+    settings = config.settings(key)
+    work = identity("prompts", settings, inputs)
+    if not output.begin(work):
         return output.manifest("prompts")
     _same_versions(output)
-    blocks = Blocks(output)
     kind = RayExecutor if config.executor == "ray" else LocalExecutor
-    with kind(Cleaning(config), config.workers) as executor:
+    with kind(config.work(key), config.workers) as executor:
         if not output.exists(SELECTION):
-            finished = finished_blocks(config, blocks, executor, track)
-            output.write(SELECTION, chosen(config, blocks, finished).to_bytes())
-        ledger = write(config, output, Selection.from_bytes(output.read(SELECTION)), executor)
+            decide(config, output, finished_blocks(config, Blocks(output), executor, track))
+        ledger = Ledger(versions(), policies(config, key), [verdict.to_json() for verdict in verdicts])
+        write(config, output, ledger, {verdict.source: verdict.licence for verdict in verdicts}, executor)
+    sum_up(config, output, ledger, work)
     total = ledger.total
     track(total.rows_in, total.rows_in)
-    output.write_json("ledger.json", ledger.to_json())
     if not total.rows_out:
         reasons = ", ".join(f"{count} {reason}" for reason, count in total.dropped.most_common())
         raise EmptyInputError(
@@ -208,24 +163,39 @@ def _same_versions(output: Artifact) -> None:
         output.write_json(VERSIONS, now)
 
 
-def versions() -> dict[str, str]:
-    """Of eyas and of the libraries that results depend on."""
-    return {"eyas": VERSION, **{name: importlib.metadata.version(name) for name in DECIDING}}
+def versions() -> dict[str, Any]:
+    """Of eyas, of its parts that count theirs, and of the libraries that results depend on."""
+    libraries = {name: importlib.metadata.version(name) for name in LIBRARIES}
+    return {"eyas": VERSION, "fit": fit.VERSION, "mix": mix.VERSION, **libraries, **detector.versions()}
 
 
-def chosen(config: PromptsConfig, blocks: Blocks, finished: Generator[int]) -> Selection:
+def policies(config: PromptsConfig, key: bytes) -> dict[str, Any]:
+    """What each filter was told, for the ledger."""
+    kept = {"max_characters", "quality", "language", "personal", "duplicates"}
+    return {**config.model_dump(mode="json", include=kept), "key": fingerprint(key)}
+
+
+def decide(config: PromptsConfig, output: Artifact, finished: Generator[int]) -> None:
+    """Wait for the blocks, and write the decisions on their rows; and how near those taken are to the traffic, if asked."""
+    halves = None
+    if config.match:
+        halves = fit.traffic_halves(row for row in read_source(traffic_source(config.match)) if isinstance(row, Row))
+    match = Match(halves[0].grams, config.match.num_prompts) if config.match and halves else None
+    wanted = Wanted(config.labels, config.duplicates.near, match, config.mix, config.max_prompts, config.seed)
+    blocks = Blocks(output)
+    selection = chosen(config, blocks, wanted, finished)
+    if halves:
+        rows = Rows(blocks, selection.num_blocks)
+        profiles = (rows.profile(config.labels, selection.unrepeated), rows.profile(config.labels, selection.taken))
+        output.write_json(FIT, fit.report(*profiles, *halves))
+    output.write(SELECTION, selection.to_bytes())
+
+
+def chosen(config: PromptsConfig, blocks: Blocks, wanted: Wanted, finished: Generator[int]) -> Selection:
     """The decisions on all rows; where `max_prompts` ends the reading, on the rows of as many blocks as give so many.
 
     How far is read follows from the rows alone, not from how many blocks were on their way.
     """
-    wanted = Wanted(
-        labels=config.labels,
-        near=config.duplicates.near,
-        match=_match(config.match) if config.match else None,
-        mix=config.mix,
-        limit=config.max_prompts,
-        seed=config.seed,
-    )
     drawn = config.match is not None or config.mix is not None  # from all there is
     with contextlib.closing(finished):
         reading = Reading(blocks, finished)
@@ -263,13 +233,6 @@ class Reading:
                 self._fingerprints.update(map(bytes, self._blocks.digests(number - 1, "fingerprint")["fingerprint"]))
 
 
-def _match(config: fit.MatchConfig) -> Match:
-    """What the rows should resemble: the n-grams of one half of the traffic."""
-    source = SourceConfig(path=config.traffic, licence="LicenseRef-traffic")
-    fitted, _ = fit.traffic_halves(row for row in read_source(source) if isinstance(row, Row))
-    return Match(fitted.grams, config.num_prompts)
-
-
 def finished_blocks(config: PromptsConfig, blocks: Blocks, executor: Executor, track: Track) -> Generator[int]:
     """How many blocks are finished, each time one more is: those of an earlier run at once, the others as they come."""
     number = 0
@@ -287,33 +250,45 @@ def finished_blocks(config: PromptsConfig, blocks: Blocks, executor: Executor, t
             yield number
 
 
-def write(config: PromptsConfig, output: Artifact, selection: Selection, executor: Executor) -> Ledger:
-    """Write the rows that were taken and the entries of those that were not, and count both."""
-    ledger = Ledger(versions())
+def write(config: PromptsConfig, output: Artifact, ledger: Ledger, licences: Mapping[str, str], executor: Executor) -> None:
+    """Write the rows that were taken and the entries of those that were not, and count both.
+
+    licences: what holds for each source, stated or known.
+    """
     blocks = Blocks(output)
+    selection = Selection.from_bytes(output.read(SELECTION))
     rows = Rows(blocks, selection.num_blocks)
     prompts, dropped = Parts(output, "prompts", ROWS_PER_PART), Parts(output, "dropped", ROWS_PER_PART)
     jobs = (not_taken(rows, selection, block) for block in range(selection.num_blocks))
     with contextlib.closing(executor.map(jobs)) as redacted:
         for block, entries in enumerate(redacted):
-            for label, count in zip(config.labels, blocks.digests(block, "rows_in")["rows_in"].tolist(), strict=True):
+            digests = blocks.digests(block, "rows_in", "language")
+            for label, count in zip(config.labels, digests["rows_in"].tolist(), strict=True):
                 ledger.came_in(label, count)
-            redacted_rows, number = iter(entries), rows.first(block)
+            left = iter(zip(itertools.count(rows.first(block)), digests["language"].tolist(), strict=False))
+            of_left = iter(entries)
             for one in blocks.entries(block):
-                line = one if isinstance(one, dict) else None
-                if isinstance(one, Row):
-                    if selection.takes(number):
-                        ledger.went_out(one)
-                        prompts.add(Prompt(selection.id(number, one), one.source, one.licence, one.turns, one.system).to_json())
-                    else:
-                        line = next(redacted_rows)
-                    number += 1
-                if line is not None:
+                number, language = next(left) if isinstance(one, Row) else (None, "")
+                if isinstance(one, Row) and number is not None and selection.taken[number]:
+                    ledger.went_out(one, language)
+                    id, licence = selection.id(number, one), licences[one.source]
+                    prompts.add(Prompt(id, one.source, licence, one.turns, one.system).to_json())
+                else:
+                    line = next(of_left) if isinstance(one, Row) else one
                     ledger.dropped(line)
                     dropped.add(line)
     prompts.close()
     dropped.close()
-    return ledger
+
+
+def sum_up(config: PromptsConfig, output: Artifact, ledger: Ledger, identity: str) -> None:
+    """Write the ledger, and the card for people."""
+    output.write_json("ledger.json", ledger.to_json())
+    fitted = output.read_json(FIT) if config.match else None
+    if fitted:
+        output.write_json("fit.json", fitted)
+    contents = CardContents(ledger.to_json(), fitted, [source.label for source in config.evaluation], identity=identity)
+    output.write("card.html", write_card(contents).encode())
 
 
 def not_taken(rows: Rows, selection: Selection, block: int) -> Gone:

@@ -104,6 +104,15 @@ class Rows:
         for number in range(self.num_blocks):
             yield fit.Block(**self.blocks.digests(number, "grams", "counts", "characters"))
 
+    def profile(self, labels: Sequence[str], keep: Bools) -> fit.Profile:
+        """What the rows in `keep` [R] are like together. labels: names of the sources."""
+        made = fit.profile(self.grams, keep)
+        made.sources.update({labels[place]: count for place, count in enumerate(np.bincount(self.sources[keep]).tolist())})
+        for number in range(self.num_blocks):
+            languages = self.blocks.digests(number, "language")["language"]
+            made.languages.update(languages[keep[self.first(number) :][: len(languages)]].tolist())
+        return made
+
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
@@ -140,13 +149,19 @@ class Selection:
             names = dict(zip(arrays["named"].tolist(), arrays["names"].tolist(), strict=True))
             return cls(int(arrays["num_blocks"]), arrays["reason"], arrays["same_as"], arrays["keeps_id"], names)
 
+    @functools.cached_property
+    def taken(self) -> Bools:
+        """Which rows are taken: [R]."""
+        return np.equal(self.reason, TAKEN)
+
+    @property
+    def unrepeated(self) -> Bools:
+        """Which rows there are to take from: [R]."""
+        return ~np.isin(self.reason, (EXACT, NEAR))
+
     @property
     def num_taken(self) -> int:
-        return int((self.reason == TAKEN).sum())
-
-    def takes(self, number: int) -> bool:
-        """Whether a row is taken."""
-        return bool(self.reason[number] == TAKEN)
+        return int(self.taken.sum())
 
     def drop(self, number: int, rows: Rows) -> Drop | None:
         """Why a row goes, or None if it is taken."""
