@@ -32,8 +32,8 @@ from eyas.model.outputs import Proposals
 
 Mode = Literal["off", "fixed", "auto"]
 
-_ENTER, _LEAVE = 1.01, 0.995  # the speed-up to begin with, and to stay with: no flipping between equals
-_PATIENCE = 0.3  # by how much it may miss that after one round; after n, by 1 / sqrt(n) of it
+_ENTER, _LEAVE = 1.02, 1.0  # the speed-up to begin with, and to stay with: no flipping between equals
+_PATIENCE = 0.2  # by how much it may miss that after one round; after n, by 1 / sqrt(n) of it
 _UNKNOWN_SPEEDUP = 1.2  # before anything was drafted: try
 _FORECAST_ROUNDS = 16.0  # weight of the forecast against measured rounds
 _EXPLORED_SHARE = 0.005  # of all time, for rounds that are expected to lose
@@ -137,7 +137,7 @@ class _Load:
     def __init__(self) -> None:
         self.speculates = True
         self.forecast: float | None = None
-        self.age = 0  # rounds since the forecast
+        self.age = self.num_rounds = 0  # rounds since the forecast, and in all
         self.worth = self.spent = 0.0  # of the last speculative rounds, in plain rounds: by tokens, by time
         self.num_measured = 0
         self.since, self.period = 0, _FIRST_PERIOD
@@ -220,9 +220,10 @@ class Policy:
 
     def _plan(self, round_: Round) -> None:
         load, plain_ms = self._load(round_), self._plain_ms(round_)
-        if load.forecast is None or load.age >= max(_FIRST_PERIOD, min(_REFRESH, self._forecast.num_seen)):
+        if load.forecast is None or load.age >= min(_REFRESH, max(_FIRST_PERIOD, load.num_rounds // 2)):
             self._refresh(load, round_)
         load.age += 1
+        load.num_rounds += 1
         load.since += 1
         speedup = self._speedup(round_)
         self._drafted_last = speculates = load.decide(speedup)
