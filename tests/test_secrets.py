@@ -82,6 +82,9 @@ PASSWORDS = {
 LEFT = [
     "How do I reset my password?",
     "The password is incorrect.",
+    "The password is wrong!",
+    "How do I remove a password to bypass restrictions?",
+    "Is a password for each restrictions?",
     "password: required",
     "password = getpass.getpass()",
     'password = os.environ["PASSWORD"]',

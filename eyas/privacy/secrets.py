@@ -86,7 +86,7 @@ MAYBE_NAMED = re.compile(r"key|token|secret|authorization", re.I)
 PASSWORD = re.compile(
     r"(?<![A-Za-z])(?:[a-z]+[_-])?(?:password|passwd|passphrase|passcode|pwd|kennwort|passwort|contraseña|mot de passe"
     r"|wachtwoord|senha)(?:[_-][a-z]+)?[\"'\])]{0,2}(?: (?:for|to|of|on) [^\n:=\"]{1,40})?"
-    r"\s{0,3}(?P<sign>is now|is|was|ist|es|est|=>|[:=]{1,2})\s{0,3}"
+    r"(?:\s{1,3}(?:is now|is|was|ist|es|est)\s{1,3}|\s{0,3}(?:=>|[:=]{1,2})\s{0,3})"
     r"(?:(?P<quote>[\"'`])(?P<quoted>[^\s\"'`]{4,64})(?P=quote)|(?P<bare>[^\s\"'`<>{}()\[\],;]{4,64}))",
     re.I,
 )
@@ -174,5 +174,5 @@ def _has_digit(value: str) -> bool:
 def _is_password(value: str, quoted: bool) -> bool:
     if PLACEHOLDER.fullmatch(value):
         return False
-    mixed = _has_digit(value) or bool(re.search(r"[!@#$%^&*?+=~]", value[1:]))
+    mixed = _has_digit(value) or bool(re.search(r"[!@#$%^&*?+=~]", value[1:].rstrip("!?")))
     return mixed if quoted else mixed and "." not in value.strip(".") and "://" not in value
