@@ -3,11 +3,8 @@
 import dataclasses
 import pickle
 
-import pytest
-
 from eyas.data.personal import PersonalData, find
 from eyas.data.rows import Drop, Row
-from eyas.errors import ConfigError
 from eyas.privacy.finding import Finding
 from eyas.privacy.key import value_hash
 from eyas.privacy.policy import TYPES, PrivacyConfig
@@ -104,15 +101,6 @@ def test_many_rows_at_once_are_as_one_by_one():
     keep = filter_of("surrogate")
     assert keep.many(rows) == [keep(one) for one in rows]
     assert keep.many([]) == []
-
-
-def test_without_a_key_given_it_is_this_users(monkeypatch):
-    monkeypatch.setenv("EYAS_PRIVACY_KEY", "a key that nobody can guess")
-    config = PrivacyConfig(actions=NO_NAMES)
-    assert PersonalData(config)(MAILS) == PersonalData(config)(MAILS) != PersonalData(config, KEY)(MAILS)
-    monkeypatch.setenv("EYAS_PRIVACY_KEY", "short")
-    with pytest.raises(ConfigError):
-        PersonalData(config)
 
 
 def test_configs_travel_between_processes():

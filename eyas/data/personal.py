@@ -13,10 +13,7 @@ from eyas.data.rows import Drop, Row
 from eyas.privacy.cleaning import cleaned
 from eyas.privacy.detector import Detector
 from eyas.privacy.finding import Finding
-from eyas.privacy.key import privacy_key
 from eyas.privacy.policy import PrivacyConfig
-
-PersonalPolicy = PrivacyConfig
 
 
 class PersonalData:
@@ -25,11 +22,10 @@ class PersonalData:
     A row's result depends on the row, the config and the key alone.
     """
 
-    def __init__(self, config: PrivacyConfig, key: bytes | None = None) -> None:
-        """key: of hashes and surrogates; without one, this user's. Raises ConfigError (a key, a backend)."""
-        self._config = config
-        self._key = privacy_key() if key is None else key
-        self._detector = Detector(config, self._key)
+    def __init__(self, config: PrivacyConfig, key: bytes) -> None:
+        """key: of hashes and surrogates. Raises ConfigError for a backend or a recogniser that is not there."""
+        self._config, self._key = config, key
+        self._detector = Detector(config, key)
 
     def __call__(self, row: Row) -> Row | Drop:
         return self.many([row])[0]
