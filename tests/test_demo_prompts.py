@@ -64,12 +64,12 @@ def test_cleaning_finds_what_was_put_in(cleaned, monkeypatch):
     ledger = cleaned.manifest().facts["ledger"]
     assert ledger["rows_out"] > 2900
     # One or two broken rows are copies of duplicates; those with personal data may be counted under that.
-    assert recipe.NUM_DUPLICATES - 5 <= ledger["dropped"]["duplicate.exact"] <= recipe.NUM_DUPLICATES
+    assert recipe.NUM_DUPLICATES - 8 <= ledger["dropped"]["duplicate.exact"] <= recipe.NUM_DUPLICATES
     assert ledger["dropped"]["empty"] == recipe.NUM_EMPTY
     assert ledger["dropped"]["malformed"] == recipe.NUM_BROKEN
-    assert ledger["dropped"]["personal_data"] > 10
+    assert sum(count for reason, count in ledger["dropped"].items() if reason.startswith("pii.")) > 10
     assert ledger["rows_masked"] > 80
-    assert set(ledger["masked"]) == {"EMAIL_ADDRESS", "PHONE_NUMBER"}
+    assert {"EMAIL_ADDRESS", "PHONE_NUMBER"} <= set(ledger["masked"])
 
 
 def test_the_set_is_varied(cleaned, shipped):

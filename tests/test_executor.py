@@ -1,6 +1,7 @@
 """Executors: the same results in the same order wherever the work runs, and a clear end when a worker or the parent dies."""
 
 import dataclasses
+import importlib
 import itertools
 import os
 import signal
@@ -31,6 +32,7 @@ class Times:
     """Work that multiplies; `None` is a job that cannot be done, and a negative one kills its process."""
 
     factor: int
+    without = ()
 
     def ready(self):
         started = (os.getpid(), time.monotonic_ns())
@@ -47,6 +49,8 @@ class Times:
 
 @dataclasses.dataclass(frozen=True)
 class NeverReady:
+    without = ()
+
     def ready(self):
         raise ConfigError("not to be built", "give it up")
 
@@ -88,6 +92,29 @@ def test_a_killed_worker_is_a_clear_error(kind, workers):
     with kind(Times(1), workers) as executor, pytest.raises(EyasError, match="a worker process ended amid") as raised:
         list(executor.map([1, 2, -1, 4, 5, 6]))
     assert "run the same command again" in raised.value.hint
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """Work that says whether a module can be loaded."""
+
+    without = ("tabnanny",)
+
+    def ready(self):
+        def is_there(name):
+            try:
+                importlib.import_module(name)
+            except ImportError:
+                return False
+            return True
+
+        return is_there
+
+
+@pytest.mark.parametrize(("kind", "workers"), KINDS[1:])
+def test_a_worker_is_spared_what_its_work_does_without(kind, workers):
+    with kind(Loaded(), workers) as executor:
+        assert list(executor.map(["tabnanny", "wave", "json"])) == [False, True, True]
 
 
 def test_one_job_needs_no_process():

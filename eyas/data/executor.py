@@ -9,10 +9,12 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import pickle
 import signal
+import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, Protocol, Self, TypeVar
@@ -26,7 +28,13 @@ IN_FLIGHT = 2  # jobs per worker: one that it does, one that waits for it
 
 
 class Work(Protocol[JobIn, ResultOut]):
-    """Something to do, small enough to be sent to a process; `ready` builds there, once, what all jobs need."""
+    """Something to do, small enough to be sent to a process; `ready` builds there, once, what all jobs need.
+
+    without: modules that a worker's process is to be spared, though a library would load them where they are installed.
+    """
+
+    @property
+    def without(self) -> Sequence[str]: ...
 
     def ready(self) -> Callable[[JobIn], ResultOut]: ...
 
@@ -74,6 +82,19 @@ def accepted(result: Any) -> Any:
     return result
 
 
+class Sent:
+    """A work on its way to a process of its own, where modules that it does without are kept out before any other is loaded."""
+
+    def __init__(self, work: Work[Any, Any]) -> None:
+        self._without, self._work = tuple(work.without), pickle.dumps(work)
+
+    def unpacked(self) -> Worker:
+        """The worker, in its process."""
+        for name in self._without:
+            sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # as Python has it: an import of it fails
+        return Worker(pickle.loads(self._work))
+
+
 class LocalExecutor:
     """Processes of this machine, started when there is more than one job for them; with one worker, this process itself."""
 
@@ -98,7 +119,7 @@ class LocalExecutor:
             return (accepted(self._here.perform(job)) for job in every)
         # Spawned, not forked: what threads and locks this process holds stays out of the workers.
         spawn = multiprocessing.get_context("spawn")
-        self._pool = self._pool or ProcessPoolExecutor(self._workers, spawn, initializer=_begin, initargs=(self._work,))
+        self._pool = self._pool or ProcessPoolExecutor(self._workers, spawn, initializer=_begin, initargs=(Sent(self._work),))
         return self._in_processes(self._pool, every)
 
     def _in_processes(self, pool: ProcessPoolExecutor, jobs: Iterable[Any]) -> Generator[Any]:
@@ -120,11 +141,11 @@ class LocalExecutor:
 _worker: list[Worker] = []  # in a worker process, the one that it is
 
 
-def _begin(work: Work[Any, Any]) -> None:
+def _begin(sent: Sent) -> None:
     """The beginning of a worker process: it leaves Ctrl-C to its parent, and ends when its parent does, however that ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _worker.append(Worker(work))
+    _worker.append(sent.unpacked())
 
 
 def _perform(job: Any) -> Any:

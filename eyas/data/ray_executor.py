@@ -14,7 +14,7 @@ from collections.abc import Generator, Iterable
 from importlib.util import find_spec
 from typing import Any, Self
 
-from eyas.data.executor import IN_FLIGHT, Work, Worker, accepted, worker_died
+from eyas.data.executor import IN_FLIGHT, Sent, Work, accepted, worker_died
 from eyas.errors import ConfigError
 
 if find_spec("ray") is not None:
@@ -22,6 +22,17 @@ if find_spec("ray") is not None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
+
+
+class Actor:
+    """A worker as Ray keeps it."""
+
+    def __init__(self, sent: Sent) -> None:
+        self._worker = sent.unpacked()
+
+    def perform(self, job: Any) -> Any:
+        """As Worker.perform."""
+        return self._worker.perform(job)
 
 
 class RayExecutor:
@@ -38,8 +49,8 @@ class RayExecutor:
         if not ray.is_initialized():
             _connect(self._workers)
             self._started_ray = True
-        actor = ray.remote(num_cpus=1)(Worker)
-        self._actors = [actor.remote(self._work) for _ in range(self._workers)]
+        actor = ray.remote(num_cpus=1)(Actor)
+        self._actors = [actor.remote(Sent(self._work)) for _ in range(self._workers)]
         return self
 
     def __exit__(self, *error: object) -> None:
