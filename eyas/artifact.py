@@ -14,10 +14,13 @@ reads them.
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import json
+import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
@@ -26,10 +29,14 @@ import fsspec
 from fsspec.core import url_to_fs
 from pydantic import BaseModel
 
-from eyas.errors import CorruptError, InputError, MissingInputError, StorageFullError
+from eyas.errors import CorruptError, EyasError, InputError, MissingInputError, StorageFullError
 
+log = logging.getLogger(__name__)
 VERSION = "0.1.0"
 MANIFEST, DONE, IDENTITY = "manifest.json", "_DONE", "_IDENTITY"
+BLOCK_BYTES = 16 << 20  # of a file, read at a time
+RETRY_PAUSES = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # seconds
+FINAL_ANSWERS = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError, ValueError)
 WORK = "work"  # the folder of parts that are no part of the artifact
 
 
@@ -84,13 +91,50 @@ def storage_errors(url: str) -> Iterator[None]:
         raise
 
 
+class Persistent:
+    """A file system elsewhere, asked again while it is out of order: a restart or a broken line costs a pause and no work.
+
+    A file that is not there and a refusal are answers. When RETRY_PAUSES are over, EyasError.
+    """
+
+    def __init__(self, store: Any, url: str) -> None:
+        self._store, self._url = store, url
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # of this class or of nobody: pickle asks before there is a store
+            raise AttributeError(name)
+        method = getattr(self._store, name)
+        return functools.partial(self._ask, method) if callable(method) else method
+
+    def _ask(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        for pause in RETRY_PAUSES:
+            try:
+                return method(*args, **options)
+            except FINAL_ANSWERS:
+                raise
+            except Exception as error:  # each client has its own tree of errors for one thing: it did not work this time
+                what = {"url": self._url, "error": type(error).__name__, "pause_s": pause}
+                log.warning("a store does not answer", extra={"data": what})
+                time.sleep(pause)
+        try:
+            return method(*args, **options)
+        except FINAL_ANSWERS:
+            raise
+        except Exception as error:
+            raise EyasError(
+                f"{self._url} does not answer ({type(error).__name__})",
+                "see that the store runs and can be reached, and run the same command again: finished parts are kept",
+            ) from error
+
+
 class Artifact:
     """One artifact at `url` (`file://`, `s3://`, `gs://`, `memory://` or a plain path)."""
 
     def __init__(self, url: str) -> None:
         self.url = str(url).rstrip("/")
-        self._fs, self._root = url_to_fs(self.url)
-        self._local = "file" in (self._fs.protocol if isinstance(self._fs.protocol, tuple) else (self._fs.protocol,))
+        store, self._root = url_to_fs(self.url)
+        self._local = "file" in (store.protocol if isinstance(store.protocol, tuple) else (store.protocol,))
+        self._fs = store if self._local else Persistent(store, self.url)
         self._written: dict[str, File] = {}
         self._manifest: Manifest | None = None
         self.was_done = False  # what `begin` found
@@ -165,6 +209,11 @@ class Artifact:
         """Bytes [start, end) of a file, unchecked: the caller holds a checksum of the range."""
         return bytes(self._fs.cat_file(self._path(name), start=start, end=end))
 
+    def size(self, name: str) -> int:
+        """Bytes of a file, as the store has them now."""
+        self._fs.invalidate_cache()
+        return int(self._fs.info(self._path(name))["size"])
+
     def read_json(self, name: str) -> Any:
         return json.loads(self.read(name))
 
@@ -207,7 +256,7 @@ class Artifact:
         self._written.clear()
         return True
 
-    def write(self, name: str, data: bytes) -> None:
+    def write(self, name: str, data: bytes) -> File:
         """Write a file whole or not at all, and remember its checksum for the manifest."""
         path = self._path(name)
         with storage_errors(self.url):
@@ -226,7 +275,14 @@ class Artifact:
                     raise
             else:
                 self._fs.pipe_file(path, data)
-        self._written[name] = File(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+                if self.size(name) != len(data):
+                    raise EyasError(f"{self.url} kept {self.size(name)} of the {len(data)} bytes of {name}", "write it again")
+        return self.remember(name, File(bytes=len(data), sha256=hashlib.sha256(data).hexdigest()))
+
+    def remember(self, name: str, file: File) -> File:
+        """Take it that a file is this: `finish` need not read it again."""
+        self._written[name] = file
+        return file
 
     def write_json(self, name: str, value: Any) -> None:
         self.write(name, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
@@ -264,8 +320,7 @@ class Artifact:
             if name.startswith(f"{WORK}/"):
                 continue
             if name not in self._written and name not in (IDENTITY, MANIFEST, DONE):
-                data = bytes(self._fs.cat_file(self._path(name)))
-                self._written[name] = File(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+                self._written[name] = self._checksummed(name)
         self._written.pop(IDENTITY, None)
         manifest = Manifest(
             stage=stage,
@@ -284,6 +339,13 @@ class Artifact:
         self._manifest = manifest
         self.delete_work()
         return manifest
+
+    def _checksummed(self, name: str) -> File:
+        """Read a file, a block at a time."""
+        digest, size = hashlib.sha256(), self.size(name)
+        for start in range(0, size, BLOCK_BYTES):
+            digest.update(self.read_range(name, start, min(start + BLOCK_BYTES, size)))
+        return File(bytes=size, sha256=digest.hexdigest())
 
 
 class Parts:

@@ -19,7 +19,7 @@ from eyas.artifact import Artifact
 from eyas.errors import CorruptError, InputError, MissingInputError, StorageFullError
 from eyas.shards import Entry, FeatureMeta, Features, Sample, ShardWriter, decode_sample, encode_sample
 
-META = FeatureMeta(taps=(1, 2, 3), hidden_size=5, vocab_size=97, lm_head_sha256="ab", dtype="bfloat16")
+META = FeatureMeta(taps=(1, 2, 3), hidden_size=5, vocab_size=97, lm_head_sha256="ab", dtype="bfloat16", codec="raw")
 
 
 def make_sample(number: int, length: int = 0, dtype: torch.dtype = torch.bfloat16) -> Sample:
@@ -82,8 +82,9 @@ def test_every_bfloat16_survives_numpy_and_back() -> None:
     aux_hidden, last_hidden = patterns[: 12 * length].view(length, 12), patterns[12 * length :].view(length, 4)
     ids = torch.zeros(length, dtype=torch.int32)
     sample = Sample("all", ids, ids.bool(), aux_hidden, last_hidden)
-    entry = Entry(key="all", source="", shard="", start=0, length=length, sha256="")
-    assert_same(sample, decode_sample(encode_sample(sample, meta), entry, meta))
+    data = encode_sample(sample, meta)
+    entry = Entry(key="all", source="", shard="", start=0, size=len(data), length=length, sha256="")
+    assert_same(sample, decode_sample(data, entry, meta))
 
 
 @settings(max_examples=30, deadline=None)
@@ -247,4 +248,6 @@ def test_the_index_says_what_the_features_are(tmp_path: Path) -> None:
         "lm_head_sha256": "ab",
         "dtype": "bfloat16",
         "last_hidden": "post_norm",
+        "codec": "raw",
+        "teacher": "everywhere",
     }

@@ -67,6 +67,7 @@ def command(
         vocab_size=target.vocab_size,
         lm_head_sha256="",
         dtype=config.capture.store_dtype,
+        codec=config.capture.codec,
     )
     max_tokens = config.generate.max_tokens
     if prompts:

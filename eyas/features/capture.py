@@ -33,7 +33,7 @@ from eyas.log import Track, quiet
 from eyas.model.fingerprint import fingerprint
 from eyas.model.target import Target
 from eyas.records import Answer
-from eyas.shards import FeatureMeta, Sample, ShardWriter, Split
+from eyas.shards import CodecName, FeatureMeta, Sample, ShardWriter, Split
 
 Reason = Literal["cut", "template", "too_long", "no_supervised_slot"]
 BATCH_TOKENS = 4096  # of one forward, padding included
@@ -41,13 +41,16 @@ WINDOW = 256  # samples among which those of a similar length are put together
 
 
 class CaptureConfig(BaseModel):
-    """Settings of the stage. `dtype` is what the target computes in, `store_dtype` what is kept."""
+    """Settings of the stage. `dtype` is what the target computes in, `store_dtype` what is kept, `codec` and `teacher` how
+    (see shards.FeatureMeta)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     target: str
     dtype: Literal["float32", "bfloat16"] = "float32"
     store_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    codec: CodecName = "lossless"
+    teacher: Literal["everywhere", "supervised"] = "everywhere"
     samples_per_shard: int = Field(default=50, ge=1)
     held_out_share: float = Field(default=0.05, ge=0, lt=1)
 
@@ -183,6 +186,8 @@ def capture(config: CaptureConfig, answers: Artifact, output: Artifact, track: T
         vocab_size=target.config.vocab_size,
         lm_head_sha256=target.lm_head_sha256,
         dtype=config.store_dtype,
+        codec=config.codec,
+        teacher=config.teacher,
     )
     writers = {split: ShardWriter(output, split, meta, config.samples_per_shard) for split in get_args(Split)}
     done = {key for writer in writers.values() for key in writer.keys}

@@ -1,0 +1,36 @@
+"""Feature shards: samples with hidden states on disk, read one by one, or many ahead, from any store.
+
+Knows the format. Knows no model and no stage's work.
+
+    sample   what a sample is              codecs   hidden states <-> bytes
+    layout   a sample, a shard <-> bytes   writer   samples -> shards, resumed behind the last whole one
+    reader   one sample by its number      stream   many, read ahead, in an order that seed, epoch and rank give
+    cache    what was read from afar, on this disk
+"""
+
+from eyas.shards.cache import Cache
+from eyas.shards.codecs import Codec, codec_of
+from eyas.shards.layout import Entry, decode_sample, encode_sample
+from eyas.shards.reader import Features
+from eyas.shards.sample import SHARES, CodecName, FeatureMeta, Sample, Split, taught
+from eyas.shards.stream import order_of, stream
+from eyas.shards.writer import ShardWriter
+
+__all__ = [
+    "SHARES",
+    "Cache",
+    "Codec",
+    "CodecName",
+    "Entry",
+    "FeatureMeta",
+    "Features",
+    "Sample",
+    "ShardWriter",
+    "Split",
+    "codec_of",
+    "decode_sample",
+    "encode_sample",
+    "order_of",
+    "stream",
+    "taught",
+]

@@ -1,0 +1,150 @@
+"""The writer: samples of one split into shards, in order; after a killed writer it goes on behind the last whole shard.
+
+Knows when a shard is full. Does not know what a store is (artifact) nor what the bytes of a sample are (layout, codecs).
+
+It holds one shard in memory, and at the beginning of a split the samples that a codec is calibrated on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+from eyas.artifact import WORK, Artifact, File
+from eyas.errors import CorruptError
+from eyas.shards.codecs import Codec, Tables, calibrate, codec_of, needs_tables
+from eyas.shards.layout import FORMAT, Entry, encode_sample, layers_of, shard_head
+from eyas.shards.sample import FeatureMeta, Sample, Split
+
+SHARD_BYTES = 128 << 20  # a shard ends with the sample that makes it larger than this
+CALIBRATION_TOKENS = 4096
+
+
+class ShardWriter:
+    """Adds samples, then `close` writes the index.
+
+    The caller adds the same samples in the same order in every run and leaves out those whose key is in `keys`; the
+    files are then the same, byte for byte, however often the work was cut.
+    """
+
+    def __init__(self, artifact: Artifact, split: Split, meta: FeatureMeta, samples_per_shard: int = 50) -> None:
+        """Raises CorruptError for a shard that is there and cannot be read."""
+        self._artifact, self._split, self._meta = artifact, split, meta
+        self._samples_per_shard = samples_per_shard
+        self._entries: list[Entry] = []
+        self._num_shards = 0
+        self._pending: list[tuple[Entry, bytes]] = []
+        self._uncoded: list[Sample] = []
+        self._tables: Tables | None = None
+        while self._is_whole(self._shard_name):
+            self._entries += self._read_head(self._shard_name)
+            self._num_shards += 1
+        self._codec: Codec | None = None
+        if self._tables is not None or not needs_tables(meta.codec):
+            self._codec = codec_of(meta, self._tables)
+        self.keys = {entry.key for entry in self._entries}
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def _shard_name(self) -> str:
+        return f"{self._split}-{self._num_shards:05d}.safetensors"
+
+    def add(self, sample: Sample) -> None:
+        """Append a sample. Raises StorageFullError; whole shards are kept."""
+        assert sample.key not in self.keys, f"sample {sample.key} twice"
+        self.keys.add(sample.key)
+        if self._codec is not None:
+            self._append(sample, self._codec)
+            return
+        self._uncoded.append(sample)
+        if sum(len(one.token_ids) for one in self._uncoded) >= CALIBRATION_TOKENS:
+            self._calibrate()
+
+    def close(self) -> None:
+        """Write what is pending, then the index of all shards."""
+        if self._uncoded:
+            self._calibrate()
+        if self._pending:
+            self._flush()
+        index = {
+            "format": FORMAT,
+            "meta": self._meta.model_dump(),
+            "tables": self._tables.to_text() if self._tables else "",
+            "samples": [entry.model_dump() for entry in self._entries],
+        }
+        self._artifact.write_json(index_name(self._split), index)
+
+    def _calibrate(self) -> None:
+        """Make the codec from the samples that waited for it, and append them."""
+        self._tables = calibrate(self._meta.codec, [layers_of(sample, self._meta) for sample in self._uncoded])
+        self._codec = codec_of(self._meta, self._tables)
+        waiting, self._uncoded = self._uncoded, []
+        for sample in waiting:
+            self._append(sample, self._codec)
+
+    def _append(self, sample: Sample, codec: Codec) -> None:
+        data = encode_sample(sample, self._meta, codec)
+        start = sum(len(earlier) for _, earlier in self._pending)
+        entry = Entry(
+            key=sample.key,
+            source=sample.source,
+            shard=self._shard_name,
+            start=start,
+            size=len(data),
+            length=len(sample.token_ids),
+            sha256=hashlib.sha256(data).hexdigest(),
+        )
+        self._pending.append((entry, data))
+        if len(self._pending) == self._samples_per_shard or start + len(data) >= SHARD_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        """The shard, then a note of what it is: a run that goes on need not read it again for its checksum."""
+        name, entries = self._shard_name, [entry for entry, _ in self._pending]
+        head = shard_head(entries, self._meta, self._tables)
+        written = self._artifact.write(name, b"".join([head, *(data for _, data in self._pending)]))
+        self._artifact.write(_note_name(name), written.model_dump_json().encode())
+        self._entries += [_moved(entry, len(head)) for entry in entries]
+        self._num_shards += 1
+        self._pending.clear()
+
+    def _is_whole(self, name: str) -> bool:
+        """Is the shard there, in the length that its note says, if it has one?"""
+        if not self._artifact.exists(name):
+            return False
+        if self._artifact.exists(_note_name(name)):
+            note = File.model_validate_json(self._artifact.read(_note_name(name)))
+            self._artifact.remember(name, note)
+        return True
+
+    def _read_head(self, name: str) -> list[Entry]:
+        try:
+            size = int.from_bytes(self._artifact.read_range(name, 0, 8), "little")
+            own = json.loads(self._artifact.read_range(name, 8, 8 + size))["__metadata__"]
+            entries = [_moved(Entry.model_validate(entry), 8 + size) for entry in json.loads(own["samples"])]
+            if needs_tables(self._meta.codec):
+                self._tables = Tables.from_text(own["tables"], self._meta.hidden_size)
+            if self._artifact.size(name) != entries[-1].start + entries[-1].size:
+                raise ValueError("the shard has another length than its header says")
+            return entries
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise CorruptError(
+                f"{self._artifact.url}/{name} has no readable header, or not the bytes that it speaks of",
+                "delete the file and run `eyas capture` again",
+            ) from error
+
+
+def index_name(split: Split) -> str:
+    """Where the places of a split's samples are."""
+    return f"{split}.index.json"
+
+
+def _note_name(shard: str) -> str:
+    return f"{WORK}/{shard}.json"
+
+
+def _moved(entry: Entry, by: int) -> Entry:
+    """From offsets after the header to offsets in the file."""
+    return entry.model_copy(update={"start": entry.start + by})
