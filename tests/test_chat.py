@@ -128,7 +128,7 @@ def test_whatever_was_said_the_mask_is_exact_or_refused(chats: dict[str, Chat], 
 def test_awkward_answers(chats: dict[str, Chat], answer: str) -> None:
     chat = chats["chatml"]
     ids, mask = chat.answered(said("Hi", answer))
-    rendered = chat._tokenizer.decode([token for token, kept in zip(ids, mask, strict=True) if kept])
+    rendered = chat._tokens.spelled([token for token, kept in zip(ids, mask, strict=True) if kept])
     assert rendered == answer + "<|im_end|>"
 
 

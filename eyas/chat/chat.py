@@ -1,0 +1,198 @@
+"""Chat: the tokenizer and the chat template of a target, and the exact mask of an answer or the reason why there is none.
+
+Stock templates carry no generation tag (EAGLE3.md, section 3), so the answer is found in two ways that have nothing but the
+rendered text in common; they must agree token for token, on every answer. Knows no model and no stage.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from eyas.chat.disagreement import MaskDisagreement
+from eyas.chat.examination import examine, frame_of
+from eyas.chat.prefixes import Find, by_another, by_spelling, everything, mask_by_prefixes
+from eyas.chat.spans import mask_by_spans
+from eyas.chat.stream import TextStream
+from eyas.chat.template import Template
+from eyas.chat.tokens import Rendered, Tokens, Untrusted, pattern_of, shield_for, shielded, strings
+from eyas.chat.turn import Turn, Wording
+from eyas.errors import TemplateError
+
+Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
+
+
+class Chat:
+    """Tokenizer and chat template of the target in `folder` (Hugging Face's form, local files only).
+
+    `date`: what a template that prints today's date is to print; None is the clock, as a server has it. Data stages fix
+    it, or the same conversation would have other tokens tomorrow. `options`: variables that the template looks at
+    (enable_thinking), as a server is given them.
+
+    Raises MissingInputError (no tokenizer), TemplateError (no chat template, or one that cannot be trusted: see
+    `examination`) and MaskDisagreement.
+    """
+
+    def __init__(self, folder: str | Path, date: datetime.date | None = None, options: Mapping[str, Any] | None = None) -> None:
+        self.folder = str(folder)
+        self._tokens = Tokens(self.folder)
+        self.eos_token_ids = self._tokens.end_ids
+        self._template = Template(self._tokens.tokenizer, self.folder, date, options or {})
+        try:
+            self._frame, own = frame_of(self._template, self._tokens)
+            # What an answer must not hold: a target may well write control tokens that are not of the template's frame (one
+            # that begins a tool call), but never those.
+            self._framing = pattern_of((*own, *self._tokens.ends))
+            examine(self._turn, self._tokens.bos_id)
+        except Untrusted as what:
+            raise self._distrust(what) from what
+
+    # Messages to tokens
+
+    def render(self, messages: Messages, add_generation_prompt: bool = False, tools: Tools | None = None) -> str:
+        """The conversation as text. Raises TemplateError when the template refuses it (roles that do not alternate, ...)."""
+        return self._template.render(messages, add_generation_prompt, tools)
+
+    def prompt_ids(self, messages: Messages, tools: Tools | None = None) -> list[int]:
+        """The tokens that the target goes on from: all messages and the opening of the assistant's turn.
+
+        What messages say is text: a control token's name in them is spelled, not obeyed (see `control_text`).
+        """
+        try:
+            messages, tools, shield = self._shielded(messages, tools)
+            return self._tokens.encode(Rendered(self._template.render(messages, True, tools), shield)).ids
+        except Untrusted as what:
+            raise self._distrust(what) from what
+
+    def control_text(self, messages: Messages, tools: Tools | None = None) -> list[str]:
+        """The control tokens whose names messages hold as text, sorted; nearly always none.
+
+        Other servers (SGLang, vLLM) obey them. An answer of theirs to such messages is not an answer to these tokens.
+        """
+        of_tools = [name for tool in tools or () for text in strings(tool) for name in self._tokens.control.findall(text)]
+        of_messages = [
+            name for one in messages for text in strings(one) for name in self._names_that_are_text(one).findall(text)
+        ]
+        return sorted({*of_messages, *of_tools})
+
+    def _names_that_are_text(self, message: Mapping[str, Any]) -> re.Pattern[str]:
+        return self._framing if message["role"] == "assistant" else self._tokens.control
+
+    def answered(
+        self, messages: Messages, finish_reason: str = "stop", tools: Tools | None = None
+    ) -> tuple[list[int], list[bool]]:
+        """Tokens [T] and loss mask [T] of a conversation whose last message is the target's answer; see `turn`."""
+        turn = self.turn(messages, finish_reason, tools)
+        return turn.ids, turn.mask
+
+    def turn(self, messages: Messages, finish_reason: str = "stop", tools: Tools | None = None) -> Turn:
+        """A conversation whose last message is the target's answer, as the server saw it.
+
+        The mask is true on the answer's tokens and, with finish_reason "stop", on its end-of-turn token; what the template
+        adds around them (a line break after the turn, an empty thinking block) is the server's, not the target's.
+
+        Raises TemplateError when there is no exact mask: the rendered text does not hold the answer as written, or some turn
+        before it; the tokens before it are not `prompt_ids`; the template prints today's date and none was given. Raises
+        MaskDisagreement when the two ways give two masks: a fault of ours, at which a run is to stop.
+        """
+        if self._template.needs_a_date:
+            raise TemplateError(
+                f"the chat template of {self.folder} prints today's date: a row made with it has other tokens tomorrow",
+                "give the day on which the target answered",
+            )
+        try:
+            turn = self._turn(messages, tools)
+        except Untrusted as what:
+            raise self._distrust(what) from what
+        if finish_reason != "stop":
+            turn.mask[len(turn.mask) - 1 - turn.mask[::-1].index(True)] = False
+        return turn
+
+    def turns(self, messages: Messages, tools: Tools | None = None) -> Iterable[Turn]:
+        """Every answer of a conversation with what came before it, one after the other. Raises what `turn` raises."""
+        for at, message in enumerate(messages):
+            if message["role"] == "assistant":
+                yield self.turn(messages[: at + 1], tools=tools)
+
+    def _turn(self, messages: Messages, tools: Tools | None = None) -> Turn:
+        assert messages[-1]["role"] == "assistant"
+        if not isinstance(messages[-1].get("content") or "", str):
+            raise Untrusted("has no one text for an answer in several parts")
+        messages, tools, shield = self._shielded(messages, tools)
+        wording = Wording.of(messages[-1])
+        prompt = Rendered(self._template.render(messages[:-1], True, tools), shield)
+        whole = Rendered(self._template.render(messages, False, tools), shield)
+        _expect_every_turn(messages[:-1], prompt.text)
+        prompt_ids = self._tokens.encode(prompt).ids
+        encoded = self._tokens.encode(whole)
+        first = mask_by_spans(prompt, whole, encoded, wording, self._frame)
+        find = self._finder(messages, tools, wording, prompt_ids, shield)
+        second = mask_by_prefixes(prompt_ids, encoded.ids, self.eos_token_ids, find)
+        if first != second:
+            raise MaskDisagreement(self.folder, encoded, first, second)
+        return Turn(encoded, first, len(prompt_ids))
+
+    def _finder(
+        self, messages: Messages, tools: Tools | None, wording: Wording, prompt_ids: list[int], shield: str | None
+    ) -> Find:
+        """How the second way finds this answer among the tokens after the prompt."""
+        if wording.text is not None:
+            text = wording.text.replace(shield, "") if shield else wording.text
+            return by_spelling((text, self._tokens.normalized(text)), self._tokens.spelled)
+        if wording.has_reasoning:
+            return everything
+        other = [*messages[:-1], {"role": "assistant", "content": "Yes"}]
+        ids = self._tokens.encode(Rendered(self._template.render(other, False, tools), shield)).ids
+        return by_another(ids[len(prompt_ids) :], self.eos_token_ids)
+
+    def _shielded(self, messages: Messages, tools: Tools | None) -> tuple[Messages, Tools | None, str | None]:
+        """Messages and tools in which no control token's name is whole, and the character that breaks them; None: there were
+        none, as nearly always."""
+        if not self.control_text(messages, tools):
+            return messages, tools, None
+        shield = shield_for(text for value in (*messages, *(tools or ())) for text in strings(value))
+        guarded = [shielded(message, self._names_that_are_text(message), shield) for message in messages]
+        return guarded, shielded(tools, self._tokens.control, shield) if tools else tools, shield
+
+    def _distrust(self, what: Untrusted) -> TemplateError:
+        return TemplateError(
+            f"the chat template of {self.folder} {what}",
+            "check chat_template in that folder, and eos_token_id in its generation_config.json or config.json",
+        )
+
+    # Tokens to text
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of tokens; special tokens are left out, everything else is kept as it is."""
+        return self._tokens.decode(ids)
+
+    def stream(self) -> TextStream:
+        """A new incremental `decode`."""
+        return TextStream(self.decode)
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokens.encode(Rendered(text)).ids
+
+
+def _expect_every_turn(messages: Messages, prompt: str) -> None:
+    """Raise Untrusted unless the prompt holds all that users and tools said, in its order, and every system prompt.
+
+    White space around a text may go (Llama 3 trims), and a tool's result may be written as JSON. Answers of earlier turns may
+    lose their thoughts: they are checked where they are last."""
+    at = 0
+    for message in messages:
+        text = message.get("content")
+        if message["role"] == "assistant" or not isinstance(text, str):
+            continue
+        written = (text.strip(), json.dumps(text, ensure_ascii=False)[1:-1])
+        found = [(prompt.find(one, at if message["role"] != "system" else 0), len(one)) for one in written]
+        begin, length = next(((begin, length) for begin, length in found if begin >= 0), (-1, 0))
+        if begin < 0:
+            raise Untrusted("leaves out a message, changes it, or moves it")
+        if message["role"] != "system":
+            at = begin + length

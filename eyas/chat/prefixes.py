@@ -1,0 +1,87 @@
+"""The second way to a mask: the conversation's tokens up to the answer, its tokens with it, and what lies between them.
+
+Knows tokens and how they are spelled. Looks at no character offsets and at no rendered text: that is the first way (spans).
+
+    prompt    [p0 p1 p2 p3]
+    ids       [p0 p1 p2 p3 o0 a0 a1 a2 e n]     e: the first end token after the prompt
+    spelled                  `------'           the fewest tokens before e that spell the answer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from eyas.chat.tokens import Untrusted
+
+Spell = Callable[[list[int]], str]
+Find = Callable[[list[int]], tuple[int, int]]
+
+
+def mask_by_prefixes(prompt: list[int], ids: list[int], ends: Sequence[int], find: Find) -> list[bool]:
+    """Mask [T] of the answer that ends the conversation `ids`, and of its end token.
+
+    prompt: the tokens that the target went on from. find: where the answer is among the tokens after the prompt and before
+    its end token. Raises Untrusted when `ids` do not begin with the prompt's tokens, or has no end token after them.
+    """
+    first = len(prompt)
+    if ids[:first] != prompt:
+        raise Untrusted("joins the prompt and the answer into one token, or does not render an answer as the target wrote it")
+    end = next((at for at in range(first, len(ids)) if ids[at] in ends), None)
+    if end is None:
+        raise Untrusted("does not end an answer with a token that ends the target's output (eos_token_id)")
+    start, stop = find(ids[first:end])
+    return [first + start <= at < first + stop or at == end for at in range(len(ids))]
+
+
+def by_spelling(answers: tuple[str, ...], spell: Spell) -> Find:
+    """Finds the fewest tokens that spell one of `answers` (as written, and as the tokenizer normalizes it), with nothing but
+    white space after them. A token that spells the answer's beginning and the end of what is before it counts too."""
+
+    def find(ids: list[int]) -> tuple[int, int]:
+        stop = len(ids)
+        while not spell(ids[:stop]).endswith(answers):
+            stop -= 1
+            if stop < 0 or spell(ids[stop:]).strip():
+                raise Untrusted("does not render an answer as the target wrote it")
+        text = spell(ids[:stop])
+        for start in range(stop + 1):
+            before = spell(ids[:start])
+            if any(before + answer == text for answer in answers):
+                return start, stop
+            if len(before) > len(text) - min(map(len, answers)):
+                break
+        return _last_that_spells(ids, stop, answers, spell), stop
+
+    return find
+
+
+def _last_that_spells(ids: list[int], stop: int, answers: tuple[str, ...], spell: Spell) -> int:
+    """The last start from which tokens to `stop` end in an answer: one token holds its beginning and what is before it."""
+    start = 0
+    while start < stop and spell(ids[start + 1 : stop]).endswith(answers):
+        start += 1
+    return start
+
+
+def by_another(another: Sequence[int], ends: Sequence[int]) -> Find:
+    """Finds what is not the same when another answer is in its place; for answers whose text the template makes up.
+
+    another: the tokens after the prompt when the other answer, with no word in common, is in the answer's place.
+    """
+    other = list(another[: next((at for at, token in enumerate(another) if token in ends), len(another))])
+
+    def find(ids: list[int]) -> tuple[int, int]:
+        start = _num_common(ids, other)
+        return start, len(ids) - min(_num_common(ids[::-1], other[::-1]), len(ids) - start)
+
+    return find
+
+
+def everything(ids: list[int]) -> tuple[int, int]:
+    """Finds all of the tokens: for answers with their own reasoning, before which a template puts nothing."""
+    return 0, len(ids)
+
+
+def _num_common(first: Sequence[int], second: Sequence[int]) -> int:
+    pairs = zip(first, second, strict=False)
+    return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))

@@ -1,0 +1,84 @@
+"""The first way to a mask: the characters of the answer in the rendered text, then the tokens that stand for them.
+
+Knows texts and offsets. Compares no tokens with tokens: that is the second way (prefixes).
+
+    whole     <turn>user\nHi<end>\n<turn>assistant\n<thoughts></thoughts>Hello!<end>\n
+    prompt    `------------------------------------'
+    opening                                         `-------------------'
+    answer                                                               `----'
+    end token                                                                  `---'
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from eyas.chat.tokens import Rendered, Untrusted
+from eyas.chat.turn import Encoded, Wording
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What the template puts around an answer: opening after the prompt (an empty thinking block, or nothing), closing
+    before the end token (a space, or nothing), and the texts of the tokens that may end it."""
+
+    opening: str
+    closing: str
+    ends: tuple[str, ...]
+
+
+def mask_by_spans(prompt: Rendered, whole: Rendered, encoded: Encoded, wording: Wording, frame: Frame) -> list[bool]:
+    """Mask [T] of the answer that ends `whole`, and of its end token.
+
+    prompt: the text that the target went on from. encoded: the tokens of `whole`, without its shields. Raises Untrusted when
+    the text does not hold the answer in its place as it was written, or when a token stands for the answer and for more.
+    """
+    if not whole.text.startswith(prompt.text):
+        raise Untrusted("rewrites the prompt once an answer follows, or does not render an answer as the target wrote it")
+    begin = len(prompt.text)
+    end = min((at for at in (whole.text.find(name, begin) for name in frame.ends) if at >= 0), default=None)
+    if end is None:
+        raise Untrusted("does not end an answer with a token that ends the target's output (eos_token_id)")
+    start, stop = _answer(whole.text[begin:end], wording, frame)
+    start, stop, end = (_unshielded(whole, begin + at) for at in (start, stop, end - begin))
+    return _tokens_of(encoded, start, stop, end)
+
+
+def _answer(body: str, wording: Wording, frame: Frame) -> tuple[int, int]:
+    """Where the answer is in what lies between the prompt and the end token."""
+    if not all(part in body for part in wording.parts):
+        raise Untrusted("leaves out reasoning or a tool call of an answer")
+    if wording.text is None:
+        start = 0 if wording.has_reasoning or not body.startswith(frame.opening) else len(frame.opening)
+        if not body.endswith(frame.closing):
+            raise Untrusted("does not render an answer as the target wrote it")
+        return start, len(body) - len(frame.closing)
+    for opening in ("", frame.opening):  # right after the prompt, or after what the template opens every answer with
+        if body == opening + wording.text + frame.closing:
+            return len(opening), len(opening) + len(wording.text)
+    raise Untrusted("does not render an answer as the target wrote it")
+
+
+def _unshielded(rendered: Rendered, at: int) -> int:
+    return at - rendered.text.count(rendered.shield, 0, at) if rendered.shield else at
+
+
+def _tokens_of(encoded: Encoded, start: int, stop: int, end: int) -> list[bool]:
+    """The tokens that overlap characters [start, stop), and the one that starts at `end`."""
+    mask = [False] * len(encoded.ids)
+    spans = encoded.offsets
+    at = bisect_left(spans, start, key=lambda span: span[1])
+    while at < len(spans) and spans[at][1] <= start:
+        at += 1
+    while at < len(spans) and spans[at][0] < stop:
+        if spans[at][1] > stop:
+            raise Untrusted("joins the answer and the end of its turn into one token")
+        mask[at] = True
+        at += 1
+    while at < len(spans) and spans[at][0] < end:
+        at += 1
+    if at == len(spans) or spans[at][0] != end:
+        raise Untrusted("joins the answer and the end of its turn into one token")
+    mask[at] = True
+    return mask

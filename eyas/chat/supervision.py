@@ -1,0 +1,52 @@
+"""The mask options: which tokens a head learns to draft, given which tokens the target wrote. Pure functions over lists.
+
+Slot t of a head takes the feature of x_t and the token x_{t+1}, and drafts x_{t+2}. Three sets of slots are in use (EAGLE3.md,
+section 3); here each is told by the tokens drafted, s = t + 2.
+
+    tokens              [u  :  a1 a2 a3 e  n  u ]       a1 a2 a3 e: written by the target
+    mask                [0  0  1  1  1  1  0  0 ]
+    serving             [.  .  .  a2 a3 e  .  . ]       mask[t+1] and mask[t+2]: what serving asks of a head
+    t                   [.  .  .  .  a3 e  n  u ]       EAGLE, SpecForge: the first draft of every answer is missed
+    t+1                 [.  .  .  a2 a3 e  n  . ]       NeMo, speculators: one token more than the target wrote
+
+The first token of an answer is never drafted: the target's prefill gives it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+MaskOption = Literal["serving", "t", "t+1"]
+OPTIONS: tuple[MaskOption, ...] = get_args(MaskOption)
+Kind = Literal["drafted", "missed", "beyond", "given", "context"]
+MEANING: dict[Kind, str] = {
+    "drafted": "supervised, and drafted when serving",
+    "missed": "drafted when serving, but not supervised",
+    "beyond": "supervised, but never drafted when serving",
+    "given": "the target's, never drafted",
+    "context": "not the target's",
+}
+
+
+def supervised(mask: list[bool], option: MaskOption) -> list[bool]:
+    """[T], true on the tokens that a head is trained to draft. mask [T]: the tokens that the target wrote."""
+    before, before_that = [False, *mask][: len(mask)], [False, False, *mask][: len(mask)]
+    if option == "t":
+        return before_that
+    can_be_drafted = [position >= 2 for position in range(len(mask))]
+    if option == "t+1":
+        return [one and can for one, can in zip(before, can_be_drafted, strict=True)]
+    return [one and own and can for one, own, can in zip(before, mask, can_be_drafted, strict=True)]
+
+
+def kinds(mask: list[bool], option: MaskOption) -> list[Kind]:
+    """What each token [T] is to a head trained under this option, measured by what serving asks."""
+
+    def kind(own: bool, asked: bool, trained: bool) -> Kind:
+        if asked:
+            return "drafted" if trained else "missed"
+        if trained:
+            return "beyond"
+        return "given" if own else "context"
+
+    return [kind(*one) for one in zip(mask, supervised(mask, "serving"), supervised(mask, option), strict=True)]

@@ -1,0 +1,184 @@
+"""The target's tokenizer: text to tokens with their characters, and tokens to text. Knows no template and no role.
+
+A control token is one that the tokenizer marks as special. The template writes them as text, so a user's `<end of turn>`
+would be read as the real one. Here it is not: what people wrote is `shielded` before it goes into the template, by a
+character that is no character (Unicode's non-characters) inside each control token's name. What the template then writes
+has its own control tokens whole; the tokenizer takes the text between them apart as plain text, the shield removed.
+Added tokens that are not special (a thinking tag, say) are words like others: servers read them so, and so does this.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+from eyas.chat.turn import Encoded
+from eyas.errors import MissingInputError
+
+_SHIELDS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
+
+
+class Untrusted(Exception):
+    """What is wrong with a template or a text, as the end of a sentence about the template. Chat makes an error of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A text from the template. shield: what breaks the control tokens that people wrote; None where there are none."""
+
+    text: str
+    shield: str | None = None
+
+
+class Tokens:
+    """The tokenizer in `folder`. Raises MissingInputError."""
+
+    def __init__(self, folder: str) -> None:
+        if not Path(folder).is_dir():
+            raise MissingInputError(f"no folder at {folder}", "give a target's folder in Hugging Face's form")
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError) as error:
+            first_line = str(error).splitlines()[0]
+            raise MissingInputError(
+                f"{folder} has no tokenizer that can be read: {first_line}",
+                "put the target's tokenizer files beside its weights",
+            ) from error
+        if not self.tokenizer.is_fast:
+            raise MissingInputError(f"{folder} has no fast tokenizer", "add its tokenizer.json: character offsets need it")
+        self._backend: Tokenizer = self.tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        special = {number: str(token) for number, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        self.control_ids = frozenset(special)
+        self.control = pattern_of(special.values())
+        self.end_ids = _end_tokens(Path(folder), self.tokenizer.eos_token_id)
+        self.ends = tuple(str(self.tokenizer.convert_ids_to_tokens(number)) for number in self.end_ids)
+
+    @property
+    def bos_id(self) -> int | None:
+        """The token that begins a text, where the tokenizer has one."""
+        number: int | None = self.tokenizer.bos_token_id
+        return number
+
+    def normalized(self, text: str) -> str:
+        """A text as the tokenizer takes it before it cuts it up (Qwen's composes accents)."""
+        normalizer = self._backend.normalizer
+        return text if normalizer is None else str(normalizer.normalize_str(text))
+
+    # Text to tokens
+
+    def encode(self, rendered: Rendered) -> Encoded:
+        """Its tokens, and their characters in the text without shields.
+
+        Raises Untrusted when a control token comes out that nobody wrote, or when the text between control tokens is not
+        tokenized on its own, so that it cannot be kept from being read as one.
+        """
+        if rendered.shield is None:
+            encoding = self._backend.encode(rendered.text, add_special_tokens=False)
+            found = sum(map(self.control_ids.__contains__, encoding.ids))
+            if found > len(self.control.findall(rendered.text)):
+                raise Untrusted("meets a tokenizer that makes control tokens of other text")
+            return Encoded(rendered.text, encoding.ids, encoding.offsets)
+        whole = self._backend.encode(rendered.text, add_special_tokens=False)
+        if self._piecewise(rendered.text, None).ids != whole.ids:
+            raise Untrusted("meets a tokenizer that cannot take a control token's name in a message for plain text")
+        return self._piecewise(rendered.text, rendered.shield)
+
+    def _piecewise(self, text: str, shield: str | None) -> Encoded:
+        """Control tokens one by one and the text between them as plain text, `shield` removed."""
+        made = Encoded("", [], [])
+        at = 0
+        for found in self.control.finditer(text):
+            made = self._joined(made, text[at : found.start()], shield)
+            number = self.tokenizer.convert_tokens_to_ids(found.group())
+            span = (len(made.text), len(made.text) + len(found.group()))
+            made = Encoded(made.text + found.group(), [*made.ids, number], [*made.offsets, span])
+            at = found.end()
+        return self._joined(made, text[at:], shield)
+
+    def _joined(self, made: Encoded, text: str, shield: str | None) -> Encoded:
+        plain = text.replace(shield, "") if shield else text
+        encoding = self._plain_backend.encode(plain, add_special_tokens=False)
+        begin = len(made.text)
+        offsets = [(begin + start, begin + stop) for start, stop in encoding.offsets]
+        return Encoded(made.text + plain, made.ids + encoding.ids, made.offsets + offsets)
+
+    @cached_property
+    def _plain_backend(self) -> Tokenizer:
+        """The tokenizer that reads no control token out of text."""
+        plain = copy.deepcopy(self._backend)
+        plain.encode_special_tokens = True
+        return plain
+
+    # Tokens to text
+
+    def spelled(self, ids: list[int]) -> str:
+        """The text of tokens, control tokens included, changed by nothing."""
+        return str(self._backend.decode(ids, skip_special_tokens=False))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of tokens; special tokens are left out, everything else is kept as it is."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def pattern_of(names: Iterable[str]) -> re.Pattern[str]:
+    """Matches any of the names, the longest first; nothing where there are none."""
+    ordered = sorted((name for name in names if name), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, ordered)) if ordered else r"(?!)")
+
+
+def strings(value: Any) -> Iterator[str]:
+    """All strings in a value of JSON, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield key
+            yield from strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from strings(item)
+
+
+def shield_for(texts: Iterable[str]) -> str:
+    """A character that none of the texts holds. Raises Untrusted where they hold all that could serve."""
+    used = set().union(*map(set, texts))
+    free = next((shield for shield in _SHIELDS if shield not in used), None)
+    if free is None:
+        raise Untrusted("cannot keep apart control tokens from a text with every non-character of Unicode")
+    return free
+
+
+def shielded(value: Any, control: re.Pattern[str], shield: str) -> Any:
+    """A copy of a value of JSON with each control token's name in its strings broken after its first character."""
+    if isinstance(value, str):
+        while found := control.findall(value):
+            if min(map(len, found)) == 1:
+                raise Untrusted("has a control token of one character, which a message holds")
+            value = control.sub(lambda name: name.group()[0] + shield + name.group()[1:], value)
+        return value
+    if isinstance(value, Mapping):
+        return {shielded(key, control, shield): shielded(item, control, shield) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [shielded(item, control, shield) for item in value]
+    return value
+
+
+def _end_tokens(folder: Path, fallback: int | None) -> tuple[int, ...]:
+    """The tokens that end the target's output, where an engine looks for them: generation config, config, tokenizer."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        ends = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        if ends is not None:
+            return tuple(ends) if isinstance(ends, list) else (ends,)
+    return () if fallback is None else (fallback,)
