@@ -29,7 +29,6 @@ from eyas.privacy.recognizer import Recognizer
 from eyas.privacy.secrets import api_keys, passwords, private_keys
 from eyas.privacy.wallets import wallets
 
-WEAKEST = 0.4  # score of Presidio's own recognisers
 WINDOW, OVERLAP = 2000, 250  # characters; long texts are searched in pieces that share more than any value needs
 WHOLE_TYPES = ("PRIVATE_KEY", "API_KEY", "PASSWORD", "URL_CREDENTIALS", "URL", "STREET_ADDRESS", "PERSON", "LOCATION")
 LIBRARIES = ("presidio-analyzer", "phonenumbers", "python-stdnum", "detect-secrets", "tldextract")
@@ -79,8 +78,7 @@ class LocalSearch:
     """Presidio's engine with our recognisers, in this process."""
 
     def __init__(self, types: Sequence[str], config: PrivacyConfig) -> None:
-        self._pieces = [type for type in types if type not in WHOLE_TYPES]
-        self._whole = [type for type in types if type in WHOLE_TYPES]
+        self._types = list(types)
         self._engine = _engine(config.names, config.ner, config.ner_score)
 
     def __call__(self, texts: Sequence[str]) -> list[list[Finding]]:
@@ -91,15 +89,18 @@ class LocalSearch:
         gives a pattern up with no more than a line in the log. Keys may be longer than a piece, and names are found again
         by what else the text holds; what finds them takes time that grows with the length only.
         """
-        findings = self._run(text, 0, self._whole, 0.0)
-        for start in range(0, max(len(text) - OVERLAP, 1), WINDOW):
-            findings += self._run(text[start : start + WINDOW + OVERLAP], start, self._pieces, WEAKEST)
+        if len(text) <= WINDOW + OVERLAP:
+            return self._run(text, 0, self._types)
+        findings = self._run(text, 0, [type for type in self._types if type in WHOLE_TYPES])
+        rest = [type for type in self._types if type not in WHOLE_TYPES]
+        for start in range(0, len(text) - OVERLAP, WINDOW):
+            findings += self._run(text[start : start + WINDOW + OVERLAP], start, rest)
         return findings
 
-    def _run(self, piece: str, offset: int, types: list[str], least: float) -> list[Finding]:
+    def _run(self, piece: str, offset: int, types: list[str]) -> list[Finding]:
         if not types or not piece:
             return []
-        results = self._engine.analyze(piece, language="en", entities=types, score_threshold=least)
+        results = self._engine.analyze(piece, language="en", entities=types, score_threshold=0.0)
         return [Finding(result.entity_type, offset + result.start, offset + result.end) for result in results]
 
 

@@ -34,6 +34,7 @@ MAYBE_CARD = re.compile(r"\d{4}[ -]?\d{4}")
 SSN = re.compile(r"(?<![\w.-])(\d{3})([- .])(\d{2})\2(\d{4})(?![\w-]|\.\d)")
 BARE_SSN = re.compile(r"(?<![\w.-])(\d{3})(\d{2})(\d{4})(?![\w-]|\.\d)")
 SSN_CUE = re.compile(r"\bssn\b|\bsocial[ -]security\b", re.I)
+WEAKEST = 0.4  # score of Presidio's own patterns
 CUE_DISTANCE = 40  # characters between a cue and what it speaks of
 
 URL = re.compile(r"(?<![\w@])(?:(?:https?|ftp|wss?)://[\w\[]|www\.\w)[^\s<>\"'`{}|\\^]*", re.I)
@@ -91,13 +92,18 @@ def links(text: str) -> Iterator[Place]:
         yield "URL_CREDENTIALS" if TOKEN_IN_URL.search(link) else "URL", match.start(), match.start() + len(link)
 
 
+def sure(results: list[RecognizerResult]) -> list[RecognizerResult]:
+    """Without the patterns that Presidio wants confirmed by words beside them."""
+    return [result for result in results if result.score >= WEAKEST]
+
+
 class Emails(EmailRecognizer):  # type: ignore[misc]
     """Presidio's, with the installed list of public suffixes in place of one fetched and cached."""
 
     _extract = tldextract.TLDExtract(suffix_list_urls=(), cache_dir=None)
 
     def analyze(self, text: str, *args: Any, **kwargs: Any) -> list[RecognizerResult]:
-        return super().analyze(text, *args, **kwargs) if "@" in text else []
+        return sure(super().analyze(text, *args, **kwargs)) if "@" in text else []
 
     def validate_result(self, pattern_text: str) -> bool:
         return bool(self._extract(pattern_text).suffix)
@@ -110,7 +116,7 @@ class Ibans(IbanRecognizer):  # type: ignore[misc]
         super().__init__(regex_flags=re.IGNORECASE)
 
     def analyze(self, text: str, *args: Any, **kwargs: Any) -> list[RecognizerResult]:
-        return super().analyze(text, *args, **kwargs) if MAYBE_IBAN.search(text) else []
+        return sure(super().analyze(text, *args, **kwargs)) if MAYBE_IBAN.search(text) else []
 
     def validate_result(self, pattern_text: str) -> bool | None:
         valid: bool | None = super().validate_result(pattern_text) if pattern_text.isascii() else False
@@ -121,7 +127,7 @@ class IpAddresses(IpRecognizer):  # type: ignore[misc]
     """Presidio's, without private, local and documentation addresses, which are nobody's, and names such as `bad::cafe`."""
 
     def analyze(self, text: str, *args: Any, **kwargs: Any) -> list[RecognizerResult]:
-        return super().analyze(text, *args, **kwargs) if MAYBE_IP.search(text) else []
+        return sure(super().analyze(text, *args, **kwargs)) if MAYBE_IP.search(text) else []
 
     def invalidate_result(self, pattern_text: str) -> bool:
         if super().invalidate_result(pattern_text) or not re.search(r"\d", pattern_text):
