@@ -125,8 +125,7 @@ def evaluate(
     by_source: dict[str, Tally] = {}
     totals = [0, 0, 0]
     done = 0
-    for numbers in plan_batches(source.lengths, config.batch_tokens, "eval"):
-        samples = [source[number] for number in numbers]
+    for samples in source.batches(plan_batches(source.lengths, config.batch_tokens, "eval")):
         measured = measure(loaded, vocabulary, Batch.of(samples), config.num_draft_steps)
         for number, matches in measured.spans:
             own = by_source.setdefault(samples[number].source, Tally(config.num_draft_steps))
@@ -134,7 +133,7 @@ def evaluate(
                 tally.walk(matches)
         counted = (measured.num_tokens, measured.num_draftable, measured.num_greedy)
         totals = [total + count for total, count in zip(totals, counted, strict=True)]
-        done += len(numbers)
+        done += len(samples)
         track(done, len(source), f"tau {by_length[-1].tau:.3f}")
     if by_length[-1].rounds == 0:
         raise EmptyInputError("the held-out features hold no answer of two tokens or more", "capture with more prompts")

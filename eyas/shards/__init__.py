@@ -13,7 +13,7 @@ from eyas.shards.codecs import Codec, codec_of
 from eyas.shards.layout import Entry, decode_sample, encode_sample
 from eyas.shards.reader import Features
 from eyas.shards.sample import SHARES, CodecName, FeatureMeta, Sample, Split, taught
-from eyas.shards.stream import order_of, stream
+from eyas.shards.stream import order_of
 from eyas.shards.writer import ShardWriter
 
 __all__ = [
@@ -31,6 +31,5 @@ __all__ = [
     "decode_sample",
     "encode_sample",
     "order_of",
-    "stream",
     "taught",
 ]

@@ -6,6 +6,8 @@ Knows the index. Does not know in which order samples are wanted (stream).
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 from pydantic import ValidationError
 from torch import Tensor
@@ -16,6 +18,7 @@ from eyas.shards.cache import Cache
 from eyas.shards.codecs import Tables, codec_of
 from eyas.shards.layout import FORMAT, TOKEN_BYTES, Entry, decode_sample, decode_tokens
 from eyas.shards.sample import FeatureMeta, Sample, Split
+from eyas.shards.stream import ahead
 from eyas.shards.writer import index_name
 
 AGAIN = "delete the folder and run `eyas capture` again, or restore the shard from a copy"
@@ -55,6 +58,19 @@ class Features:
         """token_ids int32 [T] and loss_mask bool [T] of a sample, 8 bytes a token: for counting, as nothing is verified."""
         entry = self.entries[number]
         return decode_tokens(self._read(entry, TOKEN_BYTES * entry.length))
+
+    def all_tokens(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """`tokens` of every sample in order, many asked for at once."""
+        return ahead(self.tokens, range(len(self)), lambda number: TOKEN_BYTES * self.entries[number].length)
+
+    def stream(self, numbers: Iterable[int]) -> Iterator[Sample]:
+        """These samples in this order (see `order_of`), read and decoded ahead. Raises what `[number]` raises, in its place."""
+        return ahead(self.__getitem__, numbers, lambda number: self.entries[number].length * self.meta.decoded_bytes_per_token)
+
+    def batches(self, batches: Sequence[Sequence[int]]) -> Iterator[list[Sample]]:
+        """The samples of each list of numbers, read ahead; to go on after n batches, give batches[n:]."""
+        samples = self.stream(number for numbers in batches for number in numbers)
+        return (list(islice(samples, len(numbers))) for numbers in batches)
 
     def __getitem__(self, number: int) -> Sample:
         """Read one sample and verify its checksum. Raises CorruptError naming shard and sample, MissingInputError."""

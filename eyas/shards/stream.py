@@ -1,6 +1,6 @@
-"""The stream: samples one after the other in a given order, read and decoded ahead by threads.
+"""The stream: what is read one after the other in a given order, read and decoded ahead by threads.
 
-Knows order and threads. Does not know how a sample is read (reader) nor what becomes of it.
+Knows order and threads. Does not know what a sample is, nor what becomes of it.
 
 An order is a list of numbers that depends on nothing but its arguments, so any place in it can be returned to: to go on after n
 samples is to give the rest of the list.
@@ -14,21 +14,13 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
-from typing import Protocol
+from typing import TypeVar
 
 import numpy as np
 
-from eyas.shards.sample import Sample
-
+Read = TypeVar("Read")
 NUM_THREADS = 4  # on two cores as well: while one decodes, others wait for bytes
 AHEAD_BYTES = 256 << 20  # of decoded samples
-
-
-class Source(Protocol):
-    """What is read: Features, or anything like it."""
-
-    def __getitem__(self, number: int) -> Sample: ...
 
 
 def order_of(num_samples: int, seed: int, epoch: int, rank: int = 0, world_size: int = 1) -> list[int]:
@@ -43,33 +35,26 @@ def order_of(num_samples: int, seed: int, epoch: int, rank: int = 0, world_size:
     return order
 
 
-def stream(
-    source: Source, numbers: Iterable[int], size_of: Callable[[int], int] | None = None, num_threads: int = NUM_THREADS
-) -> Iterator[Sample]:
-    """The samples of these numbers, in this order; an error comes out where its sample would have.
+def ahead(read: Callable[[int], Read], numbers: Iterable[int], size_of: Callable[[int], int]) -> Iterator[Read]:
+    """read(number) for these numbers, in this order, by NUM_THREADS threads; an error comes out where its result would have.
 
-    At most AHEAD_BYTES are held, by size_of(number), or, without it, four samples a thread; always one at least.
+    At most AHEAD_BYTES of results by size_of(number) are held, those being made and the one just given out among them; one
+    is held always.
     """
-    bound, weigh = (AHEAD_BYTES, size_of) if size_of else (4 * num_threads, lambda _: 1)
-    waiting: deque[tuple[int, Future[Sample]]] = deque()
+    waiting: deque[tuple[int, Future[Read]]] = deque()
     held = 0
     todo = iter(numbers)
-    with ThreadPoolExecutor(num_threads, "features") as pool:
+    with ThreadPoolExecutor(NUM_THREADS, "features") as pool:
         try:
             following = next(todo, None)
             while waiting or following is not None:
-                while following is not None and (not waiting or held + weigh(following) <= bound):
-                    held += weigh(following)
-                    waiting.append((following, pool.submit(source.__getitem__, following)))
+                while following is not None and (not waiting or held + size_of(following) <= AHEAD_BYTES):
+                    held += size_of(following)
+                    waiting.append((following, pool.submit(read, following)))
                     following = next(todo, None)
-                number, sample = waiting.popleft()
-                yield sample.result()
-                held -= weigh(number)
+                number, result = waiting.popleft()
+                yield result.result()
+                held -= size_of(number)
         finally:
-            for _, sample in waiting:
-                sample.cancel()
-
-
-def grouped(samples: Iterator[Sample], sizes: Iterable[int]) -> Iterator[list[Sample]]:
-    """A stream cut into lists of these sizes: the batches of which it was the order."""
-    return (list(islice(samples, size)) for size in sizes)
+            for _, result in waiting:
+                result.cancel()

@@ -80,8 +80,8 @@ def train(config: TrainConfig, target: str, features: Artifact, output: Artifact
     batches = plan(config, [source.lengths[number] for number in usable])
     run = start(config, source.meta, vocabulary, counts_V)
     resume(run, output)
-    for numbers in batches[run.step :]:
-        batch = Batch.of([source[usable[number]] for number in numbers], device)
+    for samples in source.batches([[usable[number] for number in numbers] for numbers in batches[run.step :]]):
+        batch = Batch.of(samples, device)
         row = update(run, batch, vocabulary, config, schedule(run.step, len(batches), config))
         if run.step % config.checkpoint_every == 0 and run.step < len(batches):
             save(run, output)
@@ -119,8 +119,7 @@ def survey(source: Features) -> tuple[Tensor, list[int]]:
     """Counts int64 [V] of tokens under the loss mask, and the numbers of the samples with a position to train on."""
     counts_V = torch.zeros(source.meta.vocab_size, dtype=torch.int64)
     usable = []
-    for number in range(len(source)):
-        token_ids, loss_mask = source.tokens(number)
+    for number, (token_ids, loss_mask) in enumerate(source.all_tokens()):
         counts_V += torch.bincount(token_ids[loss_mask], minlength=len(counts_V))
         if judged_positions(loss_mask[None]).any():
             usable.append(number)
