@@ -41,8 +41,8 @@ class Machine:
 
     def table(self, errors: tuple[float, float, float]) -> CostTable:
         """What a start-up would have measured, each curve wrong by its factor."""
-        works = (self.target, self.draft, self.draft, self.draft)
-        each = (*errors, errors[-1])
+        works = (self.target, self.target, self.draft, self.draft, self.draft)
+        each = (errors[0], *errors, errors[-1])
         curves = [Curve(POINTS, [work(M) * error for M in POINTS]) for work, error in zip(works, each, strict=True)]
         return CostTable(*curves)
 

@@ -33,7 +33,9 @@ class FalseClock:
 
 
 def table(scale: float = 1.0) -> CostTable:
-    return CostTable(Curve([1, 8], [scale, 2 * scale]), *[Curve([1, 8], [0.1 * place, 0.2 * place]) for place in (1, 2, 3)])
+    return CostTable(
+        Curve([1, 8], [scale, 2 * scale]), *[Curve([1, 8], [part * scale, 2 * part]) for part in (1.5, 0.1, 0.2, 0.3)]
+    )
 
 
 def test_curve_goes_through_its_points_and_straight_on():
@@ -71,19 +73,26 @@ def test_measure_finds_the_cost_under_noise():
         return (0.6 + 0.05 * rows) * (10 if call % 7 == 0 else 1)  # every seventh call is interrupted
 
     works = (clock.work("target", target), clock.work("step", lambda *_: 0.07), clock.work("extend", lambda *_: 0.1))
-    measured = measure((*works, clock.work("enter", lambda *_: 0.05)), points=[1, 2, 4, 8, 16], clock=clock)
+    others = [clock.work(name, lambda *_: 0.05) for name in ("decode", "enter")]
+    measured = measure((works[0], others[0], *works[1:], others[1]), points=[1, 2, 4, 8, 16], clock=clock)
     assert [measured.target(rows) for rows in (1, 4, 16)] == pytest.approx([0.65, 0.8, 1.4])
     assert measured.step(5) == pytest.approx(0.07)
     assert measured.extend(5) == pytest.approx(0.1)
-    assert {name for name, _ in clock.calls[:4]} == {"target", "step", "extend", "enter"}  # in turn, not one after the other
+    assert {name for name, _ in clock.calls[:5]} == {
+        "target",
+        "decode",
+        "step",
+        "extend",
+        "enter",
+    }  # in turn, not one after the other
 
 
 def test_measure_leaves_out_what_takes_too_long():
     clock = FalseClock()
-    works = [clock.work(name, lambda rows, _: 15.0 * rows) for name in ("target", "step", "extend", "enter")]
+    works = [clock.work(name, lambda rows, _: 12.0 * rows) for name in ("target", "decode", "step", "extend", "enter")]
     measured = measure(works, points=[1, 2, 4, 8, 16, 32, 64], clock=clock)
     assert measured.target.rows == [1, 2, 4, 8]
-    assert measured.target(64) == pytest.approx(15 * 64)
+    assert measured.target(64) == pytest.approx(12 * 64)
     assert clock.now < 12
 
 

@@ -27,7 +27,7 @@ END = 2
 HEAD = 1  # the seed of a head that proposes well behind this prompt
 NUM_TOKENS, NUM_REQUESTS = 3, 6  # requests of 128 samples; fewer where PyTorch's operators decode them
 LEAST_P = 1e-4  # the seeds are fixed: what passes once passes always
-COSTS = CostTable(Curve([1, 64], [10.0, 11.0]), *[Curve([1, 64], [0.1, 0.2])] * 3)  # drafting pays
+COSTS = CostTable(*[Curve([1, 64], [10.0, 11.0])] * 2, *[Curve([1, 64], [0.1, 0.2])] * 3)  # drafting pays
 
 OPTIONS: dict[str, dict[str, object]] = {
     "temperature": {},

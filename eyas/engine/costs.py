@@ -1,7 +1,8 @@
 """What the work of a round costs on this machine, in milliseconds: measured once, kept on disk, corrected while running.
 
-    target(M)   one target forward of M rows          step(R)   one draft step of R rows, proposals included
-    extend(R)   the draft's catch-up on R tokens          enter(R)   its entries of R tokens that nothing is drafted from
+    target(M)   one target forward of M rows of one request     decode(B)   of a row of each of B requests, and their prefixes
+    step(R)     one draft step of R rows, proposals included    extend(R)   the draft's catch-up on R tokens
+    enter(R)    its entries of R tokens that nothing is drafted from
 
 Knows numbers of rows and clocks, no model: the caller gives the functions to time, and they return only when the work is done.
 """
@@ -26,10 +27,10 @@ import numpy as np
 
 AT_ONCE = 8  # entries that are made together with the root's; of more the root's comes apart: the others need no output
 
-_FORMAT = 2
+_FORMAT = 3
 _DENSE = 1024  # rows up to which a curve is kept as a table
 _FEW = 16
-_WORKS = ("target", "step", "extend", "enter")
+_WORKS = ("target", "decode", "step", "extend", "enter")
 _MIN_POINTS, _MIN_REPEATS, _MAX_REPEATS = 3, 3, 9
 
 
@@ -75,9 +76,18 @@ class CostTable:
     """The curves of a machine, a target and a head."""
 
     target: Curve
+    decode: Curve
     step: Curve
     extend: Curve
     enter: Curve
+
+    def forward(self, num_requests: int, rows: int) -> float:
+        """One target forward of so many rows of so many requests."""
+        return self.target(rows) + self.prefixes(num_requests)
+
+    def prefixes(self, num_requests: int) -> float:
+        """What the prefixes of so many requests take in place of one's."""
+        return max(0.0, self.decode(num_requests) - self.target(num_requests))
 
     def to_json(self) -> dict[str, Any]:
         curves = {name: getattr(self, name) for name in _WORKS}
@@ -126,7 +136,7 @@ def measure(
     budget_s: float = 2.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> CostTable:
-    """Time the table's four works, in its order, at these numbers of rows (ascending), about `budget_s` in all.
+    """Time the table's five works, in its order, at these numbers of rows (ascending), about `budget_s` in all.
 
     One call each to warm up, then repeats over all points in turn, so that a slow moment spoils one sample of each instead
     of all samples of one. The second fastest counts: whatever else runs on the machine only ever adds. Points that do not

@@ -33,7 +33,7 @@ from eyas.model.outputs import Proposals
 Mode = Literal["off", "fixed", "auto"]
 
 _ENTER, _LEAVE = 1.02, 1.0  # the speed-up to begin with, and to stay with: no flipping between equals
-_PATIENCE = 0.2  # by how much it may miss that after one round; after n, by 1 / sqrt(n) of it
+_PATIENCE = 0.1  # by how much it may miss that after one round; after n, by 1 / sqrt(n) of it
 _UNKNOWN_SPEEDUP = 1.2  # before anything was drafted: try
 _FORECAST_ROUNDS = 16.0  # weight of the forecast against measured rounds
 _EXPLORED_SHARE = 0.005  # of all time, for rounds that are expected to lose
@@ -197,7 +197,7 @@ class Policy:
         return self.speculation.mode != "off" and self._drafted_last
 
     def prefilled(self, num_rows: int) -> None:
-        """Take note of a prompt's rows, which have entries to be made of before anything is drafted."""
+        """Take note of entries that prompts lack: they have to be made before anything is drafted."""
         self._prompt_rows += num_rows
 
     def plan(self, pending: Sequence[int], num_plain: int = 0, prompt_rows: int = 0) -> Round:
@@ -215,7 +215,7 @@ class Policy:
             self._plan(round_)
         if not round_.drafts:
             round_.expected_tokens = round_.num_requests
-            round_.predicted_ms = self._table.target(round_.num_requests + prompt_rows) if self.costs else 0.0
+            round_.predicted_ms = self._table.forward(B, B + prompt_rows) if self.costs else 0.0
         return round_
 
     def _plan(self, round_: Round) -> None:
@@ -299,7 +299,7 @@ class Policy:
         if self.costs is not None:
             before_ms, _ = self._before(round_)
             rows = round_.num_requests + round_.prompt_rows + round_.num_nodes
-            round_.predicted_ms = before_ms + self.costs.target(rows)
+            round_.predicted_ms = before_ms + self.costs.forward(round_.num_requests, rows)
         return kept
 
     def _choose(self, round_: Round, proposals: Proposals) -> np.ndarray:
@@ -308,7 +308,7 @@ class Policy:
         max_nodes = self.speculation.num_verify_tokens - 1
         before_ms, round_.catch_up_ms = self._before(round_)
         rows = round_.num_requests + round_.prompt_rows
-        ms_of_nodes = self._table.target.span(rows, len(paths) * max_nodes + 1)
+        ms_of_nodes = self._table.target.span(rows, len(paths) * max_nodes + 1) + self._table.prefixes(round_.num_requests)
         rate = round_.rate * self._ratio("tree", round_)  # of the table's ms
         if self._native:
             sizes = round_.num_requests, max_nodes
@@ -395,7 +395,7 @@ class Policy:
             self._sums["explored_ms"] += max(0.0, real_ms - fair_ms)
         if kind == "tree" and round_.drafting.all() and not round_.prompt_rows:
             usual_ms = real_ms * (1 - round_.catch_up_ms / round_.predicted_ms)
-            plain_table_ms = self._table.target(round_.num_requests) * self.correction.drift
+            plain_table_ms = self._table.forward(round_.num_requests, round_.num_requests) * self.correction.drift
             self._load(round_).measured(tokens / round_.num_requests, usual_ms / plain_table_ms)
         elif kind == "plain":
             self._load(round_).rested()
@@ -448,7 +448,7 @@ class Policy:
 
     def _plain_ms(self, round_: Round) -> float:
         """Of a plain round of these requests, corrected; without the prompts' rows, which any round would run."""
-        return self._table.target(round_.num_requests) * self._ratio("plain", round_)
+        return self._table.forward(round_.num_requests, round_.num_requests) * self._ratio("plain", round_)
 
     def _refresh(self, load: _Load, round_: Round) -> None:
         """Forecast this load from the trees seen last."""
@@ -457,11 +457,11 @@ class Policy:
             return
         K, k, N = self._sizes
         S, B = len(round_.pending), round_.num_requests
-        ms_of_nodes = self._table.target.span(B, S * (N - 1) + 1)
+        ms_of_nodes = self._table.target.span(B, S * (N - 1) + 1) + self._table.prefixes(B)
         step_ms = self._table.step(S * k)
         ms_of_depth = self._table.extend(round(S * self._accept_length)) + step_ms * np.arange(K)
         tokens, ms = self._forecast.predict(S, B, ms_of_nodes, ms_of_depth)
-        load.forecast = tokens / B * self._table.target(B) / (ms * self.correction.offset("tree", round_.load[1]))
+        load.forecast = tokens / B * self._table.forward(B, B) / (ms * self.correction.offset("tree", round_.load[1]))
 
 
 def _octave(count: int) -> int:

@@ -17,7 +17,7 @@ import torch
 from eyas.engine.costs import CostIdentity, CostTable, Curve, kept_or_measured, measure
 from eyas.engine.draft import Growth
 from eyas.engine.rounds import Rounds, one_torch_thread
-from eyas.model.rows import Roots, Rows, rows_of
+from eyas.model.rows import Roots, Rows, rows_of, slots_of
 
 POINTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
 TYPICAL_LENGTH = 200  # columns that a row sees
@@ -64,12 +64,24 @@ class _Works:
         self._table = np.arange(rounds.cache.num_pages, dtype=np.int32)[None]
 
     def measured(self) -> CostTable:
-        table = measure((self.forward, self.steps, self.extend, self.enter), POINTS)
+        table = measure((self.forward, self.decode, self.steps, self.extend, self.enter), POINTS)
         one = Curve(table.step.rows, [ms / NUM_LEVELS for ms in table.step.ms])
         return replace(table, step=one)
 
     def forward(self, M: int) -> None:
         self._target.forward(self._rows(M, 0), self._rounds.cache, self._draft.config.taps).best.tolist()
+
+    def decode(self, B: int) -> None:
+        """Requests beyond those that the cache has room for read the pages of others."""
+        size = self._rounds.cache.page_size
+        own = min(self._length // size + 1, self._table.shape[1])
+        starts = np.arange(B) * own % (self._table.shape[1] - own + 1)
+        pages = (starts[:, None] + np.arange(own)).astype(np.int32)
+        column = np.full(B, min(self._length, own * size - 1))
+        slot = slots_of(pages, np.arange(B), column, size)
+        arrays = np.zeros(B, dtype=np.int64), np.arange(B), column, slot, column + 1, np.zeros(B, dtype=np.int64)
+        rows = rows_of(arrays, pages, self._target.device)
+        self._target.forward(rows, self._rounds.cache, self._draft.config.taps).best.tolist()
 
     def extend(self, M: int) -> None:
         h = self._draft.catch_up(self._entries(M), self._draft_cache, self._features)

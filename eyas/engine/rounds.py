@@ -113,11 +113,20 @@ class Rounds:
             running.num_cached = chunk.stop
         if self.entries is not None:
             self.entries.begin_pages(job, {b: len(chunk) for b, chunk in enumerate(chunks)})
-            able = [b for b, running in enumerate(job.runnings) if running.request.speculation]
-            self.policy.prefilled(sum(len(chunks[b]) for b in able))
-            if self.policy.expects_drafts:
-                self.entries.enter(job, able)
+            self._enter_prompts(job, chunks)
         return [self._outcome(running, emitted.get(b, [])) for b, running in enumerate(job.runnings)]
+
+    def _enter_prompts(self, job: Job, chunks: list[range]) -> None:
+        """Make the prompts' entries at once if they are likely to be drafted from; tell the policy how many they are."""
+        assert self.entries is not None
+        able = [b for b, running in enumerate(job.runnings) if running.request.speculation]
+        if not self.policy.expects_drafts:
+            able = [b for b in able if chunks[b].stop == job.runnings[b].prefill_end]
+        for b in able:
+            self.entries.check(job, b)
+        self.policy.prefilled(sum(job.runnings[b].num_missing for b in able))
+        if self.policy.expects_drafts:
+            self.entries.enter(job, able)
 
     # Rounds
 
