@@ -75,7 +75,7 @@ NATIONAL = {
     "IT codice fiscale": "RCCMNL83S18D969H",
     "FR NIR": "2 95 10 99 126 111 93",
     "DE Steuer-ID": "Steuer-ID 36 574 261 809",
-    "AT, CH AHV": "756.9217.0769.85",
+    "CH AHV": "756.9217.0769.85",
     "NL BSN": "BSN: 111222333",
     "BE rijksregister": "85.07.30-033.28",
     "PT NIF": "NIF 501 964 843",

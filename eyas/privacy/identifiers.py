@@ -117,7 +117,7 @@ IDENTIFIERS = (
         steuer_id.is_valid,
         r"steuer(?:liche)?[ -]?(?:id|identifikation\w*|nummer)|idnr|tin|tax (?:id|number|identification)\w*",
     ),
-    _kind("AT, CH AHV", r"756\.?\d{4}\.?\d{4}\.?\d\d", ahv.is_valid),
+    _kind("CH AHV", r"756\.?\d{4}\.?\d{4}\.?\d\d", ahv.is_valid),
     _kind("NL BSN", r"\d{9}|\d{4}\.\d\d\.\d{3}", bsn.is_valid, r"bsn|burgerservicenummer|sofinummer|citizen service number"),
     _kind("BE rijksregister", r"\d\d\.\d\d\.\d\d-\d{3}\.\d\d", nn.is_valid),
     _kind("PT NIF", r"\d{3} ?\d{3} ?\d{3}", nif.is_valid, r"nif|contribuinte"),
