@@ -50,10 +50,10 @@ PATTERNED = ("CRYPTO", "EMAIL_ADDRESS", "IP_ADDRESS", "PHONE_NUMBER", *TYPES[: T
 class PrivacyConfig(BaseModel):
     """What to do with personal data and secrets, and what finds them.
 
-    `actions` names types that are treated otherwise than by default (any case). `names` is the least probability at which a word
-    is taken for a name or a part of an address: lower finds more and is wrong more often. `ner` is a recogniser that is installed
-    already, `spacy:NAME` or `transformers:FOLDER`, which finds names and places besides our own. `backend: cloud` asks Google
-    Cloud DLP in place of everything local: the texts leave this machine.
+    `actions` names types that are treated otherwise than by default (any case). `names` is the least probability at which a
+    word is taken for a name or a part of an address: lower finds more and is wrong more often. `ner` is a recogniser that is
+    installed already, `spacy:NAME` or `transformers:FOLDER`, which finds names and places besides our own, from `ner_score` on.
+    `backend: cloud` asks Google Cloud DLP in place of everything local: the texts leave this machine.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
