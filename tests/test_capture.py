@@ -28,7 +28,7 @@ from tests.tiny import TEMPLATE, tiny_target, tiny_tokenizer
 PROMPTS = prompts_of(29)
 # Like Qwen3's: what was written in angle brackets is dropped from all turns but the last.
 FORGETS = TEMPLATE.replace(
-    "message['content'] +", "(message['content'] if loop.last else message['content'].replace('a', '')) +"
+    "message['content'] +", "(message['content'] if loop.last else message['content'].split('|')[-1]) +"
 )
 
 
@@ -150,7 +150,7 @@ def test_turns_stay_apart_where_the_template_rewrites_the_past(tmp_path: Path) -
     rows = []
     messages: tuple[Any, ...] = ()
     for turn in range(3):
-        messages = (*messages, {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "a table"})
+        messages = (*messages, {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "so|a table"})
         rows.append(Answer(f"k{turn}", "p", "s", "l", turn, messages, "stop", 0.0, 0, 7))
     kept, forgotten = (plan_samples(rows, Chat(tmp_path / name), 256) for name in ("keeps", "forgets"))
     assert [len(kept.samples), kept.num_merged] == [1, 2]

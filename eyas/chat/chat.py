@@ -47,7 +47,7 @@ class Chat:
             self._frame, own = frame_of(self._template, self._tokens)
             # What an answer must not hold: a target may well write control tokens that are not of the template's frame (one
             # that begins a tool call), but never those.
-            self._framing = pattern_of((*own, *self._tokens.ends))
+            self._framing = pattern_of((*own, *self._tokens.ends.values()))
             examine(self._turn, self._tokens.bos_id)
         except Untrusted as what:
             raise self._distrust(what) from what
@@ -132,7 +132,7 @@ class Chat:
         encoded = self._tokens.encode(whole)
         first = mask_by_spans(prompt, whole, encoded, wording, self._frame)
         find = self._finder(messages, tools, wording, prompt_ids, shield)
-        second = mask_by_prefixes(prompt_ids, encoded.ids, self.eos_token_ids, find)
+        second = mask_by_prefixes(prompt_ids, encoded.ids, tuple(self._tokens.ends), find)
         if first != second:
             raise MaskDisagreement(self.folder, encoded, first, second)
         return Turn(encoded, first, len(prompt_ids))
@@ -148,7 +148,7 @@ class Chat:
             return everything
         other = [*messages[:-1], {"role": "assistant", "content": "Yes"}]
         ids = self._tokens.encode(Rendered(self._template.render(other, False, tools), shield)).ids
-        return by_another(ids[len(prompt_ids) :], self.eos_token_ids)
+        return by_another(ids[len(prompt_ids) :], tuple(self._tokens.ends))
 
     def _shielded(self, messages: Messages, tools: Tools | None) -> tuple[Messages, Tools | None, str | None]:
         """Messages and tools in which no control token's name is whole, and the character that breaks them; None: there were

@@ -50,15 +50,16 @@ def frame_of(template: Template, tokens: Tokens) -> tuple[Frame, set[str]]:
         raise Untrusted("opens an answer with a role token that its generation prompt lacks")
     if not opening.strip() and "\n" in opening:
         raise Untrusted("breaks the line before an answer, and its generation prompt does not")
-    end = min((rest.find(name), name) for name in tokens.ends if name in rest) if any(map(rest.count, tokens.ends)) else None
-    if end is None or rest[: end[0]].strip():
+    ends = tuple(tokens.ends.values())
+    end = min((at for name in ends if (at := rest.find(name)) >= 0), default=None)
+    if end is None or rest[:end].strip():
         raise Untrusted("does not end an answer with a token that ends the target's output (eos_token_id)")
-    after = rest[end[0] :]
-    for name in tokens.ends:
+    after = rest[end:]
+    for name in ends:
         after = after.replace(name, "")
     if after.strip():
         raise Untrusted("goes on after the end of the last answer")
-    return Frame(opening, rest[: end[0]], tokens.ends), {found.group() for found in tokens.control.finditer(whole)}
+    return Frame(opening, rest[:end], ends), {found.group() for found in tokens.control.finditer(whole)}
 
 
 def examine(turn: Callable[[Sequence[Mapping[str, Any]]], Turn], bos_id: int | None) -> None:

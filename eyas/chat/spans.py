@@ -37,7 +37,7 @@ def mask_by_spans(prompt: Rendered, whole: Rendered, encoded: Encoded, wording: 
     if not whole.text.startswith(prompt.text):
         raise Untrusted("rewrites the prompt once an answer follows, or does not render an answer as the target wrote it")
     begin = len(prompt.text)
-    end = min((at for at in (whole.text.find(name, begin) for name in frame.ends) if at >= 0), default=None)
+    end = min((at for name in frame.ends if (at := whole.text.find(name, begin)) >= 0), default=None)
     if end is None:
         raise Untrusted("does not end an answer with a token that ends the target's output (eos_token_id)")
     start, stop = _answer(whole.text[begin:end], wording, frame)

@@ -62,7 +62,9 @@ class Tokens:
         self.control_ids = frozenset(special)
         self.control = pattern_of(special.values())
         self.end_ids = _end_tokens(Path(folder), self.tokenizer.eos_token_id)
-        self.ends = tuple(str(self.tokenizer.convert_ids_to_tokens(number)) for number in self.end_ids)
+        # Where control tokens end the output, they end turns; words that end it too (a stop token of a recipe) do not.
+        closing = [number for number in self.end_ids if number in special] or self.end_ids
+        self.ends = {number: str(self.tokenizer.convert_ids_to_tokens(number)) for number in closing}
 
     @property
     def bos_id(self) -> int | None:
