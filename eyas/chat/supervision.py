@@ -19,7 +19,7 @@ from typing import Literal, get_args
 MaskOption = Literal["serving", "t", "t+1"]
 OPTIONS: tuple[MaskOption, ...] = get_args(MaskOption)
 Kind = Literal["drafted", "missed", "beyond", "given", "context"]
-MEANING: dict[Kind, str] = {
+MEANING: dict[str, str] = {  # of each kind
     "drafted": "supervised, and drafted when serving",
     "missed": "drafted when serving, but not supervised",
     "beyond": "supervised, but never drafted when serving",

@@ -29,6 +29,7 @@ COMMANDS = {
     "eval": "head + held-out features -> tau per position",
     "export": "head -> SGLang and vLLM forms",
     "check": "lint an exported head against its target",
+    "audit": "which tokens of conversations are supervised, in colours",
     "serve": "target + head -> OpenAI-compatible server",
     "bench": "a running server -> TTFT, TPOT, throughput, report",
     "lineage": "walk back from an artifact to every source and filter that made it",
@@ -84,6 +85,8 @@ def reporting_errors(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _report(error: EyasError) -> int:
+    if show := getattr(error, "show", None):  # a MaskDisagreement has a picture; its module would load transformers
+        show()
     print(f"error: {error}", file=sys.stderr)
     return error.exit_code
 
