@@ -175,15 +175,10 @@ def as_page(audit: Audit, target: str, options: Sequence[MaskOption]) -> str:
         Sample(visible(title), turn.encoded, {option: kinds(turn.mask, option) for option in options})
         for title, turn in audit.samples
     ]
-    supervised = {
-        f"mask {option}": ", ".join(
-            f"{kind} {count:,}" for kind, count in counts(list(audit.tokens[option].elements())).items()
-        )
-        for option in options
-    }
+    tokens = {f"mask {option}": ", ".join(f"{kind} {audit.tokens[option][kind]:,}" for kind in MEANING) for option in options}
     refused = {f"refused {count:,}": f"the template {reason}" for reason, count in audit.refused.most_common()}
-    facts = {"target": target, **supervised, **refused}
-    return page("eyas audit", _said(audit), drawn, {option: MEANING for option in options}, facts)
+    facts = {"target": target, **tokens, **refused}
+    return page("eyas audit", _said(audit), drawn, dict.fromkeys(options, MEANING), facts)
 
 
 def _said(audit: Audit) -> str:
