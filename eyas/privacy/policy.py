@@ -44,7 +44,6 @@ DEFAULT_ACTIONS: Mapping[str, Action | None] = {
 }
 TYPES = tuple(DEFAULT_ACTIONS)
 RANK = {type: rank for rank, type in enumerate(TYPES)}
-PATTERNED = ("CRYPTO", "EMAIL_ADDRESS", "IP_ADDRESS", "PHONE_NUMBER", *TYPES[: TYPES.index("CRYPTO")])
 
 
 class PrivacyConfig(BaseModel):
