@@ -1,0 +1,137 @@
+"""`eyas prompts` as people use it: what may be used, what came out, and what was dropped, to read."""
+
+import json
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from eyas.artifact import Artifact
+from eyas.cli.main import build
+
+MAIL, CARD, PHONE = "ana.lee@example.com", "4242 4242 4242 4242", "(415) 555-0134"
+MINE = ["--licence", "CC0-1.0", "--prompts-by", "human"]
+
+
+def run_eyas(*words):
+    words = [str(word) for word in words]
+    return CliRunner().invoke(build(words), words)
+
+
+@pytest.fixture
+def raw(tmp_path):
+    said = ["Where is the museum?", f"write to {MAIL}", f"charge {CARD}, call {PHONE}", "WHERE is  the museum?", ""]
+    path = tmp_path / "raw.jsonl"
+    path.write_text("".join(json.dumps({"id": f"r{place}", "prompt": text}) + "\n" for place, text in enumerate(said)))
+    return path
+
+
+@pytest.fixture
+def done(raw, tmp_path):
+    shown = run_eyas("prompts", raw, *MINE, "-o", tmp_path / "out")
+    assert shown.exit_code == 0, shown.output
+    return tmp_path / "out"
+
+
+def test_the_result_has_all_its_parts(done):
+    output = Artifact(str(done))
+    assert [row["id"] for row in output.read_rows("prompts")] == ["r0", "r1"]
+    assert {row["reason"] for row in output.read_rows("dropped")} == {"pii.credit_card", "duplicate.exact", "empty"}
+    ledger = output.read_json("ledger.json")
+    assert (ledger["rows_in"], ledger["rows_out"]) == (5, 2)
+    assert ledger["licences"][0]["verdict"] == "allowed"
+    assert "presidio-analyzer" in ledger["versions"]
+    assert "<svg" in output.read("card.html").decode()
+    everything = b"".join(output.read(name) for name in output.all_names())
+    for value in (MAIL, CARD, PHONE):
+        assert value.encode() not in everything
+
+
+@pytest.mark.parametrize("reason", ["pii", "pii.credit", "pii.credit_card"])
+def test_dropped_rows_can_be_read_redacted(done, reason):
+    for words in (["prompts", done, "--show-dropped", reason], ["prompts", "-o", done, "--show-dropped", reason]):
+        shown = run_eyas(*words)
+        assert shown.exit_code == 0, shown.output
+        assert "raw.jsonl:3 of raw (id r2): pii.credit_card" in shown.stdout
+        assert "<CREDIT_CARD>" in shown.stdout
+        assert "duplicate" not in shown.stdout
+        assert CARD not in shown.stdout
+        assert PHONE not in shown.stdout
+
+
+def test_a_reason_that_there_is_not_names_those_that_there_are(done):
+    shown = run_eyas("prompts", done, "--show-dropped", "language")
+    assert "duplicate.exact 1" in shown.stdout
+
+
+def test_dropped_rows_can_be_read_where_no_prompt_is_left(tmp_path):
+    (tmp_path / "raw.jsonl").write_text('{"prompt": ""}\n')
+    refused = run_eyas("prompts", tmp_path / "raw.jsonl", *MINE, "-o", tmp_path / "out")
+    assert refused.exit_code == 2
+    assert "no prompt is left of 1 rows (1 empty)" in refused.stderr
+    assert "empty" in run_eyas("prompts", tmp_path / "out", "--show-dropped", "").stdout
+
+
+@pytest.mark.parametrize(
+    ("stated", "told"),
+    [
+        ([], ["licence", "prompts_by"]),
+        (["--licence", "CC-BY-NC-4.0", "--prompts-by", "human"], ["CC-BY-NC-4.0"]),
+        (["--licence", "MIT", "--prompts-by", "gpt-4"], ["gpt-4"]),
+    ],
+)
+def test_what_may_not_be_used_is_refused_before_a_row_is_read(raw, tmp_path, stated, told):
+    shown = run_eyas("prompts", raw, *stated, "-o", tmp_path / "out")
+    assert shown.exit_code == 2
+    assert "1 of 1 sources may not be used" in shown.stderr
+    assert all(word in shown.stderr for word in told)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_overrule_is_recorded_with_its_reason(raw, tmp_path):
+    source = {"path": str(raw), "licence": "CC-BY-NC-4.0", "prompts_by": "human"}
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text(
+        yaml.safe_dump({"prompts": {"sources": [{**source, "overrule": {"non-commercial": "research in our own house"}}]}})
+    )
+    shown = run_eyas("prompts", "-c", run_file, "-o", tmp_path / "out")
+    assert shown.exit_code == 0, shown.output
+    output = Artifact(str(tmp_path / "out"))
+    verdict = output.manifest().facts["ledger"]["licences"][0]
+    assert verdict["verdict"] == "overruled"
+    assert "research in our own house" in json.dumps(verdict)
+    assert "research in our own house" in output.read("card.html").decode()
+    assert "research in our own house" in run_eyas("lineage", tmp_path / "out").stdout
+
+
+def test_settings_come_from_file_and_command_line(raw, tmp_path):
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text(
+        yaml.safe_dump({"prompts": {"sources": [{"path": "elsewhere"}], "personal": {"policy": "mask"}, "workers": 2}})
+    )
+    shown = run_eyas("prompts", raw, *MINE, "-c", run_file, "-s", "max_prompts=1", "-o", tmp_path / "out")
+    assert shown.exit_code == 0, shown.output
+    assert [row["turns"] for row in Artifact(str(tmp_path / "out")).read_rows("prompts")] == [["Where is the museum?"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["prompts", "--show-dropped", "pii"], "shows one result"),
+        (["prompts", "a.jsonl", "--licence", "MIT"], "no place for the result"),
+        (["prompts", "--licence", "MIT", "-o", "out"], "no source that this could be said of"),
+        (["prompts", "nowhere", "--show-dropped", "pii"], "does not exist"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_clear_error(words, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shown = run_eyas(*words)
+    assert shown.exit_code == 2
+    assert told in shown.stderr
+    assert shown.stderr.count("error: ") == 1
+
+
+def test_the_packaged_prompts_by_name(tmp_path):
+    shown = run_eyas("prompts", "builtin", "-s", "max_prompts=20", "-o", tmp_path / "out")
+    assert shown.exit_code == 0, shown.output
+    assert len(list(Artifact(str(tmp_path / "out")).read_rows("prompts"))) == 20
