@@ -89,11 +89,10 @@ def test_what_may_not_be_used_is_refused_before_a_row_is_read(raw, tmp_path, sta
 
 
 def test_an_overrule_is_recorded_with_its_reason(raw, tmp_path):
-    source = {"path": str(raw), "licence": "CC-BY-NC-4.0", "prompts_by": "human"}
+    overrule = {"non-commercial": "research in our own house"}
+    source = {"path": str(raw), "licence": "CC-BY-NC-4.0", "prompts_by": "human", "overrule": overrule}
     run_file = tmp_path / "run.yaml"
-    run_file.write_text(
-        yaml.safe_dump({"prompts": {"sources": [{**source, "overrule": {"non-commercial": "research in our own house"}}]}})
-    )
+    run_file.write_text(yaml.safe_dump({"prompts": {"sources": [source]}}))
     shown = run_eyas("prompts", "-c", run_file, "-o", tmp_path / "out")
     assert shown.exit_code == 0, shown.output
     output = Artifact(str(tmp_path / "out"))
