@@ -42,7 +42,7 @@ from eyas.privacy.gazetteer import Gazetteer, fold, read_gazetteer
 from eyas.privacy.tagger import LABELS, described, features, tokenize
 
 TEMPLATES = Path(__file__).with_suffix(".txt")
-SEED, NUM_TEXTS = 11, 30_000
+SEED, NUM_TEXTS = 11, 26_000
 LARGE_CITY = 300_000  # people
 NUM_FOREIGN = 5000  # words of a language
 NUM_CENSUS_FAMILY = 30_000  # the census' most frequent family names that are kept
