@@ -179,6 +179,7 @@ def test_the_same_person_has_the_same_surrogate_however_named():
     assert (capitals, family, given) == (full.upper(), last, first.lower())
     assert re.fullmatch(rf"Dr\. {first} [A-Z]\. {last}", titled)
     assert possessive.startswith(f"Ms. {last}'")
+    assert surrogates.of("PERSON", "A. Berg") == f"{first[0]}. {last}"
 
 
 def test_places_and_addresses_keep_their_form():

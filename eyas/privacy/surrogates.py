@@ -141,7 +141,7 @@ class Surrogates:
         if word.casefold() in KEPT or (type == "STREET_ADDRESS" and len(word) <= 2 and word not in STATES):
             return word
         if len(word) == 1:
-            return cased(self._known("initial", word.casefold(), lambda draw: draw.choice(string.ascii_uppercase)), word)
+            return cased(self._initial(word.casefold()), word)
         if word in STATES and type == "STREET_ADDRESS":
             return self._known("word", word, lambda draw: draw.choice(STATES))
         if type == "STREET_ADDRESS":
@@ -149,6 +149,11 @@ class Surrogates:
         else:
             pool = {"FAMILY": FAMILY, "PERSON": GIVEN, "LOCATION": CITIES}[type]
         return cased(self._known("word", word.casefold(), lambda draw: draw.choice(pool)), word)
+
+    def _initial(self, letter: str) -> str:
+        """Of the word that it may stand for, where one came before."""
+        words = (made for (kind, value), made in self._given.items() if kind == "word" and value.startswith(letter))
+        return next(words, "")[:1] or self._known("initial", letter, lambda draw: draw.choice(string.ascii_uppercase))
 
 
 def number_like(number: str, draw: Draw) -> str:
