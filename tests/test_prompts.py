@@ -20,7 +20,7 @@ from eyas.records import Prompt
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 SAID_BY_ASSISTANT = "SAID-BY-ASSISTANT"
-LICENCES = ("MIT", "CC-BY-4.0")
+LICENCES = ("MIT", "CC-BY-4.0", "CC0-1.0")
 MAIL, CARD, PHONE = "ana.lee@example.com", "4242 4242 4242 4242", "(415) 555-0134"
 
 
@@ -191,6 +191,83 @@ def test_two_sources_of_one_name(tmp_path):
     with pytest.raises(ConfigError, match="two sources are called 'set'"):
         PromptsConfig(sources=[source, source])
     assert len(PromptsConfig(sources=[source, {**source, "name": "other"}]).sources) == 2
+
+
+def written(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_evaluation_sets_keep_their_items_out_whatever_their_dress(tmp_path):
+    item = "Write a short poem about a lighthouse keeper who has lost the key to the lamp room"
+    path = written(tmp_path / "bench.jsonl", [openai(item)])
+    rows = [openai(item), openai(f"Please:  {item.upper()}!!"), openai("Write a poem about rain.")]
+    output = run(tmp_path, rows, evaluation=[{"path": path}])
+    assert [one.turns for one in prompts(output)] == [("Write a poem about rain.",)]
+    assert output.manifest().facts["ledger"]["dropped"] == {"contamination.bench": 2}
+    written(tmp_path / "bench.jsonl", [openai("Something else that is long enough to be an item of its own")])
+    with pytest.raises(InputError, match="holds other work"):
+        run(tmp_path, rows, evaluation=[{"path": path}])
+
+
+def test_a_language_that_is_not_to_be_kept(tmp_path):
+    german = "Kannst du mir bitte erklären, wie ich einen Tisch für zwei Personen reserviere?"
+    output = run(tmp_path, [openai(german), openai("Could you please tell me how to book a table?")], language={"keep": ["en"]})
+    assert output.manifest().facts["ledger"]["dropped"] == {"language": 1}
+    assert output.read_json("ledger.json")["languages"] == {"en": 1}
+
+
+def rows_about(things, count, start=0):
+    return [openai(f"Question {number}: what of {things[number % len(things)]}?") for number in range(start, start + count)]
+
+
+def test_a_match_takes_what_resembles_the_traffic_and_says_how_well(tmp_path, monkeypatch):
+    monkeypatch.setattr(blocks, "BLOCK_ROWS", 30)
+    food, trains = ["bread and soup", "rice with beans"], ["a train to Rome", "the night train"]
+    traffic = written(tmp_path / "traffic.jsonl", rows_about(food, 60, 500))
+    settings = {"match": {"traffic": traffic, "num_prompts": 40}, "duplicates": {"near": None}, "seed": 1}
+    output = run(tmp_path, rows_about(food, 60) + rows_about(trains, 120, 100), **settings)
+    kept = prompts(output)
+    assert len(kept) == 40
+    assert sum("train" not in one.turns[0] for one in kept) > 35
+    assert output.manifest().facts["ledger"]["dropped"] == {"match": 140}
+    fitted = output.read_json("fit.json")
+    assert fitted["js"]["after"] < fitted["js"]["before"]
+    assert fitted["num_prompts"]["before"] == 180
+    assert fitted["num_prompts"]["after"] == 40
+    (tmp_path / "again").mkdir()
+    again = run(tmp_path / "again", rows_about(food, 60) + rows_about(trains, 120, 100), **{**settings, "seed": 2})
+    assert prompts(again) != kept
+
+
+@pytest.mark.parametrize("limit", [None, 20])
+def test_a_mix_has_exact_shares(tmp_path, limit):
+    sets = rows_about(["bread"], 40), rows_about(["a train"], 30, 100)
+    output = run(tmp_path, *sets, mix={"set0": 0.25, "set1": 0.75}, max_prompts=limit, duplicates={"near": None})
+    counts = Counter(one.source for one in prompts(output))
+    assert counts == ({"set0": 10, "set1": 30} if limit is None else {"set0": 5, "set1": 15})
+    assert set(output.manifest().facts["ledger"]["dropped"]) == {"mix"}
+
+
+def test_a_mix_and_a_match_together(tmp_path):
+    traffic = written(tmp_path / "traffic.jsonl", rows_about(["bread", "rice"], 60, 500))
+    sets = rows_about(["bread", "cars"], 60), rows_about(["a train", "rice"], 60, 100), rows_about(["bread"], 9, 300)
+    settings = {"match": {"traffic": traffic, "num_prompts": 30}, "mix": {"set0": 2, "set1": 1}, "duplicates": {"near": None}}
+    output = run(tmp_path, *sets, **settings)
+    kept = prompts(output)
+    assert Counter(one.source for one in kept) == {"set0": 20, "set1": 10}
+    assert sum("bread" in one.turns[0] or "rice" in one.turns[0] for one in kept) > 25
+    ledger = output.manifest().facts["ledger"]
+    assert ledger["dropped"] == {"match": 90, "mix": 9}
+    assert ledger["sources"]["set2"]["dropped"] == {"mix": 9}
+
+
+def test_a_licence_that_is_not_stated_is_the_registry_s(tmp_path):
+    path = written(tmp_path / "set0.jsonl", [openai("How many are left?")])
+    source = {"path": path, "name": "openai/gsm8k"}
+    output = Artifact(str(tmp_path / "out"))
+    make_prompts(PromptsConfig(sources=[source]), output)
+    assert [one.licence for one in prompts(output)] == ["MIT"]
 
 
 def test_length_counts_the_system_prompt_too():
