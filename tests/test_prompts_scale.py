@@ -56,11 +56,14 @@ def some_rows(count: int, seed: int = 0) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> list[dict]:
-    """Two sources, one of them packed."""
+    """Two sources, one of them packed; beside them an evaluation set and a sample of traffic."""
     folder = tmp_path_factory.mktemp("sources")
     texts = ["".join(json.dumps(row) + "\n" for row in some_rows(count, count)) for count in (250, 170)]
     (folder / "first.jsonl").write_text(texts[0])
     (folder / "second.jsonl.gz").write_bytes(gzip.compress(texts[1].encode()))
+    item = next(row for row in map(json.loads, texts[0].splitlines()) if " write to" in json.dumps(row))
+    (folder / "items.jsonl").write_text(json.dumps(item) + "\n")
+    (folder / "traffic.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some_rows(80, 7)))
     return [
         {"path": str(folder / name), "licence": "MIT", "prompts_by": "human"} for name in ("first.jsonl", "second.jsonl.gz")
     ]
@@ -74,8 +77,19 @@ def small_portions(monkeypatch):
 
 def made(folder: Path, sources: list[dict], **settings) -> Artifact:
     output = Artifact(str(folder))
-    make_prompts(PromptsConfig(sources=sources, **settings), output)
+    make_prompts(PromptsConfig(**everything(sources), **settings), output)
     return output
+
+
+def everything(sources: list[dict]) -> dict[str, Any]:
+    """Settings with everything on."""
+    beside = Path(sources[1]["path"]).parent
+    return {
+        "sources": sources,
+        "evaluation": [{"path": str(beside / "items.jsonl")}],
+        "match": {"traffic": str(beside / "traffic.jsonl"), "num_prompts": 200},
+        "mix": {"first": 3, "second": 2},
+    }
 
 
 def contents(output: Artifact) -> dict[str, bytes]:
@@ -94,8 +108,9 @@ def undisturbed(sources, tmp_path_factory) -> dict[str, bytes]:
 def test_what_is_compared_has_everything(undisturbed):
     assert {"prompts-00000.jsonl", "prompts-00001.jsonl", "dropped-00000.jsonl", "ledger.json"} <= set(undisturbed)
     ledger = json.loads(undisturbed["ledger.json"])
-    assert {"duplicate.exact", "duplicate.near", "empty", "malformed"} <= set(ledger["dropped"])
-    assert any(reason.startswith("pii.") for reason in ledger["dropped"])
+    reasons = {"contamination.items", "duplicate.exact", "duplicate.near", "empty", "malformed", "match", "pii.credit_card"}
+    assert reasons <= set(ledger["dropped"])
+    assert "fit.json" in undisturbed
     assert ledger["rows_in"] == 420
     assert ledger["rows_masked"] > 5
     ids = [
@@ -218,12 +233,12 @@ from eyas.artifact import Artifact
 from eyas.data import blocks, prompts
 blocks.BLOCK_ROWS, prompts.ROWS_PER_PART = {block_rows}, {rows_per_part}
 if __name__ == "__main__":
-    prompts.make_prompts(prompts.PromptsConfig(sources={sources!r}, workers=2), Artifact({url!r}))
+    prompts.make_prompts(prompts.PromptsConfig(**{settings!r}, workers=2), Artifact({url!r}))
 """
 
 
 def test_a_kill_from_outside(sources, undisturbed, tmp_path):
-    code = KILLED.format(block_rows=BLOCK_ROWS, rows_per_part=ROWS_PER_PART, sources=sources, url=str(tmp_path))
+    code = KILLED.format(block_rows=BLOCK_ROWS, rows_per_part=ROWS_PER_PART, settings=everything(sources), url=str(tmp_path))
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as process:
         while process.poll() is None and not (tmp_path / WORK / "block-00003.npz").exists():
             time.sleep(0.001)
