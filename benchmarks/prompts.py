@@ -19,6 +19,7 @@ import gzip
 import json
 import os
 import random
+import string
 import subprocess
 import sys
 import tempfile
@@ -71,7 +72,8 @@ def made_rows(known: list[str], count: int, characters: int, seed: int) -> Itera
         parts = [rng.choice(known)]
         while sum(map(len, parts)) + len(parts) < characters:
             parts.append(rng.choice(known))
-        recent.append(" ".join(parts)[:characters])
+        own = "".join(rng.choices(string.ascii_lowercase, k=8))  # short ones would repeat each other by chance
+        recent.append(f"{' '.join(parts)[:characters]} {own}")
         yield recent[-1]
 
 
