@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 VERSION = "0.1.0"
 MANIFEST, DONE, IDENTITY = "manifest.json", "_DONE", "_IDENTITY"
 BLOCK_BYTES = 16 << 20  # of a file, read at a time
-RETRY_PAUSES = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # seconds
+PATIENCE_S, FIRST_PAUSE_S, LONGEST_PAUSE_S = 60.0, 0.1, 10.0  # with a store that does not answer
 FINAL_ANSWERS = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError, ValueError)
 WORK = "work"  # the folder of parts that are no part of the artifact
 
@@ -94,7 +94,8 @@ def storage_errors(url: str) -> Iterator[None]:
 class Persistent:
     """A file system elsewhere, asked again while it is out of order: a restart or a broken line costs a pause and no work.
 
-    A file that is not there and a refusal are answers. When RETRY_PAUSES are over, EyasError.
+    A file that is not there and a refusal are answers. EyasError when it has not answered for PATIENCE_S, and for as long as
+    the client's own last attempt takes: gcsfs tries for half a minute itself.
     """
 
     def __init__(self, store: Any, url: str) -> None:
@@ -107,24 +108,22 @@ class Persistent:
         return functools.partial(self._ask, method) if callable(method) else method
 
     def _ask(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        for pause in RETRY_PAUSES:
+        started, pause = time.monotonic(), FIRST_PAUSE_S
+        while True:
             try:
                 return method(*args, **options)
             except FINAL_ANSWERS:
                 raise
             except Exception as error:  # each client has its own tree of errors for one thing: it did not work this time
-                what = {"url": self._url, "error": type(error).__name__, "pause_s": pause}
-                log.warning("a store does not answer", extra={"data": what})
-                time.sleep(pause)
-        try:
-            return method(*args, **options)
-        except FINAL_ANSWERS:
-            raise
-        except Exception as error:
-            raise EyasError(
-                f"{self._url} does not answer ({type(error).__name__})",
-                "see that the store runs and can be reached, and run the same command again: finished parts are kept",
-            ) from error
+                what = type(error).__name__
+                if time.monotonic() - started > PATIENCE_S:
+                    raise EyasError(
+                        f"{self._url} does not answer ({what})",
+                        "see that the store runs and can be reached, and run the same command again: finished parts are kept",
+                    ) from error
+            log.warning("a store does not answer", extra={"data": {"url": self._url, "error": what, "pause_s": pause}})
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
 class Artifact:

@@ -1,5 +1,6 @@
 """The feature format: exact bytes, exact ranges, corruption noticed, resume without loss."""
 
+import hashlib
 import json
 import math
 import os
@@ -15,22 +16,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load
 
-from eyas.artifact import Artifact
+from eyas.artifact import Artifact, File
 from eyas.errors import CorruptError, InputError, MissingInputError, StorageFullError
-from eyas.shards import Entry, FeatureMeta, Features, Sample, ShardWriter, decode_sample, encode_sample
+from eyas.shards import Cache, Entry, FeatureMeta, Features, Sample, ShardWriter, decode_sample, encode_sample, order_of
+from eyas.shards import stream as stream_module
+from eyas.shards import writer as writer_module
 
 META = FeatureMeta(taps=(1, 2, 3), hidden_size=5, vocab_size=97, lm_head_sha256="ab", dtype="bfloat16", codec="raw")
 
 
-def make_sample(number: int, length: int = 0, dtype: torch.dtype = torch.bfloat16) -> Sample:
+def make_sample(number: int, length: int = 0, dtype: torch.dtype = torch.bfloat16, hidden_size: int = 5) -> Sample:
     generator = torch.Generator().manual_seed(number)
     length = length or 1 + number % 7
     return Sample(
         key=f"sample-{number}",
         token_ids=torch.randint(0, META.vocab_size, (length,), generator=generator, dtype=torch.int32),
         loss_mask=torch.rand(length, generator=generator) < 0.5,
-        aux_hidden=torch.randn(length, 3 * META.hidden_size, generator=generator).to(dtype),
-        last_hidden=torch.randn(length, META.hidden_size, generator=generator).to(dtype),
+        aux_hidden=torch.randn(length, 3 * hidden_size, generator=generator).to(dtype),
+        last_hidden=torch.randn(length, hidden_size, generator=generator).to(dtype),
         source=f"source-{number % 3}",
     )
 
@@ -110,7 +113,7 @@ def test_a_shard_is_an_ordinary_safetensors_file(lengths: list[int], hidden: int
 
 
 def test_reading_one_sample_asks_for_its_bytes_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    features = Features(write(Artifact(str(tmp_path / "features")), [make_sample(number) for number in range(6)]))
+    artifact = write(Artifact(str(tmp_path / "features")), [make_sample(number) for number in range(6)])
     asked = []
     read_range = Artifact.read_range
 
@@ -119,6 +122,7 @@ def test_reading_one_sample_asks_for_its_bytes_only(tmp_path: Path, monkeypatch:
         return read_range(artifact, name, start, end)
 
     monkeypatch.setattr(Artifact, "read_range", counted)
+    features = Features(artifact)
     assert features[5].key == "sample-5"
     assert asked == [("train-00001.safetensors", 6 * META.bytes_per_token)]
 
@@ -184,7 +188,7 @@ def shard_bytes(folder: Path) -> dict[str, bytes]:
 
 WRITER_THAT_DIES = """
 import os, signal, sys
-from eyas.artifact import Artifact
+from eyas.artifact import Artifact, File
 from tests.test_shards import META, ShardWriter, make_sample
 writer = ShardWriter(Artifact(sys.argv[1]), "train", META, samples_per_shard=4)
 for number in range(10):
@@ -231,11 +235,159 @@ def test_a_full_disk_keeps_the_whole_shards(tmp_path: Path, monkeypatch: pytest.
     assert ShardWriter(artifact, "train", META, samples_per_shard=2).keys == {"sample-0", "sample-1"}
 
 
-def test_a_shard_without_a_header_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keep", [0, 7, 300, -1])
+def test_half_a_shard_is_written_again_and_one_that_was_whole_is_named(tmp_path: Path, keep: int) -> None:
+    """A store may show half of an upload; it has no note beside it. What has one was whole and is broken."""
     artifact = Artifact(str(tmp_path / "features"))
-    artifact.write("train-00000.safetensors", b"\x05\0\0\0\0\0\0\0{}   ")
-    with pytest.raises(CorruptError, match="train-00000"):
-        ShardWriter(artifact, "train", META)
+    writer = ShardWriter(artifact, "train", META, samples_per_shard=2)
+    for number in range(4):
+        writer.add(make_sample(number))
+    name = "train-00001.safetensors"
+    whole, note = artifact.read(name), f"work/{name}.json"
+    artifact.write(name, whole[:keep])
+    with pytest.raises(CorruptError, match=name):
+        ShardWriter(artifact, "train", META, samples_per_shard=2)
+    artifact.delete(note)
+    again = ShardWriter(artifact, "train", META, samples_per_shard=2)
+    assert again.keys == {"sample-0", "sample-1"}
+    again.add(make_sample(2))
+    again.add(make_sample(3))
+    assert artifact.read(name) == whole
+
+
+def test_a_large_sample_ends_its_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is bounded by bytes, not by a number of samples."""
+    monkeypatch.setattr(writer_module, "SHARD_BYTES", 10 * META.bytes_per_token)
+    samples = [make_sample(number, length) for number, length in enumerate((4, 4, 2, 30, 1))]
+    features = Features(write(Artifact(str(tmp_path / "features")), samples))
+    assert [int(entry.shard[6:11]) for entry in features.entries] == [0, 0, 0, 1, 2]
+
+
+def test_a_resumed_run_does_not_read_whole_shards_for_their_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    artifact = Artifact(str(tmp_path / "features"))
+    writer = ShardWriter(artifact, "train", META, samples_per_shard=2)
+    for number in range(4):
+        writer.add(make_sample(number))
+    again = Artifact(artifact.url)
+    resumed = ShardWriter(again, "train", META, samples_per_shard=2)
+    resumed.close()
+    with monkeypatch.context() as patched:
+        patched.setattr(Artifact, "_checksummed", lambda _, name: pytest.fail(f"{name} is read again"))
+        manifest = again.finish("capture", {}, {}, {})
+    for name in ("train-00000.safetensors", "train-00001.safetensors"):
+        data = artifact.read_range(name, 0, 1 << 20)
+        assert manifest.files[name] == File(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+    assert not (tmp_path / "features" / "work").exists()
+
+
+def test_features_of_another_format_say_so(tmp_path: Path) -> None:
+    artifact = Artifact(str(tmp_path / "features"))
+    artifact.write_json("train.index.json", {"meta": {}, "samples": []})
+    artifact.finish("capture", {}, {}, {})
+    with pytest.raises(InputError, match="another version"):
+        Features(artifact)
+
+
+# Orders and streams
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 60), st.integers(0, 3), st.integers(1, 7))
+def test_the_readers_of_an_epoch_take_each_sample_once(count: int, epoch: int, world_size: int) -> None:
+    orders = [order_of(count, 5, epoch, rank, world_size) for rank in range(world_size)]
+    assert sorted(number for order in orders for number in order) == list(range(count))
+    assert max(map(len, orders)) - min(map(len, orders)) <= 1
+    assert orders == [order_of(count, 5, epoch, rank, world_size) for rank in range(world_size)]
+
+
+def test_orders_differ_by_seed_and_epoch_and_never_change() -> None:
+    assert order_of(7, 0, 0) == [5, 6, 4, 1, 2, 3, 0], "a resumed run of an older version would read other samples"
+    distinct = {tuple(order_of(50, seed, epoch)) for seed in range(3) for epoch in range(3)}
+    assert len(distinct) == 9
+
+
+def test_a_stream_goes_on_at_an_exact_sample(tmp_path: Path) -> None:
+    samples = [make_sample(number) for number in range(13)]
+    features = Features(write(Artifact(str(tmp_path / "features")), samples))
+    order = order_of(13, 1, 0)
+    whole = list(features.stream(order))
+    for number, sample in zip(order, whole, strict=True):
+        assert_same(sample, samples[number])
+    for done in (0, 1, 12, 13):
+        rest = list(features.stream(order[done:]))
+        assert [sample.key for sample in rest] == [sample.key for sample in whole[done:]]
+    assert [len(batch) for batch in features.batches([[3, 1], [], [4]])] == [2, 0, 1]
+    for (ids, mask), sample in zip(features.all_tokens(), samples, strict=True):
+        assert torch.equal(ids, sample.token_ids)
+        assert torch.equal(mask, sample.loss_mask)
+
+
+def test_a_broken_sample_is_an_error_in_its_place(tmp_path: Path) -> None:
+    features = Features(write(Artifact(str(tmp_path / "features")), [make_sample(number) for number in range(6)]))
+    entry = features.entries[3]
+    shard = tmp_path / "features" / entry.shard
+    data = bytearray(shard.read_bytes())
+    data[entry.start] ^= 1
+    shard.write_bytes(data)
+    samples = features.stream(range(6))
+    assert [next(samples).key for _ in range(3)] == ["sample-0", "sample-1", "sample-2"]
+    with pytest.raises(CorruptError, match="sample-3"):
+        next(samples)
+
+
+def test_no_more_is_read_ahead_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results that were not given out yet, those being made and the last one given out: their sizes never exceed it."""
+    monkeypatch.setattr(stream_module, "AHEAD_BYTES", 100)
+    begun: list[int] = []
+    sizes = [30, 40, 90, 5, 5, 5, 300, 50, 50]
+
+    def read(number: int) -> int:
+        begun.append(number)
+        return number
+
+    for place, number in enumerate(stream_module.ahead(read, range(len(sizes)), sizes.__getitem__)):
+        assert number == place
+        held = sum(sizes[number] for number in begun if number >= place)
+        assert held <= max(100, sizes[place])
+    assert sorted(begun) == list(range(len(sizes)))
+
+
+# The cache
+
+
+def test_the_cache_is_bounded_and_drops_what_was_wanted_longest_ago(tmp_path: Path) -> None:
+    cache = Cache(tmp_path, 1000)
+    for number in range(9):
+        cache.put(f"{number}", bytes([number]) * 100)
+        os.utime(tmp_path / f"{number}", ns=(number, number))
+    assert cache.get("0") == bytes(100), "wanted again"
+    cache.put("9", b"9" * 100)
+    assert cache.get("1") is None
+    assert cache.get("0") == bytes(100)
+    assert cache.get("9") == b"9" * 100
+    cache.put("large", bytes(1001))
+    assert cache.get("large") is None
+
+
+CACHE_USER = """
+import sys
+from eyas.shards import Cache
+cache = Cache(sys.argv[1], 50_000)
+for turn in range(300):
+    name = f"{(turn * int(sys.argv[2])) % 101}"
+    found = cache.get(name)
+    assert found is None or found == name.encode() * (1000 // len(name)), name
+    if found is None:
+        cache.put(name, name.encode() * (1000 // len(name)))
+"""
+
+
+def test_processes_share_a_cache(tmp_path: Path) -> None:
+    """More is wanted than there is room for: each drops what others want, and none ever sees half or another's bytes."""
+    root = Path(__file__).resolve().parents[1]
+    users = [subprocess.Popen([sys.executable, "-c", CACHE_USER, str(tmp_path), step], cwd=root) for step in ("1", "7", "30")]
+    assert [user.wait() for user in users] == [0, 0, 0]
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 55_000
 
 
 def test_the_index_says_what_the_features_are(tmp_path: Path) -> None:

@@ -276,24 +276,27 @@ class Within:
     def decode(self, data: memoryview, kept: Tensor) -> Layers:
         layers, parts, below = [], unpack(data, 2 * NUM_LAYERS), None
         for number, rows in enumerate(_rows(kept)):
-            shape = (rows, self._step.shape[1])
-            codes = expand(next(parts), shape[0] * shape[1]).view(np.int8).reshape(shape)
+            codes = expand(next(parts), rows * self._step.shape[1]).view(np.int8).reshape(rows, self._step.shape[1])
             exact = np.frombuffer(next(parts), dtype=f"<u{self._dtype.itemsize}")
             below = below[kept.numpy()] if number == 3 and below is not None and rows < len(below) else below
-            decoded = np.empty(shape, np.float32)
-            out = _empty(shape, self._dtype)
-            for block in _blocks(*shape):
-                np.multiply(codes[block], self._step[number], out=decoded[block], dtype=np.float32)
-                if below is not None:
-                    decoded[block] += below[block] * self._weight[number]
-                _store(decoded[block], out[block])
-            if len(exact):
-                escaped = codes == ESCAPE
-                out[escaped] = exact
-                decoded[escaped] = exact.view(np.float32) if out.dtype == np.uint32 else _widened(exact)
+            with np.errstate(invalid="ignore", over="ignore"):
+                out, below = self._decode(number, codes, exact, below)
             layers.append(_tensor(out, self._dtype))
-            below = decoded
         return layers
+
+    def _decode(self, number: int, codes: NDArray[np.int8], exact: Bits, below: Floats | None) -> tuple[Bits, Floats]:
+        """The inverse of `_encode`: a layer as it is stored, and in float32 for the layer above."""
+        decoded, out = np.empty(codes.shape, np.float32), _empty(codes.shape, self._dtype)
+        for block in _blocks(*codes.shape):
+            np.multiply(codes[block], self._step[number], out=decoded[block], dtype=np.float32)
+            if below is not None:
+                decoded[block] += below[block] * self._weight[number]
+            _store(decoded[block], out[block])
+        if len(exact):
+            escaped = codes == ESCAPE
+            out[escaped] = exact
+            decoded[escaped] = exact.view(np.float32) if out.dtype == np.uint32 else _widened(exact)
+        return out, decoded
 
 
 # Bytes and bits
@@ -307,9 +310,11 @@ def pack(parts: Sequence[bytes]) -> bytes:
 
 def unpack(data: memoryview, count: int) -> Iterator[memoryview]:
     """The `count` parts of `pack`. Raises ValueError when they do not fit."""
-    lengths = np.frombuffer(data[: 4 * count], dtype="<u4")
     at = 4 * count
-    if len(lengths) != count or at + int(lengths.sum(dtype=np.int64)) > len(data):
+    if len(data) < at:
+        raise ValueError("a sample has fewer bytes than the lengths of its parts take")
+    lengths = np.frombuffer(data[:at], dtype="<u4")
+    if at + int(lengths.sum(dtype=np.int64)) > len(data):
         raise ValueError("the lengths of a sample's parts do not fit its bytes")
     for length in lengths.tolist():
         yield data[at : at + length]

@@ -17,6 +17,7 @@ from eyas.errors import CorruptError, InputError, MissingInputError
 from eyas.shards.cache import Cache
 from eyas.shards.codecs import Tables, codec_of
 from eyas.shards.layout import FORMAT, TOKEN_BYTES, Entry, decode_sample, decode_tokens
+from eyas.shards.ranges import range_reader
 from eyas.shards.sample import FeatureMeta, Sample, Split
 from eyas.shards.stream import ahead
 from eyas.shards.writer import index_name
@@ -37,6 +38,7 @@ class Features:
         if index.get("format") != FORMAT:
             raise InputError(f"{artifact.url} holds features of another version of eyas", "run `eyas capture` again")
         self._artifact, self._cache_prefix = artifact, f"{identity}-"
+        self._read_range = range_reader(artifact)
         self._cache = cache if artifact.local_path("") is None else None
         try:
             self.meta = FeatureMeta.model_validate(index["meta"])
@@ -99,7 +101,7 @@ class Features:
 
     def _read(self, entry: Entry, size: int) -> bytes:
         try:
-            return self._artifact.read_range(entry.shard, entry.start, entry.start + size)
+            return self._read_range(entry.shard, entry.start, entry.start + size)
         except FileNotFoundError as error:
             raise MissingInputError(
                 f"{self._artifact.url} lacks the shard {entry.shard}", "delete the folder and run `eyas capture` again"

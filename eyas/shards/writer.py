@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 
 from eyas.artifact import WORK, Artifact, File
 from eyas.errors import CorruptError
@@ -16,6 +17,7 @@ from eyas.shards.codecs import Codec, Tables, calibrate, codec_of, needs_tables
 from eyas.shards.layout import FORMAT, Entry, encode_sample, layers_of, shard_head
 from eyas.shards.sample import FeatureMeta, Sample, Split
 
+log = logging.getLogger(__name__)
 SHARD_BYTES = 128 << 20  # a shard ends with the sample that makes it larger than this
 CALIBRATION_TOKENS = 4096
 
@@ -36,8 +38,8 @@ class ShardWriter:
         self._pending: list[tuple[Entry, bytes]] = []
         self._uncoded: list[Sample] = []
         self._tables: Tables | None = None
-        while self._is_whole(self._shard_name):
-            self._entries += self._read_head(self._shard_name)
+        while (found := self._found(self._shard_name)) is not None:
+            self._entries += found
             self._num_shards += 1
         self._codec: Codec | None = None
         if self._tables is not None or not needs_tables(meta.codec):
@@ -110,30 +112,38 @@ class ShardWriter:
         self._num_shards += 1
         self._pending.clear()
 
-    def _is_whole(self, name: str) -> bool:
-        """Is the shard there, in the length that its note says, if it has one?"""
-        if not self._artifact.exists(name):
-            return False
-        if self._artifact.exists(_note_name(name)):
-            note = File.model_validate_json(self._artifact.read(_note_name(name)))
-            self._artifact.remember(name, note)
-        return True
+    def _found(self, name: str) -> list[Entry] | None:
+        """The samples of a shard that an earlier run wrote; None where there is none, or half of one that a store lets be seen.
 
-    def _read_head(self, name: str) -> list[Entry]:
+        A whole one has a note beside it, unless the run was cut between the two.
+        """
+        if not self._artifact.exists(name):
+            return None
+        noted = self._artifact.exists(_note_name(name))
         try:
-            size = int.from_bytes(self._artifact.read_range(name, 0, 8), "little")
-            own = json.loads(self._artifact.read_range(name, 8, 8 + size))["__metadata__"]
-            entries = [_moved(Entry.model_validate(entry), 8 + size) for entry in json.loads(own["samples"])]
-            if needs_tables(self._meta.codec):
-                self._tables = Tables.from_text(own["tables"], self._meta.hidden_size)
-            if self._artifact.size(name) != entries[-1].start + entries[-1].size:
-                raise ValueError("the shard has another length than its header says")
-            return entries
+            entries = self._read_head(name)
         except (ValueError, KeyError, TypeError, IndexError) as error:
+            if not noted:
+                log.warning("half a shard will be written again", extra={"data": {"shard": name}})
+                return None
             raise CorruptError(
                 f"{self._artifact.url}/{name} has no readable header, or not the bytes that it speaks of",
                 "delete the file and run `eyas capture` again",
             ) from error
+        if noted:
+            self._artifact.remember(name, File.model_validate_json(self._artifact.read(_note_name(name))))
+        return entries
+
+    def _read_head(self, name: str) -> list[Entry]:
+        """Raises one of four kinds of error for a file that is no whole shard."""
+        size = int.from_bytes(self._artifact.read_range(name, 0, 8), "little")
+        own = json.loads(self._artifact.read_range(name, 8, 8 + size))["__metadata__"]
+        entries = [_moved(Entry.model_validate(entry), 8 + size) for entry in json.loads(own["samples"])]
+        if self._artifact.size(name) != entries[-1].start + entries[-1].size:
+            raise ValueError("the shard has another length than its header says")
+        if needs_tables(self._meta.codec):
+            self._tables = Tables.from_text(own["tables"], self._meta.hidden_size)
+        return entries
 
 
 def index_name(split: Split) -> str:

@@ -1,0 +1,229 @@
+"""Codecs: exact where they say so, within their error where they say that, and never surprised by giants, NaN or few rows."""
+
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eyas.artifact import Artifact
+from eyas.errors import CorruptError
+from eyas.shards import CodecName, FeatureMeta, Features, Sample, ShardWriter, taught
+from eyas.shards import writer as writer_module
+from eyas.shards.codecs import WITHIN, Layers, Tables, calibrate, codec_of, needs_tables, pack, unpack
+from eyas.shards.layout import layers_of
+
+NAMES = get_args(CodecName)
+ERRORS = {"raw": 0.0, "lossless": 0.0, "int8": 0.02, "fp8": 0.03, **WITHIN}
+SIZE = 48
+
+
+def meta_of(codec: str, **settings: Any) -> FeatureMeta:
+    defaults = {"taps": (1, 2, 3), "hidden_size": SIZE, "vocab_size": 97, "lm_head_sha256": "ab"}
+    return FeatureMeta(**{**defaults, "codec": codec, **settings})
+
+
+def residual_streams(rows: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Layers:
+    """Four layers that build on each other, with channels of very different sizes and, in the first row, giants."""
+    generator = torch.Generator().manual_seed(seed)
+    channel = torch.logspace(-1, 1.5, SIZE)
+    layers = [torch.randn(rows, SIZE, generator=generator) * channel]
+    for _ in range(3):
+        layers.append(0.9 * layers[-1] + 0.4 * torch.randn(rows, SIZE, generator=generator) * channel)
+    for layer in layers:
+        layer[0, 5] = 3000.0
+    return [layer.to(dtype) for layer in layers]
+
+
+def sample_of(number: int, length: int, dtype: torch.dtype = torch.bfloat16) -> Sample:
+    layers = residual_streams(length, number, dtype)
+    mask = torch.arange(length) % 7 > 4
+    ids = torch.arange(length, dtype=torch.int32)
+    return Sample(f"sample-{number}", ids, mask, torch.cat(layers[:3], dim=1), layers[3], "source")
+
+
+def features_of(url: str, meta: FeatureMeta, samples: list[Sample]) -> Features:
+    artifact = Artifact(url)
+    artifact.begin("test")
+    writer = ShardWriter(artifact, "train", meta, samples_per_shard=3)
+    for sample in samples:
+        writer.add(sample)
+    writer.close()
+    artifact.finish("capture", {}, {}, {})
+    return Features(Artifact(url))
+
+
+def relative_error(sample: Sample, read: Sample) -> torch.Tensor:
+    """Of each layer, in units of the size of each channel, giants left out: [4]."""
+    before, after = (torch.cat([one.aux_hidden, one.last_hidden], dim=1)[1:].float() for one in (sample, read))
+    error = (after - before).square().mean(0).sqrt() / before.square().mean(0).sqrt()
+    return error.view(4, SIZE).square().mean(1).sqrt()
+
+
+def bits(x: torch.Tensor) -> list[int]:
+    return x.contiguous().view(torch.uint8).flatten().tolist()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("codec", NAMES)
+def test_features_come_back_within_the_codecs_error(tmp_path: Path, codec: str, dtype: str) -> None:
+    samples = [sample_of(number, 300 + number, getattr(torch, dtype)) for number in range(4)]
+    features = features_of(str(tmp_path / "features"), meta_of(codec, dtype=dtype), samples)
+    for sample, read in zip(samples, features, strict=True):
+        assert torch.equal(read.token_ids, sample.token_ids)
+        assert torch.equal(read.loss_mask, sample.loss_mask)
+        assert read.aux_hidden.dtype == read.last_hidden.dtype == getattr(torch, dtype)
+        if ERRORS[codec] == 0:
+            assert bits(read.aux_hidden) == bits(sample.aux_hidden)
+            assert bits(read.last_hidden) == bits(sample.last_hidden)
+        elif codec in WITHIN:
+            error = relative_error(sample, read)
+            assert (error < 1.15 * ERRORS[codec]).all(), error
+            assert (error > 0.7 * ERRORS[codec]).all(), "finer than it needs to be"
+        elif codec == "fp8":
+            assert relative_error(sample, read).max() < 1, "small channels drown beside giants"
+
+
+@pytest.mark.parametrize("codec", list(WITHIN))
+def test_giants_come_back_to_the_bit(codec: str) -> None:
+    """Activations of first tokens, a thousand times the others: kept beside, and not spoiling the scale of their channel."""
+    layers = residual_streams(400)
+    kept = torch.ones(400, dtype=torch.bool)
+    coder = codec_of(meta_of(codec), calibrate(codec, [(layers, kept)]))
+    read = coder.decode(memoryview(coder.encode(layers, kept)), kept)
+    for before, after in zip(layers, read, strict=True):
+        assert before[0, 5] == after[0, 5] == 3008 or before[0, 5] == after[0, 5]
+        channel = before[1:, 5].float()
+        assert (after[1:, 5].float() - channel).square().mean().sqrt() < 1.2 * WITHIN[codec] * channel.square().mean().sqrt()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("codec", ["raw", "lossless", *WITHIN])
+def test_what_is_no_number_is_kept_for_those_who_look_for_it(codec: str, dtype: str) -> None:
+    """The trainer names samples whose features are not finite: a codec must not make them look well."""
+    layers = residual_streams(50, dtype=getattr(torch, dtype))
+    kept = torch.ones(50, dtype=torch.bool)
+    tables = calibrate(codec, [(layers, kept)]) if needs_tables(codec) else None
+    layers[0][7, 3], layers[1][8, 4], layers[3][9, 5] = float("nan"), float("inf"), -float("inf")
+    coder = codec_of(meta_of(codec, dtype=dtype), tables)
+    read = coder.decode(memoryview(coder.encode(layers, kept)), kept)
+    assert read[0][7, 3].isnan()
+    assert read[1][8, 4] == float("inf")
+    assert read[3][9, 5] == -float("inf")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(NAMES), st.sampled_from(["bfloat16", "float32"]), st.lists(st.booleans(), min_size=1, max_size=9), st.data()
+)
+def test_any_rows_any_bits(codec: CodecName, dtype: str, kept_rows: list[bool], data: st.DataObject) -> None:
+    """Every pattern of bits goes through every codec; the lossless ones give it back."""
+    kept = torch.tensor(kept_rows)
+    kind = getattr(torch, dtype)
+    meta = meta_of(codec, dtype=dtype, hidden_size=3)
+    layers = []
+    for rows in (len(kept), len(kept), len(kept), int(kept.sum())):
+        raw = data.draw(st.binary(min_size=rows * 3 * kind.itemsize, max_size=rows * 3 * kind.itemsize))
+        layers.append(torch.frombuffer(bytearray(raw) or bytearray(kind.itemsize), dtype=kind)[: rows * 3].view(rows, 3))
+    tables = calibrate(codec, [(layers, kept)]) if needs_tables(codec) else None
+    coder = codec_of(meta, tables)
+    encoded = coder.encode(layers, kept)
+    assert len(encoded) % 8 == 0
+    read = coder.decode(memoryview(encoded), kept)
+    for before, after in zip(layers, read, strict=True):
+        assert before.shape == after.shape
+        assert before.dtype == after.dtype
+        if ERRORS[codec] == 0:
+            assert bits(before) == bits(after)
+
+
+def test_the_better_codecs_are_smaller() -> None:
+    layers, kept = residual_streams(2000), torch.ones(2000, dtype=torch.bool)
+    sizes = {}
+    for codec in NAMES:
+        tables = calibrate(codec, [(layers, kept)]) if needs_tables(codec) else None
+        sizes[codec] = len(codec_of(meta_of(codec), tables).encode(layers, kept)) / (8 * SIZE * 2000)
+    assert sizes["lossless"] < 0.75
+    assert sizes["within1"] < sizes["int8"] <= 0.505
+    assert sizes["within1"] > sizes["within2"] > sizes["within4"] > sizes["within8"]
+
+
+@pytest.mark.parametrize("codec", ["raw", "lossless", "within2"])
+def test_a_teacher_is_kept_where_someone_asks_it(tmp_path: Path, codec: str) -> None:
+    """Every place that a loss mask's objective or the walk of `eyas eval` looks at, and their neighbours; zeros elsewhere."""
+    samples = [sample_of(number, 41 + number) for number in range(3)]
+    everywhere = features_of(str(tmp_path / "everywhere"), meta_of(codec), samples)
+    supervised = features_of(str(tmp_path / "supervised"), meta_of(codec, teacher="supervised"), samples)
+    assert sum(entry.size for entry in supervised.entries) < 0.95 * sum(entry.size for entry in everywhere.entries)
+    for sample, read in zip(samples, supervised, strict=True):
+        mask, kept = sample.loss_mask, taught(sample.loss_mask)
+        assert kept.tolist() == [mask[max(0, at - 1) : at + 2].any().item() for at in range(len(mask))]
+        assert not read.last_hidden[~kept].any()
+        if codec != "within2":
+            assert torch.equal(read.last_hidden[kept], sample.last_hidden[kept])
+            assert torch.equal(read.aux_hidden, sample.aux_hidden)
+
+
+@pytest.mark.parametrize("cut_after", [1, 4, 7])
+def test_a_cut_writer_goes_on_with_the_same_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_after: int) -> None:
+    """The tables come from the first samples; a run that goes on takes those of the first shard, not of its own first."""
+    monkeypatch.setattr(writer_module, "CALIBRATION_TOKENS", 150)
+    samples = [sample_of(number, 40) for number in range(11)]
+    whole = features_of(str(tmp_path / "whole"), meta_of("within4"), samples)
+    first = Artifact(str(tmp_path / "cut"))
+    writer = ShardWriter(first, "train", meta_of("within4"), samples_per_shard=3)
+    for sample in samples[:cut_after]:
+        writer.add(sample)
+    again = Artifact(str(tmp_path / "cut"))
+    writer = ShardWriter(again, "train", meta_of("within4"), samples_per_shard=3)
+    for sample in samples:
+        if sample.key not in writer.keys:
+            writer.add(sample)
+    writer.close()
+    for entry in whole.entries:
+        assert (tmp_path / "cut" / entry.shard).read_bytes() == (tmp_path / "whole" / entry.shard).read_bytes()
+    assert (tmp_path / "cut" / "train.index.json").read_bytes() == (tmp_path / "whole" / "train.index.json").read_bytes()
+
+
+def test_tables_are_the_same_on_both_sides() -> None:
+    tables = calibrate("within1", [(residual_streams(99), torch.ones(99, dtype=torch.bool))])
+    again = Tables.from_text(tables.to_text(), SIZE)
+    assert np.array_equal(tables.step, again.step)
+    assert np.array_equal(tables.weight, again.weight)
+    assert (tables.weight[1:].mean(1) > 0.8).all(), "each layer builds on the one below"
+    assert not tables.weight[0].any()
+    with pytest.raises(ValueError, match="reshape"):
+        Tables.from_text(tables.to_text(), SIZE + 1)
+
+
+@pytest.mark.parametrize("codec", ["lossless", "fp8", "within2"])
+def test_bytes_of_another_making_are_an_error(tmp_path: Path, codec: str) -> None:
+    """Right by their checksum and wrong by their codec, as after a change of the format that forgot to say so."""
+    features = features_of(str(tmp_path / "features"), meta_of(codec), [sample_of(0, 30)])
+    other = meta_of("raw")
+    layers, kept = layers_of(sample_of(0, 30), other)
+    features._codec = Lying(codec_of(other, None).encode(layers, kept), features._codec)
+    with pytest.raises(CorruptError, match="sample-0"):
+        features[0]
+
+
+class Lying:
+    """A codec that is given other bytes than were read."""
+
+    def __init__(self, data: bytes, codec: Any) -> None:
+        self._data, self._codec = data, codec
+
+    def decode(self, data: memoryview, kept: torch.Tensor) -> Layers:
+        return self._codec.decode(memoryview(self._data), kept)
+
+
+@given(st.lists(st.binary(max_size=20), min_size=1, max_size=6))
+def test_parts_are_found_again(parts: list[bytes]) -> None:
+    packed = pack(parts)
+    assert len(packed) % 8 == 0
+    assert [bytes(part) for part in unpack(memoryview(packed), len(parts))] == parts
+    with pytest.raises(ValueError, match="length"):
+        list(unpack(memoryview(packed)[: 4 * len(parts) - 1], len(parts)))

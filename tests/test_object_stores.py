@@ -1,0 +1,251 @@
+"""Features in real object stores: an S3 server and a GCS emulator, over lines that break, servers that die and come back."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import fsspec
+import pytest
+
+from eyas import artifact as artifact_module
+from eyas.artifact import Artifact
+from eyas.errors import CorruptError, EyasError, MissingInputError
+from eyas.shards import Cache, FeatureMeta, Features, Sample, ShardWriter, ranges
+from tests.object_stores import BUCKET, GcsServer, Line, environment, forget_clients
+from tests.test_shards import META, assert_same, make_sample
+
+pytest.importorskip("s3fs", reason="the extra s3 is not installed")
+pytest.importorskip("gcsfs", reason="the extra gcs is not installed")
+moto_server = pytest.importorskip("moto.server", reason="moto is not installed")
+pytest.importorskip("gcp_storage_emulator", reason="gcp-storage-emulator is not installed")
+
+WIDE = META.model_copy(update={"hidden_size": 64, "codec": "lossless"})
+
+
+class Store(NamedTuple):
+    """A store behind a line: `url` of a fresh prefix, and the line."""
+
+    url: str
+    line: Line
+
+
+@pytest.fixture(scope="module")
+def s3_server() -> Iterator[int]:
+    server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    port = server.get_host_and_port()[1]
+    keys = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
+    with environment(**keys, AWS_ENDPOINT_URL=f"http://127.0.0.1:{port}", AWS_MAX_ATTEMPTS="1"):
+        forget_clients()
+        fsspec.filesystem("s3").mkdir(BUCKET)
+        yield port
+    server.stop()
+    forget_clients()
+
+
+@pytest.fixture(scope="module")
+def gcs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
+    server = GcsServer(tmp_path_factory.mktemp("gcs"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def s3(s3_server: int, tmp_path: Path) -> Iterator[Store]:
+    line = Line(s3_server)
+    with environment(AWS_ENDPOINT_URL=f"http://127.0.0.1:{line.port}"):
+        forget_clients()
+        yield Store(f"s3://{BUCKET}/{tmp_path.name}", line)
+    line.close()
+    forget_clients()
+
+
+@pytest.fixture
+def gcs(gcs_server: GcsServer, tmp_path: Path) -> Iterator[Store]:
+    line = Line(gcs_server.port)
+    host = f"http://127.0.0.1:{line.port}"
+    with environment(STORAGE_EMULATOR_HOST=host, GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT="false"):
+        forget_clients()
+        yield Store(f"gs://{BUCKET}/{tmp_path.name}", line)
+    line.close()
+    forget_clients()
+
+
+@pytest.fixture(params=["s3", "gcs"])
+def store(request: pytest.FixtureRequest) -> Store:
+    made: Store = request.getfixturevalue(request.param)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everybody waits a twentieth of the usual time, gcsfs too."""
+    monkeypatch.setattr(artifact_module, "PATIENCE_S", 3.0)
+    monkeypatch.setattr(artifact_module, "LONGEST_PAUSE_S", 0.5)
+    monkeypatch.setattr("gcsfs.retry.asyncio", SimpleNamespace(sleep=lambda seconds: asyncio.sleep(seconds / 20)))
+
+
+def wide_sample(number: int) -> Sample:
+    return make_sample(number, 40 + number, hidden_size=WIDE.hidden_size)
+
+
+def begun(url: str) -> Artifact:
+    artifact = Artifact(url)
+    artifact.begin("test")
+    return artifact
+
+
+def add_missing(artifact: Artifact, count: int, meta: FeatureMeta = WIDE) -> ShardWriter:
+    writer = ShardWriter(artifact, "train", meta, samples_per_shard=4)
+    for number in range(count):
+        if f"sample-{number}" not in writer.keys:
+            writer.add(wide_sample(number))
+    return writer
+
+
+def finish(artifact: Artifact, writer: ShardWriter) -> Features:
+    writer.close()
+    artifact.finish("capture", {}, {}, {})
+    return Features(Artifact(artifact.url))
+
+
+def assert_all_there(features: Features, count: int) -> None:
+    assert [entry.key for entry in features.entries] == [f"sample-{number}" for number in range(count)]
+    for number, sample in enumerate(features.stream(range(count))):
+        assert_same(sample, wide_sample(number))
+
+
+def test_what_is_written_is_read(store: Store) -> None:
+    artifact = begun(store.url)
+    features = finish(artifact, add_missing(artifact, 9))
+    assert_all_there(features, 9)
+    assert artifact.all_names()[:2] == ["_DONE", "_IDENTITY"]
+    assert not [name for name in artifact.all_names() if "work" in name]
+
+
+@pytest.mark.parametrize("kind", ["reset", "cut", "503"])
+def test_a_bad_line_costs_a_pause(store: Store, kind: str) -> None:
+    """Breaks in the middle of uploads and downloads: a sample has some 16 kB."""
+    artifact = begun(store.url)
+    store.line.fault(kind, after=20_000, times=3)
+    writer = add_missing(artifact, 9)
+    store.line.healthy()
+    features = finish(artifact, writer)
+    store.line.fault(kind, after=5_000, times=3)
+    assert_all_there(features, 9)
+    assert store.line.num_faults > 0
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_both_clients_of_s3_read_the_same_over_a_bad_line(s3: Store, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if fast:
+        pytest.importorskip("obstore", reason="the extra obstore is not installed")
+    else:
+        monkeypatch.setattr(ranges, "INSTALLED", False)
+    artifact = begun(s3.url)
+    features = finish(artifact, add_missing(artifact, 6))
+    assert (ranges.range_reader(artifact) == artifact.read_range) is not fast
+    s3.line.fault("cut", after=5_000, times=4)
+    assert_all_there(features, 6)
+    assert s3.line.num_faults > 0
+
+
+def test_a_line_that_stalls_is_given_up(s3: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore", reason="the extra obstore is not installed")
+    monkeypatch.setattr(ranges, "TIMEOUT", "1s")
+    artifact = begun(s3.url)
+    features = finish(artifact, add_missing(artifact, 3))
+    s3.line.fault("stall", times=2)
+    assert_all_there(features, 3)
+    assert s3.line.num_faults > 0
+
+
+def test_a_dead_store_is_an_error_that_says_so_and_keeps_what_was_done(store: Store) -> None:
+    artifact = begun(store.url)
+    writer = add_missing(artifact, 7)  # a whole shard, and three samples in memory
+    store.line.fault("reset")
+    with pytest.raises(EyasError, match="does not answer") as raised:
+        writer.add(wide_sample(7))
+    assert "finished parts are kept" in raised.value.hint
+    store.line.healthy()
+    forget_clients()
+    again = begun(store.url)
+    assert again.names() == ["_IDENTITY", "train-00000.safetensors"]
+    with pytest.raises(MissingInputError, match="unfinished"):
+        Features(again)
+    resumed = add_missing(again, 10)
+    assert_all_there(finish(again, resumed), 10)
+
+
+def test_a_killed_server_that_comes_back_has_lost_nothing(gcs: Store, gcs_server: GcsServer) -> None:
+    """SIGKILL while shards are written, and again while they are read; the writer and the reader just wait."""
+    artifact = begun(gcs.url)
+    gcs_server.kill()
+    restart = threading.Timer(0.4, gcs_server.start)
+    restart.start()
+    writer = add_missing(artifact, 9)
+    restart.join()
+    features = finish(artifact, writer)
+    samples = features.stream(range(9))
+    assert_same(next(samples), wide_sample(0))
+    gcs_server.kill()
+    restart = threading.Timer(0.4, gcs_server.start)
+    restart.start()
+    for number, sample in enumerate(samples, start=1):
+        assert_same(sample, wide_sample(number))
+    restart.join()
+
+
+def test_an_upload_killed_in_the_middle_leaves_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line breaks for good within a shard's bytes: nothing of it is taken for a shard, and the next run writes it whole."""
+    artifact = begun(store.url)
+    add_missing(artifact, 4)
+    monkeypatch.setattr(artifact_module, "PATIENCE_S", 0.0)
+    writer = add_missing(artifact, 7)
+    store.line.fault("reset", after=30_000)
+    with pytest.raises(EyasError, match="does not answer"):
+        writer.add(wide_sample(7))
+    store.line.healthy()
+    forget_clients()
+    again = begun(store.url)
+    monkeypatch.setattr(artifact_module, "PATIENCE_S", 3.0)
+    if store.url.startswith("s3"):  # the emulator keeps the half of an upload as an object; real GCS does not
+        assert again.names() == ["_IDENTITY", "train-00000.safetensors"]
+    assert ShardWriter(again, "train", WIDE, samples_per_shard=4).keys == {f"sample-{number}" for number in range(4)}
+    assert_all_there(finish(again, add_missing(again, 9)), 9)
+
+
+def test_a_flipped_byte_is_found_and_named_and_the_cache_is_not_believed(store: Store, tmp_path: Path) -> None:
+    artifact = begun(store.url)
+    features = finish(artifact, add_missing(artifact, 6))
+    cache = Cache(tmp_path / "cache", 1 << 20)
+    cached = Features(Artifact(store.url), cache=cache)
+    assert_same(cached[5], wide_sample(5))
+    (kept,) = (path for path in (tmp_path / "cache").iterdir() if path.name != ".lock")
+    damaged = bytearray(kept.read_bytes())
+    damaged[99] ^= 1
+    kept.write_bytes(damaged)
+    assert_same(cached[5], wide_sample(5))
+    assert kept.read_bytes() != damaged, "the right bytes are kept now"
+    entry = features.entries[5]
+    shard = bytearray(artifact.read(entry.shard))
+    shard[entry.start + 999] ^= 4
+    artifact.write(entry.shard, bytes(shard))
+    assert_same(cached[5], wide_sample(5))
+    with pytest.raises(CorruptError, match="sample-5") as raised:
+        features[5]
+    assert "train-00001" in raised.value.what
+    assert_same(features[4], wide_sample(4))
+
+
+def test_what_was_read_once_is_read_from_this_disk(store: Store, tmp_path: Path) -> None:
+    artifact = begun(store.url)
+    finish(artifact, add_missing(artifact, 6))
+    features = Features(Artifact(store.url), cache=Cache(tmp_path / "cache", 1 << 20))
+    assert_all_there(features, 6)
+    store.line.fault("reset")
+    assert_all_there(features, 6)
