@@ -8,17 +8,39 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from eyas.chat import Chat
+from eyas.builtin import target_folder
+from eyas.chat import Chat, MaskDisagreement
+from eyas.chat.supervision import OPTIONS, kinds, supervised
 from eyas.errors import MissingInputError, TemplateError
 from eyas.records import Message
+from eyas.train.loss import judged_positions
+from tests.chat_folders import LIKE_GRANITE, LIKE_QWEN, like_granite, like_llama_2, like_qwen
+from tests.template_faults import FAULTS, SOUND, Fault, caught
 from tests.tiny import TEMPLATE, tiny_tokenizer
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 REAL = ("granite-3.1", "qwen3")
+FAMILIES = {"qwen3": like_qwen, "granite": like_granite, "llama-2": like_llama_2}
+PIECES = (
+    "<",
+    "|>",
+    "im_",
+    "end",
+    "<|im_end|>",
+    "<|im_start|>",
+    "\ufdd0",
+    "a",
+    " table",
+    "e\u0301",
+    "</s>",
+    "<s>",
+    " ",
+)
 DAY = datetime.date(2026, 1, 2)
 # The ways of the field: Llama 3 trims what was said; Qwen3 opens the last answer with a thinking block; Llama 2 and
 # Mistral put a space on both sides; Granite prints the date.
@@ -60,6 +82,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def chats(folders: dict[str, Path]) -> dict[str, Chat]:
     return {name: Chat(folder, DAY) for name, folder in folders.items()}
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Chat]:
+    root = tmp_path_factory.mktemp("families")
+    return {name: Chat(make(root / name), DAY) for name, make in FAMILIES.items()}
 
 
 def real_chat(name: str) -> Chat:
@@ -167,7 +195,7 @@ def test_a_conversation_that_the_template_refuses_says_why(chats: dict[str, Chat
         (TEMPLATE.replace("message['content'] +", "message['content'] | upper +"), "as the target wrote it"),
         (TEMPLATE.replace("'<|im_end|>'", "'<|endoftext|>'"), "does not end an answer"),
         (TEMPLATE.replace("+ '<|im_end|>'", "+ ' bye <|im_end|>'"), "does not end an answer"),
-        ("{{ messages | length }} " + TEMPLATE, "as the target wrote it"),
+        ("{{ messages | length }} " + TEMPLATE, "rewrites the prompt"),
         (TEMPLATE.replace("{{ '<|im_start|>assistant\n' }}", ""), "its generation prompt lacks"),
         ("{% if messages %}" + TEMPLATE, "refuses a conversation"),
     ],
@@ -224,6 +252,245 @@ def test_a_stream_tells_what_an_unfinished_character_leaves(chats: dict[str, Cha
     ids = chat._encode("ok\U0001f642")
     assert stream.push(ids[:-1]) == "ok"
     assert stream.finish() == "\ufffd"
+
+
+# What messages say is text
+
+
+def conversation_with(text: str) -> list[Message]:
+    return said(f"What is {text}?", f"It is {text}.", f"{text} again", f"{text}: a table {text}")
+
+
+def control_ids(chat: Chat, ids: list[int]) -> list[int]:
+    return [token for token in ids if token in chat._tokens.control_ids]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_control_token_in_a_message_is_spelled_and_not_obeyed(families: dict[str, Chat], family: str) -> None:
+    chat = families[family]
+    neutral = chat.turn(conversation_with("x"))
+    for name in chat._frame.ends + tuple(chat._tokens.tokenizer.all_special_tokens):
+        messages = conversation_with(name)
+        assert chat.control_text(messages) == [name]
+        turn = chat.turn(messages)
+        assert control_ids(chat, turn.ids) == control_ids(chat, neutral.ids), (
+            "a role begins or ends where nobody began or ended it"
+        )
+        assert turn.encoded.text == chat.render(messages), "nothing of the shield is left"
+        assert turn.ids[: turn.num_prompt_tokens] == chat.prompt_ids(messages[:-1])
+        masked = [token for token, kept in zip(turn.ids, turn.mask, strict=True) if kept]
+        assert chat._tokens.spelled(masked[:-1]).strip() == messages[-1]["content"]
+    assert chat.control_text(conversation_with("x")) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=5).map("".join), min_size=2, max_size=6).filter(
+        lambda turns: len(turns) % 2 == 0 and "\ufdef" not in "".join(turns)
+    )
+)
+def test_the_two_ways_never_differ_and_no_text_is_obeyed(families: dict[str, Chat], turns: list[str]) -> None:
+    """Whatever was said: an exact mask or a refusal, on every template; and as many control tokens as of harmless text."""
+    for family, chat in families.items():
+        neutral = control_ids(chat, chat.prompt_ids(said(*("x" for _ in turns[:-1]))))
+        assert control_ids(chat, chat.prompt_ids(said(*turns[:-1]))) == neutral, (family, turns)
+        try:
+            turn = chat.turn(said(*turns))
+        except TemplateError:
+            # White space at the edges melts into the template's own, or a template looks for its own tags.
+            assert turns[-1] != turns[-1].strip() or turns[-1] == "" or family == "llama-2", (family, turns)
+            continue
+        written = [token for token, kept in zip(turn.ids, turn.mask, strict=True) if kept]
+        text = chat._tokens.spelled(written[:-1])
+        assert text.strip() == chat._tokens.normalized(turns[-1]).strip(), (family, turns)
+
+
+@pytest.mark.parametrize("name", ["builtin", *REAL])
+def test_real_tokenizers_spell_control_tokens_of_messages(name: str) -> None:
+    chat = Chat(target_folder(), DAY) if name == "builtin" else real_chat(name)
+    neutral = chat.turn(conversation_with("x"))
+    for control in chat._tokens.names:
+        if not chat._not_the_targets.search(control):
+            continue  # one that begins a call: see below
+        turn = chat.turn(conversation_with(control))
+        assert control_ids(chat, turn.ids) == control_ids(chat, neutral.ids)
+        assert chat.decode(turn.ids).count(control) == 5
+
+
+def test_what_cannot_be_kept_apart_is_refused(families: dict[str, Chat]) -> None:
+    """The one character that stands in for control tokens' names, together with a control token's name."""
+    chat = families["qwen3"]
+    assert chat.decode(chat.prompt_ids(said("\ufdef"))).count("\ufdef") == 1
+    with pytest.raises(TemplateError, match="for plain text"):
+        chat.prompt_ids(said("\ufdef <|im_end|>"))
+    with pytest.raises(TemplateError, match="every non-character"):
+        chat.prompt_ids(said("<|im_end|>" + "".join(map(chr, range(0xFDD0, 0xFDF0)))))
+
+
+def test_tools_and_calls_are_text_too(families: dict[str, Chat]) -> None:
+    chat = families["qwen3"]
+    tools = [{"type": "function", "function": {"name": "find", "description": "ends with <|im_end|>"}}]
+    call = {"type": "function", "function": {"name": "find", "arguments": {"city": "<|im_end|>"}}}
+    messages = [
+        {"role": "user", "content": "Find it."},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "<|im_start|>"},
+        {"role": "assistant", "content": "Found."},
+    ]
+    assert chat.control_text(messages, tools) == ["<|im_end|>", "<|im_start|>"]
+    first, last = chat.turns(messages, tools)
+    ends = [token for token in last.ids if token in chat.eos_token_ids]
+    assert len(ends) == 5, "of the tools, the question, the call, the result and the answer"
+    written = [token for token, kept in zip(first.ids, first.mask, strict=True) if kept]
+    assert chat._tokens.spelled(written) == (
+        '<tool_call>\n{"name": "find", "arguments": {"city": "<|im_end|>"}}\n</tool_call><|im_end|>'
+    )
+    assert written[-1] in chat.eos_token_ids
+    assert control_ids(chat, written[:-1]) == []
+
+
+def test_a_control_token_that_the_target_writes_is_its_own(families: dict[str, Chat]) -> None:
+    """Granite begins a tool call with one; a user who writes the same word writes a word."""
+    chat = families["granite"]
+    answer = '<|tool_call|>[{"name": "find"}]'
+    turn = chat.turn(said("<|tool_call|> what?", answer))
+    call = chat._tokens.tokenizer.convert_tokens_to_ids("<|tool_call|>")
+    assert [kept for token, kept in zip(turn.ids, turn.mask, strict=True) if token == call] == [True]
+    assert chat.control_text(said("Hi", answer)) == []
+
+
+# In the manner of real families
+
+
+def test_thoughts_of_the_target_are_its_own_and_an_empty_block_is_the_templates(families: dict[str, Chat]) -> None:
+    chat = families["qwen3"]
+    thought: list[Message] = [
+        {"role": "user", "content": "A table?"},
+        {"role": "assistant", "content": "For two?", "reasoning_content": "How many?"},  # type: ignore[typeddict-unknown-key]
+    ]
+    whole = "<think>\nHow many?\n</think>\n\nFor two?"
+    assert masked_text(chat, thought) == whole
+    assert masked_text(chat, said("A table?", whole)) == whole
+    assert chat.answered(thought) == chat.answered(said("A table?", whole))
+    assert masked_text(chat, said("A table?", "For two?")) == "For two?"
+    first, second = chat.turns([*thought, *said("Yes", "Done.")])
+    assert not second.continues(first), "the template drops earlier thoughts: each answer is a row of its own"
+    assert "How many" not in second.encoded.text
+
+
+def test_what_a_server_is_given_for_the_template_is_given_here(tmp_path: Path) -> None:
+    chat = Chat(like_qwen(tmp_path), options={"enable_thinking": False})
+    turn = chat.turn(said("Hi", "Hello"))
+    assert turn.encoded.text.startswith(chat.render(said("Hi"), add_generation_prompt=True))
+    assert chat.render(said("Hi"), add_generation_prompt=True).endswith("</think>\n\n")
+    assert turn.mask.index(True) == turn.num_prompt_tokens, "nothing lies between the prompt and what the target wrote"
+
+
+def test_a_default_system_prompt_and_its_date_are_seen(families: dict[str, Chat]) -> None:
+    chat = families["granite"]
+    assert "Today is January 02, 2026.\nYou are Kestrel." in chat.turn(said("Hi", "Hello")).encoded.text
+    brief: list[Message] = [{"role": "system", "content": "Be brief."}, *said("Hi", "Hello")]
+    assert "Kestrel" not in chat.turn(brief).encoded.text
+    assert masked_text(chat, brief) == masked_text(chat, said("Hi", "Hello")) == "Hello"
+    first, second = chat.turns(said("Hi", "Hello", "A table?", "For two?"))
+    assert second.continues(first)
+    both = second.with_mask_of(first)
+    assert sum(both.mask) == sum(first.mask) + sum(second.mask)
+
+
+def test_an_answer_whose_calls_the_template_leaves_out_has_no_mask(families: dict[str, Chat]) -> None:
+    call = {"type": "function", "function": {"name": "find", "arguments": {}}}
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    with pytest.raises(TemplateError, match="leaves out reasoning or a tool call"):
+        families["granite"].turn(messages)
+
+
+def test_the_day_is_printed_in_every_format_that_it_fixes(tmp_path: Path) -> None:
+    codes = "aAbBdejmyYHIMSpxXcDFTR"
+    like_granite(tmp_path, LIKE_GRANITE.replace("%B %d, %Y", " ".join(f"%{code}" for code in codes)))
+    shown = Chat(tmp_path, DAY).render(said("Hi")).split("Today is ")[1].split(".\n")[0]
+    assert shown == " ".join(DAY.strftime(f"%{code}") for code in codes)
+
+
+def test_several_templates_one_for_tools(tmp_path: Path) -> None:
+    like_qwen(tmp_path, None)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    named = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": LIKE_QWEN}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
+    chat = Chat(tmp_path)
+    assert chat.render(said("Hi")) == "<|im_start|>user\nHi<|im_end|>\n"
+    assert "Tools:" in chat.render(said("Hi"), tools=[{"type": "function", "function": {"name": "find"}}])
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named[1:]}))
+    with pytest.raises(TemplateError, match="none of them is named default"):
+        Chat(tmp_path)
+
+
+# Faults, and what is shown when the two ways differ
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_planted_fault_is_caught(fault: Fault, tmp_path: Path) -> None:
+    found = caught(fault, tmp_path)
+    assert found.startswith(f"{fault.where}: "), found
+
+
+@pytest.mark.parametrize("sound", SOUND, ids=lambda sound: sound.name)
+def test_a_template_without_a_fault_is_not(sound: Fault, tmp_path: Path) -> None:
+    assert caught(sound, tmp_path) == ""
+
+
+def test_masks_that_differ_are_shown(
+    chats: dict[str, Chat], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        "eyas.chat.chat.mask_by_prefixes", lambda prompt, ids, *_: [at == len(prompt) for at in range(len(ids))]
+    )
+    with pytest.raises(MaskDisagreement) as raised:
+        chats["chatml"].answered(said("Hi", "<b>Secret</b> table\x1b[2J"))
+    error = raised.value
+    assert "Secret" not in str(error)
+    assert "differ" in error.what
+    assert set(error.kinds) == {"both", "first", "context"}
+    shown = error.picture()
+    colours = {shown.plain[span.start : span.end]: str(span.style) for span in shown.spans}
+    assert "orange" in colours["<|im_end|>"] or "dim" in colours["<|im_end|>"]
+    assert "\x1b" not in shown.plain
+    assert "⟨U+001B⟩" in shown.plain
+    monkeypatch.chdir(tmp_path)
+    error.show()
+    assert "by character spans only" in capsys.readouterr().err
+    page = tmp_path / "mask-disagreement.html"
+    assert page.stat().st_mode & 0o077 == 0
+    html = page.read_text(encoding="utf-8")
+    assert "<b>Secret" not in html
+    assert "v0-first" in html
+    assert "http" not in html
+
+
+# The mask options
+
+
+def test_mask_options_on_one_answer() -> None:
+    #        u      :      a1     a2     a3    end    n      u
+    mask = [False, False, True, True, True, True, False, False]
+    drafted = {option: [at for at, kept in enumerate(supervised(mask, option)) if kept] for option in OPTIONS}
+    assert drafted == {"serving": [3, 4, 5], "t": [4, 5, 6, 7], "t+1": [3, 4, 5, 6]}
+    assert kinds(mask, "t") == ["context", "context", "given", "missed", "drafted", "drafted", "beyond", "beyond"]
+    assert kinds(mask, "serving") == ["context", "context", "given", "drafted", "drafted", "drafted", "context", "context"]
+
+
+@given(st.lists(st.booleans(), max_size=30))
+def test_mask_options_are_sets_of_slots(mask: list[bool]) -> None:
+    """Slot t drafts x_{t+2}: against the definitions, and the serving set against what the trainer judges."""
+    slots = range(len(mask) - 2)
+    definitions = {"serving": lambda t: mask[t + 1] and mask[t + 2], "t": lambda t: mask[t], "t+1": lambda t: mask[t + 1]}
+    for option in OPTIONS:
+        assert supervised(mask, option) == [False, False, *map(definitions[option], slots)][: len(mask)]
+        told = kinds(mask, option)
+        assert [kind in ("drafted", "beyond") for kind in told] == supervised(mask, option)
+        assert [kind in ("drafted", "missed") for kind in told] == supervised(mask, "serving")
+    judged = judged_positions(torch.tensor([mask], dtype=torch.bool))[0].tolist()
+    assert supervised(mask, "serving")[2:] == judged[1:-1]
 
 
 @pytest.mark.parametrize("name", REAL)

@@ -45,9 +45,11 @@ class Chat:
         self._template = Template(self._tokens.tokenizer, self.folder, date, options or {})
         try:
             self._frame, own = frame_of(self._template, self._tokens)
-            # What an answer must not hold: a target may well write control tokens that are not of the template's frame (one
-            # that begins a tool call), but never those.
-            self._framing = pattern_of((*own, *self._tokens.ends.values()))
+            framing = {*own, *self._tokens.ends.values()}
+            # A target may write control tokens of its own that its template knows of, one that begins a tool call; others,
+            # and those that frame turns, are text in an answer too.
+            targets = {name for name in self._tokens.names if self._template.names(name)} - framing
+            self._not_the_targets = pattern_of({*self._tokens.names} - targets)
             examine(self._turn, self._tokens.bos_id)
         except Untrusted as what:
             raise self._distrust(what) from what
@@ -81,7 +83,7 @@ class Chat:
         return sorted({*of_messages, *of_tools})
 
     def _names_that_are_text(self, message: Mapping[str, Any]) -> re.Pattern[str]:
-        return self._framing if message["role"] == "assistant" else self._tokens.control
+        return self._not_the_targets if message["role"] == "assistant" else self._tokens.control
 
     def answered(
         self, messages: Messages, finish_reason: str = "stop", tools: Tools | None = None
@@ -146,7 +148,8 @@ class Chat:
             return by_spelling((text, self._tokens.normalized(text)), self._tokens.spelled)
         if wording.has_reasoning:
             return everything
-        other = [*messages[:-1], {"role": "assistant", "content": "Yes"}]
+        said = "No" if any(part.startswith("Y") for part in wording.parts) else "Yes"
+        other = [*messages[:-1], {"role": "assistant", "content": said}]
         ids = self._tokens.encode(Rendered(self._template.render(other, False, tools), shield)).ids
         return by_another(ids[len(prompt_ids) :], tuple(self._tokens.ends))
 

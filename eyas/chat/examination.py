@@ -42,8 +42,10 @@ def frame_of(template: Template, tokens: Tokens) -> tuple[Frame, set[str]]:
     """What the template puts around an answer, and the control tokens that it writes. Raises Untrusted, Refused."""
     prompt = template.render([_user("Hello")], True, None)
     whole = template.render([_user("Hello"), _assistant(_MARKER)], False, None)
-    if not whole.startswith(prompt) or whole.count(_MARKER) != 1:
-        raise Untrusted("rewrites the prompt once an answer follows, or does not render an answer as the target wrote it")
+    if not whole.startswith(prompt):
+        raise Untrusted("rewrites the prompt once an answer follows")
+    if whole.count(_MARKER) != 1:
+        raise Untrusted("does not render an answer as the target wrote it")
     opening, _, rest = whole[len(prompt) :].partition(_MARKER)
     is_prompted = prompt != template.render([_user("Hello")], False, None)
     if tokens.control.search(opening) or (opening.strip() and not is_prompted):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jinja2
+from markupsafe import Markup, escape
 from rich.text import Text
 
 from eyas.chat.turn import Encoded
@@ -30,6 +31,7 @@ STYLES = {
 }
 CONTEXT = "context"
 KEPT = 30  # tokens of a long context that stay at either end
+_LINE_BREAK = Markup("<i></i>\n")  # shown as a sign, which a selection does not copy
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
 
@@ -105,7 +107,7 @@ def page(
             "facts": sample.facts or {},
             "tokens": [
                 {
-                    "text": visible(text),
+                    "text": escape(visible(text)).replace("\n", _LINE_BREAK),
                     "id": number,
                     "at": at,
                     "kinds": " ".join(f"v{view}-{sample.kinds[name][at]}" for view, name in enumerate(views)),

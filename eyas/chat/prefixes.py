@@ -25,7 +25,7 @@ def mask_by_prefixes(prompt: list[int], ids: list[int], ends: Sequence[int], fin
     """
     first = len(prompt)
     if ids[:first] != prompt:
-        raise Untrusted("joins the prompt and the answer into one token, or does not render an answer as the target wrote it")
+        raise Untrusted("joins the prompt and the answer into one token")
     end = next((at for at in range(first, len(ids)) if ids[at] in ends), None)
     if end is None:
         raise Untrusted("does not end an answer with a token that ends the target's output (eos_token_id)")
@@ -43,16 +43,22 @@ def by_spelling(answers: tuple[str, ...], spell: Spell) -> Find:
             stop -= 1
             if stop < 0 or spell(ids[stop:]).strip():
                 raise Untrusted("does not render an answer as the target wrote it")
-        text = spell(ids[:stop])
-        for start in range(stop + 1):
-            before = spell(ids[:start])
-            if any(before + answer == text for answer in answers):
-                return start, stop
-            if len(before) > len(text) - min(map(len, answers)):
-                break
-        return _last_that_spells(ids, stop, answers, spell), stop
+        start = _where_it_begins(ids, stop, answers, spell)
+        return (_last_that_spells(ids, stop, answers, spell) if start is None else start), stop
 
     return find
+
+
+def _where_it_begins(ids: list[int], stop: int, answers: tuple[str, ...], spell: Spell) -> int | None:
+    """The last place between two tokens where what is before it and an answer spell the whole; None inside of a token."""
+    text, found = spell(ids[:stop]), None
+    for start in range(stop + 1):
+        before = spell(ids[:start])
+        if any(before + answer == text for answer in answers):
+            found = start
+        if len(before) > len(text) - min(map(len, answers)):
+            break
+    return found
 
 
 def _last_that_spells(ids: list[int], stop: int, answers: tuple[str, ...], spell: Spell) -> int:

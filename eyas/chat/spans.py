@@ -35,7 +35,7 @@ def mask_by_spans(prompt: Rendered, whole: Rendered, encoded: Encoded, wording: 
     the text does not hold the answer in its place as it was written, or when a token stands for the answer and for more.
     """
     if not whole.text.startswith(prompt.text):
-        raise Untrusted("rewrites the prompt once an answer follows, or does not render an answer as the target wrote it")
+        raise Untrusted("rewrites the prompt once an answer follows")
     begin = len(prompt.text)
     end = min((at for name in frame.ends if (at := whole.text.find(name, begin)) >= 0), default=None)
     if end is None:

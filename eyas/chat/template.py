@@ -46,6 +46,10 @@ class Template:
         """True when what it writes may depend on the day, and none is given."""
         return self._date is None and _CLOCK in self._plain + self._with_tools
 
+    def names(self, token: str) -> bool:
+        """True when a token's name is written in the template."""
+        return token in self._plain + self._with_tools
+
     def render(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, tools: Sequence[Mapping[str, Any]] | None
     ) -> str:

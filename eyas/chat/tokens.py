@@ -3,7 +3,8 @@
 A control token is one that the tokenizer marks as special. The template writes them as text, so a user's `<end of turn>`
 would be read as the real one. Here it is not: what people wrote is `shielded` before it goes into the template, by a
 character that is no character (Unicode's non-characters) inside each control token's name. What the template then writes
-has its own control tokens whole; the tokenizer takes the text between them apart as plain text, the shield removed.
+has its own control tokens whole: they get other names, the shields go, and a tokenizer that knows control tokens by those
+other names alone takes all the rest for plain text.
 Added tokens that are not special (a thinking tag, say) are words like others: servers read them so, and so does this.
 """
 
@@ -18,13 +19,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer
 
 from eyas.chat.turn import Encoded
 from eyas.errors import MissingInputError
 
-_SHIELDS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
+_SHIELDS = tuple(chr(code) for code in range(0xFDD0, 0xFDEF))
+_STAND_IN = "\ufdef"  # a non-character, too
+_PRIVATE = 0xF0000  # the first character of a plane for private use
 
 
 class Untrusted(Exception):
@@ -60,7 +63,8 @@ class Tokens:
         self._backend.no_padding()
         special = {number: str(token) for number, token in self.tokenizer.added_tokens_decoder.items() if token.special}
         self.control_ids = frozenset(special)
-        self.control = pattern_of(special.values())
+        self.names = tuple(special.values())
+        self.control = pattern_of(self.names)
         self.end_ids = _end_tokens(Path(folder), self.tokenizer.eos_token_id)
         # Where control tokens end the output, they end turns; words that end it too (a stop token of a recipe) do not.
         closing = [number for number in self.end_ids if number in special] or self.end_ids
@@ -91,36 +95,38 @@ class Tokens:
             if found > len(self.control.findall(rendered.text)):
                 raise Untrusted("meets a tokenizer that makes control tokens of other text")
             return Encoded(rendered.text, encoding.ids, encoding.offsets)
-        whole = self._backend.encode(rendered.text, add_special_tokens=False)
-        if self._piecewise(rendered.text, None).ids != whole.ids:
+        expected = self._backend.encode(rendered.text, add_special_tokens=False).ids
+        if _STAND_IN in rendered.text or self._standing_in(rendered.text).ids != expected:
             raise Untrusted("meets a tokenizer that cannot take a control token's name in a message for plain text")
-        return self._piecewise(rendered.text, rendered.shield)
+        # The template's control tokens change names while the shields go, and what people wrote becomes plain text.
+        return self._standing_in(rendered.text, rendered.shield)
 
-    def _piecewise(self, text: str, shield: str | None) -> Encoded:
-        """Control tokens one by one and the text between them as plain text, `shield` removed."""
-        made = Encoded("", [], [])
-        at = 0
-        for found in self.control.finditer(text):
-            made = self._joined(made, text[at : found.start()], shield)
-            number = self.tokenizer.convert_tokens_to_ids(found.group())
-            span = (len(made.text), len(made.text) + len(found.group()))
-            made = Encoded(made.text + found.group(), [*made.ids, number], [*made.offsets, span])
-            at = found.end()
-        return self._joined(made, text[at:], shield)
+    def _standing_in(self, text: str, without: str = "") -> Encoded:
+        """The text without a character, and its tokens, control tokens being those that were whole before."""
+        replaced = self.control.sub(lambda found: self._stand_ins[found.group()], text).replace(without, "")
+        encoding = self._plain_backend.encode(replaced, add_special_tokens=False)
+        back = {stand_in: name for name, stand_in in self._stand_ins.items()}
+        plain = pattern_of(back).sub(lambda found: back[found.group()], replaced)
+        return Encoded(plain, [self._meant.get(number, number) for number in encoding.ids], encoding.offsets)
 
-    def _joined(self, made: Encoded, text: str, shield: str | None) -> Encoded:
-        plain = text.replace(shield, "") if shield else text
-        encoding = self._plain_backend.encode(plain, add_special_tokens=False)
-        begin = len(made.text)
-        offsets = [(begin + start, begin + stop) for start, stop in encoding.offsets]
-        return Encoded(made.text + plain, made.ids + encoding.ids, made.offsets + offsets)
+    @cached_property
+    def _stand_ins(self) -> dict[str, str]:
+        """For each control token's name another of the same length, which nobody writes."""
+        return {name: _STAND_IN * (len(name) - 1) + chr(_PRIVATE + at) for at, name in enumerate(self.names)}
 
     @cached_property
     def _plain_backend(self) -> Tokenizer:
-        """The tokenizer that reads no control token out of text."""
+        """The tokenizer that knows control tokens by their stand-ins only."""
         plain = copy.deepcopy(self._backend)
         plain.encode_special_tokens = True
+        plain.add_tokens([AddedToken(one, special=False, normalized=False) for one in self._stand_ins.values()])
         return plain
+
+    @cached_property
+    def _meant(self) -> dict[int, int]:
+        """The ids of stand-ins, and those of the control tokens that they stand in for."""
+        made, known = self._plain_backend.get_vocab(), self._backend.get_vocab()
+        return {made[stand_in]: known[name] for name, stand_in in self._stand_ins.items()}
 
     # Tokens to text
 

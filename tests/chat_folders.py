@@ -1,0 +1,128 @@
+"""Small tokenizers with chat templates in the manner of real families, made on the spot: byte-level and SentencePiece-like.
+
+The templates are our own, written to do what the families do: Qwen3 drops the thoughts of earlier turns and has tools, Granite
+has a system prompt of its own with today's date in it, Llama 2 puts spaces around answers and has no role tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+CORPUS = [
+    "I would like a table for two in San Jose.\n\nThe address is 71 North Street.\n",
+    "a  b   c    d\n\n\n\nuser assistant system tool I am, you are, it's so:",
+    "def f(x):\n    return x\n\n\nfor i in range(10):\n        print(i)\n" * 3,
+]
+LINE_BREAKS_TOGETHER = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LIKE_QWEN = """
+{%- if tools %}{{ '<|im_start|>system\\n' }}{% if messages[0].role == 'system' %}{{ messages[0].content + '\\n' }}{% endif %}
+{{- 'Tools:' }}{% for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}{{ '<|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}{{ '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}{% endif %}
+{%- set ns = namespace(last=-1) %}
+{%- for message in messages %}{% if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{{ '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}
+{%- elif message.role == 'tool' %}{{ '<|im_start|>user\\n<tool_response>\\n' + message.content }}
+{{- '\\n</tool_response><|im_end|>\\n' }}
+{%- elif message.role == 'assistant' %}
+{%- set thoughts = message.reasoning_content or '' %}{% set content = message.content or '' %}
+{%- if not thoughts and '</think>' in content %}
+{%- set thoughts = (content.split('</think>') | first).split('<think>') | last %}
+{%- set content = (content.split('</think>') | last).lstrip('\\n') %}{% endif %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if loop.index0 > ns.last and (loop.last or thoughts) %}
+{{- '<think>\\n' + thoughts.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}
+{%- else %}{{ content }}{% endif %}
+{%- for call in message.tool_calls or [] %}
+{{- '\\n' if content or not loop.first else '' }}
+{{- '<tool_call>\\n' + (call.function | tojson) + '\\n</tool_call>' }}{% endfor %}
+{{- '<|im_end|>\\n' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"""
+LIKE_GRANITE = """
+{%- if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set rest = messages[1:] %}
+{%- else %}{% set rest = messages %}
+{%- set system = 'Today is ' + strftime_now('%B %d, %Y') + '.\\nYou are Kestrel.' %}{% endif %}
+{{- '<|start_of_role|>system<|end_of_role|>' + system + '<|end_of_text|>\\n' }}
+{%- if tools %}{{ '<|start_of_role|>tools<|end_of_role|>Call with <|tool_call|>: ' }}
+{{- (tools | tojson(indent=4)) + '<|end_of_text|>\\n' }}{% endif %}
+{%- for message in rest %}
+{{- '<|start_of_role|>' + message.role + '<|end_of_role|>' + message.content + '<|end_of_text|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}"""
+LIKE_LLAMA_2 = """
+{%- for message in messages %}
+{%- if message.role == 'user' %}{{ bos_token + '[INST] ' + message.content.strip() + ' [/INST]' }}
+{%- elif message.role == 'assistant' %}{{ ' ' + message.content + ' ' + eos_token }}
+{%- else %}{{ raise_exception('no place for a system prompt') }}{% endif %}{% endfor %}"""
+
+
+@cache
+def _byte_level(specials: tuple[str, ...], composes: bool) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    if composes:
+        tokenizer.normalizer = normalizers.NFC()  # type: ignore[assignment]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not composes)
+    words = pre_tokenizers.Split(Regex(LINE_BREAKS_TOGETHER), "isolated")
+    tokenizer.pre_tokenizer = (  # type: ignore[assignment]
+        pre_tokenizers.Sequence([words, byte_level]) if composes else byte_level
+    )
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=list(specials), initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+@cache
+def _sentencepiece_like() -> Tokenizer:
+    """BPE over words that begin with a low line, unknown characters as bytes."""
+    trained = Tokenizer(models.BPE(unk_token="<unk>"))
+    trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)  # type: ignore[assignment]
+    specials = ["<unk>", "<s>", "</s>"]
+    trained.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=220, special_tokens=specials, show_progress=False))
+    model = json.loads(trained.to_str())["model"]
+    vocab = dict(model["vocab"])
+    for byte in range(256):
+        vocab.setdefault(f"<0x{byte:02X}>", len(vocab))
+    merges = [tuple(pair) for pair in model["merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.pre_tokenizer = trained.pre_tokenizer
+    tokenizer.decoder = decoders.Sequence(  # type: ignore[assignment]
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([AddedToken(one, special=True, normalized=False) for one in specials])
+    return tokenizer
+
+
+def _save(tokenizer: Tokenizer, folder: Path, template: str | None, bos: str | None, eos: str) -> Path:
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, pad_token=eos, clean_up_tokenization_spaces=False
+    )
+    if template is not None:
+        fast.chat_template = template.lstrip("\n")
+    fast.save_pretrained(folder)
+    return folder
+
+
+def like_qwen(folder: Path, template: str | None = LIKE_QWEN) -> Path:
+    """Role tokens that are special, thinking and tool tags that are tokens but not special, accents composed."""
+    tokenizer = Tokenizer.from_str(_byte_level(("<|endoftext|>", "<|im_start|>", "<|im_end|>"), True).to_str())
+    words = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+    tokenizer.add_tokens([AddedToken(one, special=False, normalized=False) for one in words])
+    return _save(tokenizer, folder, template, None, "<|im_end|>")
+
+
+def like_granite(folder: Path, template: str | None = LIKE_GRANITE) -> Path:
+    """One token that is BOS, EOS and padding, and a control token that the target itself writes before a tool call."""
+    names = ("<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>")
+    return _save(_byte_level(names, False), folder, template, "<|end_of_text|>", "<|end_of_text|>")
+
+
+def like_llama_2(folder: Path, template: str | None = LIKE_LLAMA_2) -> Path:
+    """SentencePiece-like, without role tokens."""
+    return _save(_sentencepiece_like(), folder, template, "<s>", "</s>")
