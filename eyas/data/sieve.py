@@ -90,28 +90,34 @@ class Sieve:
 
     def sift(self, block: Block) -> Sifted:
         """What becomes of each row of a block, and the digests of those that are left."""
-        results = [row.drop if isinstance(row, Damaged) else passed(row, self._filters) for row in block.rows]
-        searched = iter(without_personal_data([one for one in results if isinstance(one, Row)], self._personal))
+        results: list[Row | Drop] = []
+        languages: list[str] = []  # of those that have passed so far, while what the filter found is still remembered
+        for row in block.rows:
+            results.append(row.drop if isinstance(row, Damaged) else passed(row, self._filters))
+            languages += [spoken(row) for row in results[-1:] if isinstance(row, Row)]
+        rows = [one for one in results if isinstance(one, Row)]
+        searched = iter(zip(without_personal_data(rows, self._personal), languages, strict=True))
         lines = Lines()
-        left: list[Row] = []
+        left: list[tuple[Row, str]] = []
         for row, so_far in zip(block.rows, results, strict=True):
-            result = next(searched) if isinstance(so_far, Row) else so_far
+            result, language = next(searched) if isinstance(so_far, Row) else (so_far, "")
             if isinstance(result, Drop):
                 lines.drop(entry(row, result, find))
             else:
                 lines.keep(result)
-                left.append(result)
-        digests = {**row_digests(left), **self._digests(left), "place": lines.places(), "rows_in": self._counts(block)}
-        return Sifted(block.number, lines.text(), digests)
+                left.append((result, language))
+        return Sifted(
+            block.number, lines.text(), {**self._digests(left), "place": lines.places(), "rows_in": self._counts(block)}
+        )
 
-    def _digests(self, left: list[Row]) -> Digests:
-        """By row: the source's number and the language; for the fit, the n-grams."""
-        digests: Digests = {
-            "source": np.array([self._work.labels.index(row.source) for row in left], dtype=np.uint16),
-            "language": np.array([spoken(row) for row in left], dtype=np.str_),
-        }
+    def _digests(self, left: list[tuple[Row, str]]) -> Digests:
+        """Of rows with their languages: what decisions and ledger need."""
+        rows = [row for row, _ in left]
+        digests = row_digests(rows)
+        digests["source"] = np.array([self._work.labels.index(row.source) for row in rows], dtype=np.uint16)
+        digests["language"] = np.array([language for _, language in left], dtype=np.str_)
         if self._work.grams:
-            grams = fit.digest(left)
+            grams = fit.digest(rows)
             digests |= {"grams": grams.grams, "counts": grams.counts, "characters": grams.characters}
         return digests
 
