@@ -16,6 +16,7 @@ processes; what depends on other rows is decided on digests of those that are le
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.metadata
 import itertools
 from collections import Counter
@@ -35,7 +36,6 @@ from eyas.data.ledger import Ledger
 from eyas.data.licence import gate, require
 from eyas.data.policy import read_policy
 from eyas.data.quality import QualityConfig
-from eyas.data.ray_executor import RayExecutor
 from eyas.data.rows import Row
 from eyas.data.selection import Match, Rows, Selection, Wanted, select
 from eyas.data.sieve import Cleaning, Gone
@@ -137,8 +137,7 @@ def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) 
     if not output.begin(work):
         return output.manifest("prompts")
     _same_versions(output)
-    kind = RayExecutor if config.executor == "ray" else LocalExecutor
-    with kind(config.work(key), config.workers) as executor:
+    with _executor(config, key) as executor:
         if not output.exists(SELECTION):
             decide(config, output, finished_blocks(config, Blocks(output), executor, track))
         ledger = Ledger(versions(), policies(config, key), [verdict.to_json() for verdict in verdicts])
@@ -153,6 +152,14 @@ def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) 
         )
     counts = {"rows": total.rows_in, "prompts": total.rows_out, "dropped": total.dropped.total(), "masked": total.rows_masked}
     return output.finish("prompts", settings, inputs, counts, facts={"ledger": ledger.facts()})
+
+
+def _executor(config: PromptsConfig, key: bytes) -> Executor:
+    """Where the work runs. Ray is loaded when it is asked for: half a second and 55 MB."""
+    if config.executor == "local":
+        return LocalExecutor(config.work(key), config.workers)
+    made: Executor = importlib.import_module("eyas.data.ray_executor").RayExecutor(config.work(key), config.workers)
+    return made
 
 
 def _same_versions(output: Artifact) -> None:
