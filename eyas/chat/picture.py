@@ -98,6 +98,7 @@ def page(
     samples: Sequence[Sample],
     views: Mapping[str, Mapping[str, str]],
     facts: Mapping[str, str],
+    note: str = "",
 ) -> str:
     """One page of HTML that needs nothing beside it. views: for each way of looking, what its kinds of tokens mean."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -119,5 +120,5 @@ def page(
         for sample in samples
     ]
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        title=title, lead=lead, facts=facts, samples=drawn, views=list(views.items())
+        title=title, lead=lead, facts=facts, samples=drawn, views=list(views.items()), note=note
     )

@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from eyas.artifact import storage_errors
 from eyas.builtin import resolve_target
@@ -27,6 +28,10 @@ from eyas.errors import CorruptError, EmptyInputError, MissingInputError, Templa
 from eyas.log import progress_bar
 
 EXAMPLES = Path(__file__).with_name("audit.yaml")
+NOTE = (
+    "A head's slot t takes the target's feature of token t and token t + 1, and drafts token t + 2: colours are on the token "
+    "drafted."
+)
 DAY = "2026-01-01"  # that of `eyas generate`
 
 
@@ -151,7 +156,7 @@ def print_samples(audit: Audit, options: Iterable[MaskOption], whole: bool) -> N
     console = Console(highlight=False, soft_wrap=True)
     for title, turn in audit.samples:
         for option in options:
-            console.rule(f"{visible(title)} · mask {option}", align="left", style="dim")
+            console.rule(Text(f"{visible(title)} · mask {option}"), align="left", style="dim")
             console.print(painted(turn.encoded, kinds(turn.mask, option), MEANING, whole))
             console.print()
 
@@ -178,7 +183,7 @@ def as_page(audit: Audit, target: str, options: Sequence[MaskOption]) -> str:
     tokens = {f"mask {option}": ", ".join(f"{kind} {audit.tokens[option][kind]:,}" for kind in MEANING) for option in options}
     refused = {f"refused {count:,}": f"the template {reason}" for reason, count in audit.refused.most_common()}
     facts = {"target": target, **tokens, **refused}
-    return page("eyas audit", _said(audit), drawn, dict.fromkeys(options, MEANING), facts)
+    return page("eyas audit", _said(audit), drawn, dict.fromkeys(options, MEANING), facts, NOTE)
 
 
 def _said(audit: Audit) -> str:
