@@ -252,6 +252,7 @@ def test_work_of_other_versions_is_done_again(sources, undisturbed, tmp_path):
     until_killed(tmp_path, sources, "write", stage.SELECTION)
     first = tmp_path / WORK / "block-00000.jsonl"
     first.write_text('{"row": "of another version"}\n')
+    (tmp_path / "prompts-00009.jsonl").write_text('{"id": "of another version"}\n')
     versions = tmp_path / stage.VERSIONS
     versions.write_text(versions.read_text().replace('"numpy": "', '"numpy": "0.'))
     assert contents(made(tmp_path, sources)) == undisturbed

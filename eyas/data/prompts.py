@@ -91,7 +91,7 @@ class PromptsConfig(BaseModel):
             settings["match"]["traffic"] = describe(traffic_source(self.match)).identity
         return {
             **settings,
-            "policy": read_policy(self.policy).model_dump(mode="json"),
+            "policy": read_policy(self.policy).title,
             "evaluation": {source.label: describe(source).identity for source in self.evaluation},
             "key": fingerprint(key),
         }
@@ -166,6 +166,8 @@ def _same_versions(output: Artifact) -> None:
     """Throw away what another version of eyas or of a library began: half of one and half of the other is neither."""
     now = versions()
     if not output.exists(VERSIONS) or output.read_json(VERSIONS) != now:
+        for name in (*output.parts("prompts"), *output.parts("dropped")):
+            output.delete(name)
         output.delete_work()
         output.write_json(VERSIONS, now)
 
@@ -272,16 +274,19 @@ def write(config: PromptsConfig, output: Artifact, ledger: Ledger, licences: Map
             digests = blocks.digests(block, "rows_in", "language")
             for label, count in zip(config.labels, digests["rows_in"].tolist(), strict=True):
                 ledger.came_in(label, count)
-            left = iter(zip(itertools.count(rows.first(block)), digests["language"].tolist(), strict=False))
-            of_left = iter(entries)
+            numbers, languages = itertools.count(rows.first(block)), iter(digests["language"].tolist())
+            late = iter(entries)
             for one in blocks.entries(block):
-                number, language = next(left) if isinstance(one, Row) else (None, "")
-                if isinstance(one, Row) and number is not None and selection.taken[number]:
-                    ledger.went_out(one, language)
-                    id, licence = selection.id(number, one), licences[one.source]
-                    prompts.add(Prompt(id, one.source, licence, one.turns, one.system).to_json())
-                else:
-                    line = next(of_left) if isinstance(one, Row) else one
+                line = one if isinstance(one, dict) else None
+                if isinstance(one, Row):
+                    number, language = next(numbers), next(languages)
+                    if selection.taken[number]:
+                        ledger.went_out(one, language)
+                        id, licence = selection.id(number, one), licences[one.source]
+                        prompts.add(Prompt(id, one.source, licence, one.turns, one.system).to_json())
+                    else:
+                        line = next(late)
+                if line is not None:
                     ledger.dropped(line)
                     dropped.add(line)
     prompts.close()
