@@ -1,105 +1,133 @@
-"""One answer on its way out: updates become text, text becomes OpenAI's chunks. Knows no HTTP and no engine but its updates.
+"""An answer on its way out: the engine's updates become words, calls and counts. Knows no HTTP and no JSON.
 
-The counts that OpenAI has no place for go under `usage.eyas`: rounds (propose + verify), accept_hist and tau.
+One HTTP request may have several prompts, each of several samples: a choice for each, in the order of the prompts.
 """
 
 from __future__ import annotations
 
-import json
 import time
-import uuid
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from eyas.chat import TextStream
-from eyas.engine.request import FinishReason, Update
+from eyas.engine.request import FinishReason, Request, TokenLogprob, Update
 from eyas.serve.stop import StopFilter
+from eyas.serve.tokenizer import TextStream, Tokenizer
+from eyas.serve.tools import Call, CallReader
+
+Ending = FinishReason | Literal["tool_calls"]
 
 
-class Completion:
-    """What one request has been given so far."""
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What an update adds to a choice. logprobs are those of the update's tokens, if they were asked for."""
 
-    def __init__(self, text_stream: TextStream, num_prompt_tokens: int, stops: Sequence[str]) -> None:
-        self.finish_reason: FinishReason | None = None
-        self.num_prompt_tokens = num_prompt_tokens
+    choice: int
+    text: str
+    calls: list[Call]
+    logprobs: list[TokenLogprob] | None
+    ending: Ending | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the text of an answer is to be read: stop strings; as words and calls, or as words alone."""
+
+    stops: tuple[str, ...] = ()
+    reads_calls: bool = False
+    demands_call: bool = False
+
+
+class Choice:
+    """What one sample has given so far."""
+
+    def __init__(self, number: int, text_stream: TextStream, reading: Reading) -> None:
+        self.ending: Ending | None = None
         self.num_tokens = 0
-        self.accept_hist: list[int] = []
+        self._number = number
         self._text_stream = text_stream
-        self._stop = StopFilter(stops) if stops else None
+        self._stop = StopFilter(reading.stops) if reading.stops else None
+        self._calls = CallReader(reading.demands_call) if reading.reads_calls else None
 
-    def push(self, update: Update) -> str:
-        """The text that the update adds; sets finish_reason when the answer ends, by the engine or by a stop string."""
-        assert self.finish_reason is None, "an update after the end"
+    def push(self, update: Update) -> Piece:
+        """What the update adds; sets `ending` when the sample ends."""
+        assert self.ending is None, "an update after the end"
+        self.num_tokens += len(update.token_ids)
+        is_last = update.finish_reason is not None
+        text, ending = self._text(update.token_ids, is_last), update.finish_reason
+        calls: list[Call] = []
+        if self._stop is not None and self._stop.hit:
+            ending = "stop"
+        if self._calls is not None:
+            text, calls = self._calls.push(text)
+            if is_last:
+                rest, more = self._calls.finish()
+                text, calls = text + rest, calls + more
+        called = self._calls is not None and self._calls.num_calls > 0
+        self.ending = "tool_calls" if ending == "stop" and called else ending
+        return Piece(self._number, text, calls, update.logprobs, self.ending)
+
+    def _text(self, token_ids: list[int], is_last: bool) -> str:
+        text = self._text_stream.push(token_ids)
+        if is_last:
+            text += self._text_stream.finish()
+        if self._stop is None:
+            return text
+        text = self._stop.push(text)
+        return text + self._stop.finish() if is_last else text
+
+
+@dataclass
+class Answer:
+    """All choices of one HTTP request, and when they came (perf_counter, seconds)."""
+
+    num_prompt_tokens: int
+    choices: dict[tuple[str, int], Choice]
+    accept_hist: list[int] = field(default_factory=list)
+    started: float = field(default_factory=time.perf_counter)
+    first_at: float | None = None
+    last_at: float | None = None
+
+    @classmethod
+    def to(cls, requests: Sequence[Request], tokenizer: Tokenizer, reading: Reading) -> Answer:
+        """An empty answer to the engine's requests of one HTTP request."""
+        keys = [(request.id, index) for request in requests for index in range(request.params.n)]
+        choices = {key: Choice(number, tokenizer.stream(), reading) for number, key in enumerate(keys)}
+        return cls(sum(len(request.prompt_ids) for request in requests), choices)
+
+    def push(self, update: Update) -> Piece:
+        """What the update adds to its choice."""
+        self.last_at = time.perf_counter()
+        self.first_at = self.first_at or self.last_at
         if update.num_accepted_drafts is not None:
             missing = update.num_accepted_drafts + 1 - len(self.accept_hist)
             self.accept_hist.extend([0] * missing)
             self.accept_hist[update.num_accepted_drafts] += 1
-        self.finish_reason = update.finish_reason
-        return self._plain_text(update) if self._stop is None else self._text_before_stop(update, self._stop)
+        return self.choices[update.request_id, update.index].push(update)
 
-    def _plain_text(self, update: Update) -> str:
-        self.num_tokens += len(update.token_ids)
-        text = self._text_stream.push(update.token_ids)
-        return text if update.finish_reason is None else text + self._text_stream.finish()
+    @property
+    def num_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self.choices.values())
 
-    def _text_before_stop(self, update: Update, stop: StopFilter) -> str:
-        """Token by token, so that an answer ends, and is counted, the same with rounds of one token and of many."""
-        text = ""
-        for token_id in update.token_ids:
-            self.num_tokens += 1
-            text += stop.push(self._text_stream.push([token_id]))
-            if stop.hit:
-                self.finish_reason = "stop"
-                return text
-        if update.finish_reason is not None:
-            text += stop.push(self._text_stream.finish()) + stop.finish()
-            if stop.hit:
-                self.finish_reason = "stop"
-        return text
+    @property
+    def is_over(self) -> bool:
+        return all(choice.ending is not None for choice in self.choices.values())
+
+    @property
+    def endings(self) -> list[Ending | None]:
+        return [choice.ending for choice in self.choices.values()]
+
+    @property
+    def tau(self) -> float | None:
+        """Emitted tokens a speculative round; None where there was none."""
+        rounds = sum(self.accept_hist)
+        return sum((accepted + 1) * count for accepted, count in enumerate(self.accept_hist)) / rounds if rounds else None
 
     def usage(self) -> dict[str, Any]:
-        rounds = sum(self.accept_hist)
-        emitted = sum((accepted + 1) * count for accepted, count in enumerate(self.accept_hist))
+        """OpenAI's counts, and under `eyas` those that it has no place for: rounds (propose + verify), accept_hist, tau."""
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_tokens,
-            "eyas": {"rounds": rounds, "accept_hist": self.accept_hist, "tau": emitted / rounds if rounds else None},
+            "eyas": {"rounds": sum(self.accept_hist), "accept_hist": self.accept_hist, "tau": self.tau},
         }
-
-
-class Writer:
-    """Writes one answer as JSON, whole or in server-sent events; what all its chunks share is written once."""
-
-    def __init__(self, model: str, with_usage: bool = False) -> None:
-        self._shared = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        shared = json.dumps({**self._shared, "object": "chat.completion.chunk"})[:-1]
-        self._head = f"data: {shared}, "
-        self._tail = ', "usage": null}\n\n' if with_usage else "}\n\n"
-        self._role = '"role": "assistant", '
-
-    def chunk(self, text: str) -> bytes:
-        """A piece of the answer; the first one brings the role along, so that no chunk comes before the first token."""
-        role, self._role = self._role, ""
-        choice = f'"choices": [{{"index": 0, "delta": {{{role}"content": {json.dumps(text)}}}, "finish_reason": null}}]'
-        return (self._head + choice + self._tail).encode()
-
-    def last_chunk(self, finish_reason: FinishReason) -> bytes:
-        choice = f'"choices": [{{"index": 0, "delta": {{}}, "finish_reason": "{finish_reason}"}}]'
-        return (self._head + choice + self._tail).encode()
-
-    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
-        return f'{self._head}"choices": [], "usage": {json.dumps(usage)}}}\n\n'.encode()
-
-    def whole(self, text: str, finish_reason: FinishReason, usage: dict[str, Any]) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason}
-        return {**self._shared, "object": "chat.completion", "choices": [choice], "usage": usage}
-
-
-DONE = b"data: [DONE]\n\n"
-
-
-def error_event(body: dict[str, Any]) -> bytes:
-    """An error after the first chunk is sent: the status is gone, so it comes as an event."""
-    return f"data: {json.dumps(body)}\n\n".encode()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 import socket
 import subprocess
 import sys
@@ -21,9 +23,12 @@ from eyas.chat import Chat
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.errors import ConfigError, EyasError
 from eyas.serve.app import Served, create_app
+from eyas.serve.connection import guarded
+from eyas.serve.limits import LimitsConfig
 from eyas.serve.worker import Worker
 
-SHUTDOWN_SECONDS = 30  # what running requests get to finish after SIGINT or SIGTERM
+KEEP_ALIVE_S = 30  # a connection may be idle between two requests
+LAST_WORDS_S = 2  # for telling the clients of what has not finished by then
 
 log = logging.getLogger("eyas.serve")
 
@@ -44,6 +49,7 @@ class ServeConfig(BaseModel):
     host: str = "127.0.0.1"
     port: int = 8000
     threads: int | None = Field(None, ge=1)
+    limits: LimitsConfig = LimitsConfig()
     engine: EngineConfig = EngineConfig()
 
     @property
@@ -60,7 +66,7 @@ def build_app(config: ServeConfig) -> Starlette:
     head = None if config.head is None else resolve_head(config.head)
     engine = Engine.load(target, head, dtype=config.dtype, config=config.engine)
     served = Served(config.served_model, config.dtype, config.head is not None, engine.max_length)
-    return create_app(Worker(engine), chat, served)
+    return create_app(Worker(engine), chat, served, config.limits)
 
 
 def serve(config: ServeConfig, on_ready: Callable[[str], None] = print) -> None:
@@ -109,11 +115,25 @@ def running_server(config: ServeConfig) -> Iterator[str]:
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server on a socket that is bound already, which says when it answers."""
+    """A uvicorn server on a socket that is bound already, which says when it answers, and ends in two steps.
+
+    Told to end, it takes no more requests and lets those that run finish, for shutdown_s. What has not finished by then is
+    told so, and fails.
+    """
 
     def __init__(self, app: Starlette, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
+        self._app, self._limits = app, app.state.limits
         super().__init__(
-            uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=SHUTDOWN_SECONDS, ws="none")
+            uvicorn.Config(
+                app,
+                http=guarded(self._limits),
+                ws="none",
+                log_level="error",
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=math.ceil(self._limits.shutdown_s + LAST_WORDS_S),
+            )
         )
         host, port = listener.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -123,6 +143,14 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         log.info("serving", extra={"data": {"url": self.url}})
         self._on_ready(self.url)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        worker = self._app.state.worker
+        self._app.state.api.is_draining = True
+        log.info("shutting down", extra={"data": {"requests": worker.num_requests}})
+        last = asyncio.get_running_loop().call_later(self._limits.shutdown_s, worker.fail_all)
+        await super().shutdown(sockets)
+        last.cancel()
 
 
 @contextmanager

@@ -15,6 +15,7 @@ class StopFilter:
     def __init__(self, stops: Sequence[str]) -> None:
         assert all(stops), "an empty stop string stops everything"
         self.hit = False
+        self.rest = ""  # after a hit: what came behind the stop string with it
         self._stops = tuple(stops)
         self._held = ""
 
@@ -26,7 +27,9 @@ class StopFilter:
         ends = [(start + len(stop), start) for stop in self._stops if (start := self._held.find(stop)) >= 0]
         if ends:
             self.hit = True
-            return self._held[: min(ends)[1]]
+            end, start = min(ends)
+            self.rest = self._held[end:]
+            return self._held[:start]
         certain = len(self._held) - self._open_length()
         text, self._held = self._held[:certain], self._held[certain:]
         return text

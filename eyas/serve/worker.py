@@ -1,11 +1,13 @@
 """The thread that owns the engine, and how requests and updates cross to and from the event loop. Knows no HTTP.
 
     event loop                                     worker thread
-    updates(request) ── add, cancel ─▶ inbox ─▶ engine.add, engine.cancel
+    updates(requests) ── add, cancel ─▶ inbox ─▶ engine.add, engine.cancel
+    look(question)    ── question ────▶            question(engine), between two rounds
            ▲                                       engine.step  (without work: waits on the condition)
-           └────── one queue a request ◀─ deliver ◀── call_soon_threadsafe, once for all the updates of a round
+           └────── one queue a caller ◀─ deliver ◀── call_soon_threadsafe, once for all the updates of a round
 
-An engine that raises is not trusted again: all requests fail with EngineFailure, now and later, and `failure` says why.
+An engine that raises in a step is not trusted again: all requests fail with EngineFailure, now and later, and `failure` says
+why. What it raises for one request alone, before anything of it runs, is that request's failure.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from eyas.engine.engine import Engine
 from eyas.engine.request import Request, Update
@@ -21,8 +25,8 @@ from eyas.errors import EyasError, InputError
 
 log = logging.getLogger("eyas.serve")
 
-Command = Request | str  # a request to add; the id of one to cancel
 Event = Update | EyasError
+T = TypeVar("T")
 
 
 class EngineFailure(EyasError):
@@ -33,16 +37,38 @@ class EngineFailure(EyasError):
         return EngineFailure(self.what, self.hint)
 
 
+class Stopped(EngineFailure):
+    """The server ends; the request may be sent to it again later."""
+
+    def again(self) -> Stopped:
+        return Stopped(self.what, self.hint)
+
+
+class TimedOut(EyasError):
+    """The answer took longer than it may."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    ask: Callable[[Engine], Any]
+    answer: asyncio.Future[Any]
+
+
+Command = Request | str | _Question  # a request to add; the id of one to cancel; something to be answered between rounds
+
+
 class Worker:
     """Runs an engine in a thread of its own for the event loop that calls `start`."""
 
     def __init__(self, engine: Engine) -> None:
         self.failure: EngineFailure | None = None
+        self.max_batch = engine.config.max_batch
+        self.num_samples = 0  # under way, waiting or running; touched by the event loop only, as the queues
         self._engine = engine
         self._condition = threading.Condition()  # guards the two below
         self._inbox: list[Command] = []
         self._stopping = False
-        self._queues: dict[str, asyncio.Queue[Event]] = {}  # touched by the event loop only
+        self._queues: dict[str, asyncio.Queue[Event]] = {}  # by request; requests that are asked for together share one
         self._thread: threading.Thread | None = None
 
     @property
@@ -65,29 +91,62 @@ class Worker:
             self._stopping = True
             self._condition.notify()
         await asyncio.to_thread(self._thread.join)
-        self._fail(EngineFailure("the server is shutting down", "send the request again later"))
+        self.fail_all()
 
-    async def updates(self, request: Request) -> AsyncGenerator[Update]:
-        """The updates of one request to its end; leaving earlier (close the iterator) cancels it.
+    def fail_all(self) -> None:
+        """What still runs or waits fails, because the server ends."""
+        self._fail(Stopped("the server is shutting down", "send the request again later"))
 
-        Raises InputError when the engine refuses the request, EngineFailure when it fails.
+    async def look(self, question: Callable[[Engine], T]) -> T:
+        """What a question finds in the engine between two of its rounds. Raises EngineFailure."""
+        if not self.is_running:
+            raise (self.failure or EngineFailure("the engine is not running")).again()
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._post(_Question(question, answer))
+        return await answer
+
+    async def updates(self, requests: Sequence[Request], timeout_s: float | None = None) -> AsyncGenerator[list[Update]]:
+        """The updates of requests to their end, as many at a time as have come; leaving earlier (close the iterator) cancels
+        what still runs.
+
+        Raises InputError when the engine refuses one of the requests, EngineFailure when it fails, TimedOut.
         """
         if self.failure is not None:
             raise self.failure.again()
-        queue = self._queues[request.id] = asyncio.Queue()
-        self._post(request)
-        is_over = False
+        queue: asyncio.Queue[Event] = asyncio.Queue()
+        open_samples = {request.id: request.params.n for request in requests}
+        self.num_samples += sum(open_samples.values())
+        for request in requests:
+            self._queues[request.id] = queue
+            self._post(request)
+        timer = None
+        if timeout_s is not None:
+            late = TimedOut(f"the answer took more than {timeout_s:g} s", "ask for fewer tokens")
+            timer = asyncio.get_running_loop().call_later(timeout_s, queue.put_nowait, late)
         try:
-            while not is_over:
-                event = await queue.get()
-                is_over = isinstance(event, EyasError) or event.finish_reason is not None
-                if isinstance(event, EyasError):
-                    raise event
-                yield event
+            while open_samples:
+                events = [await queue.get()]
+                while not queue.empty():
+                    events.append(queue.get_nowait())
+                for event in events:
+                    if isinstance(event, EyasError):
+                        raise event
+                    if event.finish_reason is not None:
+                        self._close_sample(open_samples, event.request_id)
+                yield [event for event in events if isinstance(event, Update)]
         finally:
-            del self._queues[request.id]
-            if not is_over:
-                self._post(request.id)
+            if timer is not None:
+                timer.cancel()
+            self.num_samples -= sum(open_samples.values())
+            for request_id in open_samples:
+                del self._queues[request_id]
+                self._post(request_id)
+
+    def _close_sample(self, open_samples: dict[str, int], request_id: str) -> None:
+        self.num_samples -= 1
+        open_samples[request_id] -= 1
+        if open_samples[request_id] == 0:
+            del open_samples[request_id], self._queues[request_id]
 
     def _post(self, command: Command) -> None:
         with self._condition:
@@ -105,6 +164,11 @@ class Worker:
     def _fail(self, failure: EngineFailure) -> None:
         self.failure = self.failure or failure
         self._deliver([(request_id, self.failure.again()) for request_id in self._queues])
+        with self._condition:
+            inbox, self._inbox = self._inbox, []
+        for command in inbox:
+            if isinstance(command, _Question):
+                _settle(command.answer, self.failure.again())
 
     # Worker thread
 
@@ -112,7 +176,9 @@ class Worker:
         try:
             while self._serve_round(loop):
                 pass
-        except Exception as error:  # whatever it is, those who wait must hear of it
+        except (
+            BaseException
+        ) as error:  # whatever it is, and native libraries raise what is no Exception: those who wait must hear
             log.exception("the engine failed")
             what = f"the engine failed: {type(error).__name__}: {error}"
             loop.call_soon_threadsafe(self._fail, EngineFailure(what, "restart the server; its log has more"))
@@ -124,21 +190,42 @@ class Worker:
             if self._stopping:
                 return False
             commands, self._inbox = self._inbox, []
-        refused = [event for command in commands for event in self._obey(command)]
+        refused = [event for command in commands for event in self._obey(command, loop)]
         self._hand_out(loop, refused)
-        self._hand_out(loop, [(update.request_id, update) for update in self._engine.step()])
+        if self._engine.has_work:
+            self._hand_out(loop, [(update.request_id, update) for update in self._engine.step()])
         return True
 
     def _hand_out(self, loop: asyncio.AbstractEventLoop, events: list[tuple[str, Event]]) -> None:
         if events:
             loop.call_soon_threadsafe(self._deliver, events)
 
-    def _obey(self, command: Command) -> list[tuple[str, Event]]:
+    def _obey(self, command: Command, loop: asyncio.AbstractEventLoop) -> list[tuple[str, Event]]:
         if isinstance(command, str):
             self._engine.cancel(command)
-            return []
-        try:
-            self._engine.add(command)
-        except InputError as error:
-            return [(command.id, error)]
+        elif isinstance(command, _Question):
+            loop.call_soon_threadsafe(_settle, command.answer, command.ask(self._engine))
+        else:
+            return self._add(command)
         return []
+
+    def _add(self, request: Request) -> list[tuple[str, Event]]:
+        try:
+            self._engine.add(request)
+        except InputError as error:
+            return [(request.id, error)]
+        except BaseException as error:  # a panic in the grammar library is no Exception
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            self._engine.cancel(request.id)
+            log.error("a request could not be added", extra={"data": {"error": type(error).__name__}})
+            return [(request.id, EngineFailure(f"the request could not be run: {type(error).__name__}"))]
+        return []
+
+
+def _settle(answer: asyncio.Future[Any], result: Any) -> None:
+    if not answer.done():  # else nobody waits any more
+        if isinstance(result, BaseException):
+            answer.set_exception(result)
+        else:
+            answer.set_result(result)

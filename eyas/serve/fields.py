@@ -1,0 +1,322 @@
+"""What a client may ask of both completion endpoints: OpenAI's sampling fields, and those of vLLM and SGLang that eyas does.
+
+Nothing is ignored. A field that eyas does not do is accepted only with a value that asks for nothing (`OFF`), null asks for
+nothing in every field, and an unknown field is an error. Knows no engine but its parameters.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from eyas.engine.request import MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_LENGTH, MAX_STOPS, SamplingParams
+from eyas.serve.refusal import ApiError, unsupported
+
+# Fields of OpenAI's, vLLM's and SGLang's that eyas does not do, with the values that ask for nothing.
+OFF: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "custom_params": ({},),
+    "detokenize": (True,),
+    "documents": ([],),
+    "ebnf": (),
+    "early_stopping": (False,),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_grammar": (),
+    "include_stop_str_in_output": (False,),
+    "kv_transfer_params": ({},),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "lora_path": ("",),
+    "metadata": ({},),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "no_stop_trim": (False,),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "return_hidden_states": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "separate_reasoning": (False,),
+    "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "store": (False,),
+    "stream_reasoning": (True, False),
+    "suffix": ("",),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+Form = TypeVar("Form", bound=BaseModel)
+_SHOWN = 64  # characters of a field's name that a message repeats
+_METACHARACTERS = frozenset("\\.+*?()|[]{}^$#&-~/")  # of Rust's regular expressions
+
+
+class Strict(BaseModel):
+    """A form in which every field is known and of its own type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, regex_engine="rust-regex")
+
+
+class StreamOptions(Strict):
+    """continuous_usage_stats puts the counts so far into every chunk, as vLLM does."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class StructuredOutputs(Strict):
+    """vLLM's form of asking for a grammar: one of the four."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = Field(None, min_length=1)
+    json_object: bool | None = None
+
+
+class JsonSchema(Strict):
+    """OpenAI's named schema; `strict` asks for what is done anyway."""
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """Free text, any JSON object, or JSON that follows a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ApiError(400, "response_format: a json_schema goes with the type json_schema", "response_format")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the answer must follow, in the engine's terms; at most one is set."""
+
+    json_schema: str | None = None
+    regex: str | None = None
+
+
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Text = Annotated[str, Field(max_length=65536)]
+
+
+class SamplingFields(Strict):
+    """Fields of both endpoints, with OpenAI's defaults. `speculation` is our own."""
+
+    off: ClassVar[dict[str, tuple[Any, ...]]] = OFF
+
+    model: str
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=-1, lt=2**31)  # 0, and vLLM's -1: off
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=100)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    logit_bias: dict[TokenKey, Bias] = {}
+    n: int = Field(default=1, ge=1, le=MAX_SAMPLES)
+    best_of: int | None = None  # of n: nothing is thrown away
+    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    min_tokens: int = Field(default=0, ge=0, lt=2**31)
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] = []
+    stop_token_ids: list[TokenId] = Field(default=[], max_length=MAX_STOPS)
+    ignore_eos: bool = False
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | Text | None = None
+    guided_regex: Text | None = None
+    guided_choice: list[str] | None = Field(default=None, min_length=1)
+    json_schema: Text | None = None  # SGLang's
+    regex: Text | None = None  # SGLang's
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None  # names the end user, as the next two do; asks for nothing
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    request_id: str | None = Field(default=None, max_length=128)  # vLLM's; the header x-request-id is the other way
+    speculation: bool | None = None  # None: where the server has a head
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_is_off(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        asked = {name: value for name, value in body.items() if value is not None}
+        for name in asked.keys() & cls.off.keys():
+            if not any(
+                (asked[name] == value and type(asked[name]) is not bool) or asked[name] is value for value in cls.off[name]
+            ):
+                off = " or ".join(json.dumps(value) for value in cls.off[name])
+                raise unsupported(name, f"is not supported here; leave it out{f' (or {off})' if off else ''}")
+            del asked[name]
+        return asked
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options is for stream=true only", "stream_options")
+        if self.best_of not in (None, self.n):
+            raise unsupported("best_of", f"{self.best_of} of which {self.n} are kept is not done here; leave it out")
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def default_tokens(self) -> int | None:
+        """Of an answer whose limit is not given; None for all the room there is."""
+        return None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """In the engine's terms: None for none, else how many of the best tokens beside the answer's own."""
+        raise NotImplementedError
+
+    @property
+    def usage_in(self) -> Literal["none", "end", "all"]:
+        """The chunks of a stream that tell usage."""
+        options = self.stream_options
+        if options is None or not options.include_usage:
+            return "none"
+        return "all" if options.continuous_usage_stats else "end"
+
+    def grammar(self) -> Grammar:
+        """What the answer must follow. Raises ApiError when several fields ask for it."""
+        asked = [(name, grammar) for name, grammar in self._grammars() if grammar is not None]
+        if len(asked) > 1:
+            raise ApiError(400, f"{asked[0][0]} and {asked[1][0]} both constrain the answer: give one of them", asked[1][0])
+        return asked[0][1] if asked else Grammar()
+
+    def _grammars(self) -> list[tuple[str, Grammar | None]]:
+        vllm = self.structured_outputs
+        return [
+            ("response_format", _of_format(self.response_format)),
+            ("guided_json", _of_schema(self.guided_json)),
+            ("guided_regex", _of_regex(self.guided_regex)),
+            ("guided_choice", _of_choice(self.guided_choice)),
+            ("json_schema", _of_schema(self.json_schema)),
+            ("regex", _of_regex(self.regex)),
+            ("structured_outputs", _of_schema(vllm.json_) if vllm else None),
+            ("structured_outputs", _of_regex(vllm.regex) if vllm else None),
+            ("structured_outputs", _of_choice(vllm.choice) if vllm else None),
+            ("structured_outputs", _of_schema({"type": "object"}) if vllm and vllm.json_object else None),
+        ]
+
+    def params(self, max_tokens: int, grammar: Grammar, stops: tuple[str, ...] = ()) -> SamplingParams:
+        """The engine's form. stops: beside the request's own. Raises InputError for what contradicts itself."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=max(self.top_k, 0),
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed,
+            repetition_penalty=self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            logit_bias={int(token): bias for token, bias in self.logit_bias.items()},
+            stop=self.stops + stops,
+            stop_token_ids=tuple(self.stop_token_ids),
+            min_tokens=self.min_tokens,
+            max_tokens=max_tokens,
+            ignore_eos=self.ignore_eos,
+            n=self.n,
+            logprobs=self.num_logprobs,
+            json_schema=grammar.json_schema,
+            regex=grammar.regex,
+        )
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Equal, and of JSON's same type: true is not 1."""
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
+
+
+NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+
+
+def _of_format(asked: ResponseFormat | None) -> Grammar | None:
+    if asked is None or asked.type == "text":
+        return None
+    return _of_schema({"type": "object"} if asked.json_schema is None else asked.json_schema.schema_)
+
+
+def _of_schema(schema: dict[str, Any] | str | None) -> Grammar | None:
+    if schema is None:
+        return None
+    return Grammar(json_schema=schema if isinstance(schema, str) else json.dumps(schema))
+
+
+def _of_regex(regex: str | None) -> Grammar | None:
+    return None if regex is None else Grammar(regex=regex)
+
+
+def _of_choice(choices: list[str] | None) -> Grammar | None:
+    if choices is None:
+        return None
+    escaped = ("".join(f"\\{one}" if one in _METACHARACTERS else one for one in choice) for choice in choices)
+    return Grammar(regex="|".join(f"({choice})" for choice in escaped))
+
+
+def parse_body(form: type[Form], body: bytes) -> Form:
+    """The request in a body of JSON. Raises ApiError 400 with the field that is wrong."""
+    try:
+        return form.model_validate_json(body)
+    except ValidationError as error:
+        raise _refusal(error, body) from None  # pydantic's message quotes the body
+
+
+def _refusal(error: ValidationError, body: bytes) -> ApiError:
+    # Of a union's errors the deepest comes from the member that was meant.
+    *_, wrong = sorted(
+        error.errors(include_url=False, include_context=False, include_input=False), key=lambda one: len(one["loc"])
+    )
+    param = ".".join(_written_path(wrong["loc"], body, wrong["type"] in ("missing", "extra_forbidden"))) or None
+    if wrong["type"] == "extra_forbidden":
+        return ApiError(400, f"unknown field {param}", param, "unknown_parameter")
+    return ApiError(400, f"{param or 'the body'}: {wrong['msg']}", param)
+
+
+def _written_path(location: tuple[int | str, ...], body: bytes, names_a_key: bool) -> list[str]:
+    """The steps of a location that the client wrote: pydantic names the members of unions too."""
+    try:
+        place = json.loads(body)
+    except (ValueError, RecursionError):
+        return []
+    path = []
+    for number, step in enumerate(location, start=1):
+        is_key = isinstance(place, dict) and step in place
+        if is_key or (isinstance(place, list) and isinstance(step, int) and step < len(place)):
+            place = place[step]
+            path.append(str(step))
+        elif names_a_key and number == len(location):
+            path.append(str(step))
+    return [step if len(step) <= _SHOWN else f"{step[:_SHOWN]}..." for step in path]

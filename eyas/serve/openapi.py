@@ -1,0 +1,126 @@
+"""The endpoints as an OpenAPI document, from the forms that judge requests: they cannot say different things. Knows no HTTP."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from importlib.metadata import version
+from typing import Any
+
+from eyas.serve.chat_request import ChatRequest
+from eyas.serve.fields import SamplingFields
+from eyas.serve.text_request import TextRequest
+
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_USAGE = {
+    "type": "object",
+    "required": ["prompt_tokens", "completion_tokens", "total_tokens"],
+    "properties": {name: {"type": "integer"} for name in ("prompt_tokens", "completion_tokens", "total_tokens")},
+}
+_ANSWER = {
+    "type": "object",
+    "required": ["id", "object", "created", "model", "choices", "usage"],
+    "properties": {
+        "id": {"type": "string"},
+        "object": {"type": "string"},
+        "created": {"type": "integer"},
+        "model": {"type": "string"},
+        "choices": {"type": "array", "items": {"type": "object", "required": ["index", "finish_reason"]}},
+        "usage": _USAGE,
+    },
+}
+_MODEL = {"type": "object", "required": ["id", "object", "created", "owned_by"]}
+_MODELS = {"type": "object", "required": ["object", "data"], "properties": {"data": {"type": "array", "items": _MODEL}}}
+_HEALTH = {"type": "object", "required": ["status"], "properties": {"status": {"type": "string"}}}
+_PROBLEMS = {
+    "400": "the request is wrong or asks for what this server does not do",
+    "401": "an API key is needed",
+    "404": "no such model",
+    "408": "the body came too slowly",
+    "413": "the body is too large",
+    "415": "the body is no JSON",
+    "429": "too many requests; retry-after says when to come again",
+    "500": "the engine failed",
+    "503": "the server is shutting down",
+    "504": "the answer took too long",
+}
+
+
+def document(model: str) -> dict[str, Any]:
+    """OpenAPI 3.1. model: the name that requests must give."""
+    schemas: dict[str, Any] = {}
+    paths = {
+        "/v1/chat/completions": {"post": _completion("a chat's next turn", _form(ChatRequest, model, schemas))},
+        "/v1/completions": {"post": _completion("how texts go on", _form(TextRequest, model, schemas))},
+        "/v1/models": {"get": _simple("what is served", _MODELS, "401", "429")},
+        "/v1/models/{model}": {
+            "get": {**_simple("one of them", _MODEL, "401", "404", "429"), "parameters": [_parameter(model)]}
+        },
+        "/health": {"get": _simple("whether requests are taken", _HEALTH, "503")},
+        "/metrics": {"get": {"summary": "for Prometheus", "responses": {"200": _content("text/plain", {"type": "string"})}}},
+        "/openapi.json": {"get": _simple("this document", {"type": "object"})},
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "eyas", "version": version("eyas"), "description": f"serves {model}"},
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _form(form: type[SamplingFields], model: str, schemas: dict[str, Any]) -> dict[str, Any]:
+    """A form's schema, its parts put into `schemas`: null is taken in every field, and what is not done when it is off."""
+    schema = deepcopy(form.model_json_schema(by_alias=True, ref_template="#/components/schemas/{model}"))
+    schemas |= schema.pop("$defs", {})
+    properties = schema["properties"]
+    for name, values in form.off.items():
+        properties[name] = {"enum": [*values, None]}
+    for name in properties.keys() - set(schema["required"]) - form.off.keys():
+        properties[name] = {"anyOf": [properties[name], {"type": "null"}]}
+    properties["model"] = {"const": model}
+    schemas[form.__name__] = schema
+    return {"$ref": f"#/components/schemas/{form.__name__}"}
+
+
+def _completion(summary: str, form: dict[str, Any]) -> dict[str, Any]:
+    answer = _content("application/json", _ANSWER)
+    answer["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    return {
+        "summary": summary,
+        "security": [{"key": []}, {}],
+        "requestBody": {"required": True, "content": {"application/json": {"schema": form}}},
+        "responses": {"200": answer, **_problems(*_PROBLEMS)},
+    }
+
+
+def _simple(summary: str, schema: dict[str, Any], *problems: str) -> dict[str, Any]:
+    return {"summary": summary, "responses": {"200": _content("application/json", schema), **_problems(*problems)}}
+
+
+def _problems(*statuses: str) -> dict[str, Any]:
+    return {status: {**_content("application/json", _ERROR), "description": _PROBLEMS[status]} for status in statuses}
+
+
+def _content(kind: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"description": "", "content": {kind: {"schema": schema}}}
+
+
+def _parameter(model: str) -> dict[str, Any]:
+    return {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}, "example": model}

@@ -1,0 +1,170 @@
+"""The target's tokenizer as a server needs it: text as it is, text as it arrives, the bytes of a token, what its template can.
+
+Messages are Chat's affair; with options of the template a Chat of their own. Knows no role token.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from functools import cached_property
+
+from transformers import AutoTokenizer
+
+from eyas.chat import Chat
+from eyas.errors import InputError, TemplateError
+
+_PROBE = "a-tool-that-nobody-calls"
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_UNCERTAIN = 4  # the last tokens of a text may be the beginning of a character, of at most so many bytes
+_MANY_PENDING = 32  # tokens without a whole character: no longer a character's beginning
+_SHRINKING = 4  # how many times shorter a tokenizer's normalization may make a text
+_OURS = frozenset({"add_generation_prompt", "continue_final_message", "documents", "messages", "tools"})
+_MOST_CHATS = 8
+Options = tuple[tuple[str, bool], ...]
+
+
+class Tokenizer:
+    """Tokens from and to text. One thread uses it at a time."""
+
+    def __init__(self, chat: Chat) -> None:
+        self._chats: dict[Options, Chat] = {(): chat}
+        self._tokenizer = AutoTokenizer.from_pretrained(chat.folder, local_files_only=True)
+        self._backend = self._tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+
+    # Text to tokens
+
+    def chat(self, options: Mapping[str, bool]) -> Chat:
+        """The Chat whose template is given these options; the first time it is made, which takes its time.
+
+        Raises TemplateError for a template that cannot be trusted with them, InputError for more than can be kept.
+        """
+        key = tuple(sorted(options.items()))
+        if key not in self._chats:
+            if len(self._chats) >= _MOST_CHATS:
+                raise InputError("chat_template_kwargs were given in too many combinations", "use those in use already")
+            self._chats[key] = Chat(self._chats[()].folder, options=options)
+        return self._chats[key]
+
+    def knows_option(self, name: str) -> bool:
+        """Whether the chat template looks at an option, which it would ignore otherwise."""
+        template = str(self._tokenizer.get_chat_template())
+        return name not in _OURS and re.search(rf"\b{re.escape(name)}\b", template) is not None
+
+    @cached_property
+    def calls_tools_in_tags(self) -> bool:
+        """Whether the template shows tools to the target and has calls written as JSON between <tool_call> tags."""
+        tool = {"type": "function", "function": {"name": _PROBE, "description": "", "parameters": {"type": "object"}}}
+        try:
+            shown = self._chats[()].render([{"role": "user", "content": "Hello"}], True, [tool])
+        except TemplateError:
+            return False
+        tags = "<tool_call></tool_call>"
+        return _PROBE in shown and "<tool_call>" in shown and self.decode(self.encode(tags)) == tags
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """A text as it is, with the tokens that the tokenizer puts around every text where they are asked for."""
+        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def least_tokens(self, num_characters: int) -> int:
+        """Tokens that so much text has at least: what cannot fit need not be encoded to be refused."""
+        return num_characters // (_SHRINKING * self._longest_token)
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self._backend.get_vocab()))
+
+    # Tokens to text
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of tokens; special tokens are left out. The same as Chat's, without its detours."""
+        return str(self._backend.decode(ids, skip_special_tokens=True))
+
+    def stream(self) -> TextStream:
+        """A new incremental `decode`."""
+        return TextStream(self.decode)
+
+    def piece(self, token: int) -> bytes:
+        """The bytes that a token stands for; of a special token, its name."""
+        name = self._backend.id_to_token(token)
+        if name is None or token in self._special_ids:
+            return (name or "").encode()
+        if self._is_byte_level:
+            return b"".join(bytes([_BYTES[one]]) if one in _BYTES else one.encode() for one in name)
+        byte = _BYTE.fullmatch(name)
+        return bytes([int(byte[1], 16)]) if byte else name.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        return frozenset(number for number, token in self._tokenizer.added_tokens_decoder.items() if token.special)
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        return '"ByteLevel"' in json.dumps(json.loads(self._backend.to_str())["decoder"])
+
+
+def _byte_characters() -> dict[str, int]:
+    """The characters that byte-level tokenizers write bytes as: printable ones as themselves, the others from 256 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + number): byte for number, byte in enumerate(others)}
+
+
+_BYTES = _byte_characters()
+
+
+class TextStream:
+    """Text as tokens arrive: what `push` and `finish` return, joined, is `decode` of all tokens.
+
+    As chat.TextStream, but for two things: an update's tokens are decoded at once, and bytes that never become a character do
+    not pile up. Those are given out as soon as what follows them cannot change them, which is tried every so many tokens.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._window: list[int] = []  # the last tokens that gave text, then those that have not yet
+        self._num_told = 0  # how many of the window have given text
+        self._told = ""
+        self._try_at = _MANY_PENDING
+
+    def push(self, ids: list[int]) -> str:
+        """The new text of these tokens; the bytes of an unfinished character wait for the next push."""
+        self._window += ids
+        text = self._decode(self._window)
+        if not text.endswith(_REPLACEMENT):
+            return self._tell(text) if len(text) > len(self._told) else ""
+        if len(ids) > 1:  # only the last character is unfinished
+            return self._push_one_by_one(ids)
+        return self._give_up_on_bytes(text) if len(self._window) - self._num_told >= self._try_at else ""
+
+    def finish(self) -> str:
+        """What still waits, when no more tokens come."""
+        rest = self._decode(self._window)[len(self._told) :]
+        self._window, self._num_told, self._told = [], 0, ""
+        return rest
+
+    def _push_one_by_one(self, ids: list[int]) -> str:
+        del self._window[-len(ids) :]
+        return "".join(self.push([token]) for token in ids)
+
+    def _tell(self, text: str) -> str:
+        new = text[len(self._told) :]
+        del self._window[: self._num_told]
+        self._num_told = len(self._window)
+        self._told, self._try_at = self._decode(self._window), _MANY_PENDING
+        return new
+
+    def _give_up_on_bytes(self, text: str) -> str:
+        """Text of all but the last pending tokens, if it is the same with and without those; else try again later."""
+        last = self._window[-_UNCERTAIN:]
+        settled = self._decode(self._window[:-_UNCERTAIN])
+        if len(settled) <= len(self._told) or settled + self._decode(last) != text:
+            self._try_at *= 2
+            return ""
+        new = settled[len(self._told) :]
+        self._window, self._num_told, self._told, self._try_at = last, 0, "", _MANY_PENDING
+        return new

@@ -1,0 +1,124 @@
+"""Calls of tools in the form of Hermes and Qwen: JSON between <tool_call> tags. Pure text: knows no tokenizer and no server.
+
+auto       the answer is words, calls, or both: `CallReader` tells them apart
+demanded   the prompt goes on with the opening tag, a JSON schema (`call_schema`) keeps the answer to one call
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from eyas.serve.chat_request import Tool
+from eyas.serve.refusal import unsupported
+from eyas.serve.stop import StopFilter
+
+OPENING, CLOSING = "<tool_call>", "</tool_call>"
+DEMAND = f"{OPENING}\n"  # what the prompt of a demanded call ends with
+_DEFINITIONS = ("$defs", "definitions")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call; arguments are JSON."""
+
+    name: str
+    arguments: str
+    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+
+    def to_json(self) -> dict[str, Any]:
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+class CallReader:
+    """Takes an answer's text apart as it arrives. What looks like a call and cannot be read stays text."""
+
+    def __init__(self, demanded: bool = False) -> None:
+        """demanded: the text begins behind an opening tag."""
+        self.num_calls = 0
+        self._demanded = demanded
+        self._inside = demanded
+        self._block = ""
+        self._words = StopFilter([OPENING])
+        self._blanks = ""  # shown when more words follow, not before a call
+
+    def push(self, text: str) -> tuple[str, list[Call]]:
+        """The words that are certain now, and the calls that are complete."""
+        words, calls = "", []
+        while text:
+            if not self._inside:
+                words += self._spaced(self._words.push(text))
+                if not self._words.hit:
+                    break
+                text, self._inside, self._block = self._words.rest, True, ""
+                continue
+            before = len(self._block)
+            self._block += text
+            end = self._block.find(CLOSING, max(before - len(CLOSING), 0))
+            if end < 0:
+                break
+            text = self._block[end + len(CLOSING) :]
+            call = _read(self._block[:end])
+            if call is None:
+                words += self._spaced(f"{OPENING}{self._block[:end]}{CLOSING}")
+            else:
+                calls.append(call)
+                self._blanks = ""
+            self._inside, self._words = False, StopFilter([OPENING])
+        self.num_calls += len(calls)
+        return words, calls
+
+    def finish(self) -> tuple[str, list[Call]]:
+        """What still waits: an answer may end without the closing tag."""
+        call = _read(self._block) if self._inside else None
+        if call is not None:
+            self.num_calls += 1
+            return "", [call]
+        rest = self._words.finish()
+        if self._inside:
+            rest = self._block if self._demanded else OPENING + self._block
+        words = self._spaced(rest)
+        return words if self.num_calls else words + self._blanks, []
+
+    def _spaced(self, words: str) -> str:
+        """Words after the blanks that waited; blanks at their own end wait."""
+        words = self._blanks + words
+        shown = words.rstrip()
+        self._blanks = words[len(shown) :]
+        return shown
+
+
+def call_schema(tools: Sequence[Tool]) -> str:
+    """The JSON schema of a call of one of the tools. Raises ApiError for definitions that contradict each other."""
+    definitions: dict[str, dict[str, Any]] = {}
+    calls = []
+    for tool in tools:
+        parameters = dict(tool.function.parameters or {"type": "object"})
+        for name in _DEFINITIONS:
+            defined = parameters.pop(name, {})
+            if not isinstance(defined, dict):
+                raise unsupported("tools", f"{name} of a tool's parameters is no object")
+            for key, schema in defined.items():
+                if definitions.setdefault(name, {}).setdefault(key, schema) != schema:
+                    raise unsupported("tools", f"two tools define {name} of the same name differently")
+        properties = {"name": {"const": tool.function.name}, "arguments": parameters}
+        calls.append(
+            {"type": "object", "properties": properties, "required": ["name", "arguments"], "additionalProperties": False}
+        )
+    return json.dumps({**definitions, **(calls[0] if len(calls) == 1 else {"anyOf": calls})})
+
+
+def _read(block: str) -> Call | None:
+    try:
+        said = json.loads(block)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(said, dict) or not isinstance(said.get("name"), str):
+        return None
+    arguments = said.get("arguments", said.get("parameters", {}))
+    if isinstance(arguments, str):
+        return Call(said["name"], arguments)
+    return Call(said["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None

@@ -1,0 +1,159 @@
+"""Servers for tests: real sockets, real engines on a tiny random target, and clients to ask them."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import httpx
+import openai
+
+from eyas.chat import Chat
+from eyas.engine.engine import Engine, EngineConfig
+from eyas.engine.request import Request, SamplingParams, Update
+from eyas.model.target import Target
+from eyas.serve.app import Served, create_app
+from eyas.serve.server import running_app
+from eyas.serve.worker import Worker
+from tests.tiny import tiny_target, tiny_tokenizer
+
+MODEL = "tiny"
+MAX_LENGTH = 256
+MESSAGES = [{"role": "user", "content": "I would like a table for two."}]
+TOOL_TEMPLATE = (
+    "{% if enable_thinking is defined and enable_thinking %}{{ '<|im_start|>system\nThink.<|im_end|>\n' }}{% endif %}"
+    "{% if tools %}{{ '<|im_start|>system\nCall as <tool_call>JSON</tool_call>: ' }}"
+    "{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] }}"
+    "{% for call in message.tool_calls or [] %}{{ '<tool_call>' + (call.function | tojson) + '</tool_call>' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@dataclass
+class World:
+    """A tiny target, its chat, and what the engine says without a server."""
+
+    folder: Path
+
+    @classmethod
+    def make(cls, folder, with_tools=False, **overrides):
+        """Answers end at max_tokens or at a stop string, unless eos_token_id says otherwise."""
+        tiny_target(folder, **{"eos_token_id": None, **overrides})
+        if with_tools:
+            tiny_tokenizer(folder, chat_template=TOOL_TEMPLATE)
+        return cls(folder)
+
+    @cached_property
+    def target(self):
+        return Target.load(self.folder)
+
+    @cached_property
+    def chat(self):
+        return Chat(self.folder)
+
+    def engine(self, kind=Engine, **config):
+        config = {"max_batch": 4, "max_length": MAX_LENGTH, **config}
+        return kind(self.target, config=EngineConfig(**config), folder=self.folder)
+
+    def results(self, prompt_ids, **params):
+        """What the engine makes of a prompt, sample by sample."""
+        request = Request("truth", tuple(prompt_ids), SamplingParams(**params))
+        return sorted(self.engine(max_batch=8).run([request]), key=lambda result: result.index)
+
+    def truth(self, messages=MESSAGES, **params):
+        """Text and tokens of an answer."""
+        (result,) = self.results(self.chat.prompt_ids(messages), **params)
+        return self.chat.decode(result.token_ids), result.token_ids
+
+    @contextmanager
+    def served(self, engine=None, limits=None, has_head=False):
+        engine = engine or self.engine()
+        served = Served(MODEL, "float32", has_head, engine.max_length)
+        with running_app(create_app(Worker(engine), self.chat, served, limits)) as url, connected(url) as client:
+            yield client
+
+
+@contextmanager
+def connected(url, key="none"):
+    """The official client; `client.url` is the server's address."""
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=300) as client:
+        client.url = url
+        yield client
+
+
+def ask(client, messages=MESSAGES, **params):
+    params = {"temperature": 0, "max_tokens": 24, **params}
+    return client.chat.completions.create(model=MODEL, messages=messages, **params)
+
+
+def complete(client, prompt="I would like", **params):
+    params = {"temperature": 0, "max_tokens": 12, **params}
+    return client.completions.create(model=MODEL, prompt=prompt, **params)
+
+
+def post(client, body, path="/v1/chat/completions", **options):
+    """A body as it is, without the official client."""
+    return httpx.post(client.url + path, json=body, timeout=300, **options)
+
+
+def health(client):
+    return httpx.get(f"{client.url}/health")
+
+
+class GatedEngine(Engine):
+    """An engine that works only when the test lets it, and can be told to fail."""
+
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
+        self.gate = threading.Semaphore(0)
+        self.error = None
+        self.is_empty = threading.Event()
+
+    def step(self):
+        self.gate.acquire()
+        if self.error is not None:
+            raise self.error
+        return super().step()
+
+    def cancel(self, request_id):
+        super().cancel(request_id)
+        if not self.has_work:
+            self.is_empty.set()
+
+
+class ScriptedEngine(Engine):
+    """An engine that says what it is told to, so many tokens a step, whatever it is asked."""
+
+    script: tuple[int, ...] = ()
+    per_step = 1
+
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
+        self.asked = []
+        self._left = deque()
+
+    @property
+    def has_work(self):
+        return bool(self._left)
+
+    def add(self, request):
+        self.asked.append(request)
+        self._left += [(request.id, index, list(self.script)) for index in range(request.params.n)]
+
+    def cancel(self, request_id):
+        self._left = deque(one for one in self._left if one[0] != request_id)
+
+    def step(self):
+        updates = []
+        for _ in range(len(self._left)):
+            request_id, index, tokens = self._left.popleft()
+            now, rest = tokens[: self.per_step], tokens[self.per_step :]
+            updates.append(Update(request_id, now, None if rest else "stop", None, index))
+            if rest:
+                self._left.append((request_id, index, rest))
+        return updates
