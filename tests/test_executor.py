@@ -20,6 +20,23 @@ from eyas.errors import ConfigError, CorruptError, EyasError
 
 ROOT = Path(__file__).resolve().parents[1]
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """One Ray for all tests but that of how one is started: it takes seconds."""
+    ray = pytest.importorskip("ray", reason="ray is not installed")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _cluster_for_ray(request):
+    if "-ray" in request.node.name or "[ray" in request.node.name:
+        request.getfixturevalue("cluster")
+
+
 KINDS = [
     pytest.param(LocalExecutor, 1, id="here"),
     pytest.param(LocalExecutor, 2, id="processes"),
@@ -155,3 +172,11 @@ def test_without_ray_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(ray_executor, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"eyas\[ray\]"):
         RayExecutor(Times(1), 2)
+
+
+def test_a_ray_of_its_own_is_started_and_ended(cluster):
+    cluster.shutdown()
+    with RayExecutor(Times(2), 1) as executor:
+        assert cluster.is_initialized()
+        assert [result for result, _ in executor.map([1, 2, 3])] == [2, 4, 6]
+    assert not cluster.is_initialized()
