@@ -21,9 +21,10 @@ DAY = datetime.date(2026, 1, 2)
 ROWS = (
     ("Hi", "a table for two"),
     ("A table?", "For two?", "Yes", "caf\u00e9: 7 \u20ac"),
-    ("List them", "1. San Jose\n2. North Street\n\nThat is all.\n"),
+    ("List them", "1. San Jose\n2. North Street\n\nThat is all."),
     ("What is in the room?", "able for two"),
 )
+ENDS_THE_LINE = (("List them", "That is all.\n"),)
 Plant = Callable[[Callable[..., Any]], Callable[..., Any]]  # what is there -> the same, with a fault
 
 
@@ -36,6 +37,7 @@ class Fault:
     make: Callable[..., Any] = tiny_tokenizer
     date: datetime.date | None = DAY
     plant: tuple[str, Plant] | None = None
+    rows: tuple[tuple[str, ...], ...] = ROWS
     where: str = "load"  # at load, on a row (refused), or where the two ways differ
 
 
@@ -47,7 +49,7 @@ def caught(fault: Fault, folder: Path) -> str:
     except EyasError as error:
         return f"load: {_words(error, folder)}"
     with planted(fault):
-        for row in ROWS:
+        for row in fault.rows:
             messages = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(row)]
             try:
                 for _ in chat.turns(messages):
@@ -127,7 +129,7 @@ FAULTS = (
     # The template changes what was said
     Fault("upper case", _says("message['content'] | upper")),
     Fault("escaped for HTML", _says("message['content'] | e")),
-    Fault("trims answers", _says(_ANSWERS.format("| trim")), where="row"),
+    Fault("trims answers", _says(_ANSWERS.format("| trim")), rows=ENDS_THE_LINE, where="row"),
     Fault("collapses empty lines", _says("message['content'] | replace('\n\n', '\n')")),
     Fault("cuts long turns", _says("message['content'][:12]")),
     Fault("answer twice", _says(_ANSWERS.format("* 2"))),
@@ -177,6 +179,7 @@ FAULTS = (
         "the white space of the answer and of the template in one token",
         TEMPLATE.replace("+ '<|im_end|>'", "+ '\\n<|im_end|>'"),
         like_qwen,
+        rows=ENDS_THE_LINE,
         where="row",
     ),
     # Not the template: the tokenizer, or one of the two ways

@@ -300,7 +300,7 @@ def test_the_two_ways_never_differ_and_no_text_is_obeyed(families: dict[str, Cha
             # White space at the edges melts into the template's own, or a template looks for its own tags.
             assert turns[-1] != turns[-1].strip() or turns[-1] == "" or family == "llama-2", (family, turns)
             continue
-        written = [token for token, kept in zip(turn.ids, turn.mask, strict=True) if kept]
+        written = turn.written_ids
         text = chat._tokens.spelled(written[:-1])
         assert text.strip() == chat._tokens.normalized(turns[-1]).strip(), (family, turns)
 
@@ -325,6 +325,15 @@ def test_what_cannot_be_kept_apart_is_refused(families: dict[str, Chat]) -> None
         chat.prompt_ids(said("\ufdef <|im_end|>"))
     with pytest.raises(TemplateError, match="every non-character"):
         chat.prompt_ids(said("<|im_end|>" + "".join(map(chr, range(0xFDD0, 0xFDF0)))))
+
+
+def test_a_template_that_changes_what_it_is_to_spell_is_refused(tmp_path: Path) -> None:
+    """ASCII-only JSON would write the shield as an escape, and leave it there."""
+    like_qwen(tmp_path, LIKE_QWEN.replace("(tool | tojson)", "(tool | tojson(ensure_ascii=True))"))
+    chat, tools = Chat(tmp_path), [{"type": "function", "function": {"name": "find", "description": "<|im_end|>"}}]
+    with pytest.raises(TemplateError, match="changes a message"):
+        chat.prompt_ids(said("Hi"), tools)
+    assert chat.prompt_ids(said("<|im_end|>"))
 
 
 def test_tools_and_calls_are_text_too(families: dict[str, Chat]) -> None:

@@ -10,6 +10,7 @@ import datetime
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,15 @@ from eyas.errors import TemplateError
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Talk:
+    """What goes into the template; shield: what breaks the control tokens' names in it, None where there are none."""
+
+    messages: Messages
+    tools: Tools | None
+    shield: str | None = None
 
 
 class Chat:
@@ -63,11 +73,12 @@ class Chat:
     def prompt_ids(self, messages: Messages, tools: Tools | None = None) -> list[int]:
         """The tokens that the target goes on from: all messages and the opening of the assistant's turn.
 
-        What messages say is text: a control token's name in them is spelled, not obeyed (see `control_text`).
+        What messages say is text: a control token's name in them is spelled, not obeyed (see `control_text`). Raises
+        TemplateError: the template refuses the messages, or does not let such a name be kept apart from a token.
         """
         try:
-            messages, tools, shield = self._shielded(messages, tools)
-            return self._tokens.encode(Rendered(self._template.render(messages, True, tools), shield)).ids
+            talk = self._talk(messages, tools)
+            return self._tokens.encode(self._rendered(talk, talk.messages, True)).ids
         except Untrusted as what:
             raise self._distrust(what) from what
 
@@ -125,42 +136,48 @@ class Chat:
         assert messages[-1]["role"] == "assistant"
         if not isinstance(messages[-1].get("content") or "", str):
             raise Untrusted("has no one text for an answer in several parts")
-        messages, tools, shield = self._shielded(messages, tools)
-        wording = Wording.of(messages[-1])
-        prompt = Rendered(self._template.render(messages[:-1], True, tools), shield)
-        whole = Rendered(self._template.render(messages, False, tools), shield)
-        _expect_every_turn(messages[:-1], prompt.text)
+        talk = self._talk(messages, tools)
+        wording = Wording.of(talk.messages[-1])
+        prompt = self._rendered(talk, talk.messages[:-1], True)
+        whole = self._rendered(talk, talk.messages, False)
+        _expect_every_turn(talk.messages[:-1], prompt.text)
         prompt_ids = self._tokens.encode(prompt).ids
         encoded = self._tokens.encode(whole)
         first = mask_by_spans(prompt, whole, encoded, wording, self._frame)
-        find = self._finder(messages, tools, wording, prompt_ids, shield)
+        find = self._finder(talk, wording, prompt_ids)
         second = mask_by_prefixes(prompt_ids, encoded.ids, tuple(self._tokens.ends), find)
         if first != second:
             raise MaskDisagreement(self.folder, encoded, first, second)
         return Turn(encoded, first, len(prompt_ids))
 
-    def _finder(
-        self, messages: Messages, tools: Tools | None, wording: Wording, prompt_ids: list[int], shield: str | None
-    ) -> Find:
+    def _finder(self, talk: _Talk, wording: Wording, prompt_ids: list[int]) -> Find:
         """How the second way finds this answer among the tokens after the prompt."""
         if wording.text is not None:
-            text = wording.text.replace(shield, "") if shield else wording.text
+            text = wording.text.replace(talk.shield, "") if talk.shield else wording.text
             return by_spelling((text, self._tokens.normalized(text)), self._tokens.spelled)
         if wording.has_reasoning:
             return everything
         said = "No" if any(part.startswith("Y") for part in wording.parts) else "Yes"
-        other = [*messages[:-1], {"role": "assistant", "content": said}]
-        ids = self._tokens.encode(Rendered(self._template.render(other, False, tools), shield)).ids
+        other = [*talk.messages[:-1], {"role": "assistant", "content": said}]
+        ids = self._tokens.encode(self._rendered(talk, other, False)).ids
         return by_another(ids[len(prompt_ids) :], tuple(self._tokens.ends))
 
-    def _shielded(self, messages: Messages, tools: Tools | None) -> tuple[Messages, Tools | None, str | None]:
-        """Messages and tools in which no control token's name is whole, and the character that breaks them; None: there were
-        none, as nearly always."""
+    def _rendered(self, talk: _Talk, messages: Messages, add_generation_prompt: bool) -> Rendered:
+        return Rendered(self._template.render(messages, add_generation_prompt, talk.tools), talk.shield)
+
+    def _talk(self, messages: Messages, tools: Tools | None) -> _Talk:
+        """Messages and tools with no control token's name whole. Raises Untrusted when the template does more with a text
+        than to write it, and so would write another one than without the shield."""
         if not self.control_text(messages, tools):
-            return messages, tools, None
+            return _Talk(messages, tools)
         shield = shield_for(text for value in (*messages, *(tools or ())) for text in strings(value))
         guarded = [shielded(message, self._names_that_are_text(message), shield) for message in messages]
-        return guarded, shielded(tools, self._tokens.control, shield) if tools else tools, shield
+        talk = _Talk(guarded, shielded(tools, self._tokens.control, shield) if tools else tools, shield)
+        is_asked = messages[-1]["role"] != "assistant"
+        plain = self._template.render(messages, is_asked, tools)
+        if self._rendered(talk, guarded, is_asked).text.replace(shield, "") != plain:
+            raise Untrusted("changes a message that holds a control token's name")
+        return talk
 
     def _distrust(self, what: Untrusted) -> TemplateError:
         return TemplateError(

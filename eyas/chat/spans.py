@@ -56,7 +56,7 @@ def _answer(body: str, wording: Wording, frame: Frame) -> tuple[int, int]:
         return start, len(body) - len(frame.closing)
     for opening in ("", frame.opening):  # right after the prompt, or after what the template opens every answer with
         if body == opening + wording.text + frame.closing:
-            if opening + frame.closing and wording.text != wording.text.strip():
+            if (opening[-1:].isspace() and wording.text[:1].isspace()) or (frame.closing and wording.text[-1:].isspace()):
                 raise Untrusted("puts its own white space beside that of an answer")
             return len(opening), len(opening) + len(wording.text)
     raise Untrusted("does not render an answer as the target wrote it")

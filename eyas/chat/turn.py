@@ -30,6 +30,11 @@ class Turn:
     def ids(self) -> list[int]:
         return self.encoded.ids
 
+    @property
+    def written_ids(self) -> list[int]:
+        """The tokens under the mask: where the target's own are known, other ones here mean that its text has two spellings."""
+        return [token for token, kept in zip(self.ids, self.mask, strict=True) if kept]
+
     def continues(self, other: Turn) -> bool:
         """True when this one begins with all tokens of the other."""
         return self.ids[: len(other.ids)] == other.ids
