@@ -255,7 +255,7 @@ class Artifact:
         self._written.clear()
         return True
 
-    def write(self, name: str, data: bytes) -> File:
+    def write(self, name: str, data: bytes) -> None:
         """Write a file whole or not at all, and remember its checksum for the manifest."""
         path = self._path(name)
         with storage_errors(self.url):
@@ -276,12 +276,15 @@ class Artifact:
                 self._fs.pipe_file(path, data)
                 if self.size(name) != len(data):
                     raise EyasError(f"{self.url} kept {self.size(name)} of the {len(data)} bytes of {name}", "write it again")
-        return self.remember(name, File(bytes=len(data), sha256=hashlib.sha256(data).hexdigest()))
+        self.remember(name, File(bytes=len(data), sha256=hashlib.sha256(data).hexdigest()))
 
-    def remember(self, name: str, file: File) -> File:
+    def written(self, name: str) -> File:
+        """What this object wrote under a name."""
+        return self._written[name]
+
+    def remember(self, name: str, file: File) -> None:
         """Take it that a file is this: `finish` need not read it again."""
         self._written[name] = file
-        return file
 
     def write_json(self, name: str, value: Any) -> None:
         self.write(name, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())

@@ -113,7 +113,7 @@ def test_a_shard_is_an_ordinary_safetensors_file(lengths: list[int], hidden: int
 
 
 def test_reading_one_sample_asks_for_its_bytes_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    artifact = write(Artifact(str(tmp_path / "features")), [make_sample(number) for number in range(6)])
+    artifact = write(Artifact(f"memory://{tmp_path.name}"), [make_sample(number) for number in range(6)])
     asked = []
     read_range = Artifact.read_range
 
@@ -345,7 +345,7 @@ def test_no_more_is_read_ahead_than_the_bound(monkeypatch: pytest.MonkeyPatch) -
         begun.append(number)
         return number
 
-    for place, number in enumerate(stream_module.ahead(read, range(len(sizes)), sizes.__getitem__)):
+    for place, number in enumerate(stream_module.ahead(read, range(len(sizes)), sizes.__getitem__, 3)):
         assert number == place
         held = sum(sizes[number] for number in begun if number >= place)
         assert held <= max(100, sizes[place])

@@ -12,12 +12,11 @@ from eyas.shards.cache import Cache
 from eyas.shards.codecs import Codec, codec_of
 from eyas.shards.layout import Entry, decode_sample, encode_sample
 from eyas.shards.reader import Features
-from eyas.shards.sample import SHARES, CodecName, FeatureMeta, Sample, Split, taught
+from eyas.shards.sample import CodecName, FeatureMeta, Sample, Split, taught
 from eyas.shards.stream import order_of
 from eyas.shards.writer import ShardWriter
 
 __all__ = [
-    "SHARES",
     "Cache",
     "Codec",
     "CodecName",

@@ -22,6 +22,7 @@ from eyas.shards.sample import FeatureMeta, Sample, Split
 from eyas.shards.stream import ahead
 from eyas.shards.writer import index_name
 
+LOCAL_THREADS, REMOTE_THREADS = 2, 16  # one decodes while one reads; many wait while a store far away answers
 AGAIN = "delete the folder and run `eyas capture` again, or restore the shard from a copy"
 
 
@@ -39,7 +40,9 @@ class Features:
             raise InputError(f"{artifact.url} holds features of another version of eyas", "run `eyas capture` again")
         self._artifact, self._cache_prefix = artifact, f"{identity}-"
         self._read_range = range_reader(artifact)
-        self._cache = cache if artifact.local_path("") is None else None
+        is_local = artifact.local_path("") is not None
+        self._cache = None if is_local else cache
+        self._num_threads = LOCAL_THREADS if is_local else REMOTE_THREADS
         try:
             self.meta = FeatureMeta.model_validate(index["meta"])
             self.entries = [Entry.model_validate(entry) for entry in index["samples"]]
@@ -63,11 +66,13 @@ class Features:
 
     def all_tokens(self) -> Iterator[tuple[Tensor, Tensor]]:
         """`tokens` of every sample in order, many asked for at once."""
-        return ahead(self.tokens, range(len(self)), lambda number: TOKEN_BYTES * self.entries[number].length)
+        sizes = [TOKEN_BYTES * entry.length for entry in self.entries]
+        return ahead(self.tokens, range(len(self)), sizes.__getitem__, self._num_threads)
 
     def stream(self, numbers: Iterable[int]) -> Iterator[Sample]:
         """These samples in this order (see `order_of`), read and decoded ahead. Raises what `[number]` raises, in its place."""
-        return ahead(self.__getitem__, numbers, lambda number: self.entries[number].length * self.meta.decoded_bytes_per_token)
+        sizes = [self.meta.decoded_bytes_per_token * entry.length for entry in self.entries]
+        return ahead(self.__getitem__, numbers, sizes.__getitem__, self._num_threads)
 
     def batches(self, batches: Sequence[Sequence[int]]) -> Iterator[list[Sample]]:
         """The samples of each list of numbers, read ahead; to go on after n batches, give batches[n:]."""

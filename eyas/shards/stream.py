@@ -19,7 +19,6 @@ from typing import TypeVar
 import numpy as np
 
 Read = TypeVar("Read")
-NUM_THREADS = 4  # on two cores as well: while one decodes, others wait for bytes
 AHEAD_BYTES = 256 << 20  # of decoded samples
 
 
@@ -35,8 +34,10 @@ def order_of(num_samples: int, seed: int, epoch: int, rank: int = 0, world_size:
     return order
 
 
-def ahead(read: Callable[[int], Read], numbers: Iterable[int], size_of: Callable[[int], int]) -> Iterator[Read]:
-    """read(number) for these numbers, in this order, by NUM_THREADS threads; an error comes out where its result would have.
+def ahead(
+    read: Callable[[int], Read], numbers: Iterable[int], size_of: Callable[[int], int], num_threads: int
+) -> Iterator[Read]:
+    """read(number) for these numbers, in this order, by threads; an error comes out where its result would have.
 
     At most AHEAD_BYTES of results by size_of(number) are held, those being made and the one just given out among them; one
     is held always.
@@ -44,7 +45,7 @@ def ahead(read: Callable[[int], Read], numbers: Iterable[int], size_of: Callable
     waiting: deque[tuple[int, Future[Read]]] = deque()
     held = 0
     todo = iter(numbers)
-    with ThreadPoolExecutor(NUM_THREADS, "features") as pool:
+    with ThreadPoolExecutor(num_threads, "features") as pool:
         try:
             following = next(todo, None)
             while waiting or following is not None:

@@ -106,8 +106,8 @@ class ShardWriter:
         """The shard, then a note of what it is: a run that goes on need not read it again for its checksum."""
         name, entries = self._shard_name, [entry for entry, _ in self._pending]
         head = shard_head(entries, self._meta, self._tables)
-        written = self._artifact.write(name, b"".join([head, *(data for _, data in self._pending)]))
-        self._artifact.write(_note_name(name), written.model_dump_json().encode())
+        self._artifact.write(name, b"".join([head, *(data for _, data in self._pending)]))
+        self._artifact.write(_note_name(name), self._artifact.written(name).model_dump_json().encode())
         self._entries += [_moved(entry, len(head)) for entry in entries]
         self._num_shards += 1
         self._pending.clear()
