@@ -1,0 +1,270 @@
+"""What keeps a server on its feet: keys, rates, queue, time, sizes, and clients that mean no good."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+
+import httpx
+import openai
+import pytest
+
+from eyas.errors import ConfigError, MissingInputError
+from eyas.serve.connection import MAX_HEAD_BYTES
+from eyas.serve.limits import KEYS_VARIABLE, Door, LimitsConfig
+from eyas.serve.refusal import ApiError
+from tests.serving import MESSAGES, MODEL, GatedEngine, World, ask, connected, health, post
+
+BODY = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return World.make(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def client(world):
+    with world.served(limits=LimitsConfig(read_timeout_s=0.5, max_connections=20, max_body_bytes=20_000)) as client:
+        yield client
+
+
+def opened(client):
+    host, port = client.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
+def answer(connection):
+    """All that comes until the server closes: status, and what the error says of itself."""
+    data = b""
+    while piece := connection.recv(65536):
+        data += piece
+    head, _, body = data.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)["error"]
+
+
+# Keys and rates
+
+
+def test_without_a_key_nobody_is_served_but_health_and_metrics_are(world, tmp_path, monkeypatch):
+    keys = tmp_path / "keys"
+    keys.write_text("# of the two teams\nkey-of-team-a\n\nkey-of-team-b\n")
+    monkeypatch.setenv(KEYS_VARIABLE, "key-of-the-operator")
+    with world.served(limits=LimitsConfig(api_keys=keys)) as client:
+        for key in ("key-of-team-a", "key-of-team-b", "key-of-the-operator"):
+            with connected(client.url, key) as known:
+                assert ask(known, max_tokens=2).usage.completion_tokens == 2
+                assert known.models.list().data[0].id == MODEL
+        for key in ("none", "key-of-team", "# of the two teams", "key-of-team-a,key-of-team-b"):
+            with connected(client.url, key) as unknown, pytest.raises(openai.AuthenticationError) as refused:
+                ask(unknown)
+            assert refused.value.code == "invalid_api_key"
+            assert key not in str(refused.value.body)
+        assert post(client, BODY).status_code == 401
+        assert httpx.get(f"{client.url}/v1/models").status_code == 401
+        assert health(client).status_code == httpx.get(f"{client.url}/metrics").status_code == 200
+
+
+def test_a_file_without_keys_is_no_open_door(tmp_path):
+    (tmp_path / "keys").write_text("# none yet\n\n")
+    with pytest.raises(ConfigError, match="holds no API key"):
+        Door(LimitsConfig(api_keys=tmp_path / "keys"))
+    with pytest.raises(MissingInputError, match="no API keys at"):
+        Door(LimitsConfig(api_keys=tmp_path / "nowhere"))
+
+
+def test_a_rate_is_each_clients_own_and_says_when_to_come_again(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    door = Door(LimitsConfig(requests_per_minute=3))
+    for _ in range(3):
+        assert door.enter("", "a") == "a"
+    with pytest.raises(ApiError) as refused:
+        door.enter("", "a")
+    assert (refused.value.status, refused.value.retry_after) == (429, 20)
+    assert door.enter("", "b") == "b"
+    now += 20.0
+    door.enter("", "a")
+    with pytest.raises(ApiError):
+        door.enter("", "a")
+
+
+def test_the_official_client_understands_a_rate(world):
+    with world.served(limits=LimitsConfig(requests_per_minute=1)) as client:
+        ask(client, max_tokens=1)
+        with pytest.raises(openai.RateLimitError) as refused:
+            ask(client)
+        assert 1 <= int(refused.value.response.headers["retry-after"]) <= 60
+
+
+# The queue and time
+
+
+def test_what_does_not_fit_into_the_queue_is_sent_away_and_comes_in_later(world):
+    engine = world.engine(GatedEngine, max_batch=1)
+    with ExitStack() as stack, ThreadPoolExecutor(3) as pool:
+        client = stack.enter_context(world.served(engine, LimitsConfig(max_queue=2)))
+        held = [pool.submit(ask, client, max_tokens=4) for _ in range(3)]
+        while health(client).json()["requests"] < 3:
+            time.sleep(0.01)
+        with pytest.raises(openai.RateLimitError) as refused:
+            ask(client, max_tokens=4)
+        assert refused.value.code == "queue_full"
+        assert int(refused.value.response.headers["retry-after"]) >= 1
+        with pytest.raises(openai.BadRequestError, match="4 samples"):
+            ask(client, n=4)
+        engine.gate.release(1000)
+        assert {one.result().usage.completion_tokens for one in held} == {4}
+        assert ask(client, max_tokens=4).usage.completion_tokens == 4
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_takes_too_long_is_given_up(world, stream, begun):
+    engine = world.engine(GatedEngine)
+    with world.served(engine, LimitsConfig(request_timeout_s=0.4)) as client:
+        if begun:
+            engine.gate.release(2)
+        if stream and begun:
+            with pytest.raises(openai.APIError, match="the answer took more than"):
+                list(ask(client, stream=True, max_tokens=200))
+        else:
+            with pytest.raises(openai.InternalServerError) as late:
+                ask(client, stream=stream, max_tokens=200)
+            assert (late.value.status_code, late.value.code) == (504, "timeout")
+        engine.gate.release(1000)
+        assert engine.is_empty.wait(10)
+        assert health(client).json() == {"status": "ok", "requests": 0}
+
+
+# Clients that mean no good
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n", b"GET /health HTT"])
+def test_a_head_that_does_not_come_is_not_waited_for(client, sent):
+    with opened(client) as connection:
+        connection.sendall(sent)
+        assert answer(connection)[0] == 408
+
+
+def test_a_head_that_comes_drop_by_drop_is_not_waited_for(client):
+    with opened(client) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\n")
+        number, told = 0, b""
+        connection.settimeout(0.02)
+        while not told:
+            number += 1
+            assert number < 1000, "still listened to"
+            connection.sendall(b"x-%d: y\r\n" % number)
+            with suppress(TimeoutError):
+                told = connection.recv(65536)
+    assert told.startswith(b"HTTP/1.1 408")
+    assert health(client).status_code == 200
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(client):
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
+    with opened(client) as connection:
+        connection.sendall(head)
+        status = connection.recv(65536)
+    assert status.startswith(b"HTTP/1.1 408")
+
+
+def test_a_head_without_end_is_cut(client):
+    with opened(client) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nx: " + b"y" * MAX_HEAD_BYTES)
+        assert answer(connection)[0] == 431
+
+
+TLS_HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
+
+
+@pytest.mark.parametrize("garbage", [TLS_HELLO, b"HELLO\r\n\r\n", b"GET /\xff HTTP/1.1\r\n\r\n"])
+def test_what_is_no_http_is_told_so(client, garbage):
+    with opened(client) as connection:
+        connection.sendall(garbage)
+        status, error = answer(connection)
+    assert 400 <= status < 500
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_a_body_too_large_is_refused_whatever_it_says_of_itself(client):
+    def endless():
+        for _ in range(5000):
+            yield b" " * 1000
+
+    headers = {"content-type": "application/json"}
+    assert httpx.post(f"{client.url}/v1/completions", content=b" " * 20_001, headers=headers).status_code == 413
+    with suppress(httpx.TransportError):  # it may go on sending after it was told
+        assert httpx.post(f"{client.url}/v1/completions", content=endless(), headers=headers).status_code == 413
+    assert health(client).status_code == 200
+
+
+def test_a_flood_of_connections_does_not_keep_others_out_for_long(client):
+    with ExitStack() as stack:
+        flood = [stack.enter_context(opened(client)) for _ in range(60)]
+        refused = 0
+        for connection in flood:
+            status, error = answer(connection)
+            assert (status, error["code"]) in ((503, "overloaded"), (408, "timeout"))
+            refused += status == 503
+        assert refused >= 40
+    assert ask(client, max_tokens=2).usage.completion_tokens == 2
+
+
+def test_a_client_that_takes_nothing_is_cut(world):
+    """Its answers fill the system's buffers, and nothing would ever end otherwise."""
+    body = {"model": MODEL, "prompt": [[5]] * 64, "n": 4, "max_tokens": 100, "stream": True, "logprobs": 20, "temperature": 0}
+    text = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(text)}\r\n\r\n"
+    engine = world.engine(max_batch=16)
+    with world.served(engine, LimitsConfig(read_timeout_s=0.5)) as client, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        host, port = client.url.removeprefix("http://").split(":")
+        connection.connect((host, int(port)))
+        connection.sendall(head.encode() + text)
+        while health(client).json()["requests"] == 0:
+            time.sleep(0.01)
+        while health(client).json()["requests"]:
+            time.sleep(0.05)
+        assert "client_gone" in httpx.get(f"{client.url}/metrics").text
+
+
+def test_fuzzed_bodies_are_refused_and_nothing_falls(client):
+    rng = random.Random(0)
+    optional = {"stop": ["x"], "tools": [], "response_format": {"type": "text"}, "logit_bias": {"1": 1}}
+    good = json.dumps({**BODY, **optional}).encode()
+    strange = [b"1e400", b"9" * 5000, b"-0", b"NaN", b"[" * 300, b"\xff", b'"\\ud800"', b"{}", b"null", b"true", b'""', b"\x00"]
+    headers = {"content-type": "application/json"}
+    with httpx.Client(base_url=client.url, headers=headers, timeout=60) as http:
+        for number in range(400):
+            body = bytearray(good)
+            for _ in range(rng.randrange(1, 4)):
+                at = rng.randrange(len(body))
+                body[at : at + rng.randrange(4)] = rng.choice([*strange, bytes([rng.randrange(256)])])
+            reply = http.post(rng.choice(["/v1/chat/completions", "/v1/completions"]), content=bytes(body))
+            assert reply.status_code in (200, 400, 404), (number, bytes(body), reply.text)
+    assert health(client).json() == {"status": "ok", "requests": 0}
+
+
+def test_what_people_wrote_is_in_no_log_and_in_no_error(client, caplog):
+    caplog.set_level(logging.DEBUG, logger="eyas")
+    secret = "correct-horse-battery-staple"
+    said = [{"role": "user", "content": secret}]
+    wrong = [
+        {**BODY, "messages": said},
+        {**BODY, "messages": [{"role": "user", "content": {"x": secret}}]},
+        {**BODY, "messages": said, "max_tokens": 10_000},
+        {**BODY, "messages": said, "temperature": secret},
+        {**BODY, "messages": said, "guided_regex": f"({secret}"},
+    ]
+    replies = [post(client, body) for body in wrong]
+    assert [reply.status_code for reply in replies] == [200, 400, 400, 400, 400]
+    assert not any(secret in record.getMessage() or secret in str(vars(record)) for record in caplog.records)
+    assert not any(secret in reply.text for reply in replies[1:4])
+    assert secret not in httpx.get(f"{client.url}/metrics").text

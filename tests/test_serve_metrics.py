@@ -1,0 +1,115 @@
+"""What a server tells of itself: metrics that Prometheus can read and that add up, and a line of log for each request."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from eyas.engine.engine import Engine, EngineConfig
+from eyas.log import JsonFormatter
+from tests.serving import MAX_LENGTH, MODEL, World, ask, post
+from tests.tiny_head import head_folder
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return World.make(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def speculating(world, tmp_path):
+    head = head_folder(world.folder, tmp_path / "head")
+    config = EngineConfig(max_batch=4, max_length=MAX_LENGTH, speculation="fixed(2,2,4)")
+    with world.served(Engine.load(world.folder, head, config=config), has_head=True) as client:
+        yield client
+
+
+def scraped(client):
+    """Samples by name and labels but the model's, which all must have."""
+    page = httpx.get(f"{client.url}/metrics")
+    assert page.headers["content-type"].startswith("text/plain")
+    found = {}
+    for family in text_string_to_metric_families(page.text):
+        assert family.name.startswith("eyas:")
+        assert family.documentation
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("model_name") == MODEL
+            found[sample.name, *sorted(labels.items())] = sample.value
+    return found
+
+
+def test_metrics_add_up_to_the_requests_that_were_made(speculating):
+    replies = [ask(speculating, max_tokens=tokens, n=samples) for tokens, samples in ((24, 1), (10, 2))]
+    list(ask(speculating, max_tokens=12, stream=True))
+    post(speculating, {"model": MODEL, "messages": []})
+    found = scraped(speculating)
+    assert found["eyas:generation_tokens_total",] == 24 + 20 + 12
+    assert found["eyas:request_success_total", ("finished_reason", "length")] == 4
+    path = ("endpoint", "/v1/chat/completions")
+    assert found["eyas:http_requests_total", path, ("status", "200")] == 3
+    assert found["eyas:http_requests_total", path, ("status", "400")] == 1
+    for name in ("time_to_first_token", "request_time_per_output_token", "e2e_request_latency"):
+        assert found[f"eyas:{name}_seconds_count",] == 3
+    assert 0 < found["eyas:time_to_first_token_seconds_sum",] <= found["eyas:e2e_request_latency_seconds_sum",]
+    assert found["eyas:num_requests_running",] == found["eyas:num_requests_waiting",] == found["eyas:kv_cache_usage_perc",] == 0
+    assert found["eyas:kv_cache_pages",] == found["eyas:kv_cache_pages_available",] > 0
+    assert found["eyas:prompt_tokens_total",] >= sum(reply.usage.prompt_tokens for reply in replies)
+    assert found["eyas:prefix_cache_hits_total",] > 0
+    assert 0 <= found["eyas:device_idle_share",] < 1
+
+
+def test_speculation_is_told_by_position_and_against_its_prediction(speculating):
+    replies = [ask(speculating, max_tokens=40, seed=seed, temperature=0.7) for seed in range(4)]
+    found = scraped(speculating)
+    hist = [sum(column) for column in zip(*(pad(reply.usage.eyas["accept_hist"], 3) for reply in replies), strict=True)]
+    assert found["eyas:spec_decode_num_drafts_total",] == sum(hist)
+    assert found["eyas:spec_decode_num_accepted_tokens_total",] == hist[1] + 2 * hist[2]
+    name = "eyas:spec_decode_num_accepted_tokens_per_pos_total"
+    per_position = [found.get((name, ("position", str(at))), 0) for at in (0, 1)]
+    assert per_position == [hist[1] + hist[2], hist[2]]
+    assert found["eyas:spec_accept_length",] == pytest.approx(1 + (hist[1] + 2 * hist[2]) / sum(hist))
+    assert found["eyas:rounds_total", ("kind", "tree")] >= sum(hist) - 4
+    assert found["eyas:round_real_seconds_total", ("kind", "tree")] > 0
+    assert found["eyas:round_tokens_total", ("kind", "tree")] > 0
+    assert found["eyas:spec_tree_nodes", ("quantile", "0.5")] == 3
+    assert found["eyas:spec_decode_num_draft_tokens_total",] >= 3 * sum(hist) - 12
+
+
+def pad(hist, length):
+    return hist + [0] * (length - len(hist))
+
+
+def test_a_request_is_one_line_of_log_with_its_id(speculating, caplog):
+    caplog.set_level(logging.INFO, logger="eyas.serve")
+    reply = post(
+        speculating,
+        {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9},
+        headers={"x-request-id": "from-the-client"},
+    )
+    assert reply.headers["x-request-id"] == "from-the-client"
+    post(speculating, {"model": MODEL, "messages": []}, headers={"x-request-id": "not one\u00e9".encode()})
+    lines = [json.loads(JsonFormatter().format(record)) for record in caplog.records if record.getMessage() == "request"]
+    assert len(lines) == 2
+    good, bad = lines
+    assert (good["request_id"], good["status"], good["num_output_tokens"]) == ("from-the-client", 200, 9)
+    assert (good["finish_reasons"], good["endpoint"]) == (["length"], "/v1/chat/completions")
+    assert good["ttft_ms"] <= good["ms"]
+    assert good["tau"] >= 1
+    assert (bad["status"], bad["failure"]) == (400, "bad_request")
+    assert bad["request_id"].isalnum()
+
+
+def test_an_engine_that_has_failed_still_has_a_page(world):
+    engine = world.engine()
+    with world.served(engine) as client:
+        ask(client, max_tokens=2)
+        engine.step = None
+        assert post(client, {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}).status_code == 500
+        found = scraped(client)
+    assert found["eyas:generation_tokens_total",] == 2
+    assert found["eyas:request_failure_total", ("reason", "engine_failure")] == 1

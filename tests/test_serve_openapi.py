@@ -1,0 +1,56 @@
+"""The OpenAPI document: it names what is served, and requests made from it find no fault in the server."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
+
+from eyas.serve.limits import LimitsConfig
+from tests.serving import MODEL, World
+
+PER_OPERATION = 60
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    world = World.make(tmp_path_factory.mktemp("target"), eos_token_id=2, max_position_embeddings=64)
+    with world.served(world.engine(max_length=64), LimitsConfig(max_queue=1024)) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def document(client):
+    return httpx.get(f"{client.url}/openapi.json").json()
+
+
+def test_the_document_has_every_route_and_every_field(client, document):
+    assert document["openapi"] == "3.1.0"
+    for path, operations in document["paths"].items():
+        for method in operations:
+            reply = httpx.request(method, client.url + path.replace("{model}", MODEL), json={} if method == "post" else None)
+            assert reply.status_code == (400 if method == "post" else 200), path
+            assert str(reply.status_code) in operations[method]["responses"]
+    chat = document["components"]["schemas"]["ChatRequest"]["properties"]
+    assert {"messages", "tools", "logprobs", "min_p", "guided_json", "stop_token_ids", "echo"} <= set(chat)
+    assert chat["echo"] == {"enum": [False, None]}
+
+
+OPERATIONS = ["/v1/chat/completions", "/v1/completions", "/v1/models/{model}", "/v1/models", "/health", "/metrics"]
+
+
+@pytest.mark.parametrize("path", OPERATIONS)
+def test_no_request_finds_a_fault(client, document, path):
+    loaded = schemathesis.openapi.from_dict(document)
+    (operation,) = [one.ok() for one in loaded.get_all_operations() if one.ok().path == path]
+
+    @settings(max_examples=PER_OPERATION, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @given(case=operation.as_strategy())
+    def ask(case):
+        reply = case.call(base_url=client.url)
+        case.validate_response(reply, checks=[not_a_server_error, status_code_conformance, response_schema_conformance])
+
+    ask()

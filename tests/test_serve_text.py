@@ -1,0 +1,91 @@
+"""Text as it leaves a server: tokens to text in any portions, the bytes of tokens, calls out of words."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eyas.chat import Chat
+from eyas.serve.tokenizer import TextStream, Tokenizer
+from eyas.serve.tools import CallReader
+from tests.tiny import tiny_target
+
+TOKENS = st.lists(st.integers(3, 319), max_size=150)
+CUTS = st.lists(st.integers(0, 150), max_size=20)
+CALL = '<tool_call>{"name": "f", "arguments": {"a": "</b>"}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    return Chat(tiny_target(tmp_path_factory.mktemp("target")))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(chat):
+    return Tokenizer(chat)
+
+
+def portions(sequence, cuts):
+    edges = [0, *sorted(min(cut, len(sequence)) for cut in cuts), len(sequence)]
+    return [sequence[start:end] for start, end in itertools.pairwise(edges)]
+
+
+@given(tokens=TOKENS, cuts=CUTS)
+def test_the_text_is_that_of_all_tokens_however_they_come(chat, tokenizer, tokens, cuts):
+    stream = tokenizer.stream()
+    assert "".join(map(stream.push, portions(tokens, cuts))) + stream.finish() == chat.decode(tokens)
+
+
+@given(values=st.lists(st.integers(128, 255), max_size=120), cuts=CUTS)
+def test_bytes_of_every_kind_come_out_as_they_would_at_once(tokenizer, chat, values, cuts):
+    of_byte = {tokenizer.piece(token): token for token in range(3, 320) if len(tokenizer.piece(token)) == 1}
+    tokens = [of_byte[bytes([value])] for value in values]
+    stream = tokenizer.stream()
+    assert "".join(map(stream.push, portions(tokens, cuts))) + stream.finish() == chat.decode(tokens)
+
+
+def test_bytes_that_never_become_a_character_do_not_pile_up():
+    longest = 0
+
+    def decode(ids):
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return bytes(ids).decode(errors="replace")
+
+    stream = TextStream(decode)
+    text = "".join(stream.push([0x80]) for _ in range(5000)) + stream.finish()
+    assert text == "\N{REPLACEMENT CHARACTER}" * 5000
+    assert longest < 100
+
+
+@given(text=st.text())
+def test_the_bytes_of_tokens_are_those_of_the_text(tokenizer, text):
+    assert b"".join(map(tokenizer.piece, tokenizer.encode(text))) == text.encode()
+
+
+def test_text_is_refused_by_its_length_only_where_it_cannot_fit(tokenizer):
+    text = "The address is 71 North Street." * 20
+    assert tokenizer.least_tokens(len(text)) <= len(tokenizer.encode(text))
+    assert tokenizer.least_tokens(10**6) > 1000
+
+
+@given(cuts=CUTS, words=st.sampled_from(["", "I will. ", " <tool ", "a\n\n"]), calls=st.integers(0, 3))
+def test_words_and_calls_are_told_apart_however_they_come(cuts, words, calls):
+    reader = CallReader()
+    parts = [reader.push(portion) for portion in portions(words + CALL * calls, cuts)]
+    parts.append(reader.finish())
+    assert "".join(text for text, _ in parts) == (words.rstrip() if calls else words)
+    found = [call for _, made in parts for call in made]
+    assert [(call.name, json.loads(call.arguments)) for call in found] == [("f", {"a": "</b>"})] * calls
+
+
+@given(text=st.text(alphabet='<tool_cal>/{}" \n', max_size=60), cuts=CUTS)
+def test_text_without_a_call_is_all_shown(text, cuts):
+    reader = CallReader()
+    shown = "".join(reader.push(portion)[0] for portion in portions(text, cuts)) + reader.finish()[0]
+    assert reader.num_calls == 0
+    assert shown == text
