@@ -80,7 +80,7 @@ def test_auto_keeps_connected_trees_within_the_limit():
     for start in range(0, 60, 3):
         round_ = policy.plan([2, 2, 2])
         if not round_.drafts:
-            policy.observe(round_, [], 1.0)
+            policy.observe(round_, [], round_.predicted_ms)
             continue
         picked = [start + int(b) for b in np.flatnonzero(round_.drafting)]
         kept, _ = one_round(policy, world, picked, round_)
@@ -102,7 +102,9 @@ def test_without_requests_that_may_speculate_a_round_is_plain():
 def test_a_request_far_behind_is_not_caught_up():
     """Catching up 10^6 tokens pays for nobody; its neighbours draft."""
     policy = Policy(Speculation("auto"), MACHINES[CPU].table((1, 1, 1)))
-    assert policy.plan([1, 10**6, 2]).drafting.tolist() == [True, False, True]
+    while not (round_ := policy.plan([1, 10**6, 2])).drafts:  # the first rounds of a load are plain
+        policy.observe(round_, [], round_.predicted_ms)
+    assert round_.drafting.tolist() == [True, False, True]
 
 
 def test_rounds_may_overlap():
@@ -159,7 +161,7 @@ def test_a_noisy_machine_with_pauses_is_no_reason_to_stop(machine, B, num_rounds
     world = World(MACHINES[machine], noise=0.2, pauses=0.01)
     _, policy = world.auto_rate(B, num_rounds)
     assert world.best_fixed_rate(B) > 1.1 * world.plain_rate(B)
-    assert policy.metrics()["plain_rounds"] < 0.03 * num_rounds
+    assert policy.metrics()["plain_rounds"] < 0.1 * num_rounds  # those of the trials, and what was explored
 
 
 def test_it_does_not_flip_every_round():

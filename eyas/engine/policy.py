@@ -34,6 +34,8 @@ Mode = Literal["off", "fixed", "auto"]
 
 _ENTER, _LEAVE = 1.02, 1.0  # the speed-up to begin with, and to stay with: no flipping between equals
 _PATIENCE = 0.1  # by how much it may miss that after one round; after n, by 1 / sqrt(n) of it
+_TRIALS = 5  # rounds of either kind at a load, before what they take is borrowed from nowhere else
+_HOPELESS = 0.7  # a forecast that spares the trials of trees
 _UNKNOWN_SPEEDUP = 1.2  # before anything was drafted: try
 _FORECAST_ROUNDS = 16.0  # weight of the forecast against measured rounds
 _EXPLORED_SHARE = 0.005  # of all time, for rounds that are expected to lose
@@ -225,8 +227,11 @@ class Policy:
         load.age += 1
         load.num_rounds += 1
         load.since += 1
+        if self.correction.count("plain", round_.load[1]) < _TRIALS:
+            return
         speedup = self._speedup(round_)
-        self._drafted_last = speculates = load.decide(speedup)
+        is_trial = self.correction.count("tree", round_.load[1]) < _TRIALS and speedup > _HOPELESS
+        self._drafted_last = speculates = load.decide(speedup) or is_trial
         if speculates:
             round_.drafting = round_.pending <= self._worth_catching_up(speedup, round_, plain_ms)
         if load.since >= load.period and not round_.prompt_rows:  # whose time would be taken for the exploration's
@@ -391,6 +396,8 @@ class Policy:
         self._credit += _EXPLORED_SHARE * real_ms
         if round_.explores:
             fair_ms = worth_ms if kind == "tree" else plain_ms / max(1.0, self._speedup(round_))
+            if real_ms < fair_ms:  # it may be the better way after all: look again soon
+                self._load(round_).period = _FIRST_PERIOD
             self._credit -= max(0.0, real_ms - fair_ms)
             self._sums["explored_ms"] += max(0.0, real_ms - fair_ms)
         if kind == "tree" and round_.drafting.all() and not round_.prompt_rows:
