@@ -60,6 +60,34 @@ LIKE_LLAMA_2 = """
 {%- elif message.role == 'assistant' %}{{ ' ' + message.content + ' ' + eos_token }}
 {%- else %}{{ raise_exception('no place for a system prompt') }}{% endif %}{% endfor %}"""
 
+LIKE_LLAMA_3 = """
+{{- bos_token }}
+{%- if not date_string is defined %}{% if strftime_now is defined %}{% set date_string = strftime_now('%d %b %Y') %}
+{%- else %}{% set date_string = '26 Jul 2024' %}{% endif %}{% endif %}
+{%- if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] | trim %}{% set messages = messages[1:] %}
+{%- else %}{% set system = '' %}{% endif %}
+{{- '<|im_start|>system\\n\\nToday: ' + date_string + '\\n\\n' + system + '<|im_end|>' }}
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\\n\\n' + message['content'] | trim + '<|im_end|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n\\n' }}{% endif %}"""
+LIKE_GEMMA = """
+{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}{% set first = messages[0]['content'] + '\\n\\n' %}{% set rest = messages[1:] %}
+{%- else %}{% set first = '' %}{% set rest = messages %}{% endif %}
+{%- for message in rest %}
+{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate') }}{% endif %}
+{{- '<|im_start|>' + ('model' if message['role'] == 'assistant' else message['role']) + '\\n' }}
+{{- (first if loop.first else '') + message['content'] | trim + '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>model\\n' }}{% endif %}"""
+LIKE_MISTRAL = """
+{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}{% set rest = messages[1:] %}
+{%- else %}{% set system = '' %}{% set rest = messages %}{% endif %}
+{%- for message in rest %}
+{%- if message['role'] == 'user' %}
+{{- '[INST] ' + (system + '\\n\\n' if loop.last and system else '') + message['content'] + '[/INST]' }}
+{%- else %}{{ ' ' + message['content'] + eos_token }}{% endif %}{% endfor %}"""
+
 
 @cache
 def _byte_level(specials: tuple[str, ...], composes: bool) -> Tokenizer:

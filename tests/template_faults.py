@@ -14,7 +14,17 @@ from unittest import mock
 from eyas.chat import Chat, MaskDisagreement
 from eyas.chat.turn import Encoded
 from eyas.errors import EyasError
-from tests.chat_folders import LIKE_GRANITE, LIKE_LLAMA_2, LIKE_QWEN, like_granite, like_llama_2, like_qwen
+from tests.chat_folders import (
+    LIKE_GEMMA,
+    LIKE_GRANITE,
+    LIKE_LLAMA_2,
+    LIKE_LLAMA_3,
+    LIKE_MISTRAL,
+    LIKE_QWEN,
+    like_granite,
+    like_llama_2,
+    like_qwen,
+)
 from tests.tiny import TEMPLATE, tiny_tokenizer
 
 DAY = datetime.date(2026, 1, 2)
@@ -38,6 +48,7 @@ class Fault:
     date: datetime.date | None = DAY
     plant: tuple[str, Plant] | None = None
     rows: tuple[tuple[str, ...], ...] = ROWS
+    system: bool = False
     where: str = "load"  # at load, on a row (refused), or where the two ways differ
 
 
@@ -50,7 +61,8 @@ def caught(fault: Fault, folder: Path) -> str:
         return f"load: {_words(error, folder)}"
     with planted(fault):
         for row in fault.rows:
-            messages = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(row)]
+            messages = [{"role": "system", "content": "Be brief."}] if fault.system else []
+            messages += [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(row)]
             try:
                 for _ in chat.turns(messages):
                     pass
@@ -142,10 +154,16 @@ FAULTS = (
         "drops earlier answers",
         TEMPLATE.replace(_LOOP, "{% for message in messages if message['role'] != 'assistant' or message == messages[-1] %}"),
     ),
-    Fault("drops system prompts", TEMPLATE.replace(_LOOP, "{% for message in messages if message['role'] != 'system' %}")),
+    Fault(
+        "drops system prompts",
+        TEMPLATE.replace(_LOOP, "{% for message in messages if message['role'] != 'system' %}"),
+        system=True,
+        where="row",
+    ),
     Fault("newest first", TEMPLATE.replace(_LOOP, "{% for message in messages | reverse %}")),
     Fault("sorted by role", TEMPLATE.replace(_LOOP, "{% for message in messages | sort(attribute='role') %}")),
     Fault("sorted by text", TEMPLATE.replace(_LOOP, "{% for message in messages | sort(attribute='content') %}")),
+    Fault("system prompt in the last question", LIKE_MISTRAL, like_llama_2, system=True, where="row"),
     # What is around an answer depends on what cannot be known when it is asked for
     Fault("number of turns", "{{ messages | length }} " + TEMPLATE),
     Fault("today's date, no day given", "{{ strftime_now('%d %b %Y') }}\n" + TEMPLATE, date=None, where="row"),
@@ -210,4 +228,7 @@ SOUND = (
     Fault("like Qwen3", LIKE_QWEN, like_qwen),
     Fault("like Granite", LIKE_GRANITE, like_granite),
     Fault("like Llama 2", LIKE_LLAMA_2, like_llama_2),
+    Fault("like Llama 3", LIKE_LLAMA_3, like_qwen),
+    Fault("like Gemma", LIKE_GEMMA, like_qwen),
+    Fault("like Mistral", LIKE_MISTRAL, like_llama_2),
 )
