@@ -474,6 +474,12 @@ def test_masks_that_differ_are_shown(
     assert "<b>Secret" not in html
     assert "v0-first" in html
     assert "http" not in html
+    page.unlink()
+    page.mkdir()  # cannot be written to
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    error.show()
+    [elsewhere] = tmp_path.glob("*-mask-disagreement.html")
+    assert elsewhere.read_text(encoding="utf-8") == html
 
 
 # The mask options
