@@ -6,6 +6,7 @@ import asyncio
 import json
 import runpy
 import socket
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ import pytest
 
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.errors import ConfigError, EyasError
+from eyas.serve.limits import LimitsConfig
 from eyas.serve.server import ServeConfig, _bound, running_server, serve
 from tests.serving import MAX_LENGTH, MESSAGES, MODEL, GatedEngine, World, ask, connected, health
 
@@ -122,6 +124,45 @@ def test_a_server_in_a_process_of_its_own(world):
         assert reply["choices"][0]["message"]["content"] == world.truth(max_tokens=24)[0]
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
+
+
+def test_a_process_told_to_end_finishes_what_runs_and_ends_well(world):
+    config = ServeConfig(target=str(world.folder), model=MODEL, port=0, engine=EngineConfig(max_length=MAX_LENGTH, max_batch=1))
+    command = [sys.executable, "-m", "eyas.serve", config.model_dump_json()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process, ThreadPoolExecutor(3) as pool:
+        url = next(line.strip() for line in process.stdout if line.startswith("http://"))
+        with connected(url) as client:
+            reply = ask(client, stream=True, max_tokens=100)
+            text = next(reply).choices[0].delta.content
+            waiting = pool.submit(ask, client)
+            while health(client).json()["requests"] < 2 and not waiting.done():
+                time.sleep(0.01)
+            process.terminate()
+            text += "".join(piece.choices[0].delta.content or "" for piece in reply)
+            assert waiting.result().choices[0].message.content == world.truth(max_tokens=24)[0]
+        assert text == world.truth(max_tokens=100)[0]
+        assert process.wait(60) == 0
+
+
+def test_what_has_not_finished_when_the_time_is_over_is_told_so(world):
+    engine = world.engine(GatedEngine)
+    with ExitStack() as clients, ExitStack() as server, ThreadPoolExecutor(2) as pool:
+        url = server.enter_context(world.served(engine, LimitsConfig(shutdown_s=0.3))).url
+        client = clients.enter_context(connected(url))
+        engine.gate.release()
+        begun = ask(client, stream=True, max_tokens=100)
+        next(begun)
+        whole = pool.submit(ask, client)
+        while health(client).json()["requests"] < 2:
+            time.sleep(0.01)
+        leaving = pool.submit(server.close)
+        with pytest.raises(openai.APIError, match="shutting down"):
+            list(begun)
+        with pytest.raises(openai.InternalServerError) as stopped:
+            whole.result()
+        assert (stopped.value.status_code, stopped.value.code) == (503, "shutting_down")
+        engine.gate.release(100)
+        leaving.result()
 
 
 def test_a_process_that_ends_before_it_is_ready_is_an_error(tmp_path, monkeypatch):

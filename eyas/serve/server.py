@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import signal
 import socket
 import subprocess
 import sys
@@ -73,7 +74,12 @@ def serve(config: ServeConfig, on_ready: Callable[[str], None] = print) -> None:
     """Serve until SIGINT or SIGTERM, then let running requests finish. `on_ready` gets the URL once it answers."""
     with _bound(config.host, config.port) as listener:
         server = _Server(build_app(config), listener, on_ready)
-        server.run(sockets=[listener])
+        # uvicorn raises the signal that ended it once more: an end that was asked for is no failure.
+        before = signal.signal(signal.SIGTERM, lambda *_: None)
+        try:
+            server.run(sockets=[listener])
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -1,0 +1,336 @@
+"""A storm over a server with a small cache: good requests, cancelled ones, bad ones and floods, all at once.
+
+A server in a process of its own serves the target and the head. Requests of random sizes arrive, most of them good; some are
+left in the middle, some are wrong, some are no HTTP, and now and then many connections come that say nothing. Checked: every
+good request is answered, and greedy answers are those of the engine without a server; every bad one gets a 4xx; the server's
+memory is flat over the second half; nothing is left behind. Then a second storm, and SIGTERM in the middle of it: what runs is
+finished and right, and what comes later is refused. The last line is one JSON.
+
+    python benchmarks/storm.py --quick
+    python benchmarks/storm.py --requests 2000
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import held_out
+import httpx
+import numpy as np
+
+from eyas import builtin
+from eyas.chat import Chat
+from eyas.engine.engine import Engine, EngineConfig
+from eyas.engine.request import Request, SamplingParams
+from eyas.serve.limits import LimitsConfig
+from eyas.serve.server import ServeConfig
+
+MAX_LENGTH, NUM_PAGES, MAX_BATCH = 512, 96, 8  # 1,536 tokens for eight requests of up to 512
+LIMITS = LimitsConfig(max_queue=24, max_connections=80, read_timeout_s=3)
+AT_ONCE = 48  # clients
+PATIENCE = 400  # times that a client comes again after a 429
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+KINDS = ("stream", "whole", "text", "sampled", "cancelled", "bad", "garbage", "flood")
+WEIGHTS = (40, 20, 10, 8, 8, 10, 3, 1)
+
+
+@dataclass
+class Record:
+    """What has happened; `failures` must stay empty."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    memory: list[float] = field(default_factory=list)  # MiB of the server, as requests end
+
+    def expect(self, holds: bool, what: str) -> None:
+        self.counts["checks"] += 1
+        if not holds:
+            self.failures.append(what)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A greedy question with its answer by the engine alone."""
+
+    messages: list[dict[str, str]]
+    prompt_ids: list[int]
+    max_tokens: int
+    text: str
+
+
+class Storm:
+    """Clients of one server."""
+
+    def __init__(self, url: str, pid: int, questions: list[Asked], seed: int) -> None:
+        self.record = Record()
+        self._url, self._pid, self._questions = url, pid, questions
+        self._rng = random.Random(seed)
+        self._is_ending = False  # the server was told to end: refusals and cut connections are right for what comes later
+        self._begun: set[int] = set()  # answers of which the first piece has come
+        self._http = httpx.AsyncClient(base_url=url, timeout=300, limits=httpx.Limits(max_connections=AT_ONCE + 8))
+
+    async def run(self, count: int, end_after: int | None = None) -> None:
+        """`count` requests; end_after: SIGTERM once so many have been sent."""
+        turns = iter(range(count))
+        async with self._http:
+            await asyncio.gather(*(self._client(turns, end_after) for _ in range(AT_ONCE)))
+            if end_after is None:
+                await self._settled()
+
+    async def _client(self, turns: Any, end_after: int | None) -> None:
+        for turn in turns:
+            if turn == end_after:
+                self._is_ending = True
+                os.kill(self._pid, signal.SIGTERM)
+            kind = self._rng.choices(KINDS, WEIGHTS)[0]
+            try:
+                await getattr(self, f"_{kind}")(self._rng.choice(self._questions), turn)
+                self.record.counts[kind] += 1
+            except (httpx.TransportError, OSError) as error:
+                # Before it was told to end nothing may be cut, and after that no answer that had begun.
+                self.record.expect(self._is_ending and turn not in self._begun, f"{kind}: {type(error).__name__}: {error}")
+                self.record.counts["turned_away"] += 1
+            self.record.memory.append(resident_mib(self._pid))
+
+    async def _settled(self) -> None:
+        for _ in range(200):
+            if (await self._http.get("/health")).json()["requests"] == 0:
+                break
+            await asyncio.sleep(0.05)
+        metrics = (await self._http.get("/metrics")).text
+        value = {line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in metrics.splitlines() if not line.startswith("#")}
+        left = {name: value[f"eyas:{name}"] for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")}
+        self.record.expect(not any(left.values()), f"left behind: {left}")
+        self.record.counts["preemptions"] = int(value["eyas:num_preemptions_total"])
+
+    # Good requests
+
+    async def _whole(self, asked: Asked, turn: int) -> None:
+        reply = await self._post("/v1/chat/completions", chat_body(asked))
+        if reply is not None:
+            self._right(asked, reply["choices"][0]["message"]["content"], "whole")
+
+    async def _text(self, asked: Asked, turn: int) -> None:
+        body = {"model": "eyas", "prompt": asked.prompt_ids, "temperature": 0, "max_tokens": asked.max_tokens}
+        reply = await self._post("/v1/completions", body)
+        if reply is not None:
+            self._right(asked, reply["choices"][0]["text"], "text")
+
+    async def _sampled(self, asked: Asked, turn: int) -> None:
+        body = {**chat_body(asked), "temperature": 0.8, "seed": turn, "n": self._rng.choice([1, 2, 3]), "logprobs": True}
+        reply = await self._post("/v1/chat/completions", body)
+        if reply is not None:
+            counted = sum(len(choice["logprobs"]["content"]) for choice in reply["choices"])
+            self.record.expect(len(reply["choices"]) == body["n"], "sampled: choices are missing")
+            self.record.expect(counted == reply["usage"]["completion_tokens"], "sampled: tokens are missing")
+
+    async def _stream(self, asked: Asked, turn: int) -> None:
+        text = await self._streamed(asked, turn, None)
+        if text is not None:
+            self._right(asked, text, "stream")
+
+    async def _cancelled(self, asked: Asked, turn: int) -> None:
+        text = await self._streamed(asked, turn, self._rng.randrange(6))
+        self.record.expect(text is None or asked.text.startswith(text), "cancelled: another text")
+        self._begun.discard(turn)
+
+    async def _streamed(self, asked: Asked, turn: int, leave_after: int | None) -> str | None:
+        """The text of a stream, or of its first pieces; None when the server ends before it began."""
+        body = {**chat_body(asked), "stream": True, "stream_options": {"include_usage": True}}
+        for _ in range(PATIENCE):
+            text, is_over = "", False
+            async with self._http.stream("POST", "/v1/chat/completions", json=body) as reply:
+                if reply.status_code == 200:
+                    number = 0
+                    async for line in reply.aiter_lines():
+                        self._begun.add(turn)
+                        if number == leave_after:
+                            return text
+                        if line == "data: [DONE]":
+                            is_over = True
+                        elif line:
+                            event = json.loads(line.removeprefix("data: "))
+                            self.record.expect("error" not in event, f"stream: {event.get('error')}")
+                            text += "".join(one["delta"].get("content") or "" for one in event.get("choices", ()))
+                            number += 1
+                    self.record.expect(is_over, "stream: no end")
+                    return text
+                await reply.aread()
+            if not await self._come_again(reply):
+                return None
+        self.record.expect(False, "stream: never let in")
+        return None
+
+    async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any] | None:
+        for _ in range(PATIENCE):
+            reply = await self._http.post(path, json=body)
+            if reply.status_code == 200:
+                return dict(reply.json())
+            if not await self._come_again(reply):
+                return None
+        self.record.expect(False, f"{path}: never let in")
+        return None
+
+    async def _come_again(self, reply: httpx.Response) -> bool:
+        """After a refusal that a good request may meet: wait, then True; at the server's end, False."""
+        if reply.status_code == 503 and self._is_ending:
+            self.record.counts["turned_away"] += 1
+            return False
+        expected = (429, "queue_full"), (503, "overloaded")
+        self.record.counts[f"refused_{reply.status_code}"] += 1
+        self.record.expect((reply.status_code, reply.json()["error"]["code"]) in expected, f"refused: {reply.text}")
+        self.record.expect(int(reply.headers["retry-after"]) >= 1, "no retry-after")
+        await asyncio.sleep(self._rng.uniform(0.1, 0.6))  # sooner than told: a storm has no manners
+        return True
+
+    def _right(self, asked: Asked, text: str, kind: str) -> None:
+        self.record.expect(text == asked.text, f"{kind}: another text than the engine's")
+
+    # Bad ones
+
+    async def _bad(self, asked: Asked, turn: int) -> None:
+        body = self._rng.choice(
+            [
+                b"{",
+                b"\xff\xfe",
+                b"[" * 100_000,
+                json.dumps({**chat_body(asked), "temperature": 1e9}).encode(),
+                json.dumps({**chat_body(asked), "max_tokens": 10**30}).encode(),
+                json.dumps({**chat_body(asked), "messages": [{"role": "user", "content": "x" * 200_000}]}).encode(),
+                json.dumps({**chat_body(asked), "unheard_of": 1}).encode(),
+                json.dumps({**chat_body(asked), "n": "three"}).encode(),
+                json.dumps({**chat_body(asked), "guided_regex": "(" * 1000}).encode(),
+                json.dumps({**chat_body(asked), "guided_json": {"not": {"type": "string"}}}).encode(),
+                json.dumps({**chat_body(asked), "tools": [{"type": "function", "function": {"name": "f"}}]}).encode(),
+                bytes(self._rng.randrange(256) for _ in range(500)),
+            ]
+        )
+        for _ in range(PATIENCE):
+            headers = {"content-type": "application/json"}
+            reply = await self._http.post("/v1/chat/completions", content=body, headers=headers)
+            if reply.status_code not in (429, 503) or not await self._come_again(reply):
+                break
+        self.record.expect(400 <= reply.status_code < 500 or self._is_ending, f"bad: {reply.status_code} {reply.text[:200]}")
+        self.record.counts["answered_4xx"] += 400 <= reply.status_code < 500
+
+    async def _garbage(self, asked: Asked, turn: int) -> None:
+        reader, writer = await self._connect()
+        try:
+            writer.write(self._rng.choice([b"\x16\x03\x01\x02\x00", b"HELO x\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", bytes(200)]))
+            told = await asyncio.wait_for(reader.read(64), 30)
+            self.record.expect(told.split(b" ")[1:2] in ([b"400"], [b"408"], [b"503"]), f"garbage: {told!r}")
+        finally:
+            writer.close()
+
+    async def _flood(self, asked: Asked, turn: int) -> None:
+        """Connections that say nothing, or the beginning of something, and take what comes."""
+        flood = [await self._connect() for _ in range(self._rng.randrange(5, 25))]
+        for _, writer in flood:
+            writer.write(self._rng.choice([b"", b"POST /v1/completions HTTP/1.1\r\n", b"GET /hea"]))
+        for reader, writer in flood:
+            told = await asyncio.wait_for(reader.read(64), 30)
+            expected = ([b"408"], [b"503"]) if not self._is_ending else ([b"408"], [b"503"], [])
+            self.record.expect(told.split(b" ")[1:2] in expected, f"flood: {told!r}")
+            writer.close()
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        host, port = self._url.removeprefix("http://").split(":")
+        return await asyncio.open_connection(host, int(port))
+
+
+def chat_body(asked: Asked) -> dict[str, Any]:
+    return {"model": "eyas", "messages": asked.messages, "temperature": 0, "max_tokens": asked.max_tokens}
+
+
+def resident_mib(pid: int) -> float:
+    """Of a process; NaN where it is gone or the system has no /proc."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES / 2**20
+    except (OSError, IndexError):
+        return float("nan")
+
+
+def questions(args: argparse.Namespace, config: ServeConfig) -> list[Asked]:
+    """Greedy questions of random sizes, answered by an engine with room for everything."""
+    rng, chat = random.Random(args.seed), Chat(builtin.resolve_target(args.target))
+    engine = Engine.load(
+        builtin.resolve_target(args.target), None, config.dtype, EngineConfig(max_length=MAX_LENGTH, prefix_reuse=False)
+    )
+    asked = []
+    for messages in held_out.dialogues(args.data, args.prompts):
+        ids = chat.prompt_ids(messages)
+        if len(ids) + 8 < MAX_LENGTH:
+            asked.append((messages, ids, rng.randrange(1, min(96, MAX_LENGTH - len(ids)))))
+    requests = [Request(str(at), tuple(ids), SamplingParams(max_tokens=most)) for at, (_, ids, most) in enumerate(asked)]
+    texts = {int(result.request_id): chat.decode(result.token_ids) for result in engine.run(requests)}
+    return [Asked(messages, list(ids), most, texts[at]) for at, (messages, ids, most) in enumerate(asked)]
+
+
+def started(config: ServeConfig) -> tuple[subprocess.Popen[str], str]:
+    """A server in a process of its own, and its URL."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "eyas.serve", config.model_dump_json()], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    url = next((line.strip() for line in process.stdout if line.startswith("http://")), None)
+    if url is None:
+        sys.exit("error: the server did not start")
+    return process, url
+
+
+def arguments() -> argparse.Namespace:
+    parser = held_out.arguments(__doc__, prompts=120)
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if args.quick:
+        args.requests, args.prompts = min(args.requests, 150), min(args.prompts, 30)
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    engine = EngineConfig(max_batch=MAX_BATCH, max_length=MAX_LENGTH, num_pages=NUM_PAGES)
+    config = ServeConfig(target=args.target, head=args.head, model="eyas", port=0, limits=LIMITS, engine=engine)
+    asked = questions(args, config)
+    process, url = started(config)
+    began = time.monotonic()
+    storm = Storm(url, process.pid, asked, args.seed)
+    asyncio.run(storm.run(args.requests))
+    seconds = time.monotonic() - began
+    ending = Storm(url, process.pid, asked, args.seed + 1)
+    asyncio.run(ending.run(AT_ONCE * 3, end_after=AT_ONCE + AT_ONCE // 2))
+    ending.record.expect(process.wait(60) == 0, f"exit code {process.returncode} after SIGTERM")
+    settled = [mib for mib in storm.record.memory[len(storm.record.memory) // 2 :] if mib == mib]
+    growth = float(np.polyfit(np.arange(len(settled)), settled, 1)[0]) * 1000
+    failures = storm.record.failures + ending.record.failures
+    figures = {
+        "requests": args.requests,
+        "seconds": round(seconds, 1),
+        **dict(sorted(storm.record.counts.items())),
+        "rss_mib_halfway": round(settled[0], 1),
+        "rss_mib_end": round(settled[-1], 1),
+        "rss_mib_per_1000_requests": round(growth, 2),
+        "after_sigterm": dict(sorted(ending.record.counts.items())),
+        "failures": len(failures),
+        "first_failures": failures[:5],
+        "machine": held_out.machine(),
+    }
+    print(json.dumps(figures))
+    sys.exit(1 if failures else 0)
+
+
+if __name__ == "__main__":
+    main()
