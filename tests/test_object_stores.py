@@ -83,10 +83,9 @@ def store(request: pytest.FixtureRequest) -> Store:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everybody waits a twentieth of the usual time, gcsfs too."""
-    monkeypatch.setattr(artifact_module, "PATIENCE_S", 3.0)
-    monkeypatch.setattr(artifact_module, "LONGEST_PAUSE_S", 0.5)
-    monkeypatch.setattr("gcsfs.retry.asyncio", SimpleNamespace(sleep=lambda seconds: asyncio.sleep(seconds / 20)))
+    """Pauses are a fiftieth of the usual, gcsfs' own too."""
+    monkeypatch.setattr(artifact_module, "LONGEST_PAUSE_S", 0.2)
+    monkeypatch.setattr("gcsfs.retry.asyncio", SimpleNamespace(sleep=lambda seconds: asyncio.sleep(seconds / 50)))
 
 
 def wide_sample(number: int) -> Sample:
@@ -131,11 +130,11 @@ def test_what_is_written_is_read(store: Store) -> None:
 def test_a_bad_line_costs_a_pause(store: Store, kind: str) -> None:
     """Breaks in the middle of uploads and downloads: a sample has some 16 kB."""
     artifact = begun(store.url)
-    store.line.fault(kind, after=20_000, times=3)
+    store.line.fault(kind, after=20_000, times=2)
     writer = add_missing(artifact, 9)
     store.line.healthy()
     features = finish(artifact, writer)
-    store.line.fault(kind, after=5_000, times=3)
+    store.line.fault(kind, after=5_000, times=2)
     assert_all_there(features, 9)
     assert store.line.num_faults > 0
 
@@ -164,12 +163,14 @@ def test_a_line_that_stalls_is_given_up(s3: Store, monkeypatch: pytest.MonkeyPat
     assert s3.line.num_faults > 0
 
 
-def test_a_dead_store_is_an_error_that_says_so_and_keeps_what_was_done(store: Store) -> None:
+def test_a_dead_store_is_an_error_that_says_so_and_keeps_what_was_done(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     artifact = begun(store.url)
     writer = add_missing(artifact, 7)  # a whole shard, and three samples in memory
     store.line.fault("reset")
-    with pytest.raises(EyasError, match="does not answer") as raised:
-        writer.add(wide_sample(7))
+    with monkeypatch.context() as patched:
+        patched.setattr(artifact_module, "PATIENCE_S", 0.5)
+        with pytest.raises(EyasError, match="does not answer") as raised:
+            writer.add(wide_sample(7))
     assert "finished parts are kept" in raised.value.hint
     store.line.healthy()
     forget_clients()
@@ -204,17 +205,16 @@ def test_an_upload_killed_in_the_middle_leaves_nothing(store: Store, monkeypatch
     """The line breaks for good within a shard's bytes: nothing of it is taken for a shard, and the next run writes it whole."""
     artifact = begun(store.url)
     add_missing(artifact, 4)
-    monkeypatch.setattr(artifact_module, "PATIENCE_S", 0.0)
     writer = add_missing(artifact, 7)
     store.line.fault("reset", after=30_000)
-    with pytest.raises(EyasError, match="does not answer"):
-        writer.add(wide_sample(7))
+    with monkeypatch.context() as patched:
+        patched.setattr(artifact_module, "PATIENCE_S", 0.0)
+        with pytest.raises(EyasError, match="does not answer"):
+            writer.add(wide_sample(7))
     store.line.healthy()
     forget_clients()
     again = begun(store.url)
-    monkeypatch.setattr(artifact_module, "PATIENCE_S", 3.0)
-    if store.url.startswith("s3"):  # the emulator keeps the half of an upload as an object; real GCS does not
-        assert again.names() == ["_IDENTITY", "train-00000.safetensors"]
+    # These servers may keep what came of an upload as an object, as S3 and GCS themselves do not: it is to be told apart.
     assert ShardWriter(again, "train", WIDE, samples_per_shard=4).keys == {f"sample-{number}" for number in range(4)}
     assert_all_there(finish(again, add_missing(again, 9)), 9)
 
