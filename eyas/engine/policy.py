@@ -44,6 +44,7 @@ _REFRESH = 64  # rounds from one forecast of a load to the next
 _BELIEVED = 3.0  # a round that takes longer than so many times its prediction was held up by something else
 _MEMORY = 1024  # tokens over which prompts are compared with answers
 _HORIZON = 64  # tokens that a request is expected to live on, for what catching up its draft may cost
+_WELL_KNOWN = 256  # trees, from which on one in so many as _KEEP_EVERY says is judged
 _MANY = 64  # entries of a prompt, for what one of them costs
 _KEEP_EVERY, _LEARN_DEPTH, _DEEPER = 4, 8, 64  # every so many trees: keep one to forecast; learn what depth brings; go deeper
 _GAIN, _GAIN_WEIGHT = 0.4, 0.4  # tokens that a level brings for a frontier of probability 1, before it is learned
@@ -264,7 +265,7 @@ class Policy:
         nearest = np.argsort(round_.pending, kind="stable")
         for count in (4, 1):
             few = nearest[:count]
-            ms = self._catch_up_ms(round_.pending[few]) + (K - 1) * self._table.step(len(few) * k)
+            ms = self._catch_up_ms(round_.pending[few].tolist()) + (K - 1) * self._table.step(len(few) * k)
             ms += self._table.target(B + len(few) * (N - 1)) - self._table.target(B)
             if ms * ratio <= self._credit:
                 round_.explores = True
@@ -333,17 +334,17 @@ class Policy:
 
     def _before(self, round_: Round) -> tuple[float, float]:
         """ms by the table of extend and draft steps; and how much of it is catching up, not every round's."""
-        behind, most = round_.pending[round_.drafting], self.speculation.num_draft_steps + 1
+        # Lists: of few numbers they take a fraction of the time of arrays.
+        behind, most = round_.pending[round_.drafting].tolist(), self.speculation.num_draft_steps + 1
         extend_ms = self._catch_up_ms(behind)
         step_ms = self._table.step(len(behind) * self.speculation.tree_topk)
-        usual_ms = self._catch_up_ms(np.minimum(behind, most))
+        usual_ms = self._catch_up_ms([min(tokens, most) for tokens in behind]) if max(behind) > most else extend_ms
         return extend_ms + max(0, round_.depth - 1) * step_ms, extend_ms - usual_ms
 
-    def _catch_up_ms(self, behind: np.ndarray) -> float:
+    def _catch_up_ms(self, behind: list[int]) -> float:
         """Of requests that are so many entries behind: of one that is far behind all but the root's are made apart."""
-        far = int(behind[behind > AT_ONCE].sum())
-        near = int(behind[behind <= AT_ONCE].sum()) + int(np.count_nonzero(behind > AT_ONCE))
-        return self._table.extend(near) + self._table.enter(far)
+        far = [tokens for tokens in behind if tokens > AT_ONCE]
+        return self._table.extend(sum(behind) - sum(far) + len(far)) + self._table.enter(sum(far))
 
     def _learn_depth(self, proposals: Proposals, values: np.ndarray) -> None:
         """values [D + 1]: what the best tree of each depth is worth. A level's gain goes with its frontier's probability."""
@@ -363,7 +364,8 @@ class Policy:
         tokens = sum(map(len, emitted)) + round_.num_requests - len(emitted)
         if emitted:
             self._accept_length += 0.05 * (sum(map(len, emitted)) / len(emitted) - self._accept_length)
-        if round_.proposals is not None and round_.calibrated is not None:
+        is_judged = self._num_trees < _WELL_KNOWN or self._num_trees % _KEEP_EVERY == 0
+        if round_.proposals is not None and round_.calibrated is not None and is_judged:
             self.acceptance.observe(round_.proposals, round_.calibrated, emitted, round_.requests)
         self._answer_tokens += tokens
         if self._answer_tokens > _MEMORY:
