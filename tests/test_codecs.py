@@ -1,5 +1,6 @@
 """Codecs: exact where they say so, within their error where they say that, and never surprised by giants, NaN or few rows."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,10 +12,14 @@ from hypothesis import strategies as st
 
 from eyas.artifact import Artifact
 from eyas.errors import CorruptError
+from eyas.evaluate import measure
+from eyas.model.batch import Batch
 from eyas.shards import CodecName, FeatureMeta, Features, Sample, ShardWriter, taught
 from eyas.shards import writer as writer_module
 from eyas.shards.codecs import WITHIN, Layers, Tables, calibrate, codec_of, needs_tables, pack, unpack
 from eyas.shards.layout import layers_of
+from eyas.train.loss import objective, teach
+from tests.tiny_batch import made_up_samples, tiny_vocabulary, wavy_head
 
 NAMES = get_args(CodecName)
 ERRORS = {"raw": 0.0, "lossless": 0.0, "int8": 0.02, "fp8": 0.03, **WITHIN}
@@ -227,3 +232,18 @@ def test_parts_are_found_again(parts: list[bytes]) -> None:
     assert [bytes(part) for part in unpack(memoryview(packed), len(parts))] == parts
     with pytest.raises(ValueError, match="length"):
         list(unpack(memoryview(packed)[: 4 * len(parts) - 1], len(parts)))
+
+
+def test_a_teacher_kept_where_it_is_asked_for_gives_the_same_loss_and_the_same_tau() -> None:
+    """To the bit: what is not kept is never looked at."""
+    head, vocabulary = wavy_head(), tiny_vocabulary()
+    masks = [[False] * 4 + [True] * 5 + [False] * 3 + [True] * 4, [False, True, True, False, True], [True] * 6]
+    samples = made_up_samples(masks)
+    kept = [replace(one, last_hidden=one.last_hidden * taught(one.loss_mask)[:, None]) for one in samples]
+    whole, thin = Batch.of(samples), Batch.of(kept)
+    assert not torch.equal(whole.last_hidden_BTH, thin.last_hidden_BTH)
+    losses = [
+        objective(head, vocabulary.embed_tokens, batch, teach(batch, vocabulary, head), 3, 0.8).loss for batch in (whole, thin)
+    ]
+    assert losses[0] == losses[1]
+    assert measure(head, vocabulary, whole, 3) == measure(head, vocabulary, thin, 3)
