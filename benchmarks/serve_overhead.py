@@ -3,7 +3,9 @@
 The same requests, of greedy answers of one length, are decoded by an engine in this process and streamed from a server in a
 process of its own, one after the other, in turns: the same target, head, precision, number of threads and engine settings.
 TPOT is (last token - first token) / (tokens - 1) of a request; `overhead` is the median over the turns of the ratio of two
-neighbours, less one. The last line is one JSON.
+neighbours, less one. `loop_ms_per_token` is the CPU time of the server's main thread, which does all but the engine's work,
+for each token that it sent: on a machine with other work to do it is steadier than a ratio of times. The last line is one
+JSON.
 
     python benchmarks/serve_overhead.py --quick
     python benchmarks/serve_overhead.py --turns 12
@@ -14,8 +16,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import time
+from pathlib import Path
 
 import held_out
 import torch
@@ -52,6 +56,17 @@ async def server_tpot_ms(client: Client, bodies: list[dict[str, object]]) -> flo
     return statistics.mean((reply.e2e_ms - reply.ttft_ms) / (reply.num_output_tokens - 1) for reply in replies)
 
 
+def main_thread_s() -> float:
+    """CPU seconds so far of the main thread of the server, the one child of this process; NaN without /proc."""
+    own = os.getpid()
+    try:
+        (child,) = Path(f"/proc/{own}/task/{own}/children").read_text().split()
+        fields = Path(f"/proc/{child}/task/{child}/stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return float("nan")
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def arguments() -> argparse.Namespace:
     parser = held_out.arguments(__doc__, prompts=64)
     parser.add_argument("--turns", type=int, default=12)
@@ -75,18 +90,22 @@ async def measured(args: argparse.Namespace, engine: Engine, url: str) -> dict[s
     figures: dict[str, object] = {}
     async with Client(url, 300) as client:
         for concurrency in CONCURRENCIES:
-            pairs = []
+            pairs, cpu_s = [], 0.0
             for turn in range(args.turns + 1):
                 chosen = [requests[(turn * concurrency + number) % len(requests)] for number in range(concurrency)]
                 alone = engine_tpot_ms(engine, [Request(one.id, one.prompt_ids, params) for one in chosen])
                 shared = {"model": "eyas", "temperature": 0, "max_tokens": args.max_tokens, "ignore_eos": True, "stream": True}
                 bodies = [{**by_id[one.id], **shared, "stream_options": {"include_usage": True}} for one in chosen]
+                before_s = main_thread_s()
                 pairs.append((alone, await server_tpot_ms(client, bodies)))
+                cpu_s += main_thread_s() - before_s
+            num_tokens = len(pairs) * concurrency * args.max_tokens
             pairs = pairs[1:]  # the first warms up
             ratios = sorted(served / alone for alone, served in pairs)
             figures[str(concurrency)] = {
                 "engine_tpot_ms": round(statistics.median(alone for alone, _ in pairs), 3),
                 "server_tpot_ms": round(statistics.median(served for _, served in pairs), 3),
+                "loop_ms_per_token": round(1000 * cpu_s / num_tokens, 4),
                 "overhead": round(statistics.median(ratios) - 1, 4),
                 "overhead_quartiles": [round(ratios[len(ratios) // 4] - 1, 4), round(ratios[3 * len(ratios) // 4] - 1, 4)],
             }

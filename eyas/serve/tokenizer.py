@@ -35,6 +35,7 @@ class Tokenizer:
         self._backend = self._tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
+        self._longest_token = max(map(len, self._backend.get_vocab()))
 
     # Text to tokens
 
@@ -73,10 +74,6 @@ class Tokenizer:
     def least_tokens(self, num_characters: int) -> int:
         """Tokens that so much text has at least: what cannot fit need not be encoded to be refused."""
         return num_characters // (_SHRINKING * self._longest_token)
-
-    @cached_property
-    def _longest_token(self) -> int:
-        return max(map(len, self._backend.get_vocab()))
 
     # Tokens to text
 
