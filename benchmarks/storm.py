@@ -307,12 +307,15 @@ def main() -> None:
     asked = questions(args, config)
     process, url = started(config)
     began = time.monotonic()
-    storm = Storm(url, process.pid, asked, args.seed)
-    asyncio.run(storm.run(args.requests))
-    seconds = time.monotonic() - began
-    ending = Storm(url, process.pid, asked, args.seed + 1)
-    asyncio.run(ending.run(AT_ONCE * 3, end_after=AT_ONCE + AT_ONCE // 2))
-    ending.record.expect(process.wait(60) == 0, f"exit code {process.returncode} after SIGTERM")
+    try:
+        storm = Storm(url, process.pid, asked, args.seed)
+        asyncio.run(storm.run(args.requests))
+        seconds = time.monotonic() - began
+        ending = Storm(url, process.pid, asked, args.seed + 1)
+        asyncio.run(ending.run(AT_ONCE * 3, end_after=AT_ONCE + AT_ONCE // 2))
+        ending.record.expect(process.wait(60) == 0, f"exit code {process.returncode} after SIGTERM")
+    finally:
+        process.kill()
     settled = [mib for mib in storm.record.memory[len(storm.record.memory) // 2 :] if mib == mib]
     growth = float(np.polyfit(np.arange(len(settled)), settled, 1)[0]) * 1000
     failures = storm.record.failures + ending.record.failures
