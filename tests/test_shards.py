@@ -385,8 +385,8 @@ for turn in range(300):
 def test_processes_share_a_cache(tmp_path: Path) -> None:
     """More is wanted than there is room for: each drops what others want, and none ever sees half or another's bytes."""
     root = Path(__file__).resolve().parents[1]
-    users = [subprocess.Popen([sys.executable, "-c", CACHE_USER, str(tmp_path), step], cwd=root) for step in ("1", "7", "30")]
-    assert [user.wait() for user in users] == [0, 0, 0]
+    users = [subprocess.Popen([sys.executable, "-c", CACHE_USER, str(tmp_path), step], cwd=root) for step in ("1", "7")]
+    assert [user.wait() for user in users] == [0, 0]
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 55_000
 
 
