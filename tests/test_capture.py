@@ -27,9 +27,7 @@ from tests.tiny import TEMPLATE, tiny_target, tiny_tokenizer
 
 PROMPTS = prompts_of(29)
 # Like Qwen3's: what was written in angle brackets is dropped from all turns but the last.
-FORGETS = TEMPLATE.replace(
-    "message['content'] +", "(message['content'] if loop.last else message['content'].split('|')[-1]) +"
-)
+FORGETS = TEMPLATE.replace("message['content'] +", "(message['content'] if loop.last else message['content'].split('|')[-1]) +")
 
 
 @pytest.fixture(scope="module")
