@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.chat import Chat
-from eyas.serve.tokenizer import TextStream, Tokenizer
+from eyas.chat import Chat, TextStream
+from eyas.serve.tokenizer import Tokenizer
 from eyas.serve.tools import CallReader
 from tests.tiny import tiny_target
 

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from eyas.chat import TextStream
 from eyas.engine.request import FinishReason, Request, TokenLogprob, Update
 from eyas.serve.stop import StopFilter
-from eyas.serve.tokenizer import TextStream, Tokenizer
+from eyas.serve.tokenizer import Tokenizer
 from eyas.serve.tools import Call, CallReader
 
 Ending = FinishReason | Literal["tool_calls"]
