@@ -7,6 +7,7 @@ without regard to case, operators are written in capitals or in small letters.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 LONGEST = 300  # characters; also keeps the depth of brackets far from Python's limit
@@ -46,6 +47,7 @@ class OneOf:
 
 
 Expression = Licence | AllOf | OneOf
+Parsed = tuple[Expression, list[str]]  # and the words that follow it
 
 
 def parse(text: str) -> Expression:
@@ -82,25 +84,24 @@ def _words(text: str) -> list[str]:
 # Each takes the words from its place on, and gives its tree and the words after it.
 
 
-def _choice(words: list[str]) -> tuple[Expression, list[str]]:
-    part, words = _union(words)
+def _choice(words: list[str]) -> Parsed:
+    return _joined(words, "OR", _union, OneOf)
+
+
+def _union(words: list[str]) -> Parsed:
+    return _joined(words, "AND", _single, AllOf)
+
+
+def _joined(words: list[str], operator: str, part_of: Callable[[list[str]], Parsed], join: type[OneOf | AllOf]) -> Parsed:
+    part, words = part_of(words)
     parts = [part]
-    while words and words[0] in ("OR", "or"):
-        part, words = _union(words[1:])
+    while words and words[0] in (operator, operator.lower()):
+        part, words = part_of(words[1:])
         parts.append(part)
-    return (parts[0] if len(parts) == 1 else OneOf(tuple(parts))), words
+    return (parts[0] if len(parts) == 1 else join(tuple(parts))), words
 
 
-def _union(words: list[str]) -> tuple[Expression, list[str]]:
-    part, words = _single(words)
-    parts = [part]
-    while words and words[0] in ("AND", "and"):
-        part, words = _single(words[1:])
-        parts.append(part)
-    return (parts[0] if len(parts) == 1 else AllOf(tuple(parts))), words
-
-
-def _single(words: list[str]) -> tuple[Expression, list[str]]:
+def _single(words: list[str]) -> Parsed:
     if words and words[0] == "(":
         inner, rest = _choice(words[1:])
         if not rest or rest[0] != ")":

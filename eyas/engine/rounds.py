@@ -15,7 +15,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -53,14 +52,6 @@ def one_torch_thread(enabled: bool) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-@dataclass(slots=True)
-class Verified:
-    """What verify found for one sample."""
-
-    token_ids: list[int]
-    num_accepted_drafts: int
 
 
 class Rounds:
@@ -140,13 +131,11 @@ class Rounds:
         plan = self.policy.plan(missing, len(alive) - len(able))
         drafting = [b for b, drafts in zip(able, plan.drafting, strict=True) if drafts]
         proposals, kept = self._propose(job, drafting, plan)
-        chosen = Chosen([drafting.index(b) if b in drafting else -1 for b in alive], proposals, kept)
-        verified = self._verify(job, alive, chosen)
-        self.policy.observe(plan, [verified[b].token_ids for b in drafting], (time.perf_counter() - started) * 1e3)
+        lines = {b: line for line, b in enumerate(drafting)}
+        emitted = self._verify(job, alive, Chosen([lines.get(b, -1) for b in alive], proposals, kept))
+        self.policy.observe(plan, [emitted[b] for b in drafting], (time.perf_counter() - started) * 1e3)
         return [
-            self._outcome(running, verified[b].token_ids, verified[b].num_accepted_drafts if b in drafting else None)
-            if b in verified
-            else self._outcome(running, [])
+            self._outcome(running, emitted.get(b, []), len(emitted[b]) - 1 if b in lines else None)
             for b, running in enumerate(job.runnings)
         ]
 
@@ -165,20 +154,20 @@ class Rounds:
         proposals = self.entries.grow(job, drafting, self.growth, plan.thresholds)
         return proposals, self.policy.choose(plan, proposals, [job.runnings[b].acceptance for b in drafting])
 
-    def _verify(self, job: Job, alive: list[int], chosen: Chosen) -> dict[int, Verified]:
-        """One target forward over all trees; accepted nodes stand behind their prefix then, with their features."""
+    def _verify(self, job: Job, alive: list[int], chosen: Chosen) -> dict[int, list[int]]:
+        """One target forward over all trees: the tokens of each sample, as many as it takes, the last of them the bonus token
+        or the end. Accepted nodes stand behind their prefix then, with their features."""
         is_greedy = all(job.runnings[b].sampler.is_plain_greedy for b in alive)
-        emitted = (self._judge_in_one_call if self.target.is_native and is_greedy else self._judge)(job, alive, chosen)
-        verified: dict[int, Verified] = {}
-        for b, tokens in zip(alive, emitted, strict=True):
+        drawn = (self._judge_in_one_call if self.target.is_native and is_greedy else self._judge)(job, alive, chosen)
+        emitted: dict[int, list[int]] = {}
+        for b, tokens in zip(alive, drawn, strict=True):
             running = job.runnings[b]
-            taken = running.take(tokens, self._end_tokens)
+            emitted[b] = running.take(tokens, self._end_tokens)
             # Columns of the caches hold the root and the accepted nodes that were emitted, but for the last token.
-            running.num_cached += len(taken)
-            verified[b] = Verified(taken, len(taken) - 1)
+            running.num_cached += len(emitted[b])
         if self.entries is not None:
-            self.entries.begin_pages(job, {b: len(one.token_ids) for b, one in verified.items()})
-        return verified
+            self.entries.begin_pages(job, {b: len(taken) for b, taken in emitted.items()})
+        return emitted
 
     def _judge_in_one_call(self, job: Job, alive: list[int], chosen: Chosen) -> list[list[int]]:
         """All of it in one call."""

@@ -465,23 +465,18 @@ class NativeDraft(_Decoder):
         thresholds: Sequence[float],
     ) -> Proposals:
         """Grow B trees by up to K - 1 levels, growth being (K, k): see `engine.draft.Draft.propose`. Raises IndexError."""
-        (K, k), B = growth, len(lens)
-        assert 0 < k <= min(MAX_TOPK, self._W)
-        assert len(thresholds) >= K - 1
-        assert cache.data.dtype == self.dtype
-        out = _Candidates(B, K, k)
+        K, out = growth[0], self._room(len(lens), growth, thresholds)
         lens_B = np.asarray(lens, dtype=np.int64)
         h_BH, first_ids, first_log_probs = h_BH.float().contiguous(), first[0].contiguous(), first[1].float().contiguous()
         page_table = np.ascontiguousarray(page_table, dtype=np.int32)
-        least = (ctypes.c_double * max(K - 1, 1))(*thresholds[: K - 1])
-        ints = (ctypes.c_int64 * 6)(B, K, k, page_table.shape[1], cache.page_size, cache.data.shape[1])
+        ints = self._growth_sizes(len(lens), growth, page_table, cache)
         pointers = (ctypes.c_void_p * 10)(
             address(lens_B),
             first_ids.data_ptr(),
             h_BH.data_ptr(),
             first_log_probs.data_ptr(),
             address(page_table),
-            ctypes.addressof(least),
+            out.least,
             cache.data.data_ptr(),
             *out.pointers,
         )
@@ -498,27 +493,35 @@ class NativeDraft(_Decoder):
         thresholds: Sequence[float],
     ) -> Proposals:
         """`extend`, `proposals` and `propose` in one call: see `engine.draft.Draft.grow`. Raises IndexError."""
-        (K, k), B = growth, len(roots.lens)
-        assert features.data.dtype == cache.data.dtype == self.dtype
-        out = _Candidates(B, K, k)
-        least = (ctypes.c_double * max(K - 1, 1))(*thresholds[: K - 1])
+        assert features.data.dtype == self.dtype
+        K, out = growth[0], self._room(len(roots.lens), growth, thresholds)
         lens, starts, tokens = (np.array(one, dtype=np.int64) for one in (roots.lens, roots.starts, roots.tokens))
         assert len(tokens) == (lens + 1 - starts).sum()
         page_table = np.ascontiguousarray(roots.page_table)
-        ints = (ctypes.c_int64 * 6)(B, K, k, page_table.shape[1], cache.page_size, cache.data.shape[1])
+        ints = self._growth_sizes(len(lens), growth, page_table, cache)
         pointers = (ctypes.c_void_p * 10)(
             address(lens),
             address(starts),
             address(tokens),
             features.data.data_ptr(),
             address(page_table),
-            ctypes.addressof(least),
+            out.least,
             cache.data.data_ptr(),
             *out.pointers,
         )
         while (drafted := self._lib.eyas_grow(self._handle, ints, pointers)) < 0:
             self._is_done(-drafted, max(roots.lens) + K - 2)
         return out.proposals(drafted)
+
+    def _room(self, B: int, growth: tuple[int, int], thresholds: Sequence[float]) -> _Candidates:
+        assert 0 < growth[1] <= min(MAX_TOPK, self._W)
+        return _Candidates(B, growth, thresholds)
+
+    def _growth_sizes(
+        self, B: int, growth: tuple[int, int], page_table: np.ndarray, cache: PagedCache
+    ) -> ctypes.Array[ctypes.c_int64]:
+        assert cache.data.dtype == self.dtype
+        return (ctypes.c_int64 * 6)(B, *growth, page_table.shape[1], cache.page_size, cache.data.shape[1])
 
     def _states(self, call: str, rows: Rows, inputs: torch.Tensor, cache: PagedCache) -> torch.Tensor:
         ints, pointers = self._arguments(rows, cache)
@@ -530,14 +533,21 @@ class NativeDraft(_Decoder):
 
 
 class _Candidates:
-    """Room for the candidates of B trees of K levels."""
+    """Room for the candidates of B trees of K levels, and what a level must promise."""
 
-    def __init__(self, B: int, K: int, k: int) -> None:
+    def __init__(self, B: int, growth: tuple[int, int], thresholds: Sequence[float]) -> None:
+        K, k = growth
         assert (K - 1) * k <= MAX_TREE_COLUMNS
+        assert len(thresholds) >= K - 1
         C = k + (K - 1) * k * k
         self._K, self._k = K, k
         self._tokens, self._scores = np.empty((B, C), dtype=np.int64), np.empty((B, C), dtype=np.float32)
         self._parents = np.empty((B, C), dtype=np.int32)
+        self._least = (ctypes.c_double * max(K - 1, 1))(*thresholds[: K - 1])
+
+    @property
+    def least(self) -> int:
+        return ctypes.addressof(self._least)
 
     @property
     def pointers(self) -> tuple[int, int, int]:
