@@ -338,7 +338,7 @@ def damaged_files(draw):
     count = sum(bool(line.strip()) for line in lines)
     if not draw(st.booleans()):
         return data, count, False
-    packed = gzip.compress(data)
+    packed = gzip.compress(data, mtime=0)
     if draw(st.booleans()):
         return packed, count, False
     return packed[: draw(st.integers(len(packed) // 2, len(packed) - 1))], count, True
@@ -368,7 +368,8 @@ def test_rows_in_are_rows_out_and_drops_whatever_the_damage(files):
         assert account["dropped"] == gone
         assert account["rows_out"] == sum(one.source == f"set{number}" for one in kept)
         assert account["rows_in"] == account["rows_out"] + gone.total()
-        assert account["rows_in"] <= count if is_cut else account["rows_in"] == count
+        # Where a gzip's checksum alone is cut, its rows are all there and what misses is one more drop.
+        assert account["rows_in"] <= count + 1 if is_cut else account["rows_in"] == count
     assert ledger["rows_in"] == len(kept) + len(dropped)
     assert len({one.id for one in kept}) == len(kept)
     assert all(turn.strip() for one in kept for turn in one.turns)
