@@ -1,42 +1,29 @@
 """The eval stage: what a head would have accepted on held-out answers, in chains, before any server runs.
 
-Knows the unroll and the walk. Does not know an engine: the target's features and tokens are on disk already.
-
-Every slot of an answer is unrolled at once, fed with its own drafts; how many of them equal the target's own tokens is all
-that a round begun there can depend on. Then each answer is walked as serving walks it, here with rounds that accept 3, 1, 0:
-
-    answer   [y0] [y1 y2 y3 y4] [y5 y6] [y7] ...        y0 comes with the prefill, which is no round
-
-Letters: B batch, T sequence, N slots unrolled, P answer tokens, K draft steps, H hidden, V target vocabulary.
+Does not know an engine: the target's features and tokens are on disk already, and `chain` counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
 
 from eyas.artifact import Artifact, Manifest, identity
 from eyas.builtin import resolve_target
 from eyas.errors import EmptyInputError, MismatchError
 from eyas.log import Track, quiet
 from eyas.model.batch import Batch, plan_batches
+from eyas.model.chain import Tally, measure
 from eyas.model.config import HeadConfig
 from eyas.model.head import Head, load_head
-from eyas.model.ttt import Slots, unroll
 from eyas.model.vocab import TargetVocabulary
 from eyas.shards import FeatureMeta, Features
 
 ASSUMES = "greedy answers; a chain of num_draft_steps drafts every round, never cut short; features in the precision served"
-ROWS_AT_ONCE = 512  # of logits over the whole target vocabulary
 
 
 class EvalConfig(BaseModel):
@@ -46,64 +33,6 @@ class EvalConfig(BaseModel):
 
     num_draft_steps: int = Field(7, ge=1, le=16)
     batch_tokens: int = Field(8192, ge=1)
-
-
-class Tally:
-    """Counts of rounds of K drafts: accept_hist [K + 1]; drafts judged and accepted at each position [K].
-
-    A draft is judged when all before it were accepted and the answer goes on to it.
-    """
-
-    def __init__(self, num_draft_steps: int) -> None:
-        self.accept_hist = [0] * (num_draft_steps + 1)
-        self.judged = [0] * num_draft_steps
-        self.accepted = [0] * num_draft_steps
-
-    @property
-    def rounds(self) -> int:
-        return sum(self.accept_hist)
-
-    @property
-    def emitted(self) -> int:
-        return sum((num_accepted_drafts + 1) * rounds for num_accepted_drafts, rounds in enumerate(self.accept_hist))
-
-    @property
-    def tau(self) -> float:
-        return self.emitted / max(self.rounds, 1)
-
-    @property
-    def acceptance_by_position(self) -> list[float]:
-        return [accepted / max(judged, 1) for accepted, judged in zip(self.accepted, self.judged, strict=True)]
-
-    def walk(self, matches: Sequence[int]) -> None:
-        """Add the rounds of one answer of n tokens y_0 .. y_{n-1}.
-
-        matches [n - 1]: of a round with bonus token y_j, how many drafts equal the answer, n - 1 - j at most. A round emits
-        these and one token of the target's own. An accepted end of the answer has none after it and is counted as it.
-        """
-        K, at, left = len(self.judged), 0, len(matches)
-        while left > 0:
-            accepted = min(matches[at], K)
-            for position in range(min(K, left, accepted + 1)):
-                self.judged[position] += 1
-                self.accepted[position] += position < accepted
-            emitted = min(accepted + 1, left)
-            self.accept_hist[emitted - 1] += 1
-            at, left = at + emitted, left - emitted
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What the head and the target said about one batch.
-
-    spans: of each answer, its sample's number in the batch and its `matches` (see Tally.walk). Of the P answer tokens, how
-    many are in the draft vocabulary and how many are the target's argmax by the features.
-    """
-
-    spans: list[tuple[int, list[int]]]
-    num_tokens: int
-    num_draftable: int
-    num_greedy: int
 
 
 def evaluate(
@@ -166,68 +95,6 @@ def check_belongs(head: HeadConfig, meta: FeatureMeta, vocabulary: TargetVocabul
             f"the features are layers {meta.taps} of one of {meta.hidden_size}",
             "capture the features again, or train the head again",
         )
-
-
-@torch.inference_mode()
-def measure(head: Head, vocabulary: TargetVocabulary, batch: Batch, num_draft_steps: int) -> Measured:
-    """Unroll every slot of the batch's answers and count."""
-    mask_BT = batch.loss_mask_BT
-    starts_BT = F.pad(mask_BT[:, 1:-1] & mask_BT[:, 2:], (0, 2))
-    matches_BT = torch.zeros_like(batch.tokens_BT)
-    if starts_BT.any():
-        slots = Slots.where(starts_BT)
-        drafts_NK = free_running_drafts(head, vocabulary.embed_tokens, batch, slots, num_draft_steps)
-        matches_BT.view(-1)[slots.flat_N] = leading_matches(drafts_NK, batch, slots)
-    spans = [
-        (number, matches_T[first:end].tolist())
-        for number, (starts_T, matches_T) in enumerate(zip(starts_BT, matches_BT, strict=True))
-        for first, end in runs(starts_T.tolist())
-    ]
-    answer_P = batch.tokens_BT[mask_BT]
-    before_PH = batch.last_hidden_BTH[:, :-1][mask_BT[:, 1:]].to(vocabulary.lm_head.dtype)
-    own_P = torch.cat([(rows @ vocabulary.lm_head.T).argmax(-1) for rows in torch.split(before_PH, ROWS_AT_ONCE)])
-    greedy = int((own_P == batch.tokens_BT[:, 1:][mask_BT[:, 1:]]).sum())
-    return Measured(spans, len(answer_P), int(head.t2d[answer_P].sum()), greedy)
-
-
-def free_running_drafts(head: Head, embed_tokens: Tensor, batch: Batch, slots: Slots, num_draft_steps: int) -> Tensor:
-    """The chain that each slot drafts when every step takes the draft of the one before: target ids int64 [N, K].
-
-    Slot t has x_{t+1} for its bonus token; its drafts stand for x_{t+2} onwards.
-    """
-    drafts: list[Tensor] = []
-
-    def draft(hidden_NH: Tensor) -> Tensor:
-        drafts.append(head.target_ids_W[head.logits(hidden_NH).argmax(-1)])
-        return drafts[-1]
-
-    def draft_embeds(_: int, hidden_NH: Tensor) -> Tensor:
-        return F.embedding(draft(hidden_NH), embed_tokens)
-
-    embeds_BTH = F.embedding(batch.tokens_BT.roll(-1, dims=1), embed_tokens)
-    aux_hidden_BTA = batch.aux_hidden_BTA.to(embed_tokens.dtype)
-    for hidden_NH in unroll(head, aux_hidden_BTA, embeds_BTH, slots, draft_embeds, num_draft_steps):
-        last_NH = hidden_NH
-    draft(last_NH)
-    return torch.stack(drafts, dim=1)
-
-
-def leading_matches(drafts_NK: Tensor, batch: Batch, slots: Slots) -> Tensor:
-    """How many drafts of each slot, before its first miss, equal the tokens under the loss mask: int64 [N]."""
-    T = batch.tokens_BT.shape[1]
-    offset_K = 2 + torch.arange(drafts_NK.shape[1])
-    inside_NK = slots.slot_N[:, None] + offset_K < T
-    flat_NK = (slots.flat_N[:, None] + offset_K).where(inside_NK, 0)
-    inside_NK &= batch.loss_mask_BT.flatten()[flat_NK]
-    return ((drafts_NK == batch.tokens_BT.flatten()[flat_NK]) & inside_NK).long().cumprod(1).sum(1)
-
-
-def runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """First and end of each run of True."""
-    for value, group in groupby(range(len(flags)), key=flags.__getitem__):
-        if value:
-            numbers = list(group)
-            yield numbers[0], numbers[-1] + 1
 
 
 def summary(by_length: Sequence[Tally], by_source: dict[str, Tally], totals: Sequence[int]) -> dict[str, Any]:

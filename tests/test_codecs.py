@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from eyas.artifact import Artifact
 from eyas.errors import CorruptError
-from eyas.evaluate import measure
 from eyas.model.batch import Batch
+from eyas.model.chain import measure
 from eyas.shards import CodecName, FeatureMeta, Features, Sample, ShardWriter, taught
 from eyas.shards import writer as writer_module
 from eyas.shards.codecs import WITHIN, Layers, Tables, calibrate, codec_of, needs_tables, pack, unpack

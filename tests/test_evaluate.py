@@ -14,7 +14,8 @@ from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
 from eyas.errors import EmptyInputError, MismatchError
-from eyas.evaluate import EvalConfig, Tally, evaluate, leading_matches, runs
+from eyas.evaluate import EvalConfig, evaluate
+from eyas.model.chain import Tally, leading_matches, runs
 from eyas.model.head import load_head
 from eyas.model.target import Target
 from eyas.model.ttt import Slots

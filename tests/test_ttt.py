@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from eyas.evaluate import free_running_drafts
+from eyas.model.chain import free_running_drafts
 from eyas.model.ttt import Slots, unroll
 from tests.plain_eagle import PlainHead, weights_of
 from tests.tiny_batch import as_examples, doubled, made_up_batch, made_up_samples, tiny_vocabulary, wavy_head
