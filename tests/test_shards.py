@@ -66,6 +66,7 @@ def test_samples_come_back_bit_for_bit_from_any_store(tmp_path: Path, store: str
     samples = [make_sample(number, dtype=getattr(torch, dtype)) for number in range(11)]
     features = Features(write(Artifact(url), samples, meta))
     assert features.meta == meta
+    assert features.inputs == {"features": Artifact(url).manifest("capture")}
     assert features.lengths == [len(sample.token_ids) for sample in samples]
     assert len(features) == len(samples)
     for number, (sample, read) in enumerate(zip(samples, features, strict=True)):

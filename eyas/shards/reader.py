@@ -34,11 +34,12 @@ class Features:
 
     def __init__(self, artifact: Artifact, split: Split = "train", cache: Cache | None = None) -> None:
         """cache: where to keep what was read from a store that is not this machine's disk."""
-        identity = artifact.manifest("capture").identity
+        made = artifact.manifest("capture")
+        self.inputs = {"features": made}
         index = artifact.read_json(index_name(split))
         if index.get("format") != FORMAT:
             raise InputError(f"{artifact.url} holds features of another version of eyas", "run `eyas capture` again")
-        self._artifact, self._cache_prefix = artifact, f"{identity}-"
+        self._artifact, self._cache_prefix = artifact, f"{made.identity}-"
         self._read_range = range_reader(artifact)
         is_local = artifact.local_path("") is not None
         self._cache = None if is_local else cache
