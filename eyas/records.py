@@ -41,7 +41,10 @@ class Prompt(_Row):
 class Answer(_Row):
     """One assistant turn written by the target: `messages` is what the server saw plus the answer as its last.
 
-    finish_reason: "stop" (the target ended its turn) or "length" (cut at max_tokens).
+    key: of the work: equal prompt, target, template and sampling. finish_reason: "stop" (the target ended its turn) or
+    "length" (cut at max_tokens). temperature to seed are how it was sampled; top_p 1 and top_k 0 keep the whole vocabulary.
+    marked: why the row is kept out of training ("truncated", "empty", "refused", "looping", "pii.<type>"), or None. Nothing
+    here depends on when, where or in which order rows were answered: that is `Origin`.
     """
 
     key: str
@@ -54,3 +57,25 @@ class Answer(_Row):
     temperature: float
     num_prompt_tokens: int
     num_answer_tokens: int
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 0
+    seed: int | None = None
+    marked: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Origin(_Row):
+    """How an answer came to be, which is another story in every run. engine: name and version ("eyas 0.1.0", "vllm 0.11.2").
+
+    server: its address, or None for the engine in the same process. latency_ms: from the first time it was asked for to the
+    answer, waiting included. attempts: how often it was asked for, 1 where nothing went wrong.
+    """
+
+    key: str
+    prompt_id: str
+    turn: int
+    engine: str
+    server: str | None
+    latency_ms: float
+    attempts: int = 1
