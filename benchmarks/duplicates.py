@@ -29,11 +29,12 @@ import numpy as np
 
 from eyas.data.contamination import Contamination
 from eyas.data.duplicates import BANDS, NONE, SHINGLE, exact, fingerprint, key, near, said, signature
-from eyas.data.language import language, spoken
+from eyas.data.language import spoken
 from eyas.data.quality import Quality, QualityConfig
 from eyas.data.rows import Drop, Row
 from eyas.data.shingles import jaccard, plain_words, shingles
 from eyas.data.sources import SourceConfig
+from eyas.language import language
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 SETS = ("gsm8k_train", "tldr", "sgd_dev", "self_dialogue")

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "eyas"
 # Data goes top to bottom: a file imports only from rows above its own, or from its own package.
 ORDER = (
     ("errors", "records"),
-    ("artifact", "log", "chat", "builtin"),
+    ("artifact", "log", "chat", "builtin", "language"),
     ("model", "shards", "lineage", "privacy"),
     ("engine",),
     ("data", "features", "train", "evaluate", "export", "serve"),

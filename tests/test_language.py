@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.data.language import UNKNOWN, Language, LanguageConfig, language, spoken
+from eyas.data.language import Language, LanguageConfig, spoken
 from eyas.data.rows import Drop, Row
 from eyas.errors import ConfigError
+from eyas.language import UNKNOWN, language
 
 PROMPTS = {
     "en": "Write a short story about a dragon who is afraid of fire.",
@@ -100,7 +101,7 @@ def test_no_connection_is_opened():
         "import socket\n"
         "def refuse(*_, **__): raise AssertionError('a connection')\n"
         "socket.socket.connect = socket.getaddrinfo = socket.create_connection = refuse\n"
-        "from eyas.data.language import language\n"
+        "from eyas.language import language\n"
         f"print(language({PROMPTS['de']!r}))"
     )
     assert socket.socket  # what the program replaces is there

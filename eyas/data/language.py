@@ -1,36 +1,12 @@
-"""The language that a row is written in, found out by py3langid, whose model comes with it; no connection, no file of ours.
-
-Knows how to leave out what no one speaks: code, addresses, markup. Knows no word of any language.
-"""
+"""The filter by language, and what a row's language is. Knows rows; `eyas.language` knows languages."""
 
 from __future__ import annotations
 
-import functools
-import re
-
-from py3langid.langid import MODEL_FILE, LanguageIdentifier
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from eyas.data.rows import Drop, Row
 from eyas.errors import ConfigError
-
-UNKNOWN = "und"  # ISO 639-2: undetermined
-CODE_ONLY = "zxx"  # ISO 639-2: no linguistic content, which py3langid says of code
-LOOKED_AT = 300  # characters; more make it slower and hardly surer
-LEAST_BYTES = 15  # of UTF-8: a character of a script with many characters says more than a letter
-LEAST_CONFIDENCE = 0.55  # of 35,658 short English prompts one is then taken for another language, 1.6 % stay open
-
-# What the model takes short prompts of a larger language for; the small one is then called by the larger one's name.
-COUNTED_AS = {"pcm": "en", "wuu": "zh", "yue": "zh"}
-
-NOT_SPOKEN = re.compile(
-    r"```.*?(?:```|\Z)|~~~.*?(?:~~~|\Z)"  # fenced code, cut short or not
-    r"|`[^`\n]*`|\$\$.*?\$\$"  # inline code, formulas
-    r"|https?://\S+"
-    r"|</?[A-Za-z][^<>]{0,200}>"
-    r"|^[^\n]*[;{}][ \t]*$|^(?: {4,}|\t)[^\n]*$",  # lines that end or begin as code does
-    re.S | re.M,
-)
+from eyas.language import UNKNOWN, codes, language
 
 
 class LanguageConfig(BaseModel):
@@ -42,7 +18,7 @@ class LanguageConfig(BaseModel):
 
     @model_validator(mode="after")
     def _are_known(self) -> LanguageConfig:
-        known = sorted({*_identifier().labels} - {*COUNTED_AS, CODE_ONLY})
+        known = sorted(codes())
         unknown = [code for code in self.keep or () if code not in known]
         if unknown:
             raise ConfigError(f"no language has the code {unknown[0]!r} here", f"one of {', '.join(known)}")
@@ -64,18 +40,3 @@ class Language:
 def spoken(row: Row) -> str:
     """The language of a row's turns taken together: see `language`."""
     return language("\n".join(row.turns))
-
-
-@functools.lru_cache(maxsize=16)  # a row is asked for by the filter and by the ledger
-def language(text: str) -> str:
-    """The ISO 639-1 (or 639-3) code of a text's language; UNKNOWN if it is too short, only code, or too close a call."""
-    prose = " ".join(NOT_SPOKEN.sub(" ", text[: 4 * LOOKED_AT]).split())[:LOOKED_AT]
-    if len(prose.encode("utf-8", "replace")) < LEAST_BYTES:
-        return UNKNOWN
-    found, confidence = _identifier().classify(prose)
-    return UNKNOWN if confidence < LEAST_CONFIDENCE or found == CODE_ONLY else COUNTED_AS.get(found, found)
-
-
-@functools.cache
-def _identifier() -> LanguageIdentifier:
-    return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
