@@ -31,6 +31,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(PIP) install -c constraints.txt -e .
 	touch $@
 
-$(VENV)/installed-dev: $(VENV)/installed
+$(VENV)/installed-dev: $(VENV)/installed tests/conformance/requirements.txt
 	$(PIP) install -c constraints.txt -e '.[dev]'
+	$(PIP) install --no-deps -r tests/conformance/requirements.txt
 	touch $@
