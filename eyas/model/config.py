@@ -16,6 +16,10 @@ from pydantic import BaseModel, ConfigDict
 from eyas.errors import CorruptError, MismatchError, MissingInputError
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+ELSEWHERE = (
+    "answer prompts by a server that runs it (SGLang, vLLM); capture, train, eval and export take it through transformers, and "
+    "the exported head is served there"
+)
 Taps = tuple[int, int, int]
 
 
@@ -72,17 +76,18 @@ class DecoderConfig(BaseModel):
     rope: RopeConfig
 
 
-class TargetConfig(DecoderConfig):
-    """A target's config.json, for the families in FAMILIES."""
+class TargetShape(DecoderConfig):
+    """What a head needs to know of any target; `rope` is what its head is to turn by, the target's own where it has one like it.
 
-    family: Literal["llama", "mistral", "qwen2", "qwen3"]
+    The logits are lm_head's output times logit_scale, then cut softly: logit_softcap * tanh(. / logit_softcap).
+    """
+
+    family: str
     tie_word_embeddings: bool
-    attention_bias: bool  # on q, k, v
-    attention_out_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
     eos_token_ids: tuple[int, ...]
     dtype: str
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
 
     @property
     def default_taps(self) -> Taps:
@@ -93,18 +98,32 @@ class TargetConfig(DecoderConfig):
             )
         return (1, n // 2 - 1, n - 4)
 
+
+class TargetConfig(TargetShape):
+    """A target that our own decoder runs: the config.json of the families in FAMILIES."""
+
+    family: Literal["llama", "mistral", "qwen2", "qwen3"]
+    attention_bias: bool  # on q, k, v
+    attention_out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+
     @classmethod
     def from_folder(cls, folder: str | Path) -> TargetConfig:
-        """Read config.json (and generation_config.json's end tokens). Raises MissingInputError, MismatchError."""
+        """Read config.json (and generation_config.json's end tokens). Raises MissingInputError, MismatchError.
+
+        A MismatchError means that our own decoder does not run the model; `foreign.target_shape` may still read it.
+        """
         config = read_config(folder)
         family = config.get("model_type")
         if family not in FAMILIES:
-            raise MismatchError(f"{folder} is a {family!r} model", f"supported targets: {', '.join(FAMILIES.values())} (dense)")
+            known = f"{', '.join(FAMILIES.values())}, dense"
+            raise MismatchError(f"{folder} is a {family!r} model; eyas' own engine runs {known}", ELSEWHERE)
         window, length = config.get("sliding_window"), config.get("max_position_embeddings", 2048)
         if family != "llama" and config.get("use_sliding_window", family == "mistral") and window and window < length:
             raise MismatchError(
                 f"{folder} uses sliding-window attention: {window} tokens of a context of {length}",
-                f"use a checkpoint with full attention, or set max_position_embeddings to {window} in its config.json",
+                f"to run it here, set max_position_embeddings to {window} in its config.json; or {ELSEWHERE}",
             )
         heads = config["num_attention_heads"]
         bias = bool(config.get("attention_bias", False))
@@ -122,7 +141,7 @@ class TargetConfig(DecoderConfig):
             vocab_size=config["vocab_size"],
             rms_norm_eps=config.get("rms_norm_eps", 1e-6),
             max_position_embeddings=length,
-            rope=RopeConfig.from_hf(config),
+            rope=_rope(folder, config),
             tie_word_embeddings=config.get("tie_word_embeddings", False),
             attention_bias=family == "qwen2" or bias,
             attention_out_bias=family in ("llama", "qwen3") and bias,
@@ -131,6 +150,13 @@ class TargetConfig(DecoderConfig):
             eos_token_ids=tuple(ends) if isinstance(ends, list) else (ends,) if ends is not None else (),
             dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
         )
+
+
+def _rope(folder: str | Path, config: dict[str, Any]) -> RopeConfig:
+    try:
+        return RopeConfig.from_hf(config)
+    except MismatchError as error:
+        raise MismatchError(f"{folder}: {error.what} by eyas' own engine", f"{error.hint}; or {ELSEWHERE}") from error
 
 
 class HeadConfig(DecoderConfig):
@@ -151,7 +177,7 @@ class HeadConfig(DecoderConfig):
     own_rope: bool = False  # it was trained with another rotary embedding than its target's, and says so
 
     @classmethod
-    def for_target(cls, target: TargetConfig, draft_vocab_size: int, taps: Taps | None = None) -> HeadConfig:
+    def for_target(cls, target: TargetShape, draft_vocab_size: int, taps: Taps | None = None) -> HeadConfig:
         """The default head of a target: one layer of the target's own shape."""
         shape = target.model_dump(include=set(DecoderConfig.model_fields))
         shape["rope"] = target.rope
