@@ -31,7 +31,7 @@ from eyas.model.checkpoint import (
     tensor_faults,
     with_vocabulary_maps,
 )
-from eyas.model.config import HeadConfig, TargetConfig
+from eyas.model.config import HeadConfig, TargetShape
 from eyas.model.match import match_faults, rope_faults, same_rotation, spelled
 from eyas.model.vocab import TargetVocabulary
 
@@ -80,7 +80,7 @@ def errors(faults: Sequence[MismatchError]) -> list[Finding]:
     return [Finding("error", fault.what, fault.hint) for fault in faults]
 
 
-def target_findings(config: HeadConfig, target: TargetConfig) -> Iterator[Finding]:
+def target_findings(config: HeadConfig, target: TargetShape) -> Iterator[Finding]:
     """Where the head's shape differs from the target's, though it may be meant so."""
     if config.taps[-1] < target.num_hidden_layers and config.taps != target.default_taps:
         what = f"the head taps the outputs of layers {config.taps}, the default is {target.default_taps}"

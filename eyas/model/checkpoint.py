@@ -29,7 +29,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from eyas.errors import MismatchError
-from eyas.model.config import DecoderConfig, HeadConfig, RopeConfig, Taps, TargetConfig, read_config
+from eyas.model.config import DecoderConfig, HeadConfig, RopeConfig, Taps, TargetShape, read_config
 from eyas.model.weights import SINGLE, read_tensors, tensor_sha256
 
 log = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class Verifier:
     num_draft_steps: int = 4
 
 
-def read_head(folder: str | Path, target: TargetConfig | None = None) -> tuple[HeadConfig, dict[str, Tensor]]:
+def read_head(folder: str | Path, target: TargetShape | None = None) -> tuple[HeadConfig, dict[str, Tensor]]:
     """A head of any form: its config, and its tensors by EAGLE's names in their stored dtype, d2t int64 and t2d bool.
 
     `target` is needed only by heads that do not say which layers they tap: those tap the target's default ones.
@@ -322,7 +322,7 @@ def decisions(checkpoint: Checkpoint) -> list[str]:
     return decided
 
 
-def head_config(checkpoint: Checkpoint, target: TargetConfig | None = None) -> HeadConfig:
+def head_config(checkpoint: Checkpoint, target: TargetShape | None = None) -> HeadConfig:
     """The settings of any form as ours. Raises MismatchError when they lack something or cannot be understood."""
     settings, layer = checkpoint.settings, checkpoint.layer_settings
     try:
@@ -474,7 +474,7 @@ def refuse(what: object, faults: Sequence[MismatchError]) -> None:
 # Layers
 
 
-def _read_taps(settings: Mapping[str, Any], target: TargetConfig | None) -> Taps:
+def _read_taps(settings: Mapping[str, Any], target: TargetShape | None) -> Taps:
     entering = settings.get(LAYER_IDS)
     outputs = (settings.get("eagle_config") or {}).get(LAYER_IDS)
     readings = {tuple(index - 1 for index in entering)} if entering else set()

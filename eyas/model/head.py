@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from eyas.errors import MismatchError
 from eyas.model.checkpoint import EMBED_TOKENS, LM_HEAD, read_head, write_head
-from eyas.model.config import HeadConfig, TargetConfig
+from eyas.model.config import HeadConfig, TargetShape
 from eyas.model.rope import apply_rope, rotation
 
 Rotation = tuple[Tensor, Tensor]  # cosines, sines
@@ -214,7 +214,7 @@ class Head(nn.Module):
         return self.output(hidden_BTH, mixed), (keys, values)
 
 
-def load_head(folder: str | Path, target: TargetConfig | None = None, target_lm_head: Tensor | None = None) -> Head:
+def load_head(folder: str | Path, target: TargetShape | None = None, target_lm_head: Tensor | None = None) -> Head:
     """A head of any form that `checkpoint` reads, in float32; `target` as in `read_head`.
 
     target_lm_head [V, H]: for heads that use it, having none. Raises MissingInputError, CorruptError, MismatchError.

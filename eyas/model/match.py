@@ -6,20 +6,20 @@ A head that does not fit still drafts, only badly, so what can be seen from the 
 from __future__ import annotations
 
 from eyas.errors import MismatchError
-from eyas.model.config import HeadConfig, RopeConfig, TargetConfig
+from eyas.model.config import HeadConfig, RopeConfig, TargetShape
 
 OWN_TARGET = "serve the head with the target that it was trained on"
 EAGLE_ROPE = RopeConfig()  # what a config without rope_theta means, to EAGLE's trainer and to every engine
 
 
-def check_head(config: HeadConfig, target: TargetConfig, target_lm_head_sha256: str) -> None:
+def check_head(config: HeadConfig, target: TargetShape, target_lm_head_sha256: str) -> None:
     """Raise one MismatchError that names all of `match_faults`, if there are any."""
     faults = match_faults(config, target, target_lm_head_sha256)
     if faults:
         raise MismatchError("the head does not fit this target: " + "; ".join(fault.what for fault in faults), faults[0].hint)
 
 
-def match_faults(config: HeadConfig, target: TargetConfig, target_lm_head_sha256: str) -> list[MismatchError]:
+def match_faults(config: HeadConfig, target: TargetShape, target_lm_head_sha256: str) -> list[MismatchError]:
     """Everything about the head that cannot be right on this target."""
     faults = []
     if config.vocab_size != target.vocab_size:
@@ -39,7 +39,7 @@ def match_faults(config: HeadConfig, target: TargetConfig, target_lm_head_sha256
     return faults + length_faults(config, target) + rope_faults(config, target)
 
 
-def length_faults(config: HeadConfig, target: TargetConfig) -> list[MismatchError]:
+def length_faults(config: HeadConfig, target: TargetShape) -> list[MismatchError]:
     """A head whose rotary table ends before the target's context does. A longer one is harmless."""
     if config.max_position_embeddings >= target.max_position_embeddings:
         return []
@@ -51,7 +51,7 @@ def length_faults(config: HeadConfig, target: TargetConfig) -> list[MismatchErro
     return [MismatchError(what, hint)]
 
 
-def rope_faults(config: HeadConfig, target: TargetConfig) -> list[MismatchError]:
+def rope_faults(config: HeadConfig, target: TargetShape) -> list[MismatchError]:
     """A head turned otherwise than its target, which is a config copied from elsewhere unless the head says `own_rope`.
 
     A plain base of 10000 is let through: it is what heads without rope_theta were trained with, EAGLE's own among them.

@@ -52,6 +52,21 @@ def sharded_tensors(root: Path, index: str, wanted: Collection[str] | None) -> d
     return tensors
 
 
+def read_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a folder, from the headers alone. Raises MissingInputError, CorruptError."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise MissingInputError(f"{folder} has no safetensors weights", f"expected {SINGLE} or {INDEX} with its shards")
+    shapes = {}
+    for path in files:
+        try:
+            with safe_open(str(path), framework="pt") as shard:
+                shapes.update({key: tuple(shard.get_slice(key).get_shape()) for key in shard.keys()})  # noqa: SIM118
+        except SafetensorError as error:
+            raise CorruptError(f"{path} cannot be read: {error}", RESTORE) from error
+    return shapes
+
+
 def file_tensors(path: Path, wanted: Collection[str] | None) -> dict[str, torch.Tensor]:
     """Tensors of one file of either kind."""
     if path.suffix != ".safetensors":
