@@ -47,7 +47,7 @@ from eyas.engine.tensor_rounds import Pending, TensorRounds
 from eyas.engine.tensor_tree import Trees, Walked
 from eyas.engine.trace import Trace
 from eyas.model.cache import PagedCache
-from eyas.model.config import HeadConfig, TargetConfig
+from eyas.model.config import HeadConfig, HeadOptions, TargetConfig
 from eyas.model.rows import Rows, rows_of
 from eyas.model.target import PAGE_SIZE, Target
 
@@ -118,7 +118,7 @@ def random_tensors(shapes: dict[str, tuple[int, ...]], dtype: str, device: str, 
 
 
 def head_tensors(target: Target, size: Size, std: float = 0.02) -> tuple[HeadConfig, dict[str, torch.Tensor]]:
-    config = HeadConfig.for_target(target.config, size.draft_vocab)
+    config = HeadConfig.for_target(target.config, HeadOptions(draft_vocab_size=size.draft_vocab))
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (size.hidden, 3 * size.hidden), "norm.weight": (size.hidden,)}
     shapes |= layer_shapes("midlayer.", size, 2 * size.hidden) | {"lm_head.weight": (size.draft_vocab, size.hidden)}
     for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm"):

@@ -21,7 +21,7 @@ import torch
 
 from eyas.model import native
 from eyas.model.cache import PagedCache
-from eyas.model.config import HeadConfig, RopeConfig, TargetConfig
+from eyas.model.config import HeadConfig, HeadOptions, RopeConfig, TargetConfig
 from eyas.model.rows import Rows, prompt_rows, rows_of, slots_of
 
 # hidden, intermediate, layers, query heads, key heads, head dimension, vocabulary, draft vocabulary
@@ -80,7 +80,7 @@ def configs(shape: str) -> tuple[TargetConfig, HeadConfig]:
         eos_token_ids=(),
         dtype="bfloat16",
     )
-    return target, HeadConfig.for_target(target, W)
+    return target, HeadConfig.for_target(target, HeadOptions(draft_vocab_size=W))
 
 
 def layer_tensors(

@@ -126,39 +126,77 @@ class PlainOutcome:
     num_hits: list[int]
 
 
+@dataclass
+class Wanted:
+    """The options of the objective, as in EAGLE3.md, section 3. positions: what divides a step's sum, if not its slots."""
+
+    num_steps: int = 7
+    decay: float = 0.8
+    mask: str = "serving"
+    keep: bool = False
+    positions: int | None = None
+    loss: str = "cross_entropy"
+
+
+def is_judged(mask: list[bool], at: int, option: str) -> bool:
+    """Does the draft of x_{at+1}, made at step 0 by slot t = at - 1, count?"""
+    t = at - 1
+    if t < 0 or t + 2 >= len(mask):
+        return False
+    return {"serving": mask[t + 1] and mask[t + 2], "t": mask[t], "t+1": mask[t + 1]}[option]
+
+
+def softmax(z: Tensor) -> Tensor:
+    e = torch.exp(z - z.max())
+    return e / e.sum()
+
+
+def plain_loss(z: Tensor, teacher: Tensor, target_ids: list[int], loss: str) -> Tensor:
+    """z: the draft's logits [W]; teacher: the target's [V]. The two LK losses are those of arXiv 2602.23881."""
+    q, p = softmax(z), softmax(torch.stack([teacher[token] for token in target_ids]))
+    if loss == "cross_entropy":
+        return -sum(p[w] * torch.log(q[w]) for w in range(len(z)))  # type: ignore[return-value]
+    whole = softmax(teacher)
+    alpha = sum(min(whole[token], q[w]) for w, token in enumerate(target_ids))
+    assert isinstance(alpha, Tensor)
+    if loss == "lk_alpha":
+        return -torch.log(alpha)
+    weight = math.exp(-3 * float(alpha.detach()))
+    divergence = sum(p[w] * torch.log(p[w] / q[w]) for w in range(len(z)))
+    return weight * divergence + (1 - weight) * (1 - alpha)
+
+
 def plain_objective(
-    plain: PlainHead, examples: Sequence[Example], embed: Tensor, lm_head: Tensor, target_ids: list[int], num_steps: int
+    plain: PlainHead, examples: Sequence[Example], embed: Tensor, lm_head: Tensor, target_ids: list[int], wanted: Wanted
 ) -> PlainOutcome:
-    """The reference objective with weight 0.8^i, mean over the slots that carry loss."""
-    losses: list[list[Tensor]] = [[] for _ in range(num_steps)]
-    judged, hits = [0] * num_steps, [0] * num_steps
+    """The objective, conversation by conversation, slot by slot, step by step."""
+    losses: list[list[Tensor]] = [[] for _ in range(wanted.num_steps)]
+    judged, hits = [0] * wanted.num_steps, [0] * wanted.num_steps
     for example in examples:
         T = len(example.tokens)
-        wanted = [at + 1 < T and example.mask[at] and example.mask[at + 1] for at in range(T)]
+        counts = [is_judged(example.mask, at, wanted.mask) for at in range(T)]
         for t in range(T - 2):
-            if not any(wanted[t + 1 : t + 1 + num_steps]):
+            if not any(counts[t + 1 : t + 1 + wanted.num_steps]):
                 continue
 
             def true_token(step: int, _: Tensor, example: Example = example, t: int = t) -> int:
                 at = t + 1 + step
                 return example.tokens[at] if at < len(example.tokens) else 0
 
-            outputs = plain.unroll(example, embed, t, num_steps, true_token)
+            outputs = plain.unroll(example, embed, t, wanted.num_steps, true_token)
             for step, output in enumerate(outputs):
                 at = t + 1 + step  # the teacher's position: what follows x_at
-                if at >= T or not wanted[at]:
+                if at >= T or not counts[at]:
                     continue
                 judged[step] += 1
                 teacher = lm_head @ example.last[at]
                 best = int(teacher.argmax())
-                if best not in target_ids:
+                if best not in target_ids and not wanted.keep:
                     continue
-                kept = torch.stack([teacher[token] for token in target_ids])
-                p = torch.exp(kept - kept.max()) / torch.exp(kept - kept.max()).sum()
                 z = plain.logits(output)
-                log_q = z - z.max() - torch.log(torch.exp(z - z.max()).sum())
-                losses[step].append(-(p * log_q).sum())
+                losses[step].append(plain_loss(z, teacher, target_ids, wanted.loss))
                 hits[step] += target_ids[int(z.argmax())] == best
-    means = [sum(terms) / len(terms) if terms else torch.zeros((), dtype=torch.float64) for terms in losses]
-    total = sum(0.8**step * mean for step, mean in enumerate(means))
+    zero = torch.zeros((), dtype=torch.float64)
+    means = [sum(terms, zero) / (wanted.positions or max(len(terms), 1)) for terms in losses]
+    total = sum((wanted.decay**step * mean for step, mean in enumerate(means)), zero)
     return PlainOutcome(total, [float(mean.detach()) for mean in means], judged, [len(terms) for terms in losses], hits)

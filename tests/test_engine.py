@@ -12,7 +12,7 @@ from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, Result, SamplingParams, Update
 from eyas.errors import ConfigError, InputError, MismatchError
-from eyas.model.config import HeadConfig
+from eyas.model.config import HeadConfig, HeadOptions
 from eyas.model.target import Target
 from tests.tiny import tiny_target
 
@@ -21,7 +21,7 @@ SAMPLED = {"temperature": 0.8, "top_p": 0.9, "min_p": 0.01, "repetition_penalty"
 
 
 def random_head(target: Target, seed: int = 0, draft_vocab_size: int = 20) -> tuple[HeadConfig, dict[str, torch.Tensor]]:
-    config = HeadConfig.for_target(target.config, draft_vocab_size)
+    config = HeadConfig.for_target(target.config, HeadOptions(draft_vocab_size=draft_vocab_size))
     H, inner, W = config.hidden_size, config.intermediate_size, config.draft_vocab_size
     q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     shapes = {

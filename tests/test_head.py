@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
 
 from eyas.engine.draft import Draft
-from eyas.errors import MismatchError
+from eyas.errors import ConfigError, MismatchError
 from eyas.model.checkpoint import expected_shapes
-from eyas.model.config import HeadConfig
+from eyas.model.config import HeadConfig, HeadOptions
 from eyas.model.head import Head, head_files, load_head
 from eyas.model.rows import prompt_rows
 from eyas.model.target import Target
@@ -31,7 +33,7 @@ from tests.tiny_head import edit_config, edit_tensors, head_folder, tiny_head, w
 
 @pytest.mark.parametrize("flags", [{}, {"norm_before_fc": True}, {"fc_norm": True}], ids=str)
 def test_weights_have_eagles_names_and_start_as_nan(flags):
-    config = HeadConfig.for_target(TINY_TARGET, 24).model_copy(update=flags)
+    config = HeadConfig.for_target(TINY_TARGET, HeadOptions(draft_vocab_size=24)).model_copy(update=flags)
     head = Head(config)
     assert {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()} == expected_shapes(config)
     for name, weight in head.named_parameters():
@@ -219,7 +221,45 @@ def test_embeddings_of_its_own_are_kept_beside_the_weights(tmp_path):
     assert load_head(head_folder(target, tmp_path / "shared")).embed_tokens is None
 
 
-def test_a_head_of_another_width_is_refused():
-    config = HeadConfig.for_target(TINY_TARGET, 24).model_copy(update={"hidden_size": 16})
-    with pytest.raises(MismatchError, match="hidden size 16 for a target of 12"):
-        Head(config)
+@pytest.mark.parametrize("hidden_size", [8, 16])
+def test_a_width_of_its_own_comes_with_embeddings_of_its_own(tmp_path, hidden_size):
+    """Written as weights of the head, read again, and missed where they are not."""
+    head = wavy_head(hidden_size=hidden_size)
+    assert (head.config.num_attention_heads, head.config.num_key_value_heads) == (hidden_size // 4, 2)
+    assert head.config.intermediate_size == round(20 * hidden_size / 12)
+    assert head.embed_tokens is not None
+    assert head.embed_tokens.requires_grad
+    folder = write_folder(head_files(head), tmp_path / "head")
+    loaded = load_head(folder)
+    assert loaded.config == head.config
+    assert loaded.state_dict().keys() == head.state_dict().keys()
+    for name, tensor in head.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+    edit_tensors(folder, {"embed_tokens.weight": None})
+    with pytest.raises(MismatchError, match="needs embeddings of its own"):
+        load_head(folder)
+
+
+def test_widths_that_cannot_be():
+    with pytest.raises(ConfigError, match="no number of heads"):
+        wavy_head(hidden_size=10)
+    with pytest.raises(ConfigError, match="cannot keep its target's lm_head"):
+        wavy_head(hidden_size=8, train_lm_head=False)
+
+
+def test_what_was_chosen_is_in_the_checkpoint(tmp_path):
+    chosen = {
+        "norm_before_residual": True,
+        "norm_before_fc": True,
+        "fc_norm": True,
+        "norm_output": True,
+        "train_lm_head": False,
+    }
+    head = wavy_head(**chosen)
+    assert not head.lm_head.weight.requires_grad
+    written = json.loads(head_files(head)["eyas_head.json"])
+    assert {name: written[name] for name in chosen} == chosen
+    assert not json.loads(head_files(wavy_head())["eyas_head.json"]).keys() & chosen.keys()
+    loaded = load_head(write_folder(head_files(head), tmp_path / "head"))
+    assert loaded.config == head.config
+    assert not loaded.lm_head.weight.requires_grad

@@ -7,9 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.model.batch import Batch
-from eyas.train.loss import SoftCrossEntropy, judged_positions, objective, shifted, teach
-from tests.plain_eagle import PlainHead, plain_objective, weights_of
+from eyas.chat.supervision import OPTIONS, supervised
+from eyas.model.batch import Batch, plan_packs
+from eyas.train import loss as loss_module
+from eyas.train.loss import ObjectiveConfig, judged_positions, loss_rows, objective, shifted, teach
+from tests.plain_eagle import PlainHead, Wanted, plain_loss, plain_objective, weights_of
 from tests.tiny_batch import as_examples, doubled, made_up_batch, made_up_samples, tiny_vocabulary, wavy_head
 
 ANSWER = [False] * 2 + [True] * 4
@@ -21,28 +23,54 @@ CASES = {
     "an answer of one token beside another": [[False] * 2 + [True], ANSWER],
     "nothing judged after step 0": [[True, True, True, False]],
 }
+CONFIGS = {
+    "defaults": {},
+    "three steps of equal weight": {"num_ttt_steps": 3, "step_decay": 1.0},
+    "five steps": {"num_ttt_steps": 5, "step_decay": 0.9},
+    "mask[t]": {"loss_mask": "t"},
+    "mask[t+1]": {"loss_mask": "t+1"},
+    "out of vocabulary kept": {"out_of_vocabulary": "keep"},
+    "mean over all positions": {"normaliser": "positions"},
+    "LK alpha": {"loss": "lk_alpha"},
+    "LK lambda": {"loss": "lk_lambda", "out_of_vocabulary": "keep"},
+    "all at once": {"loss_mask": "t", "out_of_vocabulary": "keep", "normaliser": "positions", "loss": "lk_lambda"},
+}
+HEADS = {
+    "norm_before_residual": {"norm_before_residual": True},
+    "norm_before_fc": {"norm_before_fc": True},
+    "EAGLE-3.1": {"fc_norm": True, "norm_output": True},
+    "frozen lm_head": {"train_lm_head": False},
+    "narrower": {"hidden_size": 8},
+    "wider": {"hidden_size": 16, "norm_before_fc": True, "fc_norm": True},
+    "all tokens": {"draft_vocab_size": 40},
+}
 
 
-def outcome_of(head, batch, dtype=torch.float64, steps=7):
-    vocabulary = tiny_vocabulary(dtype)
-    return objective(head, vocabulary.embed_tokens, batch, teach(batch, vocabulary, head), steps, 0.8)
+def outcome_of(head, batch, dtype=torch.float64, **config):
+    vocabulary, wanted = tiny_vocabulary(dtype), ObjectiveConfig(**config)
+    return objective(head, vocabulary.embed_tokens, batch, teach(batch, vocabulary, head, wanted), wanted)
 
 
-@pytest.mark.parametrize("masks", CASES.values(), ids=CASES.keys())
-def test_loss_accuracy_and_gradients_equal_the_loops(masks):
-    samples = made_up_samples(masks, seed=1)
-    head, vocabulary = wavy_head().double(), tiny_vocabulary(torch.float64)
-    outcome = outcome_of(head, doubled(Batch.of(samples)))
-    outcome.loss.backward()
-    weights = weights_of(head)
-    plain = plain_objective(
-        PlainHead(weights, head.config),
-        as_examples(samples),
-        vocabulary.embed_tokens,
-        vocabulary.lm_head,
-        head.target_ids_W.tolist(),
-        num_steps=7,
+def plain_outcome(head, weights, samples, positions=None, **config):
+    wanted, vocabulary = ObjectiveConfig(**config), tiny_vocabulary(torch.float64)
+    options = Wanted(
+        num_steps=wanted.num_ttt_steps,
+        decay=wanted.step_decay,
+        mask=wanted.loss_mask,
+        keep=wanted.out_of_vocabulary == "keep",
+        positions=positions if wanted.normaliser == "positions" else None,
+        loss=wanted.loss,
     )
+    embed_tokens = weights.get("embed_tokens", vocabulary.embed_tokens)
+    plain = PlainHead(weights, head.config)
+    return plain_objective(plain, as_examples(samples), embed_tokens, vocabulary.lm_head, head.target_ids_W.tolist(), options)
+
+
+def assert_equals_the_loops(head, batch, samples, **config):
+    """Loss, per step losses and counts, and gradients, to 1e-6."""
+    outcome, weights = outcome_of(head, batch, **config), weights_of(head)
+    outcome.loss.backward()
+    plain = plain_outcome(head, weights, samples, positions=batch.tokens_BT.numel(), **config)
     assert sum(plain.num_trained) > 0
     plain.loss.backward()
     torch.testing.assert_close(outcome.loss, plain.loss, rtol=1e-6, atol=1e-6)
@@ -51,8 +79,90 @@ def test_loss_accuracy_and_gradients_equal_the_loops(masks):
     assert outcome.num_trained.tolist() == plain.num_trained
     assert outcome.num_hits.tolist() == plain.num_hits
     for name, weight in head.named_parameters():
+        if not weight.requires_grad:
+            assert weight.grad is None, name
+            continue
         expected = weights[name].grad if weights[name].grad is not None else torch.zeros_like(weights[name])
         torch.testing.assert_close(weight.grad, expected, rtol=1e-6, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("masks", CASES.values(), ids=CASES.keys())
+def test_loss_accuracy_and_gradients_equal_the_loops(masks):
+    samples = made_up_samples(masks, seed=1)
+    assert_equals_the_loops(wavy_head().double(), doubled(Batch.of(samples)), samples)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_every_option_of_the_objective_equals_the_loops(config):
+    samples = made_up_samples([TURNS, ANSWER], seed=1)
+    assert_equals_the_loops(wavy_head().double(), doubled(Batch.of(samples)), samples, **config)
+
+
+@pytest.mark.parametrize("flags", HEADS.values(), ids=HEADS.keys())
+def test_every_option_of_the_head_equals_the_loops(flags):
+    samples = made_up_samples([TURNS, ANSWER], seed=1)
+    assert_equals_the_loops(wavy_head(**flags).double(), doubled(Batch.of(samples)), samples)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_a_packed_row_equals_the_loops(config):
+    samples = made_up_samples([ANSWER, TURNS, [True] * 3, ANSWER], seed=2)
+    assert_equals_the_loops(wavy_head().double(), doubled(Batch.packed(samples, 32)), samples, **config)
+
+
+@given(
+    masks=st.lists(st.lists(st.booleans(), min_size=1, max_size=12), min_size=1, max_size=6),
+    room=st.integers(0, 70),
+    option=st.sampled_from(OPTIONS),
+)
+@settings(max_examples=40, deadline=None)
+def test_packed_and_padded_rows_have_one_loss(masks, room, option):
+    """No draft is judged, and nothing is seen, across documents; positions begin again with each."""
+    masks = [[True] * 4, *masks]
+    samples, losses, grads = made_up_samples(masks, seed=3), [], []
+    for batch in (Batch.of(samples), Batch.packed(samples, room)):
+        head = wavy_head().double()
+        outcome = outcome_of(head, doubled(batch), loss_mask=option, num_ttt_steps=4)
+        outcome.loss.backward()
+        losses.append((outcome.loss, outcome.step_losses, outcome.num_judged, outcome.num_hits))
+        grads.append([weight.grad for weight in head.parameters()])
+    for padded, packed in zip(losses[0], losses[1], strict=True):
+        torch.testing.assert_close(packed, padded, rtol=1e-9, atol=1e-9)
+    for padded, packed in zip(grads[0], grads[1], strict=True):
+        torch.testing.assert_close(packed, padded, rtol=1e-9, atol=1e-9)
+
+
+@given(mask=st.lists(st.booleans(), min_size=1, max_size=12), option=st.sampled_from(OPTIONS))
+@settings(max_examples=100, deadline=None)
+def test_judged_are_the_tokens_that_the_mask_option_names(mask, option):
+    """A judged position s stands for the token s + 1."""
+    judged = judged_positions(torch.tensor([mask]), option)[0].tolist()
+    assert [False, *judged[:-1]] == supervised(mask, option)
+    assert not judged[-1]
+
+
+@given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60), room=st.integers(10, 200), seed=st.integers(0, 3))
+@settings(max_examples=40, deadline=None)
+def test_packs_hold_every_sample_once_within_their_room(lengths, room, seed):
+    packs = plan_packs(lengths, room, str(seed))
+    assert sorted(number for numbers in packs for number in numbers) == list(range(len(lengths)))
+    for numbers in packs:
+        assert len(numbers) == 1 or sum(lengths[number] for number in numbers) <= room
+    assert packs == plan_packs(lengths, room, str(seed))
+
+
+def test_packs_have_little_padding():
+    lengths = [20 + (37 * number) % 200 for number in range(1000)]
+    packs = plan_packs(lengths, 2048, "0/0")
+    assert len(packs) * 2048 < 1.03 * sum(lengths)
+
+
+def test_a_packed_row_says_where_its_samples_begin():
+    batch = Batch.packed(made_up_samples([[True] * 3, [True] * 2]), 7)
+    assert batch.starts_BT.tolist() == [[0, 0, 0, 3, 3, -1, -1]]
+    assert batch.loss_mask_BT.tolist() == [[True] * 5 + [False] * 2]
+    assert Batch.packed(made_up_samples([[True] * 3, [True] * 2]), 4).tokens_BT.shape == (1, 5)
+    assert Batch.of(made_up_samples([[True] * 3, [True] * 2])).starts_BT.tolist() == [[0, 0, 0], [0, 0, -1]]
 
 
 def test_the_cases_hold_misses_hits_and_undraftable_slots():
@@ -89,40 +199,62 @@ def test_tokens_outside_the_answer_do_not_teach():
     assert not torch.equal(losses[0], outcome_of(wavy_head(), batch, torch.float32).loss)
 
 
-def test_target_p_is_renormalised_over_the_draft_vocabulary():
-    batch, head = doubled(made_up_batch([[True] * 9])), wavy_head().double()
-    teacher = teach(batch, tiny_vocabulary(torch.float64), head)
-    logits_PV = batch.last_hidden_BTH[0, :8] @ tiny_vocabulary(torch.float64).lm_head.T
-    full_PV = logits_PV.softmax(-1)
-    on_draft_PW = full_PV[:, head.target_ids_W]
-    torch.testing.assert_close(teacher.target_p_PW, on_draft_PW / on_draft_PW.sum(-1, keepdim=True))
-    assert torch.equal(teacher.argmax_P, full_PV.argmax(-1))
+def test_the_teacher_is_the_target_at_the_judged_positions():
+    batch, head, vocabulary = doubled(made_up_batch([[True] * 9])), wavy_head().double(), tiny_vocabulary(torch.float64)
+    teacher = teach(batch, vocabulary, head, ObjectiveConfig(loss="lk_alpha"))
+    logits_PV = batch.last_hidden_BTH[0, 1:8] @ vocabulary.lm_head.T
+    rows = torch.tensor([5, 0, 5])
+    torch.testing.assert_close(teacher.logits(rows), logits_PV[rows][:, head.target_ids_W])
+    torch.testing.assert_close(teacher.log_sum_P, logits_PV.logsumexp(-1))
+    assert torch.equal(teacher.argmax_P, logits_PV.argmax(-1))
     assert torch.equal(teacher.position_mask_P, torch.isin(teacher.argmax_P, head.target_ids_W))
-    assert teacher.row_BT.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, -1]]
+    assert teacher.row_BT.tolist() == [[-1, 0, 1, 2, 3, 4, 5, 6, -1]]
 
 
-@pytest.mark.parametrize(("R", "W"), [(1, 3), (127, 5), (128, 7), (300, 33)])
-def test_soft_cross_entropy_equals_autograds_own(R, W):
-    generator = torch.Generator().manual_seed(R)
-    logits_RW = (5 * torch.randn(R, W, generator=generator, dtype=torch.float64)).requires_grad_()
-    target_p_PW = torch.randn(4, W, generator=generator, dtype=torch.float64).softmax(-1)
-    row_R = torch.randint(4, (R,), generator=generator)
-    weight_R = torch.rand(R, generator=generator, dtype=torch.float64)
-    loss_R, choice_R = SoftCrossEntropy.apply(logits_RW, target_p_PW, row_R)
-    (grad,) = torch.autograd.grad((weight_R * loss_R).sum(), logits_RW)
-    expected_R = -(target_p_PW[row_R] * logits_RW.log_softmax(-1)).sum(-1)
-    (expected_grad,) = torch.autograd.grad((weight_R * expected_R).sum(), logits_RW)
-    torch.testing.assert_close(loss_R, expected_R)
-    torch.testing.assert_close(grad, expected_grad)
-    assert torch.equal(choice_R, logits_RW.argmax(-1))
+@pytest.mark.parametrize("at_once", [1, 7, 64, 10_000])
+def test_pieces_of_the_vocabulary_change_nothing(monkeypatch, at_once):
+    """Rows and columns cut in odd places: the teacher, the loss and its gradients stay."""
+    batch, results = doubled(made_up_batch([[True] * 30, TURNS])), []
+    for size in (1 << 23, at_once):
+        monkeypatch.setattr(loss_module, "LOGITS_AT_ONCE", size * 30)
+        monkeypatch.setattr(loss_module, "LOGITS_IN_CACHE", size * 3)
+        monkeypatch.setattr(loss_module, "TEACHER_ROWS", size)
+        head = wavy_head().double()
+        outcome = outcome_of(head, batch, loss="lk_lambda")
+        outcome.loss.backward()
+        results.append((outcome.loss, outcome.step_losses, outcome.num_hits, *(weight.grad for weight in head.parameters())))
+    for whole, pieces in zip(*results, strict=True):
+        torch.testing.assert_close(pieces, whole, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "lk_alpha", "lk_lambda"])
+def test_the_losses_gradient_is_autograds_own(loss):
+    generator = torch.Generator().manual_seed(0)
+    teacher_RV = 3 * torch.randn(5, 12, generator=generator, dtype=torch.float64)
+    logits_RW = (2 * torch.randn(5, 7, generator=generator, dtype=torch.float64)).requires_grad_()
+    kept = [0, 2, 3, 5, 8, 9, 11]
+    expected_R = torch.stack([plain_loss(z, teacher, kept, loss) for z, teacher in zip(logits_RW, teacher_RV, strict=True)])
+    (expected_grad,) = torch.autograd.grad(expected_R.sum(), logits_RW)
+    losses_R, grad_RW = loss_rows(logits_RW.detach(), teacher_RV[:, kept], teacher_RV.logsumexp(-1), loss)
+    torch.testing.assert_close(losses_R, expected_R.detach())
+    torch.testing.assert_close(grad_RW, expected_grad)
+
+
+def test_acceptance_near_zero_has_a_finite_gradient():
+    """A draft that is sure of what the target excludes."""
+    logits_RW, target_RW = torch.tensor([[200.0, 0.0, 0.0]]), torch.tensor([[-200.0, 50.0, 0.0]])
+    for loss in ("lk_alpha", "lk_lambda"):
+        losses_R, grad_RW = loss_rows(logits_RW, target_RW, target_RW.logsumexp(-1), loss)
+        assert losses_R.isfinite().all()
+        assert grad_RW.isfinite().all()
 
 
 def test_bf16_is_close_to_float32():
     batch, head, vocabulary = made_up_batch([[True] * 30, TURNS]), wavy_head(), tiny_vocabulary()
     exact = outcome_of(head, batch, torch.float32)
-    teacher = teach(batch, vocabulary, head)
+    teacher = teach(batch, vocabulary, head, ObjectiveConfig())
     with torch.autocast("cpu", torch.bfloat16):
-        rough = objective(head, vocabulary.embed_tokens.bfloat16(), batch, teacher, 7, 0.8)
+        rough = objective(head, vocabulary.embed_tokens.bfloat16(), batch, teacher, ObjectiveConfig())
     assert rough.loss.dtype == torch.float32
     torch.testing.assert_close(rough.loss, exact.loss, rtol=0.02, atol=0)
     assert not torch.equal(rough.loss, exact.loss)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from eyas.errors import MismatchError
-from eyas.model.config import HeadConfig, RopeConfig
+from eyas.model.config import HeadConfig, HeadOptions, RopeConfig
 from eyas.model.match import check_head, match_faults, same_rotation
 from tests.tiny_batch import TINY_TARGET
 
 LLAMA3 = RopeConfig(theta=5e5, kind="llama3", factor=8.0)
 TARGET = TINY_TARGET.model_copy(update={"rope": LLAMA3, "max_position_embeddings": 131072})
-HEAD = HeadConfig.for_target(TARGET, 24).model_copy(update={"target_lm_head_sha256": "a" * 64})
+HEAD = HeadConfig.for_target(TARGET, HeadOptions(draft_vocab_size=24)).model_copy(update={"target_lm_head_sha256": "a" * 64})
 
 HARMLESS = {
     "its own head size": {"head_dim": 8, "num_attention_heads": 2},

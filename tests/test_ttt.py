@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from eyas.model import ttt
 from eyas.model.chain import free_running_drafts
 from eyas.model.ttt import Slots, unroll
 from tests.plain_eagle import PlainHead, weights_of
-from tests.tiny_batch import as_examples, doubled, made_up_batch, made_up_samples, tiny_vocabulary, wavy_head
+from tests.tiny_batch import as_examples, doubled, made_up_batch, made_up_samples, tiny_vocabulary, waves, wavy_head
 
 K = 5
 LENGTHS = (9, 6, 7)
@@ -35,18 +36,45 @@ def next_embeds_of(batch):
     return F.embedding(batch.tokens_BT.roll(-1, dims=1), tiny_vocabulary(torch.float64).embed_tokens)
 
 
-def test_slots_pad_and_unpad():
+def test_slots_know_their_place_and_their_tiles():
     active_BT = torch.tensor([[False, True, True, False], [False] * 4, [True, False, False, True]])
     slots = Slots.where(active_BT)
     assert slots.flat_N.tolist() == [1, 2, 8, 11]
     assert slots.slot_N.tolist() == [1, 2, 0, 3]
-    assert slots.slot_BM.tolist() == [[1, 2], [0, 0], [0, 3]]
-    x_NHD = torch.randn(4, 3, 2)
-    padded = slots.pad(x_NHD)
-    assert padded.shape == (3, 3, 2, 2)
-    assert torch.equal(slots.unpad(padded), x_NHD)
-    assert padded[1].eq(0).all()
+    assert slots.first_N.tolist() == [0, 0, 8, 8]
+    assert slots.position_M.tolist() == [0, 1, 2, 3] * 3
+    assert slots.tiles == ((0, 4, 0, 12),)
     assert torch.equal(slots.take(active_BT), torch.ones(4, dtype=torch.bool))
+    packed = Slots.where(active_BT, torch.tensor([[0, 1, 1, 1], [0, 0, 2, 2], [0, 0, -1, -1]]))
+    assert packed.slot_N.tolist() == [0, 1, 0, 3]  # the last is padding, its place means nothing
+    assert packed.first_N.tolist() == [1, 1, 8, 8]
+
+
+@pytest.mark.parametrize(("slots_of_a_tile", "columns"), [(1, 1), (2, 4), (5, 2), (3, 64)])
+def test_tiles_change_nothing(head, batch, monkeypatch, slots_of_a_tile, columns):
+    """Outputs and gradients, wherever the slots are cut."""
+    results = []
+    for size, step in ((128, 64), (slots_of_a_tile, columns)):
+        monkeypatch.setitem(ttt.SLOTS_OF_A_TILE, "cpu", size)
+        monkeypatch.setattr(ttt, "COLUMNS_IN_STEPS_OF", step)
+        aux = batch.aux_hidden_BTA.clone().requires_grad_()
+        slots = Slots.where(everywhere())
+        still = waves(len(slots.slot_N), 12, seed=5).double()
+        outputs = torch.stack(list(unroll(head, aux, next_embeds_of(batch), slots, lambda *_, still=still: still, K)))
+        head.zero_grad()
+        outputs.sin().sum().backward()
+        results.append([outputs, aux.grad, *(weight.grad.clone() for weight in head.midlayer.parameters())])
+    for whole, tiled in zip(*results, strict=True):
+        torch.testing.assert_close(tiled, whole, rtol=1e-9, atol=1e-9)
+
+
+def test_the_gradient_of_attention_is_autograds_own():
+    torch.manual_seed(0)
+    active_BT = torch.tensor([[True, False, True, True], [False, True, True, False]])
+    slots = Slots.where(active_BT, torch.tensor([[0, 0, 2, 2], [0, 0, 0, -1]]))
+    sizes = [(5, 4, 6), (8, 2, 6), (8, 2, 6), *[(5, 2, 6)] * 4]
+    tensors = [torch.randn(*size, dtype=torch.float64, requires_grad=True) for size in sizes]
+    assert torch.autograd.gradcheck(lambda *given: ttt.Attend.apply(slots, *given), tensors)
 
 
 def test_gradients_past_a_slot_and_from_other_rows_are_exactly_zero(head, batch):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from eyas.model.batch import Batch
-from eyas.model.config import HeadConfig, RopeConfig, TargetConfig
+from eyas.model.config import HeadConfig, HeadOptions, RopeConfig, TargetConfig
 from eyas.model.head import Head
 from eyas.model.vocab import TargetVocabulary, draft_vocabulary
 from eyas.shards import Sample
@@ -48,10 +50,9 @@ def tiny_vocabulary(dtype: torch.dtype = torch.float32) -> TargetVocabulary:
     return TargetVocabulary(TINY_TARGET, waves(V, H, seed=1).to(dtype), waves(V, H, seed=2).to(dtype), "made up")
 
 
-def wavy_head(draft_vocab_size: int = 30, **flags: bool) -> Head:
-    """A head whose every weight matters, norms too; draft tokens spread over the vocabulary. flags: HeadConfig's."""
-    config = HeadConfig.for_target(TINY_TARGET, draft_vocab_size).model_copy(update=flags)
-    head = Head(config)
+def wavy_head(draft_vocab_size: int = 30, **options: Any) -> Head:
+    """A head whose every weight matters, norms too; draft tokens spread over the vocabulary. options: HeadOptions'."""
+    head = Head(HeadConfig.for_target(TINY_TARGET, HeadOptions(draft_vocab_size=draft_vocab_size, **options)))
     with torch.no_grad():
         for number, weight in enumerate(head.parameters()):
             values = waves(*weight.shape, seed=10 + number)
@@ -81,4 +82,4 @@ def as_examples(samples: Sequence[Sample]) -> list[Example]:
 
 
 def doubled(batch: Batch) -> Batch:
-    return Batch(batch.keys, batch.tokens_BT, batch.loss_mask_BT, batch.aux_hidden_BTA.double(), batch.last_hidden_BTH.double())
+    return replace(batch, aux_hidden_BTA=batch.aux_hidden_BTA.double(), last_hidden_BTH=batch.last_hidden_BTH.double())

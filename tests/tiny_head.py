@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eyas.model.checkpoint import Form, Verifier, expected_shapes, write_head
-from eyas.model.config import HeadConfig, TargetConfig
+from eyas.model.config import HeadConfig, HeadOptions, TargetConfig
 from eyas.model.vocab import TargetVocabulary, draft_vocabulary
 
 
@@ -20,7 +20,7 @@ def tiny_head(
 ) -> tuple[HeadConfig, dict[str, Tensor]]:
     """A head of random weights for the target in a folder: config, and tensors by EAGLE's names. flags: HeadConfig's."""
     vocabulary = TargetVocabulary.load(target)
-    config = HeadConfig.for_target(TargetConfig.from_folder(target), draft_vocab_size)
+    config = HeadConfig.for_target(TargetConfig.from_folder(target), HeadOptions(draft_vocab_size=draft_vocab_size))
     config = config.model_copy(update={"target_lm_head_sha256": vocabulary.lm_head_sha256, **flags})
     generator = torch.Generator().manual_seed(seed)
     counts_V = torch.randint(100, (config.vocab_size,), generator=generator)

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+
+OPEN_PACKS = 32  # packed rows that still take samples
 
 
 class FeaturesOfOne(Protocol):
@@ -32,13 +35,20 @@ class FeaturesOfOne(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """B samples padded on the right with zeros: tokens int64, loss_mask bool, hidden states in their stored dtype."""
+    """Rows of samples, padded on the right with zeros: tokens int64, loss_mask bool, hidden states in their stored dtype.
+
+    starts_BT: int64, the column where each token's sample begins; -1 in padding. One sample a row, or many (`packed`).
+
+        tokens    [x0 x1 x2 y0 y1 z0 .  . ]
+        starts    [0  0  0  3  3  5  -1 -1]
+    """
 
     keys: tuple[str, ...]
     tokens_BT: Tensor
     loss_mask_BT: Tensor
     aux_hidden_BTA: Tensor
     last_hidden_BTH: Tensor
+    starts_BT: Tensor
 
     @classmethod
     def of(cls, samples: Sequence[FeaturesOfOne], device: str = "cpu") -> Batch:
@@ -53,6 +63,29 @@ class Batch:
             loss_mask_BT=padded([sample.loss_mask for sample in samples]),
             aux_hidden_BTA=padded([sample.aux_hidden for sample in samples]),
             last_hidden_BTH=padded([sample.last_hidden for sample in samples]),
+            starts_BT=pad_sequence([torch.zeros(len(sample.token_ids), dtype=torch.int64) for sample in samples], True, -1).to(
+                device
+            ),
+        )
+
+    @classmethod
+    def packed(cls, samples: Sequence[FeaturesOfOne], num_tokens: int, device: str = "cpu") -> Batch:
+        """One row of `num_tokens`, the samples one behind the other; a longer row where they need one."""
+        lengths = [len(sample.token_ids) for sample in samples]
+        padding = max(0, num_tokens - sum(lengths))
+
+        def joined(tensors: list[Tensor], fill: int = 0) -> Tensor:
+            tail = tensors[0].new_full((padding, *tensors[0].shape[1:]), fill)
+            return torch.cat([*tensors, tail])[None].to(device)
+
+        starts = accumulate(lengths, initial=0)
+        return cls(
+            keys=tuple(sample.key for sample in samples),
+            tokens_BT=joined([sample.token_ids.long() for sample in samples]),
+            loss_mask_BT=joined([sample.loss_mask for sample in samples]),
+            aux_hidden_BTA=joined([sample.aux_hidden for sample in samples]),
+            last_hidden_BTH=joined([sample.last_hidden for sample in samples]),
+            starts_BT=joined([torch.full((length,), start) for length, start in zip(lengths, starts, strict=False)], -1),
         )
 
 
@@ -78,3 +111,27 @@ def plan_batches(lengths: Sequence[int], max_tokens: int, seed: str) -> list[lis
         batches[-1].append(number)
     rng.shuffle(batches)
     return batches
+
+
+def plan_packs(lengths: Sequence[int], num_tokens: int, seed: str) -> list[list[int]]:
+    """Numbers of the samples of each packed row, every sample once: their lengths sum to num_tokens at most, unless one sample
+    alone is longer.
+
+    Samples are shuffled, then each goes into the first of the last rows begun that has room for it: little padding, and rows
+    that differ from pass to pass. Depends on nothing but the arguments.
+    """
+    rng = random.Random(seed)
+    order = list(range(len(lengths)))
+    rng.shuffle(order)
+    packs: list[list[int]] = []
+    rooms: list[int] = []
+    for number in order:
+        begun = range(max(0, len(packs) - OPEN_PACKS), len(packs))
+        place = next((pack for pack in begun if rooms[pack] >= lengths[number]), len(packs))
+        if place == len(packs):
+            packs.append([])
+            rooms.append(num_tokens)
+        packs[place].append(number)
+        rooms[place] -= lengths[number]
+    rng.shuffle(packs)
+    return packs

@@ -161,7 +161,8 @@ def write_head(
     verifier = verifier or Verifier()
     written = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     if form == "eyas":
-        stated = {key: value for key, value in config.model_dump(mode="json").items() if value is not False}
+        usual = {name: field.default for name, field in HeadConfig.model_fields.items() if isinstance(field.default, bool)}
+        stated = {key: value for key, value in config.model_dump(mode="json").items() if value is not usual.get(key)}
         return _files(HEAD_JSON, {"format": FORMAT, **stated, "taps": {"after_layer": list(config.taps)}}, written)
     if config.draft_vocab_size == config.vocab_size:  # vLLM fails on maps that map nothing
         written = {name: tensor for name, tensor in written.items() if name not in MAPS}
@@ -181,7 +182,8 @@ def write_head(
 
 def form_faults(tensors: Mapping[str, Tensor], form: Form) -> list[MismatchError]:
     """What of a sound head a form has no word for."""
-    if form == "sglang" and EMBED_TOKENS in tensors:
+    own_width = EMBED_TOKENS in tensors and tensors["fc.weight"].shape[1] != 3 * tensors[EMBED_TOKENS].shape[1]
+    if form == "sglang" and EMBED_TOKENS in tensors and not own_width:
         what = "the head has embeddings of its own: SGLang uses the target's in their place"
         return [MismatchError(what, "export for vLLM only")]
     if form == "vllm" and LM_HEAD not in tensors:
@@ -374,11 +376,12 @@ def with_vocabulary_maps(config: HeadConfig, tensors: Mapping[str, Tensor]) -> d
 def tensor_faults(config: HeadConfig, tensors: Mapping[str, Tensor]) -> list[MismatchError]:
     """Every tensor that is missing, unknown, of another shape or kind, and maps that are no map."""
     faults = []
-    if config.hidden_size != config.target_hidden_size:
+    if config.owns_embeddings and EMBED_TOKENS not in tensors:
         faults.append(
             MismatchError(
-                f"hidden size {config.hidden_size} on a target of {config.target_hidden_size} would need embeddings of its own",
-                "train a head of the target's hidden size",
+                f"hidden size {config.hidden_size} on a target of {config.target_hidden_size} needs embeddings of its own: "
+                f"{EMBED_TOKENS} is missing",
+                "restore the checkpoint from its source, or train a head of the target's hidden size",
             )
         )
     expected, optional = expected_shapes(config), optional_shapes(config)
@@ -566,7 +569,7 @@ def _vllm_settings(config: HeadConfig, dtype: str, verifier: Verifier) -> dict[s
         "torch_dtype": dtype,
         "tie_word_embeddings": False,
         "draft_vocab_size": config.draft_vocab_size,
-        "target_hidden_size": None,  # null means the head's own
+        "target_hidden_size": config.target_hidden_size if config.owns_embeddings else None,  # null means the head's own
         LAYER_IDS: [tap + 1 for tap in config.taps],
         **_flags(config),
         "norm_output": config.norm_output,

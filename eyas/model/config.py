@@ -8,12 +8,13 @@ only `export` knows.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
-from eyas.errors import CorruptError, MismatchError, MissingInputError
+from eyas.errors import ConfigError, CorruptError, MismatchError, MissingInputError
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 ELSEWHERE = (
@@ -77,7 +78,7 @@ class DecoderConfig(BaseModel):
 
 
 class TargetShape(DecoderConfig):
-    """What a head needs to know of any target; `rope` is what its head is to turn by, the target's own where it has one like it.
+    """What a head needs to know of any target. rope: what its head is to turn by, the target's own where a head can.
 
     The logits are lm_head's output times logit_scale, then cut softly: logit_softcap * tanh(. / logit_softcap).
     """
@@ -159,6 +160,23 @@ def _rope(folder: str | Path, config: dict[str, Any]) -> RopeConfig:
         raise MismatchError(f"{folder}: {error.what} by eyas' own engine", f"{error.hint}; or {ELSEWHERE}") from error
 
 
+class HeadOptions(BaseModel):
+    """What of a new head is chosen; the rest is its target's. Every choice is written into the checkpoint.
+
+    hidden_size: a width of its own, with embeddings of its own; None is the target's, whose embeddings it shares.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    draft_vocab_size: int = Field(2048, ge=1)
+    hidden_size: int | None = Field(None, ge=1)
+    train_lm_head: bool = True
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False  # with norm_output, EAGLE-3.1
+    norm_output: bool = False
+
+
 class HeadConfig(DecoderConfig):
     """A draft head in our own, self-describing form (`eyas_head.json` beside the tensors).
 
@@ -175,18 +193,43 @@ class HeadConfig(DecoderConfig):
     fc_norm: bool = False  # fc_norm.{0,1,2} over each of the three features
     norm_output: bool = False  # what is fed back is the output after `norm`
     own_rope: bool = False  # it was trained with another rotary embedding than its target's, and says so
+    train_lm_head: bool = True  # else lm_head is the target's rows as they were
+
+    @property
+    def owns_embeddings(self) -> bool:
+        """Is it of another width than its target, so that it cannot share the target's embeddings?"""
+        return self.hidden_size != self.target_hidden_size
 
     @classmethod
-    def for_target(cls, target: TargetShape, draft_vocab_size: int, taps: Taps | None = None) -> HeadConfig:
-        """The default head of a target: one layer of the target's own shape."""
-        shape = target.model_dump(include=set(DecoderConfig.model_fields))
-        shape["rope"] = target.rope
-        return cls(
-            **{**shape, "num_hidden_layers": 1},
-            draft_vocab_size=draft_vocab_size,
-            target_hidden_size=target.hidden_size,
-            taps=taps or target.default_taps,
-        )
+    def for_target(cls, target: TargetShape, options: HeadOptions, taps: Taps | None = None) -> HeadConfig:
+        """A new head: one layer of the target's own shape, or of its shape at another width. Raises ConfigError."""
+        chosen = options.model_dump(exclude={"hidden_size"})
+        shape = target.model_dump(include=set(DecoderConfig.model_fields)) | own_shape(target, options.hidden_size)
+        shape |= {"rope": target.rope, "num_hidden_layers": 1, "target_hidden_size": target.hidden_size}
+        if shape["hidden_size"] != target.hidden_size and not options.train_lm_head:
+            raise ConfigError(
+                f"a head of hidden size {options.hidden_size} cannot keep its target's lm_head of {target.hidden_size}",
+                "leave out hidden_size, or set train_lm_head: true",
+            )
+        return cls(**shape, **chosen, taps=taps or target.default_taps)
+
+
+def own_shape(target: TargetShape, hidden_size: int | None) -> dict[str, int]:
+    """What changes in a layer of the target's when it gets another width: the MLP in proportion, and fewer or more heads.
+
+    Raises ConfigError for a width that heads of the target's head_dim do not fill.
+    """
+    H, D = hidden_size or target.hidden_size, target.head_dim
+    if target.hidden_size == H:
+        return {}
+    if H % D:
+        raise ConfigError(f"a hidden size of {H} is no number of heads of {D}", f"choose a multiple of {D}")
+    return {
+        "hidden_size": H,
+        "intermediate_size": max(1, round(target.intermediate_size * H / target.hidden_size)),
+        "num_attention_heads": H // D,
+        "num_key_value_heads": math.gcd(H // D, target.num_key_value_heads),
+    }
 
 
 def read_config(folder: str | Path, name: str = "config.json") -> dict[str, Any]:

@@ -15,8 +15,11 @@ Four flags of the config change it, as published heads need it:
     norm_before_residual    h = hidden_norm(h) + o(attention(x))
     norm_output             the layer puts out, and is fed, norm(h); logits = lm_head of that
 
-Letters: T sequence, H hidden (of head and target alike), X = 2 H, W draft vocabulary, V target vocabulary, D head
-dimension, Hq and Hk heads of queries and of keys and values.
+A head of another width than its target's has embeddings of its own, which are trained and written with it; fc takes it from
+the target's width to its own.
+
+Letters: T sequence, H hidden, Ht the target's (H, unless the head has a width of its own), X = 2 H, W draft vocabulary,
+V target vocabulary, D head dimension, Hq and Hk heads of queries and of keys and values.
 """
 
 from __future__ import annotations
@@ -90,28 +93,24 @@ class Midlayer(nn.Module):
 class Head(nn.Module):
     """A draft head of `config`'s shape. Embeddings are given to `forward`: the target's, or `embed_tokens` if it has its own.
 
-    Raises MismatchError for a head whose hidden size is not its target's: embedding and feature share one layer.
+    embed_tokens [V, H]: a weight of a head of another width than its target's; of others, neither trained nor written.
     """
 
     d2t: Tensor
     t2d: Tensor
-    embed_tokens: Tensor | None = None  # [V, H], neither trained nor written
+    embed_tokens: Tensor | None
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
-        if config.hidden_size != config.target_hidden_size:
-            raise MismatchError(
-                f"a head of hidden size {config.hidden_size} for a target of {config.target_hidden_size} is not supported",
-                "use a head of the target's hidden size",
-            )
         self.config = config
-        H, W = config.hidden_size, config.draft_vocab_size
+        H, Ht, W = config.hidden_size, config.target_hidden_size, config.draft_vocab_size
         with torch.device("meta"):  # no time for random numbers that are never used
+            self.embed_tokens = nn.Parameter(torch.empty(config.vocab_size, H)) if config.owns_embeddings else None
             if config.norm_before_fc:
-                self.input_norm = RmsNorm(3 * H, config.rms_norm_eps)
+                self.input_norm = RmsNorm(3 * Ht, config.rms_norm_eps)
             if config.fc_norm:
-                self.fc_norm = nn.ModuleList(RmsNorm(H, config.rms_norm_eps) for _ in range(3))
-            self.fc = nn.Linear(3 * H, H, bias=False)
+                self.fc_norm = nn.ModuleList(RmsNorm(Ht, config.rms_norm_eps) for _ in range(3))
+            self.fc = nn.Linear(3 * Ht, H, bias=False)
             self.midlayer = Midlayer(config)
             self.norm = RmsNorm(H, config.rms_norm_eps)
             self.lm_head = nn.Linear(H, W, bias=False)
@@ -120,6 +119,7 @@ class Head(nn.Module):
         self.to_empty(device="cpu")
         for weight in self.parameters():
             nn.init.constant_(weight, float("nan"))
+        self.lm_head.requires_grad_(config.train_lm_head)
         self.set_vocabulary(torch.zeros(W, dtype=torch.int64), torch.arange(config.vocab_size) < W)
 
     # Weights
@@ -137,7 +137,7 @@ class Head(nn.Module):
     # The layer in its parts; `unroll` calls them in EAGLE's order
 
     def fuse(self, aux_hidden: Tensor) -> Tensor:
-        """[..., 3 H] -> [..., H]: the target's three streams as one feature."""
+        """[..., 3 Ht] -> [..., H]: the target's three streams as one feature."""
         if self.config.fc_norm:
             streams = zip(self.fc_norm, aux_hidden.chunk(3, dim=-1), strict=True)
             aux_hidden = torch.cat([norm(stream) for norm, stream in streams], dim=-1)
@@ -181,8 +181,13 @@ class Head(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Layer output [..., H] -> [..., W]."""
-        scores: Tensor = self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
+        scores: Tensor = self.lm_head(self.normed(hidden))
         return scores
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Layer output [..., H] as lm_head takes it."""
+        as_taken: Tensor = hidden if self.config.norm_output else self.norm(hidden)
+        return as_taken
 
     def _by_head(self, projected: Tensor) -> Tensor:
         return projected.view(*projected.shape[:-1], -1, self.config.head_dim)
@@ -228,11 +233,17 @@ def load_head(folder: str | Path, target: TargetShape | None = None, target_lm_h
             )
         tensors[LM_HEAD] = target_lm_head
     head = Head(config)
+    if head.embed_tokens is not None and embed_tokens is not None:
+        tensors["embed_tokens"] = embed_tokens
     head.load_state_dict(tensors)
-    head.embed_tokens = None if embed_tokens is None else embed_tokens.float()
+    if head.embed_tokens is None and embed_tokens is not None:
+        head.embed_tokens = embed_tokens.float()
     return head
 
 
 def head_files(head: Head) -> dict[str, bytes]:
     """The files of a head in our own form, by name; weights in the head's dtype."""
-    return write_head(head.config, head.state_dict(), "eyas")
+    tensors = head.state_dict()
+    if "embed_tokens" in tensors:
+        tensors[EMBED_TOKENS] = tensors.pop("embed_tokens")
+    return write_head(head.config, tensors, "eyas")

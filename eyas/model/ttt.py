@@ -11,20 +11,26 @@ it runs free. What slot 2 sees, s(t,i) being slot t at step i:
 which is what a server's draft sees: exact keys up to its slot, its own guesses after. Steps 1 and later are seen by their own
 slot alone, so only the slots asked for are computed, and scores are T + i wide, never T x K.
 
-Letters: B batch, T sequence, N slots unrolled in the whole batch, M most of them in one row of it, H hidden, X the layer's
-input, Hq and Hk heads of queries and keys, G = Hq / Hk, D head dimension, K steps.
+A batch is one stream of its B x T tokens. Slots are taken a tile at a time, and a tile looks at the tokens from the begin of
+its first document to its last slot: no mask and no scores of T x T are ever made, and a packed row costs what its documents do.
+
+Letters: B batch, T sequence, M = B T, N slots unrolled, n slots of a tile, c tokens it looks at, A the target's three streams,
+H hidden, X the layer's input, Hq and Hk heads of queries and keys, G = Hq / Hk, D head dimension, K steps, i of them before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 Rotation = tuple[Tensor, Tensor]
+SLOTS_OF_A_TILE = {"cpu": 128}  # elsewhere OF_A_TILE_ELSEWHERE
+OF_A_TILE_ELSEWHERE = 1024
+COLUMNS_IN_STEPS_OF = 64  # so that tiles come in few sizes
 
 
 class Layer(Protocol):
@@ -56,39 +62,46 @@ class Layer(Protocol):
 class Slots:
     """The N slots to unroll out of B x T, row by row.
 
-    flat_N = b * T + t; slot_N = t; place_N = b * M + m, with m the slot's rank in its row; slot_BM = t, and 0 in padding.
+    flat_N = b * T + t; slot_N: its place in its document, first_N: where in the stream of B x T that begins. position_M: each
+    token's place in its document. tiles: of each tile, its first slot and end, and the first and end of the tokens it looks at.
     """
 
     flat_N: Tensor
     slot_N: Tensor
-    place_N: Tensor
-    slot_BM: Tensor
+    first_N: Tensor
+    position_M: Tensor
+    tiles: tuple[tuple[int, int, int, int], ...]
 
     @classmethod
-    def where(cls, active_BT: Tensor) -> Slots:
-        """The slots where a bool [B, T] is true; at least one must be."""
+    def where(cls, active_BT: Tensor, starts_BT: Tensor | None = None) -> Slots:
+        """The slots where a bool [B, T] is true; at least one must be.
+
+        starts_BT: int64, the column where each token's document begins, -1 in padding; without it a row is a document.
+        """
         B, T = active_BT.shape
-        row_N, slot_N = active_BT.nonzero(as_tuple=True)
-        M = int(active_BT.sum(1).max())
-        assert M > 0, "no slot to unroll"
-        place_N = row_N * M + (active_BT.cumsum(1) - 1)[row_N, slot_N]
-        slot_BM = torch.zeros(B * M, dtype=torch.int64, device=active_BT.device)
-        slot_BM[place_N] = slot_N
-        return cls(row_N * T + slot_N, slot_N, place_N, slot_BM.view(B, M))
+        columns_T = torch.arange(T, device=active_BT.device)
+        starts_BT = torch.zeros_like(columns_T).expand(B, T) if starts_BT is None else starts_BT.clamp(min=0)
+        rows_B1 = torch.arange(0, B * T, T, device=active_BT.device).unsqueeze(1)
+        flat_N = active_BT.flatten().nonzero().squeeze(1)
+        assert len(flat_N) > 0, "no slot to unroll"
+        first_N = (starts_BT + rows_B1).flatten()[flat_N]
+        position_M = (columns_T - starts_BT).flatten()
+        return cls(flat_N, position_M[flat_N], first_N, position_M, tiles_of(flat_N, first_N, B * T))
 
     def take(self, x_BT: Tensor) -> Tensor:
         """[B, T, ...] -> [N, ...]."""
         return x_BT.flatten(0, 1).index_select(0, self.flat_N)
 
-    def pad(self, x_N: Tensor) -> Tensor:
-        """[N, heads, D] -> [B, heads, M, D], zeros in padding."""
-        B, M = self.slot_BM.shape
-        padded = x_N.new_zeros(B * M, *x_N.shape[1:]).index_copy(0, self.place_N, x_N)
-        return padded.view(B, M, *x_N.shape[1:]).transpose(1, 2)
 
-    def unpad(self, x_BhMD: Tensor) -> Tensor:
-        """The inverse of `pad`: [B, heads, M, D] -> [N, heads, D]."""
-        return x_BhMD.transpose(1, 2).flatten(0, 1).index_select(0, self.place_N)
+def tiles_of(flat_N: Tensor, first_N: Tensor, num_tokens: int) -> tuple[tuple[int, int, int, int], ...]:
+    """`Slots.tiles`: both tensors ascend, so that a tile's first slot and its last one tell what it looks at."""
+    size = SLOTS_OF_A_TILE.get(flat_N.device.type, OF_A_TILE_ELSEWHERE)
+    begins = range(0, len(flat_N), size)
+    ends = [min(begin + size, len(flat_N)) for begin in begins]
+    columns, step = first_N[list(begins)].tolist(), COLUMNS_IN_STEPS_OF
+    last = flat_N[[end - 1 for end in ends]].tolist()
+    looks = [(low // step * step, min(num_tokens, (high // step + 1) * step)) for low, high in zip(columns, last, strict=True)]
+    return tuple((begin, end, *look) for begin, end, look in zip(begins, ends, looks, strict=True))
 
 
 def unroll(
@@ -101,49 +114,172 @@ def unroll(
 ) -> Iterator[Tensor]:
     """Yield the layer's un-normed output [N, H] of steps 0 .. num_steps - 1.
 
-    aux_hidden_BTA [B, T, 3 H] and embeds_BTH, the embedding of x_{t+1} at slot t. Rows are padded on the right: what lies
-    beyond a slot is never seen. next_embeds(i, output of step i - 1 [N, H]) -> [N, H], the embeddings that step i takes.
+    embeds_BTH: the embedding of x_{t+1} at slot t. What lies beyond a slot or before its document is never seen.
+    next_embeds(i, output of step i - 1 [N, H]) -> [N, H], the embeddings that step i takes.
     """
-    T = embeds_BTH.shape[1]
-    feature_BTH = layer.fuse(aux_hidden_BTA)
-    x_BTX = layer.inputs(embeds_BTH, feature_BTH)
-    positions_T = torch.arange(T, device=x_BTX.device)
-    keys = layer.keys(x_BTX, layer.rotation(positions_T)).transpose(1, 2)
-    values = layer.values(x_BTX).transpose(1, 2)
-    unseen_BMT = positions_T > slots.slot_BM.unsqueeze(-1)
+    feature_MH = layer.fuse(aux_hidden_BTA.flatten(0, 1))
+    x_MX = layer.inputs(embeds_BTH.flatten(0, 1), feature_MH)
+    keys, values = layer.keys(x_MX, layer.rotation(slots.position_M)), layer.values(x_MX)
     own_keys: list[Tensor] = []
     own_values: list[Tensor] = []
-    x_NX, hidden_NH = slots.take(x_BTX), slots.take(feature_BTH)
+    x_NX, hidden_NH = x_MX.index_select(0, slots.flat_N), feature_MH.index_select(0, slots.flat_N)
     for step in range(num_steps):
         turn = layer.rotation(slots.slot_N + step)
         if step > 0:
             x_NX = layer.inputs(next_embeds(step, hidden_NH), hidden_NH)
-            own_keys.append(slots.pad(layer.keys(x_NX, turn)))
-            own_values.append(slots.pad(layer.values(x_NX)))
-        queries = slots.pad(layer.queries(x_NX, turn))
-        mixed = attend(queries, (keys, values), (own_keys, own_values), unseen_BMT)
-        hidden_NH = layer.output(hidden_NH, slots.unpad(mixed))
+            own_keys.append(layer.keys(x_NX, turn))
+            own_values.append(layer.values(x_NX))
+        queries = layer.queries(x_NX, turn)
+        mixed: Tensor = Attend.apply(slots, queries, keys, values, *own_keys, *own_values)  # type: ignore[no-untyped-call]
+        hidden_NH = layer.output(hidden_NH, mixed)
         yield hidden_NH
 
 
-def attend(
-    queries: Tensor, shared: tuple[Tensor, Tensor], own: tuple[list[Tensor], list[Tensor]], unseen_BMT: Tensor
-) -> Tensor:
-    """Attention of queries [B, Hq, M, D] over shared keys and values [B, Hk, T, D] and one own pair [B, Hk, M, D] a step.
+class Attend(torch.autograd.Function):
+    """Attention of queries [N, Hq, D] over shared keys and values [M, Hk, D] and over i own pairs [N, Hk, D] of each slot.
 
-    unseen_BMT bool: which shared keys a query must not see. Softmax in float32 or wider. Returns [B, Hq, M, D].
+    Softmax in float32 or wider. As in flash attention, weights are not kept for the way back but made again, tile by tile,
+    from the log of their sum (Dao et al., arXiv 2205.14135, algorithm 4).
     """
-    (keys, values), (own_keys, own_values) = shared, own
-    (B, Hq, M, D), (Hk, T) = queries.shape, keys.shape[1:3]
-    q = (queries * D**-0.5).reshape(B, Hk, Hq // Hk, M, D)
-    scores = (q.flatten(2, 3) @ keys.transpose(-1, -2)).view(B, Hk, Hq // Hk, M, T)
-    scores = scores.masked_fill(unseen_BMT[:, None, None], float("-inf"))
-    if own_keys:
-        own_scores = (q.unsqueeze(-2) * torch.stack(own_keys, dim=-2).unsqueeze(2)).sum(-1)
-        scores = torch.cat((scores, own_scores), dim=-1)
-    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(values.dtype)
-    to_shared, to_own = weights.split((T, len(own_keys)), dim=-1)
-    mixed: Tensor = (to_shared.flatten(2, 3) @ values).view(q.shape)
-    if own_values:
-        mixed = mixed + (to_own.unsqueeze(-1) * torch.stack(own_values, dim=-2).unsqueeze(2)).sum(-2)
-    return mixed.flatten(1, 2)
+
+    @staticmethod
+    def forward(ctx: Any, slots: Slots, queries: Tensor, keys: Tensor, values: Tensor, *own: Tensor) -> Tensor:
+        """own: all keys, then all values."""
+        mixed, log_sums = torch.empty_like(queries), []
+        with torch.autocast(queries.device.type, enabled=False):
+            for tile in slots.tiles:
+                part = Tile.of(slots, tile, queries, keys, values, own)
+                scores = part.scores()
+                log_sum = scores.logsumexp(-1, keepdim=True)
+                mixed[tile[0] : tile[1]] = part.mix(scores.sub_(log_sum).exp_())
+                log_sums.append(log_sum)
+        ctx.slots = slots
+        ctx.save_for_backward(queries, keys, values, mixed, *own, *log_sums)
+        return mixed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of everything but the slots."""
+        slots: Slots = ctx.slots
+        queries, keys, values, mixed, *rest = ctx.saved_tensors
+        own, log_sums = rest[: -len(slots.tiles)], rest[-len(slots.tiles) :]
+        wide = torch.promote_types(keys.dtype, torch.float32)
+        of_queries, of_own = torch.empty_like(queries), [torch.empty_like(one) for one in own]
+        of_keys, of_values = torch.zeros_like(keys, dtype=wide), torch.zeros_like(values, dtype=wide)
+        for tile, log_sum in zip(slots.tiles, log_sums, strict=True):
+            begin, end, low, high = tile
+            part = Tile.of(slots, tile, queries, keys, values, own)
+            weights = part.scores().sub_(log_sum).exp_()
+            pulled = part.pull(weights, grads[0][begin:end], mixed[begin:end])
+            of_queries[begin:end] = pulled.queries
+            of_keys[low:high] += pulled.keys
+            of_values[low:high] += pulled.values
+            for whole, piece in zip(of_own, pulled.own, strict=True):
+                whole[begin:end] = piece
+        return None, of_queries, of_keys.to(keys.dtype), of_values.to(values.dtype), *of_own
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """Gradients of a tile's queries [n, Hq, D], keys and values [c, Hk, D], and own keys and values [n, Hk, D]."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    own: list[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Some slots and what they look at: queries scaled, [Hk, G n, D]; keys and values [Hk, c, D]; own ones [Hk, 1, n, i, D]."""
+
+    num_slots: int
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    own_keys: Tensor | None
+    own_values: Tensor | None
+    unseen_nc: Tensor
+
+    @classmethod
+    def of(
+        cls, slots: Slots, tile: tuple[int, int, int, int], queries: Tensor, keys: Tensor, values: Tensor, own: Sequence[Tensor]
+    ) -> Tile:
+        """Cut out a tile."""
+        begin, end, low, high = tile
+        columns_c = torch.arange(low, high, device=queries.device)
+        last_n1, first_n1 = slots.flat_N[begin:end, None], slots.first_N[begin:end, None]
+        half = len(own) // 2
+
+        def stacked(of_steps: Sequence[Tensor]) -> Tensor | None:
+            if not of_steps:
+                return None
+            return torch.stack([one[begin:end] for one in of_steps], dim=1).permute(2, 0, 1, 3).unsqueeze(1)
+
+        return cls(
+            end - begin,
+            by_group(queries[begin:end], keys.shape[1]).flatten(1, 2) * queries.shape[-1] ** -0.5,
+            keys[low:high].transpose(0, 1),
+            values[low:high].transpose(0, 1),
+            stacked(own[:half]),
+            stacked(own[half:]),
+            (columns_c > last_n1) | (columns_c < first_n1),
+        )
+
+    def scores(self) -> Tensor:
+        """[Hk, G, n, c + i], float32 or wider."""
+        shared = (self.queries @ self.keys.transpose(1, 2)).to(torch.promote_types(self.keys.dtype, torch.float32))
+        shared = self.by_slot(shared).masked_fill_(self.unseen_nc, float("-inf"))
+        if self.own_keys is None:
+            return shared
+        own = (self.by_slot(self.queries).unsqueeze(-2) * self.own_keys).sum(-1)
+        return torch.cat((shared, own.to(shared.dtype)), dim=-1)
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """Weights [Hk, G, n, c + i] -> [n, Hq, D]."""
+        to_shared, to_own = self.split(weights.to(self.values.dtype))
+        mixed = self.by_slot(to_shared.flatten(1, 2) @ self.values)
+        if self.own_values is not None:
+            mixed = mixed + (to_own.unsqueeze(-1) * self.own_values).sum(-2)
+        return mixed.permute(2, 0, 1, 3).flatten(1, 2)
+
+    def by_slot(self, x: Tensor) -> Tensor:
+        """[Hk, G n, ...] -> [Hk, G, n, ...]."""
+        return x.view(x.shape[0], -1, self.num_slots, x.shape[-1])
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[..., c + i] -> [..., c], [..., i]."""
+        c = self.keys.shape[1]
+        return x[..., :c], x[..., c:]
+
+    def pull(self, weights: Tensor, grad: Tensor, mixed: Tensor) -> Pulled:
+        """The gradients, from those of the output [n, Hq, D]."""
+        Hk, D = self.keys.shape[0], self.keys.shape[-1]
+        grad_hgnD, dtype, scale = by_group(grad, Hk), self.keys.dtype, D**-0.5
+        by_weight = [self.by_slot(grad_hgnD.flatten(1, 2) @ self.values.transpose(1, 2))]
+        if self.own_values is not None:
+            by_weight.append((grad_hgnD.unsqueeze(-2) * self.own_values).sum(-1))
+        level = (grad_hgnD.to(weights.dtype) * by_group(mixed, Hk).to(weights.dtype)).sum(-1, keepdim=True)
+        by_score = (torch.cat(by_weight, dim=-1).to(weights.dtype) - level).mul_(weights).to(dtype)
+        score_shared, score_own = self.split(by_score)
+        weight_shared, weight_own = self.split(weights.to(dtype))
+        of_queries = self.by_slot(score_shared.flatten(1, 2) @ self.keys)
+        own: list[Tensor] = []
+        if self.own_keys is not None:
+            queries = self.by_slot(self.queries)
+            of_queries = of_queries + (score_own.unsqueeze(-1) * self.own_keys).sum(-2)
+            of_own_keys = (score_own.unsqueeze(-1) * queries.unsqueeze(-2)).sum(1)
+            of_own_values = (weight_own.unsqueeze(-1) * grad_hgnD.unsqueeze(-2)).sum(1)
+            own = [one.transpose(0, 1) for of in (of_own_keys, of_own_values) for one in of.unbind(2)]
+        return Pulled(
+            queries=of_queries.mul_(scale).permute(2, 0, 1, 3).flatten(1, 2),
+            keys=(score_shared.flatten(1, 2).transpose(1, 2) @ self.queries).transpose(0, 1),
+            values=(weight_shared.flatten(1, 2).transpose(1, 2) @ grad_hgnD.flatten(1, 2)).transpose(0, 1),
+            own=own,
+        )
+
+
+def by_group(x_nhD: Tensor, num_heads: int) -> Tensor:
+    """[n, Hq, D] -> [Hk, G, n, D], the heads that share a key side by side."""
+    n, Hq, D = x_nhD.shape
+    return x_nhD.reshape(n, num_heads, Hq // num_heads, D).permute(1, 2, 0, 3)

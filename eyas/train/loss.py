@@ -1,49 +1,80 @@
 """The training objective: EAGLE-3's reference (EAGLE3.md, section 3) over the unrolled steps, as pure functions.
 
-Knows the masks, the teacher and the loss. Does not know optimizers, files or where batches come from.
+Knows the masks, the teacher and the losses. Does not know optimizers, files or where batches come from.
 
     tokens      [x0 x1 x2 x3 x4 x5]     loss_mask of an answer x3 x4 x5:  [0 0 0 1 1 1]
     judged      [0  0  0  1  1  0 ]     position s: x_s is the answer's and so is x_{s+1}, which the target predicts there
     slot t at step i is judged at s = t + 1 + i: its draft of x_{t+2+i} against the target's logits at s
 
 At step 0 this is loss_mask[t+1] and loss_mask[t+2], what serving asks of a head: x_{t+1} is the target's own token, x_{t+2} the
-first draft. Every later step is the same set, shifted left by one more.
+first draft. Every later step is the same set, shifted left by one more. No position is judged from another document's slot.
 
-Letters: B batch, T sequence, N slots unrolled, P judged positions, R slots with a loss at one step, S = R
-of all steps, H hidden, V target
-vocabulary, W draft vocabulary.
+Nothing as wide as a vocabulary is kept: the target's logits are made again where they are needed, some rows at a time.
+
+Letters: B batch, T sequence, N slots unrolled, P judged positions, S slots with a loss at all steps together, R some rows of P
+or S, H hidden, V target vocabulary, W draft vocabulary.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from eyas.chat.supervision import MaskOption
 from eyas.model.batch import Batch
 from eyas.model.head import Head
 from eyas.model.ttt import Slots, unroll
 from eyas.model.vocab import TargetVocabulary
 
-ROWS_AT_ONCE = 512  # of logits over the whole target vocabulary: 256 MB at 128 k tokens
-ROWS_IN_CACHE = 128  # of logits over the draft vocabulary: 1 MB at 2048 tokens
+TEACHER_ROWS = 1024
+LOGITS_AT_ONCE = 1 << 23  # 32 MB in float32: rows x part of the vocabulary
+LOGITS_IN_CACHE = 1 << 18  # on a CPU, what is swept over several times stays in its cache
+LK_ETA = 3.0  # the paper's best
+SLOTS_IN_STEPS_OF = 128  # so that the layer meets few sizes: oneDNN keeps code and buffers for each
+
+
+class ObjectiveConfig(BaseModel):
+    """What is trained: EAGLE-3's reference by default, but for the loss mask and the normaliser.
+
+    loss_mask: which slots are judged, by the names of chat/supervision.py. out_of_vocabulary: slots whose target argmax is
+    outside the draft vocabulary carry no loss (drop) or do (keep). normaliser: a step's losses are summed and divided by the
+    slots that carry loss (valid) or by all positions of the batch, prompt and padding too (positions). loss: see `loss_rows`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_ttt_steps: int = Field(7, ge=1, le=16)
+    step_decay: float = Field(0.8, gt=0, le=1)
+    loss_mask: MaskOption = "serving"
+    out_of_vocabulary: Literal["drop", "keep"] = "drop"
+    normaliser: Literal["valid", "positions"] = "valid"
+    loss: Literal["cross_entropy", "lk_alpha", "lk_lambda"] = "cross_entropy"
 
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
     """What the target says at the P judged positions.
 
-    row_BT: int64, the position's row among the P, -1 where nothing is judged. target_p_PW: softmax over the draft vocabulary
-    only, float32 or wider. argmax_P: the target's own choice in its whole vocabulary. position_mask_P: is it draftable.
+    row_BT: int64, the position's row among the P, -1 where nothing is judged. hidden_PH: the target's last hidden states there.
+    lm_head_WH: its output matrix for the draft's tokens. argmax_P: its own choice in its whole vocabulary. position_mask_P: is
+    it draftable. log_sum_P: log of the sum of exp of all its logits, for the losses that ask it.
     """
 
     row_BT: Tensor
-    target_p_PW: Tensor
+    hidden_PH: Tensor
+    lm_head_WH: Tensor
     argmax_P: Tensor
     position_mask_P: Tensor
+    log_sum_P: Tensor | None
+
+    def logits(self, rows_R: Tensor) -> Tensor:
+        """The target's logits for the draft's tokens at these rows: [R, W], float32 or wider."""
+        return self.hidden_PH.index_select(0, rows_R) @ self.lm_head_WH.T
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +88,19 @@ class Outcome:
     num_hits: Tensor
 
 
-def judged_positions(loss_mask_BT: Tensor) -> Tensor:
-    """bool [B, T]: token s and the next one are both under the loss mask."""
-    return loss_mask_BT & shifted(loss_mask_BT, 1)
+def judged_positions(loss_mask_BT: Tensor, option: MaskOption = "serving", starts_BT: Tensor | None = None) -> Tensor:
+    """bool [B, T]: where the target's prediction x_{s+1} is trained on; the set of `chat.supervision.supervised`, by s + 1.
+
+    starts_BT: as in a Batch; without it every row is one document without padding.
+    """
+    starts_BT = torch.zeros_like(loss_mask_BT, dtype=torch.int64) if starts_BT is None else starts_BT
+    has_next_BT = (starts_BT >= 0) & (shifted(starts_BT + 1, 1) - 1 == starts_BT)
+    column_T = torch.arange(loss_mask_BT.shape[1], device=loss_mask_BT.device)
+    if option == "t":
+        before_BT = F.pad(loss_mask_BT, (1, 0))[:, :-1]
+        return before_BT & (column_T > starts_BT) & has_next_BT
+    own_BT = loss_mask_BT & (column_T > starts_BT) & has_next_BT
+    return own_BT if option == "t+1" else own_BT & shifted(loss_mask_BT, 1)
 
 
 def shifted(x_BT: Tensor, by: int) -> Tensor:
@@ -67,85 +108,238 @@ def shifted(x_BT: Tensor, by: int) -> Tensor:
     return F.pad(x_BT[:, by:], (0, min(by, x_BT.shape[1])))
 
 
+# The teacher
+
+
 @torch.no_grad()
-def teach(batch: Batch, vocabulary: TargetVocabulary, head: Head) -> Teacher:
+def teach(batch: Batch, vocabulary: TargetVocabulary, head: Head, config: ObjectiveConfig) -> Teacher:
     """Run the target's lm_head over the judged positions' last hidden states; call it outside autocast."""
-    judged_BT = judged_positions(batch.loss_mask_BT)
+    judged_BT = judged_positions(batch.loss_mask_BT, config.loss_mask, batch.starts_BT)
     rank_BT = judged_BT.flatten().cumsum(0).view_as(judged_BT) - 1
-    ids_W = head.target_ids_W
-    target_p, argmax = [], []
-    for hidden_RH in torch.split(batch.last_hidden_BTH[judged_BT].to(vocabulary.lm_head.dtype), ROWS_AT_ONCE):
-        logits_RV = hidden_RH @ vocabulary.lm_head.T
-        target_p.append(logits_RV.index_select(1, ids_W).softmax(-1))
-        argmax.append(logits_RV.argmax(-1))
-    argmax_P = torch.cat(argmax)
-    return Teacher(rank_BT.where(judged_BT, -1), torch.cat(target_p), argmax_P, head.t2d[argmax_P])
+    hidden_PH = batch.last_hidden_BTH[judged_BT].to(vocabulary.lm_head.dtype)
+    argmax_P, log_sum_P = over_the_whole_vocabulary(hidden_PH, vocabulary.lm_head, config.loss != "cross_entropy")
+    lm_head_WH = vocabulary.lm_head.index_select(0, head.target_ids_W)
+    return Teacher(rank_BT.where(judged_BT, -1), hidden_PH, lm_head_WH, argmax_P, head.t2d[argmax_P], log_sum_P)
 
 
-class SoftCrossEntropy(torch.autograd.Function):
-    """-sum_w p_w log softmax(logits)_w of each row, and the row's argmax, in one sweep over the logits.
+def over_the_whole_vocabulary(hidden_PH: Tensor, lm_head_VH: Tensor, sums: bool) -> tuple[Tensor, Tensor | None]:
+    """argmax int64 [P] of the logits and, if asked for, the log of the sum of their exp [P]; part of V at a time.
 
-    The gradient, softmax(logits) - p, is made while a block of rows is in the cache and kept in the logits' dtype: a third of
-    the time of autograd's own, at 2048 draft tokens on a CPU. Sums are float32 or wider.
+    Of equal logits the smallest id is taken, part by part.
+    """
+    rows = max(1, min(len(hidden_PH), TEACHER_ROWS))
+    columns = max(1, LOGITS_AT_ONCE // rows)
+    argmax, log_sums = [], []
+    for hidden_RH in torch.split(hidden_PH, rows):
+        best_R, choice_R, log_sum_R = None, None, None
+        for first in range(0, len(lm_head_VH), columns):
+            logits_RC = hidden_RH @ lm_head_VH[first : first + columns].T
+            values_R, places_R = logits_RC.max(-1)
+            places_R = places_R + first
+            if best_R is None or choice_R is None:
+                best_R, choice_R = values_R, places_R
+            else:
+                choice_R = torch.where(values_R > best_R, places_R, choice_R)
+                best_R = torch.maximum(values_R, best_R)
+            if sums:
+                part_R = logits_RC.logsumexp(-1)
+                log_sum_R = part_R if log_sum_R is None else torch.logaddexp(log_sum_R, part_R)
+        argmax.append(choice_R)
+        log_sums.append(log_sum_R)
+    return torch.cat(argmax), torch.cat(log_sums) if sums else None  # type: ignore[arg-type]
+
+
+# The loss of rows of logits
+
+
+def loss_rows(logits_RW: Tensor, target_RW: Tensor, log_sum_R: Tensor | None, loss: str) -> tuple[Tensor, Tensor]:
+    """Losses [R] of draft logits against the target's, and their gradient by the draft logits [R, W]; float32 or wider.
+
+    With q the draft's softmax, p the target's over the draft vocabulary alone, and p' its softmax over the whole vocabulary
+    (log_sum_R is its denominator's log), of which alpha = sum_w min(p'_w, q_w) is the chance that a draft is accepted:
+
+        cross_entropy   -sum_w p_w log q_w                                EAGLE
+        lk_alpha        -log alpha                                        arXiv 2602.23881, LK^alpha
+        lk_lambda       lambda KL(p || q) + (1 - lambda) (1 - alpha)      the same, LK^lambda, lambda = exp(-eta alpha)
+                                                                          of each slot, a constant to the gradient
+    """
+    log_q = logits_RW.log_softmax(-1)
+    q = log_q.exp()
+    log_p = target_RW.log_softmax(-1)
+    p = log_p.exp()
+    if loss == "cross_entropy":
+        return -(p * log_q).sum(-1), q.sub_(p)
+    assert log_sum_R is not None, "the teacher made no sums"
+    accepted = (target_RW - log_sum_R.unsqueeze(-1)).exp_()
+    alpha_R = torch.minimum(accepted, q).sum(-1).clamp(min=torch.finfo(q.dtype).tiny)
+    short = q * (q < accepted)  # where more of q is more acceptance
+    rise = short - q * short.sum(-1, keepdim=True)  # alpha's gradient
+    if loss == "lk_alpha":
+        return -alpha_R.log(), rise.div_(-alpha_R.unsqueeze(-1))
+    weight_R = (-LK_ETA * alpha_R).exp()
+    divergence_R = (p * (log_p - log_q)).sum(-1)
+    grad = weight_R.unsqueeze(-1) * (q - p) - (1 - weight_R).unsqueeze(-1) * rise
+    return weight_R * divergence_R + (1 - weight_R) * (1 - alpha_R), grad
+
+
+class Distillation(torch.autograd.Function):
+    """lm_head and loss in one: the weighted sum of the rows' losses, each row's loss, and each row's argmax.
+
+    Logits and their gradient are made some rows at a time and thrown away: beside the inputs there are only the two gradients,
+    of the rows and of lm_head, made on the way forward. Rows must come sorted by the teacher's row, whose logits are made
+    once for all steps that share it.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits_RW: Tensor, target_p_PW: Tensor, row_R: Tensor) -> tuple[Tensor, Tensor]:
-        """row_R: which row of target_p_PW is each row's p. Returns losses [R] and argmax int64 [R]."""
-        losses, choices, grad_RW = [], [], torch.empty_like(logits_RW)
-        blocks = zip(*(torch.split(x, ROWS_IN_CACHE) for x in (logits_RW, row_R, grad_RW)), strict=True)
-        for logits, rows, grad in blocks:
-            log_q = logits.log_softmax(-1, dtype=target_p_PW.dtype)
-            p = target_p_PW.index_select(0, rows)
-            losses.append(-(p * log_q).sum(-1))
-            choices.append(log_q.max(-1).indices)
-            grad.copy_(log_q.exp_().sub_(p))
-        ctx.save_for_backward(grad_RW)
-        choice_R = torch.cat(choices)
-        ctx.mark_non_differentiable(choice_R)
-        return torch.cat(losses), choice_R
+    def forward(
+        ctx: Any, normed_SH: Tensor, lm_head_WH: Tensor, weight_S: Tensor, row_S: Tensor, teacher: Teacher, loss: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """weight_S: of each row in the sum. row_S: which row of the teacher is each row's. The sum alone has a gradient."""
+        wide = torch.promote_types(normed_SH.dtype, torch.float32)
+        by_rows, by_head = ctx.needs_input_grad[:2]
+        grad_SH = torch.empty_like(normed_SH) if by_rows else None
+        grad_WH = torch.zeros_like(lm_head_WH, dtype=wide) if by_head else None
+        losses, choices = [], []
+        at_once = max(1, LOGITS_AT_ONCE // len(lm_head_WH))
+        for first in range(0, len(normed_SH), at_once):
+            part = slice(first, first + at_once)
+            logits_RW = normed_SH[part] @ lm_head_WH.T
+            losses_R, choices_R, grad_RW = swept(logits_RW, weight_S[part], row_S[part], teacher, loss)
+            losses.append(losses_R)
+            choices.append(choices_R)
+            if grad_SH is not None:
+                torch.mm(grad_RW, lm_head_WH, out=grad_SH[part])
+            if grad_WH is not None:
+                grad_WH += grad_RW.T @ normed_SH[part]
+        ctx.save_for_backward(grad_SH, grad_WH)
+        losses_S, choices_S = torch.cat(losses), torch.cat(choices)
+        ctx.mark_non_differentiable(losses_S, choices_S)
+        return (weight_S * losses_S).sum(), losses_S, choices_S
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """Of the losses' gradient [R] only: the argmax has none."""
-        (grad_RW,) = ctx.saved_tensors
-        return grad_RW * grads[0].to(grad_RW.dtype).unsqueeze(-1), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        """Of the sum's gradient alone."""
+        grad_SH, grad_WH = ctx.saved_tensors
+        by_rows = None if grad_SH is None else grad_SH * grads[0].to(grad_SH.dtype)
+        return by_rows, None if grad_WH is None else grad_WH * grads[0], None, None, None, None
+
+
+def swept(logits_RW: Tensor, weight_R: Tensor, row_R: Tensor, teacher: Teacher, loss: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses and argmax [R] of rows of logits, and the weighted losses' gradient in place of the logits, block by block."""
+    taught_U, of_R = torch.unique_consecutive(row_R, return_inverse=True)
+    target_UW = teacher.logits(taught_U)
+    at_once = max(1, LOGITS_IN_CACHE // logits_RW.shape[1]) if logits_RW.device.type == "cpu" else len(row_R)
+    losses, choices = [], []
+    for first in range(0, len(row_R), at_once):
+        part = slice(first, first + at_once)
+        logits, target = logits_RW[part].to(target_UW.dtype), target_UW.index_select(0, of_R[part])
+        log_sum = None if teacher.log_sum_P is None else teacher.log_sum_P[row_R[part]]
+        losses_R, grad = loss_rows(logits, target, log_sum, loss)
+        choices.append(logits.argmax(-1))
+        losses.append(losses_R)
+        logits_RW[part] = grad.mul_(weight_R[part].unsqueeze(-1))
+    return torch.cat(losses), torch.cat(choices), logits_RW
+
+
+# The whole
 
 
 def objective(
-    head: Head, embed_tokens: Tensor, batch: Batch, teacher: Teacher, num_ttt_steps: int, step_decay: float
+    head: Head,
+    embed_tokens: Tensor,
+    batch: Batch,
+    teacher: Teacher,
+    config: ObjectiveConfig,
+    divisor_K: Tensor | None = None,
 ) -> Outcome:
-    """loss = sum_i step_decay^i * mean soft cross entropy of step i over its slots that carry loss.
+    """loss = sum_i step_decay^i * mean loss of step i over its slots that carry loss (or over all B * T positions).
 
-    Slots whose target argmax is outside the draft vocabulary carry none, and count as misses. Tokens are teacher-forced; the
-    fed-back state is not detached. embed_tokens [V, H]: the unroll starts in its dtype. A batch must hold a judged position.
+    Slots whose target argmax is outside the draft vocabulary carry none, unless kept, and count as misses. Tokens are
+    teacher-forced; the fed-back state is not detached. embed_tokens [V, H]: the target's, for a head that has none of its own;
+    the unroll starts in its dtype. A batch must hold a judged position. divisor_K: the sum of `divisors` over all batches of which
+    this is a part of the loss; its own, if it is the whole.
     """
-    row_at_step_BT = [shifted(teacher.row_BT + 1, 1 + step) - 1 for step in range(num_ttt_steps)]
-    token_at_step_BT = [shifted(batch.tokens_BT, 1 + step) for step in range(num_ttt_steps)]
-    slots = Slots.where(torch.stack(row_at_step_BT).amax(0) >= 0)
+    embed_tokens = embed_tokens if head.embed_tokens is None else head.embed_tokens.to(embed_tokens.dtype)
+    steps = range(config.num_ttt_steps)
+    row_at_step_BT = [ahead(teacher.row_BT, batch.starts_BT, 1 + step) for step in steps]
+    slots = Slots.where(rounded_up(torch.stack(row_at_step_BT).amax(0) >= 0, batch.starts_BT), batch.starts_BT)
 
     def true_embeds(step: int, _: Tensor) -> Tensor:
-        return F.embedding(slots.take(token_at_step_BT[step]), embed_tokens)
+        return F.embedding(slots.take(shifted(batch.tokens_BT, 1 + step)), embed_tokens)
 
-    embeds_BTH = F.embedding(token_at_step_BT[0], embed_tokens)
+    embeds_BTH = F.embedding(shifted(batch.tokens_BT, 1), embed_tokens)
     aux_hidden_BTA = batch.aux_hidden_BTA.to(embed_tokens.dtype)
     hidden, rows, num_judged = [], [], []
-    for step, hidden_NH in enumerate(unroll(head, aux_hidden_BTA, embeds_BTH, slots, true_embeds, num_ttt_steps)):
+    for step, hidden_NH in enumerate(unroll(head, aux_hidden_BTA, embeds_BTH, slots, true_embeds, len(steps))):
         row_N = slots.take(row_at_step_BT[step])
-        trained_R = ((row_N >= 0) & teacher.position_mask_P[row_N.clamp(min=0)]).nonzero().squeeze(1)
+        trained_R = carries_loss(row_N, teacher, config).nonzero().squeeze(1)
         hidden.append(hidden_NH.index_select(0, trained_R))
         rows.append(row_N[trained_R])
         num_judged.append((row_N >= 0).sum())
-    logits_SW, row_S = head.logits(torch.cat(hidden)), torch.cat(rows)  # all steps at once: one product, one gradient
-    loss_S, choice_S = SoftCrossEntropy.apply(logits_SW, teacher.target_p_PW, row_S)  # type: ignore[no-untyped-call]
-    hit_S = head.target_ids_W[choice_S] == teacher.argmax_P[row_S]
+    divisor_K = divisors(batch, teacher, config) if divisor_K is None else divisor_K
+    return outcome(head, hidden, rows, torch.stack(num_judged), teacher, config, divisor_K)
+
+
+def divisors(batch: Batch, teacher: Teacher, config: ObjectiveConfig) -> Tensor:
+    """What the sum of each step's losses is divided by: int64 [K]."""
+    if config.normaliser == "positions":
+        return torch.full((config.num_ttt_steps,), batch.tokens_BT.numel(), device=batch.tokens_BT.device)
+    rows = (ahead(teacher.row_BT, batch.starts_BT, 1 + step) for step in range(config.num_ttt_steps))
+    return torch.stack([carries_loss(row_BT, teacher, config).sum() for row_BT in rows])
+
+
+def carries_loss(row: Tensor, teacher: Teacher, config: ObjectiveConfig) -> Tensor:
+    """bool, of the teacher's rows by slot, -1 where there is none."""
+    carries = row >= 0
+    return carries & teacher.position_mask_P[row.clamp(min=0)] if config.out_of_vocabulary == "drop" else carries
+
+
+def ahead(row_BT: Tensor, starts_BT: Tensor, by: int) -> Tensor:
+    """row_BT[:, t + by] at t, -1 where that is another document or none."""
+    same_BT = shifted(starts_BT + 1, by) - 1 == starts_BT
+    return (shifted(row_BT + 1, by) - 1).where(same_BT, -1)
+
+
+def rounded_up(active_BT: Tensor, starts_BT: Tensor) -> Tensor:
+    """Some more slots than are asked for, so that there are few numbers of them; those added carry no loss."""
+    missing = -int(active_BT.sum()) % SLOTS_IN_STEPS_OF
+    others = (~active_BT & (starts_BT >= 0)).flatten().nonzero().squeeze(1)[:missing]
+    return active_BT.flatten().index_fill(0, others, True).view_as(active_BT)
+
+
+def outcome(
+    head: Head,
+    hidden: list[Tensor],
+    rows: list[Tensor],
+    num_judged: Tensor,
+    teacher: Teacher,
+    config: ObjectiveConfig,
+    divisor_K: Tensor,
+) -> Outcome:
+    """From the outputs [R, H] of each step's slots that carry loss, and their rows of the teacher [R]."""
     sizes = [len(row_R) for row_R in rows]
-    step_losses = torch.stack([loss_R.sum() / max(len(loss_R), 1) for loss_R in torch.split(loss_S, sizes)])
-    decay = step_decay ** torch.arange(num_ttt_steps, dtype=step_losses.dtype, device=step_losses.device)
+    device = teacher.row_BT.device
+    num_trained = torch.tensor(sizes, device=device)
+    wide = teacher.hidden_PH.dtype
+    decay = config.step_decay ** torch.arange(len(sizes), dtype=wide, device=device)
+    divisor_K = divisor_K.to(wide).clamp(min=1)
+    step_S = torch.repeat_interleave(torch.arange(len(sizes), device=device), num_trained)
+    row_S, order_S = torch.cat(rows).sort(stable=True)
+    step_S = step_S[order_S]
+    normed_SH = head.normed(torch.cat(hidden).index_select(0, order_S))
+    lm_head_WH = head.lm_head.weight
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+        normed_SH, lm_head_WH = normed_SH.to(dtype), lm_head_WH.to(dtype)
+    with torch.autocast(device.type, enabled=False):
+        loss, loss_S, choice_S = Distillation.apply(  # type: ignore[no-untyped-call]
+            normed_SH, lm_head_WH, (decay / divisor_K)[step_S], row_S, teacher, config.loss
+        )
+    hit_S = head.target_ids_W[choice_S] == teacher.argmax_P[row_S]
     return Outcome(
-        loss=(decay * step_losses).sum(),
-        step_losses=step_losses.detach(),
-        num_judged=torch.stack(num_judged),
-        num_trained=torch.tensor(sizes),
-        num_hits=torch.stack([hit_R.sum() for hit_R in torch.split(hit_S, sizes)]),
+        loss=loss,
+        step_losses=loss_S.new_zeros(len(sizes)).index_add(0, step_S, loss_S) / divisor_K,
+        num_judged=num_judged,
+        num_trained=num_trained,
+        num_hits=torch.zeros_like(num_trained).index_add(0, step_S, hit_S.long()),
     )

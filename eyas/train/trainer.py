@@ -24,12 +24,12 @@ from eyas.builtin import resolve_target
 from eyas.errors import EmptyInputError, EyasError, MismatchError
 from eyas.log import Track, quiet
 from eyas.model.batch import Batch, plan_batches
-from eyas.model.config import HeadConfig
+from eyas.model.config import HeadConfig, HeadOptions
 from eyas.model.head import Head, head_files
 from eyas.model.vocab import TargetVocabulary, draft_vocabulary
 from eyas.shards import FeatureMeta, Features
 from eyas.train.initial import initialise
-from eyas.train.loss import judged_positions, objective, teach
+from eyas.train.loss import ObjectiveConfig, judged_positions, objective, teach
 
 CHECKPOINT, METRICS = "checkpoint.pt", "metrics.jsonl"
 
@@ -138,7 +138,7 @@ def plan(config: TrainConfig, lengths: list[int]) -> list[list[int]]:
 
 def start(config: TrainConfig, meta: FeatureMeta, vocabulary: TargetVocabulary, counts_V: Tensor) -> Run:
     """A fresh head for this target and an optimizer for it; weights are float32 whatever the precision of the maths."""
-    shape = HeadConfig.for_target(vocabulary.config, config.draft_vocab_size, meta.taps)
+    shape = HeadConfig.for_target(vocabulary.config, HeadOptions(draft_vocab_size=config.draft_vocab_size), meta.taps)
     head = Head(shape.model_copy(update={"target_lm_head_sha256": vocabulary.lm_head_sha256}))
     head.set_vocabulary(*draft_vocabulary(counts_V, config.draft_vocab_size))
     initialise(head, vocabulary, config.seed)
@@ -158,10 +158,11 @@ def schedule(step: int, num_steps: int, config: TrainConfig) -> float:
 def update(run: Run, batch: Batch, vocabulary: TargetVocabulary, config: TrainConfig, learning_rate: float) -> dict[str, Any]:
     """One step on one batch; returns its row of metrics. Raises EyasError when loss or gradient is not finite."""
     dtype = getattr(torch, config.dtype)
-    teacher = teach(batch, vocabulary, run.head)
+    wanted = ObjectiveConfig(num_ttt_steps=config.num_ttt_steps, step_decay=config.step_decay)
+    teacher = teach(batch, vocabulary, run.head, wanted)
     with torch.autocast(batch.tokens_BT.device.type, dtype, enabled=dtype != torch.float32):
         embed_tokens = vocabulary.embed_tokens.to(dtype)
-        outcome = objective(run.head, embed_tokens, batch, teacher, config.num_ttt_steps, config.step_decay)
+        outcome = objective(run.head, embed_tokens, batch, teacher, wanted)
     outcome.loss.backward()  # type: ignore[no-untyped-call]
     norm = float(torch.nn.utils.clip_grad_norm_(run.head.parameters(), config.max_grad_norm))
     loss = float(outcome.loss.detach())
