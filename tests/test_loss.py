@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -238,6 +240,16 @@ def test_the_losses_gradient_is_autograds_own(loss):
     losses_R, grad_RW = loss_rows(logits_RW.detach(), teacher_RV[:, kept], teacher_RV.logsumexp(-1), loss)
     torch.testing.assert_close(losses_R, expected_R.detach())
     torch.testing.assert_close(grad_RW, expected_grad)
+
+
+def test_a_target_that_cuts_its_logits_teaches_what_it_says():
+    batch, head = doubled(made_up_batch([[True] * 9])), wavy_head().double()
+    vocabulary = tiny_vocabulary(torch.float64)
+    cutting = replace(vocabulary, config=vocabulary.config.model_copy(update={"logit_softcap": 2.0}))
+    teacher = teach(batch, cutting, head, ObjectiveConfig(loss="lk_alpha"))
+    logits_PV = 2 * torch.tanh(batch.last_hidden_BTH[0, 1:8] @ vocabulary.lm_head.T / 2)
+    torch.testing.assert_close(teacher.logits(torch.arange(7)), logits_PV[:, head.target_ids_W])
+    torch.testing.assert_close(teacher.log_sum_P, logits_PV.logsumexp(-1))
 
 
 def test_acceptance_near_zero_has_a_finite_gradient():

@@ -62,7 +62,7 @@ class Teacher:
 
     row_BT: int64, the position's row among the P, -1 where nothing is judged. hidden_PH: the target's last hidden states there.
     lm_head_WH: its output matrix for the draft's tokens. argmax_P: its own choice in its whole vocabulary. position_mask_P: is
-    it draftable. log_sum_P: log of the sum of exp of all its logits, for the losses that ask it.
+    it draftable. log_sum_P: log of the sum of exp of all its logits, for the losses that ask it. vocabulary: the target's.
     """
 
     row_BT: Tensor
@@ -71,10 +71,11 @@ class Teacher:
     argmax_P: Tensor
     position_mask_P: Tensor
     log_sum_P: Tensor | None
+    vocabulary: TargetVocabulary
 
     def logits(self, rows_R: Tensor) -> Tensor:
         """The target's logits for the draft's tokens at these rows: [R, W], float32 or wider."""
-        return self.hidden_PH.index_select(0, rows_R) @ self.lm_head_WH.T
+        return self.vocabulary.capped(self.hidden_PH.index_select(0, rows_R) @ self.lm_head_WH.T)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,17 +118,17 @@ def teach(batch: Batch, vocabulary: TargetVocabulary, head: Head, config: Object
     judged_BT = judged_positions(batch.loss_mask_BT, config.loss_mask, batch.starts_BT)
     rank_BT = judged_BT.flatten().cumsum(0).view_as(judged_BT) - 1
     hidden_PH = batch.last_hidden_BTH[judged_BT].to(vocabulary.lm_head.dtype)
-    argmax_P, log_sum_P = over_the_whole_vocabulary(hidden_PH, vocabulary.lm_head, config.loss != "cross_entropy")
+    argmax_P, log_sum_P = over_the_whole_vocabulary(hidden_PH, vocabulary, config.loss != "cross_entropy")
     lm_head_WH = vocabulary.lm_head.index_select(0, head.target_ids_W)
-    return Teacher(rank_BT.where(judged_BT, -1), hidden_PH, lm_head_WH, argmax_P, head.t2d[argmax_P], log_sum_P)
+    return Teacher(rank_BT.where(judged_BT, -1), hidden_PH, lm_head_WH, argmax_P, head.t2d[argmax_P], log_sum_P, vocabulary)
 
 
-def over_the_whole_vocabulary(hidden_PH: Tensor, lm_head_VH: Tensor, sums: bool) -> tuple[Tensor, Tensor | None]:
+def over_the_whole_vocabulary(hidden_PH: Tensor, vocabulary: TargetVocabulary, sums: bool) -> tuple[Tensor, Tensor | None]:
     """argmax int64 [P] of the logits and, if asked for, the log of the sum of their exp [P]; part of V at a time.
 
     Of equal logits the smallest id is taken, part by part.
     """
-    rows = max(1, min(len(hidden_PH), TEACHER_ROWS))
+    lm_head_VH, rows = vocabulary.lm_head, max(1, min(len(hidden_PH), TEACHER_ROWS))
     columns = max(1, LOGITS_AT_ONCE // rows)
     argmax, log_sums = [], []
     for hidden_RH in torch.split(hidden_PH, rows):
@@ -142,7 +143,7 @@ def over_the_whole_vocabulary(hidden_PH: Tensor, lm_head_VH: Tensor, sums: bool)
                 choice_R = torch.where(values_R > best_R, places_R, choice_R)
                 best_R = torch.maximum(values_R, best_R)
             if sums:
-                part_R = logits_RC.logsumexp(-1)
+                part_R = vocabulary.capped(logits_RC).logsumexp(-1)
                 log_sum_R = part_R if log_sum_R is None else torch.logaddexp(log_sum_R, part_R)
         argmax.append(choice_R)
         log_sums.append(log_sum_R)
@@ -256,8 +257,8 @@ def objective(
 
     Slots whose target argmax is outside the draft vocabulary carry none, unless kept, and count as misses. Tokens are
     teacher-forced; the fed-back state is not detached. embed_tokens [V, H]: the target's, for a head that has none of its own;
-    the unroll starts in its dtype. A batch must hold a judged position. divisor_K: the sum of `divisors` over all batches of which
-    this is a part of the loss; its own, if it is the whole.
+    the unroll starts in its dtype. A batch must hold a judged position. divisor_K: the sum of `divisors` over all batches that
+    the loss is of; its own, if there are no others.
     """
     embed_tokens = embed_tokens if head.embed_tokens is None else head.embed_tokens.to(embed_tokens.dtype)
     steps = range(config.num_ttt_steps)
