@@ -21,6 +21,11 @@ def ending_target(folder: Path) -> Path:
     return tiny_target(folder, eos_token_id=[2, *range(30, 110)])
 
 
+def talking_target(folder: Path) -> Path:
+    """The same with fewer end tokens: of answers of up to twelve tokens some are cut, some are empty, most end."""
+    return tiny_target(folder, eos_token_id=[2, *range(30, 55)])
+
+
 def prompts_of(count: int) -> list[Prompt]:
     """Prompts of one to four turns; every fifth has a system message."""
     return [

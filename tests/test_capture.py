@@ -108,7 +108,7 @@ def test_counts_balance_and_drops_can_be_read(answers: Artifact, captured: Artif
     dropped = list(captured.read_jsonl("dropped.jsonl"))
     assert counts["answers"] == answers.manifest().counts["answers"]
     assert counts["answers"] == counts["train"] + counts["held_out"] + counts["merged"] + len(dropped)
-    assert counts["dropped_cut"] == answers.manifest().counts["answers_cut"] > 0
+    assert counts["dropped_cut"] == answers.manifest().counts["marked_truncated"] > 0
     assert counts["merged"] > 0, "the test wants some"
     assert counts["tokens"] == sum(len(sample.token_ids) for sample in all_samples(captured).values())
     assert min(counts["train"], counts["held_out"]) > 0

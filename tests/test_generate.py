@@ -9,15 +9,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from eyas.artifact import Artifact
+from eyas.artifact import VERSION, Artifact
 from eyas.chat import Chat
 from eyas.engine.engine import Engine
 from eyas.errors import EmptyInputError, InputError, MissingInputError, TemplateError
-from eyas.features.generate import GenerateConfig, generate, read_answers
+from eyas.features.generate import GenerateConfig, generate, read_answers, read_origins
 from eyas.privacy.leaks import Leaks
 from eyas.privacy.policy import PrivacyConfig
 from eyas.records import Answer, Prompt
-from tests.stages import ending_target, prompts_of, run_until_killed, write_prompts
+from tests.stages import prompts_of, run_until_killed, talking_target, write_prompts
 from tests.tiny import TEMPLATE, tiny_target, tiny_tokenizer
 
 PROMPTS = prompts_of(23)
@@ -26,7 +26,7 @@ NO_NAMES = {"person": "keep", "street_address": "keep", "location": "keep"}
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return ending_target(tmp_path_factory.mktemp("target"))
+    return talking_target(tmp_path_factory.mktemp("target"))
 
 
 def config_of(target: Path, **settings: Any) -> GenerateConfig:
@@ -57,7 +57,7 @@ def test_every_turn_is_an_answer_or_a_counted_drop(answered: Artifact) -> None:
     counts = answered.manifest("generate").counts
     assert counts["prompts"] == len(PROMPTS)
     assert counts["turns"] == sum(len(prompt.turns) for prompt in PROMPTS)
-    assert counts["turns"] == counts["answers"] + counts["dropped_earlier_turn_cut"]
+    assert counts["turns"] == counts["answers"] + counts["dropped_earlier_turn_cut"] + counts["dropped_earlier_turn_marked"]
     rows, dropped = rows_by_prompt(answered), dropped_rows(answered)
     assert list(rows) == [prompt.id for prompt in PROMPTS], "in the prompts' order, all of them"
     for prompt in PROMPTS:
@@ -65,10 +65,10 @@ def test_every_turn_is_an_answer_or_a_counted_drop(answered: Artifact) -> None:
         turns += [row["turn"] for row in dropped if row["prompt_id"] == prompt.id]
         assert turns == list(range(len(prompt.turns)))
     assert {answer.finish_reason for answer in read_answers(answered)} == {"stop", "length"}, "the test wants both"
-    assert {row["reason"] for row in dropped} == {"earlier_turn_cut"}
+    assert {row["reason"] for row in dropped} == {"earlier_turn_cut", "earlier_turn_marked"}
 
 
-def test_a_turn_sees_the_targets_own_answers_and_a_cut_one_ends_the_conversation(answered: Artifact) -> None:
+def test_a_turn_sees_the_targets_own_answers_and_most_marked_ones_end_the_conversation(answered: Artifact) -> None:
     prompts = {prompt.id: prompt for prompt in PROMPTS}
     for prompt_id, rows in rows_by_prompt(answered).items():
         prompt = prompts[prompt_id]
@@ -80,7 +80,21 @@ def test_a_turn_sees_the_targets_own_answers_and_a_cut_one_ends_the_conversation
             assert list(answer.messages[:-1]) == said
             assert answer.messages[-1]["role"] == "assistant"
             said = list(answer.messages)
-        assert all(answer.finish_reason == "stop" for answer in rows[:-1])
+        assert all(answer.marked is None for answer in rows[:-1])
+        assert (rows[-1].finish_reason == "length") == (rows[-1].marked == "truncated")
+
+
+def test_a_row_says_how_it_was_made(target: Path, answered: Artifact) -> None:
+    """What is the same in every run stands in the row, the rest beside it, line by line."""
+    rows, origins = list(read_answers(answered)), list(read_origins(answered))
+    assert [(row.key, row.prompt_id, row.turn) for row in rows] == [(one.key, one.prompt_id, one.turn) for one in origins]
+    assert {(row.temperature, row.top_p, row.top_k, row.max_tokens, row.seed) for row in rows} == {(0.0, 1.0, 0, 12, None)}
+    assert {(one.engine, one.server, one.attempts) for one in origins} == {(f"eyas {VERSION}", None, 1)}
+    assert all(one.latency_ms > 0 for one in origins)
+    counts = answered.manifest().counts
+    marked = collections.Counter(row.marked for row in rows if row.marked)
+    assert {f"marked_{name}": count for name, count in marked.items()}.items() <= counts.items()
+    assert set(marked) == {"truncated", "empty"}, "the test wants both"
 
 
 def test_answers_are_what_transformers_generates(target: Path, answered: Artifact) -> None:
@@ -98,7 +112,8 @@ def test_answers_are_what_transformers_generates(target: Path, answered: Artifac
 
 
 def contents(artifact: Artifact) -> dict[str, bytes]:
-    return {name: artifact.read(name) for name in artifact.names() if name.endswith(".jsonl")}
+    """The rows that are the same in every run, as they lie on disk."""
+    return {name: artifact.read(name) for name in artifact.names() if name.startswith(("answers-", "dropped-"))}
 
 
 def test_the_batch_changes_no_answer(target: Path, answered: Artifact, tmp_path: Path) -> None:
@@ -136,7 +151,7 @@ def test_finished_work_is_not_done_again(
     assert generate(config_of(target), prompts, again) == answered.manifest()
     assert again.was_done
     with pytest.raises(InputError, match="holds other work"):
-        generate(config_of(target, temperature=0.5), prompts, again)
+        generate(config_of(target, sampling=[{"temperature": 0.5}]), prompts, again)
 
 
 def test_sampling_is_repeatable_and_part_of_the_key(target: Path, answered: Artifact, tmp_path: Path) -> None:
@@ -144,7 +159,7 @@ def test_sampling_is_repeatable_and_part_of_the_key(target: Path, answered: Arti
     runs = []
     for name, batch in (("one", 6), ("two", 2)):
         output = Artifact(str(tmp_path / name))
-        generate(config_of(target, temperature=1.0, max_batch=batch), prompts, output)
+        generate(config_of(target, sampling=[{"temperature": 1.0}], max_batch=batch), prompts, output)
         runs.append(contents(output))
     assert runs[0] == runs[1]
     greedy = {answer.key for answer in read_answers(answered)}
@@ -152,26 +167,32 @@ def test_sampling_is_repeatable_and_part_of_the_key(target: Path, answered: Arti
     assert not greedy & sampled
 
 
-def test_the_key_is_the_work(target: Path, tmp_path: Path) -> None:
+def open_question(answered: Artifact) -> str:
+    """One whose answer lets a conversation go on."""
+    return next(row.messages[0]["content"] for row in read_answers(answered) if row.marked is None and len(row.messages) == 2)
+
+
+def test_the_key_is_the_work(target: Path, answered: Artifact, tmp_path: Path) -> None:
     """Two prompts that begin alike have the same first question and different second ones."""
-    twins = [Prompt("a", "s", "l", ("Thanks 6", "In San Jose?")), Prompt("b", "s", "l", ("Thanks 6", "0123"))]
+    first = open_question(answered)
+    twins = [Prompt("a", "s", "l", (first, "In San Jose?")), Prompt("b", "s", "l", (first, "0123"))]
     output = Artifact(str(tmp_path / "answers"))
-    generate(config_of(target, max_tokens=60), write_prompts(tmp_path / "prompts", twins), output)
+    generate(config_of(target), write_prompts(tmp_path / "prompts", twins), output)
     rows = rows_by_prompt(output)
     assert rows["a"][0].key == rows["b"][0].key
     assert rows["a"][0].messages == rows["b"][0].messages
     assert rows["a"][1].key != rows["b"][1].key
 
 
-def test_what_does_not_fit_is_dropped_and_counted(target: Path, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_dropped_and_counted(target: Path, answered: Artifact, tmp_path: Path) -> None:
     long = "zq#" * 100
     prompts = [
         Prompt("a", "s", "l", (long,)),
-        Prompt("b", "s", "l", ("Thanks 6", long, "more")),
+        Prompt("b", "s", "l", (open_question(answered), long, "more")),
         Prompt("c", "s", "l", ("Hi",)),
     ]
     output = Artifact(str(tmp_path / "answers"))
-    manifest = generate(config_of(target, max_tokens=60), write_prompts(tmp_path / "prompts", prompts), output)
+    manifest = generate(config_of(target), write_prompts(tmp_path / "prompts", prompts), output)
     assert manifest.counts["dropped_context_full"] == 3
     dropped = dropped_rows(output)
     assert [(row["prompt_id"], row["turn"]) for row in dropped] == [("a", 0), ("b", 1), ("b", 2)]
@@ -179,7 +200,7 @@ def test_what_does_not_fit_is_dropped_and_counted(target: Path, tmp_path: Path) 
 
 
 def test_a_conversation_that_the_template_refuses_is_dropped_and_counted(tmp_path: Path) -> None:
-    target = ending_target(tmp_path / "target")
+    target = talking_target(tmp_path / "target")
     refuses = (
         "{% for m in messages %}{% if 'secret' in m['content'] %}{{ raise_exception('No secrets') }}{% endif %}{% endfor %}"
     )

@@ -64,6 +64,11 @@ class Chat:
         except Untrusted as what:
             raise self._distrust(what) from what
 
+    @property
+    def needs_a_date(self) -> bool:
+        """True when the template may print today's date, and none was given: a server's clock decides."""
+        return self._template.needs_a_date
+
     # Messages to tokens
 
     def render(self, messages: Messages, add_generation_prompt: bool = False, tools: Tools | None = None) -> str:

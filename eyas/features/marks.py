@@ -1,0 +1,178 @@
+"""Marks: why an answer is kept out of training though it is kept. Knows texts, no rows, tokenizers or models.
+
+    empty       nothing but white space
+    looping     the same words over and over (repeated n-grams)
+    truncated   cut at its token limit: no server would go on from it
+    refused     says that it will not, in one of the ways of REFUSALS
+
+The first that fits, in this order: a loop that was cut was cut because it is a loop.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from typing import Literal, get_args
+
+import numpy as np
+
+Mark = Literal["empty", "looping", "truncated", "refused"]
+MARKS: tuple[Mark, ...] = get_args(Mark)
+VERSION = 1  # of these rules: what they say is part of an artifact's identity
+
+# Words, in pieces of eight letters so that a loop without spaces is one too; characters of scripts without spaces; and runs
+# of anything else, so that a table's rule of dashes is one unit and no loop.
+_UNIT = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]{1,8}|[^\w\s]+")
+LONGEST_PERIOD = 64  # units
+LEAST_REPEATS = 4
+LOOP_UNITS, CUT_LOOP_UNITS = 50, 20  # covered by a loop: anywhere in an answer, and at the end of one that was cut
+GRAM, GRAMS_UNITS, LEAST_DISTINCT = 4, 200, 0.25  # of a long answer's 4-grams so many are to differ from each other
+
+_OPENING = 240  # characters in which a refusal says so; what comes later may quote one
+_THOUGHTS = re.compile(r"\s*<think>.*?</think>", re.DOTALL)
+# At the beginning of an answer, casefolded: perhaps an apology, then that one cannot, then with what (in some languages the
+# other way round). An apology alone is no refusal ("sorry, there is no table left"), nor is what one cannot do without helping.
+REFUSALS: dict[str, tuple[str, str, str]] = {
+    "en": (
+        r"i(?:'m| am) (?:\w+ )?(?:sorry|afraid)|sorry|(?:i |my )?apolog|unfortunately|as an ai\b|no\b",
+        r"\bi (?:can't|cannot|can not|won't|will not|must decline to|have to decline to)|"
+        r"\bi(?:'m| am) (?:unable|not able|not going|not allowed) to",
+        r"\b(?:help(?! but)|assist|provide|fulfill?|comply|do that|do this|answer|support|create|write|generate|share|discuss|"
+        r"engage|participate|produce|give you|offer|continue)\b",
+    ),
+    "de": (
+        r"(?:es )?tut mir (?:sehr )?leid|entschuldig|verzeih|leider|sorry",
+        r"\bich (?:kann|darf|werde)\b[^.!?,]{0,50}?\bnicht|\bkann ich\b[^.!?,]{0,50}?\bnicht",
+        r"helfen|beantworten|unterstützen|nachkommen|bereitstellen|erstellen|schreiben|geben",
+    ),
+    "fr": (
+        r"(?:je suis )?(?:vraiment )?désolé|je m'excuse|malheureusement|pardon",
+        r"\bje ne (?:peux|suis) pas",
+        r"aider|répondre|assister|fournir|écrire|créer|en mesure",
+    ),
+    "es": (
+        r"lo siento|lo lamento|me temo|disculp|perdón|lamentablemente",
+        r"\bno (?:puedo|podré)",
+        r"ayudar|responder|asistir|proporcionar|escribir|crear|cumplir|hacer eso",
+    ),
+    "pt": (
+        r"desculp|lamento|sinto muito|infelizmente",
+        r"\bnão (?:posso|consigo|poderei)",
+        r"ajud|respond|fornecer|escrever|criar|atender",
+    ),
+    "it": (
+        r"mi (?:dis)?piace|purtroppo|scus",
+        r"\bnon (?:posso|sono in grado)",
+        r"aiut|rispond|fornir|scriver|crear|assister",
+    ),
+    "nl": (
+        r"het spijt me|sorry|helaas",
+        r"\bik (?:kan|mag|ga)\b[^.!?,]{0,50}?\bniet|\bkan ik\b[^.!?,]{0,50}?\bniet",
+        r"helpen|beantwoorden|verstrekken|schrijven|maken|geven",
+    ),
+    "pl": (
+        r"przykro mi|przepraszam|niestety",
+        r"\bnie (?:mogę|jestem w stanie)",
+        r"pomóc|odpowiedzieć|udzielić|napisać|spełnić|stworzyć",
+    ),
+    "ru": (
+        r"извин|прост(?:и|ите)\b|к сожалению|мне (?:очень )?жаль|сожалею",
+        r"\bне (?:могу|смогу|буду)",
+        r"помочь|помогать|ответить|предоставить|написать|выполнить|создать",
+    ),
+    "tr": (
+        r"üzgünüm|maalesef|özür dilerim|ne yazık ki",
+        r"yardımcı|yardım|yanıt|cevap|sağla|bu isteği",
+        r"ola?mam|edemem|veremem|layamam|olamıyorum|yapamam",
+    ),
+    "ar": (
+        r"عذرا|آسف|أعتذر|للأسف|المعذرة",
+        r"لا أستطيع|لا يمكنني|لن أتمكن|لست قادرا",
+        r"مساعد|الإجابة|تقديم|كتابة|إنشاء",
+    ),
+    "hi": (
+        r"मुझे खेद है|क्षमा करें|माफ़? ?करें|खेद है",
+        r"मदद|सहायता|उत्तर|जवाब",
+        r"नहीं",
+    ),
+    "zh": (
+        r"(?:很|非常|十分|真的)?(?:抱歉|对不起|對不起|不好意思|遗憾|遺憾)",
+        r"无法|無法|不能|没办法|沒辦法|不会|不會",
+        r"帮|幫|协助|協助|提供|回答|满足|滿足|完成|参与|讨论|支持|生成|编写",
+    ),
+    "ja": (
+        r"(?:大変)?申し訳|すみません|恐れ入りますが|ごめんなさい|残念ながら",
+        r"お手伝い|お答え|提供|対応|お応え|協力|回答|作成|支援",
+        r"できません|出来ません|できかねます|致しかねます|いたしかねます",
+    ),
+    "ko": (
+        r"죄송|미안|유감|안타깝",
+        r"도와|도움|답변|제공|지원|응할|작성",
+        r"수 없|어렵|못",
+    ),
+}
+_WITHIN = "[^.!?。！？।؟\n]{0,50}?"  # of a sentence
+_CLAUSE = "[^.!?,;。！？，、।؟\n]{0,30}?"  # of a clause: "I can't recall its name, but I can help" is none
+_REFUSAL = re.compile(
+    "|".join(f"(?:(?:{sorry}){_WITHIN})?(?:{first}){_CLAUSE}(?:{second})" for sorry, first, second in REFUSALS.values())
+)
+
+
+def mark(text: str, finish_reason: str) -> Mark | None:
+    """Why an answer is kept out of training, or None. finish_reason: "stop" or "length"."""
+    was_cut = finish_reason != "stop"
+    if not text.strip():
+        return "truncated" if was_cut else "empty"
+    if is_looping(text, was_cut):
+        return "looping"
+    if was_cut:
+        return "truncated"
+    return "refused" if is_refusal(text) else None
+
+
+def is_refusal(text: str) -> bool:
+    """True when an answer begins by saying that it will not help, thoughts left aside."""
+    opening = _THOUGHTS.sub("", text, count=1).lstrip(" \t\r\n\"'*#>-")[:_OPENING]
+    plain = unicodedata.normalize("NFC", opening).casefold().replace("\u2019", "'")
+    plain = re.sub("[\u064b-\u0652]", "", plain)  # vowel signs of Arabic, written or not
+    return _REFUSAL.match(plain) is not None
+
+
+def is_looping(text: str, was_cut: bool = False) -> bool:
+    """True when words come again and again: one after the other LEAST_REPEATS times or more, or all over a long answer.
+
+    was_cut: the answer ran into its limit, so a loop at its end would have gone on.
+    """
+    units = _numbered(_UNIT.findall(text.casefold()))
+    for period in range(1, min(LONGEST_PERIOD, len(units) // LEAST_REPEATS) + 1):
+        start, length = _longest_run(units[:-period] == units[period:])
+        covered = length + period
+        if length < (LEAST_REPEATS - 1) * period:
+            continue
+        if covered >= LOOP_UNITS or (was_cut and covered >= CUT_LOOP_UNITS and start + covered == len(units)):
+            return True
+    return _distinct_grams(units) < LEAST_DISTINCT
+
+
+def _numbered(units: list[str]) -> np.ndarray:
+    """int64 [units]: equal numbers where units are equal."""
+    numbers: dict[str, int] = {}
+    return np.array([numbers.setdefault(unit, len(numbers)) for unit in units], dtype=np.int64)
+
+
+def _longest_run(equal: np.ndarray) -> tuple[int, int]:
+    """Start and length of the longest run of True, the last of several."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], equal.astype(np.int8), [0]))))
+    if not len(edges):
+        return 0, 0
+    starts, lengths = edges[::2], edges[1::2] - edges[::2]
+    last = len(lengths) - 1 - int(np.argmax(lengths[::-1]))
+    return int(starts[last]), int(lengths[last])
+
+
+def _distinct_grams(units: np.ndarray) -> float:
+    """Share of a long text's n-grams that are different ones; 1 for a short text."""
+    if len(units) < GRAMS_UNITS:
+        return 1.0
+    grams = np.lib.stride_tricks.sliding_window_view(units, GRAM)
+    return len(np.unique(grams, axis=0)) / len(grams)
