@@ -27,10 +27,13 @@ from eyas.bench.machine import machine
 from eyas.evaluate import EvalConfig, evaluate
 from eyas.log import progress_bar
 from eyas.shards import FeatureMeta, Features, ShardWriter
+from eyas.train.optimizer import OptimizerConfig
+from eyas.train.stopping import StopConfig
 from eyas.train.trainer import TrainConfig, train
 
 CODECS = "lossless,int8,fp8,within1,within2,within4,within8,within2/supervised"
 BASELINE = "lossless"
+NOT_MEASURED = StopConfig(measurements=0)  # while training: `eyas eval` judges the last head of each
 
 
 def encoded(exact: Artifact, codec: str, url: str) -> Artifact:
@@ -62,9 +65,10 @@ def share(features: Artifact) -> float:
 def tau_of(args: argparse.Namespace, codec: str, seed: int, exact: Artifact, features: Artifact) -> float:
     """Train and measure one head."""
     folder = args.folder / "heads" / f"{args.epochs}-{codec.replace('/', '-')}-{seed}"
-    config = TrainConfig(epochs=args.epochs, learning_rate=args.learning_rate, seed=seed, **args.training)
+    optimizer = OptimizerConfig(learning_rate=args.learning_rate)
+    config = TrainConfig(epochs=args.epochs, optimizer=optimizer, stop=NOT_MEASURED, seed=seed, **args.training)
     with progress_bar(f"{codec} {seed}") as track:
-        train(config, args.target, features, Artifact(f"{folder}/head"), track)
+        train(config, args.target, Features(features), Artifact(f"{folder}/head"), track)
     head, output = Artifact(f"{folder}/head"), Artifact(f"{folder}/eval")
     evaluate(EvalConfig(), args.target, head, exact, output)
     return float(output.read_json("eval.json")["tau"])
@@ -94,7 +98,11 @@ def main() -> None:
     args.training = {}
     if args.quick:
         args.prompts, args.seeds, args.epochs = min(args.prompts, 120), 1, 2
-        args.training = {"draft_vocab_size": 512, "batch_tokens": 1024, "num_ttt_steps": 3}
+        args.training = {
+            "head": {"draft_vocab_size": 512},
+            "batches": {"tokens": 1024},
+            "objective": {"num_ttt_steps": 3},
+        }
     exact = real_features.captured(args, args.held_out_share)
     codecs = [BASELINE, *(codec for codec in args.codecs.split(",") if codec != BASELINE)]
     taus: dict[str, list[float]] = {}

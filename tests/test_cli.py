@@ -150,7 +150,7 @@ class Made:
 def made(tmp_path_factory) -> Made:
     root = tmp_path_factory.mktemp("made")
     made = Made(ending_target(root / "target"), *(root / name for name in ("prompts", "answers", "features", "head")))
-    sizes = ["-s", "draft_vocab_size=64", "-s", "num_ttt_steps=2", "-s", "epochs=1", "-s", "dtype=float32"]
+    sizes = ["-s", "head.draft_vocab_size=64", "-s", "objective.num_ttt_steps=2", "-s", "epochs=1", "-s", "dtype=float32"]
     alike = ["-s", "duplicates.near=null", "-s", "personal.actions.street_address=keep"]  # these rows are, and are to stay
     for words in (
         ["prompts", write_raw(root / "raw.jsonl"), *MINE, *alike, "-o", made.prompts],
@@ -237,7 +237,7 @@ class TestBadInputs:
         data[-1] ^= 1
         shard.write_bytes(data)
         shown = run_eyas(
-            "train", tmp_path / "features", "-t", made.target, "-o", tmp_path / "head", "-s", "draft_vocab_size=64"
+            "train", tmp_path / "features", "-t", made.target, "-o", tmp_path / "head", "-s", "head.draft_vocab_size=64"
         )
         assert_one_clear_error(shown, shard.name)
 

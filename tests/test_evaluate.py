@@ -19,13 +19,21 @@ from eyas.model.chain import Tally, leading_matches, runs
 from eyas.model.head import load_head
 from eyas.model.target import Target
 from eyas.model.ttt import Slots
+from eyas.shards import Features
 from eyas.train.trainer import TrainConfig, train
 from tests.tiny import tiny_target
 from tests.tiny_batch import made_up_batch
 from tests.tiny_features import greedy_answers, samples_of, write_features
 
 K = 4
-TRAIN = TrainConfig(draft_vocab_size=200, num_ttt_steps=K, epochs=30, batch_tokens=512, learning_rate=1e-2, dtype="float32")
+TRAIN = TrainConfig(
+    head={"draft_vocab_size": 200},
+    objective={"num_ttt_steps": K},
+    epochs=30,
+    batches={"tokens": 512},
+    optimizer={"learning_rate": 1e-2},
+    dtype="float32",
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +45,7 @@ def made(tmp_path_factory):
     samples = samples_of(target, conversations, "seen")
     features = write_features(tmp_path_factory.mktemp("features"), target, samples, samples)
     head = Artifact(str(tmp_path_factory.mktemp("head")))
-    train(TRAIN, str(folder), features, head)
+    train(TRAIN, str(folder), Features(features), head)
     return folder, target, conversations, features, head
 
 

@@ -18,9 +18,20 @@ from pydantic import ValidationError
 from eyas.artifact import Artifact
 from eyas.errors import ConfigError, EmptyInputError, EyasError, MismatchError, MissingInputError
 from eyas.model.batch import Batch, plan_batches
+from eyas.model.config import HeadOptions
 from eyas.model.head import load_head
 from eyas.model.target import Target
-from eyas.train.trainer import CHECKPOINT, METRICS, Run, TrainConfig, schedule, train, update
+from eyas.shards import Features
+from eyas.train.checkpoint import CHECKPOINT, METRICS, Run
+from eyas.train.loss import ObjectiveConfig
+from eyas.train.optimizer import OptimizerConfig, adamw, learning_rate
+from eyas.train.plan import BatchConfig
+from eyas.train.ranks import Ranks
+from eyas.train.start import StartConfig
+from eyas.train.step import Given, update
+from eyas.train.stopping import StopConfig
+from eyas.train.tracker import TrackerConfig
+from eyas.train.trainer import TrainConfig, train
 from tests.stages import run_until_killed
 from tests.tiny import tiny_target
 from tests.tiny_batch import made_up_batch, tiny_vocabulary, wavy_head
@@ -28,7 +39,14 @@ from tests.tiny_features import greedy_answers, samples_of, write_features
 
 GOLDEN = Path(__file__).parent / "goldens" / "train_step.json"
 CONFIG = TrainConfig(
-    draft_vocab_size=64, num_ttt_steps=4, epochs=2, batch_tokens=64, learning_rate=3e-3, dtype="float32", checkpoint_every=3
+    head={"draft_vocab_size": 64},
+    objective={"num_ttt_steps": 4},
+    epochs=2,
+    batches={"tokens": 64},
+    optimizer={"learning_rate": 3e-3},
+    dtype="float32",
+    stop={"measurements": 0},
+    checkpoint_every=3,
 )
 
 
@@ -50,7 +68,7 @@ def features(made, tmp_path_factory):
 def whole(made, features, tmp_path_factory):
     """The head of CONFIG, trained without interruption."""
     output = Artifact(str(tmp_path_factory.mktemp("whole")))
-    train(CONFIG, str(made[0]), features, output)
+    train(CONFIG, str(made[0]), Features(features), output)
     return output
 
 
@@ -63,7 +81,9 @@ def test_learns_and_describes_itself(made, features, tmp_path):
     notes = []
     output = Artifact(str(tmp_path))
     config = CONFIG.model_copy(update={"epochs": 8})
-    manifest = train(config, str(folder), features, output, lambda done, total, note: notes.append((done, total, note)))
+    manifest = train(
+        config, str(folder), Features(features), output, lambda done, total, note: notes.append((done, total, note))
+    )
     rows = list(output.read_jsonl(METRICS))
     assert [row["step"] for row in rows] == list(range(1, manifest.counts["batches"] + 1))
     assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
@@ -87,14 +107,14 @@ def test_learns_and_describes_itself(made, features, tmp_path):
 
 def test_done_is_not_done_again(made, features, whole):
     steps = []
-    again = train(CONFIG, str(made[0]), features, Artifact(whole.url), lambda *report: steps.append(report))
+    again = train(CONFIG, str(made[0]), Features(features), Artifact(whole.url), lambda *report: steps.append(report))
     assert again == whole.manifest()
     assert not steps
 
 
 def test_the_seed_decides(made, features, whole, tmp_path):
     for name, seed in (("same", 0), ("other", 1)):
-        train(CONFIG.model_copy(update={"seed": seed}), str(made[0]), features, Artifact(str(tmp_path / name)))
+        train(CONFIG.model_copy(update={"seed": seed}), str(made[0]), Features(features), Artifact(str(tmp_path / name)))
     assert weights(Artifact(str(tmp_path / "same"))) == weights(whole)
     assert weights(Artifact(str(tmp_path / "other"))) != weights(whole)
 
@@ -102,7 +122,7 @@ def test_the_seed_decides(made, features, whole, tmp_path):
 def test_an_interrupted_bf16_run_ends_in_the_same_weights(made, features, tmp_path):
     config = CONFIG.model_copy(update={"dtype": "bfloat16"})
     uncut, cut = Artifact(str(tmp_path / "uncut")), Artifact(str(tmp_path / "cut"))
-    train(config, str(made[0]), features, uncut)
+    train(config, str(made[0]), Features(features), uncut)
     for stop in (4, 5):  # the second run goes on from the checkpoint of the first, and is cut before it makes one
 
         def interrupt(done, total=None, note="", stop=stop):
@@ -110,9 +130,9 @@ def test_an_interrupted_bf16_run_ends_in_the_same_weights(made, features, tmp_pa
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            train(config, str(made[0]), features, cut, interrupt)
+            train(config, str(made[0]), Features(features), cut, interrupt)
         assert cut.exists(CHECKPOINT)
-    train(config, str(made[0]), features, cut)
+    train(config, str(made[0]), Features(features), cut)
     assert weights(cut) == weights(uncut)
     assert cut.read(METRICS) == uncut.read(METRICS)
 
@@ -122,14 +142,15 @@ def test_a_killed_process_is_resumed_to_the_same_weights(made, features, whole, 
     cut = Artifact(str(tmp_path / "cut"))
     code = (
         f"import torch; torch.set_num_threads({torch.get_num_threads()})\n"
-        "from eyas.train.trainer import TrainConfig, train\n"
-        f"train(TrainConfig(**{CONFIG.model_dump()}), {str(made[0])!r}, Artifact({features.url!r}), Artifact({cut.url!r}))"
+        "from eyas.shards import Features\nfrom eyas.train.trainer import TrainConfig, train\n"
+        f"features = Features(Artifact({features.url!r}))\n"
+        f"train(TrainConfig(**{CONFIG.model_dump()}), {str(made[0])!r}, features, Artifact({cut.url!r}))"
     )
     run_until_killed(code, last="eyas_head.json")
     assert cut.exists(CHECKPOINT)
     assert not cut.is_done()
     done = []
-    train(CONFIG, str(made[0]), features, cut, lambda step, *_: done.append(step))
+    train(CONFIG, str(made[0]), Features(features), cut, lambda step, *_: done.append(step))
     assert done[0] > 1
     assert weights(cut) == weights(whole)
     assert cut.read(METRICS) == whole.read(METRICS)
@@ -143,7 +164,7 @@ def test_a_broken_feature_stops_the_run_and_is_named(made, tmp_path):
     features = write_features(tmp_path / "features", target, samples, samples[:1])
     output = Artifact(str(tmp_path / "head"))
     with pytest.raises(EyasError, match="loss nan") as raised:
-        train(CONFIG, str(folder), features, output)
+        train(CONFIG, str(folder), Features(features), output)
     assert "train-5" in raised.value.what
     assert "features of train-5 are not finite" in raised.value.hint
     assert not output.is_done()
@@ -152,10 +173,10 @@ def test_a_broken_feature_stops_the_run_and_is_named(made, tmp_path):
 def test_features_of_another_target_are_refused(features, tmp_path):
     other = tiny_target(tmp_path / "other", num_hidden_layers=8, seed=1)
     with pytest.raises(MismatchError, match="another target of the same shape"):
-        train(CONFIG, str(other), features, Artifact(str(tmp_path / "head")))
+        train(CONFIG, str(other), Features(features), Artifact(str(tmp_path / "head")))
     wider = tiny_target(tmp_path / "wider", num_hidden_layers=8, hidden_size=48)
     with pytest.raises(MismatchError, match="hidden size 32"):
-        train(CONFIG, str(wider), features, Artifact(str(tmp_path / "head")))
+        train(CONFIG, str(wider), Features(features), Artifact(str(tmp_path / "head")))
     assert not (tmp_path / "head").exists()
 
 
@@ -164,33 +185,38 @@ def test_nothing_to_learn_from(made, tmp_path):
     samples = samples_of(target, [([5, 6, 7], [8])], "short")
     features = write_features(tmp_path / "features", target, samples, [])
     with pytest.raises(EmptyInputError, match="no answer of two tokens"):
-        train(CONFIG, str(folder), features, Artifact(str(tmp_path / "head")))
+        train(CONFIG, str(folder), Features(features), Artifact(str(tmp_path / "head")))
 
 
 def test_missing_features_and_a_vocabulary_too_large(made, features, tmp_path):
     with pytest.raises(MissingInputError):
-        train(CONFIG, str(made[0]), Artifact(str(tmp_path / "nothing")), Artifact(str(tmp_path / "head")))
-    too_large = CONFIG.model_copy(update={"draft_vocab_size": 321})
+        train(CONFIG, str(made[0]), Features(Artifact(str(tmp_path / "nothing"))), Artifact(str(tmp_path / "head")))
+    too_large = CONFIG.model_copy(update={"head": HeadOptions(draft_vocab_size=321)})
     with pytest.raises(ConfigError, match="321"):
-        train(too_large, str(made[0]), features, Artifact(str(tmp_path / "head")))
+        train(too_large, str(made[0]), Features(features), Artifact(str(tmp_path / "head")))
 
 
 def test_settings_are_checked():
     with pytest.raises(ValidationError):
-        TrainConfig(learning_rate=0)
+        TrainConfig(optimizer={"learning_rate": 0})
     with pytest.raises(ValidationError):
-        TrainConfig(learningrate=1)
-    assert len(TrainConfig.model_fields) <= 12
+        TrainConfig(learning_rate=1)
+    with pytest.raises(ValidationError, match="no old mix"):
+        TrainConfig(start={"head": "somewhere", "keep_share": 0.5})
+    for section in (TrainConfig, OptimizerConfig, BatchConfig, StopConfig, StartConfig, TrackerConfig):
+        assert len(section.model_fields) <= 12
 
 
 def test_schedule_warms_up_and_falls_to_zero():
-    config = TrainConfig(learning_rate=1.0, warmup_share=0.1)
-    rates = [schedule(step, 100, config) for step in range(100)]
+    config = OptimizerConfig(learning_rate=1.0, warmup_share=0.1)
+    rates = [learning_rate(step, 100, config) for step in range(100)]
     assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
     assert rates[10] == 1.0
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert 0 < rates[-1] < 0.001
-    assert schedule(0, 1, config) > 0
+    assert learning_rate(0, 1, config) > 0
+    kept = config.model_copy(update={"final_share": 0.1})
+    assert [learning_rate(step, 100, kept) for step in (10, 99)] == pytest.approx([1.0, 0.1], abs=1e-3)
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(10, 200), st.integers(0, 3))
@@ -221,13 +247,10 @@ def test_a_batch_pads_on_the_right():
 
 def golden_step() -> dict[str, object]:
     """One float32 step of a wavy head on made-up conversations: loss, gradients' norms and the weights after it."""
-    torch.manual_seed(0)
-    head = wavy_head()
-    config = TrainConfig(draft_vocab_size=30, dtype="float32")
-    optimizer = torch.optim.AdamW(head.parameters(), 1e-3, (0.9, 0.95), weight_decay=0.0, fused=True)
-    run = Run(head, optimizer, 0, [])
+    head, vocabulary = wavy_head(), tiny_vocabulary()
+    run = Run(head, adamw(head.parameters(), OptimizerConfig()))
     batch: Batch = made_up_batch([[False] * 4 + [True] * 14, [False, True, True, True, False, False, True, True, True]], seed=1)
-    row = update(run, batch, tiny_vocabulary(), config, 1e-3)
+    row = update(run, [batch], Given.of(ObjectiveConfig(), 0.5, "float32", vocabulary, Ranks()), 1e-3)
     sums = {
         name: [float(weight.sum()), float(weight.norm())]
         for name, weight in head.double().requires_grad_(False).named_parameters()

@@ -33,6 +33,7 @@ from eyas.export.export import ExportConfig, export
 from eyas.features.capture import CaptureConfig, capture, split_of
 from eyas.features.generate import GenerateConfig, generate
 from eyas.serve.server import ServeConfig, running_server
+from eyas.shards import Features
 from eyas.train.trainer import TrainConfig, train
 
 IDENTITY_DIGITS = 8  # of a folder's name
@@ -183,7 +184,11 @@ def run_stages(config: RunConfig, root: str) -> Made:
         "capture", StageFolder(root, "capture"), lambda output, track: capture(config.capture, answers, output, track)
     )
     head = perform(
-        "train", StageFolder(root, "train"), lambda output, track: train(config.train, target, features, output, track)
+        "train",
+        StageFolder(root, "train"),
+        lambda output, track: train(
+            config.train, target, Features(features, "train"), output, track, Features(features, "held_out")
+        ),
     )
     evaluation = perform(
         "eval", StageFolder(root, "eval"), lambda output, track: evaluate(config.eval, target, head, features, output, track)

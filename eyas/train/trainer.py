@@ -1,102 +1,329 @@
-"""The train stage: features -> head. Optimizer, schedule, checkpoints and metrics around the objective of `loss`.
+"""The train stage: features -> head. The loop over steps: what is read, judged, kept, and when it ends.
 
-Knows one process and one device. Does not know how features were made, nor what a head is exported to.
+Knows the order of the work. Does not know how features were made, what a head is exported to, nor a loss.
 
-A run is a fixed list of batches, drawn from the seed; a checkpoint is the number of batches done, the weights and the
-optimizer's state. So a run that was killed goes on to the same weights, bit for bit, on the same machine.
+A run is a fixed list of steps of `batches.per_step` batches, drawn from the seed alone; the ranks share the batches of each
+step. A checkpoint is the state after so many steps. So a run that was killed goes on to the same weights, bit for bit, on
+the same machines, and on another number of ranks it meets the same batches in the same steps.
 
 Letters: V target vocabulary, W draft vocabulary.
 """
 
 from __future__ import annotations
 
-import io
-import math
-from dataclasses import dataclass
-from typing import Any, Literal
+import functools
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
 
 from eyas.artifact import Artifact, Manifest, identity
 from eyas.builtin import resolve_target
-from eyas.errors import EmptyInputError, EyasError, MismatchError
+from eyas.errors import ConfigError, EmptyInputError, EyasError, MismatchError
 from eyas.log import Track, quiet
-from eyas.model.batch import Batch, plan_batches
-from eyas.model.config import HeadConfig, HeadOptions
-from eyas.model.head import Head, head_files
-from eyas.model.vocab import TargetVocabulary, draft_vocabulary
+from eyas.model.batch import Batch
+from eyas.model.config import HeadOptions
+from eyas.model.head import head_files
+from eyas.model.vocab import TargetVocabulary
 from eyas.shards import FeatureMeta, Features
-from eyas.train.initial import initialise
-from eyas.train.loss import ObjectiveConfig, judged_positions, objective, teach
+from eyas.shards.source import FeatureSource
+from eyas.train.checkpoint import CHECKPOINT, METRICS, Run, pack, resume, save, unpack
+from eyas.train.held_out import HeldOut, tau_of
+from eyas.train.loss import ObjectiveConfig
+from eyas.train.mixture import Mixture, drawn
+from eyas.train.optimizer import OptimizerConfig, adamw, learning_rate
+from eyas.train.plan import BatchConfig, plan, read_batches, survey
+from eyas.train.ranks import Ranks, joined
+from eyas.train.regression import Comparison, compared, refuse_loss
+from eyas.train.start import StartConfig, fresh_head, given_head, identity_of, warm_head
+from eyas.train.step import Given, Precision, update
+from eyas.train.stopping import StopConfig, measured_steps
+from eyas.train.tracker import RunOf, TrackerConfig, Trackers, open_trackers, scalars
 
-CHECKPOINT, METRICS = "checkpoint.pt", "metrics.jsonl"
+KEEP = "keep.json"
+WITHOUT_EFFECT = {  # on the weights: a run may go on with others
+    "tracker": True,
+    "checkpoint_every": True,
+    "start": {"head", "keep_mix", "keep_tolerance", "keep_samples"},  # head and keep_mix count by what they hold
+}
 
 
 class TrainConfig(BaseModel):
-    """Settings of the train stage. batch_tokens counts padding; checkpoint_every counts batches."""
+    """Settings of the train stage. start: a head to go on from; null draws new weights. checkpoint_every counts steps."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    draft_vocab_size: int = Field(2048, ge=1)
-    num_ttt_steps: int = Field(7, ge=1, le=16)
-    step_decay: float = Field(0.8, gt=0, le=1)
+    head: HeadOptions = HeadOptions()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    start: StartConfig | None = None
     epochs: int = Field(3, ge=1)
-    batch_tokens: int = Field(4096, ge=1)
-    learning_rate: float = Field(1e-3, gt=0)
-    warmup_share: float = Field(0.03, ge=0, lt=1)
-    max_grad_norm: float = Field(0.5, gt=0)
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    batches: BatchConfig = BatchConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    dtype: Precision = "bfloat16"
+    stop: StopConfig = StopConfig()
+    tracker: TrackerConfig = TrackerConfig()
     checkpoint_every: int = Field(200, ge=1)
     seed: int = 0
 
 
-@dataclass(slots=True)
-class Run:
-    """What training changes: the head, the optimizer's state, the number of batches done and a row of metrics of each."""
-
-    head: Head
-    optimizer: torch.optim.AdamW
-    step: int
-    metrics: list[dict[str, Any]]
+class DivergedError(EyasError):
+    """The loss ran away: the weights are no longer worth keeping."""
 
 
-def train(config: TrainConfig, target: str, features: Artifact, output: Artifact, track: Track = quiet) -> Manifest:
-    """Train a head on the `train` split of a capture artifact; an interrupted run resumes from its last checkpoint.
+def train(
+    config: TrainConfig,
+    target: str,
+    source: FeatureSource,
+    output: Artifact,
+    track: Track = quiet,
+    held_out: FeatureSource | None = None,
+) -> Manifest:
+    """Train a head on a source of features; an interrupted run goes on from its last checkpoint.
 
-    target: a folder, or "builtin". Writes eyas_head.json, model.safetensors (in config.dtype) and metrics.jsonl, a row a batch.
-    Raises MismatchError for features of another target, EmptyInputError for features without a trainable answer, and
-    EyasError, naming the batch, when a loss or gradient is no finite number.
+    Started by torchrun, every process calls this with the same arguments; the first one writes. target: a folder, or
+    "builtin". held_out: what tau is measured on. Writes eyas_head.json and model.safetensors (in config.dtype) of the head
+    that measured best, or of the last, metrics.jsonl, a row a step, and last/, where the last is not the best.
+
+    Raises MismatchError for features or a head of another target, EmptyInputError for features without a trainable answer,
+    ConfigError for settings that do not fit each other, and EyasError, naming the samples, when a loss or gradient is no
+    finite number or the loss runs away; and when the head loses on the old mix (config.start) more than it may. The
+    checkpoint is kept in all of these cases.
     """
-    settings, inputs = config.model_dump(mode="json"), {"features": features.manifest("capture")}
-    source = Features(features, "train")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    vocabulary = TargetVocabulary.load(resolve_target(target)).to(device)
-    check_same_target(source.meta, vocabulary)
-    if not output.begin(identity("train", settings, inputs)):
-        return output.manifest("train")
-    counts_V, usable = survey(source)
-    batches = plan(config, [source.lengths[number] for number in usable])
-    run = start(config, source.meta, vocabulary, counts_V)
-    resume(run, output)
-    for samples in source.batches([[usable[number] for number in numbers] for numbers in batches[run.step :]]):
-        batch = Batch.of(samples, device)
-        row = update(run, batch, vocabulary, config, schedule(run.step, len(batches), config))
-        if run.step % config.checkpoint_every == 0 and run.step < len(batches):
-            save(run, output)
-        track(run.step, len(batches), f"loss {row['loss']:.3f} accuracy {row['accuracy'][0]:.3f}")
-    for name, data in head_files(run.head.to(getattr(torch, config.dtype))).items():
-        output.write(name, data)
-    output.write_jsonl(METRICS, run.metrics)
-    output.delete(CHECKPOINT)
-    size = sum(weight.numel() for weight in run.head.parameters())
-    counts = {"batches": len(batches), "samples": len(usable), "parameters": size}
-    facts = {
-        "last_batches": mean_of_last(run.metrics),
-        "draft_vocabulary_coverage": float(counts_V[run.head.t2d.cpu()].sum() / counts_V.sum()),
-    }
-    return output.finish("train", settings, inputs, counts, facts)
+    with ExitStack() as stack:
+        ranks = stack.enter_context(joined())
+        training = Training(config, target, source, held_out, ranks)
+        done = not ranks.first(lambda: output.begin(identity("train", training.settings, training.inputs)))
+        if not done:
+            if not ranks.is_first:
+                track = quiet
+            trackers = training.begin(output)
+            stack.callback(trackers.close)
+            training.go_on(output, track, trackers)
+            training.finish(output)
+        return ranks.first(lambda: output.manifest("train"))
+
+
+class Training:
+    """One run: its sources, its plan and its state."""
+
+    run: Run
+
+    def __init__(
+        self, config: TrainConfig, target: str, source: FeatureSource, held_out: FeatureSource | None, ranks: Ranks
+    ) -> None:
+        """Look at everything that may be wrong with the input, before any work. Raises MismatchError, ConfigError."""
+        self.config, self.ranks = config, ranks
+        self.keep_mix = config.start.keep_mix if config.start else None
+        self.num_new, self.source = len(source), source
+        if config.start and self.keep_mix and config.start.keep_share:
+            self.source = Mixture(source, Features(Artifact(self.keep_mix), "train"))
+        self.vocabulary = TargetVocabulary.load(resolve_target(target)).to(ranks.device)
+        check_same_target(self.source.meta, self.vocabulary)
+        self.held_out = self._sample(held_out, config.stop.samples)
+        check_settings(config, ranks, self.held_out is not None)
+        self.settings = config.model_dump(mode="json", exclude=WITHOUT_EFFECT)  # type: ignore[arg-type]
+        self.inputs = self._inputs()
+        self.given = Given.of(config.objective, config.optimizer.max_grad_norm, config.dtype, self.vocabulary, ranks)
+
+    def _sample(self, source: FeatureSource | None, num_samples: int) -> HeldOut | None:
+        if source is None or not len(source) or not self.config.stop.measurements:
+            return None
+        return self._held_out(source, num_samples)
+
+    def _held_out(self, source: FeatureSource, num_samples: int) -> HeldOut:
+        check_same_target(source.meta, self.vocabulary)
+        steps, dtype = self.config.stop.num_draft_steps, getattr(torch, self.config.dtype)
+        return HeldOut.of(source, num_samples, steps, self.config.batches.tokens, dtype)
+
+    def _inputs(self) -> dict[str, Manifest]:
+        inputs = dict(self.source.inputs)
+        known = {made.identity for made in inputs.values()}
+        if self.held_out is not None:
+            others = {f"held_out_{name}": made for name, made in self.held_out.source.inputs.items()}
+            inputs |= {name: made for name, made in others.items() if made.identity not in known}
+        if self.config.start:
+            inputs["start"] = identity_of(self.config.start.head)
+        if self.keep_mix:
+            inputs.setdefault("old_features", Artifact(self.keep_mix).manifest("capture"))
+        return inputs
+
+    # The work
+
+    def begin(self, output: Artifact) -> Trackers:
+        """Plan the run, and take up its state: that of a checkpoint, or a new one. On every rank alike."""
+        config, ranks = self.config, self.ranks
+        self.counts_V, self.usable = ranks.first(lambda: survey(self.source, config.objective))
+        self.steps = plan(config.batches, self._passes(), self.source.lengths, config.seed)
+        self.measure_at = measured_steps(len(self.steps), config.stop) if self.held_out else set()
+        self.run = self._started()
+        ranks.together(lambda: resume(self.run, output) if ranks.is_first else None)
+        if ranks.size > 1:
+            state = ranks.first(lambda: pack(self.run))
+            unpack(self.run, state)
+        name = output.url.rsplit("/", 1)[-1]
+        told = RunOf(config.tracker, name, identity("train", self.settings, self.inputs), self.settings, self.run.step)
+        return ranks.together(
+            lambda: open_trackers(config.tracker, told, output.local_path("")) if ranks.is_first else Trackers({})
+        )
+
+    def _passes(self) -> list[list[int]]:
+        """The samples of each epoch: all new ones, and some of the old mix's."""
+        new, old = ([number for number in self.usable if (number >= self.num_new) == is_old] for is_old in (False, True))
+        share, seed = self.config.start.keep_share if self.config.start else 0.0, self.config.seed
+        return [[*new, *drawn(old, len(new), share, f"{seed}/{epoch}")] for epoch in range(self.config.epochs)]
+
+    def _started(self) -> Run:
+        config, on_cpu = self.config, self.vocabulary.to("cpu")
+        if config.start:
+            head = warm_head(config.start, config.head, self.source.meta, on_cpu, self.counts_V)
+        else:
+            head = fresh_head(config.head, self.source.meta, on_cpu, self.counts_V, config.seed)
+        for name, weight in head.named_parameters():
+            weight.requires_grad_(head.config.train_lm_head or name != "lm_head.weight")
+        head.to(self.ranks.device)
+        return Run(head, adamw([weight for weight in head.parameters() if weight.requires_grad], config.optimizer))
+
+    def go_on(self, output: Artifact, track: Track, trackers: Trackers) -> None:
+        """All steps that are left, or as many as it takes. Raises EyasError, after keeping what was done."""
+        try:
+            self._steps(output, track, trackers)
+        except DivergedError:
+            if self.ranks.is_first:
+                output.write_jsonl(METRICS, self.run.metrics)  # the checkpoint is of a better time
+            raise
+        except EyasError:
+            if self.ranks.is_first:
+                save(self.run, output)  # an error leaves the weights as the last whole step did
+            raise
+
+    def _steps(self, output: Artifact, track: Track, trackers: Trackers) -> None:
+        run, config, ranks = self.run, self.config, self.ranks
+        todo = self.steps[run.step :]
+        mine = [ranks.share(batches) for batches in todo]
+        samples = self.source.batches([numbers for batches in mine for numbers in batches])
+        for batches in mine:
+            if run.patience.is_over(config.stop):
+                break
+            read = functools.partial(read_batches, samples, len(batches), config.batches, ranks.device)
+            loaded = ranks.together(read)
+            row = update(run, loaded, self.given, learning_rate(run.step, len(self.steps), config.optimizer))
+            run.drift.add(row["loss"])
+            run.metrics.append(row)
+            if run.drift.is_away(config.stop):
+                raise diverged(run, loaded, config, ranks)
+            if run.step in self.measure_at:
+                row["held_out_tau"] = self._measure()
+            trackers.log(run.step, scalars(row))
+            if run.step % config.checkpoint_every == 0 and run.step < len(self.steps):
+                ranks.together(lambda: save(run, output) if ranks.is_first else None)
+            track(run.step, len(self.steps), note(row, run))
+
+    def _measure(self) -> float:
+        """tau of the head as it is, remembered if it is the best."""
+        assert self.held_out is not None, "measured without a sample"
+        run = self.run
+        tau = tau_of(self.held_out.counts(run.head, self.vocabulary, self.ranks))
+        if run.patience.add(run.step, tau, self.config.stop.min_gain):
+            run.keep_best()
+        return tau
+
+    # The end
+
+    def finish(self, output: Artifact) -> None:
+        """Write the head that is kept, after asking whether it lost on the old mix. Raises EyasError for a head that did."""
+        run, ranks, dtype = self.run, self.ranks, getattr(torch, self.config.dtype)
+        if self.keep_mix and ranks.is_first:
+            save(run, output)  # a head that is refused stays in its checkpoint
+        measured = run.patience.best_step > 0
+        last = head_files(run.head.to(dtype)) if measured and run.patience.best_step != run.step else {}
+        if run.best is not None:
+            run.head.load_state_dict(run.best)
+        run.head.to(dtype)
+        comparison = self._compare(output)
+        facts = self._facts(comparison)
+        files = {**head_files(run.head), **{f"last/{name}": data for name, data in last.items()}} if ranks.is_first else {}
+        ranks.together(lambda: self._write(output, files, facts) if ranks.is_first else None)
+
+    def _write(self, output: Artifact, files: Mapping[str, bytes], facts: Mapping[str, Any]) -> None:
+        run = self.run
+        for name, data in files.items():
+            output.write(name, data)
+        output.write_jsonl(METRICS, run.metrics)
+        output.delete(CHECKPOINT)
+        size = sum(weight.numel() for weight in run.head.parameters())
+        counts = {"batches": run.step, "samples": len(self.usable), "parameters": size}
+        output.finish("train", self.settings, self.inputs, counts, facts)
+
+    def _compare(self, output: Artifact) -> Comparison | None:
+        """What the head, as it is written, has of the tau on the old mix that the head had that it comes from."""
+        start = self.config.start
+        if start is None or not self.keep_mix:
+            return None
+        sample = self._held_out(Features(Artifact(self.keep_mix), "held_out"), start.keep_samples)
+        if len(sample.numbers) < 2:
+            raise EmptyInputError(
+                f"{self.keep_mix} holds out {len(sample.numbers)} conversations, too few to compare two heads on",
+                "capture the old mix with a larger held_out_share",
+            )
+        before = given_head(start.head, self.vocabulary).to(self.ranks.device)
+        after = self.run.head.float()
+        heads = (before, after)
+        comparison = compared(*(sample.counts(head, self.vocabulary, self.ranks) for head in heads))
+        self.run.head.to(getattr(torch, self.config.dtype))
+        if self.ranks.is_first:
+            output.write_json(KEEP, {**comparison.to_json(), "tolerance": start.keep_tolerance})
+        refuse_loss(comparison, start.keep_tolerance)
+        return comparison
+
+    def _facts(self, comparison: Comparison | None) -> dict[str, Any]:
+        run = self.run
+        facts: dict[str, Any] = {
+            "draft_vocabulary_coverage": float(self.counts_V[run.head.t2d.cpu()].sum() / self.counts_V.sum()),
+            "planned_batches": len(self.steps),
+        }
+        if run.metrics:
+            facts["last_batches"] = mean_of_last(run.metrics)
+        if self.held_out is not None:
+            facts["held_out"] = {
+                "tau": run.patience.best,
+                "step": run.patience.best_step,
+                "samples": len(self.held_out.numbers),
+            }
+        if comparison and self.config.start:
+            facts["keep"] = {**comparison.to_json(), "tolerance": self.config.start.keep_tolerance}
+        return facts
+
+
+def note(row: Mapping[str, Any], run: Run) -> str:
+    """What the progress bar says of a step."""
+    tau = f" tau {run.patience.best:.2f}" if run.patience.best_step else ""
+    return f"loss {row['loss']:.3f} accuracy {row['accuracy'][0]:.3f}{tau}"
+
+
+def diverged(run: Run, batches: Sequence[Batch], config: TrainConfig, ranks: Ranks) -> DivergedError:
+    """The error of a loss that runs away, naming the samples of the step where that was seen."""
+    keys = [key for of_rank in ranks.gathered([batch.keys for batch in batches]) for keys in of_rank for key in keys]
+    return DivergedError(
+        f"the loss runs away: its running mean is {run.drift.mean:.3f} at step {run.step}, more than "
+        f"{config.stop.diverged_at:g} times its lowest, {run.drift.lowest:.3f}; the samples of this step: {', '.join(keys)}",
+        "try a lower optimizer.learning_rate, or allow more with stop.diverged_at; the last checkpoint is kept",
+    )
+
+
+def check_settings(config: TrainConfig, ranks: Ranks, measures: bool) -> None:
+    """Raise ConfigError for settings that do not fit the run."""
+    if config.batches.per_step < ranks.size:
+        raise ConfigError(
+            f"a step of {config.batches.per_step} batches has no work for {ranks.size} processes",
+            f"set batches.per_step to {ranks.size} or more; the head depends on it, not on the number of processes",
+        )
+    if config.stop.patience and not measures:
+        raise ConfigError(
+            "stop.patience waits for held-out tau, and none is measured",
+            "capture with a held_out_share, leave stop.measurements above 0, or set stop.patience: null",
+        )
 
 
 def check_same_target(meta: FeatureMeta, vocabulary: TargetVocabulary) -> None:
@@ -115,111 +342,8 @@ def check_same_target(meta: FeatureMeta, vocabulary: TargetVocabulary) -> None:
         )
 
 
-def survey(source: Features) -> tuple[Tensor, list[int]]:
-    """Counts int64 [V] of tokens under the loss mask, and the numbers of the samples with a position to train on."""
-    counts_V = torch.zeros(source.meta.vocab_size, dtype=torch.int64)
-    usable = []
-    for number, (token_ids, loss_mask) in enumerate(source.all_tokens()):
-        counts_V += torch.bincount(token_ids[loss_mask], minlength=len(counts_V))
-        if judged_positions(loss_mask[None]).any():
-            usable.append(number)
-    if not usable:
-        raise EmptyInputError(
-            "the features hold no answer of two tokens or more", "generate and capture answers with more prompts"
-        )
-    return counts_V, usable
-
-
-def plan(config: TrainConfig, lengths: list[int]) -> list[list[int]]:
-    """The batches of the whole run in order."""
-    passes = (plan_batches(lengths, config.batch_tokens, f"{config.seed}/{epoch}") for epoch in range(config.epochs))
-    return [numbers for batches in passes for numbers in batches]
-
-
-def start(config: TrainConfig, meta: FeatureMeta, vocabulary: TargetVocabulary, counts_V: Tensor) -> Run:
-    """A fresh head for this target and an optimizer for it; weights are float32 whatever the precision of the maths."""
-    shape = HeadConfig.for_target(vocabulary.config, HeadOptions(draft_vocab_size=config.draft_vocab_size), meta.taps)
-    head = Head(shape.model_copy(update={"target_lm_head_sha256": vocabulary.lm_head_sha256}))
-    head.set_vocabulary(*draft_vocabulary(counts_V, config.draft_vocab_size))
-    initialise(head, vocabulary, config.seed)
-    head.to(vocabulary.embed_tokens.device)
-    optimizer = torch.optim.AdamW(head.parameters(), config.learning_rate, (0.9, 0.95), weight_decay=0.0, fused=True)
-    return Run(head, optimizer, 0, [])
-
-
-def schedule(step: int, num_steps: int, config: TrainConfig) -> float:
-    """The learning rate of a step: linear warm-up, then half a cosine down to zero."""
-    warmup = max(1, round(config.warmup_share * num_steps))
-    if step < warmup:
-        return config.learning_rate * (step + 1) / warmup
-    return config.learning_rate * 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / max(1, num_steps - warmup)))
-
-
-def update(run: Run, batch: Batch, vocabulary: TargetVocabulary, config: TrainConfig, learning_rate: float) -> dict[str, Any]:
-    """One step on one batch; returns its row of metrics. Raises EyasError when loss or gradient is not finite."""
-    dtype = getattr(torch, config.dtype)
-    wanted = ObjectiveConfig(num_ttt_steps=config.num_ttt_steps, step_decay=config.step_decay)
-    teacher = teach(batch, vocabulary, run.head, wanted)
-    with torch.autocast(batch.tokens_BT.device.type, dtype, enabled=dtype != torch.float32):
-        embed_tokens = vocabulary.embed_tokens.to(dtype)
-        outcome = objective(run.head, embed_tokens, batch, teacher, wanted)
-    outcome.loss.backward()  # type: ignore[no-untyped-call]
-    norm = float(torch.nn.utils.clip_grad_norm_(run.head.parameters(), config.max_grad_norm))
-    loss = float(outcome.loss.detach())
-    if not math.isfinite(loss + norm):
-        raise not_finite(run.step, loss, norm, batch)
-    for group in run.optimizer.param_groups:
-        group["lr"] = learning_rate
-    run.optimizer.step()
-    run.optimizer.zero_grad(set_to_none=True)
-    run.step += 1
-    row = {
-        "step": run.step,
-        "loss": loss,
-        "step_losses": outcome.step_losses.tolist(),
-        "accuracy": (outcome.num_hits / outcome.num_judged.clamp(min=1)).tolist(),
-        "learning_rate": learning_rate,
-        "grad_norm": norm,
-        "samples": len(batch.keys),
-        "judged": int(outcome.num_judged[0]),
-        "trained": int(outcome.num_trained[0]),
-    }
-    run.metrics.append(row)
-    return row
-
-
-def not_finite(step: int, loss: float, norm: float, batch: Batch) -> EyasError:
-    """The error of a batch that would have spoilt the weights, naming its samples and those with broken features."""
-    finite_B = batch.aux_hidden_BTA.isfinite().all(-1).all(-1) & batch.last_hidden_BTH.isfinite().all(-1).all(-1)
-    broken = [key for key, fine in zip(batch.keys, finite_B.tolist(), strict=True) if not fine]
-    hint = f"the features of {', '.join(broken)} are not finite: capture them again" if broken else "try a lower learning rate"
-    return EyasError(f"step {step + 1} has loss {loss} and gradient norm {norm}; its samples: {', '.join(batch.keys)}", hint)
-
-
-def mean_of_last(metrics: list[dict[str, Any]], count: int = 50) -> dict[str, Any]:
+def mean_of_last(metrics: Sequence[Mapping[str, Any]], count: int = 50) -> dict[str, Any]:
     """Loss and accuracy per step, averaged over the last batches."""
     last = metrics[-count:]
     accuracy = [sum(column) / len(last) for column in zip(*(row["accuracy"] for row in last), strict=True)]
     return {"loss": sum(row["loss"] for row in last) / len(last), "accuracy": accuracy}
-
-
-# Checkpoints
-
-
-def save(run: Run, output: Artifact) -> None:
-    """Metrics first: a checkpoint never lies beside fewer rows than it has steps."""
-    output.write_jsonl(METRICS, run.metrics)
-    stream = io.BytesIO()
-    torch.save({"step": run.step, "head": run.head.state_dict(), "optimizer": run.optimizer.state_dict()}, stream)
-    output.write(CHECKPOINT, stream.getvalue())
-
-
-def resume(run: Run, output: Artifact) -> None:
-    """Continue from the folder's checkpoint, if there is one."""
-    if not output.exists(CHECKPOINT):
-        return
-    state = torch.load(io.BytesIO(output.read(CHECKPOINT)), map_location=run.head.d2t.device, weights_only=True)
-    run.head.load_state_dict(state["head"])
-    run.optimizer.load_state_dict(state["optimizer"])
-    run.step = state["step"]
-    run.metrics = [row for row in output.read_jsonl(METRICS) if row["step"] <= run.step]
