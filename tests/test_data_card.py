@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 from collections import Counter
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
@@ -21,8 +20,8 @@ from eyas.data.ledger import Ledger, entry
 from eyas.data.pictures import Part, Series
 from eyas.data.rows import Damaged, Drop, Row
 from eyas.privacy.finding import Finding
+from tests.page_tags import Tags
 
-VOID = {"meta", "br"}
 CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
 NASTY = '<script>alert("1")</script>&\'"</svg></style>{{ 1234*77 }}'
 VERDICTS = [
@@ -109,34 +108,6 @@ def fit_report():
 def full(**changes):
     contents = CardContents(ledger(9, DROPPED), fit_report(), ["spec_bench", "mt_bench"], identity="0123456789abcdef")
     return dataclasses.replace(contents, **changes)
-
-
-class Tags(HTMLParser):
-    """Checks that what opens closes, and keeps all tags with their attributes, and the text."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.open, self.all, self.text = [], [], []
-        self.feed(page)
-        self.close()
-        assert not self.open
-
-    def handle_starttag(self, tag, attrs):
-        self.all.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.all.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text.append(data)
-
-    def count(self, tag):
-        return sum(name == tag for name, _ in self.all)
 
 
 def test_everything_that_is_given_is_shown():

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import jinja2
 from markupsafe import Markup, escape
 from rich.text import Text
 
+from eyas import sheet
 from eyas.chat.turn import Encoded
 
 TEMPLATE = Path(__file__).with_name("audit.html")
@@ -101,7 +101,6 @@ def page(
     note: str = "",
 ) -> str:
     """One page of HTML that needs nothing beside it. views: for each way of looking, what its kinds of tokens mean."""
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     drawn = [
         {
             "title": sample.title,
@@ -119,6 +118,4 @@ def page(
         }
         for sample in samples
     ]
-    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        title=title, lead=lead, facts=facts, samples=drawn, views=list(views.items()), note=note
-    )
+    return sheet.fill(TEMPLATE, title=title, lead=lead, facts=facts, samples=drawn, views=list(views.items()), note=note)

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
+from eyas import sheet
 from eyas.data import pictures
 from eyas.data.pictures import Part, Series
 
@@ -79,11 +79,14 @@ def write_card(contents: CardContents) -> str:
     """The card as HTML: the same text for the same contents."""
     ledger = contents.ledger
     listed, found = reasons(ledger), personal_data(ledger)
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["number"] = lambda value: f"{value:,.0f}"
-    environment.filters["percent"] = lambda value: f"{100 * value:.1f} %"
-    environment.filters["pretty"] = lambda value: json.dumps(value, indent=1, ensure_ascii=False)
-    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+    filters = {
+        "number": lambda value: f"{value:,.0f}",
+        "percent": lambda value: f"{100 * value:.1f} %",
+        "pretty": lambda value: json.dumps(value, indent=1, ensure_ascii=False),
+    }
+    return sheet.fill(
+        TEMPLATE,
+        filters,
         contents=contents,
         ledger=ledger,
         num_dropped=sum(ledger["dropped"].values()),
