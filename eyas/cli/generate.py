@@ -18,9 +18,7 @@ def command(
     prompts: Annotated[str, typer.Argument(help="output of `eyas prompts`")],
     target: Target,
     output: Output,
-    head: Annotated[
-        str | None, typer.Option(help='head to speculate with, or "builtin": faster, same answers')
-    ] = None,
+    head: Annotated[str | None, typer.Option(help='head to speculate with, or "builtin": faster, same answers')] = None,
     server: Annotated[
         list[str] | None, typer.Option(help="address of an OpenAI-compatible server of the target; several may be given")
     ] = None,
