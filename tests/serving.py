@@ -71,10 +71,10 @@ class World:
         return self.chat.decode(result.token_ids), result.token_ids
 
     @contextmanager
-    def served(self, engine=None, limits=None, has_head=False):
+    def served(self, engine=None, limits=None, has_head=False, extras=None):
         engine = engine or self.engine()
         served = Served(MODEL, "float32", has_head, engine.max_length)
-        with running_app(create_app(Worker(engine), self.chat, served, limits)) as url, connected(url) as client:
+        with running_app(create_app(Worker(engine), self.chat, served, limits, extras)) as url, connected(url) as client:
             yield client
 
 

@@ -460,7 +460,7 @@ def test_completions_have_16_tokens_by_default(client):
         ({"prompt": "x" * 100_000}, "prompt"),
         ({"prompt": "x" * 300}, "prompt"),
         ({"prompt": "x", "max_tokens": 1000}, "max_tokens"),
-        ({"prompt": "x", "echo": True}, "echo"),
+        ({"prompt": "x", "echo": True, "logprobs": 1}, "echo"),
         ({"prompt": "x", "suffix": "y"}, "suffix"),
         ({"prompt": "x", "logprobs": 21}, "logprobs"),
         ({"prompt": ["x"] * 5000}, "prompt"),

@@ -9,7 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
 
+from eyas.serve.app import Extras
 from eyas.serve.limits import LimitsConfig
+from eyas.serve.vertex import VertexConfig
 from tests.serving import MODEL, World
 
 PER_OPERATION = 60
@@ -18,7 +20,8 @@ PER_OPERATION = 60
 @pytest.fixture(scope="module")
 def client(tmp_path_factory):
     world = World.make(tmp_path_factory.mktemp("target"), eos_token_id=2, max_position_embeddings=64)
-    with world.served(world.engine(max_length=64), LimitsConfig(max_queue=1024)) as client:
+    extras = Extras(vertex=VertexConfig())
+    with world.served(world.engine(max_length=64), LimitsConfig(max_queue=1024), extras=extras) as client:
         yield client
 
 
@@ -39,7 +42,8 @@ def test_the_document_has_every_route_and_every_field(client, document):
     assert chat["echo"] == {"enum": [False, None]}
 
 
-OPERATIONS = ["/v1/chat/completions", "/v1/completions", "/v1/models/{model}", "/v1/models", "/health", "/metrics"]
+OPERATIONS = ["/v1/chat/completions", "/v1/completions", "/generate", "/predict", "/v1/models/{model}", "/v1/models"]
+OPERATIONS += ["/drift", "/server_info", "/health", "/metrics"]
 
 
 @pytest.mark.parametrize("path", OPERATIONS)

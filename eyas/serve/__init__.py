@@ -1,10 +1,13 @@
 """The server: OpenAI's completions over HTTP, on one engine.
 
 connection, limits            who gets in, and for how long
-fields, chat_request, text_request, refusal   what may be asked, and the error of what may not
+fields, chat_request, text_request, generate_request, vertex, refusal   what may be asked, and the error of what may not
 translation, tokenizer, tools   a request in the engine's terms
 worker                        the thread that owns the engine
-completion, stop, writer      updates become text, calls and events
+completion, stop, writer, generate_writer   updates become text, calls and events
 metrics, openapi              what the server tells of itself
-app, server                   the endpoints, and the process
+drift, reference              whether acceptance is what the head's card promises
+consent, collection, cleaning   prompts that may be kept, cleaned, for the next head
+exchange, events, app         one request, how it is sent, the endpoints
+storage, waiting, server      the model's files, the time until they are loaded, the process
 """

@@ -1,4 +1,5 @@
-"""The HTTP side: OpenAI's endpoints, health and metrics as a starlette application. Knows the worker, not the engine's inside.
+"""The HTTP side: OpenAI's endpoints, SGLang's and Vertex AI's, health and metrics as a starlette application. Knows the worker,
+not the engine's inside.
 
     enter (key, rate) -> body (size, time) -> form -> engine's terms -> queue -> updates -> events or one object
 
@@ -10,14 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
 import traceback
-import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -25,36 +25,55 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from eyas.chat import Chat
+from eyas.engine.engine import Engine
 from eyas.engine.request import Update
 from eyas.errors import EyasError, InputError
 from eyas.serve.chat_request import ChatRequest
 from eyas.serve.completion import Answer, Piece
-from eyas.serve.fields import SamplingFields, parse_body
+from eyas.serve.consent import CollectConfig, Collector
+from eyas.serve.drift import Drift, DriftConfig
+from eyas.serve.events import EventStream, while_connected
+from eyas.serve.exchange import Exchange
+from eyas.serve.fields import parse_body
+from eyas.serve.generate_request import GenerateRequest
 from eyas.serve.limits import Door, LimitsConfig
 from eyas.serve.metrics import CONTENT_TYPE, EngineState, Metrics
 from eyas.serve.openapi import document
-from eyas.serve.refusal import ApiError, refused_by_engine
+from eyas.serve.reference import Reference
+from eyas.serve.refusal import ApiError, refused_by_engine, unsupported
 from eyas.serve.text_request import TextRequest
 from eyas.serve.translation import Served, Translator, Work
+from eyas.serve.vertex import VertexConfig, error_body, instances, located
 from eyas.serve.worker import EngineFailure, Stopped, TimedOut, Worker
 from eyas.serve.writer import DONE, error_event
 
-__all__ = ["Served", "create_app"]
+__all__ = ["Extras", "Served", "create_app"]
 
 CLIENT_GONE = 499  # what access logs call this; nobody reads it
-_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _HEARD_OUT = 4  # a body up to so many times too long is read to its end: a client that is cut off sees no answer
-T = TypeVar("T")
+_DRIFT_LOOKS = 10  # at the windows, in the time of one
+Asked = ChatRequest | TextRequest | GenerateRequest
 log = logging.getLogger("eyas.serve")
 
 
-def create_app(worker: Worker, chat: Chat, served: Served, limits: LimitsConfig | None = None) -> Starlette:
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What a server does beside answering. reference: what its head promises; collect, vertex: None where that is not done."""
+
+    drift: DriftConfig = field(default_factory=DriftConfig)
+    reference: Reference | None = None
+    collect: CollectConfig | None = None
+    vertex: VertexConfig | None = None
+
+
+def create_app(
+    worker: Worker, chat: Chat, served: Served, limits: LimitsConfig | None = None, extras: Extras | None = None
+) -> Starlette:
     """The application; it starts the worker when it starts and stops it when it ends. Raises what reading API keys raises."""
     limits = limits or LimitsConfig()
-    api = _Api(worker, chat, served, limits)
+    api = _Api(worker, chat, served, limits, extras or Extras())
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -62,63 +81,35 @@ def create_app(worker: Worker, chat: Chat, served: Served, limits: LimitsConfig 
         await api.start()
         yield
         await worker.stop()
+        await api.stop()
 
-    app = Starlette(
-        routes=[
-            Route("/v1/chat/completions", api.endpoint(api.chat_completions), methods=["POST"]),
-            Route("/v1/completions", api.endpoint(api.completions), methods=["POST"]),
-            Route("/v1/models", api.endpoint(api.models)),
-            Route("/v1/models/{model:path}", api.endpoint(api.model)),
-            Route("/health", api.health),
-            Route("/metrics", api.metrics_page),
-            Route("/openapi.json", api.openapi),
-        ],
-        exception_handlers={HTTPException: _http_error},
-        lifespan=lifespan,
-    )
+    app = Starlette(routes=_routes(api), exception_handlers={HTTPException: _http_error}, lifespan=lifespan)
     app.state.worker, app.state.limits, app.state.api = worker, limits, api
     return app
 
 
-@dataclass
-class Exchange:
-    """One HTTP request, for the log and the metrics. id: the client's own, if it sent one that can be logged."""
-
-    http: HttpRequest
-    endpoint: str
-    id: str
-    client: str = ""
-    answer: Answer | None = None
-    failure: str | None = None  # in one word
-    started: float = field(default_factory=time.perf_counter)
-
-    @classmethod
-    def of(cls, http: HttpRequest) -> Exchange:
-        """Of a request that has a route."""
-        sent = http.headers.get("x-request-id", "")
-        return cls(http, http.scope["route"].path, sent if _REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex)
-
-    def facts(self, status: int) -> dict[str, Any]:
-        """What the log tells: who, what, how long; no text."""
-        facts: dict[str, Any] = {
-            "request_id": self.id,
-            "endpoint": self.endpoint,
-            "status": status,
-            "client": self.client,
-            "ms": round(1000 * (time.perf_counter() - self.started), 1),
-        }
-        if self.failure is not None:
-            facts["failure"] = self.failure
-        answer = self.answer
-        if answer is not None:
-            facts |= {
-                "num_prompt_tokens": answer.num_prompt_tokens,
-                "num_output_tokens": answer.num_tokens,
-                "finish_reasons": answer.endings,
-                "tau": None if answer.tau is None else round(answer.tau, 3),
-                "ttft_ms": None if answer.first_at is None else round(1000 * (answer.first_at - answer.started), 1),
-            }
-        return facts
+def _routes(api: _Api) -> list[Route]:
+    """Vertex AI's routes too, but where they are those of an endpoint that is there: then they ask for that one."""
+    routes = [
+        Route("/v1/chat/completions", api.endpoint(api.chat_completions), methods=["POST"]),
+        Route("/v1/completions", api.endpoint(api.completions), methods=["POST"]),
+        Route("/generate", api.endpoint(api.generate), methods=["POST"]),
+        Route("/v1/models", api.endpoint(api.models)),
+        Route("/v1/models/{model:path}", api.endpoint(api.model)),
+        Route("/drift", api.endpoint(api.drift)),
+        Route("/server_info", api.endpoint(api.server_info)),
+        Route("/get_server_info", api.endpoint(api.server_info)),
+        Route("/health", api.health),
+        Route("/metrics", api.metrics_page),
+        Route("/openapi.json", api.openapi),
+    ]
+    if (vertex := api.extras.vertex) is not None:
+        known = {route.path for route in routes}
+        if vertex.predict_route not in known:
+            routes.insert(0, Route(vertex.predict_route, api.endpoint(api.predict, error_body), methods=["POST"]))
+        if vertex.health_route not in known:
+            routes.insert(0, Route(vertex.health_route, api.health))
+    return routes
 
 
 Handler = Callable[[HttpRequest, Exchange], Awaitable[Response]]
@@ -127,14 +118,18 @@ Handler = Callable[[HttpRequest, Exchange], Awaitable[Response]]
 class _Api:
     """The endpoints."""
 
-    def __init__(self, worker: Worker, chat: Chat, served: Served, limits: LimitsConfig) -> None:
+    def __init__(self, worker: Worker, chat: Chat, served: Served, limits: LimitsConfig, extras: Extras) -> None:
         self.is_draining = False
+        self.extras = extras
         self._worker = worker
         self._served = served
         self._limits = limits
         self._door = Door(limits)
         self._translator = Translator(chat, served)
         self._metrics = Metrics(served.model, 1)
+        self._drift = Drift(extras.drift, extras.reference, served.model)
+        self._watching: asyncio.Task[None] | None = None
+        self._collector = Collector(extras.collect, served.model) if extras.collect is not None else None
         self._started = int(time.time())
         self._usual_s = 1.0  # an answer takes, lately
 
@@ -142,9 +137,33 @@ class _Api:
         """Once the worker runs, and nothing else does yet: all pages are there to be counted."""
         state = await self._worker.look(EngineState.of)
         self._metrics = Metrics(self._served.model, state.counters["pages_available"])
+        self._metrics.also_tell(self._drift)
+        if self._collector is not None:
+            await self._collector.start()
+            self._metrics.also_tell(self._collector)
+        self._watching = asyncio.ensure_future(self._watch())
 
-    def endpoint(self, handle: Handler) -> Callable[[HttpRequest], Awaitable[Response]]:
-        """A handler for those who have been let in; whatever it raises becomes an answer."""
+    async def stop(self) -> None:
+        """Once the worker has stopped."""
+        if self._watching is not None:
+            self._watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._watching
+        if self._collector is not None:
+            await self._collector.stop()
+
+    async def _watch(self) -> None:
+        """Close the windows of drift as they are due."""
+        while True:
+            await asyncio.sleep(self.extras.drift.window_s / _DRIFT_LOOKS)
+            if self._drift.is_due:
+                with suppress(EngineFailure):
+                    self._drift.close(await self._worker.look(_drafted_depths))
+
+    def endpoint(
+        self, handle: Handler, shape: Callable[[ApiError], dict[str, Any]] = ApiError.body
+    ) -> Callable[[HttpRequest], Awaitable[Response]]:
+        """A handler for those who have been let in; whatever it raises becomes an answer. shape: of errors."""
 
         async def answered(http: HttpRequest) -> Response:
             exchange = Exchange.of(http)
@@ -152,17 +171,18 @@ class _Api:
                 exchange.client = self._door.enter(
                     http.headers.get("authorization", ""), http.client.host if http.client else ""
                 )
+                exchange.read_headers()
                 response = await handle(http, exchange)
             except ApiError as error:
                 exchange.failure = exchange.failure or error.code or "bad_request"
-                response = JSONResponse(error.body(), error.status, error.headers)
+                response = JSONResponse(shape(error), error.status, error.headers)
             except ClientDisconnect:
                 exchange.failure = "client_gone"
                 response = Response(status_code=CLIENT_GONE)
             except Exception as error:
                 exchange.failure = "internal_error"
                 _log_bug(exchange, error)
-                response = JSONResponse(ApiError(500, f"internal error: {type(error).__name__}").body(), 500)
+                response = JSONResponse(shape(ApiError(500, f"internal error: {type(error).__name__}")), 500)
             response.headers["x-request-id"] = exchange.id
             if not isinstance(response, EventStream):
                 self._over(exchange, response.status_code)
@@ -190,7 +210,8 @@ class _Api:
         return Response(self._metrics.page(state, self._worker.num_samples), headers={"content-type": CONTENT_TYPE})
 
     async def openapi(self, _: HttpRequest) -> Response:
-        return JSONResponse(document(self._served.model))
+        vertex = self.extras.vertex
+        return JSONResponse(document(self._served.model, vertex.predict_route if vertex is not None else None))
 
     async def models(self, http: HttpRequest, exchange: Exchange) -> Response:
         return JSONResponse({"object": "list", "data": [self._card]})
@@ -208,27 +229,80 @@ class _Api:
         asked = parse_body(TextRequest, await _body(http, self._limits))
         return await self._answer(exchange, asked, self._translator.text(asked))
 
+    async def generate(self, http: HttpRequest, exchange: Exchange) -> Response:
+        """SGLang's own."""
+        asked = parse_body(GenerateRequest, await _body(http, self._limits))
+        return await self._answer(exchange, asked, self._translator.generate(asked))
+
+    async def predict(self, http: HttpRequest, exchange: Exchange) -> Response:
+        """Vertex AI's: all instances at once; one that fails fails all."""
+        asked = instances(await _body(http, self._limits), self._served.model)
+        works = [self._instance(number, one) for number, one in enumerate(asked)]
+        self._admit(sum(work.num_samples for work in works))
+        self._keep(exchange, asked)
+        answers = [Answer.to(work.requests, self._translator.tokenizer, work.reading) for work in works]
+        exchange.answers = answers
+        owners = {request.id: number for number, work in enumerate(works) for request in work.requests}
+        updates = self._worker.updates([one for work in works for one in work.requests], self._limits.request_timeout_s)
+        with _refusals():
+            pieces = await while_connected(http, _collect(updates, {key: answers[number] for key, number in owners.items()}))
+        predictions = []
+        for number, (work, answer) in enumerate(zip(works, answers, strict=True)):
+            of_work = [piece for key, piece in pieces if owners[key] == number]
+            predictions.append(work.writer.whole(of_work, answer.usage()))
+        return JSONResponse({"predictions": predictions})
+
+    def _instance(self, number: int, asked: ChatRequest | TextRequest) -> Work:
+        try:
+            return self._translator.chat(asked) if isinstance(asked, ChatRequest) else self._translator.text(asked)
+        except ApiError as error:
+            raise located(error, number, {}, {}) from error
+
+    async def drift(self, http: HttpRequest, exchange: Exchange) -> Response:
+        """Acceptance by slice and window."""
+        return JSONResponse(self._drift.told())
+
+    async def server_info(self, http: HttpRequest, exchange: Exchange) -> Response:
+        """What `sglang.bench_serving` reads tau from; under both of SGLang's names."""
+        served = self._served
+        state = {"avg_spec_accept_length": self._metrics.tau}
+        return JSONResponse({"served_model_name": served.model, "eyas": asdict(served), "internal_states": [state]})
+
     @property
     def _card(self) -> dict[str, Any]:
         served = self._served
-        card = {"id": served.model, "object": "model", "created": self._started, "owned_by": "eyas"}
+        card = {"id": served.model, "object": "model", "created": self._started, "owned_by": "eyas", "root": served.model}
         return {**card, "max_model_len": served.max_length, "eyas": asdict(served)}
 
     # Answers
 
-    async def _answer(self, exchange: Exchange, asked: SamplingFields, work: Work) -> Response:
+    async def _answer(self, exchange: Exchange, asked: Asked, work: Work) -> Response:
         self._admit(work.num_samples)
-        answer = exchange.answer = Answer.to(work.requests, self._translator.tokenizer, work.reading)
+        self._keep(exchange, [asked])
+        answer = Answer.to(work.requests, self._translator.tokenizer, work.reading)
         answer.started = exchange.started
+        exchange.answers = [answer]
         updates = self._worker.updates(work.requests, self._limits.request_timeout_s)
         with _refusals():
             if not asked.stream:
-                pieces = await _while_connected(exchange.http, _collect(updates, answer))
-                return JSONResponse(work.writer.whole(pieces, answer.usage()))
+                owners = {request.id: answer for request in work.requests}
+                pieces = await while_connected(exchange.http, _collect(updates, owners))
+                return JSONResponse(work.writer.whole([piece for _, piece in pieces], answer.usage()))
             # The first update decides between an error status and 200, so headers wait for it.
-            first = await _while_connected(exchange.http, anext(updates))
-        events = self._events(first, updates, exchange, work, asked.usage_in)
+            first = await while_connected(exchange.http, anext(updates))
+        events = self._events(first, updates, exchange, work)
         return EventStream(events, lambda: self._over(exchange, 200))
+
+    def _keep(self, exchange: Exchange, asked: Sequence[Asked]) -> None:
+        """Take the tag, and the prompts where they may be kept. Raises ApiError where that is demanded and not done."""
+        for one in asked:
+            exchange.tag = one.metadata.tag or exchange.tag
+            if one.store and self._collector is None:
+                raise unsupported("store", "nothing is kept here; leave it out (or false)")
+        for one in asked:
+            consents = exchange.consents if one.store is None else one.store
+            if consents and self._collector is not None:
+                self._collector.keep(one)
 
     def _admit(self, num_samples: int) -> None:
         """Raises ApiError for more than may wait: now, or ever."""
@@ -243,12 +317,11 @@ class _Api:
             raise ApiError(429, "too many requests wait already", code="queue_full", retry_after=wait)
 
     async def _events(
-        self, first: list[Update], updates: AsyncGenerator[list[Update]], exchange: Exchange, work: Work, usage_in: str
+        self, first: list[Update], updates: AsyncGenerator[list[Update]], exchange: Exchange, work: Work
     ) -> AsyncGenerator[bytes]:
         """The events of an answer, those of all updates that came together in one piece; its end goes with the last."""
-        answer = exchange.answer
-        assert answer is not None
-        batch = first
+        (answer,) = exchange.answers
+        usage_in, batch = work.usage_in, first
         async with aclosing(updates):
             while True:
                 events = []
@@ -272,67 +345,29 @@ class _Api:
     def _over(self, exchange: Exchange, status: int) -> None:
         """Of every request, once: its line of log, and its part in the metrics."""
         self._metrics.responded(exchange.endpoint, status)
-        answer = exchange.answer
-        if answer is not None:
-            if exchange.failure is None and not answer.is_over:
-                exchange.failure = "client_gone"
+        if exchange.failure is None and not all(answer.is_over for answer in exchange.answers):
+            exchange.failure = "client_gone"
+        for answer in exchange.answers:
             self._metrics.ended(answer, exchange.failure)
+            self._drift.count(answer.accept_hist, exchange.endpoint, exchange.tag, answer.num_prompt_tokens)
             if exchange.failure is None:
                 self._usual_s += 0.1 * (time.perf_counter() - answer.started - self._usual_s)
         log.info("request", extra={"data": exchange.facts(status)})
 
 
-class EventStream(Response):
-    """Server-sent events whose source is closed, and its request cancelled, as soon as the client goes away."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncGenerator[bytes], on_end: Callable[[], None]) -> None:
-        self.status_code = 200
-        self.background = None
-        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
-        self._events = events
-        self._on_end = on_end
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending, gone = asyncio.ensure_future(self._send(send)), asyncio.ensure_future(receive())
-        try:
-            await asyncio.wait((sending, gone), return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                sending.result()
-        finally:
-            for future in (sending, gone):
-                future.cancel()
-            await asyncio.gather(sending, gone, return_exceptions=True)
-            self._on_end()
-
-    async def _send(self, send: Send) -> None:
-        async with aclosing(self._events):
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async for events in self._events:
-                await send({"type": "http.response.body", "body": events, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+def _drafted_depths(engine: Engine) -> Counter[int]:
+    """{levels of the tree: samples that drafted}, over the last rounds. To be called on the thread that owns the engine."""
+    depths: Counter[int] = Counter()
+    for record in engine.policy.records:
+        if record.num_drafting:
+            depths[record.depth] += record.num_drafting
+    return depths
 
 
-async def _collect(updates: AsyncGenerator[list[Update]], answer: Answer) -> list[Piece]:
-    """All of an answer."""
+async def _collect(updates: AsyncGenerator[list[Update]], answers: Mapping[str, Answer]) -> list[tuple[str, Piece]]:
+    """All of some answers, each piece with its request's id."""
     async with aclosing(updates):
-        return [answer.push(update) async for batch in updates for update in batch]
-
-
-async def _while_connected(http: HttpRequest, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away. Raises ClientDisconnect and what `work` raises."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(http.receive())  # the body is read: the next message is the disconnect
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
-        for future in (task, gone):
-            future.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        return [(update.request_id, answers[update.request_id].push(update)) async for batch in updates for update in batch]
 
 
 @contextmanager

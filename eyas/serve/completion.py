@@ -25,6 +25,7 @@ class Piece:
 
     choice: int
     text: str
+    token_ids: list[int]
     calls: list[Call]
     logprobs: list[TokenLogprob] | None
     ending: Ending | None
@@ -66,7 +67,7 @@ class Choice:
                 text, calls = text + rest, calls + more
         called = self._calls is not None and self._calls.num_calls > 0
         self.ending = "tool_calls" if ending == "stop" and called else ending
-        return Piece(self._number, text, calls, update.logprobs, self.ending)
+        return Piece(self._number, text, update.token_ids, calls, update.logprobs, self.ending)
 
     def _text(self, token_ids: list[int], is_last: bool) -> str:
         text = self._text_stream.push(token_ids)
@@ -119,10 +120,16 @@ class Answer:
         return [choice.ending for choice in self.choices.values()]
 
     @property
+    def rounds_and_tokens(self) -> tuple[int, int]:
+        """Of its speculative rounds."""
+        emitted = sum((accepted + 1) * count for accepted, count in enumerate(self.accept_hist))
+        return sum(self.accept_hist), emitted
+
+    @property
     def tau(self) -> float | None:
         """Emitted tokens a speculative round; None where there was none."""
-        rounds = sum(self.accept_hist)
-        return sum((accepted + 1) * count for accepted, count in enumerate(self.accept_hist)) / rounds if rounds else None
+        rounds, emitted = self.rounds_and_tokens
+        return emitted / rounds if rounds else None
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's counts, and under `eyas` those that it has no place for: rounds (propose + verify), accept_hist, tau."""

@@ -37,7 +37,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "logits_processors": ([],),
     "lora_path": ("",),
-    "metadata": ({},),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "no_stop_trim": (False,),
@@ -51,7 +50,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "store": (False,),
     "stream_reasoning": (True, False),
     "suffix": ("",),
     "truncate_prompt_tokens": (),
@@ -60,6 +58,8 @@ OFF: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 Form = TypeVar("Form", bound=BaseModel)
+UsageIn = Literal["none", "end", "all"]  # the chunks of a stream that tell usage
+TAG = r"^[A-Za-z0-9_.:-]{1,32}$"
 _SHOWN = 64  # characters of a field's name that a message repeats
 _METACHARACTERS = frozenset("\\.+*?()|[]{}^$#&-~/")  # of Rust's regular expressions
 
@@ -121,44 +121,20 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Text = Annotated[str, Field(max_length=65536)]
+Tag = Annotated[str, Field(pattern=TAG)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
-class SamplingFields(Strict):
-    """Fields of both endpoints, with OpenAI's defaults. `speculation` is our own."""
+class Metadata(Strict):
+    """OpenAI's notes on a request. tag: the slice of traffic that its acceptance is counted under."""
 
-    off: ClassVar[dict[str, tuple[Any, ...]]] = OFF
+    tag: Tag | None = None
 
-    model: str
-    temperature: float = Field(default=1.0, ge=0, le=2)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=-1, lt=2**31)  # 0, and vLLM's -1: off
-    min_p: float = Field(default=0.0, ge=0, le=1)
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    repetition_penalty: float = Field(default=1.0, ge=0.01, le=100)
-    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
-    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
-    logit_bias: dict[TokenKey, Bias] = {}
-    n: int = Field(default=1, ge=1, le=MAX_SAMPLES)
-    best_of: int | None = None  # of n: nothing is thrown away
-    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
-    min_tokens: int = Field(default=0, ge=0, lt=2**31)
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] = []
-    stop_token_ids: list[TokenId] = Field(default=[], max_length=MAX_STOPS)
-    ignore_eos: bool = False
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | Text | None = None
-    guided_regex: Text | None = None
-    guided_choice: list[str] | None = Field(default=None, min_length=1)
-    json_schema: Text | None = None  # SGLang's
-    regex: Text | None = None  # SGLang's
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    user: str | None = None  # names the end user, as the next two do; asks for nothing
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    request_id: str | None = Field(default=None, max_length=128)  # vLLM's; the header x-request-id is the other way
-    speculation: bool | None = None  # None: where the server has a head
+
+class Asked(Strict):
+    """A form in which null asks for nothing, and what is not done is taken with a value that asks for nothing (`off`)."""
+
+    off: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -167,13 +143,56 @@ class SamplingFields(Strict):
             return body
         asked = {name: value for name, value in body.items() if value is not None}
         for name in asked.keys() & cls.off.keys():
-            if not any(
-                (asked[name] == value and type(asked[name]) is not bool) or asked[name] is value for value in cls.off[name]
-            ):
+            if not any(_is_same(asked[name], value) for value in cls.off[name]):
                 off = " or ".join(json.dumps(value) for value in cls.off[name])
                 raise unsupported(name, f"is not supported here; leave it out{f' (or {off})' if off else ''}")
             del asked[name]
         return asked
+
+
+class Sampling(Asked):
+    """What OpenAI's endpoints and SGLang's have under one name, with the defaults of both."""
+
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=-1, lt=2**31)  # 0, and vLLM's -1: off
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=100)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    logit_bias: dict[TokenKey, Bias] = {}
+    n: int = Field(default=1, ge=1, le=MAX_SAMPLES)
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] = []
+    stop_token_ids: list[TokenId] = Field(default=[], max_length=MAX_STOPS)
+    ignore_eos: bool = False
+    json_schema: Text | None = None  # SGLang's
+    regex: Text | None = None  # SGLang's
+
+
+class SamplingFields(Sampling):
+    """Fields of both of OpenAI's endpoints, with OpenAI's defaults. `speculation` is our own."""
+
+    off: ClassVar[dict[str, tuple[Any, ...]]] = OFF
+
+    model: str
+    seed: Seed | None = None
+    best_of: int | None = None  # of n: nothing is thrown away
+    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    min_tokens: int = Field(default=0, ge=0, lt=2**31)
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | Text | None = None
+    guided_regex: Text | None = None
+    guided_choice: list[str] | None = Field(default=None, min_length=1)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None  # names the end user, as the next two do; asks for nothing
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: Metadata = Metadata()
+    store: bool | None = None  # consent to `--collect`, or none whatever the header says; true is refused without
+    request_id: str | None = Field(default=None, max_length=128)  # vLLM's; the header x-request-id is the other way
+    speculation: bool | None = None  # None: where the server has a head
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:
@@ -202,7 +221,7 @@ class SamplingFields(Strict):
         raise NotImplementedError
 
     @property
-    def usage_in(self) -> Literal["none", "end", "all"]:
+    def usage_in(self) -> UsageIn:
         """The chunks of a stream that tell usage."""
         options = self.stream_options
         if options is None or not options.include_usage:

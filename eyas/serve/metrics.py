@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from eyas.engine.engine import Engine
 from eyas.engine.policy import RoundRecord
@@ -55,7 +56,7 @@ class EngineState:
         return cls(engine.metrics(), list(engine.policy.records))
 
 
-class Metrics:
+class Metrics(Collector):
     """All metrics of one server."""
 
     def __init__(self, model: str, num_pages: float) -> None:
@@ -82,6 +83,16 @@ class Metrics:
 
     def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"eyas:{name}", about, ("model_name",), registry=self._registry, buckets=buckets)
+
+    def also_tell(self, collector: Collector) -> None:
+        """Put another's metrics on the page."""
+        self._registry.register(collector)
+
+    @property
+    def tau(self) -> float | None:
+        """Since the start, of the answers that are over."""
+        rounds = sum(self._accept_hist)
+        return 1 + sum(count * number for number, count in enumerate(self._accept_hist)) / rounds if rounds else None
 
     # As requests end
 
@@ -165,8 +176,8 @@ class Metrics:
         for position in range(len(self._accept_hist) - 1):
             per_position.add_metric([*self._labels.values(), str(position)], sum(self._accept_hist[position + 1 :]))
         yield per_position
-        if rounds:
-            yield self._gauge("spec_accept_length", "tau: tokens a round and sample, since the start", 1 + accepted / rounds)
+        if self.tau is not None:
+            yield self._gauge("spec_accept_length", "tau: tokens a round and sample, since the start", self.tau)
 
     def _lately(self, records: list[RoundRecord]) -> Iterator[Metric]:
         """Of the last rounds that the engine remembers."""

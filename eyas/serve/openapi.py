@@ -7,8 +7,10 @@ from importlib.metadata import version
 from typing import Any
 
 from eyas.serve.chat_request import ChatRequest
-from eyas.serve.fields import SamplingFields
+from eyas.serve.fields import Asked
+from eyas.serve.generate_request import GenerateRequest
 from eyas.serve.text_request import TextRequest
+from eyas.serve.vertex import Prediction
 
 _ERROR = {
     "type": "object",
@@ -60,20 +62,38 @@ _PROBLEMS = {
 }
 
 
-def document(model: str) -> dict[str, Any]:
-    """OpenAPI 3.1. model: the name that requests must give."""
+_GENERATED = {"type": "object", "required": ["text", "output_ids", "meta_info"]}
+_INFO = {"type": "object", "required": ["internal_states"]}
+_DRIFT = {"type": "object", "required": ["expected", "rule", "slices"]}
+_PREDICTIONS = {"type": "object", "required": ["predictions"], "properties": {"predictions": {"type": "array"}}}
+_GOOGLES_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {"error": {"type": "object", "required": ["code", "message", "status"]}},
+}
+
+
+def document(model: str, predict_route: str | None = None) -> dict[str, Any]:
+    """OpenAPI 3.1. model: the name that requests must give; predict_route: Vertex AI's, where it is served."""
     schemas: dict[str, Any] = {}
     paths = {
         "/v1/chat/completions": {"post": _completion("a chat's next turn", _form(ChatRequest, model, schemas))},
         "/v1/completions": {"post": _completion("how texts go on", _form(TextRequest, model, schemas))},
-        "/v1/models": {"get": _simple("what is served", _MODELS, "401", "429")},
+        "/generate": {"post": _completion("SGLang's own", _form(GenerateRequest, model, schemas), _either(_GENERATED))},
+        "/v1/models": {"get": _simple("what is served", _MODELS, "400", "401", "429")},
         "/v1/models/{model}": {
-            "get": {**_simple("one of them", _MODEL, "401", "404", "429"), "parameters": [_parameter(model)]}
+            "get": {**_simple("one of them", _MODEL, "400", "401", "404", "429"), "parameters": [_parameter(model)]}
         },
+        "/drift": {"get": _simple("acceptance by slice of traffic, over time", _DRIFT, "400", "401", "429")},
+        "/server_info": {"get": _simple("what SGLang's benchmark reads", _INFO, "400", "401", "429")},
+        "/get_server_info": {"get": _simple("the same under its older name", _INFO, "400", "401", "429")},
         "/health": {"get": _simple("whether requests are taken", _HEALTH, "503")},
         "/metrics": {"get": {"summary": "for Prometheus", "responses": {"200": _content("text/plain", {"type": "string"})}}},
         "/openapi.json": {"get": _simple("this document", {"type": "object"})},
     }
+    if predict_route is not None and predict_route not in paths:
+        form = _form(Prediction, model, schemas)
+        paths[predict_route] = {"post": _completion("Vertex AI's predictions", form, _PREDICTIONS, _GOOGLES_ERROR)}
     return {
         "openapi": "3.1.0",
         "info": {"title": "eyas", "version": version("eyas"), "description": f"serves {model}"},
@@ -85,28 +105,37 @@ def document(model: str) -> dict[str, Any]:
     }
 
 
-def _form(form: type[SamplingFields], model: str, schemas: dict[str, Any]) -> dict[str, Any]:
+def _form(form: type[Asked | Prediction], model: str, schemas: dict[str, Any]) -> dict[str, Any]:
     """A form's schema, its parts put into `schemas`: null is taken in every field, and what is not done when it is off."""
     schema = deepcopy(form.model_json_schema(by_alias=True, ref_template="#/components/schemas/{model}"))
     schemas |= schema.pop("$defs", {})
     properties = schema["properties"]
-    for name, values in form.off.items():
+    off = form.off if issubclass(form, Asked) else {}
+    for name, values in off.items():
         properties[name] = {"enum": [*values, None]}
-    for name in properties.keys() - set(schema["required"]) - form.off.keys():
+    for name in properties.keys() - set(schema.get("required", ())) - off.keys():
         properties[name] = {"anyOf": [properties[name], {"type": "null"}]}
-    properties["model"] = {"const": model}
+    if "model" in properties:
+        properties["model"] = {"const": model}
     schemas[form.__name__] = schema
     return {"$ref": f"#/components/schemas/{form.__name__}"}
 
 
-def _completion(summary: str, form: dict[str, Any]) -> dict[str, Any]:
-    answer = _content("application/json", _ANSWER)
+def _either(schema: dict[str, Any]) -> dict[str, Any]:
+    """One, or a list of them."""
+    return {"oneOf": [schema, {"type": "array", "items": schema}]}
+
+
+def _completion(
+    summary: str, form: dict[str, Any], answers: dict[str, Any] = _ANSWER, error: dict[str, Any] = _ERROR
+) -> dict[str, Any]:
+    answer = _content("application/json", answers)
     answer["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     return {
         "summary": summary,
         "security": [{"key": []}, {}],
         "requestBody": {"required": True, "content": {"application/json": {"schema": form}}},
-        "responses": {"200": answer, **_problems(*_PROBLEMS)},
+        "responses": {"200": answer, **_problems(*_PROBLEMS, error=error)},
     }
 
 
@@ -114,8 +143,8 @@ def _simple(summary: str, schema: dict[str, Any], *problems: str) -> dict[str, A
     return {"summary": summary, "responses": {"200": _content("application/json", schema), **_problems(*problems)}}
 
 
-def _problems(*statuses: str) -> dict[str, Any]:
-    return {status: {**_content("application/json", _ERROR), "description": _PROBLEMS[status]} for status in statuses}
+def _problems(*statuses: str, error: dict[str, Any] = _ERROR) -> dict[str, Any]:
+    return {status: {**_content("application/json", error), "description": _PROBLEMS[status]} for status in statuses}
 
 
 def _content(kind: str, schema: dict[str, Any]) -> dict[str, Any]:

@@ -11,21 +11,27 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 import uvicorn
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.applications import Starlette
 
 from eyas.builtin import BUILTIN, resolve_head, resolve_target
 from eyas.chat import Chat
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.errors import ConfigError, EyasError
-from eyas.serve.app import Served, create_app
+from eyas.serve.app import Extras, Served, create_app
 from eyas.serve.connection import guarded
+from eyas.serve.consent import CollectConfig
+from eyas.serve.drift import DriftConfig
 from eyas.serve.limits import LimitsConfig
+from eyas.serve.reference import Reference, promised, stated
+from eyas.serve.storage import fetched
+from eyas.serve.vertex import VertexConfig
+from eyas.serve.waiting import answering
 from eyas.serve.worker import Worker
 
 KEEP_ALIVE_S = 30  # a connection may be idle between two requests
@@ -43,7 +49,7 @@ class ServeConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    target: str
+    target: str | None = None
     head: str | None = None
     dtype: str = "float32"
     model: str | None = None  # the name in requests; by default that of the target's folder
@@ -52,28 +58,63 @@ class ServeConfig(BaseModel):
     threads: int | None = Field(None, ge=1)
     limits: LimitsConfig = LimitsConfig()
     engine: EngineConfig = EngineConfig()
+    drift: DriftConfig = DriftConfig()
+    collect: CollectConfig | None = None
+    vertex: VertexConfig | None = None
+
+    @model_validator(mode="after")
+    def _has_a_target(self) -> ServeConfig:
+        if self.target is None and (self.vertex is None or self.vertex.storage_uri is None):
+            raise ConfigError("there is no target to serve", "give one: --target FOLDER")
+        return self
 
     @property
     def served_model(self) -> str:
-        return self.model or ("eyas" if self.target == BUILTIN else Path(self.target).resolve().name)
+        if self.model is not None or self.target == BUILTIN:
+            return self.model or "eyas"
+        if self.target is None:
+            assert self.vertex is not None
+            return str(self.vertex.storage_uri).rstrip("/").rpartition("/")[2]
+        return Path(self.target).resolve().name
+
+    def folders(self) -> tuple[str, str | None]:
+        """Of target and head, resolved; out of the object store those that are not given. Raises what fetching raises."""
+        target, head = self.target, self.head
+        if target is None and self.vertex is not None and self.vertex.storage_uri is not None:
+            places = fetched(self.vertex.storage_uri, self.vertex.folder)
+            target, head = str(places[0]), head or (str(places[1]) if places[1] else None)
+        assert target is not None
+        return resolve_target(target), None if head is None else resolve_head(head)
 
 
 def build_app(config: ServeConfig) -> Starlette:
     """Load target, head and tokenizer into an application. Raises InputErrors for what does not fit together."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    target = resolve_target(config.target)
+    target, head = config.folders()
     chat = Chat(target)
-    head = None if config.head is None else resolve_head(config.head)
     engine = Engine.load(target, head, dtype=config.dtype, config=config.engine)
-    served = Served(config.served_model, config.dtype, config.head is not None, engine.max_length)
-    return create_app(Worker(engine), chat, served, config.limits)
+    served = Served(config.served_model, config.dtype, head is not None, engine.max_length)
+    extras = Extras(config.drift, _reference(config.drift, head), config.collect, config.vertex)
+    return create_app(Worker(engine), chat, served, config.limits, extras)
+
+
+def _reference(config: DriftConfig, head: str | None) -> Reference | None:
+    """What tau is held against: what was given, else what the head's card says."""
+    if config.expect_tau is not None or head is None:
+        return None if config.expect_tau is None else stated(config.expect_tau)
+    found = promised(head)
+    if found is None:
+        log.info("the head's card has no tau: give drift.expect_tau to be warned when it falls")
+    return found
 
 
 def serve(config: ServeConfig, on_ready: Callable[[str], None] = print) -> None:
     """Serve until SIGINT or SIGTERM, then let running requests finish. `on_ready` gets the URL once it answers."""
     with _bound(config.host, config.port) as listener:
-        server = _Server(build_app(config), listener, on_ready)
+        with answering(listener) if config.vertex is not None else nullcontext():
+            app = build_app(config)
+        server = _Server(app, listener, on_ready)
         # uvicorn raises the signal that ended it once more: an end that was asked for is no failure.
         before = signal.signal(signal.SIGTERM, lambda *_: None)
         try:

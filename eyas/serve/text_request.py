@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from eyas.serve.fields import NumLogprobs, SamplingFields, TokenId
+from eyas.serve.refusal import unsupported
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 MAX_PROMPTS = 1024
@@ -18,12 +19,19 @@ class TextRequest(SamplingFields):
     """The body of a request, with OpenAI's defaults; add_special_tokens is vLLM's, with its default."""
 
     off: ClassVar[dict[str, tuple[Any, ...]]] = {
-        name: values for name, values in SamplingFields.off.items() if name != "add_special_tokens"
+        name: values for name, values in SamplingFields.off.items() if name not in ("add_special_tokens", "echo")
     }
 
     prompt: str | Tokens | Annotated[list[str | Tokens], Field(min_length=1, max_length=MAX_PROMPTS)]
     logprobs: NumLogprobs | None = None
     add_special_tokens: bool = True
+    echo: bool = False
+
+    @model_validator(mode="after")
+    def _check_text(self) -> Self:
+        if self.echo and self.logprobs is not None:
+            raise unsupported("echo", "with logprobs asks for those of the prompt, which are not computed here")
+        return self
 
     @property
     def prompts(self) -> list[str | list[int]]:

@@ -11,7 +11,9 @@ from eyas.engine.request import Request, SamplingParams
 from eyas.errors import InputError
 from eyas.serve.chat_request import ChatRequest
 from eyas.serve.completion import Reading
-from eyas.serve.fields import Grammar, SamplingFields
+from eyas.serve.fields import Grammar, SamplingFields, UsageIn
+from eyas.serve.generate_request import GenerateRequest, renamed
+from eyas.serve.generate_writer import GenerateWriter
 from eyas.serve.refusal import ApiError, refused_by_engine, unsupported
 from eyas.serve.text_request import TextRequest
 from eyas.serve.tokenizer import Tokenizer
@@ -36,6 +38,7 @@ class Work:
     requests: list[Request]
     reading: Reading
     writer: Writer
+    usage_in: UsageIn = "none"
 
     @property
     def num_samples(self) -> int:
@@ -62,10 +65,29 @@ class Translator:
         params = self._params(asked, len(prompt_ids), grammar, (CLOSING,) if is_last_call else ())
         reading = Reading(asked.stops, bool(asked.offered_tools), bool(demanded))
         writer = ChatWriter(self._served.model, self.tokenizer, asked.usage_in != "none")
-        return Work([self._request(asked, prompt_ids, params)], reading, writer)
+        return Work([self._request(asked, prompt_ids, params)], reading, writer, asked.usage_in)
 
     def text(self, asked: TextRequest) -> Work:
         """Raises ApiError for what this server or this target cannot do."""
+        requests = self._texts(asked)
+        echoed = [self._shown(prompt) for prompt in asked.prompts for _ in range(asked.n)] if asked.echo else None
+        writer = TextWriter(self._served.model, self.tokenizer, asked.usage_in != "none", echoed)
+        return Work(requests, Reading(asked.stops), writer, asked.usage_in)
+
+    def generate(self, asked: GenerateRequest) -> Work:
+        """Raises ApiError for what this server or this target cannot do."""
+        try:
+            text = asked.as_text(self._served.model)
+            requests = self._texts(text)
+        except ApiError as error:
+            raise renamed(error) from error
+        lengths = [len(request.prompt_ids) for request in requests for _ in range(text.n)]
+        writer = GenerateWriter(
+            self.tokenizer, lengths, asked.is_many, asked.return_logprob, with_text=asked.return_text_in_logprobs
+        )
+        return Work(requests, Reading(text.stops), writer)
+
+    def _texts(self, asked: TextRequest) -> list[Request]:
         self._check_model(asked)
         grammar = asked.grammar()
         requests = []
@@ -73,8 +95,10 @@ class Translator:
             prompt_ids = self._encoded(prompt, asked.add_special_tokens) if isinstance(prompt, str) else prompt
             params = self._params(asked, len(prompt_ids), grammar, ())
             requests.append(self._request(asked, prompt_ids, params))
-        writer = TextWriter(self._served.model, self.tokenizer, asked.usage_in != "none")
-        return Work(requests, Reading(asked.stops), writer)
+        return requests
+
+    def _shown(self, prompt: str | list[int]) -> str:
+        return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
 
     def _check_model(self, asked: SamplingFields) -> None:
         if asked.model != self._served.model:

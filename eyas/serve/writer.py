@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from eyas.engine.request import TokenLogprob
@@ -28,7 +28,7 @@ class Writer(Protocol):
 
     def usage_chunk(self, usage: Usage) -> str: ...
 
-    def whole(self, pieces: Iterable[Piece], usage: Usage) -> dict[str, Any]: ...
+    def whole(self, pieces: Iterable[Piece], usage: Usage) -> Any: ...
 
 
 def error_event(body: dict[str, Any]) -> bytes:
@@ -113,18 +113,22 @@ class ChatWriter:
 
 
 class TextWriter:
-    """/v1/completions. The last chunk of a choice brings its end along."""
+    """/v1/completions. The last chunk of a choice brings its end along. echoed: what stands before each choice's text."""
 
-    def __init__(self, model: str, tokenizer: Tokenizer, tells_usage: bool = False) -> None:
+    def __init__(
+        self, model: str, tokenizer: Tokenizer, tells_usage: bool = False, echoed: Sequence[str] | None = None
+    ) -> None:
         self._events = _Events("text_completion", "cmpl", model, tells_usage)
         self._tokenizer = tokenizer
         self._offsets: dict[int, int] = {}
+        self._echoed = dict(enumerate(echoed or ()))  # of choices that have not begun
 
     def chunk(self, piece: Piece, usage: Usage | None = None) -> str:
         """The event of a piece."""
         logprobs = "null" if piece.logprobs is None else json.dumps(self._logprobs(piece.choice, piece.logprobs))
         ending = "null" if piece.ending is None else f'"{piece.ending}"'
-        text = f'"index": {piece.choice}, "text": {json.dumps(piece.text)}'
+        said = self._echoed.pop(piece.choice, "") + piece.text
+        text = f'"index": {piece.choice}, "text": {json.dumps(said)}'
         return self._events.event(f'{{{text}, "logprobs": {logprobs}, "finish_reason": {ending}}}', usage)
 
     def usage_chunk(self, usage: Usage) -> str:
@@ -138,7 +142,7 @@ class TextWriter:
             choices.append(
                 {
                     "index": number,
-                    "text": "".join(piece.text for piece in of_choice),
+                    "text": self._echoed.pop(number, "") + "".join(piece.text for piece in of_choice),
                     "logprobs": None if logprobs is None else self._logprobs(number, logprobs),
                     "finish_reason": of_choice[-1].ending,
                 }

@@ -1,0 +1,128 @@
+"""Vertex AI's contract for custom containers: its environment, {"instances", "parameters"} and the shape of its errors.
+
+    AIP_HTTP_PORT                           where to listen, on all addresses
+    AIP_HEALTH_ROUTE, AIP_PREDICT_ROUTE     what is asked there, beside the server's own routes
+    AIP_STORAGE_URI                         the model's files: target/ and, for speculation, head/ below it
+
+An instance is the body of a chat (it has `messages`) or of a text (`prompt`) without `model`; parameters are fields for all
+instances that do not have them. A prediction is what the endpoint of the instance would answer. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from http import HTTPStatus
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from eyas.errors import ConfigError
+from eyas.serve.chat_request import ChatRequest
+from eyas.serve.fields import Strict, parse_body
+from eyas.serve.refusal import ApiError, unsupported
+from eyas.serve.text_request import TextRequest
+
+MAX_INSTANCES = 128
+# google.rpc.Code by HTTP status, as Google's APIs name them.
+_STATUSES = {
+    400: "INVALID_ARGUMENT",
+    401: "UNAUTHENTICATED",
+    404: "NOT_FOUND",
+    408: "DEADLINE_EXCEEDED",
+    413: "INVALID_ARGUMENT",
+    415: "INVALID_ARGUMENT",
+    429: "RESOURCE_EXHAUSTED",
+    503: "UNAVAILABLE",
+    504: "DEADLINE_EXCEEDED",
+}
+
+
+class VertexConfig(BaseModel):
+    """Routes that Vertex AI asks for, and where the model's files are; folder: where they are kept, see storage.place.
+
+    With this section a server answers 503 from its first moment on: a container that does not listen is taken for dead after
+    40 seconds.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    health_route: str = Field("/health", pattern="^/")
+    predict_route: str = Field("/predict", pattern="^/")
+    storage_uri: str | None = Field(None, min_length=1)
+    folder: Path | None = None
+
+
+def from_environment(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """What the environment says of a ServeConfig's fields; nothing outside Vertex AI. Raises ConfigError."""
+    if "AIP_HTTP_PORT" not in environment:
+        return {}
+    port = environment["AIP_HTTP_PORT"]
+    if not (port.isascii() and port.isdigit() and 0 <= int(port) < 65536):
+        raise ConfigError("AIP_HTTP_PORT is no port", "Vertex AI sets it; by hand, give a number such as 8080")
+    routes = {
+        name: environment[variable]
+        for name, variable in (("health_route", "AIP_HEALTH_ROUTE"), ("predict_route", "AIP_PREDICT_ROUTE"))
+        if environment.get(variable)
+    }
+    for name, route in routes.items():
+        if not route.startswith("/") or set(route) & set("{}?#"):
+            raise ConfigError(f"AIP_{name.upper()} is no path", "give one that begins with /")
+    if len(set(routes.values())) < len(routes):
+        raise ConfigError("AIP_HEALTH_ROUTE and AIP_PREDICT_ROUTE are the same", "give two")
+    if environment.get("AIP_STORAGE_URI"):
+        routes["storage_uri"] = environment["AIP_STORAGE_URI"]
+    return {"host": "0.0.0.0", "port": int(port), "vertex": routes}
+
+
+class Prediction(Strict):
+    """The body of a request."""
+
+    instances: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_INSTANCES)]
+    parameters: dict[str, Any] | None = None
+
+
+def instances(body: bytes, model: str) -> list[ChatRequest | TextRequest]:
+    """The instances of a request, each in the form of its endpoint. Raises ApiError."""
+    asked = parse_body(Prediction, body)
+    shared = asked.parameters or {}
+    for name in ("instances", "messages", "prompt"):
+        if name in shared:
+            raise ApiError(400, f"parameters.{name}: belongs to an instance", f"parameters.{name}")
+    return [_instance(number, one, shared, model) for number, one in enumerate(asked.instances)]
+
+
+def _instance(number: int, given: dict[str, Any], shared: dict[str, Any], model: str) -> ChatRequest | TextRequest:
+    where = f"instances.{number}"
+    if ("messages" in given) == ("prompt" in given):
+        raise ApiError(400, f"{where}: give messages, for a chat, or prompt, for a text", where)
+    merged = {"model": model, **shared, **given}
+    form: type[ChatRequest] | type[TextRequest] = ChatRequest if "messages" in given else TextRequest
+    try:
+        found = parse_body(form, json.dumps(merged).encode())
+        if found.stream:
+            raise unsupported("stream", "a prediction comes as a whole; leave it out (or false)")
+    except ApiError as error:
+        raise located(error, number, given, shared) from None
+    return found
+
+
+def located(error: ApiError, number: int, given: Mapping[str, Any], shared: Mapping[str, Any]) -> ApiError:
+    """An error of one instance, with the place of its field in the whole body."""
+    first = (error.param or "").partition(".")[0]
+    place = "parameters" if first in shared and first not in given else f"instances.{number}"
+    param = f"{place}.{error.param}" if error.param else place
+    return ApiError(error.status, f"{place}: {error.message}", param, error.code, error.retry_after)
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """As Google's APIs write errors."""
+    default = "INTERNAL" if error.status >= 500 else HTTPStatus(error.status).name
+    status = _STATUSES.get(error.status, default)
+    body: dict[str, Any] = {"code": error.status, "message": error.message, "status": status}
+    if error.param is not None:
+        violation = {"field": error.param, "description": error.message}
+        body["details"] = [{"@type": "type.googleapis.com/google.rpc.BadRequest", "fieldViolations": [violation]}]
+    return {"error": body}
