@@ -1,0 +1,205 @@
+"""Vertex AI's contract: environment, routes, predictions, the shape of errors, and a server that says it is not ready yet."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+
+import httpx
+import pytest
+
+from eyas.errors import ConfigError
+from eyas.serve.app import Extras
+from eyas.serve.limits import LimitsConfig
+from eyas.serve.server import ServeConfig
+from eyas.serve.vertex import VertexConfig, from_environment
+from eyas.serve.waiting import answering
+from tests.serving import MESSAGES, MODEL, World, ask, complete, post
+
+ROUTES = VertexConfig(health_route="/v1/endpoints/7/deployedModels/8", predict_route="/v1/endpoints/7/deployedModels/8:predict")
+CHAT = {"messages": MESSAGES, "temperature": 0, "max_tokens": 12}
+TEXT = {"prompt": "I would like", "temperature": 0, "max_tokens": 6}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return World.make(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def client(world):
+    with world.served(extras=Extras(vertex=ROUTES)) as client:
+        yield client
+
+
+def predict(client, body, **options):
+    return post(client, body, ROUTES.predict_route, **options)
+
+
+def test_predictions_are_what_the_endpoints_answer(client):
+    reply = predict(client, {"instances": [CHAT, TEXT, {**TEXT, "prompt": "you", "n": 2}]})
+    assert reply.status_code == 200
+    chat, text, two = reply.json()["predictions"]
+    expected = ask(client, max_tokens=12)
+    assert chat["choices"][0]["message"]["content"] == expected.choices[0].message.content
+    assert chat["usage"]["completion_tokens"] == 12
+    assert chat["model"] == MODEL
+    assert text["choices"][0]["text"] == complete(client, max_tokens=6).choices[0].text
+    assert [choice["index"] for choice in two["choices"]] == [0, 1]
+
+
+def test_parameters_are_for_instances_that_do_not_say_otherwise(client):
+    body = {"instances": [{"messages": MESSAGES}, {"messages": MESSAGES, "max_tokens": 3}], "parameters": {"max_tokens": 5}}
+    assert [one["usage"]["completion_tokens"] for one in predict(client, body).json()["predictions"]] == [5, 3]
+    assert predict(client, {"instances": [CHAT], "parameters": None}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "instances"),
+        ({"instances": []}, "instances"),
+        ({"instances": ["text"]}, "instances.0"),
+        ({"instances": [CHAT] * 129}, "instances"),
+        ({"instances": [CHAT], "signature_name": "x"}, "signature_name"),
+        ({"instances": [CHAT, {"temperature": 0}]}, "instances.1"),
+        ({"instances": [{**CHAT, **TEXT}]}, "instances.0"),
+        ({"instances": [CHAT, {**CHAT, "unheard_of": 1}]}, "instances.1.unheard_of"),
+        ({"instances": [{**CHAT, "temperature": "hot"}]}, "instances.0.temperature"),
+        ({"instances": [CHAT], "parameters": {"top_p": 7}}, "parameters.top_p"),
+        ({"instances": [CHAT], "parameters": {"messages": MESSAGES}}, "parameters.messages"),
+        ({"instances": [{**CHAT, "stream": True}]}, "instances.0.stream"),
+        ({"instances": [CHAT, {**CHAT, "max_tokens": 5000}]}, "instances.1.max_tokens"),
+        ({"instances": [{**CHAT, "store": True}]}, "store"),
+    ],
+)
+def test_errors_have_the_shape_and_the_place_that_google_s_have(client, body, field):
+    reply = predict(client, body)
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert (error["code"], error["status"]) == (400, "INVALID_ARGUMENT")
+    assert error["details"][0]["fieldViolations"][0]["field"] == field
+    assert error["message"] == error["details"][0]["fieldViolations"][0]["description"]
+
+
+@pytest.mark.parametrize("body", [b"{", b"\xff", b"[1]", b"null", b"[" * 50_000, b'{"instances": [{"prompt": "\\ud800"}]}'])
+def test_bodies_that_are_none_are_refused(client, body):
+    reply = httpx.post(client.url + ROUTES.predict_route, content=body, headers={"content-type": "application/json"})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["status"] == "INVALID_ARGUMENT"
+
+
+def test_other_refusals_have_google_s_names(world, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("secret")
+    limits = LimitsConfig(api_keys=keys, max_queue=0, max_body_bytes=2000)
+    with world.served(limits=limits, extras=Extras(vertex=ROUTES)) as client:
+        assert predict(client, {"instances": [CHAT]}).json()["error"]["status"] == "UNAUTHENTICATED"
+        key = {"authorization": "Bearer secret"}
+        large = predict(client, {"instances": [{**TEXT, "prompt": "x" * 3000}]}, headers=key)
+        assert (large.status_code, large.json()["error"]["status"]) == (413, "INVALID_ARGUMENT")
+        many = predict(client, {"instances": [{**TEXT, "n": 5}]}, headers=key)
+        assert many.status_code == 400
+        assert predict(client, {"instances": [TEXT]}, headers=key).status_code == 200
+
+
+def test_health_is_at_its_route_and_the_server_s_own_routes_stay(client):
+    assert httpx.get(client.url + ROUTES.health_route).json()["status"] == "ok"
+    assert httpx.get(client.url + "/health").status_code == 200
+    page = httpx.get(client.url + "/metrics").text
+    assert f'endpoint="{ROUTES.predict_route}"' in page
+
+
+def test_a_predict_route_may_be_an_endpoint_of_the_server(world):
+    """As for `rawPredict`, which hands the body on as it is."""
+    routes = VertexConfig(predict_route="/v1/chat/completions")
+    with world.served(extras=Extras(vertex=routes)) as client:
+        assert ask(client, max_tokens=2).usage.completion_tokens == 2
+
+
+# The environment
+
+
+ENVIRONMENT = {
+    "AIP_HTTP_PORT": "8080",
+    "AIP_HEALTH_ROUTE": "/healthy",
+    "AIP_PREDICT_ROUTE": "/guess",
+    "AIP_STORAGE_URI": "gs://bucket/models/one/",
+}
+
+
+def test_the_environment_says_where_and_what():
+    assert from_environment({}) == from_environment({"AIP_STORAGE_URI": "gs://x"}) == {}
+    config = ServeConfig(**from_environment(ENVIRONMENT))
+    assert (config.host, config.port, config.target) == ("0.0.0.0", 8080, None)
+    assert config.vertex == VertexConfig(health_route="/healthy", predict_route="/guess", storage_uri="gs://bucket/models/one/")
+    assert config.served_model == "one"
+    bare = ServeConfig(target="t", **from_environment({"AIP_HTTP_PORT": "1", "AIP_STORAGE_URI": ""}))
+    assert bare.vertex == VertexConfig()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"AIP_HTTP_PORT": "eighty"},
+        {"AIP_HTTP_PORT": "70000"},
+        {"AIP_HTTP_PORT": "²"},
+        {"AIP_HEALTH_ROUTE": "healthy"},
+        {"AIP_PREDICT_ROUTE": "/{x}"},
+        {"AIP_PREDICT_ROUTE": "/healthy"},
+    ],
+)
+def test_an_environment_that_makes_no_sense_is_an_error(change):
+    with pytest.raises(ConfigError):
+        from_environment({**ENVIRONMENT, **change})
+
+
+def test_without_a_target_and_without_a_store_there_is_nothing_to_serve():
+    with pytest.raises(ConfigError, match="no target"):
+        ServeConfig(**from_environment({"AIP_HTTP_PORT": "8080"}))
+
+
+# Before it is ready
+
+
+@pytest.fixture
+def listener():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
+def test_who_comes_too_early_is_told_so_and_silent_ones_hold_nobody_up(listener):
+    url = "http://{}:{}".format(*listener.getsockname())
+    with answering(listener):
+        for method in ("GET", "POST"):
+            reply = httpx.request(method, f"{url}/health", json={"a": "b" * 100_000} if method == "POST" else None)
+            assert (reply.status_code, reply.json()) == (503, {"status": "loading"})
+            assert int(reply.headers["retry-after"]) > 0
+        silent = [socket.create_connection(listener.getsockname()) for _ in range(3)]
+        assert httpx.get(url, timeout=20).status_code == 503
+        for one in silent:
+            one.close()
+
+
+def test_who_comes_last_is_left_to_the_server(listener):
+    with answering(listener):
+        pass
+    answers = []
+
+    def ask_early():
+        answers.append(httpx.get("http://{}:{}".format(*listener.getsockname()), timeout=20).text)
+
+    thread = threading.Thread(target=ask_early)
+    thread.start()
+    listener.settimeout(20)
+    connection, _ = listener.accept()
+    with connection:
+        connection.recv(4096)
+        connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\nhi")
+    thread.join()
+    assert answers == ["hi"]
+
+
+def test_the_document_has_the_predict_route(client):
+    assert json.loads(httpx.get(client.url + "/openapi.json").text)["paths"][ROUTES.predict_route]["post"]
