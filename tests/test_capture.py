@@ -1,5 +1,6 @@
 """The stage `capture`: the features are transformers', the mask is the target's words, every answer is accounted for."""
 
+import dataclasses
 import errno
 import os
 import shutil
@@ -10,15 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from eyas.artifact import Artifact
 from eyas.chat import Chat
 from eyas.errors import CorruptError, EmptyInputError, MismatchError, StorageFullError
-from eyas.features.capture import CaptureConfig, Planned, batches, capture, plan_samples, split_of
+from eyas.features.capture import CaptureConfig, Setting, capture, split_of
+from eyas.features.decoder import Beginning, Decoder, OwnDecoder, Streams
 from eyas.features.generate import GenerateConfig, generate, read_answers
+from eyas.features.hooks import HookedDecoder
+from eyas.features.planned import LEAST_SAVED, SHARED_STEP, Planned, batches, plan_samples, shared_groups
 from eyas.model.target import Target
 from eyas.records import Answer
 from eyas.shards import Features, Sample
@@ -108,7 +112,7 @@ def test_counts_balance_and_drops_can_be_read(answers: Artifact, captured: Artif
     dropped = list(captured.read_jsonl("dropped.jsonl"))
     assert counts["answers"] == answers.manifest().counts["answers"]
     assert counts["answers"] == counts["train"] + counts["held_out"] + counts["merged"] + len(dropped)
-    assert counts["dropped_cut"] == answers.manifest().counts["marked_truncated"] > 0
+    assert counts["dropped_truncated"] == answers.manifest().counts["marked_truncated"] > 0
     assert counts["merged"] > 0, "the test wants some"
     assert counts["tokens"] == sum(len(sample.token_ids) for sample in all_samples(captured).values())
     assert min(counts["train"], counts["held_out"]) > 0
@@ -168,8 +172,10 @@ def test_every_reason_to_drop(tmp_path: Path) -> None:
         return Answer("k", f"p{turn}", "s", "l", 0, messages, finish_reason, 0.0, 0, 2)  # type: ignore[arg-type]
 
     rows = [row(0, "0", "length"), row(1, "0 "), row(2, "0" * 300), row(3, ""), row(4, "0")]
+    rows.append(dataclasses.replace(row(5, "0"), marked="looping"))
     plan = plan_samples(rows, Chat(tmp_path), 256)
-    assert [one["reason"] for one in plan.dropped] == ["cut", "template", "too_long", "no_supervised_slot"]
+    assert [one["reason"] for one in plan.dropped] == ["truncated", "template", "too_long", "no_supervised_slot", "looping"]
+    assert plan.reasons["looping"] == 1
     assert [one.key for one in plan.samples] == ["p4/0"]
     assert plan.num_retokenised == 0
     assert plan_samples([row(0, "00")], Chat(tmp_path), 256).num_retokenised == 1
@@ -178,7 +184,7 @@ def test_every_reason_to_drop(tmp_path: Path) -> None:
 @given(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 200), st.integers(1, 20))
 def test_batches_hold_every_sample_once_within_the_budget(lengths: list[int], batch_tokens: int, window: int) -> None:
     samples = [Planned(str(at), "", "", np.zeros(length), np.zeros(length)) for at, length in enumerate(lengths)]
-    made = list(batches(samples, batch_tokens, window))
+    made = [work.samples for work in batches(samples, batch_tokens, window, shares=False)]
     assert all(made)
     assert sorted(int(one.key) for batch in made for one in batch) == list(range(len(lengths)))
     for batch in made:
@@ -250,7 +256,7 @@ def test_a_disk_too_small_is_said_before_the_work(
     output = Artifact(str(tmp_path / "features"))
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "disk_usage", lambda _: usage(0, 0, needed - 1))
-        patched.setattr(Target, "features", lambda *_: pytest.fail("works although there is no room"))
+        patched.setattr(OwnDecoder, "streams", lambda *_: pytest.fail("works although there is no room"))
         with pytest.raises(StorageFullError, match=r"need 0\.00 GB"):
             capture(config_of(target), answers, output)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, needed))
@@ -282,7 +288,7 @@ def test_nothing_to_capture(tmp_path: Path) -> None:
     config = GenerateConfig(target=str(target), max_tokens=1)
     made = Artifact(str(tmp_path / "answers"))
     generate(config, write_prompts(tmp_path / "prompts", PROMPTS[:4]), made)
-    with pytest.raises(EmptyInputError, match="cut 4") as raised:
+    with pytest.raises(EmptyInputError, match="truncated 4") as raised:
         capture(config_of(target), made, Artifact(str(tmp_path / "features")))
     assert "max_tokens" in raised.value.hint
 
@@ -294,3 +300,112 @@ def test_finished_work_is_not_done_again(
     again = Artifact(captured.url)
     assert capture(config_of(target), answers, again) == captured.manifest()
     assert again.was_done
+
+
+def planned(token_ids: list[int], number: int = 0) -> Planned:
+    return Planned(str(number), "", "", np.array(token_ids, dtype=np.int32), np.ones(len(token_ids), dtype=bool))
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 90)), max_size=40))
+def test_who_shares_a_beginning_has_it(made: list[tuple[int, int, int]]) -> None:
+    """Two levels of beginnings, one inside the other: every sample once, none without a token of its own, and it pays."""
+    samples = [
+        planned([system] * 70 + [example] * 200 + [7 + number] * rest, number)
+        for number, (system, example, rest) in enumerate(made)
+    ]
+    groups = shared_groups(samples)
+    assert sorted(int(one.key) for _, group in groups for one in group) == list(range(len(samples)))
+    assert groups[0][0] == 0
+    for num_shared, group in groups[1:]:
+        assert num_shared % SHARED_STEP == 0
+        assert num_shared * (len(group) - 1) > LEAST_SAVED
+        assert len({one.token_ids[:num_shared].tobytes() for one in group}) == 1
+        assert min(map(len, group)) > num_shared
+    computed = sum(num_shared + sum(len(one) - num_shared for one in group) for num_shared, group in groups)
+    cost = computed + LEAST_SAVED * (len(groups) - 1)
+    examples = {(system, example) for system, example, _ in made}
+    assert cost <= sum(map(len, samples)), "none shares"
+    assert cost <= len(examples) * (256 + LEAST_SAVED) + sum(14 + rest for _, _, rest in made), "each whole example is shared"
+    systems = {system for system, _, _ in made}
+    assert cost <= len(systems) * (64 + LEAST_SAVED) + sum(206 + rest for _, _, rest in made), "each system prompt is shared"
+
+
+def test_the_longer_beginning_of_fewer_wins_where_it_saves_more() -> None:
+    few = [planned([1] * 160 + [2] * 640 + [9, number], number) for number in range(10)]
+    many = [planned([1] * 160 + [3 + number, 8], 10 + number) for number in range(30)]
+    groups = shared_groups(few + many)
+    assert [(num_shared, len(group)) for num_shared, group in groups] == [(0, 0), (160, 30), (800, 10)]
+    assert [int(one.key) for one in groups[2][1]] == list(range(10)), "in the order given"
+    assert shared_groups(many[:2])[0][1] == many[:2], "what saves little is let be"
+
+
+@pytest.fixture(scope="module")
+def briefed(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    """Answers to prompts that all have one system prompt."""
+    root = tmp_path_factory.mktemp("briefed")
+    system = "The address is 71 North Street. " * 20
+    prompts = [dataclasses.replace(prompt, system=system) for prompt in prompts_of(29)]
+    output = Artifact(str(root / "answers"))
+    generate(GenerateConfig(target=str(target), max_tokens=12), write_prompts(root / "prompts", prompts), output)
+    return output
+
+
+@pytest.mark.parametrize("decoder", ["own", "transformers"])
+def test_a_common_system_prompt_is_computed_once_and_changes_nothing(
+    target: Path, briefed: Artifact, tmp_path: Path, decoder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = {"own": OwnDecoder, "transformers": HookedDecoder}[decoder]
+    computed: list[int] = []
+    begin, streams = kind.begin, kind.streams
+
+    def counted_begin(self: Decoder, tokens: list[int]) -> Beginning:
+        computed.append(len(tokens))
+        return begin(self, tokens)
+
+    def counted_streams(self: Decoder, tokens: list[list[int]], after: Beginning | None = None) -> Streams:
+        computed.append(sum(map(len, tokens)))
+        return streams(self, tokens, after)
+
+    made, sums = {}, {}
+    for shares in (False, True):
+        output = Artifact(str(tmp_path / str(shares)))
+        with monkeypatch.context() as patched:
+            patched.setattr(kind, "begin", counted_begin)
+            patched.setattr(kind, "streams", counted_streams)
+            patched.setattr(HookedDecoder, "_goes_on_alike", lambda _: True)  # it computes too
+            capture(config_of(target, decoder=decoder, share_beginnings=shares), briefed, output)
+        made[shares], sums[shares] = all_samples(output), sum(computed)
+        computed.clear()
+    assert made[True].keys() == made[False].keys()
+    for key, sample in made[True].items():
+        assert torch.equal(sample.token_ids, made[False][key].token_ids)
+        torch.testing.assert_close(sample.aux_hidden, made[False][key].aux_hidden, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(sample.last_hidden, made[False][key].last_hidden, rtol=1e-4, atol=1e-4)
+    tokens = sum(len(sample.token_ids) for sample in made[True].values())
+    assert sums[False] >= tokens
+    assert sums[True] < 0.8 * tokens
+
+
+def test_alone_a_samples_values_depend_on_nothing_beside_it(target: Path, answers: Artifact, tmp_path: Path) -> None:
+    """batch_tokens 1: the same bits whichever splits are kept, and however the samples are cut into batches."""
+    whole, part = (Artifact(str(tmp_path / name)) for name in ("whole", "part"))
+    capture(config_of(target, batch_tokens=1), answers, whole)
+    manifest = capture(config_of(target, batch_tokens=1, splits=("held_out",)), answers, part)
+    assert manifest.counts["train"] == 0 < manifest.counts["held_out"]
+    assert len(Features(part, "train")) == 0
+    decoder = OwnDecoder(Target.load(target))
+    every = all_samples(whole)
+    for key, sample in all_samples(part).items():
+        alone = decoder.streams([sample.token_ids.tolist()])
+        for other in (every[key], Sample(key, sample.token_ids, sample.loss_mask, alone.aux_hidden[0], alone.last_hidden[0])):
+            assert torch.equal(sample.aux_hidden, other.aux_hidden)
+            assert torch.equal(sample.last_hidden, other.last_hidden)
+
+
+def test_auto_is_our_own_decoder_where_it_knows_the_target(target: Path, answers: Artifact, captured: Artifact) -> None:
+    stated = captured.manifest().config
+    assert (stated["decoder"], stated["dtype"]) == ("own", "float32")
+    spread = Setting.of(config_of(target, device_map="auto"), answers)
+    assert spread.settings["decoder"] == "transformers"
+    assert "device_map" not in spread.settings

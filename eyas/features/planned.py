@@ -1,0 +1,194 @@
+"""What is to be captured: which answers become samples, and which samples are computed together. Pure but for the template.
+
+Knows tokens and masks. Does not know what computes them, nor where features go.
+
+Only answers that the target ended by itself and that nothing marks are taken. Where a conversation's next turn begins with the
+very tokens of the turn before, the two are one sample with two spans in its mask: attention is causal, so the features are the
+same, and task dialogues of six turns cost a quarter of the time and of the disk. Where a template rewrites the past (Qwen3
+drops earlier thoughts) they stay apart.
+
+Samples that begin alike, by a system prompt or by examples, are computed together: their beginning once, their ends beside
+each other.
+
+    [s s s s s s][a a a]
+    [s s s s s s][b b b b b]      one forward of the 6 shared tokens, one of 3 x 5 behind them
+    [s s s s s s][c c c c]
+
+Letters: T tokens of a sample.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from eyas.chat import Chat
+from eyas.errors import TemplateError
+from eyas.records import Answer
+
+Reason = Literal["truncated", "template", "too_long", "no_supervised_slot"]  # and what an answer is marked with
+WINDOW = 256  # samples among which those of a similar length, or with a common beginning, are put together
+SHARED_STEP = 16  # tokens: a page of our own decoder's cache, so that shared pages are whole
+LEAST_SAVED = 512  # tokens that are not computed again: less does not pay for a forward more
+
+
+@dataclass(slots=True)
+class Planned:
+    """A sample before its features: token_ids int32 [T], loss_mask bool [T]."""
+
+    key: str
+    source: str
+    prompt_id: str
+    token_ids: np.ndarray
+    loss_mask: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def continues(self, other: Planned) -> bool:
+        """True when this one begins with all tokens of the other, of the same conversation."""
+        return self.prompt_id == other.prompt_id and np.array_equal(self.token_ids[: len(other)], other.token_ids)
+
+
+@dataclass(slots=True)
+class Plan:
+    """What is to be captured, in the answers' order, and what became of the other answers.
+
+    answers = samples + merged + dropped. `retokenised` counts answers whose text has other tokens than the target wrote.
+    """
+
+    samples: list[Planned] = field(default_factory=list)
+    dropped: list[dict[str, Any]] = field(default_factory=list)
+    num_answers: int = 0
+    num_merged: int = 0
+    num_retokenised: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.samples))
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """How many answers were dropped for what."""
+        return dict(Counter(row["reason"] for row in self.dropped))
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Samples of one forward; their first `num_shared` tokens are the same, and are computed once."""
+
+    samples: list[Planned]
+    num_shared: int = 0
+
+
+def plan_samples(answers: Iterable[Answer], chat: Chat, max_length: int) -> Plan:
+    """Decide on every answer. max_length: the target's context in tokens."""
+    plan = Plan()
+    for answer in answers:
+        plan.num_answers += 1
+        taken = _planned(answer, chat, max_length)
+        if isinstance(taken, str):
+            plan.dropped.append({"prompt_id": answer.prompt_id, "turn": answer.turn, "reason": taken})
+            continue
+        plan.num_retokenised += int(taken.loss_mask.sum()) != answer.num_answer_tokens
+        if plan.samples and taken.continues(plan.samples[-1]):
+            earlier = plan.samples.pop()
+            taken.loss_mask[: len(earlier)] |= earlier.loss_mask
+            plan.num_merged += 1
+        plan.samples.append(taken)
+    assert plan.num_answers == len(plan.samples) + plan.num_merged + len(plan.dropped)
+    return plan
+
+
+def _planned(answer: Answer, chat: Chat, max_length: int) -> Planned | str:
+    """The sample of an answer, or why there is none."""
+    reason: Reason
+    if answer.marked is not None:
+        return answer.marked
+    if answer.finish_reason != "stop":
+        reason = "truncated"
+        return reason
+    try:
+        token_ids, loss_mask = chat.answered(answer.messages, answer.finish_reason)
+    except TemplateError:
+        reason = "template"
+        return reason
+    mask = np.array(loss_mask, dtype=bool)
+    if len(token_ids) > max_length:
+        reason = "too_long"
+        return reason
+    if not (mask[1:-1] & mask[2:]).any():  # slot t predicts x_{t+2} after x_{t+1}: both are to be the target's
+        reason = "no_supervised_slot"
+        return reason
+    key = f"{answer.prompt_id}/{answer.turn}"
+    return Planned(key, answer.source, answer.prompt_id, np.array(token_ids, dtype=np.int32), mask)
+
+
+def batches(samples: Sequence[Planned], batch_tokens: int, window: int = WINDOW, shares: bool = True) -> Iterator[Work]:
+    """Every sample once, those of a similar length or a common beginning together: sorted within each window.
+
+    A batch has batch_tokens at most, padding included and shared tokens not, unless it is one sample.
+    """
+    for at in range(0, len(samples), window):
+        here = samples[at : at + window]
+        for num_shared, group in shared_groups(here) if shares else [(0, list(here))]:
+            yield from (Work(batch, num_shared) for batch in _packed(group, batch_tokens, num_shared))
+
+
+def _packed(samples: list[Planned], batch_tokens: int, num_shared: int) -> Iterator[list[Planned]]:
+    batch: list[Planned] = []
+    for sample in sorted(samples, key=len):
+        if batch and (len(batch) + 1) * (len(sample) - num_shared) > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(sample)
+    if batch:
+        yield batch
+
+
+def shared_groups(samples: Sequence[Planned]) -> list[tuple[int, list[Planned]]]:
+    """Samples by their common beginnings, such that as few tokens as possible are computed: (its length, who begins so).
+
+    The first group, of length 0, are those for whom no beginning pays. All are in the order given. Each sample keeps a token
+    of its own.
+    """
+    order = sorted(range(len(samples)), key=lambda number: samples[number].token_ids.astype(">i4").tobytes())
+    common = [_common(samples[one], samples[other]) for one, other in itertools.pairwise(order)]
+    found = _best(common, 0, len(order))[1]
+    grouped = {place for _, places in found for place in places}
+    alone = [place for place in range(len(order)) if place not in grouped]
+    return [
+        (shared, [samples[number] for number in sorted(order[at] for at in places)]) for shared, places in [(0, alone), *found]
+    ]
+
+
+def _common(one: Planned, other: Planned) -> int:
+    """How many first tokens two samples share, in whole steps, one token of each left out."""
+    length = min(len(one), len(other)) - 1
+    differs = np.flatnonzero(one.token_ids[:length] != other.token_ids[:length])
+    return (int(differs[0]) if len(differs) else length) // SHARED_STEP * SHARED_STEP
+
+
+def _best(common: list[int], low: int, high: int) -> tuple[int, list[tuple[int, list[int]]]]:
+    """Tokens saved at most among the sorted samples low .. high - 1, and the groups that save them: (shared, its places).
+
+    common[i]: what samples i and i + 1 share. What all share cuts the range into runs that share more; each of these saves
+    more by groups of its own, or joins the others.
+    """
+    if high - low < 2:
+        return 0, []
+    least = min(common[low : high - 1])
+    ends = [at + 1 for at in range(low, high - 1) if common[at] == least] + [high]
+    runs = [(first, end, *_best(common, first, end)) for first, end in zip([low, *ends], ends, strict=False)]
+    joining = [run for run in runs if least * (run[1] - run[0]) >= run[2]]
+    places = [place for first, end, *_ in joining for place in range(first, end)]
+    if least * (len(places) - 1) - LEAST_SAVED <= sum(saved for _, _, saved, _ in joining):
+        return sum(run[2] for run in runs), [group for run in runs for group in run[3]]
+    apart = [run for run in runs if run not in joining]
+    saved = least * (len(places) - 1) - LEAST_SAVED + sum(run[2] for run in apart)
+    return saved, [(least, places), *(group for run in apart for group in run[3])]

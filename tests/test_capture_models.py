@@ -1,0 +1,222 @@
+"""Capture by transformers: on every family the hooks see what the model itself says; a common beginning changes nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from eyas.errors import ConfigError, MismatchError
+from eyas.features import hooks
+from eyas.features.decoder import Decoder, OwnDecoder, Streams
+from eyas.features.hooks import HookedDecoder, decoder_layers
+from eyas.model.config import TargetConfig
+from eyas.model.foreign import shape_of, target_shape
+from eyas.model.target import Target
+from eyas.model.vocab import TargetVocabulary
+from tests.foreign import CONFIGS, foreign_target
+from tests.tiny import FAMILIES, tiny_target
+
+FOREIGN = sorted(set(CONFIGS) - {"phi"})
+EVERY = [*FAMILIES, *FOREIGN]
+TOKENS = torch.randint(3, 320, (3, 40), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("targets")
+    made = {family: tiny_target(root / family, family) for family in FAMILIES}
+    return made | {family: foreign_target(root / family, family) for family in FOREIGN}
+
+
+@pytest.fixture(scope="module")
+def decoders(folders: dict[str, Path]) -> dict[str, HookedDecoder]:
+    return {family: HookedDecoder.load(folder, "float32") for family, folder in folders.items()}
+
+
+def stated(folder: Path, tokens_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What the model itself says: three hidden states (EAGLE3.md, section 2), the one that feeds lm_head, and the logits."""
+    attention = {"attn_implementation": "eager"} if folder.name == "gemma2" else {}
+    model = AutoModelForCausalLM.from_pretrained(folder, **attention).eval()
+    n = model.config.num_hidden_layers
+    with torch.inference_mode():
+        output = model(tokens_BT, output_hidden_states=True)
+    states = output.hidden_states
+    return torch.cat([states[at] for at in (2, n // 2, n - 3)], dim=-1), states[-1], output.logits
+
+
+def assert_close(one: Streams, aux_hidden: Tensor, last_hidden: Tensor) -> None:
+    torch.testing.assert_close(one.aux_hidden, aux_hidden, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(one.last_hidden, last_hidden, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_streams_are_the_hidden_states_that_the_model_puts_out(
+    family: str, folders: dict[str, Path], decoders: dict[str, HookedDecoder]
+) -> None:
+    aux_hidden, last_hidden, _ = stated(folders[family], TOKENS)
+    assert_close(decoders[family].streams(TOKENS.tolist()), aux_hidden, last_hidden)
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_what_is_beyond_a_rows_end_changes_nothing_before_it(family: str, decoders: dict[str, HookedDecoder]) -> None:
+    rows = [TOKENS[0, :40].tolist(), TOKENS[1, :23].tolist()]
+    together, alone = decoders[family].streams(rows), decoders[family].streams(rows[1:])
+    assert_close(Streams(together.aux_hidden[1:, :23], together.last_hidden[1:, :23]), alone.aux_hidden, alone.last_hidden)
+
+
+@pytest.mark.parametrize("num_shared", [16, 32])
+@pytest.mark.parametrize("family", ["own", *EVERY])
+def test_a_shared_beginning_gives_the_streams_of_the_whole(
+    family: str, num_shared: int, folders: dict[str, Path], decoders: dict[str, HookedDecoder]
+) -> None:
+    """Twice from one beginning: the first use leaves it as it was. Past a sliding window too."""
+    decoder: Decoder = OwnDecoder(Target.load(folders["qwen3"])) if family == "own" else decoders[family]
+    assert decoder.reuses
+    tokens = TOKENS.clone()
+    tokens[:, :num_shared] = tokens[0, :num_shared]
+    whole = decoder.streams(tokens.tolist())
+    begun = decoder.begin(tokens[0, :num_shared].tolist())
+    for rows in (tokens[:2], tokens):
+        rest = decoder.streams(rows[:, num_shared:].tolist(), begun)
+        assert_close(begun.streams, whole.aux_hidden[0, :num_shared], whole.last_hidden[0, :num_shared])
+        assert_close(rest, whole.aux_hidden[: len(rows), num_shared:], whole.last_hidden[: len(rows), num_shared:])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_our_own_decoder_and_transformers_agree(
+    family: str, folders: dict[str, Path], decoders: dict[str, HookedDecoder]
+) -> None:
+    own = OwnDecoder(Target.load(folders[family]))
+    hooked = decoders[family]
+    theirs = hooked.streams(TOKENS.tolist())
+    assert_close(own.streams(TOKENS.tolist()), theirs.aux_hidden, theirs.last_hidden)
+    assert own.lm_head_sha256 == hooked.lm_head_sha256
+    assert own.shape == target_shape(folders[family])
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_the_vocabulary_says_what_the_model_says(family: str, folders: dict[str, Path]) -> None:
+    """Soft caps and scales of logits included; and the embeddings are those that the model looks up."""
+    vocabulary = TargetVocabulary.load(folders[family])
+    _, last_hidden, logits = stated(folders[family], TOKENS)
+    torch.testing.assert_close(vocabulary.logits(last_hidden[0]), logits[0], rtol=1e-4, atol=1e-4)
+    model = AutoModelForCausalLM.from_pretrained(folders[family])
+    assert torch.equal(vocabulary.embed_tokens, model.get_input_embeddings().weight)
+    assert vocabulary.config.eos_token_ids == (2,)
+    assert vocabulary.config.default_taps == (1, 3, 4)
+
+
+def test_the_soft_cap_is_there_to_be_seen(folders: dict[str, Path]) -> None:
+    """The test above would hold no water on a target whose logits are far below the cap."""
+    vocabulary = TargetVocabulary.load(folders["gemma2"])
+    _, last_hidden, logits = stated(folders["gemma2"], TOKENS)
+    assert (last_hidden[0] @ vocabulary.lm_head.T - logits[0]).abs().max() > 0.5
+    assert logits.abs().max() <= 3.0
+
+
+def test_a_target_says_its_shape_in_one_spelling(folders: dict[str, Path]) -> None:
+    neox, gemma3 = target_shape(folders["gpt_neox"]), target_shape(folders["gemma3"])
+    assert (neox.num_key_value_heads, neox.head_dim, neox.rms_norm_eps) == (4, 8, 1e-5)
+    assert (neox.family, neox.tie_word_embeddings, neox.dtype) == ("gpt_neox", False, "float32")
+    assert neox.rope.theta == 10000.0
+    assert gemma3.rope.theta == 1000000.0
+    assert gemma3.tie_word_embeddings
+    assert isinstance(target_shape(folders["llama"]), TargetConfig)
+
+
+def test_a_window_or_a_rope_that_our_own_decoder_lacks_goes_by_transformers(tmp_path: Path) -> None:
+    window = tiny_target(tmp_path / "window", "mistral", sliding_window=12)
+    yarn = tiny_target(
+        tmp_path / "yarn",
+        rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 5000.0},
+        max_position_embeddings=512,
+    )
+    for folder in (window, yarn):
+        with pytest.raises(MismatchError, match=r"sliding-window|yarn") as raised:
+            Target.load(folder)
+        assert "transformers" in raised.value.hint
+        aux_hidden, last_hidden, _ = stated(folder, TOKENS)
+        assert_close(HookedDecoder.load(folder, "float32").streams(TOKENS.tolist()), aux_hidden, last_hidden)
+    assert target_shape(yarn).rope.theta == 5000.0
+
+
+def test_a_family_that_is_not_served_says_what_still_works(folders: dict[str, Path]) -> None:
+    with pytest.raises(MismatchError, match="'gpt_neox' model; eyas' own engine runs Llama") as raised:
+        Target.load(folders["gpt_neox"])
+    assert "SGLang" in raised.value.hint
+
+
+def test_bfloat16_stays_bfloat16(folders: dict[str, Path]) -> None:
+    streams = HookedDecoder.load(folders["gemma2"], "bfloat16").streams(TOKENS.tolist())
+    assert streams.aux_hidden.dtype == streams.last_hidden.dtype == torch.bfloat16
+
+
+def test_an_lm_head_with_a_bias_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MismatchError, match=r"not lm_head \(it has a bias\) times"):
+        HookedDecoder.load(foreign_target(tmp_path / "phi", "phi"), "float32")
+
+
+def test_a_config_that_transformers_does_not_know(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "hawk", "architectures": ["HawkForCausalLM"]}))
+    with pytest.raises(MismatchError, match="'hawk' model, which the installed transformers does not load"):
+        target_shape(tmp_path)
+
+
+class TwoLists(nn.Module):
+    """A model whose layers cannot be told: two lists of eight, each called in order."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.others = nn.ModuleList(nn.Linear(32, 32) for _ in range(8))
+
+    def forward(self, input_ids: Tensor, **options: object) -> Tensor:
+        hidden = torch.zeros(*input_ids.shape, 32)
+        for layer in self.others:
+            hidden = layer(hidden)
+        return self.inner(input_ids=input_ids, **options)
+
+
+def test_layers_that_cannot_be_told_are_not_guessed(folders: dict[str, Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folders["gpt_neox"])
+    shape = shape_of(model.config, folders["gpt_neox"])
+    assert decoder_layers(model, shape, TOKENS) is model.gpt_neox.layers
+    with pytest.raises(MismatchError, match=r"one list \(nn.ModuleList\) of 8 decoder layers.* found 2"):
+        decoder_layers(TwoLists(model), shape, TOKENS)
+    fewer = shape.model_copy(update={"num_hidden_layers": 9})
+    with pytest.raises(MismatchError, match=r"of 9 decoder layers.* found 0; its lists: gpt_neox.layers of 8"):
+        decoder_layers(model, fewer, TOKENS)
+
+
+def test_a_model_whose_past_cannot_be_shared_is_computed_whole(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A past that says nothing: what comes behind it does not see the beginning."""
+
+    class Forgetful(hooks.DynamicCache):  # type: ignore[misc, name-defined]
+        def batch_repeat_interleave(self, repeats: int) -> None:
+            self.reset()
+            super().batch_repeat_interleave(repeats)
+
+    monkeypatch.setattr(hooks, "DynamicCache", Forgetful)
+    assert not HookedDecoder.load(folders["llama"], "float32").reuses
+
+
+def test_device_map_needs_accelerate(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="needs accelerate") as raised:
+        HookedDecoder.load(folders["llama"], "float32", "auto")
+    assert "eyas[large]" in raised.value.hint
+
+
+def test_device_map_spreads_a_target(folders: dict[str, Path]) -> None:
+    pytest.importorskip("accelerate", reason="the extra large is not installed")
+    spread = HookedDecoder.load(folders["gpt_neox"], "float32", "cpu")
+    aux_hidden, last_hidden, _ = stated(folders["gpt_neox"], TOKENS)
+    assert_close(spread.streams(TOKENS.tolist()), aux_hidden, last_hidden)
