@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from eyas.chat.supervision import OPTIONS, supervised
 from eyas.model.batch import Batch, plan_packs
 from eyas.train import loss as loss_module
-from eyas.train.loss import ObjectiveConfig, judged_positions, loss_rows, objective, shifted, teach
+from eyas.train.loss import ObjectiveConfig, Taught, judged_positions, loss_rows, objective, shifted, teach
 from tests.plain_eagle import PlainHead, Wanted, plain_loss, plain_objective, weights_of
 from tests.tiny_batch import as_examples, doubled, made_up_batch, made_up_samples, tiny_vocabulary, wavy_head
 
@@ -206,7 +206,9 @@ def test_the_teacher_is_the_target_at_the_judged_positions():
     teacher = teach(batch, vocabulary, head, ObjectiveConfig(loss="lk_alpha"))
     logits_PV = batch.last_hidden_BTH[0, 1:8] @ vocabulary.lm_head.T
     rows = torch.tensor([5, 0, 5])
-    torch.testing.assert_close(teacher.logits(rows), logits_PV[rows][:, head.target_ids_W])
+    torch.testing.assert_close(teacher.taught(rows).p_RW, logits_PV[rows][:, head.target_ids_W].softmax(-1))
+    share_P = logits_PV.softmax(-1)[:, head.target_ids_W].sum(-1)
+    torch.testing.assert_close(teacher.taught(rows).share_R, share_P[rows])
     torch.testing.assert_close(teacher.log_sum_P, logits_PV.logsumexp(-1))
     assert torch.equal(teacher.argmax_P, logits_PV.argmax(-1))
     assert torch.equal(teacher.position_mask_P, torch.isin(teacher.argmax_P, head.target_ids_W))
@@ -229,6 +231,11 @@ def test_pieces_of_the_vocabulary_change_nothing(monkeypatch, at_once):
         torch.testing.assert_close(pieces, whole, rtol=1e-9, atol=1e-9)
 
 
+def taught_by(teacher_RV, kept):
+    p_RW = teacher_RV[:, kept].softmax(-1)
+    return Taught(p_RW, teacher_RV.softmax(-1)[:, kept].sum(-1), torch.xlogy(p_RW, p_RW).sum(-1))
+
+
 @pytest.mark.parametrize("loss", ["cross_entropy", "lk_alpha", "lk_lambda"])
 def test_the_losses_gradient_is_autograds_own(loss):
     generator = torch.Generator().manual_seed(0)
@@ -237,7 +244,8 @@ def test_the_losses_gradient_is_autograds_own(loss):
     kept = [0, 2, 3, 5, 8, 9, 11]
     expected_R = torch.stack([plain_loss(z, teacher, kept, loss) for z, teacher in zip(logits_RW, teacher_RV, strict=True)])
     (expected_grad,) = torch.autograd.grad(expected_R.sum(), logits_RW)
-    losses_R, grad_RW = loss_rows(logits_RW.detach(), teacher_RV[:, kept], teacher_RV.logsumexp(-1), loss)
+    losses_R, grad_RW, choice_R = loss_rows(logits_RW.detach(), taught_by(teacher_RV, kept), loss)
+    assert torch.equal(choice_R, logits_RW.argmax(-1))
     torch.testing.assert_close(losses_R, expected_R.detach())
     torch.testing.assert_close(grad_RW, expected_grad)
 
@@ -248,15 +256,15 @@ def test_a_target_that_cuts_its_logits_teaches_what_it_says():
     cutting = replace(vocabulary, config=vocabulary.config.model_copy(update={"logit_softcap": 2.0}))
     teacher = teach(batch, cutting, head, ObjectiveConfig(loss="lk_alpha"))
     logits_PV = 2 * torch.tanh(batch.last_hidden_BTH[0, 1:8] @ vocabulary.lm_head.T / 2)
-    torch.testing.assert_close(teacher.logits(torch.arange(7)), logits_PV[:, head.target_ids_W])
+    torch.testing.assert_close(teacher.taught(torch.arange(7)).p_RW, logits_PV[:, head.target_ids_W].softmax(-1))
     torch.testing.assert_close(teacher.log_sum_P, logits_PV.logsumexp(-1))
 
 
 def test_acceptance_near_zero_has_a_finite_gradient():
     """A draft that is sure of what the target excludes."""
-    logits_RW, target_RW = torch.tensor([[200.0, 0.0, 0.0]]), torch.tensor([[-200.0, 50.0, 0.0]])
-    for loss in ("lk_alpha", "lk_lambda"):
-        losses_R, grad_RW = loss_rows(logits_RW, target_RW, target_RW.logsumexp(-1), loss)
+    logits_RW, taught = torch.tensor([[200.0, 0.0, 0.0]]), taught_by(torch.tensor([[-200.0, 50.0, 0.0]]), [0, 1, 2])
+    for loss in ("cross_entropy", "lk_alpha", "lk_lambda"):
+        losses_R, grad_RW, _ = loss_rows(logits_RW, taught, loss)
         assert losses_R.isfinite().all()
         assert grad_RW.isfinite().all()
 

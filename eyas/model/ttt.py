@@ -30,7 +30,7 @@ from torch import Tensor
 Rotation = tuple[Tensor, Tensor]
 SLOTS_OF_A_TILE = {"cpu": 128}  # elsewhere OF_A_TILE_ELSEWHERE
 OF_A_TILE_ELSEWHERE = 1024
-COLUMNS_IN_STEPS_OF = 64  # so that tiles come in few sizes
+COLUMNS_IN_STEPS_OF = 32  # so that tiles come in few sizes
 
 
 class Layer(Protocol):
@@ -138,39 +138,34 @@ def unroll(
 class Attend(torch.autograd.Function):
     """Attention of queries [N, Hq, D] over shared keys and values [M, Hk, D] and over i own pairs [N, Hk, D] of each slot.
 
-    Softmax in float32 or wider. As in flash attention, weights are not kept for the way back but made again, tile by tile,
-    from the log of their sum (Dao et al., arXiv 2205.14135, algorithm 4).
+    Softmax in float32 or wider. As in flash attention (Dao et al., arXiv 2205.14135, algorithm 4), weights are not kept for the
+    way back but made again, tile by tile.
     """
 
     @staticmethod
     def forward(ctx: Any, slots: Slots, queries: Tensor, keys: Tensor, values: Tensor, *own: Tensor) -> Tensor:
         """own: all keys, then all values."""
-        mixed, log_sums = torch.empty_like(queries), []
+        mixed = torch.empty_like(queries)
         with torch.autocast(queries.device.type, enabled=False):
             for tile in slots.tiles:
                 part = Tile.of(slots, tile, queries, keys, values, own)
-                scores = part.scores()
-                log_sum = scores.logsumexp(-1, keepdim=True)
-                mixed[tile[0] : tile[1]] = part.mix(scores.sub_(log_sum).exp_())
-                log_sums.append(log_sum)
+                mixed[tile[0] : tile[1]] = part.mix(part.weights())
         ctx.slots = slots
-        ctx.save_for_backward(queries, keys, values, mixed, *own, *log_sums)
+        ctx.save_for_backward(queries, keys, values, mixed, *own)
         return mixed
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of everything but the slots."""
         slots: Slots = ctx.slots
-        queries, keys, values, mixed, *rest = ctx.saved_tensors
-        own, log_sums = rest[: -len(slots.tiles)], rest[-len(slots.tiles) :]
+        queries, keys, values, mixed, *own = ctx.saved_tensors
         wide = torch.promote_types(keys.dtype, torch.float32)
         of_queries, of_own = torch.empty_like(queries), [torch.empty_like(one) for one in own]
         of_keys, of_values = torch.zeros_like(keys, dtype=wide), torch.zeros_like(values, dtype=wide)
-        for tile, log_sum in zip(slots.tiles, log_sums, strict=True):
+        for tile in slots.tiles:
             begin, end, low, high = tile
             part = Tile.of(slots, tile, queries, keys, values, own)
-            weights = part.scores().sub_(log_sum).exp_()
-            pulled = part.pull(weights, grads[0][begin:end], mixed[begin:end])
+            pulled = part.pull(part.weights(), grads[0][begin:end], mixed[begin:end])
             of_queries[begin:end] = pulled.queries
             of_keys[low:high] += pulled.keys
             of_values[low:high] += pulled.values
@@ -226,14 +221,13 @@ class Tile:
             (columns_c > last_n1) | (columns_c < first_n1),
         )
 
-    def scores(self) -> Tensor:
+    def weights(self) -> Tensor:
         """[Hk, G, n, c + i], float32 or wider."""
-        shared = (self.queries @ self.keys.transpose(1, 2)).to(torch.promote_types(self.keys.dtype, torch.float32))
-        shared = self.by_slot(shared).masked_fill_(self.unseen_nc, float("-inf"))
-        if self.own_keys is None:
-            return shared
-        own = (self.by_slot(self.queries).unsqueeze(-2) * self.own_keys).sum(-1)
-        return torch.cat((shared, own.to(shared.dtype)), dim=-1)
+        scores = self.by_slot(self.queries @ self.keys.transpose(1, 2)).masked_fill_(self.unseen_nc, float("-inf"))
+        if self.own_keys is not None:
+            own = (self.by_slot(self.queries).unsqueeze(-2) * self.own_keys).sum(-1)
+            scores = torch.cat((scores, own), dim=-1)
+        return scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
 
     def mix(self, weights: Tensor) -> Tensor:
         """Weights [Hk, G, n, c + i] -> [n, Hq, D]."""

@@ -73,9 +73,30 @@ class Teacher:
     log_sum_P: Tensor | None
     vocabulary: TargetVocabulary
 
-    def logits(self, rows_R: Tensor) -> Tensor:
-        """The target's logits for the draft's tokens at these rows: [R, W], float32 or wider."""
-        return self.vocabulary.capped(self.hidden_PH.index_select(0, rows_R) @ self.lm_head_WH.T)
+    def taught(self, rows_R: Tensor) -> Taught:
+        """What these rows teach."""
+        logits_RW = self.vocabulary.capped(self.hidden_PH.index_select(0, rows_R) @ self.lm_head_WH.T)
+        p_RW = logits_RW.softmax(-1)
+        if self.log_sum_P is None:
+            return Taught(p_RW)
+        share_R = (logits_RW.logsumexp(-1) - self.log_sum_P[rows_R]).exp()
+        return Taught(p_RW, share_R, -torch.special.entr(p_RW).sum(-1))
+
+
+@dataclass(frozen=True, slots=True)
+class Taught:
+    """p_RW: the target's softmax over the draft's tokens alone. share_R: of its softmax over all tokens, how much is theirs.
+    certainty_R: sum_w p_w log p_w. The last two for the losses that ask them.
+    """
+
+    p_RW: Tensor
+    share_R: Tensor | None = None
+    certainty_R: Tensor | None = None
+
+    def rows(self, of_R: Tensor) -> Taught:
+        """Some of the rows, in any order and number."""
+        taken = (None if one is None else one.index_select(0, of_R) for one in (self.share_R, self.certainty_R))
+        return Taught(self.p_RW.index_select(0, of_R), *taken)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,34 +174,35 @@ def over_the_whole_vocabulary(hidden_PH: Tensor, vocabulary: TargetVocabulary, s
 # The loss of rows of logits
 
 
-def loss_rows(logits_RW: Tensor, target_RW: Tensor, log_sum_R: Tensor | None, loss: str) -> tuple[Tensor, Tensor]:
-    """Losses [R] of draft logits against the target's, and their gradient by the draft logits [R, W]; float32 or wider.
+def loss_rows(logits_RW: Tensor, taught: Taught, loss: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses [R] of draft logits, their gradient by the logits [R, W], and the draft's own choice [R]; float32 or wider.
 
-    With q the draft's softmax, p the target's over the draft vocabulary alone, and p' its softmax over the whole vocabulary
-    (log_sum_R is its denominator's log), of which alpha = sum_w min(p'_w, q_w) is the chance that a draft is accepted:
+    With q the draft's softmax, p the target's over the draft vocabulary alone, and p' its softmax over the whole vocabulary,
+    of which alpha = sum_w min(p'_w, q_w) is the chance that a draft is accepted:
 
         cross_entropy   -sum_w p_w log q_w                                EAGLE
         lk_alpha        -log alpha                                        arXiv 2602.23881, LK^alpha
         lk_lambda       lambda KL(p || q) + (1 - lambda) (1 - alpha)      the same, LK^lambda, lambda = exp(-eta alpha)
                                                                           of each slot, a constant to the gradient
     """
-    log_q = logits_RW.log_softmax(-1)
-    q = log_q.exp()
-    log_p = target_RW.log_softmax(-1)
-    p = log_p.exp()
+    p, q = taught.p_RW, logits_RW.softmax(-1)
+    best_R, choice_R = logits_RW.max(-1)
+    log_sum_R = best_R - q.gather(-1, choice_R.unsqueeze(-1)).squeeze(-1).log()
+    entropy_R = log_sum_R - torch.linalg.vecdot(p, logits_RW)
     if loss == "cross_entropy":
-        return -(p * log_q).sum(-1), q.sub_(p)
-    assert log_sum_R is not None, "the teacher made no sums"
-    accepted = (target_RW - log_sum_R.unsqueeze(-1)).exp_()
+        return entropy_R, q.sub_(p), choice_R
+    assert taught.share_R is not None, "the teacher made no sums"
+    assert taught.certainty_R is not None, "the teacher made no sums"
+    accepted = p * taught.share_R.unsqueeze(-1)
     alpha_R = torch.minimum(accepted, q).sum(-1).clamp(min=torch.finfo(q.dtype).tiny)
     short = q * (q < accepted)  # where more of q is more acceptance
     rise = short - q * short.sum(-1, keepdim=True)  # alpha's gradient
     if loss == "lk_alpha":
-        return -alpha_R.log(), rise.div_(-alpha_R.unsqueeze(-1))
+        return -alpha_R.log(), rise.div_(-alpha_R.unsqueeze(-1)), choice_R
     weight_R = (-LK_ETA * alpha_R).exp()
-    divergence_R = (p * (log_p - log_q)).sum(-1)
+    losses_R = weight_R * (taught.certainty_R + entropy_R) + (1 - weight_R) * (1 - alpha_R)
     grad = weight_R.unsqueeze(-1) * (q - p) - (1 - weight_R).unsqueeze(-1) * rise
-    return weight_R * divergence_R + (1 - weight_R) * (1 - alpha_R), grad
+    return losses_R, grad, choice_R
 
 
 class Distillation(torch.autograd.Function):
@@ -227,18 +249,17 @@ class Distillation(torch.autograd.Function):
 
 def swept(logits_RW: Tensor, weight_R: Tensor, row_R: Tensor, teacher: Teacher, loss: str) -> tuple[Tensor, Tensor, Tensor]:
     """Losses and argmax [R] of rows of logits, and the weighted losses' gradient in place of the logits, block by block."""
-    taught_U, of_R = torch.unique_consecutive(row_R, return_inverse=True)
-    target_UW = teacher.logits(taught_U)
+    rows_U, of_R = torch.unique_consecutive(row_R, return_inverse=True)
+    taught_U = teacher.taught(rows_U)
     at_once = max(1, LOGITS_IN_CACHE // logits_RW.shape[1]) if logits_RW.device.type == "cpu" else len(row_R)
     losses, choices = [], []
     for first in range(0, len(row_R), at_once):
         part = slice(first, first + at_once)
-        logits, target = logits_RW[part].to(target_UW.dtype), target_UW.index_select(0, of_R[part])
-        log_sum = None if teacher.log_sum_P is None else teacher.log_sum_P[row_R[part]]
-        losses_R, grad = loss_rows(logits, target, log_sum, loss)
-        choices.append(logits.argmax(-1))
+        taught = taught_U.rows(of_R[part])
+        losses_R, grad, choice_R = loss_rows(logits_RW[part].to(taught.p_RW.dtype), taught, loss)
+        choices.append(choice_R)
         losses.append(losses_R)
-        logits_RW[part] = grad.mul_(weight_R[part].unsqueeze(-1))
+        torch.mul(grad, weight_R[part].unsqueeze(-1), out=logits_RW[part])
     return torch.cat(losses), torch.cat(choices), logits_RW
 
 
