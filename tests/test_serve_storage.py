@@ -180,16 +180,7 @@ def test_a_container_fetches_its_model_and_is_healthy_only_then(uri, tmp_path):
     port = free_port()
     routes = {"AIP_HEALTH_ROUTE": "/healthy", "AIP_PREDICT_ROUTE": "/models/1:predict", "AIP_STORAGE_URI": uri}
     env = {**os.environ, **routes, "AIP_HTTP_PORT": str(port), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    command = [
-        sys.executable,
-        "-m",
-        "eyas.cli.main",
-        "serve",
-        "--speculation",
-        "fixed(2,2,4)",
-        "--set",
-        "engine.max_length=256",
-    ]
+    command = [sys.executable, "-m", "eyas.cli.main", "serve", "--speculation", "fixed(2,2,4)"]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
             seen = statuses(port, process)

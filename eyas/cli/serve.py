@@ -9,7 +9,9 @@ from typing import Annotated
 
 import typer
 
+from eyas.cli.engines import EngineName, engine_command, start
 from eyas.cli.options import Overrides, RunFile, stage_config
+from eyas.errors import ConfigError
 from eyas.log import log_to_stderr
 from eyas.serve.server import ServeConfig, serve
 from eyas.serve.vertex import from_environment
@@ -27,6 +29,9 @@ def command(
     expect_tau: Annotated[float | None, typer.Option(help="warn when tau falls under it, in place of the head's card")] = None,
     collect: Annotated[str | None, typer.Option(help="folder for prompts of requests that consent, cleaned first")] = None,
     licence: Annotated[str | None, typer.Option(help="of what --collect keeps, for `eyas prompts`")] = None,
+    engine: Annotated[EngineName | None, typer.Option(help="an installed engine that serves in place of ours")] = None,
+    engine_args: Annotated[str, typer.Option(help="more flags for it")] = "",
+    print_command: Annotated[bool, typer.Option("--print-command", help="show what --engine runs, and run nothing")] = False,
     run_file: RunFile = None,
     overrides: Overrides = None,
 ) -> None:
@@ -47,6 +52,12 @@ def command(
     given = {"target": target, "head": head, "host": host, "port": port}
     options = from_environment() | {name: value for name, value in given.items() if value is not None}
     config = stage_config(ServeConfig, "serve", run_file, overrides, **options)
+    if engine is not None:
+        started = engine_command(engine, config, engine_args)
+        print(started.shown, flush=True)
+        return None if print_command else start(engine, started)
+    if print_command or engine_args:
+        raise ConfigError("--print-command and --engine-args are for another engine", "name it: --engine sglang or vllm")
     log_to_stderr()
     with suppress(KeyboardInterrupt):  # how a server ends: running requests were finished before it is raised
         serve(config, on_ready=lambda url: print(f"serving {config.served_model} at {url}/v1", flush=True))

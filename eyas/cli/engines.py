@@ -1,0 +1,137 @@
+"""SGLang and vLLM as `eyas serve --engine` starts them: their commands, from the same settings as ours. Imports neither.
+
+The flags of speculation are those of the exported head's card (eyas.export.card.Launch). A setting that an engine is not told
+of is refused, since it would be thought to hold.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from eyas.builtin import resolve_head, resolve_target
+from eyas.builtin.hub import is_hub_id
+from eyas.errors import ConfigError, EyasError, InputError, MissingInputError
+from eyas.export.card import Launch
+from eyas.serve.server import ServeConfig
+
+
+class EngineName(StrEnum):
+    """An engine that somebody else makes."""
+
+    SGLANG = "sglang"
+    VLLM = "vllm"
+
+
+# Our settings and their flags; of EngineConfig's behind the dot.
+FLAGS = {
+    EngineName.SGLANG: {
+        "host": "--host",
+        "port": "--port",
+        "model": "--served-model-name",
+        "dtype": "--dtype",
+        "engine.max_batch": "--max-running-requests",
+        "engine.max_length": "--context-length",
+    },
+    EngineName.VLLM: {
+        "host": "--host",
+        "port": "--port",
+        "model": "--served-model-name",
+        "dtype": "--dtype",
+        "engine.max_batch": "--max-num-seqs",
+        "engine.max_length": "--max-model-len",
+    },
+}
+_ALWAYS = ("host", "port")
+_IN_LAUNCH = {"target", "head", "engine.speculation", "engine.num_draft_steps", "engine.tree_topk", "engine.num_verify_tokens"}
+_TITLES = {EngineName.SGLANG: "SGLang", EngineName.VLLM: "vLLM"}
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What is to be run."""
+
+    arguments: list[str]
+
+    @property
+    def shown(self) -> str:
+        """For a shell."""
+        return shlex.join(self.arguments)
+
+
+def engine_command(engine: EngineName, config: ServeConfig, extra: str = "") -> Started:
+    """The command that serves the same with another engine; extra: flags of its own, as a shell has them.
+
+    Raises ConfigError for settings that it is not told of, InputError for a head that it cannot load, MissingInputError.
+    """
+    given = set(_given(config))
+    unknown = sorted(given - _IN_LAUNCH - FLAGS[engine].keys())
+    if unknown:
+        raise ConfigError(f"{_TITLES[engine]} is not told of {', '.join(unknown)}", "leave it out, or use --engine-args")
+    if config.head is None:
+        raise ConfigError("there is no head to speculate with", "give an exported one: --head FOLDER")
+    assert config.target is not None
+    target = config.target if is_hub_id(config.target) else str(Path(resolve_target(config.target)).absolute())
+    sizes = config.engine.parsed()
+    if sizes.mode == "off":
+        raise ConfigError("speculation is off", f"run {_TITLES[engine]} by itself, or leave --speculation out")
+    launch = Launch(target, sizes.num_draft_steps, sizes.tree_topk, sizes.num_verify_tokens)
+    head = _exported(engine, Path(resolve_head(config.head)).absolute())
+    written, relative = (launch.sglang, "./sglang") if engine is EngineName.SGLANG else (launch.vllm, "./vllm")
+    arguments = [_with_head(one, relative, head) for one in shlex.split(written.replace("\\\n", " "))]
+    for name, flag in FLAGS[engine].items():
+        if name in given or name in _ALWAYS:
+            section = config.engine if name.startswith("engine.") else config
+            arguments += [flag, str(getattr(section, name.removeprefix("engine.")))]
+    if arguments[0] == "python":
+        arguments[0] = sys.executable
+    return Started([*arguments, *shlex.split(extra)])
+
+
+def start(engine: EngineName, started: Started) -> None:
+    """Become the engine's process. Raises EyasError where it is not installed."""
+    is_there = importlib.util.find_spec("sglang") if engine is EngineName.SGLANG else shutil.which("vllm")
+    if not is_there:
+        raise EyasError(
+            f"{_TITLES[engine]} is not installed here",
+            f"install {engine.value} into this environment, or see what would be run with --print-command",
+        )
+    os.execvp(started.arguments[0], started.arguments)  # does not come back
+
+
+def _given(config: ServeConfig) -> Iterator[str]:
+    for name in config.model_fields_set:
+        if name == "engine":
+            yield from (f"engine.{field}" for field in config.engine.model_fields_set)
+        else:
+            yield name
+
+
+def _with_head(argument: str, relative: str, head: Path) -> str:
+    """An argument with the head's own folder in place of the card's relative one."""
+    if argument == relative:
+        return str(head)
+    return argument.replace(json.dumps(relative), json.dumps(str(head)))
+
+
+def _exported(engine: EngineName, folder: Path) -> Path:
+    """The folder that the engine loads: the export's part for it, or a folder in its form."""
+    if (folder / engine.value / "config.json").is_file():
+        return folder / engine.value
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{folder} holds no head that {_TITLES[engine]} loads", "write one: eyas export HEAD -o FOLDER")
+    try:
+        is_speculators = "speculators_model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise MissingInputError(f"{folder}/config.json cannot be read", "export the head again") from error
+    if engine is EngineName.SGLANG and is_speculators:
+        raise InputError(f"{folder} is in vLLM's form", "give the folder of the whole export, or its sglang/")
+    return folder

@@ -1,0 +1,135 @@
+"""`eyas serve --engine`: the commands that start SGLang and vLLM with an exported head. Neither is needed here."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from eyas.cli import engines
+from eyas.cli.engines import EngineName, engine_command, start
+from eyas.cli.main import build
+from eyas.errors import ConfigError, EyasError, InputError
+from eyas.serve.server import ServeConfig
+from tests.tiny import tiny_target
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return str(tiny_target(tmp_path_factory.mktemp("target")))
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory):
+    """A folder laid out as `eyas export` does; the engines would read what is in it, nobody else."""
+    folder = tmp_path_factory.mktemp("a head")
+    for form, config in (("sglang", {}), ("vllm", {"speculators_model_type": "eagle3"})):
+        (folder / form).mkdir()
+        (folder / form / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def options(arguments):
+    """Flags with their values, behind the command's first words."""
+    first = next(number for number, one in enumerate(arguments) if one.startswith("--"))
+    assert len(arguments[first:]) % 2 == 0
+    return dict(zip(arguments[first::2], arguments[first + 1 :: 2], strict=True))
+
+
+def config(target, head, **settings):
+    engine = {"speculation": "fixed(3,4,8)", **settings.pop("engine", {})}
+    return ServeConfig(target=target, head=str(head), engine=engine, **settings)
+
+
+def test_sglang_gets_the_head_the_tree_and_the_address(target, head):
+    settings = {"port": 9000, "model": "mine", "dtype": "bfloat16", "engine": {"max_batch": 16, "max_length": 512}}
+    started = engine_command(EngineName.SGLANG, config(target, head, **settings), "--tp 2")
+    assert started.arguments[:3] == [sys.executable, "-m", "sglang.launch_server"]
+    assert options(started.arguments) == {
+        "--model-path": target,
+        "--speculative-algorithm": "EAGLE3",
+        "--speculative-draft-model-path": str(head / "sglang"),
+        "--speculative-num-steps": "3",
+        "--speculative-eagle-topk": "4",
+        "--speculative-num-draft-tokens": "8",
+        "--host": "127.0.0.1",
+        "--port": "9000",
+        "--served-model-name": "mine",
+        "--dtype": "bfloat16",
+        "--max-running-requests": "16",
+        "--context-length": "512",
+        "--tp": "2",
+    }
+
+
+def test_vllm_gets_the_head_and_the_address(target, head):
+    started = engine_command(EngineName.VLLM, config(target, head, engine={"max_batch": 16, "max_length": 512}))
+    assert started.arguments[:3] == ["vllm", "serve", target]
+    given = options(started.arguments)
+    speculation = json.loads(given.pop("--speculative-config"))
+    assert speculation == {"method": "eagle3", "model": str(head / "vllm"), "num_speculative_tokens": 3}
+    assert given == {"--host": "127.0.0.1", "--port": "8000", "--max-num-seqs": "16", "--max-model-len": "512"}
+
+
+def test_a_folder_in_the_engine_s_own_form_will_do(target, head):
+    command = engine_command(EngineName.SGLANG, config(target, head / "sglang"))
+    assert options(command.arguments)["--speculative-draft-model-path"] == str(head / "sglang")
+    with pytest.raises(InputError, match="vLLM's form"):
+        engine_command(EngineName.SGLANG, config(target, head / "vllm"))
+    with pytest.raises(InputError, match="no head that vLLM loads"):
+        engine_command(EngineName.VLLM, config(target, target.rstrip("/") + "/.."))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"limits": {"max_queue": 3}},
+        {"threads": 2},
+        {"collect": {"folder": "x", "licence": "MIT"}},
+        {"engine": {"overlap": True}},
+        {"engine": {"speculation": "off"}},
+    ],
+)
+def test_settings_that_the_engine_is_not_told_of_are_refused(target, head, settings):
+    for engine in EngineName:
+        with pytest.raises(ConfigError):
+            engine_command(engine, config(target, head, **settings))
+
+
+def test_without_a_head_there_is_nothing_to_start(target):
+    with pytest.raises(ConfigError, match="no head"):
+        engine_command(EngineName.VLLM, ServeConfig(target=target))
+
+
+def test_an_engine_that_is_not_there_is_said(target, head, monkeypatch):
+    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(engines.shutil, "which", lambda _: None)
+    for engine, title in ((EngineName.SGLANG, "SGLang"), (EngineName.VLLM, "vLLM")):
+        with pytest.raises(EyasError, match=f"{title} is not installed"):
+            start(engine, engine_command(engine, config(target, head)))
+
+
+def test_an_engine_that_is_there_takes_the_process_over(target, head, monkeypatch):
+    started = []
+    monkeypatch.setattr(engines.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(engines.os, "execvp", lambda name, arguments: started.append((name, arguments)))
+    command = engine_command(EngineName.VLLM, config(target, head))
+    start(EngineName.VLLM, command)
+    assert started == [("vllm", command.arguments)]
+
+
+def test_the_command_line(target, head):
+    def run(*arguments):
+        return CliRunner().invoke(build(["serve"]), ["serve", "-t", target, *arguments])
+
+    told = run("--head", str(head), "--engine", "sglang", "--print-command", "--port", "7", "--engine-args", "--tp 2")
+    assert told.exit_code == 0, told.output
+    arguments = shlex.split(told.output.strip().splitlines()[-1])
+    assert options(arguments)["--port"] == "7"
+    assert arguments[-2:] == ["--tp", "2"]
+    assert run("--engine", "llama", "--print-command").exit_code == 2
+    assert run("--print-command").exit_code == 2
+    assert run("--engine", "vllm").exit_code == 2  # no head
