@@ -186,9 +186,9 @@ class Forwards:
     def _beginning(self, work: Work) -> Beginning | None:
         if not work.num_shared:
             return None
-        tokens = work.samples[0].token_ids[: work.num_shared]
-        if self._begun is None or self._begun[0] != tokens.tobytes():
-            self._begun = tokens.tobytes(), self._decoder.begin(tokens.tolist())
+        name = work.beginning.tobytes()
+        if self._begun is None or self._begun[0] != name:
+            self._begun = name, self._decoder.begin(work.beginning.tolist())
         return self._begun[1]
 
 

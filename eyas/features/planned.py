@@ -85,6 +85,11 @@ class Work:
     samples: list[Planned]
     num_shared: int = 0
 
+    @property
+    def beginning(self) -> np.ndarray:
+        """The tokens that all share, int32."""
+        return self.samples[0].token_ids[: self.num_shared]
+
 
 def plan_samples(answers: Iterable[Answer], chat: Chat, max_length: int) -> Plan:
     """Decide on every answer. max_length: the target's context in tokens."""
@@ -137,10 +142,11 @@ def batches(samples: Sequence[Planned], batch_tokens: int, window: int = WINDOW,
     for at in range(0, len(samples), window):
         here = samples[at : at + window]
         for num_shared, group in shared_groups(here) if shares else [(0, list(here))]:
-            yield from (Work(batch, num_shared) for batch in _packed(group, batch_tokens, num_shared))
+            yield from (Work(batch, num_shared) for batch in packed(group, batch_tokens, num_shared))
 
 
-def _packed(samples: list[Planned], batch_tokens: int, num_shared: int) -> Iterator[list[Planned]]:
+def packed(samples: Sequence[Planned], batch_tokens: int, num_shared: int) -> Iterator[list[Planned]]:
+    """Those of a similar length together, batch_tokens at most behind what all share."""
     batch: list[Planned] = []
     for sample in sorted(samples, key=len):
         if batch and (len(batch) + 1) * (len(sample) - num_shared) > batch_tokens:

@@ -1,0 +1,149 @@
+"""Training straight from the target: what is learnt is what a store would have taught, to the bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eyas.artifact import Artifact
+from eyas.errors import MismatchError
+from eyas.features.capture import CaptureConfig, capture
+from eyas.features.generate import GenerateConfig, generate
+from eyas.features.online import OnlineFeatures, OnlineTarget
+from eyas.lineage import lines
+from eyas.shards import Features
+from eyas.train.trainer import TrainConfig, train
+from tests.stages import ending_target, prompts_of, write_prompts
+from tests.tiny import tiny_target
+
+TRAIN = TrainConfig.model_validate(
+    {"head": {"draft_vocab_size": 320}, "epochs": 2, "batches": {"tokens": 256}, "dtype": "float32", "checkpoint_every": 2}
+)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ending_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def answers(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    """To prompts of which half have a long system prompt in common, so that beginnings are shared."""
+    root = tmp_path_factory.mktemp("answers")
+    output = Artifact(str(root / "answers"))
+    system = "The address is 71 North Street. " * 20
+    prompts = [
+        dataclasses.replace(prompt, system=system if number % 2 else None) for number, prompt in enumerate(prompts_of(40))
+    ]
+    generate(GenerateConfig(target=str(target), max_tokens=12), write_prompts(root / "prompts", prompts), output)
+    return output
+
+
+def config_of(target: Path, **settings: Any) -> CaptureConfig:
+    return CaptureConfig(**{"target": str(target), "held_out_share": 0.3, "batch_tokens": 1, **settings})
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def both(
+    request: pytest.FixtureRequest, target: Path, answers: Artifact, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Artifact, OnlineTarget]:
+    """A lossless store and the target at hand, of the same settings."""
+    config = config_of(target, store_dtype=request.param, samples_per_shard=4)
+    store = Artifact(str(tmp_path_factory.mktemp("store") / "features"))
+    capture(config, answers, store)
+    return store, OnlineTarget(config, answers)
+
+
+def assert_same(online: OnlineFeatures, stored: Features) -> None:
+    numbers = list(range(len(stored)))
+    assert len(online) == len(stored) > 2
+    assert online.lengths == stored.lengths
+    for (ids, mask), (stored_ids, stored_mask) in zip(online.all_tokens(), stored.all_tokens(), strict=True):
+        assert torch.equal(ids, stored_ids)
+        assert torch.equal(mask, stored_mask)
+    batches = [numbers[::-1][:5], numbers[3:], numbers[:1]]
+    for made, read in zip(online.batches(batches), stored.batches(batches), strict=True):
+        assert [one.key for one in made] == [one.key for one in read]
+        for one, other in zip(made, read, strict=True):
+            assert one.source == other.source
+            assert one.aux_hidden.dtype == other.aux_hidden.dtype
+            assert torch.equal(one.aux_hidden, other.aux_hidden)
+            assert torch.equal(one.last_hidden, other.last_hidden)
+
+
+@pytest.mark.parametrize("split", ["train", "held_out"])
+def test_samples_are_the_stores_to_the_bit(both: tuple[Artifact, OnlineTarget], split: Any) -> None:
+    store, at_hand = both
+    assert_same(at_hand.features(split), Features(store, split))
+    assert at_hand.meta == Features(store, split).meta.model_copy(update={"codec": "raw"})
+
+
+def test_it_is_the_same_work_and_says_where_it_comes_from(both: tuple[Artifact, OnlineTarget]) -> None:
+    store, at_hand = both
+    made, stored = at_hand.manifest, store.manifest()
+    assert made.identity == stored.identity
+    assert made.counts == stored.counts
+    assert made.inputs == stored.inputs
+    assert (made.url, made.files) == ("", {})
+    assert "generate" in "\n".join(lines(made))
+
+
+def test_the_loss_is_the_stores_to_the_bit(target: Path, both: tuple[Artifact, OnlineTarget], tmp_path: Path) -> None:
+    store, at_hand = both
+    outputs = [Artifact(str(tmp_path / name)) for name in ("stored", "online")]
+    train(TRAIN, str(target), Features(store), outputs[0], held_out=Features(store, "held_out"))
+    manifest = train(TRAIN, str(target), at_hand.features("train"), outputs[1], held_out=at_hand.features("held_out"))
+    rows = [[{**row, "seconds": 0.0} for row in output.read_jsonl("metrics.jsonl")] for output in outputs]
+    assert rows[0] == rows[1]
+    assert len(rows[0]) > 3
+    assert outputs[0].read("model.safetensors") == outputs[1].read("model.safetensors")
+    assert manifest.identity == outputs[0].manifest().identity
+
+
+def test_a_run_that_was_cut_goes_on_online(target: Path, answers: Artifact, tmp_path: Path) -> None:
+    """With batches computed together too: what is computed together does not depend on where a run was cut."""
+    config = config_of(target, batch_tokens=4096)
+    outputs = [Artifact(str(tmp_path / name)) for name in ("whole", "cut")]
+    train(TRAIN, str(target), OnlineTarget(config, answers).features("train"), outputs[0])
+
+    def interrupt(done: int, total: int | None = None, note: str = "") -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(TRAIN, str(target), OnlineTarget(config, answers).features("train"), outputs[1], interrupt)
+    train(TRAIN, str(target), OnlineTarget(config, answers).features("train"), outputs[1])
+    assert outputs[0].read("model.safetensors") == outputs[1].read("model.safetensors")
+
+
+def test_what_is_computed_together_is_other_work(target: Path, answers: Artifact) -> None:
+    alone, together, squeezed = (
+        OnlineTarget(config_of(target, **settings), answers) for settings in ({}, {"batch_tokens": 4096}, {"codec": "within2"})
+    )
+    assert len({one.manifest.identity for one in (alone, together, squeezed)}) == 3
+    assert squeezed.meta.codec == "raw"
+    numbers = list(range(len(alone.features("train"))))
+    (one,), (other,) = (list(at_hand.features("train").batches([numbers])) for at_hand in (alone, together))
+    by_key = {sample.key: sample for sample in other}
+    assert by_key.keys() == {sample.key for sample in one}
+    for sample in one:
+        torch.testing.assert_close(sample.aux_hidden, by_key[sample.key].aux_hidden, rtol=2e-2, atol=2e-2)
+
+
+def test_the_target_is_loaded_for_features_only(
+    target: Path, answers: Artifact, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A finished head is found without it."""
+    output = Artifact(str(tmp_path / "head"))
+    train(TRAIN, str(target), OnlineTarget(config_of(target), answers).features("train"), output)
+    monkeypatch.setattr("eyas.features.decoder.Target.load", lambda *_: pytest.fail("loads the target to do nothing"))
+    train(TRAIN, str(target), OnlineTarget(config_of(target), answers).features("train"), Artifact(output.url))
+
+
+def test_answers_of_another_target_are_refused(answers: Artifact, tmp_path: Path) -> None:
+    with pytest.raises(MismatchError, match="another target"):
+        OnlineTarget(config_of(tiny_target(tmp_path / "other", seed=1)), answers)
