@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from safetensors.torch import load_file, save_file
+
 from eyas.artifact import Artifact
 from eyas.records import Prompt
 from tests.tiny import tiny_target
@@ -21,9 +23,15 @@ def ending_target(folder: Path) -> Path:
     return tiny_target(folder, eos_token_id=[2, *range(30, 110)])
 
 
-def talking_target(folder: Path) -> Path:
-    """The same with fewer end tokens: of answers of up to twelve tokens some are cut, some are empty, most end."""
-    return tiny_target(folder, eos_token_id=[2, *range(30, 55)])
+def talking_target(folder: Path, strength: float = 1.8) -> Path:
+    """A random target whose answers of up to twelve tokens end by its one end token, most of them; some are cut, some empty.
+
+    strength: of the end token's logits, in those of others."""
+    tiny_target(folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"][2] *= strength
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def prompts_of(count: int) -> list[Prompt]:

@@ -23,10 +23,12 @@ VERSION = 1  # of these rules: what they say is part of an artifact's identity
 # Words, in pieces of eight letters so that a loop without spaces is one too; characters of scripts without spaces; and runs
 # of anything else, so that a table's rule of dashes is one unit and no loop.
 _UNIT = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]{1,8}|[^\w\s]+")
+_ENUMERATOR = re.compile(r"^\s*\d+[.):]", re.MULTILINE)  # that counts the rounds of a loop
 LONGEST_PERIOD = 64  # units
 LEAST_REPEATS = 4
 LOOP_UNITS, CUT_LOOP_UNITS = 50, 20  # covered by a loop: anywhere in an answer, and at the end of one that was cut
-GRAM, GRAMS_UNITS, LEAST_DISTINCT = 4, 200, 0.25  # of a long answer's 4-grams so many are to differ from each other
+# Of a long answer's 4-grams this share is to differ from each other. Prose has more than 0.75, code mostly, data in JSON 0.3.
+GRAM, GRAMS_UNITS, LEAST_DISTINCT = 4, 200, 0.2
 
 _OPENING = 240  # characters in which a refusal says so; what comes later may quote one
 _THOUGHTS = re.compile(r"\s*<think>.*?</think>", re.DOTALL)
@@ -143,7 +145,7 @@ def is_looping(text: str, was_cut: bool = False) -> bool:
 
     was_cut: the answer ran into its limit, so a loop at its end would have gone on.
     """
-    units = _numbered(_UNIT.findall(text.casefold()))
+    units = _numbered(_UNIT.findall(_ENUMERATOR.sub("", text.casefold())))
     for period in range(1, min(LONGEST_PERIOD, len(units) // LEAST_REPEATS) + 1):
         start, length = _longest_run(units[:-period] == units[period:])
         covered = length + period

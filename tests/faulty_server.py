@@ -1,0 +1,164 @@
+"""A server in front of a real one that does to some requests what servers in the world do: real sockets, real faults."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx
+
+# What may be done to a request for an answer. "hang" is for as long as the server runs.
+FAULTS = ("429", "429 date", "500", "503", "garbage", "half", "reset", "empty", "no usage", "surrogate", "endless")
+Choose = Callable[[dict[str, Any]], str | None]
+
+
+class Faulty(ThreadingHTTPServer):
+    """Forwards to `real`, or does what `choose` says of a request's body. pages: what it says itself, by path.
+
+    asked: the bodies that came, in order."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, real: str, choose: Choose, pages: dict[str, bytes]) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.choose, self.pages = choose, pages
+        self.asked: list[dict[str, Any]] = []
+        self.ended = threading.Event()
+        self.http = httpx.Client(base_url=real, timeout=60, limits=httpx.Limits(max_connections=None))
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that has gone is none of our business."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Faulty
+
+    def do_GET(self) -> None:
+        if self.path in self.server.pages:
+            self._send(200, self.server.pages[self.path])
+        else:
+            self._forward("GET", b"")
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        asked = json.loads(body)
+        self.server.asked.append(asked)
+        fault = self.server.choose(asked)
+        if fault is None:
+            self._forward("POST", body)
+        else:
+            getattr(self, "_" + fault.replace(" ", "_"))(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Quiet."""
+
+    def _forward(self, method: str, body: bytes) -> None:
+        kept = {name: self.headers[name] for name in ("authorization", "content-type") if name in self.headers}
+        try:
+            answer = self.server.http.request(method, self.path, content=body, headers=kept)
+        except httpx.TransportError:
+            self._send(502, b"bad gateway")
+            return
+        self._send(answer.status_code, answer.content)
+
+    def _send(self, status: int, content: bytes, length: int | None = None, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("content-length", str(len(content) if length is None else length))
+        self.end_headers()
+        self.wfile.write(content)
+
+    # Faults
+
+    def _429(self, body: bytes) -> None:
+        self._send(429, b'{"error": {"message": "slow down", "code": "queue_full"}}', retry_after="0")
+
+    def _429_date(self, body: bytes) -> None:
+        self._send(429, b"", retry_after=time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime()))
+
+    def _400(self, body: bytes) -> None:
+        self._send(400, b'{"error": {"message": "I do not like bob@gnu.org", "code": "no_such_thing"}}')
+
+    def _401(self, body: bytes) -> None:
+        self._send(401, b"")
+
+    def _500(self, body: bytes) -> None:
+        self._send(500, b"Traceback (most recent call last): bob@gnu.org")
+
+    def _503(self, body: bytes) -> None:
+        self._send(503, b"", retry_after="0")
+
+    def _garbage(self, body: bytes) -> None:
+        self._send(200, b"<html>\xff\xfe")
+
+    def _half(self, body: bytes) -> None:
+        """The beginning of an answer, then the end of the connection."""
+        self._send(200, b'{"choices": [{"message": {"content": "I wo', length=500)
+        self.close_connection = True
+
+    def _reset(self, body: bytes) -> None:
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.close_connection = True
+
+    def _empty(self, body: bytes) -> None:
+        self._send(200, b'{"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 0}}')
+
+    def _no_usage(self, body: bytes) -> None:
+        self._send(200, b'{"choices": [{"finish_reason": "stop", "message": {"content": "Yes"}}]}')
+
+    def _surrogate(self, body: bytes) -> None:
+        self._send(200, rb'{"choices": [{"finish_reason": "stop", "message": {"content": "\ud800"}}], "usage": {}}')
+
+    def _endless(self, body: bytes) -> None:
+        """More than anybody would hold in memory."""
+        self.send_response(200)
+        self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+        chunk = b"100000\r\n" + b" " * 0x100000 + b"\r\n"
+        for _ in range(1000):
+            self.wfile.write(chunk)
+
+    def _redirect(self, body: bytes) -> None:
+        self._send(307, b"", location="http://127.0.0.1:9/")
+
+    def _other_tokens(self, body: bytes) -> None:
+        content = {"finish_reason": "stop", "message": {"content": "Yes"}}
+        self._send(200, json.dumps({"choices": [content], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}).encode())
+
+    def _reasoning(self, body: bytes) -> None:
+        content = {"finish_reason": "stop", "message": {"content": "Yes", "reasoning_content": "Hm."}}
+        self._send(200, json.dumps({"choices": [content], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}).encode())
+
+    def _hang(self, body: bytes) -> None:
+        self.server.ended.wait()
+        self.close_connection = True
+
+
+@contextmanager
+def faulty(real: str, choose: Choose, pages: dict[str, bytes] | None = None) -> Iterator[Faulty]:
+    """A faulty server in a thread."""
+    server = Faulty(real, choose, pages or {})
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, name="faulty", daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.ended.set()
+        server.shutdown()
+        server.server_close()
+        server.http.close()
+        thread.join()

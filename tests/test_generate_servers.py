@@ -1,0 +1,392 @@
+"""Answers by servers: the engine's own rows whatever befalls the servers, nothing lost, and a word about each of them."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import itertools
+import json
+import logging
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eyas.artifact import VERSION, Artifact
+from eyas.errors import ConfigError, EyasError, MismatchError, MissingInputError, TemplateError
+from eyas.features.fleet import Fleet
+from eyas.features.generate import GenerateConfig, generate, read_answers, read_origins
+from eyas.features.servers import ClientConfig, Expected, server_urls
+from eyas.records import Prompt
+from eyas.serve.limits import KEYS_VARIABLE
+from eyas.serve.server import ServeConfig
+from tests.faulty_server import FAULTS, faulty
+from tests.serving import World
+from tests.stages import prompts_of, talking_target, write_prompts
+from tests.tiny import TEMPLATE, tiny_target, tiny_tokenizer
+
+PROMPTS = prompts_of(23)
+MIX = [{"share": 0.5}, {"share": 0.5, "temperature": 1.0, "top_p": 0.9}]
+CLIENT = {"concurrency": 4, "patience_s": 20, "timeout_s": 60}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return talking_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return write_prompts(tmp_path_factory.mktemp("all") / "prompts", PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def url(target: Path) -> Iterator[str]:
+    """One of our servers, in this process."""
+    with World(target).served() as client:
+        yield client.url
+
+
+def config_of(target: Path, *urls: str, **settings: Any) -> GenerateConfig:
+    client = {**CLIENT, **settings.pop("client", {})}
+    values = {"target": str(target), "max_tokens": 12, "max_length": 200, "rows_per_part": 4, "sampling": MIX, **settings}
+    return GenerateConfig(**values, servers=urls, client=client)
+
+
+@pytest.fixture(scope="module")
+def answered(target: Path, prompts: Artifact, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    """All prompts by the engine in this process."""
+    output = Artifact(str(tmp_path_factory.mktemp("answered") / "answers"))
+    generate(config_of(target, max_batch=5), prompts, output)
+    return output
+
+
+def contents(artifact: Artifact) -> dict[str, bytes]:
+    return {name: artifact.read(name) for name in artifact.names() if name.startswith(("answers-", "dropped-"))}
+
+
+def is_probe(asked: dict[str, Any]) -> bool:
+    return asked["max_tokens"] == 1
+
+
+# Well
+
+
+@pytest.mark.parametrize("send", ["messages", "tokens"])
+def test_servers_give_the_engines_rows(
+    target: Path, prompts: Artifact, answered: Artifact, url: str, tmp_path: Path, send: str
+) -> None:
+    output = Artifact(str(tmp_path / "answers"))
+    with World(target).served() as other:
+        config = config_of(target, url, f"{other.url}/v1/", client={"send": send})
+        manifest = generate(config, prompts, output)
+        assert contents(output) == contents(answered), "sampled rows too: a row's seed is its own"
+        assert manifest.counts == answered.manifest().counts
+        assert manifest.identity != answered.manifest().identity
+        origins = list(read_origins(output))
+        assert {one.server for one in origins} == {url, other.url}
+    assert {one.engine for one in origins} == {f"eyas {VERSION}"}
+    told = manifest.facts["servers"]
+    assert [one["url"] for one in told] == [url, other.url]
+    assert {(one["state"], one["failures"], one["model"]) for one in told} == {("healthy", 0, "tiny")}
+    assert sum(one["answers"] for one in told) == manifest.counts["answers"]
+    assert "client" not in manifest.config
+    again = Artifact(output.url)
+    generate(config_of(target, "http://127.0.0.1:9", client={"send": send}), prompts, again)
+    assert again.was_done, "who answered is no part of what was done"
+
+
+def test_no_server_is_asked_for_more_than_it_may(target: Path, prompts: Artifact, url: str, tmp_path: Path) -> None:
+    running, most, lock = [0], [0], threading.Lock()
+
+    def choose(asked: dict[str, Any]) -> None:
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+        time.sleep(0.02)
+        with lock:
+            running[0] -= 1
+
+    with faulty(url, choose) as server:
+        generate(config_of(target, server.url, client={"concurrency": 3}), prompts, Artifact(str(tmp_path / "answers")))
+    assert most[0] == 3
+
+
+# Ill
+
+
+def test_what_goes_wrong_changes_no_row(target: Path, prompts: Artifact, answered: Artifact, url: str, tmp_path: Path) -> None:
+    """Every third answer is something else, until everything was; the server is asked again."""
+    count, faults = itertools.count(1), list(FAULTS)
+    output = Artifact(str(tmp_path / "answers"))
+
+    def choose(asked: dict[str, Any]) -> str | None:
+        return faults.pop() if faults and not is_probe(asked) and next(count) % 3 == 0 else None
+
+    with faulty(url, choose) as server:
+        manifest = generate(config_of(target, server.url), prompts, output)
+    assert not faults
+    assert contents(output) == contents(answered)
+    (told,) = manifest.facts["servers"]
+    assert (told["state"], told["busy"], told["failures"]) == ("healthy", 2, len(FAULTS) - 2)
+    assert sum(one.attempts - 1 for one in read_origins(output)) == len(FAULTS)
+
+
+def test_an_answer_that_never_comes_is_asked_for_again(
+    target: Path, prompts: Artifact, answered: Artifact, url: str, tmp_path: Path
+) -> None:
+    hangs = iter(["hang"])
+    output = Artifact(str(tmp_path / "answers"))
+    with faulty(url, lambda asked: None if is_probe(asked) else next(hangs, None)) as server:
+        generate(config_of(target, server.url, client={"timeout_s": 2}), prompts, output)
+    assert contents(output) == contents(answered)
+
+
+def test_a_request_that_breaks_servers_is_given_up_and_counted(
+    target: Path, prompts: Artifact, answered: Artifact, url: str, tmp_path: Path
+) -> None:
+    """Of one prompt every server makes a 500, of another a 400: their rows are drops, all others are what they are."""
+    bad = {PROMPTS[4].turns[0]: "500", PROMPTS[9].turns[0]: "400"}
+    output = Artifact(str(tmp_path / "answers"))
+    with faulty(url, lambda asked: bad.get(asked["messages"][-1]["content"])) as server:
+        manifest = generate(config_of(target, server.url), prompts, output)
+    dropped = {row["prompt_id"]: row for row in output.read_rows("dropped") if row["reason"].startswith("server_")}
+    assert {name: row["reason"] for name, row in dropped.items()} == {"p4": "server_failed", "p9": "server_refused"}
+    assert dropped["p4"]["detail"] == "5 attempts; the last: answers HTTP 500"
+    assert dropped["p9"]["detail"] == f"{server.url} answers HTTP 400 (no_such_thing)", "a code, and none of the text"
+    assert (manifest.counts["dropped_server_failed"], manifest.counts["dropped_server_refused"]) == (1, 1)
+    rest = [row for row in read_answers(answered) if row.prompt_id not in ("p4", "p9")]
+    assert list(read_answers(output)) == rest
+
+
+def test_a_row_of_which_a_server_saw_other_tokens_is_left_out(
+    target: Path, prompts: Artifact, url: str, tmp_path: Path
+) -> None:
+    output = Artifact(str(tmp_path / "answers"))
+    bad = {PROMPTS[3].turns[0]: "other_tokens"}
+    with faulty(url, lambda asked: bad.get(asked["messages"][-1]["content"])) as server:
+        manifest = generate(config_of(target, server.url), prompts, output)
+    assert manifest.counts["dropped_server_saw_other_tokens"] == 1
+    assert "p3" not in {row.prompt_id for row in read_answers(output)}
+
+
+# Dead
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+@contextlib.contextmanager
+def server_process(target: Path, port: int = 0) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """One of our servers in a process of its own, to be killed."""
+    config = ServeConfig(target=str(target), model="tiny", port=port, engine={"max_batch": 4, "max_length": 256})
+    command = [sys.executable, "-m", "eyas.serve", config.model_dump_json()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield next(line.strip() for line in process.stdout if line.startswith("http://")), process
+        finally:
+            process.kill()
+
+
+def test_a_server_that_is_killed_loses_nothing_and_is_asked_again_when_it_is_back(
+    target: Path, prompts: Artifact, answered: Artifact, url: str, tmp_path: Path
+) -> None:
+    output = Artifact(str(tmp_path / "answers"))
+    port = free_port()
+    told: list[str] = []
+
+    with server_process(target, port) as (mortal, process), faulty(url, lambda asked: time.sleep(0.2)) as slow:
+
+        def track(done: int, total: int | None = None, note: str = "") -> None:
+            told.append(note)
+            if done >= 5 and process.poll() is None:
+                process.kill()
+
+        manifest = generate(config_of(target, mortal, slow.url), prompts, output, track)
+    assert process.returncode == -signal.SIGKILL
+    assert contents(output) == contents(answered)
+    dead = manifest.facts["servers"][0]
+    assert (dead["state"], dead["reason"]) == ("failing", "takes no connection")
+    assert dead["answers"] > 0
+    assert any("1 of 2 servers" in note and f"{mortal} failing for" in note for note in told)
+
+
+def test_a_server_that_comes_back_is_asked_again(target: Path, prompts: Artifact, url: str, tmp_path: Path) -> None:
+    """Its connections break, and for a second it takes none."""
+    output, until = Artifact(str(tmp_path / "answers")), [0.0]
+
+    def choose(asked: dict[str, Any]) -> str | None:
+        if not until[0] and not is_probe(asked) and asked["messages"][-1]["content"] == PROMPTS[6].turns[0]:
+            until[0] = time.monotonic() + 1
+        return "reset" if time.monotonic() < until[0] else None
+
+    with faulty(url, choose) as server:
+        manifest = generate(config_of(target, server.url), prompts, output)
+    assert manifest.counts["prompts"] == len(PROMPTS)
+    assert not [name for name in manifest.counts if name.startswith("dropped_server")]
+    assert [is_probe(asked) for asked in server.asked].count(True) > 3, "it is looked at before it is asked"
+
+
+def test_without_a_server_left_all_is_kept_and_goes_on_later(
+    target: Path, prompts: Artifact, answered: Artifact, url: str, tmp_path: Path
+) -> None:
+    output = Artifact(str(tmp_path / "answers"))
+    is_dead = threading.Event()
+    with faulty(url, lambda asked: "reset" if is_dead.is_set() else None) as first:
+        mortal = first.url
+
+        def track(done: int, total: int | None = None, note: str = "") -> None:
+            if done >= 9:
+                is_dead.set()
+
+        with pytest.raises(EyasError, match=r"no server is left: .*breaks the connection .*, for 1 s") as error:
+            generate(config_of(target, mortal, client={"patience_s": 1}), prompts, output, track)
+    assert "run the same command again" in error.value.hint
+    assert not output.is_done()
+    with faulty(url, lambda asked: None) as server:
+        generate(config_of(target, server.url), prompts, output)
+        assert contents(output) == contents(answered)
+        num_answers = sum(1 for _ in read_answers(answered))
+        asked = [one for one in server.asked if not is_probe(one)]
+        assert len(asked) <= num_answers - 9, "what was answered is not asked again"
+        kept = [one for one in read_origins(output) if one.server == mortal]
+        assert len(kept) == num_answers - len(asked)
+
+
+def test_a_server_that_only_says_that_it_is_busy_is_given_up(target: Path, prompts: Artifact, url: str, tmp_path: Path) -> None:
+    with (
+        faulty(url, lambda asked: None if is_probe(asked) else "429") as server,
+        pytest.raises(EyasError, match=r"no server is left: .*HTTP 429 \(queue_full\) for 1 s"),
+    ):
+        generate(config_of(target, server.url, client={"patience_s": 1}), prompts, Artifact(str(tmp_path / "answers")))
+
+
+# Strange
+
+
+def test_a_server_of_something_else_is_refused_before_it_is_asked(
+    target: Path, prompts: Artifact, url: str, tmp_path: Path
+) -> None:
+    def refused(config: GenerateConfig, match: str, error: type[EyasError] = MismatchError) -> None:
+        with pytest.raises(error, match=match):
+            generate(config, prompts, Artifact(str(tmp_path / "answers")))
+
+    other = tiny_target(tmp_path / "other")
+    tiny_tokenizer(other, chat_template="{{ bos_token }}" + TEMPLATE.replace("\n", "\n\n"))
+    with World(other).served() as client:
+        refused(config_of(target, url, client.url), "saw .* prompt tokens where the target's template gives")
+    refused(config_of(target, url, client={"model": "llama"}), "does not serve llama, only tiny")
+    with World(target).served(World(target).engine(max_length=100)) as client:
+        refused(config_of(target, client.url), "holds 100 tokens a request, fewer than max_length 200")
+    with faulty(url, lambda asked: "reasoning") as server:
+        refused(config_of(target, server.url), "start it without a parser for reasoning")
+    with faulty(url, lambda asked: "redirect") as server:
+        refused(config_of(target, server.url), "HTTP 307")
+    with faulty(url, lambda asked: "400") as server:
+        refused(config_of(target, server.url), "HTTP 400 .no_such_thing., when asked to say a word")
+    refused(config_of(target, f"http://127.0.0.1:{free_port()}"), "no server answers: .*takes no connection", MissingInputError)
+    with faulty(url, lambda asked: "garbage") as server:
+        refused(config_of(target, server.url), "no server answers: .*no completion", MissingInputError)
+
+
+def test_addresses_and_keys(target: Path, prompts: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for urls, match in (
+        (["10.0.0.5:8000"], "no address"),
+        (["ftp://a"], "no address"),
+        (["http://me:secret@a:1"], "the address of a holds a password"),
+        (["http://a:1", "http://a:1/v1"], "twice"),
+    ):
+        with pytest.raises(ConfigError, match=match) as error:
+            server_urls(urls)
+        assert "secret" not in str(error.value)
+    assert server_urls(["http://a:1/v1/", "https://b/api/v1"]) == ["http://a:1", "https://b/api"]
+    monkeypatch.delenv("EYAS_API_KEY", raising=False)
+    with pytest.raises(ConfigError, match="variable NOT_THERE is not set"):
+        Fleet(["http://a:1"], ClientConfig(api_key_env="NOT_THERE"), Expected("", 1, ()))
+    monkeypatch.setenv("EYAS_API_KEY", "a\nb")
+    with pytest.raises(ConfigError, match="characters that no header takes"):
+        Fleet(["http://a:1"], ClientConfig(), Expected("", 1, ()))
+
+
+def test_the_key_comes_from_the_environment_and_goes_nowhere_else(
+    target: Path, prompts: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = "sk-of-the-tests"
+    monkeypatch.setenv(KEYS_VARIABLE, key)
+    output = Artifact(str(tmp_path / "answers"))
+    with World(target).served() as client, caplog.at_level(logging.DEBUG):
+        with pytest.raises(MismatchError, match=r"HTTP 401 .invalid_api_key."):
+            generate(config_of(target, client.url), prompts, output)
+        monkeypatch.setenv("OF_THE_CLUSTER", key)
+        manifest = generate(config_of(target, client.url, client={"api_key_env": "OF_THE_CLUSTER"}), prompts, output)
+    assert manifest.counts["answers"] > 0
+    assert key not in caplog.text
+    assert all(key.encode() not in output.read(name) for name in output.names())
+
+
+def test_control_tokens_in_messages_are_left_out_where_a_server_renders_them(target: Path, url: str, tmp_path: Path) -> None:
+    """Our own server spells them; others obey them, and nobody can tell which it is."""
+    rows = [Prompt("plain", "s", "l", ("Hello there",)), Prompt("control", "s", "l", ("Say <|im_end|> please", "Thanks"))]
+    prompts = write_prompts(tmp_path / "prompts", rows)
+    sent = {}
+    for send in ("messages", "tokens"):
+        output = Artifact(str(tmp_path / send))
+        manifest = generate(config_of(target, url, client={"send": send}), prompts, output)
+        sent[send] = {row.prompt_id for row in read_answers(output)}
+        told = [row for row in output.read_rows("dropped") if row["reason"] == "control_text"]
+        assert [(row["turn"], row["detail"]) for row in told] == (
+            [] if send == "tokens" else [(0, "<|im_end|>"), (1, "<|im_end|>")]
+        )
+        assert manifest.counts.get("dropped_control_text", 0) == len(told)
+    assert sent == {"messages": {"plain"}, "tokens": {"plain", "control"}}
+
+
+def test_a_template_that_prints_the_day_goes_as_tokens(tmp_path: Path) -> None:
+    dated = talking_target(tmp_path / "target")
+    tiny_tokenizer(dated, chat_template="{{ strftime_now('%d %B %Y') }}" + TEMPLATE)
+    prompts = write_prompts(tmp_path / "prompts", PROMPTS[:4])
+    here = Artifact(str(tmp_path / "here"))
+    day = {"date": datetime.date(2024, 2, 29)}
+    generate(config_of(dated, **day), prompts, here)
+    with World(dated).served() as client:
+        with pytest.raises(TemplateError, match="prints today's date, and servers would print another than 2024-02-29"):
+            generate(config_of(dated, client.url, **day), prompts, Artifact(str(tmp_path / "messages")))
+        there = Artifact(str(tmp_path / "tokens"))
+        generate(config_of(dated, client.url, client={"send": "tokens"}, **day), prompts, there)
+    assert contents(there) == contents(here)
+
+
+def test_a_fault_of_ours_is_not_lost(target: Path, prompts: Artifact, url: str, tmp_path: Path, monkeypatch: Any) -> None:
+    def bug(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("eyas.features.fleet.Fleet._good", bug)
+    with pytest.raises(ZeroDivisionError):
+        generate(config_of(target, url), prompts, Artifact(str(tmp_path / "answers")))
+
+
+def test_other_engines_tell_their_version(target: Path, prompts: Artifact, url: str, tmp_path: Path) -> None:
+    """vLLM's and SGLang's own forms, in front of our engine."""
+    for name, path, told in (
+        ("vllm", "/version", {"version": "0.11.2"}),
+        ("sglang", "/get_server_info", {"version": "0.5.5", "model_path": "x"}),
+        ("someone", "/none", {}),
+    ):
+        card = {"data": [{"id": "tiny", "owned_by": name}]}
+        pages = {"/v1/models": card, path: told}
+        with faulty(url, lambda asked: None, {where: json.dumps(page).encode() for where, page in pages.items()}) as server:
+            output = Artifact(str(tmp_path / name))
+            generate(config_of(target, server.url), prompts, output)
+        version = told.get("version")
+        assert {one.engine for one in read_origins(output)} == {f"{name} {version}" if version else name}
