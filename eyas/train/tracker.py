@@ -29,8 +29,9 @@ IDENTITY_TAG = "eyas_identity"
 class TrackerConfig(BaseModel):
     """Settings of the trackers; they change nothing of what is trained.
 
-    run: the run's name, by default that of the output folder. folder: where files go, by default below the output folder, if
-    that is on this machine. server: MLflow's tracking URI, by default what its environment says.
+    run: the run's name, by default that of the output folder. folder: where files go; TensorBoard's by default below the output
+    folder, if that is on this machine, others' where they choose. server: MLflow's tracking URI, by default what its
+    environment says.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -81,7 +82,7 @@ class RunOf:
     """What a tracker is told of a run when it begins: its name, its identity, its settings, and the step it goes on from."""
 
     def __init__(self, config: TrackerConfig, name: str, identity: str, settings: Mapping[str, Any], step: int) -> None:
-        self.project, self.server = config.project, config.server
+        self.project, self.server, self.place = config.project, config.server, config.folder
         self.name, self.identity, self.settings, self.step = config.run or name, identity, dict(settings), step
 
     def folder(self, config: TrackerConfig, output: str | None) -> str:
@@ -104,8 +105,19 @@ def open_trackers(config: TrackerConfig, run: RunOf, output: str | None) -> Trac
         if name == "tensorboard":
             made[name] = TensorBoard(run.folder(config, output), run.step)
         else:
-            made[name] = CLIENTS[name](client(name), run)
+            made[name] = begun(name, client(name), run)
     return Trackers(made)
+
+
+def begun(name: str, package: Any, run: RunOf) -> Tracker:
+    """The run in one tracker. Raises ConfigError when the tracker refuses, whatever its own error is: that may hold a login."""
+    try:
+        return CLIENTS[name](package, run)
+    except Exception as error:
+        raise ConfigError(
+            f"tracker.to: {name} did not begin a run ({type(error).__name__})",
+            f"see that its server can be reached and you are logged in, or take {name} out of tracker.to",
+        ) from error
 
 
 def client(name: str) -> Any:
@@ -138,7 +150,7 @@ class Wandb:
 
     def __init__(self, package: Any, run: RunOf) -> None:
         self._run = package.init(
-            project=run.project, name=run.name, id=run.identity, resume="allow", config=run.settings, save_code=False
+            project=run.project, name=run.name, id=run.identity, resume="allow", config=run.settings, dir=run.place
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -170,7 +182,7 @@ class Mlflow:
     """MLflow; a resumed run is found by its identity, a tag."""
 
     def __init__(self, package: Any, run: RunOf) -> None:
-        self._client = package.MlflowClient(tracking_uri=run.server)
+        self._client, self._sent = package.MlflowClient(tracking_uri=run.server), None
         found = self._client.get_experiment_by_name(run.project)
         experiment = found.experiment_id if found else self._client.create_experiment(run.project)
         runs = self._client.search_runs([experiment], filter_string=f"tags.{IDENTITY_TAG} = '{run.identity}'", max_results=1)
@@ -183,15 +195,16 @@ class Mlflow:
             self._client.log_param(self._id, name, value)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """As Tracker.log; one request, whose answer is not waited for."""
+        """As Tracker.log; one request, whose answer nobody waits for until the end."""
         now = int(1000 * time.time())
         metric = importlib.import_module("mlflow.entities").Metric
         metrics = [metric(name, value, now, step) for name, value in values.items()]
-        self._client.log_batch(self._id, metrics, synchronous=False)
+        self._sent = self._client.log_batch(self._id, metrics, synchronous=False)
 
     def close(self) -> None:
         """As Tracker.close."""
-        importlib.import_module("mlflow").flush_async_logging()
+        if self._sent is not None:
+            self._sent.wait()  # the last of a queue
         self._client.set_terminated(self._id)
 
 
