@@ -1,0 +1,189 @@
+"""Trackers: what TensorBoard's own reader finds in our files, what the clients keep, and what happens without them.
+
+The clients that are not installed are skipped; `pip install "eyas[wandb]"` and so on.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from eyas.errors import ConfigError
+from eyas.train import tracker
+from eyas.train.tracker import CLIENTS, RunOf, TensorBoard, TrackerConfig, Trackers, masked_crc32c, open_trackers, scalars
+
+BLOCK = 32 << 10
+IDENTITY = "0123456789abcdef"
+SETTINGS = {"seed": 1, "optimizer": {"learning_rate": 1e-3}}
+
+
+def run_of(config: TrackerConfig, step: int = 0) -> RunOf:
+    return RunOf(config, "train-1", IDENTITY, SETTINGS, step)
+
+
+def logged(config: TrackerConfig, folder: Path) -> None:
+    """A run of five steps, cut after the fourth and resumed from a checkpoint of the second."""
+    for first, last in ((0, 4), (2, 5)):
+        opened = open_trackers(config, run_of(config, first), str(folder))
+        for step in range(first + 1, last + 1):
+            opened.log(step, {"loss": 1.0 / step, "accuracy/0": 0.1 * step})
+        opened.close()
+
+
+def leveldb_records(data: bytes) -> Iterator[bytes]:
+    """The records of a log in LevelDB's format: blocks of 32 KiB; of each piece a checksum, its length, and whether it ends."""
+    at, whole = 7, b""  # after W&B's own header
+    while at + 7 <= len(data):
+        if BLOCK - at % BLOCK < 7:
+            at += BLOCK - at % BLOCK
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            yield whole
+            whole = b""
+
+
+def test_the_checksum_is_tfrecords():
+    assert masked_crc32c(b"123456789") == ((0xE3069283 >> 15 | 0xE3069283 << 17) + 0xA282EAD8) & 0xFFFFFFFF  # RFC 3720's vector
+
+
+def test_tensorboard_reads_what_is_written(tmp_path):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    config = TrackerConfig(to=("tensorboard",))
+    logged(config, tmp_path)
+    files = list((tmp_path / "tensorboard").iterdir())
+    assert len(files) == 2
+    found = reader.EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert found.Tags()["scalars"] == ["loss", "accuracy/0"]
+    assert [event.step for event in found.Scalars("loss")] == [1, 2, 3, 4, 5]  # the steps after the checkpoint, once
+    assert [event.value for event in found.Scalars("loss")] == pytest.approx([1.0 / step for step in range(1, 6)])
+    assert [event.value for event in found.Scalars("accuracy/0")] == pytest.approx([0.1 * step for step in range(1, 6)])
+    times = [event.wall_time for event in found.Scalars("loss")]
+    assert times == sorted(times)
+
+
+def test_tensorboard_is_read_while_it_grows(tmp_path):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    board = TensorBoard(str(tmp_path), 0)
+    found = reader.EventAccumulator(str(tmp_path))
+    for step in (1, 2):
+        board.log(step, {"loss": float("nan") if step == 2 else 1.0, "a name of ünusual length " * 20: 2.0})
+        found.Reload()
+        assert [event.step for event in found.Scalars("loss")] == list(range(1, step + 1))
+    board.close()
+
+
+def test_wandb_keeps_what_is_logged(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="the extra `wandb` is not installed")
+    messages = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logged(TrackerConfig(to=("wandb",), folder=str(tmp_path)), tmp_path)
+    steps = {}
+    files = sorted(tmp_path.rglob("*.wandb"))
+    assert len(files) == 2
+    for path in files:
+        assert IDENTITY in path.name
+        for data in leveldb_records(path.read_bytes()):
+            record = messages.Record()
+            record.ParseFromString(data)
+            for item in record.history.item:
+                if "loss" in (item.key, *item.nested_key):
+                    steps[record.history.step.num] = float(item.value_json)
+    assert steps == pytest.approx({step: 1.0 / step for step in range(1, 6)})
+
+
+def test_trackio_keeps_what_is_logged(tmp_path, monkeypatch):
+    pytest.importorskip("trackio", reason="the extra `trackio` is not installed")
+    utils = pytest.importorskip("trackio.utils")
+    monkeypatch.setattr(utils, "TRACKIO_DIR", tmp_path)
+    monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path)
+    logged(TrackerConfig(to=("trackio",)), tmp_path)
+    (database,) = tmp_path.rglob("eyas.db")
+    with sqlite3.connect(database) as connection:
+        rows = connection.execute("select run_name, step, metrics from metrics order by step").fetchall()
+    connection.close()
+    assert {name for name, _, _ in rows} == {f"train-1-{IDENTITY}"}
+    assert {step for _, step, metrics in rows if "loss" in str(metrics)} == set(range(1, 6))
+
+
+def test_mlflow_keeps_what_is_logged(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="the extra `mlflow` is not installed")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    server = f"file://{tmp_path}/mlruns"
+    logged(TrackerConfig(to=("mlflow",), server=server), tmp_path)
+    client = mlflow.MlflowClient(tracking_uri=server)
+    (run,) = client.search_runs([client.get_experiment_by_name("eyas").experiment_id])  # one, resumed
+    assert run.info.run_name == "train-1"
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {"seed": "1", "optimizer.learning_rate": "0.001"}
+    history = {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "loss")}
+    assert history == pytest.approx({step: 1.0 / step for step in range(1, 6)})
+
+
+@pytest.mark.parametrize("name", sorted(CLIENTS))
+def test_an_extra_that_is_absent_is_named_before_any_work(name, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, name, None)  # what an import of an absent package finds
+    config = TrackerConfig(to=(name,))
+    with pytest.raises(ConfigError, match=f"{name} is not installed") as raised:
+        open_trackers(config, run_of(config), str(tmp_path))
+    assert f'pip install "eyas[{name}]"' in raised.value.hint
+
+
+def test_a_tracker_that_does_not_begin_is_an_error_without_its_words(monkeypatch, tmp_path):
+    class Refusing:
+        def __init__(self, *_):
+            raise ValueError("https://me:secret@server said no")
+
+    monkeypatch.setitem(tracker.CLIENTS, "wandb", Refusing)
+    monkeypatch.setattr(tracker, "client", lambda name: None)
+    config = TrackerConfig(to=("wandb",))
+    with pytest.raises(ConfigError, match=r"did not begin a run \(ValueError\)") as raised:
+        open_trackers(config, run_of(config), str(tmp_path))
+    assert "secret" not in str(raised.value)
+
+
+def test_tensorboard_wants_a_folder_of_this_machine():
+    config = TrackerConfig(to=("tensorboard",))
+    with pytest.raises(ConfigError, match=r"tracker\.folder"):
+        open_trackers(config, run_of(config), None)
+
+
+def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(caplog):
+    class Counting:
+        def __init__(self, fails_at: int) -> None:
+            self.steps: list[int] = []
+            self.fails_at, self.is_closed = fails_at, False
+
+        def log(self, step, values):
+            if step == self.fails_at:
+                raise ConnectionError("a server with a secret in its address")
+            self.steps.append(step)
+
+        def close(self):
+            self.is_closed = True
+
+    bad, good = Counting(2), Counting(9)
+    both = Trackers({"wandb": bad, "trackio": good})
+    with caplog.at_level(logging.WARNING, "eyas"):
+        for step in (1, 2, 3):
+            both.log(step, {})
+    both.close()
+    assert (bad.steps, bad.is_closed) == ([1], False)
+    assert (good.steps, good.is_closed) == ([1, 2, 3], True)
+    assert [record.data for record in caplog.records] == [{"tracker": "wandb", "error": "ConnectionError"}]
+    assert "secret" not in caplog.text
+
+
+def test_numbers_of_a_row_by_name():
+    row = {"step": 3, "loss": 1.5, "accuracy": [0.5, 0.25], "judged": 7, "held_out_tau": 2.0, "note": "no number"}
+    assert scalars(row) == {"loss": 1.5, "accuracy/0": 0.5, "accuracy/1": 0.25, "judged": 7.0, "held_out_tau": 2.0}
