@@ -32,6 +32,8 @@ from eyas.export.check import check
 from eyas.export.export import ExportConfig, export
 from eyas.features.capture import CaptureConfig, capture, split_of
 from eyas.features.generate import GenerateConfig, generate
+from eyas.features.online import OnlineTarget
+from eyas.log import Track
 from eyas.serve.server import ServeConfig, running_server
 from eyas.shards import Features
 from eyas.train.trainer import TrainConfig, train
@@ -52,12 +54,16 @@ class RunBenchConfig(BenchConfig):
 
 
 class RunConfig(BaseModel):
-    """A run file, section by section in the order of the work. `target` stands once, at the top."""
+    """A run file, section by section in the order of the work. `target` stands once, at the top.
+
+    online: the head learns from features computed as they are wanted; only those that are held out are stored, for `eval`.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     target: str
     output: str
+    online: bool = False
     prompts: PromptsConfig
     generate: GenerateConfig
     capture: CaptureConfig
@@ -180,16 +186,15 @@ def run_stages(config: RunConfig, root: str) -> Made:
     answers = perform(
         "generate", StageFolder(root, "generate"), lambda output, track: generate(config.generate, prompts, output, track)
     )
-    features = perform(
-        "capture", StageFolder(root, "capture"), lambda output, track: capture(config.capture, answers, output, track)
-    )
-    head = perform(
-        "train",
-        StageFolder(root, "train"),
-        lambda output, track: train(
-            config.train, target, Features(features, "train"), output, track, Features(features, "held_out")
-        ),
-    )
+    kept = config.capture.model_copy(update={"splits": ("held_out",)}) if config.online else config.capture
+    features = perform("capture", StageFolder(root, "capture"), lambda output, track: capture(kept, answers, output, track))
+
+    def learn(output: Artifact, track: Track) -> Manifest:
+        stored = Features(features, "train")
+        source = OnlineTarget(config.capture, answers).features("train") if config.online else stored
+        return train(config.train, target, source, output, track, Features(features, "held_out"))
+
+    head = perform("train", StageFolder(root, "train"), learn)
     evaluation = perform(
         "eval", StageFolder(root, "eval"), lambda output, track: evaluate(config.eval, target, head, features, output, track)
     )
