@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -20,7 +21,7 @@ from eyas.log import quiet
 from eyas.serve.app import Extras
 from eyas.serve.chat_request import ChatRequest
 from eyas.serve.collection import EMPTY, FULL, KEPT, RUN_FILE, TOO_LONG, Collection, outcomes
-from eyas.serve.consent import CollectConfig, prompt_rows
+from eyas.serve.consent import CollectConfig, Collector, prompt_rows
 from eyas.serve.generate_request import GenerateRequest
 from eyas.serve.text_request import TextRequest
 from tests.serving import MODEL, World, ask, complete, post
@@ -140,7 +141,7 @@ def wait_for(client, count):
 def test_from_a_request_to_the_next_head_s_prompts(world, tmp_path, key):
     """serve -> collect -> eyas prompts: only who consented, and no personal data on the way."""
     folder = tmp_path / "collected"
-    extras = Extras(collect=CollectConfig(folder=folder, licence="CC-BY-4.0"))
+    extras = Extras(collect=CollectConfig(folder=folder))
     with world.served(extras=extras) as client:
         said = f"I am Ada Berg, write to {MAIL} about a table for two at seven, by the window."
         for text, how in (
@@ -161,7 +162,7 @@ def test_from_a_request_to_the_next_head_s_prompts(world, tmp_path, key):
     assert b"a table for two at seven" in everything
     config = PromptsConfig(**read_run_file(folder / RUN_FILE)["prompts"])
     (source,) = config.sources
-    assert (source.licence, source.prompts_by, source.label) == ("CC-BY-4.0", "human", "collected")
+    assert (source.licence, source.prompts_by, source.label) == ("LicenseRef-own", "human", "collected")
     made = Artifact(str(tmp_path / "prompts"))
     manifest = make_prompts(config, made, quiet)
     assert manifest.counts["rows"] == 3
@@ -179,6 +180,23 @@ def test_a_server_that_keeps_nothing_refuses_a_demand_and_makes_no_use_of_a_leav
         assert (refused["param"], refused["code"]) == ("store", "unsupported_parameter")
         assert post(client, body, headers={"x-eyas-consent": "maybe"}).status_code == 400
         assert post(client, body, headers={"x-eyas-tag": "no spaces"}).status_code == 400
+
+
+def test_a_server_goes_on_where_the_process_that_keeps_prompts_is_gone(tmp_path, key, caplog):
+    async def lived() -> dict[str, int]:
+        collector = Collector(CollectConfig(folder=tmp_path), MODEL)
+        asked = TextRequest(model=MODEL, prompt="How many apples are three apples and a pear?")
+        await collector.start()
+        collector.keep(asked)
+        while not collector.outcomes[KEPT]:
+            await asyncio.sleep(0.01)
+        collector._process.kill()
+        await collector._process.wait()
+        collector.keep(asked)
+        await collector.stop()
+        return dict(collector.outcomes)
+
+    assert asyncio.run(lived()) == {KEPT: 1, "gone": 1}
 
 
 COMMAND = (sys.executable, "-m", "eyas.serve.collection")

@@ -33,14 +33,14 @@ log = logging.getLogger("eyas.serve")
 
 
 class CollectConfig(BaseModel):
-    """folder: where consented prompts are kept, cleaned. licence, prompts_by: what `eyas prompts` is told of them; name: what
-    it calls them. max_bytes: of the folder; then nothing more is kept.
+    """folder: where consented prompts are kept, cleaned. licence, prompts_by: what `eyas prompts` is told of them, by default
+    that their writers agreed; name: what it calls them. max_bytes: of the folder; then nothing more is kept.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     folder: Path
-    licence: str = Field(min_length=1)
+    licence: str = Field("LicenseRef-own", min_length=1)
     prompts_by: str = Field("human", min_length=1)
     name: str = Field("collected", pattern=r"^[\w.-]{1,64}$")
     max_bytes: int = Field(1 << 30, ge=1)
