@@ -91,7 +91,6 @@ ERRORS = {
     "t2d of another map": (with_other_mask, "t2d is not the mask"),
     "NaN": (with_nan, "1 of 3072 values are NaN"),
     "zeros": (lambda folder: edit_tensors(folder, {"fc.weight": torch.zeros(32, 96)}), "fc.weight is all zeros"),
-    "context of 2048": (lambda folder: edit_config(folder, max_position_embeddings=128), "max_position_embeddings is 128"),
     "norm without its flag": (
         lambda folder: edit_tensors(folder, {"fc_norm.0.weight": torch.ones(32)}),
         "fc_norm.0.weight is there although fc_norm is not set",
@@ -129,6 +128,11 @@ ERRORS = {
 }
 
 WARNINGS = {
+    "context of 2048": (lambda folder: edit_config(folder, max_position_embeddings=128), "SGLang 0.5.23 does not start"),
+    "flag that SGLang does not read": (
+        lambda folder: edit_config(folder, norm_before_residual=True),
+        "SGLang does not read it",
+    ),
     "rope_theta missing": (lambda folder: edit_config(folder, rope_theta=None), "rotary embedding differs"),
     "eps": (lambda folder: edit_config(folder, rms_norm_eps=1e-5), "rms_norm_eps is 1e-05"),
     "dtype": (lambda folder: edit_config(folder, torch_dtype="bfloat16"), "the config says bfloat16"),
@@ -138,10 +142,6 @@ WARNINGS = {
     "no lm_head hash": (lambda folder: edit_config(folder, target_lm_head_sha256=None), "does not say which lm_head"),
     "other taps": (lambda folder: edit_config(folder, eagle_config={LAYER_IDS: [1, 2, 6]}), "taps the outputs of layers"),
     "no end token": (without_end_token, "no end token"),
-    "a flag read by whose it is": (
-        lambda folder: edit_config(under_modelopts_name(folder), norm_before_residual=True, norm_output=True),
-        "norm_output is read as EAGLE-3.1's fed-back norm",
-    ),
     "tied": (lambda folder: edit_config(folder, tie_word_embeddings=True), "SGLang takes the embeddings for lm_head"),
 }
 
@@ -228,7 +228,7 @@ def test_embeddings_that_are_not_the_targets_may_be_meant(target, tmp_path):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_sound_flags_have_no_findings(target, tmp_path, form):
-    flags = {"norm_before_residual": True, "fc_norm": True, "norm_output": True}
+    flags = {"norm_before_residual": form != "sglang", "fc_norm": True, "norm_output": True}
     assert check(head_folder(target, tmp_path / "a", form, **flags), target) == []
     assert check(head_folder(target, tmp_path / "b", form, norm_before_fc=True), target) == []
 
@@ -243,6 +243,13 @@ def test_a_rope_of_its_own_is_fine_if_said(tmp_path, form):
     assert '"own_rope": true' in finding.hint
     config = config.model_copy(update={"own_rope": True})
     assert check(write_folder(write_head(config, tensors, form), tmp_path / "said"), target) == []
+
+
+def test_a_flag_read_by_whose_it_is_is_said(target, tmp_path):
+    folder = under_modelopts_name(head_folder(target, tmp_path / "head", "sglang"))
+    findings = check(edit_config(folder, norm_before_residual=True, norm_output=True), target)
+    assert [finding.level for finding in findings] == ["warning"] * 2
+    assert "norm_output is read as EAGLE-3.1's fed-back norm" in findings[1].what
 
 
 def test_exit_codes():

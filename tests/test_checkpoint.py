@@ -15,7 +15,7 @@ from transformers import AutoConfig, LlamaConfig
 from eyas.errors import CorruptError, MismatchError, MissingInputError
 from eyas.model.checkpoint import Verifier, map_faults, open_checkpoint, read_head, write_head
 from eyas.model.config import RopeConfig, TargetConfig
-from eyas.model.vocab import draft_vocabulary
+from eyas.model.vocab import TargetVocabulary, draft_vocabulary
 from tests.tiny import tiny_target
 from tests.tiny_head import edit_config, edit_tensors, head_folder, tiny_head, write_folder
 
@@ -52,6 +52,10 @@ def test_reads_back_bit_equal(target, tmp_path, form, dtype):
 @pytest.mark.parametrize("form", FORMS)
 def test_flags_read_back_with_their_tensors(target, tmp_path, form, flags):
     config, tensors = tiny_head(target, **flags)
+    if form == "sglang" and config.norm_before_residual:
+        with pytest.raises(MismatchError, match="SGLang does not read it"):
+            write_head(config, tensors, form)
+        return
     files = write_head(config, tensors, form)
     config_read, tensors_read = read_head(write_folder(files, tmp_path / form))
     assert config_read == config
@@ -67,13 +71,15 @@ def test_flags_that_are_off_are_not_written_in_our_form(target):
 
 
 def test_each_project_finds_the_flags_where_it_looks(target):
-    flags = {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}
+    flags = {"norm_before_fc": True, "norm_output": True}
     config, tensors = tiny_head(target, **flags)
-    vllm = json.loads(write_head(config, tensors, "vllm")["config.json"])
+    residual = config.model_copy(update={"norm_before_residual": True})
+    vllm = json.loads(write_head(residual, tensors, "vllm")["config.json"])
     sglang = json.loads(write_head(config, tensors, "sglang")["config.json"])
     for written in (vllm, sglang):
         assert {key: written[key] for key in flags} == flags
         assert written["fc_norm"] is False
+    assert (vllm["norm_before_residual"], sglang["norm_before_residual"]) == (True, False)
     assert sglang["eagle_config"]["norm_before_fc"] is True
     assert "norm_output" not in json.loads(write_head(*tiny_head(target), "sglang")["config.json"])
 
@@ -394,15 +400,49 @@ def test_saved_frequencies_are_no_weights(target, tmp_path):
     expect(saved(tmp_path / "head", tensors | saved_too, architectures=["LlamaForCausalLM"]), target, tensors)
 
 
-def test_sharded_heads(target, tmp_path):
+@pytest.mark.parametrize("form", FORMS)
+def test_sharded_heads(target, tmp_path, form):
+    """As many tensors to a shard as fit, one larger than that by itself, and an index that names each."""
     config, tensors = tiny_head(target)
-    folder = write_folder(write_head(config, tensors, "sglang"), tmp_path / "head")
-    (folder / "model.safetensors").unlink()
-    shard_of = {name: f"model-{number % 2}.safetensors" for number, name in enumerate(sorted(tensors))}
-    for shard in set(shard_of.values()):
-        safetensors.torch.save_file({name: tensors[name] for name in tensors if shard_of[name] == shard}, folder / shard)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shard_of}))
+    files = write_head(config, tensors, form, max_shard_bytes=9000)
+    folder = write_folder(files, tmp_path / "head")
+    index = json.loads(files["model.safetensors.index.json"])
+    shards = sorted(name for name in files if name.endswith(".safetensors"))
+    assert len(shards) > 2
+    assert set(index["weight_map"].values()) == set(shards)
+    assert shards[0] == f"model-00001-of-{len(shards):05d}.safetensors"
+    sizes = [sum(one.nbytes for one in safetensors.torch.load(files[name]).values()) for name in shards]
+    assert sum(sizes) == index["metadata"]["total_size"]
+    largest = max(tensor.nbytes for tensor in tensors.values())
+    assert largest > 9000
+    assert all(size <= 9000 or size == largest for size in sizes)
     expect(folder, target, tensors)
+    assert files == write_head(*read_head(folder), form, max_shard_bytes=9000)
+    (folder / shards[1]).unlink()
+    with pytest.raises(MissingInputError, match="lacks the shard"):
+        read_head(folder)
+
+
+@pytest.mark.parametrize("form", ["sglang", "vllm"])
+def test_the_targets_embeddings_go_along_if_given_and_are_known_for_it(target, tmp_path, form):
+    config, tensors = tiny_head(target)
+    embed_tokens = TargetVocabulary.load(target).embed_tokens
+    with_them = write_folder(write_head(config, tensors, form, Verifier(embed_tokens=embed_tokens)), tmp_path / "with")
+    without = write_folder(write_head(config, tensors, form), tmp_path / "without")
+    assert torch.equal(safetensors.torch.load_file(with_them / "model.safetensors")["embed_tokens.weight"], embed_tokens)
+    assert "embed_tokens.weight" not in safetensors.torch.load_file(without / "model.safetensors")
+    for folder in (with_them, without):
+        config_read, read = read_head(folder)
+        assert config_read == config
+        assert read.keys() == tensors.keys()
+
+
+def test_sglangs_first_names_for_fc_norm(target, tmp_path):
+    _, tensors = tiny_head(target, fc_norm=True)
+    old = dict(zip((f"fc_norm.{stream}.weight" for stream in range(3)), ("low", "mid", "high"), strict=True))
+    theirs = {f"aux_norm_{old[name]}.weight" if name in old else name: tensor for name, tensor in tensors.items()}
+    folder = saved(tmp_path / "head", theirs, architectures=["LlamaForCausalLMEagle3"], use_aux_norm=True)
+    expect(folder, target, tensors, fc_norm=True)
 
 
 def test_layers_listed_twice_need_to_agree_in_one_reading(target, tmp_path):

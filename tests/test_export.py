@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shlex
 from pathlib import Path
 
 import pytest
@@ -14,9 +12,8 @@ from eyas.artifact import Artifact, Manifest, identity
 from eyas.data.licence import judge
 from eyas.data.policy import shipped
 from eyas.errors import CorruptError, MismatchError, MissingInputError
-from eyas.export.card import Launch
 from eyas.export.check import check
-from eyas.export.export import ExportConfig, export, prove_equal, replay
+from eyas.export.export import ExportConfig, export, made_up_logits, prove_equal
 from eyas.model.checkpoint import read_head, write_head
 from eyas.model.head import load_head
 from eyas.model.vocab import TargetVocabulary
@@ -97,23 +94,6 @@ def test_card_has_commands_lineage_and_measurements_but_no_folder_of_ours(target
     assert "/home/me" not in card
 
 
-def test_commands_are_what_the_engines_parse():
-    launch = Launch("my models/8B", num_draft_steps=3, tree_topk=4, num_verify_tokens=12)
-    sglang = shlex.split(launch.sglang.replace("\\\n", ""))
-    assert sglang[:3] == ["python", "-m", "sglang.launch_server"]
-    options = dict(zip(sglang[3::2], sglang[4::2], strict=True))
-    assert options["--model-path"] == "my models/8B"
-    assert options["--speculative-algorithm"] == "EAGLE3"
-    assert (options["--speculative-num-steps"], options["--speculative-num-draft-tokens"]) == ("3", "12")
-    vllm = shlex.split(launch.vllm.replace("\\\n", ""))
-    assert vllm[:4] == ["vllm", "serve", "my models/8B", "--speculative-config"]
-    assert json.loads(vllm[4]) == {"method": "eagle3", "model": "./vllm", "num_speculative_tokens": 3}
-
-
-def test_a_chain_verifies_its_drafts_and_the_root():
-    assert "--speculative-num-draft-tokens 4" in Launch("m", num_draft_steps=3, tree_topk=1, num_verify_tokens=16).sglang
-
-
 def test_done_work_is_not_done_again_and_other_work_is_refused(target, tmp_path):
     head, url = trained(target, str(tmp_path / "train")), str(tmp_path / "export")
     first = export(ExportConfig(), str(target), head, Artifact(url))
@@ -179,7 +159,7 @@ def test_an_evaluation_of_another_head_is_not_quoted(target, tmp_path):
 
 
 def test_norm_flags_go_into_every_form_and_onto_the_card(target, tmp_path):
-    flags = {"norm_before_residual": True, "fc_norm": True, "norm_output": True}
+    flags = {"fc_norm": True, "norm_output": True}
     head = trained(target, str(tmp_path / "train"), **flags)
     manifest = export(ExportConfig(), str(target), head, Artifact(str(tmp_path / "export")))
     assert manifest.counts["tensors"] == TENSORS + 3
@@ -187,7 +167,15 @@ def test_norm_flags_go_into_every_form_and_onto_the_card(target, tmp_path):
     for form in ("sglang", "vllm"):
         config, _ = read_head(tmp_path / "export" / form)
         assert {flag: getattr(config, flag) for flag in flags} == flags
-    assert "| norms | norm_before_residual, fc_norm, norm_output |" in (tmp_path / "export" / "README.md").read_text()
+    assert "| norms | fc_norm, norm_output |" in (tmp_path / "export" / "README.md").read_text()
+
+
+def test_a_flag_that_sglang_does_not_read_is_exported_for_vllm_only(target, tmp_path):
+    head = trained(target, str(tmp_path / "train"), norm_before_residual=True)
+    with pytest.raises(MismatchError, match="SGLang does not read it"):
+        export(ExportConfig(), str(target), head, Artifact(str(tmp_path / "both")))
+    export(ExportConfig(forms=("vllm",)), str(target), head, Artifact(str(tmp_path / "vllm")))
+    assert read_head(tmp_path / "vllm" / "vllm")[0].norm_before_residual
 
 
 def test_what_one_form_cannot_say_is_exported_in_the_other(target, tmp_path):
@@ -225,28 +213,29 @@ def test_what_one_form_cannot_say_is_exported_in_the_other(target, tmp_path):
 def test_the_proof_fails_on_any_difference(target, tmp_path, harm):
     vocabulary = TargetVocabulary.load(target)
     source, written = head_folder(target, tmp_path / "head"), head_folder(target, tmp_path / "written", "sglang")
-    prove_equal(source, written, vocabulary)
-    harm(written, read_head(source)[1]["fc.weight"])
+    config, tensors = read_head(source)
+    prove_equal(config, tensors, written, vocabulary)
+    harm(written, tensors["fc.weight"])
     with pytest.raises(CorruptError, match="does not read back"):
-        prove_equal(source, written, vocabulary)
+        prove_equal(config, tensors, written, vocabulary)
 
 
 def test_replay_sees_every_tensor_and_the_rope(target, tmp_path):
     """Logits change with each weight, with the map, and with what the config says of rotation and norm."""
     head = load_head(head_folder(target, tmp_path / "head"))
     embed_tokens = TargetVocabulary.load(target).embed_tokens
-    before = replay(head, embed_tokens)
+    before = made_up_logits(head, embed_tokens)
     assert before.shape == (18, 64)
-    assert torch.equal(before, replay(head, embed_tokens))
+    assert torch.equal(before, made_up_logits(head, embed_tokens))
     for name, weight in head.named_parameters():
         kept = weight.data.clone()
         weight.data += 0.5 * torch.randn(kept.shape, generator=torch.Generator().manual_seed(1))
-        assert not torch.equal(before, replay(head, embed_tokens)), name
+        assert not torch.equal(before, made_up_logits(head, embed_tokens)), name
         weight.data = kept
-    assert torch.equal(before, replay(head, embed_tokens))
+    assert torch.equal(before, made_up_logits(head, embed_tokens))
     rope = head.config.rope.model_copy(update={"theta": 10000.0})
     head.config = head.config.model_copy(update={"rope": rope})
-    assert not torch.equal(before, replay(head, embed_tokens))
+    assert not torch.equal(before, made_up_logits(head, embed_tokens))
 
 
 def test_settings_are_checked():

@@ -16,6 +16,7 @@ HEAD = HeadConfig.for_target(TARGET, HeadOptions(draft_vocab_size=24)).model_cop
 HARMLESS = {
     "its own head size": {"head_dim": 8, "num_attention_heads": 2},
     "a longer context": {"max_position_embeddings": 262144},
+    "a shorter context, as SpecForge's stock configs have": {"max_position_embeddings": 2048},
     "no rope_theta": {"rope": RopeConfig()},
     "another inner size": {"intermediate_size": 7},
     "no hash": {"target_lm_head_sha256": ""},
@@ -28,7 +29,6 @@ WRONG = {
     "hidden size": ({"target_hidden_size": 16}, "hidden size 16, this one 12", "trained on"),
     "taps": ({"taps": (1, 3, 8)}, "taps layer 8, the target has 8 layers", "trained on"),
     "lm_head": ({"target_lm_head_sha256": "b" * 64}, "against the lm_head bbbbbbbbbbbb, this target's is aaaaaaaaaaaa", "very"),
-    "length": ({"max_position_embeddings": 2048}, "is 2048, the target's 131072", '"max_position_embeddings": 131072'),
     "theta": (
         {"rope": RopeConfig(theta=1e6)},
         r"is rope_theta 1e\+06, the target's rope_theta 500000 with",
@@ -57,9 +57,9 @@ def test_what_cannot_be_right_is_refused_with_what_to_write(changes, named, hint
 
 
 def test_all_faults_are_named_at_once():
-    head = HEAD.model_copy(update={"vocab_size": 41, "max_position_embeddings": 2048, "rope": RopeConfig(theta=1e6)})
+    head = HEAD.model_copy(update={"vocab_size": 41, "taps": (1, 3, 8), "rope": RopeConfig(theta=1e6)})
     assert len(match_faults(head, TARGET, "a" * 64)) == 3
-    with pytest.raises(MismatchError, match=r"vocabulary of 41.*is 2048.*rotary embedding"):
+    with pytest.raises(MismatchError, match=r"vocabulary of 41.*taps layer 8.*rotary embedding"):
         check_head(head, TARGET, "a" * 64)
 
 

@@ -48,9 +48,8 @@ def write_folder(files: dict[str, bytes], folder: Path) -> Path:
 def head_folder(target: Path, folder: Path, form: Form = "eyas", **options) -> Path:
     """A random head in one form on disk; the vLLM form with the target's embeddings. options: tiny_head's."""
     config, tensors = tiny_head(target, **options)
-    verifier = Verifier(
-        str(target), ("LlamaForCausalLM",), TargetVocabulary.load(target, tensors["fc.weight"].dtype).embed_tokens
-    )
+    embed_tokens = TargetVocabulary.load(target, tensors["fc.weight"].dtype).embed_tokens if form == "vllm" else None
+    verifier = Verifier(str(target), ("LlamaForCausalLM",), embed_tokens)
     return write_folder(write_head(config, tensors, form, verifier), folder)
 
 

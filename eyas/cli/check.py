@@ -1,23 +1,89 @@
-"""`eyas check`: lint a head in any of the three forms against its target."""
+"""`eyas check`: lint a head in any form against its target, and replay it as engines would read it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from eyas.cli.options import Target
-from eyas.export.check import Finding, check, exit_code
+from eyas.export.check import Finding, check, exit_code, reading_findings, replay_head
+from eyas.export.replay import NUM_DRAFT_STEPS, Replayed
+
+Text = Annotated[
+    Path | None,
+    typer.Option(help="held-out text to replay: JSON lines with messages, or a prompt a line [default: packaged prompts]"),
+]
 
 
-def command(head: Annotated[str, typer.Argument(help="folder of a head, in any form")], target: Target) -> None:
+def command(
+    head: Annotated[str, typer.Argument(help='folder of a head, in any form, a hub id, or "builtin"')],
+    target: Target,
+    text: Text = None,
+    replay: Annotated[bool, typer.Option(help="run the target on text and the head in every reading of it")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
     """Print what would serve badly. Exit code 0: nothing found; 1: warnings; 2: errors."""
     findings = check(head, target)
-    show(findings, head)
+    replayed, why_not = replay_head(head, target, text) if replay else ([], "not asked for")
+    findings = sorted([*findings, *reading_findings(replayed)], key=lambda finding: finding.level)
+    if as_json:
+        print(json.dumps(report(head, target, findings, replayed, why_not), ensure_ascii=False))
+    else:
+        show_readings(replayed, why_not if replay else "")
+        show(findings, head)
     raise typer.Exit(exit_code(findings))
+
+
+def report(
+    head: str, target: str, findings: Sequence[Finding], replayed: Sequence[Replayed], why_not: str
+) -> dict[str, object]:
+    """All of it as one JSON object; `not_replayed` says why there are no readings."""
+    return {
+        "head": head,
+        "target": target,
+        "exit_code": exit_code(findings),
+        "findings": [asdict(finding) for finding in findings],
+        "replay": [reading_json(one, replayed[0]) for one in replayed],
+        "not_replayed": why_not,
+    }
+
+
+def reading_json(one: Replayed, declared: Replayed) -> dict[str, object]:
+    """One reading beside the declared one."""
+    _, share, standard_errors = one.gain(declared)
+    return {
+        "reading": one.reading,
+        "tau": one.tau,
+        "num_draft_steps": NUM_DRAFT_STEPS,
+        "accepted_drafts": one.accepted_drafts,
+        "gain": share,
+        "standard_errors": standard_errors,
+        "places": sum(one.places),
+    }
+
+
+def show_readings(replayed: Sequence[Replayed], why_not: str) -> None:
+    """Print what each reading accepted."""
+    console = Console(soft_wrap=True, highlight=False)
+    if why_not:
+        console.print(f"not replayed: {escape(why_not)}")
+    if not replayed:
+        return
+    table = Table("read as", "tau", "drafts", "against declared", box=None)
+    for one in replayed:
+        _, share, standard_errors = one.gain(replayed[0])
+        against = "" if one is replayed[0] else f"{share:+.0%} ({standard_errors:+.1f} se)"
+        table.add_row(escape(one.reading), f"{one.tau:.2f}", f"{one.accepted_drafts:.2f}", against)
+    console.print(table)
+    console.print(f"chains of {NUM_DRAFT_STEPS} from {sum(replayed[0].places)} places in {len(replayed[0].places)} answers\n")
 
 
 def show(findings: Iterable[Finding], head: str) -> None:

@@ -1,6 +1,6 @@
 """SGLang and vLLM as `eyas serve --engine` starts them: their commands, from the same settings as ours. Imports neither.
 
-The flags of speculation are those of the exported head's card (eyas.export.card.Launch). A setting that an engine is not told
+The flags of speculation are those of the exported head's card (eyas.export.launch.Launch). A setting that an engine is not told
 of is refused, since it would be thought to hold.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from eyas.builtin import resolve_head, resolve_target
 from eyas.builtin.hub import is_hub_id
 from eyas.errors import ConfigError, EyasError, InputError, MissingInputError
-from eyas.export.card import Launch
+from eyas.export.launch import Launch
 from eyas.serve.server import ServeConfig
 
 

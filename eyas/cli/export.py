@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 
 from eyas.artifact import Artifact
+from eyas.builtin import BUILTIN, resolve_head
+from eyas.builtin.hub import is_hub_id
 from eyas.cli.options import Output, Overrides, RunFile, Target, stage_config
 from eyas.cli.stage import perform
 from eyas.export.export import ExportConfig, export
@@ -15,7 +17,7 @@ CONFIG = ExportConfig
 
 
 def command(
-    head: Annotated[str, typer.Argument(help="output of `eyas train`")],
+    head: Annotated[str, typer.Argument(help="output of `eyas train`, or a head in any form: a folder or hub id")],
     target: Target,
     output: Output,
     run_file: RunFile = None,
@@ -23,4 +25,5 @@ def command(
 ) -> None:
     """Write a head in the forms that SGLang and vLLM load, with the commands that launch them."""
     config = stage_config(ExportConfig, "export", run_file, overrides)
-    perform("export", Artifact(output), lambda artifact, track: export(config, target, Artifact(head), artifact, track))
+    source = Artifact(resolve_head(head) if head == BUILTIN or is_hub_id(head) else head)
+    perform("export", Artifact(output), lambda artifact, track: export(config, target, source, artifact, track))

@@ -1,63 +1,35 @@
 """The model card of an exported head: what it is for, how to serve it, what it was made from. Pure text, from values.
 
-Knows the launch commands of SGLang and vLLM. Names no folder of the machine that made the head, except the target's in the
-commands where the target has no other name.
+Knows the fields of a Hugging Face card's front matter. Names no folder of the machine that made the head, except the target's
+in the commands where the target has no other name.
 """
 
 from __future__ import annotations
 
-import json
-import shlex
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import yaml
+
 from eyas.artifact import Manifest
-from eyas.lineage import Source, sources, stages
+from eyas.export.launch import Launch
+from eyas.lineage import SOURCE, Source, sources, stages
 from eyas.model.checkpoint import FLAGS
 from eyas.model.config import HeadConfig
 
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """How an engine is to start: the target as the engine finds it, and the size of drafts (the root counted)."""
-
-    target: str
-    num_draft_steps: int
-    tree_topk: int
-    num_verify_tokens: int
-
-    @property
-    def title(self) -> str:
-        """The target's name for people: of a folder, its last part."""
-        return Path(self.target).name if Path(self.target).is_absolute() else self.target
-
-    @property
-    def sglang(self) -> str:
-        """SGLang's command, in the folder of the card. A chain verifies its drafts and the root."""
-        num_verify_tokens = self.num_verify_tokens if self.tree_topk > 1 else self.num_draft_steps + 1
-        options = {
-            "--model-path": self.target,
-            "--speculative-algorithm": "EAGLE3",
-            "--speculative-draft-model-path": "./sglang",
-            "--speculative-num-steps": self.num_draft_steps,
-            "--speculative-eagle-topk": self.tree_topk,
-            "--speculative-num-draft-tokens": num_verify_tokens,
-        }
-        lines = ["python -m sglang.launch_server", *(f"{name} {shlex.quote(str(value))}" for name, value in options.items())]
-        return " \\\n    ".join(lines)
-
-    @property
-    def vllm(self) -> str:
-        """vLLM's command, in the folder of the card. vLLM drafts chains only."""
-        speculation = {"method": "eagle3", "model": "./vllm", "num_speculative_tokens": self.num_draft_steps}
-        return f"vllm serve {shlex.quote(self.target)} \\\n    --speculative-config {shlex.quote(json.dumps(speculation))}"
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_SET = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)")
+ENGINES = {"sglang": "SGLang", "vllm": "vLLM"}
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What the card is written from. measured: eval.json, if there is one; hashes: SHA-256 by file name."""
+    """What the card is written from. measured: eval.json, if there is one; hashes: SHA-256 by file name.
+
+    licence: an id of the hub ("apache-2.0", "llama3.1"); language: codes of ISO 639-1. Both are what the owner says.
+    """
 
     launch: Launch
     head: HeadConfig
@@ -66,33 +38,65 @@ class Card:
     made: Manifest
     measured: Mapping[str, Any] | None
     hashes: Mapping[str, str]
+    licence: str | None = None
+    language: tuple[str, ...] = ()
 
     def text(self) -> str:
         """The card as Markdown."""
         parts = (self._front(), self._serving(), self._head(), self._measured(), self._training(), self._data(), self._files())
         return "\n".join("\n".join(lines) + "\n" for lines in parts)
 
+    @property
+    def forms(self) -> list[str]:
+        """The folders that there are."""
+        return [form for form in ENGINES if any(name.startswith(f"{form}/") for name in self.hashes)]
+
+    def metadata(self) -> dict[str, Any]:
+        """The front matter: fields that the hub knows, and no other."""
+        found: dict[str, Any] = {"library_name": "eyas", "pipeline_tag": "text-generation"}
+        if HUB_ID.fullmatch(self.launch.target):
+            found["base_model"] = self.launch.target
+        if self.language:
+            found["language"] = list(self.language)
+        if self.licence:
+            found["license"] = self.licence
+        else:  # the hub's word for a licence that is not on its list
+            found |= {"license": "other", "license_name": "of-the-target-and-its-data"}
+        found["tags"] = ["eagle3", "speculative-decoding", *self.forms]
+        if sets := sorted({match[1] for source in sources(self.made) if (match := HUB_SET.match(source.url))}):
+            found["datasets"] = sets
+        if self.measured is not None:
+            found["metrics"] = ["tau"]
+            found["model-index"] = [self._results(self.measured)]
+        return found
+
+    def _results(self, measured: Mapping[str, Any]) -> dict[str, Any]:
+        """tau as the hub's table of results has it: over all held-out answers, and by source."""
+        taus = {"all held-out answers": measured["tau"], **_floats(measured.get("tau_by_source") or {})}
+        return {
+            "name": f"EAGLE-3 head for {self.launch.title}",
+            "results": [
+                {
+                    "task": {"type": "text-generation"},
+                    "dataset": {"type": "held-out", "name": name},
+                    "metrics": [{"type": "tau", "name": "tau, emitted tokens per round", "value": round(float(tau), 4)}],
+                }
+                for name, tau in taus.items()
+            ],
+        }
+
     def _front(self) -> Iterator[str]:
-        yield from (
-            "---",
-            f"base_model: {json.dumps(self.launch.title)}",
-            "tags:",
-            "- eagle3",
-            "- speculative-decoding",
-            "---",
-            "",
-        )
+        yield from ("---", yaml.safe_dump(self.metadata(), sort_keys=False, allow_unicode=True).rstrip(), "---", "")
         yield f"# EAGLE-3 draft head for {self.launch.title}"
         yield ""
         yield "It proposes tokens that the target verifies: decoding is faster and every output stays the target's own."
         yield "It works with this target only, down to the weights: `eyas check` compares."
 
     def _serving(self) -> Iterator[str]:
-        forms = {"sglang": ("SGLang", self.launch.sglang), "vllm": ("vLLM", self.launch.vllm)}
+        commands = {"sglang": self.launch.sglang, "vllm": self.launch.vllm}
         yield "## Serving"
-        for form, (engine, command) in forms.items():
-            if any(name.startswith(f"{form}/") for name in self.hashes):
-                yield from ("", f"{engine}, in this folder:", "", "```sh", command, "```")
+        for form in self.forms:
+            yield from ("", f"{ENGINES[form]}, in this folder:", "", "```sh", commands[form], "```")
         yield ""
         yield "Each folder is for its engine: the two read the list of tapped layers by different conventions."
 
@@ -105,7 +109,7 @@ class Card:
             "taps": f"outputs of the target's layers {', '.join(map(str, head.taps))} (the first is 0)",
             "context": f"{head.max_position_embeddings:,} tokens",
             "norms": ", ".join(flag for flag in FLAGS if getattr(head, flag)) or "as in EAGLE",
-            "target's lm_head, SHA-256": f"`{head.target_lm_head_sha256}`",
+            "target's lm_head, SHA-256": f"`{head.target_lm_head_sha256}`" if head.target_lm_head_sha256 else "not given",
         }
         yield from ("## Head", "", *_table(rows))
 
@@ -114,16 +118,31 @@ class Card:
         if self.measured is None:
             yield "Not measured before export: `eyas eval` measures tau on held-out answers, `eyas bench` a running server."
             return
-        yield f"tau {self.measured['tau']:.2f} on held-out answers (emitted tokens per round, the target's own included)."
-        if "assumes" in self.measured:
-            yield f"It assumes {self.measured['assumes']}."
+        measured = self.measured
+        interval = f" (95 %: {_cell(measured['tau_interval'])})" if measured.get("tau_interval") else ""
+        yield f"tau {measured['tau']:.2f}{interval} on held-out answers (emitted tokens per round, the target's own included)."
+        if "assumes" in measured:
+            yield f"It assumes {measured['assumes']}."
         for name in ("acceptance_by_position", "accept_hist"):
-            if name in self.measured:
-                values = (f"{value:.3f}" if isinstance(value, float) else str(value) for value in self.measured[name])
+            if name in measured:
+                values = (f"{value:.3f}" if isinstance(value, float) else str(value) for value in measured[name])
                 yield f"\n{name}: {', '.join(values)}"
+        for name, value in measured.items():
+            if rows := _rows(value):
+                yield from ("", f"### {name.replace('_', ' ')}", "", *_columns(rows))
 
     def _training(self) -> Iterator[str]:
-        yield from ("## Training", "", *_table(self.made.config), "", "Stages that led here, first to last:", "")
+        yield from ("## Training", "")
+        if self.made.stage == SOURCE:
+            yield f"Not trained by eyas: converted from a head in {self.made.config['form']} form, "
+            yield f"licence as its card says {self.made.config['licence']}, SHA-256 of its files `{self.made.identity}`."
+            return
+        settings = yaml.safe_dump({"train": self.made.config}, sort_keys=False, allow_unicode=True).rstrip()
+        yield "With `train.yaml`:"
+        yield from ("", "```yaml", settings, "```", "")
+        yield "```sh"
+        yield f"eyas train FEATURES --target {self.launch.title} --config train.yaml --output HEAD"
+        yield from ("```", "", "Stages that led here, first to last:", "")
         for stage in stages(self.made):
             counts = ", ".join(f"{name} {count:,}" for name, count in stage.counts.items())
             yield f"- {stage.stage} `{stage.identity}`{': ' if counts else ''}{counts}"
@@ -156,3 +175,42 @@ def _source_line(source: Source) -> str:
 
 def _table(rows: Mapping[str, Any], titles: tuple[str, str] = ("", "")) -> list[str]:
     return [f"| {titles[0]} | {titles[1]} |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]
+
+
+# eval.json's tables, whatever it has: by source, domain, language, temperature, tree, concurrency
+
+
+def _rows(value: Any) -> list[dict[str, Any]]:
+    """The rows of a table of tau or speed-up, or none: a list of objects, or objects or numbers by name."""
+    if isinstance(value, Mapping):
+        value = [{"": name, **(one if isinstance(one, Mapping) else {"tau": one})} for name, one in value.items()]
+    if not isinstance(value, list) or not all(isinstance(row, Mapping) and {"tau", "speedup"} & row.keys() for row in value):
+        return []
+    return [{key: cell for key, cell in row.items() if _cell(cell)} for row in value]
+
+
+def _columns(rows: list[dict[str, Any]]) -> list[str]:
+    names = list(dict.fromkeys(key for row in rows for key in row))
+    lines = [" | ".join(_cell(row.get(name)) for name in names) for row in rows]
+    return [
+        f"| {' | '.join(name.replace('_', ' ') for name in names)} |",
+        "|---" * len(names) + "|",
+        *(f"| {x} |" for x in lines),
+    ]
+
+
+def _cell(value: Any) -> str:
+    """A number, a name or an interval as text; nothing for what fits no cell."""
+    if isinstance(value, bool) or value is None:
+        return "" if value is None else str(value).lower()
+    if isinstance(value, float):
+        return f"{value:.2f}"
+    if isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(end, int | float) for end in value):
+        return f"{value[0]:.2f}-{value[1]:.2f}"
+    return str(value).replace("|", "/") if isinstance(value, int | str) else ""
+
+
+def _floats(taus: Mapping[str, Any]) -> dict[str, float]:
+    """tau by name, of numbers or of objects with a tau."""
+    found = {name: one.get("tau") if isinstance(one, Mapping) else one for name, one in taus.items()}
+    return {name: float(tau) for name, tau in found.items() if isinstance(tau, int | float)}

@@ -1,6 +1,7 @@
-"""Lint of a head against its target: what would serve badly although it loads. Knows no engine and runs no forward.
+"""Lint of a head against its target, and its replay: what would serve badly although it loads.
 
-Reads a head of any form step by step as `read_head` does, but goes on after a fault and names them all.
+Knows what the engines do with what they find. Reads a head of any form step by step as `read_head` does, but goes on after
+a fault and names them all; a head that can be read at all is replayed where the target can be run.
 
 Letters: V target vocabulary, W draft vocabulary.
 """
@@ -14,8 +15,10 @@ from typing import Literal
 
 import torch
 
-from eyas.builtin import resolve_target
-from eyas.errors import MismatchError
+from eyas.builtin import demo_prompts, resolve_head, resolve_target
+from eyas.errors import EmptyInputError, MismatchError
+from eyas.export.answers import answered
+from eyas.export.replay import ERROR, LEAST_TAU, WARNING, Replayed, replay
 from eyas.model.checkpoint import (
     EMBED_TOKENS,
     EMBED_TOKENS_SHA256,
@@ -27,12 +30,15 @@ from eyas.model.checkpoint import (
     embedding_faults,
     head_config,
     open_checkpoint,
+    read_head,
+    refuse,
     setting_faults,
     tensor_faults,
     with_vocabulary_maps,
 )
-from eyas.model.config import HeadConfig, TargetShape
+from eyas.model.config import HeadConfig, TargetConfig, TargetShape
 from eyas.model.match import match_faults, rope_faults, same_rotation, spelled
+from eyas.model.target import Target
 from eyas.model.vocab import TargetVocabulary
 
 
@@ -51,7 +57,7 @@ def check(head: str | Path, target: str | Path) -> list[Finding]:
     Raises MissingInputError, CorruptError, and MismatchError for what is no EAGLE-3 head or no supported target at all.
     """
     vocabulary = TargetVocabulary.load(resolve_target(str(target)))
-    checkpoint = open_checkpoint(head)
+    checkpoint = open_checkpoint(resolve_head(str(head)))
     findings = errors(setting_faults(checkpoint))
     try:
         config = head_config(checkpoint, vocabulary.config)
@@ -62,11 +68,56 @@ def check(head: str | Path, target: str | Path) -> list[Finding]:
     findings += errors(match_faults(config, vocabulary.config, vocabulary.lm_head_sha256))
     findings += [
         *target_findings(config, vocabulary.config),
+        *length_findings(config, vocabulary.config),
         *vocabulary_findings(checkpoint, config, vocabulary),
         *value_findings(checkpoint),
         *form_findings(checkpoint),
     ]
     return sorted(findings, key=lambda finding: finding.level)
+
+
+def replay_head(head: str | Path, target: str | Path, text: Path | None = None) -> tuple[list[Replayed], str]:
+    """Every reading of a head on answered text, the declared one's first; or none, and why not.
+
+    text: as in `answered`; None is the packaged prompts. Raises what loading the target raises, and MissingInputError.
+    """
+    folder = resolve_target(str(target))
+    vocabulary = TargetVocabulary.load(folder)
+    if not isinstance(vocabulary.config, TargetConfig):
+        return [], "the target is of a family that our own decoder does not run"
+    try:
+        config, tensors = read_head(resolve_head(str(head)), vocabulary.config)
+        refuse(head, match_faults(config, vocabulary.config, config.target_lm_head_sha256))
+    except MismatchError as fault:
+        return [], f"it cannot be read: {fault.what}"
+    loaded = Target.load(folder, vocabulary.config.dtype)
+    tensors.setdefault(LM_HEAD, loaded.lm_head)
+    try:
+        answers = answered(loaded, folder, text or demo_prompts())
+    except EmptyInputError as fault:
+        return [], fault.what
+    return replay(config, tensors, loaded, answers), ""
+
+
+def reading_findings(replayed: Sequence[Replayed]) -> Iterator[Finding]:
+    """Whether the reading that the checkpoint declares is the best, and worth anything."""
+    if not replayed:
+        return
+    declared, others = replayed[0], replayed[1:]
+    better = [(one, one.gain(declared)) for one in others]
+    better = [(one, gain) for one, gain in better if all(got >= bar for got, bar in zip(gain, WARNING, strict=True))]
+    for one, gain in sorted(better, key=lambda pair: -pair[1][0])[:1]:
+        certain = all(got >= bar for got, bar in zip(gain, ERROR, strict=True))
+        what = (
+            f"read as {one.reading!r} the head accepts more than as it declares itself: tau {one.tau:.2f} against "
+            f"{declared.tau:.2f}, {gain[1]:+.0%} drafts ({gain[2]:.1f} standard errors)"
+        )
+        yield Finding("error" if certain else "warning", what, "correct config.json or the tensors; the table has all readings")
+    if not better and declared.tau < LEAST_TAU:
+        what = (
+            f"the head drafts next to nothing of this text: tau {declared.tau:.2f} by its own reading and no better by others"
+        )
+        yield Finding("warning", what, "wrong weights, embeddings or target; or text that it was not trained for: give --text")
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
@@ -94,6 +145,22 @@ def target_findings(config: HeadConfig, target: TargetShape) -> Iterator[Finding
     if config.rms_norm_eps != target.rms_norm_eps:
         what = f"rms_norm_eps is {config.rms_norm_eps}, the target's {target.rms_norm_eps}"
         yield Finding("warning", what, "one that is not given means 1e-6: write what the head was trained with")
+
+
+def length_findings(config: HeadConfig, target: TargetShape) -> Iterator[Finding]:
+    """A head whose rotary table ends before the target's context does. A longer one is harmless, and so is any in eyas."""
+    if config.max_position_embeddings >= target.max_position_embeddings:
+        return
+    what = (
+        f"max_position_embeddings is {config.max_position_embeddings}, the target's {target.max_position_embeddings}: SGLang "
+        "0.5.23 does not start without SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1, older engines read past the head's rotary "
+        "table and lose acceptance; vLLM 0.32 and eyas go by the target's"
+    )
+    hint = (
+        f'write "max_position_embeddings": {target.max_position_embeddings} into the head\'s config, or export it again, which '
+        "does: no weight depends on it"
+    )
+    yield Finding("warning", what, hint)
 
 
 def vocabulary_findings(checkpoint: Checkpoint, config: HeadConfig, vocabulary: TargetVocabulary) -> Iterator[Finding]:
@@ -151,6 +218,9 @@ def form_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
     if checkpoint.form == "sglang" and named != [SGLANG_ARCHITECTURE]:
         what = f"architectures is {named}: SGLang loads an EAGLE-3 head by the name {SGLANG_ARCHITECTURE} only"
         yield Finding("warning", what, "change it in config.json, or export the head again")
+    if checkpoint.form == "sglang" and checkpoint.stated("norm_before_residual") == {True}:
+        what = "norm_before_residual is set: SGLang does not read it, and takes the residual before the norm"
+        yield Finding("warning", what, "serve it with vLLM, which does: SGLang would lose most of its acceptance")
     for decision in decisions(checkpoint):
         yield Finding("warning", decision, f'write "{FED_BACK}" into config.json to say so')
     if checkpoint.form == "sglang" and any(checkpoint.stated("tie_word_embeddings")):

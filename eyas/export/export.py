@@ -1,4 +1,6 @@
-"""The stage `export`: a trained head in the forms that SGLang and vLLM load, proved equal, with its card.
+"""The stage `export`: a head in the forms that SGLang and vLLM load, proved equal, with its card.
+
+The head is one that `eyas train` made, or any that `read_head` knows.
 
 Knows the order of proofs. Does not know what a form looks like (checkpoint) nor what makes a head bad (check).
 
@@ -10,24 +12,28 @@ Knows the order of proofs. Does not know what a form looks like (checkpoint) nor
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
+import yaml
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from eyas.artifact import Artifact, Manifest, identity
+from eyas.artifact import IDENTITY, MANIFEST, Artifact, File, Manifest, identity
 from eyas.builtin import resolve_target
 from eyas.builtin.hub import is_hub_id
-from eyas.errors import CorruptError, MismatchError
-from eyas.export.card import Card, Launch
+from eyas.errors import CorruptError, MismatchError, MissingInputError
+from eyas.export.card import Card
 from eyas.export.check import check
+from eyas.export.launch import DTYPES, Launch
+from eyas.export.replay import DECLARED, Reading, assembled
+from eyas.lineage import SOURCE
 from eyas.log import Track, quiet
-from eyas.model.checkpoint import CONFIG_JSON, HEAD_JSON, Verifier, read_head, refuse, write_head
+from eyas.model.checkpoint import CONFIG_JSON, EMBED_TOKENS, HEAD_JSON, LM_HEAD, Verifier, read_head, refuse, write_head
 from eyas.model.config import FAMILIES, HeadConfig, RopeConfig, read_config
 from eyas.model.fingerprint import fingerprint
 from eyas.model.head import Head, load_head
@@ -35,12 +41,19 @@ from eyas.model.vocab import TargetVocabulary
 from eyas.model.weights import SINGLE
 
 CARD = "README.md"
+HEAD_FILES = (".json", ".safetensors", ".bin")
+PROMISED = ("tau", "tau_interval", "accept_hist")  # what a server holds its traffic against
 REPLAYED_TOKENS, REPLAYED_STEPS = 16, 3
 
 
 class ExportConfig(BaseModel):
-    """Settings of the export stage. target_name: what the engines load the target by, if not its folder; the numbers go
-    into the launch commands, num_verify_tokens with the root counted."""
+    """Settings of the export stage.
+
+    target_name: what the engines load the target by, if not its folder. The numbers go into the launch commands,
+    num_verify_tokens with the root counted; max_length: of a request, None for the target's own. embeddings: whether a copy of
+    the target's goes along; "usual" is what each form's own tools do, vLLM's with and SGLang's without. licence and language
+    are for the card.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -49,6 +62,15 @@ class ExportConfig(BaseModel):
     num_draft_steps: int = Field(4, ge=1, le=16)
     tree_topk: int = Field(4, ge=1)
     num_verify_tokens: int = Field(16, ge=2)
+    max_length: int | None = Field(None, ge=1)
+    embeddings: Literal["usual", "with", "without"] = "usual"
+    max_shard_bytes: int = Field(5_000_000_000, ge=1)
+    licence: str | None = None
+    language: tuple[str, ...] = ()
+
+    def embeds(self, form: Literal["sglang", "vllm"]) -> bool:
+        """Whether the target's embeddings go into a form."""
+        return form == "vllm" if self.embeddings == "usual" else self.embeddings == "with"
 
 
 def export(
@@ -59,51 +81,121 @@ def export(
     track: Track = quiet,
     evaluation: Artifact | None = None,
 ) -> Manifest:
-    """Write a trained head in each form, prove each, and write its card; `evaluation`, if given, is quoted on the card.
+    """Write a head in each form, prove each, and write its card; `evaluation`, if given, is quoted on the card.
 
-    target: a folder, or "builtin". Raises MismatchError for a head that would serve badly or is another target's, and
-    CorruptError when what was written does not read back as it was.
+    head: an output of `eyas train`, or a folder with a head in any form. target: a folder, or "builtin". Raises MismatchError
+    for a head that would serve badly or is another target's, and CorruptError when what was written does not read back as
+    it was.
     """
-    inputs = {"head": head.manifest("train")}
+    inputs = {"head": head.manifest("train") if is_artifact(head) else foreign_manifest(head)}
     if evaluation is not None:
         inputs["eval"] = evaluation_of(evaluation, inputs["head"])
     folder = str(Path(resolve_target(target)).resolve())
     settings = {**config.model_dump(mode="json"), "target_fingerprint": fingerprint(folder)}
     if not output.begin(identity("export", settings, inputs)):
         return output.manifest("export")
-    found_by = target if is_hub_id(target) else folder
-    launch = Launch(config.target_name or found_by, config.num_draft_steps, config.tree_topk, config.num_verify_tokens)
+    measured = evaluation.read_json("eval.json") if evaluation is not None else None
     with TemporaryDirectory() as scratch:
-        source = local_folder(head, (HEAD_JSON, SINGLE), Path(scratch, "head"))
+        names = (HEAD_JSON, SINGLE) if inputs["head"].stage != SOURCE else inputs["head"].files
+        source = local_folder(head, names, Path(scratch, "head"))
         findings = check(source, folder)
         refuse(head.url, [MismatchError(one.what, one.hint) for one in findings if one.level == "error"])
-        shape, tensors = read_head(source)
-        dtype = tensors["fc.weight"].dtype
-        vocabulary = TargetVocabulary.load(folder, dtype)
-        architectures = tuple(read_config(folder).get("architectures") or (f"{FAMILIES[vocabulary.config.family]}ForCausalLM",))
-        verifier = Verifier(launch.target, architectures, vocabulary.embed_tokens, config.num_draft_steps)
-        hashes = {}
+        vocabulary = TargetVocabulary.load(folder)
+        shape, tensors = served_head(source, vocabulary)
+        launch = launch_of(config, target, folder, vocabulary)
+        hashes: dict[str, str] = {}
         for number, form in enumerate(config.forms):
             track(number, len(config.forms), form)
-            files = {f"{form}/{name}": data for name, data in write_head(shape, tensors, form, verifier).items()}
+            verifier = verifier_of(config, form, launch, folder, vocabulary, tensors)
+            files = write_head(shape, tensors, form, verifier, config.max_shard_bytes)
             for name, data in files.items():
-                output.write(name, data)
-                hashes[name] = hashlib.sha256(data).hexdigest()
-            written = local_folder(output, files, Path(scratch, form)) / form
-            prove_equal(source, written, vocabulary)
+                output.write(f"{form}/{name}", data)
+                hashes[f"{form}/{name}"] = hashlib.sha256(data).hexdigest()
+            written = local_folder(output, [f"{form}/{name}" for name in files], Path(scratch, form)) / form
+            prove_equal(shape, tensors, written, vocabulary)
     track(len(config.forms), len(config.forms))
     num_parameters = sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point())
-    measured = evaluation.read_json("eval.json") if evaluation is not None else None
-    name_of_dtype = str(dtype).removeprefix("torch.")
-    card = Card(launch, shape, num_parameters, name_of_dtype, inputs["head"], measured, hashes)
+    dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
+    card = Card(
+        launch, shape, num_parameters, dtype, inputs["head"], measured, hashes, licence=config.licence, language=config.language
+    )
     output.write(CARD, card.text().encode())
     counts = {"forms": len(config.forms), "tensors": len(tensors), "parameters": num_parameters}
     facts = {
         "target": launch.target,
         "commands": {form: getattr(launch, form) for form in config.forms},
         "warnings": [finding.what for finding in findings],
+        "measured": {key: measured[key] for key in PROMISED if key in measured} if measured is not None else None,
     }
     return output.finish("export", settings, inputs, counts, facts)
+
+
+def is_artifact(head: Artifact) -> bool:
+    """Whether eyas made it, finished or not."""
+    return head.exists(MANIFEST) or head.exists(IDENTITY)
+
+
+def foreign_manifest(head: Artifact) -> Manifest:
+    """A head that eyas did not train, as a source: its files by their checksums. Raises MissingInputError."""
+    names = [name for name in head.names() if name.endswith(HEAD_FILES)]
+    if not any(name in names for name in (CONFIG_JSON, HEAD_JSON)):
+        raise MissingInputError(f"no head at {head.url}", "give the output of `eyas train`, or the folder of a head")
+    found = {}
+    for name in names:
+        data = head.read(name)
+        found[name] = File(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+    digest = hashlib.sha256("".join(f"{name} {file.sha256}\n" for name, file in sorted(found.items())).encode()).hexdigest()
+    form = "eyas" if HEAD_JSON in found else "vllm" if "speculators_model_type" in head.read_json(CONFIG_JSON) else "sglang"
+    config = {"form": form, "licence": licence_of(head)}
+    return Manifest(stage=SOURCE, identity=digest, config=config, counts={}, files=found, url=head.url)
+
+
+def licence_of(head: Artifact) -> str:
+    """What the front matter of a head's own card says of its licence."""
+    text = head.read(CARD).decode(errors="replace") if head.exists(CARD) else ""
+    _, _, rest = text.partition("---\n")
+    try:
+        stated = yaml.safe_load(rest.partition("\n---")[0])
+    except yaml.YAMLError:
+        return "not given"
+    return str(stated.get("license") or "not given") if isinstance(stated, dict) else "not given"
+
+
+def served_head(source: Path, vocabulary: TargetVocabulary) -> tuple[HeadConfig, dict[str, Tensor]]:
+    """A head as it is to be served with this target.
+
+    Its length is at least the target's: no weight depends on it, and SGLang does not start with less. Embeddings that are the
+    target's own are left out.
+    """
+    shape, tensors = read_head(source, vocabulary.config)
+    length = max(shape.max_position_embeddings, vocabulary.config.max_position_embeddings)
+    own = tensors.get(EMBED_TOKENS)
+    if own is not None and torch.equal(own, vocabulary.embed_tokens.to(own.dtype)):
+        del tensors[EMBED_TOKENS]
+    return shape.model_copy(update={"max_position_embeddings": length}), tensors
+
+
+def launch_of(config: ExportConfig, target: str, folder: str, vocabulary: TargetVocabulary) -> Launch:
+    """What the commands say."""
+    sizes = (config.num_draft_steps, config.tree_topk, config.num_verify_tokens)
+    dtype = vocabulary.config.dtype if vocabulary.config.dtype in DTYPES else None
+    return Launch(config.target_name or (target if is_hub_id(target) else folder), *sizes, dtype, config.max_length)
+
+
+def verifier_of(
+    config: ExportConfig,
+    form: Literal["sglang", "vllm"],
+    launch: Launch,
+    folder: str,
+    vocabulary: TargetVocabulary,
+    tensors: Mapping[str, Tensor],
+) -> Verifier:
+    """What a form says of the target: its embeddings, in the head's precision, if they are to go along."""
+    architectures = read_config(folder).get("architectures") or [
+        f"{FAMILIES.get(vocabulary.config.family, vocabulary.config.family)}ForCausalLM"
+    ]
+    embed_tokens = vocabulary.embed_tokens.to(tensors["fc.weight"].dtype) if config.embeds(form) else None
+    return Verifier(launch.target, tuple(architectures), embed_tokens, config.num_draft_steps)
 
 
 def evaluation_of(evaluation: Artifact, head: Manifest) -> Manifest:
@@ -125,21 +217,22 @@ def local_folder(artifact: Artifact, names: Iterable[str], scratch: Path) -> Pat
     return scratch if own is None else Path(own).parent
 
 
-def prove_equal(source: Path, written: Path, vocabulary: TargetVocabulary) -> None:
-    """The same head in two folders: config, every tensor bit by bit, and the logits of a replay. Raises CorruptError."""
-    (config, tensors), (config_back, tensors_back) = read_head(source), read_head(written)
+def prove_equal(config: HeadConfig, tensors: Mapping[str, Tensor], written: Path, vocabulary: TargetVocabulary) -> None:
+    """The head and what was written: config, every tensor bit by bit, and the logits of a replay. Raises CorruptError."""
+    config_back, tensors_back = read_head(written, vocabulary.config)
     same = as_written(config) == as_written(config_back) and tensors.keys() == tensors_back.keys()
     if not same or not all(bit_equal(tensor, tensors_back[name]) for name, tensor in tensors.items()):
-        raise CorruptError(f"{written} does not read back as {source}", "check the disk or store, and export again")
-    embed_tokens, lm_head = vocabulary.embed_tokens.float(), vocabulary.lm_head
-    ours, theirs = (load_head(folder, target_lm_head=lm_head) for folder in (source, written))
-    if not torch.equal(replay(ours, embed_tokens), replay(theirs, embed_tokens)):
-        raise CorruptError(f"{written} gives other logits than {source}", "check the disk or store, and export again")
+        raise CorruptError(f"{written} does not read back as the head", "check the disk or store, and export again")
+    embed_tokens, lm_head = vocabulary.embed_tokens.float(), {LM_HEAD: vocabulary.lm_head}
+    ours = assembled(Reading(DECLARED, config, lm_head | dict(tensors)))
+    theirs = load_head(written, vocabulary.config, vocabulary.lm_head)
+    if not torch.equal(made_up_logits(ours, embed_tokens), made_up_logits(theirs, embed_tokens)):
+        raise CorruptError(f"{written} gives other logits than the head", "check the disk or store, and export again")
 
 
 def as_written(config: HeadConfig) -> HeadConfig:
-    """The config without what no form writes: parameters of a rope scaling that is not in use."""
-    return config.model_copy(update={"rope": RopeConfig.from_hf(config.rope.to_hf())})
+    """The config without what no form writes: parameters of a rope scaling that is not in use, how lm_head was trained."""
+    return config.model_copy(update={"rope": RopeConfig.from_hf(config.rope.to_hf()), "train_lm_head": True})
 
 
 def bit_equal(one: Tensor, other: Tensor) -> bool:
@@ -148,16 +241,15 @@ def bit_equal(one: Tensor, other: Tensor) -> bool:
 
 
 @torch.inference_mode()
-def replay(head: Head, embed_tokens_VH: Tensor) -> Tensor:
+def made_up_logits(head: Head, embed_tokens_VH: Tensor) -> Tensor:
     """Logits [REPLAYED_TOKENS + REPLAYED_STEPS - 1, W] of a fixed made-up sample: all its slots, then drafts of its last.
 
     Features are normal draws of a fixed seed: what is proved is that two heads compute alike, not that they draft well.
     """
     generator = torch.Generator().manual_seed(0)
     embed_tokens_VH = embed_tokens_VH if head.embed_tokens is None else head.embed_tokens
-    V, H = embed_tokens_VH.shape
-    aux_hidden = torch.randn(1, REPLAYED_TOKENS, 3 * H, generator=generator)
-    tokens = torch.randint(V, (1, REPLAYED_TOKENS), generator=generator)
+    aux_hidden = torch.randn(1, REPLAYED_TOKENS, 3 * head.config.target_hidden_size, generator=generator)
+    tokens = torch.randint(len(embed_tokens_VH), (1, REPLAYED_TOKENS), generator=generator)
     hidden, past = head(F.embedding(tokens, embed_tokens_VH), head.fuse(aux_hidden))
     logits = [head.logits(hidden)[0]]
     for _ in range(REPLAYED_STEPS - 1):

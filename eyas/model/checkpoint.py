@@ -23,14 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import safetensors.torch
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
 from eyas.errors import MismatchError
 from eyas.model.config import DecoderConfig, HeadConfig, RopeConfig, Taps, TargetShape, read_config
-from eyas.model.weights import SINGLE, read_tensors, tensor_sha256
+from eyas.model.weights import read_tensors, tensor_sha256, weight_files
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +42,8 @@ EMBED_TOKENS, LM_HEAD, LAYER, SPECULATORS_LAYER = "embed_tokens.weight", "lm_hea
 MODEL, INPUT_NORM, FC_NORMS = "model.", "input_norm.weight", tuple(f"fc_norm.{stream}.weight" for stream in range(3))
 FLAG_OF = {INPUT_NORM: "norm_before_fc", **dict.fromkeys(FC_NORMS, "fc_norm")}
 INV_FREQ = "rotary_emb.inv_freq"  # what old transformers saved beside the weights: the config says it
+OLD_FC_NORM = "use_aux_norm"  # fc_norm as SGLang called it first, with these tensors
+OLD_NORMS = {f"aux_norm_{place}.weight": norm for place, norm in zip(("low", "mid", "high"), FC_NORMS, strict=True)}
 MAPS = ("d2t", "t2d")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -64,7 +65,6 @@ FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 # Variants of the architecture that our Head does not compute, with what each would change.
 VARIANTS = {
-    "use_aux_norm": "each of the three features is normed before fc",
     "attention_bias": "the attention's projections have a bias",
     "mlp_bias": "the MLP has a bias",
     "bias": "fc has a bias",
@@ -149,47 +149,53 @@ def read_head(folder: str | Path, target: TargetShape | None = None) -> tuple[He
 
 
 def write_head(
-    config: HeadConfig, tensors: Mapping[str, Tensor], form: Form, verifier: Verifier | None = None
+    config: HeadConfig,
+    tensors: Mapping[str, Tensor],
+    form: Form,
+    verifier: Verifier | None = None,
+    max_shard_bytes: int | None = None,
 ) -> dict[str, bytes]:
     """The files of a head in one form, by name; equal heads give equal bytes. tensors: by EAGLE's names, maps included.
 
-    Weights keep their dtype. `verifier` is for the vLLM form. Raises MismatchError for a head that does not fit its
-    config, and for what the form cannot say.
+    Weights keep their dtype. `verifier` is for the engines' forms; max_shard_bytes as in `weight_files`. Raises MismatchError
+    for a head that does not fit its config, and for what the form cannot say.
     """
     refuse("the head", tensor_faults(config, tensors))
-    refuse("the head", form_faults(tensors, form))
+    refuse("the head", form_faults(config, tensors, form))
     verifier = verifier or Verifier()
     written = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     if form == "eyas":
         usual = {name: field.default for name, field in HeadConfig.model_fields.items() if isinstance(field.default, bool)}
         stated = {key: value for key, value in config.model_dump(mode="json").items() if value is not usual.get(key)}
-        return _files(HEAD_JSON, {"format": FORMAT, **stated, "taps": {"after_layer": list(config.taps)}}, written)
+        stated["taps"] = {"after_layer": list(config.taps)}
+        return _settings_file(HEAD_JSON, {"format": FORMAT, **stated}) | weight_files(written, max_shard_bytes)
     if config.draft_vocab_size == config.vocab_size:  # vLLM fails on maps that map nothing
         written = {name: tensor for name, tensor in written.items() if name not in MAPS}
     dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
-    if form == "sglang":
-        settings = _sglang_settings(config, dtype)
-        if LM_HEAD not in written:
-            settings["draft_vocab_size"] = None  # SGLang takes the target's lm_head then, and random numbers otherwise
-        return _files(CONFIG_JSON, settings, written)
-    written = {name.replace(LAYER, SPECULATORS_LAYER): tensor for name, tensor in written.items()}
-    settings = _vllm_settings(config, dtype, verifier)
+    settings = _sglang_settings(config, dtype) if form == "sglang" else _vllm_settings(config, dtype, verifier)
+    if LM_HEAD not in written:
+        settings["draft_vocab_size"] = None  # SGLang takes the target's lm_head then, and random numbers otherwise
     if EMBED_TOKENS not in written and verifier.embed_tokens is not None:
         written[EMBED_TOKENS] = verifier.embed_tokens.detach().cpu().contiguous()
         settings[EMBED_TOKENS_SHA256] = tensor_sha256(verifier.embed_tokens)
-    return _files(CONFIG_JSON, settings, written)
+    if form == "vllm":
+        written = {name.replace(LAYER, SPECULATORS_LAYER): tensor for name, tensor in written.items()}
+    return _settings_file(CONFIG_JSON, settings) | weight_files(written, max_shard_bytes)
 
 
-def form_faults(tensors: Mapping[str, Tensor], form: Form) -> list[MismatchError]:
-    """What of a sound head a form has no word for."""
-    own_width = EMBED_TOKENS in tensors and tensors["fc.weight"].shape[1] != 3 * tensors[EMBED_TOKENS].shape[1]
-    if form == "sglang" and EMBED_TOKENS in tensors and not own_width:
+def form_faults(config: HeadConfig, tensors: Mapping[str, Tensor], form: Form) -> list[MismatchError]:
+    """What of a sound head a form, or the engine that it is for, has no word for."""
+    faults = []
+    if form == "sglang" and config.norm_before_residual:
+        what = "norm_before_residual is set: SGLang does not read it, and would take the residual before the norm"
+        faults.append(MismatchError(what, "export for vLLM only, or train a head without it"))
+    if form == "sglang" and EMBED_TOKENS in tensors and not config.owns_embeddings:
         what = "the head has embeddings of its own: SGLang uses the target's in their place"
-        return [MismatchError(what, "export for vLLM only")]
+        faults.append(MismatchError(what, "export for vLLM only"))
     if form == "vllm" and LM_HEAD not in tensors:
         what = "the head uses its target's lm_head: speculators' form needs one in the file"
-        return [MismatchError(what, "export for SGLang only")]
-    return []
+        faults.append(MismatchError(what, "export for SGLang only"))
+    return faults
 
 
 # Reading, step by step; `check` goes the same way and collects what `read_head` raises
@@ -275,7 +281,7 @@ def flag_faults(checkpoint: Checkpoint) -> list[MismatchError]:
             what = f"{flag} is given as {' and '.join(map(repr, sorted(values, key=repr)))}"
             faults.append(MismatchError(what, "write true or false, in one place"))
     flags = {flag: True in checkpoint.stated(flag) for flag in FLAGS}
-    if flags["norm_before_fc"] and flags["fc_norm"]:
+    if flags["norm_before_fc"] and (flags["fc_norm"] or True in checkpoint.stated(OLD_FC_NORM)):
         what = "norm_before_fc and fc_norm are both set: no project says in which order"
         faults.append(MismatchError(what, "leave the one that the head was trained with"))
     if not checkpoint.stated("norm_before_residual"):
@@ -348,7 +354,7 @@ def head_config(checkpoint: Checkpoint, target: TargetShape | None = None) -> He
             target_lm_head_sha256=settings.get(LM_HEAD_SHA256) or "",
             norm_before_residual=True in checkpoint.stated("norm_before_residual"),
             norm_before_fc=True in checkpoint.stated("norm_before_fc"),
-            fc_norm=True in checkpoint.stated("fc_norm"),
+            fc_norm=True in checkpoint.stated("fc_norm") | checkpoint.stated(OLD_FC_NORM),
             norm_output=True in checkpoint.stated("norm_output") and fed_back(checkpoint) is True,
             own_rope=settings.get(OWN_ROPE) or False,
         )
@@ -593,10 +599,12 @@ def _own_rope(config: HeadConfig) -> dict[str, bool]:
     return {OWN_ROPE: True} if config.own_rope else {}
 
 
-def _files(name: str, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
-    weights = safetensors.torch.save(dict(sorted(tensors.items())), metadata={"format": "pt"})
-    return {name: (json.dumps(settings, indent=1, ensure_ascii=False) + "\n").encode(), SINGLE: weights}
+def _settings_file(name: str, settings: Mapping[str, Any]) -> dict[str, bytes]:
+    return {name: (json.dumps(settings, indent=1, ensure_ascii=False) + "\n").encode()}
 
 
 def _eagle_name(name: str) -> str:
-    return LAYER + name.removeprefix(SPECULATORS_LAYER) if name.startswith(SPECULATORS_LAYER) else name
+    """EAGLE's name of a tensor that others call otherwise."""
+    if name.startswith(SPECULATORS_LAYER):
+        return LAYER + name.removeprefix(SPECULATORS_LAYER)
+    return OLD_NORMS.get(name, name)

@@ -1,4 +1,4 @@
-"""Whether a head is its target's: shapes, taps, rotary embedding, length and the output matrix. Pure; knows no tensor.
+"""Whether a head is its target's: shapes, taps, rotary embedding and the output matrix. Pure; knows no tensor.
 
 A head that does not fit still drafts, only badly, so what can be seen from the two configs is refused before anything runs.
 """
@@ -36,19 +36,7 @@ def match_faults(config: HeadConfig, target: TargetShape, target_lm_head_sha256:
         what = f"the head was trained against the lm_head {trained_with[:12]}, this target's is {target_lm_head_sha256[:12]}"
         hint = "give the very target that the features were captured from, or capture and train again"
         faults.append(MismatchError(what, hint))
-    return faults + length_faults(config, target) + rope_faults(config, target)
-
-
-def length_faults(config: HeadConfig, target: TargetShape) -> list[MismatchError]:
-    """A head whose rotary table ends before the target's context does. A longer one is harmless."""
-    if config.max_position_embeddings >= target.max_position_embeddings:
-        return []
-    what = (
-        f"max_position_embeddings is {config.max_position_embeddings}, the target's {target.max_position_embeddings}: "
-        "engines size the head's rotary table by it"
-    )
-    hint = f'write "max_position_embeddings": {target.max_position_embeddings} into the head\'s config: no weight depends on it'
-    return [MismatchError(what, hint)]
+    return faults + rope_faults(config, target)
 
 
 def rope_faults(config: HeadConfig, target: TargetShape) -> list[MismatchError]:

@@ -47,7 +47,7 @@ class Layers:
         length = config.max_position_embeddings + 64
         self._rope = Rope(config, length, self._embed_tokens.dtype, str(self._embed_tokens.device))
 
-    def hidden(self, rows: Rows, cache: PagedCache, taps: Taps | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def hidden(self, rows: Rows, cache: PagedCache, taps: tuple[int, ...] | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Last hidden [M, Ht] after the final norm, and aux_hidden [M, 3 * Ht] when taps are given."""
         at = self._rope.place(rows, cache.page_size)
         h = F.embedding(rows.token, self._embed_tokens)
@@ -139,10 +139,10 @@ class Target:
         return self._native.verify(roots, chosen, cache, taps, features)
 
     @torch.inference_mode()
-    def features(self, tokens_BT: torch.Tensor, taps: Taps | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def features(self, tokens_BT: torch.Tensor, taps: tuple[int, ...] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """int64 [B, T] -> aux_hidden [B, T, 3 * Ht] and last_hidden [B, T, Ht] (post-norm), in the target's dtype.
 
-        Right padding is harmless: attention is causal. `taps` default to the three of EAGLE-3.
+        Right padding is harmless: attention is causal. `taps`, any number of them, ascending, default to the three of EAGLE-3.
         """
         B, T = tokens_BT.shape
         pages = -(-T // PAGE_SIZE)

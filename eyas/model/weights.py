@@ -6,11 +6,12 @@ import hashlib
 import json
 import pickle
 import zipfile
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 
 from eyas.errors import CorruptError, MissingInputError
 
@@ -89,6 +90,35 @@ def unpickled(path: Path) -> dict[str, torch.Tensor]:
     if not isinstance(found, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in found.values()):
         raise CorruptError(f"{path} holds more than named tensors", "convert it to safetensors where you trust it")
     return found
+
+
+def weight_files(tensors: Mapping[str, torch.Tensor], max_shard_bytes: int | None = None) -> dict[str, bytes]:
+    """Tensors as safetensors files by name: one, or shards of at most so many bytes with an index, as Hugging Face names them.
+
+    Equal tensors give equal bytes, whatever their order. A tensor that is larger by itself has a shard of its own.
+    """
+    shards = sharded(dict(sorted(tensors.items())), max_shard_bytes)
+    if len(shards) == 1:
+        return {SINGLE: save(shards[0], metadata={"format": "pt"})}
+    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    files = {name: save(shard, metadata={"format": "pt"}) for name, shard in zip(names, shards, strict=True)}
+    return {INDEX: (json.dumps(index, indent=1) + "\n").encode(), **files}
+
+
+def sharded(tensors: dict[str, torch.Tensor], max_shard_bytes: int | None) -> list[dict[str, torch.Tensor]]:
+    """Tensors in their order, as many to a shard as fit."""
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if max_shard_bytes is not None and shards[-1] and size + tensor.nbytes > max_shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    return shards
 
 
 def tensor_sha256(tensor: torch.Tensor) -> str:

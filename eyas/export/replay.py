@@ -1,0 +1,232 @@
+"""A head replayed on answered text, read as it says and in every way in which such heads are misread: a number for each.
+
+Knows the ways. Does not know forms, nor how acceptance is counted (chain). A reading is a change of the config, of the
+tensors, or of the layers that are tapped; the weights that fit one reading draft badly by another, so the reading that the
+checkpoint declares ought to be the best. WARNING and ERROR say how much better another must be to count.
+
+Letters: H hidden size, W draft vocabulary, V target vocabulary, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from eyas.export.answers import Answered
+from eyas.model.batch import Batch
+from eyas.model.chain import Tally, measure
+from eyas.model.checkpoint import EMBED_TOKENS, FC_NORMS, INPUT_NORM, LAYER
+from eyas.model.config import HeadConfig, Taps
+from eyas.model.head import Head
+from eyas.model.match import EAGLE_ROPE, same_rotation
+from eyas.model.target import Target
+from eyas.model.vocab import TargetVocabulary
+
+DECLARED = "as declared"
+NUM_DRAFT_STEPS = 4
+PART = 8  # answers in one forward, of about one length
+# From these on, another reading that accepts more counts. Sound heads: the best of all others accepts 4 to 10 % less.
+Bar = tuple[float, float, float]  # drafts a place, share of the declared reading's, standard errors
+WARNING: Bar = (0.03, 0.02, 1.5)
+ERROR: Bar = (0.06, 0.05, 3.0)
+LEAST_TAU = 1.15  # of the declared reading: below it a head drafts nothing worth its time
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A way to read a head; `tensors` by EAGLE's names."""
+
+    name: str
+    config: HeadConfig
+    tensors: Tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What a reading's chain of NUM_DRAFT_STEPS accepted: tau over rounds, and the drafts accepted [answers] from every place
+    of each answer, rounds or not, with the places [answers]."""
+
+    reading: str
+    tau: float
+    accepted: list[int]
+    places: list[int]
+
+    @property
+    def accepted_drafts(self) -> float:
+        """Mean over all places."""
+        return sum(self.accepted) / sum(self.places)
+
+    def gain(self, other: Replayed) -> Bar:
+        """What this reading accepts more than another of the same answers: drafts a place, share of its, standard errors.
+
+        Answers are the sample, places of one answer are not independent: the ratio estimator's error (Cochran 1977, 6.4).
+        """
+        differences = [one - two for one, two in zip(self.accepted, other.accepted, strict=True)]
+        mean = sum(differences) / sum(self.places)
+        spread = sum((d - mean * n) ** 2 for d, n in zip(differences, self.places, strict=True)) ** 0.5 / sum(self.places)
+        return mean, mean / max(other.accepted_drafts, 1e-9), mean / max(spread, 1e-9)
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """One answer's features, as a batch takes them."""
+
+    key: str
+    token_ids: Tensor
+    loss_mask: Tensor
+    aux_hidden: Tensor
+    last_hidden: Tensor
+
+    def cut(self) -> Features:
+        """Without the padding of its neighbours."""
+        T = len(self.token_ids)
+        return replace(self, aux_hidden=self.aux_hidden[:T], last_hidden=self.last_hidden[:T])
+
+
+def replay(config: HeadConfig, tensors: Mapping[str, Tensor], target: Target, answers: Sequence[Answered]) -> list[Replayed]:
+    """Every reading's acceptance on the answers, the declared one's first. tensors: as `read_head` gives them, lm_head too."""
+    vocabulary = TargetVocabulary(target.config, target.embed_tokens.float(), target.lm_head.float(), target.lm_head_sha256)
+    readings = [Reading(DECLARED, config, dict(tensors)), *misreadings(config, dict(tensors), target)]
+    layers = sorted({tap for reading in readings for tap in reading.config.taps})
+    parts = [Part.of(target, part, layers) for part in batched(sorted(answers, key=lambda one: len(one.token_ids)), PART)]
+    replayed = []
+    for reading in readings:
+        head, tally = assembled(reading), Tally(NUM_DRAFT_STEPS)
+        accepted, places = Counter[str](), Counter[str]()
+        for number, part in enumerate(parts):
+            for row, matches in measure(head, vocabulary, part.batch(reading.config.taps), NUM_DRAFT_STEPS).spans:
+                tally.walk(matches)
+                accepted[f"{number}/{row}"] += sum(matches)
+                places[f"{number}/{row}"] += len(matches)
+        replayed.append(Replayed(reading.name, tally.tau, [accepted[key] for key in places], list(places.values())))
+    return replayed
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Answers of about one length, and the target's hidden states over them: hidden [B, T, H] by layer, all in one forward."""
+
+    answers: Sequence[Answered]
+    hidden: Mapping[int, Tensor]
+    last_hidden: Tensor
+
+    @classmethod
+    def of(cls, target: Target, answers: Sequence[Answered], layers: Sequence[int]) -> Part:
+        """Run the target; float32."""
+        tokens_BT = pad_sequence([torch.tensor(one.token_ids) for one in answers], batch_first=True)
+        hidden, last_hidden = target.features(tokens_BT.to(target.device), tuple(layers))
+        by_layer = hidden.float().cpu().chunk(len(layers), dim=-1)
+        return cls(answers, dict(zip(layers, by_layer, strict=True)), last_hidden.float().cpu())
+
+    def batch(self, taps: Taps) -> Batch:
+        """As the head with these taps sees it."""
+        aux_hidden = torch.cat([self.hidden[tap] for tap in taps], dim=-1)
+        samples = [
+            Features(str(row), torch.tensor(one.token_ids), torch.tensor(one.mask), aux_hidden[row], self.last_hidden[row])
+            for row, one in enumerate(self.answers)
+        ]
+        return Batch.of([sample.cut() for sample in samples])
+
+
+def batched(answers: Sequence[Answered], size: int) -> Iterator[Sequence[Answered]]:
+    """Answers, so many at a time."""
+    yield from (answers[at : at + size] for at in range(0, len(answers), size))
+
+
+def assembled(reading: Reading) -> Head:
+    """A head of these weights, float32."""
+    head = Head(reading.config)
+    tensors = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in reading.tensors.items()}
+    embed_tokens = tensors.pop(EMBED_TOKENS, None)
+    if reading.config.owns_embeddings and embed_tokens is not None:
+        tensors["embed_tokens"] = embed_tokens
+    head.load_state_dict(tensors)
+    if not reading.config.owns_embeddings:
+        head.embed_tokens = embed_tokens
+    return head
+
+
+def misreadings(config: HeadConfig, tensors: Tensors, target: Target) -> Iterator[Reading]:
+    """The other ways to read a head: of layers, of flags, of its weights' order, of what it borrows."""
+    yield from other_taps(config, tensors, target)
+    yield from other_flags(config, tensors)
+    yield from other_orders(config, tensors)
+    for name, rope in {"the target's rotary embedding": target.config.rope, "rope_theta 10000": EAGLE_ROPE}.items():
+        if not same_rotation(rope, config.rope):
+            yield Reading(name, config.model_copy(update={"rope": rope}), tensors)
+    if EMBED_TOKENS in tensors and not config.owns_embeddings:
+        shared = {name: tensor for name, tensor in tensors.items() if name != EMBED_TOKENS}
+        yield Reading("the target's embeddings", config, shared)
+
+
+def other_taps(config: HeadConfig, tensors: Tensors, target: Target) -> Iterator[Reading]:
+    """Layers by another convention: what is listed as outputs taken for inputs, and the other way round."""
+    n = target.config.num_hidden_layers
+    one, two, three = config.taps
+    ways: dict[str, Taps] = {
+        "layers one earlier (outputs taken for inputs)": (one - 1, two - 1, three - 1),
+        "layers one later (inputs taken for outputs)": (one + 1, two + 1, three + 1),
+        "the target's default layers": target.config.default_taps,
+    }
+    for name, taps in ways.items():
+        if taps != config.taps and taps[0] >= 0 and taps[2] < n:
+            yield Reading(name, config.model_copy(update={"taps": taps}), tensors)
+
+
+def other_flags(config: HeadConfig, tensors: Tensors) -> Iterator[Reading]:
+    """Each flag that needs no weights the other way round; each norm before fc left out."""
+    for flag in ("norm_before_residual", "norm_output"):
+        is_set = getattr(config, flag)
+        yield Reading(f"{flag} {'off' if is_set else 'on'}", config.model_copy(update={flag: not is_set}), tensors)
+    for flag, norms in {"norm_before_fc": (INPUT_NORM,), "fc_norm": FC_NORMS}.items():
+        if getattr(config, flag):
+            kept = {name: tensor for name, tensor in tensors.items() if name not in norms}
+            yield Reading(f"{flag} off", config.model_copy(update={flag: False}), kept)
+
+
+def other_orders(config: HeadConfig, tensors: Tensors) -> Iterator[Reading]:
+    """The same weights in another order than EAGLE's."""
+    yield Reading("feature first, embedding second", config, tensors | swapped_inputs(config, tensors))
+    norms = [f"{LAYER}{name}.weight" for name in ("hidden_norm", "input_layernorm")]
+    yield Reading("hidden_norm for input_layernorm", config, tensors | exchanged(tensors, *norms))
+    gates = [f"{LAYER}mlp.{name}_proj.weight" for name in ("gate", "up")]
+    yield Reading("gate_proj for up_proj", config, tensors | exchanged(tensors, *gates))
+    streams = list(reversed(tensors["fc.weight"].chunk(3, dim=1)))
+    yield Reading("the three streams in reverse", config, tensors | {"fc.weight": torch.cat(streams, 1)})
+    o_proj = tensors[f"{LAYER}self_attn.o_proj.weight"]
+    if o_proj.shape[0] == o_proj.shape[1]:
+        yield Reading("o_proj transposed", config, tensors | {f"{LAYER}self_attn.o_proj.weight": o_proj.T})
+    yield Reading("rotary pairs side by side", config, tensors | paired(config, tensors))
+    ids_W = tensors["d2t"]
+    if config.draft_vocab_size < config.vocab_size and len(set(ids_W.tolist())) == len(ids_W) and ids_W.min() >= 0:
+        offsets_W = ids_W - torch.arange(len(ids_W))
+        t2d_V = torch.zeros_like(tensors["t2d"]).index_fill(0, ids_W, True)
+        yield Reading("d2t as ids", config, tensors | {"d2t": offsets_W, "t2d": t2d_V})
+
+
+def swapped_inputs(config: HeadConfig, tensors: Tensors) -> Tensors:
+    """Queries, keys and values of [feature, embedding] instead of [embedding, feature]."""
+    names = [f"{LAYER}self_attn.{name}_proj.weight" for name in "qkv"]
+    return {name: tensors[name].roll(config.hidden_size, 1) for name in names}
+
+
+def exchanged(tensors: Tensors, one: str, other: str) -> Tensors:
+    """Two tensors under each other's names."""
+    return {one: tensors[other], other: tensors[one]}
+
+
+def paired(config: HeadConfig, tensors: Tensors) -> Tensors:
+    """Queries and keys of a checkpoint whose rotary pairs lie side by side (Meta's order), in Hugging Face's halves."""
+    half = config.head_dim // 2
+    weights = {name: tensors[f"{LAYER}self_attn.{name}_proj.weight"] for name in "qk"}
+    return {
+        f"{LAYER}self_attn.{name}_proj.weight": weight.view(-1, half, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+        for name, weight in weights.items()
+    }
