@@ -25,7 +25,8 @@ import held_out
 import torch
 
 from eyas import builtin
-from eyas.bench.client import Client, read_reply
+from eyas.bench.client import Client
+from eyas.bench.stream import read_reply
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
 from eyas.serve.server import ServeConfig, running_server

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import re
-from html.parser import HTMLParser
+import shutil
+import subprocess
+from collections import Counter
 
 import pytest
 
-from eyas.artifact import Manifest
-from eyas.bench import figures
+from eyas.artifact import Artifact, Manifest
+from eyas.bench import figures, tables
+from eyas.bench.bench import BenchConfig
 from eyas.bench.machine import machine
-from eyas.bench.report import Contents, fates, render, write_report
-from eyas.bench.summary import summarise
+from eyas.bench.report import NAMES, Contents, fates, predicted, render, write_reports
+from eyas.bench.server import Facts
+from eyas.bench.summary import Load, summarise
+from eyas.errors import EyasError, InputError
 from tests.bench_rows import row
+from tests.page_tags import Tags
 
-VOID = {"meta", "br", "use", "path", "img", "hr"}
 EVALUATION = {
     "tau": 2.5,
     "acceptance_by_position": [0.7, 0.6, 0.5],
@@ -31,16 +39,50 @@ LEDGER = {
 }
 
 
-def summary(concurrencies=(1, 4), arms=("plain", "eagle"), **fields):
+COUNTED = {
+    "spec_decode_num_drafts_total": 100.0,
+    "spec_decode_num_draft_tokens_total": 700.0,
+    "spec_decode_num_accepted_tokens_total": 100.0,
+    "spec_tree_nodes|0.1": 4.0,
+    "spec_tree_nodes|0.5": 7.0,
+    "spec_tree_nodes|0.9": 12.0,
+    "rounds_total|plain": 25.0,
+    "rounds_total|tree": 75.0,
+    "round_predicted_seconds_total|tree": 0.9,
+    "round_real_seconds_total|tree": 1.0,
+}
+
+
+def summary(concurrencies=(1, 4), arms=("plain", "eagle"), rates=(), categories=("",), **fields):
     tpot_ms, hist = {"plain": 10.0, "eagle": 5.5}, {"plain": (), "eagle": (2, 1, 2)}
+    loads = [{"concurrency": concurrency} for concurrency in concurrencies]
+    loads += [{"concurrency": 0, "rate": rate} for rate in rates]
     rows = [
-        row(arm, f"p{number}", concurrency=concurrency, tpot_ms=tpot_ms[arm], hist=hist[arm], started_s=number, **fields)
-        for concurrency in concurrencies
+        row(
+            arm,
+            f"p{number} {category}",
+            category=category,
+            tpot_ms=tpot_ms[arm],
+            hist=hist[arm],
+            started_s=number,
+            **load,
+            **fields,
+        )
+        for load in loads
         for arm in arms
         for number in range(7)
+        for category in categories
     ]
-    config = {"num_prompts": 7, "prompts": "p.jsonl", "max_tokens": 11, "temperature": 0.0, "seed": 0}
-    return {**summarise(rows, list(arms), is_greedy=True), "config": config, "machine": machine(), "load_average_after": []}
+    counted = {("eagle", Load(**load)): COUNTED for load in loads}
+    return {
+        **summarise(rows, list(arms), True, counted),
+        "differences": [],
+        "compared_anyway": False,
+        "servers": {arm: Facts("http://here", "target", "eyas", None, "bfloat16").to_json() for arm in arms},
+        "config": BenchConfig(prompts="p.jsonl", num_prompts=7, max_tokens=11).model_dump(mode="json"),
+        "machine": machine(),
+        "load_average_after": [0.5, 0.5, 0.5],
+    }
 
 
 @pytest.fixture
@@ -58,34 +100,14 @@ def manifest():
     return Manifest(stage="bench", identity="bbbb", config={}, counts={"requests": 28}, files={}, inputs={"head": prompts})
 
 
-class Tags(HTMLParser):
-    """Checks that what opens closes, and keeps all tags with their attributes."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.open, self.all = [], []
-        self.feed(page)
-        assert not self.open
-
-    def handle_starttag(self, tag, attrs):
-        self.all.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.all.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag):
-        if tag not in VOID:
-            assert self.open.pop() == tag
-
-    def count(self, tag):
-        return sum(name == tag for name, _ in self.all)
+def words(page):
+    """What a reader sees, spaces as one."""
+    return " ".join(" ".join(Tags(page).text).split())
 
 
 def test_everything_that_is_given_is_shown(manifest):
     page = render(Contents(summary(), EVALUATION, LEDGER, manifest, ["eyas demo"], "A title"))
-    assert Tags(page).count("svg") == 4
+    assert Tags(page).count("svg") == 6
     # tpot 10 -> 5.5; rounds (2, 1, 2) emit 2 + 2 + 6 tokens
     for shown in (
         "A title",
@@ -130,7 +152,7 @@ def test_colours_are_the_pages_own_in_light_and_dark():
 
 def test_parts_that_are_not_given_are_left_out():
     page = render(Contents(summary(concurrencies=(1,))))
-    assert Tags(page).count("svg") == 4
+    assert Tags(page).count("svg") == 5
     for heading in ("Where the prompts went", "Lineage", "Commands", "held-out"):
         assert heading not in page
 
@@ -143,7 +165,7 @@ def test_one_arm_alone_is_a_report_too():
 
 def test_answers_without_a_second_token_leave_dashes():
     page = render(Contents(summary(tokens=1)))
-    assert Tags(page).count("svg") == 3
+    assert Tags(page).count("svg") == 4
     assert "no answers that can be compared" in page
 
 
@@ -171,8 +193,121 @@ def test_fates_add_up_to_the_rows_that_came_in():
     assert sum(fate["share"] for fate in found) == pytest.approx(1)
 
 
-def test_report_is_the_same_for_the_same_contents(tmp_path):
-    contents = Contents(summary(), EVALUATION)
-    path = write_report(tmp_path / "new" / "report.html", contents)
-    assert (tmp_path / "new" / "report.html").read_text(encoding="utf-8") == render(contents)
-    assert path.endswith("report.html")
+def test_the_three_files_are_the_same_for_the_same_contents(tmp_path, manifest):
+    contents = Contents(summary(), EVALUATION, LEDGER, manifest, ["eyas demo"])
+    path = write_reports(Artifact(str(tmp_path / "new")), contents)
+    first = {name: (tmp_path / "new" / name).read_text(encoding="utf-8") for name in NAMES}
+    assert first["report.html"] == render(contents)
+    assert path.endswith("new/report.html")
+    write_reports(Artifact(str(tmp_path / "new")), contents)
+    assert first == {name: (tmp_path / "new" / name).read_text(encoding="utf-8") for name in NAMES}
+
+
+@pytest.mark.parametrize("where", ["comparisons", "by_task"])
+def test_a_report_with_a_speedup_above_tau_fails(where):
+    bench = summary(categories=("chat", "maths"))
+    render(Contents(bench))
+    bench[where][-1]["speedup"] = bench[where][-1]["tau"] + 0.01
+    with pytest.raises(EyasError, match="above tau"):
+        render(Contents(bench))
+
+
+def test_an_older_summary_is_told_from_a_new_one():
+    with pytest.raises(InputError, match="older eyas"):
+        render(Contents({"results": [], "comparisons": []}))
+
+
+def test_each_task_has_a_line_and_each_load_a_column():
+    page = render(Contents(summary(categories=("chat", "maths"))))
+    text = words(page)
+    assert "Speed-up of eagle over plain, by requests at a time task 1 4 tau prompts" in text
+    assert text.count("maths 1.82") == 1
+    assert "By task" not in render(Contents(summary()))
+
+
+def test_tree_sizes_and_plain_rounds_are_the_servers_counters():
+    text = words(render(Contents(summary())))
+    assert "eagle 1 7.00 4.0 / 7.0 / 12.0 25 % 0.90" in text
+
+
+def test_what_was_predicted_stands_beside_what_came():
+    said = {**EVALUATION, "predicted": [{"concurrency": 4, "speedup": 2.0, "tau": 2.1}, {"concurrency": 64, "speedup": 1.0}]}
+    page = render(Contents(summary(), said))
+    assert "eagle 4 2.00 1.82 +10 % 2.10 2.00" in words(page)
+    assert "stroke-dasharray" in page
+    assert predicted({"predicted": {"4": {"speedup": 2.0}}}) == {4: {"concurrency": "4", "speedup": 2.0}}
+    assert "Predicted and measured" not in render(Contents(summary(), EVALUATION))
+
+
+def test_an_open_loop_has_pictures_of_its_own():
+    page = render(Contents(summary(concurrencies=(), rates=(0.5, 2.0))))
+    assert "requests a second" in page
+    assert "Time to the first text" in page
+    assert "0.5/s" in page
+    assert "requests at a time</text>" not in page
+
+
+def test_differences_and_who_counted_are_said_aloud():
+    bench = summary(counted_by="tokenize")
+    bench["differences"] = [
+        {"arm": "eagle", "baseline": "plain", "what": "precision", "text": "bfloat16 against float32", "refused": True}
+    ]
+    bench["compared_anyway"] = True
+    for text in (words(render(Contents(bench))), tables.markdown(bench, None, (), "t")):
+        assert "bfloat16 against float32" in text
+    page = words(render(Contents(bench)))
+    assert "although the arms may not have done the same work" in page
+    assert "were counted by tokenize" in page
+
+
+def test_markdown_has_the_same_figures_and_no_cell_can_break_out():
+    bench = summary(categories=("chat", "a|b\n<script>"))
+    text = tables.markdown(bench, None, ["eyas bench"], "Title")
+    assert "| eagle over plain | 1 at a time | 1.82 (1.82–1.82) | 2.00 | 1.01 | 14 of 14 |" in text
+    assert "| chat | eagle over plain | 4 at a time | 7 | 10.00 → 5.50 | 1.82 (1.82–1.82) | 2.00 |" in text
+    assert "<script>" not in text
+    of_tables = [line for line in text.splitlines() if line.startswith("|")]
+    columns = {9: 0, 6: 0, 7: 0}
+    for line in of_tables:
+        columns[len(re.findall(r"(?<!\\)\|", line)) - 1] += 1
+    assert columns == {9: 2 + 4, 6: 2 + 2, 7: 2 + 4}
+
+
+def test_csv_has_a_line_for_every_result_and_comparison():
+    bench = summary(categories=("chat", "maths"), rates=(2.0,))
+    lines = list(csv.DictReader(io.StringIO(tables.csv(bench))))
+    kinds = Counter(line["kind"] for line in lines)
+    assert kinds == {"result": 6, "comparison": 3, "task": 6}
+    first = next(line for line in lines if line["kind"] == "result" and line["arm"] == "eagle")
+    assert (float(first["tpot_ms_median"]), float(first["tau"]), first["tree_nodes_mean"]) == (5.5, 2.0, "7.0")
+    of_task = next(line for line in lines if line["task"] == "maths")
+    assert float(of_task["speedup"]) == pytest.approx(10 / 5.5)
+    assert {line["rate"] for line in lines} == {"", "2.0"}
+
+
+CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed here")
+@pytest.mark.parametrize("width", [390, 1200])
+def test_a_browser_draws_it_no_wider_than_the_screen(tmp_path, manifest, width):
+    # In a frame: a browser's window is no narrower than 500 pixels.
+    measured = """<script>
+      const small = [...document.querySelectorAll("svg")].filter(one => one.getBoundingClientRect().height < 90).length;
+      parent.postMessage(JSON.stringify([document.documentElement.scrollWidth, innerWidth, small]), "*");
+    </script></body>"""
+    bench = summary((1, 2, 4, 6, 8, 10), categories=("chat", "a task with a long name"))
+    report, page = tmp_path / "report.html", tmp_path / "page.html"
+    html = render(Contents(bench, EVALUATION, LEDGER, manifest, ["eyas bench http://127.0.0.1:8000 " + "--set a=b " * 20]))
+    report.write_text(html.replace("</body>", measured), encoding="utf-8")
+    page.write_text(
+        '<body><script>addEventListener("message", told => { document.title = told.data })</script>'
+        f'<iframe src="report.html" style="width:{width}px;height:5000px;border:0"></iframe></body>'
+    )
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
+    command += [f"--window-size={max(width, 500)},5000", "--virtual-time-budget=3000", "--dump-dom", page.as_uri()]
+    seen = subprocess.run(command, capture_output=True, timeout=120, check=True).stdout.decode()
+    wide, window, small = json.loads(re.search(r"<title>(\[.*?\])</title>", seen).group(1))
+    assert window == width
+    assert wide <= window
+    assert small == 0

@@ -1,7 +1,7 @@
 """The benchmark: the same prompts to every arm, block by block in turn, so that a busy minute hits all arms alike.
 
-    concurrency c:   block 0: plain eagle   block 1: eagle plain   block 2: plain eagle   ...
-    a block:         4c prompts, c at a time
+    concurrency c:   block 0: plain eagle   block 1: eagle plain   block 2: plain eagle   ...      up to 4c prompts, c at a time
+    rate r:          the same, but requests are sent when their time has come, the same times for every arm
 
 Knows the order of things; the client measures, `summary` counts. An arm is a way to ask: with or without speculation, at
 one server or another.
@@ -10,22 +10,33 @@ one server or another.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from eyas.artifact import Artifact, Manifest, file_identity, identity
-from eyas.bench.client import Client, Received, read_reply
+from eyas.bench import comparability, server
+from eyas.bench.arrivals import OpenLoop, arrival_times_s
+from eyas.bench.client import Client
 from eyas.bench.machine import machine
-from eyas.bench.summary import Row, summarise
+from eyas.bench.server import Counters, Facts
+from eyas.bench.stream import Received, Reply, read_reply
+from eyas.bench.summary import Load, Objectives, Row, summarise
+from eyas.bench.synthetic import lengths_of, synthetic_tasks
 from eyas.bench.workload import Task, read_tasks
-from eyas.errors import EyasError
+from eyas.builtin import BUILTIN, demo_prompts
+from eyas.errors import ConfigError, EyasError
 from eyas.log import Track, quiet
+from eyas.records import Message
 
 BLOCK = 4  # prompts per slot of concurrency in a block: short enough to share the weather, long enough to fill the slots
+NUM_BLOCKS = 4  # so many at least, where that leaves two prompts for a slot: arms are to take turns
+SETTLE_S = 0.05  # servers count an answer just after its last byte
 
 
 class ArmConfig(BaseModel):
@@ -35,35 +46,56 @@ class ArmConfig(BaseModel):
 
     url: str | None = None  # of this arm's own server, where it has one
     speculation: bool | None = None
+    fields: dict[str, Any] = {}  # more fields of the request body, e.g. {"ignore_eos": true}
 
 
 class BenchConfig(BaseModel):
-    """What is asked, how often and how many at a time. The first arm is the baseline of the comparisons."""
+    """What is asked, how often and how many at a time, or how many a second. The first arm is the baseline of comparisons."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    prompts: str  # JSON lines, .gz or plain: eyas' prompts, OpenAI's messages, Spec-Bench
+    prompts: str = BUILTIN  # JSON lines, .gz or plain: eyas' prompts, OpenAI's messages, Spec-Bench; or synthetic(64,512)
     url: str = "http://127.0.0.1:8000"
     arms: dict[str, ArmConfig] = Field(
         default={"plain": ArmConfig(speculation=False), "eagle": ArmConfig(speculation=True)}, min_length=1
     )
     num_prompts: int = Field(default=40, ge=1)
-    concurrencies: tuple[int, ...] = Field(default=(1,), min_length=1)
+    concurrencies: tuple[int, ...] = (1,)
+    open_loop: OpenLoop = OpenLoop()
+    objectives: Objectives = Objectives()
     max_tokens: int = Field(default=128, ge=1)
     temperature: float = Field(default=0.0, ge=0)
     seed: int = 0
     timeout_s: float = Field(default=300.0, gt=0)
+    compare_anyway: bool = False
 
-    def body(self, arm: str, task: Task, model: str) -> dict[str, Any]:
+    @model_validator(mode="after")
+    def _some_load(self) -> BenchConfig:
+        if not self.loads or any(load.value <= 0 for load in self.loads):
+            raise ValueError("concurrencies, open_loop.rates: give one at least, all above 0")
+        lengths_of(self.prompts)
+        return self
+
+    @property
+    def loads(self) -> list[Load]:
+        closed = [Load(concurrency=concurrency) for concurrency in self.concurrencies]
+        return closed + [Load(rate=rate) for rate in self.open_loop.rates]
+
+    def num_at(self, load: Load) -> int:
+        """Prompts for one load: a block of two for each slot, twice over, is the least that says something of it."""
+        return max(self.num_prompts, 4 * load.concurrency)
+
+    def body(self, arm: str, messages: Sequence[Message], model: str) -> dict[str, Any]:
         """The request of one prompt to one arm; all have the same seed, so that sampling arms draw alike."""
         body = {
             "model": model,
-            "messages": list(task.messages),
+            "messages": list(messages),
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
             "seed": self.seed,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **self.arms[arm].fields,
         }
         speculation = self.arms[arm].speculation
         return body if speculation is None else {**body, "speculation": speculation}
@@ -77,88 +109,199 @@ def bench_identity(config: BenchConfig, served: Mapping[str, Manifest]) -> str:
 def bench(
     config: BenchConfig, output: Artifact, track: Track = quiet, served: Mapping[str, Manifest] | None = None
 ) -> Manifest:
-    """Measure all arms at all concurrencies into rows.jsonl (one request a row) and summary.json.
+    """Measure all arms at all loads into rows.jsonl (one request a row) and summary.json.
 
     `served` are the manifests of what the server runs (target, head): with them, they say what is measured and the server's
-    address does not matter; without, the address does. Raises MissingInputError (no server), EyasError (no arm's request
-    succeeds; an impossible speed-up).
+    address does not matter; without, the address does. Raises MissingInputError (no server), MismatchError (arms that did
+    not do the same work), EyasError (no arm's request succeeds; an impossible speed-up); the last two after rows.jsonl.
     """
     served = served or {}
-    tasks = read_tasks(config.prompts, config.num_prompts, config.seed)
+    read = None if lengths_of(config.prompts) else _read(config)
     # Servers are looked for first: a wrong address must not claim the folder for a benchmark that never was.
-    models = {} if output.is_done() else asyncio.run(_models(config))
+    facts = {} if output.is_done() else asyncio.run(_facts(config))
     if not output.begin(bench_identity(config, served)):
         return output.manifest("bench")
     before = machine()
-    rows = asyncio.run(_measure(config, models, tasks, track))
-    output.write_jsonl("rows.jsonl", [row.to_json() for row in rows])
-    _check_answered(rows)
+    run = asyncio.run(_measured(config, facts, read, track))
+    output.write_jsonl("rows.jsonl", [row.to_json() for row in run.rows])
+    _check_answered(run.rows)
+    differences = run.differences()
+    engines = {arm: f"{one.kind} {one.version}" for arm, one in facts.items()}
     summary = {
-        **summarise(rows, list(config.arms), is_greedy=config.temperature == 0),
+        **summarise(run.rows, list(config.arms), config.temperature == 0, run.counted, config.objectives, engines),
+        "differences": differences,
+        "compared_anyway": config.compare_anyway,
+        "servers": {arm: one.to_json() for arm, one in facts.items()},
         "config": config.model_dump(mode="json"),
         "machine": before,
         "load_average_after": machine()["load_average"],
     }
     output.write_json("summary.json", summary)
-    counts = {"requests": len(rows), "failed": sum(not row.is_answered for row in rows), "prompts": len(tasks)}
+    failed = sum(not row.is_answered for row in run.rows)
+    counts = {"requests": len(run.rows), "failed": failed, "prompts": len({row.prompt_id for row in run.rows})}
     return output.finish("bench", _described(config, served), served, counts, facts={"comparisons": summary["comparisons"]})
 
 
 def _described(config: BenchConfig, served: Mapping[str, Manifest]) -> dict[str, Any]:
     """The config as far as it says what is measured, with the content of the prompts in place of their path."""
-    described = config.model_dump(mode="json", exclude={"timeout_s", "prompts"})
+    described = config.model_dump(mode="json", exclude={"timeout_s", "prompts", "compare_anyway"})
     if served:
         del described["url"]
         for arm in described["arms"].values():
             del arm["url"]
-    return {**described, "prompts_sha256": file_identity(config.prompts)}
+    if lengths_of(config.prompts):
+        return {**described, "prompts": config.prompts}
+    return {**described, "prompts_sha256": file_identity(_path(config))}
+
+
+def _path(config: BenchConfig) -> str:
+    return str(demo_prompts()) if config.prompts == BUILTIN else config.prompts
+
+
+def _read(config: BenchConfig) -> list[Task]:
+    """As many tasks as the heaviest load takes. Raises ConfigError where there are too few for it."""
+    most_prompts = max(config.num_at(load) for load in config.loads)
+    tasks = read_tasks(_path(config), most_prompts, config.seed, pass_over=config.prompts == BUILTIN)
+    most = max((load.concurrency for load in config.loads), default=0)
+    if len(tasks) < most:
+        what = f"{_path(config)} has {len(tasks)} prompts: {most} at a time would never be that many"
+        raise ConfigError(what, "give more prompts, or lower concurrencies")
+    return tasks
 
 
 def _check_answered(rows: Sequence[Row]) -> None:
-    """Raises EyasError when some arm at some concurrency has no answer at all: there is nothing to summarise."""
-    for arm, concurrency in {(row.arm, row.concurrency) for row in rows}:
-        own = [row for row in rows if (row.arm, row.concurrency) == (arm, concurrency)]
+    """Raises EyasError when some arm at some load has no answer at all: there is nothing to summarise."""
+    for arm, load in {(row.arm, row.load) for row in rows}:
+        own = [row for row in rows if (row.arm, row.load) == (arm, load)]
         if not any(row.is_answered for row in own):
-            what = f"no request of arm {arm!r} at concurrency {concurrency} was answered: {own[0].reply.error}"
+            what = f"no request of arm {arm!r} with {load} was answered: {own[0].reply.error}"
             raise EyasError(what, "mend that, and run it again; rows.jsonl has every error")
 
 
-async def _models(config: BenchConfig) -> dict[str, str]:
-    """The model that each arm's server has. Raises MissingInputError, EyasError."""
-    models = {}
+async def _facts(config: BenchConfig) -> dict[str, Facts]:
+    """What each arm's server tells. Raises MissingInputError, EyasError, and MismatchError for different precisions."""
+    facts: dict[str, Facts] = {}
     for name, arm in config.arms.items():
         async with Client(arm.url or config.url, config.timeout_s) as client:
-            models[name] = await client.model()
-    return models
+            facts[name] = await server.ask_facts(client)
+    baseline, *others = facts
+    for other in others:
+        differences = comparability.of_servers(facts[baseline], facts[other])
+        comparability.check_comparable(other, baseline, differences, config.compare_anyway)
+    return facts
 
 
-async def _measure(config: BenchConfig, models: Mapping[str, str], tasks: Sequence[Task], track: Track) -> list[Row]:
-    """All rows of the run, in the order they were asked for."""
-    rows: list[Row] = []
-    total = len(tasks) * len(config.arms) * len(config.concurrencies)
-    begin = time.perf_counter()
+async def _measured(config: BenchConfig, facts: Mapping[str, Facts], tasks: list[Task] | None, track: Track) -> _Run:
+    """A run, run."""
     async with AsyncExitStack() as stack:
         clients = {
             name: await stack.enter_async_context(Client(arm.url or config.url, config.timeout_s))
             for name, arm in config.arms.items()
         }
+        run = _Run(config, facts, clients)
+        if tasks is None:
+            lengths = lengths_of(config.prompts)
+            assert lengths is not None
+            number = max(config.num_at(load) for load in config.loads)
+            tasks = await synthetic_tasks(lengths, number, config.seed, run.count_prompt)
+        total = len(config.arms) * sum(min(len(tasks), config.num_at(load)) for load in config.loads)
+        for load in config.loads:
+            await run.measure(load, tasks[: config.num_at(load)], lambda done, note: track(done, total, note))
+        await run.count_tokens()
+        return run
 
-        async def ask(arm: str, some: Sequence[Task], concurrency: int) -> list[Received]:
-            bodies = [config.body(arm, task, models[arm]) for task in some]
-            return await _ask_all(clients[arm], bodies, concurrency)
 
-        for concurrency in config.concurrencies:
-            for arm in config.arms:
-                await ask(arm, tasks[:concurrency], concurrency)  # warms up and is not counted
-            size = BLOCK * concurrency
-            for block, start in enumerate(range(0, len(tasks), size)):
-                for arm in _in_turn(list(config.arms), block):
-                    some = tasks[start : start + size]
-                    for task, got in zip(some, await ask(arm, some, concurrency), strict=True):
-                        where = (arm, concurrency, block, task.prompt_id, task.category, got.sent - begin)
-                        rows.append(Row(*where, read_reply(got)))
-                    track(len(rows), total, f"{arm}, {concurrency} at a time")
-    return rows
+class _Run:
+    """The rows of a benchmark, in the order they were asked for, and what servers counted at each load."""
+
+    def __init__(self, config: BenchConfig, facts: Mapping[str, Facts], clients: Mapping[str, Client]) -> None:
+        self.rows: list[Row] = []
+        self.counted: dict[tuple[str, Load], Counters] = {}
+        self._config, self._facts, self._clients = config, facts, clients
+        self._begin = time.perf_counter()
+
+    async def count_prompt(self, messages: tuple[Message, ...]) -> int:
+        """Tokens of a prompt, by the first arm's server. Raises EyasError where it does not tell."""
+        arm = next(iter(self._config.arms))
+        body = {**self._config.body(arm, messages, self._facts[arm].model), "max_tokens": 1}
+        reply = read_reply(await self._clients[arm].complete(body))
+        if reply.error or not reply.num_prompt_tokens:
+            what = f"the server does not tell how long a prompt is: {reply.error or 'no usage'}"
+            raise EyasError(what, "give prompts in a file instead of synthetic ones")
+        return reply.num_prompt_tokens
+
+    async def measure(self, load: Load, tasks: Sequence[Task], track: Any) -> None:
+        """All arms at one load, in turns. Raises MismatchError when the first answers are not to the same prompts."""
+        await self._warm_up(load, tasks)
+        arms, size = list(self._config.arms), _block_size(len(tasks), load)
+        for block, start in enumerate(range(0, len(tasks), size)):
+            some = tasks[start : start + size]
+            for arm in _in_turn(arms, block):
+                before = await server.count(self._clients[arm])
+                received = await self._ask(arm, some, load, block)
+                await asyncio.sleep(SETTLE_S)
+                own = server.difference(before, await server.count(self._clients[arm]))
+                self.counted[arm, load] = server.added(self.counted.get((arm, load), {}), own)
+                for task, got in zip(some, received, strict=True):
+                    where = (arm, load.concurrency, block, task.prompt_id, task.category, got.sent - self._begin)
+                    self.rows.append(Row(*where, read_reply(got), load.rate))
+                track(len(self.rows), f"{arm}, {load}")
+
+    async def count_tokens(self) -> None:
+        """Ask the servers that told no usage for the tokens of their answers, where they can tell."""
+        for arm in self._config.arms:
+            for place, row in enumerate(self.rows):
+                if row.arm == arm and row.is_answered and not row.reply.counted_by:
+                    number = await self._clients[arm].num_tokens(self._facts[arm].model, row.reply.text)
+                    if number is None:
+                        break
+                    reply = dataclasses.replace(row.reply, num_output_tokens=number, counted_by="tokenize")
+                    self.rows[place] = dataclasses.replace(row, reply=reply)
+
+    def differences(self) -> list[dict[str, Any]]:
+        """How each arm differs from the first, over all loads. Raises MismatchError for what cannot be compared."""
+        baseline, *others = self._config.arms
+        found = []
+        for arm in others:
+            pairs = self._pairs(baseline, arm)
+            differences = comparability.of_servers(self._facts[baseline], self._facts[arm])
+            differences += comparability.of_answers(pairs, self._config.temperature == 0)
+            comparability.check_comparable(arm, baseline, differences, self._config.compare_anyway)
+            found += [{"arm": arm, "baseline": baseline, **one.to_json()} for one in differences]
+        return found
+
+    def _pairs(self, baseline: str, arm: str) -> list[tuple[Reply, Reply]]:
+        """The answers of two arms to the same prompts at the same loads."""
+        first = {(row.load, row.prompt_id): row.reply for row in self.rows if row.arm == baseline and row.is_answered}
+        own = [row for row in self.rows if row.arm == arm and row.is_answered and (row.load, row.prompt_id) in first]
+        return [(first[row.load, row.prompt_id], row.reply) for row in own]
+
+    async def _warm_up(self, load: Load, tasks: Sequence[Task]) -> None:
+        """As many requests as there are slots, not counted; they tell whether the arms read the same prompts."""
+        some = tasks[: max(load.concurrency, 2)]
+        replies = {}
+        for arm in self._config.arms:
+            bodies = [self._config.body(arm, task.messages, self._facts[arm].model) for task in some]
+            replies[arm] = [read_reply(one) for one in await _ask_all(self._clients[arm], bodies, max(load.concurrency, 1))]
+        baseline, *others = replies
+        for arm in others:
+            both = zip(replies[baseline], replies[arm], strict=True)
+            pairs = [pair for pair in both if not (pair[0].error or pair[1].error)]
+            refused = [one for one in comparability.of_answers(pairs, is_greedy=False) if one.what in ("prompts", "counts")]
+            comparability.check_comparable(arm, baseline, refused, self._config.compare_anyway)
+
+    async def _ask(self, arm: str, tasks: Sequence[Task], load: Load, block: int) -> list[Received]:
+        bodies = [self._config.body(arm, task.messages, self._facts[arm].model) for task in tasks]
+        if load.rate is None:
+            return await _ask_all(self._clients[arm], bodies, load.concurrency)
+        times_s = arrival_times_s(self._config.open_loop, load.rate, len(bodies), self._config.seed + block)
+        return await _ask_when(self._clients[arm], bodies, times_s)
+
+
+def _block_size(number: int, load: Load) -> int:
+    """Prompts in a block: BLOCK a slot, or fewer for NUM_BLOCKS blocks, but not below two a slot."""
+    fair = math.ceil(number / NUM_BLOCKS)
+    return fair if load.rate is not None else max(2 * load.concurrency, min(BLOCK * load.concurrency, fair))
 
 
 def _in_turn(arms: list[str], block: int) -> list[str]:
@@ -181,3 +324,16 @@ async def _ask_all(client: Client, bodies: Sequence[dict[str, Any]], concurrency
             group.create_task(slot())
     assert None not in received
     return [one for one in received if one is not None]
+
+
+async def _ask_when(client: Client, bodies: Sequence[dict[str, Any]], times_s: Sequence[float]) -> list[Received]:
+    """Ask for each when its time has come, however many are under way."""
+    begin = time.perf_counter()
+
+    async def later(body: dict[str, Any], at_s: float) -> Received:
+        await asyncio.sleep(at_s - (time.perf_counter() - begin))
+        return await client.complete(body)
+
+    async with asyncio.TaskGroup() as group:
+        asked = [group.create_task(later(body, at_s)) for body, at_s in zip(bodies, times_s, strict=True)]
+    return [one.result() for one in asked]

@@ -1,4 +1,4 @@
-"""A streaming client of OpenAI's chat completions that notes when each piece arrived. Knows HTTP and no engine.
+"""A client of OpenAI-compatible servers that notes when each piece of an answer arrived. Knows HTTP and no engine.
 
 While answers stream, their pieces are only stored with the time; they are read when nothing is being measured, so that
 the client takes as little as possible from a server on the same machine.
@@ -6,46 +6,18 @@ the client takes as little as possible from a server on the same machine.
 
 from __future__ import annotations
 
-import json
+import os
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
 
-from eyas.bench import metrics
+from eyas.bench.stream import Piece, Received, message
 from eyas.errors import EyasError, MissingInputError
 
-Piece = tuple[float, bytes]  # ms since the request was sent, bytes as they came
-
-
-@dataclass(frozen=True, slots=True)
-class Received:
-    """One answer as it came: when it was asked for (perf_counter, seconds), its pieces, and what went wrong."""
-
-    sent: float
-    pieces: list[Piece]
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """One answer, read. Times are ms since it was asked for; with an `error`, all figures are zero.
-
-    accept_hist is what the server tells under usage.eyas, and empty where it tells nothing.
-    """
-
-    ttft_ms: float = 0.0
-    e2e_ms: float = 0.0
-    itl_ms: list[float] = field(default_factory=list)
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-    finish_reason: str = ""
-    text: str = ""
-    accept_hist: list[int] = field(default_factory=list)
-    error: str = ""
+API_KEY = "EYAS_BENCH_API_KEY"  # of the environment: a key on a command line would be in the report
+ASIDE_S = 10.0  # for what is asked besides answers
 
 
 class Client:
@@ -55,6 +27,8 @@ class Client:
         self.url = url.rstrip("/").removesuffix("/v1")
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         headers = {"accept-encoding": "identity"}
+        if key := os.environ.get(API_KEY):
+            headers["authorization"] = f"Bearer {key}"
         self._http = httpx.AsyncClient(base_url=self.url, timeout=timeout_s, limits=limits, headers=headers, trust_env=False)
 
     async def __aenter__(self) -> Self:
@@ -65,20 +39,47 @@ class Client:
     ) -> None:
         await self._http.aclose()
 
-    async def model(self) -> str:
-        """The id of the (first) model that the server lists. Raises MissingInputError, EyasError."""
+    async def card(self) -> dict[str, Any]:
+        """What the server says of the (first) model that it lists; `id` is its name. Raises MissingInputError, EyasError."""
         try:
             listed = await self._http.get("/v1/models")
-            return str(listed.raise_for_status().json()["data"][0]["id"])
+            card = listed.raise_for_status().json()["data"][0]
+            return {**card, "id": str(card["id"])}
         except httpx.TransportError as error:
             hint = "start it first, e.g. `eyas serve`, or check the address"
             raise MissingInputError(f"no server at {self.url}: {error}", hint) from error
         except (httpx.HTTPStatusError, ValueError, LookupError, TypeError) as error:
-            hint = "give the address of an OpenAI-compatible server"
+            hint = f"give the address of an OpenAI-compatible server; a key, if it wants one, in {API_KEY}"
             raise EyasError(f"{self.url}/v1/models does not list a model: {error}", hint) from error
+
+    async def text(self, path: str) -> str:
+        """The body of a page, "" where the server has none or does not tell."""
+        try:
+            got = await self._http.get(path, timeout=ASIDE_S)
+        except httpx.TransportError:
+            return ""
+        return got.text if got.status_code == httpx.codes.OK else ""
+
+    async def num_tokens(self, model: str, text: str) -> int | None:
+        """How many tokens a text has, by the server's /tokenize (vLLM's and SGLang's form, llama.cpp's); None without one."""
+        for body in ({"model": model, "prompt": text, "add_special_tokens": False}, {"content": text}):
+            try:
+                got = await self._http.post("/tokenize", json=body, timeout=ASIDE_S)
+                tokens = got.raise_for_status().json()["tokens"]
+            except (httpx.HTTPError, ValueError, LookupError, TypeError):
+                continue
+            if tokens or not text:  # llama.cpp takes the other form for an empty text
+                return len(tokens)
+        return None
 
     async def complete(self, body: dict[str, Any]) -> Received:
         """Stream one answer. A request that fails is a result too: nothing is raised."""
+        received = await self._stream(body)
+        # A server may close an idle connection just when it is taken: nothing was asked yet, so it is asked again.
+        stale = received.error.startswith(httpx.RemoteProtocolError.__name__) and not received.pieces
+        return await self._stream(body) if stale else received
+
+    async def _stream(self, body: dict[str, Any]) -> Received:
         pieces: list[Piece] = []
         sent = time.perf_counter()
         try:
@@ -88,62 +89,5 @@ class Client:
         except httpx.TransportError as error:
             return Received(sent, pieces, f"{type(error).__name__}: {error}")
         if response.status_code != httpx.codes.OK:
-            return Received(sent, pieces, f"HTTP {response.status_code}: {_message(b''.join(piece for _, piece in pieces))}")
+            return Received(sent, pieces, f"HTTP {response.status_code}: {message(b''.join(piece for _, piece in pieces))}")
         return Received(sent, pieces)
-
-
-def read_reply(received: Received) -> Reply:
-    """The reply in a stream of server-sent events. The first token is timed by the first text, not by the first chunk."""
-    if received.error:
-        return Reply(error=received.error)
-    try:
-        return _reply(list(events(received.pieces)))
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        return Reply(error=f"not a stream of chat completions: {type(error).__name__}: {error}")
-
-
-def _reply(timed_events: list[tuple[float, dict[str, Any]]]) -> Reply:
-    times, texts, finish_reason, usage = [], [], "", None
-    for at, event in timed_events:
-        if "error" in event:
-            return Reply(error=_message(json.dumps(event).encode()))
-        usage = event.get("usage") or usage
-        for choice in event.get("choices", ()):
-            text = choice["delta"].get("content") or ""
-            finish_reason = choice.get("finish_reason") or finish_reason
-            if text or choice.get("finish_reason"):
-                times.append(at)
-                texts.append(text)
-    if not finish_reason:
-        return Reply(error="the stream ended before the answer did")
-    if usage is None:
-        return Reply(error="the server tells no usage, so tokens cannot be counted")
-    return Reply(
-        ttft_ms=times[0],
-        e2e_ms=times[-1],
-        itl_ms=metrics.itl_ms([at for at, text in zip(times, texts, strict=True) if text]),
-        num_prompt_tokens=usage["prompt_tokens"],
-        num_output_tokens=usage["completion_tokens"],
-        finish_reason=finish_reason,
-        text="".join(texts),
-        accept_hist=(usage.get("eyas") or {}).get("accept_hist", []),
-    )
-
-
-def events(pieces: Iterable[Piece]) -> Iterator[tuple[float, dict[str, Any]]]:
-    """The JSON of each `data:` line but [DONE], with the time of the piece that completed the line."""
-    rest = b""
-    for at, piece in pieces:
-        *lines, rest = (rest + piece).split(b"\n")
-        for line in lines:
-            data = line.removeprefix(b"data:").strip()
-            if len(data) < len(line.strip()) and data != b"[DONE]":
-                yield at, json.loads(data)
-
-
-def _message(body: bytes) -> str:
-    """The message of an error in OpenAI's shape, or the beginning of whatever came."""
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, LookupError, TypeError):
-        return body[:200].decode(errors="replace")

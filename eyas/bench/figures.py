@@ -39,6 +39,7 @@ STYLE: dict[Any, Any] = {
     "ytick.major.size": 0,
     "legend.frameon": False,
 }
+WIDE = 20  # a range of loads over which a linear axis would put the lowest into one place
 INCHES = (4.2, 2.6)  # about a phone's width at one CSS pixel a point, so that text keeps its size there
 
 
@@ -46,7 +47,7 @@ INCHES = (4.2, 2.6)  # about a phone's width at one CSS pixel a point, so that t
 class Point:
     """A value at x, with the interval it lies in where there is one."""
 
-    x: int
+    x: float
     y: float
     low: float | None = None
     high: float | None = None
@@ -59,17 +60,24 @@ class Series:
     name: str
     number: int
     points: Sequence[Point]
+    is_expected: bool = False  # and not measured: drawn in dashes
 
     @property
     def color(self) -> str:
         return SERIES[self.number % len(SERIES)]
 
 
-def against_concurrency(series: Sequence[Series], label: str) -> str:
-    """A line per series over the number of requests at a time; bars where there is only one such number."""
+def against_load(series: Sequence[Series], label: str, x_label: str = "requests at a time", even: bool = False) -> str:
+    """A line per series over the load; bars where there is only one. even: of ratios, with a line at 1 for no difference."""
     if len({point.x for one in series for point in one.points}) == 1:
         return _draw(lambda axes: _bars(axes, series, label), label)
-    return _draw(lambda axes: _lines(axes, series, "requests at a time", label), label)
+
+    def paint(axes: Axes) -> None:
+        if even:
+            axes.axhline(1, color=INK, linewidth=1, linestyle=(0, (1, 2)))
+        _lines(axes, series, x_label, label)
+
+    return _draw(paint, label)
 
 
 def histogram(series: Sequence[Series], label: str) -> str:
@@ -101,14 +109,23 @@ def by_position(series: Sequence[Series], label: str) -> str:
 
 
 def _lines(axes: Axes, series: Sequence[Series], x_label: str, y_label: str) -> None:
+    ticks = sorted({point.x for one in series for point in one.points})
+    is_wide = ticks[0] > 0 and ticks[-1] / ticks[0] > WIDE
+    if is_wide:
+        axes.set_xscale("log", base=2)
     for one in series:
         x, y = [point.x for point in one.points], [point.y for point in one.points]
-        axes.plot(x, y, color=one.color, marker="o", markersize=5, linewidth=2, label=one.name)
-        for point in one.points:
-            if point.low is not None and point.high is not None:
-                axes.vlines(point.x, point.low, point.high, color=one.color, linewidth=1.2)
-    axes.set_xticks(sorted({point.x for one in series for point in one.points}))
+        known = [point for point in one.points if point.low is not None and point.high is not None]
+        style: dict[str, Any] = {"linestyle": (0, (4, 2)), "markerfacecolor": "none"} if one.is_expected else {}
+        axes.plot(x, y, color=one.color, marker="o", markersize=4.5, linewidth=2, label=one.name, **style)
+        if known:
+            lows, highs = [point.low or 0.0 for point in known], [point.high or 0.0 for point in known]
+            axes.fill_between([point.x for point in known], lows, highs, color=one.color, alpha=0.18, linewidth=0)
+            axes.vlines([point.x for point in known], lows, highs, color=one.color, linewidth=1.2)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
     axes.set_ylim(bottom=0)
+    axes.margins(y=0.08)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     _legend(axes, series)
@@ -137,7 +154,7 @@ def _in_percent(axes: Axes) -> None:
 
 def _legend(axes: Axes, series: Sequence[Series]) -> None:
     if len(series) > 1:
-        axes.legend(loc="best", fontsize=10)
+        axes.legend(loc="best", fontsize=9.5, handlelength=1.6, labelspacing=0.3, borderaxespad=0.2)
 
 
 def _draw(paint: Callable[[Axes], None], label: str) -> str:

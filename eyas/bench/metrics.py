@@ -9,9 +9,15 @@ Times are in milliseconds, as their names say. accept_hist[a] counts the rounds 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise, zip_longest
 from typing import TypedDict
+
+import numpy as np
+
+Interval = tuple[float, float]
+ENOUGH = 6  # values, from which on an interval is given: below, not even (lowest, highest) holds a median with 95 %
+RESAMPLES = 1000
 
 
 class Spread(TypedDict):
@@ -64,6 +70,20 @@ def acceptance_by_position(accept_hist: Sequence[int]) -> list[float]:
     return [more / reached for reached, more in pairwise(at_least) if reached]
 
 
+def acceptance_of_positions(num_drafts: float, accepted: Sequence[float]) -> list[float]:
+    """As acceptance_by_position, from what servers count: rounds, and drafts accepted at position 1, 2, ..."""
+    return [own / before for before, own in pairwise([num_drafts, *accepted]) if before]
+
+
+def tokens_per_forward(num_decoded: int, accept_hist: Sequence[int]) -> float | None:
+    """Decoded tokens (the first of an answer is none) for each forward of the target; what no round emitted took one each.
+
+    It lies between 1 and tau, and is tau where every token came from a round; None without tokens.
+    """
+    num_forwards = sum(accept_hist) + max(num_decoded - num_emitted(accept_hist), 0)
+    return num_decoded / num_forwards if num_forwards else None
+
+
 def percentile(values: Sequence[float], share: float) -> float:
     """The value below which `share` (0..1) of the sample lies, linear between neighbours (numpy's default)."""
     assert values, "no sample"
@@ -97,6 +117,33 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
         return None
     ordered = sorted(values)
     return ordered[left_out], ordered[n - 1 - left_out]
+
+
+def bootstrap_interval(
+    rows: Sequence[Sequence[float]], figure: Callable[[np.ndarray], np.ndarray], confidence: float = 0.95
+) -> Interval | None:
+    """Percentile bootstrap of a figure over the rows [n, k], each row what is known of one request; the same every time.
+
+    figure: resamples [..., n, k] -> values [...]. None for fewer than ENOUGH rows. Efron, Tibshirani 1993, chapter 13.
+    """
+    if len(rows) < ENOUGH:
+        return None
+    table = np.asarray(rows, float)
+    drawn = np.random.default_rng(0).integers(0, len(table), (RESAMPLES, len(table)))
+    low, high = np.quantile(figure(table[drawn]), [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(low), float(high)
+
+
+def ratio_of_medians(table: np.ndarray) -> np.ndarray:
+    """[..., n, 2] -> [...]: median of the first column over that of the second."""
+    medians = np.median(table, axis=-2)
+    return np.asarray(medians[..., 0] / medians[..., 1])
+
+
+def ratio_of_sums(table: np.ndarray) -> np.ndarray:
+    """[..., n, 2] -> [...]: sum of the first column over that of the second; 0 / 0 is 0."""
+    sums = table.sum(axis=-2)
+    return np.asarray(sums[..., 0] / np.maximum(sums[..., 1], np.finfo(float).tiny))
 
 
 def spread(values: Sequence[float]) -> Spread | None:

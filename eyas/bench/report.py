@@ -1,4 +1,4 @@
-"""The report of a benchmark, and of the pipeline before it: one HTML file that needs nothing beside it.
+"""The report of a benchmark, and of the pipeline before it: one HTML file that needs nothing beside it, Markdown, and CSV.
 
 Takes the JSON that stages write as plain dicts and a manifest for the lineage. Knows what the figures mean, not who made them.
 """
@@ -11,17 +11,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
-from eyas import lineage
-from eyas.artifact import Manifest, storage_errors
-from eyas.bench import figures
+from eyas import lineage, sheet
+from eyas.artifact import Artifact, Manifest
+from eyas.bench import figures, tables
 from eyas.bench.figures import Point, Series
+from eyas.bench.summary import check_possible
+from eyas.errors import InputError
 
 TEMPLATE = Path(__file__).with_name("report.html")
-TPOT_NOTE = "Median time per output token after the first; whiskers hold the median with 95 % confidence. Lower is better."
-THROUGHPUT_NOTE = "Output tokens of all requests together, prefill and waiting included. Higher is better."
+NAMES = ("report.html", "report.md", "report.csv")
+TPOT_NOTE = "Median time per output token after the first, with its 95 % interval. Lower is better."
+THROUGHPUT_NOTE = (
+    "Output tokens of all requests together, prefill and waiting included, with a 95 % interval. Higher is better."
+)
+SPEEDUP_NOTE = "Median TPOT of the baseline over that of the arm, with a 95 % interval. Above 1 is faster."
+TTFT_NOTE = "Median time from the request to the first text, with its 95 % interval."
+TREE_NOTE = (
+    "Drafted tokens that the target judged, for each answer and round that drafted, on average over the stretch; the size is "
+    "the server's choice, round by round, where it has one."
+)
 HISTOGRAM_NOTE = (
     "Share of the rounds by how many drafts the target took over; each round emits one token of the target's own besides."
 )
@@ -29,7 +39,14 @@ POSITION_NOTE = (
     "Where all drafts before it were accepted: how often the next one was. "
     "Served rounds may be trees, and there the end of an answer counts as a miss."
 )
+SAID_BY = {
+    "usage": "counted in every answer",
+    "metrics": "by the server's counters",
+    "timings": "by the server's timings of every answer",
+    "chunks": "not told: tokens per chunk of the stream, which may be another number",
+}
 BUSY = 1.2  # of the cores: a load average above this says that something else is, or just was, at work
+Picture = tuple[str, str, str]  # heading, SVG, note
 
 
 @dataclass(frozen=True)
@@ -47,32 +64,43 @@ class Contents:
     title: str = "eyas report"
 
 
-def write_report(path: str | Path, contents: Contents) -> str:
-    """Write the report and return its path."""
-    with storage_errors(str(path)):
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(render(contents), encoding="utf-8")
-    return str(path)
+def write_reports(folder: Artifact, contents: Contents) -> str:
+    """Write the three files into a folder and return where the page is. Raises what `render` raises."""
+    page = render(contents)
+    markdown, csv = (
+        tables.markdown(contents.bench, contents.manifest, contents.commands, contents.title),
+        tables.csv(contents.bench),
+    )
+    for name, text in zip(NAMES, (page, markdown, csv), strict=True):
+        folder.write(name, text.encode())
+    return f"{folder.url}/{NAMES[0]}"
 
 
 def render(contents: Contents) -> str:
-    """The report as HTML."""
+    """The report as HTML. Raises EyasError for a summary with a speed-up above tau, InputError for one of an older kind."""
     bench = contents.bench
+    if "open_loop" not in bench:
+        raise InputError("this summary.json was made by an older eyas, and lacks what a report shows", "run `eyas bench` again")
+    for compared in (*bench["comparisons"], *bench["by_task"], *bench["open_loop"]["comparisons"]):
+        check_possible(compared)
     machine = bench["machine"]
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["number"] = _number
-    environment.filters["pretty"] = lambda value: json.dumps(value, indent=1, ensure_ascii=False)
-    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+    closed, opened = bench["results"], bench["open_loop"]["results"]
+    return sheet.fill(
+        TEMPLATE,
+        {"number": _number, "pretty": lambda value: json.dumps(value, indent=1, ensure_ascii=False)},
         title=contents.title,
         headlines=[headline(bench, compared) for compared in _at_fewest(bench["comparisons"])],
-        results=bench["results"],
-        comparisons=bench["comparisons"],
+        results=[*closed, *opened],
+        comparisons=[*bench["comparisons"], *bench["open_loop"]["comparisons"]],
+        tasks=tasks(bench),
+        bench=bench,
         config=bench["config"],
         pictures=[(name, Markup(svg), note) for name, svg, note in pictures(bench, contents.evaluation)],
+        said_by=SAID_BY,
         evaluation=contents.evaluation,
+        predictions=predictions(bench, contents.evaluation),
         ledger=contents.ledger,
         fates=fates(contents.ledger) if contents.ledger else [],
-        manifest=contents.manifest,
         stages=lineage.stages(contents.manifest) if contents.manifest else [],
         sources=lineage.sources(contents.manifest) if contents.manifest else [],
         machine=machine,
@@ -92,31 +120,120 @@ def headline(bench: Mapping[str, Any], compared: Mapping[str, Any]) -> dict[str,
     }
 
 
-def pictures(bench: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> list[tuple[str, str, str]]:
+def tasks(bench: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A table per compared arm: a row per task, a comparison (or None) per concurrency."""
+    found: list[dict[str, Any]] = []
+    for arm in dict.fromkeys(one["arm"] for one in bench["by_task"]):
+        own = {(one["category"], one["concurrency"]): one for one in bench["by_task"] if one["arm"] == arm}
+        categories, loads = (sorted({key[place] for key in own}) for place in (0, 1))
+        rows = {category: [own.get((category, load)) for load in loads] for category in categories}
+        baseline = next(iter(own.values()))["baseline"]
+        found.append({"arm": arm, "baseline": baseline, "loads": loads, "rows": rows})
+    return found
+
+
+def predictions(bench: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """What `eyas eval` said of a concurrency before any server ran, beside what every compared arm did at it."""
+    measured = {(one["arm"], one["concurrency"]): one for one in bench["comparisons"]}
+    said = predicted(evaluation)
+    return [
+        {"arm": arm, "concurrency": concurrency, "predicted": said[concurrency], "measured": one}
+        for (arm, concurrency), one in measured.items()
+        if concurrency in said
+    ]
+
+
+def predicted(evaluation: Mapping[str, Any] | None) -> dict[int, Mapping[str, Any]]:
+    """eval.json's predictions by concurrency; a list of rows with a `concurrency` each, or an object by it."""
+    told = (evaluation or {}).get("predicted") or []
+    rows = [{**one, "concurrency": key} for key, one in told.items()] if isinstance(told, Mapping) else told
+    return {int(row["concurrency"]): row for row in rows if row.get("speedup") is not None}
+
+
+def pictures(bench: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> list[Picture]:
     """Heading, SVG and note of each picture there are figures for."""
-    first = _at_fewest(bench["results"])
-    arms = {result["arm"]: number for number, result in enumerate(first)}
-    tpots = _over_concurrency(bench["results"], arms, _tpot)
-    rates = _over_concurrency(bench["results"], arms, _throughput)
-    speculative = [result for result in first if sum(result["accept_hist"])]
-    hists = [Series(one["arm"], arms[one["arm"]], _numbered(one["accept_hist"], 0)) for one in speculative]
+    every = [*bench["results"], *bench["open_loop"]["results"]]
+    arms = {arm: number for number, arm in enumerate(dict.fromkeys(result["arm"] for result in every))}
+    closed = _of_loads(bench, "concurrency", arms, "requests at a time", evaluation)
+    opened = _of_loads(bench["open_loop"], "rate", arms, "requests a second", None)
+    return [*closed, *_of_rounds(bench["results"] or every, arms, evaluation), *opened]
+
+
+def _of_loads(
+    bench: Mapping[str, Any], load: str, arms: Mapping[str, int], x_label: str, evaluation: Mapping[str, Any] | None
+) -> list[Picture]:
+    """Pictures with the load along the bottom."""
+    results, comparisons = bench["results"], bench["comparisons"]
+
+    def series(rows: Sequence[Mapping[str, Any]], point: Callable[[Mapping[str, Any], float], Point | None]) -> list[Series]:
+        ordered = sorted(rows, key=lambda row: row[load])
+        found = {arm: [point(row, row[load]) for row in ordered if row["arm"] == arm] for arm in arms}
+        kept = {arm: [one for one in points if one is not None] for arm, points in found.items()}
+        return [Series(arm, arms[arm], points) for arm, points in kept.items() if points]
+
+    speedups = series(comparisons, lambda row, x: _interval(x, row["speedup"], row["speedup_interval"]))
+    said = [Point(x, row["speedup"]) for x, row in sorted(predicted(evaluation).items())]
+    if said and speedups:
+        speedups.append(Series("predicted", len(arms), said, is_expected=True))
+    drawn = [
+        ("Time per output token", series(results, lambda row, x: _spread(x, row["tpot_ms"])), "TPOT, ms", TPOT_NOTE, False),
+        (
+            "Throughput",
+            series(results, lambda row, x: _interval(x, row["throughput_tps"], row["throughput_interval"])),
+            "output tokens/s",
+            THROUGHPUT_NOTE,
+            False,
+        ),
+        ("Speed-up", speedups if len({row[load] for row in results}) > 1 else [], "speed-up", SPEEDUP_NOTE, True),
+        (
+            "Time to the first text",
+            _if_open(load, series(results, lambda row, x: _spread(x, row["ttft_ms"]))),
+            "TTFT, ms",
+            TTFT_NOTE,
+            False,
+        ),
+        (
+            "Tree sizes chosen",
+            series(results, lambda row, x: _interval(x, row["speculation"].get("nodes_mean"), None)),
+            "drafted tokens a round",
+            TREE_NOTE,
+            False,
+        ),
+    ]
+    under = "" if load == "concurrency" else f", by {x_label}"
+    return [
+        (f"{name}{under}", figures.against_load(found, f"{label}{under}" if under else label, x_label, even), note)
+        for name, found, label, note, even in drawn
+        if found
+    ]
+
+
+def _if_open(load: str, series: list[Series]) -> list[Series]:
+    """In a closed loop the time to the first text says more of the prompts than of the load."""
+    return series if load == "rate" else []
+
+
+def _of_rounds(
+    results: Sequence[Mapping[str, Any]], arms: Mapping[str, int], evaluation: Mapping[str, Any] | None
+) -> list[Picture]:
+    """Pictures of what rounds accepted, at the lowest load."""
+    first = _at_fewest(results)
+    hists = [Series(one["arm"], arms[one["arm"]], _numbered(one["accept_hist"], 0)) for one in first if sum(one["accept_hist"])]
     shares = [
-        Series(f"{one['arm']}, served", arms[one["arm"]], _numbered(one["acceptance_by_position"], 1)) for one in speculative
+        Series(f"{one['arm']}, served", arms[one["arm"]], _numbered(one["acceptance_by_position"], 1))
+        for one in first
+        if one["acceptance_by_position"]
     ]
     if evaluation is not None:
-        shares.append(Series("held-out, chain", len(arms), _numbered(evaluation["acceptance_by_position"], 1)))
-    drawn = [
-        ("Time per output token", figures.against_concurrency, tpots, "TPOT, ms", TPOT_NOTE),
-        ("Throughput", figures.against_concurrency, rates, "output tokens/s", THROUGHPUT_NOTE),
-        ("Accepted drafts", figures.histogram, hists, "share of rounds by accepted drafts", HISTOGRAM_NOTE),
-        ("Acceptance by position", figures.by_position, shares, "share of drafts accepted", POSITION_NOTE),
-    ]
-    series_with_points = [[one for one in series if one.points] for _, _, series, _, _ in drawn]
-    return [
-        (name, draw(series, label), note)
-        for (name, draw, _, label, note), series in zip(drawn, series_with_points, strict=True)
-        if series
-    ]
+        points = _numbered(evaluation["acceptance_by_position"], 1)
+        shares.append(Series("held-out, chain", len(arms), points, is_expected=True))
+    made = []
+    if hists:
+        label = "share of rounds by accepted drafts"
+        made.append(("Accepted drafts", figures.histogram(hists, label), HISTOGRAM_NOTE))
+    if shares:
+        made.append(("Acceptance by position", figures.by_position(shares, "share of drafts accepted"), POSITION_NOTE))
+    return made
 
 
 def fates(ledger: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -127,27 +244,18 @@ def fates(ledger: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _at_fewest(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The rows with the fewest requests at a time: where a single user's wait is measured."""
-    fewest = min((row["concurrency"] for row in rows), default=0)
-    return [row for row in rows if row["concurrency"] == fewest]
+    """The rows with the fewest requests at a time, or a second: where a single user's wait is measured."""
+    loads = [row.get("concurrency", row.get("rate")) for row in rows]
+    fewest = min(loads, default=0)
+    return [row for row, load in zip(rows, loads, strict=True) if load == fewest]
 
 
-def _over_concurrency(
-    results: Sequence[Mapping[str, Any]], arms: Mapping[str, int], point: Callable[[Mapping[str, Any]], Point | None]
-) -> list[Series]:
-    """A series per arm of what `point` finds in its results, by concurrency."""
-    ordered = sorted(results, key=lambda result: result["concurrency"])
-    found = {arm: [point(result) for result in ordered if result["arm"] == arm] for arm in arms}
-    return [Series(arm, arms[arm], [one for one in points if one is not None]) for arm, points in found.items()]
+def _spread(x: float, spread: Mapping[str, Any] | None) -> Point | None:
+    return None if spread is None else Point(x, spread["median"], spread["low"], spread["high"])
 
 
-def _tpot(result: Mapping[str, Any]) -> Point | None:
-    tpot = result["tpot_ms"]
-    return tpot and Point(result["concurrency"], tpot["median"], tpot["low"], tpot["high"])
-
-
-def _throughput(result: Mapping[str, Any]) -> Point | None:
-    return result["throughput_tps"] and Point(result["concurrency"], result["throughput_tps"])
+def _interval(x: float, value: float | None, interval: Sequence[float] | None) -> Point | None:
+    return None if value is None else Point(x, value, *(interval or (None, None)))
 
 
 def _numbered(values: Sequence[float], first: int) -> list[Point]:

@@ -1,12 +1,16 @@
-"""What the rows of a benchmark say: one result per arm and concurrency, one comparison per pair of arms. Pure functions.
+"""What the rows of a benchmark say: one result per arm and load, one comparison per pair of arms. Pure functions.
 
-A comparison is of one arm with the baseline at the same concurrency in the same run, over the prompts that both answered:
+A comparison is of one arm with the baseline at the same load in the same run, over the prompts that both answered:
 
-    speedup            median tpot_ms of the baseline / median tpot_ms of the arm
+    speedup            median tpot_ms of the baseline / median tpot_ms of the arm, with its bootstrap interval
     paired_speedup     median over prompts of (tpot_ms of the baseline / tpot_ms of the arm), with its 95 % interval
     round_cost         what a round of the arm costs in tokens of the baseline: median over prompts of tau / speed-up
     throughput_ratio   output tokens per second of the arm / of the baseline
     identical          greedy only: prompts whose text, token count and finish reason are the same in both arms
+
+tau is tokens a round. Who says so stands beside it (`tau_from`): "usage" (every answer's histogram), "metrics" (the server's
+counters), "timings" (llama.cpp's counts of every answer), or "chunks": tokens per chunk of the stream, which is tau only where
+a server sends each round as one chunk, and is never held against a speed-up.
 """
 
 from __future__ import annotations
@@ -16,11 +20,49 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
 from eyas.bench import metrics
-from eyas.bench.client import Reply
+from eyas.bench.server import Counters, speculation
+from eyas.bench.stream import Reply
 from eyas.errors import EyasError
 
-NOISE = 0.1  # by how much the timing of a busy machine may flatter a ratio
+RARE = 0.3  # of an arm's tokens: if no more came from rounds, it decoded plain
+TOLD = ("usage", "metrics", "timings")  # by whom a tau is more than a guess
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a server is under: so many requests at a time (a closed loop), or so many a second (an open one)."""
+
+    concurrency: int = 0
+    rate: float | None = None
+
+    @property
+    def value(self) -> float:
+        return self.concurrency if self.rate is None else self.rate
+
+    def __str__(self) -> str:
+        return f"{self.concurrency} at a time" if self.rate is None else f"{self.rate:g} a second"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"concurrency": self.concurrency} if self.rate is None else {"rate": self.rate}
+
+
+class Objectives(BaseModel):
+    """What a user takes for good service; goodput counts the answers that keep all of it. None: no objective."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    ttft_ms: float | None = Field(default=None, gt=0)
+    tpot_ms: float | None = Field(default=None, gt=0)
+    e2e_ms: float | None = Field(default=None, gt=0)
+
+    def kept(self, row: Row) -> bool:
+        """Whether an answer keeps them; without a second token its TPOT does."""
+        figures = ((self.ttft_ms, row.reply.ttft_ms), (self.tpot_ms, row.tpot_ms), (self.e2e_ms, row.reply.e2e_ms))
+        return row.is_answered and all(None in (most, figure) or figure <= most for most, figure in figures)  # type: ignore[operator]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +70,17 @@ class Row:
     """One request: where in the run it stood and what came back. started_s counts from the beginning of the run."""
 
     arm: str
-    concurrency: int
+    concurrency: int  # 0 in an open loop
     block: int
     prompt_id: str
     category: str
     started_s: float
     reply: Reply
+    rate: float | None = None
+
+    @property
+    def load(self) -> Load:
+        return Load(self.concurrency, self.rate)
 
     @property
     def is_answered(self) -> bool:
@@ -47,6 +94,11 @@ class Row:
             return None
         return metrics.tpot_ms(reply.ttft_ms, reply.e2e_ms, reply.num_output_tokens)
 
+    @property
+    def num_decoded(self) -> int:
+        """Tokens after the first, which comes with the prompt."""
+        return max(self.reply.num_output_tokens - 1, 0)
+
     def to_json(self) -> dict[str, Any]:
         """The row with its reply's fields beside its own, and tpot_ms."""
         row = asdict(self)
@@ -54,22 +106,71 @@ class Row:
         return {**row, **reply, "tpot_ms": self.tpot_ms}
 
 
-def summarise(rows: Sequence[Row], arms: Sequence[str], is_greedy: bool) -> dict[str, Any]:
-    """Results and comparisons of a run; the first arm is the baseline. Raises EyasError for an impossible figure."""
-    results, comparisons = [], []
-    for concurrency in sorted({row.concurrency for row in rows}):
-        of_arm = {arm: [row for row in rows if (row.arm, row.concurrency) == (arm, concurrency)] for arm in arms}
-        results += [{"arm": arm, "concurrency": concurrency, **result(of_arm[arm])} for arm in arms]
+def summarise(
+    rows: Sequence[Row],
+    arms: Sequence[str],
+    is_greedy: bool,
+    counted: Mapping[tuple[str, Load], Counters] | None = None,
+    objectives: Objectives | None = None,
+    engines: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Results and comparisons of a run; the first arm is the baseline. Raises EyasError for an impossible figure.
+
+    results, comparisons and by_task are of closed loops, by concurrency; open_loop has the same three by rate. counted: what
+    the servers' counters said of each arm and load; engines: who serves each arm. by_task leaves out tasks of fewer than
+    metrics.ENOUGH prompts.
+    """
+    known = _Known(list(arms), is_greedy, counted or {}, objectives or Objectives(), engines or {})
+    closed, opened = [row for row in rows if row.rate is None], [row for row in rows if row.rate is not None]
+    return {**_summarised(closed, known), "open_loop": _summarised(opened, known)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What is known of a run besides its rows."""
+
+    arms: list[str]
+    is_greedy: bool
+    counted: Mapping[tuple[str, Load], Counters]
+    objectives: Objectives
+    engines: Mapping[str, str]
+
+
+def _summarised(rows: Sequence[Row], known: _Known) -> dict[str, list[dict[str, Any]]]:
+    arms, baseline = known.arms, known.arms[0]
+    results, comparisons, by_task = [], [], []
+    for load in sorted({row.load for row in rows}, key=lambda one: one.value):
+        own = [row for row in rows if row.load == load]
+        of_arm = {arm: [row for row in own if row.arm == arm] for arm in arms}
+        told = {arm: speculation(known.counted.get((arm, load), {})) for arm in arms}
+        results += [{"arm": arm, **load.to_json(), **result(of_arm[arm], told[arm], known.objectives)} for arm in arms]
         for arm in arms[1:]:
-            compared = comparison(of_arm[arms[0]], of_arm[arm], is_greedy)
-            comparisons.append({"arm": arm, "baseline": arms[0], "concurrency": concurrency, **compared})
-    return {"results": results, "comparisons": comparisons}
+            names = {"arm": arm, "baseline": baseline, **load.to_json()}
+            same = known.engines.get(arm) == known.engines.get(baseline)
+            both = comparison(of_arm[baseline], of_arm[arm], known.is_greedy, told[arm], same)
+            comparisons.append({**names, **both})
+            for category in _categories(own):
+                base, other = ([row for row in of_arm[one] if row.category == category] for one in (baseline, arm))
+                if min(len(base), len(other)) >= metrics.ENOUGH:
+                    both = comparison(base, other, known.is_greedy, None, same)
+                    by_task.append({**names, "category": category, **both})
+    return {"results": results, "comparisons": comparisons, "by_task": by_task}
 
 
-def result(rows: Sequence[Row]) -> dict[str, Any]:
-    """The figures of one arm at one concurrency."""
+def _categories(rows: Sequence[Row]) -> list[str]:
+    """The tasks in a run of more than one, in order; a run of one has no table by task."""
+    found = sorted({row.category for row in rows})
+    return found if len(found) > 1 else []
+
+
+def result(rows: Sequence[Row], told: Mapping[str, Any] | None = None, objectives: Objectives | None = None) -> dict[str, Any]:
+    """The figures of one arm at one load. told: `speculation` of the server's counters."""
+    told = told or {}
     answered = [row for row in rows if row.is_answered]
     accept_hist = metrics.sum_hists(row.reply.accept_hist for row in answered)
+    chunks = [(row.reply.num_output_tokens, row.reply.num_chunks) for row in answered if row.reply.num_chunks]
+    seconds = _busy_s(answered)
+    kept = sum(map((objectives or Objectives()).kept, rows))
     return {
         "num_requests": len(rows),
         "num_failed": len(rows) - len(answered),
@@ -79,51 +180,115 @@ def result(rows: Sequence[Row]) -> dict[str, Any]:
         "tpot_ms": metrics.spread([row.tpot_ms for row in answered if row.tpot_ms is not None]),
         "itl_ms": metrics.spread([gap for row in answered for gap in row.reply.itl_ms]),
         "e2e_ms": metrics.spread([row.reply.e2e_ms for row in answered]),
+        "num_prompt_tokens": sum(row.reply.num_prompt_tokens for row in answered),
         "num_output_tokens": sum(row.reply.num_output_tokens for row in answered),
+        "counted_by": sorted({row.reply.counted_by or "nobody" for row in answered}),
         "throughput_tps": _throughput_tps(rows),
+        "throughput_interval": _throughput_interval(answered),
+        "requests_per_s": len(answered) / seconds if seconds else None,
+        "goodput_rps": kept / seconds if seconds and objectives not in (None, Objectives()) else None,
+        "tokens_per_chunk": float(metrics.ratio_of_sums(_table(chunks))) if chunks else None,
         "accept_hist": accept_hist,
-        "acceptance_by_position": metrics.acceptance_by_position(accept_hist),
-        "tau": metrics.tau(accept_hist),
+        "acceptance_by_position": metrics.acceptance_by_position(accept_hist) or told.get("acceptance_by_position", []),
+        "speculation": dict(told),
+        **_tau(answered, told),
     }
 
 
-def comparison(baseline: Sequence[Row], arm: Sequence[Row], is_greedy: bool) -> dict[str, Any]:
+def _tau(answered: Sequence[Row], told: Mapping[str, Any]) -> dict[str, Any]:
+    """tau, who says so, its interval where answers say it, and tokens per forward of the target where they say that.
+
+    No tau for an arm that decoded plain but for a few rounds: a handful of trials says nothing of its speed.
+    """
+    replies = [row.reply for row in answered]
+    accept_hist = metrics.sum_hists(reply.accept_hist for reply in replies)
+    num_decoded = sum(row.num_decoded for row in answered)
+    found: dict[str, Any] = {
+        "tau": None,
+        "tau_from": None,
+        "tau_interval": None,
+        "tokens_per_forward": None,
+        "num_plain_steps": 0,
+    }
+    if any(reply.tells_rounds or reply.accept_hist for reply in replies):
+        emitted = metrics.num_emitted(accept_hist)
+        found |= {
+            "tau_from": "usage",
+            "tokens_per_forward": metrics.tokens_per_forward(num_decoded, accept_hist),
+            "num_plain_steps": max(num_decoded - emitted, 0),
+        }
+        if emitted <= RARE * num_decoded:
+            return found
+        rounds = [(metrics.num_emitted(hist), sum(hist)) for hist in (reply.accept_hist for reply in replies) if sum(hist)]
+        return found | {
+            "tau": metrics.tau(accept_hist),
+            "tau_interval": metrics.bootstrap_interval(rounds, metrics.ratio_of_sums),
+        }
+    if "tau" in told:
+        return found | {"tau": told["tau"], "tau_from": "metrics"}
+    forwards = [(row.num_decoded, row.num_decoded - (row.reply.num_accepted_drafts or 0)) for row in answered]
+    if any(reply.num_accepted_drafts is not None for reply in replies) and num_decoded:
+        rounds_tau = float(metrics.ratio_of_sums(_table(forwards)))
+        interval = metrics.bootstrap_interval(forwards, metrics.ratio_of_sums)
+        return found | {"tau": rounds_tau, "tau_from": "timings", "tau_interval": interval, "tokens_per_forward": rounds_tau}
+    chunks = [(row.num_decoded, row.reply.num_chunks - 1) for row in answered if row.reply.num_chunks > 1 and row.num_decoded]
+    if chunks:
+        return found | {"tau": float(metrics.ratio_of_sums(_table(chunks))), "tau_from": "chunks"}
+    return found
+
+
+def comparison(
+    baseline: Sequence[Row],
+    arm: Sequence[Row],
+    is_greedy: bool,
+    told: Mapping[str, Any] | None = None,
+    same_engine: bool = True,
+) -> dict[str, Any]:
     """One arm against the baseline, prompt by prompt. Raises EyasError for a speed-up that cannot be."""
     by_prompt = {row.prompt_id: row for row in baseline if row.is_answered}
     pairs = [(by_prompt[row.prompt_id], row) for row in arm if row.is_answered and row.prompt_id in by_prompt]
     timed = [(base.tpot_ms, row.tpot_ms, row) for base, row in pairs if base.tpot_ms is not None and row.tpot_ms is not None]
-    medians_ms = [metrics.median(tpots_ms) for tpots_ms in ([one[0] for one in timed], [one[1] for one in timed]) if tpots_ms]
-    taus = [(base, own, _decode_tau(row)) for base, own, row in timed]
+    tpots_ms = [(base, own) for base, own, _ in timed]
+    costs = [tau * own / base for base, own, tau in ((base, own, _decode_tau(row)) for base, own, row in timed) if tau]
     compared = {
         "num_pairs": len(pairs),
+        "same_engine": same_engine,
         "identical": sum(_is_same(*pair) for pair in pairs) if is_greedy else None,
-        "speedup": _ratio(*medians_ms) if medians_ms else None,
-        "paired_speedup": metrics.spread([base / own for base, own, _ in timed]),
-        "round_cost": metrics.spread([tau * own / base for base, own, tau in taus if tau is not None]),
+        "tpot_ms_baseline": metrics.median([base for base, _ in tpots_ms]) if tpots_ms else None,
+        "tpot_ms": metrics.median([own for _, own in tpots_ms]) if tpots_ms else None,
+        "speedup": float(metrics.ratio_of_medians(_table(tpots_ms))) if tpots_ms else None,
+        "speedup_interval": metrics.bootstrap_interval(tpots_ms, metrics.ratio_of_medians),
+        "paired_speedup": metrics.spread([base / own for base, own in tpots_ms]),
+        "round_cost": metrics.spread(costs),
         "throughput_ratio": _ratio(_throughput_tps(arm), _throughput_tps(baseline)),
+        **_tau([row for _, row in pairs], told or {}),
     }
     check_possible(compared)
     return compared
 
 
 def check_possible(compared: Mapping[str, Any]) -> None:
-    """A round costs at least a plain step, so no answer gets faster than its tau. Raises EyasError when the median one did.
+    """A round costs at least a plain step, so no answer gets faster than its tau. Raises EyasError when one is said to have.
 
-    It takes 6 prompts for an interval of the median; below that, nothing is certain enough to be impossible.
+    No allowance: a speed-up above tau fails, and so does a median round that cost, with certainty, less than a plain token.
+    Only where that is a law: against the same engine, with a tau that the server told.
     """
-    cost = compared["round_cost"]
-    if cost is not None and cost["high"] is not None and cost["high"] < 1 - NOISE:
+    speedup, tau, cost = compared["speedup"], compared["tau"], compared["round_cost"]
+    if not compared["same_engine"] or compared["tau_from"] not in TOLD or speedup is None or tau is None:
+        return
+    if speedup > tau or (cost is not None and cost["high"] is not None and cost["high"] < 1):
+        median = "" if cost is None else f", and its rounds cost {cost['median']:.2f} of a plain step"
         raise EyasError(
-            f"internal error: a speed-up of {compared['speedup']:.2f} was measured with rounds that cost {cost['median']:.2f} "
-            "of a plain step, so it is above tau, which cannot be",
+            f"internal error: a speed-up of {speedup:.2f} was measured at {tau:.2f} tokens a round{median}: "
+            "it is above tau, which cannot be",
             "the arms were not measured alike: see rows.jsonl; run again on a machine that does nothing else",
         )
 
 
 def _decode_tau(row: Row) -> float | None:
-    """Tokens per round of one answer, its first token aside; None where the server tells of no rounds."""
-    rounds = sum(row.reply.accept_hist)
-    return (row.reply.num_output_tokens - 1) / rounds if rounds else None
+    """Tokens for each forward of the target of one answer, its first token aside; None where no round is told of."""
+    hist = row.reply.accept_hist
+    return metrics.tokens_per_forward(row.num_decoded, hist) if sum(hist) else None
 
 
 def _is_same(base: Row, row: Row) -> bool:
@@ -131,16 +296,36 @@ def _is_same(base: Row, row: Row) -> bool:
     return (one.text, one.num_output_tokens, one.finish_reason) == (other.text, other.num_output_tokens, other.finish_reason)
 
 
-def _throughput_tps(rows: Sequence[Row]) -> float | None:
-    """Output tokens per second while the arm's blocks ran: each block from its first request to its last answer."""
+def _busy_s(answered: Sequence[Row]) -> float:
+    """Seconds while the arm's blocks ran: each block from its first request to its last answer."""
     blocks: dict[int, list[Row]] = {}
-    for row in rows:
-        if row.is_answered:
-            blocks.setdefault(row.block, []).append(row)
+    for row in answered:
+        blocks.setdefault(row.block, []).append(row)
     ends_s = (max(row.started_s + row.reply.e2e_ms / 1000 for row in block) for block in blocks.values())
     begins_s = (min(row.started_s for row in block) for block in blocks.values())
-    num_output_tokens = sum(row.reply.num_output_tokens for block in blocks.values() for row in block)
-    return metrics.throughput_tps(num_output_tokens, sum(ends_s) - sum(begins_s)) if blocks else None
+    return sum(ends_s) - sum(begins_s)
+
+
+def _throughput_tps(rows: Sequence[Row]) -> float | None:
+    """Output tokens per second while the arm's blocks ran; None where nobody counted them."""
+    answered = [row for row in rows if row.is_answered]
+    num_output_tokens, seconds = sum(row.reply.num_output_tokens for row in answered), _busy_s(answered)
+    return metrics.throughput_tps(num_output_tokens, seconds) if num_output_tokens and seconds else None
+
+
+def _throughput_interval(answered: Sequence[Row]) -> metrics.Interval | None:
+    """Bootstrap over requests: tokens of a request over its seconds, times the requests that were under way on average."""
+    requests = [(row.reply.num_output_tokens, row.reply.e2e_ms / 1000) for row in answered]
+    interval = metrics.bootstrap_interval(requests, metrics.ratio_of_sums)
+    seconds = _busy_s(answered)
+    if interval is None or not seconds or not any(tokens for tokens, _ in requests):
+        return None
+    under_way = sum(e2e_s for _, e2e_s in requests) / seconds
+    return interval[0] * under_way, interval[1] * under_way
+
+
+def _table(rows: Sequence[tuple[float, float]]) -> np.ndarray:
+    return np.asarray(rows, float)
 
 
 def _ratio(over: float | None, under: float | None) -> float | None:

@@ -32,45 +32,57 @@ class Task:
     messages: tuple[Message, ...]
 
 
-def read_tasks(url: str, count: int, seed: int) -> list[Task]:
+def read_tasks(url: str, count: int, seed: int, pass_over: bool = False) -> list[Task]:
     """`count` tasks, or all where there are fewer, drawn and ordered by the seed.
 
-    Raises MissingInputError, EmptyInputError, CorruptError (no JSON) and InputError (another shape; an id used twice).
+    Raises MissingInputError, EmptyInputError, CorruptError (no JSON) and InputError (another shape; an id used twice); with
+    `pass_over`, rows of these last three kinds are passed over: raw sets such as the packaged one have some.
     """
-    tasks = [_task(row, number, url) for number, row in enumerate(_rows(url), start=1)]
+    tasks: dict[str, Task] = {}
+    for number, row in enumerate(_rows(url, pass_over), start=1):
+        try:
+            task = _task(row, number, url)
+            if task.prompt_id in tasks:
+                raise InputError(f"{url} has two prompts with the id {task.prompt_id!r}", "make the ids unique")
+        except InputError:
+            if not pass_over:
+                raise
+        else:
+            tasks[task.prompt_id] = task
     if not tasks:
         raise EmptyInputError(f"{url} has no prompts", "give a file with one JSON object a line")
-    seen: set[str] = set()
-    for task in tasks:
-        if task.prompt_id in seen:
-            raise InputError(f"{url} has two prompts with the id {task.prompt_id!r}", "make the ids unique")
-        seen.add(task.prompt_id)
-    random.Random(seed).shuffle(tasks)
-    return tasks[:count]
+    drawn = list(tasks.values())
+    random.Random(seed).shuffle(drawn)
+    return drawn[:count]
 
 
-def _rows(url: str) -> Iterator[Any]:
+def _rows(url: str, pass_over: bool) -> Iterator[Any]:
     try:
         with fsspec.open(url, "rt", compression="infer", encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield _parsed(line, f"{url} line {number}")
+                    yield _parsed(line, f"{url} line {number}", pass_over)
     except FileNotFoundError as error:
         raise MissingInputError(f"no prompts at {url}", "check the path; relative paths start at the current folder") from error
     except (gzip.BadGzipFile, EOFError, UnicodeDecodeError) as error:
         raise CorruptError(f"{url} cannot be read: {error}", "restore the file") from error
 
 
-def _parsed(line: str, where: str) -> Any:
+def _parsed(line: str, where: str, pass_over: bool) -> Any:
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
+        if pass_over:
+            return None
         raise CorruptError(f"{where} is not JSON: {error}", "give one JSON object a line") from error
 
 
 def _task(row: Any, number: int, url: str) -> Task:
     row = row if isinstance(row, dict) else {}
-    messages = _first_turns(row)
+    try:
+        messages = _first_turns(row)
+    except (KeyError, TypeError, IndexError, AttributeError):
+        messages = []
     if not any(message["role"] == "user" for message in messages):
         raise InputError(f"{url} row {number} has no user turn", 'give rows with "turns" or with "messages"')
     prompt_id = row.get("id", row.get("question_id", number))
@@ -82,7 +94,12 @@ def _first_turns(row: dict[str, Any]) -> list[Message]:
     if row.get("turns"):
         system: list[Message] = [{"role": "system", "content": row["system"]}] if row.get("system") else []
         return [*system, {"role": "user", "content": str(row["turns"][0])}]
-    messages = [Message(role=turn["role"], content=turn["content"]) for turn in row.get("messages", ())]
+    messages = [Message(role=turn["role"], content=_text(turn["content"])) for turn in row.get("messages", ())]
     system = [turn for turn in messages if turn["role"] == "system"]
     spoken = dropwhile(lambda turn: turn["role"] != "user", (turn for turn in messages if turn["role"] != "system"))
     return [*system, *takewhile(lambda turn: turn["role"] == "user", spoken)]
+
+
+def _text(content: Any) -> str:
+    """A turn's content: a string, or OpenAI's list of text parts. Raises KeyError, TypeError for anything else."""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)

@@ -1,31 +1,89 @@
-"""`eyas bench`: a running server -> TTFT, TPOT, throughput per arm, and what the head changes."""
+"""`eyas bench URL`: a running server -> TTFT, TPOT, throughput per arm, what the head changes, and a report."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from typing import Annotated
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from eyas.artifact import Artifact
-from eyas.bench.bench import BenchConfig, bench
-from eyas.cli.options import Output, Overrides, RunFile, stage_config
+from eyas.bench.bench import BenchConfig, bench, bench_identity
+from eyas.bench.client import Client
+from eyas.bench.report import Contents, write_reports
+from eyas.bench.server import Facts, ask_facts
+from eyas.cli.options import Overrides, RunFile, override, read_run_file, stage_config
 from eyas.cli.results import show_table
 from eyas.cli.stage import perform
+from eyas.log import console
 
 CONFIG = BenchConfig
+IDENTITY_DIGITS = 8  # of a folder's name
 
 
 def command(
-    output: Output,
-    prompts: Annotated[str | None, typer.Option(help="JSONL of prompts or conversations, plain or gzip")] = None,
-    url: Annotated[str | None, typer.Option(help="server (http://127.0.0.1:8000)")] = None,
+    url: Annotated[str | None, typer.Argument(help="server to measure (http://127.0.0.1:8000)")] = None,
+    against: Annotated[str | None, typer.Option(help="another server, the baseline of the comparison")] = None,
+    output: Annotated[str | None, typer.Option("--output", "-o", help="folder or URL (out/bench-IDENTITY)")] = None,
+    prompts: Annotated[str | None, typer.Option(help='JSONL (.gz too), "builtin", or e.g. "synthetic(64,512)"')] = None,
+    concurrency: Annotated[str | None, typer.Option(help="requests at a time, e.g. 1,2,4,8 (1)")] = None,
+    rates: Annotated[str | None, typer.Option(help="requests a second in an open loop, e.g. 0.5,2")] = None,
+    compare_anyway: Annotated[bool, typer.Option("--compare-anyway", help="compare unlike with unlike, and say so")] = False,
     run_file: RunFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Ask a running server for the same answers arm by arm in turns, and compare. Any OpenAI-compatible server will do."""
-    config = stage_config(BenchConfig, "bench", run_file, overrides, prompts=prompts, url=url)
-    measured = perform("bench", Artifact(output), lambda artifact, track: bench(config, artifact, track))
+    """Ask servers for the same answers, arm by arm in turns, and compare. Any OpenAI-compatible server will do.
+
+    Without --against: a server of eyas that has a head is measured with and without it, any other by itself. Writes rows.jsonl,
+    summary.json, report.html, report.md and report.csv. EYAS_BENCH_API_KEY holds a key, where servers want one.
+    """
+    given = [*(overrides or [])]
+    given += [f"concurrencies=[{concurrency or ''}]"] if concurrency is not None or rates is not None else []
+    given += [f"open_loop.rates=[{rates}]"] if rates is not None else []
+    given += ["compare_anyway=true"] if compare_anyway else []
+    section = (read_run_file(run_file).get("bench") or {}) if run_file else {}
+    url = url or section.get("url") or BenchConfig.model_fields["url"].default
+    if against is not None or "arms" not in override(section, given):
+        given.append(f"arms={json.dumps(arms_for(url, against))}")
+    config = stage_config(BenchConfig, "bench", run_file, given, prompts=prompts, url=url)
+    folder = output or f"out/bench-{bench_identity(config, {})[:IDENTITY_DIGITS]}"
+    measured = perform("bench", Artifact(folder), lambda artifact, track: bench(config, artifact, track))
     summary = measured.read_json("summary.json")
     show_table(summary)
-    print(json.dumps({"comparisons": summary["comparisons"], "output": output}))
+    for one in summary["differences"]:
+        console.print(f"{one['arm']} and {one['baseline']}: {escape(one['text'])}", style="yellow", highlight=False)
+    manifest = measured.manifest("bench")
+    report = write_reports(measured, Contents(bench=summary, manifest=manifest, commands=[command_line()]))
+    print(f"report: {report}")
+    print(
+        json.dumps({"comparisons": summary["comparisons"], "open_loop": summary["open_loop"]["comparisons"], "output": folder})
+    )
+
+
+def arms_for(url: str, against: str | None) -> Mapping[str, Any]:
+    """The arms that fit the servers: two servers; or one of eyas, with and without its head; or one alone.
+
+    Raises MissingInputError where no server answers, EyasError where it is none of OpenAI's kind.
+    """
+    if against is not None:
+        return {"baseline": {"url": against}, "server": {"url": url}}
+    facts = asyncio.run(_facts(url))
+    if facts.kind == "eyas" and facts.has_head:
+        return {"plain": {"speculation": False}, "eagle": {"speculation": True}}
+    return {"server": {}}
+
+
+async def _facts(url: str) -> Facts:
+    async with Client(url, 30) as client:
+        return await ask_facts(client)
+
+
+def command_line() -> str:
+    """The command that this process is, as one would type it."""
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])

@@ -32,6 +32,7 @@ COMMANDS = {
     "audit": "which tokens of conversations are supervised, in colours",
     "serve": "target + head -> OpenAI-compatible server",
     "bench": "a running server -> TTFT, TPOT, throughput, report",
+    "report": "the report of a benchmark again, as a page, Markdown and CSV",
     "lineage": "walk back from an artifact to every source and filter that made it",
     "doctor": "what this machine can do",
 }

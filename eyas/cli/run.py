@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 from eyas.artifact import Artifact, Manifest, identity
 from eyas.bench.bench import BenchConfig, bench, bench_identity
-from eyas.bench.report import Contents, write_report
+from eyas.bench.report import Contents, write_reports
 from eyas.builtin import BUILTIN, demo_prompts
 from eyas.cli.check import show
 from eyas.cli.options import Overrides, override, read_run_file, validated
@@ -148,7 +148,7 @@ def run(content: dict[str, Any], command_line: str) -> None:
     root = local_output(config.output)
     made = run_stages(config, root)
     summary = made.bench.read_json("summary.json")
-    report = write_report(f"{root}/report.html", contents(made, command_line))
+    report = write_reports(Artifact(root), contents(made, command_line))
     seconds = time.monotonic() - started
     show_table(summary)
     print(f"report: {report}")

@@ -1,0 +1,140 @@
+"""What a server tells about itself over HTTP: who it is, in what precision it computes, what it counts. Knows no figure.
+
+All of it is voluntary, and each server tells something else: eyas in its model card, SGLang at /server_info, llama.cpp in
+its model card's `meta`, vLLM its version and no precision. Counters are read from /metrics, where eyas, vLLM and llama.cpp
+have the same names for speculation, each with a prefix of its own; SGLang has a gauge.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from eyas.bench import metrics
+from eyas.bench.client import Client
+
+KINDS = {"eyas": "eyas", "vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}  # by owned_by
+DTYPES = {"bf16": "bfloat16", "half": "float16", "fp16": "float16", "f16": "float16", "float": "float32", "f32": "float32"}
+Counters = dict[str, float]  # name without prefix, with the labels in LABELS: "rounds_total|tree"
+LABELS = ("position", "kind", "quantile")
+_SAMPLE = re.compile(r"^(?:\w+:)?(\w+)(?:\{(.*)\})? (\S+)(?: \d+)?$")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """One server; a fact that it does not tell is None."""
+
+    url: str
+    model: str
+    kind: str
+    version: str | None = None
+    precision: str | None = None  # dtype, and the quantisation after a slash
+    max_length: int | None = None
+    has_head: bool | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+async def ask_facts(client: Client) -> Facts:
+    """Whatever the server tells. Raises what Client.card raises."""
+    card = await client.card()
+    kind = KINDS.get(str(card.get("owned_by")), "other")
+    own: Mapping[str, Any] = card.get("eyas") or {}
+    meta: Mapping[str, Any] = card.get("meta") or {}
+    info = {} if own or meta else _object(await client.text("/server_info") or await client.text("/get_server_info"))
+    version = own.get("version") or info.get("version") or _object(await client.text("/version")).get("version")
+    head = own.get("has_head", info.get("speculative_algorithm") is not None if info else None)
+    length = card.get("max_model_len") or meta.get("n_ctx") or info.get("context_length")
+    return Facts(client.url, card["id"], kind, version, precision(own, meta, info), length, head)
+
+
+def precision(own: Mapping[str, Any], meta: Mapping[str, Any], info: Mapping[str, Any]) -> str | None:
+    """From eyas' part of a model card, llama.cpp's, or SGLang's server_info; None where they do not tell."""
+    told = str(own.get("dtype") or meta.get("ftype") or info.get("dtype") or "").lower().removeprefix("torch.")
+    if told in ("", "auto") and meta.get("size") and meta.get("n_params"):
+        told = f"{8 * meta['size'] / meta['n_params']:.1f} bits a weight"
+    if told in ("", "auto"):
+        return None
+    quantized = own.get("quantization") or info.get("quantization")
+    return "/".join(str(part) for part in (DTYPES.get(told, told), quantized) if part)
+
+
+async def count(client: Client) -> Counters:
+    """The server's counters now; empty where it has no /metrics."""
+    return parse_metrics(await client.text("/metrics"))
+
+
+def parse_metrics(page: str) -> Counters:
+    """Prometheus' text format; samples that differ in other labels (engines, models) are added up."""
+    found: Counters = {}
+    for line in page.splitlines():
+        if not (sample := _SAMPLE.match(line)):
+            continue
+        name, labels, value = sample.groups()
+        kept = [text for label, text in _LABEL.findall(labels or "") if label in LABELS]
+        key = "|".join([name, *kept])
+        try:
+            found[key] = found.get(key, 0.0) + float(value)
+        except ValueError:
+            continue
+    return found
+
+
+def difference(before: Counters, after: Counters) -> Counters:
+    """What was counted in between; gauges (no `_total`) as they are at the end."""
+    return {name: value - before.get(name, 0.0) if "_total" in name else value for name, value in after.items()}
+
+
+def added(one: Counters, other: Counters) -> Counters:
+    """Two differences as one; of gauges the later."""
+    summed = {name: value + one.get(name, 0.0) if "_total" in name else value for name, value in other.items()}
+    return {**one, **summed}
+
+
+def speculation(counted: Counters) -> dict[str, Any]:
+    """What the counters of a stretch say of its rounds; a figure that they do not say is left out.
+
+    nodes_mean: drafted tokens that the target judged, a sample and round. plain_share: of the engine's rounds, those
+    without drafts. predicted_over_real: of the rounds' time. nodes_quantiles: of the last rounds, by quantile.
+    """
+    drafts, accepted = (counted.get(f"spec_decode_num_{what}_total", 0.0) for what in ("drafts", "accepted_tokens"))
+    nodes = counted.get("spec_decode_num_draft_tokens_total", 0.0)
+    told: dict[str, Any] = {}
+    if drafts > 0:
+        told |= {"num_rounds": drafts, "tau": 1 + accepted / drafts, "nodes_mean": nodes / drafts}
+        by_position = _series(counted, "spec_decode_num_accepted_tokens_per_pos_total")
+        told["acceptance_by_position"] = metrics.acceptance_of_positions(drafts, list(by_position.values()))
+        if quantiles := _series(counted, "spec_tree_nodes"):
+            told["nodes_quantiles"] = {str(quantile): value for quantile, value in quantiles.items()}
+    elif "spec_decode_num_drafts_total" not in counted and counted.get("spec_accept_length", 0.0) > 0:
+        told["tau"] = counted["spec_accept_length"]
+    plain, tree = (counted.get(f"rounds_total|{kind}", 0.0) for kind in ("plain", "tree"))
+    if plain + tree > 0:
+        told["plain_share"] = plain / (plain + tree)
+    predicted, real = (sum(_series(counted, f"round_{what}_seconds_total", float_keys=False).values()) for what in _TIMES)
+    if predicted > 0 and real > 0:
+        told["predicted_over_real"] = predicted / real
+    return told
+
+
+_TIMES = ("predicted", "real")
+
+
+def _series(counted: Counters, name: str, float_keys: bool = True) -> dict[Any, float]:
+    """The samples of one name by their label, in order."""
+    own = {key.partition("|")[2]: value for key, value in counted.items() if key.partition("|")[0] == name}
+    return dict(sorted((float(label) if float_keys else label, value) for label, value in own.items() if label))
+
+
+def _object(text: str) -> dict[str, Any]:
+    """A JSON object, or nothing."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

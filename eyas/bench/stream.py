@@ -1,0 +1,133 @@
+"""A streamed answer, read: server-sent events of OpenAI's chat completions, as each server really sends them. Knows no HTTP.
+
+What differs, and is read all the same: a first chunk with a role and no text; text under `reasoning_content` or `reasoning`;
+several tokens in a chunk, or several chunks in one read; usage in the last chunk, in every chunk, beside `choices: null`, or
+nowhere; llama.cpp's `timings` where there is no usage; comments that keep a connection alive; CRLF; errors as events.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from eyas.bench import metrics
+
+Piece = tuple[float, bytes]  # ms since the request was sent, bytes as they came
+TEXTS = ("reasoning_content", "reasoning", "content")  # of a delta, in the order in which a reader sees them
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """One answer as it came: when it was asked for (perf_counter, seconds), its pieces, and what went wrong."""
+
+    sent: float
+    pieces: list[Piece]
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One answer, read. Times are ms since it was asked for; with an `error`, all figures are zero.
+
+    accept_hist is what the server tells under usage.eyas, and `tells_rounds` whether it tells that at all.
+    counted_by says who counted the tokens: "usage", "timings", "tokenize" (of the server, afterwards), or nobody; then they
+    are 0. num_chunks counts those that brought text. num_accepted_drafts is llama.cpp's.
+    """
+
+    ttft_ms: float = 0.0
+    e2e_ms: float = 0.0
+    itl_ms: list[float] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    finish_reason: str = ""
+    text: str = ""
+    accept_hist: list[int] = field(default_factory=list)
+    error: str = ""
+    counted_by: str = "usage"
+    num_chunks: int = 0
+    tells_rounds: bool = False
+    num_accepted_drafts: int | None = None
+
+
+def read_reply(received: Received) -> Reply:
+    """The reply in a stream of server-sent events. The first token is timed by the first text, not by the first chunk."""
+    if received.error:
+        return Reply(error=received.error)
+    try:
+        return _reply(events(received.pieces))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        return Reply(error=f"not a stream of chat completions: {type(error).__name__}: {error}")
+
+
+def _reply(timed_events: Iterable[tuple[float, dict[str, Any]]]) -> Reply:
+    times, texts, finish_reason = [], [], ""
+    usage: Mapping[str, Any] = {}
+    timings: Mapping[str, Any] = {}
+    for at, event in timed_events:
+        if "error" in event or event.get("object") == "error":
+            return Reply(error=message(json.dumps(event).encode()))
+        usage, timings = event.get("usage") or usage, event.get("timings") or timings
+        for choice in event.get("choices") or ():
+            text = _text(choice.get("delta") or {})
+            finish_reason = choice.get("finish_reason") or finish_reason
+            if text or choice.get("finish_reason"):
+                times.append(at)
+                texts.append(text)
+    if not finish_reason:
+        return Reply(error="the stream ended before the answer did")
+    of_text = [at for at, text in zip(times, texts, strict=True) if text]
+    rounds = usage.get("eyas") or {}
+    num_prompt_tokens, num_output_tokens, counted_by = _counts(usage, timings)
+    return Reply(
+        ttft_ms=times[0],
+        e2e_ms=times[-1],
+        itl_ms=metrics.itl_ms(of_text),
+        num_prompt_tokens=num_prompt_tokens,
+        num_output_tokens=num_output_tokens,
+        finish_reason=finish_reason,
+        text="".join(texts),
+        accept_hist=rounds.get("accept_hist", []),
+        counted_by=counted_by,
+        num_chunks=len(of_text),
+        tells_rounds="accept_hist" in rounds,
+        num_accepted_drafts=timings.get("draft_n_accepted"),
+    )
+
+
+def _text(delta: Mapping[str, Any]) -> str:
+    """All that a chunk brings to read: reasoning, words, and what is called with which arguments."""
+    calls = (call.get("function") or {} for call in delta.get("tool_calls") or ())
+    called = ((call.get("name") or "") + (call.get("arguments") or "") for call in calls)
+    return "".join([*(delta.get(name) or "" for name in TEXTS), *called])
+
+
+def _counts(usage: Mapping[str, Any], timings: Mapping[str, Any]) -> tuple[int, int, str]:
+    """Tokens of the prompt and of the answer, and who says so."""
+    if usage:
+        return usage["prompt_tokens"], usage["completion_tokens"], "usage"
+    if "predicted_n" in timings:
+        return timings.get("prompt_n", 0) + timings.get("cache_n", 0), timings["predicted_n"], "timings"
+    return 0, 0, ""
+
+
+def events(pieces: Iterable[Piece]) -> Iterator[tuple[float, dict[str, Any]]]:
+    """The JSON of each `data:` line but [DONE], with the time of the piece that completed the line."""
+    rest = b""
+    for at, piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            data = line.removeprefix(b"data:").strip()
+            if data and len(data) < len(line.strip()) and data != b"[DONE]":
+                yield at, json.loads(data)
+
+
+def message(body: bytes) -> str:
+    """The message of an error in OpenAI's shape or vLLM's older one, or the beginning of whatever came."""
+    try:
+        told = json.loads(body)
+        error = told.get("error", told)
+        return str(error if isinstance(error, str) else error["message"])
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return body[:200].decode(errors="replace")

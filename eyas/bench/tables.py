@@ -1,0 +1,215 @@
+"""The figures of a benchmark as Markdown, for a README, and as CSV, for a spreadsheet. Knows summary.json and a manifest."""
+
+from __future__ import annotations
+
+import csv as comma_separated
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from eyas import lineage
+from eyas.artifact import Manifest
+
+SPREADS = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
+OF_RESULTS = (
+    "num_requests",
+    "num_failed",
+    "num_prompt_tokens",
+    "num_output_tokens",
+    "throughput_tps",
+    "requests_per_s",
+    "goodput_rps",
+    "tokens_per_chunk",
+    "tau",
+    "tau_from",
+)
+OF_COMPARISONS = ("num_pairs", "identical", "speedup", "throughput_ratio", "tau", "tau_from", "tokens_per_forward")
+COLUMNS = (
+    "kind",
+    "arm",
+    "baseline",
+    "concurrency",
+    "rate",
+    "task",
+    *OF_RESULTS[:2],
+    "num_pairs",
+    "identical",
+    *OF_RESULTS[2:],
+    "tokens_per_forward",
+    "tau_low",
+    "tau_high",
+    "throughput_low",
+    "throughput_high",
+    "speedup",
+    "speedup_low",
+    "speedup_high",
+    "throughput_ratio",
+    "round_cost",
+    "tpot_ms_baseline",
+    *(f"{name}_{part}" for name in SPREADS for part in ("median", "low", "high", "p90", "p99")),
+    "tree_nodes_mean",
+    "plain_rounds_share",
+)
+
+
+def csv(bench: Mapping[str, Any]) -> str:
+    """A line per result, comparison and comparison by task; a column that a line has nothing for is empty."""
+    written = io.StringIO()
+    writer = comma_separated.DictWriter(written, COLUMNS, restval="", lineterminator="\n")
+    writer.writeheader()
+    opened = bench["open_loop"]
+    writer.writerows(_result_line(row) for row in (*bench["results"], *opened["results"]))
+    for row in (*bench["comparisons"], *opened["comparisons"], *bench["by_task"], *opened["by_task"]):
+        writer.writerow(_comparison_line(row))
+    return written.getvalue()
+
+
+def _result_line(row: Mapping[str, Any]) -> dict[str, Any]:
+    spreads = {f"{name}_{part}": value for name in SPREADS for part, value in (row[name] or {}).items() if part != "count"}
+    rounds = row["speculation"]
+    more = {"tree_nodes_mean": rounds.get("nodes_mean"), "plain_rounds_share": rounds.get("plain_share")}
+    line = {"kind": "result", **_where(row), **{name: row[name] for name in OF_RESULTS}, **spreads, **more}
+    return {**line, **_ends("tau", row["tau_interval"]), **_ends("throughput", row["throughput_interval"])}
+
+
+def _comparison_line(row: Mapping[str, Any]) -> dict[str, Any]:
+    kind = "task" if "category" in row else "comparison"
+    cost = (row["round_cost"] or {}).get("median")
+    line = {"kind": kind, **_where(row), **{name: row[name] for name in OF_COMPARISONS}, "round_cost": cost}
+    times = {"tpot_ms_baseline": row["tpot_ms_baseline"], "tpot_ms_median": row["tpot_ms"]}
+    return {**line, **times, **_ends("speedup", row["speedup_interval"]), **_ends("tau", row["tau_interval"])}
+
+
+def _where(row: Mapping[str, Any]) -> dict[str, Any]:
+    names = {"arm": "arm", "baseline": "baseline", "concurrency": "concurrency", "rate": "rate", "category": "task"}
+    return {column: row[name] for name, column in names.items() if name in row}
+
+
+def _ends(name: str, interval: Sequence[float] | None) -> dict[str, float]:
+    return {} if interval is None else {f"{name}_low": interval[0], f"{name}_high": interval[1]}
+
+
+def markdown(bench: Mapping[str, Any], manifest: Manifest | None, commands: Sequence[str], title: str) -> str:
+    """The tables of the report, with what a reader needs to judge them."""
+    return "\n".join([f"# {_cell(title)}", "", *_body(bench), *_provenance(bench, manifest, commands)]) + "\n"
+
+
+def _body(bench: Mapping[str, Any]) -> Iterable[str]:
+    results = [*bench["results"], *bench["open_loop"]["results"]]
+    comparisons = [*bench["comparisons"], *bench["open_loop"]["comparisons"]]
+    yield from _table(
+        ("arm", "load", "answers", "failed", "TTFT ms", "TPOT ms (95 %)", "TPOT p90 / p99", "tokens/s (95 %)", "tau"),
+        (
+            (
+                row["arm"],
+                _load(row),
+                row["num_requests"] - row["num_failed"],
+                row["num_failed"],
+                _median(row["ttft_ms"]),
+                _with_interval(row["tpot_ms"]),
+                _tail(row["tpot_ms"]),
+                _within(row["throughput_tps"], row["throughput_interval"], 0),
+                _tau(row),
+            )
+            for row in results
+        ),
+    )
+    if comparisons:
+        yield from _table(
+            ("comparison", "load", "speed-up (95 %)", "tau", "throughput", "identical"),
+            (
+                (
+                    f"{row['arm']} over {row['baseline']}",
+                    _load(row),
+                    _within(row["speedup"], row["speedup_interval"]),
+                    _tau(row),
+                    _number(row["throughput_ratio"]),
+                    _identical(row),
+                )
+                for row in comparisons
+            ),
+        )
+    if bench["by_task"]:
+        yield from _table(
+            ("task", "comparison", "load", "prompts", "TPOT ms", "speed-up (95 %)", "tau"),
+            (
+                (
+                    row["category"] or "–",
+                    f"{row['arm']} over {row['baseline']}",
+                    _load(row),
+                    row["num_pairs"],
+                    f"{_number(row['tpot_ms_baseline'])} → {_number(row['tpot_ms'])}",
+                    _within(row["speedup"], row["speedup_interval"]),
+                    _tau(row),
+                )
+                for row in bench["by_task"]
+            ),
+        )
+    if bench["compared_anyway"] and any(one["refused"] for one in bench["differences"]):
+        yield from ("**Unlike is compared with unlike here, on demand.**", "")
+    yield from (f"- {one['arm']} and {one['baseline']}, {one['what']}: {_cell(one['text'])}" for one in bench["differences"])
+
+
+def _provenance(bench: Mapping[str, Any], manifest: Manifest | None, commands: Sequence[str]) -> Iterable[str]:
+    machine, config = bench["machine"], bench["config"]
+    yield from (
+        "",
+        f"{config['num_prompts']} prompts of `{config['prompts']}`, up to {config['max_tokens']} tokens, temperature "
+        f"{config['temperature']:g}, seed {config['seed']}; arms in turns, block by block. Medians over requests.",
+        f"Client's machine: {machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
+        f"{machine['system']}.",
+    )
+    for arm, server in bench["servers"].items():
+        told = [str(server[name]) for name in ("kind", "version", "model", "precision") if server[name] is not None]
+        yield f"{arm}: {', '.join(told)}."
+    if commands:
+        yield from ("", "```", *commands, "```")
+    if manifest is not None:
+        yield from ("", "```", *lineage.lines(manifest), "```")
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> Iterable[str]:
+    yield f"| {' | '.join(header)} |"
+    yield f"|{'---|' * len(header)}"
+    yield from (f"| {' | '.join(_cell(value) for value in row)} |" for row in rows)
+    yield ""
+
+
+def _cell(value: Any) -> str:
+    """A value that cannot end its cell, its line, or begin a tag."""
+    return str(value).replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
+
+
+def _load(row: Mapping[str, Any]) -> str:
+    return f"{row['concurrency']} at a time" if "concurrency" in row else f"{row['rate']:g} a second"
+
+
+def _tau(row: Mapping[str, Any]) -> str:
+    return _number(row["tau"]) + (" (per chunk)" if row["tau_from"] == "chunks" else "")
+
+
+def _identical(row: Mapping[str, Any]) -> str:
+    return "–" if row["identical"] is None else f"{row['identical']} of {row['num_pairs']}"
+
+
+def _median(spread: Mapping[str, Any] | None) -> str:
+    return "–" if spread is None else _number(spread["median"])
+
+
+def _with_interval(spread: Mapping[str, Any] | None) -> str:
+    if spread is None:
+        return "–"
+    return _within(spread["median"], None if spread["low"] is None else (spread["low"], spread["high"]))
+
+
+def _tail(spread: Mapping[str, Any] | None) -> str:
+    return "–" if spread is None else f"{_number(spread['p90'])} / {_number(spread['p99'])}"
+
+
+def _within(value: float | None, interval: Sequence[float] | None, digits: int = 2) -> str:
+    around = "" if interval is None else f" ({_number(interval[0], digits)}–{_number(interval[1], digits)})"
+    return _number(value, digits) + around
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "–" if value is None else f"{value:,.{digits}f}"

@@ -1,0 +1,80 @@
+"""Servers that speak as others do, in a thread each, for tests of the benchmark: no model, answers written here."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from time import sleep
+
+
+@contextmanager
+def web_server(handler):
+    """The URL of a server whose requests a BaseHTTPRequestHandler answers."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+class Scripted(BaseHTTPRequestHandler):
+    """An OpenAI-compatible server: a prompt has as many tokens as words, and is answered by its words, one a chunk."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else a chunk waits 40 ms for the receipt of the one before
+    owner, card, info = "other", {}, None  # what it tells about itself
+    tells_usage, tokenizes, extra_prompt_tokens = True, False, 0
+    gap_s = 0.002
+
+    def do_GET(self):
+        pages = {"/v1/models": {"data": [{"id": "m", "owned_by": self.owner, **self.card}]}, "/server_info": self.info}
+        page = pages.get(self.path)
+        self.reply(404 if page is None else 200, json.dumps(page).encode())
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.path == "/tokenize":
+            words = asked.get("prompt", "").split()
+            return self.reply(200 if self.tokenizes else 404, json.dumps({"tokens": words, "count": len(words)}).encode())
+        words = asked["messages"][-1]["content"].split()
+        said = words[: asked["max_tokens"]]
+        self.send_response(200)
+        self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+        for word in said:
+            self.event({"choices": [{"index": 0, "delta": {"content": f"{word} "}, "finish_reason": None}]})
+            sleep(self.gap_s)
+        self.event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+        if self.tells_usage:
+            usage = {"prompt_tokens": len(words) + self.extra_prompt_tokens, "completion_tokens": len(said)}
+            self.event({"choices": [], "usage": usage})
+        self.chunk(b"data: [DONE]\n\n")
+        self.chunk(b"")
+        return None
+
+    def event(self, value):
+        self.chunk(f"data: {json.dumps(value)}\n\n".encode())
+
+    def chunk(self, data):
+        self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+
+    def reply(self, status, body):
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@contextmanager
+def scripted(**changes):
+    """The URL of a Scripted server with other attributes."""
+    with web_server(type("Changed", (Scripted,), changes)) as url:
+        yield url

@@ -1,0 +1,149 @@
+"""Streams as servers really send them: recorded from llama.cpp and vLLM, and written in SGLang's form."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from eyas.bench.server import parse_metrics, precision, speculation
+from eyas.bench.stream import Received, read_reply
+
+STREAMS = Path(__file__).with_name("streams")
+ANSWER = "I found 10 restaurants. How about Bonch"  # what the packaged target says in 12 tokens, whoever serves it
+
+
+def recorded(name):
+    return json.loads((STREAMS / f"{name}.json").read_text())
+
+
+def received(stream):
+    return Received(0.0, [(at, text.encode()) for at, text in stream["pieces"]])
+
+
+@pytest.mark.parametrize("name", ["llama_cpp", "llama_cpp_eagle3", "vllm_eagle3"])
+@pytest.mark.parametrize("asked", ["usage", "continuous"])
+def test_recorded_streams_are_read(name, asked):
+    stream = recorded(name)["streams"][asked]
+    reply = read_reply(received(stream))
+    assert not reply.error
+    assert (reply.text, reply.num_prompt_tokens, reply.num_output_tokens) == (ANSWER, 17, 12)
+    assert (reply.finish_reason, reply.counted_by) == ("length", "usage")
+    times = [at for at, _ in stream["pieces"]]
+    assert times[0] <= reply.ttft_ms < reply.e2e_ms <= times[-1]
+    assert reply.accept_hist == []
+    assert not reply.tells_rounds
+
+
+def test_what_one_chunk_holds_differs():
+    """vLLM sends a round in one chunk, llama.cpp each token in its own."""
+    assert read_reply(received(recorded("vllm_eagle3")["streams"]["usage"])).num_chunks == 5
+    assert read_reply(received(recorded("llama_cpp_eagle3")["streams"]["usage"])).num_chunks == 12
+
+
+def test_without_usage_llama_cpp_counts_in_its_timings_and_vllm_not_at_all():
+    timed = read_reply(received(recorded("llama_cpp_eagle3")["streams"]["bare"]))
+    assert (timed.num_prompt_tokens, timed.num_output_tokens, timed.counted_by) == (17, 12, "timings")
+    assert timed.num_accepted_drafts == 7
+    silent = read_reply(received(recorded("vllm_eagle3")["streams"]["bare"]))
+    assert (silent.num_output_tokens, silent.counted_by, silent.text) == (0, "", ANSWER)
+    assert silent.e2e_ms > silent.ttft_ms > 0
+
+
+@pytest.mark.parametrize("name", ["llama_cpp", "llama_cpp_eagle3", "vllm_eagle3"])
+def test_an_answer_of_one_token(name):
+    reply = read_reply(received(recorded(name)["streams"]["one_token"]))
+    assert (reply.text, reply.num_output_tokens, reply.error) == ("I", 1, "")
+
+
+@pytest.mark.parametrize("name", ["llama_cpp_eagle3", "vllm_eagle3"])
+@pytest.mark.parametrize("size", [1, 7, 100])
+def test_where_reads_cut_a_stream_does_not_matter(name, size):
+    stream = recorded(name)["streams"]["usage"]
+    whole = "".join(text for _, text in stream["pieces"]).encode()
+    cut = [(float(at), whole[at : at + size]) for at in range(0, len(whole), size)]
+    reply = read_reply(Received(0.0, cut))
+    assert (reply.text, reply.num_output_tokens) == (ANSWER, 12)
+
+
+def sglang(**changes):
+    """A stream with a reasoning parser and usage, in SGLang's shape: pings, an empty first delta, `choices: []` at the end."""
+
+    def chunk(delta, finish=None, usage=None):
+        choice = {
+            "index": 0,
+            "delta": delta,
+            "logprobs": None,
+            "finish_reason": finish,
+            "matched_stop": 151645 if finish else None,
+        }
+        return {"id": "0a", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": [choice], "usage": usage}
+
+    empty = {"content": None, "reasoning_content": None, "tool_calls": None}
+    chunks = [
+        chunk({"role": "assistant", **empty, "content": ""}),
+        chunk({"role": None, **empty, "reasoning_content": "They want "}),
+        chunk({"role": None, **empty, "reasoning_content": "Thai food."}),
+        chunk({"role": None, **empty, "content": "How about Bonchon?"}),
+        chunk({"role": None, **empty, "tool_calls": [{"index": 0, "function": {"name": "book", "arguments": "{}"}}]}),
+        chunk({"role": None, **empty}, finish="stop"),
+        {**chunk({}), "choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 14, "reasoning_tokens": 6}},
+    ]
+    chunks[-1] |= changes
+    lines = [f"data: {json.dumps(one)}\r\n\r\n".encode() for one in chunks]
+    return [(0.5, b": ping - 2026-01-01 00:00:00\r\n\r\n"), *((float(at), line) for at, line in enumerate(lines, 1))]
+
+
+def test_reasoning_and_calls_are_text_and_what_is_empty_is_not():
+    reply = read_reply(Received(0.0, [*sglang(), (9.0, b"data: [DONE]\r\n\r\n")]))
+    assert reply.text == "They want Thai food.How about Bonchon?book{}"
+    assert (reply.ttft_ms, reply.e2e_ms, reply.itl_ms) == (2.0, 6.0, [1.0, 1.0, 1.0])
+    assert (reply.num_prompt_tokens, reply.num_output_tokens, reply.num_chunks) == (9, 14, 4)
+
+
+def test_the_last_chunk_may_have_no_choices_at_all():
+    assert read_reply(Received(0.0, sglang(choices=None))).num_output_tokens == 14
+
+
+def test_counters_of_all_servers_have_one_form():
+    page = recorded("vllm_eagle3")["paths"]["/metrics"][1].replace("} 0.0", "} 0.0\nunreadable{ 1")
+    counted = parse_metrics(page)
+    assert counted["spec_decode_num_drafts_total"] == 0
+    assert counted["spec_decode_num_accepted_tokens_per_pos_total|3"] == 0
+    assert "spec_decode_num_drafts_total" in parse_metrics(recorded("llama_cpp_eagle3")["paths"]["/metrics"][1])
+    two_engines = (
+        'vllm:a_total{engine="0",model_name="m"} 2\nvllm:a_total{engine="1",model_name="m"} 3.5 1700000000\n# TYPE b gauge\n'
+    )
+    assert parse_metrics(two_engines) == {"a_total": 5.5}
+
+
+def test_what_counters_say_of_rounds():
+    counted = {
+        "spec_decode_num_drafts_total": 10.0,
+        "spec_decode_num_draft_tokens_total": 40.0,
+        "spec_decode_num_accepted_tokens_total": 15.0,
+        "spec_decode_num_accepted_tokens_per_pos_total|1": 5.0,
+        "spec_decode_num_accepted_tokens_per_pos_total|0": 10.0,
+        "spec_decode_num_accepted_tokens_per_pos_total|2": 0.0,
+    }
+    told = speculation(counted)
+    assert told == {"num_rounds": 10, "tau": 2.5, "nodes_mean": 4, "acceptance_by_position": [1, 0.5, 0]}
+    assert speculation({"spec_accept_length": 2.9}) == {"tau": 2.9}  # SGLang's gauge
+    assert speculation({"spec_decode_num_drafts_total": 0.0}) == speculation({}) == {}
+
+
+@pytest.mark.parametrize(
+    ("card", "info", "told"),
+    [
+        ({"eyas": {"dtype": "bfloat16"}}, {}, "bfloat16"),
+        (recorded("llama_cpp")["paths"]["/v1/models"], {}, "bfloat16"),
+        ({"meta": {"n_params": 1000, "size": 1062}}, {}, "8.5 bits a weight"),
+        ({}, {"dtype": "bfloat16", "quantization": "fp8"}, "bfloat16/fp8"),
+        ({}, {"dtype": "auto"}, None),
+        (recorded("vllm_eagle3")["paths"]["/v1/models"], {}, None),
+    ],
+)
+def test_precision_is_what_a_server_tells(card, info, told):
+    card = json.loads(card[1])["data"][0] if isinstance(card, list) else card
+    assert precision(card.get("eyas") or {}, card.get("meta") or {}, info) == told
