@@ -24,7 +24,7 @@ import real_features
 
 from eyas.artifact import Artifact, identity
 from eyas.bench.machine import machine
-from eyas.evaluate import EvalConfig, evaluate
+from eyas.evaluate.evaluate import EvalConfig, HeldOut, evaluate
 from eyas.log import progress_bar
 from eyas.shards import FeatureMeta, Features, ShardWriter
 from eyas.train.optimizer import OptimizerConfig
@@ -70,7 +70,7 @@ def tau_of(args: argparse.Namespace, codec: str, seed: int, exact: Artifact, fea
     with progress_bar(f"{codec} {seed}") as track:
         train(config, args.target, Features(features), Artifact(f"{folder}/head"), track)
     head, output = Artifact(f"{folder}/head"), Artifact(f"{folder}/eval")
-    evaluate(EvalConfig(), args.target, head, exact, output)
+    evaluate(EvalConfig(), args.target, head.url, HeldOut(Features(exact, "held_out")), output)
     return float(output.read_json("eval.json")["tau"])
 
 

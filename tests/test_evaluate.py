@@ -14,7 +14,7 @@ from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
 from eyas.errors import EmptyInputError, MismatchError
-from eyas.evaluate import EvalConfig, evaluate
+from eyas.evaluate.evaluate import EvalConfig, HeldOut, evaluate
 from eyas.model.chain import Tally, leading_matches, runs
 from eyas.model.head import load_head
 from eyas.model.target import Target
@@ -49,11 +49,15 @@ def made(tmp_path_factory):
     return folder, target, conversations, features, head
 
 
+def held_out(features):
+    return HeldOut(Features(features, "held_out"))
+
+
 def test_predicts_what_the_engine_does(made, tmp_path):
     """Chains in fp32: the histogram of accepted drafts is the engine's own, round for round."""
     folder, target, conversations, features, head = made
     output = Artifact(str(tmp_path))
-    manifest = evaluate(EvalConfig(num_draft_steps=K), str(folder), head, features, output)
+    manifest = evaluate(EvalConfig(num_draft_steps=K), str(folder), head.url, held_out(features), output)
     result = output.read_json("eval.json")
     loaded = load_head(head.local_path(""))
     engine = Engine(
@@ -81,8 +85,15 @@ def test_predicts_what_the_engine_does(made, tmp_path):
     assert result["tau_by_num_draft_steps"] == sorted(result["tau_by_num_draft_steps"])
     assert set(result["tau_by_source"]) == {"source-0", "source-1"}
     assert "greedy" in result["assumes"]
+    assert result["tau_interval"][0] < result["tau"] < result["tau_interval"][1]
+    assert result["tau"] <= result["tau_ceiling"] <= K + 1
+    longer = sum(len(answer) > 1 for _, answer in conversations)
+    assert sum(one["answers"] for one in result["by_language"].values()) == result["answers"] == longer
+    assert sum(one["rounds"] for one in result["by_source"].values()) == result["rounds"]
     assert manifest.facts["tau"] == result["tau"]
-    assert evaluate(EvalConfig(num_draft_steps=K), str(folder), head, features, Artifact(str(tmp_path))) == manifest
+    assert (
+        evaluate(EvalConfig(num_draft_steps=K), str(folder), head.url, held_out(features), Artifact(str(tmp_path))) == manifest
+    )
 
 
 def test_a_shorter_chain_is_the_same_as_evaluating_it(made, tmp_path):
@@ -90,7 +101,7 @@ def test_a_shorter_chain_is_the_same_as_evaluating_it(made, tmp_path):
     results = {}
     for steps in (2, K):
         output = Artifact(str(tmp_path / str(steps)))
-        evaluate(EvalConfig(num_draft_steps=steps, batch_tokens=100), str(folder), head, features, output)
+        evaluate(EvalConfig(num_draft_steps=steps, batch_tokens=100), str(folder), head.url, held_out(features), output)
         results[steps] = output.read_json("eval.json")
     assert results[K]["tau_by_num_draft_steps"][1] == results[2]["tau"]
 
@@ -99,11 +110,11 @@ def test_what_does_not_belong_together_is_refused(made, tmp_path):
     folder, _, conversations, features, head = made
     other = tiny_target(tmp_path / "other", num_hidden_layers=8, seed=1)
     with pytest.raises(MismatchError, match="not of one target"):
-        evaluate(EvalConfig(), str(other), head, features, Artifact(str(tmp_path / "out")))
+        evaluate(EvalConfig(), str(other), head.url, held_out(features), Artifact(str(tmp_path / "out")))
     loaded = Target.load(other)
     others = write_features(tmp_path / "features", loaded, [], samples_of(loaded, conversations[:2], "other"))
     with pytest.raises(MismatchError, match="not of one target"):
-        evaluate(EvalConfig(), str(folder), head, others, Artifact(str(tmp_path / "out")))
+        evaluate(EvalConfig(), str(folder), head.url, held_out(others), Artifact(str(tmp_path / "out")))
     assert not (tmp_path / "out").exists()
 
 
@@ -111,7 +122,7 @@ def test_nothing_held_out(made, tmp_path):
     folder, target, _, _, head = made
     features = write_features(tmp_path / "features", target, [], samples_of(target, [([5, 6, 7], [8])], "short"))
     with pytest.raises(EmptyInputError, match="no answer of two tokens"):
-        evaluate(EvalConfig(), str(folder), head, features, Artifact(str(tmp_path / "out")))
+        evaluate(EvalConfig(), str(folder), head.url, held_out(features), Artifact(str(tmp_path / "out")))
 
 
 @given(st.data())

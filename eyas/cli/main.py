@@ -26,7 +26,7 @@ COMMANDS = {
     "generate": "prompts -> conversations answered by the target",
     "capture": "conversations -> feature shards",
     "train": "features -> head",
-    "eval": "head + held-out features -> tau per position",
+    "eval": "head + held-out prompts or features -> tau, and what a server will give",
     "export": "head -> SGLang and vLLM forms",
     "check": "lint an exported head against its target",
     "audit": "which tokens of conversations are supervised, in colours",

@@ -22,12 +22,14 @@ from eyas.bench.bench import BenchConfig, bench, bench_identity
 from eyas.bench.report import Contents, write_reports
 from eyas.builtin import BUILTIN, demo_prompts
 from eyas.cli.check import show
+from eyas.cli.eval import questions_of
 from eyas.cli.options import Overrides, override, read_run_file, validated
 from eyas.cli.results import EAGLE, PLAIN, headline, show_table
 from eyas.cli.stage import perform
 from eyas.data.prompts import PromptsConfig, make_prompts
 from eyas.errors import ConfigError, EmptyInputError, MismatchError
-from eyas.evaluate import EvalConfig, evaluate
+from eyas.evaluate.decoding import ModelsConfig
+from eyas.evaluate.evaluate import DEFAULT_TREES, EvalConfig, HeldOut, evaluate
 from eyas.export.check import check
 from eyas.export.export import ExportConfig, export
 from eyas.features.capture import CaptureConfig, capture, split_of
@@ -195,8 +197,10 @@ def run_stages(config: RunConfig, root: str) -> Made:
         return train(config.train, target, source, output, track, Features(features, "held_out"))
 
     head = perform("train", StageFolder(root, "train"), learn)
+    asked = as_served(config)
+    held_out = HeldOut(Features(features, "held_out"), questions_of(bench_prompts(config, prompts, root), asked))
     evaluation = perform(
-        "eval", StageFolder(root, "eval"), lambda output, track: evaluate(config.eval, target, head, features, output, track)
+        "eval", StageFolder(root, "eval"), lambda output, track: evaluate(asked, target, head.url, held_out, output, track)
     )
     exported = perform(
         "export",
@@ -223,7 +227,7 @@ def serve_and_bench(config: RunConfig, root: str, prompts: Artifact, exported: A
     """Serve the exported head in a process of its own and measure it; no server starts when that is done already."""
     served = config.serve.model_copy(update={"head": head, "port": 0})
     made = {"head": exported.manifest(), "serve": serve_manifest(served)}
-    questions = config.bench.prompts or held_out_prompts(prompts, config.capture.held_out_share, root)
+    questions = bench_prompts(config, prompts, root)
     asked = BenchConfig(**{**dict(config.bench), "prompts": questions})
     output = Artifact(f"{root}/bench-{bench_identity(asked, made)[:IDENTITY_DIGITS]}")
     if output.is_done():
@@ -237,6 +241,28 @@ def serve_manifest(config: ServeConfig) -> Manifest:
     """What a server's settings add to the identity of what is measured on it: all but places."""
     settings = config.model_dump(mode="json", exclude={"target", "head", "host", "port", "model"})
     return Manifest(stage="serve", identity=identity("serve", settings, {}), config=settings, counts={}, files={})
+
+
+def as_served(config: RunConfig) -> EvalConfig:
+    """The settings of eval; what they leave open is as the run will serve and measure: precision, threads, trees, loads."""
+    asked, served, measured = config.eval, config.serve, config.bench
+    speculation = served.engine.parsed()
+    ways = () if speculation.mode == "off" else (str(speculation),)
+    trees = () if speculation.mode == "off" else (str(dataclasses.replace(speculation, mode="fixed")),)
+    predict = asked.predict.model_copy(update={"speculations": ways, "concurrencies": measured.concurrencies})
+    sizes = {"dtype": served.dtype, "threads": served.threads, "max_length": served.engine.max_length}
+    as_elsewhere = {
+        "models": validated(ModelsConfig, sizes, "serve"),
+        "trees": tuple(dict.fromkeys((*trees, *DEFAULT_TREES))),
+        "max_tokens": max(2, measured.max_tokens),
+        "predict": predict,
+    }
+    return asked.model_copy(update={name: value for name, value in as_elsewhere.items() if name not in asked.model_fields_set})
+
+
+def bench_prompts(config: RunConfig, prompts: Artifact, root: str) -> str:
+    """The file that bench asks from, and eval before it."""
+    return config.bench.prompts or held_out_prompts(prompts, config.capture.held_out_share, root)
 
 
 def held_out_prompts(prompts: Artifact, held_out_share: float, root: str) -> str:

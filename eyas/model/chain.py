@@ -56,6 +56,26 @@ class Tally:
     def acceptance_by_position(self) -> list[float]:
         return [accepted / max(judged, 1) for accepted, judged in zip(self.accepted, self.judged, strict=True)]
 
+    def add(self, other: Tally) -> None:
+        """Take over the counts of other rounds, of as many drafts."""
+        for own, more in (
+            (self.accept_hist, other.accept_hist),
+            (self.judged, other.judged),
+            (self.accepted, other.accepted),
+        ):
+            own[:] = [count + added for count, added in zip(own, more, strict=True)]
+
+    def served(self, accepted: Sequence[int]) -> None:
+        """Add the rounds of one answer as an engine tells them: num_accepted_drafts of each, in order.
+
+        Whether the last token of an answer was drafted is not told: the last round's is counted as not judged.
+        """
+        for left, count in zip(range(len(accepted) - 1, -1, -1), accepted, strict=True):
+            self.accept_hist[count] += 1
+            for position in range(min(len(self.judged), count + (left > 0))):
+                self.judged[position] += 1
+                self.accepted[position] += position < count
+
     def walk(self, matches: Sequence[int]) -> None:
         """Add the rounds of one answer of n tokens y_0 .. y_{n-1}.
 

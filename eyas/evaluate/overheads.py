@@ -1,0 +1,149 @@
+"""What real rounds take on this machine against what the cost table says: Python, draws, prefixes of other lengths.
+
+A ratio by kind of round and by load, as the engine's own `Correction` has it, from a few seconds of the real engine before
+anything is predicted. Knows engines and clocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from eyas.engine.costs import CostTable
+from eyas.engine.engine import Engine
+from eyas.engine.policy import Policy, Round, Speculation
+from eyas.engine.request import Request
+from eyas.evaluate.decoding import Models
+
+NUM_PREFILLS, LEAST_ROUNDS = 12, 4
+PATIENCE = 4  # times the budget, for a load that is hardly reached: answers of one token
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """Real ms over the table's: of prefills, and of plain rounds and those with trees at `loads` requests, ascending."""
+
+    prefill: float = 1.0
+    loads: list[int] = field(default_factory=lambda: [1])
+    plain: list[float] = field(default_factory=lambda: [1.0])
+    tree: list[float] = field(default_factory=lambda: [1.0])
+
+    def ratio(self, kind: str, num_requests: int) -> float:
+        """Of a kind, "plain" or "tree", between the loads by their logarithm."""
+        known = self.plain if kind == "plain" else self.tree
+        return float(np.interp(math.log2(num_requests), [math.log2(load) for load in self.loads], known))
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+class WatchedPolicy(Policy):
+    """A policy of which the last round's prediction can be asked: kind, requests, the table's ms."""
+
+    last: tuple[str, int, float] | None = None
+
+    def forget(self) -> None:
+        self.last = None
+
+    def observe(self, round_: Round, emitted: Sequence[Sequence[int]], real_ms: float) -> None:
+        self.last = ("tree" if emitted else "plain", round_.num_requests, round_.predicted_ms)
+        super().observe(round_, emitted, real_ms)
+
+
+def overheads(
+    models: Models,
+    costs: CostTable,
+    speculations: Sequence[str],
+    requests: Sequence[Request],
+    loads: Sequence[int],
+    budget_s: float,
+) -> dict[str, Overheads]:
+    """Of each way to speculate, at these loads; about budget_s for each of them and load, and as much for plain rounds."""
+    reached = [load for load in sorted(set(loads)) if load <= len(requests)] or [1]
+    plainly = [dataclasses.replace(request, speculation=False) for request in requests]
+    first = speculations[0]
+    prefill = statistics.median(prefill_ratios(watched(models, costs, first), costs, requests))
+    plain = [_ratio(round_ratios(watched(models, costs, first), plainly, load, budget_s), "plain") for load in reached]
+    return {
+        one: Overheads(
+            prefill,
+            reached,
+            plain,
+            [_ratio(round_ratios(watched(models, costs, one), requests, load, budget_s), "tree") for load in reached],
+        )
+        for one in speculations
+    }
+
+
+def _ratio(ratios: Mapping[str, Sequence[float]], kind: str) -> float:
+    """The middle one; without any of this kind, of the other."""
+    known = ratios[kind] or [one for other in ratios.values() for one in other]
+    return statistics.median(known) if known else 1.0
+
+
+def watched(models: Models, costs: CostTable, speculation: str) -> Engine:
+    """An engine whose policy is watched, and knows the costs."""
+    engine = models.engine(speculation)
+    engine.policy = engine.rounds.policy = WatchedPolicy(Speculation.parse(speculation), costs, native=models.target.is_native)
+    return engine
+
+
+def round_ratios(engine: Engine, requests: Sequence[Request], load: int, budget_s: float) -> dict[str, list[float]]:
+    """Real over predicted of the rounds with about `load` requests, by kind, while time lasts, and of a few in any case.
+
+    Requests come again under other names when all are through.
+    """
+    policy = engine.policy
+    assert isinstance(policy, WatchedPolicy)
+    waiting, running = _again(requests), 0
+    ratios: dict[str, list[float]] = {"plain": [], "tree": []}
+    began, count = time.perf_counter(), 0
+    while time.perf_counter() - began < (budget_s if count > LEAST_ROUNDS else PATIENCE * budget_s):
+        while running < load:
+            engine.add(next(waiting))
+            running += 1
+        policy.forget()
+        started = time.perf_counter()
+        updates = engine.step()
+        ms = (time.perf_counter() - started) * 1e3
+        running -= sum(update.finish_reason is not None for update in updates)
+        if policy.last is not None and policy.last[1] >= 0.75 * load:
+            kind, _, table_ms = policy.last
+            count += 1
+            if count > 1:  # the first one warms up
+                ratios[kind].append(ms / table_ms)
+    return ratios
+
+
+def prefill_ratios(engine: Engine, costs: CostTable, requests: Sequence[Request]) -> list[float]:
+    """Real over predicted of whole prompts, one at a time."""
+    ratios = []
+    chunk = engine.config.prefill_chunk
+    for number, request in enumerate(requests[: NUM_PREFILLS + 1]):
+        params = dataclasses.replace(request.params, max_tokens=1, min_tokens=0)
+        before = engine.metrics()
+        engine.add(dataclasses.replace(request, id=f"prefill {number}", params=params))
+        started = time.perf_counter()
+        while engine.has_work:
+            engine.step()
+        ms = (time.perf_counter() - started) * 1e3
+        after = engine.metrics()
+        rows = len(request.prompt_ids) - int(after["prompt_tokens_reused"] - before["prompt_tokens_reused"])
+        sizes = [min(chunk, rows - start) for start in range(0, rows, chunk)]
+        ratios.append(ms / sum(costs.target(size) + costs.enter(size) for size in sizes))
+    return ratios[1:] or ratios
+
+
+def _again(requests: Sequence[Request]) -> Iterator[Request]:
+    turn = 0
+    while True:
+        for request in requests:
+            yield dataclasses.replace(request, id=f"{turn} {request.id}")
+        turn += 1

@@ -1,0 +1,60 @@
+"""Held-out questions for tiny targets, and a head that has learned some of their answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from eyas.artifact import Artifact
+from eyas.chat import Chat
+from eyas.engine.engine import Engine
+from eyas.evaluate.decoding import Models, ModelsConfig
+from eyas.evaluate.questions import Asked, Question
+from eyas.model.target import Target
+from eyas.shards import Features
+from eyas.train.trainer import TrainConfig, train
+from tests.tiny_features import samples_of, write_features
+
+SOURCES = ("numbers", "streets", "tables")
+SAID = {
+    "tables": "I would like a table for {} in San Jose.",
+    "streets": "The address is {} North Street.",
+    "numbers": "Gib mir bitte die Zahl {} zurück, und zwar sofort.",
+}
+TRAIN = TrainConfig(
+    head={"draft_vocab_size": 200},
+    objective={"num_ttt_steps": 4},
+    epochs=20,
+    batches={"tokens": 512},
+    optimizer={"learning_rate": 1e-2},
+    dtype="float32",
+)
+
+
+def questions(count: int) -> list[Question]:
+    """So many different ones, of three sources in turn."""
+    named = [(number, SOURCES[number % 3]) for number in range(count)]
+    return [
+        Question(str(number), source, ({"role": "user", "content": SAID[source].format(number)},)) for number, source in named
+    ]
+
+
+def asked(folder: Path, count: int) -> Asked:
+    """Questions as the target in a folder is asked them."""
+    return Asked.of(questions(count), Chat(folder), 150)
+
+
+def learned_head(folder: Path, count: int, output: Path) -> Artifact:
+    """A head that was trained, too long, on the target's greedy answers to so many questions."""
+    requests = asked(folder, count).requests(24, 0.0, 0)
+    answers = {result.request_id: result.token_ids for result in Engine.load(folder).run(requests)}
+    conversations = [(list(request.prompt_ids), answers[request.id]) for request in requests]
+    target = Target.load(folder)
+    features = write_features(output / "features", target, samples_of(target, conversations, "seen"), [])
+    head = Artifact(str(output / "head"))
+    train(TRAIN, str(folder), Features(features), head)
+    return head
+
+
+def learned_models(folder: Path, head: Artifact, max_batch: int = 4) -> Models:
+    """Both, for engines."""
+    return Models.load(str(folder), head.url, ModelsConfig(max_batch=max_batch, max_length=200))
