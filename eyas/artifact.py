@@ -251,6 +251,7 @@ class Artifact:
                 self.delete_work()
             self._delete_halves()
             return not self.was_done
+        self._delete_halves(IDENTITY)  # nothing else can have been begun here
         self.write(IDENTITY, identity.encode())
         self._written.clear()
         return True
@@ -297,10 +298,11 @@ class Artifact:
             self._fs.rm_file(self._path(name))
         self._written.pop(name, None)
 
-    def _delete_halves(self) -> None:
-        """Delete what a killed process left half-written."""
+    def _delete_halves(self, of: str = "") -> None:
+        """Delete what a killed process left half-written, of files whose name begins so."""
         for path in self._fs.find(self._root) if self._local else ():
-            if ".partial-" in str(path).rsplit("/", 1)[-1]:
+            name = str(path).rsplit("/", 1)[-1]
+            if ".partial-" in name and name.startswith(of):
                 self._fs.rm_file(path)
 
     def delete_work(self) -> None:

@@ -1,0 +1,356 @@
+"""Whatever kills `generate`, and wherever: the rows are those of a run that nothing happened to, and nothing is asked twice."""
+
+from __future__ import annotations
+
+import collections
+import json
+import logging
+import os
+import random
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from eyas.artifact import WORK, Artifact
+from eyas.errors import InputError, StorageFullError
+from eyas.features import parts
+from eyas.features.backend import Asked, EngineBackend
+from eyas.features.generate import GenerateConfig, generate, read_answers, read_origins
+from eyas.features.parts import Entry, Journal, claimed
+from eyas.records import Answer, Origin
+from tests.stages import prompts_of, talking_target, write_prompts
+
+PROMPTS = prompts_of(60)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return talking_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return write_prompts(tmp_path_factory.mktemp("all") / "prompts", PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def config(target: Path) -> GenerateConfig:
+    mix = [{"share": 0.7}, {"share": 0.3, "temperature": 1.0}]
+    return GenerateConfig(target=str(target), max_tokens=12, max_batch=5, rows_per_part=7, sampling=mix)
+
+
+@pytest.fixture(scope="module")
+def whole(config: GenerateConfig, prompts: Artifact, tmp_path_factory: pytest.TempPathFactory) -> tuple[Artifact, float]:
+    """All in one go, and how many seconds it took."""
+    output = Artifact(str(tmp_path_factory.mktemp("whole") / "answers"))
+    started = time.monotonic()
+    generate(config, prompts, output)
+    return output, time.monotonic() - started
+
+
+def contents(artifact: Artifact) -> dict[str, bytes]:
+    return {name: artifact.read(name) for name in artifact.names() if name.startswith(("answers-", "dropped-"))}
+
+
+def in_a_process(work: Callable[[], Any]) -> int:
+    """The id of a new process that does this; a copy of this one, so that nothing is imported again."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        work()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def ended(pid: int) -> int:
+    """The exit status of a process, below zero for a signal, once it has ended."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def kept_turns(folder: Path) -> set[tuple[str, int]]:
+    """The answers that are on disk, in finished parts and in journals, read without the code that wrote them."""
+    rows = [json.loads(line) for path in folder.glob("answers-*.jsonl") for line in path.read_bytes().splitlines()]
+    for path in (folder / WORK).glob("*.journal"):
+        lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last line break is no line yet
+        rows += [json.loads(line[17:])["answer"] for line in lines]
+    return {(row["prompt_id"], row["turn"]) for row in rows if row is not None}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A file to which every process adds the ids that it asks for."""
+    log, add = tmp_path / "asked", EngineBackend.add
+
+    def add_and_tell(self: EngineBackend, request: Asked) -> None:
+        with log.open("a") as file:
+            file.write(request.id + "\n")
+        add(self, request)
+
+    monkeypatch.setattr(EngineBackend, "add", add_and_tell)
+    return log
+
+
+def asked_for(log: Path) -> set[tuple[str, int]]:
+    """What was asked for since the last time."""
+    ids = [line.rsplit("/", 1) for line in log.read_text().splitlines()] if log.exists() else []
+    log.unlink(missing_ok=True)
+    assert len({*map(tuple, ids)}) == len(ids), "nothing is asked twice in one process"
+    return {(name, int(turn)) for name, turn in ids}
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_killed_at_any_moment(
+    seed: int, config: GenerateConfig, prompts: Artifact, whole: tuple[Artifact, float], asked: Path, tmp_path: Path
+) -> None:
+    """SIGKILL at random; what is on disk then is not asked for again, and in the end nothing shows."""
+    uninterrupted, seconds = whole
+    output, rng = tmp_path / "answers", random.Random(seed)
+    num_killed, num_kept = 0, 0
+    while True:
+        kept = kept_turns(output)
+        num_kept = max(num_kept, len(kept))
+        pid = in_a_process(lambda: generate(config, prompts, Artifact(str(output))))
+        if num_killed < 7:
+            time.sleep(rng.uniform(0.1, 0.6) * seconds)
+            os.kill(pid, signal.SIGKILL)
+        code = ended(pid)
+        assert not kept & asked_for(asked), "what was kept is not asked for again"
+        assert kept <= kept_turns(output), "nothing is lost"
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        num_killed += 1
+    assert num_killed > 0
+    assert num_kept > 0
+    assert contents(Artifact(str(output))) == contents(uninterrupted)
+    assert Artifact(str(output)).manifest().counts == uninterrupted.manifest().counts
+    assert Artifact(str(output)).manifest().identity == uninterrupted.manifest().identity
+    assert not (output / WORK).exists()
+
+
+@pytest.mark.parametrize("when", ["before", "torn", "after", "part"])
+def test_killed_at_the_worst_moment(
+    when: str,
+    config: GenerateConfig,
+    prompts: Artifact,
+    whole: tuple[Artifact, float],
+    asked: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before an answer is written down, half-way through its line, right after it, and before a part's last file."""
+    output, add, write_jsonl = tmp_path / "answers", Journal.add, Artifact.write_jsonl
+    count = [0]
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def add_or_die(self: Journal, entry: Entry) -> None:
+        count[0] += 1
+        is_time = count[0] == 11 and when != "part"
+        if is_time and when == "before":
+            die()
+        if is_time and when == "torn":
+            line = entry.to_line()
+            assert self._path is not None
+            with self._path.open("ab") as file:
+                file.write(line[: len(line) // 2])
+            die()
+        add(self, entry)
+        if is_time:
+            die()
+
+    def write_or_die(self: Artifact, name: str, rows: Any) -> None:
+        if when == "part" and name == "answers-00002.jsonl":
+            die()
+        write_jsonl(self, name, rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "add", add_or_die)
+        patch.setattr(Artifact, "write_jsonl", write_or_die)
+        for _ in range(3 if when != "part" else 1):
+            kept = kept_turns(output)
+            assert ended(in_a_process(lambda: generate(config, prompts, Artifact(str(output))))) == -signal.SIGKILL
+            assert not kept & asked_for(asked)
+            assert kept < kept_turns(output)
+    kept = kept_turns(output)
+    generate(config, prompts, Artifact(str(output)))
+    assert not kept & asked_for(asked)
+    assert contents(Artifact(str(output))) == contents(whole[0])
+
+
+def test_a_damaged_line_is_asked_for_again_with_what_stood_on_it(
+    config: GenerateConfig,
+    prompts: Artifact,
+    whole: tuple[Artifact, float],
+    asked: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    output = tmp_path / "answers"
+    with monkeypatch.context() as patch:
+        patch.setattr(parts.AnswerParts, "_write", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        assert ended(in_a_process(lambda: generate(config, prompts, Artifact(str(output))))) == -signal.SIGKILL
+    asked_for(asked)
+    journal = next(path for path in sorted((output / WORK).glob("*.journal")) if b'"turn": 1' in path.read_bytes())
+    lines = journal.read_bytes().splitlines(keepends=True)
+    answers = [json.loads(line[17:])["answer"] or {} for line in lines]
+    later = next(answer for answer in answers if answer.get("turn") == 1)
+    at = next(at for at, one in enumerate(answers) if one.get("prompt_id") == later["prompt_id"] and one["turn"] == 0)
+    lines[at] = lines[at].replace(b'"turn": 0', b'"turn": 7')
+    journal.write_bytes(b"".join(lines))
+    before = kept_turns(output) - {(later["prompt_id"], turn) for turn in (0, 1, 2, 3, 7)}
+    with caplog.at_level(logging.WARNING):
+        generate(config, prompts, Artifact(str(output)))
+    again = asked_for(asked)
+    assert {(later["prompt_id"], 0), (later["prompt_id"], 1)} <= again
+    assert not again & before
+    assert [record.data["lines"] for record in caplog.records if "not whole" in record.message] == [1] * 2
+    assert contents(Artifact(str(output))) == contents(whole[0])
+
+
+def test_what_a_killed_process_left_half_written_is_swept(
+    config: GenerateConfig, prompts: Artifact, whole: tuple[Artifact, float], tmp_path: Path
+) -> None:
+    """The name of the half that it was writing ends with its number, so nobody writes over it."""
+    output = tmp_path / "answers"
+    output.mkdir()
+    (output / "_IDENTITY.partial-99998").write_bytes(b"half")
+    (output / "somebody.partial-99998").write_bytes(b"a folder that is not ours yet")
+
+    def interrupt(done: int, total: int | None = None, note: str = "") -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generate(config, prompts, Artifact(str(output)), interrupt)
+    assert [path.name for path in output.rglob("*.partial-*")] == ["somebody.partial-99998"]
+    for name in ("answers-00000.jsonl", "origins-00001.jsonl", "manifest.json", f"{WORK}/part-00000-00000.journal"):
+        (output / f"{name}.partial-99999").write_bytes(b"half")
+    generate(config, prompts, Artifact(str(output)))
+    assert not list(output.rglob("*.partial-*"))
+    assert contents(Artifact(str(output))) == contents(whole[0])
+
+
+def test_two_processes_do_not_write_into_one_folder(config: GenerateConfig, prompts: Artifact, tmp_path: Path) -> None:
+    output = Artifact(str(tmp_path / "answers"))
+    with claimed(output):
+        with pytest.raises(InputError, match="another process is writing into"):
+            generate(config, prompts, output)
+        assert not output.is_done()
+    generate(config, prompts, output)
+    assert output.is_done()
+
+
+def test_in_an_object_store_a_journal_is_segments(
+    config: GenerateConfig,
+    prompts: Artifact,
+    whole: tuple[Artifact, float],
+    asked: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No line can be added to an object. What waits for its segment to be full is lost with the process, no more."""
+    monkeypatch.setattr(parts, "SEGMENT_LINES", 3)
+    url = f"memory://{tmp_path}/answers"
+    store = fsspec.filesystem("memory")
+
+    class Killed(BaseException):
+        """Nobody catches it."""
+
+    def track(done: int, total: int | None = None, note: str = "") -> None:
+        if done >= 20:
+            raise Killed
+
+    with pytest.raises(Killed):
+        generate(config, prompts, Artifact(url), track)
+    segments = [path for path in store.find(f"{tmp_path}/answers/{WORK}") if path.endswith(".journal")]
+    assert segments
+    lines = b"".join(store.cat_file(path) for path in segments).splitlines()
+    rows = [json.loads(line[17:])["answer"] for line in lines]
+    kept = {(row["prompt_id"], row["turn"]) for row in rows if row} | {
+        (row["prompt_id"], row["turn"]) for row in Artifact(url).read_rows("answers")
+    }
+    first = asked_for(asked)
+    generate(config, prompts, Artifact(url))
+    assert not kept & asked_for(asked)
+    assert len(first - kept) <= 5 + 3 * len({path.rsplit("-", 1)[0] for path in segments}), "in flight, or in no segment yet"
+    assert contents(Artifact(url)) == contents(whole[0])
+    assert not store.exists(f"{tmp_path}/answers/{WORK}")
+
+
+def test_a_full_disk_says_so_and_keeps_what_there_is(
+    config: GenerateConfig, prompts: Artifact, whole: tuple[Artifact, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, opened, count = Artifact(str(tmp_path / "answers")), Path.open, [0]
+
+    def full(self: Path, *options: Any, **named: Any) -> Any:
+        if self.suffix == ".journal" and "ab" in options:
+            count[0] += 1
+            if count[0] == 9:
+                raise OSError(28, "No space left on device")
+        return opened(self, *options, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", full)
+        with pytest.raises(StorageFullError, match="no room left"):
+            generate(config, prompts, output)
+    generate(config, prompts, Artifact(output.url))
+    assert contents(output) == contents(whole[0])
+
+
+# The journal by itself
+
+
+def entry(at: int, turn: int, text: str = "Yes") -> Entry:
+    messages = ({"role": "user", "content": "?"}, {"role": "assistant", "content": text})
+    answer = Answer(f"k{turn}", f"p{at}", "s", "l", turn, messages, "stop", 0.0, 3, 2)  # type: ignore[arg-type]
+    return Entry(at, answer, Origin(answer.key, answer.prompt_id, turn, "eyas", None, 1.5))
+
+
+@pytest.mark.parametrize("text", ["Yes", "a\nb\r\nc\u2028d\x85e", '"', "\u65e5\u672c\U0001f600", "\x00\x1f", ""])
+def test_a_line_is_what_was_written(text: str) -> None:
+    line = entry(3, 0, text).to_line()
+    assert line.count(b"\n") == 1
+    assert Entry.from_line(line[:-1]) == entry(3, 0, text)
+
+
+def test_any_damage_to_a_line_is_seen() -> None:
+    line = entry(3, 0).to_line()[:-1]
+    for at in range(len(line)):
+        assert Entry.from_line(line[:at]) is None
+        assert Entry.from_line(line[:at] + bytes([line[at] ^ 1]) + line[at + 1 :]) is None
+
+
+def test_only_what_follows_on_what_was_told_counts(tmp_path: Path) -> None:
+    """In the order of the file, whatever that is: a later turn whose earlier one is lost waits for nothing."""
+    output = Artifact(str(tmp_path))
+    journal = Journal(output, 0)
+    for one in (entry(0, 1, "lost"), entry(1, 0), entry(0, 0), entry(1, 1), entry(0, 1), entry(1, 1, "twice")):
+        journal.add(one)
+    told = Journal(output, 0).entries()
+    assert told == [entry(1, 0), entry(0, 0), entry(1, 1), entry(0, 1)]
+    dropped = Entry(0, dropped=[{"prompt_id": "p0", "turn": 2, "reason": "r", "detail": ""}])
+    journal.add(dropped)
+    journal.add(entry(0, 2, "after the end"))
+    assert Journal(output, 0).entries() == [*told, dropped]
+
+
+def test_origins_stand_beside_their_rows(whole: tuple[Artifact, float]) -> None:
+    output, _ = whole
+    for name in output.parts("answers"):
+        rows = [Answer.from_json(row) for row in output.read_jsonl(name)]
+        origins = [Origin.from_json(row) for row in output.read_jsonl(name.replace("answers", "origins"))]
+        assert [(row.key, row.prompt_id, row.turn) for row in rows] == [(one.key, one.prompt_id, one.turn) for one in origins]
+    shares = collections.Counter(row.temperature for row in read_answers(output))
+    assert set(shares) == {0.0, 1.0}
+    assert len(list(read_origins(output))) == sum(shares.values())
