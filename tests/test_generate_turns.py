@@ -1,0 +1,194 @@
+"""Turn by turn: every row is what a server saw, by templates that rewrite the past too; shares of sampling; memory; a head."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import weakref
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from eyas.artifact import Artifact
+from eyas.chat import Chat
+from eyas.engine.engine import Engine
+from eyas.features.conversation import Conversation, Sampling, sampling_of
+from eyas.features.generate import GenerateConfig, generate, read_answers
+from eyas.records import Prompt
+from tests.chat_folders import like_qwen
+from tests.serving import ScriptedEngine, World
+from tests.stages import prompts_of, talking_target, write_prompts
+from tests.tiny import tiny_target
+from tests.tiny_head import head_folder
+
+QWEN3 = Path(__file__).resolve().parents[2] / "shared" / "data" / "tokenizers" / "qwen3"
+THOUGHTS, SAID = "<think>\nThe user wants a colour.\n</think>\n\n", "Blue, of course."
+TURNS = ("Name a colour.", "Another one?", "And a last one.")
+
+
+def thinking_target(folder: Path, kind: str) -> Path:
+    """A target whose template drops the thoughts of earlier turns: of our own making, or Qwen3's own."""
+    if kind == "like":
+        tiny_target(folder, vocab_size=440)
+        for path in folder.iterdir():
+            if path.name.startswith(("tokenizer", "chat_template", "special_tokens")):
+                path.unlink()
+        return like_qwen(folder)
+    if not QWEN3.is_dir():
+        pytest.skip("needs Qwen3's tokenizer in ../shared/data/tokenizers")
+    tiny_target(folder, family="qwen3", vocab_size=151936, eos_token_id=[151645, 151643], num_hidden_layers=4)
+    for path in folder.iterdir():
+        if path.name.startswith(("tokenizer", "chat_template", "special_tokens")):
+            path.unlink()
+    for path in QWEN3.iterdir():
+        if path.name not in ("config.json", "LICENSE", "README.md"):
+            shutil.copy(path, folder)
+    return folder
+
+
+def scripted(chat: Chat) -> type[ScriptedEngine]:
+    """An engine that thinks, says something and ends its turn."""
+
+    class Thinking(ScriptedEngine):
+        script = (*chat._encode(THOUGHTS + SAID), chat.eos_token_ids[0])
+
+    return Thinking
+
+
+@pytest.mark.parametrize("kind", ["like", "real"])
+@pytest.mark.parametrize("by", ["engine", "server"])
+def test_a_template_that_drops_earlier_thoughts(kind: str, by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row holds the thoughts as they were said; what the target read of earlier turns is what the template leaves."""
+    target = thinking_target(tmp_path / "target", kind)
+    chat = Chat(target)
+    thinking = scripted(chat)
+    prompts = write_prompts(tmp_path / "prompts", [Prompt("a", "s", "l", TURNS), Prompt("b", "s", "l", TURNS[:1])])
+    output = Artifact(str(tmp_path / "answers"))
+    settings: dict[str, Any] = {"target": str(target), "max_length": 200, "max_tokens": 60}
+    if by == "engine":
+        engine = thinking(World(target).target, folder=target)
+        monkeypatch.setattr(Engine, "load", lambda *_: engine)
+        generate(GenerateConfig(**settings), prompts, output)
+        seen = [request.prompt_ids for request in sorted(engine.asked, key=lambda one: one.id)]
+    else:
+        world = World(target)
+        engine = world.engine(thinking)
+        with world.served(engine) as client:
+            generate(GenerateConfig(**settings, servers=[client.url]), prompts, output)
+        asked = [request for request in engine.asked if request.params.max_tokens > 1]
+        seen = sorted((request.prompt_ids for request in asked), key=len)
+    rows = list(read_answers(output))
+    assert [(row.prompt_id, row.turn) for row in rows] == [("a", 0), ("a", 1), ("a", 2), ("b", 0)]
+    for row in rows:
+        assert [one["content"] for one in row.messages if one["role"] == "assistant"] == [THOUGHTS + SAID] * (row.turn + 1)
+        turn = chat.turn(row.messages, row.finish_reason)
+        prompt_ids = tuple(chat.prompt_ids(row.messages[:-1]))
+        assert prompt_ids in seen, "exactly as it was seen"
+        assert tuple(turn.ids[: len(prompt_ids)]) == prompt_ids
+        assert chat.decode(prompt_ids).count("The user wants") == 0, "earlier thoughts are gone"
+        assert chat.decode(prompt_ids).count(SAID) == row.turn, "earlier answers are not"
+        assert sum(turn.mask) == row.num_answer_tokens
+        assert row.num_prompt_tokens == len(prompt_ids)
+    assert len(seen) == len(rows)
+
+
+# Sampling in shares
+
+MIX = (Sampling(share=0.7), Sampling(share=0.3, temperature=1.0, top_p=0.95, top_k=40))
+
+
+def test_shares_of_conversations_are_sampled_as_they_say(tmp_path: Path) -> None:
+    target = talking_target(tmp_path / "target")
+    prompts = prompts_of(60)
+    output = Artifact(str(tmp_path / "answers"))
+    config = GenerateConfig(target=str(target), max_tokens=8, sampling=MIX)
+    generate(config, write_prompts(tmp_path / "prompts", prompts), output)
+    rows = {row.prompt_id: row for row in read_answers(output)}
+    share = sum(row.temperature == 0 for row in rows.values()) / len(rows)
+    assert 0.5 < share < 0.85
+    for prompt in prompts:
+        row, wanted = rows[prompt.id], sampling_of(prompt, MIX)
+        if wanted.temperature:
+            assert (row.temperature, row.top_p, row.top_k) == (1.0, 0.95, 40)
+            assert row.seed is not None
+            assert 0 <= row.seed < 2**31
+        else:
+            assert (row.temperature, row.top_p, row.top_k, row.seed) == (0.0, 1.0, 0, None)
+    assert len({row.seed for row in rows.values() if row.seed is not None}) > 10
+
+
+@given(st.lists(st.text(min_size=1), min_size=1, max_size=3), st.none() | st.text(), st.text(), st.text())
+def test_the_share_is_a_matter_of_what_is_said(turns: list[str], system: str | None, one: str, other: str) -> None:
+    first, second = (Prompt(name, name, "l", tuple(turns), system) for name in (one, other))
+    assert sampling_of(first, MIX) == sampling_of(second, MIX)
+    assert sampling_of(first, MIX[:1]) == MIX[0]
+
+
+def test_shares_come_out_right() -> None:
+    mix = (Sampling(share=0.2), Sampling(share=0.5, temperature=0.7), Sampling(share=0.3, temperature=1.0))
+    counts = Counter(sampling_of(Prompt("p", "s", "l", (f"Question {number}",)), mix).temperature for number in range(6000))
+    assert {name: round(count / 6000, 1) for name, count in counts.items()} == {0.0: 0.2, 0.7: 0.5, 1.0: 0.3}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "match"),
+    [
+        ([], "at least 1 item"),
+        ([{"share": 0.7}, {"share": 0.2, "temperature": 1}], "shares sum to 0.9"),
+        ([{"share": 0}], "greater than 0"),
+        ([{"temperature": -1}], "temperature -1"),
+        ([{"temperature": 1e-9}], "nearly 0"),
+        ([{"temperature": 1, "top_p": 0}], "top_p 0"),
+        ([{"temperature": 1, "seed": 3}], "Extra inputs"),
+    ],
+)
+def test_sampling_that_cannot_be(sampling: list[dict[str, Any]], match: str) -> None:
+    with pytest.raises(ValidationError, match=match):
+        GenerateConfig(target="builtin", sampling=sampling)  # type: ignore[arg-type]
+
+
+# Memory, and a head
+
+
+def test_memory_holds_one_part_and_what_is_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not all conversations: with 300 of them, as many as with 30."""
+    target = talking_target(tmp_path / "target")
+    alive: weakref.WeakSet[Conversation] = weakref.WeakSet()
+    made, most = [0], [0]
+    init = Conversation.__init__
+
+    def counted(self: Conversation, *options: Any) -> None:
+        init(self, *options)
+        alive.add(self)
+        made[0] += 1
+        gc.collect(0)
+        most[0] = max(most[0], len(alive))
+
+    monkeypatch.setattr(Conversation, "__init__", counted)
+    config = GenerateConfig(target=str(target), max_tokens=4, max_batch=4, rows_per_part=10)
+    generate(config, write_prompts(tmp_path / "prompts", prompts_of(300)), Artifact(str(tmp_path / "answers")))
+    assert made[0] == 300
+    assert most[0] <= 2 * 10 + 4
+
+
+def test_a_head_changes_no_row(tmp_path: Path) -> None:
+    """Nor is it part of what was done: a run may go on with another one, or without."""
+    target = talking_target(tmp_path / "target")
+    head = head_folder(target, tmp_path / "head")
+    prompts = write_prompts(tmp_path / "prompts", prompts_of(23))
+    plain, drafted = Artifact(str(tmp_path / "plain")), Artifact(str(tmp_path / "drafted"))
+    config = GenerateConfig(target=str(target), max_tokens=12, max_batch=5, sampling=MIX)
+    without = generate(config, prompts, plain)
+    with_head = generate(config.model_copy(update={"head": str(head), "max_batch": 3}), prompts, drafted)
+    assert without.identity == with_head.identity
+    assert with_head.facts["head"] == str(head)
+    for name in plain.names():
+        if name.startswith(("answers-", "dropped-")):
+            assert plain.read(name) == drafted.read(name)
+    with pytest.raises(ValidationError, match="servers have their own"):
+        GenerateConfig(target="t", head="h", servers=["http://a:1"])  # type: ignore[arg-type]
