@@ -88,7 +88,7 @@ def test_a_folder_in_the_engine_s_own_form_will_do(target, head):
     [
         {"limits": {"max_queue": 3}},
         {"threads": 2},
-        {"collect": {"folder": "x", "licence": "MIT"}},
+        {"traffic": {"collect": {"folder": "x"}}},
         {"engine": {"overlap": True}},
         {"engine": {"speculation": "off"}},
     ],

@@ -24,6 +24,7 @@ def command(
     head: Annotated[str | None, typer.Option(help="folder of a head in any form; without one, plain decoding")] = None,
     host: Annotated[str | None, typer.Option(help="address to listen on (127.0.0.1)")] = None,
     port: Annotated[int | None, typer.Option(help="port; 0 takes a free one (8000)")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 (cpu)")] = None,
     speculation: Annotated[str | None, typer.Option(help="off, auto, or fixed(steps,branches,nodes) (auto)")] = None,
     api_keys: Annotated[str | None, typer.Option(help="file with a key a line; EYAS_API_KEYS adds to it")] = None,
     expect_tau: Annotated[float | None, typer.Option(help="warn when tau falls under it, in place of the head's card")] = None,
@@ -44,12 +45,12 @@ def command(
     settings = {
         "engine.speculation": speculation,
         "limits.api_keys": api_keys,
-        "drift.expect_tau": expect_tau,
-        "collect.folder": collect and str(Path(collect).absolute()),
-        "collect.licence": licence,
+        "traffic.drift.expect_tau": expect_tau,
+        "traffic.collect.folder": collect and str(Path(collect).absolute()),
+        "traffic.collect.licence": licence,
     }
     overrides = [*(overrides or []), *(f"{name}={json.dumps(value)}" for name, value in settings.items() if value is not None)]
-    given = {"target": target, "head": head, "host": host, "port": port}
+    given = {"target": target, "head": head, "host": host, "port": port, "device": device}
     options = from_environment() | {name: value for name, value in given.items() if value is not None}
     config = stage_config(ServeConfig, "serve", run_file, overrides, **options)
     if engine is not None:

@@ -40,8 +40,17 @@ LAST_WORDS_S = 2  # for telling the clients of what has not finished by then
 log = logging.getLogger("eyas.serve")
 
 
+class TrafficConfig(BaseModel):
+    """What a server learns from its traffic: whether acceptance falls; and, of who consents, prompts for the next head."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    drift: DriftConfig = DriftConfig()
+    collect: CollectConfig | None = None
+
+
 class ServeConfig(BaseModel):
-    """What is served, how precisely, and where. Port 0 takes a free one.
+    """What is served, how precisely, and where. Port 0 takes a free one. device: cpu, cuda, cuda:1.
 
     threads: of the engine on a CPU, by default torch's own choice, all cores. On few cores a small model is served faster with
     one thread less: two that wait for each other at every operator are held up by the event loop and the clients.
@@ -52,14 +61,14 @@ class ServeConfig(BaseModel):
     target: str | None = None
     head: str | None = None
     dtype: str = "float32"
+    device: str = Field("cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
     model: str | None = None  # the name in requests; by default that of the target's folder
     host: str = "127.0.0.1"
     port: int = 8000
     threads: int | None = Field(None, ge=1)
     limits: LimitsConfig = LimitsConfig()
     engine: EngineConfig = EngineConfig()
-    drift: DriftConfig = DriftConfig()
-    collect: CollectConfig | None = None
+    traffic: TrafficConfig = TrafficConfig()
     vertex: VertexConfig | None = None
 
     @model_validator(mode="after")
@@ -93,9 +102,10 @@ def build_app(config: ServeConfig) -> Starlette:
         torch.set_num_threads(config.threads)
     target, head = config.folders()
     chat = Chat(target)
-    engine = Engine.load(target, head, dtype=config.dtype, config=config.engine)
+    engine = Engine.load(target, head, dtype=config.dtype, config=config.engine, device=config.device)
     served = Served(config.served_model, config.dtype, head is not None, engine.max_length)
-    extras = Extras(config.drift, _reference(config.drift, head), config.collect, config.vertex)
+    traffic = config.traffic
+    extras = Extras(traffic.drift, _reference(traffic.drift, head), traffic.collect, config.vertex)
     return create_app(Worker(engine), chat, served, config.limits, extras)
 
 
@@ -105,7 +115,7 @@ def _reference(config: DriftConfig, head: str | None) -> Reference | None:
         return None if config.expect_tau is None else stated(config.expect_tau)
     found = promised(head)
     if found is None:
-        log.info("the head's card has no tau: give drift.expect_tau to be warned when it falls")
+        log.info("the head's card has no tau: give traffic.drift.expect_tau to be warned when it falls")
     return found
 
 
