@@ -7,10 +7,11 @@ import json
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from eyas.engine.draft import Draft
 from eyas.errors import ConfigError, MismatchError
-from eyas.model.checkpoint import expected_shapes
+from eyas.model.checkpoint import expected_shapes, read_head
 from eyas.model.config import HeadConfig, HeadOptions
 from eyas.model.head import Head, head_files, load_head
 from eyas.model.rows import prompt_rows
@@ -51,6 +52,7 @@ FLAGS = [
     {"norm_before_residual": True, "fc_norm": True, "norm_output": True},
     {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
 ]
+WIDTHS = [{"hidden_size": 16}, {"hidden_size": 48, "norm_before_fc": True}]
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
@@ -145,9 +147,9 @@ def test_bf16_files_load_as_float32(tmp_path):
     assert torch.equal(loaded.fc.weight, head.fc.weight.float())
 
 
-@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
 @pytest.mark.parametrize("form", ["sglang", "vllm"])
-def test_every_form_gives_the_same_head(tmp_path, form, flags):
+@pytest.mark.parametrize("flags", WIDTHS, ids=str)
+def test_every_form_keeps_a_width_and_its_embeddings(tmp_path, form, flags):
     target = tiny_target(tmp_path / "target", num_hidden_layers=8)
     ours = load_head(head_folder(target, tmp_path / "ours", **flags))
     other = load_head(head_folder(target, tmp_path / form, form, **flags))
@@ -156,14 +158,39 @@ def test_every_form_gives_the_same_head(tmp_path, form, flags):
         assert torch.equal(other.state_dict()[name], tensor), name
 
 
-@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
+def test_the_native_engine_refuses_a_width_of_its_own(tmp_path):
+    folder = tiny_target(tmp_path / "target", num_hidden_layers=8)
+    head, target = load_head(head_folder(folder, tmp_path / "head", hidden_size=16)), Target.load(folder)
+    if not target.is_native:
+        pytest.skip("this machine has no native path")
+    with pytest.raises(MismatchError, match="hidden size 16 on a target of 32"):
+        Draft(head.config, head.state_dict(), target)
+
+
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
+@pytest.mark.parametrize("form", ["sglang", "vllm"])
+def test_every_form_gives_the_same_head(tmp_path, form, flags):
+    if form == "sglang" and flags.get("norm_before_residual"):
+        pytest.skip("SGLang has no word for it")
+    target = tiny_target(tmp_path / "target", num_hidden_layers=8)
+    ours = load_head(head_folder(target, tmp_path / "ours", **flags))
+    other = load_head(head_folder(target, tmp_path / form, form, **flags))
+    assert other.config == ours.config
+    for name, tensor in ours.state_dict().items():
+        assert torch.equal(other.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("flags", "native"),
+    [*((flags, native) for flags in FLAGS for native in (False, True)), *((flags, False) for flags in WIDTHS)],
+    ids=str,
+)
 def test_computes_what_the_engines_draft_computes(tmp_path, flags, native):
     """Six entries from the target's features, then one fed back; where there is no native path, both are PyTorch's."""
     folder = tiny_target(tmp_path / "target", num_hidden_layers=8)
     head = load_head(head_folder(folder, tmp_path / "head", **flags))
     target = Target.load(folder, native=native)
-    draft = Draft(head.config, head.state_dict(), target)
+    draft = Draft(*read_head(tmp_path / "head"), target)
     tokens_T = torch.arange(20, 28)
     aux_hidden, _ = (features.clone() for features in target.features(tokens_T[None]))
     cache, page_table = draft.new_cache(1), np.zeros((1, 1), dtype=np.int32)
@@ -172,8 +199,9 @@ def test_computes_what_the_engines_draft_computes(tmp_path, flags, native):
         extended = draft.extend(rows, aux_hidden[0, :6], cache).clone()
         rows = prompt_rows([tokens_T[7:].tolist()], [7], page_table, cache.page_size, "cpu", first_column=1)
         stepped = draft.step(rows, extended[-1:], cache).clone()
-        ours, past = head(target.embed_tokens[tokens_T[1:7]][None], head.fuse(aux_hidden[:, :6]))
-        fed_back, _ = head(target.embed_tokens[tokens_T[7:]][None], ours[:, -1:], past)
+        embed_tokens = target.embed_tokens if head.embed_tokens is None else head.embed_tokens
+        ours, past = head(embed_tokens[tokens_T[1:7]][None], head.fuse(aux_hidden[:, :6]))
+        fed_back, _ = head(embed_tokens[tokens_T[7:]][None], ours[:, -1:], past)
         torch.testing.assert_close(ours[0], extended, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(fed_back[0], stepped, rtol=1e-4, atol=1e-4)
         ids, log_probs = draft.proposals(stepped, 5)
@@ -245,16 +273,12 @@ def test_widths_that_cannot_be():
         wavy_head(hidden_size=10)
     with pytest.raises(ConfigError, match="cannot keep its target's lm_head"):
         wavy_head(hidden_size=8, train_lm_head=False)
+    with pytest.raises(ValidationError, match="both set"):
+        HeadOptions(norm_before_fc=True, fc_norm=True)
 
 
 def test_what_was_chosen_is_in_the_checkpoint(tmp_path):
-    chosen = {
-        "norm_before_residual": True,
-        "norm_before_fc": True,
-        "fc_norm": True,
-        "norm_output": True,
-        "train_lm_head": False,
-    }
+    chosen = {"norm_before_residual": True, "fc_norm": True, "norm_output": True, "train_lm_head": False}
     head = wavy_head(**chosen)
     assert not head.lm_head.weight.requires_grad
     written = json.loads(head_files(head)["eyas_head.json"])

@@ -43,7 +43,7 @@ HEADS = {
     "EAGLE-3.1": {"fc_norm": True, "norm_output": True},
     "frozen lm_head": {"train_lm_head": False},
     "narrower": {"hidden_size": 8},
-    "wider": {"hidden_size": 16, "norm_before_fc": True, "fc_norm": True},
+    "wider": {"hidden_size": 16, "norm_before_fc": True},
     "all tokens": {"draft_vocab_size": 40},
 }
 

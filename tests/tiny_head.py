@@ -10,24 +10,25 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from eyas.model.checkpoint import Form, Verifier, expected_shapes, write_head
+from eyas.model.checkpoint import EMBED_TOKENS, Form, Verifier, expected_shapes, write_head
 from eyas.model.config import HeadConfig, HeadOptions, TargetConfig
 from eyas.model.vocab import TargetVocabulary, draft_vocabulary
 
 
 def tiny_head(
-    target: Path, draft_vocab_size: int = 64, seed: int = 0, dtype: torch.dtype = torch.float32, **flags: bool
+    target: Path, draft_vocab_size: int = 64, seed: int = 0, dtype: torch.dtype = torch.float32, **flags: Any
 ) -> tuple[HeadConfig, dict[str, Tensor]]:
     """A head of random weights for the target in a folder: config, and tensors by EAGLE's names. flags: HeadConfig's."""
     vocabulary = TargetVocabulary.load(target)
-    config = HeadConfig.for_target(TargetConfig.from_folder(target), HeadOptions(draft_vocab_size=draft_vocab_size))
+    options = HeadOptions(draft_vocab_size=draft_vocab_size, hidden_size=flags.pop("hidden_size", None))
+    config = HeadConfig.for_target(TargetConfig.from_folder(target), options)
     config = config.model_copy(update={"target_lm_head_sha256": vocabulary.lm_head_sha256, **flags})
     generator = torch.Generator().manual_seed(seed)
     counts_V = torch.randint(100, (config.vocab_size,), generator=generator)
     counts_V[list(vocabulary.config.eos_token_ids)] = 1000
     tensors = {
         name: (0.3 * torch.randn(shape, generator=generator)).to(dtype)
-        for name, shape in expected_shapes(config).items()
+        for name, shape in (expected_shapes(config) | own_embeddings(config)).items()
         if name not in ("d2t", "t2d")
     }
     for name in tensors:
@@ -35,6 +36,11 @@ def tiny_head(
             tensors[name] += 1
     tensors["d2t"], tensors["t2d"] = draft_vocabulary(counts_V, draft_vocab_size)
     return config, tensors
+
+
+def own_embeddings(config: HeadConfig) -> dict[str, tuple[int, ...]]:
+    """What a head of another width than its target's has besides."""
+    return {EMBED_TOKENS: (config.vocab_size, config.hidden_size)} if config.owns_embeddings else {}
 
 
 def write_folder(files: dict[str, bytes], folder: Path) -> Path:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field
 
 from eyas.engine.futures import to_device
+from eyas.errors import MismatchError
 from eyas.model.block import Block, Rope, rms_norm
 from eyas.model.cache import FeatureCache, PagedCache
 from eyas.model.config import HeadConfig
@@ -90,6 +91,11 @@ class Draft:
     def __init__(self, config: HeadConfig, tensors: dict[str, torch.Tensor], target: Target) -> None:
         """tensors as `read_head` gives them. Raises MismatchError when the head was made for another target."""
         check_head(config, target.config, target.lm_head_sha256)
+        if target.is_native and config.owns_embeddings:
+            raise MismatchError(
+                f"a head of hidden size {config.hidden_size} on a target of {config.target_hidden_size} has no native path",
+                "set EYAS_NATIVE=0 to run target and head in PyTorch's operators, or train a head of the target's width",
+            )
         self.config, self.device, self._dtype = config, target.device, target.dtype
         cast = {
             name: tensor.to(target.device, target.dtype)

@@ -12,7 +12,7 @@ import math
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from eyas.errors import ConfigError, CorruptError, MismatchError, MissingInputError
 
@@ -175,6 +175,12 @@ class HeadOptions(BaseModel):
     norm_before_fc: bool = False
     fc_norm: bool = False  # with norm_output, EAGLE-3.1
     norm_output: bool = False
+
+    @model_validator(mode="after")
+    def _one_norm_of_features(self) -> HeadOptions:
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError("norm_before_fc and fc_norm are both set: no project says in which order")
+        return self
 
 
 class HeadConfig(DecoderConfig):
