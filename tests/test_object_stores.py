@@ -12,10 +12,14 @@ import pytest
 
 from eyas import artifact as artifact_module
 from eyas.artifact import Artifact
-from eyas.errors import CorruptError, EyasError, MissingInputError
-from eyas.shards import Cache, FeatureMeta, Features, Sample, ShardWriter, ranges
+from eyas.cli import train as cli_train
+from eyas.errors import ConfigError, CorruptError, EyasError, MissingInputError
+from eyas.model.target import Target
+from eyas.shards import Cache, Entry, FeatureMeta, Features, Sample, ShardWriter, ranges
 from tests.object_stores import BUCKET, GcsServer, Line, environment, forget_clients
 from tests.test_shards import META, assert_same, make_sample
+from tests.tiny import tiny_target
+from tests.tiny_features import greedy_answers, samples_of, write_features
 
 pytest.importorskip("s3fs", reason="the extra s3 is not installed")
 pytest.importorskip("gcsfs", reason="the extra gcs is not installed")
@@ -240,6 +244,33 @@ def test_a_flipped_byte_is_found_and_named_and_the_cache_is_not_believed(store: 
         features[5]
     assert "train-00001" in raised.value.what
     assert_same(features[4], wide_sample(4))
+
+
+def test_the_environment_gives_training_a_cache(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two heads of `eyas train` from features in a store read each sample from it once; the cache stays within its bound."""
+    folder = tiny_target(tmp_path / "target")
+    target = Target.load(folder)
+    samples = samples_of(target, greedy_answers(folder, 12), "sample")
+    write_features(store.url, target, samples[:8], samples[8:])
+    monkeypatch.setenv("EYAS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("EYAS_FEATURE_CACHE", "1MB")
+    fetched: list[str] = []
+    fetch = Features._fetched
+
+    def counted(features: Features, entry: Entry) -> bytes:
+        fetched.append(entry.key)
+        return fetch(features, entry)
+
+    monkeypatch.setattr(Features, "_fetched", counted)
+    for seed in (0, 1):
+        settings = ["head.draft_vocab_size=320", "epochs=1", "dtype=float32", "objective.num_ttt_steps=2", f"seed={seed}"]
+        cli_train.command(store.url, str(folder), str(tmp_path / f"head-{seed}"), overrides=settings)
+        assert sorted(fetched) == sorted(sample.key for sample in samples)
+    kept = [path.stat().st_size for path in (tmp_path / "cache" / "features").iterdir()]
+    assert 0 < sum(kept) <= 1_000_000
+    monkeypatch.setenv("EYAS_FEATURE_CACHE", "much")
+    with pytest.raises(ConfigError, match="EYAS_FEATURE_CACHE=much is no size"):
+        Features(Artifact(store.url))
 
 
 def test_what_was_read_once_is_read_from_this_disk(store: Store, tmp_path: Path) -> None:

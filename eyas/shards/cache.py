@@ -6,6 +6,9 @@ A file is written beside and moved in place, so none is ever seen half-written. 
 full the oldest go, down to nine tenths of the bound, under a lock that only those who delete take. A file that another process
 deletes while it is wanted is a miss. Each process counts what it put since it last looked at the folder, and looks again after
 a twentieth of the bound: so n processes stay below it but for n - 1 twentieths.
+
+EYAS_FEATURE_CACHE=200GB in the environment gives every reader of features in a store one, below EYAS_CACHE (~/.cache/eyas): how
+much of a disk may be had is the machine's to say, not a run's.
 """
 
 from __future__ import annotations
@@ -14,9 +17,15 @@ import contextlib
 import fcntl
 import os
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from uuid import uuid4
 
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from eyas.errors import ConfigError
+
+VARIABLE = "EYAS_FEATURE_CACHE"
 LOOK_SHARE = 0.05  # of the bound, put by this process between two looks at the folder
 KEEP_SHARE = 0.9  # of the bound, kept when the oldest go
 
@@ -29,6 +38,19 @@ class Cache:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._put_since = max_bytes  # of an unknown folder: look at the first put
         self._guard = threading.Lock()
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Cache | None:
+        """The cache that the environment asks for, if it does. Raises ConfigError for a size that is none."""
+        stated = environment.get(VARIABLE, "").strip()
+        if not stated:
+            return None
+        try:
+            max_bytes = TypeAdapter(ByteSize).validate_python(stated)
+        except ValidationError as error:
+            raise ConfigError(f"{VARIABLE}={stated} is no size", f"write e.g. {VARIABLE}=200GB, or 0 for no cache") from error
+        folder = Path(environment.get("EYAS_CACHE") or Path.home() / ".cache" / "eyas") / "features"
+        return cls(folder, max_bytes) if max_bytes else None
 
     def get(self, name: str) -> bytes | None:
         """The bytes put under a name, or None; they may be wrong, as a disk may be."""

@@ -33,7 +33,8 @@ class Features:
     """
 
     def __init__(self, artifact: Artifact, split: Split = "train", cache: Cache | None = None) -> None:
-        """cache: where to keep what was read from a store that is not this machine's disk."""
+        """cache: where to keep what was read from a store that is not this machine's disk; by default, what the environment
+        says (see Cache.from_environment)."""
         made = artifact.manifest("capture")
         self.inputs = {"features": made}
         index = artifact.read_json(index_name(split))
@@ -42,7 +43,7 @@ class Features:
         self._artifact, self._cache_prefix = artifact, f"{made.identity}-"
         self._read_range = range_reader(artifact)
         is_local = artifact.local_path("") is not None
-        self._cache = None if is_local else cache
+        self._cache = None if is_local else cache or Cache.from_environment()
         self._num_threads = LOCAL_THREADS if is_local else REMOTE_THREADS
         try:
             self.meta = FeatureMeta.model_validate(index["meta"])
