@@ -109,6 +109,7 @@ class Training:
     """One run: its sources, its plan and its state."""
 
     run: Run
+    _whole: int  # steps done with all that belongs to them
 
     def __init__(
         self, config: TrainConfig, target: str, source: FeatureSource, held_out: FeatureSource | None, ranks: Ranks
@@ -194,12 +195,13 @@ class Training:
                 output.write_jsonl(METRICS, self.run.metrics)  # the checkpoint is of a better time
             raise
         except EyasError:
-            if self.ranks.is_first:
-                save(self.run, output)  # an error leaves the weights as the last whole step did
+            if self.ranks.is_first and self.run.step == self._whole:  # else a step was done and not judged yet
+                save(self.run, output)
             raise
 
     def _steps(self, output: Artifact, track: Track, trackers: Trackers) -> None:
         run, config, ranks = self.run, self.config, self.ranks
+        self._whole = run.step
         todo = self.steps[run.step :]
         mine = [ranks.share(batches) for batches in todo]
         samples = self.source.batches([numbers for batches in mine for numbers in batches])
@@ -215,6 +217,7 @@ class Training:
                 raise diverged(run, loaded, config, ranks)
             if run.step in self.measure_at:
                 row["held_out_tau"] = self._measure()
+            self._whole = run.step
             trackers.log(run.step, scalars(row))
             if run.step % config.checkpoint_every == 0 and run.step < len(self.steps):
                 ranks.together(lambda: save(run, output) if ranks.is_first else None)

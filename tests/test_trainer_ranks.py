@@ -1,0 +1,237 @@
+"""Training by several processes: the loss of one, whoever dies; the order of the data whatever their number."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from eyas.artifact import Artifact
+from eyas.errors import ConfigError
+from eyas.model.batch import Batch
+from eyas.model.target import Target
+from eyas.shards import Features
+from eyas.train.checkpoint import CHECKPOINT, METRICS, Run
+from eyas.train.loss import ObjectiveConfig, objective, teach
+from eyas.train.optimizer import OptimizerConfig, adamw
+from eyas.train.plan import BatchConfig, plan
+from eyas.train.ranks import Ranks
+from eyas.train.step import Given, update
+from eyas.train.trainer import TrainConfig, check_settings
+from tests.nursery import ROOT, launched, said, seen
+from tests.tiny import tiny_target
+from tests.tiny_batch import made_up_samples, tiny_vocabulary, wavy_head
+from tests.tiny_features import greedy_answers, samples_of, write_features
+
+SEED = int.from_bytes(os.urandom(4), "little")  # of the steps at which processes die
+SPOILT_STEP = 4
+CONFIG = {
+    "head": {"draft_vocab_size": 64},
+    "objective": {"num_ttt_steps": 3},
+    "epochs": 2,
+    "batches": {"tokens": 64, "per_step": 2},
+    "optimizer": {"learning_rate": 3e-3},
+    "dtype": "float32",
+    "stop": {"measurements": 4, "num_draft_steps": 3},
+    "checkpoint_every": 2,
+}
+BY_THREE = {**CONFIG, "batches": {"tokens": 48, "per_step": 3}, "dtype": "bfloat16"}
+
+
+class Runs:
+    """Launches, by name of the output folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.target = tiny_target(folder / "target", num_hidden_layers=8)
+        self.samples = samples_of(Target.load(self.target), greedy_answers(self.target, 24), "sample")
+        self.features = write_features(folder / "features", Target.load(self.target), self.samples, self.samples[:5])
+        self.launches: list[dict] = []
+        self.codes: dict[str, list[list[int]]] = {}
+        self.spoilt_key = ""
+
+    def add(self, name: str, size: int, kill: tuple[int, int] | None = None, config: dict = CONFIG, features: str = "") -> None:
+        told = {"rank": kill[0], "step": kill[1]} if kill else None
+        self.launches.append(
+            {
+                "config": config,
+                "target": str(self.target),
+                "features": features or self.features.url,
+                "output": str(self.folder / name),
+                "size": size,
+                "kill": told,
+            }
+        )
+
+    def launch(self) -> None:
+        for asked, codes in zip(self.launches, launched(self.launches, self.folder), strict=True):
+            self.codes.setdefault(Path(asked["output"]).name, []).append(codes)
+
+    def output(self, name: str) -> Artifact:
+        return Artifact(str(self.folder / name))
+
+    def weights(self, name: str) -> bytes:
+        return self.output(name).read("model.safetensors")
+
+    def rows(self, name: str) -> list[dict]:
+        return list(self.output(name).read_jsonl(METRICS))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Runs:
+    """Every launch of this file, in one process that forks them."""
+    made = Runs(tmp_path_factory.mktemp("runs"))
+    dice = random.Random(SEED)
+    steps = range(1, 9)
+    made.add("one", 1)
+    made.add("two", 2)
+    first, second = sorted(dice.sample(steps, 2))
+    for name, sizes in (("two cut", (2, 2, 2)), ("alone cut", (1, 1)), ("moved", (2, 1))):
+        for size, step in zip(sizes[:-1], (first, second), strict=False):
+            made.add(name, size, (dice.randrange(size), step))
+        made.add(name, sizes[-1])
+    made.add("three", 3, config=BY_THREE)
+    made.add("three cut", 3, (dice.randrange(3), first), config=BY_THREE)
+    made.add("three cut", 3, config=BY_THREE)
+    spoilt = made.folder / "spoilt features"
+    shutil.copytree(made.folder / "features", spoilt)
+    lengths = Features(made.features).lengths
+    late = plan(BatchConfig(**CONFIG["batches"]), [range(len(lengths))], lengths, 0)[SPOILT_STEP - 1][1][0]
+    entry = Features(made.features).entries[late]
+    data = bytearray((spoilt / entry.shard).read_bytes())
+    data[entry.start + entry.size - 1] ^= 1
+    (spoilt / entry.shard).write_bytes(bytes(data))
+    made.spoilt_key = entry.key
+    made.add("spoilt", 2, features=str(spoilt))
+    made.launch()
+    return made
+
+
+def test_two_processes_give_the_weights_of_one_to_the_bit(runs):
+    assert runs.codes["one"] == [[0]]
+    assert runs.codes["two"] == [[0, 0]], said(str(runs.folder / "two"), 0) + said(str(runs.folder / "two"), 1)
+    assert runs.weights("two") == runs.weights("one")
+    assert runs.output("two").read(METRICS) == runs.output("one").read(METRICS)
+    assert seen(str(runs.folder / "two")) == seen(str(runs.folder / "one"))
+    assert all(len(batches) == 2 for batches in list(seen(str(runs.folder / "two")).values())[:-1])
+    assert runs.output("two").manifest().identity == runs.output("one").manifest().identity
+
+
+@pytest.mark.parametrize(("cut", "whole"), [("alone cut", "one"), ("two cut", "two"), ("three cut", "three")])
+def test_killed_processes_go_on_to_the_same_weights_to_the_bit(runs, cut, whole):
+    about = f"seed {SEED}, codes {runs.codes[cut]}"
+    assert runs.codes[cut][-1] == runs.codes[whole][-1], about
+    assert set(runs.codes[cut][-1]) == {0}, about
+    assert all(-signal.SIGKILL in codes for codes in runs.codes[cut][:-1]), about
+    assert runs.weights(cut) == runs.weights(whole), about
+    assert runs.output(cut).read(METRICS) == runs.output(whole).read(METRICS), about
+
+
+def test_three_processes_meet_the_same_data_in_the_same_steps(runs):
+    assert runs.codes["three"] == [[0, 0, 0]]
+    assert seen(str(runs.folder / "three")) == seen(str(runs.folder / "three cut"))
+    assert {len(batches) for batches in list(seen(str(runs.folder / "three")).values())[:-1]} == {3}
+
+
+def test_on_another_number_of_processes_the_data_keep_their_order(runs):
+    about = f"seed {SEED}, codes {runs.codes['moved']}"
+    assert runs.codes["moved"][-1] == [0], about
+    assert seen(str(runs.folder / "moved")) == seen(str(runs.folder / "one")), about
+    assert runs.weights("moved") == runs.weights("one"), about  # a sum of two is the same in any order
+
+
+def test_who_is_left_when_one_is_killed_says_so(runs):
+    for codes, rank in ((codes, rank) for codes in runs.codes["two cut"][:-1] for rank in (0, 1)):
+        if codes[rank] != -signal.SIGKILL:
+            assert codes[rank] == 1
+            assert "another rank of this run is gone" in said(str(runs.folder / "two cut"), rank)
+
+
+def test_an_error_on_one_rank_stops_all_with_its_message(runs):
+    (codes,) = runs.codes["spoilt"]
+    told = [said(str(runs.folder / "spoilt"), rank) for rank in (0, 1)]
+    assert codes == [1, 2]  # its second batch is of the second rank
+    assert all(f"sample {runs.spoilt_key} " in text for text in told)
+    assert all("does not match its checksum" in text for text in told)
+    assert "stopped, because rank 1 failed" in told[0]
+    assert all(text.count("error:") == 1 for text in told)
+    output = runs.output("spoilt")
+    assert not output.is_done()
+    assert output.exists(CHECKPOINT)
+    assert [row["step"] for row in runs.rows("spoilt")] == list(range(1, SPOILT_STEP))  # what came before is kept
+
+
+def test_the_launch_by_torchrun_writes_once(runs, tmp_path):
+    """The command of the README, with a real launcher."""
+    settings = [
+        "head.draft_vocab_size=64",
+        "objective.num_ttt_steps=3",
+        "epochs=2",
+        "batches.tokens=64",
+        "batches.per_step=2",
+        "optimizer.learning_rate=3e-3",
+        "dtype=float32",
+        "stop.measurements=4",
+        "stop.num_draft_steps=3",
+    ]
+    words = ["train", runs.features.url, "-t", str(runs.target), "-o", str(tmp_path / "head")]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, "-m", "eyas.cli.main", *words, *(word for one in settings for word in ("-s", one))]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("train     done:") == 1
+    assert (tmp_path / "head" / "model.safetensors").read_bytes() == runs.weights("one")
+
+
+def test_a_step_of_two_batches_is_the_step_of_one_that_holds_both():
+    masks = [[False] * 4 + [True] * 9, [False, True, True, True, False, False, True, True, True], [True] * 7]
+    samples = made_up_samples(masks)
+    config = ObjectiveConfig(num_ttt_steps=4)
+    vocabulary = tiny_vocabulary()
+    whole = wavy_head()
+    batch = Batch.of(samples)
+    outcome = objective(whole, vocabulary.embed_tokens, batch, teach(batch, vocabulary, whole, config), config)
+    outcome.loss.backward()
+    norm = torch.stack([weight.grad.norm() for weight in whole.parameters()]).norm()
+    parts = wavy_head()
+    run = Run(parts, adamw(parts.parameters(), OptimizerConfig()))
+    given = Given.of(config, 1e9, "float32", vocabulary, Ranks())
+    row = update(run, [Batch.of(samples[:1]), Batch.of(samples[1:])], given, 0.0)
+    assert row["loss"] == pytest.approx(float(outcome.loss.detach()), rel=1e-6)
+    assert row["step_losses"] == pytest.approx(outcome.step_losses.tolist(), rel=1e-5)
+    assert row["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+    assert row["trained"] == int(outcome.num_trained[0])
+
+
+def test_more_processes_than_batches_in_a_step_are_refused():
+    with pytest.raises(ConfigError, match="no work for 3 processes") as raised:
+        check_settings(TrainConfig(batches={"per_step": 2}), Ranks(0, 3), True)
+    assert "batches.per_step to 3" in raised.value.hint
+
+
+def test_the_best_head_is_written_and_the_last_one_beside_it(runs):
+    facts = runs.output("one").manifest().facts["held_out"]
+    measured = {row["step"]: row["held_out_tau"] for row in runs.rows("one") if "held_out_tau" in row}
+    assert len(measured) == 4
+    assert facts["tau"] == max(measured.values())
+    assert facts["step"] == min(step for step, tau in measured.items() if tau == facts["tau"])
+    last = runs.folder / "one" / "last"
+    assert last.exists() == (facts["step"] != len(runs.rows("one")))
+    if last.exists():
+        assert load_file(last / "model.safetensors").keys() == load_file(runs.folder / "one" / "model.safetensors").keys()
+
+
+def test_features_are_read_by_the_rank_that_needs_them(runs):
+    """Each sample is read once an epoch, by one rank."""
+    rows = [line for path in Path(f"{runs.folder}/two.seen").glob("*.jsonl") for line in path.read_text().splitlines()]
+    assert len(rows) == 2 * len(runs.rows("two"))
+    assert sum(row["samples"] for row in runs.rows("two")) == 2 * len(Features(runs.features))

@@ -1,0 +1,238 @@
+"""A start from a head that is there: every form of it, what does not fit, and what it must not lose."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from eyas.artifact import Artifact
+from eyas.errors import EyasError, MismatchError, MissingInputError
+from eyas.model.checkpoint import write_head
+from eyas.model.head import load_head
+from eyas.model.target import Target
+from eyas.shards import Features
+from eyas.train.checkpoint import CHECKPOINT, METRICS
+from eyas.train.mixture import Mixture, drawn
+from eyas.train.regression import compared, refuse_loss
+from eyas.train.trainer import KEEP, TrainConfig, train
+from tests.tiny import tiny_target
+from tests.tiny_features import greedy_answers, samples_of, write_features
+
+CONFIG = TrainConfig(
+    head={"draft_vocab_size": 160},
+    objective={"num_ttt_steps": 3},
+    epochs=12,
+    batches={"tokens": 256},
+    optimizer={"learning_rate": 1e-2},
+    dtype="float32",
+    stop={"measurements": 0, "num_draft_steps": 3},
+)
+TUNED = {"epochs": 2, "head": {}, "optimizer": {"learning_rate": 1e-3}}
+
+
+class World:
+    """A target, two mixes of its own answers, and a head of the old one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.target = tiny_target(folder / "target", num_hidden_layers=8)
+        target = Target.load(self.target)
+        self.samples = samples_of(target, greedy_answers(self.target, 36), "sample")
+        self.old = write_features(folder / "old", target, self.samples[:24], self.samples[:24])
+        self.new = write_features(folder / "new", target, self.samples[24:], self.samples[24:])
+        self.head = Artifact(str(folder / "head"))
+        train(CONFIG, str(self.target), Features(self.old), self.head)
+
+    def tune(self, name: str, start: dict | str, **changes) -> Artifact:
+        output = Artifact(str(self.folder / name))
+        config = TrainConfig(**{**CONFIG.model_dump(), **TUNED, "start": start, **changes})
+        train(config, str(self.target), Features(self.new), output)
+        return output
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> World:
+    return World(tmp_path_factory.mktemp("world"))
+
+
+def in_form(head: Artifact, form: str, folder: Path) -> Path:
+    """A copy of a head as others write it."""
+    loaded = load_head(head.local_path(""))
+    folder.mkdir()
+    for name, data in write_head(loaded.config, loaded.state_dict(), form).items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def test_a_head_of_any_form_is_gone_on_from_alike(world):
+    outputs = [world.tune("from eyas", world.head.url)]
+    assert outputs[0].manifest().inputs["start"].identity == world.head.manifest().identity  # lineage goes on through it
+    for form in ("sglang", "vllm"):
+        folder = in_form(world.head, form, world.folder / form)
+        outputs.append(world.tune(f"from {form}", {"head": str(folder)}))
+    assert len({output.read("model.safetensors") for output in outputs}) == 1
+    assert len({output.manifest().identity for output in outputs}) == 3
+    before, after = load_head(world.head.local_path("")), load_head(outputs[0].local_path(""))
+    assert torch.equal(before.d2t, after.d2t)
+    moved = (before.lm_head.weight - after.lm_head.weight).norm() / before.lm_head.weight.norm()
+    assert 0 < moved < 0.1
+    first = next(outputs[0].read_jsonl(METRICS))["loss"]
+    assert first < 0.9 * next(world.head.read_jsonl(METRICS))["loss"]
+
+
+def test_a_start_is_its_weights_not_its_place(world, tmp_path):
+    copy = shutil.copytree(world.folder / "head", tmp_path / "copy")
+    steps = []
+    world.tune("placed", world.head.url)
+    config = TrainConfig(**{**CONFIG.model_dump(), **TUNED, "start": str(copy)})
+    output = Artifact(str(world.folder / "placed"))
+    train(config, str(world.target), Features(world.new), output, lambda *report: steps.append(report))
+    assert output.was_done
+    assert not steps
+
+
+def test_draft_tokens_chosen_anew_keep_the_rows_they_had(world):
+    output = world.tune("recounted", {"head": world.head.url, "vocabulary": "recount"}, optimizer={"learning_rate": 1e-30})
+    before, after = load_head(world.head.local_path("")), load_head(output.local_path(""))
+    counts = torch.zeros(320, dtype=torch.int64)
+    for sample in world.samples[24:]:
+        counts += torch.bincount(sample.token_ids[sample.loss_mask], minlength=320)
+    assert counts[~after.t2d].max() <= counts[after.t2d].min()
+    lm_head = Target.load(world.target).lm_head
+    had = {int(token): row for row, token in enumerate(before.target_ids_W)}
+    kept, fresh = 0, 0
+    for row, token in enumerate(after.target_ids_W.tolist()):
+        if token in had:
+            kept += 1
+            assert torch.equal(after.lm_head.weight[row], before.lm_head.weight[had[token]])
+        else:
+            fresh += 1
+            assert torch.equal(after.lm_head.weight[row], lm_head[token])
+    assert kept
+    assert fresh
+
+
+def test_what_does_not_fit_is_refused(world, tmp_path):
+    with pytest.raises(MissingInputError, match="no folder of a head"):
+        world.tune("a", str(tmp_path / "nothing"))
+    with pytest.raises(MismatchError, match=r"head\.norm_output is True, its own is False"):
+        world.tune("b", world.head.url, head={"norm_output": True})
+    with pytest.raises(MismatchError, match=r"head\.draft_vocab_size is 64, its own is 160"):
+        world.tune("c", world.head.url, head={"draft_vocab_size": 64})
+    other = shutil.copytree(world.folder / "head", tmp_path / "other")
+    settings = json.loads((other / "eyas_head.json").read_text())
+    for changed, words in (
+        ({"taps": {"after_layer": [1, 2, 4]}}, r"outputs of layers \(1, 2, 4\), the features are of \(1, 3, 4\)"),
+        ({"target_lm_head_sha256": "another"}, "another target of the same shape"),
+    ):
+        (other / "eyas_head.json").write_text(json.dumps({**settings, **changed}))
+        with pytest.raises(MismatchError, match=words):
+            world.tune("d", str(other))
+    meant = world.tune("meant", {"head": str(other), "other_target": True})
+    assert load_head(meant.local_path("")).config.target_lm_head_sha256 == Features(world.new).meta.lm_head_sha256
+    wide = tiny_target(tmp_path / "wide", num_hidden_layers=8, hidden_size=48)
+    config = TrainConfig(**{**CONFIG.model_dump(), **TUNED, "start": world.head.url})
+    target = Target.load(wide)
+    features = write_features(tmp_path / "wide features", target, samples_of(target, [([5, 6], [7, 8, 9])], "wide"), [])
+    with pytest.raises(MismatchError, match="a target of hidden size 32"):
+        train(config, str(wide), Features(features), Artifact(str(tmp_path / "e")))
+    assert not any((world.folder / name).exists() and Artifact(str(world.folder / name)).is_done() for name in "abcd")
+
+
+def test_embeddings_of_its_own_are_not_lost_in_silence(world, tmp_path):
+    folder = in_form(world.head, "vllm", tmp_path / "own")
+    tensors = load_file(folder / "model.safetensors")
+    embeddings = Target.load(world.target).embed_tokens
+    save_file({**tensors, "embed_tokens.weight": embeddings.clone()}, folder / "model.safetensors")
+    same = world.tune("same embeddings", str(folder))
+    assert same.read("model.safetensors") == world.tune("none", world.head.url).read("model.safetensors")
+    save_file({**tensors, "embed_tokens.weight": embeddings + 1}, folder / "model.safetensors")
+    with pytest.raises(MismatchError, match="embeddings of its own"):
+        world.tune("other embeddings", str(folder))
+
+
+def test_a_head_that_loses_on_the_old_mix_is_refused_and_kept(world):
+    start = {"head": world.head.url, "keep_mix": world.old.url}
+    harsh = {"optimizer": {"learning_rate": 3e-2}, "epochs": 6}
+    with pytest.raises(EyasError, match=r"loses more than 2\.0%: tau on the old mix \d\.\d+ -> \d\.\d+ \(-") as raised:
+        world.tune("harsh", start, **harsh)
+    assert raised.value.exit_code == 1
+    assert "keep_share" in raised.value.hint
+    output = Artifact(str(world.folder / "harsh"))
+    assert not output.is_done()
+    assert output.exists(CHECKPOINT)
+    told = output.read_json(KEEP)
+    assert told["tau_after"] < 0.98 * told["tau_before"]
+    assert told["interval"][0] <= told["change"] <= told["interval"][1] < 0
+    assert f"{told['tau_before']:.3f} -> {told['tau_after']:.3f}" in raised.value.what
+    rows = list(output.read_jsonl(METRICS))
+    allowed = world.tune("harsh", {**start, "keep_tolerance": 0.9}, **harsh)  # the same run: nothing is trained again
+    assert list(allowed.read_jsonl(METRICS)) == rows
+    assert allowed.manifest().facts["keep"]["tolerance"] == 0.9
+    assert not allowed.exists(CHECKPOINT)
+
+
+def test_a_head_that_loses_nothing_passes(world):
+    output = world.tune("mild", {"head": world.head.url, "keep_mix": world.old.url}, optimizer={"learning_rate": 1e-6})
+    keep = output.manifest().facts["keep"]
+    assert keep["change"] == pytest.approx(0.0, abs=0.02)
+    assert keep["samples"] == 24
+    assert output.manifest().inputs["old_features"].identity == world.old.manifest().identity
+
+
+def test_a_share_of_the_old_mix_is_trained_on_and_holds_tau(world):
+    harsh = {"optimizer": {"learning_rate": 3e-2}, "epochs": 6}
+    start = {"head": world.head.url, "keep_mix": world.old.url, "keep_tolerance": 0.99}
+    without = world.tune("without", start, **harsh).manifest()
+    with_share = world.tune("with", {**start, "keep_share": 0.6}, **harsh).manifest()
+    assert with_share.counts["samples"] == without.counts["samples"] + 24
+    assert with_share.facts["keep"]["tau_after"] > without.facts["keep"]["tau_after"]
+    rows = list(Artifact(str(world.folder / "with")).read_jsonl(METRICS))
+    num_new = without.counts["samples"]
+    assert sum(row["samples"] for row in rows) == 6 * (num_new + round(1.5 * num_new))  # 1.5 of 2.5 are six tenths
+
+
+def test_a_mixture_is_both_sources_in_the_order_asked(world):
+    mixed = Mixture(Features(world.new), Features(world.old))
+    assert len(mixed) == len(mixed.lengths) == 36
+    assert set(mixed.inputs) == {"features", "old_features"}
+    keys = [[sample.key for sample in batch] for batch in mixed.batches([[13, 0, 12], [1], [35]])]
+    new, old = Features(world.new), Features(world.old)
+    assert keys == [[old[1].key, new[0].key, old[0].key], [new[1].key], [old[23].key]]
+    tokens = [ids for ids, _ in mixed.all_tokens()]
+    assert [len(ids) for ids in tokens] == mixed.lengths
+
+
+def test_old_samples_are_drawn_by_the_seed_alone():
+    old = list(range(100, 200))
+    assert len(drawn(old, 30, 0.25, "0/0")) == 10
+    assert drawn(old, 30, 0.25, "0/0") == drawn(old, 30, 0.25, "0/0") != drawn(old, 30, 0.25, "0/1")
+    assert drawn(old, 1000, 0.9, "0/0") == old
+    assert drawn(old, 30, 0.0, "0/0") == []
+
+
+def test_the_interval_is_of_the_ratio_over_conversations():
+    generator = torch.Generator().manual_seed(1)
+    rounds = torch.randint(5, 40, (400,), generator=generator)
+    ease = 1.5 + 2 * torch.rand(400, generator=generator)  # conversations differ by far more than the heads
+    before = torch.stack(((rounds * ease).long(), rounds), dim=1)
+    same = compared(before, before)
+    assert (same.change, same.interval) == (0.0, (0.0, 0.0))
+    refuse_loss(same, 0.0)
+    worse = torch.stack(((rounds * ease * 0.95).long(), rounds), dim=1)
+    found = compared(before, worse)
+    assert found.interval[0] < found.change < found.interval[1]
+    assert -0.08 < found.interval[0] < found.interval[1] < -0.03
+    refuse_loss(found, 0.1)
+    with pytest.raises(EyasError, match=r"loses more than 2\.0%"):
+        refuse_loss(found, 0.02)
+    few = compared(before[:4], (before[:4] + torch.tensor([[9, 0], [-9, 0], [9, 0], [-9, 0]])))
+    assert few.change > -0.03 > few.interval[0]
+    with pytest.raises(EyasError, match="too few conversations to tell") as raised:
+        refuse_loss(few, 0.03)
+    assert "keep_samples" in raised.value.hint

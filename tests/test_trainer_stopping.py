@@ -1,0 +1,192 @@
+"""When a run ends, what it keeps, and what is measured on the way."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from eyas.artifact import Artifact
+from eyas.errors import ConfigError, EyasError
+from eyas.model.target import Target
+from eyas.shards import Features
+from eyas.train import trainer
+from eyas.train.checkpoint import CHECKPOINT, METRICS
+from eyas.train.stopping import SETTLED, Drift, Patience, StopConfig, measured_steps
+from eyas.train.trainer import TrainConfig, train
+from tests.tiny import tiny_target
+from tests.tiny_features import greedy_answers, samples_of, write_features
+
+CONFIG = TrainConfig(
+    head={"draft_vocab_size": 64},
+    objective={"num_ttt_steps": 2},
+    epochs=12,
+    batches={"tokens": 64},
+    optimizer={"learning_rate": 3e-3},
+    dtype="float32",
+    stop={"measurements": 6, "num_draft_steps": 2, "samples": 3},
+    checkpoint_every=5,
+)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A target's folder, and features of it with five conversations held out."""
+    folder = tiny_target(tmp_path_factory.mktemp("target"), num_hidden_layers=8)
+    target = Target.load(folder)
+    samples = samples_of(target, greedy_answers(folder, 14), "sample")
+    return str(folder), write_features(tmp_path_factory.mktemp("features"), target, samples[:9], samples[9:])
+
+
+def changed(**changes) -> TrainConfig:
+    return TrainConfig(**{**CONFIG.model_dump(), **changes})
+
+
+def run(made, config: TrainConfig, folder, track=trainer.quiet) -> Artifact:
+    output = Artifact(str(folder))
+    train(config, made[0], Features(made[1]), output, track, Features(made[1], "held_out"))
+    return output
+
+
+@given(st.integers(1, 3000), st.integers(0, 50))
+def test_measurements_are_far_apart_and_the_last_step_is_among_them(num_steps, measurements):
+    steps = measured_steps(num_steps, StopConfig(measurements=measurements))
+    assert len(steps) == min(measurements, num_steps)
+    assert steps <= set(range(1, num_steps + 1))
+    assert not steps or max(steps) == num_steps
+
+
+def test_tau_is_measured_on_the_way_and_shown(made, tmp_path):
+    notes = []
+    output = run(made, CONFIG, tmp_path, lambda done, total, note: notes.append(note))
+    rows = list(output.read_jsonl(METRICS))
+    measured = [row["step"] for row in rows if "held_out_tau" in row]
+    assert measured == sorted(measured_steps(len(rows), CONFIG.stop))
+    assert "tau" not in notes[0]
+    assert f"tau {max(row.get('held_out_tau', 0) for row in rows):.2f}" in notes[-1]
+    assert output.manifest().facts["held_out"]["samples"] == 3
+
+
+def test_a_run_stops_when_tau_rises_no_more_and_keeps_the_best(made, tmp_path, monkeypatch):
+    taus = iter([1.5, 1.9, 1.8, 1.7, 2.5, 2.6])
+    at_best = {}
+
+    def measured(held_out, head, vocabulary, ranks):
+        tau = next(taus)
+        if tau == 1.9:
+            at_best.update({name: weight.clone() for name, weight in head.state_dict().items()})
+        return tau
+
+    monkeypatch.setattr(trainer.HeldOut, "counts", measured)
+    monkeypatch.setattr(trainer, "tau_of", lambda counts: counts)
+    output = run(made, changed(stop={**CONFIG.stop.model_dump(), "patience": 2}), tmp_path)
+    rows = list(output.read_jsonl(METRICS))
+    facts = output.manifest().facts
+    assert [row["held_out_tau"] for row in rows if "held_out_tau" in row] == [1.5, 1.9, 1.8, 1.7]
+    assert len(rows) == output.manifest().counts["batches"] < facts["planned_batches"]
+    assert facts["held_out"]["tau"] == 1.9
+    best, last = (load_file(path / "model.safetensors") for path in (tmp_path, tmp_path / "last"))
+    assert all(best[name].equal(weight) for name, weight in at_best.items())
+    assert not last["fc.weight"].equal(best["fc.weight"])
+
+
+def test_a_stopped_run_that_was_cut_stops_again(made, tmp_path):
+    config = changed(stop={**CONFIG.stop.model_dump(), "patience": 1, "min_gain": 9.0})
+    whole = run(made, config, tmp_path / "whole")
+
+    def cut(done, total, note):
+        if done == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(made, config, tmp_path / "cut", cut)
+    assert run(made, config, tmp_path / "cut").read("model.safetensors") == whole.read("model.safetensors")
+
+
+def test_patience_needs_something_to_wait_for(made, tmp_path):
+    config = changed(stop={"patience": 2, "measurements": 0})
+    with pytest.raises(ConfigError, match=r"stop\.patience"):
+        run(made, config, tmp_path / "a")
+    with pytest.raises(ConfigError, match=r"stop\.patience"):
+        train(changed(stop={"patience": 2}), made[0], Features(made[1]), Artifact(str(tmp_path / "b")))
+
+
+def test_patience_counts_measurements_without_a_gain():
+    patience, config = Patience(), StopConfig(patience=2)
+    for tau, is_best, is_over in ((1.0, True, False), (1.04, False, False), (1.06, True, False), (1.06, False, False)):
+        assert patience.add(1, tau, 0.05) == is_best
+        assert patience.is_over(config) == is_over
+    assert not patience.add(9, 1.0, 0.05)
+    assert patience.is_over(config)
+    assert (patience.best, patience.misses) == (1.06, 2)
+    assert not patience.is_over(StopConfig())
+
+
+def test_a_loss_that_runs_away_stops_the_run_and_names_its_samples(made, tmp_path):
+    config = changed(
+        optimizer={"learning_rate": 3.0, "warmup_share": 0.7, "max_grad_norm": 1e6}, epochs=40, stop={"diverged_at": 1.3}
+    )
+    with pytest.raises(EyasError, match="the loss runs away") as raised:
+        run(made, config, tmp_path)
+    assert "sample-" in raised.value.what
+    output = Artifact(str(tmp_path))
+    assert not output.is_done()
+    rows = list(output.read_jsonl(METRICS))
+    assert f"at step {len(rows)}" in raised.value.what
+    assert output.exists(CHECKPOINT)
+    assert len(rows) > SETTLED
+
+
+def test_drift_waits_until_it_is_settled_and_forgives_next_to_nothing():
+    config = StopConfig(diverged_at=2.0)
+    rising = Drift()
+    for loss in (1.0, 50.0):
+        rising.add(loss)
+        assert not rising.is_away(config)  # a beginning has no lowest yet
+    tiny = Drift()
+    for loss in [10.0] * 5 + [1e-4] * 200 + [1e-2] * 50:
+        tiny.add(loss)
+        assert not tiny.is_away(config)
+    for _ in range(30):
+        tiny.add(5.0)
+    assert tiny.is_away(config)
+
+
+def test_an_error_keeps_what_was_done(made, tmp_path, monkeypatch):
+    """A step that cannot be done: the state is that of the step before, whatever checkpoint_every says."""
+    update = trainer.update
+
+    def failing(run, *rest):
+        if run.step == 8:
+            raise EyasError("made up")
+        return update(run, *rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer, "update", failing)
+        with pytest.raises(EyasError, match="made up"):
+            run(made, CONFIG, tmp_path / "cut")
+    steps = []
+    output = run(made, CONFIG, tmp_path / "cut", lambda done, *_: steps.append(done))
+    assert steps[0] == 9
+    assert output.read("model.safetensors") == run(made, CONFIG, tmp_path / "whole").read("model.safetensors")
+    assert not output.exists(CHECKPOINT)
+
+
+def test_places_and_trackers_change_no_identity(made, tmp_path):
+    identities = []
+    for number, changes in enumerate(({}, {"checkpoint_every": 7, "tracker": {"to": ["tensorboard"]}}, {"seed": 1})):
+        output = run(made, changed(epochs=1, **changes), tmp_path / str(number))
+        identities.append(output.manifest().identity)
+        assert (tmp_path / str(number) / "tensorboard").exists() == ("tracker" in changes)
+    assert identities[0] == identities[1] != identities[2]
+    weights = [Artifact(str(tmp_path / name)).read("model.safetensors") for name in "01"]
+    assert weights[0] == weights[1]
+
+
+def test_packed_rows_learn_the_same_samples(made, tmp_path):
+    output = run(made, changed(batches={"tokens": 64, "packed": True}, epochs=2), tmp_path)
+    rows = list(output.read_jsonl(METRICS))
+    assert sum(row["samples"] for row in rows) == 18
+    assert all(row["tokens"] == 64 for row in rows)
+    assert rows[-1]["loss"] < rows[0]["loss"]
