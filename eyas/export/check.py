@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from eyas.builtin import demo_prompts, resolve_head, resolve_target
-from eyas.errors import EmptyInputError, MismatchError
+from eyas.errors import EmptyInputError, MismatchError, TemplateError
 from eyas.export.answers import answered
 from eyas.export.replay import ERROR, LEAST_TAU, WARNING, Replayed, replay
 from eyas.model.checkpoint import (
@@ -94,7 +94,7 @@ def replay_head(head: str | Path, target: str | Path, text: Path | None = None) 
     tensors.setdefault(LM_HEAD, loaded.lm_head)
     try:
         answers = answered(loaded, folder, text or demo_prompts())
-    except EmptyInputError as fault:
+    except (EmptyInputError, TemplateError) as fault:
         return [], fault.what
     return replay(config, tensors, loaded, answers), ""
 

@@ -1,0 +1,229 @@
+"""The replay: on a head that really drafts, every misreading is seen as a number, and the right reading is the best."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from eyas import builtin
+from eyas.cli.main import build
+from eyas.errors import EmptyInputError, MissingInputError
+from eyas.export.answers import answered, conversations
+from eyas.export.check import Finding, check, exit_code, reading_findings, replay_head
+from eyas.export.replay import DECLARED, Replayed, assembled, exchanged, misreadings, paired, replay, swapped_inputs
+from eyas.model.checkpoint import read_head
+from eyas.model.config import RopeConfig
+from eyas.model.target import Target
+from tests.tiny import tiny_target
+from tests.tiny_head import edit_config, head_folder, tiny_head
+
+NUM_CONVERSATIONS = 8
+O_PROJ = "midlayer.self_attn.o_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def world():
+    """The packaged target and head, and some answers."""
+    folder = builtin.target_folder()
+    target = Target.load(folder, "bfloat16")
+    return (
+        target,
+        *read_head(builtin.head_folder(), target.config),
+        answered(target, folder, builtin.demo_prompts(), NUM_CONVERSATIONS),
+    )
+
+
+def changed(config, **changes):
+    return config.model_copy(update=changes)
+
+
+FAULTS = {  # how the head is declared, and the reading that must be found to be the better one
+    "feature first": (lambda c, t: (c, t | swapped_inputs(c, t)), "feature first, embedding second"),
+    "a flag set": (lambda c, t: (changed(c, norm_before_residual=True), t), "norm_before_residual off"),
+    "transposed": (lambda c, t: (c, t | {O_PROJ: t[O_PROJ].T}), "o_proj transposed"),
+    "layers one later": (lambda c, t: (changed(c, taps=(2, 6, 9)), t), "layers one earlier (outputs taken for inputs)"),
+}
+
+
+def test_the_right_reading_of_a_sound_head_is_the_best(world):
+    target, config, tensors, answers = world
+    declared, *others = replay(config, tensors, target, answers)
+    assert declared.reading == DECLARED
+    assert declared.tau > 1.8
+    assert len(others) >= 10
+    assert all(one.gain(declared)[0] < 0 for one in others)
+    assert sum(declared.places) > 100
+    assert list(reading_findings([declared, *others])) == []
+
+
+@pytest.mark.parametrize(("plant", "better"), FAULTS.values(), ids=FAULTS)
+def test_a_misread_head_says_how_it_would_be_right(world, plant, better):
+    target, config, tensors, answers = world
+    declared, *others = replay(*plant(config, tensors), target, answers)
+    assert max(others, key=lambda one: one.accepted_drafts).reading == better
+    (finding,) = reading_findings([declared, *others])
+    assert better in finding.what
+    assert finding.hint
+
+
+def test_random_weights_draft_next_to_nothing_and_that_is_said(world):
+    target, config, tensors, answers = world
+    tensors = tensors | {"lm_head.weight": tensors["lm_head.weight"].roll(1, 0)}
+    (finding,) = reading_findings(replay(config, tensors, target, answers))
+    assert finding.level == "warning"
+    assert "next to nothing" in finding.what
+
+
+# The readings, on random heads
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    return tiny_target(tmp_path_factory.mktemp("target"), rope_theta=500000.0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        ({}, {"norm_before_residual on", "norm_output on"}),
+        ({"norm_before_residual": True, "norm_output": True}, {"norm_before_residual off", "norm_output off"}),
+        ({"norm_before_fc": True}, {"norm_before_fc off"}),
+        ({"fc_norm": True}, {"fc_norm off"}),
+    ],
+    ids=["plain", "two", "norm_before_fc", "fc_norm"],
+)
+def test_every_flag_is_read_the_other_way_round(tiny, flags, names):
+    target = Target.load(tiny)
+    config, tensors = tiny_head(tiny, **flags)
+    found = {reading.name: reading for reading in misreadings(config, tensors, target)}
+    assert names <= found.keys()
+    assert "rope_theta 10000" in found
+    for reading in found.values():
+        assembled(reading)  # its tensors fit its config
+
+
+def test_layers_are_read_as_every_engine_might(tiny):
+    target = Target.load(tiny)
+    config, tensors = tiny_head(tiny)
+    taps = {reading.config.taps for reading in misreadings(config, tensors, target)}
+    assert {(0, 2, 3), (2, 4, 5), config.taps} == taps
+    other = config.model_copy(update={"taps": (0, 3, 7)})
+    assert {reading.config.taps for reading in misreadings(other, tensors, target)} == {(0, 3, 7), (1, 3, 4)}
+
+
+def test_what_a_head_has_of_its_own_is_read_without(tiny):
+    target = Target.load(tiny)
+    config, tensors = tiny_head(tiny)
+    own = tensors | {"embed_tokens.weight": torch.rand(320, 32)}
+    config = config.model_copy(update={"rope": RopeConfig(theta=3e4)})
+    names = {reading.name for reading in misreadings(config, own, target)}
+    assert {"the target's embeddings", "the target's rotary embedding"} <= names
+    assert "d2t as ids" not in names
+    ids = tensors | {"d2t": torch.arange(64) + tensors["d2t"]}
+    (as_ids,) = (reading for reading in misreadings(config, ids, target) if reading.name == "d2t as ids")
+    assert torch.equal(as_ids.tensors["d2t"], tensors["d2t"])
+    assert torch.equal(as_ids.tensors["t2d"], tensors["t2d"])
+
+
+def test_changes_of_order_are_their_own_inverse_or_a_permutation(tiny):
+    config, tensors = tiny_head(tiny)
+    again = swapped_inputs(config, tensors | swapped_inputs(config, tensors))
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in again.items())
+    twice = exchanged(tensors | exchanged(tensors, "norm.weight", "fc.weight"), "norm.weight", "fc.weight")
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in twice.items())
+    name = "midlayer.self_attn.q_proj.weight"
+    rows = torch.arange(32.0)[:, None].expand(32, 64)
+    order = paired(config, tensors | {name: rows})[name][:, 0].tolist()
+    assert order[:8] == [0, 2, 4, 6, 1, 3, 5, 7]  # pairs (0 1) (2 3) ... become halves
+    assert order[8:16] == [8, 10, 12, 14, 9, 11, 13, 15]
+
+
+def test_a_gain_is_paired_over_answers():
+    one, other = Replayed("", 2.0, [10, 12, 8, 11], [10, 10, 10, 10]), Replayed("", 2.0, [8, 10, 6, 9], [10, 10, 10, 10])
+    drafts, share, errors = one.gain(other)
+    assert (drafts, share) == (pytest.approx(0.2), pytest.approx(8 / 33))
+    assert errors > 1e6  # the same gain in every answer
+    assert other.gain(one)[0] == pytest.approx(-0.2)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "level"),
+    [([10, 30, 50, 70], None), ([15, 35, 55, 76], "error"), ([12, 31, 51, 72], "warning"), ([40, 0, 20, 130], None)],
+    ids=["the same", "clearly more", "a little more", "more by accident"],
+)
+def test_another_reading_must_be_better_by_both_size_and_certainty(accepted, level):
+    places = [20, 30, 40, 50]
+    declared, other = Replayed(DECLARED, 2.0, [10, 30, 50, 70], places), Replayed("other", 2.0, accepted, places)
+    assert [finding.level for finding in reading_findings([declared, other])] == ([level] if level else [])
+
+
+# Text
+
+
+def test_text_is_prompts_or_answers_in_any_usual_shape(tmp_path):
+    rows = [
+        {"messages": [{"role": "user", "content": "A?"}, {"role": "assistant", "content": "B."}]},
+        {"conversations": [{"from": "human", "value": "C?"}]},
+        {"messages": []},
+        {"other": 1},
+    ]
+    text = "\n".join(["not json", *map(json.dumps, rows), json.dumps([1]), ""])
+    (tmp_path / "rows.jsonl").write_text(text)
+    with gzip.open(tmp_path / "rows.jsonl.gz", "wt") as packed:
+        packed.write(text)
+    (tmp_path / "plain.txt").write_text("One?\n\nTwo?\n")
+    for name in ("rows.jsonl", "rows.jsonl.gz"):
+        assert [[one["content"] for one in row] for row in conversations(tmp_path / name)] == [["A?", "B."], ["C?"]]
+    assert [row[0]["content"] for row in conversations(tmp_path / "plain.txt")] == ["One?", "Two?"]
+    with pytest.raises(MissingInputError):
+        list(conversations(tmp_path / "absent.txt"))
+
+
+def test_a_kept_answer_is_taken_as_it_is_and_a_prompt_is_answered(tiny, tmp_path):
+    target = Target.load(tiny)
+    prompt, answer = {"role": "user", "content": "user"}, {"role": "assistant", "content": "The address"}
+    rows = [{"messages": [prompt, answer]}, {"messages": [prompt]}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    kept, made = answered(target, tiny, tmp_path / "rows.jsonl")
+    assert len(kept.token_ids) == len(kept.mask)
+    assert 0 < sum(kept.mask) < len(kept.mask)
+    first = made.mask.index(True)
+    ids = torch.tensor([made.token_ids])
+    greedy = target.logits(ids)[0].argmax(-1)
+    assert made.token_ids[first:] == greedy[first - 1 : -1].tolist()
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(EmptyInputError):
+        answered(target, tiny, tmp_path / "empty.txt")
+
+
+# All of it
+
+
+def test_the_command_ends_with_its_verdict_and_as_json(tmp_path):
+    (tmp_path / "text.txt").write_text("I would like a table for two in San Jose.\nBook me a flight to Paris.\n")
+    command = ["check", "builtin", "--target", "builtin", "--text", str(tmp_path / "text.txt")]
+    result = CliRunner().invoke(build(command), [*command, "--json"])
+    told = json.loads(result.stdout.splitlines()[-1])
+    assert result.exit_code == told["exit_code"] == 0, result.output
+    assert told["findings"] == []
+    assert told["not_replayed"] == ""
+    assert told["replay"][0]["reading"] == DECLARED
+    assert told["replay"][0]["tau"] > 1.3
+    assert {"reading", "tau", "accepted_drafts", "gain", "standard_errors"} <= told["replay"][1].keys()
+    shown = CliRunner().invoke(build(command), [*command, "--no-replay"])
+    assert shown.exit_code == 0
+    assert "nothing found" in shown.output
+
+
+def test_a_head_that_cannot_be_read_is_not_replayed(tiny, tmp_path):
+    folder = edit_config(head_folder(tiny, tmp_path / "head", "sglang"), fc_norm=True)
+    replayed, why_not = replay_head(folder, tiny)
+    assert replayed == []
+    assert "fc_norm.0.weight is missing" in why_not
+    assert exit_code(check(folder, tiny)) == 2
+    assert exit_code([Finding("warning", "", "")]) == 1
