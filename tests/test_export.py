@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
+import yaml
+from huggingface_hub import ModelCard, ModelCardData
 from pydantic import ValidationError
 
 from eyas.artifact import Artifact, Manifest, identity
@@ -22,6 +25,20 @@ from tests.tiny import tiny_target
 from tests.tiny_head import edit_config, edit_tensors, head_folder, tiny_head
 
 TENSORS = 15
+HUB_FIELDS = {  # of a model card's front matter: https://huggingface.co/docs/hub/model-cards#model-card-metadata
+    "language",
+    "license",
+    "license_name",
+    "license_link",
+    "library_name",
+    "tags",
+    "datasets",
+    "metrics",
+    "base_model",
+    "base_model_relation",
+    "pipeline_tag",
+    "model-index",
+}
 
 
 @pytest.fixture(scope="module")
@@ -243,3 +260,162 @@ def test_settings_are_checked():
         ExportConfig(forms=())
     with pytest.raises(ValidationError):
         ExportConfig(forms=("gguf",))
+
+
+# Heads that eyas did not train
+
+
+def saved_by_others(target: Path, folder: Path, whose: str, **options) -> Path:
+    """A head as another project would have left it."""
+    folder = head_folder(target, folder, "vllm" if whose == "speculators" else "sglang", **options)
+    edit_config(folder, target_lm_head_sha256=None, target_embed_tokens_sha256=None)
+    entering = [2, 4, 5]
+    if whose == "EAGLE":
+        edit_config(folder, architectures=["LlamaForCausalLM"], eagle_config=None, max_position_embeddings=128)
+        torch.save(safetensors.torch.load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
+    elif whose == "AngelSlim":
+        edit_config(
+            folder, architectures=["Eagle3LlamaForCausalLM"], eagle_config=None, eagle_aux_hidden_state_layer_ids=entering
+        )
+    elif whose == "NeMo":
+        edit_config(folder, architectures=["LlamaEagle3DraftModel"], model_type="qwen3", tie_word_embeddings=True)
+        edit_tensors(folder, {"embed_tokens.weight": TargetVocabulary.load(target).embed_tokens})
+    elif whose == "SpecForge":
+        edit_config(folder, max_position_embeddings=128, norm_output=False)
+    return folder
+
+
+@pytest.mark.parametrize("whose", ["EAGLE", "SpecForge", "AngelSlim", "NeMo", "speculators"])
+def test_any_head_is_exported_and_comes_back_the_same_from_every_form(target, tmp_path, whose):
+    """Theirs -> ours -> each form -> ours: tensors bit by bit, and all of the config that anybody computes with."""
+    shape = TargetVocabulary.load(target).config
+    source = saved_by_others(target, tmp_path / "head", whose, dtype=torch.bfloat16, fc_norm=whose == "SpecForge")
+    manifest = export(ExportConfig(), str(target), Artifact(str(source)), Artifact(str(tmp_path / "export")))
+    assert manifest.inputs["head"].stage == "source"
+    config, tensors = read_head(source, shape)
+    tensors.pop("embed_tokens.weight", None)  # the target's own
+    config = config.model_copy(update={"max_position_embeddings": 256})
+    for form in ("sglang", "vllm"):
+        config_read, read = read_head(tmp_path / "export" / form)
+        assert config_read == config
+        assert read.keys() == tensors.keys()
+        assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+        again = tmp_path / "again" / form
+        export(ExportConfig(), str(target), Artifact(str(tmp_path / "export" / form)), Artifact(str(again)))
+        for name in ("config.json", "model.safetensors"):
+            assert (again / form / name).read_bytes() == (tmp_path / "export" / form / name).read_bytes()
+    ours = write_head(config, tensors, "eyas")
+    (tmp_path / "ours").mkdir()
+    for name, data in ours.items():
+        (tmp_path / "ours" / name).write_bytes(data)
+    assert read_head(tmp_path / "ours")[0] == config
+    assert "converted from a head in" in (tmp_path / "export" / "README.md").read_text()
+
+
+def test_the_licence_of_a_foreign_head_is_its_cards(target, tmp_path):
+    source = saved_by_others(target, tmp_path / "head", "SpecForge")
+    (source / "README.md").write_text("---\nlicense: llama3.1\ntags: [x]\n---\n# A head\n")
+    manifest = export(ExportConfig(forms=("vllm",)), str(target), Artifact(str(source)), Artifact(str(tmp_path / "export")))
+    assert manifest.inputs["head"].config == {"form": "sglang", "licence": "llama3.1"}
+    assert "llama3.1" in (tmp_path / "export" / "README.md").read_text()
+
+
+def test_an_unfinished_training_is_no_head(target, tmp_path):
+    artifact = Artifact(str(tmp_path / "train"))
+    artifact.begin(identity("train", {}, {}))
+    for name, data in write_head(*tiny_head(target), "eyas").items():
+        artifact.write(name, data)
+    with pytest.raises(MissingInputError, match="unfinished"):
+        export(ExportConfig(), str(target), Artifact(str(tmp_path / "train")), Artifact(str(tmp_path / "export")))
+
+
+@pytest.mark.parametrize(("embeddings", "has"), [("usual", (False, True)), ("with", (True, True)), ("without", (False, False))])
+def test_embeddings_go_along_as_asked(target, tmp_path, embeddings, has):
+    head = trained(target, str(tmp_path / "train"))
+    export(ExportConfig(embeddings=embeddings), str(target), head, Artifact(str(tmp_path / "export")))
+    for form, expected in zip(("sglang", "vllm"), has, strict=True):
+        tensors = safetensors.torch.load_file(tmp_path / "export" / form / "model.safetensors")
+        assert ("embed_tokens.weight" in tensors) == expected
+        assert check(tmp_path / "export" / form, target) == []
+
+
+def test_shards_and_a_head_of_its_own_width(target, tmp_path):
+    config = ExportConfig(max_shard_bytes=20_000)
+    manifest = export(config, str(target), trained(target, str(tmp_path / "train")), Artifact(str(tmp_path / "export")))
+    assert "sglang/model.safetensors.index.json" in manifest.files
+    assert sum(name.startswith("sglang/model-0") for name in manifest.files) > 1
+    assert check(tmp_path / "export" / "sglang", target) == []
+
+
+# The card as the hub reads it
+
+
+def test_the_cards_front_matter_is_what_the_hub_knows(target, tmp_path):
+    head = trained(target, str(tmp_path / "train"))
+    config = ExportConfig(target_name="org/Model-8B", licence="llama3.1", language=("en", "de"))
+    export(config, str(target), head, Artifact(str(tmp_path / "export")), evaluation=measured(head, str(tmp_path / "eval")))
+    data = ModelCardData(**yaml.safe_load(front_matter(tmp_path / "export")))
+    card = ModelCard.load(tmp_path / "export" / "README.md", ignore_metadata_errors=False)
+    assert card.data.base_model == data.base_model == "org/Model-8B"
+    assert (card.data.license, card.data.language, card.data.pipeline_tag) == ("llama3.1", ["en", "de"], "text-generation")
+    assert (card.data.library_name, card.data.metrics) == ("eyas", ["tau"])
+    assert {"eagle3", "speculative-decoding", "sglang", "vllm"} == set(card.data.tags)
+    (result,) = card.data.eval_results
+    assert (result.task_type, result.metric_type, result.metric_value) == ("text-generation", "tau", 2.718)
+    assert yaml.safe_load(front_matter(tmp_path / "export")).keys() <= HUB_FIELDS
+
+
+def test_a_card_says_what_it_does_not_know(target, tmp_path):
+    export(ExportConfig(), str(target), trained(target, str(tmp_path / "train")), Artifact(str(tmp_path / "export")))
+    stated = yaml.safe_load(front_matter(tmp_path / "export"))
+    assert stated["license"] == "other"
+    assert "base_model" not in stated  # a folder is no model of the hub
+    assert "model-index" not in stated
+    text = (tmp_path / "export" / "README.md").read_text()
+    assert "Not measured before export" in text
+    assert "eyas train FEATURES" in text
+    training = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
+    assert training == {"train": {"epochs": 3}}
+
+
+def test_every_table_of_an_evaluation_is_on_the_card_with_its_intervals(target, tmp_path):
+    head = trained(target, str(tmp_path / "train"))
+    artifact = Artifact(str(tmp_path / "eval"))
+    inputs = {"head": head.manifest()}
+    artifact.begin(identity("eval", {}, inputs))
+    told = {
+        "tau": 2.718,
+        "tau_interval": [2.5, 2.9],
+        "accept_hist": [5, 3, 2],
+        "tau_by_source": {"sgd": 3.0, "gsm8k": 2.0},
+        "languages": {"de": {"tau": 2.25, "tau_interval": [2.0, 2.5], "tokens": 120}},
+        "trees": [{"tree_topk": 4, "num_verify_tokens": 16, "tau": 3.5, "tau_interval": [3.25, 3.75]}],
+        "predicted": [{"concurrency": 8, "speedup": 1.5, "tpot_ms": 4.0}],
+        "num_draft_steps": 2,
+    }
+    artifact.write_json("eval.json", told)
+    artifact.finish("eval", {}, inputs, {})
+    manifest = export(
+        ExportConfig(), str(target), head, Artifact(str(tmp_path / "export")), evaluation=Artifact(str(tmp_path / "eval"))
+    )
+    text = (tmp_path / "export" / "README.md").read_text()
+    assert "tau 2.72 (95 %: 2.50-2.90) on held-out answers" in text
+    assert "| de | 2.25 | 2.00-2.50 | 120 |" in text
+    assert "| 4 | 16 | 3.50 | 3.25-3.75 |" in text
+    assert "| 8 | 1.50 | 4.00 |" in text
+    assert "| gsm8k | 2.00 |" in text
+    assert "accept_hist: 5, 3, 2\n" in text
+    assert manifest.facts["measured"] == {key: told[key] for key in ("tau", "tau_interval", "accept_hist")}
+    card = ModelCard.load(tmp_path / "export" / "README.md", ignore_metadata_errors=False)
+    assert {one.dataset_name: one.metric_value for one in card.data.eval_results} == {
+        "all held-out answers": 2.718,
+        "sgd": 3.0,
+        "gsm8k": 2.0,
+    }
+
+
+def front_matter(folder: Path) -> str:
+    """The YAML between a card's first two lines of dashes."""
+    _, found, _ = (folder / "README.md").read_text().split("---\n", 2)
+    return found
