@@ -12,7 +12,7 @@ import pytest
 from eyas.artifact import Artifact, Manifest
 from eyas.bench.bench import ArmConfig, BenchConfig, _read, bench, bench_identity
 from eyas.bench.stream import Received, Reply, events, read_reply
-from eyas.bench.summary import comparison, result, summarise
+from eyas.bench.summary import compared_task, comparison, result, summarise
 from eyas.bench.workload import Task, read_tasks
 from eyas.builtin import BUILTIN, resolve_head, resolve_target
 from eyas.chat import Chat
@@ -245,6 +245,18 @@ def test_an_arm_that_decoded_plain_but_for_a_few_rounds_has_no_tau_to_be_above()
     half = [row("eagle", str(number), tpot_ms=7, hist=[0, 1, 1]) for number in range(10)]  # 5 of 10 tokens
     compared = comparison(plain, half, is_greedy=True)
     assert (compared["tau"], compared["tokens_per_forward"], compared["num_plain_steps"]) == (2.5, 10 / 7, 50)
+
+
+def test_a_task_whose_speedup_may_be_chance_is_not_told_one():
+    factors = [0.3, 0.4, 0.45, 0.46, 0.9, 1.0, 1.1]
+    plain = [row("plain", str(number), tpot_ms=10) for number in range(7)]
+    eagle = [row("eagle", str(number), tpot_ms=10 * factor, hist=[0, 5]) for number, factor in enumerate(factors)]
+    with pytest.raises(EyasError, match="2\\.17"):
+        comparison(plain, eagle, is_greedy=True)
+    compared = compared_task(plain, eagle, is_greedy=True)
+    assert (compared["speedup"], compared["speedup_interval"], compared["tau"]) == (None, None, 2)
+    with pytest.raises(EyasError, match="above tau"):
+        compared_task(plain, [row("eagle", str(number), tpot_ms=4, hist=[0, 5]) for number in range(7)], is_greedy=True)
 
 
 def test_another_engine_may_be_faster_than_tau():

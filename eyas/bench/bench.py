@@ -13,9 +13,10 @@ import asyncio
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -36,6 +37,7 @@ from eyas.records import Message
 
 BLOCK = 4  # prompts per slot of concurrency in a block: short enough to share the weather, long enough to fill the slots
 NUM_BLOCKS = 4  # so many at least, where that leaves two prompts for a slot: arms are to take turns
+T = TypeVar("T")
 SETTLE_S = 0.05  # servers count an answer just after its last byte
 
 
@@ -118,11 +120,11 @@ def bench(
     served = served or {}
     read = None if lengths_of(config.prompts) else _read(config)
     # Servers are looked for first: a wrong address must not claim the folder for a benchmark that never was.
-    facts = {} if output.is_done() else asyncio.run(_facts(config))
+    facts = {} if output.is_done() else _awaited(_facts(config))
     if not output.begin(bench_identity(config, served)):
         return output.manifest("bench")
     before = machine()
-    run = asyncio.run(_measured(config, facts, read, track))
+    run = _awaited(_measured(config, facts, read, track))
     output.write_jsonl("rows.jsonl", [row.to_json() for row in run.rows])
     _check_answered(run.rows)
     differences = run.differences()
@@ -140,6 +142,16 @@ def bench(
     failed = sum(not row.is_answered for row in run.rows)
     counts = {"requests": len(run.rows), "failed": failed, "prompts": len({row.prompt_id for row in run.rows})}
     return output.finish("bench", _described(config, served), served, counts, facts={"comparisons": summary["comparisons"]})
+
+
+def _awaited(work: Coroutine[Any, Any, T]) -> T:
+    """What a coroutine returns; in a notebook, where a loop runs already, by a thread with a loop of its own."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, work).result()
 
 
 def _described(config: BenchConfig, served: Mapping[str, Manifest]) -> dict[str, Any]:

@@ -67,17 +67,17 @@ class Series:
         return SERIES[self.number % len(SERIES)]
 
 
-def against_load(series: Sequence[Series], label: str, x_label: str = "requests at a time", even: bool = False) -> str:
+def against_load(series: Sequence[Series], label: str, x_label: str, even: bool = False) -> str:
     """A line per series over the load; bars where there is only one. even: of ratios, with a line at 1 for no difference."""
     if len({point.x for one in series for point in one.points}) == 1:
-        return _draw(lambda axes: _bars(axes, series, label), label)
+        return _draw(lambda axes: _bars(axes, series, label), f"{label} by {x_label}")
 
     def paint(axes: Axes) -> None:
         if even:
             axes.axhline(1, color=INK, linewidth=1, linestyle=(0, (1, 2)))
         _lines(axes, series, x_label, label)
 
-    return _draw(paint, label)
+    return _draw(paint, f"{label} by {x_label}")
 
 
 def histogram(series: Sequence[Series], label: str) -> str:
@@ -158,7 +158,7 @@ def _legend(axes: Axes, series: Sequence[Series]) -> None:
 
 
 def _draw(paint: Callable[[Axes], None], label: str) -> str:
-    """The SVG element alone, as wide as its place, with the label as its name for those who do not see it."""
+    """The SVG element alone, as wide as its place. The label names it for those who do not see it, and its ids: one a page."""
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": label}):
         figure = Figure(figsize=INCHES, layout="constrained")
         paint(figure.subplots())

@@ -202,7 +202,7 @@ def _of_loads(
     ]
     under = "" if load == "concurrency" else f", by {x_label}"
     return [
-        (f"{name}{under}", figures.against_load(found, f"{label}{under}" if under else label, x_label, even), note)
+        (f"{name}{under}", figures.against_load(found, label, x_label, even), note)
         for name, found, label, note, even in drawn
         if found
     ]

@@ -152,7 +152,7 @@ def _summarised(rows: Sequence[Row], known: _Known) -> dict[str, list[dict[str, 
             for category in _categories(own):
                 base, other = ([row for row in of_arm[one] if row.category == category] for one in (baseline, arm))
                 if min(len(base), len(other)) >= metrics.ENOUGH:
-                    both = comparison(base, other, known.is_greedy, None, same)
+                    both = compared_task(base, other, known.is_greedy, same)
                     by_task.append({**names, "category": category, **both})
     return {"results": results, "comparisons": comparisons, "by_task": by_task}
 
@@ -245,12 +245,20 @@ def comparison(
     same_engine: bool = True,
 ) -> dict[str, Any]:
     """One arm against the baseline, prompt by prompt. Raises EyasError for a speed-up that cannot be."""
+    compared = _compared(baseline, arm, is_greedy, told or {}, same_engine)
+    check_possible(compared)
+    return compared
+
+
+def _compared(
+    baseline: Sequence[Row], arm: Sequence[Row], is_greedy: bool, told: Mapping[str, Any], same_engine: bool
+) -> dict[str, Any]:
     by_prompt = {row.prompt_id: row for row in baseline if row.is_answered}
     pairs = [(by_prompt[row.prompt_id], row) for row in arm if row.is_answered and row.prompt_id in by_prompt]
     timed = [(base.tpot_ms, row.tpot_ms, row) for base, row in pairs if base.tpot_ms is not None and row.tpot_ms is not None]
     tpots_ms = [(base, own) for base, own, _ in timed]
     costs = [tau * own / base for base, own, tau in ((base, own, _decode_tau(row)) for base, own, row in timed) if tau]
-    compared = {
+    return {
         "num_pairs": len(pairs),
         "same_engine": same_engine,
         "identical": sum(_is_same(*pair) for pair in pairs) if is_greedy else None,
@@ -261,8 +269,19 @@ def comparison(
         "paired_speedup": metrics.spread([base / own for base, own in tpots_ms]),
         "round_cost": metrics.spread(costs),
         "throughput_ratio": _ratio(_throughput_tps(arm), _throughput_tps(baseline)),
-        **_tau([row for _, row in pairs], told or {}),
+        **_tau([row for _, row in pairs], told),
     }
+
+
+def compared_task(baseline: Sequence[Row], arm: Sequence[Row], is_greedy: bool, same_engine: bool = True) -> dict[str, Any]:
+    """As comparison, over the few prompts of one task: a speed-up above tau that may be chance is not told, and no error.
+
+    Raises EyasError for one whose whole interval lies above tau.
+    """
+    compared = _compared(baseline, arm, is_greedy, {}, same_engine)
+    interval, tau = compared["speedup_interval"], compared["tau"]
+    if interval is not None and tau is not None and interval[0] <= tau < compared["speedup"]:
+        compared |= {"speedup": None, "speedup_interval": None, "paired_speedup": None}
     check_possible(compared)
     return compared
 

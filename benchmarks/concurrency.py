@@ -1,0 +1,156 @@
+"""Plain decoding against the packaged head by number of requests at a time and by task, through HTTP, as a user would serve it.
+
+    python benchmarks/concurrency.py [--quick] [--concurrency 1 2 4 6 8 10] [--prompts 40] [--data FOLDER] [--output FOLDER]
+
+Two servers in processes of their own, bf16, one engine thread each (on 2 cores the other one is for the event loop and the
+client): one with `--speculation auto`, asked with and without its head, and one with a fixed tree. The arms take turns block by
+block on the same prompts, so that a busy minute hits all alike. FOLDER holds sgd_dev, tldr (JSON lines, .gz, with messages) and
+prompts/spec_bench.jsonl; by default ../shared/data.
+
+    dialogue                             sgd_dev: conversations that nothing was trained on, cut before one of their answers
+    math_reasoning, qa, translation      Spec-Bench; nothing was trained on it either, and this target cannot do the last two
+    chat                                 the eight categories of MT-Bench within Spec-Bench
+    commands                             tldr: the target's training set
+
+Prompts over MOST_CHARACTERS are left out: the target has 1,024 tokens of context. Writes rows.jsonl, summary.json and the
+report as page, Markdown and CSV into the output folder. The last line of stdout is one JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import held_out
+
+from eyas.artifact import Artifact
+from eyas.bench.bench import ArmConfig, BenchConfig, bench
+from eyas.bench.report import Contents, write_reports
+from eyas.cli.results import show_table
+from eyas.cli.stage import perform
+from eyas.engine.engine import EngineConfig
+from eyas.errors import EyasError
+from eyas.serve.server import ServeConfig, running_server
+
+DATA = held_out.SGD_DEV.parent
+SPEC_BENCH = {"math_reasoning": "math_reasoning", "qa": "qa", "translation": "translation"}
+NOT_CHAT = (*SPEC_BENCH, "summarization", "rag")  # the last two are mostly over the target's context
+MOST_CHARACTERS = 2000
+
+
+def prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """As many rows of each task as asked for: an id, the task, and messages."""
+    by_task: dict[str, list[list[dict[str, str]]]] = defaultdict(list)
+    by_task["dialogue"] = held_out.dialogues(args.data / "sgd_dev.jsonl.gz", 4 * args.prompts)
+    for row in rows(args.data / "prompts" / "spec_bench.jsonl"):
+        task = SPEC_BENCH.get(row["category"], "" if row["category"] in NOT_CHAT else "chat")
+        by_task[task].append([{"role": "user", "content": row["turns"][0]}])
+    by_task["commands"] = [row["messages"][:1] for row in rows(args.data / "tldr.jsonl.gz")]
+    del by_task[""]
+    found = []
+    for task, conversations in by_task.items():
+        short = [one for one in conversations if sum(len(turn["content"]) for turn in one) <= MOST_CHARACTERS]
+        random.Random(0).shuffle(short)
+        found += [{"id": f"{task}-{n}", "category": task, "messages": one} for n, one in enumerate(short[: args.prompts])]
+    return found
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of JSON lines; ends the program where it is not there."""
+    if not path.exists():
+        sys.exit(f"error: no prompts at {path}\n  -> give the folder that has them with --data FOLDER")
+    with fsspec.open(str(path), "rt", encoding="utf-8", compression="infer") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def served(args: argparse.Namespace, speculation: str) -> ServeConfig:
+    """A server as one would start it on this machine."""
+    engine = EngineConfig(max_batch=max(args.concurrency), speculation=speculation)
+    return ServeConfig(target="builtin", head="builtin", dtype="bfloat16", threads=args.threads, port=0, engine=engine)
+
+
+def figures(summary: dict[str, Any]) -> dict[str, Any]:
+    """The tables, as short as they can be told."""
+    by_concurrency: dict[int, dict[str, Any]] = defaultdict(dict)
+    for row in summary["results"]:
+        tpot, tps = row["tpot_ms"], row["throughput_tps"]
+        by_concurrency[row["concurrency"]][row["arm"]] = {
+            "tpot_ms": None if tpot is None else round(tpot["median"], 3),
+            "tokens_per_s": None if tps is None else round(tps),
+            "tau": rounded(row["tau"]),
+            "nodes": rounded(row["speculation"].get("nodes_mean")),
+        }
+    for row in summary["comparisons"]:
+        by_concurrency[row["concurrency"]][row["arm"]] |= {
+            "speedup": rounded(row["speedup"]),
+            "interval": row["speedup_interval"] and [rounded(end) for end in row["speedup_interval"]],
+            "identical": f"{row['identical']} of {row['num_pairs']}",
+        }
+    by_task: dict[str, dict[str, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
+    for row in summary["by_task"]:
+        by_task[row["category"]][row["arm"]][str(row["concurrency"])] = rounded(row["speedup"])
+    return {"by_concurrency": by_concurrency, "speedup_by_task": by_task}
+
+
+def rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 2)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a minute: shows that it works")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 6, 8, 10])
+    parser.add_argument("--prompts", type=int, default=40, help="of each task")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=1, help="of each engine")
+    parser.add_argument("--tree", default="fixed(4,1,5)", help="the fixed one")
+    parser.add_argument("--data", type=Path, default=DATA)
+    parser.add_argument("--output", default=f"out/concurrency-{time.strftime('%Y%m%d-%H%M%S')}")
+    args = parser.parse_args()
+    if args.quick:
+        args.prompts, args.max_tokens, args.concurrency = min(args.prompts, 8), min(args.max_tokens, 48), [1, 4]
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    asked = prompts(args)
+    folder = Artifact(args.output)
+    questions = f"{args.output}-prompts.jsonl"
+    Path(questions).parent.mkdir(parents=True, exist_ok=True)
+    Path(questions).write_text("".join(json.dumps(row) + "\n" for row in asked), encoding="utf-8")
+    with running_server(served(args, "auto")) as auto, running_server(served(args, args.tree)) as fixed:
+        config = BenchConfig(
+            prompts=questions,
+            arms={
+                "plain": ArmConfig(url=auto, speculation=False),
+                "auto": ArmConfig(url=auto, speculation=True),
+                args.tree: ArmConfig(url=fixed, speculation=True),
+            },
+            num_prompts=len(asked),
+            concurrencies=args.concurrency,
+            max_tokens=args.max_tokens,
+        )
+        try:
+            measured = perform("bench", folder, lambda output, track: bench(config, output, track))
+        except EyasError as error:
+            sys.exit(f"error: {error}")
+    summary = measured.read_json("summary.json")
+    command = " ".join(["python", "benchmarks/concurrency.py", *sys.argv[1:]])
+    contents = Contents(
+        bench=summary, manifest=measured.manifest("bench"), commands=[command], title="The packaged head on a CPU"
+    )
+    report = write_reports(measured, contents)
+    show_table(summary)
+    print(json.dumps({**figures(summary), "machine": summary["machine"], "report": report}))
+
+
+if __name__ == "__main__":
+    main()
