@@ -182,7 +182,8 @@ class Mlflow:
     """MLflow; a resumed run is found by its identity, a tag."""
 
     def __init__(self, package: Any, run: RunOf) -> None:
-        self._client, self._sent = package.MlflowClient(tracking_uri=run.server), None
+        self._client = package.MlflowClient(tracking_uri=run.server)
+        self._sent: Any = None
         found = self._client.get_experiment_by_name(run.project)
         experiment = found.experiment_id if found else self._client.create_experiment(run.project)
         runs = self._client.search_runs([experiment], filter_string=f"tags.{IDENTITY_TAG} = '{run.identity}'", max_results=1)
