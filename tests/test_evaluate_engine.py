@@ -252,7 +252,9 @@ def test_costs_of_another_machine_may_come_from_its_eval(evaluated, models, tmp_
 
 def test_blocks_are_a_few_prompts_a_client():
     names = [str(number) for number in range(10)]
-    assert blocks(names, 2, 2) == [names[:4], names[4:8], names[8:]]
+    assert blocks(names, 1, 2) == [names[:2], names[2:4], names[4:6], names[6:8], names[8:]]
+    assert blocks(names, 1, 4) == [names[:3], names[3:6], names[6:9], names[9:]]
+    assert blocks(names, 4, 4) == [names[:8], names[8:]]
     assert fixed(Speculation.parse("auto(4,2,6)")) == "fixed(4,2,6)"
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +22,9 @@ from eyas.engine.policy import Policy, Round, Speculation
 from eyas.engine.request import Request
 from eyas.evaluate.decoding import Models
 
-NUM_PREFILLS, LEAST_ROUNDS = 12, 4
+NUM_PREFILLS, NUM_TURNS = 12, 5
 PATIENCE = 4  # times the budget, for a load that is hardly reached: answers of one token
+NEARLY = 0.75  # of the load: a round of so many counts
 
 
 @dataclass(frozen=True)
@@ -65,27 +66,26 @@ def overheads(
     loads: Sequence[int],
     budget_s: float,
 ) -> dict[str, Overheads]:
-    """Of each way to speculate, at these loads; about budget_s for each of them and load, and as much for plain rounds."""
+    """Of each way to speculate, at these loads; about budget_s for each of them and load, and as much for plain rounds.
+
+    All of them take turns of a fraction of a second, so that a busy moment of the machine hits them alike.
+    """
     reached = [load for load in sorted(set(loads)) if load <= len(requests)] or [1]
     plainly = [dataclasses.replace(request, speculation=False) for request in requests]
-    first = speculations[0]
-    prefill = statistics.median(prefill_ratios(watched(models, costs, first), costs, requests))
-    plain = [_ratio(round_ratios(watched(models, costs, first), plainly, load, budget_s), "plain") for load in reached]
+    by_load = []
+    for load in reached:
+        engines = [_Busy(watched(models, costs, speculations[0]), plainly, load)]
+        engines += [_Busy(watched(models, costs, one), requests, load) for one in speculations]
+        for _ in range(NUM_TURNS):
+            for engine in engines:
+                engine.run(budget_s / NUM_TURNS)
+        by_load.append(engines)
+    prefill = statistics.median(prefill_ratios(watched(models, costs, speculations[0]), costs, requests))
+    plain = [engines[0].ratio("plain") for engines in by_load]
     return {
-        one: Overheads(
-            prefill,
-            reached,
-            plain,
-            [_ratio(round_ratios(watched(models, costs, one), requests, load, budget_s), "tree") for load in reached],
-        )
-        for one in speculations
+        one: Overheads(prefill, reached, plain, [engines[number].ratio("tree") for engines in by_load])
+        for number, one in enumerate(speculations, start=1)
     }
-
-
-def _ratio(ratios: Mapping[str, Sequence[float]], kind: str) -> float:
-    """The middle one; without any of this kind, of the other."""
-    known = ratios[kind] or [one for other in ratios.values() for one in other]
-    return statistics.median(known) if known else 1.0
 
 
 def watched(models: Models, costs: CostTable, speculation: str) -> Engine:
@@ -95,31 +95,41 @@ def watched(models: Models, costs: CostTable, speculation: str) -> Engine:
     return engine
 
 
-def round_ratios(engine: Engine, requests: Sequence[Request], load: int, budget_s: float) -> dict[str, list[float]]:
-    """Real over predicted of the rounds with about `load` requests, by kind, while time lasts, and of a few in any case.
+class _Busy:
+    """An engine that is kept at so many requests, and the ratios of real ms over predicted of its rounds, by kind.
 
     Requests come again under other names when all are through.
     """
-    policy = engine.policy
-    assert isinstance(policy, WatchedPolicy)
-    waiting, running = _again(requests), 0
-    ratios: dict[str, list[float]] = {"plain": [], "tree": []}
-    began, count = time.perf_counter(), 0
-    while time.perf_counter() - began < (budget_s if count > LEAST_ROUNDS else PATIENCE * budget_s):
-        while running < load:
-            engine.add(next(waiting))
-            running += 1
-        policy.forget()
-        started = time.perf_counter()
-        updates = engine.step()
-        ms = (time.perf_counter() - started) * 1e3
-        running -= sum(update.finish_reason is not None for update in updates)
-        if policy.last is not None and policy.last[1] >= 0.75 * load:
-            kind, _, table_ms = policy.last
-            count += 1
-            if count > 1:  # the first one warms up
-                ratios[kind].append(ms / table_ms)
-    return ratios
+
+    def __init__(self, engine: Engine, requests: Sequence[Request], load: int) -> None:
+        self._engine, self._load, self._running = engine, load, 0
+        self._waiting = _again(requests)
+        self._ratios: dict[str, list[float]] = {"plain": [], "tree": []}
+
+    def run(self, budget_s: float) -> None:
+        """Rounds while time lasts, two in any case; the first of each turn is not counted, the caches being another's."""
+        policy = self._engine.policy
+        assert isinstance(policy, WatchedPolicy)
+        began, count = time.perf_counter(), 0
+        while time.perf_counter() - began < (budget_s if count > 1 else PATIENCE * budget_s):
+            while self._running < self._load:
+                self._engine.add(next(self._waiting))
+                self._running += 1
+            policy.forget()
+            started = time.perf_counter()
+            updates = self._engine.step()
+            ms = (time.perf_counter() - started) * 1e3
+            self._running -= sum(update.finish_reason is not None for update in updates)
+            if policy.last is not None and policy.last[1] >= NEARLY * self._load:
+                kind, _, table_ms = policy.last
+                count += 1
+                if count > 1:
+                    self._ratios[kind].append(ms / table_ms)
+
+    def ratio(self, kind: str) -> float:
+        """The middle one; without any of this kind, of all."""
+        known = self._ratios[kind] or [one for other in self._ratios.values() for one in other]
+        return statistics.median(known) if known else 1.0
 
 
 def prefill_ratios(engine: Engine, costs: CostTable, requests: Sequence[Request]) -> list[float]:

@@ -33,6 +33,7 @@ from eyas.model.chain import Tally
 
 PLAIN, HEAD = "plain", "head"
 AUTO = "auto"
+LEAST_BLOCKS = 4
 ROUNDING = 1 + 1e-9
 
 
@@ -127,8 +128,8 @@ def recorded(
 
 
 def blocks(names: Sequence[str], concurrency: int, block: int) -> list[Sequence[str]]:
-    """What is asked between two changes of the arm."""
-    size = concurrency * block
+    """What is asked between two changes of the arm: `block` prompts of each client, or half of that for more changes."""
+    size = max(concurrency * -(-block // 2), min(concurrency * block, -(-len(names) // LEAST_BLOCKS)))
     return [names[start : start + size] for start in range(0, len(names), size)]
 
 
