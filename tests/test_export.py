@@ -340,7 +340,21 @@ def test_embeddings_go_along_as_asked(target, tmp_path, embeddings, has):
         assert check(tmp_path / "export" / form, target) == []
 
 
-def test_shards_and_a_head_of_its_own_width(target, tmp_path):
+@pytest.mark.parametrize("options", [{"hidden_size": 16}, {"train_lm_head": False}], ids=["own width", "frozen lm_head"])
+def test_a_head_of_its_own_width_or_with_its_targets_lm_head_is_exported(target, tmp_path, options):
+    head = trained(target, str(tmp_path / "train"), **options)
+    export(ExportConfig(), str(target), head, Artifact(str(tmp_path / "export")))
+    config, tensors = read_head(tmp_path / "train")
+    for form in ("sglang", "vllm"):
+        config_read, read = read_head(tmp_path / "export" / form)
+        assert config_read.hidden_size == config.hidden_size
+        assert config_read.target_hidden_size == 32
+        assert read.keys() == tensors.keys()
+        assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+        assert check(tmp_path / "export" / form, target) == []
+
+
+def test_shards(target, tmp_path):
     config = ExportConfig(max_shard_bytes=20_000)
     manifest = export(config, str(target), trained(target, str(tmp_path / "train")), Artifact(str(tmp_path / "export")))
     assert "sglang/model.safetensors.index.json" in manifest.files

@@ -30,11 +30,11 @@ from eyas.model.checkpoint import (
     embedding_faults,
     head_config,
     open_checkpoint,
+    own_tensors,
     read_head,
     refuse,
     setting_faults,
     tensor_faults,
-    with_vocabulary_maps,
 )
 from eyas.model.config import HeadConfig, TargetConfig, TargetShape
 from eyas.model.match import match_faults, rope_faults, same_rotation, spelled
@@ -63,7 +63,7 @@ def check(head: str | Path, target: str | Path) -> list[Finding]:
         config = head_config(checkpoint, vocabulary.config)
     except MismatchError as fault:
         return [*findings, *errors([fault]), *value_findings(checkpoint)]
-    findings += errors(tensor_faults(config, with_vocabulary_maps(config, checkpoint.tensors)))
+    findings += errors(tensor_faults(config, own_tensors(checkpoint, config)))
     findings += errors(embedding_faults(checkpoint))
     findings += errors(match_faults(config, vocabulary.config, vocabulary.lm_head_sha256))
     findings += [
@@ -169,7 +169,7 @@ def vocabulary_findings(checkpoint: Checkpoint, config: HeadConfig, vocabulary: 
     if not trained_with:
         yield Finding("warning", "the head does not say which lm_head it was trained against", "eyas writes its hash at export")
     stored = checkpoint.embed_tokens
-    if stored is not None:
+    if stored is not None and not config.owns_embeddings:
         ours = vocabulary.embed_tokens.to(stored.dtype)
         if stored.shape != ours.shape or not torch.equal(stored, ours):
             what = f"{EMBED_TOKENS} {tuple(stored.shape)} are not the target's {tuple(ours.shape)}"

@@ -140,9 +140,7 @@ def read_head(folder: str | Path, target: TargetShape | None = None) -> tuple[He
     for decision in decisions(checkpoint):
         log.warning("%s: %s", folder, decision)
     config = head_config(checkpoint, target)
-    tensors = with_vocabulary_maps(config, checkpoint.tensors)
-    if checkpoint.embed_tokens is not None and not checkpoint.settings.get(EMBED_TOKENS_SHA256):
-        tensors[EMBED_TOKENS] = checkpoint.embed_tokens
+    tensors = own_tensors(checkpoint, config)
     refuse(folder, [*tensor_faults(config, tensors), *embedding_faults(checkpoint)])
     maps = {"d2t": tensors["d2t"].to(torch.int64), "t2d": tensors["t2d"].to(torch.bool)}
     return config, {**tensors, **maps}
@@ -365,6 +363,14 @@ def head_config(checkpoint: Checkpoint, target: TargetShape | None = None) -> He
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
         raise MismatchError(f"the head's config does not fit: {wrong}", "restore it from its source") from error
+
+
+def own_tensors(checkpoint: Checkpoint, config: HeadConfig) -> dict[str, Tensor]:
+    """What is the head's: its tensors with the maps, and with embeddings unless the file says that they are the target's."""
+    tensors = with_vocabulary_maps(config, checkpoint.tensors)
+    if checkpoint.embed_tokens is not None and not checkpoint.settings.get(EMBED_TOKENS_SHA256):
+        tensors[EMBED_TOKENS] = checkpoint.embed_tokens
+    return tensors
 
 
 def with_vocabulary_maps(config: HeadConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
