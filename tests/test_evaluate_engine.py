@@ -204,7 +204,8 @@ def test_one_client_gains_its_tokens_per_round_over_the_cost_of_a_round(models, 
     # 6 rows are judged; 3 levels of 2 rows are drafted behind the first; the entries are those of the last round's tokens.
     least_ms = MADE_UP.forward(1, 6) + 3 * MADE_UP.step(2) + MADE_UP.extend(1)
     most_ms = least_ms - MADE_UP.extend(1) + MADE_UP.extend(5)
-    assert least_ms <= 10 * theatre.round_cost <= most_ms
+    assert least_ms <= 10 * theatre.round_cost() <= most_ms
+    assert theatre.round_cost() is None
     for one in head.values():
         if one.tpot_ms is not None:
             assert least_ms <= one.tpot_ms * one.tokens_per_round <= most_ms

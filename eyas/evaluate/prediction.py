@@ -1,8 +1,8 @@
 """What a server will give: time per token with and without the head, by concurrency, before one runs.
 
 Held-out answers are played back (`replay`) as `eyas bench` asks for them: so many clients, blocks of a few prompts a client,
-the arms in turns at one engine, so that the second to ask finds the prompt in the cache. A time per token is a client's:
-from the first token to the last, with what prefills of others take in between.
+the arms in turns, one load after the other, all at one engine, so that most prompts are found in its cache. A time per token
+is a client's: from the first token to the last, with what prefills of others take in between.
 
 No round with trees is shorter than a plain round of the same requests, so no answer gets faster than its tokens per round:
 `check_possible` holds the prediction to that.
@@ -70,11 +70,10 @@ def predict(
     for recording, group in recorded(models, speculations, requests, track):
         for speculation in group:
             pace = Pace(table, found[str(speculation)], config.chunk_ms, config.arrival_ms)
+            theatre = Theatre(models, recording, speculation, pace, max(config.concurrencies))
             for concurrency in config.concurrencies:
-                parts = blocks(list(recording.answers), concurrency, config.block)
-                theatre = Theatre(models, recording, speculation, pace, concurrency)
-                arms = play(theatre, parts, concurrency)
-                what = {"concurrency": concurrency, "speculation": str(speculation), "round_cost": theatre.round_cost}
+                arms = play(theatre, blocks(list(recording.answers), concurrency, config.block), concurrency)
+                what = {"concurrency": concurrency, "speculation": str(speculation), "round_cost": theatre.round_cost()}
                 figures.append({**what, **compared(*arms)})
                 check_possible(figures[-1])
     return {
@@ -137,7 +136,7 @@ def play(theatre: Theatre, parts: Sequence[Sequence[str]], concurrency: int) -> 
     """The answers without and with the head, by name: the arms take turns, after a few answers that are not counted."""
     arms: dict[str, dict[str, Played]] = {PLAIN: {}, HEAD: {}}
     for arm in arms:
-        theatre.ask(arm, parts[0][:concurrency], concurrency, arm == HEAD)
+        theatre.ask(arm, parts[0][: max(concurrency, 2)], concurrency, arm == HEAD)
     for number, names in enumerate(parts):
         for arm in arms if number % 2 == 0 else reversed(arms):
             arms[arm].update(theatre.ask(arm, names, concurrency, arm == HEAD))

@@ -248,10 +248,11 @@ class Theatre:
                     heapq.heappush(free, now + self._pace.arrival_ms)
         return done
 
-    @property
     def round_cost(self) -> float | None:
-        """What a round with trees takes, in plain rounds of the same requests; None without any."""
-        return self._policy.tree_ms / self._policy.as_plain_ms if self._policy.as_plain_ms else None
+        """What a round with trees took, in plain rounds of the same requests; None without any. Counts from here anew."""
+        tree_ms, as_plain_ms = self._policy.tree_ms, self._policy.as_plain_ms
+        self._policy.tree_ms = self._policy.as_plain_ms = 0.0
+        return tree_ms / as_plain_ms if as_plain_ms else None
 
     def _request(self, arm: str, name: str, speculates: bool) -> Request:
         answer = self._recording.answers[name]
