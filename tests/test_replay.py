@@ -8,21 +8,25 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from typer.testing import CliRunner
 
 from eyas import builtin
 from eyas.cli.main import build
 from eyas.errors import EmptyInputError, MissingInputError
-from eyas.export.answers import answered, conversations
+from eyas.export.answers import answered, conversations, decoded
 from eyas.export.check import Finding, check, exit_code, reading_findings, replay_head
-from eyas.export.replay import DECLARED, Replayed, assembled, exchanged, misreadings, paired, replay, swapped_inputs
+from eyas.export.replay import DECLARED, Part, Replayed, assembled, exchanged, misreadings, paired, replay, swapped_inputs
 from eyas.model.checkpoint import read_head
 from eyas.model.config import RopeConfig
+from eyas.model.head import Head
 from eyas.model.target import Target
+from eyas.model.ttt import Slots, unroll
 from tests.tiny import tiny_target
 from tests.tiny_head import edit_config, head_folder, tiny_head
 
 NUM_CONVERSATIONS = 8
+STEPS_BY_HEART = 120
 O_PROJ = "midlayer.self_attn.o_proj.weight"
 
 
@@ -160,6 +164,54 @@ def test_another_reading_must_be_better_by_both_size_and_certainty(accepted, lev
     places = [20, 30, 40, 50]
     declared, other = Replayed(DECLARED, 2.0, [10, 30, 50, 70], places), Replayed("other", 2.0, accepted, places)
     assert [finding.level for finding in reading_findings([declared, other])] == ([level] if level else [])
+
+
+# A flag that was lost, on heads that were trained with it
+
+
+def trained_with(folder: Path, flag: str):
+    """A head of the tiny target that has learned its answers by heart with a flag set: target, config, tensors, answers."""
+    target = Target.load(folder)
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(3, 320, (12, 8), generator=generator).tolist()
+    answers = [one for one in decoded(target, folder, prompts) if sum(one.mask) > 20]
+    config, _ = tiny_head(folder, 320)
+    config = changed(config, **{flag: True})
+    torch.manual_seed(0)
+    head = Head(config)
+    for weight in head.parameters():
+        torch.nn.init.normal_(weight, std=0.1) if weight.ndim > 1 else torch.nn.init.ones_(weight)
+    batch = Part.of(target, answers, config.taps).batch(config.taps)
+    tokens, slots = batch.tokens_BT, Slots.where(batch.loss_mask_BT)
+    optimizer = torch.optim.Adam(head.parameters(), lr=5e-3)
+    for _ in range(STEPS_BY_HEART):
+        embeds = F.embedding(tokens.roll(-1, 1), target.embed_tokens)
+        steps = unroll(
+            head,
+            batch.aux_hidden_BTA,
+            embeds,
+            slots,
+            lambda step, _: slots.take(F.embedding(tokens.roll(-1 - step, 1), target.embed_tokens)),
+            2,
+        )
+        loss = sum(
+            F.cross_entropy(head.logits(hidden), slots.take(tokens.roll(-2 - step, 1))) for step, hidden in enumerate(steps)
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return target, config, {name: tensor.detach() for name, tensor in head.state_dict().items()}, answers
+
+
+@pytest.mark.parametrize("flag", ["norm_before_residual", "norm_output"])
+def test_a_lost_flag_is_found_by_what_it_costs(tiny, flag):
+    target, config, tensors, answers = trained_with(tiny, flag)
+    declared, *others = replay(config, tensors, target, answers)
+    assert declared.tau > 2, declared
+    assert list(reading_findings([declared, *others])) == []
+    (finding,) = reading_findings(replay(changed(config, **{flag: False}), tensors, target, answers))
+    assert finding.level == "error"
+    assert f"{flag} on" in finding.what
 
 
 # Text
