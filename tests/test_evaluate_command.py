@@ -8,6 +8,7 @@ import json
 import pytest
 
 from eyas.artifact import Artifact
+from eyas.cli.evaluation import foretold, in_one_line
 from eyas.evaluate.heads import head_folder
 from tests.test_cli import assert_one_clear_error, run_eyas
 from tests.tiny import tiny_target
@@ -112,3 +113,18 @@ def test_heads_are_known_by_their_files(target, tmp_path):
             assert manifest.stage == "head"
             identities.append(manifest.identity)
     assert identities[0] == identities[1] != identities[2]
+
+
+def measured(**changes):
+    tree = {"speculation": "fixed(4,1,5)", "tau": 3.0, "tau_interval": [2.8, 3.2]}
+    return {"tau": 9.0, "tau_interval": None, "num_draft_steps": 7, "trees": [tree], **changes}
+
+
+def test_a_run_ends_with_what_was_foretold():
+    rows = [{"speculation": "fixed(4,1,5)", "speedup": 1.5}, {"speculation": "auto(6,3,12)", "speedup": 1.7}]
+    assert foretold(measured()) == {"tau_foretold": 3.0, "tau_interval": [2.8, 3.2]}
+    assert foretold(measured(predicted={"by_concurrency": rows[:1]}))["speedup_foretold"] == 1.5
+    assert foretold(measured(predicted={"by_concurrency": rows}))["speedup_foretold"] == 1.7
+    line = in_one_line(measured(predicted={"by_concurrency": rows}))
+    assert line == "foretold by eval, before serving: tau 3.00 (2.80 - 3.20) with fixed(4,1,5); speed-up 1.70"
+    assert in_one_line(measured(trees=[])).endswith("tau 9.00 (-) with a chain of 7")

@@ -22,6 +22,27 @@ def headline(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def foretold(result: dict[str, Any]) -> dict[str, Any]:
+    """What eval said of the first of its trees before anything was served: tau with its interval; and, if it was predicted,
+    the speed-up at the lowest concurrency: of auto where that is served, else of this tree."""
+    first = (result.get("trees") or [result])[0]
+    rows = result.get("predicted", {}).get("by_concurrency", [])
+    own = [one for one in rows if one["speculation"].startswith("auto")] or [
+        one for one in rows if one["speculation"] == first.get("speculation")
+    ]
+    told = {"tau_foretold": first["tau"], "tau_interval": first["tau_interval"]}
+    return {**told, "speedup_foretold": own[0]["speedup"]} if own else told
+
+
+def in_one_line(result: dict[str, Any]) -> str:
+    """The same for people."""
+    told, first = foretold(result), (result.get("trees") or [result])[0]
+    how = first.get("speculation", f"a chain of {result['num_draft_steps']}")
+    speedup = told.get("speedup_foretold")
+    faster = "" if speedup is None else f"; speed-up {speedup:.2f}"
+    return f"foretold by eval, before serving: tau {told['tau_foretold']:.2f} ({_interval(first)}) with {how}{faster}"
+
+
 def show_table(result: dict[str, Any]) -> None:
     """Print to stdout: tau of all that was measured, of its parts, and the prediction."""
     out = Console()

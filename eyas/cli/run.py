@@ -23,6 +23,7 @@ from eyas.bench.report import Contents, write_reports
 from eyas.builtin import BUILTIN, demo_prompts
 from eyas.cli.check import show
 from eyas.cli.eval import questions_of
+from eyas.cli.evaluation import foretold, in_one_line
 from eyas.cli.options import Overrides, override, read_run_file, validated
 from eyas.cli.results import EAGLE, PLAIN, headline, show_table
 from eyas.cli.stage import perform
@@ -149,12 +150,13 @@ def run(content: dict[str, Any], command_line: str) -> None:
     config = validated(RunConfig, content, command_line)
     root = local_output(config.output)
     made = run_stages(config, root)
-    summary = made.bench.read_json("summary.json")
+    summary, evaluation = made.bench.read_json("summary.json"), made.evaluation.read_json("eval.json")
     report = write_reports(Artifact(root), contents(made, command_line))
     seconds = time.monotonic() - started
     show_table(summary)
+    print(in_one_line(evaluation))
     print(f"report: {report}")
-    print(json.dumps({**headline(summary), "seconds": round(seconds, 1), "report": report}))
+    print(json.dumps({**headline(summary), **foretold(evaluation), "seconds": round(seconds, 1), "report": report}))
 
 
 def contents(made: Made, command_line: str) -> Contents:
