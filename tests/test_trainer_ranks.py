@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from eyas.artifact import Artifact
+from eyas.cli.run import run as run_file
 from eyas.errors import ConfigError
 from eyas.model.batch import Batch
 from eyas.model.target import Target
@@ -216,6 +217,12 @@ def test_more_processes_than_batches_in_a_step_are_refused():
     with pytest.raises(ConfigError, match="no work for 3 processes") as raised:
         check_settings(TrainConfig(batches={"per_step": 2}), Ranks(0, 3), True)
     assert "batches.per_step to 3" in raised.value.hint
+
+
+def test_a_run_of_all_stages_is_work_for_one_process(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="torchrun started 2"):
+        run_file({}, "eyas run mine.yaml")
 
 
 def test_the_best_head_is_written_and_the_last_one_beside_it(runs):

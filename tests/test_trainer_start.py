@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from eyas.artifact import Artifact
+from eyas.cli.main import build
 from eyas.errors import EyasError, MismatchError, MissingInputError
 from eyas.model.checkpoint import write_head
 from eyas.model.head import load_head
@@ -195,6 +197,22 @@ def test_a_share_of_the_old_mix_is_trained_on_and_holds_tau(world):
     rows = list(Artifact(str(world.folder / "with")).read_jsonl(METRICS))
     num_new = without.counts["samples"]
     assert sum(row["samples"] for row in rows) == 6 * (num_new + round(1.5 * num_new))  # 1.5 of 2.5 are six tenths
+
+
+def test_the_command_line_names_start_and_old_mix(world):
+    """The same run as the settings of a run file give."""
+    same = world.tune("by file", {"head": world.head.url, "keep_mix": world.old.url}, optimizer={"learning_rate": 1e-6})
+    settings = ["objective.num_ttt_steps=3", "epochs=2", "batches.tokens=256", "optimizer.learning_rate=1e-6", "dtype=float32"]
+    settings += ["stop={measurements: 0, num_draft_steps: 3}"]
+    words = ["train", world.new.url, "-t", str(world.target), "-o", str(world.folder / "by words")]
+    words += ["--start", world.head.url, "--keep-mix", world.old.url, *(word for one in settings for word in ("-s", one))]
+    shown = CliRunner().invoke(build(words), words, prog_name="eyas")
+    assert shown.exit_code == 0, shown.output
+    assert Artifact(str(world.folder / "by words")).manifest().identity == same.manifest().identity
+    alone = [*words[:4], "-o", str(world.folder / "no start"), "--keep-mix", world.old.url]
+    shown = CliRunner().invoke(build(alone), alone, prog_name="eyas")
+    assert shown.exit_code == 2
+    assert "start.head" in shown.stderr
 
 
 def test_a_mixture_is_both_sources_in_the_order_asked(world):

@@ -93,7 +93,7 @@ def train(
     """
     with ExitStack() as stack:
         ranks = stack.enter_context(joined())
-        training = Training(config, target, source, held_out, ranks)
+        training = ranks.together(lambda: Training(config, target, source, held_out, ranks))
         done = not ranks.first(lambda: output.begin(identity("train", training.settings, training.inputs)))
         if not done:
             if not ranks.is_first:
