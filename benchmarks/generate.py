@@ -1,0 +1,264 @@
+"""Answers at scale under kill -9: are the rows those of a run that nothing happened to, and how fast do they come?
+
+    python benchmarks/generate.py [--quick] [--rows 20000] [--kills 5] [--servers 2] [--head builtin] [--folder DIR]
+
+`eyas generate` runs as a process of its own on conversations of one to three turns, put together from the packaged prompts:
+once without interruption, then again with SIGKILL at random moments, each time started anew. Greedy, in fp32. The moments are
+numbers of rows, drawn over all of them, and a little later, so that as many kills come as were asked for. With --servers the
+target answers by so many `eyas serve` processes, of which one is killed too each time, and started again.
+
+Checked: the files of answers and of drops are the same to the byte, no turn is there twice, none is missing, and at every
+kill at least as many rows are kept as at the one before. With --folder a finished first run is found again.
+
+Exits with 1 where a check failed. The last line of stdout is one JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gzip
+import hashlib
+import json
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from held_out import machine
+
+from eyas.artifact import Artifact
+from eyas.builtin import demo_prompts
+from eyas.features.generate import read_answers, read_origins
+from eyas.records import Prompt
+from eyas.serve.server import ServeConfig
+
+TURNS = (1, 1, 2, 3)  # of a conversation, as often as each stands here
+MAX_LENGTH, MAX_BATCH = 512, 32
+
+
+def user_turns() -> list[str]:
+    """What users say in the packaged prompts, each once."""
+    with gzip.open(demo_prompts(), "rb") as lines:
+        values = (json.loads(line) for line in lines if line.startswith(b"{") and line.rstrip().endswith(b"}"))
+        turns = [turn for value in values for turn in value.get("messages") or value.get("conversations") or ()]
+    mine = (turn for turn in turns if turn.get("role", turn.get("from")) in ("user", "human"))
+    said = {turn.get("content") or turn.get("value") for turn in mine}
+    return sorted(text for text in said if isinstance(text, str) and text.strip())
+
+
+def write_prompts(output: Artifact, num_rows: int, seed: int) -> None:
+    """Conversations with at least so many turns; those that follow one which ends are not answered, so a fifth more."""
+    rng, known, prompts, turns = random.Random(seed), user_turns(), [], 0
+    while turns < 1.2 * num_rows:
+        count = rng.choice(TURNS)
+        said = tuple(" ".join(rng.sample(known, rng.choice((1, 1, 2)))) for _ in range(count))
+        prompts.append(Prompt(f"p{len(prompts)}", "packaged", "see demo_prompts.md", said))
+        turns += count
+    settings = {"rows": num_rows, "seed": seed}
+    if output.begin(hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]):
+        output.write_jsonl("prompts-00000.jsonl", [prompt.to_json() for prompt in prompts])
+        output.finish("prompts", settings, {}, {"prompts": len(prompts)})
+
+
+# Processes
+
+
+class Servers:
+    """`eyas serve` processes that can be killed and come back where they were."""
+
+    def __init__(self, count: int, target: str) -> None:
+        self._ports = [free_port() for _ in range(count)]
+        self._target = target
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Servers:
+        self._processes = [self._start(port) for port in self._ports]
+        for port in self._ports:
+            wait_until_it_listens(port)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+    @property
+    def urls(self) -> list[str]:
+        return [f"http://127.0.0.1:{port}" for port in self._ports]
+
+    def kill_one(self, number: int) -> None:
+        """Kill a server and start it again; it takes its time to come back."""
+        self._processes[number].kill()
+        self._processes[number].wait()
+        self._processes[number] = self._start(self._ports[number])
+
+    def _start(self, port: int) -> subprocess.Popen[bytes]:
+        engine = {"max_batch": MAX_BATCH, "max_length": MAX_LENGTH}
+        config = ServeConfig(target=self._target, port=port, engine=engine)  # type: ignore[arg-type]
+        command = [sys.executable, "-m", "eyas.serve", config.model_dump_json()]
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
+
+
+def free_port() -> int:
+    """One that nobody listens at."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def wait_until_it_listens(port: int) -> None:
+    """Models take a while to load."""
+    for _ in range(1200):
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.1)
+    sys.exit(f"error: no server came up at port {port}")
+
+
+def start(args: argparse.Namespace, prompts: str, output: Path, urls: list[str]) -> subprocess.Popen[bytes]:
+    """`eyas generate` as people run it."""
+    sets = {"max_tokens": args.max_tokens, "max_batch": MAX_BATCH, "max_length": MAX_LENGTH, "dtype": "float32"}
+    sets |= {"client.patience_s": 120} if urls else {}
+    command = [sys.executable, "-m", "eyas.cli.main", "generate", prompts, "-t", args.target, "-o", str(output)]
+    command += [word for name, value in sets.items() for word in ("--set", f"{name}={value}")]
+    command += [word for url in urls for word in ("--server", url)]
+    command += ["--head", args.head] if args.head else []
+    return subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
+
+
+def finish(process: subprocess.Popen[bytes]) -> None:
+    """Wait for the end, which is to be a good one."""
+    _, told = process.communicate()
+    if process.returncode:
+        sys.exit(f"error: eyas generate ended with {process.returncode}\n{told.decode(errors='replace')[-2000:]}")
+
+
+def wait_for_rows(process: subprocess.Popen[bytes], folder: Path, count: int) -> None:
+    """Until so many rows are kept, or the process has ended."""
+    while process.poll() is None:
+        started = time.monotonic()
+        if num_kept(folder) >= count:
+            return
+        time.sleep(max(0.01, 10 * (time.monotonic() - started)))  # to look takes its time too
+
+
+# Checks
+
+
+def num_kept(folder: Path) -> int:
+    """Turns on disk, in finished parts and whole lines of journals."""
+    finished = sum(path.read_bytes().count(b"\n") for path in folder.glob("answers-*.jsonl"))
+    return finished + sum(path.read_bytes().count(b'"answer": {') for path in (folder / "work").glob("*.journal"))
+
+
+def digest(folder: Path) -> str:
+    """Of the rows that are to be the same in every run."""
+    sha = hashlib.sha256()
+    for path in sorted([*folder.glob("answers-*.jsonl"), *folder.glob("dropped-*.jsonl")]):
+        sha.update(path.name.encode() + path.read_bytes())
+    return sha.hexdigest()
+
+
+def wrong_with(whole: Path, killed: Path, kept: list[int]) -> Iterator[str]:
+    """What should not be."""
+    rows = [{(row.prompt_id, row.turn): row for row in read_answers(Artifact(str(folder)))} for folder in (whole, killed)]
+    total = sum(1 for _ in read_answers(Artifact(str(killed))))
+    if total != len(rows[1]):
+        yield f"{total - len(rows[1])} turns are there twice"
+    if missing := rows[0].keys() - rows[1].keys():
+        yield f"{len(missing)} rows are missing"
+    if more := rows[1].keys() - rows[0].keys():
+        yield f"{len(more)} rows are there that should not be"
+    if others := [key for key, row in rows[0].items() if key in rows[1] and rows[1][key] != row]:
+        yield f"{len(others)} rows are others, the first {others[0]}"
+    if digest(whole) != digest(killed):
+        yield "the files are not the same to the byte"
+    if kept != sorted(kept):
+        yield f"rows got lost: {kept}"
+
+
+def run(args: argparse.Namespace, folder: Path, servers: Servers | None) -> dict[str, Any]:
+    """Both runs and what there is to say of them."""
+    urls, rng = servers.urls if servers else [], random.Random(args.seed)
+    prompts = Artifact(f"{folder}/prompts")
+    write_prompts(prompts, args.rows, args.seed)
+    whole, killed = folder / "whole", folder / "killed"
+    started = time.monotonic()
+    process = start(args, prompts.url, whole, urls)
+    wait_for_rows(process, whole, 1)
+    begun = time.monotonic()
+    finish(process)
+    seconds, working_s = time.monotonic() - started, time.monotonic() - begun
+    manifest = Artifact(str(whole)).manifest()
+    print(f"uninterrupted: {manifest.counts} in {seconds:.0f} s, {working_s:.0f} s of it with rows", flush=True)
+    kept: list[int] = []
+    started = time.monotonic()
+    moments = sorted(rng.sample(range(1, manifest.counts["answers"]), args.kills))
+    for number, moment in enumerate(moments):
+        process = start(args, prompts.url, killed, urls)
+        wait_for_rows(process, killed, max(moment, kept[-1] + 1 if kept else 1))
+        time.sleep(rng.random() * working_s / manifest.counts["answers"])
+        if process.poll() is not None:
+            print(f"done before kill {number + 1}", flush=True)
+            break
+        process.kill()
+        process.communicate()
+        kept.append(num_kept(killed))
+        print(f"kill {number + 1}: {kept[-1]} rows are kept", flush=True)
+        if servers:
+            servers.kill_one(number % args.servers)
+    finish(start(args, prompts.url, killed, urls))
+    failures = list(wrong_with(whole, killed, kept))
+    latencies = sorted(one.latency_ms for one in read_origins(Artifact(str(whole))))
+    return {
+        "rows": manifest.counts["answers"],
+        "counts": manifest.counts,
+        "identical": not failures,
+        "failures": failures,
+        "kills": len(kept),
+        "kept_at_kills": kept,
+        "seconds": round(seconds, 1),
+        "seconds_with_kills": round(time.monotonic() - started, 1),
+        "seconds_with_rows": round(working_s, 1),
+        "tokens_per_s": round(manifest.counts["answer_tokens"] / working_s, 1),
+        "latency_ms_p50": latencies[len(latencies) // 2],
+        "answered_by": manifest.config["answered_by"],
+        "servers": args.servers,
+        "head": args.head,
+        "sha256": digest(whole)[:16],
+    }
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="a minute's worth")
+    parser.add_argument("--rows", type=int, default=20_000)
+    parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts and of the moments")
+    parser.add_argument("--target", default="builtin", help="target folder, or builtin")
+    parser.add_argument("--head", help="head folder, or builtin; none by default")
+    parser.add_argument("--servers", type=int, default=0, help="how many answer; 0 is the engine in the process itself")
+    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--folder", type=Path, help="where everything goes; by default it is gone afterwards")
+    args = parser.parse_args()
+    if args.quick:
+        args.rows, args.kills, args.max_tokens = 150, 2, 32
+    with contextlib.ExitStack() as stack:
+        folder = args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        servers = stack.enter_context(Servers(args.servers, args.target)) if args.servers else None
+        result = run(args, folder, servers)
+    for failure in result["failures"]:
+        print(f"FAILED: {failure}")
+    print(json.dumps({"machine": machine(), **result}))
+    sys.exit(0 if result["identical"] else 1)
+
+
+if __name__ == "__main__":
+    main()
