@@ -177,7 +177,7 @@ def test_the_packaged_head_s_card_is_read():
         ("eyas_head.json", {"measured": {"tau": 3.0, "tau_interval": [2.9, 3.1]}}, (3.0, 2.9)),
         ("manifest.json", {"facts": {"measured": {"tau": 2.0, "accept_hist": [50, 0, 50]}}}, (2.0, 2.0 - 1.96 * 0.1)),
         ("README.md", "# x\n\ntau 3.39 on held-out answers\n", (3.39, 3.39)),
-        ("README.md", "tau 3.39 (95 %: 3.30 to 3.48) on held-out answers\n", (3.39, 3.30)),
+        ("README.md", "tau 3.39 (95 %: 3.30-3.48) on held-out answers (emitted tokens per round).\n", (3.39, 3.30)),
         ("README.md", "tau 3.39 (3.30-3.48)\n\naccept_hist: 1, 2\n", (3.39, 3.30)),
     ],
 )

@@ -20,7 +20,7 @@ from pathlib import Path
 from eyas.builtin import resolve_head, resolve_target
 from eyas.builtin.hub import is_hub_id
 from eyas.errors import ConfigError, EyasError, InputError, MissingInputError
-from eyas.export.launch import Launch
+from eyas.export.launch import Launch, parse
 from eyas.serve.server import ServeConfig
 
 
@@ -37,21 +37,18 @@ FLAGS = {
         "host": "--host",
         "port": "--port",
         "model": "--served-model-name",
-        "dtype": "--dtype",
         "engine.max_batch": "--max-running-requests",
-        "engine.max_length": "--context-length",
     },
     EngineName.VLLM: {
         "host": "--host",
         "port": "--port",
         "model": "--served-model-name",
-        "dtype": "--dtype",
         "engine.max_batch": "--max-num-seqs",
-        "engine.max_length": "--max-model-len",
     },
 }
 _ALWAYS = ("host", "port")
-_IN_LAUNCH = {"target", "head", "engine.speculation", "engine.num_draft_steps", "engine.tree_topk", "engine.num_verify_tokens"}
+_SIZES = ("speculation", "num_draft_steps", "tree_topk", "num_verify_tokens", "max_length")
+_IN_LAUNCH = {"target", "head", "dtype", *(f"engine.{name}" for name in _SIZES)}
 _TITLES = {EngineName.SGLANG: "SGLang", EngineName.VLLM: "vLLM"}
 
 
@@ -83,7 +80,14 @@ def engine_command(engine: EngineName, config: ServeConfig, extra: str = "") -> 
     sizes = config.engine.parsed()
     if sizes.mode == "off":
         raise ConfigError("speculation is off", f"run {_TITLES[engine]} by itself, or leave --speculation out")
-    launch = Launch(target, sizes.num_draft_steps, sizes.tree_topk, sizes.num_verify_tokens)
+    launch = Launch(
+        target,
+        sizes.num_draft_steps,
+        sizes.tree_topk,
+        sizes.num_verify_tokens,
+        config.dtype if "dtype" in given else None,
+        config.engine.max_length if "engine.max_length" in given else None,
+    )
     head = _exported(engine, Path(resolve_head(config.head)).absolute())
     written, relative = (launch.sglang, "./sglang") if engine is EngineName.SGLANG else (launch.vllm, "./vllm")
     arguments = [_with_head(one, relative, head) for one in shlex.split(written.replace("\\\n", " "))]
@@ -91,6 +95,7 @@ def engine_command(engine: EngineName, config: ServeConfig, extra: str = "") -> 
         if name in given or name in _ALWAYS:
             section = config.engine if name.startswith("engine.") else config
             arguments += [flag, str(getattr(section, name.removeprefix("engine.")))]
+    parse(engine.value, shlex.join(arguments))
     if arguments[0] == "python":
         arguments[0] = sys.executable
     return Started([*arguments, *shlex.split(extra)])
