@@ -267,6 +267,10 @@ def sound_heads(bench: Bench, config: HeadConfig, tensors: Tensors) -> Iterator[
     nemo.settings |= {"architectures": ["LlamaEagle3DraftModel"], "model_type": "qwen3", "tie_word_embeddings": False}
     nemo.tensors[EMBED_TOKENS] = bench.vocabulary.embed_tokens.to(torch.bfloat16)
     yield "NeMo, with embeddings", nemo.save(), (*unsaid, "LlamaForCausalLMEagle3 only")
+    modelopt = Head(bench.written(config, tensors, "sglang"), config)
+    modelopt.is_speculators = True
+    modelopt.settings.pop("target_lm_head_sha256")
+    yield "ModelOpt's names", modelopt.save(), unsaid
     speculators = Head(bench.written(config, tensors, "vllm"), config)
     for key in ("target_lm_head_sha256", "target_embed_tokens_sha256"):
         speculators.settings.pop(key)

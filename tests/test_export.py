@@ -403,9 +403,10 @@ def test_every_table_of_an_evaluation_is_on_the_card_with_its_intervals(target, 
         "tau_interval": [2.5, 2.9],
         "accept_hist": [5, 3, 2],
         "tau_by_source": {"sgd": 3.0, "gsm8k": 2.0},
+        "by_source": {"sgd": {"tau": 3.0, "tau_interval": [2.5, 3.5]}, "gsm8k": {"tau": 2.0, "tau_interval": None}},
         "languages": {"de": {"tau": 2.25, "tau_interval": [2.0, 2.5], "tokens": 120}},
-        "trees": [{"tree_topk": 4, "num_verify_tokens": 16, "tau": 3.5, "tau_interval": [3.25, 3.75]}],
-        "predicted": [{"concurrency": 8, "speedup": 1.5, "tpot_ms": 4.0}],
+        "trees": [{"tree_topk": 4, "num_verify_tokens": 16, "tau": 3.5, "tau_interval": [3.25, 3.75], "accept_hist": [1, 2]}],
+        "predicted": {"by_concurrency": [{"concurrency": 8, "speedup": 1.5, "tpot_ms": 4.0}], "costs": {"a": 1}},
         "num_draft_steps": 2,
     }
     artifact.write_json("eval.json", told)
@@ -418,7 +419,8 @@ def test_every_table_of_an_evaluation_is_on_the_card_with_its_intervals(target, 
     assert "| de | 2.25 | 2.00-2.50 | 120 |" in text
     assert "| 4 | 16 | 3.50 | 3.25-3.75 |" in text
     assert "| 8 | 1.50 | 4.00 |" in text
-    assert "| gsm8k | 2.00 |" in text
+    assert "| sgd | 3.00 | 2.50-3.50 |\n| gsm8k | 2.00 |  |" in text
+    assert "### tau by source" not in text
     assert "accept_hist: 5, 3, 2\n" in text
     assert manifest.facts["measured"] == {key: told[key] for key in ("tau", "tau_interval", "accept_hist")}
     card = ModelCard.load(tmp_path / "export" / "README.md", ignore_metadata_errors=False)

@@ -28,7 +28,7 @@ COMMANDS = {
     "train": "features -> head",
     "eval": "head + held-out prompts or features -> tau, and what a server will give",
     "export": "head -> SGLang and vLLM forms",
-    "check": "lint an exported head against its target",
+    "check": "lint and replay a head against its target",
     "audit": "which tokens of conversations are supervised, in colours",
     "serve": "target + head -> OpenAI-compatible server",
     "bench": "a running server -> TTFT, TPOT, throughput, report",

@@ -119,7 +119,7 @@ class Card:
             yield "Not measured before export: `eyas eval` measures tau on held-out answers, `eyas bench` a running server."
             return
         measured = self.measured
-        interval = f" (95 %: {_cell(measured['tau_interval'])})" if measured.get("tau_interval") else ""
+        interval = f" (95 %: {_cell('tau_interval', measured['tau_interval'])})" if measured.get("tau_interval") else ""
         yield f"tau {measured['tau']:.2f}{interval} on held-out answers (emitted tokens per round, the target's own included)."
         if "assumes" in measured:
             yield f"It assumes {measured['assumes']}."
@@ -127,8 +127,9 @@ class Card:
             if name in measured:
                 values = (f"{value:.3f}" if isinstance(value, float) else str(value) for value in measured[name])
                 yield f"\n{name}: {', '.join(values)}"
+        twice = {"tau_by_source"} if "by_source" in measured else set()
         for name, value in measured.items():
-            if rows := _rows(value):
+            if name not in twice and (rows := _rows(value)):
                 yield from ("", f"### {name.replace('_', ' ')}", "", *_columns(rows))
 
     def _training(self) -> Iterator[str]:
@@ -180,18 +181,19 @@ def _table(rows: Mapping[str, Any], titles: tuple[str, str] = ("", "")) -> list[
 # eval.json's tables, whatever it has: by source, domain, language, temperature, tree, concurrency
 
 
-def _rows(value: Any) -> list[dict[str, Any]]:
-    """The rows of a table of tau or speed-up, or none: a list of objects, or objects or numbers by name."""
+def _rows(value: Any) -> list[dict[str, str]]:
+    """The rows of a table of tau or speed-up, as text, or none: a list of objects, or objects or numbers by name."""
     if isinstance(value, Mapping):
-        value = [{"": name, **(one if isinstance(one, Mapping) else {"tau": one})} for name, one in value.items()]
+        named = [{"": name, **(one if isinstance(one, Mapping) else {"tau": one})} for name, one in value.items()]
+        value = value.get("by_concurrency", named)
     if not isinstance(value, list) or not all(isinstance(row, Mapping) and {"tau", "speedup"} & row.keys() for row in value):
         return []
-    return [{key: cell for key, cell in row.items() if _cell(cell)} for row in value]
+    return [{key: cell for key, content in row.items() if (cell := _cell(key, content))} for row in value]
 
 
-def _columns(rows: list[dict[str, Any]]) -> list[str]:
+def _columns(rows: list[dict[str, str]]) -> list[str]:
     names = list(dict.fromkeys(key for row in rows for key in row))
-    lines = [" | ".join(_cell(row.get(name)) for name in names) for row in rows]
+    lines = [" | ".join(row.get(name, "") for name in names) for row in rows]
     return [
         f"| {' | '.join(name.replace('_', ' ') for name in names)} |",
         "|---" * len(names) + "|",
@@ -199,15 +201,13 @@ def _columns(rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _cell(value: Any) -> str:
+def _cell(name: str, value: Any) -> str:
     """A number, a name or an interval as text; nothing for what fits no cell."""
-    if isinstance(value, bool) or value is None:
-        return "" if value is None else str(value).lower()
     if isinstance(value, float):
         return f"{value:.2f}"
-    if isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(end, int | float) for end in value):
+    if isinstance(value, list) and name.endswith("_interval"):
         return f"{value[0]:.2f}-{value[1]:.2f}"
-    return str(value).replace("|", "/") if isinstance(value, int | str) else ""
+    return str(value).replace("|", "/") if isinstance(value, int | str) and not isinstance(value, bool) else ""
 
 
 def _floats(taus: Mapping[str, Any]) -> dict[str, float]:
