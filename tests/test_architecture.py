@@ -18,7 +18,7 @@ ORDER = (
     ("model", "shards", "lineage", "privacy"),
     ("engine",),
     ("data", "features", "train", "evaluate", "export", "serve"),
-    ("bench",),
+    ("bench", "plan"),
     ("cli",),
 )
 ROW = {name: row for row, names in enumerate(ORDER) for name in names}

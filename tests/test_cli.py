@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 
 from eyas.cli.main import COMMANDS, build
 from eyas.cli.options import override, read_run_file, stage_config, validated
-from eyas.cli.plan import estimated_prompt_tokens, plan
 from eyas.cli.run import RunConfig, local_output
 from eyas.errors import ConfigError
 from eyas.records import Prompt
@@ -302,13 +301,6 @@ class TestFullDisk:
 
 
 class TestPlan:
-    def test_counts_what_precedes_each_answer(self):
-        prompts = [Prompt("a", "", "", ("x" * 8, "x" * 4), system="x" * 4)]
-        assert estimated_prompt_tokens(prompts, max_tokens=10) == (1 + 2) + (1 + 2 + 10 + 1)
-
-    def test_features_of_an_8b_model_as_published(self):
-        assert plan(1, 0, 1, bytes_per_token=8 * 4096 + 16).feature_bytes == 32_784
-
     def test_reads_a_run_file_and_prompts(self, made, tmp_path):
         run_file = tmp_path / "run.yaml"
         sections = "prompts: {sources: [{path: p, licence: l}]}\ngenerate: {max_tokens: 10}\n"

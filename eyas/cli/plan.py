@@ -1,11 +1,11 @@
-"""`eyas plan`: what a run will need before anything runs. Knows sizes, no speeds: those depend on the machine.
+"""`eyas plan`: what a run will need before anything runs: tokens, bytes by codec, room, hours by stage, and what a store costs.
 
-An upper bound: every answer is counted at its full `max_tokens`, no row is dropped, and no two turns share their beginning.
+Knows how a plan is asked for and shown. Does not know how it is made (plan).
 """
 
 from __future__ import annotations
 
-import dataclasses
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -14,73 +14,86 @@ from rich.console import Console
 from rich.table import Table
 
 from eyas.artifact import Artifact
-from eyas.builtin import resolve_target
 from eyas.cli.options import read_run_file, validated
 from eyas.cli.run import RunConfig
-from eyas.model.config import TargetConfig
-from eyas.records import Prompt
-from eyas.shards import FeatureMeta
+from eyas.plan.estimate import SECONDS, Estimate, Planner, Work, refuse_without_room
+from eyas.plan.needs import made_up_prompts, read_prompts
+from eyas.plan.speeds import DEVICES, Speeds, stated
 
-CHARACTERS_PER_TOKEN = 4  # English under a vocabulary of 32 k or more; a small vocabulary needs more tokens
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Totals of a run."""
-
-    num_answers: int
-    num_prompt_tokens: int
-    num_answer_tokens: int
-    feature_bytes: int
-
-
-def plan(num_answers: int, num_prompt_tokens: int, max_tokens: int, bytes_per_token: int) -> Plan:
-    """Totals from counts. `num_prompt_tokens` is the sum over all answers: a prompt counts once for each that follows it."""
-    num_answer_tokens = num_answers * max_tokens
-    return Plan(num_answers, num_prompt_tokens, num_answer_tokens, (num_prompt_tokens + num_answer_tokens) * bytes_per_token)
-
-
-def estimated_prompt_tokens(prompts: list[Prompt], max_tokens: int) -> int:
-    """Tokens before each answer, summed over all answers: turn i is preceded by i user turns and i - 1 answers."""
-    total = 0
-    for prompt in prompts:
-        before = len(prompt.system or "") // CHARACTERS_PER_TOKEN
-        for turn in prompt.turns:
-            before += -(-len(turn) // CHARACTERS_PER_TOKEN)
-            total += before
-            before += max_tokens
-    return total
+ONE_LINE = {"generate": "answered", "capture": "of samples", "train": "of samples, every epoch"}
 
 
 def command(
     run_file: Annotated[Path, typer.Argument(help="run file")],
-    prompts: Annotated[str | None, typer.Option(help="finished prompts artifact to count")] = None,
-    num_prompts: Annotated[int, typer.Option(help="without one: how many prompts, of one turn each")] = 1000,
-    characters: Annotated[int, typer.Option(help="without one: characters in a prompt")] = 400,
+    prompts: Annotated[
+        str | None, typer.Option(help="finished prompts artifact, counted through the target's template")
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="without one: how many prompts, of one turn each")] = 1000,
+    characters: Annotated[int, typer.Option(min=1, help="without one: characters in a prompt")] = 400,
+    answer_tokens: Annotated[int | None, typer.Option(min=1, help="mean of an answer, if known; else max_tokens")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="measure every stage on this machine for some seconds")] = False,
+    device: Annotated[str | None, typer.Option(help=f"estimate for these: {', '.join(DEVICES)}")] = None,
+    devices: Annotated[int, typer.Option(min=1, help="how many of them")] = 1,
+    speed: Annotated[list[str] | None, typer.Option(metavar="STAGE=N", help="tokens a second, e.g. capture=20000")] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="of a GB a month in the store, e.g. 0.023")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON, and nothing else")] = False,
 ) -> None:
-    """Print the tokens and bytes that a run file will need, as upper bounds."""
+    """Say what a run file will need; exit code 2 when there is no room for it where it writes.
+
+    Speeds: those stated come before those measured, and these before estimates from published peaks.
+    """
     config = validated(RunConfig, read_run_file(run_file), str(run_file))
-    target = TargetConfig.from_folder(resolve_target(config.target))
-    features = FeatureMeta(
-        taps=target.default_taps,
-        hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-        lm_head_sha256="",
-        dtype=config.capture.store_dtype,
-        codec=config.capture.codec,
-    )
-    max_tokens = config.generate.max_tokens
-    if prompts:
-        artifact = Artifact(prompts)
-        artifact.manifest("prompts")
-        rows = [Prompt.from_json(row) for row in artifact.read_rows("prompts")]
+    planner = Planner(work_of(config))
+    given = stated(speed or [])
+    count, looked_at = read_prompts(Artifact(prompts)) if prompts else (num_prompts, made_up_prompts(num_prompts, characters))
+    needs = planner.needs(count, looked_at, answer_tokens)
+    speeds: Speeds = {}
+    notes: list[str] = [] if prompts else [f"made-up prompts of {characters} characters"]
+    if prompts and len(looked_at) < count:
+        notes.append(f"{len(looked_at):,} of {count:,} prompts were looked at")
+    if device is not None:
+        speeds, more = planner.published(device, devices)
+        notes += more
+    if measure:
+        measured, more = planner.measured(looked_at, needs, SECONDS)
+        speeds, notes = {**speeds, **measured}, [*notes, *more]
+    estimate = planner.estimate(needs, {**speeds, **given}, notes)
+    if as_json:
+        print(json.dumps(estimate.to_json(price), indent=1))
     else:
-        rows = [Prompt(str(index), "", "", ("x" * characters,)) for index in range(num_prompts)]
-    num_answers = sum(len(row.turns) for row in rows)
-    needed = plan(num_answers, estimated_prompt_tokens(rows, max_tokens), max_tokens, features.bytes_per_token)
-    table = Table("needed at most", "", title=str(run_file))
-    table.add_row("answers", f"{needed.num_answers:,}")
-    table.add_row("prompt tokens", f"{needed.num_prompt_tokens:,}")
-    table.add_row("answer tokens", f"{needed.num_answer_tokens:,}")
-    table.add_row("features", f"{needed.feature_bytes / 2**30:,.2f} GiB")
-    Console().print(table)
+        show(estimate, price, str(run_file))
+    refuse_without_room(estimate.room, config.output)
+
+
+def work_of(config: RunConfig) -> Work:
+    """What of a run file decides on sizes and speeds."""
+    return Work(config.target, config.output, config.generate, config.capture, config.train, config.online)
+
+
+def show(estimate: Estimate, price: float | None, title: str) -> None:
+    """The plan as tables."""
+    console, needs, room = Console(), estimate.needs, estimate.room
+    table = Table("needed at most", "", title=title)
+    for name in ("prompts", "answers", "prompt_tokens", "answer_tokens", "feature_tokens"):
+        table.add_row(name.replace("_", " "), f"{getattr(needs, name):,}")
+    for name in ("answers", "features", "head"):
+        table.add_row(f"bytes of {name}", f"{getattr(room, name) / 1e9:,.3f} GB")
+    free = "no end that can be asked for" if room.free is None else f"{room.free / 1e9:,.1f} GB"
+    table.add_row("free where it writes", free)
+    console.print(table)
+    codecs = Table("features by codec", "GB", *(["a month"] if price is not None else []))
+    costs = estimate.store_cost(price or 0.0)
+    for codec, size in estimate.bytes_by_codec.items():
+        cost = [f"{costs[codec]:,.2f}"] if price is not None else []
+        codecs.add_row(f"{codec} (this run's)" if codec == estimate.codec else codec, f"{size / 1e9:,.3f}", *cost)
+    console.print(codecs)
+    times = Table("stage", "hours", "tokens/s", "how known")
+    for stage, hours in estimate.hours.items():
+        known = estimate.speeds[stage]  # type: ignore[index]
+        times.add_row(stage, f"{hours:,.3g}", f"{known.tokens_per_s:,.0f} {ONE_LINE[stage]}", known.how)
+    if estimate.hours:
+        console.print(times)
+    else:
+        console.print("hours: --measure, --device NAME or --speed STAGE=TOKENS_PER_SECOND")
+    for note in estimate.notes:
+        console.print(f"note: {note}")

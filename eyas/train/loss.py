@@ -222,7 +222,7 @@ class Distillation(torch.autograd.Function):
         by_rows, by_head = ctx.needs_input_grad[:2]
         grad_SH = torch.empty_like(normed_SH) if by_rows else None
         grad_WH = torch.zeros_like(lm_head_WH, dtype=wide) if by_head else None
-        losses, choices = [], []
+        losses, choices = [weight_S[:0]], [row_S[:0]]  # a batch may hold no row that carries loss
         at_once = max(1, LOGITS_AT_ONCE // len(lm_head_WH))
         for first in range(0, len(normed_SH), at_once):
             part = slice(first, first + at_once)

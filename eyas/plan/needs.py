@@ -1,0 +1,174 @@
+"""Tokens and bytes of a run, counted before it: prompts through the target's own template, answers at a stated length.
+
+Knows the template, the limits of `generate` and what a token of features takes. Knows no speed.
+
+Upper bounds, unless a mean length of answers is stated: every answer is taken to be as long as `generate` lets it become, and
+no row to be dropped for what is in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+from eyas.artifact import Artifact
+from eyas.chat import Chat
+from eyas.errors import EmptyInputError, TemplateError
+from eyas.features.capture import CaptureConfig, room_at
+from eyas.features.generate import GenerateConfig
+from eyas.model.checkpoint import expected_shapes
+from eyas.model.config import HeadConfig, HeadOptions, TargetShape
+from eyas.records import Message, Prompt
+from eyas.shards import CodecName, FeatureMeta
+from eyas.shards.sample import SHARES
+
+LOOKED_AT = 1000  # prompts, evenly spaced: their mean stands for all
+STAND_IN = "Yes."  # for an answer that is not there yet; its own tokens are counted beside it
+ROW_BYTES_PER_TOKEN = 8  # of an answer's row: its text and that of all turns before it, as JSON, twice (journal and part)
+HEAD_BYTES_PER_PARAMETER = 24  # weights, two moments and the best head in a checkpoint; the head itself and its exports
+FILLER = "I would like to know how a young hawk is raised, and what it takes to let it hunt by itself one day. "
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """Totals of a run. prompt_tokens: the sum over all answers, so a prompt counts once for each answer that follows it.
+
+    feature_tokens: what `capture` computes; a conversation's turns are one sample where the template lets the past be.
+    looked_at: prompts that were counted; the others are taken to be like them.
+    """
+
+    prompts: int
+    answers: int
+    prompt_tokens: int
+    answer_tokens: int
+    feature_tokens: int
+    looked_at: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """Bytes that a run writes, by stage; `free` where it writes to, None for an object store, which has no end to ask for."""
+
+    answers: int
+    features: int
+    head: int
+    free: int | None
+    present: int = 0  # of these, what is there already
+
+    @property
+    def missing(self) -> int:
+        return max(0, self.answers + self.features + self.head - self.present)
+
+    @property
+    def fits(self) -> bool:
+        return self.free is None or self.missing <= self.free
+
+
+def made_up_prompts(count: int, characters: int) -> list[Prompt]:
+    """One prompt of English filler that stands for so many of one turn."""
+    text = (FILLER * (characters // len(FILLER) + 1))[:characters]
+    return [Prompt("", "", "", (text,))] if count else []
+
+
+def read_prompts(artifact: Artifact) -> tuple[int, list[Prompt]]:
+    """How many prompts a finished artifact holds, and those that are looked at. Raises EmptyInputError, MissingInputError."""
+    artifact.manifest("prompts")
+    count = sum(1 for _ in artifact.read_rows("prompts"))
+    if not count:
+        raise EmptyInputError(f"{artifact.url} holds no prompts", "see its ledger for why every row was dropped")
+    rows = islice(artifact.read_rows("prompts"), 0, None, -(-count // LOOKED_AT))
+    return count, [Prompt.from_json(row) for row in rows]
+
+
+def count(
+    prompts: Sequence[Prompt], num_prompts: int, chat: Chat, config: GenerateConfig, answer_tokens: int | None = None
+) -> Needs:
+    """Needs of num_prompts prompts of which these were looked at. answer_tokens: the mean of an answer, if known.
+
+    Raises EmptyInputError when the template takes none of them.
+    """
+    length = min(answer_tokens or config.max_tokens, config.max_tokens)
+    merged = keeps_the_past(chat)
+    turns = [turn_lengths(prompt, chat, length, config.max_length) for prompt in prompts]
+    counted = [one for one in turns if one is not None]
+    if not counted:
+        raise EmptyInputError("the target's template takes none of the prompts", "see `eyas audit` for what it makes of one")
+    scale = num_prompts / len(prompts)
+    features = [[one[-1]] if merged and one else one for one in counted]
+    total_before, num_answers = sum(map(sum, counted)), sum(map(len, counted))
+    samples = sum(map(len, features))
+    return Needs(
+        prompts=num_prompts,
+        answers=round(num_answers * scale),
+        prompt_tokens=round(total_before * scale),
+        answer_tokens=round(num_answers * scale) * length,
+        feature_tokens=round((sum(map(sum, features)) + samples * length) * scale),
+        looked_at=len(prompts),
+    )
+
+
+def turn_lengths(prompt: Prompt, chat: Chat, answer_tokens: int, max_length: int) -> list[int] | None:
+    """Tokens before each answer, earlier answers at their stated length included; None for what the template refuses.
+
+    Turns that would leave no room for an answer are left out, as `generate` leaves them out.
+    """
+    messages: list[Message] = [{"role": "system", "content": prompt.system}] if prompt.system is not None else []
+    lengths = []
+    for number, turn in enumerate(prompt.turns):
+        messages.append({"role": "user", "content": turn})
+        try:
+            length = len(chat.prompt_ids(messages)) + number * answer_tokens
+        except TemplateError:
+            return None
+        if length >= max_length:
+            break
+        lengths.append(length)
+        messages.append({"role": "assistant", "content": STAND_IN})
+    return lengths
+
+
+def keeps_the_past(chat: Chat) -> bool:
+    """Does a conversation's next turn begin with the very tokens of this one? Then `capture` makes one sample of them."""
+    messages: list[Message] = [{"role": "user", "content": FILLER}, {"role": "assistant", "content": STAND_IN}]
+    try:
+        first, _ = chat.answered(messages)
+        second = chat.prompt_ids([*messages, {"role": "user", "content": FILLER}])
+    except TemplateError:
+        return False
+    return second[: len(first)] == first
+
+
+def feature_bytes(needs: Needs, meta: FeatureMeta) -> dict[CodecName, int]:
+    """Bytes of all features, by codec."""
+    codecs: Iterable[CodecName] = SHARES
+    return {name: needs.feature_tokens * meta.model_copy(update={"codec": name}).bytes_per_token for name in codecs}
+
+
+def head_parameters(shape: TargetShape, options: HeadOptions) -> int:
+    """Parameters of a new head for this target. Raises ConfigError for options that do not fit it."""
+    config = HeadConfig.for_target(shape, options)
+    shapes = {name: size for name, size in expected_shapes(config).items() if name not in ("d2t", "t2d")}
+    total = sum(_product(size) for size in shapes.values())
+    return total + (config.vocab_size * config.hidden_size if config.owns_embeddings else 0)
+
+
+def room_for(
+    needs: Needs, meta: FeatureMeta, capture: CaptureConfig, parameters: int, output: Artifact, online: bool = False
+) -> Room:
+    """What the run writes below `output`. online: of the features only those that are held out are kept."""
+    kept = capture.held_out_share if online else 1.0
+    return Room(
+        answers=(needs.prompt_tokens + needs.answer_tokens) * ROW_BYTES_PER_TOKEN,
+        features=round(feature_bytes(needs, meta)[meta.codec] * kept),
+        head=parameters * HEAD_BYTES_PER_PARAMETER,
+        free=room_at(output),
+        present=sum(output.size(name) for name in output.all_names()) if room_at(output) is not None else 0,
+    )
+
+
+def _product(size: tuple[int, ...]) -> int:
+    total = 1
+    for one in size:
+        total *= one
+    return total

@@ -1,0 +1,265 @@
+"""`eyas plan`: what it counts is what the stages then make, or more; without room nothing is begun."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from eyas.artifact import Artifact
+from eyas.chat import Chat
+from eyas.cli import run as cli_run
+from eyas.cli.main import build
+from eyas.errors import ConfigError, EmptyInputError, StorageFullError
+from eyas.features.capture import CaptureConfig, capture
+from eyas.features.generate import GenerateConfig, generate, read_answers
+from eyas.model.config import HeadConfig, HeadOptions
+from eyas.model.foreign import target_shape
+from eyas.model.head import Head
+from eyas.plan import needs as counting
+from eyas.plan.estimate import Planner, Work, refuse_without_room
+from eyas.plan.needs import LOOKED_AT, STAND_IN, Needs, Room, feature_bytes, keeps_the_past, read_prompts, turn_lengths
+from eyas.plan.speeds import DEVICES, hours, published, stated
+from eyas.records import Prompt
+from eyas.shards import FeatureMeta
+from eyas.shards.sample import SHARES
+from eyas.train.trainer import TrainConfig
+from tests.foreign import foreign_target
+from tests.stages import ending_target, prompts_of, write_prompts
+from tests.tiny import TEMPLATE, tiny_tokenizer
+
+TRAIN = TrainConfig.model_validate(
+    {"head": {"draft_vocab_size": 64}, "objective": {"num_ttt_steps": 2}, "epochs": 2, "batches": {"tokens": 256}}
+)
+# An earlier answer is marked, so that no turn begins with the tokens of the one before.
+REWRITES = TEMPLATE.replace(
+    "message['content'] +", "('~' if message['role'] == 'assistant' and not loop.last else '') + message['content'] +"
+)
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ending_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return write_prompts(tmp_path_factory.mktemp("prompts") / "prompts", prompts_of(29))
+
+
+def work_of(target: Path, output: Path, **changes: Any) -> Work:
+    config = {"target": str(target), "max_tokens": 12, **changes}
+    return Work(str(target), str(output), GenerateConfig(**config), CaptureConfig(target=str(target), codec="raw"), TRAIN)
+
+
+def test_what_is_counted_is_what_is_made_or_more(target: Path, prompts: Artifact, tmp_path: Path) -> None:
+    planner = Planner(work_of(target, tmp_path))
+    needs = planner.needs(*read_prompts(prompts))
+    answers, features = Artifact(str(tmp_path / "answers")), Artifact(str(tmp_path / "features"))
+    generate(planner.work.generate, prompts, answers)
+    capture(planner.work.capture, answers, features)
+    rows = list(read_answers(answers))
+    firsts = {row.prompt_id: row.num_prompt_tokens for row in rows if row.turn == 0}
+    assert needs.prompts == 29
+    assert needs.answers == sum(len(prompt.turns) for prompt in prompts_of(29)) >= len(rows)
+    assert needs.answer_tokens == 12 * needs.answers >= sum(row.num_answer_tokens for row in rows)
+    assert needs.prompt_tokens >= sum(row.num_prompt_tokens for row in rows)
+    lengths = {prompt.id: turn_lengths(prompt, planner.chat, 12, 1024) for prompt in prompts_of(29)}
+    assert {name: found[0] for name, found in lengths.items() if found} == firsts, "exact, where nothing comes before"
+    made = features.manifest().counts["tokens"]
+    assert made <= needs.feature_tokens < 6 * made
+    room = planner.room(needs)
+    assert room.features >= sum(Artifact(features.url).size(name) for name in features.names() if "safetensors" in name) > 0
+    assert room.answers >= sum(answers.size(name) for name in answers.names() if "answers" in name)
+    assert room.present >= room.features / 10, "what is there already is not asked for again"
+
+
+def test_turns_come_after_those_before_them(target: Path) -> None:
+    chat, prompt = Chat(target), Prompt("a", "", "", ("Hi", "In San Jose?", "Thanks"), system="Be brief.")
+    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    first = len(chat.prompt_ids(said))
+    second = len(
+        chat.prompt_ids([*said, {"role": "assistant", "content": STAND_IN}, {"role": "user", "content": "In San Jose?"}])
+    )
+    lengths = turn_lengths(prompt, chat, 100, 10_000)
+    assert lengths is not None
+    assert lengths[:2] == [first, second + 100]
+    assert len(lengths) == 3
+    assert turn_lengths(prompt, chat, 100, second + 100) == [first], "no room for an answer, so it is not asked"
+
+
+def test_a_conversation_is_one_sample_where_the_template_lets_the_past_be(tmp_path: Path) -> None:
+    prompts = [Prompt("a", "", "", ("Hi", "Thanks"))]
+    for name, template in (("keeps", TEMPLATE), ("rewrites", REWRITES)):
+        tiny_tokenizer(tmp_path / name, chat_template=template)
+    keeps, rewrites = (Chat(tmp_path / name) for name in ("keeps", "rewrites"))
+    assert keeps_the_past(keeps)
+    assert not keeps_the_past(rewrites)
+    config = GenerateConfig(target="t", max_tokens=10)
+    one, two = (counting.count(prompts, 1, chat, config) for chat in (keeps, rewrites))
+    before = turn_lengths(prompts[0], keeps, 10, 1024)
+    assert before is not None
+    assert one.feature_tokens == before[-1] + 10
+    assert two.feature_tokens == two.prompt_tokens + two.answer_tokens
+
+
+def test_many_prompts_are_looked_at_here_and_there(target: Path, tmp_path: Path) -> None:
+    many = write_prompts(tmp_path / "many", prompts_of(2 * LOOKED_AT + 1))
+    count, looked_at = read_prompts(many)
+    assert (count, len(looked_at)) == (2001, 667)
+    needs = Planner(work_of(target, tmp_path)).needs(count, looked_at)
+    answers = sum(len(prompt.turns) for prompt in prompts_of(count))
+    assert abs(needs.answers - answers) < 0.02 * answers
+    with pytest.raises(EmptyInputError, match="no prompts"):
+        read_prompts(write_prompts(tmp_path / "none", []))
+
+
+def test_a_stated_length_of_answers_takes_the_place_of_the_longest(target: Path, prompts: Artifact, tmp_path: Path) -> None:
+    planner = Planner(work_of(target, tmp_path))
+    short, whole = (planner.needs(*read_prompts(prompts), answer_tokens=tokens) for tokens in (5, 500))
+    assert (short.answer_tokens, whole.answer_tokens) == (5 * short.answers, 12 * whole.answers)
+
+
+def test_features_of_an_8b_model_take_what_is_published() -> None:
+    meta = FeatureMeta(taps=(1, 15, 28), hidden_size=4096, vocab_size=128256, lm_head_sha256="")
+    sizes = feature_bytes(Needs(1, 1, 0, 1, 1, 1), meta)
+    assert sizes["raw"] == 4 * 2 * 4096 + 8
+    assert sizes.keys() == SHARES.keys()
+    assert sizes["within4"] < sizes["int8"] < sizes["lossless"] < sizes["raw"]
+
+
+@pytest.mark.parametrize("options", [HeadOptions(draft_vocab_size=64), HeadOptions(draft_vocab_size=32, hidden_size=16)])
+def test_a_heads_parameters_are_counted_without_making_one(target: Path, options: HeadOptions) -> None:
+    shape = target_shape(target)
+    head = Head(HeadConfig.for_target(shape, options))
+    assert counting.head_parameters(shape, options) == sum(weight.numel() for weight in head.parameters())
+
+
+class TestSpeeds:
+    def test_stated(self) -> None:
+        assert stated(["capture=2e4", "train=100"])["capture"].tokens_per_s == 20_000
+        for wrong in ("serve=1", "capture", "capture=fast", "capture=0", "capture=inf"):
+            with pytest.raises(ConfigError, match="no stage and its tokens"):
+                stated([wrong])
+
+    def test_published_peaks_and_the_share_of_them_that_is_assumed(self) -> None:
+        alone, many, eight = (
+            published("H100-SXM", 8_000_000_000, batch, 1e10, count) for batch, count in ((1, 1), (4096, 1), (1, 8))
+        )
+        assert alone["generate"].tokens_per_s == pytest.approx(0.6 * 3.35e12 / 16e9)
+        assert many["generate"].tokens_per_s == pytest.approx(0.4 * 989e12 / 16e9)
+        assert many["capture"].tokens_per_s == pytest.approx(0.4 * 989e12 / 16e9)
+        assert eight["train"].tokens_per_s == pytest.approx(8 * 0.4 * 989e12 / 1e10)
+        assert "estimated: 40% of 989 TFLOP/s" in alone["train"].how
+        with pytest.raises(ConfigError, match="abacus") as raised:
+            published("abacus", 1, 1, 1.0)
+        assert all(name in raised.value.hint for name in DEVICES)
+
+    def test_hours(self) -> None:
+        needs = Needs(1, 1, prompt_tokens=7200, answer_tokens=3600, feature_tokens=7200, looked_at=1)
+        speeds = stated(["generate=1", "capture=2", "train=4"])
+        assert hours(needs, speeds, epochs=3) == {"generate": 1.0, "capture": 1.0, "train": 1.5}
+        assert hours(needs, stated(["train=4"]), 1) == {"train": 0.5}
+        estimated = published("l4", 10**9, 1, 1e9)
+        both = hours(needs, estimated, 1)["generate"]
+        assert both == pytest.approx(
+            3600 / estimated["generate"].tokens_per_s / 3600 + 7200 / estimated["capture"].tokens_per_s / 3600
+        )
+
+
+def test_every_stage_is_measured_here(target: Path, prompts: Artifact, tmp_path: Path) -> None:
+    planner = Planner(work_of(target, tmp_path / "out"))
+    count, looked_at = read_prompts(prompts)
+    speeds, notes = planner.measured(looked_at, planner.needs(count, looked_at), seconds=0.1)
+    assert list(speeds) == ["generate", "capture", "train"]
+    assert all(speed.tokens_per_s > 0 and "measured" in speed.how for speed in speeds.values())
+    assert not notes
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_target_that_is_not_served_here_is_planned_all_the_same(prompts: Artifact, tmp_path: Path) -> None:
+    planner = Planner(work_of(foreign_target(tmp_path / "neox", "gpt_neox"), tmp_path))
+    count, looked_at = read_prompts(prompts)
+    speeds, notes = planner.measured(looked_at, planner.needs(count, looked_at), seconds=0.1)
+    assert list(speeds) == ["capture", "train"]
+    assert "own engine does not run this target" in notes[0]
+
+
+def run_file(folder: Path, target: Path, **sections: Any) -> Path:
+    prompts = folder / "prompts.jsonl"
+    rows = [{"prompt": f"I would like a table for {number} in San Jose."} for number in range(20)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    content = {
+        "target": str(target),
+        "output": str(folder / "run"),
+        "prompts": {"sources": [{"path": str(prompts), "licence": "CC0-1.0", "name": "made up", "prompts_by": "human"}]},
+        "generate": {"max_tokens": 12},
+        "train": TRAIN.model_dump(mode="json"),
+        "serve": {},
+        **sections,
+    }
+    path = folder / "run.yaml"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def eyas(*words: object) -> Any:
+    arguments = [str(word) for word in words]
+    return CliRunner().invoke(build(arguments), arguments, prog_name="eyas")
+
+
+class TestCommand:
+    def test_json_has_all_of_it(self, target: Path, prompts: Artifact, tmp_path: Path) -> None:
+        path = run_file(tmp_path, target)
+        shown = eyas(
+            "plan", path, "--prompts", prompts.url, "--speed", "train=100", "--device", "l4", "--price", 0.02, "--json"
+        )
+        assert shown.exit_code == 0, shown.output
+        plan = json.loads(shown.stdout)
+        assert plan["needs"]["prompts"] == 29
+        assert plan["room"]["fits"]
+        assert set(plan["hours"]) == {"generate", "capture", "train"}
+        assert plan["speeds"]["train"] == {"tokens_per_s": 100.0, "how": "stated"}
+        assert plan["cost_per_month"]["raw"] == pytest.approx(plan["bytes_by_codec"]["raw"] * 0.02e-9)
+        assert any("this small" in note for note in plan["notes"])
+        assert not (tmp_path / "run").exists()
+
+    def test_tables(self, target: Path, tmp_path: Path) -> None:
+        shown = eyas("plan", run_file(tmp_path, target), "--num-prompts", 50, "--characters", 90)
+        assert shown.exit_code == 0, shown.output
+        assert "lossless (this run's)" in shown.stdout
+        assert "600" in shown.stdout, "50 answers of 12 tokens"
+        assert "made-up prompts of 90 characters" in shown.stdout
+
+    def test_without_room_the_exit_code_is_2(self, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 1_000_000))
+        shown = eyas("plan", run_file(tmp_path, target), "--num-prompts", 100_000)
+        assert shown.exit_code == 2
+        assert "lossless" in shown.stdout, "the plan is shown all the same"
+        assert "0.00 GB are free" in shown.stderr
+
+    def test_a_run_without_room_answers_nothing(self, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = run_file(tmp_path, target)
+
+        def unwanted(*_: object) -> None:
+            raise RuntimeError("it answers")
+
+        monkeypatch.setattr(cli_run, "generate", unwanted)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 1_000))
+        refused = eyas("run", path)
+        assert refused.exit_code == 2, refused.output
+        assert "--anyway" in refused.stderr
+        assert isinstance(eyas("run", path, "--anyway").exception, RuntimeError)
+
+
+def test_an_object_store_has_no_end() -> None:
+    refuse_without_room(Room(answers=1, features=10**18, head=1, free=None), "s3://bucket/run")
+    refuse_without_room(Room(answers=1, features=10, head=1, free=2, present=10), "out")
+    with pytest.raises(StorageFullError):
+        refuse_without_room(Room(answers=1, features=10, head=1, free=1, present=10), "out")
