@@ -21,7 +21,6 @@ from eyas.cli.main import COMMANDS, build
 from eyas.cli.options import override, read_run_file, stage_config, validated
 from eyas.cli.run import RunConfig, local_output
 from eyas.errors import ConfigError
-from eyas.records import Prompt
 from tests.stages import ending_target
 from tests.tiny import tiny_target, tiny_tokenizer
 

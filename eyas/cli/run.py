@@ -37,6 +37,9 @@ from eyas.features.capture import CaptureConfig, capture, split_of
 from eyas.features.generate import GenerateConfig, generate
 from eyas.features.online import OnlineTarget
 from eyas.log import Track
+from eyas.plan import estimate
+from eyas.plan.estimate import Planner, Work
+from eyas.plan.needs import read_prompts
 from eyas.serve.server import ServeConfig, running_server
 from eyas.shards import Features
 from eyas.train.trainer import TrainConfig, train
@@ -136,20 +139,21 @@ class Made:
 def command(
     run_file: Annotated[Path, typer.Argument(help="run file: one YAML file with a section per stage")],
     overrides: Overrides = None,
+    anyway: Annotated[bool, typer.Option("--anyway", help="start although there may be no room for all of it")] = False,
 ) -> None:
     """Run all stages of a run file, skipping what is done and resuming what was cut; ends with the table of `eyas demo`."""
-    run(override(read_run_file(run_file), overrides or ()), f"eyas run {run_file}")
+    run(override(read_run_file(run_file), overrides or ()), f"eyas run {run_file}", anyway)
 
 
-def run(content: dict[str, Any], command_line: str) -> None:
+def run(content: dict[str, Any], command_line: str, anyway: bool = False) -> None:
     """Validate a run file's content, run its stages, show its results. Raises what the stages raise.
 
-    command_line: the command that does this, for messages and for the report.
+    command_line: the command that does this, for messages and for the report. anyway: do not look whether there is room.
     """
     started = time.monotonic()
     config = validated(RunConfig, content, command_line)
     root = local_output(config.output)
-    made = run_stages(config, root)
+    made = run_stages(config, root, anyway)
     summary, evaluation = made.bench.read_json("summary.json"), made.evaluation.read_json("eval.json")
     report = write_reports(Artifact(root), contents(made, command_line))
     seconds = time.monotonic() - started
@@ -181,12 +185,21 @@ def local_output(url: str) -> str:
     return path.rstrip("/")
 
 
-def run_stages(config: RunConfig, root: str) -> Made:
+def refuse_without_room(config: RunConfig, root: str, prompts: Artifact) -> None:
+    """Raises StorageFullError, before anything is answered, when the disk cannot hold what is still to come."""
+    work = Work(config.target, root, config.generate, config.capture, config.train, config.online)
+    planner = Planner(work)
+    estimate.refuse_without_room(planner.room(planner.needs(*read_prompts(prompts))), root)
+
+
+def run_stages(config: RunConfig, root: str, anyway: bool = False) -> Made:
     """Do, or find done, every stage of a run, into folders below `root`. Raises what the stages raise."""
     target = config.target
     prompts = perform(
         "prompts", StageFolder(root, "prompts"), lambda output, track: make_prompts(config.prompts, output, track)
     )
+    if not anyway:
+        refuse_without_room(config, root, prompts)
     answers = perform(
         "generate", StageFolder(root, "generate"), lambda output, track: generate(config.generate, prompts, output, track)
     )
