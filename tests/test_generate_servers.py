@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from eyas.artifact import VERSION, Artifact
@@ -24,6 +25,7 @@ from eyas.errors import ConfigError, EyasError, MismatchError, MissingInputError
 from eyas.features.fleet import Fleet
 from eyas.features.generate import GenerateConfig, generate, read_answers, read_origins
 from eyas.features.servers import ClientConfig, Expected, server_urls
+from eyas.model.fingerprint import fingerprint
 from eyas.records import Prompt
 from eyas.serve.limits import KEYS_VARIABLE
 from eyas.serve.server import ServeConfig
@@ -207,6 +209,8 @@ def test_a_server_that_is_killed_loses_nothing_and_is_asked_again_when_it_is_bac
     told: list[str] = []
 
     with server_process(target, port) as (mortal, process), faulty(url, lambda asked: time.sleep(0.2)) as slow:
+        (card,) = httpx.get(f"{mortal}/v1/models").json()["data"]
+        assert card["eyas"]["target_fingerprint"] == fingerprint(target)
 
         def track(done: int, total: int | None = None, note: str = "") -> None:
             told.append(note)
@@ -286,6 +290,11 @@ def test_a_server_of_something_else_is_refused_before_it_is_asked(
     tiny_tokenizer(other, chat_template="{{ bos_token }}" + TEMPLATE.replace("\n", "\n\n"))
     with World(other).served() as client:
         refused(config_of(target, url, client.url), "saw .* prompt tokens where the target's template gives")
+    card = {"id": "tiny", "owned_by": "eyas", "eyas": {"target_fingerprint": "0123"}}
+    several = [{"id": "tiny"}, {"id": "other"}]
+    for cards, match in (([card], "serves another target .0123, not "), (several, "serves 2 models .tiny, other.: name one")):
+        with faulty(url, lambda asked: None, {"/v1/models": json.dumps({"data": cards}).encode()}) as server:
+            refused(config_of(target, server.url), match)
     refused(config_of(target, url, client={"model": "llama"}), "does not serve llama, only tiny")
     with World(target).served(World(target).engine(max_length=100)) as client:
         refused(config_of(target, client.url), "holds 100 tokens a request, fewer than max_length 200")

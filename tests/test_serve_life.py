@@ -42,7 +42,8 @@ def ask_health_until_refused(client):
 def test_models_and_health(client):
     (card,) = client.models.list().data
     assert card.id == MODEL
-    assert card.eyas == {"model": MODEL, "dtype": "float32", "has_head": False, "max_length": MAX_LENGTH}
+    told = {"model": MODEL, "dtype": "float32", "has_head": False, "max_length": MAX_LENGTH, "target_fingerprint": None}
+    assert card.eyas == told
     assert health(client).json() == {"status": "ok", "requests": 0}
 
 

@@ -23,6 +23,7 @@ from eyas.builtin import BUILTIN, resolve_head, resolve_target
 from eyas.chat import Chat
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.errors import ConfigError, EyasError
+from eyas.model.fingerprint import fingerprint
 from eyas.serve.app import Extras, Served, create_app
 from eyas.serve.connection import guarded
 from eyas.serve.consent import CollectConfig
@@ -103,7 +104,7 @@ def build_app(config: ServeConfig) -> Starlette:
     target, head = config.folders()
     chat = Chat(target)
     engine = Engine.load(target, head, dtype=config.dtype, config=config.engine, device=config.device)
-    served = Served(config.served_model, config.dtype, head is not None, engine.max_length)
+    served = Served(config.served_model, config.dtype, head is not None, engine.max_length, fingerprint(target))
     traffic = config.traffic
     extras = Extras(traffic.drift, _reference(traffic.drift, head), traffic.collect, config.vertex)
     return create_app(Worker(engine), chat, served, config.limits, extras)

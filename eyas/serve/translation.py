@@ -23,12 +23,14 @@ from eyas.serve.writer import ChatWriter, TextWriter, Writer
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What the server tells about itself: name for requests, precision, and the room a request has."""
+    """What the server tells about itself: name for requests, precision, the room a request has, and which target it is, for
+    clients that must not mistake it (`eyas generate`)."""
 
     model: str
     dtype: str
     has_head: bool
     max_length: int  # tokens of prompt and answer together
+    target_fingerprint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
