@@ -230,13 +230,36 @@ def test_tree_sizes_and_plain_rounds_are_the_servers_counters():
     assert "eagle 1 7.00 4.0 / 7.0 / 12.0 25 % 0.90" in text
 
 
+def foretold(speculation, concurrency, speedup, tau=2.1):
+    return {"speculation": speculation, "concurrency": concurrency, "speedup": speedup, "tau": tau}
+
+
 def test_what_was_predicted_stands_beside_what_came():
-    said = {**EVALUATION, "predicted": [{"concurrency": 4, "speedup": 2.0, "tau": 2.1}, {"concurrency": 64, "speedup": 1.0}]}
+    said = {
+        **EVALUATION,
+        "predicted": {"by_concurrency": [foretold("auto(6,3,12)", 4, 2.0), foretold("auto(6,3,12)", 64, 1.0)]},
+    }
     page = render(Contents(summary(), said))
     assert "eagle 4 2.00 1.82 +10 % 2.10 2.00" in words(page)
+    assert "eagle, predicted" in page
     assert "stroke-dasharray" in page
-    assert predicted({"predicted": {"4": {"speedup": 2.0}}}) == {4: {"concurrency": "4", "speedup": 2.0}}
     assert "Predicted and measured" not in render(Contents(summary(), EVALUATION))
+
+
+def test_a_prediction_is_of_the_speculation_that_is_served(manifest):
+    rows = [foretold("fixed(4,1,5)", 1, 1.5), foretold("auto(6,3,12)", 1, 1.9), foretold("fixed(6,3,12)", 1, None)]
+    said = {**EVALUATION, "predicted": {"by_concurrency": rows}}
+
+    def of(arm, **served):
+        inputs = (
+            {"serve": Manifest(stage="serve", identity="1", config={"engine": served}, counts={}, files={})} if served else {}
+        )
+        made = manifest.model_copy(update={"inputs": inputs}) if served else None
+        return {load: row["speedup"] for load, row in predicted(Contents({}, said, manifest=made), arm).items()}
+
+    assert of("eagle") == of("auto") == {1: 1.9}
+    assert of("fixed(4,1,5)") == of("eagle", speculation="fixed(4, 1, 5)") == {1: 1.5}
+    assert of("fixed(3,1,4)") == of("eagle", speculation="off") == {}
 
 
 def test_an_open_loop_has_pictures_of_its_own():

@@ -45,6 +45,7 @@ SAID_BY = {
     "timings": "by the server's timings of every answer",
     "chunks": "not told: tokens per chunk of the stream, which may be another number",
 }
+SPECULATIONS = ("auto", "fixed")  # what the engine's ways to speculate begin with
 BUSY = 1.2  # of the cores: a load average above this says that something else is, or just was, at work
 Picture = tuple[str, str, str]  # heading, SVG, note
 
@@ -95,10 +96,10 @@ def render(contents: Contents) -> str:
         tasks=tasks(bench),
         bench=bench,
         config=bench["config"],
-        pictures=[(name, Markup(svg), note) for name, svg, note in pictures(bench, contents.evaluation)],
+        pictures=[(name, Markup(svg), note) for name, svg, note in pictures(contents)],
         said_by=SAID_BY,
         evaluation=contents.evaluation,
-        predictions=predictions(bench, contents.evaluation),
+        predictions=predictions(contents),
         ledger=contents.ledger,
         fates=fates(contents.ledger) if contents.ledger else [],
         stages=lineage.stages(contents.manifest) if contents.manifest else [],
@@ -132,35 +133,51 @@ def tasks(bench: Mapping[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def predictions(bench: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """What `eyas eval` said of a concurrency before any server ran, beside what every compared arm did at it."""
-    measured = {(one["arm"], one["concurrency"]): one for one in bench["comparisons"]}
-    said = predicted(evaluation)
-    return [
-        {"arm": arm, "concurrency": concurrency, "predicted": said[concurrency], "measured": one}
-        for (arm, concurrency), one in measured.items()
-        if concurrency in said
-    ]
+def predictions(contents: Contents) -> list[dict[str, Any]]:
+    """What `eyas eval` said of each arm and concurrency before any server ran, beside what the arm did at it."""
+    found = []
+    for one in contents.bench["comparisons"]:
+        said = predicted(contents, one["arm"]).get(one["concurrency"])
+        if said is not None:
+            found.append({"arm": one["arm"], "concurrency": one["concurrency"], "predicted": said, "measured": one})
+    return found
 
 
-def predicted(evaluation: Mapping[str, Any] | None) -> dict[int, Mapping[str, Any]]:
-    """eval.json's predictions by concurrency; a list of rows with a `concurrency` each, or an object by it."""
-    told = (evaluation or {}).get("predicted") or []
-    rows = [{**one, "concurrency": key} for key, one in told.items()] if isinstance(told, Mapping) else told
-    return {int(row["concurrency"]): row for row in rows if row.get("speedup") is not None}
+def predicted(contents: Contents, arm: str) -> dict[int, Mapping[str, Any]]:
+    """eval.json's predictions for an arm by concurrency: of the speculation that its server runs, as far as that is known.
+
+    It is known from the run file's server, or from the arm's name, "auto" or "fixed(4,1,5)". Else the only speculation that
+    is predicted is meant, or auto; none where what is known was not predicted.
+    """
+    rows = ((contents.evaluation or {}).get("predicted") or {}).get("by_concurrency") or []
+    rows = [row for row in rows if row["speedup"] is not None]
+    names = list(dict.fromkeys(row["speculation"] for row in rows))
+    served = contents.manifest.inputs.get("serve") if contents.manifest is not None else None
+    known = served.config["engine"]["speculation"] if served is not None else arm
+    if served is None and not arm.startswith(SPECULATIONS):
+        known = names[0] if len(names) == 1 else "auto"
+    own = next((name for name in names if name.replace(" ", "").startswith(known.replace(" ", ""))), None)
+    return {row["concurrency"]: row for row in rows if row["speculation"] == own}
 
 
-def pictures(bench: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> list[Picture]:
+def pictures(contents: Contents) -> list[Picture]:
     """Heading, SVG and note of each picture there are figures for."""
+    bench = contents.bench
     every = [*bench["results"], *bench["open_loop"]["results"]]
     arms = {arm: number for number, arm in enumerate(dict.fromkeys(result["arm"] for result in every))}
-    closed = _of_loads(bench, "concurrency", arms, "requests at a time", evaluation)
-    opened = _of_loads(bench["open_loop"], "rate", arms, "requests a second", None)
-    return [*closed, *_of_rounds(bench["results"] or every, arms, evaluation), *opened]
+    said = {arm: predicted(contents, arm) for arm in dict.fromkeys(one["arm"] for one in bench["comparisons"])}
+    expected = [
+        Series(f"{arm}, predicted", arms[arm], [Point(x, row["speedup"]) for x, row in sorted(rows.items())], is_expected=True)
+        for arm, rows in said.items()
+        if rows
+    ]
+    closed = _of_loads(bench, "concurrency", arms, "requests at a time", expected)
+    opened = _of_loads(bench["open_loop"], "rate", arms, "requests a second", [])
+    return [*closed, *_of_rounds(bench["results"] or every, arms, contents.evaluation), *opened]
 
 
 def _of_loads(
-    bench: Mapping[str, Any], load: str, arms: Mapping[str, int], x_label: str, evaluation: Mapping[str, Any] | None
+    bench: Mapping[str, Any], load: str, arms: Mapping[str, int], x_label: str, expected: Sequence[Series]
 ) -> list[Picture]:
     """Pictures with the load along the bottom."""
     results, comparisons = bench["results"], bench["comparisons"]
@@ -172,9 +189,8 @@ def _of_loads(
         return [Series(arm, arms[arm], points) for arm, points in kept.items() if points]
 
     speedups = series(comparisons, lambda row, x: _interval(x, row["speedup"], row["speedup_interval"]))
-    said = [Point(x, row["speedup"]) for x, row in sorted(predicted(evaluation).items())]
-    if said and speedups:
-        speedups.append(Series("predicted", len(arms), said, is_expected=True))
+    if speedups:
+        speedups += expected
     drawn = [
         ("Time per output token", series(results, lambda row, x: _spread(x, row["tpot_ms"])), "TPOT, ms", TPOT_NOTE, False),
         (
@@ -224,9 +240,9 @@ def _of_rounds(
         for one in first
         if one["acceptance_by_position"]
     ]
-    if evaluation is not None:
+    if evaluation is not None and evaluation.get("acceptance_by_position"):
         points = _numbered(evaluation["acceptance_by_position"], 1)
-        shares.append(Series("held-out, chain", len(arms), points, is_expected=True))
+        shares.append(Series("held-out, eval", len(arms), points, is_expected=True))
     made = []
     if hists:
         label = "share of rounds by accepted drafts"
