@@ -223,17 +223,22 @@ class Distillation(torch.autograd.Function):
         grad_SH = torch.empty_like(normed_SH) if by_rows else None
         grad_WH = torch.zeros_like(lm_head_WH, dtype=wide) if by_head else None
         losses, choices = [weight_S[:0]], [row_S[:0]]  # a batch may hold no row that carries loss
-        at_once = max(1, LOGITS_AT_ONCE // len(lm_head_WH))
+        step = SLOTS_IN_STEPS_OF
+        at_once = max(step, LOGITS_AT_ONCE // len(lm_head_WH) // step * step)
         for first in range(0, len(normed_SH), at_once):
             part = slice(first, first + at_once)
-            logits_RW = normed_SH[part] @ lm_head_WH.T
-            losses_R, choices_R, grad_RW = swept(logits_RW, weight_S[part], row_S[part], teacher, loss)
+            normed_RH, R = normed_SH[part], len(normed_SH[part])
+            normed_RH = F.pad(normed_RH, (0, 0, 0, -R % step)) if R % step else normed_RH
+            logits_RW = normed_RH @ lm_head_WH.T
+            losses_R, choices_R = swept(logits_RW[:R], weight_S[part], row_S[part], teacher, loss)
+            grad_RW = logits_RW
+            grad_RW[R:] = 0
             losses.append(losses_R)
             choices.append(choices_R)
             if grad_SH is not None:
-                torch.mm(grad_RW, lm_head_WH, out=grad_SH[part])
+                grad_SH[part] = (grad_RW @ lm_head_WH)[:R]
             if grad_WH is not None:
-                grad_WH += grad_RW.T @ normed_SH[part]
+                grad_WH += grad_RW.T @ normed_RH
         ctx.save_for_backward(grad_SH, grad_WH)
         losses_S, choices_S = torch.cat(losses), torch.cat(choices)
         ctx.mark_non_differentiable(losses_S, choices_S)
@@ -247,8 +252,8 @@ class Distillation(torch.autograd.Function):
         return by_rows, None if grad_WH is None else grad_WH * grads[0], None, None, None, None
 
 
-def swept(logits_RW: Tensor, weight_R: Tensor, row_R: Tensor, teacher: Teacher, loss: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses and argmax [R] of rows of logits, and the weighted losses' gradient in place of the logits, block by block."""
+def swept(logits_RW: Tensor, weight_R: Tensor, row_R: Tensor, teacher: Teacher, loss: str) -> tuple[Tensor, Tensor]:
+    """Losses and argmax [R] of rows of logits; puts the weighted losses' gradient in place of the logits, block by block."""
     rows_U, of_R = torch.unique_consecutive(row_R, return_inverse=True)
     taught_U = teacher.taught(rows_U)
     at_once = max(1, LOGITS_IN_CACHE // logits_RW.shape[1]) if logits_RW.device.type == "cpu" else len(row_R)
@@ -260,7 +265,7 @@ def swept(logits_RW: Tensor, weight_R: Tensor, row_R: Tensor, teacher: Teacher, 
         choices.append(choice_R)
         losses.append(losses_R)
         torch.mul(grad, weight_R[part].unsqueeze(-1), out=logits_RW[part])
-    return torch.cat(losses), torch.cat(choices), logits_RW
+    return torch.cat(losses), torch.cat(choices)
 
 
 # The whole
