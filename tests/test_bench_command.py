@@ -1,0 +1,98 @@
+"""`eyas bench URL` and `eyas report FOLDER` as commands: which arms a server gets, what is written, what the last line says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from eyas.artifact import Manifest
+from eyas.cli.bench import arms_for
+from eyas.cli.main import build
+from eyas.cli.report import ledger_of
+from tests.bench_servers import scripted
+from tests.test_report import LEDGER
+
+EYAS = {"owner": "eyas"}
+
+
+def run_eyas(*arguments):
+    words = [str(word) for word in arguments]
+    return CliRunner().invoke(build(words), words, prog_name="eyas")
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    rows = [{"id": n, "category": ("odd", "even")[n % 2], "turns": [f"I would like a table for {n}."]} for n in range(12)]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_arms_are_what_the_server_can_do():
+    with scripted() as other, scripted(**EYAS, card={"eyas": {"has_head": True}}) as ours, scripted(**EYAS) as bare:
+        assert arms_for(other, None) == arms_for(bare, None) == {"server": {}}
+        assert arms_for(ours, None) == {"plain": {"speculation": False}, "eagle": {"speculation": True}}
+        assert arms_for(ours, other) == {"baseline": {"url": other}, "server": {"url": ours}}
+
+
+def test_two_servers_end_in_a_report_and_one_line_of_json(tmp_path, prompts):
+    folder = tmp_path / "bench"
+    shared = ("--prompts", prompts, "--set", "max_tokens=4", "--set", "num_prompts=12", "-o", folder)
+    with scripted(gap_s=0.01) as slow, scripted() as fast:
+        done = run_eyas("bench", fast, "--against", slow, "--concurrency", "1,3", "--rates", "40", *shared)
+    assert done.exit_code == 0, done.output
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert [(one["arm"], one["baseline"], one["concurrency"]) for one in last["comparisons"]] == [
+        ("server", "baseline", 1),
+        ("server", "baseline", 3),
+    ]
+    assert [one["rate"] for one in last["open_loop"]] == [40]
+    assert "not told by other" in done.stderr
+    assert "3 at a time" in done.stdout
+    assert "40 a second" in done.stdout
+    for name in ("rows.jsonl", "summary.json", "report.html", "report.md", "report.csv"):
+        assert (folder / name).stat().st_size > 500, name
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "odd" in page
+    again = run_eyas("report", folder, "-o", tmp_path / "again", "--title", "Once more")
+    assert again.exit_code == 0, again.output
+    assert "Once more" in (tmp_path / "again" / "report.html").read_text(encoding="utf-8")
+    assert (tmp_path / "again" / "report.csv").read_text() == (folder / "report.csv").read_text()
+
+
+def test_a_server_by_itself_is_measured_without_a_comparison(tmp_path, prompts, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with scripted() as url:
+        done = run_eyas("bench", url, "--prompts", prompts, "--set", "max_tokens=2", "--set", "num_prompts=4")
+    assert done.exit_code == 0, done.output
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert last["comparisons"] == []
+    assert (tmp_path / last["output"] / "report.html").exists()
+    assert last["output"].startswith("out/bench-")
+
+
+def test_unlike_servers_are_refused_until_one_insists(tmp_path, prompts):
+    shared = ("--prompts", prompts, "--set", "max_tokens=2", "--set", "num_prompts=4", "-o", tmp_path / "bench")
+    with scripted() as one, scripted(extra_prompt_tokens=1) as other:
+        refused = run_eyas("bench", one, "--against", other, *shared)
+        assert refused.exit_code == 2
+        assert "--compare-anyway" in refused.stderr
+        assert run_eyas("bench", one, "--against", other, "--compare-anyway", *shared).exit_code == 0
+    assert "Unlike is compared with unlike" in (tmp_path / "bench" / "report.md").read_text()
+
+
+def test_no_server_is_one_clear_error(tmp_path, prompts):
+    failed = run_eyas("bench", "http://127.0.0.1:9", "--prompts", prompts, "-o", tmp_path / "bench")
+    assert failed.exit_code == 2
+    assert "no server at http://127.0.0.1:9" in failed.stderr
+    assert not (tmp_path / "bench").exists()
+
+
+def test_the_ledger_is_found_behind_the_benchmark():
+    prompts = Manifest(stage="prompts", identity="a", config={}, counts={}, files={}, facts={"ledger": LEDGER})
+    head = Manifest(stage="train", identity="b", config={}, counts={}, files={}, inputs={"prompts": prompts})
+    measured = Manifest(stage="bench", identity="c", config={}, counts={}, files={}, inputs={"head": head})
+    assert ledger_of(measured) == LEDGER
+    assert ledger_of(measured.model_copy(update={"inputs": {}})) is None
