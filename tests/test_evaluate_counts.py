@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.evaluate.coverage import leading_runs, share, tau_ceiling
+from eyas.evaluate.coverage import ceilings, leading_runs, share, tau_ceiling
 from eyas.evaluate.intervals import LEAST_PROMPTS, tau_interval
 from eyas.evaluate.slices import Unit, by_language, by_source, figures
 from eyas.model.chain import Tally
@@ -76,6 +76,7 @@ class TestCoverage:
         answer = [True, True, True, False, True, True, True, True, True]
         assert leading_runs(answer) == [2, 1, 0, 5, 4, 3, 2, 1]
         assert tau_ceiling([answer], 3) == pytest.approx(8 / 3)
+        assert ceilings([answer], 3) == {"tau_ceiling": pytest.approx(8 / 3), "tau_ceiling_full_vocabulary": 4.0}
         assert share([answer, [False]]) == 0.8
         assert share([]) == 0
 

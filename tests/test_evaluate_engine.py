@@ -86,7 +86,7 @@ def test_says_of_each_tree_and_temperature_what_the_engine_does(evaluated, model
         assert one["tau"] == pytest.approx(sum((a + 1) * count for a, count in enumerate(hist)) / sum(hist))
         low, high = one["tau_interval"]
         assert 1 <= low <= one["tau"] <= high
-        assert one["tau"] <= one["tau_ceiling"] <= one["num_draft_steps"] + 1
+        assert one["tau"] <= one["tau_ceiling"] <= one["tau_ceiling_full_vocabulary"] <= one["num_draft_steps"] + 1
         assert set(one["by_source"]) == set(SOURCES)
         assert sum(part["rounds"] for part in one["by_source"].values()) == one["rounds"] == sum(hist)
         assert sum(part["answers"] for part in one["by_language"].values()) == one["answers"] == COUNT

@@ -60,7 +60,10 @@ def show_table(result: dict[str, Any]) -> None:
             row = value or "-", f"{one['tau']:.2f}", _interval(one), str(one["answers"]), str(one["rounds"])
             table.add_row(*row)
         out.print(table)
-    out.print(f"of the answers' tokens {result['draft_vocabulary_coverage']:.1%} are in the draft vocabulary")
+    out.print(
+        f"of the answers' tokens {result['draft_vocabulary_coverage']:.1%} are in the draft vocabulary: the ceiling on tau is "
+        f"{result['tau_ceiling']:.2f}, with all tokens in it {result['tau_ceiling_full_vocabulary']:.2f}"
+    )
     if "predicted" in result:
         out.print(_predicted(result["predicted"]["by_concurrency"]))
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from eyas.errors import MismatchError
-from eyas.evaluate.coverage import share, tau_ceiling
+from eyas.evaluate.coverage import ceilings, share
 from eyas.evaluate.slices import Unit, by_language, by_source, figures
 from eyas.language import language
 from eyas.model.batch import Batch
@@ -90,7 +90,7 @@ class Chains:
             "by_language": by_language(self.units),
             "language_of": "answers",
             "draft_vocabulary_coverage": share(self._drafted),
-            "tau_ceiling": tau_ceiling(self._drafted, len(self._by_length)),
+            **ceilings(self._drafted, len(self._by_length)),
             "greedy_share": self._num_greedy / num_tokens,
             "tokens": num_tokens,
             "assumes": ASSUMES,

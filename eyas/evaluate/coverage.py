@@ -34,6 +34,15 @@ def tau_ceiling(answers: Iterable[Sequence[bool]], num_draft_steps: int) -> floa
     return tally.tau
 
 
+def ceilings(answers: Sequence[Sequence[bool]], num_draft_steps: int) -> dict[str, float]:
+    """tau_ceiling, and the same of a draft that has all tokens: how answers end alone keeps it below num_draft_steps + 1."""
+    everything = [[True] * len(drafted) for drafted in answers]
+    return {
+        "tau_ceiling": tau_ceiling(answers, num_draft_steps),
+        "tau_ceiling_full_vocabulary": tau_ceiling(everything, num_draft_steps),
+    }
+
+
 def share(answers: Iterable[Sequence[bool]]) -> float:
     """Of all tokens of the answers, those in the draft vocabulary."""
     known = count = 0

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from eyas.engine.policy import Speculation
-from eyas.evaluate.coverage import share, tau_ceiling
+from eyas.evaluate.coverage import ceilings, share
 from eyas.evaluate.decoding import Decoded, Models, decode, stretch
 from eyas.evaluate.questions import Asked
 from eyas.evaluate.slices import Unit, by_language, by_source, figures
@@ -41,7 +41,7 @@ class Served:
             "num_draft_steps": steps,
             **figures(units, steps),
             "draft_vocabulary_coverage": share(drafted),
-            "tau_ceiling": tau_ceiling(drafted, steps),
+            **ceilings(drafted, steps),
             "tokens": sum(len(answer.token_ids) for answer in self.answers),
             "by_source": by_source(units),
             "by_language": by_language(units),
