@@ -27,7 +27,7 @@ from eyas.shards import Features
 from eyas.train import trainer
 
 ROOT = Path(__file__).resolve().parents[1]
-PATIENCE_S = 120.0  # with a rank that waits for one that is gone
+PATIENCE_S = 300.0  # with a rank that waits for one that is gone
 UNEXPECTED = 99
 
 
