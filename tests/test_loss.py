@@ -221,6 +221,7 @@ def test_pieces_of_the_vocabulary_change_nothing(monkeypatch, at_once):
     batch, results = doubled(made_up_batch([[True] * 30, TURNS])), []
     for size in (1 << 23, at_once):
         monkeypatch.setattr(loss_module, "LOGITS_AT_ONCE", size * 30)
+        monkeypatch.setattr(loss_module, "TEACHER_LOGITS", size * 10)
         monkeypatch.setattr(loss_module, "LOGITS_IN_CACHE", size * 3)
         monkeypatch.setattr(loss_module, "TEACHER_ROWS", size)
         monkeypatch.setattr(loss_module, "SLOTS_IN_STEPS_OF", 1 + size % 128)

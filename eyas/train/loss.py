@@ -32,7 +32,8 @@ from eyas.model.ttt import Slots, unroll
 from eyas.model.vocab import TargetVocabulary
 
 TEACHER_ROWS = 1024
-LOGITS_AT_ONCE = 1 << 23  # 32 MB in float32: rows x part of the vocabulary
+TEACHER_LOGITS = 1 << 23  # 32 MB in float32: rows x part of the whole vocabulary
+LOGITS_AT_ONCE = 1 << 25  # 64 MB in bf16: rows x draft vocabulary; with more rows lm_head's gradient is added up less often
 LOGITS_IN_CACHE = 1 << 18  # on a CPU, what is swept over several times stays in its cache
 LK_ETA = 3.0  # the paper's best
 SLOTS_IN_STEPS_OF = 128  # so that the layer meets few sizes: oneDNN keeps code and buffers for each
@@ -150,7 +151,7 @@ def over_the_whole_vocabulary(hidden_PH: Tensor, vocabulary: TargetVocabulary, s
     Of equal logits the smallest id is taken, part by part.
     """
     lm_head_VH, rows = vocabulary.lm_head, max(1, min(len(hidden_PH), TEACHER_ROWS))
-    columns = max(1, LOGITS_AT_ONCE // rows)
+    columns = max(1, TEACHER_LOGITS // rows)
     argmax, log_sums = [], []
     for hidden_RH in torch.split(hidden_PH, rows):
         best_R, choice_R, log_sum_R = None, None, None
