@@ -63,6 +63,7 @@ def in_a_process(work: Callable[[], Any]) -> int:
     pid = os.fork()
     if pid:
         return pid
+    signal.alarm(120)  # a child that hangs is to end, and the test to fail
     try:
         work()
     except BaseException:

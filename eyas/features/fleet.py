@@ -290,6 +290,7 @@ class Fleet:
             "model": member.server.model,
             "engine": member.server.engine,
             "state": member.state,
+            "for_s": round(time.monotonic() - member.since),
             "reason": member.reason,
             "answers": member.num_answers,
             "busy": member.num_busy,

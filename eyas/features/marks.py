@@ -147,9 +147,13 @@ def is_looping(text: str, was_cut: bool = False) -> bool:
     """
     units = _numbered(_UNIT.findall(_ENUMERATOR.sub("", text.casefold())))
     for period in range(1, min(LONGEST_PERIOD, len(units) // LEAST_REPEATS) + 1):
-        start, length = _longest_run(units[:-period] == units[period:])
+        least = max((LEAST_REPEATS - 1) * period, CUT_LOOP_UNITS - period)
+        equal = units[:-period] == units[period:]
+        if np.count_nonzero(equal) < least:  # of nearly all texts and periods
+            continue
+        start, length = _longest_run(equal)
         covered = length + period
-        if length < (LEAST_REPEATS - 1) * period:
+        if length < least:
             continue
         if covered >= LOOP_UNITS or (was_cut and covered >= CUT_LOOP_UNITS and start + covered == len(units)):
             return True
