@@ -99,7 +99,8 @@ def evaluate(config: EvalConfig, target: str, head: str, held_out: HeldOut, outp
     folder, questions = resolve_target(target), held_out.questions[: config.num_prompts]
     if held_out.features is None and not questions:
         raise EmptyInputError("there is nothing held out to measure with", "give features, prompts, or both")
-    with head_folder(head) as (files, made):
+    # Weights are laid out for the number of threads that there is when they are loaded.
+    with head_folder(head) as (files, made), threads(config.models.threads):
         settings = described(config, folder, questions)
         inputs = {"head": made, **(held_out.features.inputs if held_out.features is not None else {})}
         # What does not fit is refused before the folder is claimed.
@@ -159,8 +160,7 @@ class Work:
             count(self.chains, self.source, self.config.batch_tokens, track)
             told = self.chains.to_json()
         if self.models is not None and self.asked is not None and self.t2d_V is not None:
-            with threads(self.config.models.threads):
-                told = {**of_prompts(self.config, self.models, self.asked, self.t2d_V, track), **told}
+            told = {**of_prompts(self.config, self.models, self.asked, self.t2d_V, track), **told}
         return told
 
 
