@@ -1,8 +1,13 @@
-"""The objective against loops in float64 that know nothing of how the package computes it."""
+"""The objective against loops in float64 that know nothing of how the package computes it, and against numbers on disk.
+
+The goldens, tests/goldens/objective.json, are the loops' own: `python -m tests.test_loss` writes them.
+"""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +21,7 @@ from eyas.train.loss import ObjectiveConfig, Taught, judged_positions, loss_rows
 from tests.plain_eagle import PlainHead, Wanted, plain_loss, plain_objective, weights_of
 from tests.tiny_batch import as_examples, doubled, made_up_batch, made_up_samples, tiny_vocabulary, wavy_head
 
+GOLDEN = Path(__file__).parent / "goldens" / "objective.json"
 ANSWER = [False] * 2 + [True] * 4
 TURNS = [False, True, True, True, False, False, True, True, True]
 CASES = {
@@ -104,6 +110,39 @@ def test_every_option_of_the_objective_equals_the_loops(config):
 def test_every_option_of_the_head_equals_the_loops(flags):
     samples = made_up_samples([TURNS, ANSWER], seed=1)
     assert_equals_the_loops(wavy_head(**flags).double(), doubled(Batch.of(samples)), samples)
+
+
+def golden(outcome, gradients):
+    """What is kept of a loss and its gradients, by name."""
+    norms = {name: 0.0 if grad is None else float(grad.norm()) for name, grad in gradients.items()}
+    counts = {key: [int(count) for count in getattr(outcome, key)] for key in ("num_judged", "num_trained", "num_hits")}
+    steps = [float(loss) for loss in outcome.step_losses]
+    return {"loss": float(outcome.loss.detach()), "step_losses": steps, **counts, "gradient_norms": norms}
+
+
+GOLDENS = {**{name: (config, {}) for name, config in CONFIGS.items()}, **{name: ({}, flags) for name, flags in HEADS.items()}}
+
+
+def golden_of_the_loops(config, flags):
+    samples, head = made_up_samples([TURNS, ANSWER], seed=4), wavy_head(**flags).double()
+    weights = weights_of(head)
+    plain = plain_outcome(head, weights, samples, positions=16, **config)
+    plain.loss.backward()
+    trained = {name: weights[name].grad for name, weight in head.named_parameters() if weight.requires_grad}
+    return golden(plain, trained)
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_every_option_equals_its_golden(name):
+    config, flags = GOLDENS[name]
+    head = wavy_head(**flags).double()
+    outcome = outcome_of(head, doubled(Batch.packed(made_up_samples([TURNS, ANSWER], seed=4), 16)), **config)
+    outcome.loss.backward()
+    made = golden(outcome, {name: weight.grad for name, weight in head.named_parameters() if weight.requires_grad})
+    expected = json.loads(GOLDEN.read_text())["objective"][name]
+    assert made.keys() == expected.keys()
+    for part, value in expected.items():
+        assert made[part] == pytest.approx(value, rel=1e-6, abs=1e-9), part
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
@@ -280,3 +319,8 @@ def test_bf16_is_close_to_float32():
     assert rough.loss.dtype == torch.float32
     torch.testing.assert_close(rough.loss, exact.loss, rtol=0.02, atol=0)
     assert not torch.equal(rough.loss, exact.loss)
+
+
+if __name__ == "__main__":
+    made = {name: golden_of_the_loops(*both) for name, both in GOLDENS.items()}
+    GOLDEN.write_text(json.dumps({"made by": "python -m tests.test_loss", "objective": made}, indent=1) + "\n")
