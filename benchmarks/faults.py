@@ -30,6 +30,7 @@ from eyas.export.check import Finding, check, exit_code, reading_findings
 from eyas.export.replay import exchanged, paired, replay, swapped_inputs
 from eyas.model.checkpoint import EMBED_TOKENS, LAYER, LM_HEAD, Form, Verifier, read_head, write_head
 from eyas.model.config import HeadConfig, TargetConfig
+from eyas.model.match import shape_faults
 from eyas.model.target import Target
 from eyas.model.vocab import TargetVocabulary
 
@@ -233,7 +234,7 @@ class Bench:
             config, tensors = read_head(folder, self.shape)
         except MismatchError:
             return linted, []
-        if not all(tensor.isfinite().all() for tensor in tensors.values()) or config.taps[2] >= self.shape.num_hidden_layers:
+        if shape_faults(config, self.shape):
             return linted, []
         tensors.setdefault(LM_HEAD, self.target.lm_head)
         return linted, list(reading_findings(replay(config, tensors, self.target, self.answers)))

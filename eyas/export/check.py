@@ -37,7 +37,7 @@ from eyas.model.checkpoint import (
     tensor_faults,
 )
 from eyas.model.config import HeadConfig, TargetConfig, TargetShape
-from eyas.model.match import match_faults, rope_faults, same_rotation, spelled
+from eyas.model.match import match_faults, rope_faults, same_rotation, shape_faults, spelled
 from eyas.model.target import Target
 from eyas.model.vocab import TargetVocabulary
 
@@ -79,7 +79,8 @@ def check(head: str | Path, target: str | Path) -> list[Finding]:
 def replay_head(head: str | Path, target: str | Path, text: Path | None = None) -> tuple[list[Replayed], str]:
     """Every reading of a head on answered text, the declared one's first; or none, and why not.
 
-    text: as in `answered`; None is the packaged prompts. Raises what loading the target raises, and MissingInputError.
+    A head that does not match its target otherwise than in shape is replayed: the number says what it costs. text: as in
+    `answered`; None is the packaged prompts. Raises what loading the target raises, and MissingInputError.
     """
     folder = resolve_target(str(target))
     vocabulary = TargetVocabulary.load(folder)
@@ -87,7 +88,7 @@ def replay_head(head: str | Path, target: str | Path, text: Path | None = None) 
         return [], "the target is of a family that our own decoder does not run"
     try:
         config, tensors = read_head(resolve_head(str(head)), vocabulary.config)
-        refuse(head, match_faults(config, vocabulary.config, config.target_lm_head_sha256))
+        refuse(head, shape_faults(config, vocabulary.config))
     except MismatchError as fault:
         return [], f"it cannot be read: {fault.what}"
     loaded = Target.load(folder, vocabulary.config.dtype)

@@ -21,6 +21,17 @@ def check_head(config: HeadConfig, target: TargetShape, target_lm_head_sha256: s
 
 def match_faults(config: HeadConfig, target: TargetShape, target_lm_head_sha256: str) -> list[MismatchError]:
     """Everything about the head that cannot be right on this target."""
+    faults = shape_faults(config, target)
+    trained_with = config.target_lm_head_sha256
+    if trained_with and trained_with != target_lm_head_sha256:
+        what = f"the head was trained against the lm_head {trained_with[:12]}, this target's is {target_lm_head_sha256[:12]}"
+        hint = "give the very target that the features were captured from, or capture and train again"
+        faults.append(MismatchError(what, hint))
+    return faults + rope_faults(config, target)
+
+
+def shape_faults(config: HeadConfig, target: TargetShape) -> list[MismatchError]:
+    """Where the head cannot be run on this target at all."""
     faults = []
     if config.vocab_size != target.vocab_size:
         what = f"the head's target has a vocabulary of {config.vocab_size}, this one {target.vocab_size}"
@@ -31,12 +42,7 @@ def match_faults(config: HeadConfig, target: TargetShape, target_lm_head_sha256:
     if max(config.taps) >= target.num_hidden_layers:
         what = f"the head taps layer {max(config.taps)}, the target has {target.num_hidden_layers} layers"
         faults.append(MismatchError(what, OWN_TARGET))
-    trained_with = config.target_lm_head_sha256
-    if trained_with and trained_with != target_lm_head_sha256:
-        what = f"the head was trained against the lm_head {trained_with[:12]}, this target's is {target_lm_head_sha256[:12]}"
-        hint = "give the very target that the features were captured from, or capture and train again"
-        faults.append(MismatchError(what, hint))
-    return faults + rope_faults(config, target)
+    return faults
 
 
 def rope_faults(config: HeadConfig, target: TargetShape) -> list[MismatchError]:
