@@ -230,7 +230,7 @@ def test_the_best_head_is_written_and_the_last_one_beside_it(runs):
     measured = {row["step"]: row["held_out_tau"] for row in runs.rows("one") if "held_out_tau" in row}
     assert len(measured) == 4
     assert facts["tau"] == max(measured.values())
-    assert facts["step"] == min(step for step, tau in measured.items() if tau == facts["tau"])
+    assert facts["step"] == max(step for step, tau in measured.items() if tau == facts["tau"])  # of equals, the last
     last = runs.folder / "one" / "last"
     assert last.exists() == (facts["step"] != len(runs.rows("one")))
     if last.exists():

@@ -104,6 +104,17 @@ def test_a_stopped_run_that_was_cut_stops_again(made, tmp_path):
     assert run(made, config, tmp_path / "cut").read("model.safetensors") == whole.read("model.safetensors")
 
 
+def test_a_sample_without_a_round_judges_nothing(made, tmp_path):
+    folder, features = made
+    target = Target.load(folder)
+    silent = write_features(tmp_path / "features", target, [], samples_of(target, [([5, 6, 7], [8])] * 2, "short"))
+    output = Artifact(str(tmp_path / "head"))
+    train(CONFIG, folder, Features(features), output, held_out=Features(silent, "held_out"))
+    assert output.manifest().facts["held_out"]["step"] == 0
+    run(made, changed(stop={"measurements": 0}), tmp_path / "plain")
+    assert output.read("model.safetensors") == Artifact(str(tmp_path / "plain")).read("model.safetensors")
+
+
 def test_patience_needs_something_to_wait_for(made, tmp_path):
     config = changed(stop={"patience": 2, "measurements": 0})
     with pytest.raises(ConfigError, match=r"stop\.patience"):
@@ -114,12 +125,12 @@ def test_patience_needs_something_to_wait_for(made, tmp_path):
 
 def test_patience_counts_measurements_without_a_gain():
     patience, config = Patience(), StopConfig(patience=2)
-    for tau, is_best, is_over in ((1.0, True, False), (1.04, False, False), (1.06, True, False), (1.06, False, False)):
-        assert patience.add(1, tau, 0.05) == is_best
-        assert patience.is_over(config) == is_over
-    assert not patience.add(9, 1.0, 0.05)
-    assert patience.is_over(config)
-    assert (patience.best, patience.misses) == (1.06, 2)
+    told = ((1.0, True, 0), (1.04, True, 1), (1.06, True, 0), (1.06, True, 1), (1.05, False, 2))  # a gain is .05 or more
+    for step, (tau, is_best, misses) in enumerate(told, 1):
+        assert patience.add(step, tau, 0.05) == is_best
+        assert patience.misses == misses
+        assert patience.is_over(config) == (misses == 2)
+    assert (patience.best, patience.best_step) == (1.06, 4)
     assert not patience.is_over(StopConfig())
 
 

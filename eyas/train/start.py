@@ -21,28 +21,29 @@ from torch import Tensor
 
 from eyas.artifact import Artifact, File, Manifest
 from eyas.errors import MismatchError, MissingInputError
+from eyas.lineage import SOURCE
 from eyas.model.config import HeadConfig, HeadOptions
 from eyas.model.head import Head, load_head
 from eyas.model.vocab import TargetVocabulary, draft_vocabulary
 from eyas.shards import FeatureMeta
 from eyas.train.initial import initialise
 
-GIVEN_HEAD = "head"  # the stage of a manifest made for a head that eyas did not train
-
 
 class StartConfig(BaseModel):
     """A head to go on from, and what it must not lose.
 
-    head: folder or URL of a head in any form. vocabulary: its draft tokens stay (keep), or are chosen anew by the counts of
-    the features (recount): tokens that were drafted before keep their row of lm_head, others get the target's.
-    other_target: it was trained for another fine-tune of the same shape, and that is meant. keep_mix: features of the mix
-    that it was trained on; on their held-out conversations (keep_samples of them) the new head's tau must not be lower than
-    the old one's by more than keep_tolerance, a share. keep_share: of the training samples, taken from it.
+    head: folder or URL of a head in any form. licence: of one that eyas did not make, for the lineage. vocabulary: its
+    draft tokens stay (keep), or are chosen anew by the counts of the features (recount): tokens that were drafted before
+    keep their row of lm_head, others get the target's. other_target: it was trained for another fine-tune of the same
+    shape, and that is meant. keep_mix: features of the mix that it was trained on; on their held-out conversations
+    (keep_samples of them) the new head's tau must not be lower than the old one's by more than keep_tolerance, a share.
+    keep_share: of the training samples, taken from it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     head: str
+    licence: str = "not given"
     vocabulary: Literal["keep", "recount"] = "keep"
     other_target: bool = False
     keep_mix: str | None = None
@@ -71,18 +72,19 @@ def fresh_head(options: HeadOptions, meta: FeatureMeta, vocabulary: TargetVocabu
     return head
 
 
-def warm_head(
-    config: StartConfig, options: HeadOptions, meta: FeatureMeta, vocabulary: TargetVocabulary, counts_V: Tensor
-) -> Head:
-    """The head of `config`, in float32, ready to be trained for this target; vocabulary on the CPU.
+def warm_head(config: StartConfig, options: HeadOptions, meta: FeatureMeta, vocabulary: TargetVocabulary) -> Head:
+    """The head of `config`, in float32, ready to be trained for this target.
 
     Raises MismatchError for a head of another shape, of other layers, of another target, or of other options than are asked
-    for.
+    for, and for one that cannot get other draft tokens.
     """
     head = given_head(config.head, vocabulary)
     refuse_other(head, config, options, meta, vocabulary)
-    if config.vocabulary == "recount":
-        recount(head, vocabulary, counts_V)
+    if config.vocabulary == "recount" and head.config.owns_embeddings:
+        raise MismatchError(
+            "new draft tokens start from the target's lm_head, which has another width than this head's",
+            "set start.vocabulary: keep",
+        )
     head.config = head.config.model_copy(update={"target_lm_head_sha256": vocabulary.lm_head_sha256})
     return head
 
@@ -124,15 +126,7 @@ def refuse_other(
 
 @torch.no_grad()
 def recount(head: Head, vocabulary: TargetVocabulary, counts_V: Tensor) -> None:
-    """Choose W draft tokens anew, in place.
-
-    Raises MismatchError for a head whose lm_head is of another width than the target's.
-    """
-    if head.config.owns_embeddings:
-        raise MismatchError(
-            "new draft tokens start from the target's lm_head, which has another width than this head's",
-            "set start.vocabulary: keep",
-        )
+    """Choose W draft tokens anew, in place; vocabulary on the CPU, of the head's width."""
     old_row_V = torch.full((head.config.vocab_size,), -1, dtype=torch.int64)
     old_row_V[head.target_ids_W] = torch.arange(head.config.draft_vocab_size)
     old_lm_head_WH = head.lm_head.weight.clone()
@@ -143,14 +137,15 @@ def recount(head: Head, vocabulary: TargetVocabulary, counts_V: Tensor) -> None:
     head.lm_head.weight.copy_(torch.where((was_W >= 0).unsqueeze(1), old_lm_head_WH[was_W.clamp(min=0)], fresh_WH))
 
 
-def identity_of(url: str) -> Manifest:
-    """What a given head is, for the identity of what is made from it: its manifest, or one of its files' checksums."""
-    artifact = Artifact(url)
+def identity_of(config: StartConfig) -> Manifest:
+    """What a given head is, for identity and lineage of what is made from it: its manifest, or that of a source."""
+    artifact = Artifact(config.head)
     if artifact.is_done():
         return artifact.manifest()
     files = {name: checksum(artifact.read(name)) for name in head_names(artifact)}
     digest = hashlib.sha256("".join(f"{name} {file.sha256}\n" for name, file in files.items()).encode())
-    return Manifest(stage=GIVEN_HEAD, identity=digest.hexdigest()[:16], config={}, counts={}, files=files, url=artifact.url)
+    told = {"licence": config.licence}
+    return Manifest(stage=SOURCE, identity=digest.hexdigest(), config=told, counts={}, files=files, url=artifact.url)
 
 
 def checksum(data: bytes) -> File:

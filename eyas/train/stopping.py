@@ -16,7 +16,7 @@ class StopConfig(BaseModel):
     """When tau is measured while training, and when a run stops.
 
     measurements: how often in a run, at equal distances, on `samples` held-out conversations; 0 measures nothing. patience:
-    stop after so many measurements in a row without a new best of min_gain more; null goes on to the end. The head that is
+    stop after so many measurements in a row without a gain of min_gain; null goes on to the end. The head that is
     kept is the best measured. num_draft_steps: of the chains that are measured. diverged_at: stop when the running mean of
     the loss is so many times its lowest.
     """
@@ -39,18 +39,20 @@ def measured_steps(num_steps: int, config: StopConfig) -> set[int]:
 
 @dataclass(slots=True)
 class Patience:
-    """The best tau so far, the step it was measured at, and measurements since then."""
+    """The best tau so far and the step it was measured at; the tau of the last gain and the measurements since then."""
 
-    best: float = -1.0
+    best: float = 0.0
     best_step: int = 0
+    bar: float = 0.0
     misses: int = 0
 
     def add(self, step: int, tau: float, min_gain: float) -> bool:
-        """Take a measurement; is it the best?"""
-        if tau <= self.best or (self.best_step and tau < self.best + min_gain):
-            self.misses += 1
+        """Take a measurement, above 0; is it the best, or as good and later? A gain is a rise of min_gain or more."""
+        gains = tau > self.bar and tau >= self.bar + min_gain
+        self.bar, self.misses = (tau, 0) if gains else (self.bar, self.misses + 1)
+        if tau < self.best:
             return False
-        self.best, self.best_step, self.misses = tau, step, 0
+        self.best, self.best_step = tau, step
         return True
 
     def is_over(self, config: StopConfig) -> bool:

@@ -37,7 +37,7 @@ from eyas.train.optimizer import OptimizerConfig, adamw, learning_rate
 from eyas.train.plan import BatchConfig, plan, read_batches, survey
 from eyas.train.ranks import Ranks, joined
 from eyas.train.regression import Comparison, compared, refuse_loss
-from eyas.train.start import StartConfig, fresh_head, given_head, identity_of, warm_head
+from eyas.train.start import StartConfig, fresh_head, given_head, identity_of, recount, warm_head
 from eyas.train.step import Given, Precision, update
 from eyas.train.stopping import StopConfig, measured_steps
 from eyas.train.tracker import RunOf, TrackerConfig, Trackers, open_trackers, scalars
@@ -124,6 +124,7 @@ class Training:
         check_same_target(self.source.meta, self.vocabulary)
         self.held_out = self._sample(held_out, config.stop.samples)
         check_settings(config, ranks, self.held_out is not None)
+        self.start = warm_head(config.start, config.head, self.source.meta, self.vocabulary) if config.start else None
         self.settings = config.model_dump(mode="json", exclude=WITHOUT_EFFECT)  # type: ignore[arg-type]
         self.inputs = self._inputs()
         self.given = Given.of(config.objective, config.optimizer.max_grad_norm, config.dtype, self.vocabulary, ranks)
@@ -145,7 +146,7 @@ class Training:
             others = {f"held_out_{name}": made for name, made in self.held_out.source.inputs.items()}
             inputs |= {name: made for name, made in others.items() if made.identity not in known}
         if self.config.start:
-            inputs["start"] = identity_of(self.config.start.head)
+            inputs["start"] = identity_of(self.config.start)
         if self.keep_mix:
             inputs.setdefault("old_features", Artifact(self.keep_mix).manifest("capture"))
         return inputs
@@ -177,10 +178,9 @@ class Training:
 
     def _started(self) -> Run:
         config, on_cpu = self.config, self.vocabulary.to("cpu")
-        if config.start:
-            head = warm_head(config.start, config.head, self.source.meta, on_cpu, self.counts_V)
-        else:
-            head = fresh_head(config.head, self.source.meta, on_cpu, self.counts_V, config.seed)
+        head = self.start or fresh_head(config.head, self.source.meta, on_cpu, self.counts_V, config.seed)
+        if config.start and config.start.vocabulary == "recount":
+            recount(head, on_cpu, self.counts_V)
         for name, weight in head.named_parameters():
             weight.requires_grad_(head.config.train_lm_head or name != "lm_head.weight")
         head.to(self.ranks.device)
@@ -224,11 +224,11 @@ class Training:
             track(run.step, len(self.steps), note(row, run))
 
     def _measure(self) -> float:
-        """tau of the head as it is, remembered if it is the best."""
+        """tau of the head as it is, remembered if it is the best; 0 says that no answer of the sample has a round."""
         assert self.held_out is not None, "measured without a sample"
         run = self.run
         tau = tau_of(self.held_out.counts(run.head, self.vocabulary, self.ranks))
-        if run.patience.add(run.step, tau, self.config.stop.min_gain):
+        if tau > 0 and run.patience.add(run.step, tau, self.config.stop.min_gain):
             run.keep_best()
         return tau
 
