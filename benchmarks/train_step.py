@@ -92,11 +92,11 @@ def sample(args: argparse.Namespace, length: int, answer_share: float, number: i
     return Sample(f"made-up-{number}", tokens_T.int(), mask_T, aux, last)
 
 
-def world(args: argparse.Namespace, samples: list[Sample], dtype: torch.dtype, device: str) -> World:
+def world(args: argparse.Namespace, samples: list[Sample], device: str) -> World:
     """The target's embedding and output matrix are one, as in small Llamas; the draft vocabulary has all argmaxes."""
     target = target_config(args)
     generator = torch.Generator().manual_seed(0)
-    matrix = (torch.randn(args.vocab, args.hidden, generator=generator) * args.hidden**-0.5).to(device, dtype)
+    matrix = (torch.randn(args.vocab, args.hidden, generator=generator) * args.hidden**-0.5).bfloat16().float().to(device)
     vocabulary = TargetVocabulary(target, matrix, matrix, "made up")
     batch = Batch.packed(samples, args.tokens, device)
     head = Head(HeadConfig.for_target(target, HeadOptions(draft_vocab_size=args.draft_vocab)))
@@ -135,7 +135,7 @@ def plain_step(made: World) -> Any:
 def work(args: argparse.Namespace) -> None:
     """Make a step for every line of stdin and say how long it took; at the end, the peak of this process's memory."""
     samples = [sample(args, args.tokens, args.answer_share[0], 0)]
-    made = world(args, samples, torch.float32, "cpu")
+    made = world(args, samples, "cpu")
     at_rest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     step = our_step(made, "cpu") if args.worker == "ours" else plain_step(made)
     for _ in sys.stdin:
@@ -185,9 +185,10 @@ def compared(args: argparse.Namespace, answer_share: float) -> dict[str, Any]:
 
 def on_cuda(args: argparse.Namespace) -> dict[str, Any]:
     """Some hundred steps at the shape of an 8B target's head."""
+    torch.set_float32_matmul_precision("high")  # the teacher's products: TF32 holds all of bf16's digits, so of both matrices'
     length = min(512, args.tokens)
     samples = [sample(args, length, args.answer_share[0], number) for number in range(args.tokens // length)]
-    made = world(args, samples, torch.bfloat16, "cuda")
+    made = world(args, samples, "cuda")
     step = our_step(made, "cuda")
     for _ in range(5):
         step()
