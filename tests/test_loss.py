@@ -301,6 +301,17 @@ def test_a_target_that_cuts_its_logits_teaches_what_it_says():
     torch.testing.assert_close(teacher.log_sum_P, logits_PV.logsumexp(-1))
 
 
+def test_nothing_as_large_as_scores_or_logits_is_kept_for_the_way_back():
+    head, sizes = wavy_head(), []
+    batch = made_up_batch([[True] * 100])
+    with torch.autograd.graph.saved_tensors_hooks(lambda kept: sizes.append(kept.numel()) or kept, lambda kept: kept):
+        outcome = outcome_of(head, batch, torch.float32)
+    num_slots, num_rows = 98, int(outcome.num_trained.sum())
+    assert max(sizes) < num_slots**2
+    assert max(sizes) < num_rows * head.config.draft_vocab_size
+    assert num_rows * head.config.hidden_size in sizes  # the gradient by the rows: the hooks saw what Distillation keeps
+
+
 def test_acceptance_near_zero_has_a_finite_gradient():
     """A draft that is sure of what the target excludes."""
     logits_RW, taught = torch.tensor([[200.0, 0.0, 0.0]]), taught_by(torch.tensor([[-200.0, 50.0, 0.0]]), [0, 1, 2])

@@ -68,6 +68,15 @@ def test_tiles_change_nothing(head, batch, monkeypatch, slots_of_a_tile, columns
         torch.testing.assert_close(tiled, whole, rtol=1e-9, atol=1e-9)
 
 
+def test_a_packed_row_costs_what_its_documents_do():
+    """Tiles look at the tokens of their own documents, and at some more for the sake of few sizes."""
+    lengths = [40] * 100
+    starts = torch.cat([torch.full((length,), 40 * number) for number, length in enumerate(lengths)])[None]
+    tiles = Slots.where(torch.ones_like(starts, dtype=torch.bool), starts).tiles
+    assert sum(end - begin for begin, end, _, _ in tiles) == 4000
+    assert all(high - low <= 128 + 40 + 2 * ttt.COLUMNS_IN_STEPS_OF for _, _, low, high in tiles)
+
+
 def test_the_gradient_of_attention_is_autograds_own():
     torch.manual_seed(0)
     active_BT = torch.tensor([[True, False, True, True], [False, True, True, False]])
