@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from eyas.artifact import Artifact, Manifest, identity
 from eyas.bench.bench import BenchConfig, bench, bench_identity
 from eyas.bench.report import Contents, write_reports
-from eyas.builtin import BUILTIN, demo_prompts
+from eyas.builtin import BUILTIN, demo_prompts, resolve_target
 from eyas.cli.check import show
 from eyas.cli.eval import questions_of
 from eyas.cli.evaluation import foretold, in_one_line
@@ -37,6 +37,7 @@ from eyas.features.capture import CaptureConfig, capture, split_of
 from eyas.features.generate import GenerateConfig, generate
 from eyas.features.online import OnlineTarget
 from eyas.log import Track
+from eyas.model.config import TargetConfig
 from eyas.plan import estimate
 from eyas.plan.estimate import Planner, Work
 from eyas.plan.needs import read_prompts
@@ -153,6 +154,7 @@ def run(content: dict[str, Any], command_line: str, anyway: bool = False) -> Non
     started = time.monotonic()
     config = validated(RunConfig, content, command_line)
     root = local_output(config.output)
+    TargetConfig.from_folder(resolve_target(config.target))  # a run serves: what cannot be served is told now
     made = run_stages(config, root, anyway)
     summary, evaluation = made.bench.read_json("summary.json"), made.evaluation.read_json("eval.json")
     report = write_reports(Artifact(root), contents(made, command_line))
