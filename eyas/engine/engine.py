@@ -246,6 +246,7 @@ class Engine:
             outcome.num_accepted_drafts,
             running.index,
             outcome.logprobs,
+            outcome.tree,
         )
 
     def _watch(self, accept_length: int) -> None:

@@ -129,12 +129,16 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt to go on from. `speculation=False` decodes it plainly: the same tokens, one per round."""
+    """A prompt to go on from. `speculation=False` decodes it plainly: the same tokens, one per round.
+
+    tells_trees: updates have what was drafted.
+    """
 
     id: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
     speculation: bool = True
+    tells_trees: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +151,25 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftedTree:
+    """What a round drafted for one sample and the target judged: nodes without the root, parents first.
+
+    parents: a node's, -1 for the root. probabilities: the draft's, of a node's token behind its parent. accepted: the nodes
+    that became the first of the round's tokens, in their order.
+    """
+
+    token_ids: list[int]
+    parents: list[int]
+    probabilities: list[float]
+    accepted: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Update:
     """What one step gave one request. num_accepted_drafts is None for a prefill or a plain round.
 
-    index says which of the request's n samples it is; logprobs has one entry a token where they were asked for.
+    index says which of the request's n samples it is; logprobs has one entry a token where they were asked for. tree: of a
+    speculative round, where it was asked for.
     """
 
     request_id: str
@@ -159,6 +178,7 @@ class Update:
     num_accepted_drafts: int | None = None
     index: int = 0
     logprobs: list[TokenLogprob] | None = None
+    tree: DraftedTree | None = None
 
 
 @dataclass(frozen=True, slots=True)

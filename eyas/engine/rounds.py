@@ -23,10 +23,11 @@ from eyas.engine.draft import Draft, Growth
 from eyas.engine.entries import Entries
 from eyas.engine.futures import to_device
 from eyas.engine.policy import Policy, Round, Speculation
+from eyas.engine.request import DraftedTree
 from eyas.engine.running import Outcome, Running
 from eyas.engine.scheduler import Job
 from eyas.engine.trace import Trace
-from eyas.engine.tree import Tree, tree_of
+from eyas.engine.tree import Tree, drafted_tree, tree_of
 from eyas.engine.verify import accept
 from eyas.model.cache import FeatureCache
 from eyas.model.outputs import Chosen, Proposals
@@ -134,8 +135,13 @@ class Rounds:
         lines = {b: line for line, b in enumerate(drafting)}
         emitted = self._verify(job, alive, Chosen([lines.get(b, -1) for b in alive], proposals, kept))
         self.policy.observe(plan, [emitted[b] for b in drafting], (time.perf_counter() - started) * 1e3)
+        trees = {
+            b: drafted_tree(proposals, line, kept[line], emitted[b])
+            for b, line in lines.items()
+            if job.runnings[b].request.tells_trees
+        }
         return [
-            self._outcome(running, emitted.get(b, []), len(emitted[b]) - 1 if b in lines else None)
+            self._outcome(running, emitted.get(b, []), len(emitted[b]) - 1 if b in lines else None, trees.get(b))
             for b, running in enumerate(job.runnings)
         ]
 
@@ -242,7 +248,9 @@ class Rounds:
             return best[row]
         return running.sampler.draw(logits[row])
 
-    def _outcome(self, running: Running, tokens: list[int], num_accepted_drafts: int | None = None) -> Outcome:
+    def _outcome(
+        self, running: Running, tokens: list[int], num_accepted_drafts: int | None = None, tree: DraftedTree | None = None
+    ) -> Outcome:
         logprobs = running.sampler.logprobs
         first = len(running.tokens) - len(running.request.prompt_ids) - len(tokens)
         return Outcome(
@@ -252,4 +260,5 @@ class Rounds:
             running.num_cached,
             num_accepted_drafts,
             None if logprobs is None else logprobs[first : first + len(tokens)],
+            tree,
         )

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from eyas.engine.acceptance import RequestAcceptance
-from eyas.engine.request import FinishReason, Request, TokenLogprob
+from eyas.engine.request import DraftedTree, FinishReason, Request, TokenLogprob
 from eyas.engine.sampler import Sampler
 from eyas.engine.stop import StopChecker
 
@@ -89,3 +89,4 @@ class Outcome:
     num_cached: int
     num_accepted_drafts: int | None = None
     logprobs: list[TokenLogprob] | None = None
+    tree: DraftedTree | None = None

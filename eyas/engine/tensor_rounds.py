@@ -33,6 +33,7 @@ from eyas.engine.entries import Entries
 from eyas.engine.foresight import Foresight
 from eyas.engine.futures import FutureMap, to_device
 from eyas.engine.policy import Round
+from eyas.engine.request import DraftedTree
 from eyas.engine.rounds import Rounds
 from eyas.engine.running import Outcome, Running
 from eyas.engine.scheduler import Job
@@ -50,6 +51,7 @@ from eyas.engine.tensor_tree import (
     trees_of,
     walk,
 )
+from eyas.engine.tree import drafted_tree
 from eyas.engine.uniform import uniforms
 from eyas.model.outputs import Proposals, TargetOutput
 from eyas.model.target import Target
@@ -320,12 +322,30 @@ class TensorRounds(Rounds):
             if self.entries is not None:
                 self.entries.made(flight.job, b, running.num_cached)
         self._observe(flight, arrays, emitted)
+        trees = self._trees(flight, arrays, emitted)
         return [
-            self._outcome(running, emitted[b], len(emitted[b]) - 1 if b in flight.drafting else None)
+            self._outcome(running, emitted[b], len(emitted[b]) - 1 if b in flight.drafting else None, trees.get(b))
             if b in emitted
             else self._outcome(running, [])
             for b, running in enumerate(flight.job.runnings)
         ]
+
+    def _trees(self, flight: Flight, arrays: Sequence[np.ndarray], emitted: dict[int, list[int]]) -> dict[int, DraftedTree]:
+        """The trees that were asked for, by sample. Which candidates the device chose is chosen once more, from its scores."""
+        told = [b for b in flight.drafting if b in emitted and flight.job.runnings[b].request.tells_trees]
+        if not told:
+            return {}
+        line_of = {b: line for line, b in enumerate(flight.alive)}
+        tokens, scores, parents = arrays[2:]
+        drafts_B = torch.zeros(len(scores), dtype=torch.bool)
+        drafts_B[[line_of[b] for b in flight.drafting]] = True
+        chosen_N = choose(torch.from_numpy(scores), drafts_B, self._max_nodes, flight.shape.num_nodes).numpy()
+        kept = np.zeros(scores.size + 1, dtype=bool)  # the last place is the void's
+        kept[chosen_N] = True
+        kept_BC = kept[:-1].reshape(scores.shape)
+        depths = _depths(flight.shape.depth, self.growth.tree_topk)
+        proposals = Proposals(tokens, scores, parents.astype(np.int32), depths)
+        return {b: drafted_tree(proposals, line_of[b], kept_BC[line_of[b]], emitted[b]) for b in told}
 
     def _observe(self, flight: Flight, arrays: Sequence[np.ndarray], emitted: dict[int, list[int]]) -> None:
         """Tell the policy what came. It chooses nodes afterwards, to learn how many it would have wanted."""

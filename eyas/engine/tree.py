@@ -6,11 +6,13 @@ candidates, level by level        tree of N nodes, the root being the last emitt
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from eyas.engine.request import DraftedTree
 from eyas.model.outputs import Proposals
 
 
@@ -45,6 +47,22 @@ def tree_of(root: int, proposals: Proposals, b: int, kept: Sequence[int]) -> Tre
         tree.depths.append(int(depths[candidate]))
         tree.seen.append(tree.seen[parent] | 1 << node)
     return tree
+
+
+def drafted_tree(proposals: Proposals, b: int, kept_C: np.ndarray, emitted: Sequence[int]) -> DraftedTree:
+    """Request b's candidates `kept`, bool [C], as they are told, and which of them became the tokens that were emitted."""
+    kept = kept_C.nonzero()[0].tolist()
+    tree, scores = tree_of(-1, proposals, b, kept), [0.0, *proposals.scores[b, kept].tolist()]
+    parents = tree.parents[1:]
+    children = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tree.tokens[1:], strict=True), 1)}
+    accepted, node = [], 0
+    for token in emitted:
+        if (child := children.get((node, token))) is None:
+            break
+        accepted.append(child - 1)
+        node = child
+    probabilities = [math.exp(score - scores[parent]) for score, parent in zip(scores[1:], parents, strict=True)]
+    return DraftedTree(tree.tokens[1:], [parent - 1 for parent in parents], probabilities, accepted)
 
 
 def best_candidates(scores_C: np.ndarray, count: int) -> list[int]:

@@ -6,12 +6,12 @@ One HTTP request may have several prompts, each of several samples: a choice for
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from eyas.chat import TextStream
-from eyas.engine.request import FinishReason, Request, TokenLogprob, Update
+from eyas.engine.request import DraftedTree, FinishReason, Request, TokenLogprob, Update
 from eyas.serve.stop import StopFilter
 from eyas.serve.tokenizer import Tokenizer
 from eyas.serve.tools import Call, CallReader
@@ -20,8 +20,17 @@ Ending = FinishReason | Literal["tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)
+class Round:
+    """A round as it is told: the text that each token adds, the last of an answer with what was held back, and the tree; None
+    for a prefill or a plain round. Stop strings and calls are in the texts."""
+
+    texts: list[str]
+    tree: DraftedTree | None
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
-    """What an update adds to a choice. logprobs are those of the update's tokens, if they were asked for."""
+    """What an update adds to a choice. logprobs are those of the update's tokens; it and round, if they were asked for."""
 
     choice: int
     text: str
@@ -29,25 +38,28 @@ class Piece:
     calls: list[Call]
     logprobs: list[TokenLogprob] | None
     ending: Ending | None
+    round: Round | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How the text of an answer is to be read: stop strings; as words and calls, or as words alone."""
+    """How the text of an answer is to be read: stop strings; as words and calls, or as words alone; by rounds as well."""
 
     stops: tuple[str, ...] = ()
     reads_calls: bool = False
     demands_call: bool = False
+    tells_rounds: bool = False
 
 
 class Choice:
     """What one sample has given so far."""
 
-    def __init__(self, number: int, text_stream: TextStream, reading: Reading) -> None:
+    def __init__(self, number: int, text_streams: Callable[[], TextStream], reading: Reading) -> None:
         self.ending: Ending | None = None
         self.num_tokens = 0
         self._number = number
-        self._text_stream = text_stream
+        self._text_stream = text_streams()
+        self._by_token = text_streams() if reading.tells_rounds else None
         self._stop = StopFilter(reading.stops) if reading.stops else None
         self._calls = CallReader(reading.demands_call) if reading.reads_calls else None
 
@@ -67,7 +79,8 @@ class Choice:
                 text, calls = text + rest, calls + more
         called = self._calls is not None and self._calls.num_calls > 0
         self.ending = "tool_calls" if ending == "stop" and called else ending
-        return Piece(self._number, text, update.token_ids, calls, update.logprobs, self.ending)
+        round_ = None if self._by_token is None else Round(self._texts(self._by_token, update.token_ids, is_last), update.tree)
+        return Piece(self._number, text, update.token_ids, calls, update.logprobs, self.ending, round_)
 
     def _text(self, token_ids: list[int], is_last: bool) -> str:
         text = self._text_stream.push(token_ids)
@@ -77,6 +90,13 @@ class Choice:
             return text
         text = self._stop.push(text)
         return text + self._stop.finish() if is_last else text
+
+    @staticmethod
+    def _texts(stream: TextStream, token_ids: list[int], is_last: bool) -> list[str]:
+        texts = [stream.push([token]) for token in token_ids]
+        if is_last:
+            texts[-1] += stream.finish()
+        return texts
 
 
 @dataclass
@@ -94,7 +114,7 @@ class Answer:
     def to(cls, requests: Sequence[Request], tokenizer: Tokenizer, reading: Reading) -> Answer:
         """An empty answer to the engine's requests of one HTTP request."""
         keys = [(request.id, index) for request in requests for index in range(request.params.n)]
-        choices = {key: Choice(number, tokenizer.stream(), reading) for number, key in enumerate(keys)}
+        choices = {key: Choice(number, tokenizer.stream, reading) for number, key in enumerate(keys)}
         return cls(sum(len(request.prompt_ids) for request in requests), choices)
 
     def push(self, update: Update) -> Piece:

@@ -71,10 +71,12 @@ class Strict(BaseModel):
 
 
 class StreamOptions(Strict):
-    """continuous_usage_stats puts the counts so far into every chunk, as vLLM does."""
+    """continuous_usage_stats puts the counts so far into every chunk, as vLLM does. include_rounds is our own: what each
+    round drafted, and where its tokens come from."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_rounds: bool = False
 
 
 class StructuredOutputs(Strict):
@@ -227,6 +229,11 @@ class SamplingFields(Sampling):
         if options is None or not options.include_usage:
             return "none"
         return "all" if options.continuous_usage_stats else "end"
+
+    @property
+    def tells_rounds(self) -> bool:
+        """Whether the chunks of a stream tell what was drafted."""
+        return self.stream_options is not None and self.stream_options.include_rounds
 
     def grammar(self) -> Grammar:
         """What the answer must follow. Raises ApiError when several fields ask for it."""

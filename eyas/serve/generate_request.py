@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from eyas.serve.fields import OFF, Asked, Metadata, NumLogprobs, Sampling, Seed, StreamOptions
-from eyas.serve.refusal import ApiError
+from eyas.serve.refusal import ApiError, unsupported
 from eyas.serve.text_request import MAX_PROMPTS, TextRequest, Tokens
 
 DEFAULT_MAX_TOKENS = 128  # SGLang's
@@ -70,6 +70,8 @@ class GenerateRequest(Asked):
             raise ApiError(400, "give text or input_ids, one of them", "text")
         if self.top_logprobs_num and not self.return_logprob:
             raise ApiError(400, "top_logprobs_num is for return_logprob=true only", "top_logprobs_num")
+        if self.stream_options is not None and self.stream_options.include_rounds:
+            raise unsupported("stream_options.include_rounds", "is for /v1/chat/completions and /v1/completions")
         return self
 
     @property

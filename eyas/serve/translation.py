@@ -65,7 +65,7 @@ class Translator:
         prompt_ids = self._chat_prompt(asked)
         is_last_call = bool(asked.offered_tools) and not asked.parallel_tool_calls and not demanded
         params = self._params(asked, len(prompt_ids), grammar, (CLOSING,) if is_last_call else ())
-        reading = Reading(asked.stops, bool(asked.offered_tools), bool(demanded))
+        reading = Reading(asked.stops, bool(asked.offered_tools), bool(demanded), asked.tells_rounds)
         writer = ChatWriter(self._served.model, self.tokenizer, asked.usage_in != "none")
         return Work([self._request(asked, prompt_ids, params)], reading, writer, asked.usage_in)
 
@@ -74,7 +74,7 @@ class Translator:
         requests = self._texts(asked)
         echoed = [self._shown(prompt) for prompt in asked.prompts for _ in range(asked.n)] if asked.echo else None
         writer = TextWriter(self._served.model, self.tokenizer, asked.usage_in != "none", echoed)
-        return Work(requests, Reading(asked.stops), writer, asked.usage_in)
+        return Work(requests, Reading(asked.stops, tells_rounds=asked.tells_rounds), writer, asked.usage_in)
 
     def generate(self, asked: GenerateRequest) -> Work:
         """Raises ApiError for what this server or this target cannot do."""
@@ -172,4 +172,4 @@ class Translator:
 
     def _request(self, asked: SamplingFields, prompt_ids: Sequence[int], params: SamplingParams) -> Request:
         speculates = self._served.has_head and asked.speculation is not False
-        return Request(uuid.uuid4().hex, tuple(prompt_ids), params, speculates)
+        return Request(uuid.uuid4().hex, tuple(prompt_ids), params, speculates, asked.tells_rounds)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from eyas.engine.request import TokenLogprob
-from eyas.serve.completion import Piece
+from eyas.serve.completion import Piece, Round
 from eyas.serve.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
@@ -44,8 +44,11 @@ class _Events:
         self._head = f'data: {json.dumps({**self.shared, "object": kind})[:-1]}, "choices": ['
         self._tail = '], "usage": null}\n\n' if told else "]}\n\n"
 
-    def event(self, choice: str, usage: Usage | None = None) -> str:
+    def event(self, choice: str, usage: Usage | None = None, told: dict[str, Any] | None = None) -> str:
+        """told: what is added under `eyas`."""
         tail = self._tail if usage is None else f'], "usage": {json.dumps(usage)}}}\n\n'
+        if told is not None:
+            tail = f'], "eyas": {json.dumps(told)}{tail[1:]}'
         return f"{self._head}{choice}{tail}"
 
 
@@ -68,7 +71,8 @@ class ChatWriter:
             delta += f', "tool_calls": {json.dumps(self._numbered(piece))}'
         logprobs = "" if piece.logprobs is None else f', "logprobs": {json.dumps(self._logprobs(piece.logprobs))}'
         head = f'{{"index": {piece.choice}, "delta": {{'
-        event = self._events.event(f'{head}{delta}}}{logprobs}, "finish_reason": null}}', usage)
+        told = None if piece.round is None else _round(piece.round, self._tokenizer)
+        event = self._events.event(f'{head}{delta}}}{logprobs}, "finish_reason": null}}', usage, told)
         if piece.ending is None:
             return event
         return event + self._events.event(f'{head}}}, "finish_reason": "{piece.ending}"}}', usage)
@@ -129,7 +133,8 @@ class TextWriter:
         ending = "null" if piece.ending is None else f'"{piece.ending}"'
         said = self._echoed.pop(piece.choice, "") + piece.text
         text = f'"index": {piece.choice}, "text": {json.dumps(said)}'
-        return self._events.event(f'{{{text}, "logprobs": {logprobs}, "finish_reason": {ending}}}', usage)
+        told = None if piece.round is None else _round(piece.round, self._tokenizer)
+        return self._events.event(f'{{{text}, "logprobs": {logprobs}, "finish_reason": {ending}}}', usage, told)
 
     def usage_chunk(self, usage: Usage) -> str:
         return self._events.event("", usage)
@@ -168,6 +173,25 @@ class TextWriter:
             return piece.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+
+def _round(one: Round, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Where the tokens of a round come from (drafted and accepted, the target's bonus, or decoded plainly), and its tree."""
+    tree, others = one.tree, "plain" if one.tree is None else "bonus"
+    num_drafted = 0 if tree is None else len(tree.accepted)
+    tokens = [{"text": text, "origin": "drafted" if place < num_drafted else others} for place, text in enumerate(one.texts)]
+    if tree is None:
+        return {"round": {"tokens": tokens, "tree": None}}
+    nodes = [
+        {
+            "parent": parent,
+            "text": tokenizer.piece(token).decode(errors="replace"),
+            "probability": round(probability, 4),
+            "accepted": node in tree.accepted,
+        }
+        for node, (token, parent, probability) in enumerate(zip(tree.token_ids, tree.parents, tree.probabilities, strict=True))
+    ]
+    return {"round": {"tokens": tokens, "tree": nodes}}
 
 
 def _by_choice(pieces: Iterable[Piece]) -> list[tuple[int, list[Piece]]]:
