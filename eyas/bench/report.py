@@ -233,7 +233,7 @@ def _of_rounds(
     results: Sequence[Mapping[str, Any]], arms: Mapping[str, int], evaluation: Mapping[str, Any] | None
 ) -> list[Picture]:
     """Pictures of what rounds accepted, at the lowest load."""
-    first = _at_fewest(results)
+    first = [one for one in _at_fewest(results) if one["tau"] is not None]  # of the others, a few rounds say nothing
     hists = [Series(one["arm"], arms[one["arm"]], _numbered(one["accept_hist"], 0)) for one in first if sum(one["accept_hist"])]
     shares = [
         Series(f"{one['arm']}, served", arms[one["arm"]], _numbered(one["acceptance_by_position"], 1))

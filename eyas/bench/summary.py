@@ -4,7 +4,8 @@ A comparison is of one arm with the baseline at the same load in the same run, o
 
     speedup            median tpot_ms of the baseline / median tpot_ms of the arm, with its bootstrap interval
     paired_speedup     median over prompts of (tpot_ms of the baseline / tpot_ms of the arm), with its 95 % interval
-    round_cost         what a round of the arm costs in tokens of the baseline: median over prompts of tau / speed-up
+    round_cost         what a round of the arm costs in tokens of the baseline: median over prompts of tau / speed-up; for arms
+                       that have a tau
     throughput_ratio   output tokens per second of the arm / of the baseline
     identical          greedy only: prompts whose text, token count and finish reason are the same in both arms
 
@@ -257,6 +258,7 @@ def _compared(
     pairs = [(by_prompt[row.prompt_id], row) for row in arm if row.is_answered and row.prompt_id in by_prompt]
     timed = [(base.tpot_ms, row.tpot_ms, row) for base, row in pairs if base.tpot_ms is not None and row.tpot_ms is not None]
     tpots_ms = [(base, own) for base, own, _ in timed]
+    rounds = _tau([row for _, row in pairs], told)
     costs = [tau * own / base for base, own, tau in ((base, own, _decode_tau(row)) for base, own, row in timed) if tau]
     return {
         "num_pairs": len(pairs),
@@ -267,9 +269,9 @@ def _compared(
         "speedup": float(metrics.ratio_of_medians(_table(tpots_ms))) if tpots_ms else None,
         "speedup_interval": metrics.bootstrap_interval(tpots_ms, metrics.ratio_of_medians),
         "paired_speedup": metrics.spread([base / own for base, own in tpots_ms]),
-        "round_cost": metrics.spread(costs),
+        "round_cost": metrics.spread(costs) if rounds["tau"] is not None else None,
         "throughput_ratio": _ratio(_throughput_tps(arm), _throughput_tps(baseline)),
-        **_tau([row for _, row in pairs], told),
+        **rounds,
     }
 
 
