@@ -23,7 +23,6 @@ from eyas.model.vocab import TargetVocabulary
 from eyas.plan.speeds import Speed
 from eyas.shards import FeatureMeta, Sample
 from eyas.shards.sample import DTYPES
-from eyas.train.stopping import StopConfig
 from eyas.train.trainer import TrainConfig, train
 
 
@@ -81,7 +80,12 @@ def train_speed(config: TrainConfig, target: str, meta: FeatureMeta, length: int
     steps = 200
     source = MadeUp(meta, said, length, per_step * steps)
     quick = config.model_copy(
-        update={"epochs": 1, "start": None, "stop": StopConfig(measurements=0), "checkpoint_every": steps + 1}
+        update={
+            "epochs": 1,
+            "start": None,
+            "stop": config.stop.model_copy(update={"measurements": 0}),
+            "checkpoint_every": steps + 1,
+        }
     )
     with TemporaryDirectory() as folder, contextlib.suppress(Enough):
         train(quick, target, source, Artifact(folder), track)
