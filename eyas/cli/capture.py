@@ -21,6 +21,9 @@ def command(
     run_file: RunFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Store the target's three taps and last hidden state for every token of finished answers."""
+    """Store the target's three taps and last hidden state for every token of finished answers.
+
+    Any causal language model that transformers knows can be captured; those that eyas serves, by its own decoder.
+    """
     config = stage_config(CaptureConfig, "capture", run_file, overrides, target=target)
     perform("capture", Artifact(output), lambda artifact, track: capture(config, Artifact(answers), artifact, track))
