@@ -11,7 +11,7 @@ two say: a walk down the kept candidates along the answer. Knows the engine's ro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from eyas.engine.engine import Engine
 from eyas.engine.policy import Round
 from eyas.engine.request import Request
 from eyas.engine.rounds import Rounds
-from eyas.engine.running import Outcome, Running
+from eyas.engine.running import Outcome
 from eyas.engine.scheduler import Job
 from eyas.evaluate.decoding import Models
 from eyas.log import Track
@@ -72,8 +72,9 @@ class RecordingRounds(Rounds):
             self.candidates.setdefault(job.runnings[b].request.id, []).append(row)
         return proposals, np.zeros(proposals.tokens.shape, dtype=bool)
 
-    def _outcome(self, running: Running, tokens: list[int], num_accepted_drafts: int | None = None) -> Outcome:
-        return super()._outcome(running, tokens)  # nothing was offered, so nothing was refused
+    def _decode(self, job: Job) -> list[Outcome]:
+        """Nothing was offered, so nothing was refused."""
+        return [replace(outcome, num_accepted_drafts=None) for outcome in super()._decode(job)]
 
 
 class RecordingEngine(Engine):
