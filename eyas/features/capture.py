@@ -99,15 +99,7 @@ class Setting:
     @property
     def meta(self) -> FeatureMeta:
         """Of the features, but for the hash of lm_head, which is known when the target is loaded."""
-        return FeatureMeta(
-            taps=self.shape.default_taps,
-            hidden_size=self.shape.hidden_size,
-            vocab_size=self.shape.vocab_size,
-            lm_head_sha256="",
-            dtype=self.config.store_dtype,
-            codec=self.config.codec,
-            teacher=self.config.teacher,
-        )
+        return meta_of(self.config, self.shape)
 
     def plan(self) -> Plan:
         """What becomes of the answers. Raises EmptyInputError when none can be used."""
@@ -143,6 +135,19 @@ class Setting:
         sizes = {split: len(samples) for split, samples in kept.items()}
         tokens = sum(len(one) for samples in kept.values() for one in samples)
         return {"answers": plan.num_answers, "merged": plan.num_merged, **dropped, **sizes, "tokens": tokens}
+
+
+def meta_of(config: CaptureConfig, shape: TargetShape) -> FeatureMeta:
+    """What features of this target are of, but for the hash of its lm_head. Raises MismatchError for too few layers."""
+    return FeatureMeta(
+        taps=shape.default_taps,
+        hidden_size=shape.hidden_size,
+        vocab_size=shape.vocab_size,
+        lm_head_sha256="",
+        dtype=config.store_dtype,
+        codec=config.codec,
+        teacher=config.teacher,
+    )
 
 
 def resolved_decoder(config: CaptureConfig, shape: TargetShape) -> str:
