@@ -153,7 +153,7 @@ def predicted(contents: Contents, arm: str) -> dict[int, Mapping[str, Any]]:
     rows = [row for row in rows if row["speedup"] is not None]
     names = list(dict.fromkeys(row["speculation"] for row in rows))
     served = contents.manifest.inputs.get("serve") if contents.manifest is not None else None
-    known = served.config["engine"]["speculation"] if served is not None else arm
+    known = str(served.config["engine"]["speculation"]) if served is not None else arm
     if served is None and not arm.startswith(SPECULATIONS):
         known = names[0] if len(names) == 1 else "auto"
     own = next((name for name in names if name.replace(" ", "").startswith(known.replace(" ", ""))), None)
