@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections import namedtuple
@@ -171,6 +172,15 @@ class TestSpeeds:
         assert both == pytest.approx(
             3600 / estimated["generate"].tokens_per_s / 3600 + 7200 / estimated["capture"].tokens_per_s / 3600
         )
+
+
+def test_online_computes_in_every_epoch_and_stores_what_is_held_out(target: Path, prompts: Artifact, tmp_path: Path) -> None:
+    work = work_of(target, tmp_path)
+    stored, online = (Planner(dataclasses.replace(work, online=one)) for one in (False, True))
+    needs, speeds = stored.needs(*read_prompts(prompts)), stated(["capture=100", "train=100"])
+    assert online.estimate(needs, speeds).hours["capture"] == TRAIN.epochs * stored.estimate(needs, speeds).hours["capture"]
+    share = work.capture.held_out_share
+    assert online.room(needs).features == pytest.approx(share * stored.room(needs).features, abs=1)
 
 
 def test_every_stage_is_measured_here(target: Path, prompts: Artifact, tmp_path: Path) -> None:

@@ -95,6 +95,8 @@ class Planner:
         """All of it. speeds: those that are known."""
         sizes = {str(name): size for name, size in counting.feature_bytes(needs, self.meta).items()}
         passed = {str(stage): number for stage, number in hours(needs, speeds, self.work.train.epochs).items()}
+        if self.work.online and "capture" in passed:
+            passed["capture"] *= self.work.train.epochs  # computed again in each
         room, parameters = self.room(needs), target_parameters(self.folder)
         return Estimate(needs, sizes, self.meta.codec, room, speeds, passed, self.head_parameters, parameters, tuple(notes))
 
