@@ -9,6 +9,7 @@ import logging
 import sqlite3
 import struct
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,6 +50,17 @@ def leveldb_records(data: bytes) -> Iterator[bytes]:
         if kind in (1, 4):  # whole, or the last piece
             yield whole
             whole = b""
+
+
+def finished_run(path: Path, kind: type) -> list:
+    """The records of a run that has ended: the client's own process writes the last of them when `finish` has returned."""
+    patience = time.monotonic() + 60
+    while True:
+        records = [kind.FromString(data) for data in leveldb_records(path.read_bytes())]
+        if any(record.HasField("exit") for record in records):
+            return records
+        assert time.monotonic() < patience, "the client wrote no end"
+        time.sleep(0.1)
 
 
 def test_the_checksum_is_tfrecords():
@@ -93,9 +105,7 @@ def test_wandb_keeps_what_is_logged(tmp_path, monkeypatch):
     assert len(files) == 2
     for path in files:
         assert IDENTITY in path.name
-        for data in leveldb_records(path.read_bytes()):
-            record = messages.Record()
-            record.ParseFromString(data)
+        for record in finished_run(path, messages.Record):
             for item in record.history.item:
                 if "loss" in (item.key, *item.nested_key):
                     steps[record.history.step.num] = float(item.value_json)

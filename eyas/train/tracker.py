@@ -155,7 +155,7 @@ class Wandb:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """As Tracker.log; steps that were said before are ignored by the client."""
-        self._run.log(dict(values), step=step)
+        self._run.log(dict(values), step=step, commit=True)
 
     def close(self) -> None:
         """As Tracker.close."""
