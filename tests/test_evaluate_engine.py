@@ -273,6 +273,10 @@ def test_bad_settings_are_refused(folders, tmp_path):
     folder, head = folders
     with pytest.raises(ConfigError, match="there is no tau"):
         EvalConfig(trees=("off",))
+    with pytest.raises(ConfigError, match="there is no tau"):
+        PredictConfig(speculations=("auto", "off"))
+    with pytest.raises(ConfigError, match="concurrencies"):
+        PredictConfig(concurrencies=(1, 0))
     with pytest.raises(ConfigError, match="speculation is"):
         EvalConfig(trees=("tall",))
     with pytest.raises(ConfigError, match="temperatures"):

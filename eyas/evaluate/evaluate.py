@@ -20,12 +20,11 @@ from torch import Tensor
 from eyas.artifact import Artifact, Manifest, file_identity, identity
 from eyas.builtin import resolve_target
 from eyas.chat import Chat
-from eyas.engine.policy import Speculation
 from eyas.errors import ConfigError, EmptyInputError
 from eyas.evaluate.chains import Chains, check_belongs
 from eyas.evaluate.decoding import Models, ModelsConfig, threads
 from eyas.evaluate.heads import head_folder
-from eyas.evaluate.prediction import PredictConfig, predict, read_costs
+from eyas.evaluate.prediction import PredictConfig, predict, read_costs, speculating
 from eyas.evaluate.questions import Asked, Question, questions_identity
 from eyas.evaluate.served import serve
 from eyas.log import Track, quiet
@@ -70,16 +69,6 @@ class EvalConfig(BaseModel):
         if not all(0 <= temperature <= 100 for temperature in temperatures):
             raise ConfigError(f"temperatures: {list(temperatures)}", "give numbers from 0 (greedy) to 100")
         return temperatures
-
-
-def speculating(text: str) -> Speculation:
-    """A way to speculate. Raises ConfigError, also for `off`."""
-    speculation = Speculation.parse(text)
-    if speculation.mode == "off":
-        raise ConfigError(
-            "trees: without speculation there is no tau", "give fixed(6,3,12), a chain such as fixed(4,1,5), or auto"
-        )
-    return speculation
 
 
 @dataclass(frozen=True)

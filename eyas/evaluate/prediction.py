@@ -17,13 +17,13 @@ from dataclasses import replace
 from typing import Any
 
 import fsspec
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from eyas.engine.costs import CostTable
 from eyas.engine.policy import Speculation
 from eyas.engine.request import Request
 from eyas.engine.round_costs import round_costs
-from eyas.errors import CorruptError, EyasError, MissingInputError
+from eyas.errors import ConfigError, CorruptError, EyasError, MissingInputError
 from eyas.evaluate.decoding import Models
 from eyas.evaluate.overheads import Overheads, overheads
 from eyas.evaluate.recording import Recording, record
@@ -55,6 +55,22 @@ class PredictConfig(BaseModel):
     chunk_ms: float = Field(0.05, ge=0)
     arrival_ms: float = Field(3.0, ge=0)
 
+    @model_validator(mode="after")
+    def _can_be_played(self) -> PredictConfig:
+        if any(concurrency < 1 for concurrency in self.concurrencies):
+            raise ConfigError(f"predict.concurrencies: {list(self.concurrencies)}", "give numbers above 0")
+        for way in self.speculations:
+            speculating(way)
+        return self
+
+
+def speculating(text: str) -> Speculation:
+    """A way to speculate. Raises ConfigError, also for `off`."""
+    speculation = Speculation.parse(text)
+    if speculation.mode == "off":
+        raise ConfigError("with speculation off there is no tau", "give fixed(6,3,12), a chain such as fixed(4,1,5), or auto")
+    return speculation
+
 
 def predict(
     config: PredictConfig, models: Models, trees: Sequence[Speculation], requests: Sequence[Request], track: Track
@@ -63,7 +79,7 @@ def predict(
 
     Raises EyasError for an impossible one.
     """
-    speculations = list(dict.fromkeys([*trees, *map(Speculation.parse, config.speculations)]))
+    speculations = list(dict.fromkeys([*trees, *map(speculating, config.speculations)]))
     table = costs_of(config, models, speculations[0])
     found = overheads_of(config, models, table, speculations, requests)
     figures = []
