@@ -43,6 +43,7 @@ from eyas.plan.estimate import Planner, Work
 from eyas.plan.needs import read_prompts
 from eyas.serve.server import ServeConfig, running_server
 from eyas.shards import Features
+from eyas.train.ranks import world_size
 from eyas.train.trainer import TrainConfig, train
 
 IDENTITY_DIGITS = 8  # of a folder's name
@@ -152,6 +153,11 @@ def run(content: dict[str, Any], command_line: str, anyway: bool = False) -> Non
     command_line: the command that does this, for messages and for the report. anyway: do not look whether there is room.
     """
     started = time.monotonic()
+    if world_size() > 1:
+        raise ConfigError(
+            f"{command_line} is work for one process, and torchrun started {world_size()}",
+            "start it without torchrun; on several devices run the stages one by one, `eyas train` by torchrun",
+        )
     config = validated(RunConfig, content, command_line)
     root = local_output(config.output)
     TargetConfig.from_folder(resolve_target(config.target))  # a run serves: what cannot be served is told now
