@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from eyas.artifact import Artifact
+from eyas.cli import run as cli_run
+from eyas.cli import train as cli_train
 from eyas.errors import MismatchError
 from eyas.features.capture import CaptureConfig, capture
 from eyas.features.generate import GenerateConfig, generate
@@ -147,3 +150,40 @@ def test_the_target_is_loaded_for_features_only(
 def test_answers_of_another_target_are_refused(answers: Artifact, tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match="another target"):
         OnlineTarget(config_of(tiny_target(tmp_path / "other", seed=1)), answers)
+
+
+def test_from_the_command_line(target: Path, answers: Artifact, both: tuple[Artifact, OnlineTarget], tmp_path: Path) -> None:
+    """`eyas train ANSWERS --online` makes the head of `eyas train FEATURES`."""
+    setting = both[1].setting.config.model_dump(mode="json", exclude={"target"})
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text(json.dumps({"capture": setting, "train": TRAIN.model_dump(mode="json")}))
+    heads = [tmp_path / "online", tmp_path / "stored"]
+    cli_train.command(answers.url, str(target), str(heads[0]), online=True, run_file=run_file)
+    cli_train.command(both[0].url, str(target), str(heads[1]), run_file=run_file)
+    assert (heads[0] / "model.safetensors").read_bytes() == (heads[1] / "model.safetensors").read_bytes()
+
+
+def test_a_run_that_is_online_stores_what_is_held_out(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": f"I would like a table for {number} in San Jose."} for number in range(60)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(cli_run, "serve_and_bench", lambda *_: None)
+    config = cli_run.RunConfig.model_validate(
+        {
+            "target": str(target),
+            "output": str(tmp_path / "run"),
+            "online": True,
+            "prompts": {"sources": [{"path": str(prompts), "licence": "CC0-1.0", "name": "made up", "prompts_by": "human"}]},
+            "generate": {"max_tokens": 12},
+            "capture": {"held_out_share": 0.3, "batch_tokens": 1},
+            "train": TRAIN.model_dump(mode="json"),
+            "serve": {},
+        }
+    )
+    made = cli_run.run_stages(config, config.output)
+    features = made.features.manifest("capture")
+    assert features.counts["train"] == 0 < features.counts["held_out"]
+    learnt_from = made.head.manifest("train").inputs["features"]
+    assert learnt_from.counts["train"] > features.counts["held_out"]
+    assert learnt_from.identity != features.identity
+    assert made.evaluation.read_json("eval.json")["tau"] >= 1.0
