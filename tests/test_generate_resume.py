@@ -77,6 +77,11 @@ def ended(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+def is_running(pid: int) -> bool:
+    """Whether a process has not ended; its status can still be asked for."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+
 def kept_turns(folder: Path) -> set[tuple[str, int]]:
     """The answers that are on disk, in finished parts and in journals, read without the code that wrote them."""
     rows = [json.loads(line) for path in folder.glob("answers-*.jsonl") for line in path.read_bytes().splitlines()]
@@ -121,7 +126,7 @@ def test_killed_at_any_moment(
         num_kept = max(num_kept, len(kept))
         pid = in_a_process(lambda: generate(config, prompts, Artifact(str(output))))
         if num_killed < 7:
-            while num_killed == 0 and not kept_turns(output):  # the first one once there is something to lose
+            while num_killed == 0 and not kept_turns(output) and is_running(pid):  # the first one has something to lose
                 time.sleep(0.005)
             time.sleep(rng.uniform(0.1, 0.6) * seconds * (num_killed > 0))
             os.kill(pid, signal.SIGKILL)
