@@ -278,7 +278,9 @@ def test_differences_and_who_counted_are_said_aloud():
     bench["compared_anyway"] = True
     for text in (words(render(Contents(bench))), tables.markdown(bench, None, (), "t")):
         assert "bfloat16 against float32" in text
+    bench["results"][0] |= {"goodput_rps": 1.5, "requests_per_s": 2.0}
     page = words(render(Contents(bench)))
+    assert "plain, 1: 1.50 of 2.00 answers a second kept to the objectives" in page
     assert "although the arms may not have done the same work" in page
     assert "were counted by tokenize" in page
 
