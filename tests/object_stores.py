@@ -16,6 +16,7 @@ from pathlib import Path
 import fsspec
 
 BUCKET = "features"
+BROKEN = "a connection that a fault broke"
 
 
 def free_port() -> int:
@@ -79,6 +80,7 @@ class Line:
         self._server_port = server_port
         self._fault, self._after, self._times = "", 0, 0
         self.num_faults = 0
+        self._serving: set[threading.Thread] = set()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
         threading.Thread(target=self._accept, daemon=True).start()
@@ -88,7 +90,10 @@ class Line:
         self._fault, self._after, self._times = kind, after, times
 
     def healthy(self) -> None:
+        """From now on all is well: the server is done with what a fault left it, so that none of it is put down later."""
         self._fault = ""
+        for thread in [one for one in self._serving if one.name == BROKEN]:
+            thread.join(timeout=10)
 
     def close(self) -> None:
         self._listener.close()
@@ -99,7 +104,9 @@ class Line:
                 client, _ = self._listener.accept()
             except OSError:
                 return
-            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+            thread = threading.Thread(target=self._serve, args=(client,), daemon=True)
+            self._serving = {one for one in self._serving if one.is_alive()} | {thread}
+            thread.start()
 
     def _serve(self, client: socket.socket) -> None:
         with contextlib.suppress(OSError), client, socket.create_connection(("127.0.0.1", self._server_port)) as server:
@@ -107,6 +114,9 @@ class Line:
             back.start()
             self._pump(client, server, "reset")
             back.join()
+            with contextlib.suppress(OSError):
+                while server.recv(1 << 14):  # until the server has closed: it is done
+                    pass
 
     def _pump(self, source: socket.socket, target: socket.socket, breaks: str) -> None:
         """Bytes one way until an end or a fault. A fault counts from when it is set, so that open connections have it too."""
@@ -132,6 +142,7 @@ class Line:
             return False
         self._times -= 1
         self.num_faults += 1
+        server = target if breaks == "reset" else source
         if kind == "stall":
             time.sleep(30)
         if kind == "503":
@@ -140,7 +151,9 @@ class Line:
         for end in (source, target):
             with contextlib.suppress(OSError):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0" if kind != "503" else b"\0" * 8)
-                end.shutdown(socket.SHUT_RDWR)
+                end.shutdown(socket.SHUT_WR if end is server and kind == "reset" else socket.SHUT_RDWR)
+        if kind == "reset":
+            threading.current_thread().name = BROKEN
         return True
 
 
