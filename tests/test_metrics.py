@@ -89,3 +89,34 @@ def test_spread_is_in_order_and_within_the_sample(values):
 
 def test_no_sample_has_no_spread():
     assert metrics.spread([]) is None
+
+
+def test_tokens_per_forward_lies_between_plain_and_tau():
+    assert metrics.tokens_per_forward(10, [0, 5]) == metrics.tau([0, 5]) == 2
+    assert metrics.tokens_per_forward(10, [0, 2]) == 10 / 8  # two rounds of two, six plain steps
+    assert metrics.tokens_per_forward(10, []) == 1
+    assert metrics.tokens_per_forward(0, []) is None
+
+
+@given(HIST)
+def test_positions_that_servers_count_say_what_the_histogram_says(hist):
+    accepted = [sum(hist[position + 1 :]) for position in range(len(hist) - 1)]
+    assert metrics.acceptance_of_positions(sum(hist), accepted) == metrics.acceptance_by_position(hist)
+
+
+def test_bootstrap_holds_a_ratio_as_often_as_it_says():
+    rng = np.random.default_rng(1)
+    held = 0
+    for _ in range(200):
+        rows = rng.exponential(size=(40, 2)) * (2, 1)
+        low, high = metrics.bootstrap_interval(rows, metrics.ratio_of_sums)
+        held += low <= 2 <= high
+    assert held > 0.87 * 200  # percentile intervals of small samples are a little narrow
+    assert metrics.bootstrap_interval(rows, metrics.ratio_of_sums) == (low, high)
+    assert metrics.bootstrap_interval(rows[:5], metrics.ratio_of_sums) is None
+
+
+def test_bootstrap_of_equal_rows_is_a_point():
+    low, high = metrics.bootstrap_interval([(10, 4)] * 9, metrics.ratio_of_medians)
+    assert low == high == 2.5
+    assert metrics.ratio_of_sums(np.zeros((3, 2))) == 0
