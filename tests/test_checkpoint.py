@@ -541,6 +541,43 @@ def test_tensors_that_do_not_fit_are_refused_by_name(target, tmp_path, changes, 
         read_head(folder)
 
 
+MALFORMED = ("x", [], [1], {"a": 1}, 0, -1, 1.5, True)
+
+
+@pytest.mark.parametrize(
+    "key", ["architectures", "eagle_config", "rope_scaling", "rope_parameters", "transformer_layer_config"]
+)
+def test_parts_that_are_of_no_such_type_are_said(target, tmp_path, key):
+    folder = head_folder(target, tmp_path / "head", "sglang")
+    for value in MALFORMED:
+        if not isinstance(value, list if key == "architectures" else dict):
+            edit_config(folder, **{key: value})
+            with pytest.raises(CorruptError, match=key):
+                read_head(folder)
+
+
+@pytest.mark.parametrize("form", ["sglang", "vllm"])
+@pytest.mark.parametrize("key", ["num_attention_heads", "hidden_size", "head_dim", "sliding_window", "max_position_embeddings"])
+def test_numbers_that_are_none_are_an_error_of_ours(target, tmp_path, form, key):
+    folder = head_folder(target, tmp_path / "head", form)
+    section = "transformer_layer_config" if form == "vllm" else ""
+    edit_config(folder, section, head_dim=None, **({"sliding_window": 4} if key == "max_position_embeddings" else {}))
+    for value in ("x", [1], {"a": 1}, -1.5):
+        edit_config(folder, section, **{key: value})
+        with pytest.raises(MismatchError):
+            read_head(folder)
+    edit_config(folder, section, num_attention_heads=0)
+    with pytest.raises(MismatchError):
+        read_head(folder)
+
+
+def test_a_part_of_the_rotary_embedding_is_refused_where_transformers_5_writes_it(target, tmp_path):
+    folder = head_folder(target, tmp_path / "head", "sglang")
+    edit_config(folder, rope_parameters={"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5})
+    with pytest.raises(MismatchError, match="partial_rotary_factor"):
+        read_head(folder)
+
+
 def test_an_output_matrix_tied_to_the_embedding(target, tmp_path):
     """Of a part of the vocabulary it cannot be meant, whatever the config took over from its target."""
     part = head_folder(target, tmp_path / "part", "sglang")

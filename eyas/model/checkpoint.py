@@ -27,7 +27,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from eyas.errors import MismatchError
+from eyas.errors import CorruptError, MismatchError
 from eyas.model.config import DecoderConfig, HeadConfig, RopeConfig, Taps, TargetShape, read_config
 from eyas.model.weights import read_tensors, tensor_sha256, weight_files
 
@@ -75,6 +75,11 @@ FED_BACK_HINT = (
     "SpecForge meant the norm before lm_head by it until September 2026, and EAGLE-3.1's fed-back norm since, as others do: "
     f'write "{FED_BACK}": false for the first, true for the second'
 )
+# Parts of a config that are JSON objects, or lists, in whichever section they stand.
+SECTIONS: dict[str, type] = {
+    **dict.fromkeys(("eagle_config", "transformer_layer_config", "rope_scaling", "rope_parameters"), dict),
+    "architectures": list,
+}
 # Values that change the result when they are another than this one (or absent).
 FIXED = {
     "num_hidden_layers": 1,
@@ -112,7 +117,8 @@ class Checkpoint:
 
     def stated(self, key: str) -> set[Any]:
         """The values that the config gives a key, in any of its places; null is no value."""
-        places = (self.settings, self.layer_settings, self.eagle_settings)
+        rope = self.layer_settings.get("rope_parameters") or {}
+        places = (self.settings, self.layer_settings, self.eagle_settings, rope)
         values = [place[key] for place in places if place.get(key) is not None]
         return {str(value) if isinstance(value, dict | list) else value for value in values}
 
@@ -203,6 +209,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     """Find out a head's form by looking, and read it without judging. Raises MissingInputError, CorruptError, MismatchError."""
     ours = (Path(folder) / HEAD_JSON).exists()
     settings = read_config(folder, HEAD_JSON if ours else CONFIG_JSON)
+    check_sections(folder, settings)
     if ours and settings.get("format") != FORMAT:
         raise MismatchError(
             f"{folder}/{HEAD_JSON} has format {settings.get('format')!r}, not {FORMAT!r}", "export the head again"
@@ -226,6 +233,17 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         raise MismatchError(f"{folder} holds two layers, {LAYER}* and {SPECULATORS_LAYER}*", "delete the wrong one")
     is_midlayer = any(name.startswith(LAYER) for name in stored)
     return Checkpoint(form, settings, tensors, embed_tokens, LAYER if is_midlayer else SPECULATORS_LAYER)
+
+
+def check_sections(folder: str | Path, settings: Mapping[str, Any]) -> None:
+    """Raise CorruptError for a part of a config that is not of its JSON type: nothing below it could be read."""
+    for key, kind in SECTIONS.items():
+        found = settings.get(key)
+        if found is not None and not isinstance(found, kind):
+            what = f"{folder}: {key} in the config is {found!r:.64}, not a JSON {'list' if kind is list else 'object'}"
+            raise CorruptError(what, "restore it from its source, or export the head again")
+        if isinstance(found, dict):
+            check_sections(folder, found)
 
 
 def setting_faults(checkpoint: Checkpoint) -> list[MismatchError]:
@@ -259,7 +277,8 @@ def layer_faults(checkpoint: Checkpoint) -> list[MismatchError]:
         what = f"the layer's model_type is {model_type!r}: only 'llama' is supported"
         faults.append(MismatchError(what, "train a Llama-shaped head"))
     window, length = settings.get("sliding_window"), settings.get("max_position_embeddings") or 2048
-    if window and window < length and settings.get("use_sliding_window", True):
+    sees_all = isinstance(window, int) and isinstance(length, int) and window >= length
+    if window and not sees_all and settings.get("use_sliding_window", True):
         what = f"sliding_window is {window} of a context of {length} (attention sees a window only): not supported"
         faults.append(MismatchError(what, "train a head without it"))
     # Of W tokens, an output matrix of its own cannot be the embedding of V, whatever a config copied from the target says.
@@ -356,7 +375,7 @@ def head_config(checkpoint: Checkpoint, target: TargetShape | None = None) -> He
             norm_output=True in checkpoint.stated("norm_output") and fed_back(checkpoint) is True,
             own_rope=settings.get(OWN_ROPE) or False,
         )
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ArithmeticError) as error:
         raise MismatchError(
             f"the head's config lacks {error}", "restore it from its source, or export the head again"
         ) from error
