@@ -9,5 +9,6 @@ metrics, openapi              what the server tells of itself
 drift, reference              whether acceptance is what the head's card promises
 consent, collection, cleaning   prompts that may be kept, cleaned, for the next head
 exchange, events, app         one request, how it is sent, the endpoints
+playground, page/             the page at /
 storage, waiting, server      the model's files, the time until they are loaded, the process
 """

@@ -41,6 +41,7 @@ from eyas.serve.generate_request import GenerateRequest
 from eyas.serve.limits import Door, LimitsConfig
 from eyas.serve.metrics import CONTENT_TYPE, EngineState, Metrics
 from eyas.serve.openapi import document
+from eyas.serve.playground import routes as page_routes
 from eyas.serve.reference import Reference
 from eyas.serve.refusal import ApiError, refused_by_engine, unsupported
 from eyas.serve.text_request import TextRequest
@@ -109,7 +110,7 @@ def _routes(api: _Api) -> list[Route]:
             routes.insert(0, Route(vertex.predict_route, api.endpoint(api.predict, error_body), methods=["POST"]))
         if vertex.health_route not in known:
             routes.insert(0, Route(vertex.health_route, api.health))
-    return routes
+    return routes + page_routes()
 
 
 Handler = Callable[[HttpRequest, Exchange], Awaitable[Response]]

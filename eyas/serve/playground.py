@@ -1,0 +1,48 @@
+"""The playground at `/`: files as they are, with headers under which a browser runs no other script and asks no other server.
+
+Knows no request: the page asks the same API as everybody, with the key that it is given.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from eyas.sheet import STYLESHEET
+
+FOLDER = Path(__file__).with_name("page")
+FILES = {
+    "/": (FOLDER / "index.html", "text/html"),
+    "/page/house.css": (STYLESHEET, "text/css"),
+    "/page/page.css": (FOLDER / "page.css", "text/css"),
+    "/page/page.js": (FOLDER / "page.js", "text/javascript"),
+    "/page/icon.svg": (FOLDER / "icon.svg", "image/svg+xml"),
+}
+# With trusted types nothing on the page can turn a text into HTML, whatever a model says.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+)
+_HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+def routes() -> list[Route]:
+    """A route for each file, read once. They need no key: there is nothing in them of model or traffic."""
+    return [_route(path, *named) for path, named in FILES.items()]
+
+
+def _route(path: str, file: Path, kind: str) -> Route:
+    content = file.read_bytes()
+
+    async def answered(_: HttpRequest) -> Response:
+        return Response(content, media_type=kind, headers=_HEADERS)
+
+    return Route(path, answered, methods=["GET"])

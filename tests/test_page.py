@@ -1,0 +1,434 @@
+"""The playground in a real browser: what it draws is what the server said, by mouse and by keys, and it asks nobody else."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import contextmanager
+from itertools import pairwise
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from eyas.builtin import BUILTIN
+from eyas.engine.engine import EngineConfig
+from eyas.serve.app import Extras
+from eyas.serve.limits import LimitsConfig
+from eyas.serve.playground import FILES, FOLDER
+from eyas.serve.server import ServeConfig, running_server
+from eyas.serve.vertex import VertexConfig
+from tests.browser import chromium, needs_chromium
+from tests.page_tags import Tags
+from tests.serving import World
+
+PROMPT = "Find me a Thai restaurant in San Jose."
+WAIT_MS = 120_000  # a busy machine's
+
+
+@pytest.fixture(scope="module")
+def server():
+    engine = EngineConfig(max_batch=2, max_length=512, speculation="fixed(4,2,8)")
+    with running_server(ServeConfig(target=BUILTIN, head=BUILTIN, port=0, threads=1, engine=engine)) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as browser:
+        yield browser
+
+
+@contextmanager
+def opened(browser, url, faults=(), **options):
+    """A page in a context of its own. It may ask this server only, and complain of nothing but `faults`."""
+    with (
+        browser.new_context(viewport={"width": 1280, "height": 860}, **options)
+        if not options.get("viewport")
+        else (browser.new_context(**options)) as context
+    ):
+        page = context.new_page()
+        page.set_default_timeout(WAIT_MS)
+        hosts, said = set(), []
+        page.on("request", lambda request: hosts.add(urlsplit(request.url).netloc))
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.goto(url)
+        yield page
+        assert hosts == {urlsplit(url).netloc}
+        assert [one for one in said if not any(fault in one for fault in faults)] == []
+
+
+@pytest.fixture
+def page(browser, server):
+    with opened(browser, server) as page:
+        page.wait_for_selector("#send:enabled")
+        yield page
+
+
+def over(page):
+    page.wait_for_selector("#stop:disabled")
+    page.wait_for_selector("#send:enabled")
+
+
+def chat(page, prompt=PROMPT, longest=40):
+    page.fill("#longest", str(longest))
+    page.fill("#prompt", prompt)
+    page.click("#send")
+    over(page)
+
+
+def asked(url, speculation=True, **fields):
+    """The same over the API."""
+    body = {"model": "eyas", "messages": [{"role": "user", "content": PROMPT}], "temperature": 0, "max_tokens": 40}
+    return httpx.post(f"{url}/v1/chat/completions", json=body | {"speculation": speculation} | fields, timeout=300).json()
+
+
+def texts(page, selector):
+    return [one.text_content() for one in page.query_selector_all(selector)]
+
+
+# The files
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return World.make(tmp_path_factory.mktemp("target"))
+
+
+def test_files_come_with_headers_that_let_a_browser_ask_nobody_else(tiny):
+    with tiny.served() as client:
+        for path, (file, kind) in FILES.items():
+            reply = httpx.get(client.url + path)
+            assert (reply.status_code, reply.content) == (200, file.read_bytes())
+            assert reply.headers["content-type"].startswith(kind)
+            policy = dict(part.strip().partition(" ")[::2] for part in reply.headers["content-security-policy"].split(";"))
+            assert policy["default-src"] == "'none'"
+            assert {policy[name] for name in ("script-src", "style-src", "connect-src")} == {"'self'"}
+            assert reply.headers["x-content-type-options"] == "nosniff"
+        assert httpx.get(f"{client.url}/page/playground.py").status_code == 404
+        assert httpx.post(f"{client.url}/", json={}).status_code == 405
+
+
+def test_the_page_is_strict_html_without_anything_inline_or_foreign():
+    tags = Tags((FOLDER / "index.html").read_text(encoding="utf-8"))
+    assert tags.count("style") == 0
+    assert tags.count("script") == 1
+    for tag, attributes in tags.all:
+        assert not [name for name in attributes if name.startswith("on") or name == "style"], tag
+        for name in ("src", "href"):
+            assert ":" not in attributes.get(name, "")
+            assert not attributes.get(name, "").startswith("/")  # a proxy may put the server under a path
+    ids = [attributes["id"] for _, attributes in tags.all if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    fields = {attributes["id"] for tag, attributes in tags.all if tag in ("input", "textarea")}
+    script = (FOLDER / "page.js").read_text(encoding="utf-8")
+    assert not re.findall(
+        r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|localStorage|sessionStorage|cookie", script
+    )
+    assert fields <= set(ids)
+
+
+def test_vertex_may_have_its_routes_at_the_same_place(tiny):
+    extras = Extras(vertex=VertexConfig(predict_route="/", health_route="/ping"))
+    with tiny.served(extras=extras) as client:
+        assert httpx.post(f"{client.url}/", json={"instances": []}).status_code == 400
+        assert httpx.get(f"{client.url}/").headers["content-type"].startswith("text/html")
+
+
+# In a browser
+
+
+@needs_chromium
+def test_a_chat_shows_where_its_tokens_come_from(page, server):
+    """Text, counts and tau are those that the server tells without a browser."""
+    chat(page)
+    answer = asked(server)
+    usage = answer["usage"]
+    assert "".join(texts(page, ".turn .said .token")) == answer["choices"][0]["message"]["content"]
+    drafted, bonus, plain = (int(page.text_content(f"#num-{origin}")) for origin in ("drafted", "bonus", "plain"))
+    assert drafted + bonus + plain == usage["completion_tokens"]
+    assert plain == 1
+    assert len(page.query_selector_all(".said .token.drafted")) == drafted > 0
+    assert len(page.query_selector_all(".said .token.bonus")) == bonus > 0
+    assert page.text_content("#tau") == f"{usage['eyas']['tau']:.2f}"
+    assert f"over {usage['eyas']['rounds']} rounds" in page.text_content("#tau-note")
+    assert float(page.text_content("#speed")) > 0
+    assert page.text_content("#problem") == ""
+
+
+@needs_chromium
+def test_the_tree_is_that_of_the_round_that_is_picked(page):
+    chat(page)
+    last = len(set(page.eval_on_selector_all(".said .token", "all => all.map(one => one.dataset.round)")))
+    assert page.text_content("#tree-title") == f"Round {last} of {last}"
+    token = page.query_selector(".said .token.drafted")
+    token.click()
+    number = int(token.get_attribute("data-round"))
+    assert page.text_content("#tree-title") == f"Round {number + 1} of {last}"
+    of_round = page.query_selector_all(f'.said .token[data-round="{number}"]')
+    assert len(page.query_selector_all(".said .token.now")) == len(of_round)
+    accepted = len([one for one in of_round if "drafted" in one.get_attribute("class")])
+    assert len(page.query_selector_all("#drawing .node.accepted")) == accepted > 0
+    assert len(page.query_selector_all("#drawing .node.bonus")) == len(of_round) - accepted
+    drafted = len(page.query_selector_all("#drawing .node:not(.root):not(.bonus)"))
+    assert f"The head drafted {drafted} tokens; the target kept {accepted}" in page.text_content("#told")
+    assert len(page.query_selector_all("#drawing .edge")) == len(page.query_selector_all("#drawing .node")) - 1
+    assert page.get_attribute("#drawing svg", "aria-label") == page.text_content("#told")
+    page.press("#which", "Home")
+    assert page.text_content("#tree-title") == f"Round 1 of {last}"
+    assert "without drafts" in page.text_content("#told")
+    page.click("#on")
+    assert page.text_content("#tree-title") == f"Round 2 of {last}"
+
+
+@needs_chromium
+def test_a_race_ends_with_the_same_output_twice_and_can_be_seen_again(page, server):
+    page.fill("#longest", "40")
+    page.fill("#temperature", "0.7")
+    page.fill("#prompt", PROMPT)
+    with page.expect_request("**/completions") as first:
+        page.click("#race")
+    page.wait_for_selector(".verdict")
+    over(page)
+    plain, speculative = ("".join(texts(page, f".lane:nth-child({place}) .token")) for place in (1, 2))
+    assert plain == speculative != ""
+    assert {one.get_attribute("class") for one in page.query_selector_all(".lane:nth-child(1) .token")} == {"token plain"}
+    assert page.query_selector_all(".lane:nth-child(2) .token.drafted")
+    verdict = page.text_content(".verdict")
+    assert re.match(r"Identical outputs: all \d+ tokens are the same\. With the head \d+\.\d\d times as many tokens", verdict)
+    body = first.value.post_data_json
+    assert asked(server, False, temperature=0.7, seed=body["seed"])["choices"][0]["message"]["content"] == plain
+    page.click(".turn button")
+    over(page)
+    assert ["".join(texts(page, f".lane:nth-child({place}) .token")) for place in (1, 2)] == [plain, plain]
+
+
+@needs_chromium
+def test_outputs_that_differ_are_said_to(page):
+    answers = iter(["alpha beta", "alpha gamma"])
+    page.route("**/completions", lambda route: route.fulfill(**events(next(answers).split())))
+    page.fill("#prompt", PROMPT)
+    page.click("#race")
+    page.wait_for_selector(".verdict")
+    assert page.text_content(".verdict").startswith("The outputs differ from token 2 on.")
+    over(page)
+
+
+@needs_chromium
+def test_all_of_it_goes_by_keyboard(page):
+    """Prompt, stop, next turn, options, rounds; the focus can be seen everywhere."""
+    sent = []
+    page.on("request", lambda request: sent.append(request.post_data_json) if request.method == "POST" else None)
+    assert page.evaluate("document.activeElement.id") == "prompt"
+    page.fill("#longest", "200")
+    page.focus("#prompt")
+    page.keyboard.type("Hello")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("I need a hotel in Seattle.")
+    seen = []
+    for _ in range(12):
+        page.keyboard.press("Tab")
+        seen.append(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
+        outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+        assert outline not in ("none", "") or seen[-1] == "BODY", seen
+        if seen[-1] == "slow":
+            page.keyboard.press("Space")
+    assert [one for one in seen if one in ("send", "race", "clear", "speculation", "slow", "temperature", "longest")] == [
+        "send",
+        "race",
+        "clear",
+        "speculation",
+        "slow",
+        "temperature",
+        "longest",
+    ]
+    page.focus("#prompt")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".said .token.drafted")
+    page.keyboard.press("Escape")
+    over(page)
+    said = "".join(texts(page, ".said .token"))
+    assert "stopped" in page.text_content("#status")
+    page.uncheck("#slow")
+    page.fill("#longest", "8")
+    page.focus("#prompt")
+    page.keyboard.type("Thanks")
+    page.keyboard.press("Enter")
+    over(page)
+    first, second = ([(one["role"], one["content"]) for one in body["messages"]] for body in sent)
+    assert first == [("user", "Hello\nI need a hotel in Seattle.")]
+    assert second == [*first, ("assistant", said), ("user", "Thanks")]
+
+
+def events(pieces, origin="bonus"):
+    """A stream that says these tokens, one a round."""
+    chunks = [
+        {
+            "choices": [{"index": 0, "delta": {"content": piece}, "finish_reason": None}],
+            "eyas": {"round": {"tokens": [{"text": piece, "origin": origin}], "tree": []}},
+        }
+        for piece in pieces
+    ]
+    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    return {"status": 200, "content_type": "text/event-stream", "body": body}
+
+
+@needs_chromium
+def test_what_a_model_says_is_text_and_never_html(page):
+    evil = "<img src=x onerror=\"document.title='x'\"><script>document.title='x'</script>"
+    page.route("**/completions", lambda route: route.fulfill(**events([evil, "</div>&amp;"])))
+    chat(page, prompt=evil)
+    assert texts(page, ".said .token") == [evil, "</div>&amp;"]
+    assert page.text_content(".asked") == evil
+    assert page.query_selector_all("#log img, #log script, #drawing img") == []
+    assert page.title() == "eyas playground"
+
+
+@needs_chromium
+def test_a_long_answer_leaves_the_page_its_frames(page):
+    """However fast it comes, so many tokens are drawn between two frames and no more."""
+    count = 3000
+    page.route("**/completions", lambda route: route.fulfill(**events([f"word{one}\n " for one in range(count)])))
+    page.evaluate("""() => {
+        window.counts = [];
+        const look = () => { counts.push(document.querySelectorAll(".said .token").length); requestAnimationFrame(look); };
+        look();
+    }""")
+    chat(page)
+    counts = page.evaluate("counts")
+    assert max(counts) == count
+    steps = [after - before for before, after in pairwise(counts)]
+    assert 0 < max(steps) <= 2 * 200
+    assert sum(step > 0 for step in steps) >= count / 400
+    assert page.evaluate("log.scrollHeight - log.scrollTop - log.clientHeight") < 20  # it follows the end
+
+
+@needs_chromium
+def test_errors_are_said_in_words_and_the_prompt_is_not_lost(browser, server):
+    with opened(browser, server, faults=["400 (Bad Request)", "ERR_FAILED", "401"]) as page:
+        page.wait_for_selector("#send:enabled")
+        chat(page, longest=5000)
+        assert "This server holds 512 tokens a request" in page.text_content("#problem")
+        assert page.input_value("#prompt") == PROMPT
+        assert page.query_selector_all(".turn") == []
+        page.route("**/completions", lambda route: route.abort())
+        chat(page)
+        assert page.text_content("#problem") == "The server cannot be reached."
+        page.unroute("**/completions")
+        broken = events(["one"])
+        broken["body"] = broken["body"].partition("data: [DONE]")[0] + 'data: {"error": {"message": "the engine failed"}}\n\n'
+        page.route("**/completions", lambda route: route.fulfill(**broken))
+        chat(page)
+        assert page.text_content("#problem") == "The engine failed."
+        page.unroute("**/completions")
+        chat(page)
+        assert page.text_content("#problem") == ""
+
+
+@needs_chromium
+def test_a_key_is_asked_for_and_kept_nowhere(browser, tiny, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("a-key-of-this-test-0123456789\n")
+    with (
+        tiny.served(limits=LimitsConfig(api_keys=keys)) as client,
+        opened(browser, client.url, faults=["401 (Unauthorized)"]) as page,
+    ):
+        page.wait_for_selector("#key-form", state="visible")
+        page.wait_for_function("document.activeElement.id == 'key'")
+        assert page.is_disabled("#send")
+        page.keyboard.type("not-the-key")
+        page.keyboard.press("Enter")
+        page.wait_for_function("document.querySelector('#problem').textContent != ''")
+        page.wait_for_selector("#stop:disabled")
+        assert page.is_visible("#key-form")
+        page.fill("#key", "a-key-of-this-test-0123456789")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#key-form", state="hidden")
+        chat(page, longest=8)
+        assert len(page.query_selector_all(".said .token")) == 8
+        assert "without a head" in page.text_content("#served")  # which this server has not
+        assert page.is_disabled("#race")
+        assert "without drafts" in page.text_content("#told")
+        kept = page.evaluate(
+            "[localStorage.length, sessionStorage.length, document.cookie, document.documentElement.outerHTML]"
+        )
+        assert kept[:3] == [0, 0, ""]
+        assert "a-key-of-this-test" not in kept[3]
+        assert page.input_value("#key") == ""
+        page.reload()
+        page.wait_for_selector("#key-form", state="visible")
+
+
+# As WCAG 2 computes it, of the colours that the browser has computed; a canvas turns any of them into bytes.
+CONTRASTS = """() => {
+  const pixel = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const bytes = colour => {
+    pixel.clearRect(0, 0, 1, 1); pixel.fillStyle = colour; pixel.fillRect(0, 0, 1, 1);
+    return [...pixel.getImageData(0, 0, 1, 1).data];
+  };
+  const behind = one => {
+    for (; one; one = one.parentElement) {
+      const colour = bytes(getComputedStyle(one).backgroundColor);
+      if (colour[3] == 255) return colour;
+      if (colour[3] != 0) throw new Error("half transparent");
+    }
+  };
+  const luminance = ([r, g, b]) => [r, g, b].map(c => c / 255)
+    .map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, c, place) => sum + c * [0.2126, 0.7152, 0.0722][place], 0);
+  const ratio = (one, other) => {
+    const [low, high] = [luminance(one), luminance(other)].sort((a, b) => a - b);
+    return (high + 0.05) / (low + 0.05);
+  };
+  const found = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const one = walker.currentNode.parentElement;
+    if (!walker.currentNode.data.trim() || !one.checkVisibility() || one.closest(":disabled, title, noscript")) continue;
+    const style = getComputedStyle(one), box = one.ownerSVGElement && one.parentElement.querySelector("rect");
+    const colours = box ? [style.fill, getComputedStyle(box).fill].map(bytes) : [bytes(style.color), behind(one)];
+    found.push([ratio(...colours), `${one.tagName} ${one.getAttribute("class")}: ${walker.currentNode.data.trim()}`]);
+  }
+  return found;
+}"""
+
+
+@needs_chromium
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_stands_out_from_its_background(browser, server, tmp_path, scheme):
+    """4.5 to 1, of everything that can be read; and a screenshot has more than a background."""
+    with opened(browser, server, color_scheme=scheme) as page:
+        page.wait_for_selector("#send:enabled")
+        welcome = page.evaluate(CONTRASTS)
+        page.fill("#longest", "30")
+        page.fill("#prompt", PROMPT)
+        page.click("#race")
+        page.wait_for_selector(".verdict")
+        over(page)
+        page.fill("#temperature", "0")
+        chat(page, longest=30)
+        found = welcome + page.evaluate(CONTRASTS)
+        assert len(found) > 80
+        assert [one for one in found if one[0] < 4.5] == []
+        picture = page.screenshot(path=tmp_path / "page.png")
+        assert len(picture) > 40_000  # a blank sheet of that size takes a tenth of it
+        background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert background == {"light": "rgb(250, 249, 246)", "dark": "rgb(20, 23, 28)"}[scheme]
+
+
+@needs_chromium
+def test_a_phone_reads_it_without_scrolling_sideways(browser, server):
+    with opened(browser, server, viewport={"width": 360, "height": 740}, has_touch=True) as page:
+        page.wait_for_selector("#send:enabled")
+        chat(page, longest=30)
+        page.fill("#prompt", "https://" + "long" * 60)
+        page.click("#race")
+        page.wait_for_selector(".verdict")
+        over(page)
+        assert page.evaluate("[document.documentElement.scrollWidth, innerWidth]") == [360, 360]
+        small = page.evaluate("""[...document.querySelectorAll("button")].filter(one => one.checkVisibility())
+            .map(one => one.getBoundingClientRect()).filter(box => box.height < 36 || box.width < 36).length""")
+        assert small == 0
+        assert page.evaluate("document.querySelector('#drawing').scrollWidth >= 300")
