@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -69,6 +70,7 @@ def test_parameters_are_for_instances_that_do_not_say_otherwise(client):
         ({"instances": [{**CHAT, "temperature": "hot"}]}, "instances.0.temperature"),
         ({"instances": [CHAT], "parameters": {"top_p": 7}}, "parameters.top_p"),
         ({"instances": [CHAT], "parameters": {"messages": MESSAGES}}, "parameters.messages"),
+        ({"instances": [CHAT] * 128, "parameters": {"guided_json": {"title": "x" * 70_000}}}, "parameters"),
         ({"instances": [{**CHAT, "stream": True}]}, "instances.0.stream"),
         ({"instances": [CHAT, {**CHAT, "max_tokens": 5000}]}, "instances.1.max_tokens"),
         ({"instances": [{**CHAT, "store": True}]}, "store"),
@@ -180,6 +182,25 @@ def test_who_comes_too_early_is_told_so_and_silent_ones_hold_nobody_up(listener)
         assert httpx.get(url, timeout=20).status_code == 503
         for one in silent:
             one.close()
+
+
+def test_who_sends_a_byte_at_a_time_holds_nobody_up(listener, monkeypatch):
+    monkeypatch.setattr("eyas.serve.waiting.PATIENCE_S", 0.3)
+    is_over = threading.Event()
+
+    def drip(connection):
+        with connection, contextlib.suppress(OSError):
+            while not is_over.wait(0.05):
+                connection.sendall(b"x")
+
+    with answering(listener):
+        slow = threading.Thread(target=drip, args=(socket.create_connection(listener.getsockname()),))
+        slow.start()
+        try:
+            assert httpx.get("http://{}:{}".format(*listener.getsockname()), timeout=20).status_code == 503
+        finally:
+            is_over.set()
+            slow.join()
 
 
 def test_who_comes_last_is_left_to_the_server(listener):

@@ -26,6 +26,7 @@ from eyas.serve.refusal import ApiError, unsupported
 from eyas.serve.text_request import TextRequest
 
 MAX_INSTANCES = 128
+MAX_PARAMETERS_BYTES = 64 << 10  # each instance gets a copy
 # google.rpc.Code by HTTP status, as Google's APIs name them.
 _STATUSES = {
     400: "INVALID_ARGUMENT",
@@ -91,6 +92,8 @@ def instances(body: bytes, model: str) -> list[ChatRequest | TextRequest]:
     for name in ("instances", "messages", "prompt"):
         if name in shared:
             raise ApiError(400, f"parameters.{name}: belongs to an instance", f"parameters.{name}")
+    if len(json.dumps(shared)) > MAX_PARAMETERS_BYTES:
+        raise ApiError(400, f"parameters: over {MAX_PARAMETERS_BYTES} bytes, give them with the instances", "parameters")
     return [_instance(number, one, shared, model) for number, one in enumerate(asked.instances)]
 
 

@@ -1,7 +1,8 @@
 """Answers 503 to whoever comes while the model is fetched and loaded, on the socket that the server then takes over.
 
 A platform that takes a port nobody listens on for a dead container (Vertex AI after 40 seconds) sees one that is not ready yet.
-One connection at a time, a second each at most: nothing here can be held up or filled. Knows sockets, no application.
+One connection at a time, a second each for its head and for its answer: nothing here can be held up or filled. Knows sockets,
+no application.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import select
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -51,13 +53,15 @@ def _serve(listener: socket.socket, is_over: threading.Event) -> None:
 
 def _answer(connection: socket.socket) -> None:
     """Read the head of a request, then answer: one that is answered unread may see the connection break instead."""
-    connection.settimeout(PATIENCE_S)
+    until = time.monotonic() + PATIENCE_S
     head = b""
     while b"\r\n\r\n" not in head and len(head) < _MOST_HEAD_BYTES:
+        connection.settimeout(max(until - time.monotonic(), 1e-3))  # of all pieces together: a byte at a time holds nobody up
         piece = connection.recv(4096)
         if not piece:
             return
         head += piece
+    connection.settimeout(PATIENCE_S)
     connection.sendall(_ANSWER)
     connection.shutdown(socket.SHUT_WR)
     connection.recv(4096)
