@@ -93,6 +93,21 @@ def test_what_is_there_and_right_is_not_fetched_again_and_what_changed_is(uri, t
     assert weights.stat().st_mtime_ns == before[weights]
 
 
+def test_of_a_store_without_checksums_what_has_changed_is_fetched_though_it_is_as_long(tmp_path):
+    """A head that was trained again has the same sizes."""
+    stored, folder = tmp_path / "stored", tmp_path / "model"
+    for name, data in FILES.items():
+        (stored / name).parent.mkdir(parents=True, exist_ok=True)
+        (stored / name).write_bytes(data)
+    fetched(str(stored), folder)
+    before = (folder / "target" / "weights").stat().st_mtime_ns
+    (stored / "head" / "eyas_head.json").write_bytes(b"[]")
+    os.utime(stored / "head" / "eyas_head.json", (1, 1))
+    fetched(str(stored), folder)
+    assert held(folder / "head") == {"eyas_head.json": b"[]"}
+    assert (folder / "target" / "weights").stat().st_mtime_ns == before
+
+
 def test_a_download_that_was_cut_goes_on_where_it_was(uri, line, tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "BLOCK_BYTES", 50_000)
     monkeypatch.setattr(artifact_module, "PATIENCE_S", 0.5)

@@ -5,7 +5,8 @@
 
 A file is fetched in blocks into `NAME.partial-VERSION`, VERSION being of the object, so that an object that has changed is
 begun anew; it gets its name once its checksum is right: the store's own MD5 or CRC32C, and the manifest's SHA-256 where the
-folder is one of eyas' artifacts. Files that are there and right are not fetched again. Knows no model.
+folder is one of eyas' artifacts. Files that are there and right are not fetched again; of a store without checksums (S3), those
+whose version, kept below `versions/`, is the store's. Knows no model.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ except ImportError:  # comes with gcsfs
 else:
     CRC32C = google_crc32c.Checksum
 
-TARGET, HEAD = "target", "head"
+TARGET, HEAD, VERSIONS = "target", "head", "versions"
 log = logging.getLogger("eyas.serve")
 
 
@@ -57,9 +58,17 @@ class Stored:
     def of(cls, root: str, facts: Mapping[str, Any]) -> Stored:
         """Of what a store tells about a file; the keys are those of GCS."""
         path = str(facts["name"])
-        known = {name: facts.get(name) for name in ("generation", "md5Hash", "crc32c", "etag", "ETag", "mtime", "size")}
+        known = {
+            name: facts.get(name)
+            for name in ("generation", "md5Hash", "crc32c", "etag", "ETag", "LastModified", "mtime", "created", "size")
+        }
         version = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()[:12]
         return cls(path[len(root) :].lstrip("/"), path, int(facts["size"]), facts.get("md5Hash"), facts.get("crc32c"), version)
+
+    @property
+    def has_checksum(self) -> bool:
+        """Whether what is fetched can be held against one of the store's."""
+        return self.md5 is not None or (self.crc32c is not None and CRC32C is not None)
 
 
 def fetched(uri: str, folder: Path | None = None) -> tuple[Path, Path | None]:
@@ -81,7 +90,7 @@ def fetched(uri: str, folder: Path | None = None) -> tuple[Path, Path | None]:
         if not local.resolve().is_relative_to(folder.resolve()):
             raise InputError(f"{uri} has a file whose name leads out of the folder", "rename it")
         with storage_errors(str(folder)):
-            _fetch(store, one, local)
+            _fetch(store, one, local, folder / VERSIONS / one.name)
     _forget_others(folder, {one.name for one in wanted})
     target = folder / TARGET
     head = folder / HEAD if any(one.name.startswith(f"{HEAD}/") for one in wanted) else None
@@ -101,8 +110,10 @@ def _opened(uri: str) -> tuple[Any, str]:
     return persistent, str(root)
 
 
-def _fetch(store: Any, one: Stored, local: Path) -> None:
-    if local.is_file() and local.stat().st_size == one.size and _is_right(one, local):
+def _fetch(store: Any, one: Stored, local: Path, version: Path) -> None:
+    """version: the file that says of which version of the object a local file is."""
+    is_known = one.has_checksum or (version.is_file() and version.read_text() == one.version)
+    if is_known and local.is_file() and local.stat().st_size == one.size and _is_right(one, local):
         return
     local.parent.mkdir(parents=True, exist_ok=True)
     partial = local.with_name(f"{local.name}.partial-{one.version}")
@@ -121,7 +132,11 @@ def _fetch(store: Any, one: Stored, local: Path) -> None:
     if partial.stat().st_size != one.size or not _is_right(one, partial):
         partial.unlink()
         raise CorruptError(f"{one.name} came otherwise than its store says", "start again; if it stays so, upload it again")
+    version.unlink(missing_ok=True)
     os.replace(partial, local)
+    if not one.has_checksum:
+        version.parent.mkdir(parents=True, exist_ok=True)
+        version.write_text(one.version)
 
 
 def _literal(name: str) -> str:
@@ -130,11 +145,11 @@ def _literal(name: str) -> str:
 
 def _is_right(one: Stored, path: Path) -> bool:
     """Whether a file has the store's checksum; of a store without any, its size must do."""
+    if not one.has_checksum:
+        return True
     if one.md5 is not None:
         return base64.b64encode(_digest(path, hashlib.md5(usedforsecurity=False))).decode() == one.md5
-    if one.crc32c is not None and CRC32C is not None:
-        return base64.b64encode(_digest(path, CRC32C())).decode() == one.crc32c
-    return True
+    return base64.b64encode(_digest(path, CRC32C())).decode() == one.crc32c
 
 
 def _digest(path: Path, digest: Any) -> bytes:
