@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+import fsspec
 import httpx
 import pytest
 
@@ -98,6 +99,31 @@ def test_a_line_that_a_crash_has_cut_is_taken_off(tmp_path):
     kept = collection(tmp_path)
     kept.add({"prompt": "three"})
     assert rows(tmp_path) == [{"prompt": "ONE"}, {"prompt": "THREE"}]
+
+
+def test_half_a_line_that_a_full_disk_took_is_taken_off_at_once(tmp_path, monkeypatch):
+    kept = collection(tmp_path)
+    kept.add({"prompt": "one"})
+    write = os.write
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", lambda descriptor, line: write(descriptor, line[:5]))
+        assert list(outcomes(kept, iter(['{"prompt": "two"}']))) == ["failed.OSError"]
+    kept.add({"prompt": "three"})
+    assert rows(tmp_path) == [{"prompt": "ONE"}, {"prompt": "THREE"}]
+
+
+def test_what_was_kept_under_one_licence_is_not_told_under_another(tmp_path):
+    collection(tmp_path)
+    Collection(CollectConfig(folder=tmp_path, licence="MIT"), upper).add({"prompt": "one"})  # nothing was kept yet
+    with pytest.raises(ConfigError, match="other terms"):
+        collection(tmp_path)
+    Collection(CollectConfig(folder=tmp_path, licence="MIT"), upper)
+
+
+def test_a_folder_whose_name_looks_like_a_pattern(tmp_path):
+    collection(tmp_path / "a[b]*").add({"prompt": "one"})
+    (source,) = read_run_file(tmp_path / "a[b]*" / RUN_FILE)["prompts"]["sources"]
+    assert len(fsspec.filesystem("file").glob(source["path"])) == 1
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):

@@ -13,6 +13,8 @@ nothing more is kept. Run as `python -m eyas.serve.collection CONFIG`. Knows no 
 
 from __future__ import annotations
 
+import errno
+import glob
 import importlib
 import json
 import os
@@ -42,7 +44,10 @@ class Collection:
     """The folder. One process writes it."""
 
     def __init__(self, config: CollectConfig, clean: Cleaner) -> None:
-        """Makes the folder, writes the run file, mends the last part. Raises ConfigError for one that cannot be written."""
+        """Makes the folder, writes the run file, mends the last part.
+
+        Raises ConfigError for one that cannot be written, or that holds prompts of another licence or of other writers.
+        """
         self._config, self._clean = config, clean
         self._folder = config.folder.absolute()
         try:
@@ -79,11 +84,13 @@ class Collection:
             last = self._part(int(last.stem.rpartition("-")[2]) + 1)
         descriptor = os.open(last, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
-            written = os.write(descriptor, line)
+            whole = os.fstat(descriptor).st_size
+            if os.write(descriptor, line) < len(line):  # no room: half a line would spoil the next one too
+                os.ftruncate(descriptor, whole)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        assert written == len(line), "a part of a line was written"
         self._size += len(line)
         return KEPT
 
@@ -104,15 +111,27 @@ class Collection:
 
     def _write_run_file(self) -> None:
         source = {
-            "path": str(self._folder / "prompts-*.jsonl"),
+            "path": f"{glob.escape(str(self._folder))}/prompts-*.jsonl",
             "name": self._config.name,
             "licence": self._config.licence,
             "prompts_by": self._config.prompts_by,
         }
         text = yaml.safe_dump({"prompts": {"sources": [source]}}, sort_keys=False, allow_unicode=True)
+        there = self._folder / RUN_FILE
+        if self._parts() and there.is_file() and _terms(there.read_text(encoding="utf-8")) != _terms(text):
+            what = f"{self._config.folder} holds prompts under other terms: {RUN_FILE} has another licence or prompts_by"
+            raise ConfigError(what, "give those, or another folder")
         partial = self._folder / f".{RUN_FILE}.partial"
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, self._folder / RUN_FILE)
+
+
+def _terms(run_file: str) -> list[tuple[Any, Any]]:
+    """Licence and writers of the sources in a run file; nothing of one that cannot be read."""
+    try:
+        return [(source.get("licence"), source.get("prompts_by")) for source in yaml.safe_load(run_file)["prompts"]["sources"]]
+    except (yaml.YAMLError, KeyError, TypeError, AttributeError):
+        return []
 
 
 def outcomes(collection: Collection, lines: Iterator[str]) -> Iterator[str]:
