@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from eyas import builtin
 from eyas.cli.main import build
-from eyas.errors import EmptyInputError, MissingInputError
+from eyas.errors import CorruptError, EmptyInputError, MissingInputError
 from eyas.export.answers import answered, conversations, decoded
 from eyas.export.check import Finding, check, exit_code, reading_findings, replay_head
 from eyas.export.replay import DECLARED, Part, Replayed, assembled, exchanged, misreadings, paired, replay, swapped_inputs
@@ -234,6 +234,15 @@ def test_text_is_prompts_or_answers_in_any_usual_shape(tmp_path):
     assert [row[0]["content"] for row in conversations(tmp_path / "plain.txt")] == ["One?", "Two?"]
     with pytest.raises(MissingInputError):
         list(conversations(tmp_path / "absent.txt"))
+
+
+@pytest.mark.parametrize(
+    ("name", "data"), [("a.txt", b"\xff\xfe"), ("a.jsonl.gz", b"no gzip"), ("b.jsonl.gz", gzip.compress(b"{}")[:-6])]
+)
+def test_what_is_no_text_is_said(tmp_path, name, data):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(CorruptError, match="no text"):
+        list(conversations(tmp_path / name))
 
 
 def test_a_kept_answer_is_taken_as_it_is_and_a_prompt_is_answered(tiny, tmp_path):

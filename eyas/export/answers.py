@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -16,12 +17,13 @@ from typing import Any
 from eyas.chat import Chat
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
-from eyas.errors import EmptyInputError, MissingInputError, TemplateError
+from eyas.errors import CorruptError, EmptyInputError, MissingInputError, TemplateError
 from eyas.model.target import Target
 
 NUM_CONVERSATIONS = 32  # some 800 tokens of the built-in target's answers
 ANSWER_TOKENS = 48
 PROMPT_TOKENS = 160  # longer ones would be most of the time
+MOST_TOKENS = 2048  # of a conversation with its answer; the rest is cut off, so that hidden states of all layers fit
 BATCH = 8
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
@@ -38,7 +40,7 @@ def answered(target: Target, folder: str | Path, text: Path, num_conversations: 
     """The first conversations of a file that can be used. A last turn of the assistant's is kept, others are answered greedily.
 
     text: JSON lines with `messages` or `conversations`, may be gzipped; any other file is one prompt a line. Raises
-    MissingInputError, EmptyInputError.
+    MissingInputError, EmptyInputError, CorruptError.
     """
     chat = Chat(folder)
     kept: list[Answered] = []
@@ -48,7 +50,8 @@ def answered(target: Target, folder: str | Path, text: Path, num_conversations: 
             break
         try:
             if messages[-1]["role"] == "assistant":
-                kept.append(Answered(*chat.answered(messages)))
+                token_ids, mask = chat.answered(messages)
+                kept.append(Answered(token_ids[:MOST_TOKENS], mask[:MOST_TOKENS]))
             else:
                 prompts.append(chat.prompt_ids(messages))
         except TemplateError:
@@ -77,18 +80,31 @@ def decoded(target: Target, folder: str | Path, prompts: list[list[int]]) -> lis
 
 
 def conversations(text: Path) -> Iterator[list[dict[str, str]]]:
-    """Messages of each row of a file; a row that is no conversation is passed over. Raises MissingInputError."""
+    """Messages of each row of a file; a row that is no conversation is passed over.
+
+    Raises MissingInputError, and CorruptError for what is no text.
+    """
     if not text.is_file():
         raise MissingInputError(f"no text at {text}", "give JSON lines with messages, or a file of one prompt a line")
     is_json = ".jsonl" in text.suffixes or ".json" in text.suffixes
-    with gzip.open(text, "rt", encoding="utf-8") if text.suffix == ".gz" else text.open(encoding="utf-8") as lines:
-        for line in filter(str.strip, lines):
-            try:
-                messages = list(turns(json.loads(line))) if is_json else [{"role": "user", "content": line.strip()}]
-            except (ValueError, TypeError, AttributeError, KeyError):
-                continue
-            if messages:
-                yield messages
+    for line in filter(str.strip, text_lines(text)):
+        try:
+            messages = list(turns(json.loads(line))) if is_json else [{"role": "user", "content": line.strip()}]
+        except (ValueError, TypeError, AttributeError, KeyError):
+            continue
+        if messages:
+            yield messages
+
+
+def text_lines(text: Path) -> Iterator[str]:
+    """The lines of a file, gzipped or not. Raises CorruptError."""
+    try:
+        with gzip.open(text, "rt", encoding="utf-8") if text.suffix == ".gz" else text.open(encoding="utf-8") as lines:
+            yield from lines
+    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise CorruptError(
+            f"{text} is no text: {type(error).__name__}", "give UTF-8 text, gzipped if it ends in .gz"
+        ) from error
 
 
 def turns(row: dict[str, Any]) -> Iterator[dict[str, str]]:
