@@ -50,6 +50,12 @@ def bench_body(prompt, stream=True, **extra):
     }
 
 
+def test_the_answer_has_the_id_that_the_request_was_given(client):
+    assert generate(client, **bench_body(PROMPT, stream=False, rid="mine")).json()["meta_info"]["id"] == "mine"
+    two = generate(client, **bench_body([[5, 6], [7]], stream=False, rid="mine")).json()
+    assert [one["meta_info"]["id"] for one in two] == ["mine-0", "mine-1"]
+
+
 def read_as_the_benchmark_does(lines):
     """(text, tokens, [new tokens of each event]) as async_request_sglang_generate reads a stream."""
     said, counted, steps = "", 0, []

@@ -31,12 +31,18 @@ class _Said:
 
 
 class GenerateWriter:
-    """/generate. prompt_lengths: tokens of each choice's prompt; is_many: whether the answer is a list."""
+    """/generate. prompt_lengths: tokens of each choice's prompt; is_many: whether the answer is a list; rid: its id."""
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_lengths: Sequence[int], is_many: bool, logprobs: bool, with_text: bool
+        self,
+        tokenizer: Tokenizer,
+        prompt_lengths: Sequence[int],
+        is_many: bool,
+        logprobs: bool,
+        with_text: bool,
+        rid: str | None = None,
     ) -> None:
-        self._id = uuid.uuid4().hex
+        self._id = rid or uuid.uuid4().hex
         self._tokenizer = tokenizer
         self._prompt_lengths, self._is_many = prompt_lengths, is_many
         self._tells_logprobs, self._tells_text = logprobs, with_text

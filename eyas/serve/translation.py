@@ -85,7 +85,12 @@ class Translator:
             raise renamed(error) from error
         lengths = [len(request.prompt_ids) for request in requests for _ in range(text.n)]
         writer = GenerateWriter(
-            self.tokenizer, lengths, asked.is_many, asked.return_logprob, with_text=asked.return_text_in_logprobs
+            self.tokenizer,
+            lengths,
+            asked.is_many,
+            asked.return_logprob,
+            with_text=asked.return_text_in_logprobs,
+            rid=asked.rid,
         )
         return Work(requests, Reading(text.stops), writer)
 
