@@ -17,7 +17,7 @@ import pytest
 from eyas.artifact import Artifact
 from eyas.cli.options import read_run_file
 from eyas.data.prompts import PromptsConfig, make_prompts
-from eyas.errors import ConfigError
+from eyas.errors import ConfigError, EyasError
 from eyas.log import quiet
 from eyas.serve.app import Extras
 from eyas.serve.chat_request import ChatRequest
@@ -245,7 +245,7 @@ def test_a_process_that_is_killed_leaves_whole_lines_and_ends_with_its_server(tm
         assert process.wait(60) == 0
 
 
-def test_a_process_that_cannot_start_stops_the_server(world, tmp_path, monkeypatch):
+def test_a_process_that_cannot_start_says_why(tmp_path, monkeypatch):
     monkeypatch.setenv("EYAS_PRIVACY_KEY", "short")
     done = subprocess.run(
         [*COMMAND, CollectConfig(folder=tmp_path, licence="MIT").model_dump_json()], capture_output=True, text=True, check=False
@@ -253,3 +253,10 @@ def test_a_process_that_cannot_start_stops_the_server(world, tmp_path, monkeypat
     assert (done.returncode, done.stdout) == (2, "")
     assert "EYAS_PRIVACY_KEY" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # uvicorn exits its thread
+def test_a_server_does_not_start_where_prompts_cannot_be_collected(world, tmp_path, monkeypatch):
+    monkeypatch.setenv("EYAS_PRIVACY_KEY", "short")
+    with pytest.raises(EyasError, match="did not start"), world.served(extras=Extras(collect=CollectConfig(folder=tmp_path))):
+        pass

@@ -174,7 +174,6 @@ def test_the_packaged_head_s_card_is_read():
     ("name", "content", "expected"),
     [
         ("eval.json", {"tau": 3.0, "tau_interval": [2.8, 3.2]}, (3.0, 2.8)),
-        ("eyas_head.json", {"measured": {"tau": 3.0, "tau_interval": [2.9, 3.1]}}, (3.0, 2.9)),
         ("manifest.json", {"facts": {"measured": {"tau": 2.0, "accept_hist": [50, 0, 50]}}}, (2.0, 2.0 - 1.96 * 0.1)),
         ("README.md", "# x\n\ntau 3.39 on held-out answers\n", (3.39, 3.39)),
         ("README.md", "tau 3.39 (95 %: 3.30-3.48) on held-out answers (emitted tokens per round).\n", (3.39, 3.30)),
@@ -193,5 +192,5 @@ def test_cards_are_read_wherever_they_stand(tmp_path, name, content, expected):
 @pytest.mark.parametrize("content", [{}, {"tau": "3"}, {"tau": 0.5}, {"tau": float("nan")}, [], {"measured": 3}])
 def test_a_folder_that_promises_nothing(tmp_path, content):
     (tmp_path / "eval.json").write_text(json.dumps(content))
-    (tmp_path / "config.json").write_text("{")
+    (tmp_path / "manifest.json").write_text("{")
     assert promised(tmp_path) is None

@@ -2,10 +2,9 @@
 
 Looked for where stages and people put it, the first that has a tau counts:
 
-    eval.json                       as `eyas eval` writes it
-    eyas_head.json, config.json     a section "measured" with eval.json's keys
-    manifest.json                   the same, among its facts
-    README.md                       the card: "tau 3.39 on held-out answers", "accept_hist: 760, 377, ..."
+    eval.json         as `eyas eval` writes it
+    manifest.json     of an export: eval.json's keys under "measured", among its facts
+    README.md         the card: "tau 3.39 on held-out answers", "accept_hist: 760, 377, ..."
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 Z95 = 1.96
-_JSONS = ("eval.json", "eyas_head.json", "config.json", "manifest.json")
-_CARD = "README.md"
+_EVAL, _MANIFEST, _CARD = "eval.json", "manifest.json", "README.md"
 _TAU = re.compile(r"\btau (\d+\.\d+)\b(?:[^\d\n]{0,40}?\b(?:95 ?%[^\d\n]{0,20})?(\d+\.\d+) ?(?:-|to|–) ?(\d+\.\d+))?")
 _HIST = re.compile(r"^accept_hist: (\d+(?:, \d+)*)\s*$", re.M)
 
@@ -65,18 +63,16 @@ def promised(head: str | Path) -> Reference | None:
 
 def _found(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Sections that may tell of tau, with their file's name."""
-    for name in _JSONS:
+    for name in (_EVAL, _MANIFEST):
         try:
             content = json.loads((folder / name).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
-        if not isinstance(content, dict):
-            continue
-        facts = content.get("facts")
-        above = content if name == "eval.json" else None
-        for measured in (above, content.get("measured"), facts.get("measured") if isinstance(facts, dict) else None):
-            if isinstance(measured, dict):
-                yield name, measured
+        if name == _MANIFEST and isinstance(content, dict):
+            facts = content.get("facts")
+            content = facts.get("measured") if isinstance(facts, dict) else None
+        if isinstance(content, dict):
+            yield name, content
     try:
         text = (folder / _CARD).read_text(encoding="utf-8")
     except (OSError, ValueError):
