@@ -77,7 +77,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 def configured(args: argparse.Namespace, option: str, seed: int, vocabulary: TargetVocabulary) -> TrainConfig:
     """The default run with one option changed."""
     changes, target = OPTIONS[option], vocabulary.config
-    head: dict[str, Any] = {**args.head_settings, **changes.get("head", {})}
+    head: dict[str, Any] = dict(changes.get("head", {}))
     if head.get("draft_vocab_size") == 0:
         head["draft_vocab_size"] = target.vocab_size
     if head.get("hidden_size") == 0:
@@ -192,7 +192,6 @@ def main() -> None:
     parser.add_argument("--part", default="1/1", help="which part of the runs, of how many")
     parser.set_defaults(folder=Path("out/options"))
     args = parser.parse_args()
-    args.head_settings = {}
     if args.quick:
         args.prompts, args.seeds, args.epochs = min(args.prompts, 120), 1, 1
         args.options = "default,mask-t,lk-lambda,eagle-3.1" if args.options == ",".join(OPTIONS) else args.options

@@ -41,7 +41,7 @@ from eyas.train.initial import initialise
 from eyas.train.loss import ObjectiveConfig, judged_positions
 from eyas.train.optimizer import OptimizerConfig, adamw
 from eyas.train.ranks import Ranks
-from eyas.train.step import Given, update
+from eyas.train.step import Given, teaching_in_tf32, update
 
 DIALOGUES = 0.46  # the share of answers in the tokens of the built-in dialogues
 TURN = 128  # tokens of an answer
@@ -185,7 +185,6 @@ def compared(args: argparse.Namespace, answer_share: float) -> dict[str, Any]:
 
 def on_cuda(args: argparse.Namespace) -> dict[str, Any]:
     """Some hundred steps at the shape of an 8B target's head."""
-    torch.set_float32_matmul_precision("high")  # the teacher's products: TF32 holds all of bf16's digits, so of both matrices'
     length = min(512, args.tokens)
     samples = [sample(args, length, args.answer_share[0], number) for number in range(args.tokens // length)]
     made = world(args, samples, "cuda")
@@ -213,7 +212,10 @@ def on_cuda(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def products(made: World) -> float:
-    """Floating-point operations of a step's matrix products, attention left out: 2 a weight forward, 4 backward."""
+    """Floating-point operations of a step's matrix products, attention left out: 2 a weight forward, 4 backward.
+
+    Backward is 2 for fc, whose input asks no gradient. Step 0 takes its keys and values from those of all tokens.
+    """
     config, batch = made.head.config, made.batch
     judged_BT = judged_positions(batch.loss_mask_BT, "serving", batch.starts_BT)
     P, M, steps = int(judged_BT.sum()), batch.tokens_BT.numel(), ObjectiveConfig().num_ttt_steps
@@ -221,7 +223,7 @@ def products(made: World) -> float:
     keys = sum(weight.numel() for name, weight in made.head.named_parameters() if "k_proj" in name or "v_proj" in name)
     fused, logits = made.head.fc.weight.numel(), config.draft_vocab_size * config.hidden_size
     teacher = 2 * P * config.target_hidden_size * (config.vocab_size + config.draft_vocab_size)
-    return 6.0 * (M * (fused + keys) + steps * P * (layer + logits)) + teacher
+    return 4.0 * M * fused + 6.0 * (M * keys + P * (steps * (layer + logits) - keys)) + teacher
 
 
 def arguments() -> argparse.Namespace:
@@ -259,7 +261,9 @@ def main() -> None:
         sys.exit("error: no CUDA device\n  -> leave out --cuda to compare both implementations on the CPU")
     shape = {name: getattr(args, name) for name in ("tokens", "vocab", "draft_vocab", "hidden", "intermediate", "heads")}
     if args.cuda:
-        print(json.dumps({"cuda": on_cuda(args), "shape": shape, "torch": torch.__version__}))
+        with teaching_in_tf32("bfloat16"):
+            measured = on_cuda(args)
+        print(json.dumps({"cuda": measured, "shape": shape, "torch": torch.__version__}))
         return
     rows = []
     for share in args.answer_share:

@@ -28,7 +28,7 @@ from eyas.train.optimizer import OptimizerConfig, adamw, learning_rate
 from eyas.train.plan import BatchConfig
 from eyas.train.ranks import Ranks
 from eyas.train.start import StartConfig
-from eyas.train.step import Given, update
+from eyas.train.step import Given, teaching_in_tf32, update
 from eyas.train.stopping import StopConfig
 from eyas.train.tracker import TrackerConfig
 from eyas.train.trainer import TrainConfig, train
@@ -156,16 +156,20 @@ def test_a_killed_process_is_resumed_to_the_same_weights(made, features, whole, 
     assert cut.read(METRICS) == whole.read(METRICS)
 
 
-def test_a_broken_feature_stops_the_run_and_is_named(made, tmp_path):
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_broken_feature_stops_the_run_and_is_named(made, tmp_path, packed):
     folder, target, samples = made
     broken = samples[5].aux_hidden.clone()
     broken[2, 7] = float("nan")
     samples = [*samples[:5], dataclasses.replace(samples[5], aux_hidden=broken), *samples[6:]]
     features = write_features(tmp_path / "features", target, samples, samples[:1])
     output = Artifact(str(tmp_path / "head"))
+    config = CONFIG.model_copy(update={"batches": BatchConfig(tokens=128, packed=packed)})
     with pytest.raises(EyasError, match="loss nan") as raised:
-        train(CONFIG, str(folder), Features(features), output)
-    assert "train-5" in raised.value.what
+        train(config, str(folder), Features(features), output)
+    keys = raised.value.what.split("samples: ")[1].split(", ")
+    assert "train-5" in keys
+    assert len(keys) > 1  # else naming it would be no choice
     assert "features of train-5 are not finite" in raised.value.hint
     assert not output.is_done()
 
@@ -243,6 +247,14 @@ def test_a_batch_pads_on_the_right():
     assert batch.aux_hidden_BTA.shape == (2, 5, 36)
     assert batch.loss_mask_BT.tolist() == [[True, True, True, False, False], [False, True, True, False, True]]
     assert batch.last_hidden_BTH[0, 3:].eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_gpus_teacher_is_in_tf32_with_maths_in_bf16_alone(monkeypatch, dtype):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with teaching_in_tf32(dtype):
+        assert torch.backends.cuda.matmul.allow_tf32 == (dtype == "bfloat16")
+    assert not torch.backends.cuda.matmul.allow_tf32
 
 
 def golden_step() -> dict[str, object]:

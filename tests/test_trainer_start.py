@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from eyas.artifact import Artifact
 from eyas.cli.main import build
-from eyas.errors import EyasError, MismatchError, MissingInputError
+from eyas.errors import EmptyInputError, EyasError, MismatchError, MissingInputError
 from eyas.lineage import sources
 from eyas.model.checkpoint import write_head
 from eyas.model.head import load_head
@@ -69,6 +69,15 @@ def in_form(head: Artifact, form: str, folder: Path) -> Path:
     folder.mkdir()
     for name, data in write_head(loaded.config, loaded.state_dict(), form).items():
         (folder / name).write_bytes(data)
+    return folder
+
+
+def write_frozen(head: Artifact, folder: Path) -> Path:
+    """A copy of a head that says it was trained with its target's lm_head."""
+    shutil.copytree(head.local_path(""), folder)
+    settings = json.loads((folder / "eyas_head.json").read_text())
+    (folder / "eyas_head.json").write_text(json.dumps({**settings, "train_lm_head": False}))
+    (folder / "_DONE").unlink()
     return folder
 
 
@@ -128,6 +137,9 @@ def test_what_does_not_fit_is_refused(world, tmp_path):
         world.tune("b", world.head.url, head={"norm_output": True})
     with pytest.raises(MismatchError, match=r"head\.draft_vocab_size is 64, its own is 160"):
         world.tune("c", world.head.url, head={"draft_vocab_size": 64})
+    frozen = write_frozen(world.head, tmp_path / "frozen")
+    with pytest.raises(MismatchError, match=r"head\.train_lm_head is True, its own is False"):  # said, though it is the default
+        world.tune("f", str(frozen), head={"train_lm_head": True})
     other = shutil.copytree(world.folder / "head", tmp_path / "other")
     settings = json.loads((other / "eyas_head.json").read_text())
     for changed, words in (
@@ -145,7 +157,7 @@ def test_what_does_not_fit_is_refused(world, tmp_path):
     features = write_features(tmp_path / "wide features", target, samples_of(target, [([5, 6], [7, 8, 9])], "wide"), [])
     with pytest.raises(MismatchError, match="a target of hidden size 32"):
         train(config, str(wide), Features(features), Artifact(str(tmp_path / "e")))
-    assert not any((world.folder / name).exists() for name in "abcd")  # refused before any folder is taken
+    assert not any((world.folder / name).exists() for name in "abcdf")  # refused before any folder is taken
 
 
 def test_embeddings_of_its_own_are_not_lost_in_silence(world, tmp_path):
@@ -179,6 +191,19 @@ def test_a_head_that_loses_on_the_old_mix_is_refused_and_kept(world):
     assert list(allowed.read_jsonl(METRICS)) == rows
     assert allowed.manifest().facts["keep"]["tolerance"] == 0.9
     assert not allowed.exists(CHECKPOINT)
+
+
+def test_an_old_mix_that_says_nothing_is_refused_before_any_work(world, tmp_path):
+    target = Target.load(world.target)
+    start = {"head": world.head.url}
+    few = write_features(tmp_path / "few", target, world.samples[:3], world.samples[:1])
+    with pytest.raises(EmptyInputError, match="holds out 1 conversations"):
+        world.tune("few", {**start, "keep_mix": few.url})
+    elsewhere = write_features(tmp_path / "elsewhere", target, world.samples[:3], world.samples[:3], taps=(1, 2, 4))
+    with pytest.raises(MismatchError, match=r"old features are of the layers \(1, 2, 4\)"):
+        world.tune("elsewhere", {**start, "keep_mix": elsewhere.url})
+    assert not (world.folder / "few").exists()
+    assert not (world.folder / "elsewhere").exists()
 
 
 def test_a_head_that_loses_nothing_passes(world):
@@ -234,6 +259,12 @@ def test_old_samples_are_drawn_by_the_seed_alone():
     assert drawn(old, 30, 0.25, "0/0") == drawn(old, 30, 0.25, "0/0") != drawn(old, 30, 0.25, "0/1")
     assert drawn(old, 1000, 0.9, "0/0") == old
     assert drawn(old, 30, 0.0, "0/0") == []
+
+
+def test_conversations_without_a_round_compare_nothing():
+    silent = torch.zeros(3, 2, dtype=torch.int64)
+    with pytest.raises(EmptyInputError, match="no answer of two tokens"):
+        compared(silent, silent)
 
 
 def test_the_interval_is_of_the_ratio_over_conversations():

@@ -31,7 +31,7 @@ def run_of(config: TrackerConfig, step: int = 0) -> RunOf:
 def logged(config: TrackerConfig, folder: Path) -> None:
     """A run of five steps, cut after the fourth and resumed from a checkpoint of the second."""
     for first, last in ((0, 4), (2, 5)):
-        opened = open_trackers(config, run_of(config, first), str(folder))
+        opened = open_trackers(run_of(config, first), str(folder))
         for step in range(first + 1, last + 1):
             opened.log(step, {"loss": 1.0 / step, "accuracy/0": 0.1 * step})
         opened.close()
@@ -145,7 +145,7 @@ def test_an_extra_that_is_absent_is_named_before_any_work(name, monkeypatch, tmp
     monkeypatch.setitem(sys.modules, name, None)  # what an import of an absent package finds
     config = TrackerConfig(to=(name,))
     with pytest.raises(ConfigError, match=f"{name} is not installed") as raised:
-        open_trackers(config, run_of(config), str(tmp_path))
+        open_trackers(run_of(config), str(tmp_path))
     assert f'pip install "eyas[{name}]"' in raised.value.hint
 
 
@@ -158,14 +158,14 @@ def test_a_tracker_that_does_not_begin_is_an_error_without_its_words(monkeypatch
     monkeypatch.setattr(tracker, "client", lambda name: None)
     config = TrackerConfig(to=("wandb",))
     with pytest.raises(ConfigError, match=r"did not begin a run \(ValueError\)") as raised:
-        open_trackers(config, run_of(config), str(tmp_path))
+        open_trackers(run_of(config), str(tmp_path))
     assert "secret" not in str(raised.value)
 
 
 def test_tensorboard_wants_a_folder_of_this_machine():
     config = TrackerConfig(to=("tensorboard",))
     with pytest.raises(ConfigError, match=r"tracker\.folder"):
-        open_trackers(config, run_of(config), None)
+        open_trackers(run_of(config), None)
 
 
 def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(caplog):

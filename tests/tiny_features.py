@@ -10,6 +10,7 @@ import torch
 from eyas.artifact import Artifact
 from eyas.engine.engine import Engine
 from eyas.engine.request import Request, SamplingParams
+from eyas.model.config import Taps
 from eyas.model.target import Target
 from eyas.shards import FeatureMeta, Sample, ShardWriter
 
@@ -39,10 +40,13 @@ def samples_of(target: Target, conversations: Sequence[Conversation], name: str)
     return samples
 
 
-def write_features(folder: Path, target: Target, train: Sequence[Sample], held_out: Sequence[Sample]) -> Artifact:
+def write_features(
+    folder: Path, target: Target, train: Sequence[Sample], held_out: Sequence[Sample], taps: Taps | None = None
+) -> Artifact:
+    """taps: what the features are said to be of."""
     config = target.config
     meta = FeatureMeta(
-        taps=config.default_taps,
+        taps=taps or config.default_taps,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         lm_head_sha256=target.lm_head_sha256,

@@ -25,8 +25,8 @@ CHECKPOINT, METRICS = "checkpoint.pt", "metrics.jsonl"
 class Run:
     """What training changes: the head, the optimizer's state, the number of steps done, and what stopping asks.
 
-    best: the weights of the best measured head, on the CPU, if that is not the head as it is. metrics: a row a step, on the
-    first rank.
+    best: the weights of the best measured head, on the CPU; None before a measurement. metrics: a row a step, on the first
+    rank; the others' begin where they resumed.
     """
 
     head: Head

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eyas.errors import EyasError
+from eyas.errors import EmptyInputError, EyasError
 from eyas.train.held_out import tau_of
 
 NUM_DRAWS = 2000
@@ -43,7 +43,15 @@ class Comparison:
 
 
 def compared(before: Tensor, after: Tensor) -> Comparison:
-    """Two heads by their counts on the same conversations: emitted tokens and rounds, int64 [samples, 2] each."""
+    """Two heads by their counts on the same conversations: emitted tokens and rounds, int64 [samples, 2] each.
+
+    Raises EmptyInputError where no answer has a round.
+    """
+    if not (before[:, 1].any() and after[:, 1].any()):
+        raise EmptyInputError(
+            "the old mix's held-out conversations have no answer of two tokens or more to compare two heads on",
+            "capture the old mix with a larger held_out_share",
+        )
     num_samples = len(before)
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(num_samples, (NUM_DRAWS, num_samples), generator=generator)

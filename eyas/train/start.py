@@ -113,9 +113,9 @@ def refuse_other(
         faults.append(f"it reads the outputs of layers {shape.taps}, the features are of {meta.taps}")
     if shape.target_lm_head_sha256 not in ("", vocabulary.lm_head_sha256) and not config.other_target:
         faults.append("it was trained for another target of the same shape (set start.other_target: true if that is meant)")
-    for name, field in HeadOptions.model_fields.items():
+    for name in sorted(options.model_fields_set):  # said, be it the default; what is not said is the head's own
         asked = getattr(options, name)
-        if asked != field.default and asked != getattr(shape, name):
+        if asked is not None and asked != getattr(shape, name):
             faults.append(f"head.{name} is {asked}, its own is {getattr(shape, name)}")
     if faults:
         raise MismatchError(

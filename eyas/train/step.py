@@ -5,13 +5,14 @@ Knows the objective and the ranks. Does not know where batches come from, nor wh
 The losses of a step are divided by what carries loss in all of its batches, on all ranks. So a step of n batches is the
 step of one batch that holds their samples, whoever computes which of them.
 
-Letters: K steps of the unroll.
+Letters: B batch, T sequence, M = B T, K steps of the unroll.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -45,6 +46,19 @@ class Given:
     ) -> Given:
         """For maths in `dtype`."""
         return cls(objective, max_grad_norm, vocabulary, vocabulary.embed_tokens.to(getattr(torch, dtype)), ranks)
+
+
+@contextmanager
+def teaching_in_tf32(dtype: Precision) -> Iterator[None]:
+    """With maths in bf16, a GPU multiplies the teacher's float32 numbers as TF32: it has all digits of bf16."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    if torch.cuda.is_available():
+        torch.backends.cuda.matmul.allow_tf32 = before or dtype == "bfloat16"
+    try:
+        yield
+    finally:
+        if torch.cuda.is_available():
+            torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def update(run: Run, batches: Sequence[Batch], given: Given, learning_rate: float) -> dict[str, Any]:
@@ -131,6 +145,8 @@ def not_finite(step: int, loss: float, norm: float, batches: Sequence[Batch], ra
 
 
 def broken_samples(batch: Batch) -> list[str]:
-    """Keys of the samples with features that are no finite numbers."""
-    finite_B = batch.aux_hidden_BTA.isfinite().all(-1).all(-1) & batch.last_hidden_BTH.isfinite().all(-1).all(-1)
-    return [key for key, fine in zip(batch.keys, finite_B.tolist(), strict=True) if not fine]
+    """Keys of the samples with features that are no finite numbers; a row may hold several samples."""
+    finite_BT = batch.aux_hidden_BTA.isfinite().all(-1) & batch.last_hidden_BTH.isfinite().all(-1)
+    begins_BT = batch.starts_BT == torch.arange(finite_BT.shape[1], device=finite_BT.device)
+    sample_M = begins_BT.flatten().cumsum(0) - 1  # padding counts to the sample before it, and is finite
+    return [batch.keys[number] for number in sorted(set(sample_M[~finite_BT.flatten()].tolist()))]

@@ -14,6 +14,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -78,35 +79,39 @@ class Trackers:
                 del self._trackers[name]
 
 
+@dataclass(frozen=True, slots=True)
 class RunOf:
-    """What a tracker is told of a run when it begins: its name, its identity, its settings, and the step it goes on from."""
+    """What a tracker is told of a run when it begins: the step is the one it goes on from."""
 
-    def __init__(self, config: TrackerConfig, name: str, identity: str, settings: Mapping[str, Any], step: int) -> None:
-        self.project, self.server, self.place = config.project, config.server, config.folder
-        self.name, self.identity, self.settings, self.step = config.run or name, identity, dict(settings), step
-
-    def folder(self, config: TrackerConfig, output: str | None) -> str:
-        """Where files go. Raises ConfigError for an output that is no folder of this machine."""
-        if config.folder is None and output is None:
-            raise ConfigError(
-                "tracker.folder: TensorBoard's files grow line by line, which an object store cannot do",
-                "give a folder of this machine",
-            )
-        return config.folder or f"{output}/tensorboard"
+    config: TrackerConfig
+    name: str
+    identity: str
+    settings: dict[str, Any]
+    step: int
 
 
-def open_trackers(config: TrackerConfig, run: RunOf, output: str | None) -> Trackers:
+def open_trackers(run: RunOf, output: str | None) -> Trackers:
     """Begin, or go on with, the run in every tracker that is asked for. output: the run's folder, if on this machine.
 
     Raises ConfigError for a tracker whose package is not installed, before any work.
     """
     made: dict[str, Tracker] = {}
-    for name in config.to:
+    for name in run.config.to:
         if name == "tensorboard":
-            made[name] = TensorBoard(run.folder(config, output), run.step)
+            made[name] = TensorBoard(folder_of(run.config, output), run.step)
         else:
             made[name] = begun(name, client(name), run)
     return Trackers(made)
+
+
+def folder_of(config: TrackerConfig, output: str | None) -> str:
+    """Where TensorBoard's files go. Raises ConfigError for an output that is no folder of this machine."""
+    if config.folder is None and output is None:
+        raise ConfigError(
+            "tracker.folder: TensorBoard's files grow line by line, which an object store cannot do",
+            "give a folder of this machine",
+        )
+    return config.folder or f"{output}/tensorboard"
 
 
 def begun(name: str, package: Any, run: RunOf) -> Tracker:
@@ -149,8 +154,9 @@ class Wandb:
     """Weights & Biases; a resumed run goes on under its identity."""
 
     def __init__(self, package: Any, run: RunOf) -> None:
+        config = run.config
         self._run = package.init(
-            project=run.project, name=run.name, id=run.identity, resume="allow", config=run.settings, dir=run.place
+            project=config.project, name=run.name, id=run.identity, resume="allow", config=run.settings, dir=config.folder
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -167,7 +173,7 @@ class Trackio:
 
     def __init__(self, package: Any, run: RunOf) -> None:
         name = f"{run.name}-{run.identity}"
-        self._run = package.init(project=run.project, name=name, resume="allow", config=run.settings, embed=False)
+        self._run = package.init(project=run.config.project, name=name, resume="allow", config=run.settings, embed=False)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """As Tracker.log."""
@@ -182,10 +188,11 @@ class Mlflow:
     """MLflow; a resumed run is found by its identity, a tag."""
 
     def __init__(self, package: Any, run: RunOf) -> None:
-        self._client = package.MlflowClient(tracking_uri=run.server)
+        project = run.config.project
+        self._client = package.MlflowClient(tracking_uri=run.config.server)
         self._sent: Any = None
-        found = self._client.get_experiment_by_name(run.project)
-        experiment = found.experiment_id if found else self._client.create_experiment(run.project)
+        found = self._client.get_experiment_by_name(project)
+        experiment = found.experiment_id if found else self._client.create_experiment(project)
         runs = self._client.search_runs([experiment], filter_string=f"tags.{IDENTITY_TAG} = '{run.identity}'", max_results=1)
         if runs:
             self._id = runs[0].info.run_id

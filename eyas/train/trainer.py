@@ -32,13 +32,13 @@ from eyas.shards.source import FeatureSource
 from eyas.train.checkpoint import CHECKPOINT, METRICS, Run, pack, resume, save, unpack
 from eyas.train.held_out import HeldOut, tau_of
 from eyas.train.loss import ObjectiveConfig
-from eyas.train.mixture import Mixture, drawn
+from eyas.train.mixture import Mixture, check_alike, drawn
 from eyas.train.optimizer import OptimizerConfig, adamw, learning_rate
 from eyas.train.plan import BatchConfig, plan, read_batches, survey
 from eyas.train.ranks import Ranks, joined
 from eyas.train.regression import Comparison, compared, refuse_loss
 from eyas.train.start import StartConfig, fresh_head, given_head, identity_of, recount, warm_head
-from eyas.train.step import Given, Precision, update
+from eyas.train.step import Given, Precision, teaching_in_tf32, update
 from eyas.train.stopping import StopConfig, measured_steps
 from eyas.train.tracker import RunOf, TrackerConfig, Trackers, open_trackers, scalars
 
@@ -93,6 +93,7 @@ def train(
     """
     with ExitStack() as stack:
         ranks = stack.enter_context(joined())
+        stack.enter_context(teaching_in_tf32(config.dtype))
         training = ranks.together(lambda: Training(config, target, source, held_out, ranks))
         done = not ranks.first(lambda: output.begin(identity("train", training.settings, training.inputs)))
         if not done:
@@ -123,6 +124,7 @@ class Training:
         self.vocabulary = TargetVocabulary.load(resolve_target(target)).to(ranks.device)
         check_same_target(self.source.meta, self.vocabulary)
         self.held_out = self._sample(held_out, config.stop.samples)
+        self.old_mix = self._old_mix(config.start)
         check_settings(config, ranks, self.held_out is not None)
         self.start = warm_head(config.start, config.head, self.source.meta, self.vocabulary) if config.start else None
         self.settings = config.model_dump(mode="json", exclude=WITHOUT_EFFECT)  # type: ignore[arg-type]
@@ -133,6 +135,19 @@ class Training:
         if source is None or not len(source) or not self.config.stop.measurements:
             return None
         return self._held_out(source, num_samples)
+
+    def _old_mix(self, start: StartConfig | None) -> HeldOut | None:
+        """What a head that is gone on from must not lose on. Raises MismatchError, EmptyInputError."""
+        if start is None or start.keep_mix is None:
+            return None
+        source = Features(Artifact(start.keep_mix), "held_out")
+        check_alike(self.source.meta, source.meta)
+        if len(source) < 2:
+            raise EmptyInputError(
+                f"{start.keep_mix} holds out {len(source)} conversations, too few to compare two heads on",
+                "capture the old mix with a larger held_out_share",
+            )
+        return self._held_out(source, start.keep_samples)
 
     def _held_out(self, source: FeatureSource, num_samples: int) -> HeldOut:
         check_same_target(source.meta, self.vocabulary)
@@ -164,11 +179,9 @@ class Training:
         if ranks.size > 1:
             state = ranks.first(lambda: pack(self.run))
             unpack(self.run, state)
-        name = output.url.rsplit("/", 1)[-1]
+        name = config.tracker.run or output.url.rsplit("/", 1)[-1]
         told = RunOf(config.tracker, name, identity("train", self.settings, self.inputs), self.settings, self.run.step)
-        return ranks.together(
-            lambda: open_trackers(config.tracker, told, output.local_path("")) if ranks.is_first else Trackers({})
-        )
+        return ranks.together(lambda: open_trackers(told, output.local_path("")) if ranks.is_first else Trackers({}))
 
     def _passes(self) -> list[list[int]]:
         """The samples of each epoch: all new ones, and some of the old mix's."""
@@ -181,8 +194,6 @@ class Training:
         head = self.start or fresh_head(config.head, self.source.meta, on_cpu, self.counts_V, config.seed)
         if config.start and config.start.vocabulary == "recount":
             recount(head, on_cpu, self.counts_V)
-        for name, weight in head.named_parameters():
-            weight.requires_grad_(head.config.train_lm_head or name != "lm_head.weight")
         head.to(self.ranks.device)
         return Run(head, adamw([weight for weight in head.parameters() if weight.requires_grad], config.optimizer))
 
@@ -237,8 +248,8 @@ class Training:
     def finish(self, output: Artifact) -> None:
         """Write the head that is kept, after asking whether it lost on the old mix. Raises EyasError for a head that did."""
         run, ranks, dtype = self.run, self.ranks, getattr(torch, self.config.dtype)
-        if self.keep_mix and ranks.is_first:
-            save(run, output)  # a head that is refused stays in its checkpoint
+        if self.old_mix:  # a head that is refused stays in its checkpoint
+            ranks.together(lambda: save(run, output) if ranks.is_first else None)
         measured = run.patience.best_step > 0
         last = head_files(run.head.to(dtype)) if measured and run.patience.best_step != run.step else {}
         if run.best is not None:
@@ -261,19 +272,12 @@ class Training:
 
     def _compare(self, output: Artifact) -> Comparison | None:
         """What the head, as it is written, has of the tau on the old mix that the head had that it comes from."""
-        start = self.config.start
-        if start is None or not self.keep_mix:
+        start, sample = self.config.start, self.old_mix
+        if start is None or sample is None:
             return None
-        sample = self._held_out(Features(Artifact(self.keep_mix), "held_out"), start.keep_samples)
-        if len(sample.numbers) < 2:
-            raise EmptyInputError(
-                f"{self.keep_mix} holds out {len(sample.numbers)} conversations, too few to compare two heads on",
-                "capture the old mix with a larger held_out_share",
-            )
         before = given_head(start.head, self.vocabulary).to(self.ranks.device)
         after = self.run.head.float()
-        heads = (before, after)
-        comparison = compared(*(sample.counts(head, self.vocabulary, self.ranks) for head in heads))
+        comparison = compared(*(sample.counts(head, self.vocabulary, self.ranks) for head in (before, after)))
         self.run.head.to(getattr(torch, self.config.dtype))
         if self.ranks.is_first:
             output.write_json(KEEP, {**comparison.to_json(), "tolerance": start.keep_tolerance})
@@ -311,7 +315,7 @@ def diverged(run: Run, batches: Sequence[Batch], config: TrainConfig, ranks: Ran
     return DivergedError(
         f"the loss runs away: its running mean is {run.drift.mean:.3f} at step {run.step}, more than "
         f"{config.stop.diverged_at:g} times its lowest, {run.drift.lowest:.3f}; the samples of this step: {', '.join(keys)}",
-        "try a lower optimizer.learning_rate, or allow more with stop.diverged_at; the last checkpoint is kept",
+        "begin in another folder with a lower optimizer.learning_rate, or allow more with stop.diverged_at",
     )
 
 
