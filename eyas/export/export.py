@@ -33,7 +33,17 @@ from eyas.export.launch import DTYPES, Launch
 from eyas.export.replay import DECLARED, Reading, assembled
 from eyas.lineage import SOURCE
 from eyas.log import Track, quiet
-from eyas.model.checkpoint import CONFIG_JSON, EMBED_TOKENS, HEAD_JSON, LM_HEAD, Verifier, read_head, refuse, write_head
+from eyas.model.checkpoint import (
+    CONFIG_JSON,
+    EMBED_TOKENS,
+    HEAD_JSON,
+    LM_HEAD,
+    Verifier,
+    form_faults,
+    read_head,
+    refuse,
+    write_head,
+)
 from eyas.model.config import FAMILIES, HeadConfig, RopeConfig, read_config
 from eyas.model.fingerprint import fingerprint
 from eyas.model.head import Head, load_head
@@ -92,7 +102,8 @@ def export(
         inputs["eval"] = evaluation_of(evaluation, inputs["head"])
     folder = str(Path(resolve_target(target)).resolve())
     settings = {**config.model_dump(mode="json"), "target_fingerprint": fingerprint(folder)}
-    if not output.begin(identity("export", settings, inputs)):
+    work = identity("export", settings, inputs)
+    if output.is_done() and not output.begin(work):
         return output.manifest("export")
     measured = evaluation.read_json("eval.json") if evaluation is not None else None
     with TemporaryDirectory() as scratch:
@@ -102,6 +113,8 @@ def export(
         refuse(head.url, [MismatchError(one.what, one.hint) for one in findings if one.level == "error"])
         vocabulary = TargetVocabulary.load(folder)
         shape, tensors = served_head(source, vocabulary)
+        refuse(head.url, [fault for form in config.forms for fault in form_faults(shape, tensors, form)])
+        output.begin(work)  # not before: a head that is refused takes no folder
         launch = launch_of(config, target, folder, vocabulary)
         hashes: dict[str, str] = {}
         for number, form in enumerate(config.forms):

@@ -193,6 +193,9 @@ def form_faults(config: HeadConfig, tensors: Mapping[str, Tensor], form: Form) -
     if form == "sglang" and config.norm_before_residual:
         what = "norm_before_residual is set: SGLang does not read it, and would take the residual before the norm"
         faults.append(MismatchError(what, "export for vLLM only, or train a head without it"))
+    if form == "sglang" and config.taps[0] != 1:  # the default taps of every target begin with 1
+        what = f"taps {config.taps} cannot be written for SGLang: it has two readings of a list that does not begin with 1"
+        faults.append(MismatchError(what, "train on the default taps, or export for vLLM only"))
     if form == "sglang" and EMBED_TOKENS in tensors and not config.owns_embeddings:
         what = "the head has embeddings of its own: SGLang uses the target's in their place"
         faults.append(MismatchError(what, "export for vLLM only"))
@@ -538,19 +541,6 @@ def _read_taps(settings: Mapping[str, Any], target: TargetShape | None) -> Taps:
     return (taps[0], taps[1], taps[2])
 
 
-def _sglang_layer_ids(taps: Taps) -> list[int]:
-    """Outputs of layers, as SpecForge lists them: read alike by every SGLang as long as the first is 1.
-
-    The default taps of every target begin with 1.
-    """
-    if taps[0] != 1:
-        raise MismatchError(
-            f"taps {taps} cannot be written for SGLang: it has two readings of a list that does not begin with 1",
-            "train on the default taps, or export for vLLM only",
-        )
-    return list(taps)
-
-
 # Writing
 
 
@@ -568,8 +558,11 @@ def _layer_keys(config: HeadConfig) -> dict[str, Any]:
 
 
 def _sglang_settings(config: HeadConfig, dtype: str) -> dict[str, Any]:
-    """No norm_output unless it is on: left out, it means the same to SGLang (not fed back) and to SpecForge."""
-    eagle = {LAYER_IDS: _sglang_layer_ids(config.taps), "use_aux_hidden_state": True}
+    """Layers are listed as outputs, as SpecForge does: read alike by every SGLang as long as the first is 1 (form_faults).
+
+    No norm_output unless it is on: left out, it means the same to SGLang (not fed back) and to SpecForge.
+    """
+    eagle = {LAYER_IDS: list(config.taps), "use_aux_hidden_state": True}
     if config.norm_before_fc:
         eagle["norm_before_fc"] = True  # SGLang and NVIDIA's heads keep it here
     fed_back = {"norm_output": True, FED_BACK: True} if config.norm_output else {}
