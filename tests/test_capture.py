@@ -49,7 +49,13 @@ def answers(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 
 def config_of(target: Path, **settings: Any) -> CaptureConfig:
-    defaults = {"target": str(target), "store_dtype": "float32", "samples_per_shard": 4, "held_out_share": 0.3}
+    defaults = {
+        "target": str(target),
+        "store_dtype": "float32",
+        "codec": "lossless",
+        "samples_per_shard": 4,
+        "held_out_share": 0.3,
+    }
     return CaptureConfig(**{**defaults, **settings})
 
 

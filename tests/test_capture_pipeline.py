@@ -69,7 +69,7 @@ def answers_of(folder: Path, output: Path, count: int) -> Artifact:
 @pytest.mark.parametrize("family", ["gpt_neox", "gemma2"])
 def test_from_answers_to_a_head_that_others_serve(family: str, tmp_path: Path) -> None:
     folder = foreign_target(tmp_path / family, family)
-    config = CaptureConfig(target=str(folder), held_out_share=0.3, store_dtype="float32")
+    config = CaptureConfig(target=str(folder), held_out_share=0.3, store_dtype="float32", codec="lossless")
     answers = answers_of(folder, tmp_path / "answers", 24)
     features, head, measured, exported = (Artifact(str(tmp_path / name)) for name in ("features", "head", "eval", "export"))
     manifest = capture(config, answers, features)
@@ -96,7 +96,7 @@ def test_from_answers_to_a_head_that_others_serve(family: str, tmp_path: Path) -
 def test_online_from_transformers_too(tmp_path: Path) -> None:
     folder = foreign_target(tmp_path / "target", "gpt_neox")
     answers = answers_of(folder, tmp_path / "answers", 16)
-    config = CaptureConfig(target=str(folder), batch_tokens=1)
+    config = CaptureConfig(target=str(folder), batch_tokens=1, codec="lossless")
     capture(config, answers, store := Artifact(str(tmp_path / "store")))
     heads = [Artifact(str(tmp_path / name)) for name in ("stored", "online")]
     train(TRAIN, str(folder), Features(store), heads[0])

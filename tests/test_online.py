@@ -47,7 +47,7 @@ def answers(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 
 def config_of(target: Path, **settings: Any) -> CaptureConfig:
-    return CaptureConfig(**{"target": str(target), "held_out_share": 0.3, "batch_tokens": 1, **settings})
+    return CaptureConfig(**{"target": str(target), "held_out_share": 0.3, "batch_tokens": 1, "codec": "lossless", **settings})
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])

@@ -129,7 +129,7 @@ def test_a_stated_length_of_answers_takes_the_place_of_the_longest(target: Path,
 
 def test_features_of_an_8b_model_take_what_is_published() -> None:
     meta = FeatureMeta(taps=(1, 15, 28), hidden_size=4096, vocab_size=128256, lm_head_sha256="")
-    sizes = feature_bytes(Needs(1, 1, 0, 1, 1, 1), meta)
+    sizes = feature_bytes(Needs(1, 1, 0, 1, 1, 1), meta, 0.0)
     assert sizes["raw"] == 4 * 2 * 4096 + 8
     assert sizes.keys() == SHARES.keys()
     assert sizes["within4"] < sizes["int8"] < sizes["lossless"] < sizes["raw"]
@@ -243,7 +243,7 @@ class TestCommand:
     def test_tables(self, target: Path, tmp_path: Path) -> None:
         shown = eyas("plan", run_file(tmp_path, target), "--num-prompts", 50, "--characters", 90)
         assert shown.exit_code == 0, shown.output
-        assert "lossless (this run's)" in shown.stdout
+        assert "within4 (this run's)" in shown.stdout
         assert "600" in shown.stdout, "50 answers of 12 tokens"
         assert "made-up prompts of 90 characters" in shown.stdout
 

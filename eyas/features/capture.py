@@ -31,6 +31,7 @@ from eyas.model.config import TargetConfig, TargetShape
 from eyas.model.fingerprint import fingerprint
 from eyas.model.foreign import target_shape
 from eyas.shards import CodecName, FeatureMeta, Sample, ShardWriter, Split
+from eyas.shards.sample import EXACT
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 PLACES = {"target", "device_map"}  # where it takes place; nothing of it is part of the work's identity
@@ -40,10 +41,11 @@ class CaptureConfig(BaseModel):
     """Settings of the stage.
 
     `decoder` computes: our own, or transformers', which knows many more models; "auto" is our own where it knows the target.
-    `dtype` is what it computes in; "auto" is float32 for our own and the checkpoint's for transformers'. `device_map` spreads a
-    large target over devices ("auto": see accelerate; transformers' decoder only). `store_dtype` is what is kept, `codec` and
-    `teacher` how (see shards.FeatureMeta). `batch_tokens` counts the padding of a forward; with 1 every sample is computed
-    alone, so that its values, to the last bit, depend on nothing beside it. `splits`: which of them are kept.
+    `dtype` is what it computes in; "auto" is float32 for our own and the checkpoint's for transformers'. `device_map` spreads
+    a large target over devices ("auto": see accelerate; transformers' decoder only). `store_dtype` is what is kept, `codec`
+    and `teacher` how (see shards.FeatureMeta); samples held out are kept exactly, since a server has no rounded features.
+    `batch_tokens` counts the padding of a forward; with 1 every sample is computed alone, so that its values, to the last
+    bit, depend on nothing beside it. `splits`: which of them are kept.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -55,7 +57,7 @@ class CaptureConfig(BaseModel):
     batch_tokens: int = Field(default=4096, ge=1)
     share_beginnings: bool = True
     store_dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    codec: CodecName = "lossless"
+    codec: CodecName = "within4"
     teacher: Literal["everywhere", "supervised"] = "everywhere"
     samples_per_shard: int = Field(default=50, ge=1)
     held_out_share: float = Field(default=0.05, ge=0, lt=1)
@@ -150,6 +152,13 @@ def meta_of(config: CaptureConfig, shape: TargetShape) -> FeatureMeta:
     )
 
 
+def meta_of_split(meta: FeatureMeta, split: Split) -> FeatureMeta:
+    """How a split is kept: what is held out is kept exactly, so that a head is judged by the features that a server has."""
+    if split == "held_out" and meta.codec not in EXACT:
+        return meta.model_copy(update={"codec": "lossless"})
+    return meta
+
+
 def resolved_decoder(config: CaptureConfig, shape: TargetShape) -> str:
     """What "auto" stands for: transformers' where our own does not know the target, or where the target is to be spread."""
     if config.decoder != "auto":
@@ -214,10 +223,11 @@ def capture(config: CaptureConfig, answers: Artifact, output: Artifact, track: T
     output.write_jsonl("dropped.jsonl", plan.dropped)
     decoder = setting.decoder()
     meta = setting.meta.model_copy(update={"lm_head_sha256": decoder.lm_head_sha256})
-    writers = {split: ShardWriter(output, split, meta, config.samples_per_shard) for split in get_args(Split)}
+    metas = {split: meta_of_split(meta, split) for split in get_args(Split)}
+    writers = {split: ShardWriter(output, split, metas[split], config.samples_per_shard) for split in metas}
     works = [(writers[split], work) for split in config.splits for work in setting.works(plan, split, decoder)]
-    missing = sum(len(one) for writer, work in works for one in work.samples if one.key not in writer.keys)
-    check_room(output, missing * meta.bytes_per_token)
+    missing = ((writer, len(one)) for writer, work in works for one in work.samples if one.key not in writer.keys)
+    check_room(output, sum(length * writer.meta.bytes_per_token for writer, length in missing))
     _capture_missing(Forwards(decoder), works, track)
     for writer in writers.values():
         writer.close()

@@ -22,9 +22,7 @@ from eyas.features.decoder import Decoder
 from eyas.features.planned import Plan, Work, packed
 from eyas.model.vocab import TargetVocabulary
 from eyas.shards import FeatureMeta, Sample, Split
-from eyas.shards.sample import DTYPES
-
-EXACT = ("raw", "lossless")
+from eyas.shards.sample import DTYPES, EXACT
 
 
 class OnlineTarget:

@@ -93,12 +93,16 @@ class Planner:
 
     def estimate(self, needs: Needs, speeds: Speeds, notes: Sequence[str] = ()) -> Estimate:
         """All of it. speeds: those that are known."""
-        sizes = {str(name): size for name, size in counting.feature_bytes(needs, self.meta).items()}
+        sizes = {
+            str(name): size for name, size in counting.feature_bytes(needs, self.meta, self.work.capture.held_out_share).items()
+        }
         passed = {str(stage): number for stage, number in hours(needs, speeds, self.work.train.epochs).items()}
         if self.work.online and "capture" in passed:
             passed["capture"] *= self.work.train.epochs  # computed again in each
         room, parameters = self.room(needs), target_parameters(self.folder)
-        return Estimate(needs, sizes, self.meta.codec, room, speeds, passed, self.head_parameters, parameters, tuple(notes))
+        return Estimate(
+            needs, sizes, self.meta.codec, room, speeds, passed, self.head_parameters, parameters, tuple(notes)
+        )
 
     def measured(self, looked_at: Sequence[Prompt], needs: Needs, seconds: float = SECONDS) -> tuple[Speeds, list[str]]:
         """Speeds of this machine, and what could not be measured, in words."""

@@ -15,7 +15,7 @@ from itertools import islice
 from eyas.artifact import Artifact
 from eyas.chat import Chat
 from eyas.errors import EmptyInputError, TemplateError
-from eyas.features.capture import CaptureConfig, room_at
+from eyas.features.capture import CaptureConfig, meta_of_split, room_at
 from eyas.features.generate import GenerateConfig
 from eyas.model.checkpoint import expected_shapes
 from eyas.model.config import HeadConfig, HeadOptions, TargetShape
@@ -139,10 +139,16 @@ def keeps_the_past(chat: Chat) -> bool:
     return second[: len(first)] == first
 
 
-def feature_bytes(needs: Needs, meta: FeatureMeta) -> dict[CodecName, int]:
-    """Bytes of all features, by codec."""
+def feature_bytes(needs: Needs, meta: FeatureMeta, held_out_share: float) -> dict[CodecName, int]:
+    """Bytes of all features, by codec of those that are trained on; the share that is held out is kept exactly."""
+    sizes = {}
     codecs: Iterable[CodecName] = SHARES
-    return {name: needs.feature_tokens * meta.model_copy(update={"codec": name}).bytes_per_token for name in codecs}
+    for name in codecs:
+        trained = meta.model_copy(update={"codec": name})
+        held_out = meta_of_split(trained, "held_out").bytes_per_token
+        per_token = (1 - held_out_share) * trained.bytes_per_token + held_out_share * held_out
+        sizes[name] = round(needs.feature_tokens * per_token)
+    return sizes
 
 
 def head_parameters(shape: TargetShape, options: HeadOptions) -> int:
@@ -157,10 +163,14 @@ def room_for(
     needs: Needs, meta: FeatureMeta, capture: CaptureConfig, parameters: int, output: Artifact, online: bool = False
 ) -> Room:
     """What the run writes below `output`. online: of the features only those that are held out are kept."""
-    kept = capture.held_out_share if online else 1.0
+    if online:
+        held_out = meta_of_split(meta, "held_out").bytes_per_token
+        features = round(needs.feature_tokens * capture.held_out_share * held_out)
+    else:
+        features = feature_bytes(needs, meta, capture.held_out_share)[meta.codec]
     return Room(
         answers=(needs.prompt_tokens + needs.answer_tokens) * ROW_BYTES_PER_TOKEN,
-        features=round(feature_bytes(needs, meta)[meta.codec] * kept),
+        features=features,
         head=parameters * HEAD_BYTES_PER_PARAMETER,
         free=room_at(output),
         present=sum(output.size(name) for name in output.all_names()) if room_at(output) is not None else 0,

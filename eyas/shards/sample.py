@@ -17,6 +17,7 @@ from torch import Tensor
 Split = Literal["train", "held_out"]
 CodecName = Literal["raw", "lossless", "int8", "fp8", "within1", "within2", "within4", "within8"]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+EXACT = ("raw", "lossless")  # codecs that give every bit back
 NUM_LAYERS = 4  # of hidden states in a sample: three taps and the last
 SHARES: dict[CodecName, float] = {  # of the bytes of the hidden states, on the built-in target: benchmarks/features.py
     "raw": 1.0,

@@ -31,7 +31,7 @@ class ShardWriter:
 
     def __init__(self, artifact: Artifact, split: Split, meta: FeatureMeta, samples_per_shard: int = 50) -> None:
         """Raises CorruptError for a shard that is there and cannot be read."""
-        self._artifact, self._split, self._meta = artifact, split, meta
+        self._artifact, self._split, self.meta = artifact, split, meta
         self._samples_per_shard = samples_per_shard
         self._entries: list[Entry] = []
         self._num_shards = 0
@@ -72,7 +72,7 @@ class ShardWriter:
             self._flush()
         index = {
             "format": FORMAT,
-            "meta": self._meta.model_dump(),
+            "meta": self.meta.model_dump(),
             "tables": self._tables.to_text() if self._tables else "",
             "samples": [entry.model_dump() for entry in self._entries],
         }
@@ -80,14 +80,14 @@ class ShardWriter:
 
     def _calibrate(self) -> None:
         """Make the codec from the samples that waited for it, and append them."""
-        self._tables = calibrate(self._meta.codec, [layers_of(sample, self._meta) for sample in self._uncoded])
-        self._codec = codec_of(self._meta, self._tables)
+        self._tables = calibrate(self.meta.codec, [layers_of(sample, self.meta) for sample in self._uncoded])
+        self._codec = codec_of(self.meta, self._tables)
         waiting, self._uncoded = self._uncoded, []
         for sample in waiting:
             self._append(sample, self._codec)
 
     def _append(self, sample: Sample, codec: Codec) -> None:
-        data = encode_sample(sample, self._meta, codec)
+        data = encode_sample(sample, self.meta, codec)
         start = sum(len(earlier) for _, earlier in self._pending)
         entry = Entry(
             key=sample.key,
@@ -105,7 +105,7 @@ class ShardWriter:
     def _flush(self) -> None:
         """The shard, then a note of what it is: a run that goes on need not read it again for its checksum."""
         name, entries = self._shard_name, [entry for entry, _ in self._pending]
-        head = shard_head(entries, self._meta, self._tables)
+        head = shard_head(entries, self.meta, self._tables)
         self._artifact.write(name, b"".join([head, *(data for _, data in self._pending)]))
         self._artifact.write(_note_name(name), self._artifact.written(name).model_dump_json().encode())
         self._entries += [_moved(entry, len(head)) for entry in entries]
@@ -141,8 +141,8 @@ class ShardWriter:
         entries = [_moved(Entry.model_validate(entry), 8 + size) for entry in json.loads(own["samples"])]
         if self._artifact.size(name) != entries[-1].start + entries[-1].size:
             raise ValueError("the shard has another length than its header says")
-        if needs_tables(self._meta.codec):
-            self._tables = Tables.from_text(own["tables"], self._meta.hidden_size)
+        if needs_tables(self.meta.codec):
+            self._tables = Tables.from_text(own["tables"], self.meta.hidden_size)
         return entries
 
 
