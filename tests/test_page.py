@@ -257,6 +257,15 @@ def test_all_of_it_goes_by_keyboard(page):
     page.keyboard.press("Enter")
     over(page)
     first, second = ([(one["role"], one["content"]) for one in body["messages"]] for body in sent)
+    page.focus(".opener >> nth=0")  # of the first answer
+    page.keyboard.press("Enter")
+    rounds = 1 + max(
+        map(int, page.eval_on_selector_all(".said >> nth=0 >> .token", "all => all.map(one => one.dataset.round)"))
+    )
+    assert page.text_content("#tree-title") == f"Round {rounds} of {rounds}"
+    page.focus("#which")
+    page.keyboard.press("ArrowLeft")
+    assert page.text_content("#tree-title") == f"Round {rounds - 1} of {rounds}"
     assert first == [("user", "Hello\nI need a hotel in Seattle.")]
     assert second == [*first, ("assistant", said), ("user", "Thanks")]
 

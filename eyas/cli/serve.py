@@ -36,7 +36,7 @@ def command(
     run_file: RunFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Serve OpenAI's API until interrupted; the output is the target's own, with a head or without.
+    """Serve OpenAI's API until interrupted; the output is the target's own, with a head or without. At / is a page to try it.
 
     /v1/chat/completions, /v1/completions, /v1/models, SGLang's /generate, /health, /metrics, /drift, /openapi.json; a line of
     log for each request. Queue, sizes, rates and times: --set limits.max_queue=64, and so on. In a container of Vertex AI its

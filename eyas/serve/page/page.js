@@ -4,7 +4,8 @@
 //   stream      one answer as it arrives: rounds, each with the moment it came
 //   show        draws rounds as the screen keeps up, or slowly: never more than so many tokens between two frames
 //   Tally       what the numbers say of the rounds that are drawn
-//   Words, Tree, Numbers   where it is drawn
+//   Words       an answer, a span a token
+//   Tree        the round of an answer that is looked at
 //   chat, race  what the two buttons do
 
 const TOKENS_A_FRAME = 200;
@@ -125,19 +126,17 @@ class Tally {
   }
 }
 
-class Numbers {
-  show(tally) {
-    $("tau").textContent = decimals(tally.tau, 2);
-    $("tau-note").textContent = tally.rounds ? `tokens a round, over ${tally.rounds} rounds that drafted` : "tokens a round";
-    $("speed").textContent = decimals(tally.speed, tally.speed < 10 ? 1 : 0);
-    $("speed-note").textContent = tally.tokens ? `first token after ${decimals(tally.firstMs, 0)} ms` : "from the first token on";
-    $("accepted").textContent = tally.judged ? `${decimals((100 * tally.drafted) / tally.judged, 0)} %` : "–";
-    $("accepted-note").textContent = tally.judged ? `of ${tally.judged} drafted tokens` : "of what the head drafted";
-    for (const origin of ["drafted", "bonus", "plain"]) {
-      $(`num-${origin}`).textContent = tally[origin];
-      const share = tally.tokens ? (100 * tally[origin]) / tally.tokens : 0;
-      document.querySelector(`#shares .${origin}`).style.width = `${share}%`;
-    }
+function showNumbers(tally) {
+  $("tau").textContent = decimals(tally.tau, 2);
+  $("tau-note").textContent = tally.rounds ? `tokens a round, over ${tally.rounds} rounds that drafted` : "tokens a round";
+  $("speed").textContent = decimals(tally.speed, tally.speed < 10 ? 1 : 0);
+  $("speed-note").textContent = tally.tokens ? `first token after ${decimals(tally.firstMs, 0)} ms` : "from the first token on";
+  $("accepted").textContent = tally.judged ? `${decimals((100 * tally.drafted) / tally.judged, 0)} %` : "–";
+  $("accepted-note").textContent = tally.judged ? `of ${tally.judged} drafted tokens` : "of what the head drafted";
+  for (const origin of ["drafted", "bonus", "plain"]) {
+    $(`num-${origin}`).textContent = tally[origin];
+    const share = tally.tokens ? (100 * tally[origin]) / tally.tokens : 0;
+    document.querySelector(`#shares .${origin}`).style.width = `${share}%`;
   }
 }
 
@@ -225,7 +224,7 @@ function drawTree(rootText, round) {
   const widths = [];
   for (const node of nodes) {
     node.label = label(node.text);
-    widths[node.depth] = Math.max(widths[node.depth] ?? 34, [...node.label].length * CHARACTER + 12);
+    widths[node.depth] = Math.max(widths[node.depth] ?? 46, [...node.label].length * CHARACTER + 12);
   }
   const lefts = widths.map((_, depth) => 2 + widths.slice(0, depth).reduce((sum, width) => sum + width + GAP, 0));
   const width = lefts.at(-1) + widths.at(-1) + 2;
@@ -277,7 +276,6 @@ class Tree {
 
   newest() {
     const last = this.words.spans.length - 1;
-    $("which").max = Math.max(last + 1, 1);
     if (this.follows && last >= 0) this.show(last);
     else this.enable();
   }
@@ -301,6 +299,7 @@ class Tree {
   enable() {
     const shown = this.words.spans.length;
     $("tree-title").textContent = `Round ${this.number + 1} of ${shown}`;
+    $("which").max = Math.max(shown, 1);
     $("which").value = this.number + 1;
     $("which").disabled = shown < 2;
     $("back").disabled = this.number < 1;
@@ -308,7 +307,6 @@ class Tree {
   }
 }
 
-const numbers = new Numbers();
 const tree = new Tree();
 
 // One answer, from the request to the last token on the screen
@@ -329,13 +327,13 @@ function wanted(messages, extra = {}) {
   return body;
 }
 
-// Ask, and draw into `words`; what came, as {rounds, tally, reason, stopped}. Raises Refused, with what came before in `so_far`.
+// Ask, and draw into `words`; what came, and whether it was stopped. Raises Refused, once what came before is drawn.
 async function answer(body, words, onDrawn = () => {}) {
   const started = performance.now();
   const came = { rounds: [], tally: new Tally(started), reason: null, usage: null, stopped: false, isOver: false };
   const { signal } = running;
   tree.follow(came.rounds, words);
-  numbers.show(came.tally);
+  showNumbers(came.tally);
   const drawing = draw(came, words, signal, onDrawn);
   try {
     for await (const round of stream(body, signal, came)) came.rounds.push(round);
@@ -363,7 +361,7 @@ async function draw(came, words, signal, onDrawn) {
       else while (next < came.rounds.length && came.tally.tokens - before < TOKENS_A_FRAME) one();
       onDrawn(came);
       atItsEnd($("log"));
-      numbers.show(came.tally);
+      showNumbers(came.tally);
       tree.newest();
     }
     await ($("slow").checked ? Promise.race([pause(SLOW_MS), aborted(signal)]) : frame());
@@ -415,7 +413,17 @@ function spoken(place, shown) {
 function lookBack(came, words) {
   if (running || !came) return;
   tree.follow(came.rounds, words);
-  numbers.show(came.tally);
+  tree.newest();
+  showNumbers(came.tally);
+}
+
+// What an answer came to; for the keyboard what a click on its tokens is for the mouse.
+function opener(text, open) {
+  const button = element("button", "opener", text);
+  button.type = "button";
+  button.title = "Show the rounds of this answer";
+  button.addEventListener("click", open);
+  return button;
 }
 
 const sum = (came) =>
@@ -433,13 +441,13 @@ async function chat(prompt) {
   const words = spoken(place, (of) => lookBack(came, of));
   try {
     came = await answer(wanted(messages), words);
-    history = [...messages, { role: "assistant", content: words.text }];
-    place.append(element("p", "note", sum(came)));
+    if (words.text) history = [...messages, { role: "assistant", content: words.text }];
+    place.append(opener(sum(came), () => lookBack(came, words)));
     atItsEnd($("log"));
     return sum(came);
   } finally {
     place.classList.remove("streaming");
-    if (!came) giveBack(prompt, asked, words.text ? null : place);
+    if (!words.text) giveBack(prompt, asked, place);
   }
 }
 
@@ -453,14 +461,15 @@ function lane(parent, title) {
   const place = element("div", "lane");
   const figure = element("div", "figure", "–");
   const progress = element("progress");
-  const note = element("div", "note", "waits");
+  const note = opener("waits", () => lookBack(made.came, made.words));
   progress.max = $("longest").valueAsNumber;
   progress.value = 0;
   progress.setAttribute("aria-label", `${title}: tokens so far`);
-  place.append(element("h3", "", title), figure, progress, note);
+  place.append(element("h3", "", title), figure, progress);
   parent.append(place);
   const made = { place, words: null, came: null, most: 0 };
   made.words = spoken(place, (of) => lookBack(made.came, of));
+  place.append(note);
   made.show = (tally) => {
     progress.max = made.most || progress.max;
     progress.value = tally.tokens;
