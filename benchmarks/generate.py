@@ -32,7 +32,7 @@ from typing import Any
 
 from held_out import machine
 
-from eyas.artifact import Artifact
+from eyas.artifact import Artifact, identity
 from eyas.builtin import demo_prompts
 from eyas.features.generate import read_answers, read_origins
 from eyas.records import Prompt
@@ -61,7 +61,7 @@ def write_prompts(output: Artifact, num_rows: int, seed: int) -> None:
         prompts.append(Prompt(f"p{len(prompts)}", "packaged", "see demo_prompts.md", said))
         turns += count
     settings = {"rows": num_rows, "seed": seed}
-    if output.begin(hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]):
+    if output.begin(identity("prompts", settings, {})):
         output.write_jsonl("prompts-00000.jsonl", [prompt.to_json() for prompt in prompts])
         output.finish("prompts", settings, {}, {"prompts": len(prompts)})
 
