@@ -18,6 +18,7 @@ import pytest
 
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.errors import ConfigError, EyasError
+from eyas.serve.completion import Answer
 from eyas.serve.limits import LimitsConfig
 from eyas.serve.server import ServeConfig, _bound, running_server, serve
 from tests.serving import MAX_LENGTH, MESSAGES, MODEL, GatedEngine, World, ask, connected, health
@@ -88,15 +89,15 @@ def test_an_engine_that_fails_fails_its_requests_and_says_so(world):
             waiting = pool.submit(ask, client)
             engine.error = RuntimeError("out of luck")
             engine.gate.release()
-            with pytest.raises(openai.APIError, match="out of luck"):
+            with pytest.raises(openai.APIError, match="the engine failed: RuntimeError"):
                 list(begun)
-            with pytest.raises(openai.InternalServerError, match="out of luck") as failed:
+            with pytest.raises(openai.InternalServerError, match="the engine failed: RuntimeError") as failed:
                 waiting.result()
         assert failed.value.type == "server_error"
-        with pytest.raises(openai.InternalServerError, match="out of luck"):
+        with pytest.raises(openai.InternalServerError, match="the engine failed: RuntimeError"):
             ask(client)
         assert health(client).status_code == 503
-        assert "out of luck" in health(client).json()["error"]
+        assert "the engine failed: RuntimeError" in health(client).json()["error"]
 
 
 def test_a_server_told_to_end_finishes_what_runs(world):
@@ -213,3 +214,22 @@ def test_small_chunks_are_sent_at_once():
 def test_config_survives_its_journey_to_another_process():
     config = ServeConfig(target="t", head="h", engine=EngineConfig(tree_topk=2))
     assert ServeConfig.model_validate(json.loads(config.model_dump_json())) == config
+
+
+def test_a_bug_within_a_stream_is_said_in_the_stream_and_logged_without_its_words(client, monkeypatch, caplog):
+    pushes = []
+
+    def push(self, update):
+        pushes.append(update)
+        if len(pushes) > 2:
+            raise RuntimeError("quotes what somebody wrote")
+        return original(self, update)
+
+    original = Answer.push
+    monkeypatch.setattr(Answer, "push", push)
+    with pytest.raises(openai.APIError, match="internal error: RuntimeError"):
+        list(ask(client, stream=True, max_tokens=8))
+    monkeypatch.undo()
+    assert "quotes" not in caplog.text
+    assert "internal error" in caplog.text
+    assert ask(client, max_tokens=2).choices[0].finish_reason

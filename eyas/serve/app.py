@@ -15,7 +15,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -148,8 +148,7 @@ class _Api:
         """Once the worker has stopped."""
         if self._watching is not None:
             self._watching.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._watching
+            await asyncio.gather(self._watching, return_exceptions=True)
         if self._collector is not None:
             await self._collector.stop()
 
@@ -158,8 +157,12 @@ class _Api:
         while True:
             await asyncio.sleep(self.extras.drift.window_s / _DRIFT_LOOKS)
             if self._drift.is_due:
-                with suppress(EngineFailure):
+                try:
                     self._drift.close(await self._worker.look(_drafted_depths))
+                except EngineFailure:
+                    continue
+                except Exception as error:  # a window that cannot be judged must not end all later ones unseen
+                    _log_bug(None, error)
 
     def endpoint(
         self, handle: Handler, shape: Callable[[ApiError], dict[str, Any]] = ApiError.body
@@ -326,9 +329,15 @@ class _Api:
         async with aclosing(updates):
             while True:
                 events = []
-                for update in batch:
-                    piece = answer.push(update)
-                    events.append(work.writer.chunk(piece, answer.usage() if usage_in == "all" else None))
+                try:
+                    for update in batch:
+                        piece = answer.push(update)
+                        events.append(work.writer.chunk(piece, answer.usage() if usage_in == "all" else None))
+                except Exception as error:  # the status is sent: the stream says it, and the log where, not what
+                    _log_bug(exchange, error)
+                    exchange.failure = "internal_error"
+                    yield error_event(ApiError(500, f"internal error: {type(error).__name__}").body())
+                    return
                 if answer.is_over:
                     break
                 yield "".join(events).encode()
@@ -417,8 +426,8 @@ async def _http_error(http: HttpRequest, error: Exception) -> Response:
     return JSONResponse(what.body(), error.status_code, headers=error.headers)
 
 
-def _log_bug(exchange: Exchange, error: Exception) -> None:
+def _log_bug(exchange: Exchange | None, error: Exception) -> None:
     """Where it happened, not what it says: a message may quote what a client wrote."""
     places = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_tb(error.__traceback__)]
-    data = {"request_id": exchange.id, "error": type(error).__name__, "places": places[-12:]}
+    data = {"request_id": exchange and exchange.id, "error": type(error).__name__, "places": places[-12:]}
     log.error("internal error", extra={"data": data})

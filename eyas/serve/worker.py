@@ -180,7 +180,7 @@ class Worker:
             BaseException
         ) as error:  # whatever it is, and native libraries raise what is no Exception: those who wait must hear
             log.exception("the engine failed")
-            what = f"the engine failed: {type(error).__name__}: {error}"
+            what = f"the engine failed: {type(error).__name__}"  # its message may quote another's request
             loop.call_soon_threadsafe(self._fail, EngineFailure(what, "restart the server; its log has more"))
 
     def _serve_round(self, loop: asyncio.AbstractEventLoop) -> bool:
@@ -190,7 +190,12 @@ class Worker:
             if self._stopping:
                 return False
             commands, self._inbox = self._inbox, []
-        refused = [event for command in commands for event in self._obey(command, loop)]
+        try:
+            refused = [event for command in commands for event in self._obey(command, loop)]
+        except BaseException:
+            with self._condition:  # so that those who ask are told of the failure
+                self._inbox = commands + self._inbox
+            raise
         self._hand_out(loop, refused)
         if self._engine.has_work:
             self._hand_out(loop, [(update.request_id, update) for update in self._engine.step()])
