@@ -18,7 +18,7 @@ from eyas.shards import CodecName, FeatureMeta, Features, Sample, ShardWriter, t
 from eyas.shards import writer as writer_module
 from eyas.shards.codecs import WITHIN, Layers, Tables, calibrate, codec_of, needs_tables, pack, unpack
 from eyas.shards.layout import layers_of
-from eyas.train.loss import objective, teach
+from eyas.train.loss import ObjectiveConfig, objective, teach
 from tests.tiny_batch import made_up_samples, tiny_vocabulary, wavy_head
 
 NAMES = get_args(CodecName)
@@ -242,8 +242,11 @@ def test_a_teacher_kept_where_it_is_asked_for_gives_the_same_loss_and_the_same_t
     kept = [replace(one, last_hidden=one.last_hidden * taught(one.loss_mask)[:, None]) for one in samples]
     whole, thin = Batch.of(samples), Batch.of(kept)
     assert not torch.equal(whole.last_hidden_BTH, thin.last_hidden_BTH)
+    config = ObjectiveConfig(num_ttt_steps=3)
+    teachers = [teach(batch, vocabulary, head, config) for batch in (whole, thin)]
     losses = [
-        objective(head, vocabulary.embed_tokens, batch, teach(batch, vocabulary, head), 3, 0.8).loss for batch in (whole, thin)
+        objective(head, vocabulary.embed_tokens, batch, teacher, config).loss
+        for batch, teacher in zip((whole, thin), teachers, strict=True)
     ]
     assert losses[0] == losses[1]
     assert measure(head, vocabulary, whole, 3) == measure(head, vocabulary, thin, 3)
