@@ -100,9 +100,7 @@ class Planner:
         if self.work.online and "capture" in passed:
             passed["capture"] *= self.work.train.epochs  # computed again in each
         room, parameters = self.room(needs), target_parameters(self.folder)
-        return Estimate(
-            needs, sizes, self.meta.codec, room, speeds, passed, self.head_parameters, parameters, tuple(notes)
-        )
+        return Estimate(needs, sizes, self.meta.codec, room, speeds, passed, self.head_parameters, parameters, tuple(notes))
 
     def measured(self, looked_at: Sequence[Prompt], needs: Needs, seconds: float = SECONDS) -> tuple[Speeds, list[str]]:
         """Speeds of this machine, and what could not be measured, in words."""
