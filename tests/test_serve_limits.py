@@ -217,6 +217,22 @@ def test_a_flood_of_connections_does_not_keep_others_out_for_long(client):
     assert ask(client, max_tokens=2).usage.completion_tokens == 2
 
 
+def test_who_is_refused_reads_why_though_all_of_a_request_was_on_its_way(client):
+    """A connection that is closed on unread bytes is reset, and takes the answer with it."""
+    with ExitStack() as stack:
+        for _ in range(20):
+            stack.enter_context(opened(client))
+        time.sleep(0.1)
+        for _ in range(10):
+            connection = stack.enter_context(opened(client))
+            time.sleep(0.02)  # it is refused by now
+            for _ in range(3):
+                connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n123456789")
+                time.sleep(0.005)
+            status, error = answer(connection)
+            assert (status, error["code"]) == (503, "overloaded")
+
+
 def test_a_client_that_takes_nothing_is_cut(world):
     """Its answers fill the system's buffers, and nothing would ever end otherwise."""
     body = {"model": MODEL, "prompt": [[5]] * 64, "n": 4, "max_tokens": 100, "stream": True, "logprobs": 20, "temperature": 0}

@@ -6,6 +6,8 @@ uvicorn waits without end for the head of a first request and for a client that 
     body                 the application's to limit
     what is sent         read_timeout_s from the moment that the system's buffers are full, then the connection is cut
     connections          max_connections; more are answered 503 and closed
+
+Who is refused is heard out for LINGER_S: to close on bytes that nobody read resets the connection, and the client never sees why.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from eyas.serve.limits import LimitsConfig
 from eyas.serve.refusal import ApiError
 
 MAX_HEAD_BYTES = 64 << 10
+LINGER_S = 1.0
 
 
 def guarded(limits: LimitsConfig) -> type[asyncio.Protocol]:
@@ -37,6 +40,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(*args, **settings)
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
+        self._linger_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
         self._is_refused = False
 
@@ -78,6 +82,8 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         self._stop_stalling()
+        if self._linger_timer is not None:
+            self._linger_timer.cancel()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
@@ -102,7 +108,12 @@ class Connection(HttpToolsProtocol):
         self._refuse(ApiError(408, f"the head of the request took more than {self.limits.read_timeout_s:g} s", code="timeout"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer and close; where an answer is on its way, the client's garbage behind its request ends it."""
+        """Answer and close; where an answer is on its way, the client's garbage behind its request ends it.
+
+        Of those who linger there are max_connections at most: a flood of more is closed at once.
+        """
+        if self._is_refused:
+            return
         self._is_refused = True
         self._stop_waiting()
         if self.transport.is_closing():
@@ -115,4 +126,8 @@ class Connection(HttpToolsProtocol):
         headers = {**(error.headers or {}), "content-type": "application/json", "content-length": str(len(body))}
         lines = [f"HTTP/1.1 {status.value} {status.phrase}", *(f"{name}: {value}" for name, value in headers.items())]
         self.transport.write("\r\n".join([*lines, "connection: close", "", ""]).encode() + body)
-        self.transport.close()
+        if len(self.connections) > 2 * self.limits.max_connections:
+            self.transport.close()
+            return
+        self.transport.write_eof()
+        self._linger_timer = self.loop.call_later(LINGER_S, self.transport.close)
