@@ -7,7 +7,8 @@ uvicorn waits without end for the head of a first request and for a client that 
     what is sent         read_timeout_s from the moment that the system's buffers are full, then the connection is cut
     connections          max_connections; more are answered 503 and closed
 
-Who is refused is heard out for LINGER_S: to close on bytes that nobody read resets the connection, and the client never sees why.
+Who is refused is heard out for LINGER_S: to close on bytes that nobody read resets the connection, and the client never sees
+why.
 """
 
 from __future__ import annotations
