@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gzip
 import hashlib
 import json
 import random
@@ -31,25 +30,15 @@ from pathlib import Path
 from typing import Any
 
 from held_out import machine
+from packaged import user_turns
 
 from eyas.artifact import Artifact, identity
-from eyas.builtin import demo_prompts
 from eyas.features.generate import read_answers, read_origins
 from eyas.records import Prompt
 from eyas.serve.server import ServeConfig
 
 TURNS = (1, 1, 2, 3)  # of a conversation, as often as each stands here
 MAX_LENGTH, MAX_BATCH = 512, 32
-
-
-def user_turns() -> list[str]:
-    """What users say in the packaged prompts, each once."""
-    with gzip.open(demo_prompts(), "rb") as lines:
-        values = (json.loads(line) for line in lines if line.startswith(b"{") and line.rstrip().endswith(b"}"))
-        turns = [turn for value in values for turn in value.get("messages") or value.get("conversations") or ()]
-    mine = (turn for turn in turns if turn.get("role", turn.get("from")) in ("user", "human"))
-    said = {turn.get("content") or turn.get("value") for turn in mine}
-    return sorted(text for text in said if isinstance(text, str) and text.strip())
 
 
 def write_prompts(output: Artifact, num_rows: int, seed: int) -> None:

@@ -15,7 +15,6 @@ The last line of stdout is one JSON.
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import os
 import random
@@ -31,8 +30,8 @@ from typing import Any
 
 import yaml
 from held_out import machine
+from packaged import user_turns
 
-from eyas.builtin import demo_prompts
 from eyas.data import fit
 from eyas.data.contamination import Contamination
 from eyas.data.language import Language, LanguageConfig, spoken
@@ -49,16 +48,6 @@ LOOK_EVERY_S = 0.1
 NUM_ITEMS, NUM_TRAFFIC = 300, 2000  # of the evaluation set, and of the sample of traffic
 LANGUAGES = ["en"]
 KEY = "of the benchmark, and no secret"
-
-
-def sentences() -> list[str]:
-    """What users say in the packaged prompts."""
-    with gzip.open(demo_prompts(), "rb") as lines:
-        values = (json.loads(line) for line in lines if line.startswith(b"{") and line.rstrip().endswith(b"}"))
-        turns = [turn for value in values for turn in value.get("messages") or value.get("conversations") or ()]
-    mine = (turn for turn in turns if turn.get("role", turn.get("from")) in ("user", "human"))
-    said = {turn.get("content") or turn.get("value") for turn in mine}
-    return sorted(text for text in said if isinstance(text, str) and text.strip())
 
 
 def made_rows(known: list[str], count: int, characters: int, seed: int) -> Iterator[str]:
@@ -87,7 +76,7 @@ def write_rows(path: Path, rows: Iterator[str]) -> str:
 def config(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """The run file's section with everything on."""
     mine = {"licence": "CC0-1.0", "prompts_by": "human"}
-    known = sentences()
+    known = user_turns()
     backwards = [" ".join(reversed(text.split())) for text in known]  # words as common, and no sentence of a row
     sets = {
         "rows": made_rows(known, args.rows, args.characters, 0),

@@ -324,7 +324,7 @@ class Artifact:
             if name.startswith(f"{WORK}/"):
                 continue
             if name not in self._written and name not in (IDENTITY, MANIFEST, DONE):
-                self._written[name] = self._checksummed(name)
+                self._written[name] = self.checksummed(name)
         self._written.pop(IDENTITY, None)
         manifest = Manifest(
             stage=stage,
@@ -344,7 +344,7 @@ class Artifact:
         self.delete_work()
         return manifest
 
-    def _checksummed(self, name: str) -> File:
+    def checksummed(self, name: str) -> File:
         """Read a file, a block at a time."""
         digest, size = hashlib.sha256(), self.size(name)
         for start in range(0, size, BLOCK_BYTES):

@@ -1,4 +1,4 @@
-"""Where an artifact comes from: every stage, source, licence and filter that made it. Knows manifests and reads no other file.
+"""Where an artifact comes from: every stage, source, licence and filter that made it. Knows manifests and checksums.
 
 A manifest holds the manifests of its inputs, so the walk needs the artifact alone, wherever its inputs went. A source is an
 input that eyas did not make (stage "source"): its identity is the SHA-256 of its bytes, its config holds the licence and who
@@ -7,11 +7,12 @@ wrote it. What became of its rows, and why it could be used, stands in the ledge
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from eyas.artifact import Manifest
+from eyas.artifact import Artifact, Manifest
 
 SOURCE = "source"
 
@@ -47,6 +48,13 @@ class Source:
         for trait, text in self.verdict["duties"].items():
             yield f"duty, {trait}: {text}"
         yield from (f"note: {note}" for note in self.verdict["notes"])
+
+
+def source_manifest(folder: Artifact, names: Iterable[str], config: Mapping[str, Any]) -> Manifest:
+    """Files of a folder that eyas did not make, as a source: identity is the SHA-256 over their names and checksums."""
+    files = {name: folder.checksummed(name) for name in sorted(names)}
+    digest = hashlib.sha256("".join(f"{name} {file.sha256}\n" for name, file in files.items()).encode()).hexdigest()
+    return Manifest(stage=SOURCE, identity=digest, config=dict(config), counts={}, files=files, url=folder.url)
 
 
 def stages(manifest: Manifest) -> list[Manifest]:

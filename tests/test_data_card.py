@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 import re
-import shutil
 import subprocess
 from collections import Counter
 
@@ -20,9 +19,9 @@ from eyas.data.ledger import Ledger, entry
 from eyas.data.pictures import Part, Series
 from eyas.data.rows import Damaged, Drop, Row
 from eyas.privacy.finding import Finding
+from tests.browser import CHROMIUM, needs_chromium
 from tests.page_tags import Tags
 
-CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
 NASTY = '<script>alert("1")</script>&\'"</svg></style>{{ 1234*77 }}'
 VERDICTS = [
     {
@@ -323,7 +322,7 @@ def chromium(folder, *options):
     return subprocess.run([*command, *options], capture_output=True, timeout=120, check=True)
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed here")
+@needs_chromium
 @pytest.mark.parametrize("width", [360, 1200])
 def test_a_browser_draws_it_without_a_network(tmp_path, width):
     """As wide as a phone or a screen and no wider; every picture has a size; and what is drawn is no blank sheet."""

@@ -8,7 +8,6 @@ import itertools
 import json
 import logging
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -30,6 +29,7 @@ from eyas.records import Prompt
 from eyas.serve.limits import KEYS_VARIABLE
 from eyas.serve.server import ServeConfig
 from tests.faulty_server import FAULTS, faulty
+from tests.object_stores import free_port
 from tests.serving import World
 from tests.stages import prompts_of, talking_target, write_prompts
 from tests.tiny import TEMPLATE, tiny_target, tiny_tokenizer
@@ -180,12 +180,6 @@ def test_a_row_of_which_a_server_saw_other_tokens_is_left_out(
 
 
 # Dead
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 @contextlib.contextmanager

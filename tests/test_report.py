@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import re
-import shutil
 import subprocess
 from collections import Counter
 
@@ -21,6 +20,7 @@ from eyas.bench.server import Facts
 from eyas.bench.summary import Load, summarise
 from eyas.errors import EyasError, InputError
 from tests.bench_rows import row
+from tests.browser import CHROMIUM, needs_chromium
 from tests.page_tags import Tags
 
 EVALUATION = {
@@ -310,10 +310,7 @@ def test_csv_has_a_line_for_every_result_and_comparison():
     assert {line["rate"] for line in lines} == {"", "2.0"}
 
 
-CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed here")
+@needs_chromium
 @pytest.mark.parametrize("width", [390, 1200])
 def test_a_browser_draws_it_no_wider_than_the_screen(tmp_path, manifest, width):
     # In a frame: a browser's window is no narrower than 500 pixels.

@@ -273,7 +273,7 @@ def test_a_resumed_run_does_not_read_whole_shards_for_their_checksums(tmp_path: 
     resumed = ShardWriter(again, "train", META, samples_per_shard=2)
     resumed.close()
     with monkeypatch.context() as patched:
-        patched.setattr(Artifact, "_checksummed", lambda _, name: pytest.fail(f"{name} is read again"))
+        patched.setattr(Artifact, "checksummed", lambda _, name: pytest.fail(f"{name} is read again"))
         manifest = again.finish("capture", {}, {}, {})
     for name in ("train-00000.safetensors", "train-00001.safetensors"):
         data = artifact.read_range(name, 0, 1 << 20)

@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
 
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
@@ -43,12 +44,14 @@ class Models:
     draft: Draft
     folder: str
     config: ModelsConfig
+    t2d_V: Tensor  # bool: in the draft vocabulary
 
     @classmethod
     def load(cls, folder: str, head: str | Path, config: ModelsConfig) -> Models:
         """Raises MissingInputError, CorruptError, and MismatchError for a head of another target."""
         target = Target.load(folder, config.dtype, config.device)
-        return cls(target, Draft(*read_head(head, target.config), target), folder, config)
+        shape, tensors = read_head(head, target.config)
+        return cls(target, Draft(shape, tensors, target), folder, config, tensors["t2d"])
 
     def engine(self, speculation: str, kind: type[Engine] = Engine, max_batch: int | None = None) -> Engine:
         """An engine of its own, with an empty cache. max_batch None: the config's."""

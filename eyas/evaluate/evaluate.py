@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
-from torch import Tensor
 
 from eyas.artifact import Artifact, Manifest, file_identity, identity
 from eyas.builtin import resolve_target
@@ -29,7 +28,6 @@ from eyas.evaluate.questions import Asked, Question, questions_identity
 from eyas.evaluate.served import serve
 from eyas.log import Track, quiet
 from eyas.model.batch import plan_batches
-from eyas.model.checkpoint import read_head
 from eyas.model.fingerprint import fingerprint
 from eyas.model.head import load_head
 from eyas.model.vocab import TargetVocabulary
@@ -123,12 +121,11 @@ class Work:
     chains: Chains | None = None
     models: Models | None = None
     asked: Asked | None = None
-    t2d_V: Tensor | None = None
 
     @classmethod
     def of(cls, config: EvalConfig, folder: str, head: Path, held_out: HeldOut) -> Work:
         """Raises what loading raises, and MismatchError for what does not belong together."""
-        chains = models = asked = t2d_V = None
+        chains = models = asked = None
         if held_out.features is not None:
             vocabulary = TargetVocabulary.load(folder)
             loaded = load_head(head, vocabulary.config, vocabulary.lm_head)
@@ -139,8 +136,7 @@ class Work:
             if config.predict.costs is not None:
                 read_costs(config.predict.costs)
             models = Models.load(folder, head, config.models)
-            t2d_V = read_head(head, models.target.config)[1]["t2d"]
-        return cls(config, held_out.features, chains, models, asked, t2d_V)
+        return cls(config, held_out.features, chains, models, asked)
 
     def done(self, track: Track) -> dict[str, Any]:
         """The content of eval.json. Raises EmptyInputError where there is no round to tell of."""
@@ -148,8 +144,8 @@ class Work:
         if self.source is not None and self.chains is not None:
             count(self.chains, self.source, self.config.batch_tokens, track)
             told = self.chains.to_json()
-        if self.models is not None and self.asked is not None and self.t2d_V is not None:
-            told = {**of_prompts(self.config, self.models, self.asked, self.t2d_V, track), **told}
+        if self.models is not None and self.asked is not None:
+            told = {**of_prompts(self.config, self.models, self.asked, track), **told}
         return told
 
 
@@ -164,12 +160,12 @@ def count(chains: Chains, source: FeatureSource, batch_tokens: int, track: Track
         raise EmptyInputError("the held-out features hold no answer of two tokens or more", "capture with more prompts")
 
 
-def of_prompts(config: EvalConfig, models: Models, asked: Asked, t2d_V: Tensor, track: Track) -> dict[str, Any]:
+def of_prompts(config: EvalConfig, models: Models, asked: Asked, track: Track) -> dict[str, Any]:
     """The part of eval.json that prompts give. Raises EmptyInputError where nothing was drafted."""
     speculations = [speculating(tree) for tree in config.trees]
     ways = [(speculation, temperature) for temperature in config.temperatures for speculation in speculations]
     served = serve(models, asked, ways, (config.max_tokens, config.seed), track)
-    trees = [one.to_json(asked, t2d_V) for one in served]
+    trees = [one.to_json(asked, models.t2d_V) for one in served]
     if not trees[0]["rounds"]:
         hint = "give prompts with longer answers, or a fixed tree first"
         raise EmptyInputError(f"no round of {trees[0]['speculation']} drafted anything", hint)

@@ -23,7 +23,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from eyas.artifact import IDENTITY, MANIFEST, Artifact, File, Manifest, identity
+from eyas.artifact import IDENTITY, MANIFEST, Artifact, Manifest, identity
 from eyas.builtin import resolve_target
 from eyas.builtin.hub import is_hub_id
 from eyas.errors import CorruptError, MismatchError, MissingInputError
@@ -31,7 +31,7 @@ from eyas.export.card import Card
 from eyas.export.check import check
 from eyas.export.launch import DTYPES, Launch
 from eyas.export.replay import DECLARED, Reading, assembled
-from eyas.lineage import SOURCE
+from eyas.lineage import SOURCE, source_manifest
 from eyas.log import Track, quiet
 from eyas.model.checkpoint import (
     CONFIG_JSON,
@@ -153,14 +153,8 @@ def foreign_manifest(head: Artifact) -> Manifest:
     names = [name for name in head.names() if name.endswith(HEAD_FILES)]
     if not any(name in names for name in (CONFIG_JSON, HEAD_JSON)):
         raise MissingInputError(f"no head at {head.url}", "give the output of `eyas train`, or the folder of a head")
-    found = {}
-    for name in names:
-        data = head.read(name)
-        found[name] = File(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
-    digest = hashlib.sha256("".join(f"{name} {file.sha256}\n" for name, file in sorted(found.items())).encode()).hexdigest()
-    form = "eyas" if HEAD_JSON in found else "vllm" if "speculators_model_type" in head.read_json(CONFIG_JSON) else "sglang"
-    config = {"form": form, "licence": licence_of(head)}
-    return Manifest(stage=SOURCE, identity=digest, config=config, counts={}, files=found, url=head.url)
+    form = "eyas" if HEAD_JSON in names else "vllm" if "speculators_model_type" in head.read_json(CONFIG_JSON) else "sglang"
+    return source_manifest(head, names, {"form": form, "licence": licence_of(head)})
 
 
 def licence_of(head: Artifact) -> str:

@@ -8,7 +8,6 @@ Letters: V target vocabulary, W draft vocabulary, H hidden.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,9 +18,9 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
-from eyas.artifact import Artifact, File, Manifest
+from eyas.artifact import Artifact, Manifest
 from eyas.errors import MismatchError, MissingInputError
-from eyas.lineage import SOURCE
+from eyas.lineage import source_manifest
 from eyas.model.config import HeadConfig, HeadOptions
 from eyas.model.head import Head, load_head
 from eyas.model.vocab import TargetVocabulary, draft_vocabulary
@@ -142,15 +141,7 @@ def identity_of(config: StartConfig) -> Manifest:
     artifact = Artifact(config.head)
     if artifact.is_done():
         return artifact.manifest()
-    files = {name: checksum(artifact.read(name)) for name in head_names(artifact)}
-    digest = hashlib.sha256("".join(f"{name} {file.sha256}\n" for name, file in files.items()).encode())
-    told = {"licence": config.licence}
-    return Manifest(stage=SOURCE, identity=digest.hexdigest(), config=told, counts={}, files=files, url=artifact.url)
-
-
-def checksum(data: bytes) -> File:
-    """Size and SHA-256."""
-    return File(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+    return source_manifest(artifact, head_names(artifact), {"licence": config.licence})
 
 
 def head_names(artifact: Artifact) -> list[str]:
