@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 from collections import Counter
 from pathlib import Path
 
+import httpx
 import pytest
 
 from eyas.artifact import Artifact, Manifest
 from eyas.bench.bench import ArmConfig, BenchConfig, _read, bench, bench_identity
+from eyas.bench.client import Client
 from eyas.bench.stream import Received, Reply, events, read_reply
 from eyas.bench.summary import compared_task, comparison, result, summarise
 from eyas.bench.workload import Task, read_tasks
@@ -481,6 +484,22 @@ def test_a_connection_that_was_closed_while_idle_costs_no_request(tmp_path, prom
         output = Artifact(str(tmp_path / "bench"))
         bench(BenchConfig(url=url, arms={"one": ArmConfig()}, prompts=prompts, num_prompts=6, max_tokens=3), output)
         assert not [row["error"] for row in output.read_jsonl("rows.jsonl") if row["error"]]
+
+
+@pytest.mark.parametrize("kind", [httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError])
+def test_however_the_kernel_tells_of_a_stale_connection_the_request_is_sent_again(kind):
+    async def asked(failures):
+        def answer(request):
+            if failures:
+                raise failures.pop()
+            return httpx.Response(200, content=b"data: [DONE]\n\n")
+
+        async with Client("http://server", timeout_s=5.0) as client:
+            client._http._transport = httpx.MockTransport(answer)
+            return await client.complete({})
+
+    assert not asyncio.run(asked([kind("")])).error
+    assert asyncio.run(asked([kind(""), kind("")])).error == f"{kind.__name__}: "  # once: then it is the server's failure
 
 
 def test_more_at_a_time_than_there_are_prompts_is_refused(prompts, tmp_path):

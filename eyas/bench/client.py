@@ -18,6 +18,7 @@ from eyas.errors import EyasError, MissingInputError
 
 API_KEY = "EYAS_BENCH_API_KEY"  # of the environment: a key on a command line would be in the report
 ASIDE_S = 10.0  # for what is asked besides answers
+STALE = tuple(kind.__name__ for kind in (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError))
 
 
 class Client:
@@ -76,7 +77,8 @@ class Client:
         """Stream one answer. A request that fails is a result too: nothing is raised."""
         received = await self._stream(body)
         # A server may close an idle connection just when it is taken: nothing was asked yet, so it is asked again.
-        stale = received.error.startswith(httpx.RemoteProtocolError.__name__) and not received.pieces
+        # Whether that reads as an end or as a reset is up to the kernel.
+        stale = received.error.startswith(STALE) and not received.pieces
         return await self._stream(body) if stale else received
 
     async def _stream(self, body: dict[str, Any]) -> Received:
