@@ -488,11 +488,14 @@ def test_a_connection_that_was_closed_while_idle_costs_no_request(tmp_path, prom
 
 @pytest.mark.parametrize("kind", [httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError])
 def test_however_the_kernel_tells_of_a_stale_connection_the_request_is_sent_again(kind):
+    async def done():
+        yield b"data: [DONE]\n\n"
+
     async def asked(failures):
         def answer(request):
             if failures:
                 raise failures.pop()
-            return httpx.Response(200, content=b"data: [DONE]\n\n")
+            return httpx.Response(200, content=done())
 
         async with Client("http://server", timeout_s=5.0) as client:
             client._http._transport = httpx.MockTransport(answer)
