@@ -2,10 +2,10 @@
 
     python benchmarks/concurrency.py [--quick] [--concurrency 1 2 4 6 8 10] [--prompts 40] [--data FOLDER] [--output FOLDER]
 
-Two servers in processes of their own, bf16, one engine thread each (on 2 cores the other one is for the event loop and the
-client): one with `--speculation auto`, asked with and without its head, and one with a fixed tree. The arms take turns block by
-block on the same prompts, so that a busy minute hits all alike. FOLDER holds sgd_dev, tldr (JSON lines, .gz, with messages) and
-prompts/spec_bench.jsonl; by default ../shared/data.
+Three servers in processes of their own, bf16, one engine thread each (on 2 cores the other one is for the event loop and the
+client): plain decoding, `--speculation auto` and a fixed tree. The arms take turns block by block on the same prompts, so that a
+busy minute hits all alike; no server reuses prefixes, since every load asks the same prompts again. FOLDER holds sgd_dev, tldr
+(JSON lines, .gz, with messages) and prompts/spec_bench.jsonl; by default ../shared/data.
 
     dialogue                             sgd_dev: conversations that nothing was trained on, cut before one of their answers
     math_reasoning, qa, translation      Spec-Bench; nothing was trained on it either, and this target cannot do the last two
@@ -24,6 +24,7 @@ import random
 import sys
 import time
 from collections import defaultdict
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 def served(args: argparse.Namespace, speculation: str) -> ServeConfig:
     """A server as one would start it on this machine."""
-    engine = EngineConfig(max_batch=max(args.concurrency), speculation=speculation)
+    engine = EngineConfig(max_batch=max(args.concurrency), speculation=speculation, prefix_reuse=False)
     return ServeConfig(target="builtin", head="builtin", dtype="bfloat16", threads=args.threads, port=0, engine=engine)
 
 
@@ -126,13 +127,14 @@ def main() -> None:
     questions = f"{args.output}-prompts.jsonl"
     Path(questions).parent.mkdir(parents=True, exist_ok=True)
     Path(questions).write_text("".join(json.dumps(row) + "\n" for row in asked), encoding="utf-8")
-    with running_server(served(args, "auto")) as auto, running_server(served(args, args.tree)) as fixed:
+    with ExitStack() as servers:
+        urls = {way: servers.enter_context(running_server(served(args, way))) for way in ("off", "auto", args.tree)}
         config = BenchConfig(
             prompts=questions,
             arms={
-                "plain": ArmConfig(url=auto, speculation=False),
-                "auto": ArmConfig(url=auto, speculation=True),
-                args.tree: ArmConfig(url=fixed, speculation=True),
+                "plain": ArmConfig(url=urls["off"]),
+                "auto": ArmConfig(url=urls["auto"], speculation=True),
+                args.tree: ArmConfig(url=urls[args.tree], speculation=True),
             },
             num_prompts=len(asked),
             concurrencies=args.concurrency,
