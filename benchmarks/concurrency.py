@@ -3,9 +3,9 @@
     python benchmarks/concurrency.py [--quick] [--concurrency 1 2 4 6 8 10] [--prompts 40] [--data FOLDER] [--output FOLDER]
 
 Three servers in processes of their own, bf16, one engine thread each (on 2 cores the other one is for the event loop and the
-client): plain decoding, `--speculation auto` and a fixed tree. The arms take turns block by block on the same prompts, so that a
-busy minute hits all alike; no server reuses prefixes, since every load asks the same prompts again. FOLDER holds sgd_dev, tldr
-(JSON lines, .gz, with messages) and prompts/spec_bench.jsonl; by default ../shared/data.
+client): plain decoding, `--speculation auto` and a fixed tree. The arms take turns block by block on the same prompts, so that
+a busy minute hits all alike; no server reuses prefixes, since every load asks the same prompts again. FOLDER holds sgd_dev,
+tldr (JSON lines, .gz, with messages) and prompts/spec_bench.jsonl; by default ../shared/data.
 
     dialogue                             sgd_dev: conversations that nothing was trained on, cut before one of their answers
     math_reasoning, qa, translation      Spec-Bench; nothing was trained on it either, and this target cannot do the last two
