@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from eyas.artifact import Artifact, Manifest
+from eyas.artifact import MANIFEST, Artifact, Manifest
 
 SOURCE = "source"
+HEAD_FILES = (".json", ".safetensors", ".bin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,11 @@ def source_manifest(folder: Artifact, names: Iterable[str], config: Mapping[str,
     files = {name: folder.checksummed(name) for name in sorted(names)}
     digest = hashlib.sha256("".join(f"{name} {file.sha256}\n" for name, file in files.items()).encode()).hexdigest()
     return Manifest(stage=SOURCE, identity=digest, config=dict(config), counts={}, files=files, url=folder.url)
+
+
+def head_files(folder: Artifact) -> list[str]:
+    """The files of a head directly in a folder that eyas did not make, by name."""
+    return sorted(name for name in folder.names() if name.endswith(HEAD_FILES) and name != MANIFEST)
 
 
 def stages(manifest: Manifest) -> list[Manifest]:

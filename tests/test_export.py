@@ -15,11 +15,13 @@ from eyas.artifact import Artifact, Manifest, identity
 from eyas.data.licence import judge
 from eyas.data.policy import shipped
 from eyas.errors import CorruptError, MismatchError, MissingInputError
+from eyas.evaluate import heads
 from eyas.export.check import check
-from eyas.export.export import ExportConfig, export, made_up_logits, prove_equal
+from eyas.export.export import ExportConfig, export, foreign_manifest, made_up_logits, prove_equal
 from eyas.model.checkpoint import read_head, write_head
 from eyas.model.head import load_head
 from eyas.model.vocab import TargetVocabulary
+from eyas.train.start import StartConfig, identity_of
 from tests.stated import Source
 from tests.tiny import tiny_target
 from tests.tiny_head import edit_config, edit_tensors, head_folder, tiny_head
@@ -173,6 +175,16 @@ def test_an_evaluation_of_another_head_is_not_quoted(target, tmp_path):
     evaluation = measured(retrained, str(tmp_path / "eval"))
     with pytest.raises(MismatchError, match="measured another head"):
         export(ExportConfig(), str(target), head, Artifact(str(tmp_path / "export")), evaluation=evaluation)
+
+
+def test_a_head_of_somebody_else_s_is_the_same_to_every_stage(target, tmp_path):
+    export(ExportConfig(), str(target), trained(target, str(tmp_path / "train")), Artifact(str(tmp_path / "export")))
+    for form in ("sglang", "vllm"):
+        folder = Artifact(str(tmp_path / "export" / form))
+        with heads.head_folder(folder.url) as (_, measured_by):
+            exported_as = foreign_manifest(folder)
+            gone_on_from = identity_of(StartConfig(head=folder.url))
+            assert measured_by.identity == exported_as.identity == gone_on_from.identity
 
 
 def test_norm_flags_go_into_every_form_and_onto_the_card(target, tmp_path):

@@ -88,6 +88,7 @@ def test_the_folder_is_bounded_and_parts_are(tmp_path, monkeypatch):
     assert [path.name for path in parts] == [f"prompts-{number:05d}.jsonl" for number in range(len(parts))]
     assert all(path.stat().st_size <= 100 for path in parts)
     assert len(parts) > 2
+    del kept
     assert collection(tmp_path, max_bytes=450).add({"prompt": "x" * 20}) == FULL
     assert collection(tmp_path, max_bytes=900).add({"prompt": "x" * 20}) == KEPT
 
@@ -124,6 +125,15 @@ def test_a_folder_whose_name_looks_like_a_pattern(tmp_path):
     collection(tmp_path / "a[b]*").add({"prompt": "one"})
     (source,) = read_run_file(tmp_path / "a[b]*" / RUN_FILE)["prompts"]["sources"]
     assert len(fsspec.filesystem("file").glob(source["path"])) == 1
+
+
+def test_a_folder_is_one_server_s(tmp_path, monkeypatch):
+    monkeypatch.setattr("eyas.serve.collection.LAST_WORDS_S", 0.2)
+    kept = collection(tmp_path)
+    with pytest.raises(ConfigError, match="another server collects"):
+        collection(tmp_path)
+    del kept
+    assert collection(tmp_path).add({"prompt": "one"}) == KEPT
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):

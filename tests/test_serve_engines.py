@@ -79,6 +79,8 @@ def test_a_folder_in_the_engine_s_own_form_will_do(target, head):
     assert options(command.arguments)["--speculative-draft-model-path"] == str(head / "sglang")
     with pytest.raises(InputError, match="vLLM's form"):
         engine_command(EngineName.SGLANG, config(target, head / "vllm"))
+    with pytest.raises(InputError, match="SGLang's form"):  # vLLM would take its layer ids for its own
+        engine_command(EngineName.VLLM, config(target, head / "sglang"))
     with pytest.raises(InputError, match="no head that vLLM loads"):
         engine_command(EngineName.VLLM, config(target, target.rstrip("/") + "/.."))
 

@@ -5,22 +5,27 @@ from __future__ import annotations
 import asyncio
 import json
 import runpy
+import signal
 import socket
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from unittest.mock import Mock
 
 import httpx
 import openai
 import pytest
+from pydantic import ValidationError
 
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.errors import ConfigError, EyasError
 from eyas.serve.completion import Answer
+from eyas.serve.drift import DriftConfig
 from eyas.serve.limits import LimitsConfig
 from eyas.serve.server import ServeConfig, _bound, running_server, serve
+from eyas.serve.vertex import VertexConfig
 from tests.serving import MAX_LENGTH, MESSAGES, MODEL, GatedEngine, World, ask, connected, health
 
 
@@ -183,6 +188,43 @@ def test_a_server_that_cannot_start_says_so(tmp_path, monkeypatch, capsys):
         runpy.run_module("eyas.serve", run_name="__main__")
     assert ended.value.code == 2
     assert "no target folder" in capsys.readouterr().err
+
+
+def test_a_server_told_to_end_while_it_loads_ends(monkeypatch):
+    """The first process of a container: a signal with no handler is ignored there."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def load(config):
+        signal.raise_signal(signal.SIGTERM)
+        pytest.fail("it went on loading")
+
+    monkeypatch.setattr("eyas.serve.server.build_app", load)
+    with pytest.raises(SystemExit) as ended:
+        serve(ServeConfig(target="t", port=0))
+    assert ended.value.code == 0
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize(
+    ("given", "warns"),
+    [({}, False), ({"host": "0.0.0.0"}, True), ({"host": "0.0.0.0", "vertex": VertexConfig()}, False)],
+)
+def test_a_server_that_everybody_may_ask_says_so(monkeypatch, caplog, given, warns):
+    monkeypatch.setattr("eyas.serve.server.build_app", lambda config: None)
+    monkeypatch.setattr("eyas.serve.server._Server", lambda *_: Mock())
+    serve(ServeConfig(target="t", port=0, **given))
+    assert ("no API keys" in caplog.text) == warns
+    caplog.clear()
+    monkeypatch.setenv("EYAS_API_KEYS", "secret")
+    serve(ServeConfig(target="t", port=0, **given))
+    assert "no API keys" not in caplog.text
+
+
+def test_a_time_without_end_is_refused():
+    with pytest.raises(ValidationError, match="finite"):
+        LimitsConfig(shutdown_s=float("inf"))
+    with pytest.raises(ValidationError, match="finite"):
+        DriftConfig(expect_tau=float("inf"))
 
 
 def test_a_port_in_use_is_refused_before_the_model_is_loaded(client):

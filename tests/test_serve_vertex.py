@@ -12,6 +12,7 @@ import pytest
 
 from eyas.errors import ConfigError
 from eyas.serve.app import Extras
+from eyas.serve.drift import Drift
 from eyas.serve.limits import LimitsConfig
 from eyas.serve.server import ServeConfig
 from eyas.serve.vertex import VertexConfig, from_environment
@@ -54,6 +55,14 @@ def test_parameters_are_for_instances_that_do_not_say_otherwise(client):
     body = {"instances": [{"messages": MESSAGES}, {"messages": MESSAGES, "max_tokens": 3}], "parameters": {"max_tokens": 5}}
     assert [one["usage"]["completion_tokens"] for one in predict(client, body).json()["predictions"]] == [5, 3]
     assert predict(client, {"instances": [CHAT], "parameters": None}).status_code == 200
+
+
+def test_each_instance_counts_under_its_own_tag(client, monkeypatch):
+    counted = []
+    monkeypatch.setattr(Drift, "count", lambda self, hist, endpoint, tag, num_prompt_tokens: counted.append(tag))
+    tagged = [{**CHAT, "metadata": {"tag": tag}} for tag in ("vertex-a", "vertex-b")]
+    assert predict(client, {"instances": [*tagged, CHAT]}, headers={"x-eyas-tag": "vertex-all"}).status_code == 200
+    assert counted == ["vertex-a", "vertex-b", "vertex-all"]
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,9 @@ def _exported(engine: EngineName, folder: Path) -> Path:
         is_speculators = "speculators_model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise MissingInputError(f"{folder}/config.json cannot be read", "export the head again") from error
-    if engine is EngineName.SGLANG and is_speculators:
-        raise InputError(f"{folder} is in vLLM's form", "give the folder of the whole export, or its sglang/")
+    if is_speculators != (engine is EngineName.VLLM):
+        other = EngineName.VLLM if is_speculators else EngineName.SGLANG
+        raise InputError(
+            f"{folder} is in {_TITLES[other]}'s form", f"give the folder of the whole export, or its {engine.value}/"
+        )
     return folder

@@ -20,10 +20,12 @@ def command(
     head: Annotated[str, typer.Argument(help="output of `eyas train`, or a head in any form: a folder or hub id")],
     target: Target,
     output: Output,
+    evaluation: Annotated[str | None, typer.Option(help="output of `eyas eval` on this head, for its card")] = None,
     run_file: RunFile = None,
     overrides: Overrides = None,
 ) -> None:
     """Write a head in the forms that SGLang and vLLM load, with the commands that launch them."""
     config = stage_config(ExportConfig, "export", run_file, overrides)
     source = Artifact(resolve_head(head) if head == BUILTIN or is_hub_id(head) else head)
-    perform("export", Artifact(output), lambda artifact, track: export(config, target, source, artifact, track))
+    measured = None if evaluation is None else Artifact(evaluation)
+    perform("export", Artifact(output), lambda artifact, track: export(config, target, source, artifact, track, measured))

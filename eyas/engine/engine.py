@@ -236,9 +236,9 @@ class Engine:
         return updates
 
     def _update(self, outcome: Outcome) -> Update:
-        if outcome.num_accepted_drafts is not None:
-            self._watch(outcome.num_accepted_drafts + 1)
         running = outcome.running
+        if outcome.num_accepted_drafts is not None and running.request.params.temperature == 0:
+            self._watch(outcome.num_accepted_drafts + 1)
         return Update(
             running.request.id,
             outcome.token_ids,
@@ -250,14 +250,15 @@ class Engine:
         )
 
     def _watch(self, accept_length: int) -> None:
-        """Warn once when the head hardly helps: it is not this target's, or the traffic is not its own."""
+        """Warn once when the head hardly helps greedy requests: it is not this target's, or the traffic is not its own."""
         self._accept_lengths.append(accept_length)
         if self._has_warned or len(self._accept_lengths) < TAU_WINDOW:
             return
         tau = sum(self._accept_lengths) / TAU_WINDOW
         if tau < LEAST_TAU:
             self._has_warned = True
-            log.warning("tau is %.2f over the last %d rounds: run `eyas check` on the head and its target", tau, TAU_WINDOW)
+            what = "the head hardly helps: tau is %.2f over %d greedy rounds; `eyas check` tells whether it is read wrong"
+            log.warning(what, tau, TAU_WINDOW)
 
     def _running(self, request: Request, index: int, max_tokens: int) -> Running:
         params = request.params

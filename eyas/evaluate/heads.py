@@ -10,15 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from eyas.artifact import DONE, Artifact, Manifest, file_identity, identity
+from eyas.artifact import DONE, Artifact, Manifest
 from eyas.builtin import resolve_head
-
-READ = (".json", ".safetensors", ".bin")
+from eyas.lineage import HEAD_FILES, head_files, source_manifest
 
 
 @contextmanager
 def head_folder(head: str) -> Iterator[tuple[Path, Manifest]]:
-    """A folder with the head's files, and its manifest: of the stage that made it, or one that names its files by hash.
+    """A folder with the head's files, and its manifest: of the stage that made it, else as a source, by its files.
 
     Raises MissingInputError, and CorruptError for an artifact whose files are not what its manifest says.
     """
@@ -27,18 +26,10 @@ def head_folder(head: str) -> Iterator[tuple[Path, Manifest]]:
         manifest = made.manifest("train")
         with TemporaryDirectory() as folder:
             for name in manifest.files:
-                if name.endswith(READ) and "/" not in name:
+                if name.endswith(HEAD_FILES) and "/" not in name:
                     Path(folder, name).write_bytes(made.read(name))
             yield Path(folder), manifest
     else:
         files = Path(resolve_head(head))
-        yield files, published(files)
-
-
-def published(folder: Path) -> Manifest:
-    """The manifest of a head that no stage of ours made, or that was exported: known by its files alone."""
-    files = sorted(path for path in folder.iterdir() if path.suffix in READ and path.name != "manifest.json")
-    known_by = {path.name: file_identity(str(path)) for path in files}
-    return Manifest(
-        stage="head", identity=identity("head", known_by, {}), config=known_by, counts={"files": len(files)}, files={}
-    )
+        source = Artifact(str(files))
+        yield files, source_manifest(source, head_files(source), {})

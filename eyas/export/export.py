@@ -31,7 +31,7 @@ from eyas.export.card import Card
 from eyas.export.check import check
 from eyas.export.launch import DTYPES, Launch
 from eyas.export.replay import DECLARED, Reading, assembled
-from eyas.lineage import SOURCE, source_manifest
+from eyas.lineage import SOURCE, head_files, source_manifest
 from eyas.log import Track, quiet
 from eyas.model.checkpoint import (
     CONFIG_JSON,
@@ -51,7 +51,6 @@ from eyas.model.vocab import TargetVocabulary
 from eyas.model.weights import SINGLE
 
 CARD = "README.md"
-HEAD_FILES = (".json", ".safetensors", ".bin")
 PROMISED = ("tau", "tau_interval", "accept_hist")  # what a server holds its traffic against
 REPLAYED_TOKENS, REPLAYED_STEPS = 16, 3
 
@@ -150,7 +149,7 @@ def is_artifact(head: Artifact) -> bool:
 
 def foreign_manifest(head: Artifact) -> Manifest:
     """A head that eyas did not train, as a source: its files by their checksums. Raises MissingInputError."""
-    names = [name for name in head.names() if name.endswith(HEAD_FILES)]
+    names = head_files(head)
     if not any(name in names for name in (CONFIG_JSON, HEAD_JSON)):
         raise MissingInputError(f"no head at {head.url}", "give the output of `eyas train`, or the folder of a head")
     form = "eyas" if HEAD_JSON in names else "vllm" if "speculators_model_type" in head.read_json(CONFIG_JSON) else "sglang"

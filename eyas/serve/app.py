@@ -298,9 +298,9 @@ class _Api:
         return EventStream(events, lambda: self._over(exchange, 200))
 
     def _keep(self, exchange: Exchange, asked: Sequence[Asked]) -> None:
-        """Take the tag, and the prompts where they may be kept. Raises ApiError where that is demanded and not done."""
+        """Take the tags, and the prompts where they may be kept. Raises ApiError where that is demanded and not done."""
         for one in asked:
-            exchange.tag = one.metadata.tag or exchange.tag
+            exchange.tags.append(one.metadata.tag or exchange.tag)
             if one.store and self._collector is None:
                 raise unsupported("store", "nothing is kept here; leave it out (or false)")
         for one in asked:
@@ -357,9 +357,9 @@ class _Api:
         self._metrics.responded(exchange.endpoint, status)
         if exchange.failure is None and not all(answer.is_over for answer in exchange.answers):
             exchange.failure = "client_gone"
-        for answer in exchange.answers:
+        for answer, tag in zip(exchange.answers, exchange.tags, strict=False):  # no answers if it was refused
             self._metrics.ended(answer, exchange.failure)
-            self._drift.count(answer.accept_hist, exchange.endpoint, exchange.tag, answer.num_prompt_tokens)
+            self._drift.count(answer.accept_hist, exchange.endpoint, tag, answer.num_prompt_tokens)
             if exchange.failure is None:
                 self._usual_s += 0.1 * (time.perf_counter() - answer.started - self._usual_s)
         log.info("request", extra={"data": exchange.facts(status)})

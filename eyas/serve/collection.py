@@ -14,11 +14,13 @@ nothing more is kept. Run as `python -m eyas.serve.collection CONFIG`. Knows no 
 from __future__ import annotations
 
 import errno
+import fcntl
 import glob
 import importlib
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -26,7 +28,7 @@ from typing import Any, Protocol, TextIO
 import yaml
 
 from eyas.errors import ConfigError, EyasError
-from eyas.serve.consent import CollectConfig
+from eyas.serve.consent import LAST_WORDS_S, CollectConfig
 
 PART_BYTES = 16 << 20
 MOST_CHARACTERS = 200_000  # of a prompt; longer ones are not searched and not kept
@@ -46,12 +48,14 @@ class Collection:
     def __init__(self, config: CollectConfig, clean: Cleaner) -> None:
         """Makes the folder, writes the run file, mends the last part.
 
-        Raises ConfigError for one that cannot be written, or that holds prompts of another licence or of other writers.
+        Raises ConfigError for one that cannot be written, that another server writes, or that holds prompts of another licence
+        or of other writers.
         """
         self._config, self._clean = config, clean
         self._folder = config.folder.absolute()
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock = self._locked()
             self._write_run_file()
             self._size = sum(path.stat().st_size for path in self._parts())
             self._mend()
@@ -74,6 +78,21 @@ class Collection:
         if "messages" in row:
             kept = {"messages": [{"role": role, "content": text} for (role, _), text in zip(turns, cleaned, strict=True)]}
         return self._append(json.dumps(kept, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+
+    def _locked(self) -> TextIO:
+        """A file that is locked as long as it is open; a process before this one may still keep what it was handed."""
+        lock = (self._folder / ".lock").open("w")
+        deadline = time.monotonic() + LAST_WORDS_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return lock
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    lock.close()
+                    what = f"another server collects into {self._config.folder}"
+                    raise ConfigError(what, "give each server a folder of its own") from None
+                time.sleep(0.1)
 
     def _append(self, line: bytes) -> str:
         if self._size + len(line) > self._config.max_bytes:

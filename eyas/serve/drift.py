@@ -45,7 +45,7 @@ class DriftConfig(BaseModel):
     tolerance: how far under it is still right, as a share. threshold: of the CUSUM. history: windows told of each slice.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     expect_tau: float | None = Field(None, ge=1)
     window_s: float = Field(300.0, gt=0)

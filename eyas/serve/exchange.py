@@ -23,7 +23,7 @@ _TAG = re.compile(TAG)
 class Exchange:
     """One HTTP request, for the log and the metrics. id: the client's own, if it sent one that can be logged.
 
-    answers: one, or one for each instance of a prediction. tag, consents: what the client says of it, by header or field.
+    answers, tags: one, or one for each instance of a prediction. tag, consents: what the client says of all, by header.
     """
 
     http: HttpRequest
@@ -33,6 +33,7 @@ class Exchange:
     tag: str | None = None
     consents: bool = False
     answers: list[Answer] = field(default_factory=list)
+    tags: list[str | None] = field(default_factory=list)
     failure: str | None = None  # in one word
     started: float = field(default_factory=time.perf_counter)
 

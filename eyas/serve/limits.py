@@ -29,7 +29,7 @@ class LimitsConfig(BaseModel):
     request_timeout_s: for a whole answer. shutdown_s: what running requests get to finish after SIGINT or SIGTERM.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     api_keys: Path | None = None
     requests_per_minute: int | None = Field(None, ge=1)
@@ -45,7 +45,7 @@ class Door:
     """Lets in who has a key, as often as the rate allows. Keys are held as digests, which is also what logs may name."""
 
     def __init__(self, limits: LimitsConfig) -> None:
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in _read_keys(limits.api_keys)]
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in read_keys(limits.api_keys)]
         self._rate = limits.requests_per_minute
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # name: requests left, as of when
 
@@ -78,7 +78,8 @@ class Door:
             raise ApiError(429, f"more than {rate} requests a minute", code="rate_limit_exceeded", retry_after=wait)
 
 
-def _read_keys(path: Path | None) -> list[str]:
+def read_keys(path: Path | None) -> list[str]:
+    """The keys of the environment and of a file with one a line. Raises MissingInputError, ConfigError."""
     keys = [key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",")]
     if path is not None:
         try:

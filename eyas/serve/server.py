@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import math
 import signal
@@ -28,7 +29,7 @@ from eyas.serve.app import Extras, Served, create_app
 from eyas.serve.connection import guarded
 from eyas.serve.consent import CollectConfig
 from eyas.serve.drift import DriftConfig
-from eyas.serve.limits import LimitsConfig
+from eyas.serve.limits import LimitsConfig, read_keys
 from eyas.serve.reference import Reference, promised, stated
 from eyas.serve.storage import fetched
 from eyas.serve.vertex import VertexConfig
@@ -122,16 +123,30 @@ def _reference(config: DriftConfig, head: str | None) -> Reference | None:
 
 def serve(config: ServeConfig, on_ready: Callable[[str], None] = print) -> None:
     """Serve until SIGINT or SIGTERM, then let running requests finish. `on_ready` gets the URL once it answers."""
-    with _bound(config.host, config.port) as listener:
+    with _bound(config.host, config.port) as listener, _ends_on_sigterm():
         with answering(listener) if config.vertex is not None else nullcontext():
             app = build_app(config)
+        is_local = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
+        if config.vertex is None and not is_local and not read_keys(config.limits.api_keys):
+            log.warning("everybody who reaches %s is served: no API keys are given (--api-keys FILE)", config.host)
         server = _Server(app, listener, on_ready)
         # uvicorn raises the signal that ended it once more: an end that was asked for is no failure.
-        before = signal.signal(signal.SIGTERM, lambda *_: None)
-        try:
-            server.run(sockets=[listener])
-        finally:
-            signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        server.run(sockets=[listener])
+
+
+@contextmanager
+def _ends_on_sigterm() -> Iterator[None]:
+    """A server that still loads ends at once: the first process of a container ignores the signal unless it says otherwise."""
+
+    def end(*_: object) -> None:
+        raise SystemExit(0)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from eyas.artifact import Artifact, Manifest
 from eyas.errors import MismatchError, MissingInputError
-from eyas.lineage import source_manifest
+from eyas.lineage import head_files, source_manifest
 from eyas.model.config import HeadConfig, HeadOptions
 from eyas.model.head import Head, load_head
 from eyas.model.vocab import TargetVocabulary, draft_vocabulary
@@ -146,7 +146,7 @@ def identity_of(config: StartConfig) -> Manifest:
 
 def head_names(artifact: Artifact) -> list[str]:
     """The files of a head directly in a folder. Raises MissingInputError where there is none."""
-    names = [name for name in artifact.names() if name.endswith((".json", ".safetensors", ".bin"))]
+    names = head_files(artifact)
     if not names:
         raise MissingInputError(
             f"{artifact.url} is no folder of a head",
