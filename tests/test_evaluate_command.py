@@ -10,6 +10,7 @@ import pytest
 from eyas.artifact import Artifact
 from eyas.cli.evaluation import foretold, in_one_line
 from eyas.evaluate.heads import head_folder
+from eyas.lineage import SOURCE
 from tests.test_cli import assert_one_clear_error, run_eyas
 from tests.tiny import tiny_target
 from tests.tiny_head import head_folder as tiny_head_folder
@@ -110,7 +111,7 @@ def test_heads_are_known_by_their_files(target, tmp_path):
     for folder in (one, same, other):
         with head_folder(str(folder)) as (files, manifest):
             assert files == folder
-            assert manifest.stage == "head"
+            assert manifest.stage == SOURCE
             identities.append(manifest.identity)
     assert identities[0] == identities[1] != identities[2]
 
