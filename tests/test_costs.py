@@ -154,6 +154,21 @@ def test_correction_learns_each_kind_apart():
     assert correction.ratio("tree", 5) == correction.ratio("tree", 0)  # a load never seen borrows
 
 
+def test_a_cold_start_is_not_the_last_word():
+    correction = Correction()
+    for _ in range(20):
+        correction.observe("plain", 0, 1.0, 0.8)
+    for number, slowed in enumerate((3.0, 1.9, 1.1)):
+        assert correction.ratio("tree", 0) == pytest.approx(0.8)  # plain's: what a few trees say is not believed yet
+        assert correction.count("tree", 0) == number
+        correction.observe("tree", 0, 1.0, slowed)
+    for _ in range(2):
+        correction.observe("tree", 0, 1.0, 1.0)
+    assert correction.ratio("tree", 0) == pytest.approx(1.1)
+    correction.observe("tree", 3, 1.0, 9.0)
+    assert correction.ratio("tree", 3) == pytest.approx(1.1)  # another load borrows as well
+
+
 def test_a_slower_machine_slows_the_kind_that_is_not_running():
     correction = Correction()
     for _ in range(50):

@@ -27,10 +27,10 @@ import numpy as np
 
 AT_ONCE = 8  # entries that are made together with the root's; of more the root's comes apart: the others need no output
 
-_FORMAT = 3
+_FORMAT = 4
 _DENSE = 1024  # rows up to which a curve is kept as a table
 _FEW = 16
-_FIRST = 3  # observations of a kind
+_FIRST = 5  # observations of a kind at a load, before anything is believed of them
 _WORKS = ("target", "decode", "step", "extend", "enter")
 _MIN_POINTS, _MIN_REPEATS, _MAX_REPEATS = 3, 3, 9
 
@@ -202,14 +202,16 @@ class Correction:
     """The ratio real / predicted of rounds, by their kind and load, followed slowly.
 
     A ratio is the exponential of a drift that all kinds share (another program on the machine slows all of them, also the
-    kind that is not running now) and an offset of its own (what the table does not know: Python, sampling). The middle of the
-    first observations sets a kind's offset, whatever held one of them up; later ones move mostly the drift.
+    kind that is not running now) and an offset of its own (what the table does not know: Python, sampling). Until a few were
+    observed an offset is borrowed: the first trees meet cold caches, and one that took twice its time would be the last. Then
+    their middle sets it; later ones move mostly the drift.
     """
 
     def __init__(self, drift_gain: float = 0.05, offset_gain: float = 0.01, largest_jump: float = 0.4) -> None:
         self._drift_gain, self._offset_gain, self._largest_jump = drift_gain, offset_gain, largest_jump
         self._drift = 0.0
-        self._offsets: dict[tuple[str, int], tuple[float, int]] = {}  # (kind, load) -> offset, observations
+        self._offsets: dict[tuple[str, int], float] = {}  # by kind and load
+        self._counts: dict[tuple[str, int], int] = {}
         self._firsts: dict[tuple[str, int], list[float]] = {}
         self._latest: dict[str, float] = {}  # kind -> the offset last moved
 
@@ -222,32 +224,33 @@ class Correction:
         return math.exp(self._drift)
 
     def offset(self, kind: str, load: int) -> float:
-        return math.exp(self._offset(kind, load)[0])
+        return math.exp(self._offset(kind, load))
 
     def observe(self, kind: str, load: int, predicted_ms: float, real_ms: float) -> None:
         """Both above 0."""
-        offset, count = self._offset(kind, load)
+        count = self.count(kind, load)
+        self._counts[kind, load] = count + 1
         if count < _FIRST:
             firsts = self._firsts.setdefault((kind, load), [])
             firsts.append(math.log(real_ms / predicted_ms) - self._drift)
-            offset = sorted(firsts)[(len(firsts) - 1) // 2]
+            if len(firsts) < _FIRST:
+                return
+            offset = sorted(firsts)[_FIRST // 2]
         else:
             # From here on one pause of the machine is not to be believed in full.
+            offset = self._offsets[kind, load]
             error = math.log(real_ms / predicted_ms) - self._drift - offset
             error = max(-self._largest_jump, min(self._largest_jump, error))
             gain = max(self._offset_gain, 1 / (count + 2))
             self._drift += self._drift_gain * (1 - gain) * error
             offset += gain * error
-        self._offsets[kind, load] = offset, count + 1
-        self._latest[kind] = offset
+        self._offsets[kind, load] = self._latest[kind] = offset
 
     def count(self, kind: str, load: int) -> int:
         """How many of this kind and load were observed."""
-        return self._offset(kind, load)[1]
+        return self._counts.get((kind, load), 0)
 
-    def _offset(self, kind: str, load: int) -> tuple[float, int]:
-        """A load never seen borrows from another of its kind, a kind never seen from another kind: the table's own error."""
-        known = self._offsets.get((kind, load))
-        if known is not None:
-            return known
-        return self._latest.get(kind, next(iter(self._latest.values()), 0.0)), 0
+    def _offset(self, kind: str, load: int) -> float:
+        """A load hardly seen borrows from another of its kind, a kind hardly seen from another kind: the table's own error."""
+        borrowed = self._latest.get(kind, next(iter(self._latest.values()), 0.0))
+        return self._offsets.get((kind, load), borrowed)

@@ -41,7 +41,7 @@ _FORECAST_ROUNDS = 16.0  # weight of the forecast against measured rounds
 _EXPLORED_SHARE = 0.005  # of all time, for rounds that are expected to lose
 _FIRST_PERIOD, _LAST_PERIOD = 8, 2048  # rounds from one exploration of a load to the next
 _REFRESH = 64  # rounds from one forecast of a load to the next
-_BELIEVED = 3.0  # a round that takes longer than so many times its prediction was held up by something else
+_BELIEVED = 1.5  # a round that takes longer than so many times its prediction was held up by something else
 _MEMORY = 1024  # tokens over which prompts are compared with answers
 _HORIZON = 64  # tokens that a request is expected to live on, for what catching up its draft may cost
 _WELL_KNOWN = 256  # trees, from which on one in so many as _KEEP_EVERY says is judged
@@ -402,7 +402,9 @@ class Policy:
                 self._load(round_).period = _FIRST_PERIOD
             self._credit -= max(0.0, real_ms - fair_ms)
             self._sums["explored_ms"] += max(0.0, real_ms - fair_ms)
-        if kind == "tree" and round_.drafting.all() and not round_.prompt_rows:
+        # The first trees of a load meet cold caches and code that never ran: they say little of those to come.
+        is_warm = self.correction.count("tree", round_.load[1]) > _TRIALS
+        if kind == "tree" and is_warm and round_.drafting.all() and not round_.prompt_rows:
             usual_ms = real_ms * (1 - round_.catch_up_ms / round_.predicted_ms)
             plain_table_ms = self._table.forward(round_.num_requests, round_.num_requests) * self.correction.drift
             self._load(round_).measured(tokens / round_.num_requests, usual_ms / plain_table_ms)

@@ -88,7 +88,10 @@ class _Works:
         self._draft.proposals(h[-1:], self._rounds.growth.tree_topk)[0].tolist()
 
     def enter(self, M: int) -> None:
-        self._draft.enter(self._entries(M), self._draft_cache, self._features)
+        """Of a prompt: consecutive columns of one request."""
+        last = min(max(self._length, M), self._num_slots - 1)
+        M = min(M, last)
+        self._draft.enter(Roots([last], [last - M + 1], [0] * M, self._table), self._draft_cache, self._features)
 
     def _entries(self, M: int) -> Roots:
         """One of each of M requests."""
