@@ -252,5 +252,5 @@ class Correction:
 
     def _offset(self, kind: str, load: int) -> float:
         """A load hardly seen borrows from another of its kind, a kind hardly seen from another kind: the table's own error."""
-        borrowed = self._latest.get(kind, next(iter(self._latest.values()), 0.0))
-        return self._offsets.get((kind, load), borrowed)
+        own = self._offsets.get((kind, load))
+        return own if own is not None else self._latest.get(kind, next(iter(self._latest.values()), 0.0))

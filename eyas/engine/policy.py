@@ -114,6 +114,7 @@ class Round:
     load: tuple[int, int]  # octaves of S and B
     drafting: np.ndarray
     thresholds: list[float] = field(default_factory=list)
+    plain_ms: float = 0.0  # of a plain round of these requests, corrected; without the prompts' rows, which any round would run
     explores: bool = False
     rate: float = 0.0  # tokens/ms that a node must beat
     proposals: Proposals | None = None
@@ -127,7 +128,7 @@ class Round:
 
     @property
     def drafts(self) -> bool:
-        return bool(self.drafting.any())
+        return any(self.drafting.tolist())  # a list: of few numbers that takes a fraction of the time
 
 
 class _Load:
@@ -222,7 +223,9 @@ class Policy:
         return round_
 
     def _plan(self, round_: Round) -> None:
-        load, plain_ms = self._load(round_), self._plain_ms(round_)
+        B = round_.num_requests
+        load, plain_ms = self._load(round_), self._table.forward(B, B) * self._ratio("plain", round_)
+        round_.plain_ms = plain_ms
         if load.forecast is None or load.age >= min(_REFRESH, max(_FIRST_PERIOD, load.num_rounds // 2)):
             self._refresh(load, round_)
         load.age += 1
@@ -393,10 +396,10 @@ class Policy:
         """Pay for exploring, and measure speculation at this load."""
         if self.speculation.mode != "auto":
             return
-        plain_ms = self._plain_ms(round_)
-        worth_ms = tokens * plain_ms / round_.num_requests
         self._credit += _EXPLORED_SHARE * real_ms
         if round_.explores:
+            plain_ms = round_.plain_ms
+            worth_ms = tokens * plain_ms / round_.num_requests
             fair_ms = worth_ms if kind == "tree" else plain_ms / max(1.0, self._speedup(round_))
             if real_ms < fair_ms:  # it may be the better way after all: look again soon
                 self._load(round_).period = _FIRST_PERIOD
@@ -453,13 +456,9 @@ class Policy:
     def _speedup(self, round_: Round) -> float:
         """Of speculation over plain rounds, with what the entries of prompts cost for every token of an answer."""
         of_rounds = self._load(round_).speedup(self.correction.offset("plain", round_.load[1]))
-        token_ms = self._plain_ms(round_) / round_.num_requests
+        token_ms = round_.plain_ms / round_.num_requests
         entries_ms = self._prompt_rows / self._answer_tokens * self._entry_ms * self.correction.drift
         return 1 / (1 / of_rounds + entries_ms / token_ms)
-
-    def _plain_ms(self, round_: Round) -> float:
-        """Of a plain round of these requests, corrected; without the prompts' rows, which any round would run."""
-        return self._table.forward(round_.num_requests, round_.num_requests) * self._ratio("plain", round_)
 
     def _refresh(self, load: _Load, round_: Round) -> None:
         """Forecast this load from the trees seen last."""
