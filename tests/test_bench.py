@@ -456,9 +456,10 @@ def test_an_open_loop_sends_when_the_time_has_come(tmp_path, prompts):
         rows, summary = list(output.read_jsonl("rows.jsonl")), output.read_json("summary.json")
     for block in range(4):
         started = [row["started_s"] for row in rows if row["block"] == block]
+        first = next(row for row in rows if row["block"] == block)
         for place, at in enumerate(started):  # an answer takes ten times as long as the gap: nobody waits for one
             assert at - started[0] >= 0.02 * place - 0.001
-        assert len(started) == 1 or started[-1] - started[0] < 0.3
+        assert len(started) == 1 or started[-1] < started[0] + first["e2e_ms"] / 1000
     assert [one["rate"] for one in summary["open_loop"]["results"]] == [50]
     assert summary["results"] == []
 
