@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from eyas.engine.pages import ROOT, PagePool
 
 
-def keep_all(pool: PagePool, pages: list[int], tokens: list[int]) -> list[int]:
+def keep_all(pool: PagePool, pages: list[int], tokens: list[int], salt: str | None = None) -> list[int]:
     kept = list(pages)
     for number in range(len(tokens) // pool.page_size):
         own = tokens[number * pool.page_size : (number + 1) * pool.page_size]
-        kept[number] = pool.keep(kept[number - 1] if number else ROOT, own, kept[number])
+        kept[number] = pool.keep(kept[number - 1] if number else ROOT, own, kept[number], salt)
     return kept
 
 
@@ -32,6 +32,17 @@ def test_the_same_page_behind_another_prefix_is_another_page() -> None:
     assert pool.match([2, 2, 5, 5]) == []
     assert pool.match([5, 5]) == []
     assert pool.match([1, 1, 5, 5]) == first
+
+
+def test_salts_share_nothing() -> None:
+    pool = PagePool(8, 2)
+    of_nobody = keep_all(pool, pool.allocate(2), [1, 1, 5, 5])
+    of_one = keep_all(pool, pool.allocate(2), [1, 1, 5, 5], "one")
+    assert not set(of_nobody) & set(of_one)
+    assert pool.match([1, 1, 5, 5]) == of_nobody
+    assert pool.match([1, 1, 5, 5], "one") == of_one
+    assert pool.match([1, 1, 5, 5], "other") == []
+    pool.check([of_nobody, of_one, of_nobody, of_one])
 
 
 def test_what_is_kept_twice_is_held_once() -> None:
@@ -75,7 +86,7 @@ def test_the_check_finds_lost_and_shared_pages() -> None:
 def test_requests_that_come_and_go_lose_no_page(seed: int, num_pages: int, page_size: int) -> None:
     """Random prompts over two tokens, so that prefixes are shared; every page's tokens are noted by whoever writes them."""
     rng, pool = random.Random(seed), PagePool(num_pages, page_size)
-    content: dict[int, list[int]] = {}
+    content: dict[int, tuple[str | None, list[int]]] = {}
     live: list[tuple[list[int], list[int]]] = []
     for _ in range(40):
         if live and rng.random() < 0.4:
@@ -83,9 +94,10 @@ def test_requests_that_come_and_go_lose_no_page(seed: int, num_pages: int, page_
             pool.release(pages)
         else:
             tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 4 * page_size))]
-            found = pool.match(tokens)
+            salt = rng.choice([None, "a", "b"])
+            found = pool.match(tokens, salt)
             for number, page in enumerate(found):
-                assert content[page] == tokens[: (number + 1) * page_size], "a page of another prefix"
+                assert content[page] == (salt, tokens[: (number + 1) * page_size]), "a page of another prefix"
             rest = pool.allocate(pool.pages_for(len(tokens)) - len(found))
             if rest is None:
                 pool.release(found)
@@ -93,8 +105,8 @@ def test_requests_that_come_and_go_lose_no_page(seed: int, num_pages: int, page_
                 pages = found + rest
                 for number, page in enumerate(pages):
                     if page in rest:
-                        content[page] = tokens[: (number + 1) * page_size]
-                live.append((keep_all(pool, pages, tokens), tokens))
+                        content[page] = salt, tokens[: (number + 1) * page_size]
+                live.append((keep_all(pool, pages, tokens, salt), tokens))
         pool.check([pages for pages, _ in live])
     for pages, _ in live:
         pool.release(pages)

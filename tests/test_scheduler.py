@@ -18,9 +18,14 @@ PAGE = 4
 NO_END: frozenset[int] = frozenset()
 
 
-def sample(name: str, prompt: list[int], max_tokens: int = 5, n: int = 1) -> list[Running]:
-    request = Request(name, tuple(prompt), SamplingParams(max_tokens=max_tokens, n=n))
+def sample(name: str, prompt: list[int], max_tokens: int = 5, n: int = 1, salt: str | None = None) -> list[Running]:
+    request = Request(name, tuple(prompt), SamplingParams(max_tokens=max_tokens, n=n), cache_salt=salt)
     return [Running(request, index, None, None, max_tokens) for index in range(n)]  # type: ignore[arg-type]
+
+
+def known_at(running: Running, column: int) -> tuple[object, ...]:
+    """What a column is made from: its own token and those before it; and under which salt it may be found."""
+    return (running.request.cache_salt, *running.tokens[: column + 1])
 
 
 class FakeDraft:
@@ -29,7 +34,7 @@ class FakeDraft:
     def new_cache(self, num_pages: int, page_size: int) -> dict[int, object]:
         return {}
 
-    def enter(self, roots: Roots, cache: dict[int, object], features: dict[int, tuple[int, ...]]) -> None:
+    def enter(self, roots: Roots, cache: dict[int, object], features: dict[int, tuple[object, ...]]) -> None:
         tokens = iter(roots.tokens)
         for pages, start, last in zip(roots.page_table, roots.starts, roots.lens, strict=True):
             for column in range(start, last + 1):
@@ -83,7 +88,7 @@ class FakeDevice:
             self.num_drafting += 1
             for column in range(1, n + 1):
                 found = self.entries.cache[self._slot(job, b, column)]  # type: ignore[index]
-                assert found == tuple(running.tokens[: column + 1]), f"column {column} of the draft holds {found}"
+                assert found == known_at(running, column), f"column {column} of the draft holds {found}"
         for column in range(n, n + self.limits.tree_columns):
             self.target[self._slot(job, b, column)] = "a tree"
             if column > n:  # the draft's tree stands behind the root's entry
@@ -101,14 +106,14 @@ class FakeDevice:
 
     def _reads(self, job: Job, b: int, end: int) -> None:
         for column in range(end):
-            known = tuple(job.runnings[b].tokens[: column + 1])
+            known = known_at(job.runnings[b], column)
             slot = self._slot(job, b, column)
             assert self.target[slot] == known, f"column {column} holds {self.target[slot]}"
             assert self.entries.features[slot] == known, f"column {column} has the feature of something else"  # type: ignore[index]
 
     def _writes(self, job: Job, b: int, start: int, end: int) -> None:
         for column in range(start, end):
-            slot, known = self._slot(job, b, column), tuple(job.runnings[b].tokens[: column + 1])
+            slot, known = self._slot(job, b, column), known_at(job.runnings[b], column)
             self.target[slot] = self.entries.features[slot] = known  # type: ignore[index, assignment]
 
     def _outcome(self, running: Running, emitted: int) -> Outcome:
@@ -204,7 +209,7 @@ def test_whatever_comes_and_goes(
     for number in range(60):
         if number < 40 and rng.random() < 0.4:
             prompt = [rng.randrange(2) for _ in range(rng.choice([1, 3, 9, 20]))]
-            samples = sample(str(number), prompt, rng.randint(1, 15), rng.choice([1, 1, 3]))
+            samples = sample(str(number), prompt, rng.randint(1, 15), rng.choice([1, 1, 3]), rng.choice([None, None, "a"]))
             if world.fits(samples[0]):
                 asked += samples
                 for one in samples:
@@ -318,6 +323,15 @@ def test_samples_of_a_request_share_the_prompt_that_the_first_computed() -> None
     world.drain()
     assert world.scheduler.num_prompt_tokens == 3 * 16
     assert world.scheduler.num_reused_tokens == 2 * 12, "all but the page of the last token"
+
+
+def test_only_the_same_salt_shares_a_prompt() -> None:
+    world, reused = World(0, 60, max_batch=1), []
+    for number, salt in enumerate([None, "a", None, "b", "a"]):
+        world.scheduler.add(sample(str(number), [0, 1] * 8, salt=salt)[0])
+        world.drain()
+        reused.append(world.scheduler.num_reused_tokens - sum(reused))
+    assert reused == [0, 0, 12, 0, 12], "all but the page of the last token"
 
 
 def test_pages_kept_make_way_for_newcomers() -> None:

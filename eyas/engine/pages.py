@@ -1,6 +1,7 @@
 """Pages of the key-value caches: who holds them, which prefixes they keep, which may go. Knows token ids, no tensor.
 
-A full page is known by its tokens and the page before it, so the pages kept are a tree of prefixes. A page is in one of
+A full page is known by its tokens, the page before it and the salt of the request, so the pages kept are a tree of prefixes
+for each salt, and nothing is shared between salts: no timing tells one tenant what another has asked. A page is in one of
 three states; one that requests hold may be kept for others at the same time:
 
     free        in _free
@@ -17,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 ROOT = -1  # the page before the first
+Key = tuple[int, str | None, tuple[int, ...]]  # the page before, the salt, the tokens
 
 
 class PagePool:
@@ -27,8 +29,8 @@ class PagePool:
         self.num_evicted = 0
         self._free = list(range(num_pages - 1, -1, -1))
         self._holders = [0] * num_pages
-        self._page_of: dict[tuple[int, tuple[int, ...]], int] = {}
-        self._key_of: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self._page_of: dict[Key, int] = {}
+        self._key_of: dict[int, Key] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
 
     @property
@@ -57,12 +59,12 @@ class PagePool:
             self._holders[page] = 1
         return pages
 
-    def match(self, tokens: Sequence[int]) -> list[int]:
-        """The kept pages of the longest prefix of `tokens`, held once more each."""
+    def match(self, tokens: Sequence[int], salt: str | None = None) -> list[int]:
+        """The kept pages of the longest prefix of `tokens` under this salt, held once more each."""
         pages: list[int] = []
         page, size = ROOT, self.page_size
         for start in range(0, len(tokens) - size + 1, size):
-            found = self._page_of.get((page, tuple(tokens[start : start + size])))
+            found = self._page_of.get((page, salt, tuple(tokens[start : start + size])))
             if found is None:
                 break
             page = found
@@ -70,14 +72,14 @@ class PagePool:
             self._hold(page)
         return pages
 
-    def keep(self, before: int, tokens: Sequence[int], page: int) -> int:
-        """Keep a full page that its only holder will not write again. `before`: the kept page before it, or ROOT.
+    def keep(self, before: int, tokens: Sequence[int], page: int, salt: str | None = None) -> int:
+        """Keep a full page that its only holder will not write again. `before`: the kept page before it, of this salt, or ROOT.
 
         Where the same prefix is kept already, that page is returned, held in this one's stead, and this one let go.
         """
         assert len(tokens) == self.page_size
         assert before == ROOT or before in self._key_of, f"page {before} is not kept"
-        key = (before, tuple(tokens))
+        key = (before, salt, tuple(tokens))
         known = self._page_of.get(key)
         if known is None:
             self._page_of[key], self._key_of[page] = page, key

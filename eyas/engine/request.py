@@ -131,7 +131,7 @@ class SamplingParams:
 class Request:
     """A prompt to go on from. `speculation=False` decodes it plainly: the same tokens, one per round.
 
-    tells_trees: updates have what was drafted.
+    tells_trees: updates have what was drafted. cache_salt: computed prefixes are shared with requests of the same salt alone.
     """
 
     id: str
@@ -139,6 +139,7 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     speculation: bool = True
     tells_trees: bool = False
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

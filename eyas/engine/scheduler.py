@@ -148,7 +148,8 @@ class Scheduler:
         """Give the first of those waiting its pages: its tokens' and a round's. False when there are not enough."""
         end = len(newcomer.tokens) - (1 if newcomer.num_emitted else 0)  # a root is emitted and not cached
         # The last token is computed in any case: without it there are no logits, and no feature for the draft.
-        reused = self._pool.match(newcomer.tokens[: end - 1]) if self._keeps_prefixes else []
+        salt = newcomer.request.cache_salt
+        reused = self._pool.match(newcomer.tokens[: end - 1], salt) if self._keeps_prefixes else []
         count = self._pool.pages_for(end + self._limits.tree_columns) - len(reused)
         # A page to grow for each that runs already, or the newcomer would be preempted as soon as it is in.
         fits = count + len(self._running) <= self._pool.num_available
@@ -218,7 +219,7 @@ class Scheduler:
         for number in range(running.num_kept, running.length // size):
             before = running.pages[number - 1] if number else ROOT
             tokens = running.tokens[number * size : (number + 1) * size]
-            running.pages[number] = self._pool.keep(before, tokens, running.pages[number])
+            running.pages[number] = self._pool.keep(before, tokens, running.pages[number], running.request.cache_salt)
             running.num_kept = number + 1
 
     def _page_table(self, runnings: list[Running]) -> np.ndarray:

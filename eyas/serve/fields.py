@@ -125,6 +125,7 @@ TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Text = Annotated[str, Field(max_length=65536)]
 Tag = Annotated[str, Field(pattern=TAG)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Salt = Annotated[str, Field(min_length=1, max_length=128)]
 
 
 class Metadata(Strict):
@@ -191,6 +192,7 @@ class SamplingFields(Sampling):
     user: str | None = None  # names the end user, as the next two do; asks for nothing
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    cache_salt: Salt | None = None  # vLLM's: computed prefixes are shared among requests of the same salt alone
     metadata: Metadata = Metadata()
     store: bool | None = None  # consent to `--collect`, or none whatever the header says; true is refused without
     request_id: str | None = Field(default=None, max_length=128)  # vLLM's; the header x-request-id is the other way

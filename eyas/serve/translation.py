@@ -177,4 +177,4 @@ class Translator:
 
     def _request(self, asked: SamplingFields, prompt_ids: Sequence[int], params: SamplingParams) -> Request:
         speculates = self._served.has_head and asked.speculation is not False
-        return Request(uuid.uuid4().hex, tuple(prompt_ids), params, speculates, asked.tells_rounds)
+        return Request(uuid.uuid4().hex, tuple(prompt_ids), params, speculates, asked.tells_rounds, asked.cache_salt)
