@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -258,8 +259,27 @@ def test_a_task_whose_speedup_may_be_chance_is_not_told_one():
         comparison(plain, eagle, is_greedy=True)
     compared = compared_task(plain, eagle, is_greedy=True)
     assert (compared["speedup"], compared["speedup_interval"], compared["tau"]) == (None, None, 2)
+    assert re.fullmatch(r"2\.17 \(\d\.\d\d to \d\.\d\d\) over 7 prompts is noise: tau is 2\.00", compared["withheld"])
+    few = compared_task(plain[:5], eagle[:5], is_greedy=True)
+    assert (few["speedup"], few["withheld"]) == (None, "2.22 over 5 prompts is noise: tau is 2.00")
+    other = compared_task(plain, eagle, is_greedy=True, same_engine=False)
+    assert (round(other["speedup"], 2), other["withheld"]) == (2.17, None), "tau is no law between two engines"
     with pytest.raises(EyasError, match="above tau"):
         compared_task(plain, [row("eagle", str(number), tpot_ms=4, hist=[0, 5]) for number in range(7)], is_greedy=True)
+
+
+def test_without_a_tau_a_speedup_is_one_and_noise():
+    plain = [row("plain", str(number), tpot_ms=10) for number in range(10)]
+
+    def of(*tpots_ms):
+        return [row("eagle", str(number), tpot_ms=tpot_ms, hist=[1]) for number, tpot_ms in enumerate(tpots_ms)]
+
+    with pytest.raises(EyasError, match=r"speed-up of 1\.90 was measured at 1\.00 tokens a forward, hardly any drafted"):
+        comparison(plain, of(*[10 / 1.9] * 10), is_greedy=True)
+    noisy = comparison(plain, of(*[10] * 4, *[8] * 6), is_greedy=True)
+    assert (noisy["speedup"], noisy["tau"]) == (None, None)
+    assert noisy["withheld"].endswith("over 10 prompts is noise: more than 1.10 cannot be, hardly any drafted")
+    assert comparison(plain, of(*[9.5] * 10), is_greedy=True)["withheld"] is None
 
 
 def test_another_engine_may_be_faster_than_tau():

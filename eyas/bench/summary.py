@@ -9,6 +9,9 @@ A comparison is of one arm with the baseline at the same load in the same run, o
     throughput_ratio   output tokens per second of the arm / of the baseline
     identical          greedy only: prompts whose text, token count and finish reason are the same in both arms
 
+No speed-up above tau is told: of all prompts it is an error, of one task's few that may be chance it is None, and `withheld`
+says why. Where hardly anything was drafted there is no tau, and a speed-up may only be 1 and noise.
+
 tau is tokens a round. Who says so stands beside it (`tau_from`): "usage" (every answer's histogram), "metrics" (the server's
 counters), "timings" (llama.cpp's counts of every answer), or "chunks": tokens per chunk of the stream, which is tau only where
 a server sends each round as one chunk, and is never held against a speed-up.
@@ -30,6 +33,7 @@ from eyas.bench.stream import Reply
 from eyas.errors import EyasError
 
 RARE = 0.3  # of an arm's tokens: if no more came from rounds, it decoded plain
+NOISE = 1.1  # how far two arms that decode alike may seem apart on a machine that others use
 TOLD = ("usage", "metrics", "timings")  # by whom a tau is more than a guess
 
 
@@ -247,6 +251,8 @@ def comparison(
 ) -> dict[str, Any]:
     """One arm against the baseline, prompt by prompt. Raises EyasError for a speed-up that cannot be."""
     compared = _compared(baseline, arm, is_greedy, told or {}, same_engine)
+    if compared["tau"] is None:
+        compared = _without_chance(compared)
     check_possible(compared)
     return compared
 
@@ -268,6 +274,7 @@ def _compared(
         "tpot_ms": metrics.median([own for _, own in tpots_ms]) if tpots_ms else None,
         "speedup": float(metrics.ratio_of_medians(_table(tpots_ms))) if tpots_ms else None,
         "speedup_interval": metrics.bootstrap_interval(tpots_ms, metrics.ratio_of_medians),
+        "withheld": None,
         "paired_speedup": metrics.spread([base / own for base, own in tpots_ms]),
         "round_cost": metrics.spread(costs) if rounds["tau"] is not None else None,
         "throughput_ratio": _ratio(_throughput_tps(arm), _throughput_tps(baseline)),
@@ -276,32 +283,55 @@ def _compared(
 
 
 def compared_task(baseline: Sequence[Row], arm: Sequence[Row], is_greedy: bool, same_engine: bool = True) -> dict[str, Any]:
-    """As comparison, over the few prompts of one task: a speed-up above tau that may be chance is not told, and no error.
+    """As comparison, over the few prompts of one task: a speed-up above tau that may be chance is withheld, and no error.
 
     Raises EyasError for one whose whole interval lies above tau.
     """
-    compared = _compared(baseline, arm, is_greedy, {}, same_engine)
-    interval, tau = compared["speedup_interval"], compared["tau"]
-    if interval is not None and tau is not None and interval[0] <= tau < compared["speedup"]:
-        compared |= {"speedup": None, "speedup_interval": None, "paired_speedup": None}
+    compared = _without_chance(_compared(baseline, arm, is_greedy, {}, same_engine))
     check_possible(compared)
     return compared
+
+
+def _without_chance(compared: dict[str, Any]) -> dict[str, Any]:
+    """Without a speed-up above what can be that has no interval, or one that reaches below it; `withheld` says so."""
+    most, speedup, interval = _most(compared), compared["speedup"], compared["speedup_interval"]
+    if most is None or speedup is None or speedup <= most or (interval is not None and interval[0] > most):
+        return compared
+    around = "" if interval is None else f" ({interval[0]:.2f} to {interval[1]:.2f})"
+    held = f"more than {most:.2f} cannot be, hardly any drafted" if compared["tau"] is None else f"tau is {most:.2f}"
+    why = f"{speedup:.2f}{around} over {compared['num_pairs']} prompts is noise: {held}"
+    return {**compared, "speedup": None, "speedup_interval": None, "paired_speedup": None, "withheld": why}
+
+
+def _most(compared: Mapping[str, Any]) -> float | None:
+    """The largest speed-up that can be: tau; of an arm that hardly drafted its tokens per forward, and noise.
+
+    None where no law holds: against another engine, or without a server that tells its rounds.
+    """
+    if not compared["same_engine"] or compared["tau_from"] not in TOLD:
+        return None
+    if compared["tau"] is not None:
+        return float(compared["tau"])
+    forward = compared["tokens_per_forward"]
+    return None if forward is None else NOISE * float(forward)
 
 
 def check_possible(compared: Mapping[str, Any]) -> None:
     """A round costs at least a plain step, so no answer gets faster than its tau. Raises EyasError when one is said to have.
 
     No allowance: a speed-up above tau fails, and so does a median round that cost, with certainty, less than a plain token.
-    Only where that is a law: against the same engine, with a tau that the server told.
+    Only where that is a law: against the same engine, with a tau that the server told. An arm that hardly drafted has none:
+    its speed-up fails above its tokens per forward of the target and NOISE.
     """
-    speedup, tau, cost = compared["speedup"], compared["tau"], compared["round_cost"]
-    if not compared["same_engine"] or compared["tau_from"] not in TOLD or speedup is None or tau is None:
+    speedup, tau, cost, most = compared["speedup"], compared["tau"], compared["round_cost"], _most(compared)
+    if most is None or speedup is None:
         return
-    if speedup > tau or (cost is not None and cost["high"] is not None and cost["high"] < 1):
+    if speedup > most or (cost is not None and cost["high"] is not None and cost["high"] < 1):
         median = "" if cost is None else f", and its rounds cost {cost['median']:.2f} of a plain step"
+        forward = compared["tokens_per_forward"]
+        rounds = f"{forward:.2f} tokens a forward, hardly any drafted" if tau is None else f"{tau:.2f} tokens a round{median}"
         raise EyasError(
-            f"internal error: a speed-up of {speedup:.2f} was measured at {tau:.2f} tokens a round{median}: "
-            "it is above tau, which cannot be",
+            f"internal error: a speed-up of {speedup:.2f} was measured at {rounds}: it is above tau, which cannot be",
             "the arms were not measured alike: see rows.jsonl; run again on a machine that does nothing else",
         )
 

@@ -47,6 +47,9 @@ def command(
 
     result = perform("eval", Artifact(output), work).read_json("eval.json")
     show_table(result)
+    for row in result.get("predicted", {}).get("by_concurrency", []):
+        if "withheld" in row:
+            print(f"no speed-up of {row['speculation']} with {row['concurrency']} at a time: {row['withheld']}")
     print(json.dumps({**headline(result), "output": output}))
 
 
