@@ -44,6 +44,22 @@ def true_tau(accepts):
     return ratio.tau
 
 
+def quiet(drift, clock, rng, count, accepts, explored, requests=40):
+    """The same where `auto` has stopped: some requests draft in one round, to learn what it brings; the others never."""
+    for number in range(count):
+        for place in range(requests):
+            hist = [0]
+            if place < explored:
+                chance = np.clip(rng.normal(accepts, 0.1), 0.01, 0.99)
+                hist = np.bincount([min(rng.geometric(1 - chance) - 1, DEPTH)], minlength=DEPTH + 1).tolist()
+            drift.count(hist, "/v1/chat/completions", None, 10, plain_rounds=ROUNDS)
+        clock.now += 300
+        drift.close({})
+        if drift._slices["all", "all"].is_low:
+            return number
+    return None
+
+
 def windows(drift, clock, rng, count, accepts, requests=30):
     """Let traffic come for so many windows; the number of the first at which "all" is low, else None."""
     for number in range(count):
@@ -136,6 +152,72 @@ def test_a_window_has_its_time_and_its_requests():
     assert told["endpoint", "/generate"]["windows"] == []
     assert {one["status"] for one in told.values()} == {"unknown"}
     json.dumps(drift.told(), allow_nan=False)
+
+
+IDLE = "auto has stopped drafting: the head does not pay here, because of acceptance or load"
+
+
+def test_a_slice_that_auto_no_longer_drafts_for_is_idle_and_said_to_be(caplog):
+    """Most of what a bad head brings about: traffic changes, auto stops, and no window would ever close again."""
+    caplog.set_level(logging.INFO, logger="eyas.serve")
+    drift, clock = made(stated(true_tau(0.6)))
+    rng = np.random.default_rng(5)
+    windows(drift, clock, rng, 3, 0.6)
+    quiet(drift, clock, rng, 1, 0.6, 0)
+    told = {(one["by"], one["slice"]): one for one in drift.told()["slices"]}
+    assert told["all", "all"]["status"] == "ok"  # one quiet look may be chance
+    quiet(drift, clock, rng, 5, 0.6, 1)
+    told = {(one["by"], one["slice"]): one for one in drift.told()["slices"]}
+    assert {one["status"] for one in told.values()} == {"idle"}
+    everything = told["all", "all"]
+    assert (everything["requests"], everything["plain_requests"]) == (3 * 30 + 5, 40 + 5 * 39)
+    assert everything["plain_rounds"] == 6 * 40 * ROUNDS
+    assert everything["rounds"] > 3 * 30
+    said = [record for record in caplog.records if record.getMessage() == IDLE]
+    assert len(said) == 4  # slices, once each
+    assert {record.levelname for record in said} == {"WARNING"}
+    metrics = {metric.name: metric.samples for metric in drift.collect()}
+    assert [one.value for one in metrics["eyas:spec_slice_is_idle"]] == [1.0] * 4
+    assert {one.value for one in metrics["eyas:spec_slice_plain_rounds"]} == {6 * 40 * ROUNDS}
+    windows(drift, clock, rng, 1, 0.6)
+    assert drift._status(drift._slices["all", "all"]) == "ok"
+    assert [record.getMessage() for record in caplog.records].count("auto drafts again") == 4
+
+
+def test_a_server_that_never_drafted_has_slices_without_tau():
+    drift, clock = made(stated(2.0))
+    quiet(drift, clock, np.random.default_rng(0), 2, 0.6, 0)
+    told = drift.told()["slices"][0]
+    assert (told["status"], told["tau"], told["windows"]) == ("idle", None, [])
+    assert len(list(drift.collect())) == 11
+    json.dumps(drift.told(), allow_nan=False)
+
+
+def test_the_few_drafts_of_an_idle_slice_are_judged_in_the_end():
+    """One drafts in each look: the window closes when it is an hour old. A fall is told from what there is."""
+    drift, clock = made(stated(true_tau(0.6)))
+    quiet(drift, clock, np.random.default_rng(0), 11, 0.6, 1)
+    assert not drift._slices["all", "all"].history
+    quiet(drift, clock, np.random.default_rng(0), 1, 0.6, 1)
+    (window,) = drift._slices["all", "all"].history
+    assert (window.requests, window.rounds, window.seconds) == (12, 12, 12 * 300)
+    for seed in range(3):
+        drift, clock = made(stated(true_tau(0.6)))
+        windows(drift, clock, np.random.default_rng(seed), 5, 0.6)
+        assert quiet(drift, clock, np.random.default_rng(seed), 60, 0.25, 8) is not None
+
+
+@pytest.mark.parametrize("accepts", [0.2, 0.4, 0.6, 0.8])
+def test_windows_of_few_rounds_are_no_more_often_wrong(accepts):
+    """At threshold 3 and a tau of exactly the limit: theory gives one warning in 118 windows of many requests."""
+    rng, ratio, lengths = np.random.default_rng(6), Ratio(), []
+    for _ in range(60_000):
+        chance = np.clip(rng.normal(accepts, 0.1), 0.01, 0.99)
+        ratio.add(np.bincount([min(rng.geometric(1 - chance) - 1, DEPTH)]).tolist())
+    for _ in range(12):
+        drift, clock = made(stated(ratio.tau), tolerance=0.0, threshold=3.0, window_s=300 / 12)
+        lengths.append(1 + (quiet(drift, clock, rng, 400, accepts, 8, requests=30) or 400))
+    assert np.mean(lengths) > 100
 
 
 def test_tags_are_bounded():

@@ -120,6 +120,29 @@ def test_drift_is_told_by_slice_and_warned_of(world, tmp_path, caplog):
     assert warned.data["tau"] < warned.data["limit"]
 
 
+def test_requests_that_could_have_drafted_and_did_not_are_counted_apart(world, tmp_path):
+    """As `auto` leaves them when a head does not pay; those whose clients want no drafts are in no slice."""
+    engine = Engine.load(world.folder, head_folder(world.folder, tmp_path / "head"), config=EngineConfig(max_length=MAX_LENGTH))
+    plan = engine.policy.plan
+
+    def without_drafts(*told):
+        round_ = plan(*told)
+        round_.drafting[:] = False
+        return round_
+
+    engine.policy.plan = without_drafts
+    with world.served(engine, has_head=True) as client:
+        ask(client, max_tokens=9)
+        ask(client, max_tokens=5, n=2, temperature=0.8)
+        ask(client, max_tokens=20, extra_body={"speculation": False})
+        told = httpx.get(f"{client.url}/drift").json()["slices"][0]
+        found = scraped(client)
+    assert (told["requests"], told["plain_requests"], told["plain_rounds"], told["tau"]) == (0, 2, 8 + 4 + 4, None)
+    all_of_it = ("by", "all"), ("slice", "all")
+    assert found["eyas:spec_slice_plain_rounds_total", *all_of_it] == 16
+    assert found["eyas:spec_slice_is_idle", *all_of_it] == 0
+
+
 def pad(hist, length):
     return hist + [0] * (length - len(hist))
 

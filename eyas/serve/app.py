@@ -131,12 +131,14 @@ class _Api:
         self._drift = Drift(extras.drift, extras.reference, served.model)
         self._watching: asyncio.Task[None] | None = None
         self._collector = Collector(extras.collect, served.model) if extras.collect is not None else None
+        self._can_draft = False  # whatever a request allows
         self._started = int(time.time())
         self._usual_s = 1.0  # an answer takes, lately
 
     async def start(self) -> None:
         """Once the worker runs, and nothing else does yet: all pages are there to be counted."""
         state = await self._worker.look(EngineState.of)
+        self._can_draft = await self._worker.look(lambda engine: engine.draft is not None)
         self._metrics = Metrics(self._served.model, state.counters["pages_available"])
         self._metrics.also_tell(self._drift)
         if self._collector is not None:
@@ -359,7 +361,8 @@ class _Api:
             exchange.failure = "client_gone"
         for answer, tag in zip(exchange.answers, exchange.tags, strict=False):  # no answers if it was refused
             self._metrics.ended(answer, exchange.failure)
-            self._drift.count(answer.accept_hist, exchange.endpoint, tag, answer.num_prompt_tokens)
+            plain_rounds = answer.plain_rounds if self._can_draft else 0
+            self._drift.count(answer.accept_hist, exchange.endpoint, tag, answer.num_prompt_tokens, plain_rounds)
             if exchange.failure is None:
                 self._usual_s += 0.1 * (time.perf_counter() - answer.started - self._usual_s)
         log.info("request", extra={"data": exchange.facts(status)})

@@ -101,10 +101,13 @@ class Choice:
 
 @dataclass
 class Answer:
-    """All choices of one HTTP request, and when they came (perf_counter, seconds)."""
+    """All choices of one HTTP request, and when they came (perf_counter, seconds). may_draft: whether the client lets it;
+    plain_rounds: in which it does and nothing was drafted, the prompts' own left out."""
 
     num_prompt_tokens: int
     choices: dict[tuple[str, int], Choice]
+    may_draft: bool = False
+    plain_rounds: int = 0
     accept_hist: list[int] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
     first_at: float | None = None
@@ -115,17 +118,21 @@ class Answer:
         """An empty answer to the engine's requests of one HTTP request."""
         keys = [(request.id, index) for request in requests for index in range(request.params.n)]
         choices = {key: Choice(number, tokenizer.stream, reading) for number, key in enumerate(keys)}
-        return cls(sum(len(request.prompt_ids) for request in requests), choices)
+        may_draft = any(request.speculation for request in requests)
+        return cls(sum(len(request.prompt_ids) for request in requests), choices, may_draft)
 
     def push(self, update: Update) -> Piece:
         """What the update adds to its choice."""
         self.last_at = time.perf_counter()
         self.first_at = self.first_at or self.last_at
-        if update.num_accepted_drafts is not None:
+        choice = self.choices[update.request_id, update.index]
+        if update.num_accepted_drafts is None:
+            self.plain_rounds += self.may_draft and choice.num_tokens > 0  # a sample's first token is its prompt's
+        else:
             missing = update.num_accepted_drafts + 1 - len(self.accept_hist)
             self.accept_hist.extend([0] * missing)
             self.accept_hist[update.num_accepted_drafts] += 1
-        return self.choices[update.request_id, update.index].push(update)
+        return choice.push(update)
 
     @property
     def num_tokens(self) -> int:

@@ -1,7 +1,7 @@
 """Acceptance by slice of traffic over time, and whether it has fallen under what the head's card promises. Knows no text.
 
 A request counts in four slices: all, its endpoint, its tag, the length of its prompt. A slice's window closes when it is
-`window_s` old and has `min_requests`; then its tau is judged:
+`window_s` old and has `min_requests` that drafted; then its tau is judged:
 
     limit   (1 - tolerance) x the lower end of the card's interval, at the depth that was drafted (reference.Reference.lowest)
     z       (tau - limit) / se, in [-4, 4]; se of a ratio with the request as the unit, since rounds of one answer are alike,
@@ -11,6 +11,12 @@ A request counts in four slices: all, its endpoint, its tag, the length of its p
 At a tau of exactly the limit and threshold 9 that is one false warning in 52,000 windows (Siegmund's approximation of a
 one-sided CUSUM's run length, Sequential Analysis, 1985: (e^b - b - 1) / 0.5 with b = 9 + 1.166), half a year of windows of
 five minutes; at the card's tau, none. A tau four errors under the limit is told after three windows.
+
+`auto` stops drafting where it does not pay, and then hardly a request is left to judge. So a slice is looked at apart from its
+windows: where less than a twentieth of the rounds that could have drafted did, in two looks of `window_s` and `min_requests`
+each, it is idle. What little drafts there gathers in its window, which closes with as few as 8 requests when it is twelve times
+`window_s` old. The error is then the largest of three: the window's own, that of the windows before it, and what single rounds
+have at the limit itself, where each token is the last with the same chance: a variance of limit x (limit - 1). Wide, not wrong.
 """
 
 from __future__ import annotations
@@ -36,6 +42,8 @@ OTHER, UNTAGGED = "other", "none"
 _MOST_Z, _SLACK = 4.0, 0.5
 _NEWEST = 0.1  # weight of a window's spread among those before it
 _KINDS = ("by", "slice")
+_HARDLY, _LOOKS = 0.05, 2  # a slice is idle where under this share of its rounds drafted in so many looks
+_FEW, _LATE = 8, 12  # requests that drafted, and window_s, with which an idle slice's window closes
 
 log = logging.getLogger("eyas.serve")
 
@@ -57,7 +65,8 @@ class DriftConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What a slice did in one stretch of time. ended: seconds since 1970; limit, z: None where nothing is expected."""
+    """What a slice did in one stretch of time. ended: seconds since 1970; limit, z: None where nothing is expected. requests,
+    rounds: those that drafted."""
 
     ended: float
     seconds: float
@@ -95,37 +104,69 @@ class Ratio:
 
     @property
     def spread(self) -> float:
-        """Variance between requests of tokens - tau x rounds."""
+        """Variance between requests of tokens - tau x rounds, a round: short requests have less of it than long ones."""
         tt, tr, rr = self._squares
-        return max(tt - 2 * self.tau * tr + self.tau**2 * rr, 0.0) / (self.requests - 1)
+        of_requests = max(tt - 2 * self.tau * tr + self.tau**2 * rr, 0.0) / (self.requests - 1)
+        return of_requests * self.requests / self.rounds
 
     def error(self, spread: float) -> float:
         """Standard error of tau, linearised, where requests have this spread."""
-        return math.sqrt(spread * self.requests) / self.rounds
+        return math.sqrt(spread / self.rounds)
+
+
+class Look:
+    """Requests that could have drafted, and how many of their rounds did, over a stretch of time."""
+
+    def __init__(self, opened: float) -> None:
+        self.opened = opened
+        self.requests = self.drafted = self.plain = 0
+
+    def add(self, drafted: int, plain: int) -> None:
+        """A request by its rounds."""
+        self.requests, self.drafted, self.plain = self.requests + 1, self.drafted + drafted, self.plain + plain
+
+    @property
+    def is_idle(self) -> bool:
+        return self.drafted < _HARDLY * (self.drafted + self.plain)
 
 
 @dataclass
 class Slice:
-    """One slice of the traffic. spread: of its requests, over the last windows; total_*: since the start."""
+    """One slice of the traffic. spread: of its requests, over the last windows; looks: in how many on end it was idle; total_*:
+    since the start, of requests and rounds that drafted; plain_*: of those that could have and did not."""
 
     opened: float
     history: deque[Window]
+    look: Look
     now: Ratio = field(default_factory=Ratio)
     spread: float = 0.0
     num_windows: int = 0
     cusum: float = 0.0
     is_low: bool = False
     warnings: int = 0
+    looks: int = 0
     total_requests: int = 0
     total_rounds: int = 0
     total_tokens: int = 0
+    plain_requests: int = 0
+    plain_rounds: int = 0
 
-    def add(self, accept_hist: Sequence[int]) -> None:
+    def add(self, accept_hist: Sequence[int], plain_rounds: int) -> None:
         """Count a request."""
+        rounds = sum(accept_hist)
+        self.look.add(rounds, plain_rounds)
+        self.plain_rounds += plain_rounds
+        if not rounds:
+            self.plain_requests += 1
+            return
         self.now.add(accept_hist)
         self.total_requests += 1
-        self.total_rounds += sum(accept_hist)
+        self.total_rounds += rounds
         self.total_tokens += sum(count * (accepted + 1) for accepted, count in enumerate(accept_hist))
+
+    @property
+    def is_idle(self) -> bool:
+        return self.looks >= _LOOKS
 
 
 class Drift(MetricsOf):
@@ -140,15 +181,18 @@ class Drift(MetricsOf):
 
     # Requests
 
-    def count(self, accept_hist: Sequence[int], endpoint: str, tag: str | None, num_prompt_tokens: int) -> None:
-        """A request that is over. One without speculative rounds says nothing."""
-        if not any(accept_hist):
+    def count(
+        self, accept_hist: Sequence[int], endpoint: str, tag: str | None, num_prompt_tokens: int, plain_rounds: int = 0
+    ) -> None:
+        """A request that is over. plain_rounds: in which it could have drafted and did not; without rounds it says nothing."""
+        if not any(accept_hist) and not plain_rounds:
             return
         length = next((name for limit, name in LENGTHS if num_prompt_tokens < limit), LONGEST)
         for key in (("all", "all"), ("endpoint", endpoint), ("tag", self._known(tag)), ("prompt_tokens", length)):
             if key not in self._slices:
-                self._slices[key] = Slice(self._clock(), deque(maxlen=self._config.history))
-            self._slices[key].add(accept_hist)
+                now = self._clock()
+                self._slices[key] = Slice(now, deque(maxlen=self._config.history), Look(now))
+            self._slices[key].add(accept_hist, plain_rounds)
 
     def _known(self, tag: str | None) -> str:
         if tag is None or ("tag", tag) in self._slices:
@@ -159,27 +203,47 @@ class Drift(MetricsOf):
 
     @property
     def is_due(self) -> bool:
-        """Whether a window can be closed."""
-        return any(map(self._is_full, self._slices.values()))
+        """Whether a window can be closed, or a slice looked at."""
+        return any(self._is_full(one) or self._is_seen(one) for one in self._slices.values())
 
     def _is_full(self, slice_: Slice) -> bool:
-        old_enough = self._clock() - slice_.opened >= self._config.window_s
-        return old_enough and slice_.now.requests >= self._config.min_requests
+        age, requests = (self._clock() - slice_.opened) / self._config.window_s, slice_.now.requests
+        if requests >= self._config.min_requests:
+            return age >= 1
+        return slice_.is_idle and requests >= _FEW and age >= _LATE
+
+    def _is_seen(self, slice_: Slice) -> bool:
+        old_enough = self._clock() - slice_.look.opened >= self._config.window_s
+        return old_enough and slice_.look.requests >= self._config.min_requests
 
     def close(self, depths: Mapping[int, int]) -> None:
-        """Close the windows that are due and judge them. depths: {levels of the tree: samples} of the rounds in them."""
+        """Look, close the windows that are due and judge them. depths: {levels of the tree: samples} of the rounds in them."""
         limit = None if self.reference is None else (1 - self._config.tolerance) * self.reference.lowest(depths)
         for key, slice_ in self._slices.items():
+            if self._is_seen(slice_):
+                self._look(key, slice_)
             if self._is_full(slice_):
                 self._close(key, slice_, limit)
 
+    def _look(self, key: tuple[str, str], slice_: Slice) -> None:
+        look, was_idle = slice_.look, slice_.is_idle
+        slice_.look = Look(self._clock())
+        slice_.looks = slice_.looks + 1 if look.is_idle else 0
+        facts = {"by": key[0], "slice": key[1], "requests": look.requests, "drafted_rounds": look.drafted}
+        data = {**facts, "plain_rounds": look.plain}
+        if slice_.is_idle and not was_idle:
+            log.warning(
+                "auto has stopped drafting: the head does not pay here, because of acceptance or load", extra={"data": data}
+            )
+        elif was_idle and not slice_.is_idle:
+            log.info("auto drafts again", extra={"data": data})
+
     def _close(self, key: tuple[str, str], slice_: Slice, limit: float | None) -> None:
         now, ratio = self._clock(), slice_.now
-        slice_.num_windows += 1
-        slice_.spread += max(_NEWEST, 1 / slice_.num_windows) * (ratio.spread - slice_.spread)
+        spread = self._spread(slice_, limit)
         z = None
         if limit is not None:
-            z = max(-_MOST_Z, min((ratio.tau - limit) / max(ratio.error(slice_.spread), 1e-9), _MOST_Z))
+            z = max(-_MOST_Z, min((ratio.tau - limit) / max(ratio.error(spread), 1e-9), _MOST_Z))
             slice_.cusum = min(max(0.0, slice_.cusum - z - _SLACK), 2 * self._config.threshold)
         slice_.history.append(
             Window(
@@ -196,6 +260,14 @@ class Drift(MetricsOf):
         )
         slice_.now, slice_.opened = Ratio(), now
         self._judge(key, slice_)
+
+    def _spread(self, slice_: Slice, limit: float | None) -> float:
+        """What the window's requests are taken to have."""
+        if slice_.now.requests < self._config.min_requests:
+            return max(slice_.now.spread, slice_.spread, limit * (limit - 1) if limit is not None else 0.0)
+        slice_.num_windows += 1
+        slice_.spread += max(_NEWEST, 1 / slice_.num_windows) * (slice_.now.spread - slice_.spread)
+        return slice_.spread
 
     def _judge(self, key: tuple[str, str], slice_: Slice) -> None:
         last = slice_.history[-1]
@@ -219,7 +291,10 @@ class Drift(MetricsOf):
                 "status": self._status(one),
                 "warnings": one.warnings,
                 "requests": one.total_requests,
-                "tau": one.total_tokens / one.total_rounds,
+                "rounds": one.total_rounds,
+                "plain_requests": one.plain_requests,
+                "plain_rounds": one.plain_rounds,
+                "tau": one.total_tokens / one.total_rounds if one.total_rounds else None,
                 "windows": [asdict(window) for window in one.history],
             }
             for (by, name), one in self._slices.items()
@@ -228,9 +303,11 @@ class Drift(MetricsOf):
         return {"expected": expected, "rule": self._config.model_dump(), "slices": slices}
 
     def _status(self, slice_: Slice) -> str:
-        if self.reference is None or not slice_.history:
-            return "unknown"
-        return "low" if slice_.is_low else "ok"
+        if slice_.is_low:
+            return "low"
+        if slice_.is_idle:
+            return "idle"
+        return "unknown" if self.reference is None or not slice_.history else "ok"
 
     def collect(self) -> Iterator[Metric]:
         """For Prometheus' registry."""
@@ -239,6 +316,8 @@ class Drift(MetricsOf):
             ("requests", "requests that were drafted for, by slice", "total_requests"),
             ("rounds", "rounds that their samples drafted in", "total_rounds"),
             ("tokens", "tokens that these rounds emitted", "total_tokens"),
+            ("plain_requests", "requests that could have drafted and never did, by slice", "plain_requests"),
+            ("plain_rounds", "rounds that samples could have drafted in and did not", "plain_rounds"),
             ("warnings", "times that tau fell under the head's card", "warnings"),
         )
         for name, about, value in counters:
@@ -251,11 +330,12 @@ class Drift(MetricsOf):
             ("accept_length_limit", "under which tau is too low", lambda one: one.history[-1].limit),
             ("cusum", "evidence that it is", lambda one: one.cusum),
             ("is_low", "1 where tau has fallen under the head's card", lambda one: float(one.is_low)),
+            ("is_idle", "1 where auto has stopped drafting", lambda one: float(one.is_idle)),
         )
         for name, about, get in gauges:
             gauge = GaugeMetricFamily(f"eyas:spec_slice_{name}", about, labels=labels)
             for key, one in self._slices.items():
-                value_now = get(one) if one.history else None
+                value_now = get(one) if one.history or name == "is_idle" else None
                 if value_now is not None:
                     gauge.add_metric([self._model, *key], value_now)
             yield gauge
