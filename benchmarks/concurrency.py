@@ -4,8 +4,8 @@
 
 Three servers in processes of their own, bf16, one engine thread each (on 2 cores the other one is for the event loop and the
 client): plain decoding, `--speculation auto` and a fixed tree. The arms take turns block by block on the same prompts, so that
-a busy minute hits all alike; no server reuses prefixes, since every load asks the same prompts again. FOLDER holds sgd_dev,
-tldr (JSON lines, .gz, with messages) and prompts/spec_bench.jsonl; by default ../shared/data.
+a busy minute hits all alike. FOLDER holds sgd_dev, tldr (JSON lines, .gz, with messages) and prompts/spec_bench.jsonl; by
+default ../shared/data.
 
     dialogue                             sgd_dev: conversations that nothing was trained on, cut before one of their answers
     math_reasoning, qa, translation      Spec-Bench; nothing was trained on it either, and this target cannot do the last two
@@ -73,7 +73,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 def served(args: argparse.Namespace, speculation: str) -> ServeConfig:
     """A server as one would start it on this machine."""
-    engine = EngineConfig(max_batch=max(args.concurrency), speculation=speculation, prefix_reuse=False)
+    engine = EngineConfig(max_batch=max(args.concurrency), speculation=speculation)
     return ServeConfig(target="builtin", head="builtin", dtype="bfloat16", threads=args.threads, port=0, engine=engine)
 
 

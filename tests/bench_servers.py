@@ -30,6 +30,7 @@ class Scripted(BaseHTTPRequestHandler):
     owner, card, info = "other", {}, None  # what it tells about itself
     tells_usage, tokenizes, extra_prompt_tokens = True, False, 0
     gap_s = 0.002
+    bodies = None  # a list, to keep what was asked
 
     def do_GET(self):
         pages = {"/v1/models": {"data": [{"id": "m", "owned_by": self.owner, **self.card}]}, "/server_info": self.info}
@@ -41,6 +42,8 @@ class Scripted(BaseHTTPRequestHandler):
         if self.path == "/tokenize":
             words = asked.get("prompt", "").split()
             return self.reply(200 if self.tokenizes else 404, json.dumps({"tokens": words, "count": len(words)}).encode())
+        if self.bodies is not None:
+            self.bodies.append(asked)
         words = asked["messages"][-1]["content"].split()
         said = words[: asked["max_tokens"]]
         self.send_response(200)

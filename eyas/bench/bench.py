@@ -3,8 +3,9 @@
     concurrency c:   block 0: plain eagle   block 1: eagle plain   block 2: plain eagle   ...      up to 4c prompts, c at a time
     rate r:          the same, but requests are sent when their time has come, the same times for every arm
 
-Knows the order of things; the client measures, `summary` counts. An arm is a way to ask: with or without speculation, at
-one server or another.
+Every arm asks at every load under a cache salt of its own, where its server takes one: else what one arm asked would be in the
+cache for the next. Knows the order of things; the client measures, `summary` counts. An arm is a way to ask: with or without
+speculation, at one server or another.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import secrets
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -87,6 +89,19 @@ class BenchConfig(BaseModel):
         """Prompts for one load: a block of two for each slot, twice over, is the least that says something of it."""
         return max(self.num_prompts, 4 * load.concurrency)
 
+    def num_warm_up(self, load: Load) -> int:
+        """Requests that warm up for a load: one for each slot."""
+        return max(load.concurrency, 2)
+
+    @property
+    def num_tasks(self) -> int:
+        """Prompts to look for: those of the heaviest load, and others to warm up with."""
+        return max(map(self.num_at, self.loads)) + max(map(self.num_warm_up, self.loads))
+
+    def is_salted(self, arm: str, facts: Facts) -> bool:
+        """Whether an arm asks under salts of the benchmark's own."""
+        return facts.takes_cache_salt and "cache_salt" not in self.arms[arm].fields
+
     def body(self, arm: str, messages: Sequence[Message], model: str) -> dict[str, Any]:
         """The request of one prompt to one arm; all have the same seed, so that sampling arms draw alike."""
         body = {
@@ -134,6 +149,7 @@ def bench(
         "differences": differences,
         "compared_anyway": config.compare_anyway,
         "servers": {arm: one.to_json() for arm, one in facts.items()},
+        "salted_arms": [arm for arm, one in facts.items() if config.is_salted(arm, one)],
         "config": config.model_dump(mode="json"),
         "machine": before,
         "load_average_after": machine()["load_average"],
@@ -171,9 +187,8 @@ def _path(config: BenchConfig) -> str:
 
 
 def _read(config: BenchConfig) -> list[Task]:
-    """As many tasks as the heaviest load takes. Raises ConfigError where there are too few for it."""
-    most_prompts = max(config.num_at(load) for load in config.loads)
-    tasks = read_tasks(_path(config), most_prompts, config.seed, pass_over=config.prompts == BUILTIN)
+    """As many tasks as the loads take. Raises ConfigError where there are too few for the heaviest."""
+    tasks = read_tasks(_path(config), config.num_tasks, config.seed, pass_over=config.prompts == BUILTIN)
     most = max((load.concurrency for load in config.loads), default=0)
     if len(tasks) < most:
         what = f"{_path(config)} has {len(tasks)} prompts: {most} at a time would never be that many"
@@ -214,10 +229,10 @@ async def _measured(config: BenchConfig, facts: Mapping[str, Facts], tasks: list
         if tasks is None:
             lengths = lengths_of(config.prompts)
             assert lengths is not None
-            number = max(config.num_at(load) for load in config.loads)
-            tasks = await synthetic_tasks(lengths, number, config.seed, run.count_prompt)
+            tasks = await synthetic_tasks(lengths, config.num_tasks, config.seed, run.count_prompt)
         total = len(config.arms) * sum(min(len(tasks), config.num_at(load)) for load in config.loads)
         for load in config.loads:
+            await run.warm_up(load, tasks[-config.num_warm_up(load) :])
             await run.measure(load, tasks[: config.num_at(load)], lambda done, note: track(done, total, note))
         await run.count_tokens()
         return run
@@ -243,14 +258,14 @@ class _Run:
         return reply.num_prompt_tokens
 
     async def measure(self, load: Load, tasks: Sequence[Task], track: Any) -> None:
-        """All arms at one load, in turns. Raises MismatchError when the first answers are not to the same prompts."""
-        await self._warm_up(load, tasks)
+        """All arms at one load, in turns."""
+        salts = self._fresh_salts()
         arms, size = list(self._config.arms), _block_size(len(tasks), load)
         for block, start in enumerate(range(0, len(tasks), size)):
             some = tasks[start : start + size]
             for arm in _in_turn(arms, block):
                 before = await server.count(self._clients[arm])
-                received = await self._ask(arm, some, load, block)
+                received = await self._ask(self._bodies(arm, some, salts[arm]), arm, load, block)
                 await asyncio.sleep(SETTLE_S)
                 own = server.difference(before, await server.count(self._clients[arm]))
                 self.counted[arm, load] = server.added(self.counted.get((arm, load), {}), own)
@@ -288,12 +303,11 @@ class _Run:
         own = [row for row in self.rows if row.arm == arm and row.is_answered and (row.load, row.prompt_id) in first]
         return [(first[row.load, row.prompt_id], row.reply) for row in own]
 
-    async def _warm_up(self, load: Load, tasks: Sequence[Task]) -> None:
-        """As many requests as there are slots, not counted; they tell whether the arms read the same prompts."""
-        some = tasks[: max(load.concurrency, 2)]
-        replies = {}
+    async def warm_up(self, load: Load, tasks: Sequence[Task]) -> None:
+        """Ask all arms, count nothing; the answers tell whether the arms read the same prompts: MismatchError if not."""
+        replies, salts = {}, self._fresh_salts()
         for arm in self._config.arms:
-            bodies = [self._config.body(arm, task.messages, self._facts[arm].model) for task in some]
+            bodies = self._bodies(arm, tasks, salts[arm])
             replies[arm] = [read_reply(one) for one in await _ask_all(self._clients[arm], bodies, max(load.concurrency, 1))]
         baseline, *others = replies
         for arm in others:
@@ -302,8 +316,15 @@ class _Run:
             refused = [one for one in comparability.of_answers(pairs, is_greedy=False) if one.what in ("prompts", "counts")]
             comparability.check_comparable(arm, baseline, refused, self._config.compare_anyway)
 
-    async def _ask(self, arm: str, tasks: Sequence[Task], load: Load, block: int) -> list[Received]:
-        bodies = [self._config.body(arm, task.messages, self._facts[arm].model) for task in tasks]
+    def _fresh_salts(self) -> dict[str, str]:
+        """A salt for each arm that no server has seen."""
+        return {arm: secrets.token_hex(8) for arm in self._config.arms}
+
+    def _bodies(self, arm: str, tasks: Sequence[Task], salt: str) -> list[dict[str, Any]]:
+        more = {"cache_salt": salt} if self._config.is_salted(arm, self._facts[arm]) else {}
+        return [{**self._config.body(arm, task.messages, self._facts[arm].model), **more} for task in tasks]
+
+    async def _ask(self, bodies: Sequence[dict[str, Any]], arm: str, load: Load, block: int) -> list[Received]:
         if load.rate is None:
             return await _ask_all(self._clients[arm], bodies, load.concurrency)
         times_s = arrival_times_s(self._config.open_loop, load.rate, len(bodies), self._config.seed + block)

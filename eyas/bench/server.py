@@ -18,6 +18,7 @@ from eyas.bench.client import Client
 
 KINDS = {"eyas": "eyas", "vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}  # by owned_by
 DTYPES = {"bf16": "bfloat16", "half": "float16", "fp16": "float16", "f16": "float16", "float": "float32", "f32": "float32"}
+SALTED = ("eyas", "vllm")  # kinds that take vLLM's field cache_salt, and share no prefix between salts
 Counters = dict[str, float]  # name without prefix, with the labels in LABELS: "rounds_total|tree"
 LABELS = ("position", "kind", "quantile")
 _SAMPLE = re.compile(r"^(?:\w+:)?(\w+)(?:\{(.*)\})? (\S+)(?: \d+)?$")
@@ -35,6 +36,10 @@ class Facts:
     precision: str | None = None  # dtype, and the quantisation after a slash
     max_length: int | None = None
     has_head: bool | None = None
+
+    @property
+    def takes_cache_salt(self) -> bool:
+        return self.kind in SALTED
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

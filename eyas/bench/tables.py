@@ -156,6 +156,7 @@ def _provenance(bench: Mapping[str, Any], manifest: Manifest | None, commands: S
         "",
         f"{config['num_prompts']} prompts of `{config['prompts']}`, up to {config['max_tokens']} tokens, temperature "
         f"{config['temperature']:g}, seed {config['seed']}; arms in turns, block by block. Medians over requests.",
+        cache_note(bench),
         f"Client's machine: {machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
         f"{machine['system']}.",
     )
@@ -166,6 +167,17 @@ def _provenance(bench: Mapping[str, Any], manifest: Manifest | None, commands: S
         yield from ("", "```", *commands, "```")
     if manifest is not None:
         yield from ("", "```", *lineage.lines(manifest), "```")
+
+
+def cache_note(bench: Mapping[str, Any]) -> str:
+    """Whether servers may have known the prompts before an arm asked them at a load."""
+    unknown = [arm for arm in bench["servers"] if arm not in bench.get("salted_arms", ())]
+    if not unknown:
+        return "Every arm asked at every load under a `cache_salt` of its own: no server knew a prompt from before."
+    return (
+        f"Prompts may have been cached by the server of {', '.join(unknown)}, which is not known to take `cache_salt`: "
+        "TTFT and throughput may be those of prompts that it knew already."
+    )
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> Iterable[str]:
