@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from eyas.artifact import Artifact
 from eyas.chat import Chat
@@ -15,7 +16,7 @@ from eyas.errors import ConfigError, CorruptError, EmptyInputError, EyasError, M
 from eyas.evaluate.decoding import decode, stretch
 from eyas.evaluate.evaluate import EvalConfig, HeldOut, evaluate
 from eyas.evaluate.overheads import Overheads, overheads
-from eyas.evaluate.prediction import PredictConfig, blocks, compared, costs_of, fixed, held_to_tau, predict
+from eyas.evaluate.prediction import PredictConfig, blocks, compared, costs_of, fixed, held_to_tau, machine_of, predict
 from eyas.evaluate.questions import Asked, questions_identity
 from eyas.evaluate.recording import record
 from eyas.evaluate.replay import Pace, Theatre, walked
@@ -153,6 +154,8 @@ def test_predictions_have_the_measured_tau_and_the_sizes_rounds_cost(evaluated):
             assert row["round_cost"] > 1
     assert all(row["tpot_ms_plain"] == pytest.approx(10.0) for row in rows if row["concurrency"] == 1)
     assert CostTable.from_json(result["predicted"]["costs"]).to_json() == MADE_UP.to_json()
+    assert result["predicted"]["machine"] == {}, "the made-up costs are of no machine"
+    assert result["dtype"] == "float32"
 
 
 def test_auto_is_never_much_slower_than_plain_and_takes_what_pays(models, folders):
@@ -267,6 +270,14 @@ def test_costs_of_this_machine_are_measured_and_told(models, folders, tmp_path, 
     assert again.to_json() == CostTable.from_json(told["costs"]).to_json()
     (row,) = told["by_concurrency"]
     assert row["tpot_ms"] > 0
+    here = told["machine"]
+    assert (here["threads"], here["dtype"], here["native"]) == (torch.get_num_threads(), "float32", models.target.is_native)
+    assert here["cores"] >= 1
+    kept_of = machine_of(PredictConfig(costs=str(kept)), models)
+    assert kept_of == {name: here[name] for name in ("processor", "threads", "dtype", "native", "torch")}
+    elsewhere = tmp_path / "eval.json"
+    elsewhere.write_text(json.dumps({"predicted": {**told, "machine": {**here, "processor": "another"}}}))
+    assert machine_of(PredictConfig(costs=str(elsewhere)), models)["processor"] == "another"
 
 
 def test_costs_of_another_machine_may_come_from_its_eval(evaluated, models, tmp_path):

@@ -418,7 +418,15 @@ def test_every_table_of_an_evaluation_is_on_the_card_with_its_intervals(target, 
         "by_source": {"sgd": {"tau": 3.0, "tau_interval": [2.5, 3.5]}, "gsm8k": {"tau": 2.0, "tau_interval": None}},
         "languages": {"de": {"tau": 2.25, "tau_interval": [2.0, 2.5], "tokens": 120}},
         "trees": [{"tree_topk": 4, "num_verify_tokens": 16, "tau": 3.5, "tau_interval": [3.25, 3.75], "accept_hist": [1, 2]}],
-        "predicted": {"by_concurrency": [{"concurrency": 8, "speedup": 1.5, "tpot_ms": 4.0}], "costs": {"a": 1}},
+        "predicted": {
+            "by_concurrency": [
+                {"concurrency": 8, "speedup": 1.5, "tpot_ms": 4.0},
+                {"concurrency": 9, "speedup": None, "withheld": "3.00 would be above"},
+            ],
+            "costs": {"a": 1},
+            "machine": {"processor": "Abacus 5", "cores": 2, "threads": 1, "dtype": "bfloat16", "native": True},
+        },
+        "dtype": "bfloat16",
         "num_draft_steps": 2,
     }
     artifact.write_json("eval.json", told)
@@ -430,7 +438,11 @@ def test_every_table_of_an_evaluation_is_on_the_card_with_its_intervals(target, 
     assert "tau 2.72 (95 %: 2.50-2.90) on held-out answers" in text
     assert "| de | 2.25 | 2.00-2.50 | 120 |" in text
     assert "| 4 | 16 | 3.50 | 3.25-3.75 |" in text
+    assert "On Abacus 5, 2 cores, 1 threads, bfloat16.\n\n| concurrency | speedup | tpot ms | withheld |" in text
     assert "| 8 | 1.50 | 4.00 |" in text
+    assert "| 9 |  |  | 3.00 would be above |" in text
+    assert "Measured in bfloat16; **the commands above serve in float32**" in text
+    assert "eyas eval -s models.dtype=float32" in text
     assert "| sgd | 3.00 | 2.50-3.50 |\n| gsm8k | 2.00 |  |" in text
     assert "### tau by source" not in text
     assert "accept_hist: 5, 3, 2\n" in text

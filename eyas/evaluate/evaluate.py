@@ -181,6 +181,7 @@ def in_short(config: EvalConfig, trees: Sequence[dict[str, Any]]) -> dict[str, A
     return {
         "tau_by_source": {name: one["tau"] for name, one in trees[0]["by_source"].items()},
         "assumes": f"{trees[0]['speculation']} in {config.models.dtype} at temperature {trees[0]['temperature']:g}",
+        "dtype": config.models.dtype,
         "trees": list(trees),
         "temperatures": list(config.temperatures),
         "languages": sorted(trees[0]["by_language"]),

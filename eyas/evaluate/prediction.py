@@ -11,18 +11,21 @@ No round with trees is shorter than a plain round of the same requests, so no an
 from __future__ import annotations
 
 import json
+import os
+import platform
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import fsspec
+import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from eyas.engine.costs import CostTable
 from eyas.engine.policy import Speculation
 from eyas.engine.request import Request
-from eyas.engine.round_costs import round_costs
+from eyas.engine.round_costs import device_name, round_costs
 from eyas.errors import ConfigError, CorruptError, EyasError, MissingInputError
 from eyas.evaluate.decoding import Models
 from eyas.evaluate.overheads import Overheads, overheads
@@ -81,7 +84,7 @@ def predict(
     Raises EyasError for an impossible one.
     """
     speculations = list(dict.fromkeys([*trees, *map(speculating, config.speculations)]))
-    table = costs_of(config, models, speculations[0])
+    table, machine = costs_of(config, models, speculations[0]), machine_of(config, models)
     found = overheads_of(config, models, table, speculations, requests)
     figures = []
     for recording, group in recorded(models, speculations, requests, track):
@@ -95,6 +98,7 @@ def predict(
     return {
         "by_concurrency": sorted(figures, key=lambda one: one["concurrency"]),
         "temperature": requests[0].params.temperature,
+        "machine": machine,
         "costs": table.to_json(),
         "overheads": {way: one.to_json() for way, one in found.items()},
     }
@@ -108,6 +112,34 @@ def fixed(speculation: Speculation) -> str:
 def costs_of(config: PredictConfig, models: Models, speculation: Speculation) -> CostTable:
     """The table of the file, or of this machine. Raises what `read_costs` raises."""
     return read_costs(config.costs) if config.costs is not None else round_costs(models.engine(fixed(speculation)).rounds)
+
+
+def machine_of(config: PredictConfig, models: Models) -> dict[str, Any]:
+    """What the times are of: processor (or GPU), cores of this process, torch's threads, precision; of another machine what its
+    file says. Empty where that says nothing."""
+    if config.costs is not None:
+        return read_machine(config.costs)
+    return {
+        "processor": device_name(models.target.device),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "dtype": str(models.target.dtype).removeprefix("torch."),
+        "native": models.target.is_native,
+        "system": platform.platform(),
+        "torch": torch.__version__,
+    }
+
+
+def read_machine(url: str) -> dict[str, Any]:
+    """The machine that a file of `read_costs` is of, as far as it says: as in eval.json, or out of the cache's identity."""
+    with fsspec.open(url, "rt", encoding="utf-8") as stream:
+        content = json.load(stream)
+    if "predicted" in content:
+        return dict(content["predicted"].get("machine") or {})
+    known = content.get("identity") or {}
+    names = {"processor": "device", "threads": "threads", "dtype": "dtype", "native": "native", "torch": "torch_version"}
+    found = {name: known[own] for name, own in names.items() if own in known}
+    return found | {name: found[name].removeprefix("torch.") for name in ("dtype",) if name in found}
 
 
 def read_costs(url: str) -> CostTable:

@@ -130,7 +130,18 @@ class Card:
         twice = {"tau_by_source"} if "by_source" in measured else set()
         for name, value in measured.items():
             if name not in twice and (rows := _rows(value)):
-                yield from ("", f"### {name.replace('_', ' ')}", "", *_columns(rows))
+                notes = self._precision() if name == "trees" else _machine(value) if name == "predicted" else ""
+                yield from ("", f"### {name.replace('_', ' ')}", "", *([notes, ""] if notes else []), *_columns(rows))
+
+    def _precision(self) -> str:
+        """Of the target while tau was measured, and whether the commands have another; nothing where that is not known."""
+        own, served = (self.measured or {}).get("dtype"), self.launch.dtype
+        if own is None:
+            return ""
+        if served in (None, own):
+            return f"Measured in {own}."
+        hint = f"`eyas eval -s models.dtype={served}` measures what they serve."
+        return f"Measured in {own}; **the commands above serve in {served}**, where tau may be another: {hint}"
 
     def _training(self) -> Iterator[str]:
         yield from ("## Training", "")
@@ -166,6 +177,14 @@ class Card:
             "",
             *_table({f"`{name}`": f"`{digest}`" for name, digest in self.hashes.items()}, ("file", "SHA-256")),
         )
+
+
+def _machine(predicted: Mapping[str, Any]) -> str:
+    """What the predicted times are of."""
+    machine = predicted.get("machine") or {}
+    known = {"processor": "{}", "cores": "{} cores", "threads": "{} threads", "dtype": "{}"}
+    said = [words.format(machine[name]) for name, words in known.items() if name in machine]
+    return f"On {', '.join(said)}." if said else "The machine that these times are of is not known."
 
 
 def _source_line(source: Source) -> str:
