@@ -184,7 +184,7 @@ def test_the_tree_is_that_of_the_round_that_is_picked(page):
 
 @needs_chromium
 def test_a_race_ends_with_the_same_output_twice_and_can_be_seen_again(page, server):
-    page.fill("#longest", "40")
+    page.fill("#longest", "160")
     page.fill("#temperature", "0.7")
     page.fill("#prompt", PROMPT)
     with page.expect_request("**/completions") as first:
@@ -198,10 +198,58 @@ def test_a_race_ends_with_the_same_output_twice_and_can_be_seen_again(page, serv
     verdict = page.text_content(".verdict")
     assert re.match(r"Identical outputs: all \d+ tokens are the same\. With the head \d+\.\d\d times as many tokens", verdict)
     body = first.value.post_data_json
-    assert asked(server, False, temperature=0.7, seed=body["seed"])["choices"][0]["message"]["content"] == plain
+    assert asked(server, False, temperature=0.7, seed=body["seed"], max_tokens=160)["choices"][0]["message"]["content"] == plain
     page.click(".turn button")
     over(page)
     assert ["".join(texts(page, f".lane:nth-child({place}) .token")) for place in (1, 2)] == [plain, plain]
+
+
+def race(page):
+    """The verdict, and what both lanes say."""
+    page.fill("#prompt", PROMPT)
+    page.click("#race")
+    page.wait_for_selector(".verdict")
+    over(page)
+    return page.text_content(".verdict"), texts(page, ".lane .opener"), texts(page, ".lane .figure")
+
+
+@needs_chromium
+def test_a_race_without_drafts_claims_no_speed(browser):
+    """`auto` may judge that drafting does not pay just now: then both were plain, and a ratio would be of noise."""
+    engine = EngineConfig(max_batch=2, max_length=512, speculation="auto")
+    config = ServeConfig(target=BUILTIN, head=BUILTIN, port=0, threads=1, engine=engine)
+    with running_server(config) as url, opened(browser, url) as page:
+        page.wait_for_selector("#send:enabled")
+
+        def plainly(route):
+            """What the server says, asked for without drafts: `auto` cannot be told when to stop."""
+            body = route.request.post_data_json | {"speculation": False}
+            route.continue_(post_data=json.dumps(body))
+
+        page.route("**/completions", plainly)
+        page.fill("#longest", "160")
+        verdict, notes, figures = race(page)
+    assert "Nothing was drafted with the head either" in verdict
+    assert "times as many" not in verdict
+    assert not [note for note in notes if "tau" in note]
+    assert all(re.match(r"\d+ tokens in \d+\.\d\d s", note) for note in notes)
+    assert all(re.match(r"\d+(\.\d)? tokens/s", figure) for figure in figures)
+
+
+@needs_chromium
+def test_an_answer_that_comes_at_once_has_no_pace(page):
+    """Chunks that a proxy, or a busy machine, hands over together: their times say nothing of the server."""
+    page.route("**/completions", lambda route: route.fulfill(**events(["word "] * 17)))
+    verdict, notes, figures = race(page)
+    assert verdict == "Identical outputs: all 17 tokens are the same. Too soon over to time: ask for a longer answer."
+    assert notes == ["17 tokens, too soon over to time, tau 1.00"] * 2
+    assert figures == ["– tokens/s"] * 2
+    page.click(".turn button:text('Replay')")
+    over(page)
+    assert texts(page, ".lane .opener") == notes
+    chat(page)
+    assert texts(page, ".opener")[-1] == "17 tokens, tau 1.00"
+    assert page.text_content("#speed") == "–"
 
 
 @needs_chromium

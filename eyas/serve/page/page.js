@@ -12,6 +12,7 @@ const TOKENS_A_FRAME = 200;
 const SLOW_MS = 400; // a round of slow motion
 const REPLAY_S = 4; // a replay takes at least
 const LONGEST_LABEL = 9; // characters of a token in the tree
+const ARRIVALS = 4, SPAN_MS = 20; // an answer that came in fewer pieces, or in less time, has no pace
 
 const $ = (id) => document.getElementById(id);
 const pause = (ms) => new Promise((done) => setTimeout(done, ms));
@@ -53,7 +54,7 @@ async function ask(path, options = {}) {
   throw new Refused(response.status, again ? `${message}; try again in ${again} s` : message);
 }
 
-// Rounds as they arrive: {tokens, tree, at}, at in ms. `end` is told how the answer ended.
+// Rounds as they arrive: {tokens, tree, at}, at in ms, the same for rounds that came together. `end` is told how the answer ended.
 async function* stream(body, signal, end) {
   const response = await ask("v1/chat/completions", {
     method: "POST",
@@ -61,13 +62,13 @@ async function* stream(body, signal, end) {
     body: JSON.stringify(body),
     signal,
   });
-  for await (const data of eventsOf(response.body.getReader())) {
+  for await (const { data, at } of eventsOf(response.body.getReader())) {
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);
     if (chunk.error) throw new Refused(0, chunk.error.message);
     end.reason = chunk.choices[0]?.finish_reason ?? end.reason;
     end.usage = chunk.usage ?? end.usage;
-    if (chunk.eyas) yield { ...chunk.eyas.round, at: performance.now() };
+    if (chunk.eyas) yield { ...chunk.eyas.round, at };
   }
   throw new Refused(0, "the connection broke before the answer ended");
 }
@@ -84,9 +85,10 @@ async function* eventsOf(reader) {
       throw new Refused(0, "the connection broke before the answer ended");
     }
     if (part.done) return;
+    const at = performance.now();
     const events = (rest + decoder.decode(part.value, { stream: true })).split("\n\n");
     rest = events.pop();
-    for (const event of events) if (event.startsWith("data: ")) yield event.slice(6);
+    for (const event of events) if (event.startsWith("data: ")) yield { data: event.slice(6), at };
   }
 }
 
@@ -94,12 +96,14 @@ async function* eventsOf(reader) {
 
 class Tally {
   constructor(started) {
-    Object.assign(this, { started, drafted: 0, bonus: 0, plain: 0, judged: 0, rounds: 0, emitted: 0, atFirst: 0 });
+    Object.assign(this, { started, drafted: 0, bonus: 0, plain: 0, judged: 0, rounds: 0, emitted: 0, atFirst: 0, arrivals: 0 });
     this.firstAt = this.lastAt = null;
   }
 
   add(round) {
-    if (this.firstAt === null) [this.firstAt, this.atFirst] = [round.at, round.tokens.length];
+    this.firstAt ??= round.at;
+    if (round.at === this.firstAt) this.atFirst += round.tokens.length;
+    if (round.at !== this.lastAt) this.arrivals += 1;
     this.lastAt = round.at;
     for (const token of round.tokens) this[token.origin] += 1;
     if (round.tree === null) return;
@@ -116,9 +120,12 @@ class Tally {
     return this.emitted / this.rounds;
   }
 
+  get isTimed() {
+    return this.arrivals >= ARRIVALS && this.lastAt - this.firstAt >= SPAN_MS;
+  }
+
   get speed() {
-    const seconds = (this.lastAt - this.firstAt) / 1000;
-    return seconds > 0 ? (this.tokens - this.atFirst) / seconds : NaN;
+    return this.isTimed ? (1000 * (this.tokens - this.atFirst)) / (this.lastAt - this.firstAt) : NaN;
   }
 
   get firstMs() {
@@ -128,7 +135,8 @@ class Tally {
 
 function showNumbers(tally) {
   $("tau").textContent = decimals(tally.tau, 2);
-  $("tau-note").textContent = tally.rounds ? `tokens a round, over ${tally.rounds} rounds that drafted` : "tokens a round";
+  const without = tally.tokens > 1 && server.hasHead ? "no round drafted so far" : "tokens a round";
+  $("tau-note").textContent = tally.rounds ? `tokens a round, over ${tally.rounds} rounds that drafted` : without;
   $("speed").textContent = decimals(tally.speed, tally.speed < 10 ? 1 : 0);
   $("speed-note").textContent = tally.tokens ? `first token after ${decimals(tally.firstMs, 0)} ms` : "from the first token on";
   $("accepted").textContent = tally.judged ? `${decimals((100 * tally.drafted) / tally.judged, 0)} %` : "–";
@@ -429,7 +437,7 @@ function opener(text, open) {
 const sum = (came) =>
   `${came.tally.tokens} tokens` +
   (came.tally.rounds ? `, tau ${decimals(came.tally.tau, 2)}` : "") +
-  `, ${decimals(came.tally.speed, 0)} tokens/s` +
+  (came.tally.isTimed ? `, ${decimals(came.tally.speed, 0)} tokens/s` : "") +
   (came.stopped ? "; stopped" : came.reason === "length" ? "; cut at the longest answer" : "");
 
 async function chat(prompt) {
@@ -475,7 +483,9 @@ function lane(parent, title) {
     progress.value = tally.tokens;
     figure.textContent = `${decimals(tally.speed, tally.speed < 10 ? 1 : 0)} tokens/s`;
     note.textContent =
-      `${tally.tokens} tokens in ${decimals((tally.lastAt - tally.firstAt) / 1000, 2)} s from the first on` +
+      (tally.isTimed
+        ? `${tally.tokens} tokens in ${decimals((tally.lastAt - tally.firstAt) / 1000, 2)} s from the first on`
+        : `${tally.tokens} tokens, too soon over to time`) +
       (tally.rounds ? `, tau ${decimals(tally.tau, 2)}` : "");
     made.words.place.scrollTop = made.words.place.scrollHeight;
   };
@@ -524,15 +534,25 @@ function judge(plain, speculative, verdict) {
   const same = parts === undefined && plain.reason === speculative.reason;
   const identity = element("b", same ? "" : "warn", same ? "Identical outputs" : "The outputs differ");
   verdict.append(identity, same ? `: all ${most} tokens are the same. ` : ` from token ${(parts ?? most) + 1} on. `);
-  const ratio = speculative.tally.speed / plain.tally.speed;
-  const faster = Number.isFinite(ratio) ? `With the head ${decimals(ratio, 2)} times as many tokens a second` : "Too short to time";
-  verdict.append(`${faster}; both without the time to the first token.`);
+  verdict.append(compared(plain.tally, speculative.tally));
 }
+
+// A ratio of speeds is one of speculation only where something was drafted, and both paces are known.
+function compared(plain, speculative) {
+  if (!speculative.rounds) return NOT_DRAFTED;
+  if (!plain.isTimed || !speculative.isTimed) return "Too soon over to time: ask for a longer answer.";
+  const ratio = decimals(speculative.speed / plain.speed, 2);
+  return `With the head ${ratio} times as many tokens a second; both without the time to the first token.`;
+}
+
+const NOT_DRAFTED =
+  "Nothing was drafted with the head either, so there is nothing to compare: the server drafts as it sees fit (auto), and judged " +
+  "that it would not pay for this request just now.";
 
 // Both lanes at once, each at the pace that it had.
 async function replay(lanes, button) {
   const spans = lanes.map(({ came }) => came.tally.lastAt - came.tally.firstAt);
-  const slower = Math.max(1, (1000 * REPLAY_S) / Math.max(...spans));
+  const slower = Math.max(1, (1000 * REPLAY_S) / Math.max(...spans, 1));
   button.textContent = `Replay side by side (${decimals(slower, 1)} times slower)`;
   const runs = lanes.map((one) => {
     one.words.clear();
