@@ -178,6 +178,44 @@ def test_a_slowdown_and_a_difference_are_said_aloud():
     assert "2 of 7 answers were not the same." in page
 
 
+def not_drafted(**changes):
+    """A summary in which eagle decoded plain but for a few rounds."""
+    bench = summary(concurrencies=(1,))
+    bench["comparisons"][0] |= {"tau": None, "speedup": 1.04, "tokens_per_forward": 1.1, "round_cost": None, **changes}
+    return bench
+
+
+def test_of_an_arm_that_did_not_draft_no_ratio_is_the_heads():
+    bench = not_drafted()
+    page, text = words(render(Contents(bench))), tables.markdown(bench, None, (), "t")
+    assert "eagle , one request at a time, did not draft : there is no speed-up by a head to tell." in page
+    assert "times as fast" not in page
+    assert "Speed-up – did not draft; median TPOT 10.00 → 5.50 ms" in page
+    assert "**eagle did not draft, 1 at a time: no speed-up is a head's there.**" in text
+    assert "| 1.04 (1.82–1.82), did not draft |" in text
+    said = tables.announced(bench["comparisons"][0])
+    assert (said["note"], said["speedup"], said["throughput_ratio"], said["num_pairs"]) == ("did not draft", None, None, 7)
+    assert tables.announced(summary()["comparisons"][0]) == summary()["comparisons"][0]
+
+
+def test_between_two_engines_a_ratio_is_theirs_whether_they_drafted_or_not():
+    bench = not_drafted(same_engine=False, tokens_per_forward=None)
+    page = words(render(Contents(bench)))
+    assert "is not known to have drafted : 1.04 times as fast as plain is what the two engines differ in." in page
+    assert tables.announced(bench["comparisons"][0])["speedup"] == 1.04
+
+
+def test_a_speedup_that_is_withheld_says_why():
+    bench = summary(concurrencies=(1,))
+    bench["comparisons"][0] |= {
+        "speedup": None,
+        "speedup_interval": None,
+        "paired_speedup": None,
+        "withheld": "all of it is noise",
+    }
+    assert "no speed-up over plain can be told: all of it is noise." in words(render(Contents(bench)))
+
+
 def test_what_comes_from_outside_is_escaped():
     bench = summary()
     bench["config"]["prompts"] = "<script>alert(1)</script>"

@@ -102,6 +102,7 @@ def render(contents: Contents) -> str:
         evaluation=contents.evaluation,
         predictions=predictions(contents),
         ledger=contents.ledger,
+        drafting=tables.drafting,
         fates=fates(contents.ledger) if contents.ledger else [],
         stages=lineage.stages(contents.manifest) if contents.manifest else [],
         sources=lineage.sources(contents.manifest) if contents.manifest else [],
@@ -112,11 +113,11 @@ def render(contents: Contents) -> str:
 
 
 def headline(bench: Mapping[str, Any], compared: Mapping[str, Any]) -> dict[str, Any]:
-    """One comparison with the results of its two arms."""
+    """One comparison, as it may be quoted, with the results of its two arms."""
     of_arm = {(result["arm"], result["concurrency"]): result for result in bench["results"]}
     concurrency = compared["concurrency"]
     return {
-        "compared": compared,
+        "compared": tables.announced(compared),
         "baseline": of_arm[compared["baseline"], concurrency],
         "arm": of_arm[compared["arm"], concurrency],
     }

@@ -114,6 +114,9 @@ def _body(bench: Mapping[str, Any]) -> Iterable[str]:
             for row in results
         ),
     )
+    for row in comparisons:
+        if drafting(row):
+            yield from (f"**{_cell(row['arm'])} {drafting(row)}, {_load(row)}: no speed-up is a head's there.**", "")
     if comparisons:
         yield from _table(
             ("comparison", "load", "speed-up (95 %)", "tau", "throughput", "identical"),
@@ -121,7 +124,7 @@ def _body(bench: Mapping[str, Any]) -> Iterable[str]:
                 (
                     f"{row['arm']} over {row['baseline']}",
                     _load(row),
-                    _within(row["speedup"], row["speedup_interval"]),
+                    _speedup(row),
                     _tau(row),
                     _number(row["throughput_ratio"]),
                     _identical(row),
@@ -139,7 +142,7 @@ def _body(bench: Mapping[str, Any]) -> Iterable[str]:
                     _load(row),
                     row["num_pairs"],
                     f"{_number(row['tpot_ms_baseline'])} → {_number(row['tpot_ms'])}",
-                    _within(row["speedup"], row["speedup_interval"]),
+                    _speedup(row),
                     _tau(row),
                 )
                 for row in bench["by_task"]
@@ -167,6 +170,24 @@ def _provenance(bench: Mapping[str, Any], manifest: Manifest | None, commands: S
         yield from ("", "```", *commands, "```")
     if manifest is not None:
         yield from ("", "```", *lineage.lines(manifest), "```")
+
+
+def drafting(compared: Mapping[str, Any]) -> str:
+    """What is to be said of an arm without a tau in place of a speed-up by its head; nothing of one that drafted."""
+    if compared["tau"] is not None or (compared["speedup"] is None and compared["tokens_per_forward"] is None):
+        return ""
+    return "is not known to have drafted" if compared["tokens_per_forward"] is None else "did not draft"
+
+
+def announced(compared: Mapping[str, Any]) -> dict[str, Any]:
+    """A comparison as it may be quoted: of one engine, and without drafts, its ratios are noise, and `note` says so.
+
+    Between two engines they are the engines' ratios, drafts or none.
+    """
+    if not drafting(compared):
+        return dict(compared)
+    ratios = ("speedup", "speedup_interval", "paired_speedup", "throughput_ratio") if compared["same_engine"] else ()
+    return {**compared, **dict.fromkeys(ratios), "note": drafting(compared)}
 
 
 def cache_note(bench: Mapping[str, Any]) -> str:
@@ -198,6 +219,10 @@ def _load(row: Mapping[str, Any]) -> str:
 
 def _tau(row: Mapping[str, Any]) -> str:
     return _number(row["tau"]) + (" (per chunk)" if row["tau_from"] == "chunks" else "")
+
+
+def _speedup(row: Mapping[str, Any]) -> str:
+    return _within(row["speedup"], row["speedup_interval"]) + (f", {drafting(row)}" if drafting(row) else "")
 
 
 def _identical(row: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ from eyas.bench.bench import BenchConfig, bench, bench_identity
 from eyas.bench.client import Client
 from eyas.bench.report import Contents, write_reports
 from eyas.bench.server import Facts, ask_facts
+from eyas.bench.tables import announced
 from eyas.cli.options import Overrides, RunFile, override, read_run_file, stage_config
 from eyas.cli.results import show_table
 from eyas.cli.stage import perform
@@ -61,9 +62,8 @@ def command(
     manifest = measured.manifest("bench")
     report = write_reports(measured, Contents(bench=summary, manifest=manifest, commands=[command_line()]))
     print(f"report: {report}")
-    print(
-        json.dumps({"comparisons": summary["comparisons"], "open_loop": summary["open_loop"]["comparisons"], "output": folder})
-    )
+    closed, opened = ([announced(one) for one in part["comparisons"]] for part in (summary, summary["open_loop"]))
+    print(json.dumps({"comparisons": closed, "open_loop": opened, "output": folder}))
 
 
 def arms_for(url: str, against: str | None) -> Mapping[str, Any]:
