@@ -11,6 +11,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from pydantic import ValidationError
 
+from eyas import builtin
 from eyas.artifact import Artifact, Manifest, identity
 from eyas.data.licence import judge
 from eyas.data.policy import shipped
@@ -18,6 +19,7 @@ from eyas.errors import CorruptError, MismatchError, MissingInputError
 from eyas.evaluate import heads
 from eyas.export.check import check
 from eyas.export.export import ExportConfig, export, foreign_manifest, made_up_logits, prove_equal
+from eyas.export.origin import Origin
 from eyas.model.checkpoint import read_head, write_head
 from eyas.model.head import load_head
 from eyas.model.vocab import TargetVocabulary
@@ -330,7 +332,43 @@ def test_the_licence_of_a_foreign_head_is_its_cards(target, tmp_path):
     (source / "README.md").write_text("---\nlicense: llama3.1\ntags: [x]\n---\n# A head\n")
     manifest = export(ExportConfig(forms=("vllm",)), str(target), Artifact(str(source)), Artifact(str(tmp_path / "export")))
     assert manifest.inputs["head"].config == {"form": "sglang", "licence": "llama3.1"}
-    assert "llama3.1" in (tmp_path / "export" / "README.md").read_text()
+    assert yaml.safe_load(front_matter(tmp_path / "export"))["license"] == "llama3.1"
+    assert "The lineage of this head names no source" in (tmp_path / "export" / "README.md").read_text()
+    own = ExportConfig(forms=("vllm",), licence="mit")
+    export(own, str(target), Artifact(str(source)), Artifact(str(tmp_path / "own")))
+    assert yaml.safe_load(front_matter(tmp_path / "own"))["license"] == "mit"
+
+
+def test_the_data_of_a_foreign_head_is_quoted_from_its_card(target, tmp_path):
+    source = saved_by_others(target, tmp_path / "head", "SpecForge")
+    data = "- ultrachat: MIT\n\n### Filters\n\nNone."
+    head = "---\nlicense: other\nlicense_name: ours\n---\n# A head\n"
+    (source / "README.md").write_text(f"{head}\n## Data and filters\n\n{data}\n\n## Use\n\nNot this.\n")
+    export(ExportConfig(forms=("vllm",)), str(target), Artifact(str(source)), Artifact(str(tmp_path / "export")))
+    text = (tmp_path / "export" / "README.md").read_text()
+    assert "## Data\n\nAs the card of the head says that it was converted from:\n\n> - ultrachat: MIT\n>\n" in text
+    assert ">\n> ### Filters\n>\n> None.\n\n## Files" in text
+    assert "Not this" not in text
+    stated = yaml.safe_load(front_matter(tmp_path / "export"))
+    assert (stated["license"], stated["license_name"]) == ("other", "ours")
+    again = ExportConfig(forms=("sglang",))
+    export(again, str(target), Artifact(str(tmp_path / "export" / "vllm")), Artifact(str(tmp_path / "again")))
+    assert "ultrachat: MIT" in (tmp_path / "again" / "README.md").read_text(), "the card of a form lies above it"
+
+
+@pytest.mark.parametrize("card", ["", "# no front matter", "---\n: [\n---\n", "---\n- a\n---\n", "---\nlicense:\n---\n"])
+def test_a_card_that_says_nothing_of_a_licence_gives_none(card):
+    assert Origin.of(card) == Origin()
+    assert Origin.of(card).licence is None
+
+
+def test_the_packaged_head_keeps_its_licence_and_its_sources(tmp_path):
+    packaged = Origin.of((builtin.head_folder() / "README.md").read_text())
+    export(ExportConfig(), "builtin", Artifact(str(builtin.head_folder())), Artifact(str(tmp_path / "export")))
+    text = (tmp_path / "export" / "README.md").read_text()
+    assert yaml.safe_load(front_matter(tmp_path / "export"))["license"] == packaged.licence == "cc-by-sa-4.0"
+    for name in ("schema-guided-dialogue", "star", "taskmaster-4", "gsm8k", "tldr-pages"):
+        assert f"> - {name}: " in text
 
 
 def test_an_unfinished_training_is_no_head(target, tmp_path):

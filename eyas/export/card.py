@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
 from eyas.artifact import Manifest
 from eyas.export.launch import Launch
+from eyas.export.origin import Origin
 from eyas.lineage import SOURCE, Source, sources, stages
 from eyas.model.checkpoint import FLAGS
 from eyas.model.config import HeadConfig
@@ -28,7 +29,8 @@ ENGINES = {"sglang": "SGLang", "vllm": "vLLM"}
 class Card:
     """What the card is written from. measured: eval.json, if there is one; hashes: SHA-256 by file name.
 
-    licence: an id of the hub ("apache-2.0", "llama3.1"); language: codes of ISO 639-1. Both are what the owner says.
+    licence: an id of the hub ("apache-2.0", "llama3.1"); language: codes of ISO 639-1. Both are what the owner says. origin:
+    the card of a head that eyas did not train; its licence holds where the owner says none.
     """
 
     launch: Launch
@@ -40,6 +42,7 @@ class Card:
     hashes: Mapping[str, str]
     licence: str | None = None
     language: tuple[str, ...] = ()
+    origin: Origin = field(default_factory=Origin)
 
     def text(self) -> str:
         """The card as Markdown."""
@@ -60,6 +63,8 @@ class Card:
             found["language"] = list(self.language)
         if self.licence:
             found["license"] = self.licence
+        elif self.origin.licence:
+            found |= self.origin.terms
         else:  # the hub's word for a licence that is not on its list
             found |= {"license": "other", "license_name": "of-the-target-and-its-data"}
         found["tags"] = ["eagle3", "speculative-decoding", *self.forms]
@@ -162,6 +167,10 @@ class Card:
     def _data(self) -> Iterator[str]:
         found = sources(self.made)
         yield from ("## Data", "")
+        if self.origin.data:
+            yield "As the card of the head says that it was converted from:"
+            yield from ("", *(f"> {line}".rstrip() for line in self.origin.data.splitlines()))
+            return
         if not found:
             yield "The lineage of this head names no source."
             return

@@ -19,7 +19,6 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-import yaml
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
@@ -30,6 +29,7 @@ from eyas.errors import CorruptError, MismatchError, MissingInputError
 from eyas.export.card import Card
 from eyas.export.check import check
 from eyas.export.launch import DTYPES, Launch
+from eyas.export.origin import Origin
 from eyas.export.replay import DECLARED, Reading, assembled
 from eyas.lineage import SOURCE, head_files, source_manifest
 from eyas.log import Track, quiet
@@ -128,9 +128,9 @@ def export(
     track(len(config.forms), len(config.forms))
     num_parameters = sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point())
     dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
-    card = Card(
-        launch, shape, num_parameters, dtype, inputs["head"], measured, hashes, licence=config.licence, language=config.language
-    )
+    origin = origin_of(head) if inputs["head"].stage == SOURCE else Origin()
+    told = (inputs["head"], measured, hashes, config.licence, config.language, origin)
+    card = Card(launch, shape, num_parameters, dtype, *told)
     output.write(CARD, card.text().encode())
     counts = {"forms": len(config.forms), "tensors": len(tensors), "parameters": num_parameters}
     facts = {
@@ -153,18 +153,16 @@ def foreign_manifest(head: Artifact) -> Manifest:
     if not any(name in names for name in (CONFIG_JSON, HEAD_JSON)):
         raise MissingInputError(f"no head at {head.url}", "give the output of `eyas train`, or the folder of a head")
     form = "eyas" if HEAD_JSON in names else "vllm" if "speculators_model_type" in head.read_json(CONFIG_JSON) else "sglang"
-    return source_manifest(head, names, {"form": form, "licence": licence_of(head)})
+    return source_manifest(head, names, {"form": form, "licence": origin_of(head).licence or "not given"})
 
 
-def licence_of(head: Artifact) -> str:
-    """What the front matter of a head's own card says of its licence."""
-    text = head.read(CARD).decode(errors="replace") if head.exists(CARD) else ""
-    _, _, rest = text.partition("---\n")
-    try:
-        stated = yaml.safe_load(rest.partition("\n---")[0])
-    except yaml.YAMLError:
-        return "not given"
-    return str(stated.get("license") or "not given") if isinstance(stated, dict) else "not given"
+def origin_of(head: Artifact) -> Origin:
+    """What a head's own card says; of one form of an export the card lies in the folder above."""
+    above, _, name = head.url.rstrip("/").rpartition("/")
+    for folder in (head, Artifact(above)) if name in ("sglang", "vllm") else (head,):
+        if folder.exists(CARD):
+            return Origin.of(folder.read(CARD).decode(errors="replace"))
+    return Origin()
 
 
 def served_head(source: Path, vocabulary: TargetVocabulary) -> tuple[HeadConfig, dict[str, Tensor]]:
