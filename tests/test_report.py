@@ -15,7 +15,7 @@ from eyas.artifact import Artifact, Manifest
 from eyas.bench import figures, tables
 from eyas.bench.bench import BenchConfig
 from eyas.bench.machine import machine
-from eyas.bench.report import NAMES, Contents, fates, predicted, render, write_reports
+from eyas.bench.report import NAMES, Contents, fates, nodes_of_all, pictures, predicted, render, write_reports
 from eyas.bench.server import Facts
 from eyas.bench.summary import Load, summarise
 from eyas.errors import EyasError, InputError
@@ -266,6 +266,28 @@ def test_each_task_has_a_line_and_each_load_a_column():
 def test_tree_sizes_and_plain_rounds_are_the_servers_counters():
     text = words(render(Contents(summary())))
     assert "eagle 1 7.00 4.0 / 7.0 / 12.0 25 % 0.90" in text
+
+
+def test_the_tree_size_is_that_of_all_rounds_the_plain_ones_too():
+    told = {"tau_from": "usage", "accept_hist": [10, 20], "num_plain_steps": 90, "speculation": {"nodes_mean": 8.0}}
+    assert nodes_of_all(told) == 2
+    assert nodes_of_all({**told, "accept_hist": [], "speculation": {}}) == 0
+    assert nodes_of_all({**told, "accept_hist": [], "num_plain_steps": 0}) is None
+    assert nodes_of_all({**told, "tau_from": "metrics"}) == 8
+
+
+def test_a_load_at_which_an_arm_never_drafted_stands_at_0_and_an_arm_that_never_did_is_left_out(monkeypatch):
+    bench = summary()
+    for one in bench["results"]:
+        if one["arm"] == "plain" or one["concurrency"] == 4:
+            one |= {"tau": None, "tau_from": "usage", "accept_hist": [], "num_plain_steps": 70, "speculation": {}}
+        else:
+            one["num_plain_steps"] = sum(one["accept_hist"])
+    drawn = {}
+    monkeypatch.setattr(figures, "against_load", lambda series, label, *_: drawn.setdefault(label, series) and "")
+    pictures(Contents(bench))
+    (eagle,) = drawn["drafted tokens a round"]
+    assert (eagle.name, [(point.x, point.y) for point in eagle.points]) == ("eagle", [(1, 7 / 2), (4, 0)])
 
 
 def foretold(speculation, concurrency, speedup, tau=2.1):

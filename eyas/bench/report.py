@@ -29,8 +29,8 @@ THROUGHPUT_NOTE = (
 SPEEDUP_NOTE = "Median TPOT of the baseline over that of the arm, with a 95 % interval. Above 1 is faster."
 TTFT_NOTE = "Median time from the request to the first text, with its 95 % interval."
 TREE_NOTE = (
-    "Drafted tokens that the target judged, for each answer and round that drafted, on average over the stretch; the size is "
-    "the server's choice, round by round, where it has one."
+    "Drafted tokens that the target judged, for each answer and round, on average over the stretch; the size is the server's "
+    "choice, round by round, where it has one. Rounds left plain count as 0 where answers tell of them, and else are left out."
 )
 HISTOGRAM_NOTE = (
     "Share of the rounds by how many drafts the target took over; each round emits one token of the target's own besides."
@@ -183,6 +183,7 @@ def _of_loads(
 ) -> list[Picture]:
     """Pictures with the load along the bottom."""
     results, comparisons = bench["results"], bench["comparisons"]
+    drafting = {row["arm"] for row in results if nodes_of_all(row)}
 
     def series(rows: Sequence[Mapping[str, Any]], point: Callable[[Mapping[str, Any], float], Point | None]) -> list[Series]:
         ordered = sorted(rows, key=lambda row: row[load])
@@ -212,7 +213,7 @@ def _of_loads(
         ),
         (
             "Tree sizes chosen",
-            series(results, lambda row, x: _interval(x, row["speculation"].get("nodes_mean"), None)),
+            series([row for row in results if row["arm"] in drafting], lambda row, x: _interval(x, nodes_of_all(row), None)),
             "drafted tokens a round",
             TREE_NOTE,
             False,
@@ -224,6 +225,17 @@ def _of_loads(
         for name, found, label, note, even in drawn
         if found
     ]
+
+
+def nodes_of_all(result: Mapping[str, Any]) -> float | None:
+    """Drafted tokens for each answer and round: plain rounds count as 0 where answers tell of rounds, and else not at all."""
+    nodes: float | None = result["speculation"].get("nodes_mean")
+    if result["tau_from"] != "usage":
+        return nodes
+    drafting, plain = sum(result["accept_hist"]), result["num_plain_steps"]
+    if not drafting:
+        return 0.0 if plain else None
+    return None if nodes is None else nodes * drafting / (drafting + plain)
 
 
 def _if_open(load: str, series: list[Series]) -> list[Series]:
