@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from eyas import builtin
 from eyas.artifact import Artifact
 from eyas.cli.main import build
 from eyas.errors import EmptyInputError, EyasError, MismatchError, MissingInputError
@@ -18,10 +19,12 @@ from eyas.lineage import sources
 from eyas.model.checkpoint import write_head
 from eyas.model.head import load_head
 from eyas.model.target import Target
+from eyas.model.vocab import TargetVocabulary
 from eyas.shards import Features
 from eyas.train.checkpoint import CHECKPOINT, METRICS
 from eyas.train.mixture import Mixture, drawn
 from eyas.train.regression import compared, refuse_loss
+from eyas.train.start import StartConfig, given_head, identity_of
 from eyas.train.trainer import KEEP, TrainConfig, train
 from tests.tiny import tiny_target
 from tests.tiny_features import greedy_answers, samples_of, write_features
@@ -239,7 +242,18 @@ def test_the_command_line_names_start_and_old_mix(world):
     alone = [*words[:4], "-o", str(world.folder / "no start"), "--keep-mix", world.old.url]
     shown = CliRunner().invoke(build(alone), alone, prog_name="eyas")
     assert shown.exit_code == 2
-    assert "start.head" in shown.stderr
+    assert "--start (start.head)" in " ".join(shown.stderr.split())
+    assert not (world.folder / "no start").exists()
+
+
+def test_a_start_may_be_the_packaged_head_or_one_of_the_hub(monkeypatch):
+    vocabulary = TargetVocabulary.load(builtin.target_folder())
+    packaged = str(builtin.head_folder())
+    monkeypatch.setattr(builtin, "hub_folder", {"owner/head": packaged}.__getitem__)
+    by_folder = given_head(packaged, vocabulary)
+    for name in ("builtin", "owner/head"):
+        assert identity_of(StartConfig(head=name)).identity == identity_of(StartConfig(head=packaged)).identity
+        assert torch.equal(given_head(name, vocabulary).lm_head.weight, by_folder.lm_head.weight)
 
 
 def test_a_mixture_is_both_sources_in_the_order_asked(world):

@@ -24,7 +24,10 @@ def command(
     features: Annotated[str, typer.Argument(help="output of `eyas capture`; of `eyas generate` with --online")],
     target: Target,
     output: Output,
-    start: Annotated[str | None, typer.Option("--start", help="folder or URL of a head to go on from, in any form")] = None,
+    start: Annotated[
+        str | None,
+        typer.Option("--start", help='a head to go on from, in any form: a folder, URL, hub id, or "builtin"'),
+    ] = None,
     keep_mix: Annotated[
         str | None,
         typer.Option("--keep-mix", help="features of the mix that --start was trained on, on which it must not lose tau"),

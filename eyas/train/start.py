@@ -19,6 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from eyas.artifact import Artifact, Manifest
+from eyas.builtin import BUILTIN, resolve_head
+from eyas.builtin.hub import is_hub_id
 from eyas.errors import MismatchError, MissingInputError
 from eyas.lineage import head_files, source_manifest
 from eyas.model.config import HeadConfig, HeadOptions
@@ -31,12 +33,12 @@ from eyas.train.initial import initialise
 class StartConfig(BaseModel):
     """A head to go on from, and what it must not lose.
 
-    head: folder or URL of a head in any form. licence: of one that eyas did not make, for the lineage. vocabulary: its
-    draft tokens stay (keep), or are chosen anew by the counts of the features (recount): tokens that were drafted before
-    keep their row of lm_head, others get the target's. other_target: it was trained for another fine-tune of the same
-    shape, and that is meant. keep_mix: features of the mix that it was trained on; on their held-out conversations
-    (keep_samples of them) the new head's tau must not be lower than the old one's by more than keep_tolerance, a share.
-    keep_share: of the training samples, taken from it.
+    head: folder or URL of a head in any form, an id of the hub, or "builtin". licence: of one that eyas did not make, for
+    the lineage. vocabulary: its draft tokens stay (keep), or are chosen anew by the counts of the features (recount): tokens
+    that were drafted before keep their row of lm_head, others get the target's. other_target: it was trained for another
+    fine-tune of the same shape, and that is meant. keep_mix: features of the mix that it was trained on; on their held-out
+    conversations (keep_samples of them) the new head's tau must not be lower than the old one's by more than keep_tolerance,
+    a share. keep_share: of the training samples, taken from it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -53,6 +55,8 @@ class StartConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _short_form(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("keep_mix") and not value.get("head"):
+            raise ValueError("keep_mix without a head that learned it: give --start (start.head) as well")
         return {"head": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
@@ -89,7 +93,7 @@ def warm_head(config: StartConfig, options: HeadOptions, meta: FeatureMeta, voca
 
 
 def given_head(url: str, vocabulary: TargetVocabulary) -> Head:
-    """A head in any form from a folder or URL. Raises MissingInputError, CorruptError, MismatchError."""
+    """A head in any form, wherever StartConfig has it. Raises MissingInputError, CorruptError, MismatchError."""
     with local_folder(url) as folder:
         return load_head(folder, vocabulary.config, vocabulary.lm_head.cpu())
 
@@ -138,10 +142,15 @@ def recount(head: Head, vocabulary: TargetVocabulary, counts_V: Tensor) -> None:
 
 def identity_of(config: StartConfig) -> Manifest:
     """What a given head is, for identity and lineage of what is made from it: its manifest, or that of a source."""
-    artifact = Artifact(config.head)
+    artifact = head_artifact(config.head)
     if artifact.is_done():
         return artifact.manifest()
     return source_manifest(artifact, head_names(artifact), {"licence": config.licence})
+
+
+def head_artifact(head: str) -> Artifact:
+    """The folder or URL of a head that may be named by an id of the hub, or as "builtin". Raises MissingInputError."""
+    return Artifact(resolve_head(head) if head == BUILTIN or is_hub_id(head) else head)
 
 
 def head_names(artifact: Artifact) -> list[str]:
@@ -150,7 +159,7 @@ def head_names(artifact: Artifact) -> list[str]:
     if not names:
         raise MissingInputError(
             f"{artifact.url} is no folder of a head",
-            "give a folder with config.json or eyas_head.json; one of a hub is fetched by: hf download NAME --local-dir FOLDER",
+            'give a folder with config.json or eyas_head.json, an id of the hub (OWNER/NAME), or "builtin"',
         )
     return names
 
@@ -158,7 +167,7 @@ def head_names(artifact: Artifact) -> list[str]:
 @contextmanager
 def local_folder(url: str) -> Iterator[Path]:
     """A head's files in a folder of this machine: where they are, or copies for as long as they are read."""
-    artifact = Artifact(url)
+    artifact = head_artifact(url)
     names, here = head_names(artifact), artifact.local_path("")
     if here is not None:
         yield Path(here)
