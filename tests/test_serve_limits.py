@@ -217,17 +217,59 @@ def test_a_flood_of_connections_does_not_keep_others_out_for_long(client):
     assert ask(client, max_tokens=2).usage.completion_tokens == 2
 
 
-def test_who_is_refused_reads_why_though_all_of_a_request_was_on_its_way(client):
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n"
+
+
+def test_silent_connections_keep_nobody_out(world, tmp_path):
+    """Not those that say nothing, half a head, or no more behind an answer, be it a refusal: who is new takes their place."""
+    keys = tmp_path / "keys"
+    keys.write_text("a-key\n")
+    limits = LimitsConfig(api_keys=keys, max_connections=20, read_timeout_s=600)
+    said = {b"": False, b"GET /hea": False, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n": True, HEAD + b"1": True}
+    with world.served(limits=limits) as client, ExitStack() as stack:
+        for sent, is_answered in said.items():
+            for _ in range(25):
+                connection = stack.enter_context(opened(client))
+                connection.sendall(sent)
+                if is_answered:
+                    assert connection.recv(65536).startswith(b"HTTP/1.1 ")
+            for _ in range(3):
+                assert httpx.get(f"{client.url}/health", timeout=30).status_code == 200
+        with connected(client.url, "a-key") as known:
+            assert ask(known, max_tokens=2).usage.completion_tokens == 2
+
+
+def test_the_oldest_gives_way_and_a_request_never(world):
+    engine = world.engine(GatedEngine)
+    body = json.dumps({**BODY, "max_tokens": 2}).encode()
+    head = HEAD.replace(b"completions", b"chat/completions").replace(b"length: 9", b"length: %d" % len(body))
+    with world.served(engine, LimitsConfig(max_connections=3)) as client, ExitStack() as stack:
+        busy = stack.enter_context(opened(client))
+        busy.sendall(head + body)
+        silent = [stack.enter_context(opened(client)) for _ in range(2)]
+        with httpx.Client(base_url=client.url) as http:
+            while http.get("/health").json()["requests"] == 0:
+                time.sleep(0.01)
+            assert answer(silent[0])[0] == 503
+            late = stack.enter_context(opened(client))
+            assert answer(silent[1])[0] == 503
+            late.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert late.recv(65536).startswith(b"HTTP/1.1 200")
+        engine.gate.release(1000)
+        assert busy.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+def test_who_is_refused_reads_why_though_all_of_a_request_was_on_its_way(world):
     """A connection that is closed on unread bytes is reset, and takes the answer with it."""
-    with ExitStack() as stack:
-        for _ in range(20):
-            stack.enter_context(opened(client))
+    with world.served(limits=LimitsConfig(max_connections=3)) as client, ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(opened(client)).sendall(HEAD)  # and no body: a request that is under way
         time.sleep(0.1)
         for _ in range(10):
             connection = stack.enter_context(opened(client))
             time.sleep(0.02)  # it is refused by now
             for _ in range(3):
-                connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n123456789")
+                connection.sendall(HEAD + b"123456789")
                 time.sleep(0.005)
             status, error = answer(connection)
             assert (status, error["code"]) == (503, "overloaded")
