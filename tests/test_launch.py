@@ -12,6 +12,7 @@ from eyas.export.launch import Launch, engines, parse
 
 LAUNCH = Launch("my models/8B", num_draft_steps=3, tree_topk=4, num_verify_tokens=12, dtype="bfloat16", max_length=8192)
 SGLANG = "python -m sglang.launch_server --model-path m "
+EAGLE3 = SGLANG + "--speculative-algorithm EAGLE3 --speculative-draft-model-path h "
 VLLM = "vllm serve m "
 
 
@@ -64,20 +65,44 @@ def test_the_targets_own_length_is_not_spelled():
 @pytest.mark.parametrize(
     ("engine", "command", "named"),
     [
-        ("sglang", SGLANG + "--speculative-num-draft-token 4", "no option --speculative-num-draft-token"),
+        (
+            "sglang",
+            SGLANG + "--speculative-num-draft-token 4",
+            r"-draft-token is not in our list of SGLang \d\S+'s options",
+        ),
         ("sglang", SGLANG + "--speculative-algorithm EAGLE-3", "EAGLE-3 is unknown"),
         ("sglang", SGLANG + "--speculative-num-steps 0", "no whole number"),
         ("sglang", SGLANG + "--dtype bf16", "bf16 is unknown"),
         ("sglang", SGLANG + "--speculative-num-steps", "has no value"),
         ("sglang", SGLANG + "--tp-size 2 --tp-size 2", "given twice"),
         ("sglang", "python -m sglang.launch_server --dtype auto", "needs --model-path"),
+        ("sglang", SGLANG + "--tp 2 --tensor-parallel-size 2", "given twice"),
+        ("sglang", SGLANG + "--served-model-name 'it", "a shell cannot read this command: No closing quotation"),
+        ("sglang", SGLANG + "--some-switch", "--some-switch is not in our list"),
+        ("sglang", SGLANG + "--enable-metrics=true", "takes no value"),
+        ("sglang", SGLANG + "--enable-metrics true", "true is not in our list"),
+        ("sglang", SGLANG + "--mem-fraction-static 1.5", "no share above 0"),
+        ("sglang", SGLANG + "--mem-fraction-static 0", "no share above 0"),
+        ("vllm", VLLM + "--gpu-memory-utilization nan", "no share above 0"),
+        ("sglang", SGLANG + "--speculative-algorithm EAGLE3", "EAGLE3 needs --speculative-draft-model-path"),
+        ("sglang", EAGLE3 + "--speculative-eagle-topk 4", "needs --speculative-num-steps"),
+        ("sglang", EAGLE3 + "--speculative-num-draft-tokens 4", "needs --speculative-num-steps"),
+        (
+            "sglang",
+            EAGLE3 + "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 6",
+            "--speculative-num-draft-tokens is 6, --speculative-num-steps 3",
+        ),
         ("sglang", VLLM, "not started by"),
-        ("vllm", VLLM + "more", "no option more"),
+        ("vllm", VLLM + "more", "more is not in our list"),
         ("vllm", "vllm serve", "needs model"),
         ("vllm", VLLM + "--speculative-config {", "is not JSON"),
         ("vllm", VLLM + "--speculative-config []", "not a JSON object"),
         ("vllm", VLLM + '--speculative-config \'{"method": "eagle3"}\'', "needs model"),
-        ("vllm", VLLM + "--speculative-config '{\"num_spec_tokens\": 3}'", "no option num_spec_tokens"),
+        (
+            "vllm",
+            VLLM + "--speculative-config '{\"num_spec_tokens\": 3}'",
+            "num_spec_tokens is not in our list",
+        ),
         (
             "vllm",
             VLLM
@@ -103,3 +128,31 @@ def test_what_the_engine_would_not_take_is_refused_by_name(engine, command, name
 
 def test_an_option_may_be_joined_to_its_value():
     assert parse("sglang", "python -m sglang.launch_server --model-path=m --tp-size=2") == {"--model-path": "m", "--tp-size": 2}
+
+
+def test_switches_and_shares_and_other_names():
+    assert parse("sglang", "python -m sglang.launch_server --model m --tp 2 --enable-metrics --mem-fraction-static 0.8") == {
+        "--model-path": "m",
+        "--tp-size": 2,
+        "--enable-metrics": True,
+        "--mem-fraction-static": 0.8,
+    }
+    assert parse("vllm", VLLM + "--enforce-eager -tp 2 --gpu-memory-utilization .9 --max-num-batched-tokens=8192") == {
+        "model": "m",
+        "--enforce-eager": True,
+        "--tensor-parallel-size": 2,
+        "--gpu-memory-utilization": 0.9,
+        "--max-num-batched-tokens": 8192,
+    }
+
+
+@pytest.mark.parametrize("topk", [1, 4])
+def test_a_tree_may_be_judged_in_part_and_a_chain_whole(topk):
+    sizes = f"--speculative-num-steps 3 --speculative-eagle-topk {topk} --speculative-num-draft-tokens {4 if topk == 1 else 9}"
+    assert parse("sglang", EAGLE3 + sizes)["--speculative-eagle-topk"] == topk
+
+
+def test_rules_name_options_that_there_are():
+    for engine in engines().values():
+        for rule in engine.rules:
+            assert {*rule.when, *rule.needs, *(rule.one_more or ())} <= engine.options.keys()

@@ -1,14 +1,15 @@
 """The commands that launch an exported head, and a parser that checks them against what the engines accept.
 
-Knows what a launch says. What the engines' options are is data, engines.yaml beside this file, with the versions and documents
-that it was read from.
+Knows what a launch says. What the engines' options are, and which of them go together, is data, engines.yaml beside this file,
+with the versions and documents that it was read from. It holds the usual options, not all that there are.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -21,15 +22,17 @@ from pydantic import BaseModel, ConfigDict
 from eyas.errors import ConfigError
 
 EngineName = Literal["sglang", "vllm"]
+SHARE = re.compile(r"\d*\.?\d+")
 DTYPES = ("bfloat16", "float16", "float32")
 
 
 class Option(BaseModel):
-    """One option of an engine's command, or one key of an option that holds JSON."""
+    """One option of an engine's command, or one key of an option that holds JSON. aliases: other names of it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    type: Literal["text", "count", "json"]
+    type: Literal["text", "count", "share", "switch", "json"]
+    aliases: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
     keys: dict[str, Option] = {}
     required: tuple[str, ...] = ()
@@ -42,6 +45,12 @@ class Option(BaseModel):
             if isinstance(value, bool) or not str(value).isdecimal() or int(value) < 1:
                 raise ConfigError(f"{name} {value!r} is no whole number from 1", "give one")
             return int(value)
+        if self.type == "share":
+            if SHARE.fullmatch(str(value)) is None or not 0 < float(value) <= 1:
+                raise ConfigError(f"{name} {value!r} is no share above 0, of at most 1", "give one, such as 0.85")
+            return float(value)
+        if self.type == "switch":
+            return True
         if not isinstance(value, str) or not value:
             raise ConfigError(f"{name} {value!r} is no text", "give one")
         if self.choices and value not in self.choices:
@@ -58,6 +67,33 @@ class Option(BaseModel):
         return read_options(name, found, self.keys, self.required)
 
 
+class Rule(BaseModel):
+    """What options ask of each other: where all of `when` are given with these values, or with any (null).
+
+    needs: options that must be given too. one_more: an option that counts one more than another, [more, than], where both are
+    given. why: what the engine does otherwise.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    when: dict[str, str | int | None]
+    needs: tuple[str, ...] = ()
+    one_more: tuple[str, str] | None = None
+    why: str
+
+    def check(self, given: Mapping[str, Any]) -> None:
+        """Raise ConfigError for values that do not keep it."""
+        if not all(name in given and value in (None, given[name]) for name, value in self.when.items()):
+            return
+        place = " ".join(name if value is None else f"{name} {value}" for name, value in self.when.items())
+        for name in self.needs:
+            if name not in given:
+                raise ConfigError(f"{place} needs {name}: {self.why}", "give it")
+        more, than = self.one_more or ("", "")
+        if more in given and than in given and given[more] != given[than] + 1:
+            raise ConfigError(f"{place}: {more} is {given[more]}, {than} {given[than]}: {self.why}", f"give {given[than] + 1}")
+
+
 class EngineCommand(BaseModel):
     """How an engine is started. arguments: those without a name, in order; required: names of either kind."""
 
@@ -70,6 +106,24 @@ class EngineCommand(BaseModel):
     arguments: tuple[str, ...]
     required: tuple[str, ...]
     options: dict[str, Option]
+    rules: tuple[Rule, ...] = ()
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} {self.version}"
+
+    def known(self, name: str) -> tuple[str, Option]:
+        """An option under its first name. Raises ConfigError for one that the list has not."""
+        for own, option in self.options.items():
+            if name == own or name in option.aliases:
+                return own, option
+        raise unlisted(name, self.title, self.options)
+
+
+def unlisted(name: str, where: str, known: Iterable[str]) -> ConfigError:
+    """What is not in engines.yaml: misspelt, or an option that the list lacks."""
+    hint = f"check its spelling, or leave it out and add it by hand; the list has: {', '.join(known)}"
+    return ConfigError(f"{name} is not in our list of {where}'s options", hint)
 
 
 @cache
@@ -82,10 +136,23 @@ def engines() -> dict[str, EngineCommand]:
 def parse(engine: EngineName, command: str) -> dict[str, Any]:
     """A launch command as its engine would read it: values by option. Raises ConfigError for what it would not accept."""
     known = engines()[engine]
-    words = shlex.split(command.replace("\\\n", " "))
+    try:
+        words = shlex.split(command.replace("\\\n", " "))
+    except ValueError as error:
+        raise ConfigError(f"a shell cannot read this command: {error}", "close what is quoted") from error
     if tuple(words[: len(known.command)]) != known.command:
         raise ConfigError(f"{known.name} is not started by {' '.join(words[:3])!r}", f"write {' '.join(known.command)}")
-    rest, given = words[len(known.command) :], {}
+    given = read_words(known, words[len(known.command) :])
+    arguments = {name: Option(type="text") for name in known.arguments}
+    values = read_options(known.title, given, known.options | arguments, known.required)
+    for rule in known.rules:
+        rule.check(values)
+    return values
+
+
+def read_words(known: EngineCommand, words: Sequence[str]) -> dict[str, str]:
+    """The words after a command as values by option, under its first name. Raises ConfigError."""
+    rest, given = list(words), dict[str, str]()
     unnamed = iter(known.arguments)
     while rest:
         word = rest.pop(0)
@@ -93,20 +160,25 @@ def parse(engine: EngineName, command: str) -> dict[str, Any]:
             given[next(unnamed, word)] = word
             continue
         name, equals, value = word.partition("=")
-        if not equals and not rest:
-            raise ConfigError(f"{name} has no value", "give one")
-        if name in given:
+        own, option = known.known(name)
+        if own in given:
             raise ConfigError(f"{name} is given twice", "give it once")
-        given[name] = value if equals else rest.pop(0)
-    arguments = {name: Option(type="text") for name in known.arguments}
-    return read_options(f"{known.name} {known.version}", given, known.options | arguments, known.required)
+        if option.type == "switch":
+            if equals:
+                raise ConfigError(f"{name} takes no value", f"write {name} alone, or leave it out")
+        elif not equals and not rest:
+            raise ConfigError(f"{name} has no value", "give one")
+        elif not equals:
+            value = rest.pop(0)
+        given[own] = value
+    return given
 
 
 def read_options(where: str, given: Mapping[str, Any], known: Mapping[str, Option], required: Sequence[str]) -> dict[str, Any]:
-    """Values by name, each as its option takes it. Raises ConfigError for one that is unknown or missing."""
+    """Values by name, each as its option takes it. Raises ConfigError for one that is not listed or missing."""
     for name in given:
         if name not in known:
-            raise ConfigError(f"{where} has no option {name}", f"it has: {', '.join(known)}")
+            raise unlisted(name, where, known)
     for name in required:
         if name not in given:
             raise ConfigError(f"{where} needs {name}", "give it")
