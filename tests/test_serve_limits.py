@@ -261,8 +261,8 @@ def test_the_oldest_gives_way_and_a_request_never(world):
 
 def test_who_is_refused_reads_why_though_all_of_a_request_was_on_its_way(world):
     """A connection that is closed on unread bytes is reset, and takes the answer with it."""
-    with world.served(limits=LimitsConfig(max_connections=3)) as client, ExitStack() as stack:
-        for _ in range(3):
+    with world.served(limits=LimitsConfig(max_connections=20)) as client, ExitStack() as stack:
+        for _ in range(20):
             stack.enter_context(opened(client)).sendall(HEAD)  # and no body: a request that is under way
         time.sleep(0.1)
         for _ in range(10):

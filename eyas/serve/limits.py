@@ -24,9 +24,10 @@ class LimitsConfig(BaseModel):
     everybody is served who can connect.
 
     requests_per_minute: of one key, or of one address where there are no keys; as many may come at once after a rest.
-    max_queue: samples that may wait beside those that run. max_body_bytes: of a request. max_connections: more take the place of
-    idle ones, or are turned away. read_timeout_s: what a client has for sending a request's head, its body, and for taking what
-    it is sent. request_timeout_s: for a whole answer. shutdown_s: what running requests get to finish after SIGINT or SIGTERM.
+    max_queue: samples that may wait beside those that run. max_body_bytes: of a request. max_connections: more take the place
+    of idle ones, or are turned away. read_timeout_s: what a client has for sending a request's head, its body, and for taking
+    what it is sent. request_timeout_s: for a whole answer. shutdown_s: what running requests get to finish after SIGINT or
+    SIGTERM.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
