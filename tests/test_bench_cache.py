@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
 
 import httpx
 import pytest
@@ -78,6 +79,8 @@ def test_our_server_reuses_nothing_that_another_arm_or_load_has_asked(tmp_path, 
         config = BenchConfig(url=client.url, prompts=prompts, arms=ARMS, num_prompts=7, concurrencies=(1, 2), max_tokens=4)
         bench(config, Artifact(str(tmp_path / "bench")))
         assert hits() == [0.0]
+        facts = Artifact(str(tmp_path / "bench")).read_json("summary.json")["servers"]["plain"]
+        assert (facts["version"], facts["has_head"], facts["precision"]) == (version("eyas"), False, "float32")
         body = {"model": "tiny", "messages": [{"role": "user", "content": "The same, twice. " * 5}], "max_tokens": 1}
         for _ in range(2):
             httpx.post(f"{client.url}/v1/chat/completions", json=body, timeout=60).raise_for_status()

@@ -7,10 +7,11 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from eyas.artifact import Manifest
+from eyas.artifact import Artifact, Manifest, identity
 from eyas.cli.bench import arms_for
 from eyas.cli.main import build
-from eyas.cli.report import ledger_of
+from eyas.cli.report import ledger_of, with_head
+from eyas.errors import MismatchError
 from tests.bench_servers import scripted
 from tests.test_report import LEDGER
 
@@ -88,6 +89,53 @@ def test_no_server_is_one_clear_error(tmp_path, prompts):
     assert failed.exit_code == 2
     assert "no server at http://127.0.0.1:9" in failed.stderr
     assert not (tmp_path / "bench").exists()
+
+
+def made_head(folder, stage="train", target="ab" * 32):
+    """An artifact as `eyas train` leaves it: a head from features of a target, of prompts with a ledger."""
+    prompts = Manifest(stage="prompts", identity="a1b2", config={}, counts={"rows": 1200}, files={}, facts={"ledger": LEDGER})
+    settings = {"target_fingerprint": target}
+    features = Manifest(stage="capture", identity=target, config=settings, counts={}, files={}, inputs={"prompts": prompts})
+    artifact = Artifact(str(folder))
+    artifact.begin(identity(stage, {}, {"features": features}))
+    artifact.finish(stage, {}, {"features": features}, {})
+    return folder
+
+
+def test_a_report_is_given_the_head_and_tells_its_lineage_and_ledger(tmp_path, prompts):
+    with scripted(**EYAS, card={"eyas": {"has_head": True, "dtype": "bfloat16", "target_fingerprint": "ab" * 32}}) as url:
+        shared = ("--prompts", prompts, "--set", "max_tokens=2", "--set", "num_prompts=4", "-o", tmp_path / "bench")
+        done = run_eyas("bench", url, "--set", 'arms={"one": {}}', *shared)
+    assert done.exit_code == 0, done.output
+    page = (tmp_path / "bench" / "report.html").read_text(encoding="utf-8")
+    assert "eyas, version not told, m, bfloat16, with a head, target abababababababab, at http" in page
+    assert "Where the prompts went" not in page
+    head = made_head(tmp_path / "head")
+    assert run_eyas("report", tmp_path / "bench", "--head", head).exit_code == 0
+    for name in ("report.html", "report.md"):
+        text = (tmp_path / "bench" / name).read_text(encoding="utf-8")
+        assert "a1b2" in text, name
+        assert "servers do not tell which they run" in text, name
+    assert "1,300 rows came in" in (tmp_path / "bench" / "report.html").read_text(encoding="utf-8")
+    for folder, message in (
+        (made_head(tmp_path / "other", target="cd" * 32), "another target than the servers run"),
+        (made_head(tmp_path / "features", stage="capture"), "holds 'capture', no head"),
+        (tmp_path / "none", "does not exist"),
+    ):
+        refused = run_eyas("report", tmp_path / "bench", "--head", folder)
+        assert refused.exit_code == 2
+        assert message in refused.stderr
+
+
+def test_another_head_than_the_one_measured_is_refused(tmp_path):
+    head = made_head(tmp_path / "head")
+    measured = Manifest(
+        stage="bench", identity="c", config={}, counts={}, files={}, inputs={"head": Artifact(str(head)).manifest()}
+    )
+    assert with_head(measured, Artifact(str(head)), {}) == measured
+    other = made_head(tmp_path / "other", target="cd" * 32)
+    with pytest.raises(MismatchError, match="not the head that was measured"):
+        with_head(measured, Artifact(str(other)), {})
 
 
 def test_the_ledger_is_found_behind_the_benchmark():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from eyas.bench.server import parse_metrics, precision, speculation
+from eyas.bench.server import parse_metrics, precision, speculation, speculation_of
 from eyas.bench.stream import Received, read_reply
 
 STREAMS = Path(__file__).with_name("streams")
@@ -131,6 +131,12 @@ def test_what_counters_say_of_rounds():
     assert told == {"num_rounds": 10, "tau": 2.5, "nodes_mean": 4, "acceptance_by_position": [1, 0.5, 0]}
     assert speculation({"spec_accept_length": 2.9}) == {"tau": 2.9}  # SGLang's gauge
     assert speculation({"spec_decode_num_drafts_total": 0.0}) == speculation({}) == {}
+
+
+def test_how_a_server_speculates_is_what_sglang_tells():
+    info = {"speculative_algorithm": "EAGLE3", "speculative_num_steps": 3, "speculative_eagle_topk": 1}
+    assert speculation_of(info) == "EAGLE3, steps 3, top-k 1"
+    assert speculation_of({"speculative_algorithm": None}) is None
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ class Contents:
     """What a report shows. Only the benchmark's summary.json is needed; a part that is absent is left out.
 
     evaluation is eval.json; ledger is ledger.json; manifest is that of the benchmark, whose inputs tell the lineage.
+    head_is_stated: the manifest's head is what the user says was served.
     """
 
     bench: Mapping[str, Any]
@@ -63,15 +64,15 @@ class Contents:
     manifest: Manifest | None = None
     commands: Sequence[str] = field(default=())
     title: str = "eyas report"
+    head_is_stated: bool = False
 
 
 def write_reports(folder: Artifact, contents: Contents) -> str:
     """Write the three files into a folder and return where the page is. Raises what `render` raises."""
     page = render(contents)
-    markdown, csv = (
-        tables.markdown(contents.bench, contents.manifest, contents.commands, contents.title),
-        tables.csv(contents.bench),
-    )
+    said = [*contents.commands, *([f"# {tables.STATED}"] if contents.head_is_stated else [])]
+    markdown = tables.markdown(contents.bench, contents.manifest, said, contents.title)
+    csv = tables.csv(contents.bench)
     for name, text in zip(NAMES, (page, markdown, csv), strict=True):
         folder.write(name, text.encode())
     return f"{folder.url}/{NAMES[0]}"
@@ -103,6 +104,8 @@ def render(contents: Contents) -> str:
         predictions=predictions(contents),
         ledger=contents.ledger,
         drafting=tables.drafting,
+        told_by=tables.told_by,
+        head_is_stated=tables.STATED if contents.head_is_stated else "",
         fates=fates(contents.ledger) if contents.ledger else [],
         stages=lineage.stages(contents.manifest) if contents.manifest else [],
         sources=lineage.sources(contents.manifest) if contents.manifest else [],

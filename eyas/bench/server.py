@@ -1,8 +1,8 @@
 """What a server tells about itself over HTTP: who it is, in what precision it computes, what it counts. Knows no figure.
 
-All of it is voluntary, and each server tells something else: eyas in its model card, SGLang at /server_info, llama.cpp in
-its model card's `meta`, vLLM its version and no precision. Counters are read from /metrics, where eyas, vLLM and llama.cpp
-have the same names for speculation, each with a prefix of its own; SGLang has a gauge.
+All of it is voluntary, and each server tells something else: eyas in its model card, and its version in its OpenAPI document,
+SGLang at /server_info, llama.cpp in its model card's `meta`, vLLM its version and no precision. Counters are read from
+/metrics, where eyas, vLLM and llama.cpp have the same names for speculation, each with a prefix of its own; SGLang has a gauge.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class Facts:
     precision: str | None = None  # dtype, and the quantisation after a slash
     max_length: int | None = None
     has_head: bool | None = None
+    speculation: str | None = None  # SGLang's algorithm and its sizes
+    target_fingerprint: str | None = None
 
     @property
     def takes_cache_salt(self) -> bool:
@@ -52,10 +54,26 @@ async def ask_facts(client: Client) -> Facts:
     own: Mapping[str, Any] = card.get("eyas") or {}
     meta: Mapping[str, Any] = card.get("meta") or {}
     info = {} if own or meta else _object(await client.text("/server_info") or await client.text("/get_server_info"))
-    version = own.get("version") or info.get("version") or _object(await client.text("/version")).get("version")
+    version = info.get("version") or await _version(client, kind)
     head = own.get("has_head", info.get("speculative_algorithm") is not None if info else None)
     length = card.get("max_model_len") or meta.get("n_ctx") or info.get("context_length")
-    return Facts(client.url, card["id"], kind, version, precision(own, meta, info), length, head)
+    told = (precision(own, meta, info), length, head, speculation_of(info), own.get("target_fingerprint"))
+    return Facts(client.url, card["id"], kind, version, *told)
+
+
+async def _version(client: Client, kind: str) -> str | None:
+    if kind == "eyas":
+        return (_object(await client.text("/openapi.json")).get("info") or {}).get("version")
+    return _object(await client.text("/version")).get("version")
+
+
+def speculation_of(info: Mapping[str, Any]) -> str | None:
+    """How a server speculates, from SGLang's server_info; None where nothing is told."""
+    if not info.get("speculative_algorithm"):
+        return None
+    sizes = {"num_steps": "steps", "eagle_topk": "top-k", "num_draft_tokens": "draft tokens"}
+    told = [f"{words} {info[f'speculative_{name}']}" for name, words in sizes.items() if info.get(f"speculative_{name}")]
+    return ", ".join([str(info["speculative_algorithm"]), *told])
 
 
 def precision(own: Mapping[str, Any], meta: Mapping[str, Any], info: Mapping[str, Any]) -> str | None:

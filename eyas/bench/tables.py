@@ -10,6 +10,7 @@ from typing import Any
 from eyas import lineage
 from eyas.artifact import Manifest
 
+STATED = "The head is the one that was named for the report: servers do not tell which they run."
 SPREADS = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
 OF_RESULTS = (
     "num_requests",
@@ -164,12 +165,27 @@ def _provenance(bench: Mapping[str, Any], manifest: Manifest | None, commands: S
         f"{machine['system']}.",
     )
     for arm, server in bench["servers"].items():
-        told = [str(server[name]) for name in ("kind", "version", "model", "precision") if server[name] is not None]
-        yield f"{arm}: {', '.join(told)}."
+        yield f"{_cell(arm)}: {_cell(told_by(server))}."
     if commands:
         yield from ("", "```", *commands, "```")
     if manifest is not None:
         yield from ("", "```", *lineage.lines(manifest), "```")
+
+
+def told_by(server: Mapping[str, Any]) -> str:
+    """All that a server has told about itself, and of what matters that it has not."""
+    head = {True: "with a head", False: "without a head", None: "head or none not told"}[server["has_head"]]
+    length, fingerprint = server["max_length"], server.get("target_fingerprint")
+    parts = (
+        server["kind"],
+        server["version"] or "version not told",
+        server["model"],
+        server["precision"] or "precision not told",
+        server.get("speculation") or head,
+        f"{length} tokens a request" if length else None,
+        f"target {fingerprint[:16]}" if fingerprint else None,
+    )
+    return ", ".join(part for part in parts if part)
 
 
 def drafting(compared: Mapping[str, Any]) -> str:
