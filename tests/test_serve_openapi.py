@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import httpx
 import pytest
 import schemathesis
@@ -15,6 +17,7 @@ from eyas.serve.vertex import VertexConfig
 from tests.serving import MODEL, World
 
 PER_OPERATION = 60
+WRONG_PER_OPERATION = 100
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +49,34 @@ OPERATIONS = ["/v1/chat/completions", "/v1/completions", "/generate", "/predict"
 OPERATIONS += ["/drift", "/server_info", "/health", "/metrics"]
 
 
-@pytest.mark.parametrize("path", OPERATIONS)
-def test_no_request_finds_a_fault(client, document, path):
+TAKING = [path for path in OPERATIONS if path.startswith(("/v1/c", "/generate", "/predict"))]
+CHECKS = [not_a_server_error, status_code_conformance, response_schema_conformance]
+
+
+def asked(client, document, path, mode, examples):
+    """Make requests from the document, check the answers against it; how many had which status."""
     loaded = schemathesis.openapi.from_dict(document)
     (operation,) = [one.ok() for one in loaded.get_all_operations() if one.ok().path == path]
+    statuses = Counter()
 
-    @settings(max_examples=PER_OPERATION, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-    @given(case=operation.as_strategy())
+    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+    @given(case=operation.as_strategy(generation_mode=mode))
     def ask(case):
         reply = case.call(base_url=client.url)
-        case.validate_response(reply, checks=[not_a_server_error, status_code_conformance, response_schema_conformance])
+        case.validate_response(reply, checks=CHECKS)
+        statuses[reply.status_code] += 1
 
     ask()
+    return statuses
+
+
+@pytest.mark.parametrize("path", OPERATIONS)
+def test_no_request_finds_a_fault(client, document, path):
+    assert asked(client, document, path, schemathesis.GenerationMode.POSITIVE, PER_OPERATION)
+
+
+@pytest.mark.parametrize("path", TAKING)
+def test_no_request_that_the_document_forbids_finds_one_either(client, document, path):
+    """Refused, in the shape that the document gives errors."""
+    statuses = asked(client, document, path, schemathesis.GenerationMode.NEGATIVE, WRONG_PER_OPERATION)
+    assert statuses == {400: WRONG_PER_OPERATION}
