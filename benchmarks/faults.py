@@ -26,11 +26,11 @@ from torch import Tensor
 from eyas.builtin import demo_prompts, head_folder, target_folder
 from eyas.errors import MismatchError
 from eyas.export.answers import NUM_CONVERSATIONS, Answered, answered
-from eyas.export.check import Finding, check, exit_code, reading_findings
+from eyas.export.check import check, judged, meanings
+from eyas.export.finding import Finding, exit_code
 from eyas.export.replay import exchanged, paired, replay, swapped_inputs
 from eyas.model.checkpoint import EMBED_TOKENS, LAYER, LM_HEAD, Form, Verifier, read_head, write_head
 from eyas.model.config import HeadConfig, TargetConfig
-from eyas.model.match import shape_faults
 from eyas.model.target import Target
 from eyas.model.vocab import TargetVocabulary
 
@@ -228,16 +228,18 @@ class Bench:
         return folder
 
     def checked(self, folder: Path) -> tuple[list[Finding], list[Finding]]:
-        """What the lint and what the replay say of a head."""
+        """What the lint and what the replay say of a head, notes left out."""
         linted = check(folder, self.folder)
         try:
-            config, tensors = read_head(folder, self.shape)
+            ways = meanings(folder, self.shape)
         except MismatchError:
             return linted, []
-        if shape_faults(config, self.shape):
-            return linted, []
-        tensors.setdefault(LM_HEAD, self.target.lm_head)
-        return linted, list(reading_findings(replay(config, tensors, self.target, self.answers)))
+        for way in ways:
+            way.tensors.setdefault(LM_HEAD, self.target.lm_head)
+        replayed = replay(ways, self.target, self.answers)
+        heard = judged([], replayed)
+        found = [one for one in judged(linted, replayed) if one.level != "note"]
+        return [one for one in found if one not in heard], heard
 
 
 def sound_heads(bench: Bench, config: HeadConfig, tensors: Tensors) -> Iterator[tuple[str, Path, tuple[str, ...]]]:

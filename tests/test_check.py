@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
 
+from eyas import builtin
+from eyas.artifact import Artifact
 from eyas.errors import MismatchError, MissingInputError
-from eyas.export.check import Finding, check, exit_code
-from eyas.model.checkpoint import write_head
+from eyas.export.check import check
+from eyas.export.damage import RANDOM, above_random
+from eyas.export.files import check_is_head
+from eyas.export.finding import Finding, exit_code, in_order
+from eyas.model.checkpoint import LAYER, read_head, write_head
 from eyas.model.config import RopeConfig
 from eyas.model.vocab import TargetVocabulary
 from tests.tiny import tiny_target
@@ -41,8 +47,12 @@ def test_a_sound_head_has_no_findings(target, tmp_path, form, dtype, draft_vocab
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
 def test_sound_for_every_family_tied_or_not(tmp_path, family):
     target = tiny_target(tmp_path / "target", family, tie_word_embeddings=family == "qwen2", dtype="bfloat16")
+    architectures = json.loads((target / "config.json").read_text()).get("architectures")
     for form in FORMS:
-        assert check(head_folder(target, tmp_path / form, form, dtype=torch.bfloat16), target) == []
+        folder = head_folder(target, tmp_path / form, form, dtype=torch.bfloat16)
+        if form == "vllm":
+            edit_config(folder, "speculators_config", verifier={"name_or_path": "it", "architectures": architectures})
+        assert check(folder, target) == []
 
 
 def with_nan(folder: Path) -> Path:
@@ -80,7 +90,7 @@ def without_end_token(folder: Path) -> Path:
 
 ERRORS = {
     "tensor missing": (lambda folder: edit_tensors(folder, {"norm.weight": None}), "norm.weight is missing"),
-    "tensor unknown": (lambda folder: edit_tensors(folder, {"input_norm.weight": torch.ones(96)}), "input_norm.weight"),
+    "tensor unknown": (lambda folder: edit_tensors(folder, {"input_norm.weight": torch.rand(96)}), "input_norm.weight"),
     "shape": (
         lambda folder: edit_tensors(folder, {"midlayer.mlp.up_proj.weight": torch.ones(63, 32)}),
         "up_proj.weight has shape",
@@ -92,7 +102,7 @@ ERRORS = {
     "NaN": (with_nan, "1 of 3072 values are NaN"),
     "zeros": (lambda folder: edit_tensors(folder, {"fc.weight": torch.zeros(32, 96)}), "fc.weight is all zeros"),
     "norm without its flag": (
-        lambda folder: edit_tensors(folder, {"fc_norm.0.weight": torch.ones(32)}),
+        lambda folder: edit_tensors(folder, {"fc_norm.0.weight": torch.rand(32)}),
         "fc_norm.0.weight is there although fc_norm is not set",
     ),
     "flag without its norm": (lambda folder: edit_config(folder, norm_before_fc=True), "input_norm.weight is missing"),
@@ -136,7 +146,7 @@ WARNINGS = {
     "rope_theta missing": (lambda folder: edit_config(folder, rope_theta=None), "rotary embedding differs"),
     "eps": (lambda folder: edit_config(folder, rms_norm_eps=1e-5), "rms_norm_eps is 1e-05"),
     "dtype": (lambda folder: edit_config(folder, torch_dtype="bfloat16"), "the config says bfloat16"),
-    "mixed precision": (lambda folder: edit_tensors(folder, {"norm.weight": torch.ones(32).half()}), "several precisions"),
+    "mixed precision": (lambda folder: edit_tensors(folder, {"norm.weight": torch.rand(32).half()}), "several precisions"),
     "architecture": (lambda folder: edit_config(folder, architectures=["LlamaForCausalLM"]), "LlamaForCausalLMEagle3 only"),
     "t2d missing": (lambda folder: edit_tensors(folder, {"t2d": None}), "t2d is missing"),
     "no lm_head hash": (lambda folder: edit_config(folder, target_lm_head_sha256=None), "does not say which lm_head"),
@@ -253,5 +263,148 @@ def test_a_flag_read_by_whose_it_is_is_said(target, tmp_path):
 
 
 def test_exit_codes():
-    warning, error = Finding("warning", "", ""), Finding("error", "", "")
-    assert [exit_code(findings) for findings in ([], [warning], [warning, error])] == [0, 1, 2]
+    note, warning, error = Finding("note", "", ""), Finding("warning", "", ""), Finding("error", "", "")
+    assert [exit_code(findings) for findings in ([], [note], [note, warning], [warning, error])] == [0, 0, 1, 2]
+    assert in_order([note, warning, error]) == [error, warning, note]
+
+
+# Weights that no training leaves, on the packaged head
+
+
+@pytest.fixture(scope="module")
+def packaged():
+    return read_head(builtin.head_folder())
+
+
+def with_weights(folder: Path, packaged, changes: dict[str, torch.Tensor]) -> Path:
+    config, tensors = packaged
+    return write_folder(write_head(config, tensors | changes, "sglang"), folder)
+
+
+def random_like(weight: torch.Tensor) -> torch.Tensor:
+    return (torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)) * weight.float().std()).to(weight.dtype)
+
+
+DAMAGE = {
+    "a norm not loaded": ("norm.weight", torch.ones_like, "norm.weight are all 1, as before training"),
+    "another norm": (f"{LAYER}input_layernorm.weight", lambda weight: 0 * weight + 2, "input_layernorm.weight are all 2"),
+    "next to nothing": (f"{LAYER}self_attn.o_proj.weight", lambda weight: weight * 1e-6, "o_proj.weight is next to nothing"),
+    "a hundredth": ("fc.weight", lambda weight: weight / 200, "fc.weight is next to nothing"),
+    "random numbers": (f"{LAYER}mlp.down_proj.weight", random_like, "down_proj.weight looks like random numbers"),
+    "random keys": (f"{LAYER}self_attn.k_proj.weight", random_like, "k_proj.weight looks like random numbers"),
+}
+
+
+@pytest.mark.parametrize(("name", "change", "named"), DAMAGE.values(), ids=DAMAGE)
+def test_weights_that_no_training_leaves_are_found(packaged, tmp_path, name, change, named):
+    (finding,) = check(with_weights(tmp_path / "head", packaged, {name: change(packaged[1][name])}), "builtin")
+    assert finding.level == "warning"
+    assert named in finding.what
+
+
+def test_a_head_as_it_begins_is_not_damaged(packaged, tmp_path):
+    """All norms at one, all matrices random: nothing stands out against the others."""
+    _, tensors = packaged
+    begun = {
+        name: torch.ones_like(weight) if weight.ndim == 1 else random_like(weight)
+        for name, weight in tensors.items()
+        if weight.is_floating_point()
+    }
+    assert check(with_weights(tmp_path / "head", packaged, begun), "builtin") == []
+    scaled = {name: weight * 0.05 for name, weight in tensors.items() if "self_attn" in name}
+    assert check(with_weights(tmp_path / "scaled", packaged, scaled), "builtin") == []
+
+
+def test_the_ratio_to_random_numbers_is_one_of_random_numbers():
+    generator = torch.Generator().manual_seed(1)
+    for shape in ((320, 864), (960, 320), (128, 2048)):
+        assert 0.95 < above_random(torch.randn(shape, generator=generator)) < RANDOM
+    spike = torch.outer(torch.ones(320), torch.ones(864)) * 0.2
+    matrix = torch.randn(320, 864, generator=generator) + spike
+    exact = torch.linalg.svdvals(matrix)[0] / (matrix.std() * (320**0.5 + 864**0.5))
+    assert above_random(matrix) == pytest.approx(float(exact), rel=1e-3)
+    assert above_random(torch.zeros(3, 3) + 1) > 1e6  # no spread at all
+
+
+# The files in the folder
+
+
+def artifact_of(target: Path, folder: Path, stage: str, below: str = "") -> Path:
+    """A head as an artifact of ours, finished; its own folder."""
+    output = Artifact(str(folder))
+    output.begin("0" * 16)
+    config, tensors = tiny_head(target)
+    for name, data in write_head(config, tensors, "sglang" if below else "eyas").items():
+        output.write(below + name, data)
+    output.finish(stage, {}, {}, {})
+    return folder / below
+
+
+@pytest.mark.parametrize(("stage", "below"), [("train", ""), ("export", "sglang/")])
+def test_a_file_that_is_no_longer_what_was_written_is_named(target, tmp_path, stage, below):
+    folder = artifact_of(target, tmp_path / "made", stage, below)
+    assert check(folder, target) == []
+    weight = tensor(folder, "fc.weight")
+    edit_tensors(folder, {"fc.weight": weight + 0.01 * torch.eye(*weight.shape)})
+    (finding,) = check(folder, target)
+    assert finding.level == "error"
+    assert f"{folder / 'model.safetensors'} has changed since it was {stage.rstrip('e')}ed" in finding.what
+    copied = tmp_path / "copied"
+    shutil.copytree(folder, copied)
+    assert len(check(copied, target)) == (0 if below else 1)  # a form of an export without its manifest is anybody's head
+
+
+def test_a_file_that_is_gone_is_named_and_a_manifest_of_somebody_else_is_none(target, tmp_path):
+    folder = artifact_of(target, tmp_path / "made", "train")
+    (folder / "more.json").write_text("{}")  # not in the manifest
+    assert check(folder, target) == []
+    config, tensors = tiny_head(target)
+    (folder / "model.safetensors").unlink()
+    write_folder(write_head(config, tensors, "eyas", max_shard_bytes=9000), tmp_path / "sharded")
+    for path in (tmp_path / "sharded").glob("*model*"):
+        shutil.copy(path, folder)
+    (finding,) = check(folder, target)
+    assert f"{folder / 'model.safetensors'} is gone" in finding.what
+    other = head_folder(target, tmp_path / "other")
+    (other / "manifest.json").write_text('{"files": ["model.safetensors"]}')
+    assert check(other, target) == []
+
+
+def test_weights_that_are_there_twice_must_be_equal(target, tmp_path):
+    config, tensors = tiny_head(target)
+    folder = write_folder(write_head(config, tensors, "sglang", max_shard_bytes=9000), tmp_path / "head")
+    assert (folder / "model.safetensors.index.json").exists()
+    stored = {name: weight.contiguous() for name, weight in tensors.items()}
+    safetensors.torch.save_file(stored, folder / "model.safetensors")
+    torch.save(stored, folder / "pytorch_model.bin")
+    assert check(folder, target) == []
+    torch.save(stored | {"norm.weight": tensors["norm.weight"] + 1}, folder / "pytorch_model.bin")
+    (finding,) = check(folder, target)
+    assert finding.level == "error"
+    assert "model.safetensors.index.json and pytorch_model.bin in" in finding.what
+    (folder / "pytorch_model.bin").unlink()
+    safetensors.torch.save_file({**stored, "fc.weight": stored["fc.weight"] + 1}, folder / "model.safetensors")
+    (finding,) = check(folder, target)
+    assert "model.safetensors.index.json and model.safetensors in" in finding.what
+    (folder / "model.safetensors").write_bytes(b"cut off")
+    (finding,) = check(folder, target)
+    assert "one cannot be read" in finding.what
+
+
+def test_an_export_is_no_head_but_says_where_they_are(target, tmp_path):
+    for form in ("sglang", "vllm"):
+        head_folder(target, tmp_path / "export" / form, form)
+    with pytest.raises(MissingInputError) as error:
+        check(tmp_path / "export", target)
+    assert all(str(tmp_path / "export" / form) in error.value.hint for form in ("sglang", "vllm"))
+    check_is_head(tmp_path / "export" / "vllm")
+
+
+def test_a_verifier_that_is_another_target_is_named(target, tmp_path):
+    folder = head_folder(target, tmp_path / "head", "vllm")
+    verifier = {"name_or_path": "it", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 32, "vocab_size": 9}
+    first, second = check(edit_config(folder, "speculators_config", verifier=verifier), target)
+    assert "a verifier of Qwen3ForCausalLM, the target is of LlamaForCausalLM" in first.what
+    assert "a verifier of vocab_size 9, the target's is 320" in second.what
+    assert exit_code([first, second]) == 1
+    assert check(edit_config(folder, speculators_config="none"), target) == []

@@ -15,19 +15,35 @@ from eyas import builtin
 from eyas.cli.main import build
 from eyas.errors import CorruptError, EmptyInputError, MissingInputError
 from eyas.export.answers import answered, conversations, decoded
-from eyas.export.check import Finding, check, exit_code, reading_findings, replay_head
-from eyas.export.replay import DECLARED, Part, Replayed, assembled, exchanged, misreadings, paired, replay, swapped_inputs
-from eyas.model.checkpoint import read_head
+from eyas.export.check import UNSAID, check, judged, reading_findings, replay_head
+from eyas.export.finding import Finding, exit_code
+from eyas.export.replay import (
+    DECLARED,
+    PART,
+    Part,
+    Reading,
+    Replayed,
+    assembled,
+    exchanged,
+    misreadings,
+    paired,
+    reordered,
+    replay,
+    swapped_inputs,
+)
+from eyas.model.checkpoint import read_head, write_head
 from eyas.model.config import RopeConfig
 from eyas.model.head import Head
 from eyas.model.target import Target
 from eyas.model.ttt import Slots, unroll
 from tests.tiny import tiny_target
-from tests.tiny_head import edit_config, head_folder, tiny_head
+from tests.tiny_head import edit_config, head_folder, tiny_head, write_folder
 
 NUM_CONVERSATIONS = 8
 STEPS_BY_HEART = 120
-O_PROJ = "midlayer.self_attn.o_proj.weight"
+NEAR = "hidden_norm for input_layernorm"  # the best misreading of the packaged head
+IDS = "eagle_aux_hidden_state_layer_ids"
+Q_PROJ, K_PROJ, V_PROJ, O_PROJ = (f"midlayer.self_attn.{name}_proj.weight" for name in "qkvo")
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +58,11 @@ def world():
     )
 
 
+def replayed(config, tensors, target, answers):
+    """The replay of a head that can be meant in one way."""
+    return replay([Reading(DECLARED, config, tensors)], target, answers)
+
+
 def changed(config, **changes):
     return config.model_copy(update=changes)
 
@@ -50,13 +71,17 @@ FAULTS = {  # how the head is declared, and the reading that must be found to be
     "feature first": (lambda c, t: (c, t | swapped_inputs(c, t)), "feature first, embedding second"),
     "a flag set": (lambda c, t: (changed(c, norm_before_residual=True), t), "norm_before_residual off"),
     "transposed": (lambda c, t: (c, t | {O_PROJ: t[O_PROJ].T}), "o_proj transposed"),
+    "streams": (lambda c, t: (c, t | reordered(t, (1, 0, 2))), "the three streams in the order (1, 0, 2)"),
+    "turned streams": (lambda c, t: (c, t | reordered(t, (1, 2, 0))), "the three streams in the order (2, 0, 1)"),
+    "queries for keys": (lambda c, t: (c, t | exchanged(t, Q_PROJ, K_PROJ)), "q_proj for k_proj"),
+    "keys for values": (lambda c, t: (c, t | exchanged(t, K_PROJ, V_PROJ)), "k_proj for v_proj"),
     "layers one later": (lambda c, t: (changed(c, taps=(2, 6, 9)), t), "layers one earlier (outputs taken for inputs)"),
 }
 
 
 def test_the_right_reading_of_a_sound_head_is_the_best(world):
     target, config, tensors, answers = world
-    declared, *others = replay(config, tensors, target, answers)
+    declared, *others = replayed(config, tensors, target, answers)
     assert declared.reading == DECLARED
     assert declared.tau > 1.8
     assert len(others) >= 10
@@ -68,7 +93,7 @@ def test_the_right_reading_of_a_sound_head_is_the_best(world):
 @pytest.mark.parametrize(("plant", "better"), FAULTS.values(), ids=FAULTS)
 def test_a_misread_head_says_how_it_would_be_right(world, plant, better):
     target, config, tensors, answers = world
-    declared, *others = replay(*plant(config, tensors), target, answers)
+    declared, *others = replayed(*plant(config, tensors), target, answers)
     assert max(others, key=lambda one: one.accepted_drafts).reading == better
     (finding,) = reading_findings([declared, *others])
     assert better in finding.what
@@ -78,9 +103,92 @@ def test_a_misread_head_says_how_it_would_be_right(world, plant, better):
 def test_random_weights_draft_next_to_nothing_and_that_is_said(world):
     target, config, tensors, answers = world
     tensors = tensors | {"lm_head.weight": tensors["lm_head.weight"].roll(1, 0)}
-    (finding,) = reading_findings(replay(config, tensors, target, answers))
+    (finding,) = reading_findings(replayed(config, tensors, target, answers))
     assert finding.level == "warning"
     assert "next to nothing" in finding.what
+
+
+def test_a_lost_attention_drafts_next_to_nothing(world):
+    target, config, tensors, answers = world
+    declared, *others = replayed(config, tensors | {O_PROJ: tensors[O_PROJ] * 1e-6}, target, answers)
+    assert 1.15 < declared.tau < 1.3
+    (finding,) = reading_findings([declared, *others])
+    assert "next to nothing" in finding.what
+
+
+def test_a_reading_far_behind_is_left_behind_and_compared_on_its_own_answers(world):
+    target, config, tensors, answers = world
+    declared, *others = replayed(config, tensors, target, [*answers, *answers])
+    assert len(declared.places) == 2 * len(answers)
+    near, far = (next(one for one in others if one.reading == name) for name in (NEAR, "o_proj transposed"))
+    assert len(far.places) == PART < len(near.places) == len(declared.places)
+    half = Replayed(DECLARED, declared.tau, declared.accepted[:PART], declared.places[:PART])
+    assert far.gain(declared) == far.gain(half)
+
+
+# What can be meant in several ways
+
+
+@pytest.mark.parametrize(
+    ("form", "changes", "meant", "keys"),
+    [
+        ("sglang", {"norm_output": True}, "norm_output before lm_head", '{"norm_output_is_fed_back": false}'),
+        ("vllm", {"norm_before_residual": None}, "as speculators reads it", '{"norm_before_residual": false}'),
+        ("sglang", {"eagle_config": {IDS: [2, 6, 9]}}, "as vLLM reads them", f'{{"{IDS}": [2, 6, 9]}}'),
+    ],
+    ids=["norm_output", "norm_before_residual", "layers"],
+)
+def test_what_is_open_is_replayed_in_each_way_and_the_best_is_named(world, tmp_path, form, changes, meant, keys):
+    _, config, tensors, _ = world
+    folder = edit_config(write_folder(write_head(config, tensors, form), tmp_path / "head"), **changes)
+    (open_to_two, *rest) = check(folder, "builtin")
+    assert open_to_two.level == "error"
+    assert len(open_to_two.meanings) == 2
+    ways, why_not = replay_head(folder, "builtin", few(tmp_path))
+    assert why_not == ""
+    assert meant in ways[0].reading
+    assert {one.reading for one in ways[:2]} == set(open_to_two.meanings)
+    assert ways[0].tau > ways[1].tau
+    told, *more = judged([open_to_two, *rest], ways)
+    assert more == rest
+    assert exit_code([told]) == 2
+    assert all(f"{one.tau:.2f} with {one.reading}" in told.hint for one in ways[:2])
+    assert told.hint.endswith(f"{ways[0].reading} is meant: write {keys}")
+    write = json.loads(keys)
+    assert check(edit_config(folder, **write), "builtin") == rest  # what the hint says to write settles it
+
+
+def test_several_open_questions_are_replayed_together(world, tmp_path):
+    _, config, tensors, _ = world
+    folder = write_folder(write_head(config, tensors, "sglang"), tmp_path / "head")
+    edit_config(folder, norm_output=True, eagle_config={IDS: [2, 6, 9]})
+    ways, _ = replay_head(folder, "builtin", few(tmp_path))
+    assert "before lm_head" in ways[0].reading
+    assert "as inputs" in ways[0].reading
+    findings = judged(check(folder, "builtin"), ways)
+    assert ["is meant: write" in finding.hint for finding in findings if finding.meanings][:1] == [True]
+    beyond = edit_config(folder, eagle_config={IDS: [2, 6, 12]})  # as outputs beyond the target: one way is left of these
+    ways, _ = replay_head(beyond, "builtin", few(tmp_path))
+    assert sum("as outputs" in one.reading for one in ways) == 0
+    assert sum("as inputs" in one.reading for one in ways) == 2
+
+
+def few(folder: Path) -> Path:
+    """Some of the packaged prompts."""
+    with gzip.open(builtin.demo_prompts(), "rt") as lines:
+        (folder / "few.jsonl").write_text("".join(line for line, _ in zip(lines, range(12), strict=False)))
+    return folder / "few.jsonl"
+
+
+def test_a_good_replay_is_as_good_as_a_hash(world):
+    target, config, tensors, answers = world
+    unsaid, other = Finding("warning", UNSAID, ""), Finding("warning", "another", "")
+    good = replayed(config, tensors, target, answers)
+    assert [(one.what, one.level) for one in judged([unsaid, other], good)] == [("another", "warning"), (UNSAID, "note")]
+    assert exit_code(judged([unsaid], good)) == 0
+    bad = replayed(config, tensors | {"lm_head.weight": tensors["lm_head.weight"].roll(1, 0)}, target, answers)
+    assert {one.level for one in judged([unsaid], bad)} == {"warning"}
+    assert judged([unsaid], []) == [unsaid]
 
 
 # The readings, on random heads
@@ -145,6 +253,22 @@ def test_changes_of_order_are_their_own_inverse_or_a_permutation(tiny):
     order = paired(config, tensors | {name: rows})[name][:, 0].tolist()
     assert order[:8] == [0, 2, 4, 6, 1, 3, 5, 7]  # pairs (0 1) (2 3) ... become halves
     assert order[8:16] == [8, 10, 12, 14, 9, 11, 13, 15]
+    config, tensors = tiny_head(tiny, fc_norm=True)
+    back = reordered(tensors | reordered(tensors, (1, 2, 0)), (2, 0, 1))
+    assert back.keys() == {"fc.weight", *(f"fc_norm.{stream}.weight" for stream in range(3))}
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in back.items())
+    _, tensors = tiny_head(tiny, norm_before_fc=True)
+    turned = reordered(tensors, (2, 1, 0))["input_norm.weight"]
+    assert torch.equal(turned, torch.cat(tensors["input_norm.weight"].chunk(3)[::-1]))
+
+
+def test_weights_of_two_shapes_are_not_exchanged(tmp_path):
+    for heads, expected in ((4, True), (2, False)):
+        folder = tiny_target(tmp_path / str(heads), num_key_value_heads=heads)
+        target, (config, tensors) = Target.load(folder), tiny_head(folder)
+        names = {reading.name for reading in misreadings(config, tensors, target)}
+        assert ("q_proj for k_proj" in names) is (tensors[Q_PROJ].shape == tensors[K_PROJ].shape) is expected
+        assert "k_proj for v_proj" in names
 
 
 def test_a_gain_is_paired_over_answers():
@@ -206,10 +330,10 @@ def trained_with(folder: Path, flag: str):
 @pytest.mark.parametrize("flag", ["norm_before_residual", "norm_output"])
 def test_a_lost_flag_is_found_by_what_it_costs(tiny, flag):
     target, config, tensors, answers = trained_with(tiny, flag)
-    declared, *others = replay(config, tensors, target, answers)
+    declared, *others = replayed(config, tensors, target, answers)
     assert declared.tau > 2, declared
     assert list(reading_findings([declared, *others])) == []
-    (finding,) = reading_findings(replay(changed(config, **{flag: False}), tensors, target, answers))
+    (finding,) = reading_findings(replayed(changed(config, **{flag: False}), tensors, target, answers))
     assert finding.level == "error"
     assert f"{flag} on" in finding.what
 
@@ -279,6 +403,19 @@ def test_the_command_ends_with_its_verdict_and_as_json(tmp_path):
     shown = CliRunner().invoke(build(command), [*command, "--no-replay"])
     assert shown.exit_code == 0
     assert "nothing found" in shown.output
+
+
+def test_an_error_is_json_too(tmp_path):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    for folder, named in ((tmp_path / "absent", "no head folder"), (tmp_path / "broken", "not JSON")):
+        command = ["check", str(folder), "--target", "builtin", "--json"]
+        result = CliRunner().invoke(build(command), command)
+        told = json.loads(result.stdout)
+        assert result.exit_code == told["exit_code"] == 2
+        assert named in told["error"]
+        assert told["hint"]
+        assert "error: " in result.stderr
 
 
 def test_a_head_that_cannot_be_read_is_not_replayed(tiny, tmp_path):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -14,8 +15,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from eyas.cli.options import Target
-from eyas.export.check import Finding, check, exit_code, reading_findings, replay_head
-from eyas.export.replay import NUM_DRAFT_STEPS, Replayed
+from eyas.errors import EyasError
+from eyas.export.check import check, judged, replay_head
+from eyas.export.finding import Finding, exit_code
+from eyas.export.replay import LEFT_BEHIND, NUM_DRAFT_STEPS, PART, Replayed
 
 Text = Annotated[
     Path | None,
@@ -30,16 +33,29 @@ def command(
     replay: Annotated[bool, typer.Option(help="run the target on text and the head in every reading of it")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """Print what would serve badly. Exit code 0: nothing found; 1: warnings; 2: errors."""
-    findings = check(head, target)
-    replayed, why_not = replay_head(head, target, text) if replay else ([], "not asked for")
-    findings = sorted([*findings, *reading_findings(replayed)], key=lambda finding: finding.level)
+    """Print what would serve badly. Exit code 0: nothing found, or notes; 1: warnings; 2: errors."""
+    with errors_as_json(head, target, as_json):
+        findings = check(head, target)
+        replayed, why_not = replay_head(head, target, text) if replay else ([], "not asked for")
+    findings = judged(findings, replayed)
     if as_json:
         print(json.dumps(report(head, target, findings, replayed, why_not), ensure_ascii=False))
     else:
         show_readings(replayed, why_not if replay else "")
         show(findings, head)
     raise typer.Exit(exit_code(findings))
+
+
+@contextmanager
+def errors_as_json(head: str, target: str, as_json: bool) -> Iterator[None]:
+    """With as_json, an error is a JSON object on stdout too: `error` and `hint`."""
+    try:
+        yield
+    except EyasError as error:
+        if as_json:
+            told = {"head": head, "target": target, "exit_code": error.exit_code, "error": error.what, "hint": error.hint}
+            print(json.dumps(told, ensure_ascii=False))
+        raise
 
 
 def report(
@@ -57,7 +73,7 @@ def report(
 
 
 def reading_json(one: Replayed, declared: Replayed) -> dict[str, object]:
-    """One reading beside the declared one."""
+    """One reading beside the declared one; tau and drafts are of its own answers, the gain is over these alone."""
     _, share, standard_errors = one.gain(declared)
     return {
         "reading": one.reading,
@@ -67,6 +83,7 @@ def reading_json(one: Replayed, declared: Replayed) -> dict[str, object]:
         "gain": share,
         "standard_errors": standard_errors,
         "places": sum(one.places),
+        "answers": len(one.places),
     }
 
 
@@ -77,13 +94,17 @@ def show_readings(replayed: Sequence[Replayed], why_not: str) -> None:
         console.print(f"not replayed: {escape(why_not)}")
     if not replayed:
         return
-    table = Table("read as", "tau", "drafts", "against declared", box=None)
+    table = Table("read as", "tau", "drafts", "answers", "against declared", box=None)
     for one in replayed:
         _, share, standard_errors = one.gain(replayed[0])
         against = "" if one is replayed[0] else f"{share:+.0%} ({standard_errors:+.1f} se)"
-        table.add_row(escape(one.reading), f"{one.tau:.2f}", f"{one.accepted_drafts:.2f}", against)
+        numbers = (f"{one.tau:.2f}", f"{one.accepted_drafts:.2f}", str(len(one.places)))
+        table.add_row(escape(one.reading), *numbers, against)
     console.print(table)
-    console.print(f"chains of {NUM_DRAFT_STEPS} from {sum(replayed[0].places)} places in {len(replayed[0].places)} answers\n")
+    console.print(
+        f"chains of {NUM_DRAFT_STEPS} from {sum(replayed[0].places)} places in {len(replayed[0].places)} answers, the shortest "
+        f"{PART} first; one that accepts less than {LEFT_BEHIND:.0%} of the declared reading's on these is left at that\n"
+    )
 
 
 def show(findings: Iterable[Finding], head: str) -> None:

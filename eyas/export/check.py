@@ -8,17 +8,23 @@ Letters: V target vocabulary, W draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from eyas.builtin import demo_prompts, resolve_head, resolve_target
 from eyas.errors import EmptyInputError, MismatchError, TemplateError
 from eyas.export.answers import answered
-from eyas.export.replay import ERROR, LEAST_TAU, WARNING, Replayed, replay
+from eyas.export.damage import damage_findings
+from eyas.export.files import check_is_head, file_findings
+from eyas.export.finding import Finding, in_order
+from eyas.export.replay import DECLARED, ERROR, LEAST_TAU, WARNING, Bar, Reading, Replayed, replay
 from eyas.model.checkpoint import (
     EMBED_TOKENS,
     EMBED_TOKENS_SHA256,
@@ -26,29 +32,25 @@ from eyas.model.checkpoint import (
     LM_HEAD,
     SGLANG_ARCHITECTURE,
     Checkpoint,
+    ambiguities,
     decisions,
     embedding_faults,
     head_config,
+    judged_head,
     open_checkpoint,
     own_tensors,
-    read_head,
     refuse,
     setting_faults,
     tensor_faults,
 )
-from eyas.model.config import HeadConfig, TargetConfig, TargetShape
+from eyas.model.config import HeadConfig, TargetConfig, TargetShape, read_config
 from eyas.model.match import match_faults, rope_faults, same_rotation, shape_faults, spelled
 from eyas.model.target import Target
 from eyas.model.vocab import TargetVocabulary
 
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """An error serves wrong or badly for certain; a warning may be meant so."""
-
-    level: Literal["error", "warning"]
-    what: str
-    hint: str
+MEANINGS = "; "  # between the names of meanings that are taken together
+UNSAID = "the head does not say which lm_head it was trained against"
+VERIFIER_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")  # that older speculators wrote
 
 
 def check(head: str | Path, target: str | Path) -> list[Finding]:
@@ -56,13 +58,15 @@ def check(head: str | Path, target: str | Path) -> list[Finding]:
 
     Raises MissingInputError, CorruptError, and MismatchError for what is no EAGLE-3 head or no supported target at all.
     """
-    vocabulary = TargetVocabulary.load(resolve_target(str(target)))
-    checkpoint = open_checkpoint(resolve_head(str(head)))
-    findings = errors(setting_faults(checkpoint))
+    target_folder, folder = resolve_target(str(target)), Path(resolve_head(str(head)))
+    vocabulary = TargetVocabulary.load(target_folder)
+    check_is_head(folder)
+    checkpoint = open_checkpoint(folder)
+    findings = [*file_findings(folder), *setting_findings(checkpoint)]
     try:
         config = head_config(checkpoint, vocabulary.config)
     except MismatchError as fault:
-        return [*findings, *errors([fault]), *value_findings(checkpoint)]
+        return in_order([*findings, *errors([fault]), *value_findings(checkpoint)])
     findings += errors(tensor_faults(config, own_tensors(checkpoint, config)))
     findings += errors(embedding_faults(checkpoint))
     findings += errors(match_faults(config, vocabulary.config, vocabulary.lm_head_sha256))
@@ -70,10 +74,11 @@ def check(head: str | Path, target: str | Path) -> list[Finding]:
         *target_findings(config, vocabulary.config),
         *length_findings(config, vocabulary.config),
         *vocabulary_findings(checkpoint, config, vocabulary),
+        *verifier_findings(checkpoint, vocabulary.config, read_config(target_folder)),
         *value_findings(checkpoint),
         *form_findings(checkpoint),
     ]
-    return sorted(findings, key=lambda finding: finding.level)
+    return in_order(findings)
 
 
 def replay_head(head: str | Path, target: str | Path, text: Path | None = None) -> tuple[list[Replayed], str]:
@@ -87,17 +92,70 @@ def replay_head(head: str | Path, target: str | Path, text: Path | None = None) 
     if not isinstance(vocabulary.config, TargetConfig):
         return [], "the target is of a family that our own decoder does not run"
     try:
-        config, tensors = read_head(resolve_head(str(head)), vocabulary.config)
-        refuse(head, shape_faults(config, vocabulary.config))
+        ways = meanings(resolve_head(str(head)), vocabulary.config)
     except MismatchError as fault:
         return [], f"it cannot be read: {fault.what}"
     loaded = Target.load(folder, vocabulary.config.dtype)
-    tensors.setdefault(LM_HEAD, loaded.lm_head)
+    for way in ways:
+        way.tensors.setdefault(LM_HEAD, loaded.lm_head)
     try:
         answers = answered(loaded, folder, text or demo_prompts())
     except (EmptyInputError, TemplateError) as fault:
         return [], fault.what
-    return replay(config, tensors, loaded, answers), ""
+    return replay(ways, loaded, answers), ""
+
+
+def meanings(folder: str | Path, target: TargetShape) -> list[Reading]:
+    """The head in a folder as its config declares it, or in each way in which that can be meant and run on this target.
+
+    Raises what `read_head` raises, and MismatchError where no way fits.
+    """
+    checkpoint = open_checkpoint(folder)
+    ways: list[Reading] = []
+    misfits: list[MismatchError] = []
+    for chosen in product(*(one.meanings.items() for one in ambiguities(checkpoint))):
+        settings = checkpoint.settings | {key: value for _, keys in chosen for key, value in keys.items()}
+        try:
+            config, tensors = judged_head(folder, replace(checkpoint, settings=settings), target)
+            refuse(folder, shape_faults(config, target))
+        except MismatchError as fault:
+            misfits.append(fault)
+        else:
+            ways.append(Reading(MEANINGS.join(name for name, _ in chosen) or DECLARED, config, tensors))
+    if not ways:
+        raise misfits[0]
+    return ways
+
+
+def judged(findings: Sequence[Finding], replayed: Sequence[Replayed]) -> list[Finding]:
+    """What the lint found as the replay lets it be seen, and what the replay found; errors first."""
+    heard = list(reading_findings(replayed))
+    seen = [settled(finding, replayed) if finding.meanings else finding for finding in findings]
+    if replayed and not heard:
+        hint = "the replay is as good as it would be with its own: nothing to do"
+        seen = [replace(one, level="note", hint=hint) if one.what == UNSAID else one for one in seen]
+    return in_order([*seen, *heard])
+
+
+def settled(finding: Finding, replayed: Sequence[Replayed]) -> Finding:
+    """What can be meant in several ways, with the tau of each in the hint, and what to write if the replay can tell."""
+    best: dict[str, Replayed] = {}
+    for one in replayed:
+        for name in set(one.reading.split(MEANINGS)) & finding.meanings.keys():
+            best[name] = max(one, best.get(name, one), key=lambda it: it.accepted_drafts)
+    if len(best) < 2:
+        return finding
+    first, second, *_ = sorted(best, key=lambda name: -best[name].accepted_drafts)
+    taus = ", ".join(f"{best[name].tau:.2f} with {name}" for name in (first, second))
+    gain = best[first].gain(best[second])
+    keys = json.dumps(finding.meanings[first])
+    told = f"{first} is meant: write {keys}" if over(gain, WARNING) else "which tells too little"
+    return replace(finding, hint=f"{finding.hint}. Replayed, tau is {taus}: {told}")
+
+
+def over(gain: Bar, bar: Bar) -> bool:
+    """Whether a gain counts."""
+    return all(got >= least for got, least in zip(gain, bar, strict=True))
 
 
 def reading_findings(replayed: Sequence[Replayed]) -> Iterator[Finding]:
@@ -106,11 +164,11 @@ def reading_findings(replayed: Sequence[Replayed]) -> Iterator[Finding]:
         return
     declared, others = replayed[0], replayed[1:]
     better = [(one, one.gain(declared)) for one in others]
-    better = [(one, gain) for one, gain in better if all(got >= bar for got, bar in zip(gain, WARNING, strict=True))]
+    better = [(one, gain) for one, gain in better if over(gain, WARNING)]
     for one, gain in sorted(better, key=lambda pair: -pair[1][0])[:1]:
-        certain = all(got >= bar for got, bar in zip(gain, ERROR, strict=True))
+        certain = over(gain, ERROR)
         what = (
-            f"read as {one.reading!r} the head accepts more than as it declares itself: tau {one.tau:.2f} against "
+            f"read as {one.reading!r} the head accepts more than {declared.reading}: tau {one.tau:.2f} against "
             f"{declared.tau:.2f}, {gain[1]:+.0%} drafts ({gain[2]:.1f} standard errors)"
         )
         yield Finding("error" if certain else "warning", what, "correct config.json or the tensors; the table has all readings")
@@ -121,15 +179,15 @@ def reading_findings(replayed: Sequence[Replayed]) -> Iterator[Finding]:
         yield Finding("warning", what, "wrong weights, embeddings or target; or text that it was not trained for: give --text")
 
 
-def exit_code(findings: Iterable[Finding]) -> int:
-    """0 nothing found, 1 warnings only, 2 an error."""
-    levels = {finding.level for finding in findings}
-    return 2 if "error" in levels else 1 if levels else 0
-
-
 def errors(faults: Sequence[MismatchError]) -> list[Finding]:
     """What `read_head` refuses, as findings."""
     return [Finding("error", fault.what, fault.hint) for fault in faults]
+
+
+def setting_findings(checkpoint: Checkpoint) -> list[Finding]:
+    """The faults of the settings; what can be meant in several ways with its meanings."""
+    ways = {one.fault.what: one.meanings for one in ambiguities(checkpoint)}
+    return [replace(one, meanings=ways.get(one.what, {})) for one in errors(setting_faults(checkpoint))]
 
 
 def target_findings(config: HeadConfig, target: TargetShape) -> Iterator[Finding]:
@@ -168,7 +226,7 @@ def vocabulary_findings(checkpoint: Checkpoint, config: HeadConfig, vocabulary: 
     """What the head borrows from the target, or was trained against."""
     trained_with = config.target_lm_head_sha256
     if not trained_with:
-        yield Finding("warning", "the head does not say which lm_head it was trained against", "eyas writes its hash at export")
+        yield Finding("warning", UNSAID, "eyas writes its hash at export; a good replay is as good")
     stored = checkpoint.embed_tokens
     if stored is not None and not config.owns_embeddings:
         ours = vocabulary.embed_tokens.to(stored.dtype)
@@ -188,9 +246,26 @@ def vocabulary_findings(checkpoint: Checkpoint, config: HeadConfig, vocabulary: 
         )
 
 
+def verifier_findings(checkpoint: Checkpoint, target: TargetShape, config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Where a speculators config names another target. config: the target's config.json."""
+    speculators = checkpoint.settings.get("speculators_config")
+    verifier = speculators.get("verifier") if isinstance(speculators, dict) else None
+    if not isinstance(verifier, dict):
+        return
+    hint = "write the target's into speculators_config.verifier, or give the target that the head was trained for"
+    named, own = verifier.get("architectures") or [], config.get("architectures") or []
+    if named and own and not set(named) & set(own):
+        yield Finding("warning", f"the config names a verifier of {', '.join(named)}, the target is of {', '.join(own)}", hint)
+    for key in VERIFIER_SIZES:
+        if verifier.get(key) not in (None, getattr(target, key)):
+            what = f"the config names a verifier of {key} {verifier[key]}, the target's is {getattr(target, key)}"
+            yield Finding("warning", what, hint)
+
+
 def value_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Values and precisions of the tensors."""
     weights = {name: tensor for name, tensor in checkpoint.tensors.items() if tensor.is_floating_point()}
+    finite: dict[str, Tensor] = {}
     if checkpoint.embed_tokens is not None:
         weights["embed_tokens.weight"] = checkpoint.embed_tokens
     for name, tensor in weights.items():
@@ -202,6 +277,9 @@ def value_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
             )
         elif not wide.any():
             yield Finding("error", f"{name} is all zeros", "train or download the head again")
+        else:
+            finite[name] = tensor
+    yield from damage_findings(finite)
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()})
     if len(dtypes) > 1:
         yield Finding("warning", f"tensors are of several precisions: {', '.join(dtypes)}", "export the head again")

@@ -2,7 +2,8 @@
 
 Knows the ways. Does not know forms, nor how acceptance is counted (chain). A reading is a change of the config, of the
 tensors, or of the layers that are tapped; the weights that fit one reading draft badly by another, so the reading that the
-checkpoint declares ought to be the best. WARNING and ERROR say how much better another must be to count.
+checkpoint declares ought to be the best. WARNING and ERROR say how much better another must be to count. A checkpoint that
+can be meant in several ways is declared in all of them, and the best is taken for what is meant.
 
 Letters: H hidden size, W draft vocabulary, V target vocabulary, D head dimension.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
 
 import torch
 from torch import Tensor
@@ -34,7 +36,8 @@ PART = 8  # answers in one forward, of about one length
 Bar = tuple[float, float, float]  # drafts a place, share of the declared reading's, standard errors
 WARNING: Bar = (0.03, 0.02, 1.5)
 ERROR: Bar = (0.06, 0.05, 3.0)
-LEAST_TAU = 1.15  # of the declared reading: below it a head drafts nothing worth its time
+LEAST_TAU = 1.3  # of the declared reading: below it a head drafts nothing worth its time, and the engine warns as well
+LEFT_BEHIND = 0.5  # of the declared reading's drafts after PART answers: one below it is measured no further
 
 Tensors = dict[str, Tensor]
 
@@ -51,7 +54,7 @@ class Reading:
 @dataclass(frozen=True, slots=True)
 class Replayed:
     """What a reading's chain of NUM_DRAFT_STEPS accepted: tau over rounds, and the drafts accepted [answers] from every place
-    of each answer, rounds or not, with the places [answers]."""
+    of each answer, rounds or not, with the places [answers]. One that was left behind has the first answers only."""
 
     reading: str
     tau: float
@@ -67,7 +70,9 @@ class Replayed:
         """What this reading accepts more than another of the same answers: drafts a place, share of its, standard errors.
 
         Answers are the sample, places of one answer are not independent: the ratio estimator's error (Cochran 1977, 6.4).
+        Over this one's answers, which the other must have.
         """
+        other = replace(other, accepted=other.accepted[: len(self.places)], places=other.places[: len(self.places)])
         differences = [one - two for one, two in zip(self.accepted, other.accepted, strict=True)]
         mean = sum(differences) / sum(self.places)
         spread = sum((d - mean * n) ** 2 for d, n in zip(differences, self.places, strict=True)) ** 0.5 / sum(self.places)
@@ -90,23 +95,43 @@ class Features:
         return replace(self, aux_hidden=self.aux_hidden[:T], last_hidden=self.last_hidden[:T])
 
 
-def replay(config: HeadConfig, tensors: Mapping[str, Tensor], target: Target, answers: Sequence[Answered]) -> list[Replayed]:
-    """Every reading's acceptance on the answers, the declared one's first. tensors: as `read_head` gives them, lm_head too."""
+def replay(meanings: Sequence[Reading], target: Target, answers: Sequence[Answered]) -> list[Replayed]:
+    """Every reading's acceptance on the answers: the meaning that accepts most, the other meanings, and its misreadings.
+
+    meanings: what the checkpoint declares, DECLARED, or each of the ways in which that can be meant. tensors: as `read_head`
+    gives them, lm_head too.
+    """
     vocabulary = TargetVocabulary(target.config, target.embed_tokens.float(), target.lm_head.float(), target.lm_head_sha256)
-    readings = [Reading(DECLARED, config, dict(tensors)), *misreadings(config, dict(tensors), target)]
-    layers = sorted({tap for reading in readings for tap in reading.config.taps})
+    ways = [way for one in meanings for way in (one, *other_taps(one.config, one.tensors, target))]
+    layers = sorted({tap for way in ways for tap in way.config.taps})
     parts = [Part.of(target, part, layers) for part in batched(sorted(answers, key=lambda one: len(one.token_ids)), PART)]
-    replayed = []
-    for reading in readings:
-        head, tally = assembled(reading), Tally(NUM_DRAFT_STEPS)
-        accepted, places = Counter[str](), Counter[str]()
-        for number, part in enumerate(parts):
-            for row, matches in measure(head, vocabulary, part.batch(reading.config.taps), NUM_DRAFT_STEPS).spans:
-                tally.walk(matches)
-                accepted[f"{number}/{row}"] += sum(matches)
-                places[f"{number}/{row}"] += len(matches)
-        replayed.append(Replayed(reading.name, tally.tau, [accepted[key] for key in places], list(places.values())))
+    measured = [(one, acceptance(one, parts, vocabulary)) for one in meanings]
+    meant, declared = max(measured, key=lambda pair: pair[1].accepted_drafts)
+    replayed = [declared, *(one for _, one in measured if one is not declared)]
+    for reading in misreadings(meant.config, meant.tensors, target):
+        if reading.tensors is not meant.tensors or reading.config not in [one.config for one in meanings]:
+            replayed.append(acceptance(reading, parts, vocabulary, declared))
     return replayed
+
+
+def acceptance(
+    reading: Reading, parts: Sequence[Part], vocabulary: TargetVocabulary, declared: Replayed | None = None
+) -> Replayed:
+    """What a reading accepts on the answers, or on the first of them if it is left far behind the declared one."""
+    head, tally = assembled(reading), Tally(NUM_DRAFT_STEPS)
+    accepted: list[int] = []
+    places: list[int] = []
+    for part in parts:
+        of_row, places_of_row = Counter[int](), Counter[int]()
+        for row, matches in measure(head, vocabulary, part.batch(reading.config.taps), NUM_DRAFT_STEPS).spans:
+            tally.walk(matches)
+            of_row[row] += sum(matches)
+            places_of_row[row] += len(matches)
+        accepted += [of_row[row] for row in places_of_row]
+        places += places_of_row.values()
+        if declared is not None and sum(accepted) < LEFT_BEHIND * sum(declared.accepted[: len(accepted)]):
+            break
+    return Replayed(reading.name, tally.tau, accepted, places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +179,15 @@ def assembled(reading: Reading) -> Head:
 
 
 def misreadings(config: HeadConfig, tensors: Tensors, target: Target) -> Iterator[Reading]:
-    """The other ways to read a head: of layers, of flags, of its weights' order, of what it borrows."""
+    """The other ways to read a head: of layers, of flags, of its weights' order, of what it borrows; and with parts left out,
+    as weights that are worse than none are no reading's."""
     yield from other_taps(config, tensors, target)
     yield from other_flags(config, tensors)
     yield from other_orders(config, tensors)
+    yield from exchanges(config, tensors)
+    for name, part in {"attention": "self_attn.o_proj", "MLP": "mlp.down_proj"}.items():
+        nothing = torch.zeros_like(tensors[f"{LAYER}{part}.weight"])
+        yield Reading(f"without its {name}", config, tensors | {f"{LAYER}{part}.weight": nothing})
     for name, rope in {"the target's rotary embedding": target.config.rope, "rope_theta 10000": EAGLE_ROPE}.items():
         if not same_rotation(rope, config.rope):
             yield Reading(name, config.model_copy(update={"rope": rope}), tensors)
@@ -194,12 +224,9 @@ def other_flags(config: HeadConfig, tensors: Tensors) -> Iterator[Reading]:
 def other_orders(config: HeadConfig, tensors: Tensors) -> Iterator[Reading]:
     """The same weights in another order than EAGLE's."""
     yield Reading("feature first, embedding second", config, tensors | swapped_inputs(config, tensors))
-    norms = [f"{LAYER}{name}.weight" for name in ("hidden_norm", "input_layernorm")]
-    yield Reading("hidden_norm for input_layernorm", config, tensors | exchanged(tensors, *norms))
-    gates = [f"{LAYER}mlp.{name}_proj.weight" for name in ("gate", "up")]
-    yield Reading("gate_proj for up_proj", config, tensors | exchanged(tensors, *gates))
-    streams = list(reversed(tensors["fc.weight"].chunk(3, dim=1)))
-    yield Reading("the three streams in reverse", config, tensors | {"fc.weight": torch.cat(streams, 1)})
+    for order in permutations(range(3)):
+        if order != (0, 1, 2):
+            yield Reading(f"the three streams in the order {order}", config, tensors | reordered(tensors, order))
     o_proj = tensors[f"{LAYER}self_attn.o_proj.weight"]
     if o_proj.shape[0] == o_proj.shape[1]:
         yield Reading("o_proj transposed", config, tensors | {f"{LAYER}self_attn.o_proj.weight": o_proj.T})
@@ -209,6 +236,30 @@ def other_orders(config: HeadConfig, tensors: Tensors) -> Iterator[Reading]:
         offsets_W = ids_W - torch.arange(len(ids_W))
         t2d_V = torch.zeros_like(tensors["t2d"]).index_fill(0, ids_W, True)
         yield Reading("d2t as ids", config, tensors | {"d2t": offsets_W, "t2d": t2d_V})
+
+
+def exchanges(config: HeadConfig, tensors: Tensors) -> Iterator[Reading]:
+    """Two weights of the layer under each other's names, where both have one shape."""
+    ways = {
+        "hidden_norm for input_layernorm": ("hidden_norm", "input_layernorm"),
+        "gate_proj for up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+        "q_proj for k_proj": ("self_attn.q_proj", "self_attn.k_proj"),
+        "k_proj for v_proj": ("self_attn.k_proj", "self_attn.v_proj"),
+    }
+    for name, pair in ways.items():
+        one, other = (f"{LAYER}{part}.weight" for part in pair)
+        if tensors[one].shape == tensors[other].shape:
+            yield Reading(name, config, tensors | exchanged(tensors, one, other))
+
+
+def reordered(tensors: Tensors, order: Sequence[int]) -> Tensors:
+    """What takes the three features one by one, for a reader that concatenates them in another order."""
+    columns = tensors["fc.weight"].chunk(3, dim=1)
+    changed = {"fc.weight": torch.cat([columns[stream] for stream in order], 1)}
+    if INPUT_NORM in tensors:
+        parts = tensors[INPUT_NORM].chunk(3)
+        changed[INPUT_NORM] = torch.cat([parts[stream] for stream in order])
+    return changed | {name: tensors[FC_NORMS[stream]] for name, stream in zip(FC_NORMS, order, strict=True) if name in tensors}
 
 
 def swapped_inputs(config: HeadConfig, tensors: Tensors) -> Tensors:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -124,6 +124,15 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class Ambiguity:
+    """What a config leaves open, as the fault that it is, and what can be meant by it: for each meaning, who reads it so and
+    the keys that would say it."""
+
+    fault: MismatchError
+    meanings: Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
 class Verifier:
     """What the vLLM form says of the target beside the head: its place, and a default for the length of drafts."""
 
@@ -142,9 +151,17 @@ def read_head(folder: str | Path, target: TargetShape | None = None) -> tuple[He
     Raises MissingInputError, CorruptError, and MismatchError for whatever our Head would compute otherwise than meant.
     """
     checkpoint = open_checkpoint(folder)
-    refuse(folder, setting_faults(checkpoint))
+    read = judged_head(folder, checkpoint, target)
     for decision in decisions(checkpoint):
         log.warning("%s: %s", folder, decision)
+    return read
+
+
+def judged_head(
+    folder: str | Path, checkpoint: Checkpoint, target: TargetShape | None = None
+) -> tuple[HeadConfig, dict[str, Tensor]]:
+    """What `read_head` makes of a checkpoint that is open."""
+    refuse(folder, setting_faults(checkpoint))
     config = head_config(checkpoint, target)
     tensors = own_tensors(checkpoint, config)
     refuse(folder, [*tensor_faults(config, tensors), *embedding_faults(checkpoint)])
@@ -254,7 +271,7 @@ def setting_faults(checkpoint: Checkpoint) -> list[MismatchError]:
     if checkpoint.form == "eyas":
         unknown = sorted(checkpoint.settings.keys() - HeadConfig.model_fields.keys() - {"format"})
         return [MismatchError(f"{HEAD_JSON} has the unknown key {key!r}", "a newer eyas wrote it: use that") for key in unknown]
-    faults = flag_faults(checkpoint)
+    faults = [*flag_faults(checkpoint), *(open_to_two.fault for open_to_two in ambiguities(checkpoint))]
     for variant, meaning in VARIANTS.items():
         if any(checkpoint.stated(variant)):
             faults.append(MismatchError(f"{variant} is set ({meaning}): not supported", "train a head without it"))
@@ -304,26 +321,63 @@ def flag_faults(checkpoint: Checkpoint) -> list[MismatchError]:
     if flags["norm_before_fc"] and (flags["fc_norm"] or True in checkpoint.stated(OLD_FC_NORM)):
         what = "norm_before_fc and fc_norm are both set: no project says in which order"
         faults.append(MismatchError(what, "leave the one that the head was trained with"))
-    if not checkpoint.stated("norm_before_residual"):
-        faults += residual_faults(checkpoint)
-    if flags["norm_output"] and fed_back(checkpoint) is None:
-        what = f"norm_output is set by an unknown writer of {SGLANG_ARCHITECTURE}: it has two meanings"
-        faults.append(MismatchError(what, FED_BACK_HINT))
     return faults
 
 
-def residual_faults(checkpoint: Checkpoint) -> list[MismatchError]:
-    """Whether a config that is silent on norm_before_residual leaves it open."""
-    hint = "write into config.json what the head was trained with"
+def ambiguities(checkpoint: Checkpoint) -> list[Ambiguity]:
+    """Everything in a config that can be meant in several ways; `head_config` takes one of them all the same."""
+    if checkpoint.form == "eyas":
+        return []
+    return [*residual_ambiguity(checkpoint), *norm_output_ambiguity(checkpoint), *layers_ambiguity(checkpoint)]
+
+
+def residual_ambiguity(checkpoint: Checkpoint) -> Iterator[Ambiguity]:
+    """A config that is silent on norm_before_residual where readers differ."""
+    if checkpoint.stated("norm_before_residual"):
+        return
+    key, hint = "norm_before_residual", "write into config.json what the head was trained with"
     if checkpoint.form == "vllm":
-        return [MismatchError("norm_before_residual is not given: vLLM takes that for true, speculators for false", hint)]
-    if checkpoint.architecture == SGLANG_ARCHITECTURE and checkpoint.layer_name == SPECULATORS_LAYER:
+        what = f"{key} is not given: vLLM takes that for true, speculators for false"
+        meanings = {f"{key} on, as vLLM reads it": {key: True}, f"{key} off, as speculators reads it": {key: False}}
+        yield Ambiguity(MismatchError(what, hint), meanings)
+    elif checkpoint.architecture == SGLANG_ARCHITECTURE and checkpoint.layer_name == SPECULATORS_LAYER:
         what = (
-            f"norm_before_residual is not given: {SPECULATORS_LAYER}* in a {SGLANG_ARCHITECTURE} is ModelOpt's or a "
+            f"{key} is not given: {SPECULATORS_LAYER}* in a {SGLANG_ARCHITECTURE} is ModelOpt's or a "
             "converted speculators head, trained with it; engines take its absence for false"
         )
-        return [MismatchError(what, hint)]
-    return []
+        meanings = {f"{key} on, as ModelOpt trains": {key: True}, f"{key} off, as engines read it": {key: False}}
+        yield Ambiguity(MismatchError(what, hint), meanings)
+
+
+def norm_output_ambiguity(checkpoint: Checkpoint) -> Iterator[Ambiguity]:
+    """norm_output in a config that may be SpecForge's."""
+    if True not in checkpoint.stated("norm_output") or fed_back(checkpoint) is not None:
+        return
+    what = f"norm_output is set by an unknown writer of {SGLANG_ARCHITECTURE}: it has two meanings"
+    meanings = {
+        "norm_output before lm_head, as older SpecForge trains": {FED_BACK: False},
+        "norm_output fed back, as SGLang and vLLM read it": {FED_BACK: True},
+    }
+    yield Ambiguity(MismatchError(what, FED_BACK_HINT), meanings)
+
+
+def layers_ambiguity(checkpoint: Checkpoint) -> Iterator[Ambiguity]:
+    """A list of layers in eagle_config alone, which readers agree on only where it begins with 1."""
+    outputs = checkpoint.eagle_settings.get(LAYER_IDS)
+    is_list = isinstance(outputs, list) and all(isinstance(index, int) for index in outputs)
+    if not outputs or not is_list or outputs[0] == 1 or checkpoint.settings.get(LAYER_IDS):
+        return
+    inputs = [index + 1 for index in outputs]
+    what = (
+        f"eagle_config lists the layers {outputs}: where such a list does not begin with 1, some read it as "
+        "the outputs of these layers and some as their inputs"
+    )
+    hint = f"write {LAYER_IDS} at the top level too: there it means inputs, so {outputs} or {inputs}"
+    meanings = {
+        f"layers {outputs} as inputs, as vLLM reads them": {LAYER_IDS: outputs},
+        f"layers {outputs} as outputs, as SGLang's Llama, Qwen and Mistral read them": {LAYER_IDS: inputs},
+    }
+    yield Ambiguity(MismatchError(what, hint), meanings)
 
 
 def fed_back(checkpoint: Checkpoint) -> bool | None:
@@ -517,13 +571,9 @@ def _read_taps(settings: Mapping[str, Any], target: TargetShape | None) -> Taps:
     readings = {tuple(index - 1 for index in entering)} if entering else set()
     if outputs:
         as_inputs = tuple(index - 1 for index in outputs)
-        if outputs[0] != 1 and not entering:
-            raise MismatchError(
-                f"eagle_config lists the layers {outputs}: where such a list does not begin with 1, some read it as "
-                "the outputs of these layers and some as their inputs",
-                f"write {LAYER_IDS} at the top level too: there it means inputs, so {outputs} or {[i + 1 for i in outputs]}",
-            )
-        if outputs[0] == 1 or as_inputs not in readings:
+        if outputs[0] > 1 and not entering:
+            readings.add(as_inputs)  # one of two: see layers_ambiguity
+        elif outputs[0] == 1 or as_inputs not in readings:
             readings.add(tuple(outputs))
     if not readings:
         if target is None:
