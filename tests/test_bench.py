@@ -52,7 +52,8 @@ def test_prompts_in_three_shapes_become_first_turns(tmp_path):
     assert tasks["p"].messages == ({"role": "system", "content": "be kind"}, {"role": "user", "content": "one"})
     assert tasks["m"].messages == ({"role": "system", "content": "x"}, said, said)
     assert tasks["o"].messages == (said,)
-    assert tasks["81"] == Task("81", "writing", ({"role": "user", "content": "compose"},))
+    assert tasks["81"] == Task("81", "writing", ({"role": "user", "content": "compose"},), is_cut=True)
+    assert {prompt_id for prompt_id, task in tasks.items() if task.is_cut} == {"p", "m", "81"}
     assert tasks["5"].messages == (said,)
 
 
@@ -378,11 +379,20 @@ def test_identity_is_what_is_served_or_else_where(prompts):
     assert bench_identity(here, served) == bench_identity(there, served) != bench_identity(here, {})
 
 
-def test_arms_may_have_servers_of_their_own_and_leave_our_field_out(url, prompts, tmp_path):
-    arms = {"one": ArmConfig(), "other": ArmConfig(url=f"{url}/v1")}
+def test_arms_may_have_servers_of_their_own_and_leave_our_field_out(prompts, tmp_path):
+    bodies = [], []
     output = Artifact(str(tmp_path / "bench"))
-    bench(BenchConfig(url=url, arms=arms, prompts=prompts, num_prompts=4, max_tokens=32, temperature=0.5), output)
+    with scripted(bodies=bodies[0]) as one, scripted(bodies=bodies[1]) as other:
+        arms = {"one": ArmConfig(), "other": ArmConfig(url=f"{other}/v1")}
+        bench(BenchConfig(url=one, arms=arms, prompts=prompts, num_prompts=4, max_tokens=5, temperature=0.5), output)
     assert [compared["identical"] for compared in output.read_json("summary.json")["comparisons"]] == [None]
+    assert [len(asked) for asked in bodies] == [2 + 4, 2 + 4]
+    assert not any("speculation" in body for asked in bodies for body in asked)
+
+
+def test_without_the_field_a_server_with_a_head_drafts(url, prompts, tmp_path):
+    output = Artifact(str(tmp_path / "bench"))
+    bench(BenchConfig(url=url, arms={"one": ArmConfig()}, prompts=prompts, num_prompts=4, max_tokens=32), output)
     assert output.read_json("summary.json")["results"][0]["tau"] >= 1
 
 

@@ -74,6 +74,16 @@ def test_a_server_by_itself_is_measured_without_a_comparison(tmp_path, prompts, 
     assert last["output"].startswith("out/bench-")
 
 
+def test_later_turns_that_were_left_out_are_said_to_be(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"question_id": number, "category": "writing", "turns": ["compose it", "rewrite it"][:number]} for number in (1, 2)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with scripted() as url:
+        done = run_eyas("bench", url, "--prompts", path, "--set", "max_tokens=2", "-o", tmp_path / "bench")
+    assert done.exit_code == 0, done.output
+    assert "First turns only: the later turns of 1 conversations were not asked." in done.stderr
+
+
 def test_unlike_servers_are_refused_until_one_insists(tmp_path, prompts):
     shared = ("--prompts", prompts, "--set", "max_tokens=2", "--set", "num_prompts=4", "-o", tmp_path / "bench")
     with scripted() as one, scripted(extra_prompt_tokens=1) as other:

@@ -71,6 +71,12 @@ def test_lengths_that_are_none_are_refused(prompts):
         lengths_of(prompts)
 
 
+def test_lengths_the_wrong_way_round_are_told_so():
+    with pytest.raises(ConfigError, match="the smaller number comes first") as refused:
+        lengths_of("synthetic(512,64)")
+    assert "synthetic(64,512)" in refused.value.hint
+
+
 class Tokenizer:
     """A server that counts: a template of 11 tokens, and one for every so many letters of a word."""
 

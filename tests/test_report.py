@@ -352,10 +352,30 @@ def test_markdown_has_the_same_figures_and_no_cell_can_break_out():
     assert "| chat | eagle over plain | 4 at a time | 7 | 10.00 → 5.50 | 1.82 (1.82–1.82) | 2.00 |" in text
     assert "<script>" not in text
     of_tables = [line for line in text.splitlines() if line.startswith("|")]
-    columns = {9: 0, 6: 0, 7: 0}
+    columns = {9: 0, 6: 0, 7: 0, 5: 0, 4: 0}
     for line in of_tables:
         columns[len(re.findall(r"(?<!\\)\|", line)) - 1] += 1
-    assert columns == {9: 2 + 4, 6: 2 + 2, 7: 2 + 4}
+    assert columns == {9: 2 + 4, 6: 2 + 2, 7: 2 + 4, 5: 2 + 4, 4: 2 + 2}
+
+
+def test_markdown_tells_gaps_whole_answers_and_acceptance_by_position():
+    bench = summary(concurrencies=(1,), num_chunks=5)
+    text = tables.markdown(bench, None, (), "t")
+    assert "| eagle | 1 at a time | 5.50 / 5.50 | 155.00 / 155.00 / 155.00 | 2.20 |" in text
+    assert "| accepted, by position | load | 1 | 2 |" in text
+    assert "| eagle | 1 at a time | 60 % | 67 % |" in text
+    bench["results"].append({**bench["results"][1], "concurrency": 2, "acceptance_by_position": [0.5]})
+    assert "| eagle | 2 at a time | 50 % | – |" in tables.markdown(bench, None, (), "t")
+    assert "by position" not in tables.markdown(summary(arms=("plain",)), None, (), "t")
+
+
+def test_where_later_turns_were_left_out_it_is_said():
+    bench = summary()
+    said = "First turns only: the later turns of 3 conversations were not asked."
+    for number, where in ((3, True), (0, False)):
+        bench["num_cut_prompts"] = number
+        assert (said in words(render(Contents(bench)))) is where
+        assert (said in tables.markdown(bench, None, (), "t")) is where
 
 
 def test_csv_has_a_line_for_every_result_and_comparison():

@@ -143,10 +143,12 @@ def bench(
     output.write_jsonl("rows.jsonl", [row.to_json() for row in run.rows])
     _check_answered(run.rows)
     differences = run.differences()
+    cut = {task.prompt_id for task in read or () if task.is_cut}
     engines = {arm: f"{one.kind} {one.version}" for arm, one in facts.items()}
     summary = {
         **summarise(run.rows, list(config.arms), config.temperature == 0, run.counted, config.objectives, engines),
         "differences": differences,
+        "num_cut_prompts": len(cut & {row.prompt_id for row in run.rows}),
         "compared_anyway": config.compare_anyway,
         "servers": {arm: one.to_json() for arm, one in facts.items()},
         "salted_arms": [arm for arm, one in facts.items() if config.is_salted(arm, one)],

@@ -97,6 +97,7 @@ def render(contents: Contents) -> str:
         tasks=tasks(bench),
         bench=bench,
         config=bench["config"],
+        turns_note=tables.turns_note(bench),
         cache_note=tables.cache_note(bench).replace("`", ""),
         pictures=[(name, Markup(svg), note) for name, svg, note in pictures(contents)],
         said_by=SAID_BY,

@@ -35,7 +35,9 @@ def lengths_of(prompts: str) -> tuple[int, int] | None:
         return None
     match = re.fullmatch(r"synthetic\(\s*(\d+)\s*(?:,\s*(\d+)\s*)?\)", prompts)
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-    if not 1 <= least <= most:
+    if least > most:
+        raise ConfigError(f"prompts: {prompts!r}: the smaller number comes first", f"write synthetic({most},{least})")
+    if not least >= 1:
         raise ConfigError(f"prompts: {prompts!r} has no lengths", "write e.g. synthetic(256) or synthetic(64,512): tokens")
     return least, most
 

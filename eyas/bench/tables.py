@@ -108,13 +108,27 @@ def _body(bench: Mapping[str, Any]) -> Iterable[str]:
                 row["num_failed"],
                 _median(row["ttft_ms"]),
                 _with_interval(row["tpot_ms"]),
-                _tail(row["tpot_ms"]),
+                _parts(row["tpot_ms"], "p90", "p99"),
                 _within(row["throughput_tps"], row["throughput_interval"], 0),
                 _tau(row),
             )
             for row in results
         ),
     )
+    yield from _table(
+        ("arm", "load", "ITL ms p50 / p99", "e2e ms p50 / p90 / p99", "tokens per chunk"),
+        (
+            (
+                row["arm"],
+                _load(row),
+                _parts(row["itl_ms"], "median", "p99"),
+                _parts(row["e2e_ms"], "median", "p90", "p99"),
+                _number(row["tokens_per_chunk"]),
+            )
+            for row in results
+        ),
+    )
+    yield from _positions([row for row in results if row["tau"] is not None and row["acceptance_by_position"]])
     for row in comparisons:
         if drafting(row):
             yield from (f"**{_cell(row['arm'])} {drafting(row)}, {_load(row)}: no speed-up is a head's there.**", "")
@@ -154,12 +168,25 @@ def _body(bench: Mapping[str, Any]) -> Iterable[str]:
     yield from (f"- {one['arm']} and {one['baseline']}, {one['what']}: {_cell(one['text'])}" for one in bench["differences"])
 
 
+def _positions(results: Sequence[Mapping[str, Any]]) -> Iterable[str]:
+    """How often a draft was accepted where all before it were, by its position."""
+    if not results:
+        return
+    most = max(len(row["acceptance_by_position"]) for row in results)
+    shares = ([f"{100 * share:.0f} %" for share in row["acceptance_by_position"]] for row in results)
+    yield from _table(
+        ("accepted, by position", "load", *(str(position) for position in range(1, most + 1))),
+        ((row["arm"], _load(row), *own, *["–"] * (most - len(own))) for row, own in zip(results, shares, strict=True)),
+    )
+
+
 def _provenance(bench: Mapping[str, Any], manifest: Manifest | None, commands: Sequence[str]) -> Iterable[str]:
     machine, config = bench["machine"], bench["config"]
     yield from (
         "",
         f"{config['num_prompts']} prompts of `{config['prompts']}`, up to {config['max_tokens']} tokens, temperature "
         f"{config['temperature']:g}, seed {config['seed']}; arms in turns, block by block. Medians over requests.",
+        *filter(None, [turns_note(bench)]),
         cache_note(bench),
         f"Client's machine: {machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
         f"{machine['system']}.",
@@ -204,6 +231,12 @@ def announced(compared: Mapping[str, Any]) -> dict[str, Any]:
         return dict(compared)
     ratios = ("speedup", "speedup_interval", "paired_speedup", "throughput_ratio") if compared["same_engine"] else ()
     return {**compared, **dict.fromkeys(ratios), "note": drafting(compared)}
+
+
+def turns_note(bench: Mapping[str, Any]) -> str:
+    """Where conversations were cut, that they were; else nothing."""
+    number = bench.get("num_cut_prompts")
+    return f"First turns only: the later turns of {number} conversations were not asked." if number else ""
 
 
 def cache_note(bench: Mapping[str, Any]) -> str:
@@ -255,8 +288,8 @@ def _with_interval(spread: Mapping[str, Any] | None) -> str:
     return _within(spread["median"], None if spread["low"] is None else (spread["low"], spread["high"]))
 
 
-def _tail(spread: Mapping[str, Any] | None) -> str:
-    return "–" if spread is None else f"{_number(spread['p90'])} / {_number(spread['p99'])}"
+def _parts(spread: Mapping[str, Any] | None, *names: str) -> str:
+    return "–" if spread is None else " / ".join(_number(spread[name]) for name in names)
 
 
 def _within(value: float | None, interval: Sequence[float] | None, digits: int = 2) -> str:

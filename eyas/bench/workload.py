@@ -4,7 +4,7 @@
     {"id"?, "messages": [{"role", "content"}, ...]}               a conversation in OpenAI's form
     {"question_id", "category", "turns": [...]}                   Spec-Bench
 
-Each gives one request: what the user says before the assistant's first answer.
+Each gives one request: what the user says before the assistant's first answer. Later turns are left out, and that is told.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import dropwhile, takewhile
 from typing import Any
@@ -25,11 +25,12 @@ from eyas.records import Message
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One request of the benchmark. `category` is the row's own, or its source, or nothing."""
+    """One request of the benchmark. `category` is the row's own, its source, or nothing; is_cut: the user had more to say."""
 
     prompt_id: str
     category: str
     messages: tuple[Message, ...]
+    is_cut: bool = False
 
 
 def read_tasks(url: str, count: int, seed: int, pass_over: bool = False) -> list[Task]:
@@ -86,7 +87,14 @@ def _task(row: Any, number: int, url: str) -> Task:
     if not any(message["role"] == "user" for message in messages):
         raise InputError(f"{url} row {number} has no user turn", 'give rows with "turns" or with "messages"')
     prompt_id = row.get("id", row.get("question_id", number))
-    return Task(str(prompt_id), str(row.get("category", row.get("source", ""))), tuple(messages))
+    num_turns = len(row["turns"]) if row.get("turns") else _num_said(row["messages"])
+    category = str(row.get("category", row.get("source", "")))
+    return Task(str(prompt_id), category, tuple(messages), num_turns > _num_said(messages))
+
+
+def _num_said(messages: Iterable[Mapping[str, Any]]) -> int:
+    """Turns of the user's."""
+    return sum(message["role"] == "user" for message in messages)
 
 
 def _first_turns(row: dict[str, Any]) -> list[Message]:

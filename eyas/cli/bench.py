@@ -18,7 +18,7 @@ from eyas.bench.bench import BenchConfig, bench, bench_identity
 from eyas.bench.client import Client
 from eyas.bench.report import Contents, write_reports
 from eyas.bench.server import Facts, ask_facts
-from eyas.bench.tables import announced
+from eyas.bench.tables import announced, turns_note
 from eyas.cli.options import Overrides, RunFile, override, read_run_file, stage_config
 from eyas.cli.results import show_table
 from eyas.cli.stage import perform
@@ -57,6 +57,8 @@ def command(
     measured = perform("bench", Artifact(folder), lambda artifact, track: bench(config, artifact, track))
     summary = measured.read_json("summary.json")
     show_table(summary)
+    if cut := turns_note(summary):
+        console.print(cut, style="yellow", highlight=False)
     for one in summary["differences"]:
         console.print(f"{one['arm']} and {one['baseline']}: {escape(one['text'])}", style="yellow", highlight=False)
     manifest = measured.manifest("bench")
