@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -360,6 +361,13 @@ def test_the_data_of_a_foreign_head_is_quoted_from_its_card(target, tmp_path):
 def test_a_card_that_says_nothing_of_a_licence_gives_none(card):
     assert Origin.of(card) == Origin()
     assert Origin.of(card).licence is None
+
+
+def test_the_packaged_heads_card_has_the_hashes_of_its_files():
+    folder = builtin.head_folder()
+    for name in ("eyas_head.json", "model.safetensors"):
+        digest = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        assert f"| `{name}` | `{digest}` |" in (folder / "README.md").read_text()
 
 
 def test_the_packaged_head_keeps_its_licence_and_its_sources(tmp_path):
