@@ -16,6 +16,8 @@ from eyas.errors import ConfigError, EyasError, InputError
 from eyas.serve.server import ServeConfig
 from tests.tiny import tiny_target
 
+CHAIN = "fixed(3,1,4)"
+
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
@@ -39,8 +41,8 @@ def options(arguments):
     return dict(zip(arguments[first::2], arguments[first + 1 :: 2], strict=True))
 
 
-def config(target, head, **settings):
-    engine = {"speculation": "fixed(3,4,8)", **settings.pop("engine", {})}
+def config(target, head, speculation="fixed(3,4,8)", **settings):
+    engine = {"speculation": speculation, **settings.pop("engine", {})}
     return ServeConfig(target=target, head=str(head), engine=engine, **settings)
 
 
@@ -66,12 +68,53 @@ def test_sglang_gets_the_head_the_tree_and_the_address(target, head):
 
 
 def test_vllm_gets_the_head_and_the_address(target, head):
-    started = engine_command(EngineName.VLLM, config(target, head, engine={"max_batch": 16, "max_length": 512}))
+    settings = config(target, head, CHAIN, engine={"max_batch": 16, "max_length": 512})
+    started = engine_command(EngineName.VLLM, settings)
     assert started.arguments[:3] == ["vllm", "serve", target]
     given = options(started.arguments)
     speculation = json.loads(given.pop("--speculative-config"))
     assert speculation == {"method": "eagle3", "model": str(head / "vllm"), "num_speculative_tokens": 3}
-    assert given == {"--host": "127.0.0.1", "--port": "8000", "--max-num-seqs": "16", "--max-model-len": "512"}
+    assert given == {
+        "--host": "127.0.0.1",
+        "--port": "8000",
+        "--served-model-name": settings.served_model,
+        "--max-num-seqs": "16",
+        "--max-model-len": "512",
+    }
+
+
+def test_the_model_has_the_name_that_our_server_gives_it(target, head):
+    for engine in EngineName:
+        for settings in ({}, {"model": "mine"}):
+            asked = config(target, head, CHAIN, **settings)
+            assert options(engine_command(engine, asked).arguments)["--served-model-name"] == asked.served_model
+        builtin = ServeConfig(target="builtin", head=str(head))
+        assert options(engine_command(engine, builtin).arguments)["--served-model-name"] == "eyas"
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"speculation": "fixed(3,4,8)"},
+        {"speculation": "auto(3,1,8)"},
+        {"speculation": "fixed", "tree_topk": 2},
+        {"num_draft_steps": 3, "num_verify_tokens": 12},
+    ],
+)
+def test_a_tree_is_refused_for_vllm(target, head, engine):
+    """It drafts chains, and one that was asked for a tree would be thought to draft it."""
+    with pytest.raises(ConfigError, match="vLLM drafts chains"):
+        engine_command(EngineName.VLLM, ServeConfig(target=target, head=str(head), engine=engine))
+
+
+@pytest.mark.parametrize(
+    ("engine", "steps"),
+    [({}, 6), ({"num_draft_steps": 3}, 3), ({"speculation": "auto", "num_draft_steps": 3, "num_verify_tokens": 4}, 3)],
+)
+def test_our_own_defaults_are_no_tree_that_was_asked_for(target, head, engine, steps):
+    started = engine_command(EngineName.VLLM, ServeConfig(target=target, head=str(head), engine=engine))
+    speculation = json.loads(options(started.arguments)["--speculative-config"])
+    assert speculation["num_speculative_tokens"] == steps
 
 
 def test_a_folder_in_the_engine_s_own_form_will_do(target, head):
@@ -80,9 +123,9 @@ def test_a_folder_in_the_engine_s_own_form_will_do(target, head):
     with pytest.raises(InputError, match="vLLM's form"):
         engine_command(EngineName.SGLANG, config(target, head / "vllm"))
     with pytest.raises(InputError, match="SGLang's form"):  # vLLM would take its layer ids for its own
-        engine_command(EngineName.VLLM, config(target, head / "sglang"))
+        engine_command(EngineName.VLLM, config(target, head / "sglang", CHAIN))
     with pytest.raises(InputError, match="no head that vLLM loads"):
-        engine_command(EngineName.VLLM, config(target, target.rstrip("/") + "/.."))
+        engine_command(EngineName.VLLM, config(target, target.rstrip("/") + "/..", CHAIN))
 
 
 @pytest.mark.parametrize(
@@ -97,8 +140,8 @@ def test_a_folder_in_the_engine_s_own_form_will_do(target, head):
 )
 def test_settings_that_the_engine_is_not_told_of_are_refused(target, head, settings):
     for engine in EngineName:
-        with pytest.raises(ConfigError):
-            engine_command(engine, config(target, head, **settings))
+        with pytest.raises(ConfigError, match=r"is not told of|speculation is off"):
+            engine_command(engine, config(target, head, CHAIN, **settings))
 
 
 def test_without_a_head_there_is_nothing_to_start(target):
@@ -111,14 +154,14 @@ def test_an_engine_that_is_not_there_is_said(target, head, monkeypatch):
     monkeypatch.setattr(engines.shutil, "which", lambda _: None)
     for engine, title in ((EngineName.SGLANG, "SGLang"), (EngineName.VLLM, "vLLM")):
         with pytest.raises(EyasError, match=f"{title} is not installed"):
-            start(engine, engine_command(engine, config(target, head)))
+            start(engine, engine_command(engine, config(target, head, CHAIN)))
 
 
 def test_an_engine_that_is_there_takes_the_process_over(target, head, monkeypatch):
     started = []
     monkeypatch.setattr(engines.shutil, "which", lambda name: f"/bin/{name}")
     monkeypatch.setattr(engines.os, "execvp", lambda name, arguments: started.append((name, arguments)))
-    command = engine_command(EngineName.VLLM, config(target, head))
+    command = engine_command(EngineName.VLLM, config(target, head, CHAIN))
     start(EngineName.VLLM, command)
     assert started == [("vllm", command.arguments)]
 

@@ -1,7 +1,7 @@
 """SGLang and vLLM as `eyas serve --engine` starts them: their commands, from the same settings as ours. Imports neither.
 
 The flags of speculation are those of the exported head's card (eyas.export.launch.Launch). A setting that an engine is not told
-of is refused, since it would be thought to hold.
+of is refused, since it would be thought to hold; so is a tree for vLLM. The model has the name that ours serves it by.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 
 from eyas.builtin import resolve_head, resolve_target
 from eyas.builtin.hub import is_hub_id
+from eyas.engine.policy import Speculation
 from eyas.errors import ConfigError, EyasError, InputError, MissingInputError
 from eyas.export.launch import Launch, parse
 from eyas.serve.server import ServeConfig
@@ -36,19 +37,19 @@ FLAGS = {
     EngineName.SGLANG: {
         "host": "--host",
         "port": "--port",
-        "model": "--served-model-name",
+        "served_model": "--served-model-name",
         "engine.max_batch": "--max-running-requests",
     },
     EngineName.VLLM: {
         "host": "--host",
         "port": "--port",
-        "model": "--served-model-name",
+        "served_model": "--served-model-name",
         "engine.max_batch": "--max-num-seqs",
     },
 }
-_ALWAYS = ("host", "port")
+_ALWAYS = ("host", "port", "served_model")
 _SIZES = ("speculation", "num_draft_steps", "tree_topk", "num_verify_tokens", "max_length")
-_IN_LAUNCH = {"target", "head", "dtype", *(f"engine.{name}" for name in _SIZES)}
+_IN_LAUNCH = {"target", "head", "dtype", "model", *(f"engine.{name}" for name in _SIZES)}
 _TITLES = {EngineName.SGLANG: "SGLang", EngineName.VLLM: "vLLM"}
 
 
@@ -80,6 +81,8 @@ def engine_command(engine: EngineName, config: ServeConfig, extra: str = "") -> 
     sizes = config.engine.parsed()
     if sizes.mode == "off":
         raise ConfigError("speculation is off", f"run {_TITLES[engine]} by itself, or leave --speculation out")
+    if engine is EngineName.VLLM:
+        _refuse_tree(config, sizes)
     launch = Launch(
         target,
         sizes.num_draft_steps,
@@ -110,6 +113,17 @@ def start(engine: EngineName, started: Started) -> None:
             f"install {engine.value} into this environment, or see what would be run with --print-command",
         )
     os.execvp(started.arguments[0], started.arguments)  # does not come back
+
+
+def _refuse_tree(config: ServeConfig, sizes: Speculation) -> None:
+    """Raises ConfigError for a tree that was asked for; those that are our defaults were not."""
+    given = config.engine.model_fields_set
+    is_stated = "speculation" in given and "(" in config.engine.speculation
+    branches = sizes.tree_topk if is_stated or "tree_topk" in given else 1
+    nodes = sizes.num_verify_tokens if is_stated or "num_verify_tokens" in given else sizes.num_draft_steps + 1
+    if branches > 1 or nodes != sizes.num_draft_steps + 1:
+        chain = f"fixed({sizes.num_draft_steps},1,{sizes.num_draft_steps + 1})"
+        raise ConfigError(f"vLLM drafts chains: {sizes} is a tree", f"ask for a chain of as many steps: {chain}")
 
 
 def _given(config: ServeConfig) -> Iterator[str]:
