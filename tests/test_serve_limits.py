@@ -83,15 +83,28 @@ def test_a_rate_is_each_clients_own_and_says_when_to_come_again(monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: now)
     door = Door(LimitsConfig(requests_per_minute=3))
     for _ in range(3):
-        assert door.enter("", "a") == "a"
+        door.count("a")
     with pytest.raises(ApiError) as refused:
-        door.enter("", "a")
+        door.count("a")
     assert (refused.value.status, refused.value.retry_after) == (429, 20)
-    assert door.enter("", "b") == "b"
+    door.count("b")
     now += 20.0
-    door.enter("", "a")
+    door.count("a")
     with pytest.raises(ApiError):
-        door.enter("", "a")
+        door.count("a")
+
+
+def test_the_log_says_whom_it_turned_away(world, tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="eyas.serve")
+    keys = tmp_path / "keys"
+    keys.write_text("a-key\n")
+    with world.served(limits=LimitsConfig(api_keys=keys, requests_per_minute=1)) as client:
+        for key in ("wrong", "a-key", "a-key"):
+            httpx.get(f"{client.url}/v1/models", headers={"authorization": f"Bearer {key}"})
+    unknown, let_in, too_often = [one.data for one in caplog.records if one.getMessage() == "request"]
+    assert (unknown["status"], unknown["client"]) == (401, "127.0.0.1")
+    assert let_in["client"].startswith("key-")
+    assert (too_often["status"], too_often["client"]) == (429, let_in["client"])
 
 
 def test_the_official_client_understands_a_rate(world):

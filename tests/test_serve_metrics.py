@@ -15,7 +15,7 @@ from eyas.log import JsonFormatter
 from eyas.serve.app import Extras
 from eyas.serve.drift import DriftConfig
 from eyas.serve.reference import Reference
-from tests.serving import MAX_LENGTH, MODEL, World, ask, post
+from tests.serving import MAX_LENGTH, MESSAGES, MODEL, World, ask, post
 from tests.tiny_head import head_folder
 
 
@@ -51,18 +51,22 @@ def test_metrics_add_up_to_the_requests_that_were_made(speculating):
     replies = [ask(speculating, max_tokens=tokens, n=samples) for tokens, samples in ((24, 1), (10, 2))]
     list(ask(speculating, max_tokens=12, stream=True))
     post(speculating, {"model": MODEL, "messages": []})
+    refused = post(speculating, {"model": MODEL, "messages": MESSAGES, "guided_regex": "("})
+    assert refused.status_code == 400
     found = scraped(speculating)
     assert found["eyas:generation_tokens_total",] == 24 + 20 + 12
     assert found["eyas:request_success_total", ("finished_reason", "length")] == 4
     path = ("endpoint", "/v1/chat/completions")
     assert found["eyas:http_requests_total", path, ("status", "200")] == 3
-    assert found["eyas:http_requests_total", path, ("status", "400")] == 1
+    assert found["eyas:http_requests_total", path, ("status", "400")] == 2
     for name in ("time_to_first_token", "request_time_per_output_token", "e2e_request_latency"):
         assert found[f"eyas:{name}_seconds_count",] == 3
     assert 0 < found["eyas:time_to_first_token_seconds_sum",] <= found["eyas:e2e_request_latency_seconds_sum",]
     assert found["eyas:num_requests_running",] == found["eyas:num_requests_waiting",] == found["eyas:kv_cache_usage_perc",] == 0
     assert found["eyas:kv_cache_pages",] == found["eyas:kv_cache_pages_available",] > 0
-    assert found["eyas:prompt_tokens_total",] >= sum(reply.usage.prompt_tokens for reply in replies)
+    # The refused prompt is no answered one; the stream's is that of both others.
+    assert found["eyas:prompt_tokens_total",] == 3 * replies[0].usage.prompt_tokens
+    assert found["eyas:request_prompt_tokens_sum",] == found["eyas:prompt_tokens_total",]
     assert found["eyas:prefix_cache_hits_total",] > 0
     assert 0 <= found["eyas:device_idle_share",] < 1
 

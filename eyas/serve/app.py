@@ -174,9 +174,9 @@ class _Api:
         async def answered(http: HttpRequest) -> Response:
             exchange = Exchange.of(http)
             try:
-                exchange.client = self._door.enter(
-                    http.headers.get("authorization", ""), http.client.host if http.client else ""
-                )
+                exchange.client = http.client.host if http.client else ""
+                exchange.client = self._door.name(http.headers.get("authorization", ""), exchange.client)
+                self._door.count(exchange.client)
                 exchange.read_headers()
                 response = await handle(http, exchange)
             except ApiError as error:

@@ -50,14 +50,10 @@ class Door:
         self._rate = limits.requests_per_minute
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # name: requests left, as of when
 
-    def enter(self, authorization: str, address: str) -> str:
-        """The name of the client, for the log: of its key, else its address. Raises ApiError 401 or 429."""
-        name = self._name(authorization) if self._digests else address
-        if self._rate is not None:
-            self._count(name, self._rate)
-        return name
-
-    def _name(self, authorization: str) -> str:
+    def name(self, authorization: str, address: str) -> str:
+        """The name of the client, for the log: of its key, else its address. Raises ApiError 401."""
+        if not self._digests:
+            return address
         scheme, _, key = authorization.partition(" ")
         digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
         # All are compared, each in constant time: how long it takes tells nothing of the keys.
@@ -67,7 +63,10 @@ class Door:
             raise ApiError(401, f"{what}: send authorization: Bearer KEY", code="invalid_api_key")
         return f"key-{digest.hex()[:8]}"
 
-    def _count(self, name: str, rate: int) -> None:
+    def count(self, name: str) -> None:
+        """A request of this client. Raises ApiError 429."""
+        if (rate := self._rate) is None:
+            return
         now = time.monotonic()
         left, since = self._buckets.pop(name, (float(rate), now))
         left = min(rate, left + (now - since) * rate / 60)

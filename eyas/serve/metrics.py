@@ -107,7 +107,8 @@ class Metrics(Collector):
         for ending in answer.endings:
             if ending is not None:
                 self._ended.labels(**self._labels, finished_reason=ending).inc()
-        self._prompt_tokens.labels(**self._labels).inc(answer.num_prompt_tokens)
+        if answer.first_at is not None:  # else the engine refused it, or nobody waited for it
+            self._prompt_tokens.labels(**self._labels).inc(answer.num_prompt_tokens)
         self._tokens.labels(**self._labels).inc(answer.num_tokens)
         self._accept_hist.extend([0] * (len(answer.accept_hist) - len(self._accept_hist)))
         for accepted, count in enumerate(answer.accept_hist):
