@@ -1,8 +1,8 @@
 """What a server will give: time per token with and without the head, by concurrency, before one runs.
 
 Held-out answers are played back (`replay`) as `eyas bench` asks for them: so many clients, blocks of a few prompts a client,
-the arms in turns, one load after the other, all at one engine, so that most prompts are found in its cache. A time per token
-is a client's: from the first token to the last, with what prefills of others take in between.
+the arms in turns, one load after the other, all at one engine, where an arm at a load finds no prompt of another's in the cache.
+A time per token is a client's: from the first token to the last, with what prefills of others take in between.
 
 No round with trees is shorter than a plain round of the same requests, so no answer gets faster than its tokens per round:
 `held_to_tau` holds the prediction to that.
@@ -184,10 +184,10 @@ def play(theatre: Theatre, parts: Sequence[Sequence[str]], concurrency: int) -> 
     """The answers without and with the head, by name: the arms take turns, after a few answers that are not counted."""
     arms: dict[str, dict[str, Played]] = {PLAIN: {}, HEAD: {}}
     for arm in arms:
-        theatre.ask(arm, parts[0][: max(concurrency, 2)], concurrency, arm == HEAD)
+        theatre.ask(f"{arm} before {concurrency}", parts[-1][: max(concurrency, 2)], concurrency, arm == HEAD)
     for number, names in enumerate(parts):
         for arm in arms if number % 2 == 0 else reversed(arms):
-            arms[arm].update(theatre.ask(arm, names, concurrency, arm == HEAD))
+            arms[arm].update(theatre.ask(f"{arm} at {concurrency}", names, concurrency, arm == HEAD))
     return arms[PLAIN], arms[HEAD]
 
 

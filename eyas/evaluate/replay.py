@@ -224,7 +224,7 @@ class Theatre:
     def ask(self, arm: str, names: Sequence[str], concurrency: int, speculates: bool) -> dict[str, Played]:
         """So many clients, each asking for the next answer when it has its own; the answers by name.
 
-        arm: of a name that no request under way has.
+        arm: of a name that no request under way has; what it asks is in the cache for itself alone.
         """
         waiting, free = deque(names), [self._policy.clock_ms] * concurrency
         played: dict[str, Played] = {}
@@ -257,4 +257,4 @@ class Theatre:
     def _request(self, arm: str, name: str, speculates: bool) -> Request:
         answer = self._recording.answers[name]
         params = SamplingParams(temperature=self._recording.temperature, max_tokens=len(answer.token_ids))
-        return Request(f"{arm}/{name}", answer.prompt_ids, params, speculates)
+        return Request(f"{arm}/{name}", answer.prompt_ids, params, speculates, cache_salt=arm)
