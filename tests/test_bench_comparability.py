@@ -15,7 +15,7 @@ HERE = Facts("http://here", "m", "eyas", None, "bfloat16")
 
 
 def served(**changes):
-    return dataclasses.replace(HERE, url="http://there", **changes)
+    return dataclasses.replace(HERE, **{"url": "http://here:8001", **changes})
 
 
 def replies(count=8, **changes):
@@ -42,7 +42,13 @@ def test_another_precision_is_refused_and_silence_is_said():
 def test_another_engine_is_said():
     (said,) = of_servers(HERE, served(kind="vllm", version="0.32"))
     assert (said.what, said.refused) == ("engine", False)
-    assert "eyas against vllm 0.32" in said.text
+    assert "eyas at here against vllm 0.32 at here" in said.text
+
+
+def test_the_same_engine_on_another_host_is_another():
+    (said,) = of_servers(HERE, served(url="http://there"))
+    assert (said.what, said.refused) == ("engine", False)
+    assert "eyas at here against eyas at there" in said.text
 
 
 @pytest.mark.parametrize(

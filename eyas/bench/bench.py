@@ -144,7 +144,7 @@ def bench(
     _check_answered(run.rows)
     differences = run.differences()
     cut = {task.prompt_id for task in read or () if task.is_cut}
-    engines = {arm: f"{one.kind} {one.version}" for arm, one in facts.items()}
+    engines = {arm: one.engine for arm, one in facts.items()}
     summary = {
         **summarise(run.rows, list(config.arms), config.temperature == 0, run.counted, config.objectives, engines),
         "differences": differences,

@@ -1,6 +1,6 @@
 """Whether two arms did the same work, from what their servers told and what they answered. Pure functions.
 
-    engine      who serves, in which version                    not the same: a ratio of engines, said
+    engine      who serves, in which version, on which host     not the same: a ratio of engines or hosts, said
     precision   what the servers say they compute in            not the same: not comparable
     prompts     tokens of one prompt                            not the same: another tokenizer or template; not comparable
     counts      who counted the answers' tokens                 not the same: not comparable
@@ -46,10 +46,9 @@ def of_servers(baseline: Facts, arm: Facts) -> list[Difference]:
 
 
 def _engines(baseline: Facts, arm: Facts) -> Iterable[Difference]:
-    ours, theirs = (" ".join(filter(None, (one.kind, one.version))) for one in (baseline, arm))
-    if ours != theirs:
-        what = f"{ours} against {theirs}: the ratio of two engines, which is no speed-up by speculation and may be above tau"
-        yield Difference("engine", what, False)
+    if baseline.engine != arm.engine:
+        what = f"{baseline.engine} against {arm.engine}: the ratio of two engines or hosts"
+        yield Difference("engine", f"{what}, which is no speed-up by speculation and may be above tau", False)
 
 
 def _precisions(baseline: Facts, arm: Facts) -> Iterable[Difference]:

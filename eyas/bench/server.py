@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from eyas.bench import metrics
 from eyas.bench.client import Client
@@ -38,6 +39,11 @@ class Facts:
     has_head: bool | None = None
     speculation: str | None = None  # SGLang's algorithm and its sizes
     target_fingerprint: str | None = None
+
+    @property
+    def engine(self) -> str:
+        """Who serves, and on which host: where it is not the same, a ratio of times is no speed-up by speculation."""
+        return f"{' '.join(filter(None, (self.kind, self.version)))} at {urlsplit(self.url).hostname}"
 
     @property
     def takes_cache_salt(self) -> bool:
