@@ -1,8 +1,8 @@
 """What a server will give: time per token with and without the head, by concurrency, before one runs.
 
 Held-out answers are played back (`replay`) as `eyas bench` asks for them: so many clients, blocks of a few prompts a client,
-the arms in turns, one load after the other, all at one engine, where an arm at a load finds no prompt of another's in the cache.
-A time per token is a client's: from the first token to the last, with what prefills of others take in between.
+the arms in turns, one load after the other, all at one engine, where an arm at a load finds no prompt of another's in the
+cache. A time per token is a client's: from the first token to the last, with what prefills of others take in between.
 
 No round with trees is shorter than a plain round of the same requests, so no answer gets faster than its tokens per round:
 `held_to_tau` holds the prediction to that.
