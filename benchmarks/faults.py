@@ -2,8 +2,8 @@
 
 Each fault is one edit of a sound export, such as trainers, converters and people make. A fault is found if the check ends with
 another exit code than 0: by the lint, from the files alone, or by the replay, from what each reading accepts. Sound heads are
-the packaged one in every form of EAGLE-3 heads, and those given by --head: nothing may be reported on them but what they do
-not say. For a head that was trained with a norm flag, the loss of that flag is planted too.
+the packaged one in every form of EAGLE-3 heads, and those given by --head: nothing may be reported on them but what their form
+brings with it. For a head that was trained with a norm flag, the loss of that flag is planted too.
 
     python benchmarks/faults.py [--quick] [--head FOLDER ...]
 """
@@ -14,6 +14,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,19 +24,22 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from eyas.artifact import Artifact
 from eyas.builtin import demo_prompts, head_folder, target_folder
 from eyas.errors import MismatchError
 from eyas.export.answers import NUM_CONVERSATIONS, Answered, answered
 from eyas.export.check import check, judged, meanings
 from eyas.export.finding import Finding, exit_code
-from eyas.export.replay import exchanged, paired, replay, swapped_inputs
+from eyas.export.replay import exchanged, paired, reordered, replay, swapped_inputs
 from eyas.model.checkpoint import EMBED_TOKENS, LAYER, LM_HEAD, Form, Verifier, read_head, write_head
 from eyas.model.config import HeadConfig, TargetConfig
 from eyas.model.target import Target
 from eyas.model.vocab import TargetVocabulary
+from eyas.model.weights import weight_files
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 QUICK = 12  # conversations
+SHARD_BYTES = 2_000_000
 Tensors = dict[str, Tensor]
 Settings = dict[str, Any]
 
@@ -61,11 +65,12 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An edit of a head in one form."""
+    """An edit of a head in one form, and of its folder afterwards."""
 
     name: str
     form: Form
-    plant: Callable[[Head], object]
+    plant: Callable[[Head], object] = lambda head: None
+    in_folder: Callable[[Path], object] = lambda folder: None
 
 
 def setting(**changes: Any) -> Callable[[Head], None]:
@@ -99,15 +104,81 @@ def with_first(value: float) -> Callable[[Tensor], Tensor]:
     return lambda tensor: tensor.flatten().index_fill(0, torch.tensor([0]), value).view(tensor.shape)
 
 
+def scaled(factor: float) -> Callable[[Tensor], Tensor]:
+    """All values times a number."""
+    return lambda tensor: tensor * factor
+
+
+def streams(*order: int) -> Callable[[Head], None]:
+    """fc for features in another order."""
+    return lambda head: head.tensors.update(reordered(head.tensors, order))
+
+
+def half_moved(tensor: Tensor) -> Tensor:
+    """The first half of the rows one on."""
+    rows = len(tensor) // 2
+    return torch.cat((tensor[:rows].roll(1, 0), tensor[rows:]))
+
+
+def other_words(head: Head) -> None:
+    """d2t and t2d of another vocabulary, in themselves sound: each token is its neighbour."""
+    ids_W = head.tensors["d2t"] + torch.arange(len(head.tensors["d2t"]))
+    mask_V = torch.zeros_like(head.tensors["t2d"]).index_fill(0, ids_W, True).roll(1)
+    ids_W = mask_V.nonzero()[:, 0]
+    head.tensors |= {"d2t": ids_W - torch.arange(len(ids_W)), "t2d": mask_V}
+
+
+def another_verifier(head: Head) -> None:
+    """A config that names another target."""
+    head.settings["speculators_config"]["verifier"] |= {"name_or_path": "another", "architectures": ["Qwen3ForCausalLM"]}
+
+
+def as_exported(folder: Path) -> Path:
+    """The folder with a manifest of what is in it."""
+    output = Artifact(str(folder))
+    output.begin("0" * 16)
+    output.finish("export", {}, {}, {})
+    return folder
+
+
+def weight_changed_later(folder: Path) -> None:
+    """One weight of an export changed."""
+    path = as_exported(folder) / "model.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    safetensors.torch.save_file(tensors | {"fc.weight": with_first(1.0)(tensors["fc.weight"])}, path)
+
+
+def config_changed_later(folder: Path) -> None:
+    """A key added to the config of an export."""
+    path = as_exported(folder) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"use_cache": True}))
+
+
+def in_shards_too(folder: Path, change: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Path:
+    """The weights in shards beside the one file, fc changed."""
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    tensors["fc.weight"] = change(tensors["fc.weight"])
+    for name, data in weight_files(tensors, SHARD_BYTES).items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def pickled_too(folder: Path, change: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Path:
+    """The weights as pytorch_model.bin beside the one file, fc changed."""
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    torch.save(tensors | {"fc.weight": change(tensors["fc.weight"])}, folder / "pytorch_model.bin")
+    return folder
+
+
 def truncated(head: Head) -> None:
     """A vocabulary cut to its first 1,500 tokens, and a config that does not know of it."""
     head.tensors |= {name: head.tensors[name][:1500] for name in ("d2t", LM_HEAD)}
 
 
-def foreign_embeddings(head: Head) -> None:
-    """Embeddings of random numbers where nothing says whose they are."""
+def foreign_embeddings(head: Head, change: Callable[[Tensor], Tensor] = noise) -> None:
+    """Embeddings that were changed where nothing says whose they are."""
     head.settings.pop("target_embed_tokens_sha256")
-    head.tensors[EMBED_TOKENS] = noise(head.tensors[EMBED_TOKENS])
+    head.tensors[EMBED_TOKENS] = change(head.tensors[EMBED_TOKENS])
 
 
 def all_noise(head: Head) -> None:
@@ -150,6 +221,7 @@ def faults(config: HeadConfig) -> list[Fault]:
         Fault("layers off by one: outputs in a list of inputs", "vllm", setting(**{IDS: earlier})),
         Fault("layers off by one: one later", "vllm", setting(**{IDS: later})),
         Fault("layers of the other convention", "sglang", setting(eagle_config={IDS: [tap + 1 for tap in outputs]})),
+        Fault("third layer one later", "sglang", setting(eagle_config={IDS: [*outputs[:2], outputs[2] + 1]})),
         Fault("layers beyond the target", "sglang", setting(eagle_config={IDS: [1, 5, 12]})),
         Fault("two lists of layers that disagree", "sglang", setting(**{IDS: [1, 5, 8]})),
         Fault("d2t holds ids", "sglang", ids_for_offsets),
@@ -157,13 +229,26 @@ def faults(config: HeadConfig) -> list[Fault]:
         Fault("d2t leads twice to one token", "sglang", weight("d2t", lambda d2t: torch.cat((d2t[:1], d2t[:1] - 1, d2t[2:])))),
         Fault("d2t one token on", "vllm", weight("d2t", lambda d2t: d2t + 1)),
         Fault("t2d of another vocabulary", "sglang", weight("t2d", lambda t2d: t2d.roll(7))),
+        Fault("d2t and t2d one token on, in themselves sound", "sglang", other_words),
         Fault("lm_head's rows in another order than d2t", "sglang", rows_out_of_order),
+        Fault("half of lm_head's rows one later", "sglang", weight(LM_HEAD, half_moved)),
         Fault("truncated vocabulary", "sglang", truncated),
         Fault("draft_vocab_size of another head", "sglang", setting(draft_vocab_size=2000)),
         Fault("feature before embedding", "sglang", lambda head: head.tensors.update(swapped_inputs(config, head.tensors))),
-        Fault("the three streams in reverse", "sglang", weight("fc.weight", lambda fc: torch.cat(fc.chunk(3, 1)[::-1], 1))),
+        Fault("the three streams in reverse", "sglang", streams(2, 1, 0)),
+        Fault("first and second stream exchanged", "sglang", streams(1, 0, 2)),
+        Fault("second and third stream exchanged", "sglang", streams(0, 2, 1)),
+        Fault("the three streams turned by one", "sglang", streams(1, 2, 0)),
+        Fault("the three streams turned by two", "sglang", streams(2, 0, 1)),
         Fault("hidden_norm and input_layernorm exchanged", "sglang", exchange("hidden_norm", "input_layernorm")),
         Fault("gate_proj and up_proj exchanged", "sglang", exchange("mlp.gate_proj", "mlp.up_proj")),
+        Fault("q_proj and k_proj exchanged", "sglang", exchange("self_attn.q_proj", "self_attn.k_proj")),
+        Fault("k_proj and v_proj exchanged", "sglang", exchange("self_attn.k_proj", "self_attn.v_proj")),
+        Fault("o_proj next to nothing", "sglang", weight(one_layer("self_attn.o_proj"), scaled(1e-6))),
+        Fault("down_proj of random numbers", "sglang", weight(one_layer("mlp.down_proj"), noise)),
+        Fault("last norm all ones", "sglang", weight("norm.weight", torch.ones_like)),
+        Fault("input_layernorm all ones", "sglang", weight(one_layer("input_layernorm"), torch.ones_like)),
+        Fault("hidden_norm three times as large", "sglang", weight(one_layer("hidden_norm"), scaled(3))),
         Fault("o_proj transposed", "sglang", weight(one_layer("self_attn.o_proj"), lambda tensor: tensor.T)),
         Fault("fc transposed", "sglang", weight("fc.weight", lambda fc: fc.T)),
         Fault("rotary pairs side by side (Meta's order)", "sglang", unpaired),
@@ -175,6 +260,7 @@ def faults(config: HeadConfig) -> list[Fault]:
         Fault("a norm without its flag", "sglang", lambda head: head.tensors.update({"input_norm.weight": torch.ones(960)})),
         Fault("random embeddings, said to be the target's", "vllm", weight(EMBED_TOKENS, noise)),
         Fault("random embeddings of nobody's", "vllm", foreign_embeddings),
+        Fault("embeddings of nobody's, one row on", "vllm", lambda head: foreign_embeddings(head, lambda one: one.roll(1, 0))),
         Fault("weights of another head", "sglang", all_noise),
         Fault("lm_head of another target", "sglang", setting(target_lm_head_sha256="0" * 64)),
         Fault("rope_theta of another target", "sglang", setting(rope_theta=1e6)),
@@ -190,6 +276,11 @@ def faults(config: HeadConfig) -> list[Fault]:
         Fault("dtype that the tensors do not have", "sglang", setting(torch_dtype="float32")),
         Fault("an architecture that SGLang does not load", "sglang", setting(architectures=["LlamaForCausalLM"])),
         Fault("num_key_value_heads of another head", "sglang", setting(num_key_value_heads=1)),
+        Fault("a verifier of another architecture", "vllm", another_verifier),
+        Fault("a weight changed after the export", "sglang", in_folder=weight_changed_later),
+        Fault("the config changed after the export", "vllm", in_folder=config_changed_later),
+        Fault("other weights in shards beside the one file", "sglang", in_folder=lambda folder: in_shards_too(folder, noise)),
+        Fault("other weights in pytorch_model.bin", "sglang", in_folder=lambda folder: pickled_too(folder, noise)),
     ]
 
 
@@ -243,10 +334,12 @@ class Bench:
 
 
 def sound_heads(bench: Bench, config: HeadConfig, tensors: Tensors) -> Iterator[tuple[str, Path, tuple[str, ...]]]:
-    """Name, folder, and what such a head does not say by itself, of the packaged head in every form."""
+    """Name, folder, and the warnings that such a form brings with it, of the packaged head in every form."""
     for form in ("eyas", "sglang", "vllm"):
         yield f"packaged, {form} form", bench.written(config, tensors, form), ()
-    unsaid = ("does not say which lm_head",)
+    yield "an export with its manifest", as_exported(bench.written(config, tensors, "vllm")), ()
+    yield "in shards and in one file", in_shards_too(bench.written(config, tensors, "sglang")), ()
+    yield "pickled and not", pickled_too(bench.written(config, tensors, "sglang")), ()
     eagle = Head(bench.written(config, tensors, "sglang"), config)
     eagle.settings |= {"architectures": ["LlamaForCausalLM"]}
     for key in ("target_lm_head_sha256", "eagle_config", "norm_before_residual", "norm_before_fc", "fc_norm", "rope_theta"):
@@ -254,30 +347,30 @@ def sound_heads(bench: Bench, config: HeadConfig, tensors: Tensors) -> Iterator[
     eagle.save()
     torch.save(eagle.tensors, eagle.folder / "pytorch_model.bin")
     (eagle.folder / "model.safetensors").unlink()
-    yield "EAGLE repository, pickled", eagle.folder, (*unsaid, "LlamaForCausalLMEagle3 only")
+    yield "EAGLE repository, pickled", eagle.folder, ("LlamaForCausalLMEagle3 only",)
     specforge = Head(bench.written(config, tensors, "sglang"), config)
     specforge.settings.pop("target_lm_head_sha256")
     specforge.settings |= {"max_position_embeddings": 512, "norm_output": False}
-    yield "SpecForge, stock config", specforge.save(), (*unsaid, "max_position_embeddings is 512")
+    yield "SpecForge, stock config", specforge.save(), ("max_position_embeddings is 512",)
     angelslim = Head(bench.written(config, tensors, "sglang"), config)
     angelslim.settings.pop("target_lm_head_sha256")
     angelslim.settings.pop("eagle_config")
     angelslim.settings |= {"architectures": ["Eagle3LlamaForCausalLM"], IDS: [tap + 1 for tap in config.taps]}
-    yield "vLLM, AngelSlim", angelslim.save(), (*unsaid, "LlamaForCausalLMEagle3 only")
+    yield "vLLM, AngelSlim", angelslim.save(), ("LlamaForCausalLMEagle3 only",)
     nemo = Head(bench.written(config, tensors, "sglang"), config)
     nemo.is_speculators = True
     nemo.settings.pop("target_lm_head_sha256")
     nemo.settings |= {"architectures": ["LlamaEagle3DraftModel"], "model_type": "qwen3", "tie_word_embeddings": False}
     nemo.tensors[EMBED_TOKENS] = bench.vocabulary.embed_tokens.to(torch.bfloat16)
-    yield "NeMo, with embeddings", nemo.save(), (*unsaid, "LlamaForCausalLMEagle3 only")
+    yield "NeMo, with embeddings", nemo.save(), ("LlamaForCausalLMEagle3 only",)
     modelopt = Head(bench.written(config, tensors, "sglang"), config)
     modelopt.is_speculators = True
     modelopt.settings.pop("target_lm_head_sha256")
-    yield "ModelOpt's names", modelopt.save(), unsaid
+    yield "ModelOpt's names", modelopt.save(), ()
     speculators = Head(bench.written(config, tensors, "vllm"), config)
     for key in ("target_lm_head_sha256", "target_embed_tokens_sha256"):
         speculators.settings.pop(key)
-    yield "speculators", speculators.save(), unsaid
+    yield "speculators", speculators.save(), ()
 
 
 def lost_flags(config: HeadConfig) -> Iterator[Fault]:
@@ -309,13 +402,14 @@ def run(num_conversations: int, heads: list[Path]) -> dict[str, Any]:
             for fault in planted:
                 head = Head(bench.written(one, weights, fault.form), one)
                 fault.plant(head)
-                linted, replayed = bench.checked(head.save())
+                fault.in_folder(head.save())
+                linted, replayed = bench.checked(head.folder)
                 found = [*linted, *replayed]
                 by = " + ".join(name for name, them in (("lint", linted), ("replay", replayed)) if them) or "nothing"
                 rows.append({"fault": fault.name, "form": fault.form, "exit_code": exit_code(found), "by": by})
                 said = next((finding.what for finding in sorted(found, key=lambda finding: finding.level)), "")
                 print(f"{fault.name:50} {fault.form:7} {exit_code(found)} {by:14} {said[:110]}", flush=True)
-        given = [(str(folder.name), folder, ()) for folder in heads]
+        given = [("/".join(folder.parts[-2:]), folder, ()) for folder in heads]
         for name, folder, allowed in [*sound_heads(bench, config, tensors), *given]:
             found = [finding for part in bench.checked(folder) for finding in part]
             reported = [one.what for one in found if not any(words in one.what for words in allowed)]
@@ -326,6 +420,7 @@ def run(num_conversations: int, heads: list[Path]) -> dict[str, Any]:
         "faults": len(rows),
         "found": sum(row["exit_code"] > 0 for row in rows),
         "missed": [row["fault"] for row in rows if row["exit_code"] == 0],
+        "found_by": dict(Counter(row["by"] for row in rows)),
         "found_by_replay_alone": [row["fault"] for row in rows if row["by"] == "replay"],
         "sound_heads": len(sound),
         "reported_on_sound_heads": [one for one in sound if one["reported"]],

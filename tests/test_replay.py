@@ -71,8 +71,8 @@ FAULTS = {  # how the head is declared, and the reading that must be found to be
     "feature first": (lambda c, t: (c, t | swapped_inputs(c, t)), "feature first, embedding second"),
     "a flag set": (lambda c, t: (changed(c, norm_before_residual=True), t), "norm_before_residual off"),
     "transposed": (lambda c, t: (c, t | {O_PROJ: t[O_PROJ].T}), "o_proj transposed"),
-    "streams": (lambda c, t: (c, t | reordered(t, (1, 0, 2))), "the three streams in the order (1, 0, 2)"),
-    "turned streams": (lambda c, t: (c, t | reordered(t, (1, 2, 0))), "the three streams in the order (2, 0, 1)"),
+    "streams": (lambda c, t: (c, t | reordered(t, (1, 0, 2))), "streams in the order 1 0 2"),
+    "turned streams": (lambda c, t: (c, t | reordered(t, (1, 2, 0))), "streams in the order 2 0 1"),
     "queries for keys": (lambda c, t: (c, t | exchanged(t, Q_PROJ, K_PROJ)), "q_proj for k_proj"),
     "keys for values": (lambda c, t: (c, t | exchanged(t, K_PROJ, V_PROJ)), "k_proj for v_proj"),
     "layers one later": (lambda c, t: (changed(c, taps=(2, 6, 9)), t), "layers one earlier (outputs taken for inputs)"),
@@ -152,8 +152,8 @@ def test_what_is_open_is_replayed_in_each_way_and_the_best_is_named(world, tmp_p
     told, *more = judged([open_to_two, *rest], ways)
     assert more == rest
     assert exit_code([told]) == 2
-    assert all(f"{one.tau:.2f} with {one.reading}" in told.hint for one in ways[:2])
-    assert told.hint.endswith(f"{ways[0].reading} is meant: write {keys}")
+    assert all(f"{one.tau:.2f} with {one.reading!r}" in told.hint for one in ways[:2])
+    assert told.hint.endswith(f"{ways[0].reading!r} is meant: write {keys}")
     write = json.loads(keys)
     assert check(edit_config(folder, **write), "builtin") == rest  # what the hint says to write settles it
 

@@ -146,10 +146,10 @@ def settled(finding: Finding, replayed: Sequence[Replayed]) -> Finding:
     if len(best) < 2:
         return finding
     first, second, *_ = sorted(best, key=lambda name: -best[name].accepted_drafts)
-    taus = ", ".join(f"{best[name].tau:.2f} with {name}" for name in (first, second))
+    taus = ", ".join(f"{best[name].tau:.2f} with {name!r}" for name in (first, second))
     gain = best[first].gain(best[second])
     keys = json.dumps(finding.meanings[first])
-    told = f"{first} is meant: write {keys}" if over(gain, WARNING) else "which tells too little"
+    told = f"{first!r} is meant: write {keys}" if over(gain, WARNING) else "which tells too little"
     return replace(finding, hint=f"{finding.hint}. Replayed, tau is {taus}: {told}")
 
 

@@ -226,7 +226,7 @@ def other_orders(config: HeadConfig, tensors: Tensors) -> Iterator[Reading]:
     yield Reading("feature first, embedding second", config, tensors | swapped_inputs(config, tensors))
     for order in permutations(range(3)):
         if order != (0, 1, 2):
-            yield Reading(f"the three streams in the order {order}", config, tensors | reordered(tensors, order))
+            yield Reading(f"streams in the order {order[0]} {order[1]} {order[2]}", config, tensors | reordered(tensors, order))
     o_proj = tensors[f"{LAYER}self_attn.o_proj.weight"]
     if o_proj.shape[0] == o_proj.shape[1]:
         yield Reading("o_proj transposed", config, tensors | {f"{LAYER}self_attn.o_proj.weight": o_proj.T})
