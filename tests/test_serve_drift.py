@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from eyas.builtin import head_folder
-from eyas.serve.drift import LONGEST, MOST_TAGS, OTHER, Drift, DriftConfig, Ratio
+from eyas.serve.drift import LONGEST, MOST_TAGS, OTHER, Drift, DriftConfig, Ratio, Rounds
 from eyas.serve.reference import Reference, promised, stated
 
 DEPTH = 5
@@ -52,7 +52,7 @@ def quiet(drift, clock, rng, count, accepts, explored, requests=40):
             if place < explored:
                 chance = np.clip(rng.normal(accepts, 0.1), 0.01, 0.99)
                 hist = np.bincount([min(rng.geometric(1 - chance) - 1, DEPTH)], minlength=DEPTH + 1).tolist()
-            drift.count(hist, "/v1/chat/completions", None, 10, plain_rounds=ROUNDS)
+            drift.count(Rounds(hist, ROUNDS), "/v1/chat/completions", None, 10)
         clock.now += 300
         drift.close({})
         if drift._slices["all", "all"].is_low:
@@ -64,7 +64,7 @@ def windows(drift, clock, rng, count, accepts, requests=30):
     """Let traffic come for so many windows; the number of the first at which "all" is low, else None."""
     for number in range(count):
         for hist in answers(rng, requests, accepts):
-            drift.count(hist, "/v1/chat/completions", None, 10)
+            drift.count(Rounds(hist), "/v1/chat/completions", None, 10)
         clock.now += 300
         drift.close({})
         if drift._slices["all", "all"].is_low:
@@ -132,10 +132,10 @@ def test_it_warns_once_and_says_when_it_is_over(caplog):
 def test_a_window_has_its_time_and_its_requests():
     drift, clock = made(None)
     for hist in answers(np.random.default_rng(0), 29, 0.6):
-        drift.count(hist, "/v1/completions", "shop", 5000)
+        drift.count(Rounds(hist), "/v1/completions", "shop", 5000)
     clock.now = 301
     assert not drift.is_due
-    drift.count([1, 1], "/generate", "shop", 10**6)
+    drift.count(Rounds([1, 1]), "/generate", "shop", 10**6)
     assert drift.is_due
     drift.close({})
     assert not drift.is_due
@@ -223,7 +223,7 @@ def test_windows_of_few_rounds_are_no_more_often_wrong(accepts):
 def test_tags_are_bounded():
     drift, _ = made(None)
     for number in range(100):
-        drift.count([0, 1], "/v1/completions", f"tag-{number}", 1)
+        drift.count(Rounds([0, 1]), "/v1/completions", f"tag-{number}", 1)
     tags = [slice_ for by, slice_ in drift._slices if by == "tag"]
     assert len(tags) == MOST_TAGS + 1
     assert drift._slices["tag", OTHER].total_requests == 100 - MOST_TAGS
@@ -231,8 +231,8 @@ def test_tags_are_bounded():
 
 def test_requests_without_drafts_say_nothing():
     drift, _ = made(None)
-    drift.count([], "/v1/completions", None, 1)
-    drift.count([0, 0], "/v1/completions", None, 1)
+    drift.count(Rounds([]), "/v1/completions", None, 1)
+    drift.count(Rounds([0, 0]), "/v1/completions", None, 1)
     assert drift.told()["slices"] == []
 
 

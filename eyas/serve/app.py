@@ -33,7 +33,7 @@ from eyas.errors import EyasError, InputError
 from eyas.serve.chat_request import ChatRequest
 from eyas.serve.completion import Answer, Piece
 from eyas.serve.consent import CollectConfig, Collector
-from eyas.serve.drift import Drift, DriftConfig
+from eyas.serve.drift import Drift, DriftConfig, Rounds
 from eyas.serve.events import EventStream, while_connected
 from eyas.serve.exchange import Exchange
 from eyas.serve.fields import parse_body
@@ -361,8 +361,8 @@ class _Api:
             exchange.failure = "client_gone"
         for answer, tag in zip(exchange.answers, exchange.tags, strict=False):  # no answers if it was refused
             self._metrics.ended(answer, exchange.failure)
-            plain_rounds = answer.plain_rounds if self._can_draft else 0
-            self._drift.count(answer.accept_hist, exchange.endpoint, tag, answer.num_prompt_tokens, plain_rounds)
+            rounds = Rounds(answer.accept_hist, answer.plain_rounds if self._can_draft else 0)
+            self._drift.count(rounds, exchange.endpoint, tag, answer.num_prompt_tokens)
             if exchange.failure is None:
                 self._usual_s += 0.1 * (time.perf_counter() - answer.started - self._usual_s)
         log.info("request", extra={"data": exchange.facts(status)})

@@ -64,6 +64,18 @@ class DriftConfig(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
+class Rounds:
+    """Of one request: its histogram of accepted drafts, and the rounds in which it could have drafted and did not."""
+
+    accept_hist: Sequence[int]
+    num_plain: int = 0
+
+    @property
+    def num_drafted(self) -> int:
+        return sum(self.accept_hist)
+
+
+@dataclass(frozen=True, slots=True)
 class Window:
     """What a slice did in one stretch of time. ended: seconds since 1970; limit, z: None where nothing is expected. requests,
     rounds: those that drafted."""
@@ -121,9 +133,11 @@ class Look:
         self.opened = opened
         self.requests = self.drafted = self.plain = 0
 
-    def add(self, drafted: int, plain: int) -> None:
+    def add(self, rounds: Rounds) -> None:
         """A request by its rounds."""
-        self.requests, self.drafted, self.plain = self.requests + 1, self.drafted + drafted, self.plain + plain
+        self.requests += 1
+        self.drafted += rounds.num_drafted
+        self.plain += rounds.num_plain
 
     @property
     def is_idle(self) -> bool:
@@ -151,18 +165,17 @@ class Slice:
     plain_requests: int = 0
     plain_rounds: int = 0
 
-    def add(self, accept_hist: Sequence[int], plain_rounds: int) -> None:
+    def add(self, rounds: Rounds) -> None:
         """Count a request."""
-        rounds = sum(accept_hist)
-        self.look.add(rounds, plain_rounds)
-        self.plain_rounds += plain_rounds
-        if not rounds:
+        self.look.add(rounds)
+        self.plain_rounds += rounds.num_plain
+        if not rounds.num_drafted:
             self.plain_requests += 1
             return
-        self.now.add(accept_hist)
+        self.now.add(rounds.accept_hist)
         self.total_requests += 1
-        self.total_rounds += rounds
-        self.total_tokens += sum(count * (accepted + 1) for accepted, count in enumerate(accept_hist))
+        self.total_rounds += rounds.num_drafted
+        self.total_tokens += sum(count * (accepted + 1) for accepted, count in enumerate(rounds.accept_hist))
 
     @property
     def is_idle(self) -> bool:
@@ -181,18 +194,16 @@ class Drift(MetricsOf):
 
     # Requests
 
-    def count(
-        self, accept_hist: Sequence[int], endpoint: str, tag: str | None, num_prompt_tokens: int, plain_rounds: int = 0
-    ) -> None:
-        """A request that is over. plain_rounds: in which it could have drafted and did not; without rounds it says nothing."""
-        if not any(accept_hist) and not plain_rounds:
+    def count(self, rounds: Rounds, endpoint: str, tag: str | None, num_prompt_tokens: int) -> None:
+        """A request that is over; one without rounds says nothing."""
+        if not rounds.num_drafted and not rounds.num_plain:
             return
         length = next((name for limit, name in LENGTHS if num_prompt_tokens < limit), LONGEST)
         for key in (("all", "all"), ("endpoint", endpoint), ("tag", self._known(tag)), ("prompt_tokens", length)):
             if key not in self._slices:
                 now = self._clock()
                 self._slices[key] = Slice(now, deque(maxlen=self._config.history), Look(now))
-            self._slices[key].add(accept_hist, plain_rounds)
+            self._slices[key].add(rounds)
 
     def _known(self, tag: str | None) -> str:
         if tag is None or ("tag", tag) in self._slices:
