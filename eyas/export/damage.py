@@ -1,7 +1,8 @@
 """Weights of a head held against each other: what training does not leave behind, and a converter that lost a part does.
 
 Knows names and shapes of EAGLE's tensors. Does not know configs or targets. Every limit is far from what trained heads show:
-of 17, some of them after few steps, the least ratio of a matrix to random numbers was 1.22, of scales of matrices 0.2.
+of 41, some of them after few steps, the least ratio of a matrix to random numbers was 1.20 (the least median 1.48), the least
+scale to the median 0.40, the least median spread of norms 0.09.
 """
 
 from __future__ import annotations
