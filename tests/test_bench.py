@@ -275,8 +275,8 @@ def test_without_a_tau_a_speedup_is_one_and_noise():
     def of(*tpots_ms):
         return [row("eagle", str(number), tpot_ms=tpot_ms, hist=[1]) for number, tpot_ms in enumerate(tpots_ms)]
 
-    with pytest.raises(EyasError, match=r"speed-up of 1\.90 was measured at 1\.00 tokens a forward, hardly any drafted"):
-        comparison(plain, of(*[10 / 1.9] * 10), is_greedy=True)
+    busy = comparison(plain, of(*[10 / 1.9] * 10), is_greedy=True)
+    assert (busy["speedup"], busy["withheld"][:4]) == (None, "1.90")
     noisy = comparison(plain, of(*[10] * 4, *[8] * 6), is_greedy=True)
     assert (noisy["speedup"], noisy["tau"]) == (None, None)
     assert noisy["withheld"].endswith("over 10 prompts is noise: more than 1.10 cannot be, hardly any drafted")
