@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from eyas.bench.tables import announced, drafting
+
 PLAIN, EAGLE = "plain", "eagle"
 
 
@@ -24,7 +26,7 @@ def headline(summary: dict[str, Any]) -> dict[str, Any]:
         "accept_hist": arms[EAGLE]["accept_hist"],
         "tpot_ms_plain": _median(arms[PLAIN]["tpot_ms"]),
         "tpot_ms_eagle": _median(arms[EAGLE]["tpot_ms"]),
-        "speedup": compared["speedup"],
+        "speedup": announced(compared)["speedup"],
         "identical": None if same is None else same == compared["num_pairs"],
         "num_identical": same,
         "num_pairs": compared["num_pairs"],
@@ -72,7 +74,7 @@ def _speedup(comparison: dict[str, Any] | None) -> str:
         return "-"
     interval = comparison["speedup_interval"]
     around = "" if interval is None else f" ({_number(interval[0])} to {_number(interval[1])})"
-    return _number(comparison["speedup"]) + around
+    return _number(comparison["speedup"]) + around + (", hardly drafted" if drafting(comparison) else "")
 
 
 def _median(spread: dict[str, Any] | None) -> float | None:
