@@ -17,7 +17,8 @@ from eyas.export.finding import Finding
 from eyas.model.checkpoint import LAYER
 
 MOVED = 2**-5  # between the least and the greatest weight of a norm that was trained: some steps of bfloat16 at 1
-LEAST_SHARE = 1 / 100  # of a matrix's root mean square to that of the others
+LEAST_SHARE = 1 / 100  # of a matrix's root mean square to the median's
+FROM_ZERO = {f"{LAYER}{name}.weight": 1 / 10_000 for name in ("self_attn.o_proj", "mlp.down_proj")}  # trainers may begin there
 RANDOM, STRUCTURED = 1.08, 1.3  # at most of random numbers, at least of what was trained: see `above_random`
 LEAST_SIZE = 128  # of a matrix whose largest singular value says anything
 ITERATIONS = 24
@@ -36,7 +37,7 @@ def damage_findings(weights: Mapping[str, Tensor]) -> Iterator[Finding]:
                 above[name] = above_random(matrix)
     for name, scale in scales.items():
         usual = median(scales.values())
-        if 0 < scale < LEAST_SHARE * usual:
+        if 0 < scale < FROM_ZERO.get(name, LEAST_SHARE) * usual:
             what = f"{name} is next to nothing: its root mean square is {scale:.2g}, that of the matrices {usual:.2g}"
             yield Finding("warning", what, AGAIN)
     for name, ratio in above.items():
