@@ -37,7 +37,7 @@ def lengths_of(prompts: str) -> tuple[int, int] | None:
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if least > most:
         raise ConfigError(f"prompts: {prompts!r}: the smaller number comes first", f"write synthetic({most},{least})")
-    if not least >= 1:
+    if least < 1:
         raise ConfigError(f"prompts: {prompts!r} has no lengths", "write e.g. synthetic(256) or synthetic(64,512): tokens")
     return least, most
 

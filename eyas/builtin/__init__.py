@@ -57,6 +57,11 @@ def resolve_head(name_or_path: str) -> str:
     return name_or_path
 
 
+def place_of_head(name: str) -> str:
+    """As resolve_head for "builtin" and ids of the hub; any other name, of a folder or a URL, as it is."""
+    return resolve_head(name) if name == BUILTIN or is_hub_id(name) else name
+
+
 def _packaged(folder: Path, name: str) -> Path:
     if not (folder / name).is_file():
         raise MissingInputError(

@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from eyas.artifact import Artifact
-from eyas.builtin import BUILTIN, resolve_head
-from eyas.builtin.hub import is_hub_id
+from eyas.builtin import place_of_head
 from eyas.cli.options import Output, Overrides, RunFile, Target, stage_config
 from eyas.cli.stage import perform
 from eyas.export.export import ExportConfig, export
@@ -26,6 +25,6 @@ def command(
 ) -> None:
     """Write a head in the forms that SGLang and vLLM load, with the commands that launch them."""
     config = stage_config(ExportConfig, "export", run_file, overrides)
-    source = Artifact(resolve_head(head) if head == BUILTIN or is_hub_id(head) else head)
+    source = Artifact(place_of_head(head))
     measured = None if evaluation is None else Artifact(evaluation)
     perform("export", Artifact(output), lambda artifact, track: export(config, target, source, artifact, track, measured))

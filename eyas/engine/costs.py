@@ -30,7 +30,7 @@ AT_ONCE = 8  # entries that are made together with the root's; of more the root'
 _FORMAT = 4
 _DENSE = 1024  # rows up to which a curve is kept as a table
 _FEW = 16
-_FIRST = 5  # observations of a kind at a load, before anything is believed of them
+TRIALS = 5  # rounds of a kind at a load, before what they take is borrowed from nowhere else
 _WORKS = ("target", "decode", "step", "extend", "enter")
 _MIN_POINTS, _MIN_REPEATS, _MAX_REPEATS = 3, 3, 9
 
@@ -230,12 +230,12 @@ class Correction:
         """Both above 0."""
         count = self.count(kind, load)
         self._counts[kind, load] = count + 1
-        if count < _FIRST:
+        if count < TRIALS:
             firsts = self._firsts.setdefault((kind, load), [])
             firsts.append(math.log(real_ms / predicted_ms) - self._drift)
-            if len(firsts) < _FIRST:
+            if len(firsts) < TRIALS:
                 return
-            offset = sorted(firsts)[_FIRST // 2]
+            offset = sorted(firsts)[TRIALS // 2]
         else:
             # From here on one pause of the machine is not to be believed in full.
             offset = self._offsets[kind, load]

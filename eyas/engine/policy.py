@@ -25,7 +25,7 @@ import numpy as np
 from eyas.engine import native_choice
 from eyas.engine.acceptance import Acceptance, Calibrated, RequestAcceptance, levels
 from eyas.engine.budget import MAX_NODES, Choice, choose, most_probable, values_by_depth
-from eyas.engine.costs import AT_ONCE, Correction, CostTable
+from eyas.engine.costs import AT_ONCE, TRIALS, Correction, CostTable
 from eyas.engine.forecast import Forecast
 from eyas.errors import ConfigError
 from eyas.model.outputs import Proposals
@@ -34,7 +34,6 @@ Mode = Literal["off", "fixed", "auto"]
 
 _ENTER, _LEAVE = 1.02, 1.0  # the speed-up to begin with, and to stay with: no flipping between equals
 _PATIENCE = 0.1  # by how much it may miss that after one round; after n, by 1 / sqrt(n) of it
-_TRIALS = 5  # rounds of either kind at a load, before what they take is borrowed from nowhere else
 _HOPELESS = 0.7  # a forecast that spares the trials of trees
 _UNKNOWN_SPEEDUP = 1.2  # before anything was drafted: try
 _FORECAST_ROUNDS = 16.0  # weight of the forecast against measured rounds
@@ -231,13 +230,13 @@ class Policy:
         load.age += 1
         load.num_rounds += 1
         load.since += 1
-        if self.correction.count("plain", round_.load[1]) < _TRIALS:
+        if self.correction.count("plain", round_.load[1]) < TRIALS:
             return
         speedup = self._speedup(round_)
-        is_trial = self.correction.count("tree", round_.load[1]) < _TRIALS and speedup > _HOPELESS
+        is_trial = self.correction.count("tree", round_.load[1]) < TRIALS and speedup > _HOPELESS
         self._drafted_last = speculates = load.decide(speedup) or is_trial
         if speculates:
-            round_.drafting = round_.pending <= self._worth_catching_up(speedup, round_, plain_ms)
+            round_.drafting = round_.pending <= self._worth_catching_up(speedup, round_)
         if load.since >= load.period and not round_.prompt_rows:  # whose time would be taken for the exploration's
             if speculates and self._credit >= plain_ms * (speedup - 1):
                 round_.explores, round_.drafting = True, np.zeros_like(round_.drafting)
@@ -249,10 +248,10 @@ class Policy:
         if round_.drafts:
             round_.thresholds = self._thresholds(round_)
 
-    def _worth_catching_up(self, speedup: float, round_: Round, plain_ms: float) -> float:
+    def _worth_catching_up(self, speedup: float, round_: Round) -> float:
         """Tokens that a request's draft may be behind: what it saves until its end pays for them."""
         S = len(round_.pending)
-        saved_ms = _HORIZON * plain_ms * max(0.0, 1 - 1 / speedup) / S
+        saved_ms = _HORIZON * round_.plain_ms * max(0.0, 1 - 1 / speedup) / S
         row_ms = self._entry_ms * self._ratio("tree", round_)
         return max(self.speculation.num_draft_steps + 1, saved_ms / row_ms if row_ms > 0 else math.inf)
 
@@ -406,7 +405,7 @@ class Policy:
             self._credit -= max(0.0, real_ms - fair_ms)
             self._sums["explored_ms"] += max(0.0, real_ms - fair_ms)
         # The first trees of a load meet cold caches and code that never ran: they say little of those to come.
-        is_warm = self.correction.count("tree", round_.load[1]) > _TRIALS
+        is_warm = self.correction.count("tree", round_.load[1]) > TRIALS
         if kind == "tree" and is_warm and round_.drafting.all() and not round_.prompt_rows:
             usual_ms = real_ms * (1 - round_.catch_up_ms / round_.predicted_ms)
             plain_table_ms = self._table.forward(round_.num_requests, round_.num_requests) * self.correction.drift

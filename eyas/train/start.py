@@ -19,8 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from eyas.artifact import Artifact, Manifest
-from eyas.builtin import BUILTIN, resolve_head
-from eyas.builtin.hub import is_hub_id
+from eyas.builtin import place_of_head
 from eyas.errors import MismatchError, MissingInputError
 from eyas.lineage import head_files, source_manifest
 from eyas.model.config import HeadConfig, HeadOptions
@@ -150,7 +149,7 @@ def identity_of(config: StartConfig) -> Manifest:
 
 def head_artifact(head: str) -> Artifact:
     """The folder or URL of a head that may be named by an id of the hub, or as "builtin". Raises MissingInputError."""
-    return Artifact(resolve_head(head) if head == BUILTIN or is_hub_id(head) else head)
+    return Artifact(place_of_head(head))
 
 
 def head_names(artifact: Artifact) -> list[str]:
