@@ -1,12 +1,15 @@
-"""Tree attention over the paged cache: time and error of the kernel, of the torch path and of one dense-mask attention.
+"""Tree attention over the paged cache: time and error of the kernel, of the torch path and of one
+dense-mask attention.
 
     python benchmarks/attention.py [--quick]
 
-Methods, on the same rows: `triton` (the kernel, on CUDA), `torch` (gather, then scaled_dot_product_attention), and
-`dense`: scaled_dot_product_attention alone, keys already gathered and the mask already made, which is the floor of doing it
-without a kernel of one's own. Planning, once a forward, is timed with the first layer after it. Errors are the largest
-against the float64 definition. Where one call's keys fit the GPU's L2 cache, they are read from there: the rate in GB/s then
-says little. Without a GPU only `torch` and `dense` run, at a small size. The last line of stdout is one JSON object.
+Methods, on the same rows: `triton` (the kernel, on CUDA), `torch` (gather, then
+scaled_dot_product_attention), and `dense`: scaled_dot_product_attention alone, keys already
+gathered and the mask already made, which is the floor of doing it without a kernel of one's own.
+Planning, once a forward, is timed with the first layer after it. Errors are the largest against the
+float64 definition. Where one call's keys fit the GPU's L2 cache, they are read from there: the rate
+in GB/s then says little. Without a GPU only `torch` and `dense` run, at a small size. The last line
+of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.B} x {self.N} {'nodes' if self.tree else 'prompt tokens'} behind {self.prefix}"
+        return (
+            f"{self.B} x {self.N} {'nodes' if self.tree else 'prompt tokens'} behind {self.prefix}"
+        )
 
 
 def rows_of_case(case: Case, device: str) -> Rows:
@@ -49,7 +54,9 @@ def rows_of_case(case: Case, device: str) -> Rows:
     P = -(-(case.prefix + case.N) // PAGE_SIZE)
     page_table = rng.permutation(case.B * P).astype(np.int32).reshape(case.B, P)
     if not case.tree:
-        return prompt_rows([[0] * case.N] * case.B, [case.prefix] * case.B, page_table, PAGE_SIZE, device)
+        return prompt_rows(
+            [[0] * case.N] * case.B, [case.prefix] * case.B, page_table, PAGE_SIZE, device
+        )
     seen = np.zeros((case.B, case.N), dtype=np.uint64)
     for b in range(case.B):
         for node in range(case.N):
@@ -58,17 +65,34 @@ def rows_of_case(case: Case, device: str) -> Rows:
     M = case.B * case.N
     unused, prefix_len = np.zeros(M, dtype=np.int64), np.full(M, case.prefix, dtype=np.int64)
     request = np.repeat(np.arange(case.B, dtype=np.int64), case.N)
-    return rows_of((unused, request, unused, unused, prefix_len, seen.view(np.int64).ravel()), page_table, device)
+    return rows_of(
+        (unused, request, unused, unused, prefix_len, seen.view(np.int64).ravel()),
+        page_table,
+        device,
+    )
 
 
-def dense_attention(q: torch.Tensor, kv: torch.Tensor, rows: Rows, case: Case) -> Callable[[], torch.Tensor]:
-    """scaled_dot_product_attention over keys and mask made beforehand, once each: heads of a group side by side."""
+def dense_attention(
+    q: torch.Tensor, kv: torch.Tensor, rows: Rows, case: Case
+) -> Callable[[], torch.Tensor]:
+    """scaled_dot_product_attention over keys and mask made beforehand, once each: heads of a group
+    side by side.
+    """
     (_, Hq, D), Hk = q.shape, kv.shape[2]
     (bucket,) = TorchPlan.of(rows, PAGE_SIZE).buckets
     C, group = bucket.mask.shape[-1], Hq // Hk
-    k, v = (part.contiguous() for part in kv[bucket.slots].view(case.B, C, 2, Hk, D).permute(2, 0, 3, 1, 4))
-    wide_q = q.view(case.B, case.N, Hk, group, D).permute(0, 2, 3, 1, 4).reshape(case.B, Hk, group * case.N, D)
-    mask = torch.zeros(bucket.mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~bucket.mask, -torch.inf)
+    k, v = (
+        part.contiguous()
+        for part in kv[bucket.slots].view(case.B, C, 2, Hk, D).permute(2, 0, 3, 1, 4)
+    )
+    wide_q = (
+        q.view(case.B, case.N, Hk, group, D)
+        .permute(0, 2, 3, 1, 4)
+        .reshape(case.B, Hk, group * case.N, D)
+    )
+    mask = torch.zeros(bucket.mask.shape, dtype=q.dtype, device=q.device).masked_fill_(
+        ~bucket.mask, -torch.inf
+    )
     mask = mask.repeat(1, 1, group, 1)
 
     def attend() -> torch.Tensor:
@@ -79,7 +103,9 @@ def dense_attention(q: torch.Tensor, kv: torch.Tensor, rows: Rows, case: Case) -
 
 
 def median_ms(call: Callable[[], object], device: str, repeats: int) -> float:
-    """The median over calls; on CUDA between events, where the host counts only if launching outlasts running."""
+    """The median over calls; on CUDA between events, where the host counts only if launching
+    outlasts running.
+    """
     for _ in range(3):
         call()
     if device == "cpu":
@@ -98,7 +124,9 @@ def median_ms(call: Callable[[], object], device: str, repeats: int) -> float:
     return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events))
 
 
-def measured(case: Case, heads: tuple[int, int, int], dtype: torch.dtype, device: str, repeats: int) -> dict[str, object]:
+def measured(
+    case: Case, heads: tuple[int, int, int], dtype: torch.dtype, device: str, repeats: int
+) -> dict[str, object]:
     """heads: (Hq, Hk, D)."""
     Hq, Hk, D = heads
     rows = rows_of_case(case, device)
@@ -114,15 +142,35 @@ def measured(case: Case, heads: tuple[int, int, int], dtype: torch.dtype, device
     calls["dense"] = dense_attention(q, kv, rows, case)
     # The definition goes row by row: a few rows of each request tell enough.
     some = torch.arange(0, len(rows), max(1, len(rows) // 32), device=device)
-    picked = (array[some] for array in (rows.token, rows.request, rows.position, rows.slot, rows.prefix_len, rows.seen))
+    picked = (
+        array[some]
+        for array in (
+            rows.token,
+            rows.request,
+            rows.position,
+            rows.slot,
+            rows.prefix_len,
+            rows.seen,
+        )
+    )
     expected = tree_attention_reference(q[some], kv, Rows(*picked, rows.page_table), PAGE_SIZE)
-    figures: dict[str, object] = {"case": case.name, "heads": heads, "dtype": str(dtype).removeprefix("torch.")}
+    figures: dict[str, object] = {
+        "case": case.name,
+        "heads": heads,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
     kv_bytes = case.B * (case.prefix + case.N) * 2 * Hk * D * q.element_size()
     for name, call in calls.items():
         ms = median_ms(call, device, repeats)
         error = (call()[some].double() - expected).abs().max().item()
-        figures[name] = {"ms": round(ms, 4), "kv_gb_per_s": round(kv_bytes / ms / 1e6, 1), "max_error": float(f"{error:.2e}")}
-    planned = median_ms(lambda: tree_attention(q, kv, attention_plan(rows, PAGE_SIZE)), device, repeats)
+        figures[name] = {
+            "ms": round(ms, 4),
+            "kv_gb_per_s": round(kv_bytes / ms / 1e6, 1),
+            "max_error": float(f"{error:.2e}"),
+        }
+    planned = median_ms(
+        lambda: tree_attention(q, kv, attention_plan(rows, PAGE_SIZE)), device, repeats
+    )
     figures["plan_and_first_layer_ms"] = round(planned, 4)
     return figures
 
@@ -133,20 +181,55 @@ def main() -> None:
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
-        heads, dtypes, repeats = (32, 8, 128), [torch.bfloat16, torch.float16], 20 if args.quick else 100
-        cases = [Case(1, 2048, 8), Case(8, 2048, 8), Case(64, 2048, 8), Case(64, 2048, 1), Case(1, 2048, 512, tree=False)]
-        cases += [] if args.quick else [Case(1, 2048, 1), Case(1, 16384, 8), Case(8, 8192, 13), Case(64, 512, 60)]
+        heads, dtypes, repeats = (
+            (32, 8, 128),
+            [torch.bfloat16, torch.float16],
+            20 if args.quick else 100,
+        )
+        cases = [
+            Case(1, 2048, 8),
+            Case(8, 2048, 8),
+            Case(64, 2048, 8),
+            Case(64, 2048, 1),
+            Case(1, 2048, 512, tree=False),
+        ]
+        cases += (
+            []
+            if args.quick
+            else [Case(1, 2048, 1), Case(1, 16384, 8), Case(8, 8192, 13), Case(64, 512, 60)]
+        )
     else:
-        print("no CUDA device: the kernel is not measured, the figures are the torch path's at a small size", file=sys.stderr)
-        heads, dtypes, repeats = (8, 2, 64), [torch.float32, torch.bfloat16], 5 if args.quick else 20
+        print(
+            "no CUDA device: the kernel is not measured, the figures are the torch path's at a "
+            "small size",
+            file=sys.stderr,
+        )
+        heads, dtypes, repeats = (
+            (8, 2, 64),
+            [torch.float32, torch.bfloat16],
+            5 if args.quick else 20,
+        )
         cases = [Case(1, 256, 8), Case(4, 256, 8), Case(1, 128, 64, tree=False)]
     results = []
     for dtype in dtypes:
         for case in cases:
             results.append(measured(case, heads, dtype, device, repeats))
             print(json.dumps(results[-1]), file=sys.stderr)
-    name = torch.cuda.get_device_name() if device == "cuda" else f"cpu, {torch.get_num_threads()} threads"
-    print(json.dumps({"device": name, "torch": torch.__version__, "gpu_measured": device == "cuda", "results": results}))
+    name = (
+        torch.cuda.get_device_name()
+        if device == "cuda"
+        else f"cpu, {torch.get_num_threads()} threads"
+    )
+    print(
+        json.dumps(
+            {
+                "device": name,
+                "torch": torch.__version__,
+                "gpu_measured": device == "cuda",
+                "results": results,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

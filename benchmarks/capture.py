@@ -1,14 +1,18 @@
-"""How fast a target's features are computed: our own decoder or transformers' with hooks, common beginnings once or each time.
+"""How fast a target's features are computed: our own decoder or transformers' with hooks, common
+beginnings once or each time.
 
-    python benchmarks/capture.py [--quick] [--target builtin] [--dtype float32] [--samples 48] [--system 0,64,256] [--rounds 3]
-    python benchmarks/capture.py --data FILE.jsonl.gz --data ... --template FOLDER --template ...
+    python benchmarks/capture.py [--quick] [--target builtin] [--dtype float32] [--samples 48]
+    [--system 0,64,256] [--rounds 3] python benchmarks/capture.py --data FILE.jsonl.gz --data ...
+    --template FOLDER --template ...
 
-First form: samples are prompts that ship in the package, behind a system prompt of so many tokens, with an answer of English
-filler; every method computes the same batches, in turns, and the median of the rounds counts. Tokens a second are of samples:
-what is computed once for many counts for each of them. Nothing is stored.
+First form: samples are prompts that ship in the package, behind a system prompt of so many tokens,
+with an answer of English filler; every method computes the same batches, in turns, and the median
+of the rounds counts. Tokens a second are of samples: what is computed once for many counts for each
+of them. Nothing is stored.
 
-Second form: which share of real conversations' tokens is a beginning that others have too, under each target's own template:
-what computing it once saves within a window of `capture`, and what storing it once would save within a shard.
+Second form: which share of real conversations' tokens is a beginning that others have too, under
+each target's own template: what computing it once saves within a window of `capture`, and what
+storing it once would save within a shard.
 
 The last line of stdout is one JSON object.
 """
@@ -50,25 +54,41 @@ def made_samples(chat: Chat, count: int, system_tokens: int) -> list[Planned]:
         questions = (first_question(line) for line in lines)
         texts = list(islice(filter(None, questions), count))
     system = ""
-    while system_tokens and len(chat.prompt_ids([{"role": "system", "content": system + FILLER}])) <= system_tokens + 8:
+    while (
+        system_tokens
+        and len(chat.prompt_ids([{"role": "system", "content": system + FILLER}]))
+        <= system_tokens + 8
+    ):
         system += FILLER
     made = []
     for number, text in enumerate(texts):
         messages: list[Message] = [{"role": "system", "content": system}] if system else []
         messages += [{"role": "user", "content": text}, {"role": "assistant", "content": ANSWER}]
         ids, mask = chat.answered(messages)
-        made.append(Planned(str(number), "", str(number), np.array(ids, dtype=np.int32), np.array(mask, dtype=bool)))
+        made.append(
+            Planned(
+                str(number),
+                "",
+                str(number),
+                np.array(ids, dtype=np.int32),
+                np.array(mask, dtype=bool),
+            )
+        )
     return made
 
 
 def first_question(line: str) -> str:
-    """What the user says first in a row of any shape; nothing for a row that is none, of which the package ships some."""
+    """What the user says first in a row of any shape; nothing for a row that is none, of which the
+    package ships some.
+    """
     try:
         row = json.loads(line)
     except json.JSONDecodeError:
         return ""
     turns = row.get("messages") or row.get("conversations") or []
-    return str(row.get("prompt") or next((turn.get("content") or turn.get("value") for turn in turns), ""))
+    return str(
+        row.get("prompt") or next((turn.get("content") or turn.get("value") for turn in turns), "")
+    )
 
 
 def tokens_per_s(decoder: Decoder, samples: Sequence[Planned], shares: bool) -> float:
@@ -86,41 +106,61 @@ def speeds(args: argparse.Namespace) -> dict[str, Any]:
     """By length of the system prompt and method."""
     folder = resolve_target(args.target)
     chat = Chat(folder)
-    decoders: dict[str, Decoder] = {"own": OwnDecoder.load(folder, args.dtype), "hooks": HookedDecoder.load(folder, args.dtype)}
+    decoders: dict[str, Decoder] = {
+        "own": OwnDecoder.load(folder, args.dtype),
+        "hooks": HookedDecoder.load(folder, args.dtype),
+    }
     rows: dict[str, Any] = {}
     for system_tokens in args.system:
         samples = made_samples(chat, args.samples, system_tokens)
-        methods = [(name, shares) for name in decoders for shares in ((False, True) if system_tokens else (False,))]
+        methods = [
+            (name, shares)
+            for name in decoders
+            for shares in ((False, True) if system_tokens else (False,))
+        ]
         found: dict[tuple[str, bool], list[float]] = {method: [] for method in methods}
         for _ in range(args.rounds):
             for name, shares in methods:
                 found[name, shares].append(tokens_per_s(decoders[name], samples, shares))
         mean_length = sum(map(len, samples)) / len(samples)
-        row = {f"{name}{' shared' if shares else ''}": round(statistics.median(of)) for (name, shares), of in found.items()}
+        row = {
+            f"{name}{' shared' if shares else ''}": round(statistics.median(of))
+            for (name, shares), of in found.items()
+        }
         rows[str(system_tokens)] = {"tokens_per_sample": round(mean_length), **row}
         print(f"system prompt of {system_tokens}: {rows[str(system_tokens)]}", flush=True)
     return {"benchmark": "capture", "dtype": args.dtype, "tokens_per_s": rows, "machine": machine()}
 
 
 def answers_of(path: Path, count: int) -> Iterator[Answer]:
-    """So many conversations of a file, drawn with a fixed seed; what the assistant says in the file stands for the answers."""
+    """So many conversations of a file, drawn with a fixed seed; what the assistant says in the file
+    stands for the answers.
+    """
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines]
     random.Random(0).shuffle(rows)
     for number, row in enumerate(rows[:count]):
         turn = 0
         for end, message in enumerate(row["messages"], start=1):
-            if message["role"] == "assistant" and any(one["role"] == "user" for one in row["messages"][:end]):
+            if message["role"] == "assistant" and any(
+                one["role"] == "user" for one in row["messages"][:end]
+            ):
                 said = tuple(row["messages"][:end])
-                yield Answer(f"{number}/{turn}", str(number), path.name, "", turn, said, "stop", 0.0, 0, 0)
+                yield Answer(
+                    f"{number}/{turn}", str(number), path.name, "", turn, said, "stop", 0.0, 0, 0
+                )
                 turn += 1
 
 
 def saved_share(samples: Sequence[Planned], window: int) -> float:
-    """Tokens that need not be done again, by all tokens, when common beginnings are done once in every `window` samples."""
+    """Tokens that need not be done again, by all tokens, when common beginnings are done once in
+    every `window` samples.
+    """
     saved = 0
     for at in range(0, len(samples), window):
-        saved += sum(shared * (len(group) - 1) for shared, group in shared_groups(samples[at : at + window]))
+        saved += sum(
+            shared * (len(group) - 1) for shared, group in shared_groups(samples[at : at + window])
+        )
     return saved / sum(map(len, samples))
 
 
@@ -143,15 +183,27 @@ def shares(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few samples, one round: shows that it works")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="few samples, one round: shows that it works"
+    )
     parser.add_argument("--target", default="builtin")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--samples", type=int, default=None, help="48; of --data 768 conversations a file")
-    parser.add_argument("--system", type=lambda text: [int(one) for one in text.split(",")], default=[0, 64, 256])
+    parser.add_argument(
+        "--samples", type=int, default=None, help="48; of --data 768 conversations a file"
+    )
+    parser.add_argument(
+        "--system", type=lambda text: [int(one) for one in text.split(",")], default=[0, 64, 256]
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--data", type=Path, action="append", help="gzip JSON lines of {'messages': [...]}")
-    parser.add_argument("--template", action="append", help="folder of a tokenizer with its template")
+    parser.add_argument(
+        "--data", type=Path, action="append", help="gzip JSON lines of {'messages': [...]}"
+    )
+    parser.add_argument(
+        "--template", action="append", help="folder of a tokenizer with its template"
+    )
     args = parser.parse_args()
     args.samples = args.samples or (768 if args.data else 48)
     if args.quick:

@@ -1,15 +1,18 @@
-"""The tau that a codec costs: the same head, the same seed and the same order of batches, trained on features from each codec.
+"""The tau that a codec costs: the same head, the same seed and the same order of batches, trained
+on features from each codec.
 
-    python benchmarks/codecs.py [--quick] [--seeds 3] [--codecs lossless,within2,...] [--features URL] [--folder out/features]
+    python benchmarks/codecs.py [--quick] [--seeds 3] [--codecs lossless,within2,...] [--features
+    URL] [--folder out/features]
 
-A codec may have "/supervised" behind it: the last hidden state is kept only where somebody asks it (FeatureMeta.teacher).
-Features are captured once, exactly, and written anew by each codec; every head is measured by `eyas eval` on the exact held-out
-features, since those are what a server has. Three seeds tell what a codec costs from what a seed costs: a head trained twice
-from the same features with other seeds differs too. Every part is an artifact in --folder, so a second run goes on where the
-first was cut.
+A codec may have "/supervised" behind it: the last hidden state is kept only where somebody asks it
+(FeatureMeta.teacher). Features are captured once, exactly, and written anew by each codec; every
+head is measured by `eyas eval` on the exact held-out features, since those are what a server has.
+Three seeds tell what a codec costs from what a seed costs: a head trained twice from the same
+features with other seeds differs too. Every part is an artifact in --folder, so a second run goes
+on where the first was cut.
 
-The last line of stdout is one JSON object: by codec, its share of bf16, tau of each seed, their mean, and the mean of the
-ratios to the lossless head of the same seed.
+The last line of stdout is one JSON object: by codec, its share of bf16, tau of each seed, their
+mean, and the mean of the ratios to the lossless head of the same seed.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ from eyas.train.trainer import TrainConfig, train
 
 CODECS = "lossless,int8,fp8,within1,within2,within4,within8,within2/supervised"
 BASELINE = "lossless"
-NOT_MEASURED = StopConfig(measurements=0)  # while training: `eyas eval` judges the last head of each
+# while training: `eyas eval` judges the last head of each
+NOT_MEASURED = StopConfig(measurements=0)
 
 
 def encoded(exact: Artifact, codec: str, url: str) -> Artifact:
@@ -46,9 +50,13 @@ def encoded(exact: Artifact, codec: str, url: str) -> Artifact:
         return output
     for split in ("train", "held_out"):
         source = Features(exact, split)  # type: ignore[arg-type]
-        meta = FeatureMeta(**{**source.meta.model_dump(), "codec": name, "teacher": teacher or "everywhere"})
+        meta = FeatureMeta(
+            **{**source.meta.model_dump(), "codec": name, "teacher": teacher or "everywhere"}
+        )
         writer = ShardWriter(output, split, meta)  # type: ignore[arg-type]
-        for sample in source.stream(number for number, entry in enumerate(source.entries) if entry.key not in writer.keys):
+        for sample in source.stream(
+            number for number, entry in enumerate(source.entries) if entry.key not in writer.keys
+        ):
             writer.add(sample)
         writer.close()
     output.finish("capture", settings, inputs, {})
@@ -62,11 +70,15 @@ def share(features: Artifact) -> float:
     return sum(entry.size for entry in source.entries) / (plain * sum(source.lengths))
 
 
-def tau_of(args: argparse.Namespace, codec: str, seed: int, exact: Artifact, features: Artifact) -> float:
+def tau_of(
+    args: argparse.Namespace, codec: str, seed: int, exact: Artifact, features: Artifact
+) -> float:
     """Train and measure one head."""
     folder = args.folder / "heads" / f"{args.epochs}-{codec.replace('/', '-')}-{seed}"
     optimizer = OptimizerConfig(learning_rate=args.learning_rate)
-    config = TrainConfig(epochs=args.epochs, optimizer=optimizer, stop=NOT_MEASURED, seed=seed, **args.training)
+    config = TrainConfig(
+        epochs=args.epochs, optimizer=optimizer, stop=NOT_MEASURED, seed=seed, **args.training
+    )
     with progress_bar(f"{codec} {seed}") as track:
         train(config, args.target, Features(features), Artifact(f"{folder}/head"), track)
     head, output = Artifact(f"{folder}/head"), Artifact(f"{folder}/eval")
@@ -81,7 +93,9 @@ def compared(taus: dict[str, list[float]], shares: dict[str, float]) -> dict[str
             "share_of_bf16": round(shares[codec], 4),
             "tau": round(mean(of_seeds), 4),
             "tau_by_seed": [round(tau, 4) for tau in of_seeds],
-            "tau_to_lossless": round(mean(tau / exact for tau, exact in zip(of_seeds, taus[BASELINE], strict=True)), 4),
+            "tau_to_lossless": round(
+                mean(tau / exact for tau, exact in zip(of_seeds, taus[BASELINE], strict=True)), 4
+            ),
         }
         for codec, of_seeds in taus.items()
     }
@@ -89,7 +103,9 @@ def compared(taus: dict[str, list[float]], shares: dict[str, float]) -> dict[str
 
 def main() -> None:
     parser = real_features.arguments(__doc__, prompts=1500)
-    parser.add_argument("--codecs", default=CODECS, help="comma-separated; lossless is always among them")
+    parser.add_argument(
+        "--codecs", default=CODECS, help="comma-separated; lossless is always among them"
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=2.5e-3)
@@ -113,7 +129,9 @@ def main() -> None:
         shares[codec] = share(features)
         taus[codec] = [tau_of(args, codec, seed, exact, features) for seed in range(args.seeds)]
         print(f"{codec:20} {compared(taus, shares)[codec]}", flush=True)
-    print(json.dumps({"codecs": compared(taus, shares), "epochs": args.epochs, "machine": machine()}))
+    print(
+        json.dumps({"codecs": compared(taus, shares), "epochs": args.epochs, "machine": machine()})
+    )
 
 
 if __name__ == "__main__":

@@ -1,19 +1,23 @@
-"""Plain decoding against the packaged head by number of requests at a time and by task, through HTTP, as a user would serve it.
+"""Plain decoding against the packaged head by number of requests at a time and by task, through
+HTTP, as a user would serve it.
 
-    python benchmarks/concurrency.py [--quick] [--concurrency 1 2 4 6 8 10] [--prompts 40] [--data FOLDER] [--output FOLDER]
+    python benchmarks/concurrency.py [--quick] [--concurrency 1 2 4 6 8 10] [--prompts 40] [--data
+    FOLDER] [--output FOLDER]
 
-Three servers in processes of their own, bf16, one engine thread each (on 2 cores the other one is for the event loop and the
-client): plain decoding, `--speculation auto` and a fixed tree. The arms take turns block by block on the same prompts, so that
-a busy minute hits all alike. FOLDER holds sgd_dev, tldr (JSON lines, .gz, with messages) and prompts/spec_bench.jsonl; by
-default ../shared/data.
+Three servers in processes of their own, bf16, one engine thread each (on 2 cores the other one is
+for the event loop and the client): plain decoding, `--speculation auto` and a fixed tree. The arms
+take turns block by block on the same prompts, so that a busy minute hits all alike. FOLDER holds
+sgd_dev, tldr (JSON lines, .gz, with messages) and prompts/spec_bench.jsonl; by default
+../shared/data.
 
     dialogue                             sgd_dev: conversations that nothing was trained on, cut before one of their answers
     math_reasoning, qa, translation      Spec-Bench; nothing was trained on it either, and this target cannot do the last two
     chat                                 the eight categories of MT-Bench within Spec-Bench
     commands                             tldr: the target's training set
 
-Prompts over MOST_CHARACTERS are left out: the target has 1,024 tokens of context. Writes rows.jsonl, summary.json and the
-report as page, Markdown and CSV into the output folder. The last line of stdout is one JSON.
+Prompts over MOST_CHARACTERS are left out: the target has 1,024 tokens of context. Writes
+rows.jsonl, summary.json and the report as page, Markdown and CSV into the output folder. The last
+line of stdout is one JSON.
 """
 
 from __future__ import annotations
@@ -42,7 +46,8 @@ from eyas.serve.server import ServeConfig, running_server
 
 DATA = held_out.SGD_DEV.parent
 SPEC_BENCH = {"math_reasoning": "math_reasoning", "qa": "qa", "translation": "translation"}
-NOT_CHAT = (*SPEC_BENCH, "summarization", "rag")  # the last two are mostly over the target's context
+# the last two are mostly over the target's context
+NOT_CHAT = (*SPEC_BENCH, "summarization", "rag")
 MOST_CHARACTERS = 2000
 
 
@@ -57,16 +62,25 @@ def prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
     del by_task[""]
     found = []
     for task, conversations in by_task.items():
-        short = [one for one in conversations if sum(len(turn["content"]) for turn in one) <= MOST_CHARACTERS]
+        short = [
+            one
+            for one in conversations
+            if sum(len(turn["content"]) for turn in one) <= MOST_CHARACTERS
+        ]
         random.Random(0).shuffle(short)
-        found += [{"id": f"{task}-{n}", "category": task, "messages": one} for n, one in enumerate(short[: args.prompts])]
+        found += [
+            {"id": f"{task}-{n}", "category": task, "messages": one}
+            for n, one in enumerate(short[: args.prompts])
+        ]
     return found
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a file of JSON lines; ends the program where it is not there."""
     if not path.exists():
-        sys.exit(f"error: no prompts at {path}\n  -> give the folder that has them with --data FOLDER")
+        sys.exit(
+            f"error: no prompts at {path}\n  -> give the folder that has them with --data FOLDER"
+        )
     with fsspec.open(str(path), "rt", encoding="utf-8", compression="infer") as lines:
         return [json.loads(line) for line in lines]
 
@@ -74,7 +88,14 @@ def rows(path: Path) -> list[dict[str, Any]]:
 def served(args: argparse.Namespace, speculation: str) -> ServeConfig:
     """A server as one would start it on this machine."""
     engine = EngineConfig(max_batch=max(args.concurrency), speculation=speculation)
-    return ServeConfig(target="builtin", head="builtin", dtype="bfloat16", threads=args.threads, port=0, engine=engine)
+    return ServeConfig(
+        target="builtin",
+        head="builtin",
+        dtype="bfloat16",
+        threads=args.threads,
+        port=0,
+        engine=engine,
+    )
 
 
 def figures(summary: dict[str, Any]) -> dict[str, Any]:
@@ -91,7 +112,8 @@ def figures(summary: dict[str, Any]) -> dict[str, Any]:
     for row in summary["comparisons"]:
         by_concurrency[row["concurrency"]][row["arm"]] |= {
             "speedup": rounded(row["speedup"]),
-            "interval": row["speedup_interval"] and [rounded(end) for end in row["speedup_interval"]],
+            "interval": row["speedup_interval"]
+            and [rounded(end) for end in row["speedup_interval"]],
             "identical": f"{row['identical']} of {row['num_pairs']}",
         }
     by_task: dict[str, dict[str, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
@@ -105,7 +127,9 @@ def rounded(value: float | None) -> float | None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="a minute: shows that it works")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 6, 8, 10])
     parser.add_argument("--prompts", type=int, default=40, help="of each task")
@@ -116,7 +140,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--output", default=f"out/concurrency-{time.strftime('%Y%m%d-%H%M%S')}")
     args = parser.parse_args()
     if args.quick:
-        args.prompts, args.max_tokens, args.concurrency = min(args.prompts, 8), min(args.max_tokens, 48), [1, 4]
+        args.prompts, args.max_tokens, args.concurrency = (
+            min(args.prompts, 8),
+            min(args.max_tokens, 48),
+            [1, 4],
+        )
     return args
 
 
@@ -128,7 +156,10 @@ def main() -> None:
     Path(questions).parent.mkdir(parents=True, exist_ok=True)
     Path(questions).write_text("".join(json.dumps(row) + "\n" for row in asked), encoding="utf-8")
     with ExitStack() as servers:
-        urls = {way: servers.enter_context(running_server(served(args, way))) for way in ("off", "auto", args.tree)}
+        urls = {
+            way: servers.enter_context(running_server(served(args, way)))
+            for way in ("off", "auto", args.tree)
+        }
         config = BenchConfig(
             prompts=questions,
             arms={
@@ -147,7 +178,10 @@ def main() -> None:
     summary = measured.read_json("summary.json")
     command = " ".join(["python", "benchmarks/concurrency.py", *sys.argv[1:]])
     contents = Contents(
-        bench=summary, manifest=measured.manifest("bench"), commands=[command], title="The packaged head on a CPU"
+        bench=summary,
+        manifest=measured.manifest("bench"),
+        commands=[command],
+        title="The packaged head on a CPU",
     )
     report = write_reports(measured, contents)
     show_table(summary)

@@ -1,12 +1,15 @@
-"""Duplicates, contamination, quality and language on real prompts: what is found, what goes wrongly, and how fast.
+"""Duplicates, contamination, quality and language on real prompts: what is found, what goes
+wrongly, and how fast.
 
     python benchmarks/duplicates.py [--quick] [--show] [--data FOLDER]
 
-FOLDER holds gsm8k_train, tldr, sgd_dev and self_dialogue (JSON lines, .gz, with messages) and prompts/spec_bench.jsonl; by
-default ../shared/data beside the checkout. Near-duplicates are planted by edits; recall is of those whose Jaccard really is at
-least the threshold. Contamination is planted in dress and by edits, and compared with the rules that others use: any 10-gram
-and any 13-gram in common. GSM8K's training half is also cut in two, 1,319 problems as an evaluation set against the rest, since
-its problems come in families: --show prints the pairs, to be judged by eye. The last line of stdout is one JSON.
+FOLDER holds gsm8k_train, tldr, sgd_dev and self_dialogue (JSON lines, .gz, with messages) and
+prompts/spec_bench.jsonl; by default ../shared/data beside the checkout. Near-duplicates are planted
+by edits; recall is of those whose Jaccard really is at least the threshold. Contamination is
+planted in dress and by edits, and compared with the rules that others use: any 10-gram and any
+13-gram in common. GSM8K's training half is also cut in two, 1,319 problems as an evaluation set
+against the rest, since its problems come in families: --show prints the pairs, to be judged by eye.
+The last line of stdout is one JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +31,17 @@ from typing import Any
 import numpy as np
 
 from eyas.data.contamination import Contamination
-from eyas.data.duplicates import BANDS, NONE, SHINGLE, exact, fingerprint, key, near, said, signature
+from eyas.data.duplicates import (
+    BANDS,
+    NONE,
+    SHINGLE,
+    exact,
+    fingerprint,
+    key,
+    near,
+    said,
+    signature,
+)
 from eyas.data.language import spoken
 from eyas.data.quality import Quality, QualityConfig
 from eyas.data.rows import Drop, Row
@@ -54,10 +67,22 @@ def read(folder: Path, name: str, limit: int | None) -> list[Row]:
     """The user's side of the first conversations of a set."""
     path = folder / (name if name.endswith(".jsonl") else f"{name}.jsonl.gz")
     if not path.exists():
-        sys.exit(f"error: no {path}\n  -> give a folder that holds {', '.join(SETS)} and {SPEC_BENCH} with --data FOLDER")
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
-        values = [json.loads(line) for line, _ in zip(lines, range(limit or sys.maxsize), strict=False)]
-    users = [[one["content"] for one in value.get("messages", []) if one["role"] == "user"] for value in values]
+        sys.exit(
+            f"error: no {path}\n  -> give a folder that holds {', '.join(SETS)} and {SPEC_BENCH} "
+            "with --data FOLDER"
+        )
+    with (
+        gzip.open(path, "rt", encoding="utf-8")
+        if path.suffix == ".gz"
+        else path.open(encoding="utf-8") as lines
+    ):
+        values = [
+            json.loads(line) for line, _ in zip(lines, range(limit or sys.maxsize), strict=False)
+        ]
+    users = [
+        [one["content"] for one in value.get("messages", []) if one["role"] == "user"]
+        for value in values
+    ]
     return [row(*(value.get("turns") or turns)) for value, turns in zip(values, users, strict=True)]
 
 
@@ -69,7 +94,9 @@ def edits(rng: random.Random, vocabulary: Sequence[str]) -> dict[str, Edit]:
             def other(word: str) -> str:
                 return rng.choice((rng.choice(vocabulary), "", f"{word} {rng.choice(vocabulary)}"))
 
-            return " ".join(other(word) if rng.random() < share else word for word in text.split(" "))
+            return " ".join(
+                other(word) if rng.random() < share else word for word in text.split(" ")
+            )
 
         return edit
 
@@ -104,28 +131,46 @@ def likeness(rows: Sequence[Row]) -> np.ndarray:
 
 
 def planted_duplicates(rows: Sequence[Row], ways: dict[str, Edit]) -> dict[str, Any]:
-    """Per edit: the share of copies that are alike enough, the share found, and the recall of those alike enough."""
+    """Per edit: the share of copies that are alike enough, the share found, and the recall of those
+    alike enough.
+    """
     figures = {}
     for name, edit in ways.items():
         pairs = [(one, copy) for one in rows if (copy := row(*map(edit, one.turns))) != one]
         found = likeness([*rows, *(copy for _, copy in pairs)])[len(rows) :] != NONE
         alike = np.array([similarity(*pair) >= THRESHOLD for pair in pairs])
-        shares = {"alike": alike.mean(), "found": found.mean(), "recall": found[alike].mean() if alike.any() else 0}
-        figures[name] = {"copies": len(pairs), **{key: round(float(share), 4) for key, share in shares.items()}}
+        shares = {
+            "alike": alike.mean(),
+            "found": found.mean(),
+            "recall": found[alike].mean() if alike.any() else 0,
+        }
+        figures[name] = {
+            "copies": len(pairs),
+            **{key: round(float(share), 4) for key, share in shares.items()},
+        }
         print(f"near-duplicates: {name}: {figures[name]}", flush=True)
     return figures
 
 
 def similarity(one: Row, other: Row) -> float:
-    return jaccard(shingles("\n".join(one.turns), SHINGLE), shingles("\n".join(other.turns), SHINGLE))
+    return jaccard(
+        shingles("\n".join(one.turns), SHINGLE), shingles("\n".join(other.turns), SHINGLE)
+    )
 
 
 def unplanted_duplicates(rows: Sequence[Row]) -> dict[str, int]:
     """How many rows of a set go as they are, by threshold."""
     same = exact(np.stack([key(fingerprint(one)) for one in rows])) != NONE
     bands = np.stack([signature(one) for one in rows])
-    found = {one: near(bands, lambda index: said(rows[index]), ~same, one) != NONE for one in (0.9, 0.85, 0.8, 0.7)}
-    return {"rows": len(rows), "exact": int(same.sum()), **{f"near {one}": int(each.sum()) for one, each in found.items()}}
+    found = {
+        one: near(bands, lambda index: said(rows[index]), ~same, one) != NONE
+        for one in (0.9, 0.85, 0.8, 0.7)
+    }
+    return {
+        "rows": len(rows),
+        "exact": int(same.sum()),
+        **{f"near {one}": int(each.sum()) for one, each in found.items()},
+    }
 
 
 def any_gram(items: Iterable[Row], size: int) -> Callable[[Row], bool]:
@@ -133,7 +178,11 @@ def any_gram(items: Iterable[Row], size: int) -> Callable[[Row], bool]:
 
     def grams(one: Row) -> set[tuple[str, ...]]:
         found = [plain_words(turn) for turn in one.turns]
-        return {tuple(words[start : start + size]) for words in found for start in range(len(words) - size + 1)}
+        return {
+            tuple(words[start : start + size])
+            for words in found
+            for start in range(len(words) - size + 1)
+        }
 
     known = set().union(*map(grams, items))
     return lambda one: not known.isdisjoint(grams(one))
@@ -150,20 +199,32 @@ def rules(path: Path) -> dict[str, Callable[[Row], bool]]:
     }
 
 
-def contamination(folder: Path, sets: dict[str, list[Row]], ways: dict[str, Edit]) -> dict[str, Any]:
+def contamination(
+    folder: Path, sets: dict[str, list[Row]], ways: dict[str, Edit]
+) -> dict[str, Any]:
     """Planted turns that are found by each rule, and rows of ordinary sets that go."""
     bench = read(folder, SPEC_BENCH, None)
     tests = rules(folder / SPEC_BENCH)
     turns = [row(turn) for one in bench for turn in one.turns]
-    around: Edit = lambda text: f"I found this somewhere. {text} Please think about it and tell me what you make of it."  # noqa: E731
+
+    def around(text: str) -> str:
+        return (
+            f"I found this somewhere. {text} Please think about it and tell me what you make of it."
+        )
+
     planted = {"verbatim": lambda text: text, "in a longer prompt": around, **ways}
     figures: dict[str, Any] = {"turns": len(turns), "planted": {}, "ordinary": {}}
     for name, edit in planted.items():
         copies = [row(*map(edit, one.turns)) for one in turns]
-        figures["planted"][name] = {rule: round(sum(map(test, copies)) / len(copies), 4) for rule, test in tests.items()}
+        figures["planted"][name] = {
+            rule: round(sum(map(test, copies)) / len(copies), 4) for rule, test in tests.items()
+        }
         print(f"contamination: {name}: {figures['planted'][name]}", flush=True)
     for name, rows in sets.items():
-        figures["ordinary"][name] = {"rows": len(rows), **{rule: sum(map(test, rows)) for rule, test in tests.items()}}
+        figures["ordinary"][name] = {
+            "rows": len(rows),
+            **{rule: sum(map(test, rows)) for rule, test in tests.items()},
+        }
         print(f"contamination: {name}: {figures['ordinary'][name]}", flush=True)
     return figures
 
@@ -173,7 +234,10 @@ def families(rows: Sequence[Row], rng: random.Random, show: bool) -> dict[str, A
     shuffled = rng.sample(rows, len(rows))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "exam.jsonl")
-        path.write_text("".join(json.dumps({"turns": one.turns}) + "\n" for one in shuffled[:HELD_OUT]), encoding="utf-8")
+        path.write_text(
+            "".join(json.dumps({"turns": one.turns}) + "\n" for one in shuffled[:HELD_OUT]),
+            encoding="utf-8",
+        )
         tests = rules(path)
         ours = Contamination([SourceConfig(path=str(path))])
         rest = shuffled[HELD_OUT:]
@@ -187,7 +251,10 @@ def families(rows: Sequence[Row], rng: random.Random, show: bool) -> dict[str, A
 def speeds(rows: Sequence[Row], folder: Path) -> dict[str, int]:
     """Microseconds of CPU time for a prompt of 1,000 characters, the best of three rounds."""
     text = " ".join(turn for one in rows for turn in one.turns)
-    prompts = [row(text[start : start + PROMPT]) for start in range(0, min(len(text) - PROMPT, 300 * PROMPT), PROMPT)]
+    prompts = [
+        row(text[start : start + PROMPT])
+        for start in range(0, min(len(text) - PROMPT, 300 * PROMPT), PROMPT)
+    ]
     clean = Contamination([SourceConfig(path=str(folder / SPEC_BENCH))])
     steps = {
         "quality": Quality(QualityConfig()),
@@ -208,12 +275,18 @@ def speeds(rows: Sequence[Row], folder: Path) -> dict[str, int]:
 
 
 def crowd(count: int) -> dict[str, Any]:
-    """Rows of Jaccard .8: they meet in large buckets, and none is alike enough to go. The worst case of `near`."""
+    """Rows of Jaccard .8: they meet in large buckets, and none is alike enough to go. The worst
+    case of `near`.
+    """
     rng = random.Random(0)
     form = " ".join(f"word{rng.randrange(5000)}" for _ in range(100))
-    texts = [f"{form} {' '.join(f'word{rng.randrange(5000)}' for _ in range(12))}" for _ in range(count)]
+    texts = [
+        f"{form} {' '.join(f'word{rng.randrange(5000)}' for _ in range(12))}" for _ in range(count)
+    ]
     with tempfile.TemporaryDirectory() as folder:
-        bands = np.lib.format.open_memmap(Path(folder, "bands.npy"), "w+", np.uint64, (count, BANDS))
+        bands = np.lib.format.open_memmap(
+            Path(folder, "bands.npy"), "w+", np.uint64, (count, BANDS)
+        )
         for index, text in enumerate(texts):
             bands[index] = signature(row(text))
         bands.flush()
@@ -233,9 +306,15 @@ def crowd(count: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="a part of the rows")
-    parser.add_argument("--show", action="store_true", help="print the pairs of GSM8K that are taken for contamination")
+    parser.add_argument(
+        "--show",
+        action="store_true",
+        help="print the pairs of GSM8K that are taken for contamination",
+    )
     parser.add_argument("--data", type=Path, default=DATA, help="folder of the sets")
     args = parser.parse_args()
     rng = random.Random(0)
@@ -248,10 +327,16 @@ def main() -> None:
     figures["duplicates"] = {name: unplanted_duplicates(rows) for name, rows in sets.items()}
     print(f"duplicates: {figures['duplicates']}", flush=True)
     figures["contamination"] = contamination(args.data, sets, ways)
-    figures["gsm8k_against_itself"] = families(sets["gsm8k_train"], rng, args.show) if not args.quick else None
+    figures["gsm8k_against_itself"] = (
+        families(sets["gsm8k_train"], rng, args.show) if not args.quick else None
+    )
     keep = Quality(QualityConfig())
-    figures["quality"] = {name: sum(isinstance(keep(one), Drop) for one in rows) for name, rows in sets.items()}
-    figures["language"] = {name: dict(Counter(map(spoken, rows)).most_common(4)) for name, rows in sets.items()}
+    figures["quality"] = {
+        name: sum(isinstance(keep(one), Drop) for one in rows) for name, rows in sets.items()
+    }
+    figures["language"] = {
+        name: dict(Counter(map(spoken, rows)).most_common(4)) for name, rows in sets.items()
+    }
     figures["crowd"] = crowd(5_000 if args.quick else 100_000)
     print(json.dumps(figures))
 

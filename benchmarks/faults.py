@@ -1,9 +1,11 @@
-"""The fault table of `eyas check`: faults planted in the packaged head, in the forms that engines load, and sound heads.
+"""The fault table of `eyas check`: faults planted in the packaged head, in the forms that engines
+load, and sound heads.
 
-Each fault is one edit of a sound export, such as trainers, converters and people make. A fault is found if the check ends with
-another exit code than 0: by the lint, from the files alone, or by the replay, from what each reading accepts. Sound heads are
-the packaged one in every form of EAGLE-3 heads, and those given by --head: nothing may be reported on them but what their form
-brings with it. For a head that was trained with a norm flag, the loss of that flag is planted too.
+Each fault is one edit of a sound export, such as trainers, converters and people make. A fault is
+found if the check ends with another exit code than 0: by the lint, from the files alone, or by the
+replay, from what each reading accepts. Sound heads are the packaged one in every form of EAGLE-3
+heads, and those given by --head: nothing may be reported on them but what their form brings with
+it. For a head that was trained with a norm flag, the loss of that flag is planted too.
 
     python benchmarks/faults.py [--quick] [--head FOLDER ...]
 """
@@ -31,7 +33,15 @@ from eyas.export.answers import NUM_CONVERSATIONS, Answered, answered
 from eyas.export.check import check, judged, meanings
 from eyas.export.finding import Finding, exit_code
 from eyas.export.replay import exchanged, paired, reordered, replay, swapped_inputs
-from eyas.model.checkpoint import EMBED_TOKENS, LAYER, LM_HEAD, Form, Verifier, read_head, write_head
+from eyas.model.checkpoint import (
+    EMBED_TOKENS,
+    LAYER,
+    LM_HEAD,
+    Form,
+    Verifier,
+    read_head,
+    write_head,
+)
 from eyas.model.config import HeadConfig, TargetConfig
 from eyas.model.target import Target
 from eyas.model.vocab import TargetVocabulary
@@ -52,13 +62,17 @@ class Head:
         self.settings: Settings = json.loads((folder / "config.json").read_text())
         stored = safetensors.torch.load_file(folder / "model.safetensors")
         self.is_speculators = any(name.startswith("layers.0.") for name in stored)
-        self.tensors: Tensors = {name.replace("layers.0.", LAYER): tensor for name, tensor in stored.items()}
+        self.tensors: Tensors = {
+            name.replace("layers.0.", LAYER): tensor for name, tensor in stored.items()
+        }
 
     def save(self) -> Path:
         """Write it back."""
         (self.folder / "config.json").write_text(json.dumps(self.settings))
         layer = "layers.0." if self.is_speculators else LAYER
-        kept = {name.replace(LAYER, layer): tensor.contiguous() for name, tensor in self.tensors.items()}
+        kept = {
+            name.replace(LAYER, layer): tensor.contiguous() for name, tensor in self.tensors.items()
+        }
         safetensors.torch.save_file(kept, self.folder / "model.safetensors")
         return self.folder
 
@@ -96,12 +110,16 @@ def weight(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Head], No
 
 def noise(tensor: Tensor) -> Tensor:
     """Random numbers of a tensor's own spread."""
-    return (torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)) * tensor.float().std()).to(tensor.dtype)
+    return (
+        torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)) * tensor.float().std()
+    ).to(tensor.dtype)
 
 
 def with_first(value: float) -> Callable[[Tensor], Tensor]:
     """The first value replaced."""
-    return lambda tensor: tensor.flatten().index_fill(0, torch.tensor([0]), value).view(tensor.shape)
+    return lambda tensor: (
+        tensor.flatten().index_fill(0, torch.tensor([0]), value).view(tensor.shape)
+    )
 
 
 def scaled(factor: float) -> Callable[[Tensor], Tensor]:
@@ -130,7 +148,10 @@ def other_words(head: Head) -> None:
 
 def another_verifier(head: Head) -> None:
     """A config that names another target."""
-    head.settings["speculators_config"]["verifier"] |= {"name_or_path": "another", "architectures": ["Qwen3ForCausalLM"]}
+    head.settings["speculators_config"]["verifier"] |= {
+        "name_or_path": "another",
+        "architectures": ["Qwen3ForCausalLM"],
+    }
 
 
 def as_exported(folder: Path) -> Path:
@@ -145,7 +166,9 @@ def weight_changed_later(folder: Path) -> None:
     """One weight of an export changed."""
     path = as_exported(folder) / "model.safetensors"
     tensors = safetensors.torch.load_file(path)
-    safetensors.torch.save_file(tensors | {"fc.weight": with_first(1.0)(tensors["fc.weight"])}, path)
+    safetensors.torch.save_file(
+        tensors | {"fc.weight": with_first(1.0)(tensors["fc.weight"])}, path
+    )
 
 
 def config_changed_later(folder: Path) -> None:
@@ -183,7 +206,11 @@ def foreign_embeddings(head: Head, change: Callable[[Tensor], Tensor] = noise) -
 
 def all_noise(head: Head) -> None:
     """Another head's weights, as good as random here."""
-    head.tensors |= {name: noise(tensor) for name, tensor in head.tensors.items() if tensor.ndim == 2 and name != EMBED_TOKENS}
+    head.tensors |= {
+        name: noise(tensor)
+        for name, tensor in head.tensors.items()
+        if tensor.ndim == 2 and name != EMBED_TOKENS
+    }
 
 
 def renamed(head: Head) -> None:
@@ -206,7 +233,9 @@ def rows_out_of_order(head: Head) -> None:
 
 def exchange(one: str, other: str) -> Callable[[Head], None]:
     """Two tensors of the layer under each other's names."""
-    return lambda head: head.tensors.update(exchanged(head.tensors, f"{LAYER}{one}.weight", f"{LAYER}{other}.weight"))
+    return lambda head: head.tensors.update(
+        exchanged(head.tensors, f"{LAYER}{one}.weight", f"{LAYER}{other}.weight")
+    )
 
 
 def one_layer(name: str) -> str:
@@ -220,13 +249,27 @@ def faults(config: HeadConfig) -> list[Fault]:
     return [
         Fault("layers off by one: outputs in a list of inputs", "vllm", setting(**{IDS: earlier})),
         Fault("layers off by one: one later", "vllm", setting(**{IDS: later})),
-        Fault("layers of the other convention", "sglang", setting(eagle_config={IDS: [tap + 1 for tap in outputs]})),
-        Fault("third layer one later", "sglang", setting(eagle_config={IDS: [*outputs[:2], outputs[2] + 1]})),
+        Fault(
+            "layers of the other convention",
+            "sglang",
+            setting(eagle_config={IDS: [tap + 1 for tap in outputs]}),
+        ),
+        Fault(
+            "third layer one later",
+            "sglang",
+            setting(eagle_config={IDS: [*outputs[:2], outputs[2] + 1]}),
+        ),
         Fault("layers beyond the target", "sglang", setting(eagle_config={IDS: [1, 5, 12]})),
         Fault("two lists of layers that disagree", "sglang", setting(**{IDS: [1, 5, 8]})),
         Fault("d2t holds ids", "sglang", ids_for_offsets),
-        Fault("d2t holds ids, no t2d", "sglang", lambda head: ids_for_offsets(head, keep_mask=False)),
-        Fault("d2t leads twice to one token", "sglang", weight("d2t", lambda d2t: torch.cat((d2t[:1], d2t[:1] - 1, d2t[2:])))),
+        Fault(
+            "d2t holds ids, no t2d", "sglang", lambda head: ids_for_offsets(head, keep_mask=False)
+        ),
+        Fault(
+            "d2t leads twice to one token",
+            "sglang",
+            weight("d2t", lambda d2t: torch.cat((d2t[:1], d2t[:1] - 1, d2t[2:]))),
+        ),
         Fault("d2t one token on", "vllm", weight("d2t", lambda d2t: d2t + 1)),
         Fault("t2d of another vocabulary", "sglang", weight("t2d", lambda t2d: t2d.roll(7))),
         Fault("d2t and t2d one token on, in themselves sound", "sglang", other_words),
@@ -234,22 +277,54 @@ def faults(config: HeadConfig) -> list[Fault]:
         Fault("half of lm_head's rows one later", "sglang", weight(LM_HEAD, half_moved)),
         Fault("truncated vocabulary", "sglang", truncated),
         Fault("draft_vocab_size of another head", "sglang", setting(draft_vocab_size=2000)),
-        Fault("feature before embedding", "sglang", lambda head: head.tensors.update(swapped_inputs(config, head.tensors))),
+        Fault(
+            "feature before embedding",
+            "sglang",
+            lambda head: head.tensors.update(swapped_inputs(config, head.tensors)),
+        ),
         Fault("the three streams in reverse", "sglang", streams(2, 1, 0)),
         Fault("first and second stream exchanged", "sglang", streams(1, 0, 2)),
         Fault("second and third stream exchanged", "sglang", streams(0, 2, 1)),
         Fault("the three streams turned by one", "sglang", streams(1, 2, 0)),
         Fault("the three streams turned by two", "sglang", streams(2, 0, 1)),
-        Fault("hidden_norm and input_layernorm exchanged", "sglang", exchange("hidden_norm", "input_layernorm")),
-        Fault("gate_proj and up_proj exchanged", "sglang", exchange("mlp.gate_proj", "mlp.up_proj")),
-        Fault("q_proj and k_proj exchanged", "sglang", exchange("self_attn.q_proj", "self_attn.k_proj")),
-        Fault("k_proj and v_proj exchanged", "sglang", exchange("self_attn.k_proj", "self_attn.v_proj")),
-        Fault("o_proj next to nothing", "sglang", weight(one_layer("self_attn.o_proj"), scaled(1e-6))),
+        Fault(
+            "hidden_norm and input_layernorm exchanged",
+            "sglang",
+            exchange("hidden_norm", "input_layernorm"),
+        ),
+        Fault(
+            "gate_proj and up_proj exchanged", "sglang", exchange("mlp.gate_proj", "mlp.up_proj")
+        ),
+        Fault(
+            "q_proj and k_proj exchanged",
+            "sglang",
+            exchange("self_attn.q_proj", "self_attn.k_proj"),
+        ),
+        Fault(
+            "k_proj and v_proj exchanged",
+            "sglang",
+            exchange("self_attn.k_proj", "self_attn.v_proj"),
+        ),
+        Fault(
+            "o_proj next to nothing", "sglang", weight(one_layer("self_attn.o_proj"), scaled(1e-6))
+        ),
         Fault("down_proj of random numbers", "sglang", weight(one_layer("mlp.down_proj"), noise)),
         Fault("last norm all ones", "sglang", weight("norm.weight", torch.ones_like)),
-        Fault("input_layernorm all ones", "sglang", weight(one_layer("input_layernorm"), torch.ones_like)),
-        Fault("hidden_norm three times as large", "sglang", weight(one_layer("hidden_norm"), scaled(3))),
-        Fault("o_proj transposed", "sglang", weight(one_layer("self_attn.o_proj"), lambda tensor: tensor.T)),
+        Fault(
+            "input_layernorm all ones",
+            "sglang",
+            weight(one_layer("input_layernorm"), torch.ones_like),
+        ),
+        Fault(
+            "hidden_norm three times as large",
+            "sglang",
+            weight(one_layer("hidden_norm"), scaled(3)),
+        ),
+        Fault(
+            "o_proj transposed",
+            "sglang",
+            weight(one_layer("self_attn.o_proj"), lambda tensor: tensor.T),
+        ),
         Fault("fc transposed", "sglang", weight("fc.weight", lambda fc: fc.T)),
         Fault("rotary pairs side by side (Meta's order)", "sglang", unpaired),
         Fault("norm_before_residual where it was not", "vllm", setting(norm_before_residual=True)),
@@ -257,15 +332,29 @@ def faults(config: HeadConfig) -> list[Fault]:
         Fault("norm_output where it was not", "vllm", setting(norm_output=True)),
         Fault("norm_output of two meanings", "sglang", setting(norm_output=True)),
         Fault("norm_before_fc without its norm", "sglang", setting(norm_before_fc=True)),
-        Fault("a norm without its flag", "sglang", lambda head: head.tensors.update({"input_norm.weight": torch.ones(960)})),
+        Fault(
+            "a norm without its flag",
+            "sglang",
+            lambda head: head.tensors.update({"input_norm.weight": torch.ones(960)}),
+        ),
         Fault("random embeddings, said to be the target's", "vllm", weight(EMBED_TOKENS, noise)),
         Fault("random embeddings of nobody's", "vllm", foreign_embeddings),
-        Fault("embeddings of nobody's, one row on", "vllm", lambda head: foreign_embeddings(head, lambda one: one.roll(1, 0))),
+        Fault(
+            "embeddings of nobody's, one row on",
+            "vllm",
+            lambda head: foreign_embeddings(head, lambda one: one.roll(1, 0)),
+        ),
         Fault("weights of another head", "sglang", all_noise),
         Fault("lm_head of another target", "sglang", setting(target_lm_head_sha256="0" * 64)),
         Fault("rope_theta of another target", "sglang", setting(rope_theta=1e6)),
-        Fault("rope scaling of another target", "vllm", setting(rope_scaling={"rope_type": "linear", "factor": 8.0})),
-        Fault("a shorter context than the target's", "sglang", setting(max_position_embeddings=512)),
+        Fault(
+            "rope scaling of another target",
+            "vllm",
+            setting(rope_scaling={"rope_type": "linear", "factor": 8.0}),
+        ),
+        Fault(
+            "a shorter context than the target's", "sglang", setting(max_position_embeddings=512)
+        ),
         Fault("rms_norm_eps of another target", "sglang", setting(rms_norm_eps=1e-3)),
         Fault("a tensor under a wrong name", "sglang", renamed),
         Fault("a tensor is missing", "vllm", lambda head: head.tensors.pop("norm.weight")),
@@ -274,13 +363,25 @@ def faults(config: HeadConfig) -> list[Fault]:
         Fault("zeros", "sglang", weight("norm.weight", torch.zeros_like)),
         Fault("quantised", "sglang", weight("fc.weight", lambda fc: fc.to(torch.float8_e4m3fn))),
         Fault("dtype that the tensors do not have", "sglang", setting(torch_dtype="float32")),
-        Fault("an architecture that SGLang does not load", "sglang", setting(architectures=["LlamaForCausalLM"])),
+        Fault(
+            "an architecture that SGLang does not load",
+            "sglang",
+            setting(architectures=["LlamaForCausalLM"]),
+        ),
         Fault("num_key_value_heads of another head", "sglang", setting(num_key_value_heads=1)),
         Fault("a verifier of another architecture", "vllm", another_verifier),
         Fault("a weight changed after the export", "sglang", in_folder=weight_changed_later),
         Fault("the config changed after the export", "vllm", in_folder=config_changed_later),
-        Fault("other weights in shards beside the one file", "sglang", in_folder=lambda folder: in_shards_too(folder, noise)),
-        Fault("other weights in pytorch_model.bin", "sglang", in_folder=lambda folder: pickled_too(folder, noise)),
+        Fault(
+            "other weights in shards beside the one file",
+            "sglang",
+            in_folder=lambda folder: in_shards_too(folder, noise),
+        ),
+        Fault(
+            "other weights in pytorch_model.bin",
+            "sglang",
+            in_folder=lambda folder: pickled_too(folder, noise),
+        ),
     ]
 
 
@@ -288,11 +389,15 @@ def unpaired(head: Head) -> None:
     """The inverse of `paired`: what a checkpoint in Meta's order looks like."""
     D = head.config.head_dim
     place = torch.arange(D, dtype=torch.float32)[:, None]
-    order = paired(head.config, {one_layer(f"self_attn.{name}_proj"): place for name in "qk"})[one_layer("self_attn.q_proj")]
+    order = paired(head.config, {one_layer(f"self_attn.{name}_proj"): place for name in "qk"})[
+        one_layer("self_attn.q_proj")
+    ]
     inverse = order.flatten().long().argsort()
     for name in ("self_attn.q_proj", "self_attn.k_proj"):
         tensor = head.tensors[one_layer(name)]
-        head.tensors[one_layer(name)] = tensor.view(-1, D, tensor.shape[1])[:, inverse].reshape(tensor.shape)
+        head.tensors[one_layer(name)] = tensor.view(-1, D, tensor.shape[1])[:, inverse].reshape(
+            tensor.shape
+        )
 
 
 class Bench:
@@ -305,12 +410,16 @@ class Bench:
         self.shape = self.vocabulary.config
         assert isinstance(self.shape, TargetConfig)
         self.target = Target.load(self.folder, self.shape.dtype)
-        self.answers: list[Answered] = answered(self.target, self.folder, demo_prompts(), num_conversations)
+        self.answers: list[Answered] = answered(
+            self.target, self.folder, demo_prompts(), num_conversations
+        )
         self.numbers = iter(range(10**6))
 
     def written(self, config: HeadConfig, tensors: Tensors, form: Form) -> Path:
         """A sound head in a new folder."""
-        embed_tokens = self.vocabulary.embed_tokens.to(tensors["fc.weight"].dtype) if form == "vllm" else None
+        embed_tokens = (
+            self.vocabulary.embed_tokens.to(tensors["fc.weight"].dtype) if form == "vllm" else None
+        )
         verifier = Verifier("builtin", ("LlamaForCausalLM",), embed_tokens)
         folder = self.scratch / str(next(self.numbers))
         folder.mkdir()
@@ -333,8 +442,12 @@ class Bench:
         return [one for one in found if one not in heard], heard
 
 
-def sound_heads(bench: Bench, config: HeadConfig, tensors: Tensors) -> Iterator[tuple[str, Path, tuple[str, ...]]]:
-    """Name, folder, and the warnings that such a form brings with it, of the packaged head in every form."""
+def sound_heads(
+    bench: Bench, config: HeadConfig, tensors: Tensors
+) -> Iterator[tuple[str, Path, tuple[str, ...]]]:
+    """Name, folder, and the warnings that such a form brings with it, of the packaged head in every
+    form.
+    """
     for form in ("eyas", "sglang", "vllm"):
         yield f"packaged, {form} form", bench.written(config, tensors, form), ()
     yield "an export with its manifest", as_exported(bench.written(config, tensors, "vllm")), ()
@@ -342,7 +455,14 @@ def sound_heads(bench: Bench, config: HeadConfig, tensors: Tensors) -> Iterator[
     yield "pickled and not", pickled_too(bench.written(config, tensors, "sglang")), ()
     eagle = Head(bench.written(config, tensors, "sglang"), config)
     eagle.settings |= {"architectures": ["LlamaForCausalLM"]}
-    for key in ("target_lm_head_sha256", "eagle_config", "norm_before_residual", "norm_before_fc", "fc_norm", "rope_theta"):
+    for key in (
+        "target_lm_head_sha256",
+        "eagle_config",
+        "norm_before_residual",
+        "norm_before_fc",
+        "fc_norm",
+        "rope_theta",
+    ):
         eagle.settings.pop(key, None)
     eagle.save()
     torch.save(eagle.tensors, eagle.folder / "pytorch_model.bin")
@@ -355,12 +475,19 @@ def sound_heads(bench: Bench, config: HeadConfig, tensors: Tensors) -> Iterator[
     angelslim = Head(bench.written(config, tensors, "sglang"), config)
     angelslim.settings.pop("target_lm_head_sha256")
     angelslim.settings.pop("eagle_config")
-    angelslim.settings |= {"architectures": ["Eagle3LlamaForCausalLM"], IDS: [tap + 1 for tap in config.taps]}
+    angelslim.settings |= {
+        "architectures": ["Eagle3LlamaForCausalLM"],
+        IDS: [tap + 1 for tap in config.taps],
+    }
     yield "vLLM, AngelSlim", angelslim.save(), ("LlamaForCausalLMEagle3 only",)
     nemo = Head(bench.written(config, tensors, "sglang"), config)
     nemo.is_speculators = True
     nemo.settings.pop("target_lm_head_sha256")
-    nemo.settings |= {"architectures": ["LlamaEagle3DraftModel"], "model_type": "qwen3", "tie_word_embeddings": False}
+    nemo.settings |= {
+        "architectures": ["LlamaEagle3DraftModel"],
+        "model_type": "qwen3",
+        "tie_word_embeddings": False,
+    }
     nemo.tensors[EMBED_TOKENS] = bench.vocabulary.embed_tokens.to(torch.bfloat16)
     yield "NeMo, with embeddings", nemo.save(), ("LlamaForCausalLMEagle3 only",)
     modelopt = Head(bench.written(config, tensors, "sglang"), config)
@@ -375,7 +502,10 @@ def sound_heads(bench: Bench, config: HeadConfig, tensors: Tensors) -> Iterator[
 
 def lost_flags(config: HeadConfig) -> Iterator[Fault]:
     """For a head that was trained with flags: each of them lost, with its norms."""
-    norms = {"norm_before_fc": ("input_norm.weight",), "fc_norm": tuple(f"fc_norm.{stream}.weight" for stream in range(3))}
+    norms = {
+        "norm_before_fc": ("input_norm.weight",),
+        "fc_norm": tuple(f"fc_norm.{stream}.weight" for stream in range(3)),
+    }
     for flag in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
         if getattr(config, flag):
 
@@ -405,14 +535,34 @@ def run(num_conversations: int, heads: list[Path]) -> dict[str, Any]:
                 fault.in_folder(head.save())
                 linted, replayed = bench.checked(head.folder)
                 found = [*linted, *replayed]
-                by = " + ".join(name for name, them in (("lint", linted), ("replay", replayed)) if them) or "nothing"
-                rows.append({"fault": fault.name, "form": fault.form, "exit_code": exit_code(found), "by": by})
-                said = next((finding.what for finding in sorted(found, key=lambda finding: finding.level)), "")
-                print(f"{fault.name:50} {fault.form:7} {exit_code(found)} {by:14} {said[:110]}", flush=True)
+                by = (
+                    " + ".join(
+                        name for name, them in (("lint", linted), ("replay", replayed)) if them
+                    )
+                    or "nothing"
+                )
+                rows.append(
+                    {
+                        "fault": fault.name,
+                        "form": fault.form,
+                        "exit_code": exit_code(found),
+                        "by": by,
+                    }
+                )
+                said = next(
+                    (finding.what for finding in sorted(found, key=lambda finding: finding.level)),
+                    "",
+                )
+                print(
+                    f"{fault.name:50} {fault.form:7} {exit_code(found)} {by:14} {said[:110]}",
+                    flush=True,
+                )
         given = [("/".join(folder.parts[-2:]), folder, ()) for folder in heads]
         for name, folder, allowed in [*sound_heads(bench, config, tensors), *given]:
             found = [finding for part in bench.checked(folder) for finding in part]
-            reported = [one.what for one in found if not any(words in one.what for words in allowed)]
+            reported = [
+                one.what for one in found if not any(words in one.what for words in allowed)
+            ]
             sound.append({"head": name, "reported": reported})
             print(f"sound: {name:43} {reported or 'nothing reported'}", flush=True)
     return {
@@ -431,9 +581,17 @@ def run(num_conversations: int, heads: list[Path]) -> dict[str, Any]:
 
 def main() -> None:
     """Parse options, run, end with one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="fewer conversations")
-    parser.add_argument("--head", type=Path, action="append", default=[], help="another sound head of the packaged target")
+    parser.add_argument(
+        "--head",
+        type=Path,
+        action="append",
+        default=[],
+        help="another sound head of the packaged target",
+    )
     options = parser.parse_args()
     print(json.dumps(run(QUICK if options.quick else NUM_CONVERSATIONS, options.head)))
 

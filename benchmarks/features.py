@@ -1,12 +1,14 @@
-"""The feature store on real features: bytes per token and speed by codec, and side by side with a file for each sample.
+"""The feature store on real features: bytes per token and speed by codec, and side by side with a
+file for each sample.
 
     python benchmarks/features.py [--quick] [--features URL] [--folder out/features]
 
 codecs: bytes per token and share of bf16; encoding and decoding in MB of bf16 a second on one core.
-layouts: the same samples in our shards and as SpecForge writes them, one `data_N.ckpt` each by torch.save, gzipped (level 6)
-with its --compress. MB of bf16 a second: written (our writing includes the codec and its checksums, theirs is torch.save), and
-read at random, each in one thread, from files that the system has cached: the format is measured, not the disk.
-training: what two cores read for training: decoded MB a second by our stream, checksums verified.
+layouts: the same samples in our shards and as SpecForge writes them, one `data_N.ckpt` each by
+torch.save, gzipped (level 6) with its --compress. MB of bf16 a second: written (our writing
+includes the codec and its checksums, theirs is torch.save), and read at random, each in one thread,
+from files that the system has cached: the format is measured, not the disk. training: what two
+cores read for training: decoded MB a second by our stream, checksums verified.
 
 The last line of stdout is one JSON object.
 """
@@ -48,18 +50,25 @@ def seconds(work: Callable[[], Any], clock: Callable[[], float] = time.perf_coun
     return min(taken)
 
 
-def of_codec(name: CodecName, samples: Sequence[Sample], meta: FeatureMeta, num_bytes: int) -> dict[str, float]:
+def of_codec(
+    name: CodecName, samples: Sequence[Sample], meta: FeatureMeta, num_bytes: int
+) -> dict[str, float]:
     """Share of bf16, bytes per token (8 of them the token) and MB/s of processor time."""
     meta = meta.model_copy(update={"codec": name})
     layers = [layers_of(sample, meta) for sample in samples]
     tokens = sum(len(sample.token_ids) for sample in samples)
-    first = [one for one, sample in zip(layers, samples, strict=True) if len(sample.token_ids)][: CALIBRATION_TOKENS // 90]
+    first = [one for one, sample in zip(layers, samples, strict=True) if len(sample.token_ids)][
+        : CALIBRATION_TOKENS // 90
+    ]
     coder = codec_of(meta, calibrate(name, first) if needs_tables(name) else None)
     encoded = [coder.encode(*one) for one in layers]
     size = sum(map(len, encoded))
     encoding = seconds(lambda: [coder.encode(*one) for one in layers], time.process_time)
     decoding = seconds(
-        lambda: [coder.decode(memoryview(data), kept) for data, (_, kept) in zip(encoded, layers, strict=True)],
+        lambda: [
+            coder.decode(memoryview(data), kept)
+            for data, (_, kept) in zip(encoded, layers, strict=True)
+        ],
         time.process_time,
     )
     return {
@@ -89,11 +98,15 @@ def write_shards(folder: Path, samples: Sequence[Sample], meta: FeatureMeta) -> 
 
 def ckpt_path(folder: Path, number: int, compress: bool) -> Path:
     first = number // 2000 * 2000
-    return folder / f"rows_{first}-{first + 2000}" / f"data_{number}.ckpt{'.gz' if compress else ''}"
+    return (
+        folder / f"rows_{first}-{first + 2000}" / f"data_{number}.ckpt{'.gz' if compress else ''}"
+    )
 
 
 def write_ckpts(folder: Path, samples: Sequence[Sample], compress: bool) -> None:
-    """SpecForge's: rows_0-2000/data_0.ckpt, ... with these keys, int64 tokens and a leading dimension of 1."""
+    """SpecForge's: rows_0-2000/data_0.ckpt, ... with these keys, int64 tokens and a leading
+    dimension of 1.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     for number, sample in enumerate(samples):
         record = {
@@ -118,12 +131,21 @@ def read_ckpt(path: Path) -> Any:
     return torch.load(path, weights_only=True)
 
 
-def of_layouts(samples: Sequence[Sample], meta: FeatureMeta, folder: Path, num_bytes: int) -> dict[str, dict[str, float]]:
-    """Bytes on disk, and MB of bf16 a second written and read at random, of our layout and of theirs."""
+def of_layouts(
+    samples: Sequence[Sample], meta: FeatureMeta, folder: Path, num_bytes: int
+) -> dict[str, dict[str, float]]:
+    """Bytes on disk, and MB of bf16 a second written and read at random, of our layout and of
+    theirs.
+    """
     order = order_of(len(samples), 0, 0)
     rows: dict[str, dict[str, float]] = {}
 
-    def row(name: str, where: Path, write: Callable[[], None], reader: Callable[[], Callable[[int], Any]]) -> None:
+    def row(
+        name: str,
+        where: Path,
+        write: Callable[[], None],
+        reader: Callable[[], Callable[[int], Any]],
+    ) -> None:
         writing = seconds(write)
         read = reader()
         reading = seconds(lambda: [read(number) for number in order])
@@ -148,12 +170,16 @@ def of_layouts(samples: Sequence[Sample], meta: FeatureMeta, folder: Path, num_b
             f"one .ckpt{'.gz' if compress else ''} a sample",
             where,
             lambda where=where, compress=compress: write_ckpts(where, samples, compress),
-            lambda where=where, compress=compress: lambda number: read_ckpt(ckpt_path(where, number, compress)),
+            lambda where=where, compress=compress: (
+                lambda number: read_ckpt(ckpt_path(where, number, compress))
+            ),
         )
     return rows
 
 
-def of_training(samples: Sequence[Sample], meta: FeatureMeta, folder: Path, num_bytes: int) -> dict[str, float]:
+def of_training(
+    samples: Sequence[Sample], meta: FeatureMeta, folder: Path, num_bytes: int
+) -> dict[str, float]:
     """Decoded MB/s of a whole epoch in shuffled order."""
     rates = {}
     for codec in get_args(CodecName):
@@ -161,7 +187,9 @@ def of_training(samples: Sequence[Sample], meta: FeatureMeta, folder: Path, num_
         write_shards(where, samples, meta.model_copy(update={"codec": codec}))
         features = Features(Artifact(str(where)))
         order = order_of(len(samples), 0, 1) * max(1, int(3e8 // num_bytes))
-        taken = seconds(lambda features=features, order=order: [None for _ in features.stream(order)])
+        taken = seconds(
+            lambda features=features, order=order: [None for _ in features.stream(order)]
+        )
         rates[codec] = round(num_bytes * len(order) / len(samples) / taken / 1e6)
     return rates
 
@@ -177,7 +205,10 @@ def main() -> None:
     samples, meta = exact_samples(args)
     num_bytes = sum(2 * (one.aux_hidden.numel() + one.last_hidden.numel()) for one in samples)
     lengths = [len(sample.token_ids) for sample in samples]
-    print(f"{len(samples)} samples, {sum(lengths):,} tokens, median {statistics.median(lengths):.0f}, {num_bytes / 1e6:.0f} MB")
+    print(
+        f"{len(samples)} samples, {sum(lengths):,} tokens, median "
+        f"{statistics.median(lengths):.0f}, {num_bytes / 1e6:.0f} MB"
+    )
     codecs = {name: of_codec(name, samples, meta, num_bytes) for name in get_args(CodecName)}
     for name, row in codecs.items():
         print(f"{name:10}", row)
@@ -187,7 +218,13 @@ def main() -> None:
     training = of_training(samples, meta, args.folder, num_bytes)
     print("decoded MB/s for training:", training)
     cores = len(os.sched_getaffinity(0))
-    figures = {"codecs": codecs, "layouts": layouts, "training_MB_s": training, "cores": cores, "machine": machine()}
+    figures = {
+        "codecs": codecs,
+        "layouts": layouts,
+        "training_MB_s": training,
+        "cores": cores,
+        "machine": machine(),
+    }
     print(json.dumps(figures))
 
 

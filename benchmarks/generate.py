@@ -1,14 +1,18 @@
-"""Answers at scale under kill -9: are the rows those of a run that nothing happened to, and how fast do they come?
+"""Answers at scale under kill -9: are the rows those of a run that nothing happened to, and how
+fast do they come?
 
-    python benchmarks/generate.py [--quick] [--rows 20000] [--kills 5] [--servers 2] [--head builtin] [--folder DIR]
+    python benchmarks/generate.py [--quick] [--rows 20000] [--kills 5] [--servers 2] [--head
+    builtin] [--folder DIR]
 
-`eyas generate` runs as a process of its own on conversations of one to three turns, put together from the packaged prompts:
-once without interruption, then again with SIGKILL at random moments, each time started anew. Greedy, in fp32. The moments are
-numbers of rows, drawn over all of them, and a little later, so that as many kills come as were asked for. With --servers the
-target answers by so many `eyas serve` processes, of which one is killed too each time, and started again.
+`eyas generate` runs as a process of its own on conversations of one to three turns, put together
+from the packaged prompts: once without interruption, then again with SIGKILL at random moments,
+each time started anew. Greedy, in fp32. The moments are numbers of rows, drawn over all of them,
+and a little later, so that as many kills come as were asked for. With --servers the target answers
+by so many `eyas serve` processes, of which one is killed too each time, and started again.
 
-Checked: the files of answers and of drops are the same to the byte, no turn is there twice, none is missing, and at every
-kill at least as many rows are kept as at the one before. With --folder a finished first run is found again.
+Checked: the files of answers and of drops are the same to the byte, no turn is there twice, none is
+missing, and at every kill at least as many rows are kept as at the one before. With --folder a
+finished first run is found again.
 
 Exits with 1 where a check failed. The last line of stdout is one JSON.
 """
@@ -42,7 +46,9 @@ MAX_LENGTH, MAX_BATCH = 512, 32
 
 
 def write_prompts(output: Artifact, num_rows: int, seed: int) -> None:
-    """Conversations with at least so many turns; those that follow one which ends are not answered, so a fifth more."""
+    """Conversations with at least so many turns; those that follow one which ends are not answered,
+    so a fifth more.
+    """
     rng, known, prompts, turns = random.Random(seed), user_turns(), [], 0
     while turns < 1.2 * num_rows:
         count = rng.choice(TURNS)
@@ -91,7 +97,9 @@ class Servers:
         engine = {"max_batch": MAX_BATCH, "max_length": MAX_LENGTH}
         config = ServeConfig(target=self._target, port=port, engine=engine)  # type: ignore[arg-type]
         command = [sys.executable, "-m", "eyas.serve", config.model_dump_json()]
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
+        return subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL
+        )
 
 
 def free_port() -> int:
@@ -110,11 +118,28 @@ def wait_until_it_listens(port: int) -> None:
     sys.exit(f"error: no server came up at port {port}")
 
 
-def start(args: argparse.Namespace, prompts: str, output: Path, urls: list[str]) -> subprocess.Popen[bytes]:
+def start(
+    args: argparse.Namespace, prompts: str, output: Path, urls: list[str]
+) -> subprocess.Popen[bytes]:
     """`eyas generate` as people run it."""
-    sets = {"max_tokens": args.max_tokens, "max_batch": MAX_BATCH, "max_length": MAX_LENGTH, "dtype": "float32"}
+    sets = {
+        "max_tokens": args.max_tokens,
+        "max_batch": MAX_BATCH,
+        "max_length": MAX_LENGTH,
+        "dtype": "float32",
+    }
     sets |= {"client.patience_s": 120} if urls else {}
-    command = [sys.executable, "-m", "eyas.cli.main", "generate", prompts, "-t", args.target, "-o", str(output)]
+    command = [
+        sys.executable,
+        "-m",
+        "eyas.cli.main",
+        "generate",
+        prompts,
+        "-t",
+        args.target,
+        "-o",
+        str(output),
+    ]
     command += [word for name, value in sets.items() for word in ("--set", f"{name}={value}")]
     command += [word for url in urls for word in ("--server", url)]
     command += ["--head", args.head] if args.head else []
@@ -125,7 +150,10 @@ def finish(process: subprocess.Popen[bytes]) -> None:
     """Wait for the end, which is to be a good one."""
     _, told = process.communicate()
     if process.returncode:
-        sys.exit(f"error: eyas generate ended with {process.returncode}\n{told.decode(errors='replace')[-2000:]}")
+        sys.exit(
+            "error: eyas generate ended with "
+            f"{process.returncode}\n{told.decode(errors='replace')[-2000:]}"
+        )
 
 
 def wait_for_rows(process: subprocess.Popen[bytes], folder: Path, count: int) -> None:
@@ -143,7 +171,10 @@ def wait_for_rows(process: subprocess.Popen[bytes], folder: Path, count: int) ->
 def num_kept(folder: Path) -> int:
     """Turns on disk, in finished parts and whole lines of journals."""
     num = 0
-    for found, mark in [(folder.glob("answers-*.jsonl"), b"\n"), ((folder / "work").glob("*.journal"), b'"answer": {')]:
+    for found, mark in [
+        (folder.glob("answers-*.jsonl"), b"\n"),
+        ((folder / "work").glob("*.journal"), b'"answer": {'),
+    ]:
         for path in found:
             with contextlib.suppress(FileNotFoundError):  # a journal goes when its part is whole
                 num += path.read_bytes().count(mark)
@@ -160,7 +191,10 @@ def digest(folder: Path) -> str:
 
 def wrong_with(whole: Path, killed: Path, kept: list[int]) -> Iterator[str]:
     """What should not be."""
-    rows = [{(row.prompt_id, row.turn): row for row in read_answers(Artifact(str(folder)))} for folder in (whole, killed)]
+    rows = [
+        {(row.prompt_id, row.turn): row for row in read_answers(Artifact(str(folder)))}
+        for folder in (whole, killed)
+    ]
     total = sum(1 for _ in read_answers(Artifact(str(killed))))
     if total != len(rows[1]):
         yield f"{total - len(rows[1])} turns are there twice"
@@ -189,7 +223,10 @@ def run(args: argparse.Namespace, folder: Path, servers: Servers | None) -> dict
     finish(process)
     seconds, working_s = time.monotonic() - started, time.monotonic() - begun
     manifest = Artifact(str(whole)).manifest()
-    print(f"uninterrupted: {manifest.counts} in {seconds:.0f} s, {working_s:.0f} s of it with rows", flush=True)
+    print(
+        f"uninterrupted: {manifest.counts} in {seconds:.0f} s, {working_s:.0f} s of it with rows",
+        flush=True,
+    )
     kept: list[int] = []
     started = time.monotonic()
     moments = sorted(rng.sample(range(1, manifest.counts["answers"]), args.kills))
@@ -237,9 +274,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the prompts and of the moments")
     parser.add_argument("--target", default="builtin", help="target folder, or builtin")
     parser.add_argument("--head", help="head folder, or builtin; none by default")
-    parser.add_argument("--servers", type=int, default=0, help="how many answer; 0 is the engine in the process itself")
+    parser.add_argument(
+        "--servers",
+        type=int,
+        default=0,
+        help="how many answer; 0 is the engine in the process itself",
+    )
     parser.add_argument("--max-tokens", type=int, default=48)
-    parser.add_argument("--folder", type=Path, help="where everything goes; by default it is gone afterwards")
+    parser.add_argument(
+        "--folder", type=Path, help="where everything goes; by default it is gone afterwards"
+    )
     args = parser.parse_args()
     if args.quick:
         args.rows, args.kills, args.max_tokens = 150, 2, 32

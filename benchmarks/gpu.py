@@ -1,19 +1,24 @@
-"""A target of Llama-3.1-8B's shape on one GPU: plain decoding and trees, by the normal and by the overlapped loop.
+"""A target of Llama-3.1-8B's shape on one GPU: plain decoding and trees, by the normal and by the
+overlapped loop.
 
-    python benchmarks/gpu.py [--quick] [--concurrency 1 8 64] [--layers 32] [--hidden 4096] [--accept-hist 2 3 4 5 4 3 3]
+    python benchmarks/gpu.py [--quick] [--concurrency 1 8 64] [--layers 32] [--hidden 4096]
+    [--accept-hist 2 3 4 5 4 3 3]
 
-Weights are random, in bf16. The head is random as well: it does all of its work, and so does the target, but which nodes are
-accepted is replayed from --accept-hist (so many rounds with 0, 1, 2, ... accepted drafts; the default has tau about 4), and its
-probabilities are replaced by those of a head that is fairly sure, so that trees are as deep as real ones.
+Weights are random, in bf16. The head is random as well: it does all of its work, and so does the
+target, but which nodes are accepted is replayed from --accept-hist (so many rounds with 0, 1, 2,
+... accepted drafts; the default has tau about 4), and its probabilities are replaced by those of a
+head that is fairly sure, so that trees are as deep as real ones.
 
-At each concurrency the four ways (plain and tree, normal loop and overlapped) take turns, each on its own caches; the first
-turn of each is a warm-up and not counted. Figures by way: TPOT (time by tokens a request), idle share of the device between
-jobs (by events on CUDA), and the share of the measured copy bandwidth at which a round reads weights and keys. `verify` is the
-target's forward over the trees alone. `exact` runs a tiny model in fp32 with real acceptance: trees must change no token.
-`attention` is benchmarks/attention.py: the kernel against its definition, and against one dense-mask attention.
+At each concurrency the four ways (plain and tree, normal loop and overlapped) take turns, each on
+its own caches; the first turn of each is a warm-up and not counted. Figures by way: TPOT (time by
+tokens a request), idle share of the device between jobs (by events on CUDA), and the share of the
+measured copy bandwidth at which a round reads weights and keys. `verify` is the target's forward
+over the trees alone. `exact` runs a tiny model in fp32 with real acceptance: trees must change no
+token. `attention` is benchmarks/attention.py: the kernel against its definition, and against one
+dense-mask attention.
 
-Without CUDA all of it runs on the CPU at a tiny size, and the figures say nothing about a GPU. The last line of stdout is one
-JSON object. It takes about five minutes on an H100.
+Without CUDA all of it runs on the CPU at a tiny size, and the figures say nothing about a GPU. The
+last line of stdout is one JSON object. It takes about five minutes on an H100.
 """
 
 from __future__ import annotations
@@ -52,7 +57,8 @@ from eyas.model.rows import Rows, rows_of
 from eyas.model.target import PAGE_SIZE, Target
 
 ACCEPT_HIST = (2, 3, 4, 5, 4, 3, 3)
-SIZES = {1: (6, 3, 12), 8: (5, 2, 8), 64: (3, 1, 4)}  # of trees, by the most requests: the more of them, the dearer a node
+# of trees, by the most requests: the more of them, the dearer a node
+SIZES = {1: (6, 3, 12), 8: (5, 2, 8), 64: (3, 1, 4)}
 SURE = (0.8, 0.1, 0.05)  # what the replayed head gives its best tokens
 LLAMA_3_ROPE = {
     "rope_type": "llama3",
@@ -90,23 +96,40 @@ def random_target(size: Size, dtype: str, device: str) -> Target:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(shape))
         config = TargetConfig.from_folder(folder)
-    shapes = {"model.embed_tokens.weight": (size.vocab, size.hidden), "lm_head.weight": (size.vocab, size.hidden)}
+    shapes = {
+        "model.embed_tokens.weight": (size.vocab, size.hidden),
+        "lm_head.weight": (size.vocab, size.hidden),
+    }
     shapes["model.norm.weight"] = (size.hidden,)
     for layer in range(size.layers):
         shapes |= layer_shapes(f"model.layers.{layer}.", size, size.hidden)
-        shapes |= {f"model.layers.{layer}.{name}_layernorm.weight": (size.hidden,) for name in ("input", "post_attention")}
+        shapes |= {
+            f"model.layers.{layer}.{name}_layernorm.weight": (size.hidden,)
+            for name in ("input", "post_attention")
+        }
     return Target(config, random_tensors(shapes, dtype, device), dtype, device, native=False)
 
 
 def layer_shapes(prefix: str, size: Size, width: int) -> dict[str, tuple[int, ...]]:
     Hq, Hk, D = size.heads
-    named = {"q": (Hq * D, width), "k": (Hk * D, width), "v": (Hk * D, width), "o": (size.hidden, Hq * D)}
-    shapes: dict[str, tuple[int, ...]] = {f"{prefix}self_attn.{name}_proj.weight": shape for name, shape in named.items()}
-    shapes |= {f"{prefix}mlp.{name}_proj.weight": (size.inner, size.hidden) for name in ("gate", "up")}
+    named = {
+        "q": (Hq * D, width),
+        "k": (Hk * D, width),
+        "v": (Hk * D, width),
+        "o": (size.hidden, Hq * D),
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{prefix}self_attn.{name}_proj.weight": shape for name, shape in named.items()
+    }
+    shapes |= {
+        f"{prefix}mlp.{name}_proj.weight": (size.inner, size.hidden) for name in ("gate", "up")
+    }
     return shapes | {f"{prefix}mlp.down_proj.weight": (size.hidden, size.inner)}
 
 
-def random_tensors(shapes: dict[str, tuple[int, ...]], dtype: str, device: str, std: float = 0.02) -> dict[str, torch.Tensor]:
+def random_tensors(
+    shapes: dict[str, tuple[int, ...]], dtype: str, device: str, std: float = 0.02
+) -> dict[str, torch.Tensor]:
     generator = torch.Generator(device).manual_seed(0)
     kind = getattr(torch, dtype)
     return {
@@ -117,10 +140,17 @@ def random_tensors(shapes: dict[str, tuple[int, ...]], dtype: str, device: str, 
     }
 
 
-def head_tensors(target: Target, size: Size, std: float = 0.02) -> tuple[HeadConfig, dict[str, torch.Tensor]]:
+def head_tensors(
+    target: Target, size: Size, std: float = 0.02
+) -> tuple[HeadConfig, dict[str, torch.Tensor]]:
     config = HeadConfig.for_target(target.config, HeadOptions(draft_vocab_size=size.draft_vocab))
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (size.hidden, 3 * size.hidden), "norm.weight": (size.hidden,)}
-    shapes |= layer_shapes("midlayer.", size, 2 * size.hidden) | {"lm_head.weight": (size.draft_vocab, size.hidden)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (size.hidden, 3 * size.hidden),
+        "norm.weight": (size.hidden,),
+    }
+    shapes |= layer_shapes("midlayer.", size, 2 * size.hidden) | {
+        "lm_head.weight": (size.draft_vocab, size.hidden)
+    }
     for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm"):
         shapes[f"midlayer.{name}.weight"] = (size.hidden,)
     tensors = random_tensors(shapes, str(target.dtype).removeprefix("torch."), target.device, std)
@@ -143,14 +173,20 @@ class SureDraft(Draft):
 
 
 class ReplayRounds(TensorRounds):
-    """The accepted path is the recorded number of first children; the draws are made and then overruled."""
+    """The accepted path is the recorded number of first children; the draws are made and then
+    overruled.
+    """
 
     def replay(self, accept_hist: Sequence[int]) -> None:
         counts = np.repeat(np.arange(len(accept_hist)), accept_hist)
-        self._accepted = torch.from_numpy(np.random.default_rng(0).permutation(counts)).to(self._device)
+        self._accepted = torch.from_numpy(np.random.default_rng(0).permutation(counts)).to(
+            self._device
+        )
         self._turn = torch.zeros(1, dtype=torch.int64, device=self._device)
 
-    def _walk(self, trees: Trees, depth: int, draw: Callable[[torch.Tensor, int], torch.Tensor]) -> Walked:
+    def _walk(
+        self, trees: Trees, depth: int, draw: Callable[[torch.Tensor, int], torch.Tensor]
+    ) -> Walked:
         B = trees.num_lines
         row = torch.arange(B, device=self._device)
         self._turn.add_(1)
@@ -173,7 +209,9 @@ class ReplayRounds(TensorRounds):
 class Loop:
     """Scheduler and rounds as in the engine, without requests that come and go."""
 
-    def __init__(self, rounds: TensorRounds, pool: PagePool, limits: Limits, overlaps: bool) -> None:
+    def __init__(
+        self, rounds: TensorRounds, pool: PagePool, limits: Limits, overlaps: bool
+    ) -> None:
         self.rounds, self._overlaps = rounds, overlaps
         self._scheduler = Scheduler(pool, limits)
         self._ahead: Pending | None = None
@@ -185,7 +223,9 @@ class Loop:
         K, k, N = sizes
         speculation = Speculation("fixed" if draft is not None else "off", K, k, N)
         columns = max(N, 1 + (K - 1) * k, K + 2)
-        limits = Limits(B, 512, K + 1 if draft is not None else 1, columns if draft is not None else 1)
+        limits = Limits(
+            B, 512, K + 1 if draft is not None else 1, columns if draft is not None else 1
+        )
         pool = PagePool(B * -(-(length + columns + 2 * K + 2) // PAGE_SIZE), PAGE_SIZE)
         rounds = kind(target, draft, Growth(num_draft_steps=K, tree_topk=k), (B, pool.num_pages))
         rounds.policy = Policy(speculation)
@@ -196,7 +236,9 @@ class Loop:
         return self._scheduler.has_work or self._ahead is not None
 
     def add(self, request: Request) -> Running:
-        sampler = Sampler(request.params, request.prompt_ids, self.rounds.target.config.vocab_size, frozenset())
+        sampler = Sampler(
+            request.params, request.prompt_ids, self.rounds.target.config.vocab_size, frozenset()
+        )
         running = Running(request, 0, sampler, None, request.params.max_tokens)
         self._scheduler.add(running)
         return running
@@ -252,8 +294,15 @@ class Way:
         settle(trace)
         if not counts:
             return
-        self.tokens, self.rounds, self.seconds = self.tokens + tokens, self.rounds + rounds, self.seconds + seconds
-        self.busy_s, self.idle_s = self.busy_s + trace.busy_s - before[0], self.idle_s + trace.idle_s - before[1]
+        self.tokens, self.rounds, self.seconds = (
+            self.tokens + tokens,
+            self.rounds + rounds,
+            self.seconds + seconds,
+        )
+        self.busy_s, self.idle_s = (
+            self.busy_s + trace.busy_s - before[0],
+            self.idle_s + trace.idle_s - before[1],
+        )
         self.tpot_ms.append(seconds * 1e3 * len(self.runnings) / tokens)
 
     def prefill(self) -> None:
@@ -266,7 +315,9 @@ class Way:
             "tpot_ms": round(statistics.median(self.tpot_ms), 4),
             "round_ms": round(self.seconds / self.rounds * 1e3, 4),
             "tau": round(self.tokens / self.rounds / len(self.runnings), 3),
-            "idle_share": round(self.idle_s / (self.idle_s + self.busy_s), 4) if self.busy_s else 0.0,
+            "idle_share": round(self.idle_s / (self.idle_s + self.busy_s), 4)
+            if self.busy_s
+            else 0.0,
             "bandwidth_share": round(bytes_of_round * self.rounds / self.seconds / bandwidth, 4),
         }
 
@@ -274,10 +325,15 @@ class Way:
 def prompts(count: int, length: int, vocab: int, max_tokens: int) -> list[Request]:
     generator = np.random.default_rng(1)
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return [Request(str(b), tuple(generator.integers(0, vocab, length).tolist()), params) for b in range(count)]
+    return [
+        Request(str(b), tuple(generator.integers(0, vocab, length).tolist()), params)
+        for b in range(count)
+    ]
 
 
-def concurrent(size: Size, target: Target, B: int, accept_hist: Sequence[int], bandwidth: float) -> dict[str, object]:
+def concurrent(
+    size: Size, target: Target, B: int, accept_hist: Sequence[int], bandwidth: float
+) -> dict[str, object]:
     """The four ways at one concurrency, in turns."""
     sizes = next((sizes for most, sizes in SIZES.items() if most >= B), SIZES[64])
     K, _, N = sizes
@@ -289,7 +345,13 @@ def concurrent(size: Size, target: Target, B: int, accept_hist: Sequence[int], b
         loop = Loop.of(target, draft, sizes, B, length, name.endswith("overlapped"), ReplayRounds)
         assert isinstance(loop.rounds, ReplayRounds)
         loop.rounds.replay(accept_hist)
-        ways[name] = Way(loop, [loop.add(request) for request in prompts(B, size.prompt, size.vocab, length - size.prompt)])
+        ways[name] = Way(
+            loop,
+            [
+                loop.add(request)
+                for request in prompts(B, size.prompt, size.vocab, length - size.prompt)
+            ],
+        )
         ways[name].prefill()
     for turn in range(size.turns + 1):
         for way in list(ways.values())[:: 1 if turn % 2 else -1]:
@@ -297,7 +359,9 @@ def concurrent(size: Size, target: Target, B: int, accept_hist: Sequence[int], b
     figures: dict[str, object] = {"concurrency": B, "sizes": sizes}
     for name, way in ways.items():
         length = sum(running.num_cached for running in way.runnings) - way.tokens // 2
-        weights = target_bytes(target) + (draft_bytes(way.loop.rounds.draft, target, K) if way.loop.rounds.draft else 0)
+        weights = target_bytes(target) + (
+            draft_bytes(way.loop.rounds.draft, target, K) if way.loop.rounds.draft else 0
+        )
         figures[name] = way.figures(weights + length * column_bytes(target), bandwidth)
     ms = {name: way.seconds / way.tokens for name, way in ways.items()}
     figures["overlap_speedup_plain"] = round(ms["plain_normal"] / ms["plain_overlapped"], 3)
@@ -312,20 +376,37 @@ def target_bytes(target: Target) -> int:
     config = target.config
     Hq, Hk, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     layer = config.hidden_size * ((2 * Hq + 2 * Hk) * D + 3 * config.intermediate_size)
-    return (config.num_hidden_layers * layer + config.vocab_size * config.hidden_size) * target.dtype.itemsize
+    return (
+        config.num_hidden_layers * layer + config.vocab_size * config.hidden_size
+    ) * target.dtype.itemsize
 
 
 def draft_bytes(draft: Draft, target: Target, K: int) -> int:
-    """Of the head's weights in one round: K - 1 steps and one extension through the layer, K times the output weights."""
+    """Of the head's weights in one round: K - 1 steps and one extension through the layer, K times
+    the output weights.
+    """
     config = draft.config
-    Hq, Hk, D, H = config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.hidden_size
+    Hq, Hk, D, H = (
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+        config.hidden_size,
+    )
     layer = H * (2 * (Hq + 2 * Hk) * D + Hq * D + 3 * config.intermediate_size)
-    return (K * (layer + config.draft_vocab_size * H) + 3 * config.target_hidden_size * H) * target.dtype.itemsize
+    return (
+        K * (layer + config.draft_vocab_size * H) + 3 * config.target_hidden_size * H
+    ) * target.dtype.itemsize
 
 
 def column_bytes(target: Target) -> int:
     config = target.config
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * target.dtype.itemsize
+    return (
+        2
+        * config.num_hidden_layers
+        * config.num_key_value_heads
+        * config.head_dim
+        * target.dtype.itemsize
+    )
 
 
 @torch.inference_mode()
@@ -341,7 +422,15 @@ def verify(target: Target, cache: PagedCache, B: int, N: int, bandwidth: float) 
     slot = page_table[line, column // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + column % PAGE_SIZE
     arrays = (node, line, column, slot, prefix_len, (np.int64(1) << node) | 1)
     rows = rows_of(arrays, page_table, target.device)
-    inputs = (rows.token, rows.request, rows.position, rows.slot, rows.prefix_len, rows.seen, rows.page_table)
+    inputs = (
+        rows.token,
+        rows.request,
+        rows.position,
+        rows.slot,
+        rows.prefix_len,
+        rows.seen,
+        rows.page_table,
+    )
 
     def forward(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (target.forward(Rows(*given), cache, target.config.default_taps).best,)
@@ -350,24 +439,37 @@ def verify(target: Target, cache: PagedCache, B: int, N: int, bandwidth: float) 
     graphs.prepare("verify", forward, lambda: inputs)
     ms = attention.median_ms(lambda: graphs("verify", forward, inputs), target.device, 10)
     moved = target_bytes(target) + B * length * column_bytes(target)
-    return {"rows": B * N, "length": length, "ms": round(ms, 4), "bandwidth_share": round(moved / ms * 1e3 / bandwidth, 4)}
+    return {
+        "rows": B * N,
+        "length": length,
+        "ms": round(ms, 4),
+        "bandwidth_share": round(moved / ms * 1e3 / bandwidth, 4),
+    }
 
 
 def copy_bandwidth(device: str) -> float:
     """Bytes a second read and written by the copy of a large tensor."""
-    source = torch.zeros((1 << 30) if device != "cpu" else (1 << 26), dtype=torch.uint8, device=device)
+    source = torch.zeros(
+        (1 << 30) if device != "cpu" else (1 << 26), dtype=torch.uint8, device=device
+    )
     target = torch.empty_like(source)
     return 2 * source.numel() / attention.median_ms(lambda: target.copy_(source), device, 10) * 1e3
 
 
 def exact(device: str) -> dict[str, object]:
-    """A tiny model in fp32, its drafts accepted as they may: tokens of trees, overlapped, against plain ones."""
+    """A tiny model in fp32, its drafts accepted as they may: tokens of trees, overlapped, against
+    plain ones.
+    """
     size = Size(8, 64, 128, (4, 2, 64), 24, 20, 0, 0, 0)
     torch.backends.cuda.matmul.allow_tf32 = False
     tensors_of = partial(random_tensors, dtype="float32", device=device, std=0.3)
     target = random_target(size, "float32", device)
     target = Target(
-        target.config, tensors_of({name: tuple(t.shape) for name, t in target._tensors.items()}), "float32", device, False
+        target.config,
+        tensors_of({name: tuple(t.shape) for name, t in target._tensors.items()}),
+        "float32",
+        device,
+        False,
     )
     found: dict[str, dict[str, list[int]]] = {}
     accepted = 0
@@ -377,9 +479,15 @@ def exact(device: str) -> dict[str, object]:
         found[name] = {}
         for b, length in enumerate((1, 5, 17, 30, 48, 64, 9, 33)):
             params = SamplingParams(
-                max_tokens=60, ignore_eos=True, seed=b, temperature=0.8 * (b % 2), top_p=0.9 if b % 4 == 1 else 1.0
+                max_tokens=60,
+                ignore_eos=True,
+                seed=b,
+                temperature=0.8 * (b % 2),
+                top_p=0.9 if b % 4 == 1 else 1.0,
             )
-            ids = tuple(int(token) for token in np.random.default_rng(b).integers(0, size.vocab, length))
+            ids = tuple(
+                int(token) for token in np.random.default_rng(b).integers(0, size.vocab, length)
+            )
             loop.add(Request(str(b), ids, params))
         while loop.has_work:
             for outcome in loop.step():
@@ -390,7 +498,9 @@ def exact(device: str) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="fewer and shorter turns")
     parser.add_argument("--concurrency", type=int, nargs="+")
     parser.add_argument("--layers", type=int, help="of the target, 7 or more")
@@ -402,11 +512,21 @@ def main() -> None:
         hidden = args.hidden or 4096
         heads = (hidden // 128, max(1, hidden // 512), 128)
         size = Size(
-            args.layers or 32, hidden, hidden * 7 // 2, heads, 128256, 32000, 512, *((32, 2) if args.quick else (64, 3))
+            args.layers or 32,
+            hidden,
+            hidden * 7 // 2,
+            heads,
+            128256,
+            32000,
+            512,
+            *((32, 2) if args.quick else (64, 3)),
         )
         concurrency = args.concurrency or [1, 8, 64]
     else:
-        print("no CUDA device: a tiny size on the CPU, to see that it runs; the GPU is not measured", file=sys.stderr)
+        print(
+            "no CUDA device: a tiny size on the CPU, to see that it runs; the GPU is not measured",
+            file=sys.stderr,
+        )
         hidden = args.hidden or 128
         size = Size(
             args.layers or 8,
@@ -427,7 +547,11 @@ def main() -> None:
     report["exact"] = exact(device)
     print(json.dumps(report), file=sys.stderr)
     bandwidth = copy_bandwidth(device)
-    report |= {"copy_gb_per_s": round(bandwidth / 1e9, 1), "accept_hist": list(args.accept_hist), "results": []}
+    report |= {
+        "copy_gb_per_s": round(bandwidth / 1e9, 1),
+        "accept_hist": list(args.accept_hist),
+        "results": [],
+    }
     target = random_target(size, "bfloat16", device)
     report["target_gb"] = round(target_bytes(target) / 1e9, 3)
     results = []
@@ -440,7 +564,9 @@ def main() -> None:
     report["results"] = results
     heads, kind = (size.heads, torch.bfloat16)
     cases = [attention.Case(B, size.prompt, 8) for B in concurrency]
-    report["attention"] = [attention.measured(case, heads, kind, device, 5 if args.quick else 20) for case in cases]
+    report["attention"] = [
+        attention.measured(case, heads, kind, device, 5 if args.quick else 20) for case in cases
+    ]
     print(json.dumps(report))
 
 

@@ -1,4 +1,6 @@
-"""Held-out prompts for the benchmarks: real dialogues cut before one of their answers. Knows JSONL and the chat template."""
+"""Held-out prompts for the benchmarks: real dialogues cut before one of their answers. Knows JSONL
+and the chat template.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ def arguments(description: str | None, prompts: int) -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="a minute's worth")
     parser.add_argument("--target", default="builtin", help="target folder, or builtin")
     parser.add_argument("--head", default="builtin", help="head folder, or builtin")
-    parser.add_argument("--data", type=Path, default=SGD_DEV, help="conversations, JSON lines (.gz too) with messages")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=SGD_DEV,
+        help="conversations, JSON lines (.gz too) with messages",
+    )
     parser.add_argument("--prompts", type=int, default=prompts, help="how many")
     parser.add_argument("--max-tokens", type=int, default=128)
     return parser

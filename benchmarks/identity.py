@@ -1,13 +1,16 @@
 """Greedy outputs under stress against plain decoding alone, token by token: are they the same?
 
-    python benchmarks/identity.py [--quick] [--dtype float32|bfloat16] [--prompts 500] [--max-tokens 64] [--data FILE.jsonl]
+    python benchmarks/identity.py [--quick] [--dtype float32|bfloat16] [--prompts 500] [--max-tokens
+    64] [--data FILE.jsonl]
 
-Plainly: one prompt at a time, no head, no reuse of prefixes. Under stress: four engines in turn (speculation fixed and auto, by
-both loops), each with a quarter of the prompts, in batches of up to 4, 5, 8 and 12, with a cache that holds the longest request
-and little more, so that samples are preempted all the time. Prompts are dialogues cut before an answer, and the turn before it
-too where there is one, so that prompts begin with each other; every tenth is asked for twice. Every other answer goes on past
-its end token. Requests arrive in bursts, every sixth with one that is cancelled after some steps. Where two outputs part, the
-gap of the best two logits says whether rounding can explain it. The last line of stdout is one JSON.
+Plainly: one prompt at a time, no head, no reuse of prefixes. Under stress: four engines in turn
+(speculation fixed and auto, by both loops), each with a quarter of the prompts, in batches of up to
+4, 5, 8 and 12, with a cache that holds the longest request and little more, so that samples are
+preempted all the time. Prompts are dialogues cut before an answer, and the turn before it too where
+there is one, so that prompts begin with each other; every tenth is asked for twice. Every other
+answer goes on past its end token. Requests arrive in bursts, every sixth with one that is cancelled
+after some steps. Where two outputs part, the gap of the best two logits says whether rounding can
+explain it. The last line of stdout is one JSON.
 """
 
 from __future__ import annotations
@@ -64,8 +67,13 @@ def prompts(args: argparse.Namespace) -> list[Request]:
                 params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=len(made) % 2 == 0)
                 made += [Request("", tuple(ids), params)] * (2 if len(made) % 10 == 0 else 1)
     if len(made) < args.prompts:
-        sys.exit(f"error: {args.data} gives only {len(made)} prompts\n  -> give fewer with --prompts, or more data with --data")
-    return [dataclasses.replace(one, id=str(index)) for index, one in enumerate(made[: args.prompts])]
+        sys.exit(
+            f"error: {args.data} gives only {len(made)} prompts\n  -> give fewer with --prompts, "
+            "or more data with --data"
+        )
+    return [
+        dataclasses.replace(one, id=str(index)) for index, one in enumerate(made[: args.prompts])
+    ]
 
 
 def stress(engine: Engine, requests: list[Request], rng: random.Random, into: Stressed) -> None:
@@ -95,7 +103,9 @@ def stress(engine: Engine, requests: list[Request], rng: random.Random, into: St
                 continue
             into.outputs.setdefault(update.request_id, []).extend(update.token_ids)
             done += update.finish_reason is not None
-    assert done == len(requests), f"{len(requests) - done} requests did not finish in {MAX_STEPS} steps"
+    assert done == len(requests), (
+        f"{len(requests) - done} requests did not finish in {MAX_STEPS} steps"
+    )
     engine.check()
     metrics = engine.metrics()
     into.preemptions += int(metrics["preemptions"])
@@ -103,8 +113,12 @@ def stress(engine: Engine, requests: list[Request], rng: random.Random, into: St
     into.reused_tokens += int(metrics["prompt_tokens_reused"])
 
 
-def gap_at_parting(target: Target, request: Request, plain: list[int], stressed: list[int]) -> tuple[int, float]:
-    """Where two outputs part, and how far apart the two best logits were there: a tie of rounding, or a fault?"""
+def gap_at_parting(
+    target: Target, request: Request, plain: list[int], stressed: list[int]
+) -> tuple[int, float]:
+    """Where two outputs part, and how far apart the two best logits were there: a tie of rounding,
+    or a fault?
+    """
     ends = min(len(plain), len(stressed))
     place = next((i for i, (a, b) in enumerate(zip(plain, stressed, strict=False)) if a != b), ends)
     logits_V = target.logits(torch.tensor([[*request.prompt_ids, *plain[:place]]]))[0, -1]
@@ -124,7 +138,11 @@ def main() -> None:
     target = Target.load(builtin.resolve_target(args.target), args.dtype)
     draft = Draft(*read_head(builtin.resolve_head(args.head)), target)
     started = time.perf_counter()
-    alone = Engine(target, None, EngineConfig(max_batch=1, max_length=MAX_LENGTH, prefix_reuse=False, speculation="off"))
+    alone = Engine(
+        target,
+        None,
+        EngineConfig(max_batch=1, max_length=MAX_LENGTH, prefix_reuse=False, speculation="off"),
+    )
     plain = {result.request_id: result.token_ids for result in alone.run(requests, quiet)}
     plain_s = time.perf_counter() - started
     print(f"plain decoding alone: {len(plain)} prompts, {plain_s:.0f} s", flush=True)
@@ -132,7 +150,11 @@ def main() -> None:
     longest = max(len(request.prompt_ids) for request in requests) + args.max_tokens
     pages = -(-(longest + 64) // PAGE_SIZE)  # for the longest with its trees
     for number, config in enumerate(STRESSES):
-        engine = Engine(target, draft, EngineConfig(max_length=MAX_LENGTH, num_pages=pages, prefill_chunk=96, **config))
+        engine = Engine(
+            target,
+            draft,
+            EngineConfig(max_length=MAX_LENGTH, num_pages=pages, prefill_chunk=96, **config),
+        )
         # Quarters by blocks of eight, so that turns of one dialogue meet in one engine.
         own = [request for at, request in enumerate(requests) if at // 8 % len(STRESSES) == number]
         stress(engine, own, rng, stressed)
@@ -140,9 +162,13 @@ def main() -> None:
     partings = []
     for request in requests:
         if plain[request.id] != stressed.outputs[request.id]:
-            place, gap = gap_at_parting(target, request, plain[request.id], stressed.outputs[request.id])
+            place, gap = gap_at_parting(
+                target, request, plain[request.id], stressed.outputs[request.id]
+            )
             partings.append({"prompt": request.id, "token": place, "gap": gap})
-            print(f"prompt {request.id} parts at token {place}; gap of the best two logits {gap:.2e}")
+            print(
+                f"prompt {request.id} parts at token {place}; gap of the best two logits {gap:.2e}"
+            )
     figures = {
         "prompts": len(requests),
         "tokens": sum(map(len, plain.values())),

@@ -1,11 +1,14 @@
-"""The normal loop against the overlapped one: the same tokens, time per token, and how long the device waits between jobs.
+"""The normal loop against the overlapped one: the same tokens, time per token, and how long the
+device waits between jobs.
 
-    python benchmarks/loops.py [--quick] [--dtype bfloat16] [--concurrency 1 4 16] [--speculation auto] [--temperature 0]
+    python benchmarks/loops.py [--quick] [--dtype bfloat16] [--concurrency 1 4 16] [--speculation
+    auto] [--temperature 0]
         [--turns 4] [--data FILE.jsonl]
 
-Two engines on one target and head. At each concurrency the same prompts run through both, in turns, the order changing from
-turn to turn; the first turn of each is a warm-up. The ratio is the normal loop's median TPOT over the overlapped one's. The
-idle share is the device's time between jobs, while there was work, over all of its time. The last line of stdout is one JSON.
+Two engines on one target and head. At each concurrency the same prompts run through both, in turns,
+the order changing from turn to turn; the first turn of each is a warm-up. The ratio is the normal
+loop's median TPOT over the overlapped one's. The idle share is the device's time between jobs,
+while there was work, over all of its time. The last line of stdout is one JSON.
 """
 
 from __future__ import annotations
@@ -30,14 +33,18 @@ def device_s(engine: Engine) -> tuple[float, float]:
     return metrics["device_busy_s"], metrics["device_idle_s"]
 
 
-def compare(engines: dict[str, Engine], requests: list[Request], concurrency: int, turns: int) -> dict[str, object]:
+def compare(
+    engines: dict[str, Engine], requests: list[Request], concurrency: int, turns: int
+) -> dict[str, object]:
     """Figures at one concurrency; prompts differ from turn to turn while they last."""
     per_turn = max(concurrency * 2, 6)
     measured = {name: Measured() for name in engines}
     before: dict[str, tuple[float, float]] = {}
     for number in range(turns + 1):
         batch = [
-            dataclasses.replace(requests[(number * per_turn + at) % len(requests)], id=f"{number}-{at}")
+            dataclasses.replace(
+                requests[(number * per_turn + at) % len(requests)], id=f"{number}-{at}"
+            )
             for at in range(per_turn)
         ]
         for name in engines if number % 2 else reversed(engines):
@@ -46,14 +53,20 @@ def compare(engines: dict[str, Engine], requests: list[Request], concurrency: in
                 before[name] = device_s(engines[name])
     row: dict[str, object] = {"concurrency": concurrency}
     for name, engine in engines.items():
-        busy_s, idle_s = (now - then for now, then in zip(device_s(engine), before[name], strict=True))
+        busy_s, idle_s = (
+            now - then for now, then in zip(device_s(engine), before[name], strict=True)
+        )
         row[f"tpot_ms_{name}"] = round(statistics.median(measured[name].tpot_ms), 3)
         row[f"idle_share_{name}"] = round(idle_s / (busy_s + idle_s), 4)
         row[f"tokens_per_s_{name}"] = round(measured[name].tokens / measured[name].seconds)
     normal, overlapped = (measured[name] for name in ("normal", "overlap"))
-    row["tpot_ratio"] = round(statistics.median(normal.tpot_ms) / statistics.median(overlapped.tpot_ms), 3)
+    row["tpot_ratio"] = round(
+        statistics.median(normal.tpot_ms) / statistics.median(overlapped.tpot_ms), 3
+    )
     row["requests"] = len(normal.outputs)
-    row["same_outputs"] = sum(normal.outputs[one] == overlapped.outputs[one] for one in normal.outputs)
+    row["same_outputs"] = sum(
+        normal.outputs[one] == overlapped.outputs[one] for one in normal.outputs
+    )
     return row
 
 
@@ -74,13 +87,19 @@ def main() -> None:
         name: Engine(
             target,
             draft,
-            EngineConfig(speculation=args.speculation, overlap=name == "overlap", max_batch=max(args.concurrency)),
+            EngineConfig(
+                speculation=args.speculation,
+                overlap=name == "overlap",
+                max_batch=max(args.concurrency),
+            ),
             folder,
         )
         for name in ("normal", "overlap")
     }
     requests = [
-        dataclasses.replace(one, params=dataclasses.replace(one.params, temperature=args.temperature, seed=index))
+        dataclasses.replace(
+            one, params=dataclasses.replace(one.params, temperature=args.temperature, seed=index)
+        )
         for index, one in enumerate(held_out.requests(args))
     ]
     rows = []

@@ -1,10 +1,12 @@
-"""Loss masks found in two ways on real conversations, for each tokenizer: how many agree, what is refused, how fast.
+"""Loss masks found in two ways on real conversations, for each tokenizer: how many agree, what is
+refused, how fast.
 
     python benchmarks/masks.py [--quick] [--data FOLDER] [--rows N]
 
-A row is one answer with all that came before it. FOLDER holds conversations (JSON lines, .gz, with messages) and tokenizers/
-with one folder each; by default ../shared/data beside the checkout. The built-in tokenizer is always there. Then the planted
-faults of tests/template_faults.py, and which of them are caught. The last line of stdout is one JSON.
+A row is one answer with all that came before it. FOLDER holds conversations (JSON lines, .gz, with
+messages) and tokenizers/ with one folder each; by default ../shared/data beside the checkout. The
+built-in tokenizer is always there. Then the planted faults of tests/template_faults.py, and which
+of them are caught. The last line of stdout is one JSON.
 """
 
 from __future__ import annotations
@@ -41,7 +43,10 @@ def answers(folder: Path, count: int) -> Iterator[list[dict[str, Any]]]:
     for name in SETS:
         path = folder / f"{name}.jsonl.gz"
         if not path.exists():
-            sys.exit(f"error: no {path}\n  -> give a folder that holds {', '.join(SETS)} with --data FOLDER")
+            sys.exit(
+                f"error: no {path}\n  -> give a folder that holds {', '.join(SETS)} with --data "
+                "FOLDER"
+            )
         with gzip.open(path, "rt", encoding="utf-8") as lines:
             yield from itertools.islice(_turns(lines), -(-count // len(SETS)))
 
@@ -57,7 +62,10 @@ def _turns(lines: Iterator[str]) -> Iterator[list[dict[str, Any]]]:
 def tokenizers(folder: Path) -> dict[str, str]:
     """Folders by name: the built-in one and those that the data has."""
     others = sorted(path for path in (folder / "tokenizers").glob("*") if path.is_dir())
-    return {builtin.BUILTIN: str(builtin.target_folder()), **{path.name: str(path) for path in others}}
+    return {
+        builtin.BUILTIN: str(builtin.target_folder()),
+        **{path.name: str(path) for path in others},
+    }
 
 
 def measure(name: str, folder: str, rows: list[list[dict[str, Any]]]) -> dict[str, Any]:
@@ -95,21 +103,28 @@ def main() -> None:
     """Run all and print one JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="300 rows")
-    parser.add_argument("--data", type=Path, default=DATA, help="folder of conversations and tokenizers/")
+    parser.add_argument(
+        "--data", type=Path, default=DATA, help="folder of conversations and tokenizers/"
+    )
     parser.add_argument("--rows", type=int, default=10_000, help="answers for each tokenizer")
     args = parser.parse_args()
-    rows = list(answers(args.data, 300 if args.quick else args.rows))[: 300 if args.quick else args.rows]
+    rows = list(answers(args.data, 300 if args.quick else args.rows))[
+        : 300 if args.quick else args.rows
+    ]
     measured = []
     for name, folder in tokenizers(args.data).items():
         measured.append(measure(name, folder, rows))
-        print("{tokenizer}: {agree} of {rows} agree, {differ} differ, {wrong} wrong, {refused} refused, "
+        print("{tokenizer}: {agree} of {rows} agree, {differ} differ, {wrong} wrong, {refused} "
+              "refused, "
               "{rows_per_s} rows/s".format(**measured[-1]), measured[-1]["reasons"], flush=True)  # fmt: skip
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for fault in FAULTS:
             found[fault.name] = caught(fault, Path(folder) / fault.name)
             print(f"{fault.name}: {found[fault.name] or 'NOT CAUGHT'}", flush=True)
-    print(json.dumps({"masks": measured, "faults": found, "caught": sum(map(bool, found.values()))}))
+    print(
+        json.dumps({"masks": measured, "faults": found, "caught": sum(map(bool, found.values()))})
+    )
 
 
 if __name__ == "__main__":

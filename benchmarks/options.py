@@ -1,19 +1,23 @@
-"""What each option of a head and of its objective is worth: held-out tau of heads that differ from the default in one option.
+"""What each option of a head and of its objective is worth: held-out tau of heads that differ from
+the default in one option.
 
-    python benchmarks/options.py [--quick] [--features URL] [--options default,mask-t,...] [--seeds 3] [--epochs 2]
+    python benchmarks/options.py [--quick] [--features URL] [--options default,mask-t,...] [--seeds
+    3] [--epochs 2]
                                  [--part 1/2] [--folder out/options]
 
-All heads see the same features in the same order for a seed, and are measured on the same held-out conversations, in chains
-of 7 and of 3 drafts that are fed with their own tokens. The intervals are of the ratio to the default head of the same seed,
-from resampled conversations (2000 bootstrap samples, 95 %): they say what the choice of held-out text leaves open. What a seed
-leaves open shows in tau_by_seed.
+All heads see the same features in the same order for a seed, and are measured on the same held-out
+conversations, in chains of 7 and of 3 drafts that are fed with their own tokens. The intervals are
+of the ratio to the default head of the same seed, from resampled conversations (2000 bootstrap
+samples, 95 %): they say what the choice of held-out text leaves open. What a seed leaves open shows
+in tau_by_seed.
 
-A run is short: two passes over 130,000 tokens take three minutes on one core (OMP_NUM_THREADS=1). Every run is an artifact in
---folder, so a second call goes on where the first was cut, and --part 1/2 and 2/2 share the runs between two processes. All
-options are run with the first seed before the second begins. What is not run yet is left out of the table.
+A run is short: two passes over 130,000 tokens take three minutes on one core (OMP_NUM_THREADS=1).
+Every run is an artifact in --folder, so a second call goes on where the first was cut, and --part
+1/2 and 2/2 share the runs between two processes. All options are run with the first seed before the
+second begins. What is not run yet is left out of the table.
 
-The last line of stdout is one JSON object: by option, tau in chains of 7 and 3 (mean and by seed), their ratio to the default
-with its interval, and the CPU seconds of training.
+The last line of stdout is one JSON object: by option, tau in chains of 7 and 3 (mean and by seed),
+their ratio to the default with its interval, and the CPU seconds of training.
 """
 
 from __future__ import annotations
@@ -74,7 +78,9 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def configured(args: argparse.Namespace, option: str, seed: int, vocabulary: TargetVocabulary) -> TrainConfig:
+def configured(
+    args: argparse.Namespace, option: str, seed: int, vocabulary: TargetVocabulary
+) -> TrainConfig:
     """The default run with one option changed."""
     changes, target = OPTIONS[option], vocabulary.config
     head: dict[str, Any] = dict(changes.get("head", {}))
@@ -111,10 +117,19 @@ def counted(folder: str, held_out: Features, vocabulary: TargetVocabulary) -> di
     return counts
 
 
-def run(args: argparse.Namespace, option: str, seed: int, features: Artifact, vocabulary: TargetVocabulary) -> None:
+def run(
+    args: argparse.Namespace,
+    option: str,
+    seed: int,
+    features: Artifact,
+    vocabulary: TargetVocabulary,
+) -> None:
     """Train and measure one head, unless that is done."""
     config = configured(args, option, seed, vocabulary)
-    head, output = (Artifact(str((folder_of(args, option, seed) / part).resolve())) for part in ("head", "counts"))
+    head, output = (
+        Artifact(str((folder_of(args, option, seed) / part).resolve()))
+        for part in ("head", "counts")
+    )
     was_done, begun = head.is_done(), time.process_time()
     with progress_bar(f"{option} {seed}") as track:
         made = train(config, args.target, Features(features, "train"), head, track)
@@ -138,7 +153,9 @@ def read(args: argparse.Namespace, option: str, seed: int) -> dict[str, Any] | N
 
 
 def ratio(ours: list[Tensor], theirs: list[Tensor]) -> dict[str, Any]:
-    """Mean over seeds of tau by the default's tau, and its interval. [conversations, 2] of each seed: emitted, rounds."""
+    """Mean over seeds of tau by the default's tau, and its interval. [conversations, 2] of each
+    seed: emitted, rounds.
+    """
     generator = torch.Generator().manual_seed(0)
     size = len(ours[0])
     drawn = torch.randint(size, (2000, size), generator=generator)
@@ -147,7 +164,12 @@ def ratio(ours: list[Tensor], theirs: list[Tensor]) -> dict[str, Any]:
         sums = torch.stack([counts[drawn].sum(1) for counts in of])  # [seeds, 2000, 2]
         return sums[..., 0] / sums[..., 1]
 
-    low, high = (means(ours) / means(theirs)).mean(0).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    low, high = (
+        (means(ours) / means(theirs))
+        .mean(0)
+        .quantile(torch.tensor([0.025, 0.975], dtype=torch.float64))
+        .tolist()
+    )
     exact = mean(tau(one) / tau(other) for one, other in zip(ours, theirs, strict=True))
     return {"ratio": round(exact, 4), "interval": [round(low, 4), round(high, 4)]}
 
@@ -160,7 +182,11 @@ def tau(counts: Tensor) -> float:
 def table(args: argparse.Namespace, options: list[str]) -> dict[str, Any]:
     """A row for each option that has a run."""
     rows = {}
-    found = {(option, seed): read(args, option, seed) for option in {DEFAULT, *options} for seed in range(args.seeds)}
+    found = {
+        (option, seed): read(args, option, seed)
+        for option in {DEFAULT, *options}
+        for seed in range(args.seeds)
+    }
     for option in options:
         seeds = [seed for seed in range(args.seeds) if found[option, seed]]
         if not seeds:
@@ -170,7 +196,10 @@ def table(args: argparse.Namespace, options: list[str]) -> dict[str, Any]:
         row: dict[str, Any] = {"cpu_seconds": round(mean(seconds)) if seconds else None}
         both = [seed for seed in seeds if found[DEFAULT, seed]]
         for steps in map(str, CHAINS):
-            counts = {seed: torch.tensor(one["counts"][steps], dtype=torch.float64) for seed, one in runs.items()}
+            counts = {
+                seed: torch.tensor(one["counts"][steps], dtype=torch.float64)
+                for seed, one in runs.items()
+            }
             row[f"tau_{steps}"] = round(mean(tau(one) for one in counts.values()), 4)
             row[f"tau_{steps}_by_seed"] = {seed: round(tau(one), 4) for seed, one in counts.items()}
             if both and option != DEFAULT:
@@ -194,11 +223,17 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.prompts, args.seeds, args.epochs = min(args.prompts, 120), 1, 1
-        args.options = "default,mask-t,lk-lambda,eagle-3.1" if args.options == ",".join(OPTIONS) else args.options
+        args.options = (
+            "default,mask-t,lk-lambda,eagle-3.1"
+            if args.options == ",".join(OPTIONS)
+            else args.options
+        )
     options = args.options.split(",")
     unknown = set(options) - OPTIONS.keys()
     if unknown:
-        parser.error(f"no such option: {', '.join(sorted(unknown))}; there are {', '.join(OPTIONS)}")
+        parser.error(
+            f"no such option: {', '.join(sorted(unknown))}; there are {', '.join(OPTIONS)}"
+        )
     features = real_features.captured(args, args.held_out_share)
     args.features_identity = features.manifest().identity
     vocabulary = TargetVocabulary.load(resolve_target(args.target))
@@ -207,9 +242,15 @@ def main() -> None:
     for option, seed in jobs[part - 1 :: parts]:
         run(args, option, seed, features, vocabulary)
         counts = (read(args, option, seed) or {})["counts"]
-        taus = ", ".join(f"chain of {steps}: {tau(torch.tensor(counts[str(steps)])):.3f}" for steps in CHAINS)
+        taus = ", ".join(
+            f"chain of {steps}: {tau(torch.tensor(counts[str(steps)])):.3f}" for steps in CHAINS
+        )
         print(f"{option:24} seed {seed}  {taus}", flush=True)
-    settings = {"epochs": args.epochs, "batch_tokens": args.batch_tokens, "learning_rate": args.learning_rate}
+    settings = {
+        "epochs": args.epochs,
+        "batch_tokens": args.batch_tokens,
+        "learning_rate": args.learning_rate,
+    }
     print(json.dumps({"options": table(args, options), **settings, "machine": machine()}))
 
 

@@ -1,9 +1,10 @@
-"""The pictures of the page in docs/: the built-in target and head in bf16, a chat and a race, in a real Chromium.
+"""The pictures of the page in docs/: the built-in target and head in bf16, a chat and a race, in a
+real Chromium.
 
     python benchmarks/page_pictures.py [--folder docs]
 
-On a quiet machine: the pictures show the tokens/s that were measured. The last line of stdout is one JSON object: what the
-races came to. Needs Chromium, and playwright (`pip install -e '.[dev]'`).
+On a quiet machine: the pictures show the tokens/s that were measured. The last line of stdout is
+one JSON object: what the races came to. Needs Chromium, and playwright (`pip install -e '.[dev]'`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from tests.browser import chromium
 CHAT = "Find me a Thai restaurant in San Jose."
 RACE = "Please book a table for 4 people at Sino in San Jose, on March 8th at 6:30 pm."
 SIZE = {"width": 1280, "height": 860}
-# The round of the race's speculative lane with the most accepted drafts: a token of it is clicked on.
+# The round of the race's speculative lane with the most accepted drafts: a token of it is clicked
+# on.
 PICK = """() => {
   const counts = new Map();
   for (const token of document.querySelectorAll(".lane:nth-child(2) .token.drafted"))
@@ -56,7 +58,9 @@ def take(browser: Browser, url: str, scheme: str, file: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", type=Path, default=Path(__file__).resolve().parents[1] / "docs")
     folder = parser.parse_args().folder
     engine = EngineConfig(speculation="fixed(6,3,12)")

@@ -1,7 +1,10 @@
-"""eyas against other engines on this machine: same weights, prompts and precision, one request at a time, greedy, interleaved.
+"""eyas against other engines on this machine: same weights, prompts and precision, one request at a
+time, greedy, interleaved.
 
-    python benchmarks/peers.py [--quick] [--llama-cpp BUILD] [--python-openvino PYTHON] [--python-vllm PYTHON]
-        [--sections plain-shape,...] [--engines NAME,...] [--samples 5] [--threads 2] [--work FOLDER]
+    python benchmarks/peers.py [--quick] [--llama-cpp BUILD] [--python-openvino PYTHON]
+    [--python-vllm PYTHON]
+        [--sections plain-shape,...] [--engines NAME,...] [--samples 5] [--threads 2] [--work
+        FOLDER]
 
     plain-shape     a Llama of 110 M parameters with random weights, decoded plainly: tokens/s
     plain-builtin   the built-in target on 10 held-out prompts, decoded plainly past the end of the answer: tokens/s
@@ -9,10 +12,11 @@
     head-builtin    the built-in head in every engine that loads it, --prompts answers: tokens/s, and tokens a round
     agreement       fp32, no time: 10 greedy answers of every engine against ours, on the built-in target
 
-How each peer is installed stands in benchmarks/peers/README.md. Each engine lives in a process of its own that loads once
-(and converts the weights once, into --work) and then decodes on command, so all engines of a section stay loaded while
-their samples alternate. A sample is one pass over the prompts; its figure is the tokens after the first of every answer over
-the seconds they took; what is printed is the median over samples, after one pass of warming up. A peer that is not given, or
+How each peer is installed stands in benchmarks/peers/README.md. Each engine lives in a process of
+its own that loads once (and converts the weights once, into --work) and then decodes on command, so
+all engines of a section stay loaded while their samples alternate. A sample is one pass over the
+prompts; its figure is the tokens after the first of every answer over the seconds they took; what
+is printed is the median over samples, after one pass of warming up. A peer that is not given, or
 does not start, is named as skipped. The last line of stdout is one JSON.
 """
 
@@ -53,7 +57,8 @@ SETTLE_SECONDS = 0.3
 PYTORCH = {"format": "pt"}
 CHAIN = {"num_draft_steps": 4}
 TREE = {"num_draft_steps": 4, "tree_topk": 4, "num_verify_tokens": 16}
-# OpenVINO has two settings near bf16: its own bf16 maths, and fp16 weights with fp32 maths, which has been the faster one.
+# OpenVINO has two settings near bf16: its own bf16 maths, and fp16 weights with fp32 maths, which
+# has been the faster one.
 OPENVINO = {
     "bf16": {"weights": "bf16", "inference_precision": "bf16"},
     "fp16 weights, fp32 maths": {"weights": "fp16", "inference_precision": "f32"},
@@ -81,7 +86,10 @@ def entries(section: str) -> list[Entry]:
             Entry("eyas", "eyas"),
             Entry("llama.cpp", "llama_cpp"),
             *(Entry(f"OpenVINO {name}", "openvino", settings) for name, settings in openvino),
-            *(Entry(f"OpenVINO {name}, paged", "openvino", {**settings, "paged": True}) for name, settings in openvino),
+            *(
+                Entry(f"OpenVINO {name}, paged", "openvino", {**settings, "paged": True})
+                for name, settings in openvino
+            ),
             Entry("vLLM", "vllm"),
             Entry("transformers, own compiled loop", "transformers"),
         ]
@@ -90,7 +98,10 @@ def entries(section: str) -> list[Entry]:
             Entry("eyas", "eyas", {"speculation": "fixed(4,1,5)"}),
             Entry("llama.cpp", "llama_cpp", CHAIN),
             Entry("llama.cpp, 3.0 tokens a round faked", "llama_cpp", {**CHAIN, "synth_len": 3.0}),
-            *(Entry(f"OpenVINO {name}", "openvino", {**settings, **CHAIN}) for name, settings in openvino),
+            *(
+                Entry(f"OpenVINO {name}", "openvino", {**settings, **CHAIN})
+                for name, settings in openvino
+            ),
             Entry("vLLM", "vllm", CHAIN),
         ]
     return [
@@ -101,9 +112,18 @@ def entries(section: str) -> list[Entry]:
         Entry("llama.cpp chain 2", "llama_cpp", {"num_draft_steps": 2}),
         Entry("llama.cpp chain 4", "llama_cpp", CHAIN),
         Entry("llama.cpp plain", "llama_cpp"),
-        *(Entry(f"OpenVINO {name}, chain 2", "openvino", {**settings, "num_draft_steps": 2}) for name, settings in openvino),
-        *(Entry(f"OpenVINO {name}, chain 4", "openvino", {**settings, **CHAIN}) for name, settings in openvino),
-        *(Entry(f"OpenVINO {name}, tree 4x4, 16", "openvino", {**settings, **TREE}) for name, settings in openvino),
+        *(
+            Entry(f"OpenVINO {name}, chain 2", "openvino", {**settings, "num_draft_steps": 2})
+            for name, settings in openvino
+        ),
+        *(
+            Entry(f"OpenVINO {name}, chain 4", "openvino", {**settings, **CHAIN})
+            for name, settings in openvino
+        ),
+        *(
+            Entry(f"OpenVINO {name}, tree 4x4, 16", "openvino", {**settings, **TREE})
+            for name, settings in openvino
+        ),
         Entry("vLLM chain 2", "vllm", {"num_draft_steps": 2}),
         Entry("vLLM chain 4", "vllm", CHAIN),
     ]
@@ -117,9 +137,15 @@ class Worker:
     """The process of one engine, asked line by line (peers/wire.py)."""
 
     def __init__(self, python: str, peer: str, threads: int, log: Path) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(threads),
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         openmp = Path(python).parent.parent / "lib" / "libiomp5.so"
-        if peer == "vllm" and "LD_PRELOAD" not in environment and openmp.exists():  # as its manual asks, and it is faster
+        # as its manual asks, and it is faster
+        if peer == "vllm" and "LD_PRELOAD" not in environment and openmp.exists():
             environment |= {"LD_PRELOAD": str(openmp), "KMP_BLOCKTIME": "1"}
         with log.open("w") as errors:
             self.process = subprocess.Popen(
@@ -167,30 +193,48 @@ def folder_of(files: dict[str, bytes], folder: Path) -> str:
     return str(folder)
 
 
-def head_folders(config: HeadConfig, tensors: dict[str, torch.Tensor], target: str, work: Path, name: str) -> dict[str, str]:
-    """A head in every form that an engine asks for, by the name of the setting. The forms are those of `eyas export`;
-    OpenVINO's converter does not take the embedding from the target, so it is laid beside that head."""
+def head_folders(
+    config: HeadConfig, tensors: dict[str, torch.Tensor], target: str, work: Path, name: str
+) -> dict[str, str]:
+    """A head in every form that an engine asks for, by the name of the setting. The forms are those
+    of `eyas export`; OpenVINO's converter does not take the embedding from the target, so it is
+    laid beside that head."""
     embed_tokens = read_tensors(target)["model.embed_tokens.weight"]
     verifier = Verifier(target, ("LlamaForCausalLM",), embed_tokens)
-    forms = {form: write_head(config, tensors, form, verifier) for form in ("eyas", "sglang", "vllm")}
+    forms = {
+        form: write_head(config, tensors, form, verifier) for form in ("eyas", "sglang", "vllm")
+    }
     bare = safetensors.torch.load(forms["sglang"]["model.safetensors"])
     forms["sglang"]["model.safetensors"] = safetensors.torch.save(
         {**bare, "embed_tokens.weight": embed_tokens}, {"format": "pt"}
     )
-    return {f"head_{form}": folder_of(files, work / f"{name}-head-{form}") for form, files in forms.items()}
+    return {
+        f"head_{form}": folder_of(files, work / f"{name}-head-{form}")
+        for form, files in forms.items()
+    }
 
 
 def builtin_models(args: argparse.Namespace, work: Path) -> dict[str, str]:
     target = builtin.resolve_target(args.target)
-    return {"target": target, **head_folders(*read_head(builtin.resolve_head(args.head)), target, work, "builtin")}
+    return {
+        "target": target,
+        **head_folders(*read_head(builtin.resolve_head(args.head)), target, work, "builtin"),
+    }
 
 
 def shape_models(work: Path) -> dict[str, str]:
-    """A Llama of 110 M parameters with tied embeddings, and a head for it; random weights, the built-in tokenizer."""
+    """A Llama of 110 M parameters with tied embeddings, and a head for it; random weights, the
+    built-in tokenizer.
+    """
     layers, H, intermediate, heads, V, W = 12, 768, 2048, 12, 32_000, SHAPE_DRAFT_VOCABULARY
     source, target = Path(builtin.resolve_target("builtin")), work / "shape"
     settings = json.loads((source / "config.json").read_text())
-    settings |= {"hidden_size": H, "intermediate_size": intermediate, "num_hidden_layers": layers, "vocab_size": V}
+    settings |= {
+        "hidden_size": H,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "vocab_size": V,
+    }
     settings |= {"head_dim": H // heads, "num_attention_heads": heads, "num_key_value_heads": heads}
     generator = torch.Generator().manual_seed(0)
 
@@ -199,12 +243,23 @@ def shape_models(work: Path) -> dict[str, str]:
 
     def layer(prefix: str, inputs: int) -> dict[str, torch.Tensor]:
         weights = {f"self_attn.{name}_proj.weight": random_weight(H, inputs) for name in "qkv"}
-        weights |= {"self_attn.o_proj.weight": random_weight(H, H), "mlp.down_proj.weight": random_weight(H, intermediate)}
-        weights |= {f"mlp.{name}_proj.weight": random_weight(intermediate, H) for name in ("gate", "up")}
-        weights |= {f"{name}.weight": torch.ones(H).bfloat16() for name in ("input_layernorm", "post_attention_layernorm")}
+        weights |= {
+            "self_attn.o_proj.weight": random_weight(H, H),
+            "mlp.down_proj.weight": random_weight(H, intermediate),
+        }
+        weights |= {
+            f"mlp.{name}_proj.weight": random_weight(intermediate, H) for name in ("gate", "up")
+        }
+        weights |= {
+            f"{name}.weight": torch.ones(H).bfloat16()
+            for name in ("input_layernorm", "post_attention_layernorm")
+        }
         return {prefix + name: tensor for name, tensor in weights.items()}
 
-    tensors = {"model.embed_tokens.weight": random_weight(V, H), "model.norm.weight": torch.ones(H).bfloat16()}
+    tensors = {
+        "model.embed_tokens.weight": random_weight(V, H),
+        "model.norm.weight": torch.ones(H).bfloat16(),
+    }
     for index in range(layers):
         tensors |= layer(f"model.layers.{index}.", H)
     files = {
@@ -212,13 +267,21 @@ def shape_models(work: Path) -> dict[str, str]:
         "model.safetensors": safetensors.torch.save(tensors, PYTORCH),
     }
     folder_of(files, target)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "generation_config.json",
+    ):
         shutil.copy(source / name, target / name)
     ids_W = torch.tensor(sorted(random.Random(0).sample(range(V), W)))
     t2d = torch.zeros(V, dtype=torch.bool)
     t2d[ids_W] = True
     head = layer("midlayer.", 2 * H)
-    head |= {"midlayer.hidden_norm.weight": torch.ones(H).bfloat16(), "norm.weight": torch.ones(H).bfloat16()}
+    head |= {
+        "midlayer.hidden_norm.weight": torch.ones(H).bfloat16(),
+        "norm.weight": torch.ones(H).bfloat16(),
+    }
     head |= {"fc.weight": random_weight(H, 3 * H), "lm_head.weight": random_weight(W, H)}
     head |= {"d2t": ids_W - torch.arange(W), "t2d": t2d}
     config = HeadConfig(
@@ -253,23 +316,42 @@ class Run:
 
     def python(self, peer: str) -> str | None:
         """The Python that runs a peer's worker, or None for a peer that is not here."""
-        given = {"openvino": self.args.python_openvino, "vllm": self.args.python_vllm}.get(peer, sys.executable)
+        given = {"openvino": self.args.python_openvino, "vllm": self.args.python_vllm}.get(
+            peer, sys.executable
+        )
         if peer == "llama_cpp" and not self.args.llama_cpp:
             return None
         return given or None
 
     @contextmanager
-    def workers(self, section: str, models: dict[str, str], precision: str) -> Iterator[dict[str, Worker]]:
-        """The engines of a section that are here and wanted, loaded, by name; those that fail are noted as skipped."""
-        fixed = {**models, "threads": self.args.threads, "work": str(self.work), "llama_cpp": self.args.llama_cpp}
-        fixed |= {"precision": precision, "max_length": 1024, "eos_token_id": end_token(models["target"])}
+    def workers(
+        self, section: str, models: dict[str, str], precision: str
+    ) -> Iterator[dict[str, Worker]]:
+        """The engines of a section that are here and wanted, loaded, by name; those that fail are
+        noted as skipped.
+        """
+        fixed = {
+            **models,
+            "threads": self.args.threads,
+            "work": str(self.work),
+            "llama_cpp": self.args.llama_cpp,
+        }
+        fixed |= {
+            "precision": precision,
+            "max_length": 1024,
+            "eos_token_id": end_token(models["target"]),
+        }
         with ExitStack() as stack:
             loaded = {}
             for number, entry in enumerate(entries(section)):
-                wanted = self.args.engines is None or any(entry.name.startswith(name) for name in self.args.engines)
+                wanted = self.args.engines is None or any(
+                    entry.name.startswith(name) for name in self.args.engines
+                )
                 python = self.python(entry.peer)
                 if not wanted or python is None:
-                    self.skipped[f"{section}: {entry.name}"] = "not given" if python is None else "not asked for"
+                    self.skipped[f"{section}: {entry.name}"] = (
+                        "not given" if python is None else "not asked for"
+                    )
                     continue
                 log = self.work / f"{section}-{number}-{entry.peer}.log"
                 worker = Worker(python, entry.peer, self.args.threads, log)
@@ -286,8 +368,12 @@ class Run:
         self.skipped[f"{section}: {name}"] = str(reason)
         print(f"{section}: {name} is skipped: {reason}", file=sys.stderr, flush=True)
 
-    def measure(self, section: str, models: dict[str, str], work_items: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        """The figures of every engine of a section, their samples alternating, the order turning with each sample."""
+    def measure(
+        self, section: str, models: dict[str, str], work_items: dict[str, Any]
+    ) -> dict[str, dict[str, Any]]:
+        """The figures of every engine of a section, their samples alternating, the order turning
+        with each sample.
+        """
         samples: dict[str, list[list[dict[str, Any]]]] = {}
         with self.workers(section, models, "bfloat16") as workers:
             for number in range(self.args.samples + 1):
@@ -304,12 +390,20 @@ class Run:
                         continue
                     if number:  # the first pass warms up
                         samples.setdefault(name, []).append(answers)
-                    print(f"{section} {number}: {name} {per_second(answers):.1f} tokens/s", file=sys.stderr, flush=True)
+                    print(
+                        f"{section} {number}: {name} {per_second(answers):.1f} tokens/s",
+                        file=sys.stderr,
+                        flush=True,
+                    )
             order = [name for name in workers if name in samples]
         return {name: figures(samples[name]) for name in order}
 
-    def agreement(self, models: dict[str, str], work_items: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        """How many answers of each engine are ours, and where the first that is not leaves ours; fp32."""
+    def agreement(
+        self, models: dict[str, str], work_items: dict[str, Any]
+    ) -> dict[str, dict[str, Any]]:
+        """How many answers of each engine are ours, and where the first that is not leaves ours;
+        fp32.
+        """
         end = end_token(models["target"])
         answers: dict[str, list[list[int]]] = {}
         with self.workers("agreement", models, "float32") as workers:
@@ -324,7 +418,12 @@ class Run:
         for name in [name for name in answers if name != reference]:
             pairs = list(zip(answers[reference], answers[name], strict=True))
             same = sum(ours == theirs for ours, theirs in pairs)
-            found[name] = {"reference": reference, "same": same, "prompts": len(pairs), "first_difference": difference(pairs)}
+            found[name] = {
+                "reference": reference,
+                "same": same,
+                "prompts": len(pairs),
+                "first_difference": difference(pairs),
+            }
         return found
 
 
@@ -342,14 +441,19 @@ def difference(pairs: list[tuple[list[int], list[int]]]) -> str | None:
     """Where the first pair that differs does, in words."""
     for number, (ours, theirs) in enumerate(pairs):
         if ours != theirs:
-            shared = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(ours, theirs, strict=False)))
+            shared = sum(
+                1
+                for _ in takewhile(lambda both: both[0] == both[1], zip(ours, theirs, strict=False))
+            )
             return f"prompt {number}, token {shared} of {len(ours)}"
     return None
 
 
 def per_second(answers: list[dict[str, Any]], counted: str = "tokens") -> float:
     """Tokens after the first, or rounds, per second of decoding."""
-    count: int = sum(len(one["tokens"]) - 1 if counted == "tokens" else one["rounds"] for one in answers)
+    count: int = sum(
+        len(one["tokens"]) - 1 if counted == "tokens" else one["rounds"] for one in answers
+    )
     seconds: float = sum(one["seconds"] for one in answers)
     return count / max(1e-9, seconds)
 
@@ -360,7 +464,9 @@ def figures(samples: list[list[dict[str, Any]]]) -> dict[str, Any]:
     return {
         "tokens_per_second": round(statistics.median(speeds), 1),
         "rounds_per_second": round(statistics.median(rounds), 1),
-        "tokens_per_round": round(statistics.median(speed / one for speed, one in zip(speeds, rounds, strict=True)), 2),
+        "tokens_per_round": round(
+            statistics.median(speed / one for speed, one in zip(speeds, rounds, strict=True)), 2
+        ),
         "samples": [round(speed, 1) for speed in speeds],
     }
 
@@ -369,11 +475,19 @@ def table(section: str, found: dict[str, dict[str, Any]]) -> str:
     """A section as lines of text, the fastest first."""
     key = "rounds_per_second" if section == "rounds-shape" else "tokens_per_second"
     if section == "agreement":
-        rows = [f"{name:<45} {one['same']} of {one['prompts']} as {one['reference']}" for name, one in sorted(found.items())]
+        rows = [
+            f"{name:<45} {one['same']} of {one['prompts']} as {one['reference']}"
+            for name, one in sorted(found.items())
+        ]
         return "\n".join([f"\n{section}", *rows])
-    lines = [f"\n{section:<45} {'tokens/s':>9} {'rounds/s':>9} {'tokens/round':>13}   samples (tokens/s)"]
+    lines = [
+        f"\n{section:<45} {'tokens/s':>9} {'rounds/s':>9} {'tokens/round':>13}   samples (tokens/s)"
+    ]
     for name, one in sorted(found.items(), key=lambda item: -item[1][key]):
-        numbers = f"{one['tokens_per_second']:>9} {one['rounds_per_second']:>9} {one['tokens_per_round']:>13}"
+        numbers = (
+            f"{one['tokens_per_second']:>9} {one['rounds_per_second']:>9} "
+            f"{one['tokens_per_round']:>13}"
+        )
         lines.append(f"{name:<45} {numbers}   {one['samples']}")
     return "\n".join(lines)
 
@@ -381,18 +495,38 @@ def table(section: str, found: dict[str, dict[str, Any]]) -> str:
 def parse() -> argparse.Namespace:
     parser = held_out.arguments(__doc__, prompts=30)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--llama-cpp", default=os.environ.get("LLAMA_CPP"), help="its cmake build folder (or $LLAMA_CPP)")
+    parser.add_argument(
+        "--llama-cpp",
+        default=os.environ.get("LLAMA_CPP"),
+        help="its cmake build folder (or $LLAMA_CPP)",
+    )
     for peer in ("openvino", "vllm"):
         variable = f"PYTHON_{peer.upper()}"
-        parser.add_argument(f"--python-{peer}", default=os.environ.get(variable), help=f"its Python (or ${variable})")
+        parser.add_argument(
+            f"--python-{peer}",
+            default=os.environ.get(variable),
+            help=f"its Python (or ${variable})",
+        )
     parser.add_argument("--sections", type=lambda text: text.split(","), default=list(SECTIONS))
-    parser.add_argument("--engines", type=lambda text: text.split(","), help="those whose names start so: eyas,OpenVINO")
+    parser.add_argument(
+        "--engines",
+        type=lambda text: text.split(","),
+        help="those whose names start so: eyas,OpenVINO",
+    )
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--work", type=Path, help="folder for weights, conversions and logs, kept; default: a temporary one")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        help="folder for weights, conversions and logs, kept; default: a temporary one",
+    )
     args = parser.parse_args()
     if args.quick:
-        args.samples, args.prompts, args.max_tokens = min(args.samples, 2), min(args.prompts, 3), min(args.max_tokens, 48)
+        args.samples, args.prompts, args.max_tokens = (
+            min(args.samples, 2),
+            min(args.prompts, 3),
+            min(args.max_tokens, 48),
+        )
     unknown = set(args.sections) - set(SECTIONS)
     if unknown:
         parser.error(f"no section {', '.join(sorted(unknown))}: there are {', '.join(SECTIONS)}")
@@ -400,14 +534,26 @@ def parse() -> argparse.Namespace:
 
 
 def asked(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """What every engine of a section decodes. Speed without a head does not depend on the answer: its end is ignored."""
+    """What every engine of a section decodes. Speed without a head does not depend on the answer:
+    its end is ignored.
+    """
     shape_prompt = random.Random(1).choices(range(3, 8000), k=SHAPE_PROMPT)
-    shape = {"prompts": [shape_prompt], "max_tokens": min(SHAPE_TOKENS, args.max_tokens), "ignore_eos": True}
+    shape = {
+        "prompts": [shape_prompt],
+        "max_tokens": min(SHAPE_TOKENS, args.max_tokens),
+        "ignore_eos": True,
+    }
     prompts = [list(request.prompt_ids) for request in held_out.requests(args)]
     answers = {"prompts": prompts, "max_tokens": args.max_tokens, "ignore_eos": False}
     few = {**answers, "prompts": prompts[:FEW_PROMPTS]}
     plain = {**few, "ignore_eos": True}
-    return {"plain-shape": shape, "rounds-shape": shape, "plain-builtin": plain, "head-builtin": answers, "agreement": few}
+    return {
+        "plain-shape": shape,
+        "rounds-shape": shape,
+        "plain-builtin": plain,
+        "head-builtin": answers,
+        "agreement": few,
+    }
 
 
 def main() -> None:
@@ -425,13 +571,21 @@ def main() -> None:
             if section == "agreement":
                 results[section] = run.agreement(models["builtin"], work_items[section])
             else:
-                results[section] = run.measure(section, models[section.split("-")[1]], work_items[section])
+                results[section] = run.measure(
+                    section, models[section.split("-")[1]], work_items[section]
+                )
             print(table(section, results[section]), flush=True)
     for name, reason in run.skipped.items():
         if reason != "not asked for":
             print(f"skipped {name}: {reason}")
-    settings = {"samples": args.samples, "prompts": len(work_items["head-builtin"]["prompts"]), "threads": args.threads}
-    print(json.dumps({**results, "skipped": run.skipped, **settings, "machine": held_out.machine()}))
+    settings = {
+        "samples": args.samples,
+        "prompts": len(work_items["head-builtin"]["prompts"]),
+        "threads": args.threads,
+    }
+    print(
+        json.dumps({**results, "skipped": run.skipped, **settings, "machine": held_out.machine()})
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""A training step of EAGLE-3 as the projects describe it (EAGLE3.md, section 3): the baseline of train_step.py.
+"""A training step of EAGLE-3 as the projects describe it (EAGLE3.md, section 3): the baseline of
+train_step.py.
 
-Every step of the unroll runs at all T slots with scores of T x (T + i), the target's logits are made at all T slots over its
-whole vocabulary, p over the draft vocabulary is kept for all of them, and autograd keeps what it needs of every step. Same
-weights, precision, optimizer and clipping as ours. Written for one conversation of T tokens.
+Every step of the unroll runs at all T slots with scores of T x (T + i), the target's logits are
+made at all T slots over its whole vocabulary, p over the draft vocabulary is kept for all of them,
+and autograd keeps what it needs of every step. Same weights, precision, optimizer and clipping as
+ours. Written for one conversation of T tokens.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class PlainStep:
         kept: list[tuple[Tensor, Tensor]] = []
         total = hidden_TH.new_zeros((), dtype=torch.float32)
         for step in range(self.num_steps):
-            hidden_TH = self.layer(F.embedding(tokens_T, self.embed_tokens), hidden_TH, causal_TT, kept)
+            hidden_TH = self.layer(
+                F.embedding(tokens_T, self.embed_tokens), hidden_TH, causal_TT, kept
+            )
             log_q_TW = head.logits(hidden_TH).float().log_softmax(-1)
             losses_T = -(target_p_TW * log_q_TW).sum(-1)
             total = total + self.decay**step * (losses_T * wanted_T).mean()
@@ -57,19 +61,30 @@ class PlainStep:
 
     @torch.no_grad()
     def teacher(self, last_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """p over the draft vocabulary at each position, and by slot whether the argmax that it is judged by is draftable."""
+        """p over the draft vocabulary at each position, and by slot whether the argmax that it is
+        judged by is draftable.
+        """
         logits_TV = (last_TH @ self.lm_head.T).float()
         draftable_T = self.head.t2d[logits_TV.argmax(-1)]
         return logits_TV[:, self.head.target_ids_W].softmax(-1), ahead(draftable_T)
 
-    def layer(self, embeds_TH: Tensor, hidden_TH: Tensor, causal_TT: Tensor, kept: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def layer(
+        self,
+        embeds_TH: Tensor,
+        hidden_TH: Tensor,
+        causal_TT: Tensor,
+        kept: list[tuple[Tensor, Tensor]],
+    ) -> Tensor:
         """The decoder layer at all slots; `kept` are the keys and values of the steps before."""
         head, config, step, T = self.head, self.head.config, len(kept), len(hidden_TH)
         x_TX = head.inputs(embeds_TH, hidden_TH)
         turn = head.rotation(torch.arange(T, device=hidden_TH.device) + step)
         groups = config.num_attention_heads // config.num_key_value_heads
         q = head.queries(x_TX, turn).transpose(0, 1)
-        k, v = (one.repeat_interleave(groups, dim=1).transpose(0, 1) for one in (head.keys(x_TX, turn), head.values(x_TX)))
+        k, v = (
+            one.repeat_interleave(groups, dim=1).transpose(0, 1)
+            for one in (head.keys(x_TX, turn), head.values(x_TX))
+        )
         kept.append((k, v))
         scores = q @ kept[0][0].transpose(1, 2) * config.head_dim**-0.5 + causal_TT
         own = [(q * k_i).sum(-1, keepdim=True) * config.head_dim**-0.5 for k_i, _ in kept[1:]]

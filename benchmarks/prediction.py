@@ -1,12 +1,14 @@
-"""What `eyas eval` predicts, held against what `eyas bench` measures on a server: tau, and speed-up by concurrency.
+"""What `eyas eval` predicts, held against what `eyas bench` measures on a server: tau, and speed-up
+by concurrency.
 
     python benchmarks/prediction.py --quick
     python benchmarks/prediction.py --prompts 120 --turns 3
 
-Each turn is an eval of the held-out prompts in this process, then for each way to speculate a server in a process of its own
-and `eyas bench` on it with the same prompts, precision, threads and sizes. Figures are medians over the turns, the errors are
-predicted / measured - 1: asked are tau within 3 % and speed-up within 10 %. `speedup_interval` is the measured one's own, over
-prompts. The last line is one JSON; `is_met` says whether all errors are within what is asked.
+Each turn is an eval of the held-out prompts in this process, then for each way to speculate a
+server in a process of its own and `eyas bench` on it with the same prompts, precision, threads and
+sizes. Figures are medians over the turns, the errors are predicted / measured - 1: asked are tau
+within 3 % and speed-up within 10 %. `speedup_interval` is the measured one's own, over prompts. The
+last line is one JSON; `is_met` says whether all errors are within what is asked.
 """
 
 from __future__ import annotations
@@ -32,19 +34,33 @@ WAYS = ("fixed(4,1,5)", "fixed(6,3,12)", "auto")
 
 def predicted(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """The rows of eval's prediction."""
-    predict = {"concurrencies": args.concurrency, "speculations": args.ways, "overhead_s": args.overhead_s}
+    predict = {
+        "concurrencies": args.concurrency,
+        "speculations": args.ways,
+        "overhead_s": args.overhead_s,
+    }
     config = EvalConfig.model_validate(
         {
             "trees": [way for way in args.ways if way.startswith("fixed")] or ["fixed(6,3,12)"],
             "temperatures": [args.temperature],
             "num_prompts": args.prompts,
             "max_tokens": args.max_tokens,
-            "models": {"dtype": args.dtype, "threads": args.threads, "max_batch": max(args.concurrency)},
+            "models": {
+                "dtype": args.dtype,
+                "threads": args.threads,
+                "max_batch": max(args.concurrency),
+            },
             "predict": predict,
         }
     )
     output = Artifact(str(folder / "eval"))
-    evaluate(config, args.target, args.head, HeldOut(questions=questions_of(str(args.data), config)), output)
+    evaluate(
+        config,
+        args.target,
+        args.head,
+        HeldOut(questions=questions_of(str(args.data), config)),
+        output,
+    )
     rows: list[dict[str, Any]] = output.read_json("eval.json")["predicted"]["by_concurrency"]
     return rows
 
@@ -87,7 +103,9 @@ def measured(args: argparse.Namespace, way: str, folder: Path) -> list[dict[str,
     ]
 
 
-def held_against(predictions: list[dict[str, Any]], measurements: list[dict[str, Any]]) -> dict[str, Any]:
+def held_against(
+    predictions: list[dict[str, Any]], measurements: list[dict[str, Any]]
+) -> dict[str, Any]:
     """The medians of a figure's turns, and how far apart they are."""
     row: dict[str, Any] = {}
     for name in ("tau", "speedup", "tpot_ms", "tpot_ms_plain"):
@@ -110,7 +128,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ways", nargs="+", default=WAYS)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--threads", type=int, default=1, help="of either engine; the other core is for the server's loop")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=1,
+        help="of either engine; the other core is for the server's loop",
+    )
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--overhead-s", type=float, default=1.0)
     args = parser.parse_args()
@@ -125,10 +148,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for turn in range(args.turns):
             folder = Path(scratch) / str(turn)
-            said = {(one["speculation"], one["concurrency"]): one for one in predicted(args, folder)}
+            said = {
+                (one["speculation"], one["concurrency"]): one for one in predicted(args, folder)
+            }
             for way in args.ways:
                 for was in measured(args, way, folder):
-                    name = next(known for known in (way, f"{way}(6,3,12)") if (known, was["concurrency"]) in said)
+                    name = next(
+                        known
+                        for known in (way, f"{way}(6,3,12)")
+                        if (known, was["concurrency"]) in said
+                    )
                     both = turns.setdefault((way, was["concurrency"]), ([], []))
                     both[0].append(said[name, was["concurrency"]])
                     both[1].append(was)
@@ -136,7 +165,10 @@ def main() -> None:
     for (way, concurrency), both in turns.items():
         rows.append({"speculation": way, "concurrency": concurrency, **held_against(*both)})
         print(json.dumps(rows[-1]), flush=True)
-    worst = {name: max(abs(row[f"{name}_error"]) for row in rows if f"{name}_error" in row) for name in ("tau", "speedup")}
+    worst = {
+        name: max(abs(row[f"{name}_error"]) for row in rows if f"{name}_error" in row)
+        for name in ("tau", "speedup")
+    }
     figures = {
         "by_concurrency": rows,
         "worst_tau_error": worst["tau"],

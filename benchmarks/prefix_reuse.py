@@ -1,12 +1,15 @@
-"""Dialogues of several turns: how much of each prompt is found in the cache, and what that saves, with and without speculation.
+"""Dialogues of several turns: how much of each prompt is found in the cache, and what that saves,
+with and without speculation.
 
-    python benchmarks/prefix_reuse.py [--quick] [--dtype bfloat16] [--prompts 24] [--turns 4] [--concurrency 4] [--data FILE]
+    python benchmarks/prefix_reuse.py [--quick] [--dtype bfloat16] [--prompts 24] [--turns 4]
+    [--concurrency 4] [--data FILE]
 
-Every next prompt is all that was said before, answer included, and the next question; the same for every engine. The hit rate
-is reused over all prompt tokens; `possible` is what whole pages allow: of each prompt the part that its dialogue has already
-been through. Off, fixed and auto must reach the same: SGLang's hit rate fell from 97 % to 40-53 % with EAGLE, whose draft needs
-one token more than the target does. The time to the first token is that of later turns, alone in the engine, with reuse and
-without, in turns. The last line of stdout is one JSON.
+Every next prompt is all that was said before, answer included, and the next question; the same for
+every engine. The hit rate is reused over all prompt tokens; `possible` is what whole pages allow:
+of each prompt the part that its dialogue has already been through. Off, fixed and auto must reach
+the same: SGLang's hit rate fell from 97 % to 40-53 % with EAGLE, whose draft needs one token more
+than the target does. The time to the first token is that of later turns, alone in the engine, with
+reuse and without, in turns. The last line of stdout is one JSON.
 """
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ MODES = ["off", "fixed(6,3,12)", "auto"]
 
 
 def questions(args: argparse.Namespace, chat: Chat) -> list[list[list[int]]]:
-    """Per dialogue the tokens that each turn adds: the first prompt, then what stands between an answer and the next one."""
+    """Per dialogue the tokens that each turn adds: the first prompt, then what stands between an
+    answer and the next one.
+    """
     made = []
     for messages in held_out.dialogues(args.data, args.prompts * 4):
         users = [message for message in messages if message["role"] == "user"]
@@ -42,18 +47,29 @@ def questions(args: argparse.Namespace, chat: Chat) -> list[list[list[int]]]:
         first = chat.prompt_ids(users[:1])
         made.append([first, *[chat.prompt_ids([user]) for user in users[1 : args.turns]]])
     if len(made) < args.prompts:
-        sys.exit(f"error: {args.data} has {len(made)} dialogues of {args.turns} turns\n  -> lower --prompts or --turns")
+        sys.exit(
+            f"error: {args.data} has {len(made)} dialogues of {args.turns} turns\n  -> lower "
+            "--prompts or --turns"
+        )
     return made[: args.prompts]
 
 
-def talk(engine: Engine, dialogues: list[list[list[int]]], max_tokens: int) -> tuple[list[list[Request]], int]:
-    """All dialogues turn by turn; the requests of each turn, and the tokens that whole pages could have given again."""
+def talk(
+    engine: Engine, dialogues: list[list[list[int]]], max_tokens: int
+) -> tuple[list[list[Request]], int]:
+    """All dialogues turn by turn; the requests of each turn, and the tokens that whole pages could
+    have given again.
+    """
     said: dict[str, tuple[int, ...]] = {str(number): () for number in range(len(dialogues))}
     turns: list[list[Request]] = []
     possible = 0
     for number in range(len(dialogues[0])):
         asked = [
-            Request(name, (*said[name], *dialogue[number]), SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+            Request(
+                name,
+                (*said[name], *dialogue[number]),
+                SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            )
             for name, dialogue in zip(said, dialogues, strict=True)
         ]
         asked = [one for one in asked if len(one.prompt_ids) + max_tokens <= MAX_LENGTH]
@@ -67,7 +83,9 @@ def talk(engine: Engine, dialogues: list[list[list[int]]], max_tokens: int) -> t
 
 
 def first_token_ms(engine: Engine, turns: list[list[Request]]) -> Iterator[float]:
-    """Of every turn after the first, one dialogue after the other, each turn behind those before it."""
+    """Of every turn after the first, one dialogue after the other, each turn behind those before
+    it.
+    """
     for name in [request.id for request in turns[-1]]:
         for number, turn in enumerate(turns):
             request = next(one for one in turn if one.id == name)
@@ -93,11 +111,19 @@ def main() -> None:
     dialogues = questions(args, Chat(folder))
     target = Target.load(folder, args.dtype)
     draft = Draft(*read_head(builtin.resolve_head(args.head)), target)
-    num_pages = args.prompts * MAX_LENGTH // PAGE_SIZE  # nothing is evicted: a miss is the engine's own
+    # nothing is evicted: a miss is the engine's own
+    num_pages = args.prompts * MAX_LENGTH // PAGE_SIZE
 
     def engine(mode: str, **config: object) -> Engine:
-        sizes = {"max_batch": args.concurrency, "max_length": MAX_LENGTH, "num_pages": num_pages, **config}
-        return Engine(target, draft if mode != "off" else None, EngineConfig(speculation=mode, **sizes))
+        sizes = {
+            "max_batch": args.concurrency,
+            "max_length": MAX_LENGTH,
+            "num_pages": num_pages,
+            **config,
+        }
+        return Engine(
+            target, draft if mode != "off" else None, EngineConfig(speculation=mode, **sizes)
+        )
 
     rows, turns = [], list[list[Request]]()
     for mode in MODES:
@@ -114,7 +140,9 @@ def main() -> None:
         rows.append(row)
         print(json.dumps(row), flush=True)
     times: dict[str, list[float]] = {"reuse": [], "no_reuse": []}
-    streams = {name: first_token_ms(engine("auto", prefix_reuse=name == "reuse"), turns) for name in times}
+    streams = {
+        name: first_token_ms(engine("auto", prefix_reuse=name == "reuse"), turns) for name in times
+    }
     for pair in zip(*streams.values(), strict=True):
         for name, took_ms in zip(times, pair, strict=True):
             times[name].append(took_ms)

@@ -1,13 +1,17 @@
-"""Cleaning prompts: how many a second with everything on, where the time goes, and how much memory many rows need.
+"""Cleaning prompts: how many a second with everything on, where the time goes, and how much memory
+many rows need.
 
-    python benchmarks/prompts.py [--quick] [--rows 20000] [--characters 1000] [--workers 2] [--executor local]
+    python benchmarks/prompts.py [--quick] [--rows 20000] [--characters 1000] [--workers 2]
+    [--executor local]
 
-Rows are put together from the packaged demo prompts, sentence by sentence, until they are long enough; one in twenty is there
-twice. The stage runs as `eyas prompts` in a process of its own, with an evaluation set, languages to keep and a traffic to
-match. Its memory is the largest sum of the resident memory of all its processes, looked at ten times a second; what they
-share counts for each of them. The time by filter is processor time of this process, on rows that pass the filters before.
+Rows are put together from the packaged demo prompts, sentence by sentence, until they are long
+enough; one in twenty is there twice. The stage runs as `eyas prompts` in a process of its own, with
+an evaluation set, languages to keep and a traffic to match. Its memory is the largest sum of the
+resident memory of all its processes, looked at ten times a second; what they share counts for each
+of them. The time by filter is processor time of this process, on rows that pass the filters before.
 
-    --rows 200000 --characters 80 and --rows 1000000 --characters 80 show what memory does as rows grow.
+    --rows 200000 --characters 80 and --rows 1000000 --characters 80 show what memory does as rows
+    grow.
 
 The last line of stdout is one JSON.
 """
@@ -51,7 +55,9 @@ KEY = "of the benchmark, and no secret"
 
 
 def made_rows(known: list[str], count: int, characters: int, seed: int) -> Iterator[str]:
-    """Prompts of about so many characters from these sentences; every twentieth is one that was there."""
+    """Prompts of about so many characters from these sentences; every twentieth is one that was
+    there.
+    """
     rng = random.Random(seed)
     recent: deque[str] = deque(maxlen=100)
     for number in range(count):
@@ -61,7 +67,8 @@ def made_rows(known: list[str], count: int, characters: int, seed: int) -> Itera
         parts = [rng.choice(known)]
         while sum(map(len, parts)) + len(parts) < characters:
             parts.append(rng.choice(known))
-        own = "".join(rng.choices(string.ascii_lowercase, k=8))  # short ones would repeat each other by chance
+        # short ones would repeat each other by chance
+        own = "".join(rng.choices(string.ascii_lowercase, k=8))
         recent.append(f"{' '.join(parts)[:characters]} {own}")
         yield recent[-1]
 
@@ -77,7 +84,8 @@ def config(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """The run file's section with everything on."""
     mine = {"licence": "CC0-1.0", "prompts_by": "human"}
     known = user_turns()
-    backwards = [" ".join(reversed(text.split())) for text in known]  # words as common, and no sentence of a row
+    # words as common, and no sentence of a row
+    backwards = [" ".join(reversed(text.split())) for text in known]
     sets = {
         "rows": made_rows(known, args.rows, args.characters, 0),
         "items": made_rows(backwards, NUM_ITEMS, 200, 1),
@@ -96,7 +104,12 @@ def config(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 def timed_by_filter(section: dict[str, Any], count: int) -> dict[str, float]:
     """Milliseconds a row by filter, each on the rows that pass those before it."""
-    rows = [row for row, _ in zip(read_source(SourceConfig(**section["sources"][0])), range(count), strict=False)]
+    rows = [
+        row
+        for row, _ in zip(
+            read_source(SourceConfig(**section["sources"][0])), range(count), strict=False
+        )
+    ]
     kept = [row for row in rows if isinstance(row, Row)]
     filters: dict[str, Callable[[Row], Any]] = {
         "empty": Empty(),
@@ -132,7 +145,9 @@ def process_tree(root: int) -> list[int]:
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
-                parents[int(folder.name)] = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                parents[int(folder.name)] = int(
+                    (folder / "stat").read_text().rsplit(")", 1)[1].split()[1]
+                )
             except OSError:
                 continue  # it has ended
     tree = [root]
@@ -157,7 +172,16 @@ def run(folder: Path, section: dict[str, Any]) -> dict[str, Any]:
     """The stage in a process of its own: seconds in all and by step, and the peak of its memory."""
     run_file, output = folder / "run.yaml", folder / "out"
     run_file.write_text(yaml.safe_dump({"prompts": section}))
-    command = [sys.executable, "-m", "eyas.cli.main", "prompts", "-c", str(run_file), "-o", str(output)]
+    command = [
+        sys.executable,
+        "-m",
+        "eyas.cli.main",
+        "prompts",
+        "-c",
+        str(run_file),
+        "-o",
+        str(output),
+    ]
     environment = {**os.environ, "EYAS_PRIVACY_KEY": KEY}
     started = time.perf_counter()
     peak, peak_parent, decided, num_blocks = 0.0, 0.0, 0.0, 0
@@ -173,11 +197,18 @@ def run(folder: Path, section: dict[str, Any]) -> dict[str, Any]:
             time.sleep(LOOK_EVERY_S)
     seconds = time.perf_counter() - started
     if process.returncode:
-        sys.exit(f"error: eyas prompts ended with {process.returncode}\n  -> run it by hand: {' '.join(command)}")
+        sys.exit(
+            f"error: eyas prompts ended with {process.returncode}\n  -> run it by hand: "
+            f"{' '.join(command)}"
+        )
     ledger = json.loads((output / "ledger.json").read_text())
     return {
         "seconds": round(seconds, 1),
-        "steps_s": {"sift": round(sifted, 1), "decide": round(decided - sifted, 1), "write": round(seconds - decided, 1)},
+        "steps_s": {
+            "sift": round(sifted, 1),
+            "decide": round(decided - sifted, 1),
+            "write": round(seconds - decided, 1),
+        },
         "peak_mb": round(peak),
         "peak_parent_mb": round(peak_parent),
         "rows_out": ledger["rows_out"],
@@ -187,13 +218,17 @@ def run(folder: Path, section: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Print the time by filter, then the whole stage."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="2,000 rows")
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--characters", type=int, default=1000)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--executor", choices=["local", "ray"], default="local")
-    parser.add_argument("--by-filter", type=int, default=1000, help="rows for the time by filter; 0 leaves it out")
+    parser.add_argument(
+        "--by-filter", type=int, default=1000, help="rows for the time by filter; 0 leaves it out"
+    )
     args = parser.parse_args()
     if args.quick:
         args.rows, args.by_filter = min(args.rows, 2000), min(args.by_filter, 200)
@@ -204,10 +239,31 @@ def main() -> None:
             print(f"{filter_name:<26} {milliseconds:8.3f} ms a row", flush=True)
         measured = run(Path(name), section)
     rate = args.rows / measured["seconds"]
-    print(f"{args.rows:,} rows of {args.characters} characters, {args.workers} workers ({args.executor}): {rate:.0f} prompts/s")
-    print(f"peak memory of all processes {measured['peak_mb']} MB, of the parent {measured['peak_parent_mb']} MB")
-    figures = {"rows": args.rows, "characters": args.characters, "workers": args.workers, "executor": args.executor}
-    print(json.dumps({**figures, "prompts_per_s": round(rate, 1), "ms_by_filter": by_filter, **measured, "machine": machine()}))
+    print(
+        f"{args.rows:,} rows of {args.characters} characters, {args.workers} workers "
+        f"({args.executor}): {rate:.0f} prompts/s"
+    )
+    print(
+        f"peak memory of all processes {measured['peak_mb']} MB, of the parent "
+        f"{measured['peak_parent_mb']} MB"
+    )
+    figures = {
+        "rows": args.rows,
+        "characters": args.characters,
+        "workers": args.workers,
+        "executor": args.executor,
+    }
+    print(
+        json.dumps(
+            {
+                **figures,
+                "prompts_per_s": round(rate, 1),
+                "ms_by_filter": by_filter,
+                **measured,
+                "machine": machine(),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

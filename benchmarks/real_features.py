@@ -1,4 +1,6 @@
-"""Real features for the benchmarks of the store: the built-in target's own answers to real dialogues. Knows the stages."""
+"""Real features for the benchmarks of the store: the built-in target's own answers to real
+dialogues. Knows the stages.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +21,40 @@ from eyas.shards import Features
 
 def arguments(description: str | None, prompts: int) -> argparse.ArgumentParser:
     """Options of the benchmarks on features."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="a minute's worth")
     parser.add_argument("--target", default="builtin", help="target folder, or builtin")
-    parser.add_argument("--data", type=Path, default=SGD_DEV, help="conversations, JSON lines (.gz too) with messages")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=SGD_DEV,
+        help="conversations, JSON lines (.gz too) with messages",
+    )
     parser.add_argument("--prompts", type=int, default=prompts, help="how many")
-    parser.add_argument("--features", help="a finished capture artifact to take instead, of codec raw or lossless")
-    parser.add_argument("--folder", type=Path, default=Path("out/features"), help="where everything goes; a second run goes on")
+    parser.add_argument(
+        "--features", help="a finished capture artifact to take instead, of codec raw or lossless"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("out/features"),
+        help="where everything goes; a second run goes on",
+    )
     return parser
 
 
 def captured(args: argparse.Namespace, held_out_share: float) -> Artifact:
-    """Exact features: those given, or the target's answers to the first turns of real dialogues, made once and kept."""
+    """Exact features: those given, or the target's answers to the first turns of real dialogues,
+    made once and kept.
+    """
     if args.features:
         given = Artifact(args.features)
         if Features(given).meta.codec not in ("raw", "lossless"):
-            sys.exit(f"error: {args.features} holds no exact features\n  -> capture with codec: lossless")
+            sys.exit(
+                f"error: {args.features} holds no exact features\n  -> capture with codec: lossless"
+            )
         return given
     made = args.folder / f"{args.data.name.split('.')[0]}-{args.prompts}"
     answers, features = Artifact(str(made / "answers")), Artifact(str(made / "features"))
@@ -42,7 +62,12 @@ def captured(args: argparse.Namespace, held_out_share: float) -> Artifact:
     with progress_bar("generate") as track:
         generate(generation, prompts_artifact(args, str(made / "prompts")), answers, track)
     with progress_bar("capture") as track:
-        capture(CaptureConfig(target=args.target, held_out_share=held_out_share), answers, features, track)
+        capture(
+            CaptureConfig(target=args.target, held_out_share=held_out_share),
+            answers,
+            features,
+            track,
+        )
     return features
 
 

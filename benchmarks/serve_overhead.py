@@ -1,11 +1,13 @@
-"""What streaming through HTTP costs: time per output token of a server against that of the engine alone.
+"""What streaming through HTTP costs: time per output token of a server against that of the engine
+alone.
 
-The same requests, of greedy answers of one length, are decoded by an engine in this process and streamed from a server in a
-process of its own, one after the other, in turns: the same target, head, precision, number of threads and engine settings.
-TPOT is (last token - first token) / (tokens - 1) of a request; `overhead` is the median over the turns of the ratio of two
-neighbours, less one. `loop_ms_per_token` is the CPU time of the server's main thread, which does all but the engine's work,
-for each token that it sent: on a machine with other work to do it is steadier than a ratio of times. The last line is one
-JSON.
+The same requests, of greedy answers of one length, are decoded by an engine in this process and
+streamed from a server in a process of its own, one after the other, in turns: the same target,
+head, precision, number of threads and engine settings. TPOT is (last token - first token) / (tokens
+- 1) of a request; `overhead` is the median over the turns of the ratio of two neighbours, less one.
+`loop_ms_per_token` is the CPU time of the server's main thread, which does all but the engine's
+work, for each token that it sent: on a machine with other work to do it is steadier than a ratio of
+times. The last line is one JSON.
 
     python benchmarks/serve_overhead.py --quick
     python benchmarks/serve_overhead.py --turns 12
@@ -50,15 +52,21 @@ def engine_tpot_ms(engine: Engine, requests: list[Request]) -> float:
 
 async def server_tpot_ms(client: Client, bodies: list[dict[str, object]]) -> float:
     """Mean over the requests, all of them at once. Ends the program where one fails."""
-    replies = [read_reply(received) for received in await asyncio.gather(*map(client.complete, bodies))]
+    replies = [
+        read_reply(received) for received in await asyncio.gather(*map(client.complete, bodies))
+    ]
     for reply in replies:
         if reply.error:
             raise SystemExit(f"error: {reply.error}")
-    return statistics.mean((reply.e2e_ms - reply.ttft_ms) / (reply.num_output_tokens - 1) for reply in replies)
+    return statistics.mean(
+        (reply.e2e_ms - reply.ttft_ms) / (reply.num_output_tokens - 1) for reply in replies
+    )
 
 
 def main_thread_s() -> float:
-    """CPU seconds so far of the main thread of the server, the one child of this process; NaN without /proc."""
+    """CPU seconds so far of the main thread of the server, the one child of this process; NaN
+    without /proc.
+    """
     own = os.getpid()
     try:
         (child,) = Path(f"/proc/{own}/task/{own}/children").read_text().split()
@@ -74,7 +82,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--threads", type=int, default=1, help="of either engine")
     parser.add_argument(
-        "--speculation", default="fixed(4,2,8)", help="the same choice in both, whatever they measure; or auto, off"
+        "--speculation",
+        default="fixed(4,2,8)",
+        help="the same choice in both, whatever they measure; or auto, off",
     )
     args = parser.parse_args()
     if args.quick:
@@ -93,10 +103,24 @@ async def measured(args: argparse.Namespace, engine: Engine, url: str) -> dict[s
         for concurrency in CONCURRENCIES:
             pairs, cpu_s = [], 0.0
             for turn in range(args.turns + 1):
-                chosen = [requests[(turn * concurrency + number) % len(requests)] for number in range(concurrency)]
-                alone = engine_tpot_ms(engine, [Request(one.id, one.prompt_ids, params) for one in chosen])
-                shared = {"model": "eyas", "temperature": 0, "max_tokens": args.max_tokens, "ignore_eos": True, "stream": True}
-                bodies = [{**by_id[one.id], **shared, "stream_options": {"include_usage": True}} for one in chosen]
+                chosen = [
+                    requests[(turn * concurrency + number) % len(requests)]
+                    for number in range(concurrency)
+                ]
+                alone = engine_tpot_ms(
+                    engine, [Request(one.id, one.prompt_ids, params) for one in chosen]
+                )
+                shared = {
+                    "model": "eyas",
+                    "temperature": 0,
+                    "max_tokens": args.max_tokens,
+                    "ignore_eos": True,
+                    "stream": True,
+                }
+                bodies = [
+                    {**by_id[one.id], **shared, "stream_options": {"include_usage": True}}
+                    for one in chosen
+                ]
                 before_s = main_thread_s()
                 pairs.append((alone, await server_tpot_ms(client, bodies)))
                 cpu_s += main_thread_s() - before_s
@@ -108,7 +132,10 @@ async def measured(args: argparse.Namespace, engine: Engine, url: str) -> dict[s
                 "server_tpot_ms": round(statistics.median(served for _, served in pairs), 3),
                 "loop_ms_per_token": round(1000 * cpu_s / num_tokens, 4),
                 "overhead": round(statistics.median(ratios) - 1, 4),
-                "overhead_quartiles": [round(ratios[len(ratios) // 4] - 1, 4), round(ratios[3 * len(ratios) // 4] - 1, 4)],
+                "overhead_quartiles": [
+                    round(ratios[len(ratios) // 4] - 1, 4),
+                    round(ratios[3 * len(ratios) // 4] - 1, 4),
+                ],
             }
             print(concurrency, figures[str(concurrency)], flush=True)
     return figures
@@ -119,12 +146,29 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     config = EngineConfig(max_batch=16, speculation=args.speculation)
     serve = ServeConfig(
-        target=args.target, head=args.head, model="eyas", port=0, dtype=args.dtype, threads=args.threads, engine=config
+        target=args.target,
+        head=args.head,
+        model="eyas",
+        port=0,
+        dtype=args.dtype,
+        threads=args.threads,
+        engine=config,
     )
-    engine = Engine.load(builtin.resolve_target(args.target), builtin.resolve_head(args.head), args.dtype, config)
+    engine = Engine.load(
+        builtin.resolve_target(args.target), builtin.resolve_head(args.head), args.dtype, config
+    )
     with running_server(serve) as url:
         figures = asyncio.run(measured(args, engine, url))
-    print(json.dumps({"concurrency": figures, "dtype": args.dtype, "turns": args.turns, "machine": held_out.machine()}))
+    print(
+        json.dumps(
+            {
+                "concurrency": figures,
+                "dtype": args.dtype,
+                "turns": args.turns,
+                "machine": held_out.machine(),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """Everything at once for half an hour: does the engine lose a page, a request, or memory?
 
-    python benchmarks/soak.py [--quick] [--minutes 30] [--dtype bfloat16] [--seed 0] [--data FILE.jsonl]
+    python benchmarks/soak.py [--quick] [--minutes 30] [--dtype bfloat16] [--seed 0] [--data
+    FILE.jsonl]
 
-Engines take turns of half a minute on one target (speculation auto and fixed, by both loops), each with a cache too small for
-its batch. Requests arrive in bursts at random, over prefixes that many share, with every sampling option at random; some are
-cancelled at some moment, some can never fit and must be refused. Checked all along:
+Engines take turns of half a minute on one target (speculation auto and fixed, by both loops), each
+with a cache too small for its batch. Requests arrive in bursts at random, over prefixes that many
+share, with every sampling option at random; some are cancelled at some moment, some can never fit
+and must be refused. Checked all along:
 
     pages and slots   engine.check() every two seconds; when idle, all pages are available again
     progress          a request ends, or is cancelled, within MOST_STEPS steps of its arrival
@@ -103,11 +105,21 @@ def random_params(rng: random.Random, eos: int) -> SamplingParams:
     options: dict[str, object] = {"max_tokens": max_tokens, "seed": rng.getrandbits(40)}
     if rng.random() < 0.7:
         options["temperature"] = rng.choice([0.3, 0.8, 1.0, 1.4])
-    options |= sometimes(0.3, "top_k", rng.choice([1, 5, 50])) | sometimes(0.3, "top_p", rng.choice([0.3, 0.9, 0.99]))
-    options |= sometimes(0.2, "min_p", 0.05) | sometimes(0.2, "repetition_penalty", rng.choice([0.9, 1.3]))
+    options |= sometimes(0.3, "top_k", rng.choice([1, 5, 50])) | sometimes(
+        0.3, "top_p", rng.choice([0.3, 0.9, 0.99])
+    )
+    options |= sometimes(0.2, "min_p", 0.05) | sometimes(
+        0.2, "repetition_penalty", rng.choice([0.9, 1.3])
+    )
     options |= sometimes(0.2, "frequency_penalty", 0.7) | sometimes(0.2, "presence_penalty", -0.5)
-    options |= sometimes(0.2, "logit_bias", {rng.randrange(3, 8000): rng.uniform(-8, 8) for _ in range(3)} | {eos: -1.0})
-    options |= sometimes(0.2, "logprobs", rng.choice([0, 3, 20])) | sometimes(0.15, "n", rng.choice([2, 4]))
+    options |= sometimes(
+        0.2,
+        "logit_bias",
+        {rng.randrange(3, 8000): rng.uniform(-8, 8) for _ in range(3)} | {eos: -1.0},
+    )
+    options |= sometimes(0.2, "logprobs", rng.choice([0, 3, 20])) | sometimes(
+        0.15, "n", rng.choice([2, 4])
+    )
     options |= sometimes(0.2, "stop", tuple(rng.sample(STOPS, 2)))
     options |= sometimes(0.2, "stop_token_ids", (rng.randrange(3, 8000), rng.randrange(3, 400)))
     kind = rng.random()
@@ -116,7 +128,9 @@ def random_params(rng: random.Random, eos: int) -> SamplingParams:
     elif kind < 0.24:
         options["regex"] = rng.choice(REGEXES)
     else:
-        options |= sometimes(0.2, "min_tokens", min(8, max_tokens)) | sometimes(0.2, "ignore_eos", True)
+        options |= sometimes(0.2, "min_tokens", min(8, max_tokens)) | sometimes(
+            0.2, "ignore_eos", True
+        )
     return SamplingParams(**options)  # type: ignore[arg-type]
 
 
@@ -145,20 +159,32 @@ def wrong_with(request: Request, asked: Asked, update: Update, chat: Chat) -> st
         return f"{len(tokens)} tokens, {params.min_tokens} asked for"
     if any(stop in chat.decode(tokens[:-1]) for stop in params.stop):
         return f"goes on behind a stop string: {text!r}"
-    if update.finish_reason == "stop" and tokens[-1] not in ends and not any(stop in text for stop in params.stop):
+    if (
+        update.finish_reason == "stop"
+        and tokens[-1] not in ends
+        and not any(stop in text for stop in params.stop)
+    ):
         return f"stopped for no reason: {text!r}"
     if params.logprobs is not None:
         told = asked.logprobs.get(update.index, [])
-        if [one.token_id for one in told] != tokens or any(len(one.top) != params.logprobs for one in told):
+        if [one.token_id for one in told] != tokens or any(
+            len(one.top) != params.logprobs for one in told
+        ):
             return "log-probabilities are not one a token"
-    is_whole = update.finish_reason == "stop" and tokens[-1] in chat.eos_token_ids and tokens[-1] not in params.stop_token_ids
+    is_whole = (
+        update.finish_reason == "stop"
+        and tokens[-1] in chat.eos_token_ids
+        and tokens[-1] not in params.stop_token_ids
+    )
     if is_whole and params.regex is not None and not re.fullmatch(params.regex, text):
         return f"{text!r} is not {params.regex}"
     return json_wrong_with(text) if is_whole and params.json_schema is not None else None
 
 
 def json_wrong_with(text: str) -> str | None:
-    """Whether a text is what SCHEMA describes, spelled out: no schema library is among the dependencies."""
+    """Whether a text is what SCHEMA describes, spelled out: no schema library is among the
+    dependencies.
+    """
     try:
         value = json.loads(text)
     except ValueError:
@@ -184,12 +210,18 @@ class Turn:
         self.checked: list[tuple[Request, int, list[int]]] = []
         self.step = 0
 
-    def run(self, rng: random.Random, prompts: list[list[int]], seconds: float, first_id: int) -> int:
+    def run(
+        self, rng: random.Random, prompts: list[list[int]], seconds: float, first_id: int
+    ) -> int:
         """Returns the number of requests made."""
         number, started, checked_at = first_id, time.monotonic(), time.monotonic()
         while time.monotonic() - started < seconds or self.engine.has_work:
             self.step += 1
-            if time.monotonic() - started < seconds and len(self.live) < MOST_LIVE and rng.random() < 0.2:
+            if (
+                time.monotonic() - started < seconds
+                and len(self.live) < MOST_LIVE
+                and rng.random() < 0.2
+            ):
                 for _ in range(rng.choice([1, 1, 2, 3, 8])):
                     self._add(random_request(rng, number, prompts, self.chat.eos_token_ids[0]), rng)
                     number += 1
@@ -205,7 +237,9 @@ class Turn:
         if self.live:
             self.record.fail(f"idle, and {len(self.live)} requests have not ended")
         if metrics["pages_available"] != NUM_PAGES:
-            self.record.fail(f"idle, and {metrics['pages_available']} of {NUM_PAGES} pages available")
+            self.record.fail(
+                f"idle, and {metrics['pages_available']} of {NUM_PAGES} pages available"
+            )
         self._again()
         return number - first_id
 
@@ -237,7 +271,10 @@ class Turn:
                 self.record.counts["cancelled"] += 1
                 del self.live[name]
             elif self.step - asked.step == MOST_STEPS:
-                self.record.fail(f"request {name} has not ended {MOST_STEPS} steps after it came: {asked.request.params}")
+                self.record.fail(
+                    f"request {name} has not ended {MOST_STEPS} steps after it came: "
+                    f"{asked.request.params}"
+                )
 
     def _take(self, update: Update, rng: random.Random) -> None:
         asked = self.live.get(update.request_id)
@@ -276,20 +313,29 @@ class Turn:
     def _again(self) -> None:
         """A sample of what was decoded, alone and plainly."""
         for request, index, tokens in self.checked:
-            results = {one.index: one.token_ids for one in self.plain.run([dataclasses.replace(request, speculation=False)])}
+            results = {
+                one.index: one.token_ids
+                for one in self.plain.run([dataclasses.replace(request, speculation=False)])
+            }
             self.record.counts["decoded_again"] += 1
             if results[index] != tokens:
-                self.record.fail(f"{request.id}, sample {index}: other tokens alone; {request.params}")
+                self.record.fail(
+                    f"{request.id}, sample {index}: other tokens alone; {request.params}"
+                )
 
 
 def resident_mib() -> float:
     """Of this process; NaN where the system has no /proc."""
     statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * PAGE_BYTES / 2**20 if statm.exists() else float("nan")
+    return (
+        int(statm.read_text().split()[1]) * PAGE_BYTES / 2**20 if statm.exists() else float("nan")
+    )
 
 
 def memory_figures(memory: list[tuple[float, float]]) -> dict[str, float | None]:
-    """Slope by least squares over the second half: the first warms up, every engine's caches with it."""
+    """Slope by least squares over the second half: the first warms up, every engine's caches with
+    it.
+    """
     settled = np.array(memory[len(memory) // 2 :])
     slope = float(np.polyfit(settled[:, 0] / 60, settled[:, 1], 1)[0]) if len(settled) > 2 else None
     return {
@@ -315,12 +361,17 @@ def main() -> None:
     args = arguments()
     folder = builtin.resolve_target(args.target)
     chat, rng, record = Chat(folder), random.Random(args.seed), Record()
-    prompts = [chat.prompt_ids(messages) for messages in held_out.dialogues(args.data, args.prompts)]
+    prompts = [
+        chat.prompt_ids(messages) for messages in held_out.dialogues(args.data, args.prompts)
+    ]
     target = Target.load(folder, args.dtype)
     draft = Draft(*read_head(builtin.resolve_head(args.head)), target)
     sizes = {"max_length": MAX_LENGTH, "num_pages": NUM_PAGES, "prefill_chunk": 64}
     plain = Engine(
-        target, None, EngineConfig(max_batch=1, max_length=MAX_LENGTH, prefix_reuse=False, speculation="off"), folder
+        target,
+        None,
+        EngineConfig(max_batch=1, max_length=MAX_LENGTH, prefix_reuse=False, speculation="off"),
+        folder,
     )
     engines = [Engine(target, draft, EngineConfig(**sizes, **config), folder) for config in ENGINES]
     started, turns, made = time.monotonic(), 0, 0
@@ -329,7 +380,10 @@ def main() -> None:
         turn = Turn(engines[turns % len(engines)], plain, chat, record)
         made += turn.run(rng, prompts, min(turn_s, left), made)
         turns += 1
-        print(f"{time.monotonic() - started:5.0f} s  {dict(record.counts)}  {resident_mib():.0f} MiB", flush=True)
+        print(
+            f"{time.monotonic() - started:5.0f} s  {dict(record.counts)}  {resident_mib():.0f} MiB",
+            flush=True,
+        )
     metrics = [engine.metrics() for engine in engines]
     figures = {
         "minutes": round((time.monotonic() - started) / 60, 2),
@@ -338,7 +392,9 @@ def main() -> None:
         "preemptions": int(sum(one["preemptions"] for one in metrics)),
         "pages_evicted": int(sum(one["pages_evicted"] for one in metrics)),
         "reused_share": round(
-            sum(one["prompt_tokens_reused"] for one in metrics) / sum(one["prompt_tokens"] for one in metrics), 3
+            sum(one["prompt_tokens_reused"] for one in metrics)
+            / sum(one["prompt_tokens"] for one in metrics),
+            3,
         ),
         "longest_steps": record.longest_steps,
         **memory_figures(record.memory),

@@ -1,12 +1,15 @@
-"""Speculation against plain decoding by number of concurrent requests: same target, precision and prompts, interleaved.
+"""Speculation against plain decoding by number of concurrent requests: same target, precision and
+prompts, interleaved.
 
-    python benchmarks/speedup.py [--quick] [--dtype bfloat16] [--concurrency 1 4 8 16 32 64] [--temperature 0]
+    python benchmarks/speedup.py [--quick] [--dtype bfloat16] [--concurrency 1 4 8 16 32 64]
+    [--temperature 0]
         [--speculation auto] [--prompts 64] [--data FILE.jsonl]
 
-Two engines on one target: one without a head, one with it. At concurrency c the same prompts run through both, c at a time,
-in turns of a few seconds, the order changing from turn to turn. TPOT of a request is the time from its first token to its last
-over the tokens between; the speed-up is the ratio of the medians over requests. The throughput ratio counts all tokens over
-all time, prompts included. The first turn of each is a warm-up and not counted. The last line of stdout is one JSON.
+Two engines on one target: one without a head, one with it. At concurrency c the same prompts run
+through both, c at a time, in turns of a few seconds, the order changing from turn to turn. TPOT of
+a request is the time from its first token to its last over the tokens between; the speed-up is the
+ratio of the medians over requests. The throughput ratio counts all tokens over all time, prompts
+included. The first turn of each is a warm-up and not counted. The last line of stdout is one JSON.
 """
 
 from __future__ import annotations
@@ -40,7 +43,11 @@ class Measured:
 
     @property
     def tau(self) -> float | None:
-        return sum(drafts + 1 for drafts in self.accepted) / len(self.accepted) if self.accepted else None
+        return (
+            sum(drafts + 1 for drafts in self.accepted) / len(self.accepted)
+            if self.accepted
+            else None
+        )
 
 
 def turn(engine: Engine, requests: list[Request], concurrency: int, into: Measured) -> None:
@@ -64,18 +71,25 @@ def turn(engine: Engine, requests: list[Request], concurrency: int, into: Measur
             if update.finish_reason is not None:
                 running -= 1
                 if counts[update.request_id] > 1:
-                    into.tpot_ms.append((now - first[update.request_id]) * 1e3 / (counts[update.request_id] - 1))
+                    into.tpot_ms.append(
+                        (now - first[update.request_id]) * 1e3 / (counts[update.request_id] - 1)
+                    )
     into.seconds += time.perf_counter() - started
     into.tokens += sum(counts.values())
 
 
-def compare(plain: Engine, eagle: Engine, requests: list[Request], concurrency: int, turns: int) -> dict[str, object]:
+def compare(
+    plain: Engine, eagle: Engine, requests: list[Request], concurrency: int, turns: int
+) -> dict[str, object]:
     """Figures at one concurrency. Prompts differ from turn to turn while they last."""
     per_turn = max(concurrency * 2, min(12, len(requests)))
     measured = {"plain": Measured(), "eagle": Measured()}
     for number in range(turns + 1):
         start = number * per_turn
-        batch = [dataclasses.replace(requests[(start + at) % len(requests)], id=f"{number}-{at}") for at in range(per_turn)]
+        batch = [
+            dataclasses.replace(requests[(start + at) % len(requests)], id=f"{number}-{at}")
+            for at in range(per_turn)
+        ]
         engines = {"plain": plain, "eagle": eagle}
         for name in engines if number % 2 else reversed(engines):
             turn(engines[name], batch, concurrency, measured[name] if number else Measured())
@@ -103,7 +117,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--speculation", default="auto", help="auto or fixed(6,3,12)")
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--overlap", action="store_true")
-    parser.add_argument("--no-native", action="store_true", help="PyTorch operators instead of the native CPU path")
+    parser.add_argument(
+        "--no-native", action="store_true", help="PyTorch operators instead of the native CPU path"
+    )
     args = parser.parse_args()
     if args.quick:
         args.prompts, args.turns, args.concurrency = min(args.prompts, 24), 2, [1, 4, 16]
@@ -120,7 +136,9 @@ def main() -> None:
     plain = Engine(target, None, EngineConfig(speculation="off", **shared), folder)
     eagle = Engine(target, draft, EngineConfig(speculation=args.speculation, **shared), folder)
     requests = [
-        dataclasses.replace(one, params=dataclasses.replace(one.params, temperature=args.temperature, seed=index))
+        dataclasses.replace(
+            one, params=dataclasses.replace(one.params, temperature=args.temperature, seed=index)
+        )
         for index, one in enumerate(held_out.requests(args))
     ]
     rows = []

@@ -1,11 +1,13 @@
-"""Milliseconds of a forward of the native CPU path by number of rows, held against reading the weights once.
+"""Milliseconds of a forward of the native CPU path by number of rows, held against reading the
+weights once.
 
-    python benchmarks/step.py [--quick] [--shape builtin|110m|1b] [--dtype bfloat16|float32] [--threads 2] [--context 200]
+    python benchmarks/step.py [--quick] [--shape builtin|110m|1b] [--dtype bfloat16|float32]
+    [--threads 2] [--context 200]
 
-Weights are random: time does not depend on their values, but for float32, whose weights are stored as bfloat16 where that
-loses nothing (--wide: as full float32 numbers). `floor` is the time to read as many bytes as the packed weights have. Times
-are the tenth percentile of calls: what the code costs when nothing else wants the cores. The last line of stdout is one JSON
-object.
+Weights are random: time does not depend on their values, but for float32, whose weights are stored
+as bfloat16 where that loses nothing (--wide: as full float32 numbers). `floor` is the time to read
+as many bytes as the packed weights have. Times are the tenth percentile of calls: what the code
+costs when nothing else wants the cores. The last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ TAPS = (1, 5, 8)
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--shape", choices=SHAPES, default="builtin")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
@@ -94,7 +98,9 @@ def layer_tensors(
     return tensors | {f"mlp.{name}_proj.weight": random(*size) for name, size in sizes.items()}
 
 
-def decoders(args: argparse.Namespace) -> tuple[native.NativeTarget, native.NativeDraft, torch.dtype]:
+def decoders(
+    args: argparse.Namespace,
+) -> tuple[native.NativeTarget, native.NativeDraft, torch.dtype]:
     """A target whose layers have the same weights, each in a place of its own, and a draft."""
     H, inner, L, Hq, Hk, D, V, W = SHAPES[args.shape]
     dtype = getattr(torch, args.dtype)
@@ -109,10 +115,15 @@ def decoders(args: argparse.Namespace) -> tuple[native.NativeTarget, native.Nati
     layer = layer_tensors(H, H, inner, (Hq, Hk, D), random) | {
         f"{name}.weight": norm for name in ("input_layernorm", "post_attention_layernorm")
     }
-    tensors = {f"model.layers.{i}.{name}": tensor for i in range(L) for name, tensor in layer.items()}
+    tensors = {
+        f"model.layers.{i}.{name}": tensor for i in range(L) for name, tensor in layer.items()
+    }
     tensors |= {"model.embed_tokens.weight": random(V, H), "model.norm.weight": norm}
     midlayer = layer_tensors(H, 2 * H, inner, (Hq, Hk, D), random)
-    midlayer |= {f"{name}.weight": norm for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
+    midlayer |= {
+        f"{name}.weight": norm
+        for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    }
     draft = {f"midlayer.{name}": tensor for name, tensor in midlayer.items()}
     draft |= {"fc.weight": random(H, 3 * H), "lm_head.weight": random(W, H), "norm.weight": norm}
     embed_tokens = tensors["model.embed_tokens.weight"]
@@ -128,12 +139,19 @@ def tree(M: int, context: int, page_table: np.ndarray, first_column: int = 0) ->
     column, request = context + np.arange(M), np.zeros(M, dtype=np.int64)
     seen = np.array([(1 << (i + 1)) - 1 for i in range(M)], dtype=np.uint64).view(np.int64)
     slot, prefix = slots_of(page_table, request, column, PAGE_SIZE), np.full(M, context)
-    return rows_of((7 + np.arange(M), request, column - first_column, slot, prefix, seen), page_table, "cpu", first_column)
+    return rows_of(
+        (7 + np.arange(M), request, column - first_column, slot, prefix, seen),
+        page_table,
+        "cpu",
+        first_column,
+    )
 
 
 def floor_ms(num_bytes: int, threads: int, seconds: float) -> float:
     data = torch.ones(num_bytes, dtype=torch.uint8)
-    return milliseconds(lambda: native.library().eyas_read(data.data_ptr(), num_bytes, threads), seconds)
+    return milliseconds(
+        lambda: native.library().eyas_read(data.data_ptr(), num_bytes, threads), seconds
+    )
 
 
 def main() -> None:
@@ -154,10 +172,14 @@ def main() -> None:
         print(f"{name:<24}{figures[name]:>10.3f} ms")
 
     print(
-        f"{args.shape} {args.dtype}: {target.num_bytes / 1e6:.1f} MB of weights, {args.threads} threads, context {args.context}"
+        f"{args.shape} {args.dtype}: {target.num_bytes / 1e6:.1f} MB of weights, {args.threads} "
+        f"threads, context {args.context}"
     )
     figures["floor"] = round(floor_ms(target.num_bytes, args.threads, seconds), 4)
-    print(f"{'floor':<24}{figures['floor']:>10.3f} ms   {target.num_bytes / figures['floor'] / 1e6:.0f} GB/s")
+    print(
+        f"{'floor':<24}{figures['floor']:>10.3f} ms   "
+        f"{target.num_bytes / figures['floor'] / 1e6:.0f} GB/s"
+    )
     for M in ROWS:
         rows = tree(M, args.context, page_table)
         report(f"target M={M}", lambda rows=rows: target.forward(rows, cache, TAPS))
@@ -176,9 +198,23 @@ def main() -> None:
     report("draft proposals R=1 k=3", lambda: draft.proposals(h[:1], 3))
     for K, k in ((6, 1), (6, 3), (6, 8)):
         first = draft.proposals(h[:1], k)
-        grow = functools.partial(draft.propose, [args.context], h[:1], first, page_table, draft_cache, (K, k), [0.0] * (K - 1))
+        grow = functools.partial(
+            draft.propose,
+            [args.context],
+            h[:1],
+            first,
+            page_table,
+            draft_cache,
+            (K, k),
+            [0.0] * (K - 1),
+        )
         report(f"draft propose K={K} k={k}", grow)
-    facts = {"shape": args.shape, "dtype": args.dtype, "threads": args.threads, "context": args.context}
+    facts = {
+        "shape": args.shape,
+        "dtype": args.dtype,
+        "threads": args.threads,
+        "context": args.context,
+    }
     print(json.dumps({**facts, "megabytes": round(target.num_bytes / 1e6, 1), "ms": figures}))
 
 

@@ -1,11 +1,13 @@
-"""A storm over a server with a small cache: good requests, cancelled ones, bad ones and floods, all at once.
+"""A storm over a server with a small cache: good requests, cancelled ones, bad ones and floods, all
+at once.
 
-A server in a process of its own serves the target and the head. Requests of random sizes arrive, most of them good; some are
-left in the middle, some are wrong, some are no HTTP, and now and then many connections come that say nothing. Checked: every
-good request is answered, and greedy answers are those of the engine without a server, though samples give their pages up and
-wait again; every bad one gets a 4xx; the server's memory is flat over the second half; nothing is left behind. Then a second
-storm, and SIGTERM in the middle of it: what runs is finished and right, and what comes later is refused. Memory and preemptions
-are criteria from 1,000 requests on. The last line is one JSON.
+A server in a process of its own serves the target and the head. Requests of random sizes arrive,
+most of them good; some are left in the middle, some are wrong, some are no HTTP, and now and then
+many connections come that say nothing. Checked: every good request is answered, and greedy answers
+are those of the engine without a server, though samples give their pages up and wait again; every
+bad one gets a 4xx; the server's memory is flat over the second half; nothing is left behind. Then a
+second storm, and SIGTERM in the middle of it: what runs is finished and right, and what comes later
+is refused. Memory and preemptions are criteria from 1,000 requests on. The last line is one JSON.
 
     python benchmarks/storm.py --quick
     python benchmarks/storm.py --requests 2000
@@ -38,9 +40,11 @@ from eyas.engine.request import Request, SamplingParams
 from eyas.serve.limits import LimitsConfig
 from eyas.serve.server import ServeConfig
 
-MAX_LENGTH, NUM_PAGES, MAX_BATCH = 512, 44, 8  # 704 tokens for eight requests of up to 512: some must give theirs up
+# 704 tokens for eight requests of up to 512: some must give theirs up
+MAX_LENGTH, NUM_PAGES, MAX_BATCH = 512, 44, 8
 SHORT_ANSWER, LONG_ANSWER, GO_ON_SHARE = 96, 192, 0.3
-FLAT_MIB, FLAT_SHARE = 8.0, 0.02  # what the second half may grow by: the larger of the two; the allocator's pools move too
+# what the second half may grow by: the larger of the two; the allocator's pools move too
+FLAT_MIB, FLAT_SHARE = 8.0, 0.02
 LONG = 1000  # requests from which memory and preemptions are criteria
 LIMITS = LimitsConfig(max_queue=24, max_connections=80, read_timeout_s=10)
 AT_ONCE = 48  # clients
@@ -82,9 +86,12 @@ class Storm:
         self.record = Record()
         self._url, self._pid, self._questions = url, pid, questions
         self._rng = random.Random(seed)
-        self._is_ending = False  # the server was told to end: refusals and cut connections are right for what comes later
+        # the server was told to end: refusals and cut connections are right for what comes later
+        self._is_ending = False
         self._begun: set[int] = set()  # answers of which the first piece has come
-        self._http = httpx.AsyncClient(base_url=url, timeout=300, limits=httpx.Limits(max_connections=AT_ONCE + 8))
+        self._http = httpx.AsyncClient(
+            base_url=url, timeout=300, limits=httpx.Limits(max_connections=AT_ONCE + 8)
+        )
 
     async def run(self, count: int, end_after: int | None = None) -> None:
         """`count` requests; end_after: SIGTERM once so many have been sent."""
@@ -104,8 +111,12 @@ class Storm:
                 await getattr(self, f"_{kind}")(self._rng.choice(self._questions), turn)
                 self.record.counts[kind] += 1
             except (httpx.TransportError, OSError) as error:
-                # Before it was told to end nothing may be cut, and after that no answer that had begun.
-                self.record.expect(self._is_ending and turn not in self._begun, f"{kind}: {type(error).__name__}: {error}")
+                # Before it was told to end nothing may be cut, and after that no answer that had
+                # begun.
+                self.record.expect(
+                    self._is_ending and turn not in self._begun,
+                    f"{kind}: {type(error).__name__}: {error}",
+                )
                 self.record.counts["turned_away"] += 1
             self.record.memory.append(resident_mib(self._pid))
 
@@ -115,8 +126,15 @@ class Storm:
                 break
             await asyncio.sleep(0.05)
         metrics = (await self._http.get("/metrics")).text
-        value = {line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in metrics.splitlines() if not line.startswith("#")}
-        left = {name: value[f"eyas:{name}"] for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")}
+        value = {
+            line.split("{")[0]: float(line.rsplit(" ", 1)[1])
+            for line in metrics.splitlines()
+            if not line.startswith("#")
+        }
+        left = {
+            name: value[f"eyas:{name}"]
+            for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        }
         self.record.expect(not any(left.values()), f"left behind: {left}")
         self.record.counts["preemptions"] = int(value["eyas:num_preemptions_total"])
 
@@ -134,12 +152,20 @@ class Storm:
             self._right(asked, reply["choices"][0]["text"], "text")
 
     async def _sampled(self, asked: Asked, turn: int) -> None:
-        body = {**chat_body(asked), "temperature": 0.8, "seed": turn, "n": self._rng.choice([1, 2, 3]), "logprobs": True}
+        body = {
+            **chat_body(asked),
+            "temperature": 0.8,
+            "seed": turn,
+            "n": self._rng.choice([1, 2, 3]),
+            "logprobs": True,
+        }
         reply = await self._post("/v1/chat/completions", body)
         if reply is not None:
             counted = sum(len(choice["logprobs"]["content"]) for choice in reply["choices"])
             self.record.expect(len(reply["choices"]) == body["n"], "sampled: choices are missing")
-            self.record.expect(counted == reply["usage"]["completion_tokens"], "sampled: tokens are missing")
+            self.record.expect(
+                counted == reply["usage"]["completion_tokens"], "sampled: tokens are missing"
+            )
 
     async def _stream(self, asked: Asked, turn: int) -> None:
         text = await self._streamed(asked, turn, None)
@@ -167,8 +193,13 @@ class Storm:
                             is_over = True
                         elif line:
                             event = json.loads(line.removeprefix("data: "))
-                            self.record.expect("error" not in event, f"stream: {event.get('error')}")
-                            text += "".join(one["delta"].get("content") or "" for one in event.get("choices", ()))
+                            self.record.expect(
+                                "error" not in event, f"stream: {event.get('error')}"
+                            )
+                            text += "".join(
+                                one["delta"].get("content") or ""
+                                for one in event.get("choices", ())
+                            )
                             number += 1
                     self.record.expect(is_over, "stream: no end")
                     return text
@@ -189,13 +220,17 @@ class Storm:
         return None
 
     async def _come_again(self, reply: httpx.Response) -> bool:
-        """After a refusal that a good request may meet: wait, then True; at the server's end, False."""
+        """After a refusal that a good request may meet: wait, then True; at the server's end,
+        False.
+        """
         if reply.status_code == 503 and self._is_ending:
             self.record.counts["turned_away"] += 1
             return False
         expected = (429, "queue_full"), (503, "overloaded")
         self.record.counts[f"refused_{reply.status_code}"] += 1
-        self.record.expect((reply.status_code, reply.json()["error"]["code"]) in expected, f"refused: {reply.text}")
+        self.record.expect(
+            (reply.status_code, reply.json()["error"]["code"]) in expected, f"refused: {reply.text}"
+        )
         self.record.expect(int(reply.headers.get("retry-after", 0)) >= 1, "no retry-after")
         await asyncio.sleep(self._rng.uniform(0.2, 1.5))  # sooner than told: a storm has no manners
         return True
@@ -213,12 +248,18 @@ class Storm:
                 b"[" * 100_000,
                 json.dumps({**chat_body(asked), "temperature": 1e9}).encode(),
                 json.dumps({**chat_body(asked), "max_tokens": 10**30}).encode(),
-                json.dumps({**chat_body(asked), "messages": [{"role": "user", "content": "x" * 200_000}]}).encode(),
+                json.dumps(
+                    {**chat_body(asked), "messages": [{"role": "user", "content": "x" * 200_000}]}
+                ).encode(),
                 json.dumps({**chat_body(asked), "unheard_of": 1}).encode(),
                 json.dumps({**chat_body(asked), "n": "three"}).encode(),
                 json.dumps({**chat_body(asked), "guided_regex": "(" * 1000}).encode(),
-                json.dumps({**chat_body(asked), "guided_json": {"not": {"type": "string"}}}).encode(),
-                json.dumps({**chat_body(asked), "tools": [{"type": "function", "function": {"name": "f"}}]}).encode(),
+                json.dumps(
+                    {**chat_body(asked), "guided_json": {"not": {"type": "string"}}}
+                ).encode(),
+                json.dumps(
+                    {**chat_body(asked), "tools": [{"type": "function", "function": {"name": "f"}}]}
+                ).encode(),
                 bytes(self._rng.randrange(256) for _ in range(500)),
             ]
         )
@@ -227,15 +268,29 @@ class Storm:
             reply = await self._http.post("/v1/chat/completions", content=body, headers=headers)
             if reply.status_code not in (429, 503) or not await self._come_again(reply):
                 break
-        self.record.expect(400 <= reply.status_code < 500 or self._is_ending, f"bad: {reply.status_code} {reply.text[:200]}")
+        self.record.expect(
+            400 <= reply.status_code < 500 or self._is_ending,
+            f"bad: {reply.status_code} {reply.text[:200]}",
+        )
         self.record.counts["answered_4xx"] += 400 <= reply.status_code < 500
 
     async def _garbage(self, asked: Asked, turn: int) -> None:
         reader, writer = await self._connect()
         try:
-            writer.write(self._rng.choice([b"\x16\x03\x01\x02\x00", b"HELO x\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", bytes(200)]))
+            writer.write(
+                self._rng.choice(
+                    [
+                        b"\x16\x03\x01\x02\x00",
+                        b"HELO x\r\n\r\n",
+                        b"GET / HTTP/9.9\r\n\r\n",
+                        bytes(200),
+                    ]
+                )
+            )
             told = await asyncio.wait_for(reader.read(64), 30)
-            self.record.expect(told.split(b" ")[1:2] in ([b"400"], [b"408"], [b"503"]), f"garbage: {told!r}")
+            self.record.expect(
+                told.split(b" ")[1:2] in ([b"400"], [b"408"], [b"503"]), f"garbage: {told!r}"
+            )
         finally:
             writer.close()
 
@@ -260,7 +315,12 @@ def chat_body(asked: Asked) -> dict[str, Any]:
 
 
 def shared_body(asked: Asked) -> dict[str, Any]:
-    return {"model": "eyas", "temperature": 0, "max_tokens": asked.max_tokens, "ignore_eos": asked.goes_on}
+    return {
+        "model": "eyas",
+        "temperature": 0,
+        "max_tokens": asked.max_tokens,
+        "ignore_eos": asked.goes_on,
+    }
 
 
 def resident_mib(pid: int) -> float:
@@ -275,7 +335,10 @@ def questions(args: argparse.Namespace, config: ServeConfig) -> list[Asked]:
     """Greedy questions of random sizes, answered by an engine with room for everything."""
     rng, chat = random.Random(args.seed), Chat(builtin.resolve_target(args.target))
     engine = Engine.load(
-        builtin.resolve_target(args.target), None, config.dtype, EngineConfig(max_length=MAX_LENGTH, prefix_reuse=False)
+        builtin.resolve_target(args.target),
+        None,
+        config.dtype,
+        EngineConfig(max_length=MAX_LENGTH, prefix_reuse=False),
     )
     asked = []
     for messages in held_out.dialogues(args.data, args.prompts):
@@ -288,14 +351,21 @@ def questions(args: argparse.Namespace, config: ServeConfig) -> list[Asked]:
         Request(str(at), tuple(ids), SamplingParams(max_tokens=most, ignore_eos=goes_on))
         for at, (_, ids, most, goes_on) in enumerate(asked)
     ]
-    texts = {int(result.request_id): chat.decode(result.token_ids) for result in engine.run(requests)}
-    return [Asked(messages, list(ids), most, goes_on, texts[at]) for at, (messages, ids, most, goes_on) in enumerate(asked)]
+    texts = {
+        int(result.request_id): chat.decode(result.token_ids) for result in engine.run(requests)
+    }
+    return [
+        Asked(messages, list(ids), most, goes_on, texts[at])
+        for at, (messages, ids, most, goes_on) in enumerate(asked)
+    ]
 
 
 def started(config: ServeConfig) -> tuple[subprocess.Popen[str], str]:
     """A server in a process of its own, and its URL."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "eyas.serve", config.model_dump_json()], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "eyas.serve", config.model_dump_json()],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     url = next((line.strip() for line in process.stdout if line.startswith("http://")), None)
@@ -317,7 +387,9 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     engine = EngineConfig(max_batch=MAX_BATCH, max_length=MAX_LENGTH, num_pages=NUM_PAGES)
-    config = ServeConfig(target=args.target, head=args.head, model="eyas", port=0, limits=LIMITS, engine=engine)
+    config = ServeConfig(
+        target=args.target, head=args.head, model="eyas", port=0, limits=LIMITS, engine=engine
+    )
     asked = questions(args, config)
     process, url = started(config)
     began = time.monotonic()
@@ -336,7 +408,8 @@ def main() -> None:
     if args.requests >= LONG:
         storm.record.expect(is_flat, f"memory grew by {growth:.1f} MiB over the second half")
         storm.record.expect(
-            storm.record.counts["preemptions"] > 0, "nothing was preempted: the cache is too large for this storm"
+            storm.record.counts["preemptions"] > 0,
+            "nothing was preempted: the cache is too large for this storm",
         )
     failures = storm.record.failures + ending.record.failures
     figures = {

@@ -1,4 +1,5 @@
-"""The target on held-out dialogues: how many greedy answers end by themselves, and how long they are.
+"""The target on held-out dialogues: how many greedy answers end by themselves, and how long they
+are.
 
     python benchmarks/target_quality.py [--quick] [--prompts 400] [--data FILE.jsonl]
 
@@ -25,7 +26,9 @@ def main() -> None:
     lengths = [len(result.token_ids) for result in results]
     figures = {
         "answers": len(results),
-        "stopped_share": round(sum(result.finish_reason == "stop" for result in results) / len(results), 4),
+        "stopped_share": round(
+            sum(result.finish_reason == "stop" for result in results) / len(results), 4
+        ),
         "max_tokens": args.max_tokens,
         "median_tokens": statistics.median(lengths),
         "machine": held_out.machine(),

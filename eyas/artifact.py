@@ -6,9 +6,9 @@ Knows identity, atomic writes, checksums and resume. Does not know what the file
                                                 ^                     ^ parts that only the stage itself needs, until it is done
                                                 counts, sha256 of each file, config, and the manifests of the inputs
 
-The identity is the hash of the stage's name, its config and its inputs' identities, so equal identities mean equal
-work. A folder without `_DONE` is unfinished: its files may be resumed by the stage that wrote them, and nothing else
-reads them.
+The identity is the hash of the stage's name, its config and its inputs' identities, so equal
+identities mean equal work. A folder without `_DONE` is unfinished: its files may be resumed by the
+stage that wrote them, and nothing else reads them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,14 @@ VERSION = "0.1.0"
 MANIFEST, DONE, IDENTITY = "manifest.json", "_DONE", "_IDENTITY"
 BLOCK_BYTES = 16 << 20  # of a file, read at a time
 PATIENCE_S, FIRST_PAUSE_S, LONGEST_PAUSE_S = 60.0, 0.1, 10.0  # with a store that does not answer
-FINAL_ANSWERS = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError, ValueError)
+FINAL_ANSWERS = (
+    FileNotFoundError,
+    PermissionError,
+    IsADirectoryError,
+    NotADirectoryError,
+    FileExistsError,
+    ValueError,
+)
 WORK = "work"  # the folder of parts that are no part of the artifact
 
 
@@ -62,7 +69,11 @@ class Manifest(BaseModel):
 
 def identity(stage: str, config: Mapping[str, Any], inputs: Mapping[str, Manifest]) -> str:
     """16 hex digits of the SHA-256 over the stage, its config and its inputs' identities."""
-    what = {"stage": stage, "config": config, "inputs": {name: made.identity for name, made in sorted(inputs.items())}}
+    what = {
+        "stage": stage,
+        "config": config,
+        "inputs": {name: made.identity for name, made in sorted(inputs.items())},
+    }
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -74,7 +85,9 @@ def file_identity(url: str) -> str:
             while block := stream.read(1 << 20):
                 digest.update(block)
     except FileNotFoundError as error:
-        raise MissingInputError(f"no file at {url}", "check the path; relative paths start at the current folder") from error
+        raise MissingInputError(
+            f"no file at {url}", "check the path; relative paths start at the current folder"
+        ) from error
     return digest.hexdigest()
 
 
@@ -86,16 +99,19 @@ def storage_errors(url: str) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StorageFullError(
-                f"no room left at {url}", "free some space and run the same command again: finished parts are kept"
+                f"no room left at {url}",
+                "free some space and run the same command again: finished parts are kept",
             ) from error
         raise
 
 
 class Persistent:
-    """A file system elsewhere, asked again while it is out of order: a restart or a broken line costs a pause and no work.
+    """A file system elsewhere, asked again while it is out of order: a restart or a broken line
+    costs a pause and no work.
 
-    A file that is not there and a refusal are answers. EyasError when it has not answered for PATIENCE_S, and for as long as
-    the client's own last attempt takes: gcsfs tries for half a minute itself.
+    A file that is not there and a refusal are answers. EyasError when it has not answered for
+    PATIENCE_S, and for as long as the client's own last attempt takes: gcsfs tries for half a
+    minute itself.
     """
 
     def __init__(self, store: Any, url: str) -> None:
@@ -114,14 +130,19 @@ class Persistent:
                 return method(*args, **options)
             except FINAL_ANSWERS:
                 raise
-            except Exception as error:  # each client has its own tree of errors for one thing: it did not work this time
+            # each client has its own tree of errors for one thing: it did not work this time
+            except Exception as error:
                 what = type(error).__name__
                 if time.monotonic() - started > PATIENCE_S:
                     raise EyasError(
                         f"{self._url} does not answer ({what})",
-                        "see that the store runs and can be reached, and run the same command again: finished parts are kept",
+                        "see that the store runs and can be reached, and run the same command "
+                        "again: finished parts are kept",
                     ) from error
-            log.warning("a store does not answer", extra={"data": {"url": self._url, "error": what, "pause_s": pause}})
+            log.warning(
+                "a store does not answer",
+                extra={"data": {"url": self._url, "error": what, "pause_s": pause}},
+            )
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
@@ -132,7 +153,9 @@ class Artifact:
     def __init__(self, url: str) -> None:
         self.url = str(url).rstrip("/")
         store, self._root = url_to_fs(self.url)
-        self._local = "file" in (store.protocol if isinstance(store.protocol, tuple) else (store.protocol,))
+        self._local = "file" in (
+            store.protocol if isinstance(store.protocol, tuple) else (store.protocol,)
+        )
         self._fs = store if self._local else Persistent(store, self.url)
         self._written: dict[str, File] = {}
         self._manifest: Manifest | None = None
@@ -150,22 +173,33 @@ class Artifact:
         return bool(self._fs.exists(self._path(DONE)))
 
     def manifest(self, stage: str | None = None) -> Manifest:
-        """The manifest of a finished artifact, checked against its done marker and, if given, its stage.
+        """The manifest of a finished artifact, checked against its done marker and, if given, its
+        stage.
 
-        Raises MissingInputError (absent or unfinished), CorruptError (marker and manifest disagree), InputError (stage).
+        Raises MissingInputError (absent or unfinished), CorruptError (marker and manifest
+        disagree), InputError (stage).
         """
         if self._manifest is None:
             if not self.is_done():
                 what = "is unfinished" if self._fs.exists(self._root) else "does not exist"
-                raise MissingInputError(f"the artifact {self.url} {what}", "run the stage that makes it first (again)")
+                raise MissingInputError(
+                    f"the artifact {self.url} {what}", "run the stage that makes it first (again)"
+                )
             text = self._fs.cat_file(self._path(MANIFEST))
-            if hashlib.sha256(text).hexdigest() != self._fs.cat_file(self._path(DONE)).decode().strip():
+            if (
+                hashlib.sha256(text).hexdigest()
+                != self._fs.cat_file(self._path(DONE)).decode().strip()
+            ):
                 raise CorruptError(
-                    f"{self.url}/{MANIFEST} does not match its done marker", "delete the folder and run the stage again"
+                    f"{self.url}/{MANIFEST} does not match its done marker",
+                    "delete the folder and run the stage again",
                 )
             self._manifest = Manifest.model_validate_json(text)
         if stage is not None and self._manifest.stage != stage:
-            raise InputError(f"{self.url} holds {self._manifest.stage!r}, not {stage!r}", f"give the output of `eyas {stage}`")
+            raise InputError(
+                f"{self.url} holds {self._manifest.stage!r}, not {stage!r}",
+                f"give the output of `eyas {stage}`",
+            )
         return self._manifest
 
     def local_path(self, name: str) -> str | None:
@@ -181,11 +215,15 @@ class Artifact:
             return []
         self._fs.invalidate_cache()
         found = self._fs.ls(self._root, detail=True)
-        names = (str(entry["name"]).rsplit("/", 1)[-1] for entry in found if entry["type"] == "file")
+        names = (
+            str(entry["name"]).rsplit("/", 1)[-1] for entry in found if entry["type"] == "file"
+        )
         return sorted(name for name in names if ".partial-" not in name)
 
     def all_names(self) -> list[str]:
-        """Names of the files in the folder and below it ("a/b"), sorted; half-written ones excluded."""
+        """Names of the files in the folder and below it ("a/b"), sorted; half-written ones
+        excluded.
+        """
         self._fs.invalidate_cache()
         names = (str(path)[len(self._root) :].lstrip("/") for path in self._fs.find(self._root))
         return sorted(name for name in names if ".partial-" not in name)
@@ -195,12 +233,15 @@ class Artifact:
         try:
             data = bytes(self._fs.cat_file(self._path(name)))
         except FileNotFoundError as error:
-            raise MissingInputError(f"{self.url} has no file {name}", "run the stage that makes it again") from error
+            raise MissingInputError(
+                f"{self.url} has no file {name}", "run the stage that makes it again"
+            ) from error
         if self.is_done():
             known = self.manifest().files.get(name)
             if known is not None and hashlib.sha256(data).hexdigest() != known.sha256:
                 raise CorruptError(
-                    f"{self.url}/{name} does not match its checksum", "delete the folder and run its stage again"
+                    f"{self.url}/{name} does not match its checksum",
+                    "delete the folder and run its stage again",
                 )
         return data
 
@@ -221,29 +262,43 @@ class Artifact:
             yield json.loads(line)
 
     def read_rows(self, stem: str) -> Iterator[dict[str, Any]]:
-        """The rows of the numbered files `stem`-00000.jsonl, ... in order, one file in memory at a time."""
+        """The rows of the numbered files `stem`-00000.jsonl, ... in order, one file in memory at a
+        time.
+        """
         for name in self.parts(stem):
             yield from self.read_jsonl(name)
 
     def parts(self, stem: str) -> list[str]:
         """Names of the numbered files of a stem, in order."""
-        middles = {name: name.removeprefix(f"{stem}-").removesuffix(".jsonl") for name in self.names()}
-        numbers = {name: int(middle) for name, middle in middles.items() if middle.isdigit() and name.endswith(".jsonl")}
+        middles = {
+            name: name.removeprefix(f"{stem}-").removesuffix(".jsonl") for name in self.names()
+        }
+        numbers = {
+            name: int(middle)
+            for name, middle in middles.items()
+            if middle.isdigit() and name.endswith(".jsonl")
+        }
         return sorted(numbers, key=numbers.__getitem__)
 
     # Writing
 
     def begin(self, identity: str) -> bool:
-        """Claim the folder for this identity. False when that work is done already; True when there is work to do.
+        """Claim the folder for this identity. False when that work is done already; True when there
+        is work to do.
 
-        Parts of an interrupted run of the same identity stay, to be resumed. Raises InputError when the folder holds
-        another identity: nothing is overwritten.
+        Parts of an interrupted run of the same identity stay, to be resumed. Raises InputError when
+        the folder holds another identity: nothing is overwritten.
         """
         if self.is_done() or self.exists(IDENTITY):
-            held = self.manifest().identity if self.is_done() else self._fs.cat_file(self._path(IDENTITY)).decode()
+            held = (
+                self.manifest().identity
+                if self.is_done()
+                else self._fs.cat_file(self._path(IDENTITY)).decode()
+            )
             if held != identity:
                 raise InputError(
-                    f"{self.url} holds other work (identity {held}, now {identity}: its config or inputs changed)",
+                    f"{self.url} holds other work (identity {held}, now {identity}: its config or "
+                    "inputs changed)",
                     "choose another output folder, or delete this one",
                 )
             self.was_done = self.is_done()
@@ -276,7 +331,10 @@ class Artifact:
             else:
                 self._fs.pipe_file(path, data)
                 if self.size(name) != len(data):
-                    raise EyasError(f"{self.url} kept {self.size(name)} of the {len(data)} bytes of {name}", "write it again")
+                    raise EyasError(
+                        f"{self.url} kept {self.size(name)} of the {len(data)} bytes of {name}",
+                        "write it again",
+                    )
         self.remember(name, File(bytes=len(data), sha256=hashlib.sha256(data).hexdigest()))
 
     def written(self, name: str) -> File:
@@ -291,7 +349,9 @@ class Artifact:
         self.write(name, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
 
     def write_jsonl(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        self.write(name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+        self.write(
+            name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+        )
 
     def delete(self, name: str) -> None:
         if self.exists(name):
@@ -318,8 +378,12 @@ class Artifact:
         counts: Mapping[str, int],
         facts: Mapping[str, Any] | None = None,
     ) -> Manifest:
-        """Write manifest, then done marker, then delete `work/`. Files of an earlier, resumed process are checksummed here."""
-        self._written = {name: file for name, file in self._written.items() if not name.startswith(f"{WORK}/")}
+        """Write manifest, then done marker, then delete `work/`. Files of an earlier, resumed
+        process are checksummed here.
+        """
+        self._written = {
+            name: file for name, file in self._written.items() if not name.startswith(f"{WORK}/")
+        }
         for name in self.all_names():
             if name.startswith(f"{WORK}/"):
                 continue
@@ -353,9 +417,11 @@ class Artifact:
 
 
 class Parts:
-    """Lines written into numbered files of `rows_per_part` each; a file appears whole, when it is full or at `close`.
+    """Lines written into numbered files of `rows_per_part` each; a file appears whole, when it is
+    full or at `close`.
 
-    Holds one part in memory. The same lines make the same files, so a run that was cut writes them again.
+    Holds one part in memory. The same lines make the same files, so a run that was cut writes them
+    again.
     """
 
     def __init__(self, artifact: Artifact, stem: str, rows_per_part: int) -> None:
@@ -371,7 +437,9 @@ class Parts:
             self._write()
 
     def close(self) -> None:
-        """Write what is left; a file without lines if there was none at all, so that readers find that there is none."""
+        """Write what is left; a file without lines if there was none at all, so that readers find
+        that there is none.
+        """
         if self._lines or not self.num_rows:
             self._write()
 

@@ -1,4 +1,5 @@
-"""The language that a text is written in, found out by py3langid, whose model comes with it; no connection, no file of ours.
+"""The language that a text is written in, found out by py3langid, whose model comes with it; no
+connection, no file of ours.
 
 Knows how to leave out what no one speaks: code, addresses, markup. Knows no word of any language.
 """
@@ -14,9 +15,11 @@ UNKNOWN = "und"  # ISO 639-2: undetermined
 CODE_ONLY = "zxx"  # ISO 639-2: no linguistic content, which py3langid says of code
 LOOKED_AT = 300  # characters; more make it slower and hardly surer
 LEAST_BYTES = 15  # of UTF-8: a character of a script with many characters says more than a letter
-LEAST_CONFIDENCE = 0.55  # of 35,658 short English prompts one is then taken for another language, 1.6 % stay open
+# of 35,658 short English prompts one is then taken for another language, 1.6 % stay open
+LEAST_CONFIDENCE = 0.55
 
-# What the model takes short prompts of a larger language for; the small one is then called by the larger one's name.
+# What the model takes short prompts of a larger language for; the small one is then called by the
+# larger one's name.
 COUNTED_AS = {"pcm": "en", "wuu": "zh", "yue": "zh"}
 
 NOT_SPOKEN = re.compile(
@@ -37,12 +40,18 @@ def codes() -> frozenset[str]:
 
 @functools.lru_cache(maxsize=16)  # a row is asked for by the filter and by the ledger
 def language(text: str) -> str:
-    """The ISO 639-1 (or 639-3) code of a text's language; UNKNOWN if it is too short, only code, or too close a call."""
+    """The ISO 639-1 (or 639-3) code of a text's language; UNKNOWN if it is too short, only code, or
+    too close a call.
+    """
     prose = " ".join(NOT_SPOKEN.sub(" ", text[: 4 * LOOKED_AT]).split())[:LOOKED_AT]
     if len(prose.encode("utf-8", "replace")) < LEAST_BYTES:
         return UNKNOWN
     found, confidence = _identifier().classify(prose)
-    return UNKNOWN if confidence < LEAST_CONFIDENCE or found == CODE_ONLY else COUNTED_AS.get(found, found)
+    return (
+        UNKNOWN
+        if confidence < LEAST_CONFIDENCE or found == CODE_ONLY
+        else COUNTED_AS.get(found, found)
+    )
 
 
 @functools.cache

@@ -1,8 +1,10 @@
-"""Where an artifact comes from: every stage, source, licence and filter that made it. Knows manifests and checksums.
+"""Where an artifact comes from: every stage, source, licence and filter that made it. Knows
+manifests and checksums.
 
-A manifest holds the manifests of its inputs, so the walk needs the artifact alone, wherever its inputs went. A source is an
-input that eyas did not make (stage "source"): its identity is the SHA-256 of its bytes, its config holds the licence and who
-wrote it. What became of its rows, and why it could be used, stands in the ledger among the facts of the stage that read it.
+A manifest holds the manifests of its inputs, so the walk needs the artifact alone, wherever its
+inputs went. A source is an input that eyas did not make (stage "source"): its identity is the
+SHA-256 of its bytes, its config holds the licence and who wrote it. What became of its rows, and
+why it could be used, stands in the ledger among the facts of the stage that read it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ HEAD_FILES = (".json", ".safetensors", ".bin")
 class Source:
     """One set of raw rows. dropped: rows by reason; a source that no ledger counted has zeros.
 
-    verdict: what the licence gate said (`Verdict.to_json` of eyas.data.licence); empty where no gate was asked.
+    verdict: what the licence gate said (`Verdict.to_json` of eyas.data.licence); empty where no
+    gate was asked.
     """
 
     name: str
@@ -37,7 +40,9 @@ class Source:
     dropped: Mapping[str, int] = field(default_factory=dict)
 
     def terms(self) -> Iterator[str]:
-        """Line by line: who wrote it, what the gate said and under which policy, what was overruled and why, the duties."""
+        """Line by line: who wrote it, what the gate said and under which policy, what was overruled
+        and why, the duties.
+        """
         yield f"prompts by {self.prompts_by}; answers, which are not used, by {self.answers_by}"
         if not self.verdict:
             yield "no licence gate was asked"
@@ -52,10 +57,16 @@ class Source:
 
 
 def source_manifest(folder: Artifact, names: Iterable[str], config: Mapping[str, Any]) -> Manifest:
-    """Files of a folder that eyas did not make, as a source: identity is the SHA-256 over their names and checksums."""
+    """Files of a folder that eyas did not make, as a source: identity is the SHA-256 over their
+    names and checksums.
+    """
     files = {name: folder.checksummed(name) for name in sorted(names)}
-    digest = hashlib.sha256("".join(f"{name} {file.sha256}\n" for name, file in files.items()).encode()).hexdigest()
-    return Manifest(stage=SOURCE, identity=digest, config=dict(config), counts={}, files=files, url=folder.url)
+    digest = hashlib.sha256(
+        "".join(f"{name} {file.sha256}\n" for name, file in files.items()).encode()
+    ).hexdigest()
+    return Manifest(
+        stage=SOURCE, identity=digest, config=dict(config), counts={}, files=files, url=folder.url
+    )
 
 
 def head_files(folder: Artifact) -> list[str]:
@@ -64,7 +75,9 @@ def head_files(folder: Artifact) -> list[str]:
 
 
 def stages(manifest: Manifest) -> list[Manifest]:
-    """The stages that led to an artifact, first to last, itself included, each once; sources left out."""
+    """The stages that led to an artifact, first to last, itself included, each once; sources left
+    out.
+    """
     found: dict[str, Manifest] = {}
     for made in manifest.inputs.values():
         found.update((stage.identity, stage) for stage in stages(made))
@@ -75,19 +88,31 @@ def stages(manifest: Manifest) -> list[Manifest]:
 
 def sources(manifest: Manifest) -> list[Source]:
     """Every source of an artifact, each once, in the order in which they were read."""
-    return list({(source.name, source.sha256): source for stage in stages(manifest) for source in read_by(stage)}.values())
+    return list(
+        {
+            (source.name, source.sha256): source
+            for stage in stages(manifest)
+            for source in read_by(stage)
+        }.values()
+    )
 
 
 def read_by(stage: Manifest) -> list[Source]:
     """The sources that a stage itself read."""
-    return [_source(name, made, stage.facts.get("ledger") or {}) for name, made in stage.inputs.items() if made.stage == SOURCE]
+    return [
+        _source(name, made, stage.facts.get("ledger") or {})
+        for name, made in stage.inputs.items()
+        if made.stage == SOURCE
+    ]
 
 
 def lines(manifest: Manifest, name: str = "", depth: int = 0) -> Iterator[str]:
     """The walk as text, the artifact first and what made it indented below."""
     margin = "  " * depth
     label = f"{name}: " if name else ""
-    yield f"{margin}{label}{manifest.stage} {manifest.identity} {manifest.created} {manifest.url}".rstrip()
+    yield (
+        f"{margin}{label}{manifest.stage} {manifest.identity} {manifest.created} {manifest.url}"
+    ).rstrip()
     for title, values in (("config", manifest.config), ("counts", manifest.counts)):
         if values:
             yield f"{margin}  {title}: {_pairs(values)}"
@@ -108,9 +133,12 @@ def describe(source: Source) -> str:
 
 def _source(name: str, made: Manifest, ledger: Mapping[str, Any]) -> Source:
     account = (ledger.get("sources") or {}).get(name) or {}
-    verdict: Mapping[str, Any] = next((one for one in ledger.get("licences") or () if one["source"] == name), {})
+    verdict: Mapping[str, Any] = next(
+        (one for one in ledger.get("licences") or () if one["source"] == name), {}
+    )
     licence, prompts_by, answers_by = (
-        str(verdict.get(field) or made.config.get(field) or "not given") for field in ("licence", "prompts_by", "answers_by")
+        str(verdict.get(field) or made.config.get(field) or "not given")
+        for field in ("licence", "prompts_by", "answers_by")
     )
     return Source(
         name=name,

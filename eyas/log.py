@@ -11,7 +11,14 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 console = Console(stderr=True)  # stdout is for results: its last line may be one JSON object
 
@@ -41,13 +48,16 @@ def progress_bar(stage: str, total: int | None = None) -> Iterator[Track]:
         task = bar.add_task(stage, total=total, note="")
 
         def track(done: int, total: int | None = None, note: str = "") -> None:
-            bar.update(task, completed=done, total=total, note=note)  # a total of None leaves it as it is
+            # a total of None leaves it as it is
+            bar.update(task, completed=done, total=total, note=note)
 
         yield track
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, name, message and whatever `extra={"data": {...}}` brings."""
+    """One JSON object a line: time, level, name, message and whatever `extra={"data": {...}}`
+    brings.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         row: dict[str, Any] = {
@@ -63,7 +73,9 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_to_stderr(level: int = logging.INFO) -> None:
-    """Send the records of `eyas.*` loggers to stderr as JSON lines, in place of what they went to before."""
+    """Send the records of `eyas.*` loggers to stderr as JSON lines, in place of what they went to
+    before.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
     root = logging.getLogger("eyas")

@@ -22,7 +22,11 @@ class _Row:
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> Self:
         fields = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        values = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items() if name in fields}
+        values = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in row.items()
+            if name in fields
+        }
         return cls(**values)
 
 
@@ -39,13 +43,15 @@ class Prompt(_Row):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer(_Row):
-    """One assistant turn written by the target: `messages` is what the server saw plus the answer as its last.
+    """One assistant turn written by the target: `messages` is what the server saw plus the answer
+    as its last.
 
-    key: of the work: equal prompt, target, template and sampling. finish_reason: "stop" (the target ended its turn) or
-    "length" (cut at max_tokens). temperature to seed are how it was sampled; top_p 1 and top_k 0 keep the whole vocabulary.
-    marked: why the row is kept out of training ("truncated", "empty", "refused", "looping"), or None; one with personal data
-    that nobody told the target is never written. Nothing here depends on when, where or in which order rows were answered:
-    that is `Origin`.
+    key: of the work: equal prompt, target, template and sampling. finish_reason: "stop" (the target
+    ended its turn) or "length" (cut at max_tokens). temperature to seed are how it was sampled;
+    top_p 1 and top_k 0 keep the whole vocabulary. marked: why the row is kept out of training
+    ("truncated", "empty", "refused", "looping"), or None; one with personal data that nobody told
+    the target is never written. Nothing here depends on when, where or in which order rows were
+    answered: that is `Origin`.
     """
 
     key: str
@@ -67,10 +73,12 @@ class Answer(_Row):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Origin(_Row):
-    """How an answer came to be, which is another story in every run. engine: name and version ("eyas 0.1.0", "vllm 0.11.2").
+    """How an answer came to be, which is another story in every run. engine: name and version
+    ("eyas 0.1.0", "vllm 0.11.2").
 
-    server: its address, or None for the engine in the same process. latency_ms: from the first time it was asked for to the
-    answer, waiting included. attempts: how often it was asked for, 1 where nothing went wrong.
+    server: its address, or None for the engine in the same process. latency_ms: from the first time
+    it was asked for to the answer, waiting included. attempts: how often it was asked for, 1 where
+    nothing went wrong.
     """
 
     key: str

@@ -1,6 +1,8 @@
-"""How every page that eyas writes looks: one stylesheet, and templates that are filled in one way. Knows no page.
+"""How every page that eyas writes looks: one stylesheet, and templates that are filled in one way.
+Knows no page.
 
-A page is one file that needs nothing beside it, so the stylesheet goes into it: `{{ house }}` in the template's <style>.
+A page is one file that needs nothing beside it, so the stylesheet goes into it: `{{ house }}` in
+the template's <style>.
 """
 
 from __future__ import annotations
@@ -20,8 +22,16 @@ def stylesheet() -> str:
     return STYLESHEET.read_text(encoding="utf-8").strip()
 
 
-def fill(template: Path, filters: Mapping[str, Callable[..., str]] | None = None, **values: Any) -> str:
-    """A template's text with the values in it, escaped. A value that is not given is an error, not an empty string."""
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+def fill(
+    template: Path, filters: Mapping[str, Callable[..., str]] | None = None, **values: Any
+) -> str:
+    """A template's text with the values in it, escaped. A value that is not given is an error, not
+    an empty string.
+    """
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     environment.filters.update(filters or {})
-    return environment.from_string(template.read_text(encoding="utf-8")).render(house=Markup(stylesheet()), **values)
+    return environment.from_string(template.read_text(encoding="utf-8")).render(
+        house=Markup(stylesheet()), **values
+    )

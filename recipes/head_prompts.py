@@ -1,9 +1,12 @@
-"""Take a sample of the user turns of conversation files: the raw prompts that the built-in head is trained on.
+"""Take a sample of the user turns of conversation files: the raw prompts that the built-in head is
+trained on.
 
-    python recipes/head_prompts.py --out out/head_prompts --take 1500 a.jsonl.gz --take 800 b.jsonl.gz
+    python recipes/head_prompts.py --out out/head_prompts --take 1500 a.jsonl.gz --take 800
+    b.jsonl.gz
 
-Writes one JSONL file a source, {"id", "messages": [{"role": "user", ...}]}, drawn by a seed. Assistant text stays behind: the
-answers will be the target's own. runs/builtin_head.yaml goes on from there.
+Writes one JSONL file a source, {"id", "messages": [{"role": "user", ...}]}, drawn by a seed.
+Assistant text stays behind: the answers will be the target's own. runs/builtin_head.yaml goes on
+from there.
 """
 
 from __future__ import annotations
@@ -21,20 +24,29 @@ def sample(path: Path, count: int, seed: int) -> list[dict[str, object]]:
     with fsspec.open(str(path), "rt", encoding="utf-8", compression="infer") as lines:
         rows = [json.loads(line) for line in lines]
     random.Random(seed).shuffle(rows)
-    return [{"id": row["id"], "messages": [m for m in row["messages"] if m["role"] == "user"]} for row in rows[:count]]
+    return [
+        {"id": row["id"], "messages": [m for m in row["messages"] if m["role"] == "user"]}
+        for row in rows[:count]
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--take", nargs=2, action="append", metavar=("COUNT", "FILE"), required=True)
+    parser.add_argument(
+        "--take", nargs=2, action="append", metavar=("COUNT", "FILE"), required=True
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     for count, file in args.take:
         name = Path(file).name.split(".")[0]
         rows = sample(Path(file), int(count), args.seed)
-        (args.out / f"{name}.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        (args.out / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        )
         print(f"{name}: {len(rows)} conversations")
 
 

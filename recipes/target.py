@@ -1,7 +1,8 @@
-"""Train a small Llama-architecture chat model on conversation JSONL: the recipe of the built-in target.
+"""Train a small Llama-architecture chat model on conversation JSONL: the recipe of the built-in
+target.
 
-Knows transformers' Llama, byte-level BPE and the ChatML-style template. Knows nothing of eyas: what it writes is an
-ordinary Hugging Face folder (config, tokenizer, chat template, bf16 safetensors).
+Knows transformers' Llama, byte-level BPE and the ChatML-style template. Knows nothing of eyas: what
+it writes is an ordinary Hugging Face folder (config, tokenizer, chat template, bf16 safetensors).
 
     python recipes/target.py tokenizer --data a.jsonl.gz b.jsonl.gz --out OUT
     python recipes/target.py train     --data a.jsonl.gz b.jsonl.gz --held-out dev.jsonl.gz --out OUT --steps 3000
@@ -80,7 +81,11 @@ def train_tokenizer(data: list[Path], out: Path) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = (f"{message['role']}\n{message['content']}" for messages in conversations(data) for message in messages)
+    texts = (
+        f"{message['role']}\n{message['content']}"
+        for messages in conversations(data)
+        for message in messages
+    )
     tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -96,9 +101,11 @@ def train_tokenizer(data: list[Path], out: Path) -> None:
 
 
 def encode(tokenizer: Any, data: list[Path]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Token ids (int32) and assistant mask (bool) of each conversation; the mask covers the answer and its <|im_end|>.
+    """Token ids (int32) and assistant mask (bool) of each conversation; the mask covers the answer
+    and its <|im_end|>.
 
-    The pieces are encoded apart: specials cut the text at the same places, so the ids equal those of the whole.
+    The pieces are encoded apart: specials cut the text at the same places, so the ids equal those
+    of the whole.
     """
     turn_start, turn_end = tokenizer.convert_tokens_to_ids([TURN_START, TURN_END])
     newline = tokenizer.encode("\n", add_special_tokens=False)
@@ -106,19 +113,29 @@ def encode(tokenizer: Any, data: list[Path]) -> tuple[list[np.ndarray], list[np.
     for messages in conversations(data):
         ids: list[int] = []
         mask: list[bool] = []
-        heads = tokenizer([f"{m['role']}\n" for m in messages], add_special_tokens=False)["input_ids"]
-        whole = tokenizer([f"{m['role']}\n{m['content']}" for m in messages], add_special_tokens=False)["input_ids"]
+        heads = tokenizer([f"{m['role']}\n" for m in messages], add_special_tokens=False)[
+            "input_ids"
+        ]
+        whole = tokenizer(
+            [f"{m['role']}\n{m['content']}" for m in messages], add_special_tokens=False
+        )["input_ids"]
         for message, head, body in zip(messages, heads, whole, strict=True):
             answer = message["role"] == "assistant"
             ids += [turn_start, *body, turn_end, *newline]
-            mask += [False] * (1 + len(head)) + [answer] * (len(body) - len(head) + 1) + [False] * len(newline)
+            mask += (
+                [False] * (1 + len(head))
+                + [answer] * (len(body) - len(head) + 1)
+                + [False] * len(newline)
+            )
         ids_of.append(np.array(ids, dtype=np.int32))
         mask_of.append(np.array(mask, dtype=bool))
     return ids_of, mask_of
 
 
 def batches(ids_of: list[np.ndarray], batch: int, length: int, seed: int) -> Iterator[torch.Tensor]:
-    """Endless [B, T + 1] int64 batches: conversations shuffled anew each pass, joined, cut to rows of T + 1."""
+    """Endless [B, T + 1] int64 batches: conversations shuffled anew each pass, joined, cut to rows
+    of T + 1.
+    """
     rng = random.Random(seed)
     order = list(range(len(ids_of)))
     need = batch * (length + 1)
@@ -136,18 +153,27 @@ def batches(ids_of: list[np.ndarray], batch: int, length: int, seed: int) -> Ite
 
 
 def schedule(step: int, steps: int, warmup: int = 50, decay: float = 0.4) -> float:
-    """Warm-up, stable, then linear decay to zero over the last `decay` of the steps: a run can be lengthened."""
+    """Warm-up, stable, then linear decay to zero over the last `decay` of the steps: a run can be
+    lengthened.
+    """
     if step < warmup:
         return (step + 1) / warmup
     return min(1.0, (steps - step) / max(1.0, decay * steps))
 
 
-def perplexity(model: Any, ids_of: list[np.ndarray], mask_of: list[np.ndarray], limit: int) -> float:
-    """exp of the mean negative log-likelihood over assistant tokens of the first `limit` conversations."""
+def perplexity(
+    model: Any, ids_of: list[np.ndarray], mask_of: list[np.ndarray], limit: int
+) -> float:
+    """exp of the mean negative log-likelihood over assistant tokens of the first `limit`
+    conversations.
+    """
     total, count = 0.0, 0
     with torch.inference_mode():
         for ids, mask in list(zip(ids_of, mask_of, strict=True))[:limit]:
-            ids, mask = ids[: CONFIG.max_position_embeddings], mask[: CONFIG.max_position_embeddings]
+            ids, mask = (
+                ids[: CONFIG.max_position_embeddings],
+                mask[: CONFIG.max_position_embeddings],
+            )
             tokens_T = torch.from_numpy(ids.astype(np.int64))
             logits_TV = model(tokens_T[None]).logits[0, :-1].float()
             losses_T = F.cross_entropy(logits_TV, tokens_T[1:], reduction="none")
@@ -158,7 +184,9 @@ def perplexity(model: Any, ids_of: list[np.ndarray], mask_of: list[np.ndarray], 
 
 
 def train(args: argparse.Namespace) -> None:
-    """Muon on the matrices, AdamW on embeddings and norms, bf16 autocast; resumes from OUT/checkpoint.pt."""
+    """Muon on the matrices, AdamW on embeddings and norms, bf16 autocast; resumes from
+    OUT/checkpoint.pt.
+    """
     torch.manual_seed(args.seed)
     command = " ".join(["python", *sys.argv])
     tokenizer = AutoTokenizer.from_pretrained(args.out)
@@ -173,7 +201,9 @@ def train(args: argparse.Namespace) -> None:
     matrices = [w for n, w in model.named_parameters() if w.ndim == 2 and "embed" not in n]
     others = [w for n, w in model.named_parameters() if w.ndim != 2 or "embed" in n]
     optimizers = [
-        torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.05, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(
+            matrices, lr=args.lr, weight_decay=0.05, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+        ),
         torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0),
     ]
     checkpoint = args.out / "checkpoint.pt"
@@ -206,21 +236,41 @@ def train(args: argparse.Namespace) -> None:
         loss_mean = loss.item() if step == first else 0.95 * loss_mean + 0.05 * loss.item()
         if (step + 1) % args.log_every == 0 or step + 1 == args.steps:
             speed = (step + 1 - first) * args.batch * args.length / (time.time() - started)
-            curve.append({"step": step + 1, "tokens": (step + 1) * args.batch * args.length, "loss": loss_mean})
-            print(f"step {step + 1} loss {loss_mean:.4f} lr {rate:.2e} {speed:.0f} tokens/s", flush=True)
+            curve.append(
+                {
+                    "step": step + 1,
+                    "tokens": (step + 1) * args.batch * args.length,
+                    "loss": loss_mean,
+                }
+            )
+            print(
+                f"step {step + 1} loss {loss_mean:.4f} lr {rate:.2e} {speed:.0f} tokens/s",
+                flush=True,
+            )
         if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
             model.eval()
             curve[-1]["held_out_perplexity"] = perplexity(model, dev_ids, dev_mask, 100)
             model.train()
-            print(f"held-out perplexity on assistant tokens {curve[-1]['held_out_perplexity']:.3f}", flush=True)
+            print(
+                f"held-out perplexity on assistant tokens {curve[-1]['held_out_perplexity']:.3f}",
+                flush=True,
+            )
             saved = [optimizer.state_dict() for optimizer in optimizers]
-            state = {"model": model.state_dict(), "optimizers": saved, "step": step + 1, "curve": curve, "command": command}
+            state = {
+                "model": model.state_dict(),
+                "optimizers": saved,
+                "step": step + 1,
+                "curve": curve,
+                "command": command,
+            }
             torch.save(state, checkpoint.with_suffix(".tmp"))
             checkpoint.with_suffix(".tmp").rename(checkpoint)
 
 
 def export(args: argparse.Namespace) -> None:
-    """Write the checkpoint as a bf16 Hugging Face folder with its loss curve and full held-out perplexity."""
+    """Write the checkpoint as a bf16 Hugging Face folder with its loss curve and full held-out
+    perplexity.
+    """
     state = torch.load(args.out / "checkpoint.pt", map_location="cpu", weights_only=True)
     model = LlamaForCausalLM(CONFIG)
     model.load_state_dict(state["model"])
@@ -241,13 +291,18 @@ def export(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["tokenizer", "train", "export"])
     parser.add_argument("--data", type=Path, nargs="+", default=[])
     parser.add_argument("--held-out", type=Path, nargs="+", default=[])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--to", type=Path)
-    parser.add_argument("--training-command", help="what to write into training.json, without the paths of one machine")
+    parser.add_argument(
+        "--training-command",
+        help="what to write into training.json, without the paths of one machine",
+    )
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=512)

@@ -1,8 +1,11 @@
-"""Write the model card of a target made by recipes/target.py: data, training, loss curve, quality, ten sample dialogues.
+"""Write the model card of a target made by recipes/target.py: data, training, loss curve, quality,
+ten sample dialogues.
 
-    python recipes/target_card.py --target FOLDER --data a.jsonl.gz b.jsonl.gz --held-out dev.jsonl.gz
+    python recipes/target_card.py --target FOLDER --data a.jsonl.gz b.jsonl.gz --held-out
+    dev.jsonl.gz
 
-Samples are the answers to the first user turns of ten held-out dialogues, greedy, chosen by a seed and not edited.
+Samples are the answers to the first user turns of ten held-out dialogues, greedy, chosen by a seed
+and not edited.
 """
 
 from __future__ import annotations
@@ -44,28 +47,46 @@ def data_table(paths: list[Path]) -> tuple[str, list[str]]:
     for path in paths:
         by_source: dict[tuple[str, str], list[int]] = defaultdict(list)
         for row in rows(path):
-            by_source[row["source"], row["licence"]].append(sum(len(message["content"]) for message in row["messages"]))
+            by_source[row["source"], row["licence"]].append(
+                sum(len(message["content"]) for message in row["messages"])
+            )
         for (source, licence), sizes in by_source.items():
-            table.append(f"| {source} | {len(sizes):,} | {sum(sizes):,} | {licence} | {ATTRIBUTION.get(source, source)} |")
+            table.append(
+                f"| {source} | {len(sizes):,} | {sum(sizes):,} | {licence} | "
+                f"{ATTRIBUTION.get(source, source)} |"
+            )
             licences.append(licence)
     return "\n".join(table), sorted(set(licences))
 
 
-def answers(folder: Path, held_out: list[dict[str, Any]]) -> tuple[list[tuple[list[Message], str]], float]:
-    """Ten sample dialogues with their answers, and the share of 200 greedy answers that end by themselves."""
+def answers(
+    folder: Path, held_out: list[dict[str, Any]]
+) -> tuple[list[tuple[list[Message], str]], float]:
+    """Ten sample dialogues with their answers, and the share of 200 greedy answers that end by
+    themselves.
+    """
     chat, engine = Chat(folder), Engine.load(folder, config=EngineConfig(max_batch=16))
     rng = random.Random(0)
     asked: dict[str, list[Message]] = {}
     for index, row in enumerate(rng.sample(held_out, 210)):
-        turns = [place for place, message in enumerate(row["messages"]) if message["role"] == "user"]
+        turns = [
+            place for place, message in enumerate(row["messages"]) if message["role"] == "user"
+        ]
         # The samples show a dialogue's beginning; the share is over prompts cut anywhere.
-        asked[str(index)] = row["messages"][: (turns[min(index % 3, len(turns) - 1)] if index < 10 else rng.choice(turns)) + 1]
+        asked[str(index)] = row["messages"][
+            : (turns[min(index % 3, len(turns) - 1)] if index < 10 else rng.choice(turns)) + 1
+        ]
     params = SamplingParams(max_tokens=MAX_TOKENS)
-    requests = [Request(id, tuple(chat.prompt_ids(messages)), params) for id, messages in asked.items()]
+    requests = [
+        Request(id, tuple(chat.prompt_ids(messages)), params) for id, messages in asked.items()
+    ]
     results = {
-        result.request_id: result for result in engine.run(request for request in requests if len(request.prompt_ids) < 890)
+        result.request_id: result
+        for result in engine.run(request for request in requests if len(request.prompt_ids) < 890)
     }
-    samples = [(asked[str(index)], chat.decode(results[str(index)].token_ids)) for index in range(10)]
+    samples = [
+        (asked[str(index)], chat.decode(results[str(index)].token_ids)) for index in range(10)
+    ]
     ends = [result.finish_reason == "stop" for id, result in results.items() if int(id) >= 10]
     return samples, sum(ends) / len(ends)
 
@@ -76,7 +97,9 @@ def draw_curve(training: dict[str, Any], path: Path) -> None:
     plt.rcParams["svg.hashsalt"] = "eyas"  # the same curve gives the same bytes
     figure, axes = plt.subplots(figsize=(7, 3.2))
     axes.plot(
-        [point["tokens"] / 1e6 for point in curve], [point["loss"] for point in curve], label="training loss (all tokens)"
+        [point["tokens"] / 1e6 for point in curve],
+        [point["loss"] for point in curve],
+        label="training loss (all tokens)",
     )
     measured = [point for point in curve if "held_out_perplexity" in point]
     right = axes.twinx()
@@ -96,7 +119,9 @@ def draw_curve(training: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--data", type=Path, nargs="+", required=True)
     parser.add_argument("--held-out", type=Path, required=True)
@@ -109,7 +134,9 @@ def main() -> None:
     dialogues = []
     for number, (messages, answer) in enumerate(samples, start=1):
         lines = [f"**{message['role']}**: {message['content']}" for message in messages]
-        dialogues.append(f"### {number}\n\n" + "\n\n".join([*lines, f"**assistant (this model)**: {answer}"]))
+        dialogues.append(
+            f"### {number}\n\n" + "\n\n".join([*lines, f"**assistant (this model)**: {answer}"])
+        )
     (args.target / "README.md").write_text(
         CARD.format(
             licences="\n".join(f"- {licence.lower()}" for licence in licences),

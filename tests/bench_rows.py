@@ -6,9 +6,30 @@ from eyas.bench.stream import Reply
 from eyas.bench.summary import Row
 
 
-def row(arm, prompt_id, tokens=11, ttft_ms=100.0, tpot_ms=10.0, hist=(), concurrency=1, block=0, started_s=0.0, **fields):
+def row(
+    arm,
+    prompt_id,
+    tokens=11,
+    ttft_ms=100.0,
+    tpot_ms=10.0,
+    hist=(),
+    concurrency=1,
+    block=0,
+    started_s=0.0,
+    **fields,
+):
     """fields: the row's category and rate, and the reply's."""
     e2e_ms = ttft_ms + tpot_ms * (tokens - 1)
     category, rate = fields.pop("category", ""), fields.pop("rate", None)
-    reply = Reply(ttft_ms, e2e_ms, [tpot_ms], 5, tokens, "stop", fields.pop("text", "same"), list(hist), **fields)
+    reply = Reply(
+        ttft_ms,
+        e2e_ms,
+        [tpot_ms],
+        5,
+        tokens,
+        "stop",
+        fields.pop("text", "same"),
+        list(hist),
+        **fields,
+    )
     return Row(arm, concurrency, block, prompt_id, category, started_s, reply, rate)

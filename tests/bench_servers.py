@@ -1,4 +1,6 @@
-"""Servers that speak as others do, in a thread each, for tests of the benchmark: no model, answers written here."""
+"""Servers that speak as others do, in a thread each, for tests of the benchmark: no model, answers
+written here.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def web_server(handler):
 
 
 class Scripted(BaseHTTPRequestHandler):
-    """An OpenAI-compatible server: a prompt has as many tokens as words, and is answered by its words, one a chunk."""
+    """An OpenAI-compatible server: a prompt has as many tokens as words, and is answered by its
+    words, one a chunk.
+    """
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # else a chunk waits 40 ms for the receipt of the one before
@@ -33,7 +37,10 @@ class Scripted(BaseHTTPRequestHandler):
     bodies = None  # a list, to keep what was asked
 
     def do_GET(self):
-        pages = {"/v1/models": {"data": [{"id": "m", "owned_by": self.owner, **self.card}]}, "/server_info": self.info}
+        pages = {
+            "/v1/models": {"data": [{"id": "m", "owned_by": self.owner, **self.card}]},
+            "/server_info": self.info,
+        }
         page = pages.get(self.path)
         self.reply(404 if page is None else 200, json.dumps(page).encode())
 
@@ -41,7 +48,10 @@ class Scripted(BaseHTTPRequestHandler):
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
         if self.path == "/tokenize":
             words = asked.get("prompt", "").split()
-            return self.reply(200 if self.tokenizes else 404, json.dumps({"tokens": words, "count": len(words)}).encode())
+            return self.reply(
+                200 if self.tokenizes else 404,
+                json.dumps({"tokens": words, "count": len(words)}).encode(),
+            )
         if self.bodies is not None:
             self.bodies.append(asked)
         words = asked["messages"][-1]["content"].split()
@@ -50,11 +60,16 @@ class Scripted(BaseHTTPRequestHandler):
         self.send_header("transfer-encoding", "chunked")
         self.end_headers()
         for word in said:
-            self.event({"choices": [{"index": 0, "delta": {"content": f"{word} "}, "finish_reason": None}]})
+            self.event(
+                {"choices": [{"index": 0, "delta": {"content": f"{word} "}, "finish_reason": None}]}
+            )
             sleep(self.gap_s)
         self.event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
         if self.tells_usage:
-            usage = {"prompt_tokens": len(words) + self.extra_prompt_tokens, "completion_tokens": len(said)}
+            usage = {
+                "prompt_tokens": len(words) + self.extra_prompt_tokens,
+                "completion_tokens": len(said),
+            }
             self.event({"choices": [], "usage": usage})
         self.chunk(b"data: [DONE]\n\n")
         self.chunk(b"")

@@ -1,4 +1,6 @@
-"""A real browser for tests of pages: the system's Chromium, driven by playwright, that asks for nothing of its own."""
+"""A real browser for tests of pages: the system's Chromium, driven by playwright, that asks for
+nothing of its own.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed here: apt-get install chromium")
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium is installed here: apt-get install chromium"
+)
 
 
 @contextmanager

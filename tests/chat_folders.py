@@ -1,7 +1,9 @@
-"""Small tokenizers with chat templates in the manner of real families, made on the spot: byte-level and SentencePiece-like.
+"""Small tokenizers with chat templates in the manner of real families, made on the spot: byte-level
+and SentencePiece-like.
 
-The templates are our own, written to do what the families do: Qwen3 drops the thoughts of earlier turns and has tools, Granite
-has a system prompt of its own with today's date in it, Llama 2 puts spaces around answers and has no role tokens.
+The templates are our own, written to do what the families do: Qwen3 drops the thoughts of earlier
+turns and has tools, Granite has a system prompt of its own with today's date in it, Llama 2 puts
+spaces around answers and has no role tokens.
 """
 
 from __future__ import annotations
@@ -10,7 +12,16 @@ import json
 from functools import cache
 from pathlib import Path
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 CORPUS = [
@@ -101,7 +112,12 @@ def _byte_level(specials: tuple[str, ...], composes: bool) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=list(specials), initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=420,
+        special_tokens=list(specials),
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
     tokenizer.train_from_iterator(CORPUS, trainer)
     return tokenizer
 
@@ -112,24 +128,41 @@ def _sentencepiece_like() -> Tokenizer:
     trained = Tokenizer(models.BPE(unk_token="<unk>"))
     trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)  # type: ignore[assignment]
     specials = ["<unk>", "<s>", "</s>"]
-    trained.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=220, special_tokens=specials, show_progress=False))
+    trained.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=220, special_tokens=specials, show_progress=False)
+    )
     model = json.loads(trained.to_str())["model"]
     vocab = dict(model["vocab"])
     for byte in range(256):
         vocab.setdefault(f"<0x{byte:02X}>", len(vocab))
     merges = [tuple(pair) for pair in model["merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer = Tokenizer(
+        models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
     tokenizer.pre_tokenizer = trained.pre_tokenizer
     tokenizer.decoder = decoders.Sequence(  # type: ignore[assignment]
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
-    tokenizer.add_special_tokens([AddedToken(one, special=True, normalized=False) for one in specials])
+    tokenizer.add_special_tokens(
+        [AddedToken(one, special=True, normalized=False) for one in specials]
+    )
     return tokenizer
 
 
-def _save(tokenizer: Tokenizer, folder: Path, template: str | None, bos: str | None, eos: str) -> Path:
+def _save(
+    tokenizer: Tokenizer, folder: Path, template: str | None, bos: str | None, eos: str
+) -> Path:
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, pad_token=eos, clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        bos_token=bos,
+        eos_token=eos,
+        pad_token=eos,
+        clean_up_tokenization_spaces=False,
     )
     if template is not None:
         fast.chat_template = template.lstrip("\n")
@@ -138,15 +171,28 @@ def _save(tokenizer: Tokenizer, folder: Path, template: str | None, bos: str | N
 
 
 def like_qwen(folder: Path, template: str | None = LIKE_QWEN) -> Path:
-    """Role tokens that are special, thinking and tool tags that are tokens but not special, accents composed."""
-    tokenizer = Tokenizer.from_str(_byte_level(("<|endoftext|>", "<|im_start|>", "<|im_end|>"), True).to_str())
-    words = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+    """Role tokens that are special, thinking and tool tags that are tokens but not special, accents
+    composed.
+    """
+    tokenizer = Tokenizer.from_str(
+        _byte_level(("<|endoftext|>", "<|im_start|>", "<|im_end|>"), True).to_str()
+    )
+    words = (
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        "<tool_response>",
+        "</tool_response>",
+    )
     tokenizer.add_tokens([AddedToken(one, special=False, normalized=False) for one in words])
     return _save(tokenizer, folder, template, None, "<|im_end|>")
 
 
 def like_granite(folder: Path, template: str | None = LIKE_GRANITE) -> Path:
-    """One token that is BOS, EOS and padding, and a control token that the target itself writes before a tool call."""
+    """One token that is BOS, EOS and padding, and a control token that the target itself writes
+    before a tool call.
+    """
     names = ("<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>")
     return _save(_byte_level(names, False), folder, template, "<|end_of_text|>", "<|end_of_text|>")
 

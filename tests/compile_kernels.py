@@ -1,4 +1,5 @@
-"""Compiles the kernels of triton_attention to machine code of an A100 and prints their names. Needs no GPU.
+"""Compiles the kernels of triton_attention to machine code of an A100 and prints their names. Needs
+no GPU.
 
 A program of its own: in a process that interprets Triton, nothing can be compiled.
 """
@@ -16,7 +17,9 @@ TARGET = GPUTarget("cuda", 80, 32)
 INT64 = ("tile_first", "tile_stop", "order", "request_M", "prefix_len_M", "seen_M")
 
 
-def compile_kernel(kernel, pointers: dict[str, str], constants: dict[str, object], num_warps: int) -> None:
+def compile_kernel(
+    kernel, pointers: dict[str, str], constants: dict[str, object], num_warps: int
+) -> None:
     types = (
         pointers
         | dict.fromkeys(INT64, "*i64")
@@ -29,7 +32,9 @@ def compile_kernel(kernel, pointers: dict[str, str], constants: dict[str, object
         constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
     )
     compiled = triton.compile(
-        source, target=TARGET, options={"num_warps": num_warps, "num_stages": 2, "enable_fp_fusion": True}
+        source,
+        target=TARGET,
+        options={"num_warps": num_warps, "num_stages": 2, "enable_fp_fusion": True},
     )
     assert len(compiled.asm["cubin"]) > 0
     print(kernel.__name__)
@@ -38,7 +43,9 @@ def compile_kernel(kernel, pointers: dict[str, str], constants: dict[str, object
 def main() -> None:
     sizes = {"GROUP": 5, "ROWS": 3, "D": 96, "PAGE": 16, "BLOCK_M": 16, "BLOCK_D": 128}
     halves = {"q": "*bf16", "kv": "*bf16", "parts": "*bf16", "weights": "*fp32"}
-    compile_kernel(_attend, halves, sizes | {"S": 1, "BLOCK_N": 64, "DOT": tl.bfloat16}, num_warps=4)
+    compile_kernel(
+        _attend, halves, sizes | {"S": 1, "BLOCK_N": 64, "DOT": tl.bfloat16}, num_warps=4
+    )
     floats = dict.fromkeys(halves, "*fp32")
     compile_kernel(_attend, floats, sizes | {"S": 3, "BLOCK_N": 32, "DOT": tl.float32}, num_warps=8)
     parts = {"parts": "*fp32", "weights": "*fp32", "mixed": "*bf16"}

@@ -1,8 +1,9 @@
-"""What holds for all tests: one thread per process, no test fails for being slow, Triton without a GPU is interpreted, and no
-key of the user's hashes what tests find.
+"""What holds for all tests: one thread per process, no test fails for being slow, Triton without a
+GPU is interpreted, and no key of the user's hashes what tests find.
 
-Tiny models gain nothing from threads, and on a busy machine two threads that wait for each other at every operator are
-many times slower than one. Set before torch is imported, and inherited by the processes that tests start.
+Tiny models gain nothing from threads, and on a busy machine two threads that wait for each other at
+every operator are many times slower than one. Set before torch is imported, and inherited by the
+processes that tests start.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""A Containerfile's steps, run below a folder and without a container engine: COPY, RUN, ENV, ARG, WORKDIR, ENTRYPOINT.
+"""A Containerfile's steps, run below a folder and without a container engine: COPY, RUN, ENV, ARG,
+WORKDIR, ENTRYPOINT.
 
-Absolute paths of the image are paths below the folder. What only root or a network can do (`apt-get`, `useradd`, `chown`) is
-noted, not done; pip installs without dependencies and from no index, and what is imported besides, pip itself among it, comes
-from the running environment.
+Absolute paths of the image are paths below the folder. What only root or a network can do
+(`apt-get`, `useradd`, `chown`) is noted, not done; pip installs without dependencies and from no
+index, and what is imported besides, pip itself among it, comes from the running environment.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 # Of pip: nothing but the package itself, out of its sources, built by what is there.
-PIP = dict.fromkeys(("PIP_NO_DEPS", "PIP_NO_INDEX", "PIP_NO_COMPILE", "PIP_DISABLE_PIP_VERSION_CHECK"), "1")
+PIP = dict.fromkeys(
+    ("PIP_NO_DEPS", "PIP_NO_INDEX", "PIP_NO_COMPILE", "PIP_DISABLE_PIP_VERSION_CHECK"), "1"
+)
 PIP["PIP_NO_BUILD_ISOLATION"] = "0"  # which means without, in pip's words
 NOTED = ("apt-get", "useradd", "chown")
 _IMAGE_PATH = re.compile(r"(?<![\w./:])/(?=[a-z])")
@@ -27,7 +30,9 @@ _VARIABLE = re.compile(r"\$\{?(\w+)\}?")
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
-    """The instructions of a Containerfile in order, with what follows each; comments out, broken lines joined."""
+    """The instructions of a Containerfile in order, with what follows each; comments out, broken
+    lines joined.
+    """
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\s*\n\s*", "", "\n".join(lines))
     found = [line.strip().partition(" ") for line in joined.splitlines() if line.strip()]
@@ -50,12 +55,15 @@ class Image:
     _args: dict[str, str] = field(default_factory=dict)
 
     def build(self, text: str) -> Image:
-        """Do every instruction. AssertionError for one that is not known here, CalledProcessError for one that fails."""
+        """Do every instruction. AssertionError for one that is not known here, CalledProcessError
+        for one that fails.
+        """
         shims = self.root / "shims"
         shims.mkdir(parents=True)
         for name in NOTED:
             (shims / name).write_text(f'#!/bin/sh\necho "{name} $*" >> "{self.root}/noted"\n')
-        # The base image's Python: this one, without what is installed beside it. A venv takes seconds with a pip of its own.
+        # The base image's Python: this one, without what is installed beside it. A venv takes
+        # seconds with a pip of its own.
         bare = '[ "$1 $2" = "-m venv" ] && shift 2 && set -- -m venv --without-pip "$@"'
         (shims / "python").write_text(f'#!/bin/sh\n{bare}\nexec "{sys.executable}" "$@"\n')
         for shim in shims.iterdir():
@@ -73,9 +81,17 @@ class Image:
     def environment(self) -> dict[str, str]:
         """Of a process in the image: nothing of ours but where libraries lie."""
         mapped = {name: _IMAGE_PATH.sub(f"{self.root}/", value) for name, value in self.env.items()}
-        path = mapped.pop("PATH", "$PATH").replace("$PATH", f"{self.root}/shims:{os.environ['PATH']}")
+        path = mapped.pop("PATH", "$PATH").replace(
+            "$PATH", f"{self.root}/shims:{os.environ['PATH']}"
+        )
         libraries = sysconfig.get_paths()["purelib"]
-        return {"HOME": str(self.root / "home"), "LANG": "C.UTF-8", **mapped, "PATH": path, "PYTHONPATH": libraries}
+        return {
+            "HOME": str(self.root / "home"),
+            "LANG": "C.UTF-8",
+            **mapped,
+            "PATH": path,
+            "PYTHONPATH": libraries,
+        }
 
     def command(self, *arguments: str) -> list[str]:
         """The entry point with arguments, its program found on the image's PATH."""
@@ -103,11 +119,18 @@ class Image:
 
     def _copy(self, rest: str) -> None:
         *sources, target = shlex.split(rest)
-        assert not any(one.startswith("-") for one in sources), "COPY with options is not known here"
+        assert not any(one.startswith("-") for one in sources), (
+            "COPY with options is not known here"
+        )
         for source in sources:
             place = self.path(target)
             if (self.context / source).is_dir():
-                shutil.copytree(self.context / source, place, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+                shutil.copytree(
+                    self.context / source,
+                    place,
+                    ignore=shutil.ignore_patterns("__pycache__"),
+                    dirs_exist_ok=True,
+                )
             else:
                 place = place / source if target.endswith("/") else place
                 place.parent.mkdir(parents=True, exist_ok=True)
@@ -115,11 +138,24 @@ class Image:
 
     def _run(self, rest: str) -> None:
         command = _IMAGE_PATH.sub(f"{self.root}/", rest)
-        outside = [one for one in re.findall(r"(?<![\w.:-])/[\w/.*-]+", command) if not one.startswith(f"{self.root}/")]
+        outside = [
+            one
+            for one in re.findall(r"(?<![\w.:-])/[\w/.*-]+", command)
+            if not one.startswith(f"{self.root}/")
+        ]
         assert not outside, f"{outside} would be outside of {self.root}"
-        environment = {**self.environment(), **PIP, **{name: value for name, value in self._args.items() if value}}
+        environment = {
+            **self.environment(),
+            **PIP,
+            **{name: value for name, value in self._args.items() if value},
+        }
         done = subprocess.run(
-            ["sh", "-euc", command], cwd=self.path("."), env=environment, capture_output=True, text=True, check=False
+            ["sh", "-euc", command],
+            cwd=self.path("."),
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 0, f"RUN {rest}\n{done.stdout}\n{done.stderr}"
 

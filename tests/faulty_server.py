@@ -1,4 +1,6 @@
-"""A server in front of a real one that does to some requests what servers in the world do: real sockets, real faults."""
+"""A server in front of a real one that does to some requests what servers in the world do: real
+sockets, real faults.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,25 @@ from typing import Any
 import httpx
 
 # What may be done to a request for an answer. "hang" is for as long as the server runs.
-FAULTS = ("429", "429 date", "500", "503", "garbage", "half", "reset", "empty", "no usage", "surrogate", "endless")
+FAULTS = (
+    "429",
+    "429 date",
+    "500",
+    "503",
+    "garbage",
+    "half",
+    "reset",
+    "empty",
+    "no usage",
+    "surrogate",
+    "endless",
+)
 Choose = Callable[[dict[str, Any]], str | None]
 
 
 class Faulty(ThreadingHTTPServer):
-    """Forwards to `real`, or does what `choose` says of a request's body. pages: what it says itself, by path.
+    """Forwards to `real`, or does what `choose` says of a request's body. pages: what it says
+    itself, by path.
 
     asked: the bodies that came, in order."""
 
@@ -32,7 +47,9 @@ class Faulty(ThreadingHTTPServer):
         self.choose, self.pages = choose, pages
         self.asked: list[dict[str, Any]] = []
         self.ended = threading.Event()
-        self.http = httpx.Client(base_url=real, timeout=60, limits=httpx.Limits(max_connections=None))
+        self.http = httpx.Client(
+            base_url=real, timeout=60, limits=httpx.Limits(max_connections=None)
+        )
 
     @property
     def url(self) -> str:
@@ -66,7 +83,11 @@ class _Handler(BaseHTTPRequestHandler):
         """Quiet."""
 
     def _forward(self, method: str, body: bytes) -> None:
-        kept = {name: self.headers[name] for name in ("authorization", "content-type") if name in self.headers}
+        kept = {
+            name: self.headers[name]
+            for name in ("authorization", "content-type")
+            if name in self.headers
+        }
         try:
             answer = self.server.http.request(method, self.path, content=body, headers=kept)
         except httpx.TransportError:
@@ -85,13 +106,17 @@ class _Handler(BaseHTTPRequestHandler):
     # Faults
 
     def _429(self, body: bytes) -> None:
-        self._send(429, b'{"error": {"message": "slow down", "code": "queue_full"}}', retry_after="0")
+        self._send(
+            429, b'{"error": {"message": "slow down", "code": "queue_full"}}', retry_after="0"
+        )
 
     def _429_date(self, body: bytes) -> None:
         self._send(429, b"", retry_after=time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime()))
 
     def _400(self, body: bytes) -> None:
-        self._send(400, b'{"error": {"message": "I do not like bob@gnu.org", "code": "no_such_thing"}}')
+        self._send(
+            400, b'{"error": {"message": "I do not like bob@gnu.org", "code": "no_such_thing"}}'
+        )
 
     def _401(self, body: bytes) -> None:
         self._send(401, b"")
@@ -121,7 +146,10 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, b'{"choices": [{"finish_reason": "stop", "message": {"content": "Yes"}}]}')
 
     def _surrogate(self, body: bytes) -> None:
-        self._send(200, rb'{"choices": [{"finish_reason": "stop", "message": {"content": "\ud800"}}], "usage": {}}')
+        self._send(
+            200,
+            rb'{"choices": [{"finish_reason": "stop", "message": {"content": "\ud800"}}], "usage": {}}',
+        )
 
     def _endless(self, body: bytes) -> None:
         """More than anybody would hold in memory."""
@@ -137,11 +165,24 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _other_tokens(self, body: bytes) -> None:
         content = {"finish_reason": "stop", "message": {"content": "Yes"}}
-        self._send(200, json.dumps({"choices": [content], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}).encode())
+        self._send(
+            200,
+            json.dumps(
+                {"choices": [content], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}
+            ).encode(),
+        )
 
     def _reasoning(self, body: bytes) -> None:
-        content = {"finish_reason": "stop", "message": {"content": "Yes", "reasoning_content": "Hm."}}
-        self._send(200, json.dumps({"choices": [content], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}).encode())
+        content = {
+            "finish_reason": "stop",
+            "message": {"content": "Yes", "reasoning_content": "Hm."},
+        }
+        self._send(
+            200,
+            json.dumps(
+                {"choices": [content], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}
+            ).encode(),
+        )
 
     def _hang(self, body: bytes) -> None:
         self.server.ended.wait()
@@ -152,7 +193,9 @@ class _Handler(BaseHTTPRequestHandler):
 def faulty(real: str, choose: Choose, pages: dict[str, bytes] | None = None) -> Iterator[Faulty]:
     """A faulty server in a thread."""
     server = Faulty(real, choose, pages or {})
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, name="faulty", daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.02}, name="faulty", daemon=True
+    )
     thread.start()
     try:
         yield server

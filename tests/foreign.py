@@ -1,4 +1,6 @@
-"""Tiny random targets of families that our own decoder does not run, in Hugging Face's form, made from their configs."""
+"""Tiny random targets of families that our own decoder does not run, in Hugging Face's form, made
+from their configs.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +38,25 @@ GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "gemma": GemmaConfig(**SHAPE, **GROUPED),
     "gemma2": Gemma2Config(
-        **SHAPE, **GROUPED, sliding_window=16, attn_logit_softcapping=2.0, final_logit_softcapping=3.0, query_pre_attn_scalar=8
+        **SHAPE,
+        **GROUPED,
+        sliding_window=16,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+        query_pre_attn_scalar=8,
     ),
     "gemma3": Gemma3TextConfig(**SHAPE, **GROUPED, sliding_window=16, query_pre_attn_scalar=8),
     "gpt_neox": GPTNeoXConfig(**SHAPE),
     "granite": GraniteConfig(
-        **SHAPE, num_key_value_heads=2, logits_scaling=4.0, residual_multiplier=0.5, tie_word_embeddings=False
+        **SHAPE,
+        num_key_value_heads=2,
+        logits_scaling=4.0,
+        residual_multiplier=0.5,
+        tie_word_embeddings=False,
     ),
-    "qwen3_moe": Qwen3MoeConfig(**SHAPE, **GROUPED, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SHAPE, **GROUPED, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16
+    ),
     "phi": PhiConfig(**SHAPE),
 }
 
@@ -54,7 +67,8 @@ def foreign_target(folder: Path, family: str, seed: int = 0, **overrides: Any) -
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     for name, weight in model.named_parameters():
-        if "norm" in name or name.endswith("bias"):  # ones and zeros would hide a forgotten norm or bias
+        # ones and zeros would hide a forgotten norm or bias
+        if "norm" in name or name.endswith("bias"):
             weight.data.add_(0.1 * torch.randn_like(weight))
     model.save_pretrained(folder)
     tiny_tokenizer(folder)

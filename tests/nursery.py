@@ -1,10 +1,11 @@
-"""Training runs in processes of their own, cheap enough to be killed by the dozen: one process imports and forks all ranks.
+"""Training runs in processes of their own, cheap enough to be killed by the dozen: one process
+imports and forks all ranks.
 
     python -m tests.nursery FILE     FILE: JSON, a list of launches {config, target, features, output, size, kill}
 
-kill: {rank, step}: that rank is killed (SIGKILL) when it has done that step. Every rank leaves beside the output folder, in
-<output>.seen/, the keys of each step that it saw, and what it said on stderr. The last line of stdout is a list of the ranks'
-exit codes by launch, negative for a signal.
+kill: {rank, step}: that rank is killed (SIGKILL) when it has done that step. Every rank leaves
+beside the output folder, in <output>.seen/, the keys of each step that it saw, and what it said on
+stderr. The last line of stdout is a list of the ranks' exit codes by launch, negative for a signal.
 """
 
 from __future__ import annotations
@@ -50,12 +51,16 @@ def seen(output: str) -> dict[int, list[list[str]]]:
             row = json.loads(line)
             for number, keys in enumerate(row["batches"]):
                 by_step.setdefault(row["step"], {})[row["rank"] + number * row["size"]] = keys
-    return {step: [keys for _, keys in sorted(batches.items())] for step, batches in by_step.items()}
+    return {
+        step: [keys for _, keys in sorted(batches.items())] for step, batches in by_step.items()
+    }
 
 
 def said(output: str, rank: int) -> str:
     """What a rank said on stderr, in all launches."""
-    return "".join(path.read_text() for path in sorted(Path(f"{output}.seen").glob(f"*-{rank}.err")))
+    return "".join(
+        path.read_text() for path in sorted(Path(f"{output}.seen").glob(f"*-{rank}.err"))
+    )
 
 
 def launch(asked: dict[str, Any], number: int) -> list[int]:
@@ -99,7 +104,12 @@ def _rank(asked: dict[str, Any], number: int, rank: int, folder: Path) -> int:
 
     def watched(run: Any, batches: Any, *rest: Any) -> dict[str, Any]:
         row = update(run, batches, *rest)
-        keys = {"step": row["step"], "rank": rank, "size": asked["size"], "batches": [batch.keys for batch in batches]}
+        keys = {
+            "step": row["step"],
+            "rank": rank,
+            "size": asked["size"],
+            "batches": [batch.keys for batch in batches],
+        }
         with (folder / f"{number:02d}-{rank}.jsonl").open("a") as lines:
             lines.write(json.dumps(keys) + "\n")
         if kill.get("rank") == rank and kill["step"] == row["step"]:
@@ -111,7 +121,9 @@ def _rank(asked: dict[str, Any], number: int, rank: int, folder: Path) -> int:
     sources = [Features(features, split) for split in ("train", "held_out")]
     try:
         config = trainer.TrainConfig(**asked["config"])
-        trainer.train(config, asked["target"], sources[0], Artifact(asked["output"]), held_out=sources[1])
+        trainer.train(
+            config, asked["target"], sources[0], Artifact(asked["output"]), held_out=sources[1]
+        )
     except EyasError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -120,4 +132,11 @@ def _rank(asked: dict[str, Any], number: int, rank: int, folder: Path) -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps([launch(asked, number) for number, asked in enumerate(json.loads(Path(sys.argv[1]).read_text()))]))
+    print(
+        json.dumps(
+            [
+                launch(asked, number)
+                for number, asked in enumerate(json.loads(Path(sys.argv[1]).read_text()))
+            ]
+        )
+    )

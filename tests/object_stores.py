@@ -1,4 +1,6 @@
-"""Object stores to test against: an S3 server, a GCS emulator in a process that can be killed, and a line that can be bad."""
+"""Object stores to test against: an S3 server, a GCS emulator in a process that can be killed, and
+a line that can be bad.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ time.sleep(600)
 
 
 class GcsServer:
-    """The emulator, keeping its objects in a folder, so that a killed one can be started again with what it had."""
+    """The emulator, keeping its objects in a folder, so that a killed one can be started again with
+    what it had.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self.port = folder, free_port()
@@ -59,7 +63,9 @@ class GcsServer:
 
     def start(self) -> None:
         command = [sys.executable, "-c", GCS_PROGRAM, str(self.port), str(self._folder)]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         wait_until_it_listens(self.port)
 
     def kill(self) -> None:
@@ -70,10 +76,11 @@ class GcsServer:
 
 
 class Line:
-    """A TCP proxy in front of a server. `fault` says what befalls connections from now on; `healthy` ends it.
+    """A TCP proxy in front of a server. `fault` says what befalls connections from now on;
+    `healthy` ends it.
 
-    "reset": the connection breaks after `after` bytes from the client; "cut": after that many bytes of the answer; "stall":
-    nothing more comes through; "503": the answer is one.
+    "reset": the connection breaks after `after` bytes from the client; "cut": after that many bytes
+    of the answer; "stall": nothing more comes through; "503": the answer is one.
     """
 
     def __init__(self, server_port: int) -> None:
@@ -90,7 +97,9 @@ class Line:
         self._fault, self._after, self._times = kind, after, times
 
     def healthy(self) -> None:
-        """From now on all is well: the server is done with what a fault left it, so that none of it is put down later."""
+        """From now on all is well: the server is done with what a fault left it, so that none of it
+        is put down later.
+        """
         self._fault = ""
         for thread in [one for one in self._serving if one.name == BROKEN]:
             thread.join(timeout=10)
@@ -109,7 +118,11 @@ class Line:
             thread.start()
 
     def _serve(self, client: socket.socket) -> None:
-        with contextlib.suppress(OSError), client, socket.create_connection(("127.0.0.1", self._server_port)) as server:
+        with (
+            contextlib.suppress(OSError),
+            client,
+            socket.create_connection(("127.0.0.1", self._server_port)) as server,
+        ):
             back = threading.Thread(target=self._pump, args=(server, client, "cut"), daemon=True)
             back.start()
             self._pump(client, server, "reset")
@@ -119,7 +132,9 @@ class Line:
                     pass
 
     def _pump(self, source: socket.socket, target: socket.socket, breaks: str) -> None:
-        """Bytes one way until an end or a fault. A fault counts from when it is set, so that open connections have it too."""
+        """Bytes one way until an end or a fault. A fault counts from when it is set, so that open
+        connections have it too.
+        """
         passed, seen = 0, ""
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 14):
@@ -133,10 +148,16 @@ class Line:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
 
-    def _strikes(self, breaks: str, passed: int, source: socket.socket, target: socket.socket) -> bool:
+    def _strikes(
+        self, breaks: str, passed: int, source: socket.socket, target: socket.socket
+    ) -> bool:
         """Do to a connection what the fault says, if it is its turn."""
         kind = self._fault
-        if not kind or self._times <= 0 or (kind in ("reset", "cut") and (kind != breaks or passed <= self._after)):
+        if (
+            not kind
+            or self._times <= 0
+            or (kind in ("reset", "cut") and (kind != breaks or passed <= self._after))
+        ):
             return False
         if kind == "503" and breaks == "cut":
             return False
@@ -150,8 +171,14 @@ class Line:
             source.sendall(refusal)
         for end in (source, target):
             with contextlib.suppress(OSError):
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0" if kind != "503" else b"\0" * 8)
-                end.shutdown(socket.SHUT_WR if end is server and kind == "reset" else socket.SHUT_RDWR)
+                end.setsockopt(
+                    socket.SOL_SOCKET,
+                    socket.SO_LINGER,
+                    b"\1\0\0\0\0\0\0\0" if kind != "503" else b"\0" * 8,
+                )
+                end.shutdown(
+                    socket.SHUT_WR if end is server and kind == "reset" else socket.SHUT_RDWR
+                )
         if kind == "reset":
             threading.current_thread().name = BROKEN
         return True

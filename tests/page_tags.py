@@ -1,11 +1,27 @@
-"""Reads a page of HTML strictly: what opens closes, and every tag, attribute and word can be looked at."""
+"""Reads a page of HTML strictly: what opens closes, and every tag, attribute and word can be looked
+at.
+"""
 
 from __future__ import annotations
 
 from html.parser import HTMLParser
 
 # Elements that have no end, by the HTML standard.
-VOID = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr"}
+VOID = {
+    "area",
+    "base",
+    "br",
+    "col",
+    "embed",
+    "hr",
+    "img",
+    "input",
+    "link",
+    "meta",
+    "source",
+    "track",
+    "wbr",
+}
 
 
 class Tags(HTMLParser):

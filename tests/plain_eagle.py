@@ -1,6 +1,8 @@
-"""EAGLE-3's unroll and objective written out as loops over slots and steps, in float64, from the description alone.
+"""EAGLE-3's unroll and objective written out as loops over slots and steps, in float64, from the
+description alone.
 
-Slow on purpose, and of the package it uses the table of rotations alone: attention is a list of keys, a mask is an `if`.
+Slow on purpose, and of the package it uses the table of rotations alone: attention is a list of
+keys, a mask is an `if`.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ class Example:
 
 def weights_of(head: Head) -> Weights:
     """Copies of a head's weights as float64 leaves that collect gradients."""
-    return {name: weight.detach().double().requires_grad_() for name, weight in head.named_parameters()}
+    return {
+        name: weight.detach().double().requires_grad_() for name, weight in head.named_parameters()
+    }
 
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -39,7 +43,9 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def turned(x: Tensor, position: int, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate channel pairs (d, d + D/2) of a vector [D]; test_rope.py holds the table to transformers'."""
+    """Rotate channel pairs (d, d + D/2) of a vector [D]; test_rope.py holds the table to
+    transformers'.
+    """
     half = len(x) // 2
     out = [x[0]] * (2 * half)
     for d in range(half):
@@ -60,7 +66,12 @@ class PlainHead:
         eps, third = self.c.rms_norm_eps, len(aux) // 3
         if self.c.fc_norm:
             weights = [self.w[f"fc_norm.{stream}.weight"] for stream in range(3)]
-            aux = torch.cat([normed(aux[i * third : (i + 1) * third], weight, eps) for i, weight in enumerate(weights)])
+            aux = torch.cat(
+                [
+                    normed(aux[i * third : (i + 1) * third], weight, eps)
+                    for i, weight in enumerate(weights)
+                ]
+            )
         if self.c.norm_before_fc:
             aux = normed(aux, self.w["input_norm.weight"], eps)
         return self.w["fc.weight"] @ aux
@@ -73,12 +84,22 @@ class PlainHead:
     def key_value(self, x: Tensor, position: int) -> list[tuple[Tensor, Tensor]]:
         """One pair per key head."""
         D = self.c.head_dim
-        k, v = self.w["midlayer.self_attn.k_proj.weight"] @ x, self.w["midlayer.self_attn.v_proj.weight"] @ x
+        k, v = (
+            self.w["midlayer.self_attn.k_proj.weight"] @ x,
+            self.w["midlayer.self_attn.v_proj.weight"] @ x,
+        )
         heads = range(self.c.num_key_value_heads)
-        return [(turned(k[i * D : (i + 1) * D], position, self.table), v[i * D : (i + 1) * D]) for i in heads]
+        return [
+            (turned(k[i * D : (i + 1) * D], position, self.table), v[i * D : (i + 1) * D])
+            for i in heads
+        ]
 
-    def step(self, x: Tensor, h: Tensor, position: int, seen: Sequence[list[tuple[Tensor, Tensor]]]) -> Tensor:
-        """The layer's output at one slot: `seen` are the key-value pairs of what it attends to, itself included."""
+    def step(
+        self, x: Tensor, h: Tensor, position: int, seen: Sequence[list[tuple[Tensor, Tensor]]]
+    ) -> Tensor:
+        """The layer's output at one slot: `seen` are the key-value pairs of what it attends to,
+        itself included.
+        """
         D, eps = self.c.head_dim, self.c.rms_norm_eps
         q = self.w["midlayer.self_attn.q_proj.weight"] @ x
         mixed = []
@@ -93,7 +114,10 @@ class PlainHead:
             h = normed(h, self.w["midlayer.hidden_norm.weight"], eps)
         h = h + self.w["midlayer.self_attn.o_proj.weight"] @ torch.cat(mixed)
         x = normed(h, self.w["midlayer.post_attention_layernorm.weight"], eps)
-        gate, up = self.w["midlayer.mlp.gate_proj.weight"] @ x, self.w["midlayer.mlp.up_proj.weight"] @ x
+        gate, up = (
+            self.w["midlayer.mlp.gate_proj.weight"] @ x,
+            self.w["midlayer.mlp.up_proj.weight"] @ x,
+        )
         h = h + self.w["midlayer.mlp.down_proj.weight"] @ (gate / (1 + torch.exp(-gate)) * up)
         return normed(h, self.w["norm.weight"], eps) if self.c.norm_output else h
 
@@ -103,11 +127,20 @@ class PlainHead:
         return self.w["lm_head.weight"] @ normed(h, self.w["norm.weight"], self.c.rms_norm_eps)
 
     def unroll(
-        self, example: Example, embed: Tensor, slot: int, num_steps: int, next_token: Callable[[int, Tensor], int]
+        self,
+        example: Example,
+        embed: Tensor,
+        slot: int,
+        num_steps: int,
+        next_token: Callable[[int, Tensor], int],
     ) -> list[Tensor]:
-        """Outputs of steps 0 .. of one slot; next_token(step, previous output) is the token that the step embeds."""
+        """Outputs of steps 0 .. of one slot; next_token(step, previous output) is the token that
+        the step embeds.
+        """
         features = [self.feature(example.aux[t]) for t in range(slot + 1)]
-        inputs = [self.layer_input(embed[example.tokens[t + 1]], features[t]) for t in range(slot + 1)]
+        inputs = [
+            self.layer_input(embed[example.tokens[t + 1]], features[t]) for t in range(slot + 1)
+        ]
         seen = [self.key_value(x, position) for position, x in enumerate(inputs)]
         outputs = [self.step(inputs[slot], features[slot], slot, seen)]
         for step in range(1, num_steps):
@@ -128,7 +161,9 @@ class PlainOutcome:
 
 @dataclass
 class Wanted:
-    """The options of the objective, as in EAGLE3.md, section 3. positions: what divides a step's sum, if not its slots."""
+    """The options of the objective, as in EAGLE3.md, section 3. positions: what divides a step's
+    sum, if not its slots.
+    """
 
     num_steps: int = 7
     decay: float = 0.8
@@ -152,7 +187,9 @@ def softmax(z: Tensor) -> Tensor:
 
 
 def plain_loss(z: Tensor, teacher: Tensor, target_ids: list[int], loss: str) -> Tensor:
-    """z: the draft's logits [W]; teacher: the target's [V]. The two LK losses are those of arXiv 2602.23881."""
+    """z: the draft's logits [W]; teacher: the target's [V]. The two LK losses are those of arXiv
+    2602.23881.
+    """
     q, p = softmax(z), softmax(torch.stack([teacher[token] for token in target_ids]))
     if loss == "cross_entropy":
         return -sum(p[w] * torch.log(q[w]) for w in range(len(z)))  # type: ignore[return-value]
@@ -167,7 +204,12 @@ def plain_loss(z: Tensor, teacher: Tensor, target_ids: list[int], loss: str) -> 
 
 
 def plain_objective(
-    plain: PlainHead, examples: Sequence[Example], embed: Tensor, lm_head: Tensor, target_ids: list[int], wanted: Wanted
+    plain: PlainHead,
+    examples: Sequence[Example],
+    embed: Tensor,
+    lm_head: Tensor,
+    target_ids: list[int],
+    wanted: Wanted,
 ) -> PlainOutcome:
     """The objective, conversation by conversation, slot by slot, step by step."""
     losses: list[list[Tensor]] = [[] for _ in range(wanted.num_steps)]
@@ -199,4 +241,10 @@ def plain_objective(
     zero = torch.zeros((), dtype=torch.float64)
     means = [sum(terms, zero) / (wanted.positions or max(len(terms), 1)) for terms in losses]
     total = sum((wanted.decay**step * mean for step, mean in enumerate(means)), zero)
-    return PlainOutcome(total, [float(mean.detach()) for mean in means], judged, [len(terms) for terms in losses], hits)
+    return PlainOutcome(
+        total,
+        [float(mean.detach()) for mean in means],
+        judged,
+        [len(terms) for terms in losses],
+        hits,
+    )

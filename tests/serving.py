@@ -25,12 +25,16 @@ MODEL = "tiny"
 MAX_LENGTH = 256
 MESSAGES = [{"role": "user", "content": "I would like a table for two."}]
 TOOL_TEMPLATE = (
-    "{% if enable_thinking is defined and enable_thinking %}{{ '<|im_start|>system\nThink.<|im_end|>\n' }}{% endif %}"
+    "{% if enable_thinking is defined and enable_thinking %}{{ "
+    "'<|im_start|>system\nThink.<|im_end|>\n' }}{% endif %}"
     "{% if tools %}{{ '<|im_start|>system\nCall as <tool_call>JSON</tool_call>: ' }}"
     "{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}"
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] }}"
-    "{% for call in message.tool_calls or [] %}{{ '<tool_call>' + (call.function | tojson) + '</tool_call>' }}{% endfor %}"
-    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
+    "}}"
+    "{% for call in message.tool_calls or [] %}{{ '<tool_call>' + (call.function | tojson) + "
+    "'</tool_call>' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' "
+    "}}{% endif %}"
 )
 
 
@@ -74,7 +78,10 @@ class World:
     def served(self, engine=None, limits=None, has_head=False, extras=None):
         engine = engine or self.engine()
         served = Served(MODEL, "float32", has_head, engine.max_length)
-        with running_app(create_app(Worker(engine), self.chat, served, limits, extras)) as url, connected(url) as client:
+        with (
+            running_app(create_app(Worker(engine), self.chat, served, limits, extras)) as url,
+            connected(url) as client,
+        ):
             yield client
 
 

@@ -1,7 +1,8 @@
-"""A world without a model: drafts with probabilities, a target that follows them as the world says, and what rounds cost.
+"""A world without a model: drafts with probabilities, a target that follows them as the world says,
+and what rounds cost.
 
-Time is computed, never measured. The draft's own probability is wrong (the target follows it at `power` and `share`), and the
-table that the policy is given is wrong too.
+Time is computed, never measured. The draft's own probability is wrong (the target follows it at
+`power` and `share`), and the table that the policy is given is wrong too.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ class Machine:
         """What a start-up would have measured, each curve wrong by its factor."""
         works = (self.target, self.target, self.draft, self.draft, self.draft)
         each = (errors[0], *errors, errors[-1])
-        curves = [Curve(POINTS, [work(M) * error for M in POINTS]) for work, error in zip(works, each, strict=True)]
+        curves = [
+            Curve(POINTS, [work(M) * error for M in POINTS])
+            for work, error in zip(works, each, strict=True)
+        ]
         return CostTable(*curves)
 
 
@@ -57,9 +61,11 @@ MACHINES = {
 
 @dataclass(frozen=True)
 class World:
-    """power: the target follows a candidate with its probability to this power; share: times this; sure: of the draft.
+    """power: the target follows a candidate with its probability to this power; share: times this;
+    sure: of the draft.
 
-    noise: standard deviation of the log of a round's time; pauses: share of the rounds that take 20 times as long.
+    noise: standard deviation of the log of a round's time; pauses: share of the rounds that take 20
+    times as long.
     """
 
     machine: Machine
@@ -85,8 +91,13 @@ class World:
             best = np.sort(np.argsort(-path, axis=1, kind="stable")[:, :k], axis=1)
             path, frontier = np.take_along_axis(path, best, 1), best + k + level * k * k
             conditional.append(new)
-        depths = np.array([1] * k + [2 + level for level in range(K - 1) for _ in range(k * k)], dtype=np.int32)
-        parents_TC, given = np.concatenate(parents, 1).astype(np.int32), np.concatenate(conditional, 1)
+        depths = np.array(
+            [1] * k + [2 + level for level in range(K - 1) for _ in range(k * k)], dtype=np.int32
+        )
+        parents_TC, given = (
+            np.concatenate(parents, 1).astype(np.int32),
+            np.concatenate(conditional, 1),
+        )
         scores = np.log(path_probs(given, parents_TC, depths)).astype(np.float32)
         tokens = np.tile(np.arange(len(depths)), (T, 1))  # a candidate's token is its index
         return Proposals(tokens, scores, parents_TC, depths)
@@ -109,7 +120,9 @@ class World:
         for t in range(self.num_trees):
             path: list[int] = []
             for level in levels(trees.depths):
-                children = level.start + np.flatnonzero(trees.parents[t, level] == (path[-1] if path else -1))
+                children = level.start + np.flatnonzero(
+                    trees.parents[t, level] == (path[-1] if path else -1)
+                )
                 chances = follow[t, children].cumsum()
                 place = int((chances < rng.uniform()).sum())
                 if place == len(children):
@@ -122,24 +135,39 @@ class World:
         return B / (self.machine.target(B) + self.machine.overhead)
 
     def best_fixed_rate(self, B: int) -> float:
-        """Tokens/ms of the best of plain decoding and all fixed trees, on the same trees as `auto_rate`."""
-        return max(self.plain_rate(B), *(self.fixed_rate(B, d, n) for d in (1, 2, 3, 4, 6) for n in (1, 2, 3, 5, 7, 9, 11)))
+        """Tokens/ms of the best of plain decoding and all fixed trees, on the same trees as
+        `auto_rate`.
+        """
+        return max(
+            self.plain_rate(B),
+            *(self.fixed_rate(B, d, n) for d in (1, 2, 3, 4, 6) for n in (1, 2, 3, 5, 7, 9, 11)),
+        )
 
     def fixed_rate(self, B: int, depth: int, num_nodes: int) -> float:
         shallow = int(np.searchsorted(self.trees.depths, depth, side="right"))
         best = np.argsort(-self.trees.scores[:, :shallow], axis=1, kind="stable")[:, :num_nodes]
         kept = [set(row) for row in best.tolist()]
-        accepted = [sum(node in tree for node in path) for tree, path in zip(kept, self.paths, strict=True)]
+        accepted = [
+            sum(node in tree for node in path) for tree, path in zip(kept, self.paths, strict=True)
+        ]
         length, machine = 1 + float(np.mean(accepted)), self.machine
         ms = machine.draft(round(B * length)) + (depth - 1) * machine.draft(B * TOPK)
         ms += machine.target(B + B * best.shape[1]) + machine.overhead + machine.tree_overhead
         return B * length / ms
 
-    def auto_rate(self, B: int, num_rounds: int, errors: tuple[float, float, float] = (1.3, 0.75, 1.0)) -> tuple[float, Policy]:
-        """Tokens/ms of the policy over rounds of B requests, each replaced by a new one after 150 tokens or so."""
+    def auto_rate(
+        self, B: int, num_rounds: int, errors: tuple[float, float, float] = (1.3, 0.75, 1.0)
+    ) -> tuple[float, Policy]:
+        """Tokens/ms of the policy over rounds of B requests, each replaced by a new one after 150
+        tokens or so.
+        """
         policy = Policy(Speculation("auto", K, TOPK, MOST), self.machine.table(errors))
         rng = np.random.default_rng(self.seed + 2)
-        requests, pending, ages = [RequestAcceptance(True) for _ in range(B)], [1] * B, rng.integers(0, 150, B).tolist()
+        requests, pending, ages = (
+            [RequestAcceptance(True) for _ in range(B)],
+            [1] * B,
+            rng.integers(0, 150, B).tolist(),
+        )
         at, tokens, total_ms = 0, 0, 0.0
         for _ in range(num_rounds):
             round_ = policy.plan(pending)
@@ -151,7 +179,9 @@ class World:
             if drafting:
                 proposals = self.propose(picked, round_.thresholds)
                 kept = policy.choose(round_, proposals, [requests[b] for b in drafting])
-                emitted = [self.emit(tree, row) for tree, row in zip(picked.tolist(), kept, strict=True)]
+                emitted = [
+                    self.emit(tree, row) for tree, row in zip(picked.tolist(), kept, strict=True)
+                ]
                 depth = int(proposals.depths[-1])
                 ms = self.machine.target(B + int(kept.sum())) + self.machine.tree_overhead
                 ms += (depth - 1) * self.machine.draft(len(drafting) * TOPK)
@@ -175,10 +205,17 @@ class World:
     def propose(self, picked: np.ndarray, thresholds: list[float]) -> Proposals:
         trees, bounds = self.trees, levels(self.trees.depths)
         depth = 1
-        while depth < K and np.exp(trees.scores[picked, bounds[depth - 1]].max(1)).sum() >= thresholds[depth - 1]:
+        while (
+            depth < K
+            and np.exp(trees.scores[picked, bounds[depth - 1]].max(1)).sum()
+            >= thresholds[depth - 1]
+        ):
             depth += 1
         C = bounds[depth - 1].stop
-        return Proposals(*(part[picked, :C] for part in (trees.tokens, trees.scores, trees.parents)), trees.depths[:C])
+        return Proposals(
+            *(part[picked, :C] for part in (trees.tokens, trees.scores, trees.parents)),
+            trees.depths[:C],
+        )
 
     def emit(self, tree: int, kept: np.ndarray) -> list[int]:
         emitted: list[int] = []

@@ -1,4 +1,6 @@
-"""What tests of the data path share: prompts on disk, a talkative tiny target, and a process that dies while it writes."""
+"""What tests of the data path share: prompts on disk, a talkative tiny target, and a process that
+dies while it writes.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,15 @@ TURNS = ("A table for two.", "In San Jose?", "0123", "Thanks", "I would like the
 
 
 def ending_target(folder: Path) -> Path:
-    """A random target whose turns end: a quarter of its vocabulary are end tokens, so an answer has about four."""
+    """A random target whose turns end: a quarter of its vocabulary are end tokens, so an answer has
+    about four.
+    """
     return tiny_target(folder, eos_token_id=[2, *range(30, 110)])
 
 
 def talking_target(folder: Path, strength: float = 1.8) -> Path:
-    """A random target whose answers of up to twelve tokens end by its one end token, most of them; some are cut, some empty.
+    """A random target whose answers of up to twelve tokens end by its one end token, most of them;
+    some are cut, some empty.
 
     strength: of the end token's logits, in those of others."""
     tiny_target(folder)
@@ -41,7 +46,9 @@ def prompts_of(count: int) -> list[Prompt]:
             id=f"p{number}",
             source=f"source-{number % 2}",
             licence="CC0-1.0",
-            turns=tuple(f"{TURNS[(number + turn) % len(TURNS)]} {number}" for turn in range(1 + number % 4)),
+            turns=tuple(
+                f"{TURNS[(number + turn) % len(TURNS)]} {number}" for turn in range(1 + number % 4)
+            ),
             system="Be brief." if number % 5 == 0 else None,
         )
         for number in range(count)
@@ -71,6 +78,10 @@ Artifact.write = write_or_die
 
 
 def run_until_killed(code: str, last: str) -> None:
-    """Run code in a process of its own, which is killed (SIGKILL) instead of writing the file `last`."""
-    process = subprocess.run([sys.executable, "-c", _DIE.format(code=code, last=last)], cwd=ROOT, check=False)
+    """Run code in a process of its own, which is killed (SIGKILL) instead of writing the file
+    `last`.
+    """
+    process = subprocess.run(
+        [sys.executable, "-c", _DIE.format(code=code, last=last)], cwd=ROOT, check=False
+    )
     assert process.returncode == -signal.SIGKILL

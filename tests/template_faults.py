@@ -1,4 +1,6 @@
-"""Faults planted in chat templates, in tokenizers and in the two ways to a mask, and a probe that says where each is caught."""
+"""Faults planted in chat templates, in tokenizers and in the two ways to a mask, and a probe that
+says where each is caught.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,15 @@ ROWS = (
     ("What is in the room?", "able for two"),
 )
 ENDS_THE_LINE = (("List them", "That is all.\n"),)
-Plant = Callable[[Callable[..., Any]], Callable[..., Any]]  # what is there -> the same, with a fault
+# what is there -> the same, with a fault
+Plant = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """template, in the folder that `make` writes; or `plant`: a name to patch in eyas.chat once a chat is made, and how."""
+    """template, in the folder that `make` writes; or `plant`: a name to patch in eyas.chat once a
+    chat is made, and how.
+    """
 
     name: str
     template: str
@@ -53,8 +58,12 @@ class Fault:
 
 
 def caught(fault: Fault, folder: Path) -> str:
-    """Where a fault is caught and with what words; empty when masks come out as if nothing were wrong."""
-    fault.make(folder, chat_template=fault.template) if fault.make is tiny_tokenizer else fault.make(folder, fault.template)
+    """Where a fault is caught and with what words; empty when masks come out as if nothing were
+    wrong.
+    """
+    fault.make(
+        folder, chat_template=fault.template
+    ) if fault.make is tiny_tokenizer else fault.make(folder, fault.template)
     try:
         chat = Chat(folder, fault.date)
     except EyasError as error:
@@ -62,7 +71,10 @@ def caught(fault: Fault, folder: Path) -> str:
     with planted(fault):
         for row in fault.rows:
             messages = [{"role": "system", "content": "Be brief."}] if fault.system else []
-            messages += [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(row)]
+            messages += [
+                {"role": ("user", "assistant")[at % 2], "content": text}
+                for at, text in enumerate(row)
+            ]
             try:
                 for _ in chat.turns(messages):
                     pass
@@ -100,7 +112,10 @@ def _with_offsets(change: Callable[[Encoded], list[tuple[int, int]]]) -> Plant:
 
 
 def _in_bytes(made: Encoded) -> list[tuple[int, int]]:
-    return [(len(made.text[:start].encode()), len(made.text[:stop].encode())) for start, stop in made.offsets]
+    return [
+        (len(made.text[:start].encode()), len(made.text[:stop].encode()))
+        for start, stop in made.offsets
+    ]
 
 
 def _shifted(by: int) -> Plant:
@@ -148,11 +163,21 @@ FAULTS = (
     Fault("quotes answers", _says(_ANSWERS.format("| tojson"))),
     Fault("words after the answer", TEMPLATE.replace("+ '<|im_end|>'", "+ ' Bye.<|im_end|>'")),
     # It loses or moves turns
-    Fault("drops the last turn", TEMPLATE.replace(_LOOP, "{% for message in messages[:-1] or messages %}")),
-    Fault("drops the question", TEMPLATE.replace(_LOOP, "{% for message in messages if message['role'] != 'user' %}")),
+    Fault(
+        "drops the last turn",
+        TEMPLATE.replace(_LOOP, "{% for message in messages[:-1] or messages %}"),
+    ),
+    Fault(
+        "drops the question",
+        TEMPLATE.replace(_LOOP, "{% for message in messages if message['role'] != 'user' %}"),
+    ),
     Fault(
         "drops earlier answers",
-        TEMPLATE.replace(_LOOP, "{% for message in messages if message['role'] != 'assistant' or message == messages[-1] %}"),
+        TEMPLATE.replace(
+            _LOOP,
+            "{% for message in messages if message['role'] != 'assistant' or message == "
+            "messages[-1] %}",
+        ),
     ),
     Fault(
         "drops system prompts",
@@ -161,26 +186,59 @@ FAULTS = (
         where="row",
     ),
     Fault("newest first", TEMPLATE.replace(_LOOP, "{% for message in messages | reverse %}")),
-    Fault("sorted by role", TEMPLATE.replace(_LOOP, "{% for message in messages | sort(attribute='role') %}")),
-    Fault("sorted by text", TEMPLATE.replace(_LOOP, "{% for message in messages | sort(attribute='content') %}")),
-    Fault("system prompt in the last question", LIKE_MISTRAL, like_llama_2, system=True, where="row"),
+    Fault(
+        "sorted by role",
+        TEMPLATE.replace(_LOOP, "{% for message in messages | sort(attribute='role') %}"),
+    ),
+    Fault(
+        "sorted by text",
+        TEMPLATE.replace(_LOOP, "{% for message in messages | sort(attribute='content') %}"),
+    ),
+    Fault(
+        "system prompt in the last question", LIKE_MISTRAL, like_llama_2, system=True, where="row"
+    ),
     # What is around an answer depends on what cannot be known when it is asked for
     Fault("number of turns", "{{ messages | length }} " + TEMPLATE),
-    Fault("today's date, no day given", "{{ strftime_now('%d %b %Y') }}\n" + TEMPLATE, date=None, where="row"),
+    Fault(
+        "today's date, no day given",
+        "{{ strftime_now('%d %b %Y') }}\n" + TEMPLATE,
+        date=None,
+        where="row",
+    ),
     Fault("the time by the second", "{{ strftime_now('%s.%f') }}\n" + TEMPLATE),
     Fault("a format that it makes up", "{% set f = '%d' %}{{ strftime_now(f) }}\n" + TEMPLATE),
-    Fault("today's date like Granite, no day given", LIKE_GRANITE, like_granite, date=None, where="row"),
+    Fault(
+        "today's date like Granite, no day given",
+        LIKE_GRANITE,
+        like_granite,
+        date=None,
+        where="row",
+    ),
     # Role and end tokens
     Fault("no end token", TEMPLATE.replace("+ '<|im_end|>'", "")),
-    Fault("no end token on the last turn", TEMPLATE.replace("'<|im_end|>'", "('' if loop.last else '<|im_end|>')")),
+    Fault(
+        "no end token on the last turn",
+        TEMPLATE.replace("'<|im_end|>'", "('' if loop.last else '<|im_end|>')"),
+    ),
     Fault("another end token", TEMPLATE.replace("'<|im_end|>'", "'<|endoftext|>'")),
     Fault(
-        "BOS doubled", LIKE_LLAMA_2.replace("{{ bos_token + '[INST] '", "{{ bos_token + bos_token + '[INST] '"), like_llama_2
+        "BOS doubled",
+        LIKE_LLAMA_2.replace("{{ bos_token + '[INST] '", "{{ bos_token + bos_token + '[INST] '"),
+        like_llama_2,
     ),
     Fault("no generation prompt", TEMPLATE.split("{% if add_generation_prompt %}")[0]),
-    Fault("generation prompt of another role", TEMPLATE.replace("'<|im_start|>assistant\n'", "'<|im_start|>user\n'")),
-    Fault("generation prompt without its line break", TEMPLATE.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant'")),
-    Fault("always opens another turn", TEMPLATE.replace("{% if add_generation_prompt %}", "{% if true %}")),
+    Fault(
+        "generation prompt of another role",
+        TEMPLATE.replace("'<|im_start|>assistant\n'", "'<|im_start|>user\n'"),
+    ),
+    Fault(
+        "generation prompt without its line break",
+        TEMPLATE.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant'"),
+    ),
+    Fault(
+        "always opens another turn",
+        TEMPLATE.replace("{% if add_generation_prompt %}", "{% if true %}"),
+    ),
     Fault(
         "thoughts after the end token",
         LIKE_QWEN.replace("content.lstrip('\\n') }}", "'<|im_end|>' + content.lstrip('\\n') }}"),
@@ -189,7 +247,9 @@ FAULTS = (
     # Tokens that reach over the boundary
     Fault(
         "prompt and answer in one token",
-        TEMPLATE.replace("message['role'] + '\n' +", "message['role'] + ' t' +").replace("assistant\n'", "assistant t'"),
+        TEMPLATE.replace("message['role'] + '\n' +", "message['role'] + ' t' +").replace(
+            "assistant\n'", "assistant t'"
+        ),
         like_qwen,
         where="row",
     ),
@@ -201,7 +261,12 @@ FAULTS = (
         where="row",
     ),
     # Not the template: the tokenizer, or one of the two ways
-    Fault("offsets count bytes", TEMPLATE, plant=("eyas.chat.tokens.Tokens.encode", _with_offsets(_in_bytes)), where="differ"),
+    Fault(
+        "offsets count bytes",
+        TEMPLATE,
+        plant=("eyas.chat.tokens.Tokens.encode", _with_offsets(_in_bytes)),
+        where="differ",
+    ),
     Fault(
         "offsets one character on",
         TEMPLATE,
@@ -212,7 +277,12 @@ FAULTS = (
         where="row",
     ),
     *(
-        Fault(f"{name}, {way}", TEMPLATE, plant=(f"eyas.chat.chat.mask_by_{way}", plant), where="differ")
+        Fault(
+            f"{name}, {way}",
+            TEMPLATE,
+            plant=(f"eyas.chat.chat.mask_by_{way}", plant),
+            where="differ",
+        )
         for way in ("spans", "prefixes")
         for name, plant in {
             "mask one token on": _shifted(1),

@@ -17,7 +17,9 @@ def tree() -> Proposals:
     tokens = np.array([[10, 11, 20, 21, 22, 23], [30, 31, 40, 41, 42, 43]])
     parents = np.array([[-1, -1, 0, 0, 1, 1], [-1, -1, 1, 1, 0, 0]], dtype=np.int32)
     conditional = np.array([[0.6, 0.3, 0.5, 0.4, 0.7, 0.1]] * 2)
-    scores = np.log(path_probs(conditional, parents, np.array([1, 1, 2, 2, 2, 2]))).astype(np.float32)
+    scores = np.log(path_probs(conditional, parents, np.array([1, 1, 2, 2, 2, 2]))).astype(
+        np.float32
+    )
     return Proposals(tokens, scores, parents, np.array([1, 1, 2, 2, 2, 2], dtype=np.int32))
 
 
@@ -40,12 +42,16 @@ def emit(rng: np.random.Generator, proposals: Proposals, accepted: np.ndarray) -
     return rows
 
 
-def plainly_judged(proposals: Proposals, emitted: list[list[int]]) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
+def plainly_judged(
+    proposals: Proposals, emitted: list[list[int]]
+) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
     judged, drawn = set(), set()
     for b, row in enumerate(emitted):
         at = -1
         for token in row:
-            children = [c for c in range(proposals.tokens.shape[1]) if proposals.parents[b, c] == at]
+            children = [
+                c for c in range(proposals.tokens.shape[1]) if proposals.parents[b, c] == at
+            ]
             judged |= {(b, c) for c in children}
             hit = [c for c in children if proposals.tokens[b, c] == token]
             if not hit:
@@ -57,11 +63,15 @@ def plainly_judged(proposals: Proposals, emitted: list[list[int]]) -> tuple[set[
 
 def given(proposals: Proposals) -> np.ndarray:
     """Log-probabilities given the parent."""
-    above = np.take_along_axis(proposals.scores, np.maximum(proposals.parents, 0).astype(np.int64), 1)
+    above = np.take_along_axis(
+        proposals.scores, np.maximum(proposals.parents, 0).astype(np.int64), 1
+    )
     return proposals.scores - np.where(proposals.parents < 0, 0, above)
 
 
-def conditional(acceptance: Acceptance, proposals: Proposals, requests: list[RequestAcceptance]) -> np.ndarray:
+def conditional(
+    acceptance: Acceptance, proposals: Proposals, requests: list[RequestAcceptance]
+) -> np.ndarray:
     return acceptance.calibrate(proposals, requests).conditional
 
 
@@ -70,19 +80,32 @@ def test_a_path_is_the_product_of_its_steps():
     for depth in range(1, 12):
         proposals = chain(rng, 3, depth)
         steps = rng.uniform(0.1, 0.99, size=(3, depth))
-        assert path_probs(steps, proposals.parents, proposals.depths) == pytest.approx(steps.cumprod(1))
+        assert path_probs(steps, proposals.parents, proposals.depths) == pytest.approx(
+            steps.cumprod(1)
+        )
     steps = np.array([[0.6, 0.3, 0.5, 0.4, 0.7, 0.1]] * 2)
-    expected = [[0.6, 0.3, 0.6 * 0.5, 0.6 * 0.4, 0.3 * 0.7, 0.3 * 0.1], [0.6, 0.3, 0.3 * 0.5, 0.3 * 0.4, 0.6 * 0.7, 0.6 * 0.1]]
+    expected = [
+        [0.6, 0.3, 0.6 * 0.5, 0.6 * 0.4, 0.3 * 0.7, 0.3 * 0.1],
+        [0.6, 0.3, 0.3 * 0.5, 0.3 * 0.4, 0.6 * 0.7, 0.6 * 0.1],
+    ]
     assert path_probs(steps, tree().parents, tree().depths) == pytest.approx(np.array(expected))
 
 
 @pytest.mark.parametrize(
-    "emitted", [[[10, 21, 99], [99]], [[11, 99], [31, 40]], [[10], [31, 40, 7]], [[10, 20, 5, 6], [30, 42]], [[], [30]]]
+    "emitted",
+    [
+        [[10, 21, 99], [99]],
+        [[11, 99], [31, 40]],
+        [[10], [31, 40, 7]],
+        [[10, 20, 5, 6], [30, 42]],
+        [[], [30]],
+    ],
 )
 @pytest.mark.parametrize("copies", [1, 5])  # few requests one by one, many together
 def test_judged_are_the_children_of_what_was_drawn(emitted, copies):
     proposals = Proposals(
-        *(np.tile(part, (copies, 1)) for part in (tree().tokens, tree().scores, tree().parents)), tree().depths
+        *(np.tile(part, (copies, 1)) for part in (tree().tokens, tree().scores, tree().parents)),
+        tree().depths,
     )
     judged, drawn = judge(proposals, emitted * copies)
     expected_judged, expected_drawn = plainly_judged(proposals, emitted * copies)
@@ -124,7 +147,10 @@ def test_a_few_rounds_already_help():
         request = [RequestAcceptance(True)]
         acceptance.observe(proposals, acceptance.calibrate(proposals, request), [[1000]], request)
     fresh = chain(rng, 300, 1)
-    new, old = (conditional(one, fresh, [RequestAcceptance(True)] * 300).mean() for one in (acceptance, Acceptance()))
+    new, old = (
+        conditional(one, fresh, [RequestAcceptance(True)] * 300).mean()
+        for one in (acceptance, Acceptance())
+    )
     assert new < 0.93 * old
 
 
@@ -136,7 +162,9 @@ def test_greedy_and_sampled_are_counted_apart():
         emitted = emit(rng, proposals, np.array([[0.9, 0.9], [0.1, 0.1]]))
         acceptance.observe(proposals, acceptance.calibrate(proposals, requests), emitted, requests)
     fresh = chain(rng, 2, 2)
-    greedy, sampled = (conditional(acceptance, fresh, [RequestAcceptance(flag)] * 2) for flag in (True, False))
+    greedy, sampled = (
+        conditional(acceptance, fresh, [RequestAcceptance(flag)] * 2) for flag in (True, False)
+    )
     assert (greedy > 0.7).all()
     assert (sampled < 0.3).all()
 
@@ -146,7 +174,12 @@ def test_never_certain():
     requests = [RequestAcceptance(True)]
     for _ in range(2000):
         proposals = chain(rng, 1, 1)
-        acceptance.observe(proposals, acceptance.calibrate(proposals, requests), [[int(proposals.tokens[0, 0]), 7]], requests)
+        acceptance.observe(
+            proposals,
+            acceptance.calibrate(proposals, requests),
+            [[int(proposals.tokens[0, 0]), 7]],
+            requests,
+        )
     assert conditional(acceptance, chain(rng, 50, 1), requests * 50).max() < 1
 
 
@@ -159,7 +192,10 @@ def test_a_request_of_its_own_kind_is_found_out():
         emitted = emit(rng, proposals, np.array([[1.0, 1.0], [0.0, 0.0]]))
         acceptance.observe(proposals, acceptance.calibrate(proposals, requests), emitted, requests)
     fresh = chain(rng, 1, 3)
-    twice = Proposals(*(np.repeat(part, 2, 0) for part in (fresh.tokens, fresh.scores, fresh.parents)), fresh.depths)
+    twice = Proposals(
+        *(np.repeat(part, 2, 0) for part in (fresh.tokens, fresh.scores, fresh.parents)),
+        fresh.depths,
+    )
     good, bad = conditional(acceptance, twice, requests)
     assert (good > bad + 0.1).all()
     assert abs(requests[1].log_odds) <= 1.5

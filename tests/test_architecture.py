@@ -1,4 +1,6 @@
-"""The house rules, enforced on the source: who may import whom, what files may be called, what must be documented."""
+"""The house rules, enforced on the source: who may import whom, what files may be called, what must
+be documented.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,13 @@ ORDER = (
 ROW = {name: row for row, names in enumerate(ORDER) for name in names}
 WITHOUT_TORCH = ("privacy", "data", "bench")
 TORCH = ("torch", "transformers")
-PURE = {"eyas.engine.verify", "eyas.model.ttt", "eyas.bench.metrics"}  # import nothing of ours but these two
+# import nothing of ours but these two
+PURE = {"eyas.engine.verify", "eyas.model.ttt", "eyas.bench.metrics"}
 PURE_MAY_IMPORT = {"eyas.errors", "eyas.records"}
 FORBIDDEN_NAMES = {"utils", "common", "base", "helpers", "manager"}
-ROLE_TOKEN = re.compile(r"<\|(im_start|im_end|assistant|user|system|start_header_id|end_header_id|eot_id)\|>")
+ROLE_TOKEN = re.compile(
+    r"<\|(im_start|im_end|assistant|user|system|start_header_id|end_header_id|eot_id)\|>"
+)
 
 
 def module_name(path: Path) -> str:
@@ -41,7 +46,9 @@ NAMES = sorted(MODULES)
 
 
 def imported(name: str) -> set[str]:
-    """Modules imported anywhere in a module's source; `from a import b` counts as a.b where that is a module."""
+    """Modules imported anywhere in a module's source; `from a import b` counts as a.b where that is
+    a module.
+    """
     found: set[str] = set()
     for node in ast.walk(TREES[name]):
         if isinstance(node, ast.Import):
@@ -50,7 +57,9 @@ def imported(name: str) -> set[str]:
             assert node.level == 0, f"{name}: relative import in line {node.lineno}: write it out"
             assert node.module is not None
             found.update(
-                f"{node.module}.{alias.name}" if f"{node.module}.{alias.name}" in MODULES else node.module
+                f"{node.module}.{alias.name}"
+                if f"{node.module}.{alias.name}" in MODULES
+                else node.module
                 for alias in node.names
             )
     return found
@@ -93,7 +102,9 @@ def test_imports_come_from_rows_above(name):
     assert not wrong, f"{name} (row {ROW[part(name)]}) imports {wrong}"
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "eyas" and part(name) in WITHOUT_TORCH])
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name != "eyas" and part(name) in WITHOUT_TORCH]
+)
 def test_data_and_bench_never_reach_torch(name):
     for step in reachable(name):
         heavy = {target for target in imported(step) if target.split(".")[0] in TORCH}
@@ -121,7 +132,9 @@ def test_public_things_are_documented(name):
     tree = TREES[name]
     missing = [] if ast.get_docstring(tree) else ["the module"]
     for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith(
+            "_"
+        ):
             missing += [] if ast.get_docstring(node) else [node.name]
     assert not missing, f"{name}: no docstring on {missing}"
 
@@ -129,7 +142,9 @@ def test_public_things_are_documented(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_dunder_all_is_sorted_and_true(name):
     for node in TREES[name].body:
-        if isinstance(node, ast.Assign) and any(isinstance(one, ast.Name) and one.id == "__all__" for one in node.targets):
+        if isinstance(node, ast.Assign) and any(
+            isinstance(one, ast.Name) and one.id == "__all__" for one in node.targets
+        ):
             listed = ast.literal_eval(node.value)
             assert listed == sorted(listed)
             bound = {
@@ -138,7 +153,11 @@ def test_dunder_all_is_sorted_and_true(name):
                 if isinstance(other, ast.ImportFrom)
                 for alias in other.names
             }
-            bound |= {other.name for other in TREES[name].body if isinstance(other, ast.FunctionDef | ast.ClassDef)}
+            bound |= {
+                other.name
+                for other in TREES[name].body
+                if isinstance(other, ast.FunctionDef | ast.ClassDef)
+            }
             assert set(listed) <= bound
 
 

@@ -1,7 +1,9 @@
-"""Every implementation of tree attention against the definition, on odd shapes; and what a row may not see, it does not see.
+"""Every implementation of tree attention against the definition, on odd shapes; and what a row may
+not see, it does not see.
 
-The Triton kernel runs on the GPU where there is one, else in Triton's interpreter (conftest.py asks for it), which knows
-neither the compiler's rules nor its types: so it is compiled too, for a GPU that need not be there.
+The Triton kernel runs on the GPU where there is one, else in Triton's interpreter (conftest.py asks
+for it), which knows neither the compiler's rules nor its types: so it is compiled too, for a GPU
+that need not be there.
 """
 
 from __future__ import annotations
@@ -23,7 +25,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.model import attention
-from eyas.model.attention import AttentionPlan, TorchPlan, attention_plan, tree_attention, tree_attention_reference
+from eyas.model.attention import (
+    AttentionPlan,
+    TorchPlan,
+    attention_plan,
+    tree_attention,
+    tree_attention_reference,
+)
 from eyas.model.rows import Rows, rows_of, slots_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -36,7 +44,9 @@ TOLERANCE = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 @dataclass(frozen=True)
 class Tree:
-    """A tree of `nodes` random nodes behind a prefix, of which the last `rows` are rows of the forward (default: all)."""
+    """A tree of `nodes` random nodes behind a prefix, of which the last `rows` are rows of the
+    forward (default: all).
+    """
 
     prefix: int
     nodes: int
@@ -86,8 +96,12 @@ HEADS = [
 ]
 
 
-def laid_out(parts: Parts, page_size: int, first_column: int, seed: int, shuffled_rows: bool = False) -> Rows:
-    """The rows of a forward over shuffled pages; each page table line ends in pages of other requests."""
+def laid_out(
+    parts: Parts, page_size: int, first_column: int, seed: int, shuffled_rows: bool = False
+) -> Rows:
+    """The rows of a forward over shuffled pages; each page table line ends in pages of other
+    requests.
+    """
     rng = np.random.default_rng(seed)
     request, prefix_len, bits = [], [], []
     for b, part in enumerate(parts):
@@ -106,7 +120,9 @@ def laid_out(parts: Parts, page_size: int, first_column: int, seed: int, shuffle
     for b, count in enumerate(pages):
         page_table[b, :count], free = free[:count], free[count:]
     unused = np.zeros(len(request), dtype=np.int64)
-    return rows_of((unused, request_M, unused, unused, prefix_len_M, seen_M), page_table, DEVICE, first_column)
+    return rows_of(
+        (unused, request_M, unused, unused, prefix_len_M, seen_M), page_table, DEVICE, first_column
+    )
 
 
 def tensors(rows: Rows, page_size: int, heads: tuple[int, int, int], dtype: torch.dtype, seed: int):
@@ -120,7 +136,10 @@ def tensors(rows: Rows, page_size: int, heads: tuple[int, int, int], dtype: torc
 
 def slots_seen(rows: Rows, page_size: int, m: int) -> np.ndarray:
     prefix_len, bits = int(rows.prefix_len[m]), int(rows.seen[m])
-    columns = [*range(rows.first_column, prefix_len), *(prefix_len + e for e in range(64) if bits >> e & 1)]
+    columns = [
+        *range(rows.first_column, prefix_len),
+        *(prefix_len + e for e in range(64) if bits >> e & 1),
+    ]
     request = np.full(len(columns), int(rows.request[m]))
     return slots_of(rows.page_table.cpu().numpy(), request, np.asarray(columns), page_size)
 
@@ -130,7 +149,9 @@ def assert_equals_definition(name, rows, page_size, heads, dtype) -> None:
     mixed = tree_attention(q, kv, PLANS[name](rows, page_size))
     assert mixed.dtype == dtype
     expected = tree_attention_reference(q, kv, rows, page_size)
-    torch.testing.assert_close(mixed.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    torch.testing.assert_close(
+        mixed.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
+    )
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
@@ -150,28 +171,43 @@ def test_equals_the_definition_for_any_page_size_and_order_of_rows(name, page_si
 
 
 parts = st.one_of(
-    st.builds(Tree, prefix=st.integers(0, 40), nodes=st.integers(1, 64), rows=st.integers(1, 9), chain=st.booleans()),
+    st.builds(
+        Tree,
+        prefix=st.integers(0, 40),
+        nodes=st.integers(1, 64),
+        rows=st.integers(1, 9),
+        chain=st.booleans(),
+    ),
     st.builds(Prompt, start=st.integers(0, 40), tokens=st.integers(1, 20)),
 )
 
 
 @pytest.mark.parametrize("name", PLANS)
 @settings(max_examples=8)
-@given(parts=st.lists(parts, min_size=1, max_size=4), first_column=st.integers(0, 1), seed=st.integers(0, 999))
+@given(
+    parts=st.lists(parts, min_size=1, max_size=4),
+    first_column=st.integers(0, 1),
+    seed=st.integers(0, 999),
+)
 def test_equals_the_definition_whatever_the_batch(name, parts, first_column, seed) -> None:
     rows = laid_out(parts, 16, first_column, seed, shuffled_rows=bool(seed % 2))
     assert_equals_definition(name, rows, 16, (1, 2, 64), torch.float32)
 
 
-@pytest.mark.parametrize(("dtype", "large"), [(torch.float32, 1e30), (torch.float16, 6e4), (torch.bfloat16, 1e30)])
+@pytest.mark.parametrize(
+    ("dtype", "large"), [(torch.float32, 1e30), (torch.float16, 6e4), (torch.bfloat16, 1e30)]
+)
 @pytest.mark.parametrize("first_column", [0, 1])
 @pytest.mark.parametrize("name", PLANS)
-def test_what_a_row_does_not_see_never_changes_it_to_the_bit(name, first_column, dtype, large) -> None:
+def test_what_a_row_does_not_see_never_changes_it_to_the_bit(
+    name, first_column, dtype, large
+) -> None:
     rows = laid_out([Tree(15, 5), Prompt(0, 19), Tree(70, 7)], 16, first_column, seed=3)
     q, kv = tensors(rows, 16, (1, 2, 64), dtype, seed=4)
     plan = PLANS[name](rows, 16)
     expected = tree_attention(q, kv, plan)
-    for m in (0, 5, 21, len(rows) - 1):  # a root, the first of a prompt and one inside it, and a leaf
+    # a root, the first of a prompt and one inside it, and a leaf
+    for m in (0, 5, 21, len(rows) - 1):
         spoilt = torch.full_like(kv, large)
         spoilt[::2] *= -1
         own = torch.from_numpy(slots_seen(rows, 16, m)).to(DEVICE)
@@ -209,6 +245,8 @@ def test_the_kernels_compile_without_a_gpu(tmp_path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     script = Path(__file__).parent / "compile_kernels.py"
-    result = subprocess.run([sys.executable, "-W", "error", script], env=environment, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-W", "error", script], env=environment, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["_attend", "_attend", "_add_parts"]

@@ -40,7 +40,10 @@ def write(path: Path, *rows: dict[str, Any]) -> Path:
 
 
 def row(*contents: str, **more: Any) -> dict[str, Any]:
-    turns = [{"role": ("user", "assistant")[at % 2], "content": content} for at, content in enumerate(contents)]
+    turns = [
+        {"role": ("user", "assistant")[at % 2], "content": content}
+        for at, content in enumerate(contents)
+    ]
     return {"messages": turns, **more}
 
 
@@ -52,23 +55,31 @@ def audited(chat: Chat, *rows: Conversation) -> Audit:
 
 
 def test_examples_show_turns_tools_and_reasoning(qwen: Path) -> None:
-    """Every example has a mask where the template can do all of it, and what is supervised is what the target wrote."""
+    """Every example has a mask where the template can do all of it, and what is supervised is what
+    the target wrote.
+    """
     chat = Chat(qwen)
     audit = audited(chat, *examples())
     assert audit.num_answers == audit.num_masked == 7
     written = {
         title: "".join(
-            text for text, kind in zip(pieces(turn.encoded), kinds(turn.mask, "serving"), strict=True) if kind != "context"
+            text
+            for text, kind in zip(pieces(turn.encoded), kinds(turn.mask, "serving"), strict=True)
+            if kind != "context"
         )
         for title, turn in audit.samples
     }
     assert written["tools: answer 1"] == (
-        '<tool_call>\n{"name": "find_table", "arguments": {"city": "San Jose", "people": 2}}\n</tool_call><|im_end|>'
+        '<tool_call>\n{"name": "find_table", "arguments": {"city": "San Jose", "people": '
+        "2}}\n</tool_call><|im_end|>"
     )
     assert written["reasoning: answer 1"] == "<think>\n17 * 3 = 51.\n</think>\n\n51.<|im_end|>"
     assert written["reasoning: answer 2"] == "<think>\n17 * 4 = 68.\n</think>\n\n68.<|im_end|>"
     assert written["a system prompt: answer 1"] == "Paris.<|im_end|>"
-    assert written["two turns: answer 2"] == "Done: tomorrow at seven, for two.\n\nAnything else?<|im_end|>"
+    assert (
+        written["two turns: answer 2"]
+        == "Done: tomorrow at seven, for two.\n\nAnything else?<|im_end|>"
+    )
 
 
 def test_answers_that_go_on_from_each_other_are_one_sample(tmp_path: Path) -> None:
@@ -112,13 +123,25 @@ def test_the_template_is_given_options_and_a_day(tmp_path: Path, qwen: Path) -> 
     rows = write(tmp_path / "rows.jsonl", row("Hi", "Hello"))
     shown = run_audit(qwen, rows, "--set", "enable_thinking=false", "--mask", "serving")
     assert shown.exit_code == 0, shown.output
-    shown = run_audit(like_granite(tmp_path / "granite"), rows, "--date", "2026-05-04", "--whole", "--mask", "serving")
+    shown = run_audit(
+        like_granite(tmp_path / "granite"),
+        rows,
+        "--date",
+        "2026-05-04",
+        "--whole",
+        "--mask",
+        "serving",
+    )
     assert "Today is May 04, 2026." in shown.stdout
     assert run_audit(qwen, rows, "--date", "tomorrow").exit_code == 2
 
 
 def test_conversations_are_read_as_they_come(tmp_path: Path) -> None:
-    plain = write(tmp_path / "rows.jsonl", row("Hi", "Hello", id="[red]one", turn=3, licence="MIT"), row("Yes", "No"))
+    plain = write(
+        tmp_path / "rows.jsonl",
+        row("Hi", "Hello", id="[red]one", turn=3, licence="MIT"),
+        row("Yes", "No"),
+    )
     packed = tmp_path / "rows.jsonl.gz"
     packed.write_bytes(gzip.compress(plain.read_bytes()))
     assert list(read(packed)) == list(read(plain))
@@ -126,14 +149,21 @@ def test_conversations_are_read_as_they_come(tmp_path: Path) -> None:
 
 
 def test_a_name_is_text(qwen: Path, tmp_path: Path) -> None:
-    shown = run_audit(qwen, write(tmp_path / "rows.jsonl", row("[bold]Hi", "[/nothing]", id="[red]one\x1b")))
+    shown = run_audit(
+        qwen, write(tmp_path / "rows.jsonl", row("[bold]Hi", "[/nothing]", id="[red]one\x1b"))
+    )
     assert shown.exit_code == 0, shown.output
     assert "[red]one⟨U+001B⟩: answer 1" in shown.stdout
     assert "[/nothing]" in shown.stdout
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"messages": 3}', '{"messages": [{"content": "secret words"}]}', "secret words"])
-def test_a_line_that_is_no_conversation_is_named_and_not_shown(tmp_path: Path, qwen: Path, line: str) -> None:
+@pytest.mark.parametrize(
+    "line",
+    ["{", "[]", '{"messages": 3}', '{"messages": [{"content": "secret words"}]}', "secret words"],
+)
+def test_a_line_that_is_no_conversation_is_named_and_not_shown(
+    tmp_path: Path, qwen: Path, line: str
+) -> None:
     path = write(tmp_path / "rows.jsonl", row("Hi", "Hello"))
     with path.open("a", encoding="utf-8") as file:
         file.write(line + "\n")
@@ -151,7 +181,9 @@ def test_refused_answers_are_counted_with_their_reason(tmp_path: Path) -> None:
     folder = like_granite(tmp_path / "granite")
     shown = run_audit(folder)
     assert shown.exit_code == 0, shown.output
-    assert "refused 3: the template leaves out reasoning or a tool call of an answer" in shown.stdout
+    assert (
+        "refused 3: the template leaves out reasoning or a tool call of an answer" in shown.stdout
+    )
     only = write(tmp_path / "rows.jsonl", row("Hi"))
     assert "no assistant turn" in run_audit(folder, only).stderr
 
@@ -191,8 +223,12 @@ def test_real_tokenizers_and_conversations(name: str, tmp_path: Path) -> None:
         pytest.skip(f"no real conversations or tokenizer in {DATA}")
     few = tmp_path / "rows.jsonl"
     with gzip.open(rows, "rt", encoding="utf-8") as lines:
-        few.write_text("".join(line for line, _ in zip(lines, range(40), strict=False)), encoding="utf-8")
-    shown = run_audit(name if name == "builtin" else folder, few, "--show", "1", "--mask", "serving")
+        few.write_text(
+            "".join(line for line, _ in zip(lines, range(40), strict=False)), encoding="utf-8"
+        )
+    shown = run_audit(
+        name if name == "builtin" else folder, few, "--show", "1", "--mask", "serving"
+    )
     assert shown.exit_code == 0, shown.output
     assert "0 have none" in shown.stdout
 
@@ -201,7 +237,9 @@ def test_real_tokenizers_and_conversations(name: str, tmp_path: Path) -> None:
 
 
 def test_pieces_are_the_whole_text() -> None:
-    """Of tokens that share a character the first has it; white space that offsets leave out goes with the token after it."""
+    """Of tokens that share a character the first has it; white space that offsets leave out goes
+    with the token after it.
+    """
     encoded = Encoded("a é b\n", [1, 2, 3, 4, 5], [(0, 1), (2, 3), (2, 3), (4, 5), (5, 5)])
     assert pieces(encoded) == ["a", " é", "", " b", "\n"]
     assert pieces(Encoded("", [], [])) == []

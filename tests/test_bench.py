@@ -1,4 +1,6 @@
-"""The benchmark: what it reads, how it counts, and a whole run against a real server with a tiny target and head."""
+"""The benchmark: what it reads, how it counts, and a whole run against a real server with a tiny
+target and head.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,15 @@ from eyas.bench.workload import Task, read_tasks
 from eyas.builtin import BUILTIN, resolve_head, resolve_target
 from eyas.chat import Chat
 from eyas.engine.engine import Engine, EngineConfig
-from eyas.errors import ConfigError, CorruptError, EmptyInputError, EyasError, InputError, MismatchError, MissingInputError
+from eyas.errors import (
+    ConfigError,
+    CorruptError,
+    EmptyInputError,
+    EyasError,
+    InputError,
+    MismatchError,
+    MissingInputError,
+)
 from eyas.serve.app import Served, create_app
 from eyas.serve.server import running_app
 from eyas.serve.worker import Worker
@@ -43,22 +53,48 @@ def test_prompts_in_three_shapes_become_first_turns(tmp_path):
     said = {"role": "user", "content": "u"}
     rows = [
         {"id": "p", "source": "s", "licence": "l", "turns": ["one", "two"], "system": "be kind"},
-        {"id": "m", "messages": [{"role": "system", "content": "x"}, said, said, {"role": "assistant", "content": "a"}, said]},
-        {"id": "o", "messages": [{"role": "assistant", "content": "Hello!"}, said, {"role": "assistant", "content": "a"}]},
+        {
+            "id": "m",
+            "messages": [
+                {"role": "system", "content": "x"},
+                said,
+                said,
+                {"role": "assistant", "content": "a"},
+                said,
+            ],
+        },
+        {
+            "id": "o",
+            "messages": [
+                {"role": "assistant", "content": "Hello!"},
+                said,
+                {"role": "assistant", "content": "a"},
+            ],
+        },
         {"question_id": 81, "category": "writing", "turns": ["compose", "rewrite"]},
         {"messages": [said]},
     ]
-    tasks = {task.prompt_id: task for task in read_tasks(write_lines(tmp_path / "p.jsonl", rows), count=9, seed=0)}
-    assert tasks["p"].messages == ({"role": "system", "content": "be kind"}, {"role": "user", "content": "one"})
+    tasks = {
+        task.prompt_id: task
+        for task in read_tasks(write_lines(tmp_path / "p.jsonl", rows), count=9, seed=0)
+    }
+    assert tasks["p"].messages == (
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": "one"},
+    )
     assert tasks["m"].messages == ({"role": "system", "content": "x"}, said, said)
     assert tasks["o"].messages == (said,)
-    assert tasks["81"] == Task("81", "writing", ({"role": "user", "content": "compose"},), is_cut=True)
+    assert tasks["81"] == Task(
+        "81", "writing", ({"role": "user", "content": "compose"},), is_cut=True
+    )
     assert {prompt_id for prompt_id, task in tasks.items() if task.is_cut} == {"p", "m", "81"}
     assert tasks["5"].messages == (said,)
 
 
 def test_prompts_are_drawn_by_seed(tmp_path):
-    url = write_lines(tmp_path / "p.jsonl", [{"id": f"{number}", "turns": ["hi"]} for number in range(50)])
+    url = write_lines(
+        tmp_path / "p.jsonl", [{"id": f"{number}", "turns": ["hi"]} for number in range(50)]
+    )
     drawn = read_tasks(url, 10, seed=1)
     assert drawn == read_tasks(url, 10, seed=1)
     assert drawn != read_tasks(url, 10, seed=2)
@@ -95,7 +131,9 @@ def test_missing_and_broken_files_are_refused(tmp_path):
         read_tasks(str(tmp_path / "p.jsonl.gz"), 1, 0)
 
 
-@pytest.mark.parametrize(("name", "count"), [("prompts/spec_bench.jsonl", 480), ("sgd_dev.jsonl.gz", 2098)])
+@pytest.mark.parametrize(
+    ("name", "count"), [("prompts/spec_bench.jsonl", 480), ("sgd_dev.jsonl.gz", 2098)]
+)
 def test_real_prompt_files_are_read_whole(name, count):
     if not SHARED.is_dir():
         pytest.skip(f"no data beside the checkout at {SHARED}")
@@ -112,10 +150,20 @@ def event(**fields):
 
 
 def delta(text=None, finish_reason=None):
-    return event(choices=[{"index": 0, "delta": {} if text is None else {"content": text}, "finish_reason": finish_reason}])
+    return event(
+        choices=[
+            {
+                "index": 0,
+                "delta": {} if text is None else {"content": text},
+                "finish_reason": finish_reason,
+            }
+        ]
+    )
 
 
-USAGE = event(choices=[], usage={"prompt_tokens": 3, "completion_tokens": 5, "eyas": {"accept_hist": [1, 1]}})
+USAGE = event(
+    choices=[], usage={"prompt_tokens": 3, "completion_tokens": 5, "eyas": {"accept_hist": [1, 1]}}
+)
 
 
 def test_events_are_timed_by_the_piece_that_completes_them():
@@ -124,7 +172,8 @@ def test_events_are_timed_by_the_piece_that_completes_them():
         found = list(events([(1.0, whole[:cut]), (2.0, whole[cut:])]))
         assert [one["choices"][0]["delta"]["content"] for _, one in found] == ["a", "b"]
         assert [at for at, _ in found] == [
-            1.0 if cut >= whole.index(b"\n", whole.index(mark)) + 1 else 2.0 for mark in (b'"a"', b'"b"')
+            1.0 if cut >= whole.index(b"\n", whole.index(mark)) + 1 else 2.0
+            for mark in (b'"a"', b'"b"')
         ]
 
 
@@ -137,7 +186,9 @@ def test_first_token_is_the_first_text_and_the_end_is_the_last_choice():
         (11.0, USAGE + b"data: [DONE]\n\n"),
     ]
     reply = read_reply(Received(0.0, pieces))
-    assert reply == Reply(4.0, 9.0, [2.0], 3, 5, "stop", "Hello", [1, 1], num_chunks=2, tells_rounds=True)
+    assert reply == Reply(
+        4.0, 9.0, [2.0], 3, 5, "stop", "Hello", [1, 1], num_chunks=2, tells_rounds=True
+    )
 
 
 def test_an_answer_without_text_has_its_end_for_a_first_token():
@@ -166,8 +217,16 @@ def test_a_broken_stream_is_an_error_and_no_figure(pieces, words):
 
 
 def test_speedup_is_the_ratio_of_the_median_tpots():
-    plain = [row("plain", "a", tpot_ms=10), row("plain", "b", tpot_ms=20), row("plain", "c", tpot_ms=60)]
-    eagle = [row("eagle", "c", tpot_ms=15), row("eagle", "a", tpot_ms=5), row("eagle", "b", tpot_ms=8)]
+    plain = [
+        row("plain", "a", tpot_ms=10),
+        row("plain", "b", tpot_ms=20),
+        row("plain", "c", tpot_ms=60),
+    ]
+    eagle = [
+        row("eagle", "c", tpot_ms=15),
+        row("eagle", "a", tpot_ms=5),
+        row("eagle", "b", tpot_ms=8),
+    ]
     compared = comparison(plain, eagle, is_greedy=True)
     assert compared["speedup"] == 20 / 8
     assert compared["paired_speedup"]["median"] == 2.5  # of 2, 2.5 and 4
@@ -175,7 +234,12 @@ def test_speedup_is_the_ratio_of_the_median_tpots():
 
 
 def test_only_prompts_that_both_arms_answered_are_compared():
-    plain = [row("plain", "a"), row("plain", "b", error="lost"), row("plain", "c", tokens=1), row("plain", "d")]
+    plain = [
+        row("plain", "a"),
+        row("plain", "b", error="lost"),
+        row("plain", "c", tokens=1),
+        row("plain", "d"),
+    ]
     eagle = [
         row("eagle", "a", tpot_ms=5),
         row("eagle", "b", tpot_ms=1),
@@ -190,8 +254,14 @@ def test_only_prompts_that_both_arms_answered_are_compared():
 
 @pytest.mark.parametrize("change", [{"text": "other"}, {"tokens": 12}])
 def test_identical_asks_for_the_same_text_and_count(change):
-    assert comparison([row("plain", "a")], [row("eagle", "a", **change)], is_greedy=True)["identical"] == 0
-    assert comparison([row("plain", "a")], [row("eagle", "a", **change)], is_greedy=False)["identical"] is None
+    assert (
+        comparison([row("plain", "a")], [row("eagle", "a", **change)], is_greedy=True)["identical"]
+        == 0
+    )
+    assert (
+        comparison([row("plain", "a")], [row("eagle", "a", **change)], is_greedy=False)["identical"]
+        is None
+    )
 
 
 def test_throughput_counts_each_block_from_its_first_request_to_its_last_answer():
@@ -204,9 +274,17 @@ def test_throughput_counts_each_block_from_its_first_request_to_its_last_answer(
 
 
 def test_result_counts_failures_and_finish_reasons():
-    rows = [row("eagle", "a", hist=[1, 2]), row("eagle", "b", hist=[0, 0, 1]), row("eagle", "c", error="HTTP 500: no")]
+    rows = [
+        row("eagle", "a", hist=[1, 2]),
+        row("eagle", "b", hist=[0, 0, 1]),
+        row("eagle", "c", error="HTTP 500: no"),
+    ]
     counted = result(rows)
-    assert (counted["num_requests"], counted["num_failed"], counted["errors"]) == (3, 1, {"HTTP 500: no": 1})
+    assert (counted["num_requests"], counted["num_failed"], counted["errors"]) == (
+        3,
+        1,
+        {"HTTP 500: no": 1},
+    )
     assert counted["finish_reasons"] == {"stop": 2}
     assert counted["accept_hist"] == [1, 2, 1]
     assert counted["tau"] == 2
@@ -214,11 +292,15 @@ def test_result_counts_failures_and_finish_reasons():
 
 def pairs_of(count, tpot_ms, hist, tokens=11):
     plain = [row("plain", str(number), tpot_ms=10, tokens=tokens) for number in range(count)]
-    return plain, [row("eagle", str(number), tpot_ms=tpot_ms, hist=hist, tokens=tokens) for number in range(count)]
+    return plain, [
+        row("eagle", str(number), tpot_ms=tpot_ms, hist=hist, tokens=tokens)
+        for number in range(count)
+    ]
 
 
 def test_round_cost_is_in_plain_tokens():
-    compared = comparison(*pairs_of(3, tpot_ms=8, hist=[0, 5]), is_greedy=True)  # 5 rounds of 2 tokens, 16 ms each
+    # 5 rounds of 2 tokens, 16 ms each
+    compared = comparison(*pairs_of(3, tpot_ms=8, hist=[0, 5]), is_greedy=True)
     assert compared["round_cost"]["median"] == pytest.approx(1.6)
     assert comparison(*pairs_of(3, tpot_ms=8, hist=[]), is_greedy=True)["round_cost"] is None
 
@@ -226,18 +308,27 @@ def test_round_cost_is_in_plain_tokens():
 @pytest.mark.parametrize("count", [1, 6, 40])
 def test_a_speedup_above_tau_fails_without_any_allowance(count):
     plain, eagle = pairs_of(count, tpot_ms=10 / 2.001, hist=[0, 5])
-    with pytest.raises(EyasError, match=r"speed-up of 2\.00 .* at 2\.00 tokens a round.* above tau") as impossible:
+    with pytest.raises(
+        EyasError, match=r"speed-up of 2\.00 .* at 2\.00 tokens a round.* above tau"
+    ) as impossible:
         summarise([*plain, *eagle], ["plain", "eagle"], is_greedy=True)
     assert impossible.value.exit_code == 1
-    summarise([*plain, *pairs_of(count, tpot_ms=5, hist=[0, 5])[1]], ["plain", "eagle"], is_greedy=True)
+    summarise(
+        [*plain, *pairs_of(count, tpot_ms=5, hist=[0, 5])[1]], ["plain", "eagle"], is_greedy=True
+    )
 
 
 def test_rounds_that_cost_less_than_a_plain_token_fail_even_below_tau():
-    """Half of the prompts have a tau of 5 and hardly profit; the others are faster than their own tau of 1.25."""
+    """Half of the prompts have a tau of 5 and hardly profit; the others are faster than their own
+    tau of 1.25.
+    """
     plain = [row("plain", str(number), tpot_ms=10) for number in range(24)]
     easy = [row("eagle", str(number), tpot_ms=7.5, hist=[0, 0, 0, 0, 2]) for number in range(4)]
     hard = [row("eagle", str(number), tpot_ms=7.5, hist=[6, 2]) for number in range(4, 24)]
-    with pytest.raises(EyasError, match=r"speed-up of 1\.33 was measured at 1\.43 tokens a round, and its rounds cost 0\.94"):
+    with pytest.raises(
+        EyasError,
+        match=r"speed-up of 1\.33 was measured at 1\.43 tokens a round, and its rounds cost 0\.94",
+    ):
         comparison(plain, [*easy, *hard], is_greedy=True)
 
 
@@ -246,40 +337,66 @@ def test_an_arm_that_decoded_plain_but_for_a_few_rounds_has_no_tau_to_be_above()
     plain = [row("plain", str(number), tpot_ms=10) for number in range(10)]
     eagle = [row("eagle", str(number), tpot_ms=9.9, hist=[1]) for number in range(10)]
     compared = comparison(plain, eagle, is_greedy=True)
-    assert (compared["tau"], compared["tokens_per_forward"], compared["num_plain_steps"]) == (None, 1, 90)
-    half = [row("eagle", str(number), tpot_ms=7, hist=[0, 1, 1]) for number in range(10)]  # 5 of 10 tokens
+    assert (compared["tau"], compared["tokens_per_forward"], compared["num_plain_steps"]) == (
+        None,
+        1,
+        90,
+    )
+    # 5 of 10 tokens
+    half = [row("eagle", str(number), tpot_ms=7, hist=[0, 1, 1]) for number in range(10)]
     compared = comparison(plain, half, is_greedy=True)
-    assert (compared["tau"], compared["tokens_per_forward"], compared["num_plain_steps"]) == (2.5, 10 / 7, 50)
+    assert (compared["tau"], compared["tokens_per_forward"], compared["num_plain_steps"]) == (
+        2.5,
+        10 / 7,
+        50,
+    )
 
 
 def test_a_task_whose_speedup_may_be_chance_is_not_told_one():
     factors = [0.3, 0.4, 0.45, 0.46, 0.9, 1.0, 1.1]
     plain = [row("plain", str(number), tpot_ms=10) for number in range(7)]
-    eagle = [row("eagle", str(number), tpot_ms=10 * factor, hist=[0, 5]) for number, factor in enumerate(factors)]
+    eagle = [
+        row("eagle", str(number), tpot_ms=10 * factor, hist=[0, 5])
+        for number, factor in enumerate(factors)
+    ]
     with pytest.raises(EyasError, match="2\\.17"):
         comparison(plain, eagle, is_greedy=True)
     compared = compared_task(plain, eagle, is_greedy=True)
     assert (compared["speedup"], compared["speedup_interval"], compared["tau"]) == (None, None, 2)
-    assert re.fullmatch(r"2\.17 \(\d\.\d\d to \d\.\d\d\) over 7 prompts is noise: tau is 2\.00", compared["withheld"])
+    assert re.fullmatch(
+        r"2\.17 \(\d\.\d\d to \d\.\d\d\) over 7 prompts is noise: tau is 2\.00",
+        compared["withheld"],
+    )
     few = compared_task(plain[:5], eagle[:5], is_greedy=True)
     assert (few["speedup"], few["withheld"]) == (None, "2.22 over 5 prompts is noise: tau is 2.00")
     other = compared_task(plain, eagle, is_greedy=True, same_engine=False)
-    assert (round(other["speedup"], 2), other["withheld"]) == (2.17, None), "tau is no law between two engines"
+    assert (round(other["speedup"], 2), other["withheld"]) == (2.17, None), (
+        "tau is no law between two engines"
+    )
     with pytest.raises(EyasError, match="above tau"):
-        compared_task(plain, [row("eagle", str(number), tpot_ms=4, hist=[0, 5]) for number in range(7)], is_greedy=True)
+        compared_task(
+            plain,
+            [row("eagle", str(number), tpot_ms=4, hist=[0, 5]) for number in range(7)],
+            is_greedy=True,
+        )
 
 
 def test_without_a_tau_a_speedup_is_one_and_noise():
     plain = [row("plain", str(number), tpot_ms=10) for number in range(10)]
 
     def of(*tpots_ms):
-        return [row("eagle", str(number), tpot_ms=tpot_ms, hist=[1]) for number, tpot_ms in enumerate(tpots_ms)]
+        return [
+            row("eagle", str(number), tpot_ms=tpot_ms, hist=[1])
+            for number, tpot_ms in enumerate(tpots_ms)
+        ]
 
     busy = comparison(plain, of(*[10 / 1.9] * 10), is_greedy=True)
     assert (busy["speedup"], busy["withheld"][:4]) == (None, "1.90")
     noisy = comparison(plain, of(*[10] * 4, *[8] * 6), is_greedy=True)
     assert (noisy["speedup"], noisy["tau"]) == (None, None)
-    assert noisy["withheld"].endswith("over 10 prompts is noise: more than 1.10 cannot be, hardly any drafted")
+    assert noisy["withheld"].endswith(
+        "over 10 prompts is noise: more than 1.10 cannot be, hardly any drafted"
+    )
     assert comparison(plain, of(*[9.5] * 10), is_greedy=True)["withheld"] is None
 
 
@@ -309,24 +426,33 @@ def test_an_answer_that_came_at_once_has_no_time_per_token():
 
 @pytest.fixture(scope="module")
 def url():
-    """The packaged target and head, not a tiny one: a random head has a tau of 1, and noise alone may look faster than that."""
+    """The packaged target and head, not a tiny one: a random head has a tau of 1, and noise alone
+    may look faster than that.
+    """
     target = resolve_target(BUILTIN)
     config = EngineConfig(max_batch=4, max_length=256, speculation="fixed(4,1,5)")
     engine = Engine.load(target, resolve_head(BUILTIN), config=config)
-    app = create_app(Worker(engine), Chat(target), Served("eyas", "float32", True, engine.max_length))
+    app = create_app(
+        Worker(engine), Chat(target), Served("eyas", "float32", True, engine.max_length)
+    )
     with running_app(app) as url:
         yield url
 
 
 @pytest.fixture
 def prompts(tmp_path):
-    rows = [{"id": f"p{number}", "turns": [f"I would like a table for {number}."]} for number in range(10)]
+    rows = [
+        {"id": f"p{number}", "turns": [f"I would like a table for {number}."]}
+        for number in range(10)
+    ]
     return write_lines(tmp_path / "prompts.jsonl", rows)
 
 
 def test_a_run_measures_every_prompt_in_every_arm_and_finds_them_identical(url, prompts, tmp_path):
     output = Artifact(str(tmp_path / "bench"))
-    config = BenchConfig(url=url, prompts=prompts, num_prompts=10, concurrencies=(1, 3), max_tokens=48)
+    config = BenchConfig(
+        url=url, prompts=prompts, num_prompts=10, concurrencies=(1, 3), max_tokens=48
+    )
     steps = []
     manifest = bench(config, output, lambda done, total=None, note="": steps.append((done, total)))
     rows, summary = list(output.read_jsonl("rows.jsonl")), output.read_json("summary.json")
@@ -340,27 +466,41 @@ def test_a_run_measures_every_prompt_in_every_arm_and_finds_them_identical(url, 
         assert compared["identical"] == compared["num_pairs"] == 10
         assert compared["speedup"] > 0
     for counted in summary["results"]:
-        own = [row for row in rows if (row["arm"], row["concurrency"]) == (counted["arm"], counted["concurrency"])]
+        own = [
+            row
+            for row in rows
+            if (row["arm"], row["concurrency"]) == (counted["arm"], counted["concurrency"])
+        ]
         assert counted["num_output_tokens"] == sum(row["num_output_tokens"] for row in own)
         if counted["arm"] == "plain":
             assert counted["tau"] is None
         else:  # every token but the first of each answer came from a round
-            emitted = sum((accepted + 1) * count for accepted, count in enumerate(counted["accept_hist"]))
+            emitted = sum(
+                (accepted + 1) * count for accepted, count in enumerate(counted["accept_hist"])
+            )
             assert emitted == counted["num_output_tokens"] - 10
             assert counted["tau"] >= 1
 
 
-# Where the speed does not matter, neither arm drafts: a few tokens on a busy machine may come faster than tau allows.
+# Where the speed does not matter, neither arm drafts: a few tokens on a busy machine may come
+# faster than tau allows.
 TWO_PLAIN = {"plain": ArmConfig(speculation=False), "eagle": ArmConfig(speculation=False)}
 
 
 def test_arms_take_turns_block_by_block(url, prompts, tmp_path):
-    bench(BenchConfig(url=url, prompts=prompts, arms=TWO_PLAIN, max_tokens=8), Artifact(str(tmp_path / "bench")))
-    order = [(row["block"], row["arm"]) for row in Artifact(str(tmp_path / "bench")).read_jsonl("rows.jsonl")]
+    bench(
+        BenchConfig(url=url, prompts=prompts, arms=TWO_PLAIN, max_tokens=8),
+        Artifact(str(tmp_path / "bench")),
+    )
+    order = [
+        (row["block"], row["arm"])
+        for row in Artifact(str(tmp_path / "bench")).read_jsonl("rows.jsonl")
+    ]
     blocks = list(dict.fromkeys(order))
     turns = [("plain", "eagle"), ("eagle", "plain")]
     assert blocks == [(number, arm) for number in range(4) for arm in turns[number % 2]]
-    assert Counter(order) == {block: 3 if block[0] < 3 else 1 for block in blocks}  # 10 prompts in four blocks
+    # 10 prompts in four blocks
+    assert Counter(order) == {block: 3 if block[0] < 3 else 1 for block in blocks}
 
 
 def test_a_run_that_is_done_is_not_done_again(url, prompts, tmp_path):
@@ -384,21 +524,36 @@ def test_arms_may_have_servers_of_their_own_and_leave_our_field_out(prompts, tmp
     output = Artifact(str(tmp_path / "bench"))
     with scripted(bodies=bodies[0]) as one, scripted(bodies=bodies[1]) as other:
         arms = {"one": ArmConfig(), "other": ArmConfig(url=f"{other}/v1")}
-        bench(BenchConfig(url=one, arms=arms, prompts=prompts, num_prompts=4, max_tokens=5, temperature=0.5), output)
-    assert [compared["identical"] for compared in output.read_json("summary.json")["comparisons"]] == [None]
+        bench(
+            BenchConfig(
+                url=one, arms=arms, prompts=prompts, num_prompts=4, max_tokens=5, temperature=0.5
+            ),
+            output,
+        )
+    assert [
+        compared["identical"] for compared in output.read_json("summary.json")["comparisons"]
+    ] == [None]
     assert [len(asked) for asked in bodies] == [2 + 4, 2 + 4]
     assert not any("speculation" in body for asked in bodies for body in asked)
 
 
 def test_without_the_field_a_server_with_a_head_drafts(url, prompts, tmp_path):
     output = Artifact(str(tmp_path / "bench"))
-    bench(BenchConfig(url=url, arms={"one": ArmConfig()}, prompts=prompts, num_prompts=4, max_tokens=32), output)
+    bench(
+        BenchConfig(
+            url=url, arms={"one": ArmConfig()}, prompts=prompts, num_prompts=4, max_tokens=32
+        ),
+        output,
+    )
     assert output.read_json("summary.json")["results"][0]["tau"] >= 1
 
 
 def test_no_server_is_one_clear_error_and_claims_no_folder(prompts, tmp_path):
     with pytest.raises(MissingInputError, match="no server at"):
-        bench(BenchConfig(url="http://127.0.0.1:9", prompts=prompts), Artifact(str(tmp_path / "bench")))
+        bench(
+            BenchConfig(url="http://127.0.0.1:9", prompts=prompts),
+            Artifact(str(tmp_path / "bench")),
+        )
     assert not (tmp_path / "bench").exists()
 
 
@@ -428,7 +583,9 @@ def compared(tmp_path, prompts, baseline, server, **config):
     with scripted(**baseline) as one, scripted(**server) as other:
         arms = {"baseline": ArmConfig(url=one), "server": ArmConfig(url=other)}
         output = Artifact(str(tmp_path / "bench"))
-        bench(BenchConfig(arms=arms, prompts=prompts, num_prompts=6, max_tokens=8, **config), output)
+        bench(
+            BenchConfig(arms=arms, prompts=prompts, num_prompts=6, max_tokens=8, **config), output
+        )
         return output.read_json("summary.json")
 
 
@@ -442,7 +599,10 @@ def test_two_servers_that_tell_nothing_of_rounds_are_compared_and_it_is_said(tmp
 
 
 def test_different_precisions_are_refused_before_anything_is_asked(tmp_path, prompts):
-    servers = ({"info": {"dtype": "float16"}, "owner": "sglang"}, {"owner": "eyas", "card": {"eyas": {"dtype": "bfloat16"}}})
+    servers = (
+        {"info": {"dtype": "float16"}, "owner": "sglang"},
+        {"owner": "eyas", "card": {"eyas": {"dtype": "bfloat16"}}},
+    )
     with pytest.raises(MismatchError, match="float16 against bfloat16"):
         compared(tmp_path, prompts, *servers)
     assert not (tmp_path / "bench").exists()
@@ -464,7 +624,9 @@ def test_tokens_that_no_usage_tells_are_counted_by_tokenize(tmp_path, prompts):
     assert [one["num_output_tokens"] for one in summary["results"]] == [42, 42]
 
 
-def test_without_tokenize_either_times_are_measured_and_nothing_is_said_of_tokens(tmp_path, prompts):
+def test_without_tokenize_either_times_are_measured_and_nothing_is_said_of_tokens(
+    tmp_path, prompts
+):
     silent = {"tells_usage": False}
     summary = compared(tmp_path, prompts, silent, silent)
     for found in summary["results"]:
@@ -480,14 +642,20 @@ def test_an_open_loop_sends_when_the_time_has_come(tmp_path, prompts):
         output = Artifact(str(tmp_path / "bench"))
         loop = {"rates": [50], "process": "constant"}
         config = BenchConfig(
-            url=url, arms={"one": ArmConfig()}, prompts=prompts, concurrencies=(), open_loop=loop, num_prompts=10
+            url=url,
+            arms={"one": ArmConfig()},
+            prompts=prompts,
+            concurrencies=(),
+            open_loop=loop,
+            num_prompts=10,
         )
         bench(config, output)
         rows, summary = list(output.read_jsonl("rows.jsonl")), output.read_json("summary.json")
     for block in range(4):
         started = [row["started_s"] for row in rows if row["block"] == block]
         first = next(row for row in rows if row["block"] == block)
-        for place, at in enumerate(started):  # an answer takes ten times as long as the gap: nobody waits for one
+        # an answer takes ten times as long as the gap: nobody waits for one
+        for place, at in enumerate(started):
             assert at - started[0] >= 0.02 * place - 0.001
         assert len(started) == 1 or started[-1] < started[0] + first["e2e_ms"] / 1000
     assert [one["rate"] for one in summary["open_loop"]["results"]] == [50]
@@ -497,7 +665,16 @@ def test_an_open_loop_sends_when_the_time_has_come(tmp_path, prompts):
 def test_synthetic_prompts_are_of_the_length_that_the_server_counts(tmp_path):
     with scripted(extra_prompt_tokens=7) as url:
         output = Artifact(str(tmp_path / "bench"))
-        bench(BenchConfig(url=url, arms={"one": ArmConfig()}, prompts="synthetic(30,60)", num_prompts=5, max_tokens=3), output)
+        bench(
+            BenchConfig(
+                url=url,
+                arms={"one": ArmConfig()},
+                prompts="synthetic(30,60)",
+                num_prompts=5,
+                max_tokens=3,
+            ),
+            output,
+        )
         lengths = [row["num_prompt_tokens"] for row in output.read_jsonl("rows.jsonl")]
     assert all(30 <= length <= 60 for length in lengths)
     assert len(set(lengths)) > 1
@@ -513,7 +690,12 @@ class Impatient(Scripted):
 def test_a_connection_that_was_closed_while_idle_costs_no_request(tmp_path, prompts):
     with web_server(Impatient) as url:
         output = Artifact(str(tmp_path / "bench"))
-        bench(BenchConfig(url=url, arms={"one": ArmConfig()}, prompts=prompts, num_prompts=6, max_tokens=3), output)
+        bench(
+            BenchConfig(
+                url=url, arms={"one": ArmConfig()}, prompts=prompts, num_prompts=6, max_tokens=3
+            ),
+            output,
+        )
         assert not [row["error"] for row in output.read_jsonl("rows.jsonl") if row["error"]]
 
 
@@ -533,12 +715,15 @@ def test_however_the_kernel_tells_of_a_stale_connection_the_request_is_sent_agai
             return await client.complete({})
 
     assert not asyncio.run(asked([kind("")])).error
-    assert asyncio.run(asked([kind(""), kind("")])).error == f"{kind.__name__}: "  # once: then it is the server's failure
+    # once: then it is the server's failure
+    assert asyncio.run(asked([kind(""), kind("")])).error == f"{kind.__name__}: "
 
 
 def test_more_at_a_time_than_there_are_prompts_is_refused(prompts, tmp_path):
     with pytest.raises(ConfigError, match="10 prompts: 11 at a time"):
-        bench(BenchConfig(prompts=prompts, concurrencies=(1, 11)), Artifact(str(tmp_path / "bench")))
+        bench(
+            BenchConfig(prompts=prompts, concurrencies=(1, 11)), Artifact(str(tmp_path / "bench"))
+        )
 
 
 def test_the_packaged_prompts_are_there_when_none_are_given():

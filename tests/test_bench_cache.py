@@ -1,4 +1,6 @@
-"""What servers keep of prompts must not show in the figures: salts, what warms up, and what is said where neither is known."""
+"""What servers keep of prompts must not show in the figures: salts, what warms up, and what is said
+where neither is known.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,13 @@ ARMS = {"plain": ArmConfig(speculation=False), "eagle": ArmConfig(speculation=Fa
 @pytest.fixture
 def prompts(tmp_path):
     """Long enough for several pages, and different from the first word on."""
-    rows = [{"id": n, "turns": [f"{n} people would like a table, " + f"{n} of them by the window, " * 3]} for n in range(9)]
+    rows = [
+        {
+            "id": n,
+            "turns": [f"{n} people would like a table, " + f"{n} of them by the window, " * 3],
+        }
+        for n in range(9)
+    ]
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
@@ -33,15 +41,22 @@ def asked(tmp_path, prompts, server, **config):
     with scripted(bodies=bodies, **server) as url:
         output = Artifact(str(tmp_path / "bench"))
         bench(BenchConfig(url=url, prompts=prompts, **config), output)
-        return bodies, output.read_json("summary.json"), [row["prompt_id"] for row in output.read_jsonl("rows.jsonl")]
+        return (
+            bodies,
+            output.read_json("summary.json"),
+            [row["prompt_id"] for row in output.read_jsonl("rows.jsonl")],
+        )
 
 
 @pytest.mark.parametrize("owner", ["eyas", "vllm"])
 def test_every_arm_and_load_has_a_salt_of_its_own(tmp_path, prompts, owner):
     arms = {"plain": ArmConfig(fields={"seed": 1}), "eagle": ArmConfig(fields={"seed": 2})}
     bodies, summary, _ = asked(tmp_path, prompts, {"owner": owner}, num_prompts=8, arms=arms)
-    of_seed = {seed: [body["cache_salt"] for body in bodies if body["seed"] == seed] for seed in (1, 2)}
-    for salts in of_seed.values():  # 2 to warm up and 8 to measure, twice: loads of one and two at a time
+    of_seed = {
+        seed: [body["cache_salt"] for body in bodies if body["seed"] == seed] for seed in (1, 2)
+    }
+    # 2 to warm up and 8 to measure, twice: loads of one and two at a time
+    for salts in of_seed.values():
         assert [salts.count(one) for one in dict.fromkeys(salts)] == [2, 8, 2, 8]
     assert not set(of_seed[1]) & set(of_seed[2])
     assert summary["salted_arms"] == ["plain", "eagle"]
@@ -57,14 +72,19 @@ def test_of_other_servers_it_is_said_that_prompts_may_be_cached(tmp_path, prompt
 
 def test_a_salt_of_the_users_own_stays_and_is_no_fresh_one(tmp_path, prompts):
     bodies, summary, _ = asked(
-        tmp_path, prompts, {"owner": "eyas"}, arms={"a": ArmConfig(fields={"cache_salt": "mine"}), "b": ArmConfig()}
+        tmp_path,
+        prompts,
+        {"owner": "eyas"},
+        arms={"a": ArmConfig(fields={"cache_salt": "mine"}), "b": ArmConfig()},
     )
     assert [body["cache_salt"] for body in bodies].count("mine") == len(bodies) / 2
     assert summary["salted_arms"] == ["b"]
 
 
 def test_what_warms_up_is_not_measured_where_there_are_prompts_enough(tmp_path, prompts):
-    bodies, _, measured = asked(tmp_path, prompts, {}, concurrencies=(1,), arms={"one": ArmConfig()})
+    bodies, _, measured = asked(
+        tmp_path, prompts, {}, concurrencies=(1,), arms={"one": ArmConfig()}
+    )
     first, second, *others = [body["messages"][0]["content"].split()[0] for body in bodies]
     assert others == measured
     assert len({first, second, *others}) == 8
@@ -73,15 +93,36 @@ def test_what_warms_up_is_not_measured_where_there_are_prompts_enough(tmp_path, 
 def test_our_server_reuses_nothing_that_another_arm_or_load_has_asked(tmp_path, prompts):
     def hits():
         lines = httpx.get(f"{client.url}/metrics").text.splitlines()
-        return [float(line.split()[-1]) for line in lines if line.startswith("eyas:prefix_cache_hits_total")]
+        return [
+            float(line.split()[-1])
+            for line in lines
+            if line.startswith("eyas:prefix_cache_hits_total")
+        ]
 
     with World.make(tmp_path / "target").served() as client:
-        config = BenchConfig(url=client.url, prompts=prompts, arms=ARMS, num_prompts=7, concurrencies=(1, 2), max_tokens=4)
+        config = BenchConfig(
+            url=client.url,
+            prompts=prompts,
+            arms=ARMS,
+            num_prompts=7,
+            concurrencies=(1, 2),
+            max_tokens=4,
+        )
         bench(config, Artifact(str(tmp_path / "bench")))
         assert hits() == [0.0]
         facts = Artifact(str(tmp_path / "bench")).read_json("summary.json")["servers"]["plain"]
-        assert (facts["version"], facts["has_head"], facts["precision"]) == (version("eyas"), False, "float32")
-        body = {"model": "tiny", "messages": [{"role": "user", "content": "The same, twice. " * 5}], "max_tokens": 1}
+        assert (facts["version"], facts["has_head"], facts["precision"]) == (
+            version("eyas"),
+            False,
+            "float32",
+        )
+        body = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "The same, twice. " * 5}],
+            "max_tokens": 1,
+        }
         for _ in range(2):
-            httpx.post(f"{client.url}/v1/chat/completions", json=body, timeout=60).raise_for_status()
+            httpx.post(
+                f"{client.url}/v1/chat/completions", json=body, timeout=60
+            ).raise_for_status()
         assert hits() > [0.0], "it does reuse what it knows"

@@ -1,4 +1,6 @@
-"""`eyas bench URL` and `eyas report FOLDER` as commands: which arms a server gets, what is written, what the last line says."""
+"""`eyas bench URL` and `eyas report FOLDER` as commands: which arms a server gets, what is written,
+what the last line says.
+"""
 
 from __future__ import annotations
 
@@ -25,24 +27,45 @@ def run_eyas(*arguments):
 
 @pytest.fixture
 def prompts(tmp_path):
-    rows = [{"id": n, "category": ("odd", "even")[n % 2], "turns": [f"I would like a table for {n}."]} for n in range(12)]
+    rows = [
+        {"id": n, "category": ("odd", "even")[n % 2], "turns": [f"I would like a table for {n}."]}
+        for n in range(12)
+    ]
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def test_arms_are_what_the_server_can_do():
-    with scripted() as other, scripted(**EYAS, card={"eyas": {"has_head": True}}) as ours, scripted(**EYAS) as bare:
+    with (
+        scripted() as other,
+        scripted(**EYAS, card={"eyas": {"has_head": True}}) as ours,
+        scripted(**EYAS) as bare,
+    ):
         assert arms_for(other, None) == arms_for(bare, None) == {"server": {}}
-        assert arms_for(ours, None) == {"plain": {"speculation": False}, "eagle": {"speculation": True}}
+        assert arms_for(ours, None) == {
+            "plain": {"speculation": False},
+            "eagle": {"speculation": True},
+        }
         assert arms_for(ours, other) == {"baseline": {"url": other}, "server": {"url": ours}}
 
 
 def test_two_servers_end_in_a_report_and_one_line_of_json(tmp_path, prompts):
     folder = tmp_path / "bench"
-    shared = ("--prompts", prompts, "--set", "max_tokens=4", "--set", "num_prompts=12", "-o", folder)
+    shared = (
+        "--prompts",
+        prompts,
+        "--set",
+        "max_tokens=4",
+        "--set",
+        "num_prompts=12",
+        "-o",
+        folder,
+    )
     with scripted(gap_s=0.01) as slow, scripted() as fast:
-        done = run_eyas("bench", fast, "--against", slow, "--concurrency", "1,3", "--rates", "40", *shared)
+        done = run_eyas(
+            "bench", fast, "--against", slow, "--concurrency", "1,3", "--rates", "40", *shared
+        )
     assert done.exit_code == 0, done.output
     last = json.loads(done.stdout.splitlines()[-1])
     assert [(one["arm"], one["baseline"], one["concurrency"]) for one in last["comparisons"]] == [
@@ -66,7 +89,9 @@ def test_two_servers_end_in_a_report_and_one_line_of_json(tmp_path, prompts):
 def test_a_server_by_itself_is_measured_without_a_comparison(tmp_path, prompts, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with scripted() as url:
-        done = run_eyas("bench", url, "--prompts", prompts, "--set", "max_tokens=2", "--set", "num_prompts=4")
+        done = run_eyas(
+            "bench", url, "--prompts", prompts, "--set", "max_tokens=2", "--set", "num_prompts=4"
+        )
     assert done.exit_code == 0, done.output
     last = json.loads(done.stdout.splitlines()[-1])
     assert last["comparisons"] == []
@@ -76,21 +101,41 @@ def test_a_server_by_itself_is_measured_without_a_comparison(tmp_path, prompts, 
 
 def test_later_turns_that_were_left_out_are_said_to_be(tmp_path):
     path = tmp_path / "prompts.jsonl"
-    rows = [{"question_id": number, "category": "writing", "turns": ["compose it", "rewrite it"][:number]} for number in (1, 2)]
+    rows = [
+        {
+            "question_id": number,
+            "category": "writing",
+            "turns": ["compose it", "rewrite it"][:number],
+        }
+        for number in (1, 2)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with scripted() as url:
-        done = run_eyas("bench", url, "--prompts", path, "--set", "max_tokens=2", "-o", tmp_path / "bench")
+        done = run_eyas(
+            "bench", url, "--prompts", path, "--set", "max_tokens=2", "-o", tmp_path / "bench"
+        )
     assert done.exit_code == 0, done.output
     assert "First turns only: the later turns of 1 conversations were not asked." in done.stderr
 
 
 def test_unlike_servers_are_refused_until_one_insists(tmp_path, prompts):
-    shared = ("--prompts", prompts, "--set", "max_tokens=2", "--set", "num_prompts=4", "-o", tmp_path / "bench")
+    shared = (
+        "--prompts",
+        prompts,
+        "--set",
+        "max_tokens=2",
+        "--set",
+        "num_prompts=4",
+        "-o",
+        tmp_path / "bench",
+    )
     with scripted() as one, scripted(extra_prompt_tokens=1) as other:
         refused = run_eyas("bench", one, "--against", other, *shared)
         assert refused.exit_code == 2
         assert "--compare-anyway" in refused.stderr
-        assert run_eyas("bench", one, "--against", other, "--compare-anyway", *shared).exit_code == 0
+        assert (
+            run_eyas("bench", one, "--against", other, "--compare-anyway", *shared).exit_code == 0
+        )
     assert "Unlike is compared with unlike" in (tmp_path / "bench" / "report.md").read_text()
 
 
@@ -102,10 +147,26 @@ def test_no_server_is_one_clear_error(tmp_path, prompts):
 
 
 def made_head(folder, stage="train", target="ab" * 32):
-    """An artifact as `eyas train` leaves it: a head from features of a target, of prompts with a ledger."""
-    prompts = Manifest(stage="prompts", identity="a1b2", config={}, counts={"rows": 1200}, files={}, facts={"ledger": LEDGER})
+    """An artifact as `eyas train` leaves it: a head from features of a target, of prompts with a
+    ledger.
+    """
+    prompts = Manifest(
+        stage="prompts",
+        identity="a1b2",
+        config={},
+        counts={"rows": 1200},
+        files={},
+        facts={"ledger": LEDGER},
+    )
     settings = {"target_fingerprint": target}
-    features = Manifest(stage="capture", identity=target, config=settings, counts={}, files={}, inputs={"prompts": prompts})
+    features = Manifest(
+        stage="capture",
+        identity=target,
+        config=settings,
+        counts={},
+        files={},
+        inputs={"prompts": prompts},
+    )
     artifact = Artifact(str(folder))
     artifact.begin(identity(stage, {}, {"features": features}))
     artifact.finish(stage, {}, {"features": features}, {})
@@ -113,12 +174,26 @@ def made_head(folder, stage="train", target="ab" * 32):
 
 
 def test_a_report_is_given_the_head_and_tells_its_lineage_and_ledger(tmp_path, prompts):
-    with scripted(**EYAS, card={"eyas": {"has_head": True, "dtype": "bfloat16", "target_fingerprint": "ab" * 32}}) as url:
-        shared = ("--prompts", prompts, "--set", "max_tokens=2", "--set", "num_prompts=4", "-o", tmp_path / "bench")
+    with scripted(
+        **EYAS,
+        card={"eyas": {"has_head": True, "dtype": "bfloat16", "target_fingerprint": "ab" * 32}},
+    ) as url:
+        shared = (
+            "--prompts",
+            prompts,
+            "--set",
+            "max_tokens=2",
+            "--set",
+            "num_prompts=4",
+            "-o",
+            tmp_path / "bench",
+        )
         done = run_eyas("bench", url, "--set", 'arms={"one": {}}', *shared)
     assert done.exit_code == 0, done.output
     page = (tmp_path / "bench" / "report.html").read_text(encoding="utf-8")
-    assert "eyas, version not told, m, bfloat16, with a head, target abababababababab, at http" in page
+    assert (
+        "eyas, version not told, m, bfloat16, with a head, target abababababababab, at http" in page
+    )
     assert "Where the prompts went" not in page
     head = made_head(tmp_path / "head")
     assert run_eyas("report", tmp_path / "bench", "--head", head).exit_code == 0
@@ -140,7 +215,12 @@ def test_a_report_is_given_the_head_and_tells_its_lineage_and_ledger(tmp_path, p
 def test_another_head_than_the_one_measured_is_refused(tmp_path):
     head = made_head(tmp_path / "head")
     measured = Manifest(
-        stage="bench", identity="c", config={}, counts={}, files={}, inputs={"head": Artifact(str(head)).manifest()}
+        stage="bench",
+        identity="c",
+        config={},
+        counts={},
+        files={},
+        inputs={"head": Artifact(str(head)).manifest()},
     )
     assert with_head(measured, Artifact(str(head)), {}) == measured
     other = made_head(tmp_path / "other", target="cd" * 32)
@@ -149,8 +229,14 @@ def test_another_head_than_the_one_measured_is_refused(tmp_path):
 
 
 def test_the_ledger_is_found_behind_the_benchmark():
-    prompts = Manifest(stage="prompts", identity="a", config={}, counts={}, files={}, facts={"ledger": LEDGER})
-    head = Manifest(stage="train", identity="b", config={}, counts={}, files={}, inputs={"prompts": prompts})
-    measured = Manifest(stage="bench", identity="c", config={}, counts={}, files={}, inputs={"head": head})
+    prompts = Manifest(
+        stage="prompts", identity="a", config={}, counts={}, files={}, facts={"ledger": LEDGER}
+    )
+    head = Manifest(
+        stage="train", identity="b", config={}, counts={}, files={}, inputs={"prompts": prompts}
+    )
+    measured = Manifest(
+        stage="bench", identity="c", config={}, counts={}, files={}, inputs={"head": head}
+    )
     assert ledger_of(measured) == LEDGER
     assert ledger_of(measured.model_copy(update={"inputs": {}})) is None

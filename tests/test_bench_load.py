@@ -1,4 +1,6 @@
-"""What a server is put under: arrivals by seed, prompts of given lengths, and who keeps to the objectives."""
+"""What a server is put under: arrivals by seed, prompts of given lengths, and who keeps to the
+objectives.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,12 @@ def gaps(count=20_000, rate=4.0, seed=0, **loop):
 # The squared coefficient of variation of a gamma law of shape k is 1 / k; the constant has none.
 @pytest.mark.parametrize(
     ("loop", "variation"),
-    [({"process": "constant"}, 0), ({}, 1), ({"process": "gamma"}, 4), ({"process": "gamma", "burstiness": 2.0}, 0.5)],
+    [
+        ({"process": "constant"}, 0),
+        ({}, 1),
+        ({"process": "gamma"}, 4),
+        ({"process": "gamma", "burstiness": 2.0}, 0.5),
+    ],
 )
 def test_arrivals_have_the_rate_and_the_law_they_are_named_for(loop, variation):
     drawn = gaps(**loop)
@@ -45,7 +52,9 @@ def test_arrivals_are_the_seeds():
     assert arrival_times_s(OpenLoop(), 2.0, 1, 0) == [0]
 
 
-@pytest.mark.parametrize("changes", [{"concurrencies": ()}, {"concurrencies": (0,)}, {"open_loop": {"rates": (-1,)}}])
+@pytest.mark.parametrize(
+    "changes", [{"concurrencies": ()}, {"concurrencies": (0,)}, {"open_loop": {"rates": (-1,)}}]
+)
 def test_a_benchmark_needs_a_load(changes):
     with pytest.raises(ValidationError):
         BenchConfig(**changes)
@@ -59,13 +68,16 @@ def test_loads_are_closed_and_open():
 
 
 @pytest.mark.parametrize(
-    ("prompts", "lengths"), [("p.jsonl", None), ("synthetic(64)", (64, 64)), ("synthetic( 8, 90 )", (8, 90))]
+    ("prompts", "lengths"),
+    [("p.jsonl", None), ("synthetic(64)", (64, 64)), ("synthetic( 8, 90 )", (8, 90))],
 )
 def test_lengths_of_synthetic_prompts(prompts, lengths):
     assert lengths_of(prompts) == lengths
 
 
-@pytest.mark.parametrize("prompts", ["synthetic", "synthetic()", "synthetic(9,3)", "synthetic(0)", "synthetic(a)"])
+@pytest.mark.parametrize(
+    "prompts", ["synthetic", "synthetic()", "synthetic(9,3)", "synthetic(0)", "synthetic(a)"]
+)
 def test_lengths_that_are_none_are_refused(prompts):
     with pytest.raises(ConfigError):
         lengths_of(prompts)
@@ -101,7 +113,8 @@ def test_synthetic_prompts_have_the_tokens_that_were_asked_for(letters):
     slack = 9 // letters  # a word may be so many tokens
     assert all(40 - slack <= count <= 300 + slack for count in counted)
     assert max(counted) - min(counted) > 100
-    assert not {task.messages[0]["content"] for task in tasks} & set(server.asked)  # no cache has seen them
+    # no cache has seen them
+    assert not {task.messages[0]["content"] for task in tasks} & set(server.asked)
     assert tasks == asyncio.run(synthetic_tasks((40, 300), 12, 5, server.count))
 
 

@@ -1,4 +1,6 @@
-"""Streams as servers really send them: recorded from llama.cpp and vLLM, and written in SGLang's form."""
+"""Streams as servers really send them: recorded from llama.cpp and vLLM, and written in SGLang's
+form.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from eyas.bench.server import parse_metrics, precision, speculation, speculation
 from eyas.bench.stream import Received, read_reply
 
 STREAMS = Path(__file__).with_name("streams")
-ANSWER = "I found 10 restaurants. How about Bonch"  # what the packaged target says in 12 tokens, whoever serves it
+# what the packaged target says in 12 tokens, whoever serves it
+ANSWER = "I found 10 restaurants. How about Bonch"
 
 
 def recorded(name):
@@ -44,7 +47,11 @@ def test_what_one_chunk_holds_differs():
 
 def test_without_usage_llama_cpp_counts_in_its_timings_and_vllm_not_at_all():
     timed = read_reply(received(recorded("llama_cpp_eagle3")["streams"]["bare"]))
-    assert (timed.num_prompt_tokens, timed.num_output_tokens, timed.counted_by) == (17, 12, "timings")
+    assert (timed.num_prompt_tokens, timed.num_output_tokens, timed.counted_by) == (
+        17,
+        12,
+        "timings",
+    )
     assert timed.num_accepted_drafts == 7
     silent = read_reply(received(recorded("vllm_eagle3")["streams"]["bare"]))
     assert (silent.num_output_tokens, silent.counted_by, silent.text) == (0, "", ANSWER)
@@ -68,7 +75,9 @@ def test_where_reads_cut_a_stream_does_not_matter(name, size):
 
 
 def sglang(**changes):
-    """A stream with a reasoning parser and usage, in SGLang's shape: pings, an empty first delta, `choices: []` at the end."""
+    """A stream with a reasoning parser and usage, in SGLang's shape: pings, an empty first delta,
+    `choices: []` at the end.
+    """
 
     def chunk(delta, finish=None, usage=None):
         choice = {
@@ -78,7 +87,14 @@ def sglang(**changes):
             "finish_reason": finish,
             "matched_stop": 151645 if finish else None,
         }
-        return {"id": "0a", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": [choice], "usage": usage}
+        return {
+            "id": "0a",
+            "object": "chat.completion.chunk",
+            "created": 1,
+            "model": "m",
+            "choices": [choice],
+            "usage": usage,
+        }
 
     empty = {"content": None, "reasoning_content": None, "tool_calls": None}
     chunks = [
@@ -86,13 +102,26 @@ def sglang(**changes):
         chunk({"role": None, **empty, "reasoning_content": "They want "}),
         chunk({"role": None, **empty, "reasoning_content": "Thai food."}),
         chunk({"role": None, **empty, "content": "How about Bonchon?"}),
-        chunk({"role": None, **empty, "tool_calls": [{"index": 0, "function": {"name": "book", "arguments": "{}"}}]}),
+        chunk(
+            {
+                "role": None,
+                **empty,
+                "tool_calls": [{"index": 0, "function": {"name": "book", "arguments": "{}"}}],
+            }
+        ),
         chunk({"role": None, **empty}, finish="stop"),
-        {**chunk({}), "choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 14, "reasoning_tokens": 6}},
+        {
+            **chunk({}),
+            "choices": [],
+            "usage": {"prompt_tokens": 9, "completion_tokens": 14, "reasoning_tokens": 6},
+        },
     ]
     chunks[-1] |= changes
     lines = [f"data: {json.dumps(one)}\r\n\r\n".encode() for one in chunks]
-    return [(0.5, b": ping - 2026-01-01 00:00:00\r\n\r\n"), *((float(at), line) for at, line in enumerate(lines, 1))]
+    return [
+        (0.5, b": ping - 2026-01-01 00:00:00\r\n\r\n"),
+        *((float(at), line) for at, line in enumerate(lines, 1)),
+    ]
 
 
 def test_reasoning_and_calls_are_text_and_what_is_empty_is_not():
@@ -111,9 +140,12 @@ def test_counters_of_all_servers_have_one_form():
     counted = parse_metrics(page)
     assert counted["spec_decode_num_drafts_total"] == 0
     assert counted["spec_decode_num_accepted_tokens_per_pos_total|3"] == 0
-    assert "spec_decode_num_drafts_total" in parse_metrics(recorded("llama_cpp_eagle3")["paths"]["/metrics"][1])
+    assert "spec_decode_num_drafts_total" in parse_metrics(
+        recorded("llama_cpp_eagle3")["paths"]["/metrics"][1]
+    )
     two_engines = (
-        'vllm:a_total{engine="0",model_name="m"} 2\nvllm:a_total{engine="1",model_name="m"} 3.5 1700000000\n# TYPE b gauge\n'
+        'vllm:a_total{engine="0",model_name="m"} '
+        '2\nvllm:a_total{engine="1",model_name="m"} 3.5 1700000000\n# TYPE b gauge\n'
     )
     assert parse_metrics(two_engines) == {"a_total": 5.5}
 
@@ -128,13 +160,22 @@ def test_what_counters_say_of_rounds():
         "spec_decode_num_accepted_tokens_per_pos_total|2": 0.0,
     }
     told = speculation(counted)
-    assert told == {"num_rounds": 10, "tau": 2.5, "nodes_mean": 4, "acceptance_by_position": [1, 0.5, 0]}
+    assert told == {
+        "num_rounds": 10,
+        "tau": 2.5,
+        "nodes_mean": 4,
+        "acceptance_by_position": [1, 0.5, 0],
+    }
     assert speculation({"spec_accept_length": 2.9}) == {"tau": 2.9}  # SGLang's gauge
     assert speculation({"spec_decode_num_drafts_total": 0.0}) == speculation({}) == {}
 
 
 def test_how_a_server_speculates_is_what_sglang_tells():
-    info = {"speculative_algorithm": "EAGLE3", "speculative_num_steps": 3, "speculative_eagle_topk": 1}
+    info = {
+        "speculative_algorithm": "EAGLE3",
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": 1,
+    }
     assert speculation_of(info) == "EAGLE3, steps 3, top-k 1"
     assert speculation_of({"speculative_algorithm": None}) is None
 

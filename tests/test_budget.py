@@ -10,10 +10,16 @@ from hypothesis import strategies as st
 from eyas.engine.budget import choose, choose_plainly, most_probable, values_by_depth
 
 
-def forest(rng: np.random.Generator, B: int, k: int, num_levels: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Path probabilities [B, C], parents [B, C], depths [C] in the layout of proposals; coarse, so that ties are common."""
+def forest(
+    rng: np.random.Generator, B: int, k: int, num_levels: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Path probabilities [B, C], parents [B, C], depths [C] in the layout of proposals; coarse, so
+    that ties are common.
+    """
     C = k + num_levels * k * k
-    depths = np.array([1] * k + [2 + level for level in range(num_levels) for _ in range(k * k)], dtype=np.int32)
+    depths = np.array(
+        [1] * k + [2 + level for level in range(num_levels) for _ in range(k * k)], dtype=np.int32
+    )
     parents = np.full((B, C), -1, dtype=np.int32)
     probs = rng.choice([0.05, 0.3, 0.6, 1.0], size=(B, C))
     for level in range(num_levels):
@@ -46,7 +52,9 @@ def test_fast_and_plain_agree_and_the_tree_is_connected(seed, B, k, num_levels, 
     ms = costs(rng, int(rng.integers(0, 40)))
     num_tokens = B + int(rng.integers(0, 3))
     choice = choose(probs, ms, num_tokens, 0.3, max_nodes, rate)
-    kept, tokens, predicted_ms = choose_plainly(probs.tolist(), ms.tolist(), num_tokens, 0.3, max_nodes, rate)
+    kept, tokens, predicted_ms = choose_plainly(
+        probs.tolist(), ms.tolist(), num_tokens, 0.3, max_nodes, rate
+    )
     assert {(int(b), int(c)) for b, c in zip(*choice.kept.nonzero(), strict=True)} == kept
     assert (choice.num_nodes, choice.expected_tokens) == (len(kept), pytest.approx(tokens))
     assert choice.predicted_ms == pytest.approx(predicted_ms)
@@ -89,7 +97,8 @@ def test_one_budget_goes_where_the_probability_is():
 def test_a_known_rate_stops_where_a_node_earns_less_than_the_average_round():
     probs = np.array([[0.4, 0.3, 0.1]])
     ms = 1.0 + 0.25 * np.arange(4)
-    assert choose(probs, ms, 1).num_nodes == 2  # this round alone earns 1.13/ms, and 0.3 tokens for 0.25 ms raise it
+    # this round alone earns 1.13/ms, and 0.3 tokens for 0.25 ms raise it
+    assert choose(probs, ms, 1).num_nodes == 2
     assert choose(probs, ms, 1, rate=2.0).num_nodes == 0
 
 
@@ -103,7 +112,10 @@ def test_nothing_to_choose_from():
 
 def test_fixed_size_keeps_the_best_of_each_request():
     scores = np.log(np.array([[0.5, 0.3, 0.5, 0.2], [0.1, 0.2, 0.05, 0.2]]))
-    assert most_probable(scores, 2).tolist() == [[True, False, True, False], [False, True, False, True]]
+    assert most_probable(scores, 2).tolist() == [
+        [True, False, True, False],
+        [False, True, False, True],
+    ]
 
 
 def test_deeper_trees_are_never_worth_less():

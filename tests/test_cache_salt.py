@@ -1,4 +1,6 @@
-"""cache_salt over HTTP: computed prefixes are shared among requests of the same salt, and with nobody else."""
+"""cache_salt over HTTP: computed prefixes are shared among requests of the same salt, and with
+nobody else.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ import pytest
 from eyas.serve.openapi import document
 from tests.serving import MODEL, World, ask, complete, post
 
-LONG = [{"role": "user", "content": "I would like a table for two, " + "and for the others of us, " * 5}]
+LONG = [
+    {"role": "user", "content": "I would like a table for two, " + "and for the others of us, " * 5}
+]
 PROMPT = "I would like a table for two, and one for the others of us."
 
 
@@ -21,7 +25,9 @@ def client(tmp_path_factory):
 def hits(client):
     """Tokens of prompts that were found among those kept."""
     lines = httpx.get(f"{client.url}/metrics").text.splitlines()
-    return next(float(line.split()[-1]) for line in lines if line.startswith("eyas:prefix_cache_hits_total"))
+    return next(
+        float(line.split()[-1]) for line in lines if line.startswith("eyas:prefix_cache_hits_total")
+    )
 
 
 @pytest.mark.parametrize(
@@ -33,7 +39,14 @@ def hits(client):
 )
 def test_the_same_salt_reuses_and_another_does_not(client, asked):
     texts, found = [], []
-    for salt in ({}, {}, {"cache_salt": "a"}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"cache_salt": None}):
+    for salt in (
+        {},
+        {},
+        {"cache_salt": "a"},
+        {"cache_salt": "a"},
+        {"cache_salt": "b"},
+        {"cache_salt": None},
+    ):
         before = hits(client)
         texts.append(asked(client, salt))
         found.append(hits(client) > before)
@@ -48,7 +61,12 @@ def test_a_salt_that_is_none_is_refused(client, path, salt):
     answer = post(client, {"model": MODEL, **asked, "cache_salt": salt}, path)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "cache_salt"
-    assert post(client, {"model": MODEL, "max_tokens": 1, **asked, "cache_salt": "x" * 128}, path).status_code == 200
+    assert (
+        post(
+            client, {"model": MODEL, "max_tokens": 1, **asked, "cache_salt": "x" * 128}, path
+        ).status_code
+        == 200
+    )
 
 
 @pytest.mark.parametrize("form", ["ChatRequest", "TextRequest"])

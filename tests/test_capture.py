@@ -1,4 +1,6 @@
-"""The stage `capture`: the features are transformers', the mask is the target's words, every answer is accounted for."""
+"""The stage `capture`: the features are transformers', the mask is the target's words, every answer
+is accounted for.
+"""
 
 import dataclasses
 import errno
@@ -22,7 +24,14 @@ from eyas.features.capture import CaptureConfig, Setting, capture, split_of
 from eyas.features.decoder import Beginning, Decoder, OwnDecoder, Streams
 from eyas.features.generate import GenerateConfig, generate, read_answers
 from eyas.features.hooks import HookedDecoder
-from eyas.features.planned import LEAST_SAVED, SHARED_STEP, Planned, batches, plan_samples, shared_groups
+from eyas.features.planned import (
+    LEAST_SAVED,
+    SHARED_STEP,
+    Planned,
+    batches,
+    plan_samples,
+    shared_groups,
+)
 from eyas.model.target import Target
 from eyas.records import Answer
 from eyas.shards import Features, Sample
@@ -31,7 +40,10 @@ from tests.tiny import TEMPLATE, tiny_target, tiny_tokenizer
 
 PROMPTS = prompts_of(29)
 # Like Qwen3's: what was written in angle brackets is dropped from all turns but the last.
-FORGETS = TEMPLATE.replace("message['content'] +", "(message['content'] if loop.last else message['content'].split('|')[-1]) +")
+FORGETS = TEMPLATE.replace(
+    "message['content'] +",
+    "(message['content'] if loop.last else message['content'].split('|')[-1]) +",
+)
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +80,17 @@ def captured(target: Path, answers: Artifact, tmp_path_factory: pytest.TempPathF
 
 
 def all_samples(artifact: Artifact) -> dict[str, Sample]:
-    return {sample.key: sample for split in ("train", "held_out") for sample in Features(artifact, split)}
+    return {
+        sample.key: sample
+        for split in ("train", "held_out")
+        for sample in Features(artifact, split)
+    }
 
 
 def test_taps_and_last_hidden_are_those_of_transformers(target: Path, captured: Artifact) -> None:
-    """EAGLE3.md, section 2: hidden_states[2], [n//2], [n-3]; transformers' last entry is after the final norm."""
+    """EAGLE3.md, section 2: hidden_states[2], [n//2], [n-3]; transformers' last entry is after the
+    final norm.
+    """
     model = AutoModelForCausalLM.from_pretrained(target)
     n = model.config.num_hidden_layers
     for sample in all_samples(captured).values():
@@ -93,7 +111,9 @@ def test_the_meta_says_what_the_features_are(target: Path, captured: Artifact) -
     assert list(captured.manifest().inputs) == ["answers"]
 
 
-def test_every_finished_answer_is_under_a_mask_and_nothing_else_is(target: Path, answers: Artifact, captured: Artifact) -> None:
+def test_every_finished_answer_is_under_a_mask_and_nothing_else_is(
+    target: Path, answers: Artifact, captured: Artifact
+) -> None:
     chat = Chat(target)
     dropped = {(row["prompt_id"], row["turn"]) for row in captured.read_jsonl("dropped.jsonl")}
     expected: dict[str, list[str]] = {}
@@ -107,7 +127,9 @@ def test_every_finished_answer_is_under_a_mask_and_nothing_else_is(target: Path,
         masked = sample.loss_mask.tolist()
         starts = [at for at in range(len(masked)) if masked[at] and not masked[at - 1]]
         for start in starts:
-            end = next(at for at in range(start, len(masked) + 1) if at == len(masked) or not masked[at])
+            end = next(
+                at for at in range(start, len(masked) + 1) if at == len(masked) or not masked[at]
+            )
             assert sample.token_ids[end - 1] in chat.eos_token_ids
             texts.append(chat.decode(sample.token_ids[start : end - 1].tolist()))
     assert found == expected
@@ -117,10 +139,14 @@ def test_counts_balance_and_drops_can_be_read(answers: Artifact, captured: Artif
     counts = captured.manifest("capture").counts
     dropped = list(captured.read_jsonl("dropped.jsonl"))
     assert counts["answers"] == answers.manifest().counts["answers"]
-    assert counts["answers"] == counts["train"] + counts["held_out"] + counts["merged"] + len(dropped)
+    assert counts["answers"] == counts["train"] + counts["held_out"] + counts["merged"] + len(
+        dropped
+    )
     assert counts["dropped_truncated"] == answers.manifest().counts["marked_truncated"] > 0
     assert counts["merged"] > 0, "the test wants some"
-    assert counts["tokens"] == sum(len(sample.token_ids) for sample in all_samples(captured).values())
+    assert counts["tokens"] == sum(
+        len(sample.token_ids) for sample in all_samples(captured).values()
+    )
     assert min(counts["train"], counts["held_out"]) > 0
 
 
@@ -133,21 +159,30 @@ def test_the_split_goes_by_prompt(captured: Artifact) -> None:
     assert split_of("any", 0.0) == "train"
 
 
-def test_merged_turns_have_the_features_of_the_turns_alone(target: Path, answers: Artifact, captured: Artifact) -> None:
+def test_merged_turns_have_the_features_of_the_turns_alone(
+    target: Path, answers: Artifact, captured: Artifact
+) -> None:
     """One conversation as one sample: the same features, and the union of the masks."""
     chat, loaded, samples = Chat(target), Target.load(target), all_samples(captured)
     dropped = {(row["prompt_id"], row["turn"]) for row in captured.read_jsonl("dropped.jsonl")}
     num_checked = 0
     for answer in read_answers(answers):
-        if (answer.prompt_id, answer.turn) in dropped or f"{answer.prompt_id}/{answer.turn}" in samples:
+        if (
+            answer.prompt_id,
+            answer.turn,
+        ) in dropped or f"{answer.prompt_id}/{answer.turn}" in samples:
             continue
         whole = next(one for key, one in samples.items() if key.startswith(f"{answer.prompt_id}/"))
         ids, mask = chat.answered(answer.messages)
         aux_hidden, last_hidden = loaded.features(torch.tensor([ids]))
         assert whole.token_ids[: len(ids)].tolist() == ids
         assert whole.loss_mask[: len(ids)][torch.tensor(mask)].all()
-        torch.testing.assert_close(whole.aux_hidden[: len(ids)], aux_hidden[0], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(whole.last_hidden[: len(ids)], last_hidden[0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            whole.aux_hidden[: len(ids)], aux_hidden[0], rtol=1e-4, atol=1e-4
+        )
+        torch.testing.assert_close(
+            whole.last_hidden[: len(ids)], last_hidden[0], rtol=1e-4, atol=1e-4
+        )
         num_checked += 1
     assert num_checked > 3
 
@@ -158,20 +193,31 @@ def test_turns_stay_apart_where_the_template_rewrites_the_past(tmp_path: Path) -
     rows = []
     messages: tuple[Any, ...] = ()
     for turn in range(3):
-        messages = (*messages, {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "so|a table"})
+        messages = (
+            *messages,
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "so|a table"},
+        )
         rows.append(Answer(f"k{turn}", "p", "s", "l", turn, messages, "stop", 0.0, 0, 7))
-    kept, forgotten = (plan_samples(rows, Chat(tmp_path / name), 256) for name in ("keeps", "forgets"))
+    kept, forgotten = (
+        plan_samples(rows, Chat(tmp_path / name), 256) for name in ("keeps", "forgets")
+    )
     assert [len(kept.samples), kept.num_merged] == [1, 2]
     assert [len(forgotten.samples), forgotten.num_merged] == [3, 0]
     lone = plan_samples(rows[2:], Chat(tmp_path / "keeps"), 256).samples[0]
     assert np.array_equal(lone.token_ids, kept.samples[0].token_ids)
     assert kept.samples[0].loss_mask.sum() == 3 * lone.loss_mask.sum()
     other = [rows[0], Answer("k", "q", "s", "l", 1, rows[1].messages, "stop", 0.0, 0, 7)]
-    assert plan_samples(other, Chat(tmp_path / "keeps"), 256).num_merged == 0, "another prompt's is another sample"
+    assert plan_samples(other, Chat(tmp_path / "keeps"), 256).num_merged == 0, (
+        "another prompt's is another sample"
+    )
 
 
 def test_every_reason_to_drop(tmp_path: Path) -> None:
-    tiny_tokenizer(tmp_path, chat_template=TEMPLATE.replace("message['content'] +", "message['content'] | trim +"))
+    tiny_tokenizer(
+        tmp_path,
+        chat_template=TEMPLATE.replace("message['content'] +", "message['content'] | trim +"),
+    )
 
     def row(turn: int, content: str, finish_reason: str = "stop") -> Answer:
         messages = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": content})
@@ -180,7 +226,13 @@ def test_every_reason_to_drop(tmp_path: Path) -> None:
     rows = [row(0, "0", "length"), row(1, "0 "), row(2, "0" * 300), row(3, ""), row(4, "0")]
     rows.append(dataclasses.replace(row(5, "0"), marked="looping"))
     plan = plan_samples(rows, Chat(tmp_path), 256)
-    assert [one["reason"] for one in plan.dropped] == ["truncated", "template", "too_long", "no_supervised_slot", "looping"]
+    assert [one["reason"] for one in plan.dropped] == [
+        "truncated",
+        "template",
+        "too_long",
+        "no_supervised_slot",
+        "looping",
+    ]
     assert plan.reasons["looping"] == 1
     assert [one.key for one in plan.samples] == ["p4/0"]
     assert plan.num_retokenised == 0
@@ -188,8 +240,13 @@ def test_every_reason_to_drop(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 200), st.integers(1, 20))
-def test_batches_hold_every_sample_once_within_the_budget(lengths: list[int], batch_tokens: int, window: int) -> None:
-    samples = [Planned(str(at), "", "", np.zeros(length), np.zeros(length)) for at, length in enumerate(lengths)]
+def test_batches_hold_every_sample_once_within_the_budget(
+    lengths: list[int], batch_tokens: int, window: int
+) -> None:
+    samples = [
+        Planned(str(at), "", "", np.zeros(length), np.zeros(length))
+        for at, length in enumerate(lengths)
+    ]
     made = [work.samples for work in batches(samples, batch_tokens, window, shares=False)]
     assert all(made)
     assert sorted(int(one.key) for batch in made for one in batch) == list(range(len(lengths)))
@@ -199,7 +256,9 @@ def test_batches_hold_every_sample_once_within_the_budget(lengths: list[int], ba
         assert len({int(one.key) // window for one in batch}) == 1
 
 
-def test_bfloat16_on_disk_is_float32_rounded(target: Path, answers: Artifact, captured: Artifact, tmp_path: Path) -> None:
+def test_bfloat16_on_disk_is_float32_rounded(
+    target: Path, answers: Artifact, captured: Artifact, tmp_path: Path
+) -> None:
     output = Artifact(str(tmp_path / "features"))
     assert CaptureConfig(target="t").store_dtype == "bfloat16"
     capture(config_of(target, store_dtype="bfloat16"), answers, output)
@@ -213,10 +272,16 @@ def test_bfloat16_on_disk_is_float32_rounded(target: Path, answers: Artifact, ca
 
 
 def contents(artifact: Artifact) -> dict[str, bytes]:
-    return {name: artifact.read(name) for name in artifact.names() if name.startswith(("train", "held_out", "dropped"))}
+    return {
+        name: artifact.read(name)
+        for name in artifact.names()
+        if name.startswith(("train", "held_out", "dropped"))
+    }
 
 
-def test_a_killed_run_goes_on_and_ends_the_same(target: Path, answers: Artifact, captured: Artifact, tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_and_ends_the_same(
+    target: Path, answers: Artifact, captured: Artifact, tmp_path: Path
+) -> None:
     config, output = config_of(target), Artifact(str(tmp_path / "cut"))
     code = f"""
 from eyas.features.capture import CaptureConfig, capture
@@ -228,11 +293,17 @@ capture(CaptureConfig.model_validate_json({config.model_dump_json()!r}), Artifac
     manifest = capture(config, answers, output)
     assert contents(output) == contents(captured)
     assert manifest.counts == captured.manifest().counts
-    assert {path: path.stat().st_mtime_ns for path in kept} == kept, "whole shards are not made again"
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept, (
+        "whole shards are not made again"
+    )
 
 
 def test_a_full_disk_is_said_and_what_is_done_is_kept(
-    target: Path, answers: Artifact, captured: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: Path,
+    answers: Artifact,
+    captured: Artifact,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config, output = config_of(target), Artifact(str(tmp_path / "full"))
     fsync, num_writes = os.fsync, 0
@@ -255,14 +326,20 @@ def test_a_full_disk_is_said_and_what_is_done_is_kept(
 
 
 def test_a_disk_too_small_is_said_before_the_work(
-    target: Path, answers: Artifact, captured: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: Path,
+    answers: Artifact,
+    captured: Artifact,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     needed = captured.manifest().counts["tokens"] * Features(captured).meta.bytes_per_token
     usage = namedtuple("usage", "total used free")
     output = Artifact(str(tmp_path / "features"))
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "disk_usage", lambda _: usage(0, 0, needed - 1))
-        patched.setattr(OwnDecoder, "streams", lambda *_: pytest.fail("works although there is no room"))
+        patched.setattr(
+            OwnDecoder, "streams", lambda *_: pytest.fail("works although there is no room")
+        )
         with pytest.raises(StorageFullError, match=r"need 0\.00 GB"):
             capture(config_of(target), answers, output)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, needed))
@@ -309,13 +386,21 @@ def test_finished_work_is_not_done_again(
 
 
 def planned(token_ids: list[int], number: int = 0) -> Planned:
-    return Planned(str(number), "", "", np.array(token_ids, dtype=np.int32), np.ones(len(token_ids), dtype=bool))
+    return Planned(
+        str(number),
+        "",
+        "",
+        np.array(token_ids, dtype=np.int32),
+        np.ones(len(token_ids), dtype=bool),
+    )
 
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 90)), max_size=40))
 def test_who_shares_a_beginning_has_it(made: list[tuple[int, int, int]]) -> None:
-    """Two levels of beginnings, one inside the other: every sample once, none without a token of its own, and it pays."""
+    """Two levels of beginnings, one inside the other: every sample once, none without a token of
+    its own, and it pays.
+    """
     samples = [
         planned([system] * 70 + [example] * 200 + [7 + number] * rest, number)
         for number, (system, example, rest) in enumerate(made)
@@ -328,20 +413,30 @@ def test_who_shares_a_beginning_has_it(made: list[tuple[int, int, int]]) -> None
         assert num_shared * (len(group) - 1) > LEAST_SAVED
         assert len({one.token_ids[:num_shared].tobytes() for one in group}) == 1
         assert min(map(len, group)) > num_shared
-    computed = sum(num_shared + sum(len(one) - num_shared for one in group) for num_shared, group in groups)
+    computed = sum(
+        num_shared + sum(len(one) - num_shared for one in group) for num_shared, group in groups
+    )
     cost = computed + LEAST_SAVED * (len(groups) - 1)
     examples = {(system, example) for system, example, _ in made}
     assert cost <= sum(map(len, samples)), "none shares"
-    assert cost <= len(examples) * (256 + LEAST_SAVED) + sum(14 + rest for _, _, rest in made), "each whole example is shared"
+    assert cost <= len(examples) * (256 + LEAST_SAVED) + sum(14 + rest for _, _, rest in made), (
+        "each whole example is shared"
+    )
     systems = {system for system, _, _ in made}
-    assert cost <= len(systems) * (64 + LEAST_SAVED) + sum(206 + rest for _, _, rest in made), "each system prompt is shared"
+    assert cost <= len(systems) * (64 + LEAST_SAVED) + sum(206 + rest for _, _, rest in made), (
+        "each system prompt is shared"
+    )
 
 
 def test_the_longer_beginning_of_fewer_wins_where_it_saves_more() -> None:
     few = [planned([1] * 160 + [2] * 640 + [9, number], number) for number in range(10)]
     many = [planned([1] * 160 + [3 + number, 8], 10 + number) for number in range(30)]
     groups = shared_groups(few + many)
-    assert [(num_shared, len(group)) for num_shared, group in groups] == [(0, 0), (160, 30), (800, 10)]
+    assert [(num_shared, len(group)) for num_shared, group in groups] == [
+        (0, 0),
+        (160, 30),
+        (800, 10),
+    ]
     assert [int(one.key) for one in groups[2][1]] == list(range(10)), "in the order given"
     assert shared_groups(many[:2])[0][1] == many[:2], "what saves little is let be"
 
@@ -353,7 +448,11 @@ def briefed(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     system = "The address is 71 North Street. " * 20
     prompts = [dataclasses.replace(prompt, system=system) for prompt in prompts_of(29)]
     output = Artifact(str(root / "answers"))
-    generate(GenerateConfig(target=str(target), max_tokens=12), write_prompts(root / "prompts", prompts), output)
+    generate(
+        GenerateConfig(target=str(target), max_tokens=12),
+        write_prompts(root / "prompts", prompts),
+        output,
+    )
     return output
 
 
@@ -369,7 +468,9 @@ def test_a_common_system_prompt_is_computed_once_and_changes_nothing(
         computed.append(len(tokens))
         return begin(self, tokens)
 
-    def counted_streams(self: Decoder, tokens: list[list[int]], after: Beginning | None = None) -> Streams:
+    def counted_streams(
+        self: Decoder, tokens: list[list[int]], after: Beginning | None = None
+    ) -> Streams:
         computed.append(sum(map(len, tokens)))
         return streams(self, tokens, after)
 
@@ -386,15 +487,23 @@ def test_a_common_system_prompt_is_computed_once_and_changes_nothing(
     assert made[True].keys() == made[False].keys()
     for key, sample in made[True].items():
         assert torch.equal(sample.token_ids, made[False][key].token_ids)
-        torch.testing.assert_close(sample.aux_hidden, made[False][key].aux_hidden, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(sample.last_hidden, made[False][key].last_hidden, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            sample.aux_hidden, made[False][key].aux_hidden, rtol=1e-4, atol=1e-4
+        )
+        torch.testing.assert_close(
+            sample.last_hidden, made[False][key].last_hidden, rtol=1e-4, atol=1e-4
+        )
     tokens = sum(len(sample.token_ids) for sample in made[True].values())
     assert sums[False] >= tokens
     assert sums[True] < 0.8 * tokens
 
 
-def test_alone_a_samples_values_depend_on_nothing_beside_it(target: Path, answers: Artifact, tmp_path: Path) -> None:
-    """batch_tokens 1: the same bits whichever splits are kept, and however the samples are cut into batches."""
+def test_alone_a_samples_values_depend_on_nothing_beside_it(
+    target: Path, answers: Artifact, tmp_path: Path
+) -> None:
+    """batch_tokens 1: the same bits whichever splits are kept, and however the samples are cut into
+    batches.
+    """
     whole, part = (Artifact(str(tmp_path / name)) for name in ("whole", "part"))
     capture(config_of(target, batch_tokens=1), answers, whole)
     manifest = capture(config_of(target, batch_tokens=1, splits=("held_out",)), answers, part)
@@ -404,12 +513,19 @@ def test_alone_a_samples_values_depend_on_nothing_beside_it(target: Path, answer
     every = all_samples(whole)
     for key, sample in all_samples(part).items():
         alone = decoder.streams([sample.token_ids.tolist()])
-        for other in (every[key], Sample(key, sample.token_ids, sample.loss_mask, alone.aux_hidden[0], alone.last_hidden[0])):
+        for other in (
+            every[key],
+            Sample(
+                key, sample.token_ids, sample.loss_mask, alone.aux_hidden[0], alone.last_hidden[0]
+            ),
+        ):
             assert torch.equal(sample.aux_hidden, other.aux_hidden)
             assert torch.equal(sample.last_hidden, other.last_hidden)
 
 
-def test_auto_is_our_own_decoder_where_it_knows_the_target(target: Path, answers: Artifact, captured: Artifact) -> None:
+def test_auto_is_our_own_decoder_where_it_knows_the_target(
+    target: Path, answers: Artifact, captured: Artifact
+) -> None:
     stated = captured.manifest().config
     assert (stated["decoder"], stated["dtype"]) == ("own", "float32")
     spread = Setting.of(config_of(target, device_map="auto"), answers)

@@ -1,4 +1,6 @@
-"""Capture by transformers: on every family the hooks see what the model itself says; a common beginning changes nothing."""
+"""Capture by transformers: on every family the hooks see what the model itself says; a common
+beginning changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def decoders(folders: dict[str, Path]) -> dict[str, HookedDecoder]:
 
 
 def stated(folder: Path, tokens_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What the model itself says: three hidden states (EAGLE3.md, section 2), the one that feeds lm_head, and the logits."""
+    """What the model itself says: three hidden states (EAGLE3.md, section 2), the one that feeds
+    lm_head, and the logits.
+    """
     attention = {"attn_implementation": "eager"} if folder.name == "gemma2" else {}
     model = AutoModelForCausalLM.from_pretrained(folder, **attention).eval()
     n = model.config.num_hidden_layers
@@ -64,10 +68,16 @@ def test_streams_are_the_hidden_states_that_the_model_puts_out(
 
 
 @pytest.mark.parametrize("family", EVERY)
-def test_what_is_beyond_a_rows_end_changes_nothing_before_it(family: str, decoders: dict[str, HookedDecoder]) -> None:
+def test_what_is_beyond_a_rows_end_changes_nothing_before_it(
+    family: str, decoders: dict[str, HookedDecoder]
+) -> None:
     rows = [TOKENS[0, :40].tolist(), TOKENS[1, :23].tolist()]
     together, alone = decoders[family].streams(rows), decoders[family].streams(rows[1:])
-    assert_close(Streams(together.aux_hidden[1:, :23], together.last_hidden[1:, :23]), alone.aux_hidden, alone.last_hidden)
+    assert_close(
+        Streams(together.aux_hidden[1:, :23], together.last_hidden[1:, :23]),
+        alone.aux_hidden,
+        alone.last_hidden,
+    )
 
 
 @pytest.mark.parametrize("num_shared", [16, 32])
@@ -76,7 +86,9 @@ def test_a_shared_beginning_gives_the_streams_of_the_whole(
     family: str, num_shared: int, folders: dict[str, Path], decoders: dict[str, HookedDecoder]
 ) -> None:
     """Twice from one beginning: the first use leaves it as it was. Past a sliding window too."""
-    decoder: Decoder = OwnDecoder(Target.load(folders["qwen3"])) if family == "own" else decoders[family]
+    decoder: Decoder = (
+        OwnDecoder(Target.load(folders["qwen3"])) if family == "own" else decoders[family]
+    )
     assert decoder.reuses
     tokens = TOKENS.clone()
     tokens[:, :num_shared] = tokens[0, :num_shared]
@@ -84,8 +96,14 @@ def test_a_shared_beginning_gives_the_streams_of_the_whole(
     begun = decoder.begin(tokens[0, :num_shared].tolist())
     for rows in (tokens[:2], tokens):
         rest = decoder.streams(rows[:, num_shared:].tolist(), begun)
-        assert_close(begun.streams, whole.aux_hidden[0, :num_shared], whole.last_hidden[0, :num_shared])
-        assert_close(rest, whole.aux_hidden[: len(rows), num_shared:], whole.last_hidden[: len(rows), num_shared:])
+        assert_close(
+            begun.streams, whole.aux_hidden[0, :num_shared], whole.last_hidden[0, :num_shared]
+        )
+        assert_close(
+            rest,
+            whole.aux_hidden[: len(rows), num_shared:],
+            whole.last_hidden[: len(rows), num_shared:],
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -102,7 +120,9 @@ def test_our_own_decoder_and_transformers_agree(
 
 @pytest.mark.parametrize("family", EVERY)
 def test_the_vocabulary_says_what_the_model_says(family: str, folders: dict[str, Path]) -> None:
-    """Soft caps and scales of logits included; and the embeddings are those that the model looks up."""
+    """Soft caps and scales of logits included; and the embeddings are those that the model looks
+    up.
+    """
     vocabulary = TargetVocabulary.load(folders[family])
     _, last_hidden, logits = stated(folders[family], TOKENS)
     torch.testing.assert_close(vocabulary.logits(last_hidden[0]), logits[0], rtol=1e-4, atol=1e-4)
@@ -142,12 +162,16 @@ def test_a_window_or_a_rope_that_our_own_decoder_lacks_goes_by_transformers(tmp_
             Target.load(folder)
         assert "transformers" in raised.value.hint
         aux_hidden, last_hidden, _ = stated(folder, TOKENS)
-        assert_close(HookedDecoder.load(folder, "float32").streams(TOKENS.tolist()), aux_hidden, last_hidden)
+        assert_close(
+            HookedDecoder.load(folder, "float32").streams(TOKENS.tolist()), aux_hidden, last_hidden
+        )
     assert target_shape(yarn).rope.theta == 5000.0
 
 
 def test_a_family_that_is_not_served_says_what_still_works(folders: dict[str, Path]) -> None:
-    with pytest.raises(MismatchError, match="'gpt_neox' model; eyas' own engine runs Llama") as raised:
+    with pytest.raises(
+        MismatchError, match="'gpt_neox' model; eyas' own engine runs Llama"
+    ) as raised:
         Target.load(folders["gpt_neox"])
     assert "SGLang" in raised.value.hint
 
@@ -163,8 +187,12 @@ def test_an_lm_head_with_a_bias_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_config_that_transformers_does_not_know(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "hawk", "architectures": ["HawkForCausalLM"]}))
-    with pytest.raises(MismatchError, match="'hawk' model, which the installed transformers does not load"):
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "hawk", "architectures": ["HawkForCausalLM"]})
+    )
+    with pytest.raises(
+        MismatchError, match="'hawk' model, which the installed transformers does not load"
+    ):
         target_shape(tmp_path)
 
 
@@ -187,10 +215,14 @@ def test_layers_that_cannot_be_told_are_not_guessed(folders: dict[str, Path]) ->
     model = AutoModelForCausalLM.from_pretrained(folders["gpt_neox"])
     shape = shape_of(model.config, folders["gpt_neox"])
     assert decoder_layers(model, shape, TOKENS) is model.gpt_neox.layers
-    with pytest.raises(MismatchError, match=r"one list \(nn.ModuleList\) of 8 decoder layers.* found 2"):
+    with pytest.raises(
+        MismatchError, match=r"one list \(nn.ModuleList\) of 8 decoder layers.* found 2"
+    ):
         decoder_layers(TwoLists(model), shape, TOKENS)
     fewer = shape.model_copy(update={"num_hidden_layers": 9})
-    with pytest.raises(MismatchError, match=r"of 9 decoder layers.* found 0; its lists: gpt_neox.layers of 8"):
+    with pytest.raises(
+        MismatchError, match=r"of 9 decoder layers.* found 0; its lists: gpt_neox.layers of 8"
+    ):
         decoder_layers(model, fewer, TOKENS)
 
 
@@ -208,7 +240,9 @@ def test_a_model_whose_past_cannot_be_shared_is_computed_whole(
     assert not HookedDecoder.load(folders["llama"], "float32").reuses
 
 
-def test_device_map_needs_accelerate(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_map_needs_accelerate(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="needs accelerate") as raised:
         HookedDecoder.load(folders["llama"], "float32", "auto")

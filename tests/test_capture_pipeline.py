@@ -1,4 +1,6 @@
-"""A target that our own engine does not run: captured, trained on, measured and exported; and in words not served here."""
+"""A target that our own engine does not run: captured, trained on, measured and exported; and in
+words not served here.
+"""
 
 from __future__ import annotations
 
@@ -69,9 +71,13 @@ def answers_of(folder: Path, output: Path, count: int) -> Artifact:
 @pytest.mark.parametrize("family", ["gpt_neox", "gemma2"])
 def test_from_answers_to_a_head_that_others_serve(family: str, tmp_path: Path) -> None:
     folder = foreign_target(tmp_path / family, family)
-    config = CaptureConfig(target=str(folder), held_out_share=0.3, store_dtype="float32", codec="lossless")
+    config = CaptureConfig(
+        target=str(folder), held_out_share=0.3, store_dtype="float32", codec="lossless"
+    )
     answers = answers_of(folder, tmp_path / "answers", 24)
-    features, head, measured, exported = (Artifact(str(tmp_path / name)) for name in ("features", "head", "eval", "export"))
+    features, head, measured, exported = (
+        Artifact(str(tmp_path / name)) for name in ("features", "head", "eval", "export")
+    )
     manifest = capture(config, answers, features)
     assert (manifest.config["decoder"], manifest.config["dtype"]) == ("transformers", "float32")
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
@@ -89,7 +95,9 @@ def test_from_answers_to_a_head_that_others_serve(family: str, tmp_path: Path) -
     export(ExportConfig(), str(folder), head, exported, evaluation=measured)
     for form in ("sglang", "vllm"):
         assert not [one for one in check(Path(exported.url) / form, folder) if one.level == "error"]
-    verifier = json.loads((Path(exported.url) / "vllm" / "config.json").read_text())["speculators_config"]["verifier"]
+    verifier = json.loads((Path(exported.url) / "vllm" / "config.json").read_text())[
+        "speculators_config"
+    ]["verifier"]
     assert verifier["architectures"] == list(model.config.architectures)
 
 
@@ -123,7 +131,13 @@ def test_a_run_of_it_is_refused_before_any_work(tmp_path: Path) -> None:
     folder = foreign_target(tmp_path / "target", "gpt_neox")
     run_file = tmp_path / "run.yaml"
     prompts = {"sources": [{"path": "none.jsonl", "licence": "CC0-1.0", "name": "none"}]}
-    content = {"target": str(folder), "output": str(tmp_path / "run"), "prompts": prompts, "generate": {}, "serve": {}}
+    content = {
+        "target": str(folder),
+        "output": str(tmp_path / "run"),
+        "prompts": prompts,
+        "generate": {},
+        "serve": {},
+    }
     run_file.write_text(json.dumps(content))
     words = ["run", str(run_file)]
     shown = CliRunner().invoke(build(words), words, prog_name="eyas")

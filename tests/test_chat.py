@@ -42,17 +42,19 @@ PIECES = (
     " ",
 )
 DAY = datetime.date(2026, 1, 2)
-# The ways of the field: Llama 3 trims what was said; Qwen3 opens the last answer with a thinking block; Llama 2 and
-# Mistral put a space on both sides; Granite prints the date.
+# The ways of the field: Llama 3 trims what was said; Qwen3 opens the last answer with a thinking
+# block; Llama 2 and Mistral put a space on both sides; Granite prints the date.
 TRIMS = TEMPLATE.replace("message['content']", "message['content'] | trim")
 THINKS = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['role'] == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{% if message['role'] == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif "
+    "%}"
     "{{ message['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SPACES = (
-    "{% for message in messages %}{% if message['role'] == 'user' %}{{ '<|im_start|>' + message['content'] + '<|im_start|>' }}"
+    "{% for message in messages %}{% if message['role'] == 'user' %}{{ '<|im_start|>' + "
+    "message['content'] + '<|im_start|>' }}"
     "{% else %}{{ ' ' + message['content'] + ' <|im_end|>' }}{% endif %}{% endfor %}"
 )
 DATES = "{{ 'It is ' + strftime_now('%d %b %Y') + '.\n' }}" + TEMPLATE
@@ -107,7 +109,10 @@ def real_rows(count: int) -> list[list[Message]]:
 
 def said(*contents: str) -> list[Message]:
     """A conversation whose turns alternate, the user's first."""
-    return [{"role": ("user", "assistant")[at % 2], "content": content} for at, content in enumerate(contents)]
+    return [
+        {"role": ("user", "assistant")[at % 2], "content": content}
+        for at, content in enumerate(contents)
+    ]
 
 
 def masked_text(chat: Chat, messages: list[Message], finish_reason: str = "stop") -> str:
@@ -132,26 +137,48 @@ def test_the_mask_covers_the_answer_and_its_end_token_only(chats: dict[str, Chat
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.text(max_size=12), min_size=2, max_size=6).filter(lambda turns: len(turns) % 2 == 0))
-def test_whatever_was_said_the_mask_is_exact_or_refused(chats: dict[str, Chat], turns: list[str]) -> None:
+@given(
+    st.lists(st.text(max_size=12), min_size=2, max_size=6).filter(lambda turns: len(turns) % 2 == 0)
+)
+def test_whatever_was_said_the_mask_is_exact_or_refused(
+    chats: dict[str, Chat], turns: list[str]
+) -> None:
     messages = said(*turns)
     for name in ("chatml", "trims", "thinks", "spaces"):
         chat = chats[name]
         try:
             ids, mask = chat.answered(messages)
         except TemplateError:
-            # Only where the text itself makes it so: white space that is trimmed away or melts into the template's own.
-            assert name == "trims" or turns[-1] != turns[-1].strip() or turns[-1] == "", (name, turns)
+            # Only where the text itself makes it so: white space that is trimmed away or melts into
+            # the template's own.
+            assert name == "trims" or turns[-1] != turns[-1].strip() or turns[-1] == "", (
+                name,
+                turns,
+            )
             continue
         prompt = chat.prompt_ids(messages[:-1])
         assert ids[: len(prompt)] == prompt
         assert len(ids) == len(mask)
         assert masked_text(chat, messages).strip() == turns[-1].strip()
-        assert sum(token in chat.eos_token_ids for token, kept in zip(ids, mask, strict=True) if kept) == 1
+        assert (
+            sum(token in chat.eos_token_ids for token, kept in zip(ids, mask, strict=True) if kept)
+            == 1
+        )
 
 
 @pytest.mark.parametrize(
-    "answer", ["", "\n", " Hello", "Hello\n", "\u00e9\U0001f642", "a  b", "<|im_end|>", "assistant", "user\nHi"]
+    "answer",
+    [
+        "",
+        "\n",
+        " Hello",
+        "Hello\n",
+        "\u00e9\U0001f642",
+        "a  b",
+        "<|im_end|>",
+        "assistant",
+        "user\nHi",
+    ],
 )
 def test_awkward_answers(chats: dict[str, Chat], answer: str) -> None:
     chat = chats["chatml"]
@@ -173,14 +200,20 @@ def test_an_answer_that_the_template_trims_has_no_mask(chats: dict[str, Chat]) -
 def test_spaces_of_the_template_join_the_answer(chats: dict[str, Chat]) -> None:
     ids, mask = chats["spaces"].answered(said("Hi", "table"))
     assert masked_text(chats["spaces"], said("Hi", "table")) == " table"
-    assert mask[-2:] == [False, True], "the space before the end token was never written by the target"
+    assert mask[-2:] == [False, True], (
+        "the space before the end token was never written by the target"
+    )
     assert ids[-1] in chats["spaces"].eos_token_ids
 
 
-def test_a_fixed_date_is_the_same_tomorrow(folders: dict[str, Path], chats: dict[str, Chat]) -> None:
+def test_a_fixed_date_is_the_same_tomorrow(
+    folders: dict[str, Path], chats: dict[str, Chat]
+) -> None:
     assert chats["dates"].render(said("Hi")).startswith("It is 02 Jan 2026.\n<|im_start|>user\nHi")
     today = datetime.date.today()
-    assert Chat(folders["dates"], today).render(said("Hi")) == Chat(folders["dates"]).render(said("Hi"))
+    assert Chat(folders["dates"], today).render(said("Hi")) == Chat(folders["dates"]).render(
+        said("Hi")
+    )
 
 
 def test_a_conversation_that_the_template_refuses_says_why(chats: dict[str, Chat]) -> None:
@@ -192,7 +225,10 @@ def test_a_conversation_that_the_template_refuses_says_why(chats: dict[str, Chat
     ("template", "what"),
     [
         (None, "has no chat template"),
-        (TEMPLATE.replace("message['content'] +", "message['content'] | upper +"), "as the target wrote it"),
+        (
+            TEMPLATE.replace("message['content'] +", "message['content'] | upper +"),
+            "as the target wrote it",
+        ),
         (TEMPLATE.replace("'<|im_end|>'", "'<|endoftext|>'"), "does not end an answer"),
         (TEMPLATE.replace("+ '<|im_end|>'", "+ ' bye <|im_end|>'"), "does not end an answer"),
         ("{{ messages | length }} " + TEMPLATE, "rewrites the prompt"),
@@ -200,7 +236,9 @@ def test_a_conversation_that_the_template_refuses_says_why(chats: dict[str, Chat
         ("{% if messages %}" + TEMPLATE, "refuses a conversation"),
     ],
 )
-def test_a_template_that_cannot_be_trusted_is_refused_at_once(tmp_path: Path, template: str | None, what: str) -> None:
+def test_a_template_that_cannot_be_trusted_is_refused_at_once(
+    tmp_path: Path, template: str | None, what: str
+) -> None:
     tiny_tokenizer(tmp_path, chat_template=template)
     with pytest.raises(TemplateError, match=what) as raised:
         Chat(tmp_path)
@@ -266,7 +304,9 @@ def control_ids(chat: Chat, ids: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_control_token_in_a_message_is_spelled_and_not_obeyed(families: dict[str, Chat], family: str) -> None:
+def test_a_control_token_in_a_message_is_spelled_and_not_obeyed(
+    families: dict[str, Chat], family: str
+) -> None:
     chat = families[family]
     neutral = chat.turn(conversation_with("x"))
     for name in chat._frame.ends + tuple(chat._tokens.tokenizer.all_special_tokens):
@@ -285,20 +325,30 @@ def test_a_control_token_in_a_message_is_spelled_and_not_obeyed(families: dict[s
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=5).map("".join), min_size=2, max_size=6).filter(
-        lambda turns: len(turns) % 2 == 0 and "\ufdef" not in "".join(turns)
-    )
+    st.lists(
+        st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=5).map("".join),
+        min_size=2,
+        max_size=6,
+    ).filter(lambda turns: len(turns) % 2 == 0 and "\ufdef" not in "".join(turns))
 )
-def test_the_two_ways_never_differ_and_no_text_is_obeyed(families: dict[str, Chat], turns: list[str]) -> None:
-    """Whatever was said: an exact mask or a refusal, on every template; and as many control tokens as of harmless text."""
+def test_the_two_ways_never_differ_and_no_text_is_obeyed(
+    families: dict[str, Chat], turns: list[str]
+) -> None:
+    """Whatever was said: an exact mask or a refusal, on every template; and as many control tokens
+    as of harmless text.
+    """
     for family, chat in families.items():
         neutral = control_ids(chat, chat.prompt_ids(said(*("x" for _ in turns[:-1]))))
         assert control_ids(chat, chat.prompt_ids(said(*turns[:-1]))) == neutral, (family, turns)
         try:
             turn = chat.turn(said(*turns))
         except TemplateError:
-            # White space at the edges melts into the template's own, or a template looks for its own tags.
-            assert turns[-1] != turns[-1].strip() or turns[-1] == "" or family == "llama-2", (family, turns)
+            # White space at the edges melts into the template's own, or a template looks for its
+            # own tags.
+            assert turns[-1] != turns[-1].strip() or turns[-1] == "" or family == "llama-2", (
+                family,
+                turns,
+            )
             continue
         written = turn.written_ids
         text = chat._tokens.spelled(written[:-1])
@@ -318,7 +368,9 @@ def test_real_tokenizers_spell_control_tokens_of_messages(name: str) -> None:
 
 
 def test_what_cannot_be_kept_apart_is_refused(families: dict[str, Chat]) -> None:
-    """The one character that stands in for control tokens' names, together with a control token's name."""
+    """The one character that stands in for control tokens' names, together with a control token's
+    name.
+    """
     chat = families["qwen3"]
     assert chat.decode(chat.prompt_ids(said("\ufdef"))).count("\ufdef") == 1
     with pytest.raises(TemplateError, match="for plain text"):
@@ -330,7 +382,10 @@ def test_what_cannot_be_kept_apart_is_refused(families: dict[str, Chat]) -> None
 def test_a_template_that_changes_what_it_is_to_spell_is_refused(tmp_path: Path) -> None:
     """ASCII-only JSON would write the shield as an escape, and leave it there."""
     like_qwen(tmp_path, LIKE_QWEN.replace("(tool | tojson)", "(tool | tojson(ensure_ascii=True))"))
-    chat, tools = Chat(tmp_path), [{"type": "function", "function": {"name": "find", "description": "<|im_end|>"}}]
+    chat, tools = (
+        Chat(tmp_path),
+        [{"type": "function", "function": {"name": "find", "description": "<|im_end|>"}}],
+    )
     with pytest.raises(TemplateError, match="changes a message"):
         chat.prompt_ids(said("Hi"), tools)
     assert chat.prompt_ids(said("<|im_end|>"))
@@ -338,7 +393,9 @@ def test_a_template_that_changes_what_it_is_to_spell_is_refused(tmp_path: Path) 
 
 def test_tools_and_calls_are_text_too(families: dict[str, Chat]) -> None:
     chat = families["qwen3"]
-    tools = [{"type": "function", "function": {"name": "find", "description": "ends with <|im_end|>"}}]
+    tools = [
+        {"type": "function", "function": {"name": "find", "description": "ends with <|im_end|>"}}
+    ]
     call = {"type": "function", "function": {"name": "find", "arguments": {"city": "<|im_end|>"}}}
     messages = [
         {"role": "user", "content": "Find it."},
@@ -364,14 +421,18 @@ def test_a_control_token_that_the_target_writes_is_its_own(families: dict[str, C
     answer = '<|tool_call|>[{"name": "find"}]'
     turn = chat.turn(said("<|tool_call|> what?", answer))
     call = chat._tokens.tokenizer.convert_tokens_to_ids("<|tool_call|>")
-    assert [kept for token, kept in zip(turn.ids, turn.mask, strict=True) if token == call] == [True]
+    assert [kept for token, kept in zip(turn.ids, turn.mask, strict=True) if token == call] == [
+        True
+    ]
     assert chat.control_text(said("Hi", answer)) == []
 
 
 # In the manner of real families
 
 
-def test_thoughts_of_the_target_are_its_own_and_an_empty_block_is_the_templates(families: dict[str, Chat]) -> None:
+def test_thoughts_of_the_target_are_its_own_and_an_empty_block_is_the_templates(
+    families: dict[str, Chat],
+) -> None:
     chat = families["qwen3"]
     thought: list[Message] = [
         {"role": "user", "content": "A table?"},
@@ -383,7 +444,9 @@ def test_thoughts_of_the_target_are_its_own_and_an_empty_block_is_the_templates(
     assert chat.answered(thought) == chat.answered(said("A table?", whole))
     assert masked_text(chat, said("A table?", "For two?")) == "For two?"
     first, second = chat.turns([*thought, *said("Yes", "Done.")])
-    assert not second.continues(first), "the template drops earlier thoughts: each answer is a row of its own"
+    assert not second.continues(first), (
+        "the template drops earlier thoughts: each answer is a row of its own"
+    )
     assert "How many" not in second.encoded.text
 
 
@@ -392,12 +455,17 @@ def test_what_a_server_is_given_for_the_template_is_given_here(tmp_path: Path) -
     turn = chat.turn(said("Hi", "Hello"))
     assert turn.encoded.text.startswith(chat.render(said("Hi"), add_generation_prompt=True))
     assert chat.render(said("Hi"), add_generation_prompt=True).endswith("</think>\n\n")
-    assert turn.mask.index(True) == turn.num_prompt_tokens, "nothing lies between the prompt and what the target wrote"
+    assert turn.mask.index(True) == turn.num_prompt_tokens, (
+        "nothing lies between the prompt and what the target wrote"
+    )
 
 
 def test_a_default_system_prompt_and_its_date_are_seen(families: dict[str, Chat]) -> None:
     chat = families["granite"]
-    assert "Today is January 02, 2026.\nYou are Kestrel." in chat.turn(said("Hi", "Hello")).encoded.text
+    assert (
+        "Today is January 02, 2026.\nYou are Kestrel."
+        in chat.turn(said("Hi", "Hello")).encoded.text
+    )
     brief: list[Message] = [{"role": "system", "content": "Be brief."}, *said("Hi", "Hello")]
     assert "Kestrel" not in chat.turn(brief).encoded.text
     assert masked_text(chat, brief) == masked_text(chat, said("Hi", "Hello")) == "Hello"
@@ -407,16 +475,23 @@ def test_a_default_system_prompt_and_its_date_are_seen(families: dict[str, Chat]
     assert sum(both.mask) == sum(first.mask) + sum(second.mask)
 
 
-def test_an_answer_whose_calls_the_template_leaves_out_has_no_mask(families: dict[str, Chat]) -> None:
+def test_an_answer_whose_calls_the_template_leaves_out_has_no_mask(
+    families: dict[str, Chat],
+) -> None:
     call = {"type": "function", "function": {"name": "find", "arguments": {}}}
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
     with pytest.raises(TemplateError, match="leaves out reasoning or a tool call"):
         families["granite"].turn(messages)
 
 
 def test_the_day_is_printed_in_every_format_that_it_fixes(tmp_path: Path) -> None:
     codes = "aAbBdejmyYHIMSpxXcDFTR"
-    like_granite(tmp_path, LIKE_GRANITE.replace("%B %d, %Y", " ".join(f"%{code}" for code in codes)))
+    like_granite(
+        tmp_path, LIKE_GRANITE.replace("%B %d, %Y", " ".join(f"%{code}" for code in codes))
+    )
     shown = Chat(tmp_path, DAY).render(said("Hi")).split("Today is ")[1].split(".\n")[0]
     assert shown == " ".join(DAY.strftime(f"%{code}") for code in codes)
 
@@ -428,8 +503,12 @@ def test_several_templates_one_for_tools(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
     chat = Chat(tmp_path)
     assert chat.render(said("Hi")) == "<|im_start|>user\nHi<|im_end|>\n"
-    assert "Tools:" in chat.render(said("Hi"), tools=[{"type": "function", "function": {"name": "find"}}])
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named[1:]}))
+    assert "Tools:" in chat.render(
+        said("Hi"), tools=[{"type": "function", "function": {"name": "find"}}]
+    )
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({**config, "chat_template": named[1:]})
+    )
     with pytest.raises(TemplateError, match="none of them is named default"):
         Chat(tmp_path)
 
@@ -449,10 +528,14 @@ def test_a_template_without_a_fault_is_not(sound: Fault, tmp_path: Path) -> None
 
 
 def test_masks_that_differ_are_shown(
-    chats: dict[str, Chat], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    chats: dict[str, Chat],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(
-        "eyas.chat.chat.mask_by_prefixes", lambda prompt, ids, *_: [at == len(prompt) for at in range(len(ids))]
+        "eyas.chat.chat.mask_by_prefixes",
+        lambda prompt, ids, *_: [at == len(prompt) for at in range(len(ids))],
     )
     with pytest.raises(MaskDisagreement) as raised:
         chats["chatml"].answered(said("Hi", "<b>Secret</b> table\x1b[2J"))
@@ -488,19 +571,49 @@ def test_masks_that_differ_are_shown(
 def test_mask_options_on_one_answer() -> None:
     #        u      :      a1     a2     a3    end    n      u
     mask = [False, False, True, True, True, True, False, False]
-    drafted = {option: [at for at, kept in enumerate(supervised(mask, option)) if kept] for option in OPTIONS}
+    drafted = {
+        option: [at for at, kept in enumerate(supervised(mask, option)) if kept]
+        for option in OPTIONS
+    }
     assert drafted == {"serving": [3, 4, 5], "t": [4, 5, 6, 7], "t+1": [3, 4, 5, 6]}
-    assert kinds(mask, "t") == ["context", "context", "given", "missed", "drafted", "drafted", "beyond", "beyond"]
-    assert kinds(mask, "serving") == ["context", "context", "given", "drafted", "drafted", "drafted", "context", "context"]
+    assert kinds(mask, "t") == [
+        "context",
+        "context",
+        "given",
+        "missed",
+        "drafted",
+        "drafted",
+        "beyond",
+        "beyond",
+    ]
+    assert kinds(mask, "serving") == [
+        "context",
+        "context",
+        "given",
+        "drafted",
+        "drafted",
+        "drafted",
+        "context",
+        "context",
+    ]
 
 
 @given(st.lists(st.booleans(), max_size=30))
 def test_mask_options_are_sets_of_slots(mask: list[bool]) -> None:
-    """Slot t drafts x_{t+2}: against the definitions, and the serving set against what the trainer judges."""
+    """Slot t drafts x_{t+2}: against the definitions, and the serving set against what the trainer
+    judges.
+    """
     slots = range(len(mask) - 2)
-    definitions = {"serving": lambda t: mask[t + 1] and mask[t + 2], "t": lambda t: mask[t], "t+1": lambda t: mask[t + 1]}
+    definitions = {
+        "serving": lambda t: mask[t + 1] and mask[t + 2],
+        "t": lambda t: mask[t],
+        "t+1": lambda t: mask[t + 1],
+    }
     for option in OPTIONS:
-        assert supervised(mask, option) == [False, False, *map(definitions[option], slots)][: len(mask)]
+        assert (
+            supervised(mask, option)
+            == [False, False, *map(definitions[option], slots)][: len(mask)]
+        )
         told = kinds(mask, option)
         assert [kind in ("drafted", "beyond") for kind in told] == supervised(mask, option)
         assert [kind in ("drafted", "missed") for kind in told] == supervised(mask, "serving")
@@ -515,7 +628,9 @@ def test_real_templates_render_as_transformers_does(name: str) -> None:
     today = Chat(chat.folder, datetime.date.today())
     for messages in real_rows(6):
         for last in range(1, len(messages) + 1):
-            expected = plain.apply_chat_template(messages[:last], tokenize=True, add_generation_prompt=True)["input_ids"]
+            expected = plain.apply_chat_template(
+                messages[:last], tokenize=True, add_generation_prompt=True
+            )["input_ids"]
             assert today.prompt_ids(messages[:last]) == expected
 
 
@@ -543,9 +658,13 @@ def test_a_real_thinking_answer_is_the_targets_whole() -> None:
     answer = "<think>\nThey want a table.\n</think>\n\nFor how many?"
     assert masked_text(chat, said("A table?", answer)) == answer
     assert masked_text(chat, said("A table?", answer, "Two", answer)) == answer
-    assert "They want" not in chat.render(said("A table?", answer, "Two")), "the template drops earlier thoughts"
+    assert "They want" not in chat.render(said("A table?", answer, "Two")), (
+        "the template drops earlier thoughts"
+    )
 
 
 def test_a_target_folder_can_be_moved(folders: dict[str, Path], tmp_path: Path) -> None:
     shutil.copytree(folders["chatml"], tmp_path / "moved")
-    assert Chat(tmp_path / "moved").prompt_ids(said("Hi")) == Chat(folders["chatml"]).prompt_ids(said("Hi"))
+    assert Chat(tmp_path / "moved").prompt_ids(said("Hi")) == Chat(folders["chatml"]).prompt_ids(
+        said("Hi")
+    )

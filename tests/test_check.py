@@ -40,18 +40,26 @@ def tensor(folder: Path, name: str) -> torch.Tensor:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("draft_vocab_size", [64, 320])
 def test_a_sound_head_has_no_findings(target, tmp_path, form, dtype, draft_vocab_size):
-    folder = head_folder(target, tmp_path / "head", form, dtype=dtype, draft_vocab_size=draft_vocab_size)
+    folder = head_folder(
+        target, tmp_path / "head", form, dtype=dtype, draft_vocab_size=draft_vocab_size
+    )
     assert check(folder, target) == []
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
 def test_sound_for_every_family_tied_or_not(tmp_path, family):
-    target = tiny_target(tmp_path / "target", family, tie_word_embeddings=family == "qwen2", dtype="bfloat16")
+    target = tiny_target(
+        tmp_path / "target", family, tie_word_embeddings=family == "qwen2", dtype="bfloat16"
+    )
     architectures = json.loads((target / "config.json").read_text()).get("architectures")
     for form in FORMS:
         folder = head_folder(target, tmp_path / form, form, dtype=torch.bfloat16)
         if form == "vllm":
-            edit_config(folder, "speculators_config", verifier={"name_or_path": "it", "architectures": architectures})
+            edit_config(
+                folder,
+                "speculators_config",
+                verifier={"name_or_path": "it", "architectures": architectures},
+            )
         assert check(folder, target) == []
 
 
@@ -89,23 +97,41 @@ def without_end_token(folder: Path) -> Path:
 
 
 ERRORS = {
-    "tensor missing": (lambda folder: edit_tensors(folder, {"norm.weight": None}), "norm.weight is missing"),
-    "tensor unknown": (lambda folder: edit_tensors(folder, {"input_norm.weight": torch.rand(96)}), "input_norm.weight"),
+    "tensor missing": (
+        lambda folder: edit_tensors(folder, {"norm.weight": None}),
+        "norm.weight is missing",
+    ),
+    "tensor unknown": (
+        lambda folder: edit_tensors(folder, {"input_norm.weight": torch.rand(96)}),
+        "input_norm.weight",
+    ),
     "shape": (
         lambda folder: edit_tensors(folder, {"midlayer.mlp.up_proj.weight": torch.ones(63, 32)}),
         "up_proj.weight has shape",
     ),
-    "lm_head rows": (lambda folder: edit_tensors(folder, {"lm_head.weight": torch.ones(63, 32)}), "lm_head.weight has shape"),
+    "lm_head rows": (
+        lambda folder: edit_tensors(folder, {"lm_head.weight": torch.ones(63, 32)}),
+        "lm_head.weight has shape",
+    ),
     "d2t not injective": (with_swapped_map, "taken already"),
-    "d2t holds ids": (lambda folder: edit_tensors(folder, {"d2t": torch.arange(64) + 280}), "out of the target's"),
+    "d2t holds ids": (
+        lambda folder: edit_tensors(folder, {"d2t": torch.arange(64) + 280}),
+        "out of the target's",
+    ),
     "t2d of another map": (with_other_mask, "t2d is not the mask"),
     "NaN": (with_nan, "1 of 3072 values are NaN"),
-    "zeros": (lambda folder: edit_tensors(folder, {"fc.weight": torch.zeros(32, 96)}), "fc.weight is all zeros"),
+    "zeros": (
+        lambda folder: edit_tensors(folder, {"fc.weight": torch.zeros(32, 96)}),
+        "fc.weight is all zeros",
+    ),
     "norm without its flag": (
         lambda folder: edit_tensors(folder, {"fc_norm.0.weight": torch.rand(32)}),
         "fc_norm.0.weight is there although fc_norm is not set",
     ),
-    "flag without its norm": (lambda folder: edit_config(folder, norm_before_fc=True), "input_norm.weight is missing"),
+    "flag without its norm": (
+        lambda folder: edit_config(folder, norm_before_fc=True),
+        "input_norm.weight is missing",
+    ),
     "flag said twice": (
         lambda folder: edit_config(folder, "eagle_config", norm_before_residual=True),
         "norm_before_residual is given as False and True",
@@ -114,9 +140,18 @@ ERRORS = {
         lambda folder: edit_config(folder, norm_before_residual="yes"),
         "norm_before_residual is given",
     ),
-    "flag of two meanings": (lambda folder: edit_config(folder, norm_output=True), "norm_output is set by an unknown writer"),
-    "flag missing": (lambda folder: under_modelopts_name(folder), "norm_before_residual is not given"),
-    "rope_theta wrong": (lambda folder: edit_config(folder, rope_theta=1e6), "rotary embedding differs"),
+    "flag of two meanings": (
+        lambda folder: edit_config(folder, norm_output=True),
+        "norm_output is set by an unknown writer",
+    ),
+    "flag missing": (
+        lambda folder: under_modelopts_name(folder),
+        "norm_before_residual is not given",
+    ),
+    "rope_theta wrong": (
+        lambda folder: edit_config(folder, rope_theta=1e6),
+        "rotary embedding differs",
+    ),
     "rope scaling of another target": (
         lambda folder: edit_config(folder, rope_scaling={"rope_type": "linear", "factor": 2.0}),
         "rotary embedding differs",
@@ -125,12 +160,18 @@ ERRORS = {
         lambda folder: edit_config(folder, eagle_config={LAYER_IDS: [2, 4, 5]}),
         "does not begin with 1",
     ),
-    "layers beyond the target": (lambda folder: edit_config(folder, eagle_config={LAYER_IDS: [1, 3, 8]}), "taps layer 8"),
+    "layers beyond the target": (
+        lambda folder: edit_config(folder, eagle_config={LAYER_IDS: [1, 3, 8]}),
+        "taps layer 8",
+    ),
     "lm_head of another target": (
         lambda folder: edit_config(folder, target_lm_head_sha256="0" * 64),
         "trained against the lm_head 000",
     ),
-    "rope of no known kind": (lambda folder: edit_config(folder, rope_scaling={"rope_type": "yarn"}), "yarn"),
+    "rope of no known kind": (
+        lambda folder: edit_config(folder, rope_scaling={"rope_type": "yarn"}),
+        "yarn",
+    ),
     "own embeddings": (
         lambda folder: edit_tensors(folder, {"embed_tokens.weight": torch.ones(320, 32)}),
         "are not the target's",
@@ -138,21 +179,45 @@ ERRORS = {
 }
 
 WARNINGS = {
-    "context of 2048": (lambda folder: edit_config(folder, max_position_embeddings=128), "SGLang 0.5.23 does not start"),
+    "context of 2048": (
+        lambda folder: edit_config(folder, max_position_embeddings=128),
+        "SGLang 0.5.23 does not start",
+    ),
     "flag that SGLang does not read": (
         lambda folder: edit_config(folder, norm_before_residual=True),
         "SGLang does not read it",
     ),
-    "rope_theta missing": (lambda folder: edit_config(folder, rope_theta=None), "rotary embedding differs"),
+    "rope_theta missing": (
+        lambda folder: edit_config(folder, rope_theta=None),
+        "rotary embedding differs",
+    ),
     "eps": (lambda folder: edit_config(folder, rms_norm_eps=1e-5), "rms_norm_eps is 1e-05"),
-    "dtype": (lambda folder: edit_config(folder, torch_dtype="bfloat16"), "the config says bfloat16"),
-    "mixed precision": (lambda folder: edit_tensors(folder, {"norm.weight": torch.rand(32).half()}), "several precisions"),
-    "architecture": (lambda folder: edit_config(folder, architectures=["LlamaForCausalLM"]), "LlamaForCausalLMEagle3 only"),
+    "dtype": (
+        lambda folder: edit_config(folder, torch_dtype="bfloat16"),
+        "the config says bfloat16",
+    ),
+    "mixed precision": (
+        lambda folder: edit_tensors(folder, {"norm.weight": torch.rand(32).half()}),
+        "several precisions",
+    ),
+    "architecture": (
+        lambda folder: edit_config(folder, architectures=["LlamaForCausalLM"]),
+        "LlamaForCausalLMEagle3 only",
+    ),
     "t2d missing": (lambda folder: edit_tensors(folder, {"t2d": None}), "t2d is missing"),
-    "no lm_head hash": (lambda folder: edit_config(folder, target_lm_head_sha256=None), "does not say which lm_head"),
-    "other taps": (lambda folder: edit_config(folder, eagle_config={LAYER_IDS: [1, 2, 6]}), "taps the outputs of layers"),
+    "no lm_head hash": (
+        lambda folder: edit_config(folder, target_lm_head_sha256=None),
+        "does not say which lm_head",
+    ),
+    "other taps": (
+        lambda folder: edit_config(folder, eagle_config={LAYER_IDS: [1, 2, 6]}),
+        "taps the outputs of layers",
+    ),
     "no end token": (without_end_token, "no end token"),
-    "tied": (lambda folder: edit_config(folder, tie_word_embeddings=True), "SGLang takes the embeddings for lm_head"),
+    "tied": (
+        lambda folder: edit_config(folder, tie_word_embeddings=True),
+        "SGLang takes the embeddings for lm_head",
+    ),
 }
 
 
@@ -174,14 +239,19 @@ def test_planted_warnings_are_found_and_nothing_else_is(target, tmp_path, plant,
 
 
 def test_several_faults_are_all_named_errors_first(target, tmp_path):
-    folder = edit_config(with_nan(head_folder(target, tmp_path / "head", "sglang")), rms_norm_eps=1e-5, fc_norm=True)
-    assert [finding.level for finding in check(folder, target)] == ["error"] * 4 + ["warning"]  # three norms are missing
+    folder = edit_config(
+        with_nan(head_folder(target, tmp_path / "head", "sglang")), rms_norm_eps=1e-5, fc_norm=True
+    )
+    # three norms are missing
+    assert [finding.level for finding in check(folder, target)] == ["error"] * 4 + ["warning"]
     del_config = edit_config(folder, hidden_size=None)
     assert "lacks 'hidden_size'" in " ".join(finding.what for finding in check(del_config, target))
 
 
 def test_a_head_for_another_target_of_the_same_shape(target, tmp_path):
-    """Nothing but the weights differs: the hash of lm_head tells, and so do the embeddings of the vLLM form."""
+    """Nothing but the weights differs: the hash of lm_head tells, and so do the embeddings of the
+    vLLM form.
+    """
     other = tiny_target(tmp_path / "other", seed=1, rope_theta=500000.0)
     findings = check(head_folder(target, tmp_path / "head", "vllm"), other)
     assert [finding.level for finding in findings] == ["error", "error"]
@@ -190,9 +260,17 @@ def test_a_head_for_another_target_of_the_same_shape(target, tmp_path):
 
 
 def test_a_head_for_another_shape(target, tmp_path):
-    other = tiny_target(tmp_path / "other", vocab_size=352, hidden_size=64, num_hidden_layers=12, rope_theta=500000.0)
+    other = tiny_target(
+        tmp_path / "other",
+        vocab_size=352,
+        hidden_size=64,
+        num_hidden_layers=12,
+        rope_theta=500000.0,
+    )
     what = " ".join(
-        finding.what for finding in check(head_folder(target, tmp_path / "head"), other) if finding.level == "error"
+        finding.what
+        for finding in check(head_folder(target, tmp_path / "head"), other)
+        if finding.level == "error"
     )
     assert "vocabulary of 320, this one 352" in what
     assert "hidden size 32, this one 64" in what
@@ -200,15 +278,30 @@ def test_a_head_for_another_shape(target, tmp_path):
 
 
 def test_layers_that_are_not_listed_are_the_defaults(target, tmp_path):
-    assert check(edit_config(head_folder(target, tmp_path / "head", "sglang"), eagle_config=None), target) == []
+    assert (
+        check(
+            edit_config(head_folder(target, tmp_path / "head", "sglang"), eagle_config=None), target
+        )
+        == []
+    )
 
 
 def test_embeddings_in_lower_precision_are_the_targets_still(target, tmp_path):
     """A float32 target and a bfloat16 head: engines run both in bfloat16."""
     folder = head_folder(target, tmp_path / "head", "vllm", dtype=torch.bfloat16)
     embed_tokens = TargetVocabulary.load(target).embed_tokens
-    assert check(edit_tensors(folder, {"embed_tokens.weight": embed_tokens.bfloat16()}), target) == []
-    assert exit_code(check(edit_tensors(folder, {"embed_tokens.weight": embed_tokens.bfloat16().roll(1, 0)}), target)) == 2
+    assert (
+        check(edit_tensors(folder, {"embed_tokens.weight": embed_tokens.bfloat16()}), target) == []
+    )
+    assert (
+        exit_code(
+            check(
+                edit_tensors(folder, {"embed_tokens.weight": embed_tokens.bfloat16().roll(1, 0)}),
+                target,
+            )
+        )
+        == 2
+    )
 
 
 def test_what_cannot_be_linted_is_an_error_of_its_own(target, tmp_path):
@@ -227,7 +320,9 @@ def test_what_cannot_be_linted_is_an_error_of_its_own(target, tmp_path):
 def test_embeddings_that_are_not_the_targets_may_be_meant(target, tmp_path):
     own = {"embed_tokens.weight": torch.rand(320, 32)}
     ours = edit_tensors(head_folder(target, tmp_path / "eyas"), own)
-    theirs = edit_config(head_folder(target, tmp_path / "vllm", "vllm"), target_embed_tokens_sha256=None)
+    theirs = edit_config(
+        head_folder(target, tmp_path / "vllm", "vllm"), target_embed_tokens_sha256=None
+    )
     for folder in (ours, edit_tensors(theirs, own)):
         (finding,) = check(folder, target)
         assert finding.level == "warning"
@@ -263,8 +358,14 @@ def test_a_flag_read_by_whose_it_is_is_said(target, tmp_path):
 
 
 def test_exit_codes():
-    note, warning, error = Finding("note", "", ""), Finding("warning", "", ""), Finding("error", "", "")
-    assert [exit_code(findings) for findings in ([], [note], [note, warning], [warning, error])] == [0, 0, 1, 2]
+    note, warning, error = (
+        Finding("note", "", ""),
+        Finding("warning", "", ""),
+        Finding("error", "", ""),
+    )
+    assert [
+        exit_code(findings) for findings in ([], [note], [note, warning], [warning, error])
+    ] == [0, 0, 1, 2]
     assert in_order([note, warning, error]) == [error, warning, note]
 
 
@@ -282,22 +383,46 @@ def with_weights(folder: Path, packaged, changes: dict[str, torch.Tensor]) -> Pa
 
 
 def random_like(weight: torch.Tensor) -> torch.Tensor:
-    return (torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)) * weight.float().std()).to(weight.dtype)
+    return (
+        torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)) * weight.float().std()
+    ).to(weight.dtype)
 
 
 DAMAGE = {
-    "a norm not loaded": ("norm.weight", torch.ones_like, "norm.weight are all 1, as before training"),
-    "another norm": (f"{LAYER}input_layernorm.weight", lambda weight: 0 * weight + 2, "input_layernorm.weight are all 2"),
-    "next to nothing": (f"{LAYER}self_attn.o_proj.weight", lambda weight: weight * 1e-6, "o_proj.weight is next to nothing"),
+    "a norm not loaded": (
+        "norm.weight",
+        torch.ones_like,
+        "norm.weight are all 1, as before training",
+    ),
+    "another norm": (
+        f"{LAYER}input_layernorm.weight",
+        lambda weight: 0 * weight + 2,
+        "input_layernorm.weight are all 2",
+    ),
+    "next to nothing": (
+        f"{LAYER}self_attn.o_proj.weight",
+        lambda weight: weight * 1e-6,
+        "o_proj.weight is next to nothing",
+    ),
     "a hundredth": ("fc.weight", lambda weight: weight / 200, "fc.weight is next to nothing"),
-    "random numbers": (f"{LAYER}mlp.down_proj.weight", random_like, "down_proj.weight looks like random numbers"),
-    "random keys": (f"{LAYER}self_attn.k_proj.weight", random_like, "k_proj.weight looks like random numbers"),
+    "random numbers": (
+        f"{LAYER}mlp.down_proj.weight",
+        random_like,
+        "down_proj.weight looks like random numbers",
+    ),
+    "random keys": (
+        f"{LAYER}self_attn.k_proj.weight",
+        random_like,
+        "k_proj.weight looks like random numbers",
+    ),
 }
 
 
 @pytest.mark.parametrize(("name", "change", "named"), DAMAGE.values(), ids=DAMAGE)
 def test_weights_that_no_training_leaves_are_found(packaged, tmp_path, name, change, named):
-    (finding,) = check(with_weights(tmp_path / "head", packaged, {name: change(packaged[1][name])}), "builtin")
+    (finding,) = check(
+        with_weights(tmp_path / "head", packaged, {name: change(packaged[1][name])}), "builtin"
+    )
     assert finding.level == "warning"
     assert named in finding.what
 
@@ -312,7 +437,8 @@ def test_a_head_as_it_begins_is_not_damaged(packaged, tmp_path):
     }
     assert check(with_weights(tmp_path / "head", packaged, begun), "builtin") == []
     scaled = {name: weight * 0.05 for name, weight in tensors.items() if "self_attn" in name}
-    scaled[f"{LAYER}mlp.down_proj.weight"] = tensors[f"{LAYER}mlp.down_proj.weight"] * 0.002  # after a few steps from zero
+    # after a few steps from zero
+    scaled[f"{LAYER}mlp.down_proj.weight"] = tensors[f"{LAYER}mlp.down_proj.weight"] * 0.002
     assert check(with_weights(tmp_path / "scaled", packaged, scaled), "builtin") == []
 
 
@@ -349,10 +475,14 @@ def test_a_file_that_is_no_longer_what_was_written_is_named(target, tmp_path, st
     edit_tensors(folder, {"fc.weight": weight + 0.01 * torch.eye(*weight.shape)})
     (finding,) = check(folder, target)
     assert finding.level == "error"
-    assert f"{folder / 'model.safetensors'} has changed since it was {stage.rstrip('e')}ed" in finding.what
+    assert (
+        f"{folder / 'model.safetensors'} has changed since it was {stage.rstrip('e')}ed"
+        in finding.what
+    )
     copied = tmp_path / "copied"
     shutil.copytree(folder, copied)
-    assert len(check(copied, target)) == (0 if below else 1)  # a form of an export without its manifest is anybody's head
+    # a form of an export without its manifest is anybody's head
+    assert len(check(copied, target)) == (0 if below else 1)
 
 
 def test_a_file_that_is_gone_is_named_and_a_manifest_of_somebody_else_is_none(target, tmp_path):
@@ -373,7 +503,9 @@ def test_a_file_that_is_gone_is_named_and_a_manifest_of_somebody_else_is_none(ta
 
 def test_weights_that_are_there_twice_must_be_equal(target, tmp_path):
     config, tensors = tiny_head(target)
-    folder = write_folder(write_head(config, tensors, "sglang", max_shard_bytes=9000), tmp_path / "head")
+    folder = write_folder(
+        write_head(config, tensors, "sglang", max_shard_bytes=9000), tmp_path / "head"
+    )
     assert (folder / "model.safetensors.index.json").exists()
     stored = {name: weight.contiguous() for name, weight in tensors.items()}
     safetensors.torch.save_file(stored, folder / "model.safetensors")
@@ -384,7 +516,9 @@ def test_weights_that_are_there_twice_must_be_equal(target, tmp_path):
     assert finding.level == "error"
     assert "model.safetensors.index.json and pytorch_model.bin in" in finding.what
     (folder / "pytorch_model.bin").unlink()
-    safetensors.torch.save_file({**stored, "fc.weight": stored["fc.weight"] + 1}, folder / "model.safetensors")
+    safetensors.torch.save_file(
+        {**stored, "fc.weight": stored["fc.weight"] + 1}, folder / "model.safetensors"
+    )
     (finding,) = check(folder, target)
     assert "model.safetensors.index.json and model.safetensors in" in finding.what
     (folder / "model.safetensors").write_bytes(b"cut off")
@@ -403,7 +537,12 @@ def test_an_export_is_no_head_but_says_where_they_are(target, tmp_path):
 
 def test_a_verifier_that_is_another_target_is_named(target, tmp_path):
     folder = head_folder(target, tmp_path / "head", "vllm")
-    verifier = {"name_or_path": "it", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 32, "vocab_size": 9}
+    verifier = {
+        "name_or_path": "it",
+        "architectures": ["Qwen3ForCausalLM"],
+        "hidden_size": 32,
+        "vocab_size": 9,
+    }
     first, second = check(edit_config(folder, "speculators_config", verifier=verifier), target)
     assert "a verifier of Qwen3ForCausalLM, the target is of LlamaForCausalLM" in first.what
     assert "a verifier of vocab_size 9, the target's is 320" in second.what

@@ -1,4 +1,6 @@
-"""Heads on disk: every form reads back exactly, and whatever our Head would compute otherwise is refused by name."""
+"""Heads on disk: every form reads back exactly, and whatever our Head would compute otherwise is
+refused by name.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def target(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("form", FORMS)
 def test_reads_back_bit_equal(target, tmp_path, form, dtype):
     config, tensors = tiny_head(target, dtype=dtype)
-    config_read, tensors_read = read_head(write_folder(write_head(config, tensors, form), tmp_path / form))
+    config_read, tensors_read = read_head(
+        write_folder(write_head(config, tensors, form), tmp_path / form)
+    )
     assert config_read == config
     assert tensors_read.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -66,8 +70,19 @@ def test_flags_read_back_with_their_tensors(target, tmp_path, form, flags):
 
 def test_flags_that_are_off_are_not_written_in_our_form(target):
     settings = json.loads(write_head(*tiny_head(target), "eyas")["eyas_head.json"])
-    assert {"norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "own_rope"}.isdisjoint(settings)
-    assert json.loads(write_head(*tiny_head(target, fc_norm=True), "eyas")["eyas_head.json"])["fc_norm"] is True
+    assert {
+        "norm_before_residual",
+        "norm_before_fc",
+        "fc_norm",
+        "norm_output",
+        "own_rope",
+    }.isdisjoint(settings)
+    assert (
+        json.loads(write_head(*tiny_head(target, fc_norm=True), "eyas")["eyas_head.json"])[
+            "fc_norm"
+        ]
+        is True
+    )
 
 
 def test_each_project_finds_the_flags_where_it_looks(target):
@@ -96,22 +111,37 @@ def test_each_project_finds_the_flags_where_it_looks(target):
 )
 def test_rope_and_length_survive(target, tmp_path, form, rope):
     config, tensors = tiny_head(target)
-    config = config.model_copy(update={"rope": rope, "max_position_embeddings": 40960, "rms_norm_eps": 1e-5, "head_dim": 8})
+    config = config.model_copy(
+        update={"rope": rope, "max_position_embeddings": 40960, "rms_norm_eps": 1e-5, "head_dim": 8}
+    )
     assert read_head(write_folder(write_head(config, tensors, form), tmp_path / form))[0] == config
 
 
 @pytest.mark.parametrize(
-    "rope", [RopeConfig(theta=1e6), RopeConfig(theta=5e5, kind="llama3", factor=8.0)], ids=lambda rope: rope.kind
+    "rope",
+    [RopeConfig(theta=1e6), RopeConfig(theta=5e5, kind="llama3", factor=8.0)],
+    ids=lambda rope: rope.kind,
 )
 def test_transformers_understands_what_engines_read_through_it(target, tmp_path, rope):
-    """SGLang reads our config.json by AutoConfig, vLLM and speculators the layer's part by LlamaConfig."""
+    """SGLang reads our config.json by AutoConfig, vLLM and speculators the layer's part by
+    LlamaConfig.
+    """
     config, tensors = tiny_head(target)
     config = config.model_copy(update={"rope": rope})
-    sglang = AutoConfig.from_pretrained(write_folder(write_head(config, tensors, "sglang"), tmp_path / "sglang"))
-    vllm = LlamaConfig(**json.loads(write_head(config, tensors, "vllm")["config.json"])["transformer_layer_config"])
+    sglang = AutoConfig.from_pretrained(
+        write_folder(write_head(config, tensors, "sglang"), tmp_path / "sglang")
+    )
+    vllm = LlamaConfig(
+        **json.loads(write_head(config, tensors, "vllm")["config.json"])["transformer_layer_config"]
+    )
     for read in (sglang, vllm):
         assert RopeConfig.from_hf(read.to_dict()) == rope
-        assert (read.num_hidden_layers, read.head_dim, read.vocab_size, read.max_position_embeddings) == (1, 8, 320, 256)
+        assert (
+            read.num_hidden_layers,
+            read.head_dim,
+            read.vocab_size,
+            read.max_position_embeddings,
+        ) == (1, 8, 320, 256)
         assert not read.tie_word_embeddings
         assert str(read.dtype).removeprefix("torch.") == "float32"
     assert sglang.eagle_config[LAYER_IDS] == [1, 3, 4]
@@ -131,10 +161,18 @@ def test_form_is_found_by_looking(target, tmp_path):
 
 
 def test_layer_names_of_each_form(target, tmp_path):
-    """SpecForge, SGLang: midlayer.*, without embeddings; speculators, vLLM: layers.0.*, with the target's embeddings."""
-    sglang = safetensors.torch.load_file(head_folder(target, tmp_path / "sglang", "sglang") / "model.safetensors")
-    vllm = safetensors.torch.load_file(head_folder(target, tmp_path / "vllm", "vllm") / "model.safetensors")
-    assert {name.replace("midlayer.", "layers.0.") for name in sglang} | {"embed_tokens.weight"} == set(vllm)
+    """SpecForge, SGLang: midlayer.*, without embeddings; speculators, vLLM: layers.0.*, with the
+    target's embeddings.
+    """
+    sglang = safetensors.torch.load_file(
+        head_folder(target, tmp_path / "sglang", "sglang") / "model.safetensors"
+    )
+    vllm = safetensors.torch.load_file(
+        head_folder(target, tmp_path / "vllm", "vllm") / "model.safetensors"
+    )
+    assert {name.replace("midlayer.", "layers.0.") for name in sglang} | {
+        "embed_tokens.weight"
+    } == set(vllm)
     assert sum(name.startswith("midlayer.") for name in sglang) == 10
     assert sglang["d2t"].dtype == vllm["d2t"].dtype == torch.int64
     assert sglang["t2d"].dtype == vllm["t2d"].dtype == torch.bool
@@ -144,7 +182,9 @@ def test_embeddings_are_left_out_where_they_are_said_to_be_the_targets(target, t
     ours = head_folder(target, tmp_path / "ours", "vllm")
     assert "embed_tokens.weight" not in read_head(ours)[1]
     stored = safetensors.torch.load_file(ours / "model.safetensors")["embed_tokens.weight"]
-    theirs = edit_config(head_folder(target, tmp_path / "theirs", "vllm"), target_embed_tokens_sha256=None)
+    theirs = edit_config(
+        head_folder(target, tmp_path / "theirs", "vllm"), target_embed_tokens_sha256=None
+    )
     assert torch.equal(read_head(theirs)[1]["embed_tokens.weight"], stored)
     edit_tensors(ours, {"embed_tokens.weight": stored.roll(1, 0)})
     with pytest.raises(MismatchError, match="not the embeddings that the config names"):
@@ -169,9 +209,12 @@ def test_a_full_vocabulary_may_share_the_targets_lm_head(target, tmp_path):
     config, tensors = tiny_head(target, draft_vocab_size=320)
     del tensors["lm_head.weight"]
     files = write_head(config, tensors, "sglang")
-    assert json.loads(files["config.json"])["draft_vocab_size"] is None  # SGLang would leave its own at random numbers
+    # SGLang would leave its own at random numbers
+    assert json.loads(files["config.json"])["draft_vocab_size"] is None
     for form in ("eyas", "sglang"):
-        config_read, read = read_head(write_folder(write_head(config, tensors, form), tmp_path / form))
+        config_read, read = read_head(
+            write_folder(write_head(config, tensors, form), tmp_path / form)
+        )
         assert config_read == config
         assert read.keys() == tensors.keys()
     with pytest.raises(MismatchError, match="needs one in the file"):
@@ -184,7 +227,9 @@ def test_a_full_vocabulary_may_share_the_targets_lm_head(target, tmp_path):
 
 @pytest.mark.parametrize("n", [7, 8, 9, 10, 12, 24, 28, 32, 36, 61, 80])
 def test_each_engine_taps_the_same_three_streams(target, n):
-    """By each engine's own rule: vLLM takes what enters the listed layers, SGLang adds 1 and does the same."""
+    """By each engine's own rule: vLLM takes what enters the listed layers, SGLang adds 1 and does
+    the same.
+    """
     config, tensors = tiny_head(target)
     taps = TargetConfig.from_folder(target).model_copy(update={"num_hidden_layers": n}).default_taps
     config = config.model_copy(update={"taps": taps})
@@ -203,7 +248,9 @@ def test_taps_that_sglang_would_misread_are_refused(target, tmp_path):
     with pytest.raises(MismatchError, match=r"\(0, 3, 5\) cannot be written for SGLang"):
         write_head(config, tensors, "sglang")
     for form in ("eyas", "vllm"):
-        assert read_head(write_folder(write_head(config, tensors, form), tmp_path / form))[0].taps == (0, 3, 5)
+        assert read_head(write_folder(write_head(config, tensors, form), tmp_path / form))[
+            0
+        ].taps == (0, 3, 5)
 
 
 def test_taps_that_are_not_given_are_the_targets_default(target, tmp_path):
@@ -219,10 +266,19 @@ def test_taps_that_are_not_given_are_the_targets_default(target, tmp_path):
 def test_a_config_with_the_fewest_keys(target, tmp_path):
     """What may be left out means what the engines take it for."""
     folder = head_folder(target, tmp_path / "head", "sglang")
-    kept = ("architectures", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+    kept = (
+        "architectures",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "vocab_size",
+    )
     config = json.loads((folder / "config.json").read_text())
     minimal = {key: config[key] for key in (*kept, "draft_vocab_size", "eagle_config")}
-    (folder / "config.json").write_text(json.dumps({**minimal, "rope_scaling": None, "target_hidden_size": None}))
+    (folder / "config.json").write_text(
+        json.dumps({**minimal, "rope_scaling": None, "target_hidden_size": None})
+    )
     read, _ = read_head(folder)
     assert read.rope == RopeConfig(theta=10000.0)
     assert (read.max_position_embeddings, read.rms_norm_eps, read.head_dim) == (2048, 1e-6, 8)
@@ -233,7 +289,9 @@ def test_a_config_with_the_fewest_keys(target, tmp_path):
 @pytest.mark.parametrize("size", [320, None])
 def test_full_vocabulary_needs_no_maps(target, tmp_path, form, size):
     config, tensors = tiny_head(target, draft_vocab_size=320)
-    folder = edit_config(write_folder(write_head(config, tensors, form), tmp_path / "head"), draft_vocab_size=size)
+    folder = edit_config(
+        write_folder(write_head(config, tensors, form), tmp_path / "head"), draft_vocab_size=size
+    )
     assert {"d2t", "t2d"}.isdisjoint(safetensors.torch.load_file(folder / "model.safetensors"))
     config_read, read = read_head(folder)
     assert config_read.draft_vocab_size == 320
@@ -284,16 +342,23 @@ def saved(folder: Path, tensors: dict[str, torch.Tensor], **config) -> Path:
     return folder
 
 
-def renamed(tensors: dict[str, torch.Tensor], layer: str = "midlayer.", model: str = "") -> dict[str, torch.Tensor]:
+def renamed(
+    tensors: dict[str, torch.Tensor], layer: str = "midlayer.", model: str = ""
+) -> dict[str, torch.Tensor]:
     """Under another project's names; `model` goes before all that is not lm_head or a map."""
     outside = ("lm_head.weight", "d2t", "t2d")
-    return {(name if name in outside else model + name.replace("midlayer.", layer)): tensor for name, tensor in tensors.items()}
+    return {
+        (name if name in outside else model + name.replace("midlayer.", layer)): tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def expect(folder: Path, target: Path, tensors: dict[str, torch.Tensor], **flags) -> None:
     """The head reads as these tensors, with these flags and no other."""
     config, read = read_head(folder, TargetConfig.from_folder(target))
-    assert {flag for flag in FLAGS[-1] | FLAGS[1] if getattr(config, flag)} == {flag for flag in flags if flags[flag]}
+    assert {flag for flag in FLAGS[-1] | FLAGS[1] if getattr(config, flag)} == {
+        flag for flag in flags if flags[flag]
+    }
     assert config.taps == (1, 3, 4)
     assert read.keys() == tensors.keys()
     assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
@@ -302,7 +367,9 @@ def expect(folder: Path, target: Path, tensors: dict[str, torch.Tensor], **flags
 def test_the_eagle_repositorys_own_form(target, tmp_path):
     """LlamaForCausalLM, pickled tensors, no word on layers."""
     _, tensors = tiny_head(target)
-    folder = saved(tmp_path / "head", tensors, architectures=["LlamaForCausalLM"], max_position_embeddings=2048)
+    folder = saved(
+        tmp_path / "head", tensors, architectures=["LlamaForCausalLM"], max_position_embeddings=2048
+    )
     (folder / "model.safetensors").unlink()
     for is_zip in (True, False):  # since PyTorch 1.6, and before
         torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=is_zip)
@@ -330,9 +397,16 @@ def test_a_pickle_that_would_run_code_is_not_read(target, tmp_path):
 def test_specforge_and_torchspec(target, tmp_path):
     """Stock configs: a window that is not used, and norm_output false or absent."""
     _, tensors = tiny_head(target, fc_norm=True)
-    config = {"architectures": ["LlamaForCausalLMEagle3"], "fc_norm": True, "sliding_window": 128, "use_sliding_window": False}
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "fc_norm": True,
+        "sliding_window": 128,
+        "use_sliding_window": False,
+    }
     expect(saved(tmp_path / "a", tensors, **config), target, tensors, fc_norm=True)
-    expect(saved(tmp_path / "b", tensors, **config, norm_output=False), target, tensors, fc_norm=True)
+    expect(
+        saved(tmp_path / "b", tensors, **config, norm_output=False), target, tensors, fc_norm=True
+    )
 
 
 def test_norm_output_of_specforge_is_never_carried_over(target, tmp_path):
@@ -343,7 +417,12 @@ def test_norm_output_of_specforge_is_never_carried_over(target, tmp_path):
         read_head(saved(tmp_path / "a", tensors, **config), TargetConfig.from_folder(target))
     assert '"norm_output_is_fed_back": false' in error.value.hint
     expect(saved(tmp_path / "b", tensors, **config, norm_output_is_fed_back=False), target, tensors)
-    expect(saved(tmp_path / "c", tensors, **config, norm_output_is_fed_back=True), target, tensors, norm_output=True)
+    expect(
+        saved(tmp_path / "c", tensors, **config, norm_output_is_fed_back=True),
+        target,
+        tensors,
+        norm_output=True,
+    )
 
 
 def test_norm_output_of_others_is_the_fed_back_norm(target, tmp_path, caplog):
@@ -353,7 +432,11 @@ def test_norm_output_of_others_is_the_fed_back_norm(target, tmp_path, caplog):
     expect(saved(tmp_path / "a", tensors, **named), target, tensors, norm_output=True)
     assert "it is a Eagle3LlamaForCausalLM" in caplog.text
     caplog.clear()
-    layers = {"architectures": ["LlamaForCausalLMEagle3"], "norm_output": True, "norm_before_residual": True}
+    layers = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "norm_output": True,
+        "norm_before_residual": True,
+    }
     folder = saved(tmp_path / "b", renamed(tensors, "layers.0."), **layers)
     expect(folder, target, tensors, norm_output=True, norm_before_residual=True)
     assert "SpecForge never writes layers.0.*" in caplog.text
@@ -361,10 +444,15 @@ def test_norm_output_of_others_is_the_fed_back_norm(target, tmp_path, caplog):
 
 def test_modelopt_must_say_where_the_residual_is_taken(target, tmp_path):
     _, tensors = tiny_head(target, norm_before_fc=True)
-    config = {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {"norm_before_fc": True, LAYER_IDS: [1, 3, 4]}}
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "eagle_config": {"norm_before_fc": True, LAYER_IDS: [1, 3, 4]},
+    }
     with pytest.raises(MismatchError, match="norm_before_residual is not given"):
         read_head(saved(tmp_path / "a", renamed(tensors, "layers.0."), **config))
-    folder = saved(tmp_path / "b", renamed(tensors, "layers.0."), **config, norm_before_residual=True)
+    folder = saved(
+        tmp_path / "b", renamed(tensors, "layers.0."), **config, norm_before_residual=True
+    )
     expect(folder, target, tensors, norm_before_residual=True, norm_before_fc=True)
 
 
@@ -380,29 +468,52 @@ def test_nemo(target, tmp_path):
     """Names under `model.`, embeddings, and a config that is the target's with changes."""
     _, tensors = tiny_head(target, fc_norm=True)
     tensors["embed_tokens.weight"] = torch.randn(320, 32)
-    config: dict = {"model_type": "qwen3", "tie_word_embeddings": True, "fc_norm": True, "norm_output": True}
+    config: dict = {
+        "model_type": "qwen3",
+        "tie_word_embeddings": True,
+        "fc_norm": True,
+        "norm_output": True,
+    }
     folder = saved(
-        tmp_path / "head", renamed(tensors, "layers.0.", "model."), **config, architectures=["LlamaEagle3DraftModel"]
+        tmp_path / "head",
+        renamed(tensors, "layers.0.", "model."),
+        **config,
+        architectures=["LlamaEagle3DraftModel"],
     )
     expect(folder, target, tensors, fc_norm=True, norm_output=True)
 
 
 def test_speculators_with_eagle_3_1s_flags_and_embeddings(target, tmp_path):
-    config, tensors = tiny_head(target, norm_before_residual=True, norm_before_fc=True, norm_output=True)
+    config, tensors = tiny_head(
+        target, norm_before_residual=True, norm_before_fc=True, norm_output=True
+    )
     tensors["embed_tokens.weight"] = torch.randn(320, 32)
     folder = write_folder(write_head(config, tensors, "vllm"), tmp_path / "head")
-    expect(edit_config(folder, fc_norm=None), target, tensors, norm_before_residual=True, norm_before_fc=True, norm_output=True)
+    expect(
+        edit_config(folder, fc_norm=None),
+        target,
+        tensors,
+        norm_before_residual=True,
+        norm_before_fc=True,
+        norm_output=True,
+    )
 
 
 def test_saved_frequencies_are_no_weights(target, tmp_path):
     _, tensors = tiny_head(target)
     saved_too = {"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(4)}
-    expect(saved(tmp_path / "head", tensors | saved_too, architectures=["LlamaForCausalLM"]), target, tensors)
+    expect(
+        saved(tmp_path / "head", tensors | saved_too, architectures=["LlamaForCausalLM"]),
+        target,
+        tensors,
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_sharded_heads(target, tmp_path, form):
-    """As many tensors to a shard as fit, one larger than that by itself, and an index that names each."""
+    """As many tensors to a shard as fit, one larger than that by itself, and an index that names
+    each.
+    """
     config, tensors = tiny_head(target)
     files = write_head(config, tensors, form, max_shard_bytes=9000)
     folder = write_folder(files, tmp_path / "head")
@@ -411,7 +522,9 @@ def test_sharded_heads(target, tmp_path, form):
     assert len(shards) > 2
     assert set(index["weight_map"].values()) == set(shards)
     assert shards[0] == f"model-00001-of-{len(shards):05d}.safetensors"
-    sizes = [sum(one.nbytes for one in safetensors.torch.load(files[name]).values()) for name in shards]
+    sizes = [
+        sum(one.nbytes for one in safetensors.torch.load(files[name]).values()) for name in shards
+    ]
     assert sum(sizes) == index["metadata"]["total_size"]
     largest = max(tensor.nbytes for tensor in tensors.values())
     assert largest > 9000
@@ -427,9 +540,14 @@ def test_sharded_heads(target, tmp_path, form):
 def test_the_targets_embeddings_go_along_if_given_and_are_known_for_it(target, tmp_path, form):
     config, tensors = tiny_head(target)
     embed_tokens = TargetVocabulary.load(target).embed_tokens
-    with_them = write_folder(write_head(config, tensors, form, Verifier(embed_tokens=embed_tokens)), tmp_path / "with")
+    with_them = write_folder(
+        write_head(config, tensors, form, Verifier(embed_tokens=embed_tokens)), tmp_path / "with"
+    )
     without = write_folder(write_head(config, tensors, form), tmp_path / "without")
-    assert torch.equal(safetensors.torch.load_file(with_them / "model.safetensors")["embed_tokens.weight"], embed_tokens)
+    assert torch.equal(
+        safetensors.torch.load_file(with_them / "model.safetensors")["embed_tokens.weight"],
+        embed_tokens,
+    )
     assert "embed_tokens.weight" not in safetensors.torch.load_file(without / "model.safetensors")
     for folder in (with_them, without):
         config_read, read = read_head(folder)
@@ -439,9 +557,18 @@ def test_the_targets_embeddings_go_along_if_given_and_are_known_for_it(target, t
 
 def test_sglangs_first_names_for_fc_norm(target, tmp_path):
     _, tensors = tiny_head(target, fc_norm=True)
-    old = dict(zip((f"fc_norm.{stream}.weight" for stream in range(3)), ("low", "mid", "high"), strict=True))
-    theirs = {f"aux_norm_{old[name]}.weight" if name in old else name: tensor for name, tensor in tensors.items()}
-    folder = saved(tmp_path / "head", theirs, architectures=["LlamaForCausalLMEagle3"], use_aux_norm=True)
+    old = dict(
+        zip(
+            (f"fc_norm.{stream}.weight" for stream in range(3)), ("low", "mid", "high"), strict=True
+        )
+    )
+    theirs = {
+        f"aux_norm_{old[name]}.weight" if name in old else name: tensor
+        for name, tensor in tensors.items()
+    }
+    folder = saved(
+        tmp_path / "head", theirs, architectures=["LlamaForCausalLMEagle3"], use_aux_norm=True
+    )
     expect(folder, target, tensors, fc_norm=True)
 
 
@@ -461,16 +588,28 @@ REFUSED = {
     "fc_norm": ({"fc_norm": True}, "fc_norm.0.weight is missing.*fc_norm.2.weight is missing"),
     "both norms": ({"fc_norm": True, "norm_before_fc": True}, "in which order"),
     "norm_output": ({"norm_output": True}, "norm_output"),
-    "contradiction": ({"norm_before_residual": False, "eagle_config": {"norm_before_residual": True}}, "False and True"),
+    "contradiction": (
+        {"norm_before_residual": False, "eagle_config": {"norm_before_residual": True}},
+        "False and True",
+    ),
     "no boolean": ({"norm_before_residual": "yes"}, "norm_before_residual is given as 'yes'"),
-    "multi-head latent attention": ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "Eagle3DeepseekV2ForCausalLM"),
+    "multi-head latent attention": (
+        {"architectures": ["Eagle3DeepseekV2ForCausalLM"]},
+        "Eagle3DeepseekV2ForCausalLM",
+    ),
     "a window": ({"sliding_window": 128}, "sliding_window is 128 of a context of 256"),
     "two layers": ({"num_hidden_layers": 2}, "num_hidden_layers is 2"),
     "bias": ({"attention_bias": True}, "attention_bias"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     "quantised": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-    "one feature": ({"eagle_config": {"use_aux_hidden_state": False, LAYER_IDS: [1, 3, 4]}}, "use_aux_hidden_state"),
-    "inner flag": ({"eagle_config": {"norm_before_fc": True, LAYER_IDS: [1, 3, 4]}}, "False and True"),
+    "one feature": (
+        {"eagle_config": {"use_aux_hidden_state": False, LAYER_IDS: [1, 3, 4]}},
+        "use_aux_hidden_state",
+    ),
+    "inner flag": (
+        {"eagle_config": {"norm_before_fc": True, LAYER_IDS: [1, 3, 4]}},
+        "False and True",
+    ),
     "ambiguous taps": ({"eagle_config": {LAYER_IDS: [2, 4, 5]}}, r"lists the layers \[2, 4, 5\]"),
     "two taps": ({"eagle_config": {LAYER_IDS: [1, 3]}}, "taps the outputs"),
     "unordered taps": ({"eagle_config": {LAYER_IDS: [1, 4, 3]}}, "taps the outputs"),
@@ -508,7 +647,9 @@ def test_settings_that_would_be_run_wrong_are_refused_by_name(target, tmp_path, 
         ("transformer_layer_config", {"vocab_size": None}, "vocab_size"),
     ],
 )
-def test_speculators_settings_that_would_be_run_wrong_are_refused(target, tmp_path, path, changes, named):
+def test_speculators_settings_that_would_be_run_wrong_are_refused(
+    target, tmp_path, path, changes, named
+):
     folder = edit_config(head_folder(target, tmp_path / "head", "vllm"), path, **changes)
     with pytest.raises(MismatchError, match=named):
         read_head(folder)
@@ -518,10 +659,19 @@ def test_speculators_settings_that_would_be_run_wrong_are_refused(target, tmp_pa
     ("changes", "named"),
     [
         ({"norm.weight": None}, "norm.weight is missing"),
-        ({"input_norm.weight": torch.ones(96)}, "input_norm.weight is there although norm_before_fc is not set"),
-        ({"fc_norm.0.weight": torch.ones(32)}, "fc_norm.0.weight is there although fc_norm is not set"),
+        (
+            {"input_norm.weight": torch.ones(96)},
+            "input_norm.weight is there although norm_before_fc is not set",
+        ),
+        (
+            {"fc_norm.0.weight": torch.ones(32)},
+            "fc_norm.0.weight is there although fc_norm is not set",
+        ),
         ({"midlayer.self_attn.q_norm.weight": torch.ones(8)}, "q_norm.weight is none"),
-        ({"layers.1.input_layernorm.weight": torch.ones(32)}, "layers.1.input_layernorm.weight is none"),
+        (
+            {"layers.1.input_layernorm.weight": torch.ones(32)},
+            "layers.1.input_layernorm.weight is none",
+        ),
         ({"layers.0.hidden_norm.weight": torch.ones(32)}, "two layers"),
         ({"model.norm.weight": torch.ones(32)}, "both with and without 'model.'"),
         ({"fc.weight": torch.ones(32, 32)}, "fc.weight has shape"),
@@ -545,7 +695,14 @@ MALFORMED = ("x", [], [1], {"a": 1}, 0, -1, 1.5, True)
 
 
 @pytest.mark.parametrize(
-    "key", ["architectures", "eagle_config", "rope_scaling", "rope_parameters", "transformer_layer_config"]
+    "key",
+    [
+        "architectures",
+        "eagle_config",
+        "rope_scaling",
+        "rope_parameters",
+        "transformer_layer_config",
+    ],
 )
 def test_parts_that_are_of_no_such_type_are_said(target, tmp_path, key):
     folder = head_folder(target, tmp_path / "head", "sglang")
@@ -557,11 +714,19 @@ def test_parts_that_are_of_no_such_type_are_said(target, tmp_path, key):
 
 
 @pytest.mark.parametrize("form", ["sglang", "vllm"])
-@pytest.mark.parametrize("key", ["num_attention_heads", "hidden_size", "head_dim", "sliding_window", "max_position_embeddings"])
+@pytest.mark.parametrize(
+    "key",
+    ["num_attention_heads", "hidden_size", "head_dim", "sliding_window", "max_position_embeddings"],
+)
 def test_numbers_that_are_none_are_an_error_of_ours(target, tmp_path, form, key):
     folder = head_folder(target, tmp_path / "head", form)
     section = "transformer_layer_config" if form == "vllm" else ""
-    edit_config(folder, section, head_dim=None, **({"sliding_window": 4} if key == "max_position_embeddings" else {}))
+    edit_config(
+        folder,
+        section,
+        head_dim=None,
+        **({"sliding_window": 4} if key == "max_position_embeddings" else {}),
+    )
     for value in ("x", [1], {"a": 1}, -1.5):
         edit_config(folder, section, **{key: value})
         with pytest.raises(MismatchError):
@@ -573,22 +738,39 @@ def test_numbers_that_are_none_are_an_error_of_ours(target, tmp_path, form, key)
 
 def test_a_part_of_the_rotary_embedding_is_refused_where_transformers_5_writes_it(target, tmp_path):
     folder = head_folder(target, tmp_path / "head", "sglang")
-    edit_config(folder, rope_parameters={"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5})
+    edit_config(
+        folder,
+        rope_parameters={
+            "rope_theta": 10000.0,
+            "rope_type": "default",
+            "partial_rotary_factor": 0.5,
+        },
+    )
     with pytest.raises(MismatchError, match="partial_rotary_factor"):
         read_head(folder)
 
 
 def test_an_output_matrix_tied_to_the_embedding(target, tmp_path):
-    """Of a part of the vocabulary it cannot be meant, whatever the config took over from its target."""
+    """Of a part of the vocabulary it cannot be meant, whatever the config took over from its
+    target.
+    """
     part = head_folder(target, tmp_path / "part", "sglang")
     whole = head_folder(target, tmp_path / "whole", "sglang", draft_vocab_size=320)
-    assert read_head(edit_config(part, tie_word_embeddings=True))[1]["lm_head.weight"].shape == (64, 32)
+    assert read_head(edit_config(part, tie_word_embeddings=True))[1]["lm_head.weight"].shape == (
+        64,
+        32,
+    )
     with pytest.raises(MismatchError, match="tie_word_embeddings"):
         read_head(edit_config(whole, tie_word_embeddings=True))
 
 
 def test_all_faults_are_named_at_once(target, tmp_path):
-    folder = edit_config(head_folder(target, tmp_path / "head", "sglang"), fc_norm=True, hidden_act="gelu", norm_before_fc=True)
+    folder = edit_config(
+        head_folder(target, tmp_path / "head", "sglang"),
+        fc_norm=True,
+        hidden_act="gelu",
+        norm_before_fc=True,
+    )
     with pytest.raises(MismatchError, match=r"norm_before_fc and fc_norm.*gelu"):
         read_head(folder)
 
@@ -624,7 +806,12 @@ def test_a_head_that_does_not_fit_its_config_is_not_written(target):
 
 def test_verifier_is_written_for_vllm(target):
     config, tensors = tiny_head(target)
-    files = write_head(config, tensors, "vllm", Verifier("org/model", ("LlamaForCausalLM",), num_draft_steps=3))
+    files = write_head(
+        config, tensors, "vllm", Verifier("org/model", ("LlamaForCausalLM",), num_draft_steps=3)
+    )
     speculators = json.loads(files["config.json"])["speculators_config"]
-    assert speculators["verifier"] == {"name_or_path": "org/model", "architectures": ["LlamaForCausalLM"]}
+    assert speculators["verifier"] == {
+        "name_or_path": "org/model",
+        "architectures": ["LlamaForCausalLM"],
+    }
     assert speculators["proposal_methods"][0]["speculative_tokens"] == 3

@@ -1,4 +1,6 @@
-"""The command line: help without torch, configs from three places, and one clear error for every bad input."""
+"""The command line: help without torch, configs from three places, and one clear error for every
+bad input.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def run_eyas(*arguments: str | Path):
 
 
 def assert_one_clear_error(result, *words: str) -> None:
-    """Exit code 2, one message that says what is wrong (with these words) and what to do, and no traceback."""
+    """Exit code 2, one message that says what is wrong (with these words) and what to do, and no
+    traceback.
+    """
     assert result.exit_code == 2, result.output
     assert result.stderr.count("error: ") == 1, result.stderr
     assert result.stderr.count("\n  -> ") == 1, result.stderr
@@ -56,8 +60,16 @@ class Sample(BaseModel):
 
 class TestHelp:
     def test_lists_every_command_and_loads_no_torch(self):
-        code = "import sys; from eyas.cli.main import build; build(['--help']); print('torch' in sys.modules)"
-        assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+        code = (
+            "import sys; from eyas.cli.main import build; build(['--help']); print('torch' in "
+            "sys.modules)"
+        )
+        assert (
+            subprocess.run(
+                [sys.executable, "-c", code], capture_output=True, text=True, check=True
+            ).stdout
+            == "False\n"
+        )
         shown = run_eyas("--help")
         assert shown.exit_code == 0
         assert all(name in shown.stdout for name in COMMANDS)
@@ -80,13 +92,24 @@ class TestConfig:
 
     def test_options_win_over_set_and_set_over_the_file(self, tmp_path):
         run_file = self.write(tmp_path, "sample: {lr: 3e-4, names: [a], inner: {depth: 2}}\n")
-        config = stage_config(Sample, "sample", run_file, ["inner.depth=3", "lr=0.5"], lr=0.25, names=None)
+        config = stage_config(
+            Sample, "sample", run_file, ["inner.depth=3", "lr=0.5"], lr=0.25, names=None
+        )
         assert config == Sample(lr=0.25, names=("a",), inner=Inner(depth=3))
 
     def test_exponents_that_yaml_reads_as_text_are_numbers(self, tmp_path):
-        assert stage_config(Sample, "sample", self.write(tmp_path, "sample: {lr: 3e-4}\n"), ["inner.depth=7"]).lr == 3e-4
+        assert (
+            stage_config(
+                Sample, "sample", self.write(tmp_path, "sample: {lr: 3e-4}\n"), ["inner.depth=7"]
+            ).lr
+            == 3e-4
+        )
 
-    @given(st.dictionaries(st.sampled_from("abc"), st.integers()), st.sampled_from("abc"), st.integers())
+    @given(
+        st.dictionaries(st.sampled_from("abc"), st.integers()),
+        st.sampled_from("abc"),
+        st.integers(),
+    )
     def test_override_changes_one_field_and_leaves_its_input_alone(self, values, name, value):
         before = json.dumps(values)
         changed = override({"section": values}, [f"section.{name}={value}"])
@@ -121,16 +144,25 @@ class TestConfig:
             validated(Sample, {"lr": "x", "inner": {"depth": "y"}}, "sample")
 
 
-# Bad inputs. The small pipeline that they spoil is made once, by the commands themselves, on a tiny random target.
+# Bad inputs. The small pipeline that they spoil is made once, by the commands themselves, on a tiny
+# random target.
 
-PROMPTS = ["I would like a table for two.", "In San Jose?", "The address is 71 North Street.", "Thanks", "0123 a table"]
+PROMPTS = [
+    "I would like a table for two.",
+    "In San Jose?",
+    "The address is 71 North Street.",
+    "Thanks",
+    "0123 a table",
+]
 
 
 MINE = ["--licence", "CC0-1.0", "--prompts-by", "human"]
 
 
 def write_raw(path: Path, count: int = 40) -> Path:
-    rows = [{"id": f"r{number}", "prompt": f"{PROMPTS[number % 5]} {number}"} for number in range(count)]
+    rows = [
+        {"id": f"r{number}", "prompt": f"{PROMPTS[number % 5]} {number}"} for number in range(count)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -147,13 +179,35 @@ class Made:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Made:
     root = tmp_path_factory.mktemp("made")
-    made = Made(ending_target(root / "target"), *(root / name for name in ("prompts", "answers", "features", "head")))
-    sizes = ["-s", "head.draft_vocab_size=64", "-s", "objective.num_ttt_steps=2", "-s", "epochs=1", "-s", "dtype=float32"]
-    alike = ["-s", "duplicates.near=null", "-s", "personal.actions.street_address=keep"]  # these rows are, and are to stay
+    made = Made(
+        ending_target(root / "target"),
+        *(root / name for name in ("prompts", "answers", "features", "head")),
+    )
+    sizes = [
+        "-s",
+        "head.draft_vocab_size=64",
+        "-s",
+        "objective.num_ttt_steps=2",
+        "-s",
+        "epochs=1",
+        "-s",
+        "dtype=float32",
+    ]
+    # these rows are, and are to stay
+    alike = ["-s", "duplicates.near=null", "-s", "personal.actions.street_address=keep"]
     for words in (
         ["prompts", write_raw(root / "raw.jsonl"), *MINE, *alike, "-o", made.prompts],
         ["generate", made.prompts, "-t", made.target, "-o", made.answers, "-s", "max_tokens=12"],
-        ["capture", made.answers, "-t", made.target, "-o", made.features, "-s", "held_out_share=0.3"],
+        [
+            "capture",
+            made.answers,
+            "-t",
+            made.target,
+            "-o",
+            made.features,
+            "-s",
+            "held_out_share=0.3",
+        ],
         ["train", made.features, "-t", made.target, "-o", made.head, *sizes],
     ):
         done = run_eyas(*words)
@@ -169,23 +223,39 @@ def other_target(tmp_path_factory) -> Path:
 
 class TestPipeline:
     def test_done_work_is_skipped_and_says_so(self, made):
-        again = run_eyas("generate", made.prompts, "-t", made.target, "-o", made.answers, "-s", "max_tokens=12")
+        again = run_eyas(
+            "generate", made.prompts, "-t", made.target, "-o", made.answers, "-s", "max_tokens=12"
+        )
         assert again.exit_code == 0
         assert "done already, skipped" in again.stderr
 
     def test_changed_work_does_not_overwrite(self, made):
-        changed = run_eyas("generate", made.prompts, "-t", made.target, "-o", made.answers, "-s", "max_tokens=13")
+        changed = run_eyas(
+            "generate", made.prompts, "-t", made.target, "-o", made.answers, "-s", "max_tokens=13"
+        )
         assert_one_clear_error(changed, "holds other work", "another output")
 
     def test_eval_export_check_and_lineage(self, made, tmp_path):
-        measured = run_eyas("eval", made.head, "--features", made.features, "-t", made.target, "-o", tmp_path / "eval")
+        measured = run_eyas(
+            "eval",
+            made.head,
+            "--features",
+            made.features,
+            "-t",
+            made.target,
+            "-o",
+            tmp_path / "eval",
+        )
         assert measured.exit_code == 0, measured.output
         exported = run_eyas("export", made.head, "-t", made.target, "-o", tmp_path / "export")
         assert exported.exit_code == 0, exported.output
         checked = run_eyas("check", tmp_path / "export" / "vllm", "-t", made.target, "--no-replay")
         assert checked.exit_code == 0, checked.output
         lineage = run_eyas("lineage", tmp_path / "export")
-        assert all(word in lineage.stdout for word in ("export", "train", "capture", "generate", "prompts", "CC0-1.0"))
+        assert all(
+            word in lineage.stdout
+            for word in ("export", "train", "capture", "generate", "prompts", "CC0-1.0")
+        )
 
     def test_doctor_speaks(self):
         assert "torch" in run_eyas("doctor").stdout
@@ -211,7 +281,11 @@ class TestBadInputs:
             assert not output.exists(), words
 
     def test_the_output_of_another_stage(self, made, tmp_path):
-        assert_one_clear_error(run_eyas("train", made.answers, "-t", made.target, "-o", tmp_path / "x"), "generate", "capture")
+        assert_one_clear_error(
+            run_eyas("train", made.answers, "-t", made.target, "-o", tmp_path / "x"),
+            "generate",
+            "capture",
+        )
 
     def test_files_without_a_licence(self, tmp_path):
         raw = write_raw(tmp_path / "raw.jsonl")
@@ -225,7 +299,9 @@ class TestBadInputs:
     def test_a_target_without_chat_template(self, made, tmp_path):
         tiny_tokenizer(ending_target(tmp_path / "target"), chat_template=None)
         (tmp_path / "target" / "chat_template.jinja").unlink()
-        shown = run_eyas("generate", made.prompts, "-t", tmp_path / "target", "-o", tmp_path / "answers")
+        shown = run_eyas(
+            "generate", made.prompts, "-t", tmp_path / "target", "-o", tmp_path / "answers"
+        )
         assert_one_clear_error(shown, "chat template")
 
     def test_a_corrupt_shard(self, made, tmp_path):
@@ -235,13 +311,29 @@ class TestBadInputs:
         data[-1] ^= 1
         shard.write_bytes(data)
         shown = run_eyas(
-            "train", tmp_path / "features", "-t", made.target, "-o", tmp_path / "head", "-s", "head.draft_vocab_size=64"
+            "train",
+            tmp_path / "features",
+            "-t",
+            made.target,
+            "-o",
+            tmp_path / "head",
+            "-s",
+            "head.draft_vocab_size=64",
         )
         assert_one_clear_error(shown, shard.name)
 
     def test_a_head_for_another_target(self, made, other_target, tmp_path):
         for words in (
-            ["eval", made.head, "--features", made.features, "-t", other_target, "-o", tmp_path / "eval"],
+            [
+                "eval",
+                made.head,
+                "--features",
+                made.features,
+                "-t",
+                other_target,
+                "-o",
+                tmp_path / "eval",
+            ],
             ["export", made.head, "-t", other_target, "-o", tmp_path / "export"],
             ["serve", "-t", other_target, "--head", made.head, "--port", "0"],
         ):
@@ -252,7 +344,16 @@ class TestBadInputs:
         assert "target" in linted.stdout
 
     def test_a_config_that_does_not_fit(self, made, tmp_path):
-        words = ["train", made.features, "-t", made.target, "-o", tmp_path / "head", "-s", "epochs=none"]
+        words = [
+            "train",
+            made.features,
+            "-t",
+            made.target,
+            "-o",
+            tmp_path / "head",
+            "-s",
+            "epochs=none",
+        ]
         assert_one_clear_error(run_eyas(*words), "train", "epochs")
 
     def test_an_interrupt_says_that_a_rerun_resumes(self, made, tmp_path, monkeypatch):
@@ -276,9 +377,13 @@ class TestFullDisk:
             or subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True).returncode
         ):
             pytest.skip("this system lets no process mount a file system of its own")
-        prompts = f"{sys.executable} -m eyas.cli.main prompts {raw} {' '.join(MINE)} -o {disk}/prompts"
+        prompts = (
+            f"{sys.executable} -m eyas.cli.main prompts {raw} {' '.join(MINE)} -o {disk}/prompts"
+        )
         command = f"{prompts}; code=$?; ls {disk}/prompts; exit $code"
-        shown = subprocess.run(["unshare", "-rm", "sh", "-c", f"{mount} && {command}"], capture_output=True, text=True)
+        shown = subprocess.run(
+            ["unshare", "-rm", "sh", "-c", f"{mount} && {command}"], capture_output=True, text=True
+        )
         assert shown.returncode == 2, shown.stderr
         assert shown.stderr.count("error: ") == 1
         assert "no room left" in shown.stderr
@@ -311,12 +416,16 @@ class TestPlan:
 
 class TestRunFiles:
     @pytest.mark.parametrize(
-        "path", sorted([*ROOT.glob("runs/*.yaml"), *ROOT.glob("eyas/cli/demo*.yaml")]), ids=lambda path: path.name
+        "path",
+        sorted([*ROOT.glob("runs/*.yaml"), *ROOT.glob("eyas/cli/demo*.yaml")]),
+        ids=lambda path: path.name,
     )
     def test_shipped_run_files_fit(self, path):
         content = read_run_file(path)
         sources = [{**source, "path": "any"} for source in content["prompts"]["sources"]]
-        validated(RunConfig, {**content, "prompts": {**content["prompts"], "sources": sources}}, path.name)
+        validated(
+            RunConfig, {**content, "prompts": {**content["prompts"], "sources": sources}}, path.name
+        )
 
     def test_the_target_stands_once(self):
         content = {
@@ -333,6 +442,11 @@ class TestRunFiles:
             local_output("memory://run")
 
     def test_a_typo_in_a_section_is_named(self):
-        content = {"target": "a", "output": "b", "prompts": {"sources": [{"path": "p", "licence": "l"}]}, "trian": {}}
+        content = {
+            "target": "a",
+            "output": "b",
+            "prompts": {"sources": [{"path": "p", "licence": "l"}]},
+            "trian": {},
+        }
         with pytest.raises(ConfigError, match="trian"):
             validated(RunConfig, content, "run.yaml")

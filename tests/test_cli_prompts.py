@@ -20,9 +20,20 @@ def run_eyas(*words):
 
 @pytest.fixture
 def raw(tmp_path):
-    said = ["Where is the museum?", f"write to {MAIL}", f"charge {CARD}, call {PHONE}", "WHERE is  the museum?", ""]
+    said = [
+        "Where is the museum?",
+        f"write to {MAIL}",
+        f"charge {CARD}, call {PHONE}",
+        "WHERE is  the museum?",
+        "",
+    ]
     path = tmp_path / "raw.jsonl"
-    path.write_text("".join(json.dumps({"id": f"r{place}", "prompt": text}) + "\n" for place, text in enumerate(said)))
+    path.write_text(
+        "".join(
+            json.dumps({"id": f"r{place}", "prompt": text}) + "\n"
+            for place, text in enumerate(said)
+        )
+    )
     return path
 
 
@@ -36,7 +47,11 @@ def done(raw, tmp_path):
 def test_the_result_has_all_its_parts(done):
     output = Artifact(str(done))
     assert [row["id"] for row in output.read_rows("prompts")] == ["r0", "r1"]
-    assert {row["reason"] for row in output.read_rows("dropped")} == {"pii.credit_card", "duplicate.exact", "empty"}
+    assert {row["reason"] for row in output.read_rows("dropped")} == {
+        "pii.credit_card",
+        "duplicate.exact",
+        "empty",
+    }
     ledger = output.read_json("ledger.json")
     assert (ledger["rows_in"], ledger["rows_out"]) == (5, 2)
     assert ledger["licences"][0]["verdict"] == "allowed"
@@ -49,7 +64,10 @@ def test_the_result_has_all_its_parts(done):
 
 @pytest.mark.parametrize("reason", ["pii", "pii.credit", "pii.credit_card"])
 def test_dropped_rows_can_be_read_redacted(done, reason):
-    for words in (["prompts", done, "--show-dropped", reason], ["prompts", "-o", done, "--show-dropped", reason]):
+    for words in (
+        ["prompts", done, "--show-dropped", reason],
+        ["prompts", "-o", done, "--show-dropped", reason],
+    ):
         shown = run_eyas(*words)
         assert shown.exit_code == 0, shown.output
         assert "raw.jsonl:3 of raw (id r2): pii.credit_card" in shown.stdout
@@ -90,7 +108,12 @@ def test_what_may_not_be_used_is_refused_before_a_row_is_read(raw, tmp_path, sta
 
 def test_an_overrule_is_recorded_with_its_reason(raw, tmp_path):
     overrule = {"non-commercial": "research in our own house"}
-    source = {"path": str(raw), "licence": "CC-BY-NC-4.0", "prompts_by": "human", "overrule": overrule}
+    source = {
+        "path": str(raw),
+        "licence": "CC-BY-NC-4.0",
+        "prompts_by": "human",
+        "overrule": overrule,
+    }
     run_file = tmp_path / "run.yaml"
     run_file.write_text(yaml.safe_dump({"prompts": {"sources": [source]}}))
     shown = run_eyas("prompts", "-c", run_file, "-o", tmp_path / "out")
@@ -106,11 +129,23 @@ def test_an_overrule_is_recorded_with_its_reason(raw, tmp_path):
 def test_settings_come_from_file_and_command_line(raw, tmp_path):
     run_file = tmp_path / "run.yaml"
     run_file.write_text(
-        yaml.safe_dump({"prompts": {"sources": [{"path": "elsewhere"}], "personal": {"policy": "mask"}, "workers": 2}})
+        yaml.safe_dump(
+            {
+                "prompts": {
+                    "sources": [{"path": "elsewhere"}],
+                    "personal": {"policy": "mask"},
+                    "workers": 2,
+                }
+            }
+        )
     )
-    shown = run_eyas("prompts", raw, *MINE, "-c", run_file, "-s", "max_prompts=1", "-o", tmp_path / "out")
+    shown = run_eyas(
+        "prompts", raw, *MINE, "-c", run_file, "-s", "max_prompts=1", "-o", tmp_path / "out"
+    )
     assert shown.exit_code == 0, shown.output
-    assert [row["turns"] for row in Artifact(str(tmp_path / "out")).read_rows("prompts")] == [["Where is the museum?"]]
+    assert [row["turns"] for row in Artifact(str(tmp_path / "out")).read_rows("prompts")] == [
+        ["Where is the museum?"]
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Codecs: exact where they say so, within their error where they say that, and never surprised by giants, NaN or few rows."""
+"""Codecs: exact where they say so, within their error where they say that, and never surprised by
+giants, NaN or few rows.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,16 @@ from eyas.model.batch import Batch
 from eyas.model.chain import measure
 from eyas.shards import CodecName, FeatureMeta, Features, Sample, ShardWriter, taught
 from eyas.shards import writer as writer_module
-from eyas.shards.codecs import WITHIN, Layers, Tables, calibrate, codec_of, needs_tables, pack, unpack
+from eyas.shards.codecs import (
+    WITHIN,
+    Layers,
+    Tables,
+    calibrate,
+    codec_of,
+    needs_tables,
+    pack,
+    unpack,
+)
 from eyas.shards.layout import layers_of
 from eyas.train.loss import ObjectiveConfig, objective, teach
 from tests.tiny_batch import made_up_samples, tiny_vocabulary, wavy_head
@@ -32,12 +43,16 @@ def meta_of(codec: str, **settings: Any) -> FeatureMeta:
 
 
 def residual_streams(rows: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Layers:
-    """Four layers that build on each other, with channels of very different sizes and, in the first row, giants."""
+    """Four layers that build on each other, with channels of very different sizes and, in the first
+    row, giants.
+    """
     generator = torch.Generator().manual_seed(seed)
     channel = torch.logspace(-1, 1.5, SIZE)
     layers = [torch.randn(rows, SIZE, generator=generator) * channel]
     for _ in range(3):
-        layers.append(0.9 * layers[-1] + 0.4 * torch.randn(rows, SIZE, generator=generator) * channel)
+        layers.append(
+            0.9 * layers[-1] + 0.4 * torch.randn(rows, SIZE, generator=generator) * channel
+        )
     for layer in layers:
         layer[0, 5] = 3000.0
     return [layer.to(dtype) for layer in layers]
@@ -63,7 +78,9 @@ def features_of(url: str, meta: FeatureMeta, samples: list[Sample]) -> Features:
 
 def relative_error(sample: Sample, read: Sample) -> torch.Tensor:
     """Of each layer, in units of the size of each channel, giants left out: [4]."""
-    before, after = (torch.cat([one.aux_hidden, one.last_hidden], dim=1)[1:].float() for one in (sample, read))
+    before, after = (
+        torch.cat([one.aux_hidden, one.last_hidden], dim=1)[1:].float() for one in (sample, read)
+    )
     error = (after - before).square().mean(0).sqrt() / before.square().mean(0).sqrt()
     return error.view(4, SIZE).square().mean(1).sqrt()
 
@@ -94,7 +111,9 @@ def test_features_come_back_within_the_codecs_error(tmp_path: Path, codec: str, 
 
 @pytest.mark.parametrize("codec", list(WITHIN))
 def test_giants_come_back_to_the_bit(codec: str) -> None:
-    """Activations of first tokens, a thousand times the others: kept beside, and not spoiling the scale of their channel."""
+    """Activations of first tokens, a thousand times the others: kept beside, and not spoiling the
+    scale of their channel.
+    """
     layers = residual_streams(400)
     kept = torch.ones(400, dtype=torch.bool)
     coder = codec_of(meta_of(codec), calibrate(codec, [(layers, kept)]))
@@ -102,13 +121,17 @@ def test_giants_come_back_to_the_bit(codec: str) -> None:
     for before, after in zip(layers, read, strict=True):
         assert before[0, 5] == after[0, 5] == 3008 or before[0, 5] == after[0, 5]
         channel = before[1:, 5].float()
-        assert (after[1:, 5].float() - channel).square().mean().sqrt() < 1.2 * WITHIN[codec] * channel.square().mean().sqrt()
+        assert (after[1:, 5].float() - channel).square().mean().sqrt() < 1.2 * WITHIN[
+            codec
+        ] * channel.square().mean().sqrt()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("codec", ["raw", "lossless", *WITHIN])
 def test_what_is_no_number_is_kept_for_those_who_look_for_it(codec: str, dtype: str) -> None:
-    """The trainer names samples whose features are not finite: a codec must not make them look well."""
+    """The trainer names samples whose features are not finite: a codec must not make them look
+    well.
+    """
     layers = residual_streams(50, dtype=getattr(torch, dtype))
     kept = torch.ones(50, dtype=torch.bool)
     tables = calibrate(codec, [(layers, kept)]) if needs_tables(codec) else None
@@ -122,17 +145,28 @@ def test_what_is_no_number_is_kept_for_those_who_look_for_it(codec: str, dtype: 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from(NAMES), st.sampled_from(["bfloat16", "float32"]), st.lists(st.booleans(), min_size=1, max_size=9), st.data()
+    st.sampled_from(NAMES),
+    st.sampled_from(["bfloat16", "float32"]),
+    st.lists(st.booleans(), min_size=1, max_size=9),
+    st.data(),
 )
-def test_any_rows_any_bits(codec: CodecName, dtype: str, kept_rows: list[bool], data: st.DataObject) -> None:
+def test_any_rows_any_bits(
+    codec: CodecName, dtype: str, kept_rows: list[bool], data: st.DataObject
+) -> None:
     """Every pattern of bits goes through every codec; the lossless ones give it back."""
     kept = torch.tensor(kept_rows)
     kind = getattr(torch, dtype)
     meta = meta_of(codec, dtype=dtype, hidden_size=3)
     layers = []
     for rows in (len(kept), len(kept), len(kept), int(kept.sum())):
-        raw = data.draw(st.binary(min_size=rows * 3 * kind.itemsize, max_size=rows * 3 * kind.itemsize))
-        layers.append(torch.frombuffer(bytearray(raw) or bytearray(kind.itemsize), dtype=kind)[: rows * 3].view(rows, 3))
+        raw = data.draw(
+            st.binary(min_size=rows * 3 * kind.itemsize, max_size=rows * 3 * kind.itemsize)
+        )
+        layers.append(
+            torch.frombuffer(bytearray(raw) or bytearray(kind.itemsize), dtype=kind)[
+                : rows * 3
+            ].view(rows, 3)
+        )
     tables = calibrate(codec, [(layers, kept)]) if needs_tables(codec) else None
     coder = codec_of(meta, tables)
     encoded = coder.encode(layers, kept)
@@ -150,7 +184,9 @@ def test_the_better_codecs_are_smaller() -> None:
     sizes = {}
     for codec in NAMES:
         tables = calibrate(codec, [(layers, kept)]) if needs_tables(codec) else None
-        sizes[codec] = len(codec_of(meta_of(codec), tables).encode(layers, kept)) / (8 * SIZE * 2000)
+        sizes[codec] = len(codec_of(meta_of(codec), tables).encode(layers, kept)) / (
+            8 * SIZE * 2000
+        )
     assert sizes["lossless"] < 0.75
     assert sizes["within1"] < sizes["int8"] <= 0.505
     assert sizes["within1"] > sizes["within2"] > sizes["within4"] > sizes["within8"]
@@ -158,14 +194,22 @@ def test_the_better_codecs_are_smaller() -> None:
 
 @pytest.mark.parametrize("codec", ["raw", "lossless", "within2"])
 def test_a_teacher_is_kept_where_someone_asks_it(tmp_path: Path, codec: str) -> None:
-    """Every place that a loss mask's objective or the walk of `eyas eval` looks at, and their neighbours; zeros elsewhere."""
+    """Every place that a loss mask's objective or the walk of `eyas eval` looks at, and their
+    neighbours; zeros elsewhere.
+    """
     samples = [sample_of(number, 41 + number) for number in range(3)]
     everywhere = features_of(str(tmp_path / "everywhere"), meta_of(codec), samples)
-    supervised = features_of(str(tmp_path / "supervised"), meta_of(codec, teacher="supervised"), samples)
-    assert sum(entry.size for entry in supervised.entries) < 0.95 * sum(entry.size for entry in everywhere.entries)
+    supervised = features_of(
+        str(tmp_path / "supervised"), meta_of(codec, teacher="supervised"), samples
+    )
+    assert sum(entry.size for entry in supervised.entries) < 0.95 * sum(
+        entry.size for entry in everywhere.entries
+    )
     for sample, read in zip(samples, supervised, strict=True):
         mask, kept = sample.loss_mask, taught(sample.loss_mask)
-        assert kept.tolist() == [mask[max(0, at - 1) : at + 2].any().item() for at in range(len(mask))]
+        assert kept.tolist() == [
+            mask[max(0, at - 1) : at + 2].any().item() for at in range(len(mask))
+        ]
         assert not read.last_hidden[~kept].any()
         if codec != "within2":
             assert torch.equal(read.last_hidden[kept], sample.last_hidden[kept])
@@ -173,8 +217,12 @@ def test_a_teacher_is_kept_where_someone_asks_it(tmp_path: Path, codec: str) -> 
 
 
 @pytest.mark.parametrize("cut_after", [1, 4, 7])
-def test_a_cut_writer_goes_on_with_the_same_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_after: int) -> None:
-    """The tables come from the first samples; a run that goes on takes those of the first shard, not of its own first."""
+def test_a_cut_writer_goes_on_with_the_same_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_after: int
+) -> None:
+    """The tables come from the first samples; a run that goes on takes those of the first shard,
+    not of its own first.
+    """
     monkeypatch.setattr(writer_module, "CALIBRATION_TOKENS", 150)
     samples = [sample_of(number, 40) for number in range(11)]
     whole = features_of(str(tmp_path / "whole"), meta_of("within4"), samples)
@@ -189,8 +237,12 @@ def test_a_cut_writer_goes_on_with_the_same_tables(tmp_path: Path, monkeypatch: 
             writer.add(sample)
     writer.close()
     for entry in whole.entries:
-        assert (tmp_path / "cut" / entry.shard).read_bytes() == (tmp_path / "whole" / entry.shard).read_bytes()
-    assert (tmp_path / "cut" / "train.index.json").read_bytes() == (tmp_path / "whole" / "train.index.json").read_bytes()
+        assert (tmp_path / "cut" / entry.shard).read_bytes() == (
+            tmp_path / "whole" / entry.shard
+        ).read_bytes()
+    assert (tmp_path / "cut" / "train.index.json").read_bytes() == (
+        tmp_path / "whole" / "train.index.json"
+    ).read_bytes()
 
 
 def test_tables_are_the_same_on_both_sides() -> None:
@@ -206,7 +258,9 @@ def test_tables_are_the_same_on_both_sides() -> None:
 
 @pytest.mark.parametrize("codec", ["lossless", "fp8", "within2"])
 def test_bytes_of_another_making_are_an_error(tmp_path: Path, codec: str) -> None:
-    """Right by their checksum and wrong by their codec, as after a change of the format that forgot to say so."""
+    """Right by their checksum and wrong by their codec, as after a change of the format that forgot
+    to say so.
+    """
     features = features_of(str(tmp_path / "features"), meta_of(codec), [sample_of(0, 30)])
     other = meta_of("raw")
     layers, kept = layers_of(sample_of(0, 30), other)
@@ -237,9 +291,16 @@ def test_parts_are_found_again(parts: list[bytes]) -> None:
 def test_a_teacher_kept_where_it_is_asked_for_gives_the_same_loss_and_the_same_tau() -> None:
     """To the bit: what is not kept is never looked at."""
     head, vocabulary = wavy_head(), tiny_vocabulary()
-    masks = [[False] * 4 + [True] * 5 + [False] * 3 + [True] * 4, [False, True, True, False, True], [True] * 6]
+    masks = [
+        [False] * 4 + [True] * 5 + [False] * 3 + [True] * 4,
+        [False, True, True, False, True],
+        [True] * 6,
+    ]
     samples = made_up_samples(masks)
-    kept = [replace(one, last_hidden=one.last_hidden * taught(one.loss_mask)[:, None]) for one in samples]
+    kept = [
+        replace(one, last_hidden=one.last_hidden * taught(one.loss_mask)[:, None])
+        for one in samples
+    ]
     whole, thin = Batch.of(samples), Batch.of(kept)
     assert not torch.equal(whole.last_hidden_BTH, thin.last_hidden_BTH)
     config = ObjectiveConfig(num_ttt_steps=3)

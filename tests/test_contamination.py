@@ -17,14 +17,21 @@ from eyas.errors import CorruptError, MissingInputError
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
-TRAINS = "Two trains leave towns that are 300 miles apart and meet after 2 hours; how fast is the second if the first goes 60?"
+TRAINS = (
+    "Two trains leave towns that are 300 miles apart and meet after 2 hours; how fast is the "
+    "second if the first goes 60?"
+)
 PIRATE = "Tell the story of a pirate who is afraid of water, in four short lines that rhyme."
 WHALES = "Why do whales sing?"
 PASSAGE = (
-    "The old lighthouse on the northern cape was built by fishermen in the winter of 1843 after three of their boats had "
-    "been lost on the rocks. For sixty years its lamp was fed with whale oil, which a keeper carried up one hundred and "
-    "ninety steps every evening. When electric light came, the keeper's daughter refused to leave, and the council let her "
-    "stay in the tower as a painter. Her pictures of storms hang in the town hall today. Who stayed in the tower?"
+    "The old lighthouse on the northern cape was built by fishermen in the winter of 1843 after "
+    "three of their boats had "
+    "been lost on the rocks. For sixty years its lamp was fed with whale oil, which a keeper "
+    "carried up one hundred and "
+    "ninety steps every evening. When electric light came, the keeper's daughter refused to leave, "
+    "and the council let her "
+    "stay in the tower as a painter. Her pictures of storms hang in the town hall today. Who "
+    "stayed in the tower?"
 )
 ITEMS = [
     {"question_id": 7, "turns": [TRAINS, "And if the first goes 70?"]},
@@ -33,7 +40,8 @@ ITEMS = [
     {"question_id": 10, "turns": ["Hi there!", "Go on."]},
 ]
 BENIGN = [
-    "Two trains leave a station. How long is the first one if it passes a pole in 8 seconds at 90 kilometres an hour?",
+    "Two trains leave a station. How long is the first one if it passes a pole in 8 seconds at 90 "
+    "kilometres an hour?",
     "Tell me a story about a dog who is afraid of cats.",
     "How fast is the second hand of a clock, and how fast is the first?",
     "Hi there! Can you help me to plan a trip to the northern cape?",
@@ -46,10 +54,16 @@ DISGUISES = {
     "upper case": str.upper,
     "spacing": lambda text: " \n\t " + text.replace(" ", "  \r\n "),
     "no punctuation": lambda text: "".join(letter if letter.isalnum() else " " for letter in text),
-    "other punctuation": lambda text: text.replace("'", "\u2019").replace(",", " \u2014").replace(".", "!").replace("?", "..."),
+    "other punctuation": lambda text: (
+        text.replace("'", "\u2019").replace(",", " \u2014").replace(".", "!").replace("?", "...")
+    ),
     "markdown": lambda text: "# **" + "** _".join(text.split(" ", 1)) + "_",
-    "HTML": lambda text: "<p class='x'>" + text.replace("'", "&#39;").replace(" ", "&nbsp;<b>", 1) + "</b></p>",
-    "full width": lambda text: "".join(chr(ord(letter) + 0xFEE0) if "!" <= letter <= "~" else letter for letter in text),
+    "HTML": lambda text: (
+        "<p class='x'>" + text.replace("'", "&#39;").replace(" ", "&nbsp;<b>", 1) + "</b></p>"
+    ),
+    "full width": lambda text: "".join(
+        chr(ord(letter) + 0xFEE0) if "!" <= letter <= "~" else letter for letter in text
+    ),
     "zero width": lambda text: "\u200b".join(text),
     "in a longer prompt": lambda text: (
         f"I found this question and would like your view. {text} Thank you very much in advance!"
@@ -58,7 +72,9 @@ DISGUISES = {
 
 
 def row(*turns, system=None):
-    return Row(source="set", licence="MIT", where="set.jsonl:1", id=None, turns=turns, system=system)
+    return Row(
+        source="set", licence="MIT", where="set.jsonl:1", id=None, turns=turns, system=system
+    )
 
 
 def write(path, items):
@@ -77,7 +93,9 @@ def dropped(found):
 
 
 @pytest.mark.parametrize("disguise", DISGUISES.values(), ids=DISGUISES)
-@pytest.mark.parametrize("text", [TRAINS, PIRATE, WHALES, PASSAGE], ids=["trains", "pirate", "whales", "passage"])
+@pytest.mark.parametrize(
+    "text", [TRAINS, PIRATE, WHALES, PASSAGE], ids=["trains", "pirate", "whales", "passage"]
+)
 def test_every_turn_is_found_in_every_dress(clean, text, disguise):
     assert clean(row(disguise(text))).reason == "contamination.exam"
     assert clean(row("Good morning.", disguise(text), "Thanks.")).reason == "contamination.exam"
@@ -96,9 +114,16 @@ def test_what_only_resembles_an_item_stays(clean, text):
         row(f"{PIRATE} {WHALES}"),
         row(TRAINS.replace("300", "450").replace("60", "55")),
         row(TRAINS.replace("Two trains", "Three buses")),
-        row(" ".join("other" if place % 10 == 5 else word for place, word in enumerate(PASSAGE.split()))),
+        row(
+            " ".join(
+                "other" if place % 10 == 5 else word for place, word in enumerate(PASSAGE.split())
+            )
+        ),
         row(PASSAGE.split(" When ")[0]),
-        row("Is it true that whale oil, which a keeper carried up one hundred and ninety steps every evening, smells?"),
+        row(
+            "Is it true that whale oil, which a keeper carried up one hundred and ninety steps "
+            "every evening, smells?"
+        ),
     ],
     ids=[
         "over two turns",
@@ -123,8 +148,12 @@ def test_turns_of_a_few_words_count_as_a_whole_conversation_only(clean):
 
 
 def test_the_note_names_the_item_and_quotes_nothing(clean):
-    assert clean(row(TRAINS)) == Drop("contamination.exam", "holds 100% of the 4-grams of exam.jsonl:1 (id 7)")
-    assert clean(row("Hi there!", "Go on.")) == Drop("contamination.exam", "says the same as exam.jsonl:4 (id 10)")
+    assert clean(row(TRAINS)) == Drop(
+        "contamination.exam", "holds 100% of the 4-grams of exam.jsonl:1 (id 7)"
+    )
+    assert clean(row("Hi there!", "Go on.")) == Drop(
+        "contamination.exam", "says the same as exam.jsonl:4 (id 10)"
+    )
     assert clean(row(" ".join(PASSAGE.split()[:20]))) == Drop(
         "contamination.exam", "holds 13 words in a row of exam.jsonl:3 (id 9)"
     )
@@ -132,7 +161,10 @@ def test_the_note_names_the_item_and_quotes_nothing(clean):
 
 def test_several_sets_are_told_apart(tmp_path):
     first = write(tmp_path / "a.jsonl", [{"prompt": TRAINS}])
-    second = SourceConfig(path=write(tmp_path / "b.jsonl", [{"prompt": PASSAGE}, {"prompt": TRAINS}]).path, name="reading")
+    second = SourceConfig(
+        path=write(tmp_path / "b.jsonl", [{"prompt": PASSAGE}, {"prompt": TRAINS}]).path,
+        name="reading",
+    )
     clean = Contamination([first, second])
     assert clean(row(PASSAGE)).reason == "contamination.reading"
     assert clean(row(TRAINS)).reason == "contamination.a"
@@ -145,13 +177,21 @@ def test_without_evaluation_sets_all_rows_stay():
 
 def test_what_many_items_share_is_no_trace_of_one(tmp_path):
     """The form of a benchmark's prompts, and a turn that they all end with."""
-    form = "The following is a multiple choice question about the subject that is named below; answer with one letter only."
+    form = (
+        "The following is a multiple choice question about the subject that is named below; "
+        "answer with one letter only."
+    )
     names = ("ants", "bees", "cats", "dogs", "eels", "frogs", "goats", "hens", "ibis", "jays")
     things = [f"{name} have {count} legs" for count, name in enumerate(names)]
     assert len(things) > MANY
     last = "Now write your answer as a JSON object."
     clean = Contamination(
-        [write(tmp_path / "exam.jsonl", [{"turns": [f"{form} Is it true that {one}?", last]} for one in things])]
+        [
+            write(
+                tmp_path / "exam.jsonl",
+                [{"turns": [f"{form} Is it true that {one}?", last]} for one in things],
+            )
+        ]
     )
     assert not dropped(clean(row(f"{form} Which of these planets is the largest?", last)))
     assert all(dropped(clean(row(f"{form} Is it true that {one}?"))) for one in things)
@@ -167,16 +207,18 @@ def test_numbers_in_a_row_are_no_trace(tmp_path):
     question = "Which number comes next: 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20"
     clean = Contamination([write(tmp_path / "exam.jsonl", [{"prompt": question}])])
     assert dropped(clean(row(question.lower())))
-    assert not dropped(clean(row("Add these up: 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20")))
+    assert not dropped(
+        clean(row("Add these up: 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20"))
+    )
 
 
 def test_a_script_without_spaces_is_read_by_the_character(tmp_path):
-    question = (
-        "\u8bf7\u7528\u4e00\u53e5\u8bdd\u8bf4\u660e\u4e3a\u4ec0\u4e48\u5929\u7a7a\u5728\u508d\u665a\u662f\u7ea2\u8272\u7684"
-    )
+    question = "\u8bf7\u7528\u4e00\u53e5\u8bdd\u8bf4\u660e\u4e3a\u4ec0\u4e48\u5929\u7a7a\u5728\u508d\u665a\u662f\u7ea2\u8272\u7684"
     clean = Contamination([write(tmp_path / "exam.jsonl", [{"prompt": question}])])
     assert dropped(clean(row(f"\u4f60\u597d!{question}\u3002\u8c22\u8c22")))
-    assert not dropped(clean(row("\u8bf7\u7528\u4e00\u53e5\u8bdd\u8bf4\u660e\u4ec0\u4e48\u662f\u6c34")))
+    assert not dropped(
+        clean(row("\u8bf7\u7528\u4e00\u53e5\u8bdd\u8bf4\u660e\u4ec0\u4e48\u662f\u6c34"))
+    )
 
 
 def test_a_text_without_words_is_compared_as_it_is(tmp_path):
@@ -230,12 +272,17 @@ def test_all_of_spec_bench_is_found(spec_bench, disguise):
     rows, clean = spec_bench
     turns = [disguise(turn) for one in rows for turn in one.turns]
     assert (len(rows), len(turns)) == (480, 560)
-    assert all(dropped(clean(dataclasses.replace(one, turns=tuple(map(disguise, one.turns))))) for one in rows)
+    assert all(
+        dropped(clean(dataclasses.replace(one, turns=tuple(map(disguise, one.turns)))))
+        for one in rows
+    )
     assert [turn for turn in turns if not dropped(clean(row(turn)))] == []
 
 
 def test_gsm8k_is_not_dropped_for_its_style(spec_bench):
-    """Spec-Bench's mathematics is GSM8K's test half; the training half is written in the same style."""
+    """Spec-Bench's mathematics is GSM8K's test half; the training half is written in the same
+    style.
+    """
     _, clean = spec_bench
     with gzip.open(shared("gsm8k_train.jsonl.gz"), "rt", encoding="utf-8") as lines:
         rows = [json.loads(line)["messages"][0]["content"] for line in lines]

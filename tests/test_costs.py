@@ -1,4 +1,6 @@
-"""The cost table: curves, measuring against a false clock, the file, and the correction while running."""
+"""The cost table: curves, measuring against a false clock, the file, and the correction while
+running.
+"""
 
 import json
 import math
@@ -9,7 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.engine.costs import Correction, CostIdentity, CostTable, Curve, kept_or_measured, measure, monotone
+from eyas.engine.costs import (
+    Correction,
+    CostIdentity,
+    CostTable,
+    Curve,
+    kept_or_measured,
+    measure,
+    monotone,
+)
 
 IDENTITY = CostIdentity("target", "head", "bfloat16", "cpu of a kind", 2, "2.13.0", True)
 
@@ -34,14 +44,16 @@ class FalseClock:
 
 def table(scale: float = 1.0) -> CostTable:
     return CostTable(
-        Curve([1, 8], [scale, 2 * scale]), *[Curve([1, 8], [part * scale, 2 * part]) for part in (1.5, 0.1, 0.2, 0.3)]
+        Curve([1, 8], [scale, 2 * scale]),
+        *[Curve([1, 8], [part * scale, 2 * part]) for part in (1.5, 0.1, 0.2, 0.3)],
     )
 
 
 def test_curve_goes_through_its_points_and_straight_on():
     curve = Curve([1, 4, 8, 16], [1.0, 1.0, 2.0, 4.0])
     assert [curve(rows) for rows in (0, 1, 2, 4, 6, 8, 12, 16)] == [0, 1, 1, 1, 1.5, 2, 3, 4]
-    assert curve(16 + 120) == pytest.approx(4 + 120 * 3 / 12)  # the slope over the last three points
+    # the slope over the last three points
+    assert curve(16 + 120) == pytest.approx(4 + 120 * 3 / 12)
     assert curve(5000) == pytest.approx(4 + (5000 - 16) * 3 / 12)
     assert curve.span(1020, 10) == pytest.approx([curve(rows) for rows in range(1020, 1030)])
     assert curve.span(1, 5) == pytest.approx([curve(rows) for rows in range(1, 6)])
@@ -70,11 +82,18 @@ def test_measure_finds_the_cost_under_noise():
     clock = FalseClock()
 
     def target(rows: int, call: int) -> float:
-        return (0.6 + 0.05 * rows) * (10 if call % 7 == 0 else 1)  # every seventh call is interrupted
+        # every seventh call is interrupted
+        return (0.6 + 0.05 * rows) * (10 if call % 7 == 0 else 1)
 
-    works = (clock.work("target", target), clock.work("step", lambda *_: 0.07), clock.work("extend", lambda *_: 0.1))
+    works = (
+        clock.work("target", target),
+        clock.work("step", lambda *_: 0.07),
+        clock.work("extend", lambda *_: 0.1),
+    )
     others = [clock.work(name, lambda *_: 0.05) for name in ("decode", "enter")]
-    measured = measure((works[0], others[0], *works[1:], others[1]), points=[1, 2, 4, 8, 16], clock=clock)
+    measured = measure(
+        (works[0], others[0], *works[1:], others[1]), points=[1, 2, 4, 8, 16], clock=clock
+    )
     assert [measured.target(rows) for rows in (1, 4, 16)] == pytest.approx([0.65, 0.8, 1.4])
     assert measured.step(5) == pytest.approx(0.07)
     assert measured.extend(5) == pytest.approx(0.1)
@@ -89,7 +108,10 @@ def test_measure_finds_the_cost_under_noise():
 
 def test_measure_leaves_out_what_takes_too_long():
     clock = FalseClock()
-    works = [clock.work(name, lambda rows, _: 12.0 * rows) for name in ("target", "decode", "step", "extend", "enter")]
+    works = [
+        clock.work(name, lambda rows, _: 12.0 * rows)
+        for name in ("target", "decode", "step", "extend", "enter")
+    ]
     measured = measure(works, points=[1, 2, 4, 8, 16, 32, 64], clock=clock)
     assert measured.target.rows == [1, 2, 4, 8]
     assert measured.target(64) == pytest.approx(12 * 64)
@@ -111,11 +133,19 @@ def test_table_is_kept_and_read_back(tmp_path):
 def test_a_stale_table_is_measured_anew(tmp_path):
     kept_or_measured(IDENTITY, table, folder=tmp_path)
     asked = []
-    _, kept = kept_or_measured(IDENTITY, table, lambda old: bool(asked.append(old.target(1)) or old.target(1) > 0.5), tmp_path)
+    _, kept = kept_or_measured(
+        IDENTITY,
+        table,
+        lambda old: bool(asked.append(old.target(1)) or old.target(1) > 0.5),
+        tmp_path,
+    )
     assert (kept, asked) == (False, [1.0])
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"format": 0}', '{"format": 1, "target": {"rows": [1], "ms": [1]}}'])
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", "{}", '{"format": 0}', '{"format": 1, "target": {"rows": [1], "ms": [1]}}'],
+)
 def test_a_broken_or_old_file_is_measured_anew(tmp_path, content):
     path = tmp_path / f"{IDENTITY.key}.json"
     path.write_text(content)
@@ -139,7 +169,10 @@ def test_cache_folder_follows_the_environment(tmp_path, monkeypatch):
 def test_every_field_of_the_identity_counts():
     others = ["a", "b", "float32", "gpu", 4, "2.14.0", False]
     names = list(CostIdentity.__dataclass_fields__)
-    changed = [CostIdentity(**{name: getattr(IDENTITY, name) for name in names} | {names[i]: others[i]}) for i in range(7)]
+    changed = [
+        CostIdentity(**{name: getattr(IDENTITY, name) for name in names} | {names[i]: others[i]})
+        for i in range(7)
+    ]
     assert len({IDENTITY.key, *(one.key for one in changed)}) == 8
 
 
@@ -159,7 +192,8 @@ def test_a_cold_start_is_not_the_last_word():
     for _ in range(20):
         correction.observe("plain", 0, 1.0, 0.8)
     for number, slowed in enumerate((3.0, 1.9, 1.1)):
-        assert correction.ratio("tree", 0) == pytest.approx(0.8)  # plain's: what a few trees say is not believed yet
+        # plain's: what a few trees say is not believed yet
+        assert correction.ratio("tree", 0) == pytest.approx(0.8)
         assert correction.count("tree", 0) == number
         correction.observe("tree", 0, 1.0, slowed)
     for _ in range(2):

@@ -1,4 +1,6 @@
-"""The data card: one file without anything beside it, with every part that was given, escaped, and nothing that was found."""
+"""The data card: one file without anything beside it, with every part that was given, escaped, and
+nothing that was found.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,17 @@ import numpy as np
 import pytest
 
 from eyas.data import fit, pictures
-from eyas.data.card import FATES, WEAKNESSES, CardContents, color, fates, overlaps, personal_data, reasons, write_card
+from eyas.data.card import (
+    FATES,
+    WEAKNESSES,
+    CardContents,
+    color,
+    fates,
+    overlaps,
+    personal_data,
+    reasons,
+    write_card,
+)
 from eyas.data.fit import LENGTHS, Block, Profile
 from eyas.data.ledger import Ledger, entry
 from eyas.data.pictures import Part, Series
@@ -47,7 +59,13 @@ VERDICTS = [
         "answers_by": "human",
         "refusals": [],
         "overruled": [
-            {"rule": "non-commercial", "field": "licence", "value": "CC-BY-NC-4.0", "because": "", "reason": "the owner agreed"}
+            {
+                "rule": "non-commercial",
+                "field": "licence",
+                "value": "CC-BY-NC-4.0",
+                "because": "",
+                "reason": "the owner agreed",
+            }
         ],
         "duties": {},
         "notes": [],
@@ -60,22 +78,37 @@ VERDICTS = [
 
 
 def row(source="chat", characters=40, masked=(), id=None):
-    return Row(source=source, licence="MIT", where="set.jsonl:1", id=id, turns=("x" * characters,), masked=masked)
+    return Row(
+        source=source,
+        licence="MIT",
+        where="set.jsonl:1",
+        id=id,
+        turns=("x" * characters,),
+        masked=masked,
+    )
 
 
 def ledger(kept, dropped, sources=("chat", "code"), verdicts=VERDICTS):
-    """A ledger with `kept` rows out of each source and each of `dropped` (reason: count) from the first."""
+    """A ledger with `kept` rows out of each source and each of `dropped` (reason: count) from the
+    first.
+    """
     made = Ledger({"eyas": "0.1.0", "quality": 3}, {"personal": {"policy": "surrogate"}}, verdicts)
     for number, source in enumerate(sources):
         made.came_in(source, kept)
         for place in range(kept):
-            masked = (Finding("PERSON", 0, 1), Finding("EMAIL_ADDRESS", 2, 3)) if place % 3 == 0 else ()
+            masked = (
+                (Finding("PERSON", 0, 1), Finding("EMAIL_ADDRESS", 2, 3)) if place % 3 == 0 else ()
+            )
             made.went_out(row(source, 30 * (place + 1), masked), ("en", "de")[number % 2])
     for reason, count in dropped.items():
         made.came_in(sources[0], count)
         for _ in range(count):
             found = (Finding("PHONE_NUMBER", 0, 9, 0),) if reason.startswith("pii") else ()
-            gone = Damaged(sources[0], "set.jsonl:2", Drop(reason)) if reason == "malformed" else row(sources[0])
+            gone = (
+                Damaged(sources[0], "set.jsonl:2", Drop(reason))
+                if reason == "malformed"
+                else row(sources[0])
+            )
             made.dropped(entry(gone, Drop(reason, "", found), lambda text: []))
     return made.to_json()
 
@@ -98,14 +131,22 @@ def fit_report():
     def profile(rows):
         made = Profile(sources=Counter(chat=rows, code=2 * rows), languages=Counter(en=rows))
         counts = rng.integers(1, 9, rows)
-        made.add(Block(rng.integers(0, 60, counts.sum()).astype(np.uint16), counts, rng.integers(0, 900, rows)))
+        made.add(
+            Block(
+                rng.integers(0, 60, counts.sum()).astype(np.uint16),
+                counts,
+                rng.integers(0, 900, rows),
+            )
+        )
         return made
 
     return fit.report(profile(400), profile(100), profile(60), profile(62))
 
 
 def full(**changes):
-    contents = CardContents(ledger(9, DROPPED), fit_report(), ["spec_bench", "mt_bench"], identity="0123456789abcdef")
+    contents = CardContents(
+        ledger(9, DROPPED), fit_report(), ["spec_bench", "mt_bench"], identity="0123456789abcdef"
+    )
     return dataclasses.replace(contents, **changes)
 
 
@@ -138,7 +179,13 @@ def test_parts_that_are_not_given_are_left_out():
     bare = ledger(3, {}, verdicts=())
     bare["languages"], bare["masked"], bare["rows_masked"] = {}, {}, 0
     page = write_card(CardContents(bare))
-    for heading in ("<h2>Licences", "<h2>Overlap", "Fit to the traffic", "<h3>Language", "show-dropped"):
+    for heading in (
+        "<h2>Licences",
+        "<h2>Overlap",
+        "Fit to the traffic",
+        "<h3>Language",
+        "show-dropped",
+    ):
         assert heading not in page
     assert "No row was dropped." in page
     assert "None was found." in page
@@ -149,14 +196,18 @@ def test_parts_that_are_not_given_are_left_out():
 def test_nothing_is_loaded_from_elsewhere():
     page = write_card(full())
     tags = Tags(page).all
-    assert not [tag for tag, _ in tags if tag in ("script", "link", "iframe", "img", "object", "a", "use")]
+    assert not [
+        tag for tag, _ in tags if tag in ("script", "link", "iframe", "img", "object", "a", "use")
+    ]
     assert not [attrs for _, attrs in tags if {"src", "href", "xlink:href"} & set(attrs)]
     assert not [name for _, attrs in tags for name in attrs if name.startswith("on")]
     assert not re.search(r"@import|url\(|https?://|//\w", page)
 
 
 def test_what_comes_from_outside_is_escaped():
-    made = ledger(2, {"malformed": 1, f"contamination.{NASTY}": 2, NASTY: 1}, sources=(NASTY, f"{NASTY}2"))
+    made = ledger(
+        2, {"malformed": 1, f"contamination.{NASTY}": 2, NASTY: 1}, sources=(NASTY, f"{NASTY}2")
+    )
     made["languages"] = {NASTY: 4}
     made["masked"] = {NASTY: 2}
     made["versions"] = {NASTY: NASTY}
@@ -240,10 +291,15 @@ def test_personal_data_by_type_and_source():
 
 def test_rare_types_share_a_colour():
     made = ledger(3, {})
-    made["masked"] = made["sources"]["chat"]["masked"] = {f"TYPE_{number}": 20 - number for number in range(12)}
+    made["masked"] = made["sources"]["chat"]["masked"] = {
+        f"TYPE_{number}": 20 - number for number in range(12)
+    }
     page = write_card(CardContents(made))
     assert page.count("<title>TYPE_") == 7
-    assert "<title>others: 20000</title>".replace("20000", f"{1000 * sum(range(9, 14)) / 3:,.0f}") in page
+    assert (
+        "<title>others: 20000</title>".replace("20000", f"{1000 * sum(range(9, 14)) / 3:,.0f}")
+        in page
+    )
 
 
 def test_sets_without_overlap_are_named_too():
@@ -253,7 +309,10 @@ def test_sets_without_overlap_are_named_too():
 def test_every_colour_is_declared_for_light_and_dark():
     page = write_card(full())
     used = set(re.findall(r"var\(--([\w-]+)\)", page)) - {"share"}
-    assert {color(name) for name in FATES} <= {"fate-other", *(f"fate-{name.replace('_', '-')}" for name in FATES)}
+    assert {color(name) for name in FATES} <= {
+        "fate-other",
+        *(f"fate-{name.replace('_', '-')}" for name in FATES),
+    }
     for variable in used | {color(name) for name in (*FATES, "unheard.of")}:
         assert page.count(f"--{variable}: ") == 2, variable
 
@@ -270,27 +329,38 @@ def test_the_flow_is_as_thick_as_the_rows_are_many():
     svg = pictures.flow(parts, "rows")
     heights = [float(one["height"]) for one in rectangles(svg)]
     assert heights == pytest.approx(
-        [0.8 * pictures.FLOW, 0.2 * pictures.FLOW, 0.8 * pictures.FLOW, 0.2 * pictures.FLOW], abs=0.1
+        [0.8 * pictures.FLOW, 0.2 * pictures.FLOW, 0.8 * pictures.FLOW, 0.2 * pictures.FLOW],
+        abs=0.1,
     )
     assert str(svg).count("<path") == 3
     # Nothing overlaps: each end begins below the one above it.
     for side in (0, pictures.WIDTH - pictures.BAR):
-        ends = [(float(one["y"]), float(one["height"])) for one in rectangles(svg) if float(one["x"]) == side]
+        ends = [
+            (float(one["y"]), float(one["height"]))
+            for one in rectangles(svg)
+            if float(one["x"]) == side
+        ]
         assert all(y + height < below for (y, height), (below, _) in itertools.pairwise(ends))
 
 
 def test_a_bar_is_cut_in_proportion():
-    svg = pictures.shares({"a": [Part("kept", 3, "fate-kept"), Part("pii", 1, "fate-pii")], "b": []}, {}, "rows")
+    svg = pictures.shares(
+        {"a": [Part("kept", 3, "fate-kept"), Part("pii", 1, "fate-pii")], "b": []}, {}, "rows"
+    )
     assert [float(one["width"]) for one in rectangles(svg)] == [300, 100]
     rows = {"a": [Part("x", 3, "type-0"), Part("y", 1, "type-1")], "b": [Part("x", 8, "type-0")]}
-    assert [float(one["width"]) for one in rectangles(pictures.shares(rows, {}, "values", longest=8))] == [150, 50, 400]
+    assert [
+        float(one["width"]) for one in rectangles(pictures.shares(rows, {}, "values", longest=8))
+    ] == [150, 50, 400]
     (only,) = rectangles(pictures.bars([Part("en", 5, "fate-kept")], "languages"))
     assert float(only["width"]) == pictures.WIDTH
 
 
 def test_a_histogram_shows_shares():
     classes = [str(begin) for begin in LENGTHS]
-    svg = pictures.histogram(classes, [Series("a", [1] * 10, "ink"), Series("b", [0] * 10, "muted")], "lengths")
+    svg = pictures.histogram(
+        classes, [Series("a", [1] * 10, "ink"), Series("b", [0] * 10, "muted")], "lengths"
+    )
     heights = {float(one["height"]) for one in rectangles(svg)}
     assert heights == {pictures.CHART, 0}  # each has a tenth, and a tenth is the top
     drawn = pictures.lines(classes, [Series("a", [0] * 9 + [4], "ink", dashed=True)], "lengths")
@@ -307,7 +377,9 @@ def test_many_sources_are_drawn_as_few():
 
 
 def test_no_row_at_all_is_a_card_too():
-    assert "0 rows of 0 sources" in re.sub(r"\s+", " ", write_card(CardContents(Ledger().to_json())))
+    assert "0 rows of 0 sources" in re.sub(
+        r"\s+", " ", write_card(CardContents(Ledger().to_json()))
+    )
 
 
 def chromium(folder, *options):
@@ -325,7 +397,9 @@ def chromium(folder, *options):
 @needs_chromium
 @pytest.mark.parametrize("width", [360, 1200])
 def test_a_browser_draws_it_without_a_network(tmp_path, width):
-    """As wide as a phone or a screen and no wider; every picture has a size; and what is drawn is no blank sheet."""
+    """As wide as a phone or a screen and no wider; every picture has a size; and what is drawn is
+    no blank sheet.
+    """
     # In a frame: a browser's window is no narrower than 500 pixels.
     measured = """<script>
       const small = [...document.querySelectorAll("svg")].filter(one => one.getBoundingClientRect().height < 30).length;

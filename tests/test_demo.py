@@ -18,7 +18,9 @@ def demo(output: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], subprocess.CompletedProcess[str], Path]:
+def runs(
+    tmp_path_factory,
+) -> tuple[subprocess.CompletedProcess[str], subprocess.CompletedProcess[str], Path]:
     """A first run, a second one into the same folder, and the folder."""
     output = tmp_path_factory.mktemp("demo") / "out"
     return demo(output), demo(output), output
@@ -64,7 +66,13 @@ def test_the_ledger_found_what_was_planted(runs):
 
 
 def test_the_head_leads_back_to_its_source_and_licence(runs):
-    command = [sys.executable, "-m", "eyas.cli.main", "lineage", str(next(runs[2].glob("export-*")))]
+    command = [
+        sys.executable,
+        "-m",
+        "eyas.cli.main",
+        "lineage",
+        str(next(runs[2].glob("export-*"))),
+    ]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "source demo: CC0-1.0" in shown
     assert all(stage in shown for stage in ("export", "train", "capture", "generate", "prompts"))

@@ -1,4 +1,6 @@
-"""The demo's prompts: the shipped file is what the recipe writes, and cleaning finds all that was put in."""
+"""The demo's prompts: the shipped file is what the recipe writes, and cleaning finds all that was
+put in.
+"""
 
 import gzip
 import importlib.util
@@ -37,7 +39,9 @@ def shipped():
 @pytest.fixture(scope="module")
 def cleaned(tmp_path_factory):
     output = Artifact(str(tmp_path_factory.mktemp("demo") / "prompts"))
-    make_prompts(PromptsConfig(sources=[{"path": str(builtin.demo_prompts()), "licence": "CC0-1.0"}]), output)
+    make_prompts(
+        PromptsConfig(sources=[{"path": str(builtin.demo_prompts()), "licence": "CC0-1.0"}]), output
+    )
     return output
 
 
@@ -63,11 +67,16 @@ def test_cleaning_finds_what_was_put_in(cleaned, monkeypatch):
     assert 0.03 < planted["rows"] / 1000 < 0.07
     ledger = cleaned.manifest().facts["ledger"]
     assert ledger["rows_out"] > 2900
-    # One or two broken rows are copies of duplicates; those with personal data may be counted under that.
-    assert recipe.NUM_DUPLICATES - 8 <= ledger["dropped"]["duplicate.exact"] <= recipe.NUM_DUPLICATES
+    # One or two broken rows are copies of duplicates; those with personal data may be counted under
+    # that.
+    assert (
+        recipe.NUM_DUPLICATES - 8 <= ledger["dropped"]["duplicate.exact"] <= recipe.NUM_DUPLICATES
+    )
     assert ledger["dropped"]["empty"] == recipe.NUM_EMPTY
     assert ledger["dropped"]["malformed"] == recipe.NUM_BROKEN
-    assert sum(count for reason, count in ledger["dropped"].items() if reason.startswith("pii.")) > 10
+    assert (
+        sum(count for reason, count in ledger["dropped"].items() if reason.startswith("pii.")) > 10
+    )
     assert ledger["rows_masked"] > 80
     assert {"EMAIL_ADDRESS", "PHONE_NUMBER"} <= set(ledger["masked"])
 
@@ -86,10 +95,21 @@ def test_the_set_is_varied(cleaned, shipped):
 
 def every_template():
     def below(value):
-        return [line for part in value.values() for line in below(part)] if isinstance(value, dict) else recipe.lines(value)
+        return (
+            [line for part in value.values() for line in below(part)]
+            if isinstance(value, dict)
+            else recipe.lines(value)
+        )
 
-    parts = {name: TEMPLATES[name] for name in ("closings", "links", "tasks", "coffee", "maths", "planted")}
-    return below(parts) + recipe.lines(TEMPLATES["commands"]["asks"]) + recipe.lines(TEMPLATES["commands"]["more"])
+    parts = {
+        name: TEMPLATES[name]
+        for name in ("closings", "links", "tasks", "coffee", "maths", "planted")
+    }
+    return (
+        below(parts)
+        + recipe.lines(TEMPLATES["commands"]["asks"])
+        + recipe.lines(TEMPLATES["commands"]["more"])
+    )
 
 
 def test_every_template_can_be_written():
@@ -97,7 +117,10 @@ def test_every_template_can_be_written():
     private = {name: ["x"] for name in ("email", "phone", "card", "iban")}
     for template in every_template():
         for seed in range(5):
-            writer = recipe.Writer(random.Random(seed), {**slots, **private, "command": ["tar"], "task": ["pack", "unpack"]})
+            writer = recipe.Writer(
+                random.Random(seed),
+                {**slots, **private, "command": ["tar"], "task": ["pack", "unpack"]},
+            )
             text = writer.write(template)
             assert text
             assert not set("[]{}|") & set(text), text

@@ -1,4 +1,6 @@
-"""Images and manifest: the steps of a Containerfile give a server that answers, and the manifest fits it."""
+"""Images and manifest: the steps of a Containerfile give a server that answers, and the manifest
+fits it.
+"""
 
 from __future__ import annotations
 
@@ -52,19 +54,28 @@ def test_the_steps_of_the_image_give_a_server_that_answers(tmp_path):
     assert (tmp_path / "image" / "models").is_dir()
     world = World.make(tmp_path / "tiny")
     port = free_port()
-    command = image.command("--target", str(world.folder), "--port", str(port), "--set", "engine.max_length=256")
+    command = image.command(
+        "--target", str(world.folder), "--port", str(port), "--set", "engine.max_length=256"
+    )
     shown = subprocess.run(
         [image.path("/opt/eyas/bin/python"), "-c", "import eyas; print(eyas.__file__)"],
         env=image.environment(), cwd=tmp_path, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert shown.stdout.startswith(str(tmp_path / "image" / "opt" / "eyas"))
     with subprocess.Popen(
-        command, env=image.environment(), cwd=image.path("."), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        command,
+        env=image.environment(),
+        cwd=image.path("."),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     ) as process:
         try:
             url = next(line for line in process.stdout if line.startswith("serving")).split()[-1]
             body = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "max_tokens": 24}
-            reply = httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body, timeout=60).json()
+            reply = httpx.post(
+                f"http://127.0.0.1:{port}/v1/chat/completions", json=body, timeout=60
+            ).json()
             assert reply["choices"][0]["message"]["content"] == world.truth(max_tokens=24)[0]
             assert url.startswith("http://0.0.0.0:")
             process.send_signal(signal.SIGTERM)
@@ -79,7 +90,8 @@ def test_images_are_alike_where_they_need_not_differ(path, monkeypatch):
     names = [name for name, _ in steps]
     assert names[0] == "FROM"
     assert names.count("ENTRYPOINT") == 1
-    assert "CMD" not in names  # on Vertex AI its arguments would stand in the way of AIP_STORAGE_URI
+    # on Vertex AI its arguments would stand in the way of AIP_STORAGE_URI
+    assert "CMD" not in names
     assert names.index("USER") < names.index("ENTRYPOINT")
     for name, rest in steps:
         if name == "COPY":
@@ -95,9 +107,17 @@ def test_images_are_alike_where_they_need_not_differ(path, monkeypatch):
 
 
 def test_on_vertex_ai_the_image_needs_no_arguments(monkeypatch):
-    arguments = yaml.safe_load(dict(instructions((DEPLOY / "Containerfile.cpu").read_text()))["ENTRYPOINT"])
+    arguments = yaml.safe_load(
+        dict(instructions((DEPLOY / "Containerfile.cpu").read_text()))["ENTRYPOINT"]
+    )
     uri = "gs://bucket/models/7"
-    config = config_of(monkeypatch, arguments[2:], AIP_HTTP_PORT="8080", AIP_STORAGE_URI=uri, XDG_CACHE_HOME="/models")
+    config = config_of(
+        monkeypatch,
+        arguments[2:],
+        AIP_HTTP_PORT="8080",
+        AIP_STORAGE_URI=uri,
+        XDG_CACHE_HOME="/models",
+    )
     assert (config.port, config.target, config.vertex.storage_uri) == (8080, None, uri)
     assert str(place(uri)).startswith("/models/")
 
@@ -116,7 +136,10 @@ def test_steps_that_would_leave_the_folder_are_not_run(tmp_path):
 
 @pytest.fixture(scope="module")
 def documents():
-    return {document["kind"]: document for document in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())}
+    return {
+        document["kind"]: document
+        for document in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+    }
 
 
 @pytest.fixture(scope="module")
@@ -136,14 +159,20 @@ def amount(quantity):
 
 
 def test_objects_have_what_kubernetes_needs(documents):
-    assert {kind: one["apiVersion"] for kind, one in documents.items()} == {"Deployment": "apps/v1", "Service": "v1"}
+    assert {kind: one["apiVersion"] for kind, one in documents.items()} == {
+        "Deployment": "apps/v1",
+        "Service": "v1",
+    }
     for one in documents.values():
         assert re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", one["metadata"]["name"])
     deployment, service = documents["Deployment"]["spec"], documents["Service"]["spec"]
     labels = deployment["template"]["metadata"]["labels"]
     for selector in (deployment["selector"]["matchLabels"], service["selector"]):
         assert selector.items() <= labels.items()
-    assert all(isinstance(value, str) for value in deployment["template"]["metadata"]["annotations"].values())
+    assert all(
+        isinstance(value, str)
+        for value in deployment["template"]["metadata"]["annotations"].values()
+    )
 
 
 def test_the_container_is_the_image_s(documents, pod, container, monkeypatch):
@@ -160,7 +189,9 @@ def test_the_container_is_the_image_s(documents, pod, container, monkeypatch):
     assert pod["securityContext"]["runAsNonRoot"] is True
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert set(mounts) == {volume["name"] for volume in pod["volumes"]}
-    assert mounts["models"] == dict(one.split("=") for one in steps["ENV"].split())["XDG_CACHE_HOME"]
+    assert (
+        mounts["models"] == dict(one.split("=") for one in steps["ENV"].split())["XDG_CACHE_HOME"]
+    )
     assert {"name", "valueFrom"} == set(container["env"][0])
 
 
@@ -181,7 +212,8 @@ def test_probes_ask_for_health_and_give_the_model_its_time(container):
     assert startup["periodSeconds"] * startup["failureThreshold"] >= 300
     alive, ready = container["livenessProbe"], container["readinessProbe"]
     assert ready["periodSeconds"] * ready["failureThreshold"] <= 15
-    # Nothing that strangers may hold for nothing outlasts it: heads and bodies that do not come, a client that takes nothing.
+    # Nothing that strangers may hold for nothing outlasts it: heads and bodies that do not come, a
+    # client that takes nothing.
     assert alive["periodSeconds"] * alive["failureThreshold"] >= 4 * LimitsConfig().read_timeout_s
 
 

@@ -1,5 +1,6 @@
-"""Answers are distributed as the target says, whatever was proposed: counts over thousands of seeds through the whole engine,
-against the exact distribution of all continuations, by chi-square. The options' effect is written down here once more, plainly.
+"""Answers are distributed as the target says, whatever was proposed: counts over thousands of seeds
+through the whole engine, against the exact distribution of all continuations, by chi-square. The
+options' effect is written down here once more, plainly.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from tests.tiny import tiny_target
 PROMPT = (5, 9, 5)
 END = 2
 HEAD = 1  # the seed of a head that proposes well behind this prompt
-NUM_TOKENS, NUM_REQUESTS = 3, 6  # requests of 128 samples; fewer where PyTorch's operators decode them
+# requests of 128 samples; fewer where PyTorch's operators decode them
+NUM_TOKENS, NUM_REQUESTS = 3, 6
 LEAST_P = 1e-4  # the seeds are fixed: what passes once passes always
-COSTS = CostTable(*[Curve([1, 64], [10.0, 11.0])] * 2, *[Curve([1, 64], [0.1, 0.2])] * 3)  # drafting pays
+# drafting pays
+COSTS = CostTable(*[Curve([1, 64], [10.0, 11.0])] * 2, *[Curve([1, 64], [0.1, 0.2])] * 3)
 
 OPTIONS: dict[str, dict[str, object]] = {
     "temperature": {},
@@ -41,14 +44,18 @@ OPTIONS: dict[str, dict[str, object]] = {
     "presence_penalty": {"presence_penalty": -1.5},
     "logit_bias": {"logit_bias": {7: 1.0, 9: -3.0, 5: -0.7}},
     "min_tokens": {"logit_bias": {END: 4.0, 5: 1.0}, "min_tokens": 2},
-    "regex": {"regex": "[!-0]{1,2}", "logit_bias": {END: 4.0}},  # tokens 3 to 18 of the tiny tokenizer
+    # tokens 3 to 18 of the tiny tokenizer
+    "regex": {"regex": "[!-0]{1,2}", "logit_bias": {END: 4.0}},
 }
 ENGINES = {
     "native, fixed": (True, {"speculation": "fixed(3,4,16)"}),
     "native, auto": (True, {"speculation": "auto(3,4,16)", "overlap": True}),
     "torch, fixed": (False, {"speculation": "fixed(3,4,16)", "overlap": True}),
 }
-THOROUGH = {"native, auto": ["temperature", "all cuts", "frequency_penalty", "regex"], "torch, fixed": ["top_k"]}
+THOROUGH = {
+    "native, auto": ["temperature", "all cuts", "frequency_penalty", "regex"],
+    "torch, fixed": ["top_k"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +65,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine_of(folder: Path) -> Callable[[str], Engine]:
-    """Engines by name. Costs are given, and rounds take what was predicted: auto chooses the same every time."""
+    """Engines by name. Costs are given, and rounds take what was predicted: auto chooses the same
+    every time.
+    """
 
     @cache
     def engine(name: str) -> Engine:
@@ -69,16 +78,22 @@ def engine_of(folder: Path) -> Callable[[str], Engine]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("eyas.engine.engine.round_costs", lambda rounds: COSTS)
             draft = Draft(*random_head(target, HEAD), target)
-            made = Engine(target, draft, EngineConfig(max_batch=128, max_length=32, **config), folder)
+            made = Engine(
+                target, draft, EngineConfig(max_batch=128, max_length=32, **config), folder
+            )
         observe = made.policy.observe
-        made.policy.observe = lambda plan, emitted, ms: observe(plan, emitted, plan.predicted_ms or ms)  # type: ignore
+        made.policy.observe = lambda plan, emitted, ms: observe(
+            plan, emitted, plan.predicted_ms or ms
+        )  # type: ignore
         return made
 
     return engine
 
 
 def params_of(option: str) -> SamplingParams:
-    return SamplingParams(**{"temperature": 1.0, "max_tokens": NUM_TOKENS, "n": MAX_SAMPLES, **OPTIONS[option]})
+    return SamplingParams(
+        **{"temperature": 1.0, "max_tokens": NUM_TOKENS, "n": MAX_SAMPLES, **OPTIONS[option]}
+    )
 
 
 # The exact distribution
@@ -90,7 +105,11 @@ def exact(target: Target, params: SamplingParams) -> dict[tuple[int, ...], float
     prefixes: dict[tuple[int, ...], float] = {(): 1.0}
     while prefixes:
         with torch.inference_mode():
-            logits_BV = target.logits(torch.tensor([[*PROMPT, *prefix] for prefix in prefixes]))[:, -1].double().numpy()
+            logits_BV = (
+                target.logits(torch.tensor([[*PROMPT, *prefix] for prefix in prefixes]))[:, -1]
+                .double()
+                .numpy()
+            )
         longer: dict[tuple[int, ...], float] = {}
         for (prefix, mass), logits_V in zip(prefixes.items(), logits_BV, strict=True):
             probs_V = next_probs(logits_V, prefix, params)
@@ -126,7 +145,8 @@ def next_probs(logits_V: np.ndarray, prefix: tuple[int, ...], params: SamplingPa
         probs_V[best_first[params.top_k :]] = 0
     probs_V /= probs_V.sum()
     if params.top_p < 1:
-        before = np.cumsum(probs_V[best_first]) - probs_V[best_first]  # a token stays unless those before it are enough
+        # a token stays unless those before it are enough
+        before = np.cumsum(probs_V[best_first]) - probs_V[best_first]
         probs_V[best_first[before >= params.top_p]] = 0
     result: np.ndarray = probs_V / probs_V.sum()
     return result
@@ -136,8 +156,8 @@ def next_probs(logits_V: np.ndarray, prefix: tuple[int, ...], params: SamplingPa
 
 
 def p_value(running: Engine, option: str, drafts: int = 10) -> float:
-    """Of the engine's answers under the exact distribution; answers expected fewer than five times count as one. At least
-    so many drafts must have been accepted."""
+    """Of the engine's answers under the exact distribution; answers expected fewer than five times
+    count as one. At least so many drafts must have been accepted."""
     params = params_of(option)
     probs = exact(running.target, params)
     counts = Counter(answers_of(running, params, drafts))
@@ -157,7 +177,9 @@ def p_value(running: Engine, option: str, drafts: int = 10) -> float:
 def answers_of(running: Engine, params: SamplingParams, drafts: int) -> list[tuple[int, ...]]:
     asked = []
     for seed in range(NUM_REQUESTS if running.target.is_native else 2):
-        asked.append(Request(str(seed), PROMPT, SamplingParams(**{**fields(params), "seed": 1000 + seed})))
+        asked.append(
+            Request(str(seed), PROMPT, SamplingParams(**{**fields(params), "seed": 1000 + seed}))
+        )
     results = list(running.run(asked))
     running.check()
     accepted = sum(sum(result.accept_hist[1:]) for result in results)
@@ -173,14 +195,22 @@ def fields(params: SamplingParams) -> dict[str, object]:
     ("name", "option"),
     [(name, option) for name in ENGINES for option in THOROUGH.get(name, OPTIONS)],
 )
-def test_answers_are_distributed_as_the_target_says(engine_of: Callable[[str], Engine], name: str, option: str) -> None:
+def test_answers_are_distributed_as_the_target_says(
+    engine_of: Callable[[str], Engine], name: str, option: str
+) -> None:
     assert p_value(engine_of(name), option) > LEAST_P
 
 
-def test_a_biased_acceptance_is_found(engine_of: Callable[[str], Engine], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second draw where the first was not proposed: what a draft proposes comes too often, and every token is plausible."""
+def test_a_biased_acceptance_is_found(
+    engine_of: Callable[[str], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second draw where the first was not proposed: what a draft proposes comes too often, and
+    every token is plausible.
+    """
 
-    def generous(tokens: Sequence[int], parents: Sequence[int], draw: Callable[[int], int]) -> tuple[list[int], list[int]]:
+    def generous(
+        tokens: Sequence[int], parents: Sequence[int], draw: Callable[[int], int]
+    ) -> tuple[list[int], list[int]]:
         children = [token for token, parent in zip(tokens, parents, strict=True) if parent == 0]
         first = draw(0)
         if first in children or not children:

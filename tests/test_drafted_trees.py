@@ -1,4 +1,6 @@
-"""What a round tells of its tree, to those who ask: the nodes that were judged, and which of them became tokens."""
+"""What a round tells of its tree, to those who ask: the nodes that were judged, and which of them
+became tokens.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def decoded(engine, asked):
 
 @pytest.mark.parametrize("params", [{}, SAMPLED])
 def test_a_tree_that_is_told_is_that_of_the_round(engine, params):
-    """Its accepted nodes are a path, they are the first of the tokens, and no node goes on with the token behind them."""
+    """Its accepted nodes are a path, they are the first of the tokens, and no node goes on with the
+    token behind them.
+    """
     asked = requests(6, max_tokens=24, **params)
     # Every other one asks, so that what is told to one does not depend on its neighbours.
     asked = [replace(request, tells_trees=number % 2 == 0) for number, request in enumerate(asked)]
@@ -78,14 +82,18 @@ def test_a_tree_that_is_told_is_that_of_the_round(engine, params):
             tree = update.tree
             nodes.append(len(tree.token_ids))
             assert all(parent < node for node, parent in enumerate(tree.parents))
-            assert [tree.parents[node] for node in tree.accepted] == [-1, *tree.accepted][: len(tree.accepted)]
+            assert [tree.parents[node] for node in tree.accepted] == [-1, *tree.accepted][
+                : len(tree.accepted)
+            ]
             length = len(tree.accepted)
             assert [tree.token_ids[node] for node in tree.accepted] == update.token_ids[:length]
             cut = update.finish_reason is not None and length == len(update.token_ids)
             assert update.num_accepted_drafts == length - cut
             if not cut:
                 end = tree.accepted[-1] if tree.accepted else -1
-                assert (end, update.token_ids[length]) not in set(zip(tree.parents, tree.token_ids, strict=True))
+                assert (end, update.token_ids[length]) not in set(
+                    zip(tree.parents, tree.token_ids, strict=True)
+                )
             of_parent = {}
             for parent, probability in zip(tree.parents, tree.probabilities, strict=True):
                 of_parent[parent] = of_parent.get(parent, 0.0) + probability
@@ -99,25 +107,40 @@ def test_a_tree_that_is_told_is_that_of_the_round(engine, params):
 @pytest.mark.parametrize("params", [{}, SAMPLED])
 def test_asking_changes_no_token(engine, params):
     plainly = decoded(engine, requests(4, max_tokens=20, **params))
-    asking = decoded(engine, [replace(request, tells_trees=True) for request in requests(4, max_tokens=20, **params)])
+    asking = decoded(
+        engine,
+        [replace(request, tells_trees=True) for request in requests(4, max_tokens=20, **params)],
+    )
     for key, updates in plainly.items():
-        tokens, same = ([token for one in of for token in one.token_ids] for of in (updates, asking[key]))
+        tokens, same = (
+            [token for one in of for token in one.token_ids] for of in (updates, asking[key])
+        )
         assert tokens == same
-        assert [one.num_accepted_drafts for one in updates] == [one.num_accepted_drafts for one in asking[key]]
+        assert [one.num_accepted_drafts for one in updates] == [
+            one.num_accepted_drafts for one in asking[key]
+        ]
 
 
 def test_nodes_are_numbered_without_what_was_not_kept():
     # root -> 0 (5), 1 (6), 2 (7); 0 -> 3 (8), 4 (9), 5 (1); kept: 0, 2, 4
     log = math.log
-    scores = np.array([[log(0.5), log(0.3), log(0.1), log(0.2), log(0.25), log(0.05)]], dtype=np.float32)
+    scores = np.array(
+        [[log(0.5), log(0.3), log(0.1), log(0.2), log(0.25), log(0.05)]], dtype=np.float32
+    )
     parents = np.array([[-1, -1, -1, 0, 0, 0]], dtype=np.int32)
-    proposals = Proposals(np.array([[5, 6, 7, 8, 9, 1]]), scores, parents, np.array([1, 1, 1, 2, 2, 2], dtype=np.int32))
+    proposals = Proposals(
+        np.array([[5, 6, 7, 8, 9, 1]]),
+        scores,
+        parents,
+        np.array([1, 1, 1, 2, 2, 2], dtype=np.int32),
+    )
     kept = np.array([True, False, True, False, True, False])
     tree = drafted_tree(proposals, 0, kept, [5, 9, 3])
     assert (tree.token_ids, tree.parents, tree.accepted) == ([5, 7, 9], [-1, -1, 0], [0, 2])
     assert tree.probabilities == pytest.approx([0.5, 0.1, 0.5])
     assert drafted_tree(proposals, 0, kept, [6]).accepted == []  # it was drafted, but not kept
-    assert drafted_tree(proposals, 0, kept, [5]).accepted == [0]  # cut behind a draft: the answer's last token
+    # cut behind a draft: the answer's last token
+    assert drafted_tree(proposals, 0, kept, [5]).accepted == [0]
     nothing = drafted_tree(proposals, 0, np.zeros(6, dtype=bool), [5])
     assert nothing == DraftedTree([], [], [], [])
 
@@ -142,7 +165,11 @@ ROUNDS = {"stream": True, "stream_options": {"include_rounds": True}}
 
 
 def rounds_of(chunks, index=0):
-    return [chunk.eyas["round"] for chunk in chunks if chunk.choices and chunk.choices[0].index == index and told(chunk)]
+    return [
+        chunk.eyas["round"]
+        for chunk in chunks
+        if chunk.choices and chunk.choices[0].index == index and told(chunk)
+    ]
 
 
 def told(chunk):
@@ -158,7 +185,10 @@ def test_chunks_tell_rounds_where_that_is_asked_for(client, call):
     choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
     said = "".join((one.text if call is complete else one.delta.content) or "" for one in choices)
     assert "".join(token["text"] for token in tokens) == said
-    assert rounds[0] == {"tokens": [{"text": rounds[0]["tokens"][0]["text"], "origin": "plain"}], "tree": None}
+    assert rounds[0] == {
+        "tokens": [{"text": rounds[0]["tokens"][0]["text"], "origin": "plain"}],
+        "tree": None,
+    }
     for one in rounds[1:]:
         accepted = [node for node in one["tree"] if node["accepted"]]
         origins = [token["origin"] for token in one["tokens"]]
@@ -173,7 +203,9 @@ def test_each_choice_has_its_own_rounds_and_plain_ones_have_no_tree(client):
     for index in (0, 1):
         assert sum(len(one["tokens"]) for one in rounds_of(chunks, index)) == 9
     plain = rounds_of(ask(client, max_tokens=9, extra_body={"speculation": False}, **ROUNDS))
-    assert [(one["tree"], one["tokens"][0]["origin"], len(one["tokens"])) for one in plain] == [(None, "plain", 1)] * 9
+    assert [(one["tree"], one["tokens"][0]["origin"], len(one["tokens"])) for one in plain] == [
+        (None, "plain", 1)
+    ] * 9
 
 
 def test_stop_strings_cut_the_text_and_not_what_is_told_of_its_rounds(client, world):
@@ -187,7 +219,11 @@ def test_stop_strings_cut_the_text_and_not_what_is_told_of_its_rounds(client, wo
 
 
 def test_rounds_are_refused_where_they_are_not_told(client):
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "stream_options": {"include_rounds": True}}
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Hi"}],
+        "stream_options": {"include_rounds": True},
+    }
     assert post(client, body).json()["error"]["param"] == "stream_options"
     generate = {"text": "Hi", "stream": True, "stream_options": {"include_rounds": True}}
     reply = post(client, generate, "/generate")

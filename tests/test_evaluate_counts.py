@@ -1,4 +1,6 @@
-"""What eval computes from counts alone: intervals, ceilings, slices, rounds as an engine tells them."""
+"""What eval computes from counts alone: intervals, ceilings, slices, rounds as an engine tells
+them.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ Answers = list[list[bool]]
 
 class TestIntervals:
     def test_holds_what_is_true_about_as_often_as_it_says(self):
-        """Prompts of which each has an acceptance of its own: the interval over prompts holds the true tau, that over rounds
-        would not."""
+        """Prompts of which each has an acceptance of its own: the interval over prompts holds the
+        true tau, that over rounds would not."""
         rng = np.random.default_rng(0)
         true_tau, held, too_narrow = 3.0, 0, 0
         for draw in range(200):
@@ -35,10 +37,17 @@ class TestIntervals:
         assert 175 <= held <= 200
         assert too_narrow < 150
 
-    @given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 9)), min_size=LEAST_PROMPTS, max_size=30))
+    @given(
+        st.lists(
+            st.tuples(st.integers(1, 60), st.integers(1, 9)), min_size=LEAST_PROMPTS, max_size=30
+        )
+    )
     @settings(deadline=None, max_examples=30)
     def test_lies_within_the_prompts_own(self, counts):
-        emitted, rounds = ([count[0] * count[1] for count in counts], [count[1] for count in counts])
+        emitted, rounds = (
+            [count[0] * count[1] for count in counts],
+            [count[1] for count in counts],
+        )
         low, high = tau_interval(emitted, rounds)
         own = [tokens / number for tokens, number in zip(emitted, rounds, strict=True)]
         assert min(own) - 1e-9 <= low <= high <= max(own) + 1e-9
@@ -51,10 +60,17 @@ class TestIntervals:
 
 
 class TestCoverage:
-    @given(st.lists(st.lists(st.booleans(), min_size=2, max_size=9), min_size=1, max_size=3), st.integers(1, 4))
+    @given(
+        st.lists(st.lists(st.booleans(), min_size=2, max_size=9), min_size=1, max_size=3),
+        st.integers(1, 4),
+    )
     @settings(deadline=None, max_examples=100)
-    def test_the_ceiling_is_the_best_of_all_ways_to_go_through_the_answers(self, answers: Answers, steps: int):
-        """By trying them all: a round may accept any number of drafts up to what the vocabulary allows."""
+    def test_the_ceiling_is_the_best_of_all_ways_to_go_through_the_answers(
+        self, answers: Answers, steps: int
+    ):
+        """By trying them all: a round may accept any number of drafts up to what the vocabulary
+        allows.
+        """
 
         def fewest(answer: list[bool]) -> int:
             @cache
@@ -76,7 +92,10 @@ class TestCoverage:
         answer = [True, True, True, False, True, True, True, True, True]
         assert leading_runs(answer) == [2, 1, 0, 5, 4, 3, 2, 1]
         assert tau_ceiling([answer], 3) == pytest.approx(8 / 3)
-        assert ceilings([answer], 3) == {"tau_ceiling": pytest.approx(8 / 3), "tau_ceiling_full_vocabulary": 4.0}
+        assert ceilings([answer], 3) == {
+            "tau_ceiling": pytest.approx(8 / 3),
+            "tau_ceiling_full_vocabulary": 4.0,
+        }
         assert share([answer, [False]]) == 0.8
         assert share([]) == 0
 
@@ -98,7 +117,10 @@ class TestSlices:
             "a": (2.5, 2),
             "b": (7 / 3, 1),
         }
-        assert {name: one["rounds"] for name, one in by_language(units).items()} == {"de": 3, "en": 2}
+        assert {name: one["rounds"] for name, one in by_language(units).items()} == {
+            "de": 3,
+            "en": 2,
+        }
 
     @given(st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=8))
     @settings(deadline=None, max_examples=60)

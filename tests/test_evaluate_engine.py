@@ -1,4 +1,6 @@
-"""Eval through the engine: tau of prompts, recordings against the engine's own rounds, predictions against a count by hand."""
+"""Eval through the engine: tau of prompts, recordings against the engine's own rounds, predictions
+against a count by hand.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,16 @@ from eyas.errors import ConfigError, CorruptError, EmptyInputError, EyasError, M
 from eyas.evaluate.decoding import decode, stretch
 from eyas.evaluate.evaluate import EvalConfig, HeldOut, evaluate
 from eyas.evaluate.overheads import Overheads, overheads
-from eyas.evaluate.prediction import PredictConfig, blocks, compared, costs_of, fixed, held_to_tau, machine_of, predict
+from eyas.evaluate.prediction import (
+    PredictConfig,
+    blocks,
+    compared,
+    costs_of,
+    fixed,
+    held_to_tau,
+    machine_of,
+    predict,
+)
 from eyas.evaluate.questions import Asked, questions_identity
 from eyas.evaluate.recording import record
 from eyas.evaluate.replay import Pace, Theatre, walked
@@ -32,7 +43,9 @@ def straight(first: float, slope: float) -> Curve:
 
 
 # ms of target, decode, step, extend, enter; nothing of it is measured
-MADE_UP = CostTable(straight(10, 1), straight(10, 1.5), straight(2, 0.1), straight(3, 0.2), straight(1, 0.05))
+MADE_UP = CostTable(
+    straight(10, 1), straight(10, 1.5), straight(2, 0.1), straight(3, 0.2), straight(1, 0.05)
+)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +68,9 @@ def costs_file(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def evaluated(folders, costs_file, tmp_path_factory):
-    """eval.json of two trees at two temperatures, with a prediction from made-up costs, and its config."""
+    """eval.json of two trees at two temperatures, with a prediction from made-up costs, and its
+    config.
+    """
     folder, head = folders
     config = EvalConfig(
         trees=("fixed(4,2,6)", "fixed(3,1,4)"),
@@ -65,7 +80,9 @@ def evaluated(folders, costs_file, tmp_path_factory):
     )
     output = Artifact(str(tmp_path_factory.mktemp("eval")))
     manifest = evaluate(config, str(folder), head.url, HeldOut(questions=questions(COUNT)), output)
-    again = evaluate(config, str(folder), head.url, HeldOut(questions=questions(COUNT)), Artifact(output.url))
+    again = evaluate(
+        config, str(folder), head.url, HeldOut(questions=questions(COUNT)), Artifact(output.url)
+    )
     assert again == manifest, "done already"
     return output.read_json("eval.json"), manifest
 
@@ -81,16 +98,29 @@ def test_says_of_each_tree_and_temperature_what_the_engine_does(evaluated, model
     for one in result["trees"]:
         requests = asked(folders[0], COUNT).requests(24, one["temperature"], 0)
         results = list(models.engine(one["speculation"]).run(requests))
-        hist = [sum(counts) for counts in zip(*(served.accept_hist for served in results), strict=True)]
+        hist = [
+            sum(counts) for counts in zip(*(served.accept_hist for served in results), strict=True)
+        ]
         assert one["accept_hist"] == hist
         assert one["tokens"] == sum(len(served.token_ids) for served in results)
-        assert one["tau"] == pytest.approx(sum((a + 1) * count for a, count in enumerate(hist)) / sum(hist))
+        assert one["tau"] == pytest.approx(
+            sum((a + 1) * count for a, count in enumerate(hist)) / sum(hist)
+        )
         low, high = one["tau_interval"]
         assert 1 <= low <= one["tau"] <= high
-        assert one["tau"] <= one["tau_ceiling"] <= one["tau_ceiling_full_vocabulary"] <= one["num_draft_steps"] + 1
+        assert (
+            one["tau"]
+            <= one["tau_ceiling"]
+            <= one["tau_ceiling_full_vocabulary"]
+            <= one["num_draft_steps"] + 1
+        )
         assert set(one["by_source"]) == set(SOURCES)
-        assert sum(part["rounds"] for part in one["by_source"].values()) == one["rounds"] == sum(hist)
-        assert sum(part["answers"] for part in one["by_language"].values()) == one["answers"] == COUNT
+        assert (
+            sum(part["rounds"] for part in one["by_source"].values()) == one["rounds"] == sum(hist)
+        )
+        assert (
+            sum(part["answers"] for part in one["by_language"].values()) == one["answers"] == COUNT
+        )
         assert one["by_language"]["de"]["answers"] == COUNT // 3
     first = result["trees"][0]
     assert sum(first["accept_hist"][1:]) > 10, "a head that accepts nothing would prove nothing"
@@ -103,8 +133,12 @@ def test_says_of_each_tree_and_temperature_what_the_engine_does(evaluated, model
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("sizes", ["fixed(5,2,8)", "fixed(2,2,4)", "fixed(5,2,3)"])
-def test_a_recording_replays_what_the_engine_does_with_any_tree(models, folders, temperature, sizes):
-    """One recording of five levels: the same rounds as the engine's, answer by answer, for each depth and size."""
+def test_a_recording_replays_what_the_engine_does_with_any_tree(
+    models, folders, temperature, sizes
+):
+    """One recording of five levels: the same rounds as the engine's, answer by answer, for each
+    depth and size.
+    """
     requests = asked(folders[0], COUNT).requests(24, temperature, 7)
     recording = record(models, (5, 2), requests, quiet)
     served = decode(models.engine(sizes), requests, quiet)
@@ -113,11 +147,15 @@ def test_a_recording_replays_what_the_engine_does_with_any_tree(models, folders,
     speculation = Speculation.parse(sizes)
     theatre = Theatre(models, recording, speculation, Pace(MADE_UP, Overheads()), 3)
     played = theatre.ask("head", [request.id for request in requests], 3, True)
-    assert [played[request.id].accepted for request in requests] == [answer.accepted for answer in served]
+    assert [played[request.id].accepted for request in requests] == [
+        answer.accepted for answer in served
+    ]
 
 
 def test_plain_answers_take_what_the_costs_say(models, folders):
-    """One client: a token is a forward of a row; more: what the prompts of others take comes on top."""
+    """One client: a token is a forward of a row; more: what the prompts of others take comes on
+    top.
+    """
     requests = asked(folders[0], COUNT).requests(24, 0.0, 0)
     recording = record(models, (4, 2), requests, quiet)
     overhead = Overheads(prefill=2.0, loads=[1, 4], plain=[1.5, 2.5], tree=[1.0, 1.0])
@@ -143,16 +181,22 @@ def test_predictions_have_the_measured_tau_and_the_sizes_rounds_cost(evaluated):
     result, _ = evaluated
     rows = result["predicted"]["by_concurrency"]
     assert [(row["concurrency"], row["speculation"]) for row in rows] == [
-        (concurrency, speculation) for concurrency in (1, 3) for speculation in ("fixed(3,1,4)", "fixed(4,2,6)", "auto(6,3,12)")
+        (concurrency, speculation)
+        for concurrency in (1, 3)
+        for speculation in ("fixed(3,1,4)", "fixed(4,2,6)", "auto(6,3,12)")
     ]
     taus = {one["speculation"]: one["tau"] for one in result["trees"] if one["temperature"] == 0}
     for row in rows:
         assert ("withheld" in row) == (row["speedup"] is None)
         assert row["speedup"] in (None, pytest.approx(row["tpot_ms_plain"] / row["tpot_ms"]))
         if row["speculation"] in taus:
-            assert row["tau"] == pytest.approx(taus[row["speculation"]]), "a fixed tree accepts the same at any load"
+            assert row["tau"] == pytest.approx(taus[row["speculation"]]), (
+                "a fixed tree accepts the same at any load"
+            )
             assert row["round_cost"] > 1
-    assert all(row["tpot_ms_plain"] == pytest.approx(10.0) for row in rows if row["concurrency"] == 1)
+    assert all(
+        row["tpot_ms_plain"] == pytest.approx(10.0) for row in rows if row["concurrency"] == 1
+    )
     assert CostTable.from_json(result["predicted"]["costs"]).to_json() == MADE_UP.to_json()
     assert result["predicted"]["machine"] == {}, "the made-up costs are of no machine"
     assert result["dtype"] == "float32"
@@ -163,11 +207,17 @@ def test_auto_is_never_much_slower_than_plain_and_takes_what_pays(models, folder
     requests = asked(folders[0], COUNT).requests(24, 0.0, 0)
     names = [request.id for request in requests] * 4
     recording = record(models, (4, 2), requests, quiet)
-    free = CostTable(straight(10, 0.0), straight(10, 0.0), straight(0.1, 0), straight(0.1, 0), straight(0.0, 0))
-    dear = CostTable(straight(10, 10.0), straight(10, 10.0), straight(9, 1), straight(9, 1), straight(1, 1))
+    free = CostTable(
+        straight(10, 0.0), straight(10, 0.0), straight(0.1, 0), straight(0.1, 0), straight(0.0, 0)
+    )
+    dear = CostTable(
+        straight(10, 10.0), straight(10, 10.0), straight(9, 1), straight(9, 1), straight(1, 1)
+    )
     tpot_ms = {}
     for name, costs in (("free", free), ("dear", dear)):
-        theatre = Theatre(models, recording, Speculation.parse("auto(4,2,6)"), Pace(costs, Overheads()), 2)
+        theatre = Theatre(
+            models, recording, Speculation.parse("auto(4,2,6)"), Pace(costs, Overheads()), 2
+        )
         last = [theatre.ask(f"{turn}", names[:COUNT], 1, True) for turn in range(8)][-1]
         times = [one.tpot_ms for one in last.values() if one.tpot_ms]
         tpot_ms[name] = sum(times) / len(times)
@@ -184,13 +234,24 @@ def test_the_walk_ends_with_the_answer():
 
 
 def figures(**changes):
-    known = {"concurrency": 1, "tau": 3.0, "speedup": 2.4, "round_cost": 1.0, "median_tokens_per_round": 2.5}
+    known = {
+        "concurrency": 1,
+        "tau": 3.0,
+        "speedup": 2.4,
+        "round_cost": 1.0,
+        "median_tokens_per_round": 2.5,
+    }
     return {**known, **changes}
 
 
 @pytest.mark.parametrize(
     "possible",
-    [{}, {"concurrency": 8, "speedup": 2.9}, {"tau": None, "speedup": 1.0}, {"tau": None, "speedup": 1.05, "concurrency": 4}],
+    [
+        {},
+        {"concurrency": 8, "speedup": 2.9},
+        {"tau": None, "speedup": 1.0},
+        {"tau": None, "speedup": 1.05, "concurrency": 4},
+    ],
 )
 def test_a_speed_up_below_tau_is_told(possible):
     assert held_to_tau(figures(**possible)) == figures(**possible)
@@ -218,7 +279,10 @@ def test_what_the_clock_cannot_give_is_an_error(impossible):
     [
         ({"tau": 2.0}, "with a tau of 2.00: half of the answers have 2.50 tokens a round or more"),
         ({"tau": 2.0, "concurrency": 8}, "with a tau of 2.00: clients waited unlike"),
-        ({"tau": None, "concurrency": 8, "round_cost": None}, "with no tau, nothing being drafted: clients waited unlike"),
+        (
+            {"tau": None, "concurrency": 8, "round_cost": None},
+            "with no tau, nothing being drafted: clients waited unlike",
+        ),
     ],
 )
 def test_no_speed_up_above_tau_is_told_and_its_row_says_why(above, why):
@@ -232,10 +296,13 @@ def test_no_speed_up_above_tau_is_told_and_its_row_says_why(above, why):
 def test_one_client_gains_its_tokens_per_round_over_the_cost_of_a_round(models, folders):
     requests = asked(folders[0], COUNT).requests(24, 0.0, 0)
     recording = record(models, (4, 2), requests, quiet)
-    theatre = Theatre(models, recording, Speculation.parse("fixed(4,2,6)"), Pace(MADE_UP, Overheads()), 2)
+    theatre = Theatre(
+        models, recording, Speculation.parse("fixed(4,2,6)"), Pace(MADE_UP, Overheads()), 2
+    )
     names = [request.id for request in requests]
     plain, head = theatre.ask("plain", names, 1, False), theatre.ask("head", names, 1, True)
-    # 6 rows are judged; 3 levels of 2 rows are drafted behind the first; the entries are those of the last round's tokens.
+    # 6 rows are judged; 3 levels of 2 rows are drafted behind the first; the entries are those of
+    # the last round's tokens.
     least_ms = MADE_UP.forward(1, 6) + 3 * MADE_UP.step(2) + MADE_UP.extend(1)
     most_ms = least_ms - MADE_UP.extend(1) + MADE_UP.extend(5)
     assert least_ms <= 10 * theatre.round_cost() <= most_ms
@@ -271,12 +338,20 @@ def test_costs_of_this_machine_are_measured_and_told(models, folders, tmp_path, 
     (row,) = told["by_concurrency"]
     assert row["tpot_ms"] > 0
     here = told["machine"]
-    assert (here["threads"], here["dtype"], here["native"]) == (torch.get_num_threads(), "float32", models.target.is_native)
+    assert (here["threads"], here["dtype"], here["native"]) == (
+        torch.get_num_threads(),
+        "float32",
+        models.target.is_native,
+    )
     assert here["cores"] >= 1
     kept_of = machine_of(PredictConfig(costs=str(kept)), models)
-    assert kept_of == {name: here[name] for name in ("processor", "threads", "dtype", "native", "torch")}
+    assert kept_of == {
+        name: here[name] for name in ("processor", "threads", "dtype", "native", "torch")
+    }
     elsewhere = tmp_path / "eval.json"
-    elsewhere.write_text(json.dumps({"predicted": {**told, "machine": {**here, "processor": "another"}}}))
+    elsewhere.write_text(
+        json.dumps({"predicted": {**told, "machine": {**here, "processor": "another"}}})
+    )
     assert machine_of(PredictConfig(costs=str(elsewhere)), models)["processor"] == "another"
 
 
@@ -290,7 +365,9 @@ def test_costs_of_another_machine_may_come_from_its_eval(evaluated, models, tmp_
         with pytest.raises(CorruptError, match="no cost table"):
             costs_of(PredictConfig(costs=str(path)), models, Speculation.parse("auto"))
     with pytest.raises(MissingInputError, match="no cost table"):
-        costs_of(PredictConfig(costs=str(tmp_path / "absent.json")), models, Speculation.parse("auto"))
+        costs_of(
+            PredictConfig(costs=str(tmp_path / "absent.json")), models, Speculation.parse("auto")
+        )
 
 
 def test_blocks_are_a_few_prompts_a_client():

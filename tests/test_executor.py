@@ -1,4 +1,6 @@
-"""Executors: the same results in the same order wherever the work runs, and a clear end when a worker or the parent dies."""
+"""Executors: the same results in the same order wherever the work runs, and a clear end when a
+worker or the parent dies.
+"""
 
 import dataclasses
 import importlib
@@ -46,7 +48,9 @@ KINDS = [
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Work that multiplies; `None` is a job that cannot be done, and a negative one kills its process."""
+    """Work that multiplies; `None` is a job that cannot be done, and a negative one kills its
+    process.
+    """
 
     factor: int
     without = ()
@@ -100,13 +104,19 @@ def test_an_error_for_the_user_comes_as_it_was_raised(kind, workers):
             next(results)
         assert (raised.value.what, raised.value.hint) == ("nothing to multiply", "give a number")
         assert [result for result, _ in executor.map([5, 6])] == [5, 6]
-    with kind(NeverReady(), workers) as executor, pytest.raises(ConfigError, match="not to be built"):
+    with (
+        kind(NeverReady(), workers) as executor,
+        pytest.raises(ConfigError, match="not to be built"),
+    ):
         list(executor.map([1, 2, 3]))
 
 
 @pytest.mark.parametrize(("kind", "workers"), KINDS[1:])
 def test_a_killed_worker_is_a_clear_error(kind, workers):
-    with kind(Times(1), workers) as executor, pytest.raises(EyasError, match="a worker process ended amid") as raised:
+    with (
+        kind(Times(1), workers) as executor,
+        pytest.raises(EyasError, match="a worker process ended amid") as raised,
+    ):
         list(executor.map([1, 2, -1, 4, 5, 6]))
     assert "run the same command again" in raised.value.hint
 
@@ -150,7 +160,9 @@ results = LocalExecutor(Times(1), 2).map(itertools.count())
 print(*{next(results)[1][0] for _ in range(20)}, flush=True)
 time.sleep(60)
 """
-    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as parent:
         workers = [int(process) for process in parent.stdout.readline().split()]
         assert workers
         assert all(runs(process) for process in workers)

@@ -1,4 +1,6 @@
-"""Export: both forms proved equal to the trained head, a card with commands and lineage, and refusals before harm."""
+"""Export: both forms proved equal to the trained head, a card with commands and lineage, and
+refusals before harm.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ from tests.tiny import tiny_target
 from tests.tiny_head import edit_config, edit_tensors, head_folder, tiny_head
 
 TENSORS = 15
-HUB_FIELDS = {  # of a model card's front matter: https://huggingface.co/docs/hub/model-cards#model-card-metadata
+# of a model card's front matter: https://huggingface.co/docs/hub/model-cards#model-card-metadata
+HUB_FIELDS = {
     "language",
     "license",
     "license_name",
@@ -54,7 +57,12 @@ def target(tmp_path_factory) -> Path:
 def trained(target: Path, url: str, **options) -> Artifact:
     """A head as the train stage leaves it, with a lineage of one source."""
     raw = Manifest(
-        stage="source", identity="aa", config={"licence": "CC-BY-SA-4.0"}, counts={}, files={}, url="/home/me/sgd.jsonl"
+        stage="source",
+        identity="aa",
+        config={"licence": "CC-BY-SA-4.0"},
+        counts={},
+        files={},
+        url="/home/me/sgd.jsonl",
     )
     account = {"rows_in": 1200, "rows_out": 1000, "dropped": {"duplicate": 200}}
     stated = Source(name="sgd", licence="CC-BY-SA-4.0", prompts_by="human", answers_by="gpt-4")
@@ -74,7 +82,9 @@ def measured(head: Artifact, url: str) -> Artifact:
     artifact = Artifact(url)
     inputs = {"head": head.manifest()}
     artifact.begin(identity("eval", {}, inputs))
-    artifact.write_json("eval.json", {"tau": 2.718, "accept_hist": [5, 3, 2], "acceptance_by_position": [0.5, 0.4]})
+    artifact.write_json(
+        "eval.json", {"tau": 2.718, "accept_hist": [5, 3, 2], "acceptance_by_position": [0.5, 0.4]}
+    )
     artifact.finish("eval", {}, inputs, {})
     return Artifact(url)
 
@@ -98,13 +108,19 @@ def test_both_forms_are_the_trained_head_and_lint_clean(target, tmp_path, dtype)
 def test_card_has_commands_lineage_and_measurements_but_no_folder_of_ours(target, tmp_path):
     head = trained(target, str(tmp_path / "train"))
     evaluation = measured(head, str(tmp_path / "eval"))
-    config = ExportConfig(target_name="org/Model-8B", num_draft_steps=3, tree_topk=2, num_verify_tokens=6)
-    manifest = export(config, str(target), head, Artifact(str(tmp_path / "export")), evaluation=evaluation)
+    config = ExportConfig(
+        target_name="org/Model-8B", num_draft_steps=3, tree_topk=2, num_verify_tokens=6
+    )
+    manifest = export(
+        config, str(target), head, Artifact(str(tmp_path / "export")), evaluation=evaluation
+    )
     card = (tmp_path / "export" / "README.md").read_text()
     assert "# EAGLE-3 draft head for org/Model-8B" in card
     assert manifest.facts["commands"]["sglang"] in card
     assert manifest.facts["commands"]["vllm"] in card
-    assert "sgd: CC-BY-SA-4.0; 1,000 of 1,200 rows kept (dropped: 200 duplicate); SHA-256 `aa`" in card
+    assert (
+        "sgd: CC-BY-SA-4.0; 1,000 of 1,200 rows kept (dropped: 200 duplicate); SHA-256 `aa`" in card
+    )
     assert "  - prompts by human; answers, which are not used, by gpt-4" in card
     assert f"  - allowed under the policy {shipped().title}" in card
     assert "  - duty, attribution: CC-BY-SA-4.0: name the authors" in card
@@ -141,7 +157,9 @@ def test_an_interrupted_export_is_finished(target, tmp_path, monkeypatch):
 
 def test_one_form_alone(target, tmp_path):
     head = trained(target, str(tmp_path / "train"))
-    manifest = export(ExportConfig(forms=("sglang",)), str(target), head, Artifact(str(tmp_path / "export")))
+    manifest = export(
+        ExportConfig(forms=("sglang",)), str(target), head, Artifact(str(tmp_path / "export"))
+    )
     assert sorted(manifest.files) == ["README.md", "sglang/config.json", "sglang/model.safetensors"]
     assert "vllm serve" not in (tmp_path / "export" / "README.md").read_text()
 
@@ -174,14 +192,26 @@ def test_an_evaluation_of_another_head_is_not_quoted(target, tmp_path):
     retrained = Artifact(str(tmp_path / "retrained"))
     retrained.begin(identity("train", {"epochs": 4}, {}))
     retrained.finish("train", {"epochs": 4}, {}, {})
-    assert other.manifest().identity == head.manifest().identity  # the same work is the same head, wherever it lies
+    # the same work is the same head, wherever it lies
+    assert other.manifest().identity == head.manifest().identity
     evaluation = measured(retrained, str(tmp_path / "eval"))
     with pytest.raises(MismatchError, match="measured another head"):
-        export(ExportConfig(), str(target), head, Artifact(str(tmp_path / "export")), evaluation=evaluation)
+        export(
+            ExportConfig(),
+            str(target),
+            head,
+            Artifact(str(tmp_path / "export")),
+            evaluation=evaluation,
+        )
 
 
 def test_a_head_of_somebody_else_s_is_the_same_to_every_stage(target, tmp_path):
-    export(ExportConfig(), str(target), trained(target, str(tmp_path / "train")), Artifact(str(tmp_path / "export")))
+    export(
+        ExportConfig(),
+        str(target),
+        trained(target, str(tmp_path / "train")),
+        Artifact(str(tmp_path / "export")),
+    )
     for form in ("sglang", "vllm"):
         folder = Artifact(str(tmp_path / "export" / form))
         with heads.head_folder(folder.url) as (_, measured_by):
@@ -206,12 +236,15 @@ def test_a_flag_that_sglang_does_not_read_is_exported_for_vllm_only(target, tmp_
     head = trained(target, str(tmp_path / "train"), norm_before_residual=True)
     with pytest.raises(MismatchError, match="SGLang does not read it"):
         export(ExportConfig(), str(target), head, Artifact(str(tmp_path / "export")))
-    export(ExportConfig(forms=("vllm",)), str(target), head, Artifact(str(tmp_path / "export")))  # the hint, followed
+    # the hint, followed
+    export(ExportConfig(forms=("vllm",)), str(target), head, Artifact(str(tmp_path / "export")))
     assert read_head(tmp_path / "export" / "vllm")[0].norm_before_residual
 
 
 def test_what_one_form_cannot_say_is_exported_in_the_other(target, tmp_path):
-    """Own embeddings: SGLang uses the target's. The target's lm_head: speculators needs one in the file."""
+    """Own embeddings: SGLang uses the target's. The target's lm_head: speculators needs one in the
+    file.
+    """
     own, shared = tmp_path / "own", tmp_path / "shared"
     for folder, options in ((own, {}), (shared, {"draft_vocab_size": 320})):
         trained(target, str(folder), **options)
@@ -224,8 +257,18 @@ def test_what_one_form_cannot_say_is_exported_in_the_other(target, tmp_path):
             artifact.write(name, (folder / name).read_bytes())
         artifact.finish("train", {"of": folder.name}, {}, {})
         with pytest.raises(MismatchError, match=r"uses the target's|uses its target's"):
-            export(ExportConfig(forms=(cannot,)), str(target), artifact, Artifact(str(tmp_path / f"{folder.name}-{cannot}")))
-        export(ExportConfig(forms=(can,)), str(target), artifact, Artifact(str(tmp_path / f"{folder.name}-{can}")))
+            export(
+                ExportConfig(forms=(cannot,)),
+                str(target),
+                artifact,
+                Artifact(str(tmp_path / f"{folder.name}-{cannot}")),
+            )
+        export(
+            ExportConfig(forms=(can,)),
+            str(target),
+            artifact,
+            Artifact(str(tmp_path / f"{folder.name}-{can}")),
+        )
         written, read = read_head(folder)[1], read_head(tmp_path / f"{folder.name}-{can}" / can)[1]
         assert written.keys() == read.keys()
 
@@ -239,12 +282,17 @@ def test_what_one_form_cannot_say_is_exported_in_the_other(target, tmp_path):
         lambda folder, fc: edit_tensors(folder, {"fc.weight": fc.double().to(torch.bfloat16)}),
         lambda folder, fc: edit_config(folder, rope_theta=10000.0),
         lambda folder, fc: edit_config(folder, rms_norm_eps=1e-5),
-        lambda folder, fc: edit_config(folder, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}),
+        lambda folder, fc: edit_config(
+            folder, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}
+        ),
     ],
 )
 def test_the_proof_fails_on_any_difference(target, tmp_path, harm):
     vocabulary = TargetVocabulary.load(target)
-    source, written = head_folder(target, tmp_path / "head"), head_folder(target, tmp_path / "written", "sglang")
+    source, written = (
+        head_folder(target, tmp_path / "head"),
+        head_folder(target, tmp_path / "written", "sglang"),
+    )
     config, tensors = read_head(source)
     prove_equal(config, tensors, written, vocabulary)
     harm(written, tensors["fc.weight"])
@@ -253,7 +301,9 @@ def test_the_proof_fails_on_any_difference(target, tmp_path, harm):
 
 
 def test_replay_sees_every_tensor_and_the_rope(target, tmp_path):
-    """Logits change with each weight, with the map, and with what the config says of rotation and norm."""
+    """Logits change with each weight, with the map, and with what the config says of rotation and
+    norm.
+    """
     head = load_head(head_folder(target, tmp_path / "head"))
     embed_tokens = TargetVocabulary.load(target).embed_tokens
     before = made_up_logits(head, embed_tokens)
@@ -286,15 +336,30 @@ def saved_by_others(target: Path, folder: Path, whose: str, **options) -> Path:
     edit_config(folder, target_lm_head_sha256=None, target_embed_tokens_sha256=None)
     entering = [2, 4, 5]
     if whose == "EAGLE":
-        edit_config(folder, architectures=["LlamaForCausalLM"], eagle_config=None, max_position_embeddings=128)
-        torch.save(safetensors.torch.load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+        edit_config(
+            folder,
+            architectures=["LlamaForCausalLM"],
+            eagle_config=None,
+            max_position_embeddings=128,
+        )
+        torch.save(
+            safetensors.torch.load_file(folder / "model.safetensors"), folder / "pytorch_model.bin"
+        )
         (folder / "model.safetensors").unlink()
     elif whose == "AngelSlim":
         edit_config(
-            folder, architectures=["Eagle3LlamaForCausalLM"], eagle_config=None, eagle_aux_hidden_state_layer_ids=entering
+            folder,
+            architectures=["Eagle3LlamaForCausalLM"],
+            eagle_config=None,
+            eagle_aux_hidden_state_layer_ids=entering,
         )
     elif whose == "NeMo":
-        edit_config(folder, architectures=["LlamaEagle3DraftModel"], model_type="qwen3", tie_word_embeddings=True)
+        edit_config(
+            folder,
+            architectures=["LlamaEagle3DraftModel"],
+            model_type="qwen3",
+            tie_word_embeddings=True,
+        )
         edit_tensors(folder, {"embed_tokens.weight": TargetVocabulary.load(target).embed_tokens})
     elif whose == "SpecForge":
         edit_config(folder, max_position_embeddings=128, norm_output=False)
@@ -303,10 +368,16 @@ def saved_by_others(target: Path, folder: Path, whose: str, **options) -> Path:
 
 @pytest.mark.parametrize("whose", ["EAGLE", "SpecForge", "AngelSlim", "NeMo", "speculators"])
 def test_any_head_is_exported_and_comes_back_the_same_from_every_form(target, tmp_path, whose):
-    """Theirs -> ours -> each form -> ours: tensors bit by bit, and all of the config that anybody computes with."""
+    """Theirs -> ours -> each form -> ours: tensors bit by bit, and all of the config that anybody
+    computes with.
+    """
     shape = TargetVocabulary.load(target).config
-    source = saved_by_others(target, tmp_path / "head", whose, dtype=torch.bfloat16, fc_norm=whose == "SpecForge")
-    manifest = export(ExportConfig(), str(target), Artifact(str(source)), Artifact(str(tmp_path / "export")))
+    source = saved_by_others(
+        target, tmp_path / "head", whose, dtype=torch.bfloat16, fc_norm=whose == "SpecForge"
+    )
+    manifest = export(
+        ExportConfig(), str(target), Artifact(str(source)), Artifact(str(tmp_path / "export"))
+    )
     assert manifest.inputs["head"].stage == "source"
     config, tensors = read_head(source, shape)
     tensors.pop("embed_tokens.weight", None)  # the target's own
@@ -317,9 +388,16 @@ def test_any_head_is_exported_and_comes_back_the_same_from_every_form(target, tm
         assert read.keys() == tensors.keys()
         assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
         again = tmp_path / "again" / form
-        export(ExportConfig(), str(target), Artifact(str(tmp_path / "export" / form)), Artifact(str(again)))
+        export(
+            ExportConfig(),
+            str(target),
+            Artifact(str(tmp_path / "export" / form)),
+            Artifact(str(again)),
+        )
         for name in ("config.json", "model.safetensors"):
-            assert (again / form / name).read_bytes() == (tmp_path / "export" / form / name).read_bytes()
+            assert (again / form / name).read_bytes() == (
+                tmp_path / "export" / form / name
+            ).read_bytes()
     ours = write_head(config, tensors, "eyas")
     (tmp_path / "ours").mkdir()
     for name, data in ours.items():
@@ -331,10 +409,18 @@ def test_any_head_is_exported_and_comes_back_the_same_from_every_form(target, tm
 def test_the_licence_of_a_foreign_head_is_its_cards(target, tmp_path):
     source = saved_by_others(target, tmp_path / "head", "SpecForge")
     (source / "README.md").write_text("---\nlicense: llama3.1\ntags: [x]\n---\n# A head\n")
-    manifest = export(ExportConfig(forms=("vllm",)), str(target), Artifact(str(source)), Artifact(str(tmp_path / "export")))
+    manifest = export(
+        ExportConfig(forms=("vllm",)),
+        str(target),
+        Artifact(str(source)),
+        Artifact(str(tmp_path / "export")),
+    )
     assert manifest.inputs["head"].config == {"form": "sglang", "licence": "llama3.1"}
     assert yaml.safe_load(front_matter(tmp_path / "export"))["license"] == "llama3.1"
-    assert "The lineage of this head names no source" in (tmp_path / "export" / "README.md").read_text()
+    assert (
+        "The lineage of this head names no source"
+        in (tmp_path / "export" / "README.md").read_text()
+    )
     own = ExportConfig(forms=("vllm",), licence="mit")
     export(own, str(target), Artifact(str(source)), Artifact(str(tmp_path / "own")))
     assert yaml.safe_load(front_matter(tmp_path / "own"))["license"] == "mit"
@@ -344,20 +430,39 @@ def test_the_data_of_a_foreign_head_is_quoted_from_its_card(target, tmp_path):
     source = saved_by_others(target, tmp_path / "head", "SpecForge")
     data = "- ultrachat: MIT\n\n### Filters\n\nNone."
     head = "---\nlicense: other\nlicense_name: ours\n---\n# A head\n"
-    (source / "README.md").write_text(f"{head}\n## Data and filters\n\n{data}\n\n## Use\n\nNot this.\n")
-    export(ExportConfig(forms=("vllm",)), str(target), Artifact(str(source)), Artifact(str(tmp_path / "export")))
+    (source / "README.md").write_text(
+        f"{head}\n## Data and filters\n\n{data}\n\n## Use\n\nNot this.\n"
+    )
+    export(
+        ExportConfig(forms=("vllm",)),
+        str(target),
+        Artifact(str(source)),
+        Artifact(str(tmp_path / "export")),
+    )
     text = (tmp_path / "export" / "README.md").read_text()
-    assert "## Data\n\nAs the card of the head says that it was converted from:\n\n> - ultrachat: MIT\n>\n" in text
+    assert (
+        "## Data\n\nAs the card of the head says that it was converted from:\n\n> - ultrachat: "
+        "MIT\n>\n" in text
+    )
     assert ">\n> ### Filters\n>\n> None.\n\n## Files" in text
     assert "Not this" not in text
     stated = yaml.safe_load(front_matter(tmp_path / "export"))
     assert (stated["license"], stated["license_name"]) == ("other", "ours")
     again = ExportConfig(forms=("sglang",))
-    export(again, str(target), Artifact(str(tmp_path / "export" / "vllm")), Artifact(str(tmp_path / "again")))
-    assert "ultrachat: MIT" in (tmp_path / "again" / "README.md").read_text(), "the card of a form lies above it"
+    export(
+        again,
+        str(target),
+        Artifact(str(tmp_path / "export" / "vllm")),
+        Artifact(str(tmp_path / "again")),
+    )
+    assert "ultrachat: MIT" in (tmp_path / "again" / "README.md").read_text(), (
+        "the card of a form lies above it"
+    )
 
 
-@pytest.mark.parametrize("card", ["", "# no front matter", "---\n: [\n---\n", "---\n- a\n---\n", "---\nlicense:\n---\n"])
+@pytest.mark.parametrize(
+    "card", ["", "# no front matter", "---\n: [\n---\n", "---\n- a\n---\n", "---\nlicense:\n---\n"]
+)
 def test_a_card_that_says_nothing_of_a_licence_gives_none(card):
     assert Origin.of(card) == Origin()
     assert Origin.of(card).licence is None
@@ -372,9 +477,18 @@ def test_the_packaged_heads_card_has_the_hashes_of_its_files():
 
 def test_the_packaged_head_keeps_its_licence_and_its_sources(tmp_path):
     packaged = Origin.of((builtin.head_folder() / "README.md").read_text())
-    export(ExportConfig(), "builtin", Artifact(str(builtin.head_folder())), Artifact(str(tmp_path / "export")))
+    export(
+        ExportConfig(),
+        "builtin",
+        Artifact(str(builtin.head_folder())),
+        Artifact(str(tmp_path / "export")),
+    )
     text = (tmp_path / "export" / "README.md").read_text()
-    assert yaml.safe_load(front_matter(tmp_path / "export"))["license"] == packaged.licence == "cc-by-sa-4.0"
+    assert (
+        yaml.safe_load(front_matter(tmp_path / "export"))["license"]
+        == packaged.licence
+        == "cc-by-sa-4.0"
+    )
     for name in ("schema-guided-dialogue", "star", "taskmaster-4", "gsm8k", "tldr-pages"):
         assert f"> - {name}: " in text
 
@@ -385,20 +499,32 @@ def test_an_unfinished_training_is_no_head(target, tmp_path):
     for name, data in write_head(*tiny_head(target), "eyas").items():
         artifact.write(name, data)
     with pytest.raises(MissingInputError, match="unfinished"):
-        export(ExportConfig(), str(target), Artifact(str(tmp_path / "train")), Artifact(str(tmp_path / "export")))
+        export(
+            ExportConfig(),
+            str(target),
+            Artifact(str(tmp_path / "train")),
+            Artifact(str(tmp_path / "export")),
+        )
 
 
-@pytest.mark.parametrize(("embeddings", "has"), [("usual", (False, True)), ("with", (True, True)), ("without", (False, False))])
+@pytest.mark.parametrize(
+    ("embeddings", "has"),
+    [("usual", (False, True)), ("with", (True, True)), ("without", (False, False))],
+)
 def test_embeddings_go_along_as_asked(target, tmp_path, embeddings, has):
     head = trained(target, str(tmp_path / "train"))
-    export(ExportConfig(embeddings=embeddings), str(target), head, Artifact(str(tmp_path / "export")))
+    export(
+        ExportConfig(embeddings=embeddings), str(target), head, Artifact(str(tmp_path / "export"))
+    )
     for form, expected in zip(("sglang", "vllm"), has, strict=True):
         tensors = safetensors.torch.load_file(tmp_path / "export" / form / "model.safetensors")
         assert ("embed_tokens.weight" in tensors) == expected
         assert check(tmp_path / "export" / form, target) == []
 
 
-@pytest.mark.parametrize("options", [{"hidden_size": 16}, {"train_lm_head": False}], ids=["own width", "frozen lm_head"])
+@pytest.mark.parametrize(
+    "options", [{"hidden_size": 16}, {"train_lm_head": False}], ids=["own width", "frozen lm_head"]
+)
 def test_a_head_of_its_own_width_or_with_its_targets_lm_head_is_exported(target, tmp_path, options):
     head = trained(target, str(tmp_path / "train"), **options)
     export(ExportConfig(), str(target), head, Artifact(str(tmp_path / "export")))
@@ -414,7 +540,12 @@ def test_a_head_of_its_own_width_or_with_its_targets_lm_head_is_exported(target,
 
 def test_shards(target, tmp_path):
     config = ExportConfig(max_shard_bytes=20_000)
-    manifest = export(config, str(target), trained(target, str(tmp_path / "train")), Artifact(str(tmp_path / "export")))
+    manifest = export(
+        config,
+        str(target),
+        trained(target, str(tmp_path / "train")),
+        Artifact(str(tmp_path / "export")),
+    )
     assert "sglang/model.safetensors.index.json" in manifest.files
     assert sum(name.startswith("sglang/model-0") for name in manifest.files) > 1
     assert check(tmp_path / "export" / "sglang", target) == []
@@ -426,20 +557,39 @@ def test_shards(target, tmp_path):
 def test_the_cards_front_matter_is_what_the_hub_knows(target, tmp_path):
     head = trained(target, str(tmp_path / "train"))
     config = ExportConfig(target_name="org/Model-8B", licence="llama3.1", language=("en", "de"))
-    export(config, str(target), head, Artifact(str(tmp_path / "export")), evaluation=measured(head, str(tmp_path / "eval")))
+    export(
+        config,
+        str(target),
+        head,
+        Artifact(str(tmp_path / "export")),
+        evaluation=measured(head, str(tmp_path / "eval")),
+    )
     data = ModelCardData(**yaml.safe_load(front_matter(tmp_path / "export")))
     card = ModelCard.load(tmp_path / "export" / "README.md", ignore_metadata_errors=False)
     assert card.data.base_model == data.base_model == "org/Model-8B"
-    assert (card.data.license, card.data.language, card.data.pipeline_tag) == ("llama3.1", ["en", "de"], "text-generation")
+    assert (card.data.license, card.data.language, card.data.pipeline_tag) == (
+        "llama3.1",
+        ["en", "de"],
+        "text-generation",
+    )
     assert (card.data.library_name, card.data.metrics) == ("eyas", ["tau"])
     assert {"eagle3", "speculative-decoding", "sglang", "vllm"} == set(card.data.tags)
     (result,) = card.data.eval_results
-    assert (result.task_type, result.metric_type, result.metric_value) == ("text-generation", "tau", 2.718)
+    assert (result.task_type, result.metric_type, result.metric_value) == (
+        "text-generation",
+        "tau",
+        2.718,
+    )
     assert yaml.safe_load(front_matter(tmp_path / "export")).keys() <= HUB_FIELDS
 
 
 def test_a_card_says_what_it_does_not_know(target, tmp_path):
-    export(ExportConfig(), str(target), trained(target, str(tmp_path / "train")), Artifact(str(tmp_path / "export")))
+    export(
+        ExportConfig(),
+        str(target),
+        trained(target, str(tmp_path / "train")),
+        Artifact(str(tmp_path / "export")),
+    )
     stated = yaml.safe_load(front_matter(tmp_path / "export"))
     assert stated["license"] == "other"
     assert "base_model" not in stated  # a folder is no model of the hub
@@ -461,16 +611,33 @@ def test_every_table_of_an_evaluation_is_on_the_card_with_its_intervals(target, 
         "tau_interval": [2.5, 2.9],
         "accept_hist": [5, 3, 2],
         "tau_by_source": {"sgd": 3.0, "gsm8k": 2.0},
-        "by_source": {"sgd": {"tau": 3.0, "tau_interval": [2.5, 3.5]}, "gsm8k": {"tau": 2.0, "tau_interval": None}},
+        "by_source": {
+            "sgd": {"tau": 3.0, "tau_interval": [2.5, 3.5]},
+            "gsm8k": {"tau": 2.0, "tau_interval": None},
+        },
         "languages": {"de": {"tau": 2.25, "tau_interval": [2.0, 2.5], "tokens": 120}},
-        "trees": [{"tree_topk": 4, "num_verify_tokens": 16, "tau": 3.5, "tau_interval": [3.25, 3.75], "accept_hist": [1, 2]}],
+        "trees": [
+            {
+                "tree_topk": 4,
+                "num_verify_tokens": 16,
+                "tau": 3.5,
+                "tau_interval": [3.25, 3.75],
+                "accept_hist": [1, 2],
+            }
+        ],
         "predicted": {
             "by_concurrency": [
                 {"concurrency": 8, "speedup": 1.5, "tpot_ms": 4.0},
                 {"concurrency": 9, "speedup": None, "withheld": "3.00 would be above"},
             ],
             "costs": {"a": 1},
-            "machine": {"processor": "Abacus 5", "cores": 2, "threads": 1, "dtype": "bfloat16", "native": True},
+            "machine": {
+                "processor": "Abacus 5",
+                "cores": 2,
+                "threads": 1,
+                "dtype": "bfloat16",
+                "native": True,
+            },
         },
         "dtype": "bfloat16",
         "num_draft_steps": 2,
@@ -478,13 +645,20 @@ def test_every_table_of_an_evaluation_is_on_the_card_with_its_intervals(target, 
     artifact.write_json("eval.json", told)
     artifact.finish("eval", {}, inputs, {})
     manifest = export(
-        ExportConfig(), str(target), head, Artifact(str(tmp_path / "export")), evaluation=Artifact(str(tmp_path / "eval"))
+        ExportConfig(),
+        str(target),
+        head,
+        Artifact(str(tmp_path / "export")),
+        evaluation=Artifact(str(tmp_path / "eval")),
     )
     text = (tmp_path / "export" / "README.md").read_text()
     assert "tau 2.72 (95 %: 2.50-2.90) on held-out answers" in text
     assert "| de | 2.25 | 2.00-2.50 | 120 |" in text
     assert "| 4 | 16 | 3.50 | 3.25-3.75 |" in text
-    assert "On Abacus 5, 2 cores, 1 threads, bfloat16.\n\n| concurrency | speedup | tpot ms | withheld |" in text
+    assert (
+        "On Abacus 5, 2 cores, 1 threads, bfloat16.\n\n| concurrency | speedup | tpot ms | "
+        "withheld |" in text
+    )
     assert "| 8 | 1.50 | 4.00 |" in text
     assert "| 9 |  |  | 3.00 would be above |" in text
     assert "Measured in bfloat16; **the commands above serve in float32**" in text
@@ -492,7 +666,9 @@ def test_every_table_of_an_evaluation_is_on_the_card_with_its_intervals(target, 
     assert "| sgd | 3.00 | 2.50-3.50 |\n| gsm8k | 2.00 |  |" in text
     assert "### tau by source" not in text
     assert "accept_hist: 5, 3, 2\n" in text
-    assert manifest.facts["measured"] == {key: told[key] for key in ("tau", "tau_interval", "accept_hist")}
+    assert manifest.facts["measured"] == {
+        key: told[key] for key in ("tau", "tau_interval", "accept_hist")
+    }
     card = ModelCard.load(tmp_path / "export" / "README.md", ignore_metadata_errors=False)
     assert {one.dataset_name: one.metric_value for one in card.data.eval_results} == {
         "all held-out answers": 2.718,

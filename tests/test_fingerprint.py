@@ -34,7 +34,10 @@ def test_a_moved_target_is_the_same(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("change", [lambda data: b"x" + data[1:], lambda data: data[:-1] + b"x", lambda data: data + b"x"])
+@pytest.mark.parametrize(
+    "change",
+    [lambda data: b"x" + data[1:], lambda data: data[:-1] + b"x", lambda data: data + b"x"],
+)
 def test_another_target_is_another(folder: Path, name: str, change: object) -> None:
     before = fingerprint(folder)
     assert callable(change)

@@ -1,4 +1,6 @@
-"""The fit to the traffic: the weights are the paper's by hand, the draw is in proportion, and a selection comes nearer."""
+"""The fit to the traffic: the weights are the paper's by hand, the draw is in proportion, and a
+selection comes nearer.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,11 @@ from eyas.errors import EmptyInputError
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 SEED = 7
 TOPICS = {
-    "food": "book a table for two at the thai restaurant tonight please and order noodles soup rice curry",
+    "food": "book a table for two at the thai restaurant tonight please and order noodles soup "
+    "rice curry",
     "code": "how do i list files with tar grep the log find a process kill it print lines sort",
-    "sums": "tom has nine apples he gives three to ann how many apples are left if each costs five dollars",
+    "sums": "tom has nine apples he gives three to ann how many apples are left if each costs five "
+    "dollars",
 }
 STOP = "the a to of and is in it i you"
 
@@ -37,14 +41,21 @@ def row(*turns, source="set"):
 
 
 def talk(topic, rng, num_words):
-    words = [rng.choice((TOPICS[topic] if rng.random() < 0.7 else STOP).split()) for _ in range(num_words)]
+    words = [
+        rng.choice((TOPICS[topic] if rng.random() < 0.7 else STOP).split())
+        for _ in range(num_words)
+    ]
     return row(" ".join(words), source=topic)
 
 
 def rows(shares, num_words, seed):
     """So many rows of each topic, of `num_words` words on average, mixed."""
     rng = random.Random(seed)
-    made = [talk(topic, rng, rng.randint(num_words // 2, num_words * 3 // 2)) for topic, n in shares.items() for _ in range(n)]
+    made = [
+        talk(topic, rng, rng.randint(num_words // 2, num_words * 3 // 2))
+        for topic, n in shares.items()
+        for _ in range(n)
+    ]
     rng.shuffle(made)
     return made
 
@@ -58,7 +69,12 @@ def selected(pool, traffic, num, block=50, seed=SEED):
     blocks = [fit.digest(pool[start : start + block]) for start in range(0, len(pool), block)]
     halves = fit.traffic_halves(traffic)
     alive = np.ones(len(pool), bool)
-    chosen = fit.select(lambda: blocks, alive, halves[0].grams, lambda weights: fit.sample(weights, keys(len(pool)), num, seed))
+    chosen = fit.select(
+        lambda: blocks,
+        alive,
+        halves[0].grams,
+        lambda weights: fit.sample(weights, keys(len(pool)), num, seed),
+    )
     return chosen, halves, blocks
 
 
@@ -79,7 +95,9 @@ def test_buckets_are_the_same_on_every_machine():
     assert fit.buckets("Book a table, 東京").tolist() == GOLDEN
     code = "from eyas.data import fit; print(fit.buckets('Book a table, 東京').tolist())"
     environment = {**os.environ, "PYTHONHASHSEED": "3"}
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    other = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
     assert other.stdout.strip() == str(GOLDEN)
 
 
@@ -100,7 +118,9 @@ def test_a_digest_holds_each_row_by_itself(texts):
 
 
 def test_words_spread_evenly_over_the_buckets():
-    counts = np.bincount(fit.buckets(" ".join(f"word{number}" for number in range(100_000))), minlength=NUM_BUCKETS)
+    counts = np.bincount(
+        fit.buckets(" ".join(f"word{number}" for number in range(100_000))), minlength=NUM_BUCKETS
+    )
     assert counts.sum() == 199_999
     # Poisson with mean 20 has variance 20; a poor hash leaves holes or heaps.
     assert 18 < counts.var() < 22
@@ -113,10 +133,16 @@ def test_log_weight_by_hand():
     more = math.log(10 / 10_009) - math.log(2 / 10_009)
     less = math.log(1 / 10_009) - math.log(9 / 10_009)
     assert importance.log_weight(np.array([3])) == pytest.approx(STRENGTH * more)
-    assert importance.log_weight(np.array([3, 3, 4])) == pytest.approx(STRENGTH * (2 * more + less) / 3)
+    assert importance.log_weight(np.array([3, 3, 4])) == pytest.approx(
+        STRENGTH * (2 * more + less) / 3
+    )
     assert importance.log_weight(np.zeros(0, np.int64)) == 0
-    block = Block(np.array([3, 4, 3, 3], np.uint16), np.array([2, 0, 2], np.int32), np.zeros(3, np.int32))
-    assert importance.log_weights(block).tolist() == pytest.approx([STRENGTH * (more + less) / 2, 0, STRENGTH * more])
+    block = Block(
+        np.array([3, 4, 3, 3], np.uint16), np.array([2, 0, 2], np.int32), np.zeros(3, np.int32)
+    )
+    assert importance.log_weights(block).tolist() == pytest.approx(
+        [STRENGTH * (more + less) / 2, 0, STRENGTH * more]
+    )
 
 
 def test_a_rows_weight_depends_on_no_other_row():
@@ -129,9 +155,13 @@ def test_a_rows_weight_depends_on_no_other_row():
 
 
 def test_a_draw_is_in_proportion_to_the_weights():
-    """One row of many draws: each as often as its share of the weights; chi-square of 3 degrees under .1 % is above 16.3."""
+    """One row of many draws: each as often as its share of the weights; chi-square of 3 degrees
+    under .1 % is above 16.3.
+    """
     weights = np.log(np.array([1.0, 2.0, 3.0, 4.0]))
-    drawn = Counter(int(np.flatnonzero(fit.sample(weights, keys(4), 1, seed))[0]) for seed in range(4000))
+    drawn = Counter(
+        int(np.flatnonzero(fit.sample(weights, keys(4), 1, seed))[0]) for seed in range(4000)
+    )
     expected = [400, 800, 1200, 1600]
     assert sum((drawn[place] - count) ** 2 / count for place, count in enumerate(expected)) < 16.3
 
@@ -198,7 +228,9 @@ def test_a_mixture_stays_a_mixture():
 
 
 def test_long_rows_are_not_preferred_for_their_length():
-    pool = rows({"food": 500, "sums": 500}, 10, seed=1) + rows({"food": 500, "sums": 500}, 60, seed=3)
+    pool = rows({"food": 500, "sums": 500}, 10, seed=1) + rows(
+        {"food": 500, "sums": 500}, 60, seed=3
+    )
     traffic = rows({"food": 150}, 10, seed=2) + rows({"food": 150}, 60, seed=4)
     chosen, (_, held_out), blocks = selected(pool, traffic, 300)
     after = fit.profile(lambda: blocks, chosen)
@@ -215,18 +247,29 @@ def test_selection_is_the_same_for_any_blocks_and_another_for_another_seed():
 
 
 def test_the_round_that_came_nearest_counts():
-    pool, traffic = rows({"food": 40, "code": 40}, 12, seed=1), fit.digest(rows({"food": 30}, 12, seed=2))
+    pool, traffic = (
+        rows({"food": 40, "code": 40}, 12, seed=1),
+        fit.digest(rows({"food": 30}, 12, seed=2)),
+    )
     counts = np.bincount(traffic.grams, minlength=NUM_BUCKETS)
     food = np.array([one.source == "food" for one in pool])
     for good in range(fit.ROUNDS):
         answers = iter([food if number == good else ~food for number in range(fit.ROUNDS)])
-        chosen = fit.select(lambda: [fit.digest(pool)], np.ones(80, bool), counts, lambda weights: next(answers))  # noqa: B023
+        chosen = fit.select(
+            lambda: [fit.digest(pool)],
+            np.ones(80, bool),
+            counts,
+            lambda weights: next(answers),  # noqa: B023
+        )
         assert (chosen == food).all()
 
 
 def test_each_round_corrects_the_one_before():
     """What was picked too much of loses weight, by as much as its n-grams are too many."""
-    pool, traffic = rows({"food": 40, "code": 40}, 12, seed=1), fit.digest(rows({"food": 30, "code": 30}, 12, seed=2))
+    pool, traffic = (
+        rows({"food": 40, "code": 40}, 12, seed=1),
+        fit.digest(rows({"food": 30, "code": 30}, 12, seed=2)),
+    )
     food = np.array([one.source == "food" for one in pool])
     seen = []
 
@@ -234,7 +277,12 @@ def test_each_round_corrects_the_one_before():
         seen.append(weights.copy())
         return food
 
-    fit.select(lambda: [fit.digest(pool)], np.ones(80, bool), np.bincount(traffic.grams, minlength=NUM_BUCKETS), only_food)
+    fit.select(
+        lambda: [fit.digest(pool)],
+        np.ones(80, bool),
+        np.bincount(traffic.grams, minlength=NUM_BUCKETS),
+        only_food,
+    )
     assert len(seen) == fit.ROUNDS
     change = seen[1] - seen[0]
     assert change[food].max() < change[~food].min()
@@ -243,7 +291,10 @@ def test_each_round_corrects_the_one_before():
 
 def test_a_pool_ten_times_as_large_weighs_the_same():
     """What is smoothed away must not depend on how much there is to choose from."""
-    pool, traffic = rows({"food": 40, "code": 40}, 12, seed=1), fit.digest(rows({"food": 9}, 12, seed=2))
+    pool, traffic = (
+        rows({"food": 40, "code": 40}, 12, seed=1),
+        fit.digest(rows({"food": 9}, 12, seed=2)),
+    )
     counts, seen = np.bincount(traffic.grams, minlength=NUM_BUCKETS), []
 
     def pick(weights):
@@ -263,9 +314,14 @@ def test_dead_rows_are_not_selected_and_do_not_count():
     fitted, _ = fit.traffic_halves(traffic)
     whole, few = [fit.digest(pool)], [fit.digest(alone)]
     names = keys(300)
-    chosen = fit.select(lambda: whole, alive, fitted.grams, lambda weights: fit.sample(weights, names, 50, SEED))
+    chosen = fit.select(
+        lambda: whole, alive, fitted.grams, lambda weights: fit.sample(weights, names, 50, SEED)
+    )
     expected = fit.select(
-        lambda: few, np.ones(200, bool), fitted.grams, lambda weights: fit.sample(weights, names[alive], 50, SEED)
+        lambda: few,
+        np.ones(200, bool),
+        fitted.grams,
+        lambda weights: fit.sample(weights, names[alive], 50, SEED),
     )
     assert not (chosen & ~alive).any()
     assert (chosen[alive] == expected).all()
@@ -288,14 +344,19 @@ def test_the_traffic_is_cut_in_halves_by_what_it_says():
     assert 110 < one.num_rows < 190
     again, _ = fit.traffic_halves(reversed(traffic + traffic))
     assert (again.grams == 2 * one.grams).all()
-    with pytest.raises(EmptyInputError, match="too few prompts to fit one half and measure by the other: 1"):
+    with pytest.raises(
+        EmptyInputError, match="too few prompts to fit one half and measure by the other: 1"
+    ):
         fit.traffic_halves([row("Hello")])
 
 
 def test_report_holds_counts_and_no_words():
     pool, traffic = rows({"food": 150, "code": 150}, 12, seed=1), rows({"food": 60}, 12, seed=2)
     chosen, (fitted, held_out), blocks = selected(pool, traffic, 60)
-    before, after = fit.profile(lambda: blocks, np.ones(300, bool)), fit.profile(lambda: blocks, chosen)
+    before, after = (
+        fit.profile(lambda: blocks, np.ones(300, bool)),
+        fit.profile(lambda: blocks, chosen),
+    )
     before.sources, after.sources = Counter(food=150, code=150), Counter(food=60)
     held_out.languages, before.languages = Counter(en=3), Counter(de=2)
     found = fit.report(before, after, fitted, held_out)
@@ -305,7 +366,10 @@ def test_report_holds_counts_and_no_words():
         "before": 300,
         "after": 60,
     }
-    assert found["sources"] == {"code": {"before": 150, "after": 0}, "food": {"before": 150, "after": 60}}
+    assert found["sources"] == {
+        "code": {"before": 150, "after": 0},
+        "food": {"before": 150, "after": 60},
+    }
     assert found["languages"] == {
         "de": {"before": 2, "after": 0, "traffic": 0},
         "en": {"before": 0, "after": 0, "traffic": 3},
@@ -326,25 +390,45 @@ def test_real_traffic():
     traffic = made["sgd_dev"][::2]
     pool = made["sgd_dev"][1::2] + [one for name in list(made)[1:] for one in made[name][:1000]]
     chosen, (fitted, held_out), blocks = selected(pool, traffic, 500, block=500)
-    before, after = fit.profile(lambda: blocks, np.ones(len(pool), bool)), fit.profile(lambda: blocks, chosen)
+    before, after = (
+        fit.profile(lambda: blocks, np.ones(len(pool), bool)),
+        fit.profile(lambda: blocks, chosen),
+    )
     found = fit.report(before, after, fitted, held_out)
     assert found["kl"]["after"] < found["kl"]["before"] / 3
     assert found["js"]["after"] < 1.1 * found["js"]["floor"]
     assert found["length_js"]["after"] < found["length_js"]["before"] / 5
-    assert sum(one.source == "sgd_dev" for one, keep in zip(pool, chosen, strict=True) if keep) > 450
+    assert (
+        sum(one.source == "sgd_dev" for one, keep in zip(pool, chosen, strict=True) if keep) > 450
+    )
 
 
 def real_rows(name):
     with gzip.open(SHARED / f"{name}.jsonl.gz", "rt", encoding="utf-8") as lines:
         messages = [json.loads(line)["messages"] for line in lines]
-    return [row(*(one["content"] for one in said if one["role"] == "user"), source=name) for said in messages]
+    return [
+        row(*(one["content"] for one in said if one["role"] == "user"), source=name)
+        for said in messages
+    ]
 
 
 def test_length_classes_are_half_open():
     assert LENGTHS[0] == 0
-    assert fit.length_classes([0, 24, 25, 49, 50, 6399, 6400, 10**6]).tolist() == [0, 0, 1, 1, 2, 8, 9, 9]
+    assert fit.length_classes([0, 24, 25, 49, 50, 6399, 6400, 10**6]).tolist() == [
+        0,
+        0,
+        1,
+        1,
+        2,
+        8,
+        9,
+        9,
+    ]
     made = Profile()
-    made.add(Block(np.zeros(3, np.uint16), np.array([1, 2, 0]), np.array([3, 30, 7000])), np.array([True, False, True]))
+    made.add(
+        Block(np.zeros(3, np.uint16), np.array([1, 2, 0]), np.array([3, 30, 7000])),
+        np.array([True, False, True]),
+    )
     assert (made.num_rows, made.lengths.tolist()) == (2, [1, 0, 0, 0, 0, 0, 0, 0, 0, 1])
     assert made.grams.sum() == 1
 
@@ -362,7 +446,9 @@ def test_divergences_are_what_they_should_be(one, other):
 
 
 def test_divergences_by_hand():
-    assert fit.divergence(np.array([2, 0]), np.array([0, 2])) == pytest.approx(0.75 * math.log(3) - 0.25 * math.log(3))
+    assert fit.divergence(np.array([2, 0]), np.array([0, 2])) == pytest.approx(
+        0.75 * math.log(3) - 0.25 * math.log(3)
+    )
     assert fit.jensen_shannon(np.array([2, 0]), np.array([0, 3])) == pytest.approx(math.log(2))
     assert fit.jensen_shannon(np.array([0, 0]), np.array([0, 3])) == math.log(2)
     assert fit.jensen_shannon(np.array([0, 0]), np.array([0, 0])) == 0

@@ -1,4 +1,6 @@
-"""Formats: every container gives the same values; whatever is damaged costs its own row, or all after it as one, never more."""
+"""Formats: every container gives the same values; whatever is damaged costs its own row, or all
+after it as one, never more.
+"""
 
 import bz2
 import csv
@@ -31,7 +33,8 @@ def read(data, name="set", texts=None):
     """(line, value) of each row, what is wrong with a row as a text beginning with "!"."""
     stored = Stored(io.BytesIO(data if isinstance(data, bytes) else data.encode()), name)
     return [
-        (line, f"!{value}" if isinstance(value, Unreadable) else value) for line, value in values(stored, name, KEYS, texts)
+        (line, f"!{value}" if isinstance(value, Unreadable) else value)
+        for line, value in values(stored, name, KEYS, texts)
     ]
 
 
@@ -60,19 +63,27 @@ TEXTS = {
     "lines, blank ones between": ("\n\n" + LINES.replace("\n", "\r\n \n"), [3, 5, 7]),
     "lines without the last break": (LINES.removesuffix("\n"), [1, 2, 3]),
     "array": (json.dumps(THREE), [1, 1, 1]),
-    "array, one row a line": ("[\n" + ",\n".join(json.dumps(row) for row in THREE) + "\n]\n", [2, 3, 4]),
+    "array, one row a line": (
+        "[\n" + ",\n".join(json.dumps(row) for row in THREE) + "\n]\n",
+        [2, 3, 4],
+    ),
     "array, indented": (json.dumps(THREE, indent=2, ensure_ascii=False), [2, 6, 10]),
     "array with a last comma": (json.dumps(THREE)[:-1] + ",]", [1, 1, 1]),
     "objects, indented": ("\n".join(json.dumps(row, indent=1) for row in THREE), [1, 5, 9]),
     "objects of several lines": (
-        "\n".join(f'{{"id": "{row["id"]}",\n"prompt": {json.dumps(row["prompt"])}}}' for row in THREE),
+        "\n".join(
+            f'{{"id": "{row["id"]}",\n"prompt": {json.dumps(row["prompt"])}}}' for row in THREE
+        ),
         [1, 3, 5],
     ),
     "csv": (as_csv(THREE), [2, 4, 6]),
     "csv, tabs": (as_csv(THREE, dialect="excel-tab"), [2, 4, 6]),
     "csv, semicolons, all quoted": (as_csv(THREE, delimiter=";", quoting=csv.QUOTE_ALL), [2, 4, 6]),
     "csv, another header": (as_csv(THREE).replace("id,prompt", " ID,Prompt"), [2, 4, 6]),
-    "csv, more columns": (as_csv([{**row, "n": "1", "answer": 'a "b", \\'} for row in THREE]), [2, 4, 6]),
+    "csv, more columns": (
+        as_csv([{**row, "n": "1", "answer": 'a "b", \\'} for row in THREE]),
+        [2, 4, 6],
+    ),
 }
 PACKINGS = {
     "plain": lambda data: data,
@@ -104,7 +115,10 @@ def test_texts(monkeypatch, name, encoding, chunk):
 def test_packings(name, packing):
     text, lines = TEXTS[name]
     assert [
-        line for line, _ in read(PACKINGS[packing](text.encode("utf-16")), "set.txt" if name == "lines" else "set")
+        line
+        for line, _ in read(
+            PACKINGS[packing](text.encode("utf-16")), "set.txt" if name == "lines" else "set"
+        )
     ] == lines
 
 
@@ -148,7 +162,9 @@ def test_what_a_file_is(text, name, kind):
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -160,11 +176,16 @@ def half(value):
 
 @given(st.lists(JSON, max_size=5), st.integers(1, 9), st.sampled_from([None, 1]), st.booleans())
 def test_arrays_read_in_pieces_equal_arrays_read_at_once(items, chunk, indent, ascii_only):
-    data = json.dumps(items, indent=indent, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
+    data = json.dumps(items, indent=indent, ensure_ascii=ascii_only).encode(
+        "utf-8", "surrogatepass"
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(formats, "CHUNK", chunk)
         found = only_values(data, "set.json", "strings")
-    assert found == ["!not UTF-8" if not ascii_only and half(item) else item for item in json.loads(json.dumps(items))]
+    assert found == [
+        "!not UTF-8" if not ascii_only and half(item) else item
+        for item in json.loads(json.dumps(items))
+    ]
 
 
 CELLS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\0"), max_size=8)
@@ -191,8 +212,16 @@ def test_csv_comes_back_as_it_was_written(cells, delimiter, quoting, doubled):
 
 
 def test_a_bad_byte_costs_its_row():
-    bad = [json.dumps({"prompt": "caf\xe9"}, ensure_ascii=False).encode("latin-1"), b"prompt\ncaf\xe9\nfine", b"caf\xe9\nfine"]
-    assert only_values(LINES.encode() + bad[0] + b"\n" + LINES.encode()) == [*THREE, "!not UTF-8", *THREE]
+    bad = [
+        json.dumps({"prompt": "caf\xe9"}, ensure_ascii=False).encode("latin-1"),
+        b"prompt\ncaf\xe9\nfine",
+        b"caf\xe9\nfine",
+    ]
+    assert only_values(LINES.encode() + bad[0] + b"\n" + LINES.encode()) == [
+        *THREE,
+        "!not UTF-8",
+        *THREE,
+    ]
     array = b"[" + bad[0] + b"," + LINES.splitlines()[0].encode() + b"]"
     assert only_values(array) == ["!not UTF-8", THREE[0]]
     assert only_values(bad[1], "set.csv") == ["!not UTF-8", {"prompt": "fine"}]
@@ -217,21 +246,35 @@ def test_what_no_utf_32_can_be_ends_the_file():
     assert only_values(broken)[-1] == "!not utf-32-le from here on; what follows is lost"
 
 
-MANY = [{"id": str(number), "prompt": f"{number} {random.Random(number).randbytes(40).hex()}"} for number in range(5000)]
+MANY = [
+    {"id": str(number), "prompt": f"{number} {random.Random(number).randbytes(40).hex()}"}
+    for number in range(5000)
+]
 
 
 @pytest.mark.parametrize("packing", ["gzip", "bzip2", "xz", "zstd"])
 @pytest.mark.parametrize("form", ["lines", "array", "csv"])
 def test_a_cut_keeps_the_rows_before_it(form, packing):
-    data = {"lines": "".join(json.dumps(row) + "\n" for row in MANY), "array": json.dumps(MANY), "csv": as_csv(MANY)}[form]
+    data = {
+        "lines": "".join(json.dumps(row) + "\n" for row in MANY),
+        "array": json.dumps(MANY),
+        "csv": as_csv(MANY),
+    }[form]
     whole = PACKINGS[packing](data.encode())
-    packed = (whole if packing == "bzip2" else b"") + whole[: len(whole) * 9 // 10]  # bzip2's blocks are longer than this
+    # bzip2's blocks are longer than this
+    packed = (whole if packing == "bzip2" else b"") + whole[: len(whole) * 9 // 10]
     *rows, (line, last) = read(packed if form != "array" else whole[: len(whole) * 9 // 10])
-    assert last == f"!the {'Zstandard' if packing == 'zstd' else packing} data are cut or damaged here; what follows is lost"
+    assert (
+        last
+        == f"!the {'Zstandard' if packing == 'zstd' else packing} data are cut or damaged here; "
+        "what follows is lost"
+    )
     assert len(rows) >= 3000 or (form, packing) == ("array", "bzip2")
     header = form == "csv"
     assert [row for _, row in rows] == MANY[: len(rows)] or packing == "bzip2"
-    assert [line for line, _ in rows] == [1 if form == "array" else number + 1 + header for number in range(len(rows))]
+    assert [line for line, _ in rows] == [
+        1 if form == "array" else number + 1 + header for number in range(len(rows))
+    ]
     assert line == (1 if form == "array" else len(rows) + 1 + header)
 
 
@@ -248,12 +291,32 @@ def test_damage_within_gzip():
 
 BROKEN_ARRAYS = {
     "no end": (f"[{json.dumps(THREE[0])}", 1, "the JSON array has no end"),
-    "cut": (f"[{json.dumps(THREE[0])},\n{json.dumps(THREE[1])[:-5]}", 2, "the JSON ends in the middle of a value"),
-    "no comma": (f"[{json.dumps(THREE[0])} {json.dumps(THREE[1])}]", 1, "the JSON array is broken here; the rest is lost"),
-    "broken item": (f"[{json.dumps(THREE[0])},\n\n{{broken}}, {json.dumps(THREE)}]", 3, "not JSON here; the rest is lost"),
+    "cut": (
+        f"[{json.dumps(THREE[0])},\n{json.dumps(THREE[1])[:-5]}",
+        2,
+        "the JSON ends in the middle of a value",
+    ),
+    "no comma": (
+        f"[{json.dumps(THREE[0])} {json.dumps(THREE[1])}]",
+        1,
+        "the JSON array is broken here; the rest is lost",
+    ),
+    "broken item": (
+        f"[{json.dumps(THREE[0])},\n\n{{broken}}, {json.dumps(THREE)}]",
+        3,
+        "not JSON here; the rest is lost",
+    ),
     "text after it": (f"[{json.dumps(THREE[0])}]\n{LINES}", 2, "text after the JSON array"),
-    "endless number": (f"[{json.dumps(THREE[0])},\n{'9' * 5000}, 1]", 2, "a number too long; the rest is lost"),
-    "objects": (json.dumps(THREE[0], indent=1) + "\n{broken}" + LINES, 5, "not JSON here; the rest is lost"),
+    "endless number": (
+        f"[{json.dumps(THREE[0])},\n{'9' * 5000}, 1]",
+        2,
+        "a number too long; the rest is lost",
+    ),
+    "objects": (
+        json.dumps(THREE[0], indent=1) + "\n{broken}" + LINES,
+        5,
+        "not JSON here; the rest is lost",
+    ),
 }
 
 
@@ -268,7 +331,11 @@ def test_a_broken_array_keeps_the_rows_before_the_break(monkeypatch, name, chunk
 
 @pytest.mark.parametrize(
     "item",
-    ["[" * 100_000 + '"]", \\"' + "]" * 100_000, '{"prompt": %s}' % ("9" * 5000), '["\\\\", {"a": "]"}, ' + "9" * 5000 + "]"],
+    [
+        "[" * 100_000 + '"]", \\"' + "]" * 100_000,
+        '{"prompt": %s}' % ("9" * 5000),
+        '["\\\\", {"a": "]"}, ' + "9" * 5000 + "]",
+    ],
 )
 @pytest.mark.parametrize("chunk", [1 << 16, 1000])
 def test_an_item_that_is_json_but_too_much_costs_itself(monkeypatch, item, chunk):
@@ -283,8 +350,14 @@ CSV = {
     "fewer fields": ("prompt,text\na,b\nc\nd,e\n", ["!1 fields, but 2 columns"]),
     "more fields": ("prompt,text\na,b\nc,c,c\nd,e\n", ["!3 fields, but 2 columns"]),
     "text after a quote": ('prompt,text\na,b\n"c"c,c\nd,e\n', ["!not CSV: the quoting is broken"]),
-    "a quote that never ends": ('prompt,text\na,b\n"c,c\nd,e\n', ["!not CSV: the quoting is broken"]),
-    "a quote that ends in the next row": ('prompt,text\na,b\n"c,c\nd,"e"\n', ["!not CSV: the quoting is broken"]),
+    "a quote that never ends": (
+        'prompt,text\na,b\n"c,c\nd,e\n',
+        ["!not CSV: the quoting is broken"],
+    ),
+    "a quote that ends in the next row": (
+        'prompt,text\na,b\n"c,c\nd,"e"\n',
+        ["!not CSV: the quoting is broken"],
+    ),
 }
 
 
@@ -296,7 +369,9 @@ def test_a_broken_row_of_csv_harms_no_other(name):
 
 
 def test_a_header_that_cannot_be_read_ends_the_file():
-    assert read('"prompt"x,text\na,b\nc,d\n', "set.csv") == [(1, "!the quoting of the header is broken here; the rest is lost")]
+    assert read('"prompt"x,text\na,b\nc,d\n', "set.csv") == [
+        (1, "!the quoting of the header is broken here; the rest is lost")
+    ]
     assert read("prompt,text,Prompt\na,b,c\n", "set.csv") == [(1, "!two columns of one name")]
 
 
@@ -325,8 +400,16 @@ def _small_limit(monkeypatch):
     ("data", "name", "lines"),
     [
         (f'{{"prompt": "a"}}\n{{"prompt": "{LONG}"}}\n{{"prompt": "b"}}', "set.jsonl", [1, 2, 3]),
-        (f'[{{"prompt": "a"}},\n{{"prompt": "{LONG}"}},\n{{"prompt": "b"}}]', "set.json", [1, 2, 3]),
-        (f'[{{"prompt": "a"}},\n[[{{"prompt": "]\\\\\\"}}{LONG}"}}]],\n{{"prompt": "b"}}]', "set.json", [1, 2, 3]),
+        (
+            f'[{{"prompt": "a"}},\n{{"prompt": "{LONG}"}},\n{{"prompt": "b"}}]',
+            "set.json",
+            [1, 2, 3],
+        ),
+        (
+            f'[{{"prompt": "a"}},\n[[{{"prompt": "]\\\\\\"}}{LONG}"}}]],\n{{"prompt": "b"}}]',
+            "set.json",
+            [1, 2, 3],
+        ),
         (f"prompt\na\n{LONG}\nb\n", "set.csv", [2, 3, 4]),
         (f'prompt\na\n"{LONG}"\nb\n', "set.csv", [2, 3, 4]),
         (f'prompt,text\na,"\n"\n"{LONG}",c\nb,\n', "set.csv", [2, 4, 5]),
@@ -420,7 +503,13 @@ def test_parquet_is_read_in_batches(monkeypatch):
 
 
 def test_a_damaged_row_group_costs_itself():
-    data = as_parquet(MANY, row_group_size=1000, compression="none", use_dictionary=False, write_page_checksum=True)
+    data = as_parquet(
+        MANY,
+        row_group_size=1000,
+        compression="none",
+        use_dictionary=False,
+        write_page_checksum=True,
+    )
     place = data.index(b"1500 ")
     found = read(data[:place] + b"\xff" + data[place + 1 :])
     broken = [(line, value) for line, value in found if isinstance(value, str)]
@@ -431,7 +520,13 @@ def test_a_damaged_row_group_costs_itself():
 
 def test_a_text_of_parquet_that_is_no_utf_8():
     texts = pyarrow.Array.from_buffers(
-        pyarrow.string(), 3, [None, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0\3\0\0\0"), pyarrow.py_buffer(b"a\xffb")]
+        pyarrow.string(),
+        3,
+        [
+            None,
+            pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0\3\0\0\0"),
+            pyarrow.py_buffer(b"a\xffb"),
+        ],
     )
     stream = io.BytesIO()
     parquet.write_table(pyarrow.table({"prompt": texts}), stream)
@@ -461,7 +556,9 @@ class Failing(io.BytesIO):
 
 @pytest.mark.parametrize("form", ["lines", "gzip", "parquet", "array"])
 def test_a_store_that_fails_is_no_damage(form):
-    """The rows that it keeps back are there: the stage has to stop and try again, not to go on without them."""
+    """The rows that it keeps back are there: the stage has to stop and try again, not to go on
+    without them.
+    """
     lines = "".join(json.dumps(row) + "\n" for row in MANY).encode()
     data = {
         "lines": lines,
@@ -488,11 +585,28 @@ WHOLE = {
     "parquet": as_parquet(THREE * 3, row_group_size=2),
 }
 JUNK = st.sampled_from(
-    [b"\0", b'"', b"\n", b"[", b"]", b"{", b"}", b"\\", b",", b"\xff\xfe", b"\xef\xbb\xbf", b"\xed\xa0\x80"]
+    [
+        b"\0",
+        b'"',
+        b"\n",
+        b"[",
+        b"]",
+        b"{",
+        b"}",
+        b"\\",
+        b",",
+        b"\xff\xfe",
+        b"\xef\xbb\xbf",
+        b"\xed\xa0\x80",
+    ]
 ) | st.binary(max_size=20)
 
 
-@given(st.sampled_from(sorted(WHOLE)), st.lists(st.tuples(st.integers(0), st.integers(0, 40), JUNK), max_size=3), st.booleans())
+@given(
+    st.sampled_from(sorted(WHOLE)),
+    st.lists(st.tuples(st.integers(0), st.integers(0, 40), JUNK), max_size=3),
+    st.booleans(),
+)
 @settings(max_examples=400)
 @example("gzip", [(30, 1, b"")], False)
 def test_no_damage_is_a_crash(name, damages, small):
@@ -518,7 +632,13 @@ def test_a_line_of_junk_costs_at_most_itself(name, data):
     all_lines = [line.encode() for line in lines]
     all_lines.insert(place, junk)
     head = b"prompt\n" if name == "csv" else b""
-    found = read(head + b"\n".join(all_lines), {"csv": "set.csv", "text": "set.txt", "lines": "set.jsonl"}[name])
+    found = read(
+        head + b"\n".join(all_lines),
+        {"csv": "set.csv", "text": "set.txt", "lines": "set.jsonl"}[name],
+    )
     good = [value for line, value in found if line != place + 1 + bool(head)]
-    assert good == [{"prompt": line} if name == "csv" else line if name == "text" else json.loads(line) for line in lines]
+    assert good == [
+        {"prompt": line} if name == "csv" else line if name == "text" else json.loads(line)
+        for line in lines
+    ]
     assert len(found) - len(good) <= 1

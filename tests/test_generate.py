@@ -1,4 +1,6 @@
-"""The stage `generate`: the target's own words, every turn accounted for, nothing lost or repeated on resume."""
+"""The stage `generate`: the target's own words, every turn accounted for, nothing lost or repeated
+on resume.
+"""
 
 import collections
 import json
@@ -30,7 +32,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(target: Path, **settings: Any) -> GenerateConfig:
-    return GenerateConfig(**{"target": str(target), "max_tokens": 12, "max_batch": 5, "rows_per_part": 4, **settings})
+    return GenerateConfig(
+        **{"target": str(target), "max_tokens": 12, "max_batch": 5, "rows_per_part": 4, **settings}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -50,25 +54,39 @@ def rows_by_prompt(artifact: Artifact) -> dict[str, list[Answer]]:
 
 
 def dropped_rows(artifact: Artifact) -> list[dict[str, Any]]:
-    return [row for name in artifact.names() if name.startswith("dropped-") for row in artifact.read_jsonl(name)]
+    return [
+        row
+        for name in artifact.names()
+        if name.startswith("dropped-")
+        for row in artifact.read_jsonl(name)
+    ]
 
 
 def test_every_turn_is_an_answer_or_a_counted_drop(answered: Artifact) -> None:
     counts = answered.manifest("generate").counts
     assert counts["prompts"] == len(PROMPTS)
     assert counts["turns"] == sum(len(prompt.turns) for prompt in PROMPTS)
-    assert counts["turns"] == counts["answers"] + counts["dropped_earlier_turn_cut"] + counts["dropped_earlier_turn_marked"]
+    assert (
+        counts["turns"]
+        == counts["answers"]
+        + counts["dropped_earlier_turn_cut"]
+        + counts["dropped_earlier_turn_marked"]
+    )
     rows, dropped = rows_by_prompt(answered), dropped_rows(answered)
     assert list(rows) == [prompt.id for prompt in PROMPTS], "in the prompts' order, all of them"
     for prompt in PROMPTS:
         turns = [answer.turn for answer in rows[prompt.id]]
         turns += [row["turn"] for row in dropped if row["prompt_id"] == prompt.id]
         assert turns == list(range(len(prompt.turns)))
-    assert {answer.finish_reason for answer in read_answers(answered)} == {"stop", "length"}, "the test wants both"
+    assert {answer.finish_reason for answer in read_answers(answered)} == {"stop", "length"}, (
+        "the test wants both"
+    )
     assert {row["reason"] for row in dropped} == {"earlier_turn_cut", "earlier_turn_marked"}
 
 
-def test_a_turn_sees_the_targets_own_answers_and_most_marked_ones_end_the_conversation(answered: Artifact) -> None:
+def test_a_turn_sees_the_targets_own_answers_and_most_marked_ones_end_the_conversation(
+    answered: Artifact,
+) -> None:
     prompts = {prompt.id: prompt for prompt in PROMPTS}
     for prompt_id, rows in rows_by_prompt(answered).items():
         prompt = prompts[prompt_id]
@@ -87,9 +105,15 @@ def test_a_turn_sees_the_targets_own_answers_and_most_marked_ones_end_the_conver
 def test_a_row_says_how_it_was_made(target: Path, answered: Artifact) -> None:
     """What is the same in every run stands in the row, the rest beside it, line by line."""
     rows, origins = list(read_answers(answered)), list(read_origins(answered))
-    assert [(row.key, row.prompt_id, row.turn) for row in rows] == [(one.key, one.prompt_id, one.turn) for one in origins]
-    assert {(row.temperature, row.top_p, row.top_k, row.max_tokens, row.seed) for row in rows} == {(0.0, 1.0, 0, 12, None)}
-    assert {(one.engine, one.server, one.attempts) for one in origins} == {(f"eyas {VERSION}", None, 1)}
+    assert [(row.key, row.prompt_id, row.turn) for row in rows] == [
+        (one.key, one.prompt_id, one.turn) for one in origins
+    ]
+    assert {(row.temperature, row.top_p, row.top_k, row.max_tokens, row.seed) for row in rows} == {
+        (0.0, 1.0, 0, 12, None)
+    }
+    assert {(one.engine, one.server, one.attempts) for one in origins} == {
+        (f"eyas {VERSION}", None, 1)
+    }
     assert all(one.latency_ms > 0 for one in origins)
     counts = answered.manifest().counts
     marked = collections.Counter(row.marked for row in rows if row.marked)
@@ -103,7 +127,9 @@ def test_answers_are_what_transformers_generates(target: Path, answered: Artifac
         prompt_ids = chat.prompt_ids(answer.messages[:-1])
         assert answer.num_prompt_tokens == len(prompt_ids)
         with torch.inference_mode():
-            out = model.generate(torch.tensor([prompt_ids]), max_new_tokens=12, do_sample=False, pad_token_id=0)
+            out = model.generate(
+                torch.tensor([prompt_ids]), max_new_tokens=12, do_sample=False, pad_token_id=0
+            )
         written = out[0, len(prompt_ids) :].tolist()
         assert answer.num_answer_tokens == len(written)
         stopped = written[-1] in chat.eos_token_ids
@@ -113,7 +139,11 @@ def test_answers_are_what_transformers_generates(target: Path, answered: Artifac
 
 def contents(artifact: Artifact) -> dict[str, bytes]:
     """The rows that are the same in every run, as they lie on disk."""
-    return {name: artifact.read(name) for name in artifact.names() if name.startswith(("answers-", "dropped-"))}
+    return {
+        name: artifact.read(name)
+        for name in artifact.names()
+        if name.startswith(("answers-", "dropped-"))
+    }
 
 
 def test_the_batch_changes_no_answer(target: Path, answered: Artifact, tmp_path: Path) -> None:
@@ -122,7 +152,9 @@ def test_the_batch_changes_no_answer(target: Path, answered: Artifact, tmp_path:
     assert contents(Artifact(str(tmp_path / "one"))) == contents(answered)
 
 
-def test_a_killed_run_goes_on_and_ends_the_same(target: Path, answered: Artifact, tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_and_ends_the_same(
+    target: Path, answered: Artifact, tmp_path: Path
+) -> None:
     prompts = write_prompts(tmp_path / "prompts", PROMPTS)
     config, output = config_of(target), Artifact(str(tmp_path / "cut"))
     code = f"""
@@ -130,7 +162,11 @@ from eyas.features.generate import GenerateConfig, generate
 generate(GenerateConfig.model_validate_json({config.model_dump_json()!r}), Artifact({prompts.url!r}), Artifact({output.url!r}))
 """
     run_until_killed(code, last="answers-00003.jsonl")
-    kept = {name: Path(output.url, name).stat().st_mtime_ns for name in output.names() if name.startswith("answers-")}
+    kept = {
+        name: Path(output.url, name).stat().st_mtime_ns
+        for name in output.names()
+        if name.startswith("answers-")
+    }
     assert kept
     assert "answers-00003.jsonl" not in kept
     assert not output.is_done()
@@ -139,7 +175,9 @@ generate(GenerateConfig.model_validate_json({config.model_dump_json()!r}), Artif
     manifest = generate(config, prompts, output)
     assert contents(output) == contents(answered)
     assert manifest.counts == answered.manifest().counts
-    assert {name: Path(output.url, name).stat().st_mtime_ns for name in kept} == kept, "finished parts are not made again"
+    assert {name: Path(output.url, name).stat().st_mtime_ns for name in kept} == kept, (
+        "finished parts are not made again"
+    )
 
 
 def test_finished_work_is_not_done_again(
@@ -154,12 +192,16 @@ def test_finished_work_is_not_done_again(
         generate(config_of(target, sampling=[{"temperature": 0.5}]), prompts, again)
 
 
-def test_sampling_is_repeatable_and_part_of_the_key(target: Path, answered: Artifact, tmp_path: Path) -> None:
+def test_sampling_is_repeatable_and_part_of_the_key(
+    target: Path, answered: Artifact, tmp_path: Path
+) -> None:
     prompts = write_prompts(tmp_path / "prompts", PROMPTS[:6])
     runs = []
     for name, batch in (("one", 6), ("two", 2)):
         output = Artifact(str(tmp_path / name))
-        generate(config_of(target, sampling=[{"temperature": 1.0}], max_batch=batch), prompts, output)
+        generate(
+            config_of(target, sampling=[{"temperature": 1.0}], max_batch=batch), prompts, output
+        )
         runs.append(contents(output))
     assert runs[0] == runs[1]
     greedy = {answer.key for answer in read_answers(answered)}
@@ -169,7 +211,11 @@ def test_sampling_is_repeatable_and_part_of_the_key(target: Path, answered: Arti
 
 def open_question(answered: Artifact) -> str:
     """One whose answer lets a conversation go on."""
-    return next(row.messages[0]["content"] for row in read_answers(answered) if row.marked is None and len(row.messages) == 2)
+    return next(
+        row.messages[0]["content"]
+        for row in read_answers(answered)
+        if row.marked is None and len(row.messages) == 2
+    )
 
 
 def test_the_key_is_the_work(target: Path, answered: Artifact, tmp_path: Path) -> None:
@@ -184,7 +230,9 @@ def test_the_key_is_the_work(target: Path, answered: Artifact, tmp_path: Path) -
     assert rows["a"][1].key != rows["b"][1].key
 
 
-def test_what_does_not_fit_is_dropped_and_counted(target: Path, answered: Artifact, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_dropped_and_counted(
+    target: Path, answered: Artifact, tmp_path: Path
+) -> None:
     long = "zq#" * 100
     prompts = [
         Prompt("a", "s", "l", (long,)),
@@ -202,7 +250,8 @@ def test_what_does_not_fit_is_dropped_and_counted(target: Path, answered: Artifa
 def test_a_conversation_that_the_template_refuses_is_dropped_and_counted(tmp_path: Path) -> None:
     target = talking_target(tmp_path / "target")
     refuses = (
-        "{% for m in messages %}{% if 'secret' in m['content'] %}{{ raise_exception('No secrets') }}{% endif %}{% endfor %}"
+        "{% for m in messages %}{% if 'secret' in m['content'] %}{{ raise_exception('No "
+        "secrets') }}{% endif %}{% endfor %}"
     )
     tiny_tokenizer(target, chat_template=refuses + TEMPLATE)
     prompts = [Prompt("a", "s", "l", ("a secret",)), Prompt("b", "s", "l", ("Thanks",))]
@@ -218,7 +267,9 @@ SAID = "Ask bob@gnu.org, ann@example.com or Ada Lovelace in Paris."
 def test_an_answer_with_what_nobody_told_the_target_is_left_out(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An echo of the prompt, a reserved address, names and places stay; what came out of nowhere goes, and its later turns."""
+    """An echo of the prompt, a reserved address, names and places stay; what came out of nowhere
+    goes, and its later turns.
+    """
     monkeypatch.setattr(Chat, "decode", lambda chat, ids: SAID)
     prompts = [
         Prompt("told", "s", "l", ("Is BOB@gnu.org right?",)),
@@ -226,10 +277,16 @@ def test_an_answer_with_what_nobody_told_the_target_is_left_out(
         Prompt("told later", "s", "l", ("Thanks 6", "bob@gnu.org?", "more")),
     ]
     output = Artifact(str(tmp_path / "answers"))
-    manifest = generate(config_of(target, max_tokens=60), write_prompts(tmp_path / "prompts", prompts), output)
+    manifest = generate(
+        config_of(target, max_tokens=60), write_prompts(tmp_path / "prompts", prompts), output
+    )
     assert list(rows_by_prompt(output)) == ["told"]
     counts = manifest.counts
-    assert (counts["answers"], counts["dropped_pii.email_address"], counts["dropped_earlier_turn_dropped"]) == (1, 2, 2)
+    assert (
+        counts["answers"],
+        counts["dropped_pii.email_address"],
+        counts["dropped_earlier_turn_dropped"],
+    ) == (1, 2, 2)
     dropped = dropped_rows(output)
     assert [(row["prompt_id"], row["turn"]) for row in dropped] == [
         ("alone", 0),
@@ -238,10 +295,16 @@ def test_an_answer_with_what_nobody_told_the_target_is_left_out(
         ("told later", 2),
     ]
     assert dropped[0]["detail"] == "EMAIL_ADDRESS at 4-15", "by type and place"
-    assert not [name for name in output.names() if b"bob@" in output.read(name) and not name.startswith("answers-")]
+    assert not [
+        name
+        for name in output.names()
+        if b"bob@" in output.read(name) and not name.startswith("answers-")
+    ]
     kept = PrivacyConfig(actions={"email_address": "keep", **NO_NAMES})
     output = Artifact(str(tmp_path / "kept"))
-    manifest = generate(config_of(target, max_tokens=60, personal=kept), Artifact(str(tmp_path / "prompts")), output)
+    manifest = generate(
+        config_of(target, max_tokens=60, personal=kept), Artifact(str(tmp_path / "prompts")), output
+    )
     assert manifest.counts["answers"] == manifest.counts["turns"] == 5
 
 
@@ -253,7 +316,12 @@ def test_an_answer_with_what_nobody_told_the_target_is_left_out(
         ("Hi", "Use 4242 4242 4242 4242 to test, (415) 555-0134 to call", []),
         ("Hi", "The key is AKIA" + "IOSFODNN7" + "EXAMPLE", ["API_KEY"]),
         ("Hi", "ssh root@8.8.8.8 with password: hunter2", ["IP_ADDRESS", "PASSWORD"]),
-        ("Who wrote Faust?", "Johann Wolfgang von Goethe, of 1 Frauenplan, Weimar; see https://www.klassik-stiftung.de", []),
+        (
+            "Who wrote Faust?",
+            "Johann Wolfgang von Goethe, of 1 Frauenplan, Weimar; see "
+            "https://www.klassik-stiftung.de",
+            [],
+        ),
     ],
 )
 def test_leaks(before: str, answer: str, types: list[str]) -> None:
@@ -271,7 +339,9 @@ def test_nothing_to_answer(target: Path, tmp_path: Path) -> None:
     with pytest.raises(EmptyInputError, match="none of the 1 prompts"):
         generate(config_of(target), long, Artifact(str(tmp_path / "answers")))
     with pytest.raises(MissingInputError, match="does not exist"):
-        generate(config_of(target), Artifact(str(tmp_path / "absent")), Artifact(str(tmp_path / "other")))
+        generate(
+            config_of(target), Artifact(str(tmp_path / "absent")), Artifact(str(tmp_path / "other"))
+        )
 
 
 def test_a_target_without_a_template_is_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -294,4 +364,6 @@ def test_the_manifest_says_which_target_and_which_day(target: Path, answered: Ar
     assert manifest.config["date"] == "2026-01-01"
     assert len(manifest.config["target_fingerprint"]) == 16
     assert list(manifest.inputs) == ["prompts"]
-    assert "target" not in json.dumps(sorted(manifest.config)).replace("target_fingerprint", ""), "a path is no identity"
+    assert "target" not in json.dumps(sorted(manifest.config)).replace("target_fingerprint", ""), (
+        "a path is no identity"
+    )

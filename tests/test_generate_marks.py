@@ -12,10 +12,14 @@ from hypothesis import strategies as st
 from eyas.features.marks import LEAST_REPEATS, LOOP_UNITS, REFUSALS, is_looping, is_refusal, mark
 
 PROSE = (
-    "The harbour lies east of the old town, and on most mornings the fog leaves it before nine. Boats go out to the islands "
-    "twice a day; the last one back is at six, later in July. If you miss it, there is a small hotel above the chapel whose "
-    "owner speaks Greek, German and a little English. Take a coat even in summer, since the wind turns at night. From the "
-    "terrace one sees three lighthouses, of which only the middle one still works. Ask for the room with the blue door."
+    "The harbour lies east of the old town, and on most mornings the fog leaves it before nine. "
+    "Boats go out to the islands "
+    "twice a day; the last one back is at six, later in July. If you miss it, there is a small "
+    "hotel above the chapel whose "
+    "owner speaks Greek, German and a little English. Take a coat even in summer, since the wind "
+    "turns at night. From the "
+    "terrace one sees three lighthouses, of which only the middle one still works. Ask for the "
+    "room with the blue door."
 )
 CODE = """```python
 def table(rows):
@@ -47,20 +51,42 @@ REFUSED = {
         "<think>\nHe asks for a recipe of a bomb.\n</think>\n\nI can't help with that.",
         "**I'm sorry**, but I can't share this.",
     ],
-    "de": ["Es tut mir leid, aber ich kann dabei nicht helfen.", "Leider kann ich diese Frage nicht beantworten."],
-    "fr": ["Je suis désolé, mais je ne peux pas vous aider avec cette demande.", "Je ne peux pas t'aider à faire cela."],
+    "de": [
+        "Es tut mir leid, aber ich kann dabei nicht helfen.",
+        "Leider kann ich diese Frage nicht beantworten.",
+    ],
+    "fr": [
+        "Je suis désolé, mais je ne peux pas vous aider avec cette demande.",
+        "Je ne peux pas t'aider à faire cela.",
+    ],
     "es": ["Lo siento, pero no puedo ayudarte con eso.", "No puedo proporcionar esa información."],
-    "pt": ["Desculpe, mas não posso ajudar com isso.", "Sinto muito, não posso fornecer essa informação."],
+    "pt": [
+        "Desculpe, mas não posso ajudar com isso.",
+        "Sinto muito, não posso fornecer essa informação.",
+    ],
     "it": ["Mi dispiace, ma non posso aiutarti con questa richiesta."],
     "nl": ["Het spijt me, maar ik kan je daar niet bij helpen."],
     "pl": ["Przykro mi, ale nie mogę w tym pomóc."],
-    "ru": ["Извините, но я не могу помочь с этим.", "К сожалению, я не могу ответить на этот вопрос."],
+    "ru": [
+        "Извините, но я не могу помочь с этим.",
+        "К сожалению, я не могу ответить на этот вопрос.",
+    ],
     "tr": ["Üzgünüm, bu konuda yardımcı olamam."],
     "ar": ["عذرًا، لا أستطيع مساعدتك في هذا الطلب."],
     "hi": ["मुझे खेद है, मैं इसमें आपकी मदद नहीं कर सकता।"],
-    "zh": ["抱歉，我无法帮助您完成这个请求。", "对不起，我不能提供这类信息。", "很抱歉,我無法協助。"],
-    "ja": ["申し訳ありませんが、そのご要望にはお応えできません。", "すみません、その件についてはお手伝いできません。"],
-    "ko": ["죄송하지만 그 요청은 도와드릴 수 없습니다.", "죄송합니다, 해당 정보를 제공할 수 없습니다."],
+    "zh": [
+        "抱歉，我无法帮助您完成这个请求。",
+        "对不起，我不能提供这类信息。",
+        "很抱歉,我無法協助。",
+    ],
+    "ja": [
+        "申し訳ありませんが、そのご要望にはお応えできません。",
+        "すみません、その件についてはお手伝いできません。",
+    ],
+    "ko": [
+        "죄송하지만 그 요청은 도와드릴 수 없습니다.",
+        "죄송합니다, 해당 정보를 제공할 수 없습니다.",
+    ],
 }
 HELPFUL = [
     "I'm sorry, there is no table left at seven. Shall I look at eight?",
@@ -96,7 +122,10 @@ def test_an_apology_is_no_refusal(text: str) -> None:
     assert mark(text, "stop") is None
 
 
-@pytest.mark.parametrize("text", [PROSE, CODE, PROSE + CODE, "Yes.", "0", "ha ha ha ha", "No, no, no, no!", "\U0001f600" * 30])
+@pytest.mark.parametrize(
+    "text",
+    [PROSE, CODE, PROSE + CODE, "Yes.", "0", "ha ha ha ha", "No, no, no, no!", "\U0001f600" * 30],
+)
 def test_what_people_write_is_no_loop(text: str) -> None:
     assert not is_looping(text)
     assert mark(text, "stop") is None
@@ -133,7 +162,9 @@ def test_nothing_said() -> None:
         assert mark(text, "length") == "truncated", "half a character, say"
 
 
-@given(st.lists(WORDS, min_size=1, max_size=20), st.integers(0, 30), st.integers(0, 30), st.randoms())
+@given(
+    st.lists(WORDS, min_size=1, max_size=20), st.integers(0, 30), st.integers(0, 30), st.randoms()
+)
 def test_any_words_that_come_again_often_enough_are_a_loop(
     words: list[str], before: int, after: int, rng: random.Random
 ) -> None:

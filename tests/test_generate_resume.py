@@ -1,4 +1,6 @@
-"""Whatever kills `generate`, and wherever: the rows are those of a run that nothing happened to, and nothing is asked twice."""
+"""Whatever kills `generate`, and wherever: the rows are those of a run that nothing happened to,
+and nothing is asked twice.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +44,15 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 @pytest.fixture(scope="module")
 def config(target: Path) -> GenerateConfig:
     mix = [{"share": 0.7}, {"share": 0.3, "temperature": 1.0}]
-    return GenerateConfig(target=str(target), max_tokens=12, max_batch=5, rows_per_part=7, sampling=mix)
+    return GenerateConfig(
+        target=str(target), max_tokens=12, max_batch=5, rows_per_part=7, sampling=mix
+    )
 
 
 @pytest.fixture(scope="module")
-def whole(config: GenerateConfig, prompts: Artifact, tmp_path_factory: pytest.TempPathFactory) -> tuple[Artifact, float]:
+def whole(
+    config: GenerateConfig, prompts: Artifact, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Artifact, float]:
     """All in one go, and how many seconds it took."""
     output = Artifact(str(tmp_path_factory.mktemp("whole") / "answers"))
     started = time.monotonic()
@@ -55,11 +61,17 @@ def whole(config: GenerateConfig, prompts: Artifact, tmp_path_factory: pytest.Te
 
 
 def contents(artifact: Artifact) -> dict[str, bytes]:
-    return {name: artifact.read(name) for name in artifact.names() if name.startswith(("answers-", "dropped-"))}
+    return {
+        name: artifact.read(name)
+        for name in artifact.names()
+        if name.startswith(("answers-", "dropped-"))
+    }
 
 
 def in_a_process(work: Callable[[], Any]) -> int:
-    """The id of a new process that does this; a copy of this one, so that nothing is imported again."""
+    """The id of a new process that does this; a copy of this one, so that nothing is imported
+    again.
+    """
     pid = os.fork()
     if pid:
         return pid
@@ -83,10 +95,17 @@ def is_running(pid: int) -> bool:
 
 
 def kept_turns(folder: Path) -> set[tuple[str, int]]:
-    """The answers that are on disk, in finished parts and in journals, read without the code that wrote them."""
-    rows = [json.loads(line) for path in folder.glob("answers-*.jsonl") for line in path.read_bytes().splitlines()]
+    """The answers that are on disk, in finished parts and in journals, read without the code that
+    wrote them.
+    """
+    rows = [
+        json.loads(line)
+        for path in folder.glob("answers-*.jsonl")
+        for line in path.read_bytes().splitlines()
+    ]
     for path in (folder / WORK).glob("*.journal"):
-        lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last line break is no line yet
+        # what follows the last line break is no line yet
+        lines = path.read_bytes().split(b"\n")[:-1]
         rows += [json.loads(line[17:])["answer"] for line in lines]
     return {(row["prompt_id"], row["turn"]) for row in rows if row is not None}
 
@@ -115,7 +134,12 @@ def asked_for(log: Path) -> set[tuple[str, int]]:
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_killed_at_any_moment(
-    seed: int, config: GenerateConfig, prompts: Artifact, whole: tuple[Artifact, float], asked: Path, tmp_path: Path
+    seed: int,
+    config: GenerateConfig,
+    prompts: Artifact,
+    whole: tuple[Artifact, float],
+    asked: Path,
+    tmp_path: Path,
 ) -> None:
     """SIGKILL at random; what is on disk then is not asked for again, and in the end nothing shows."""
     uninterrupted, seconds = whole
@@ -126,7 +150,8 @@ def test_killed_at_any_moment(
         num_kept = max(num_kept, len(kept))
         pid = in_a_process(lambda: generate(config, prompts, Artifact(str(output))))
         if num_killed < 7:
-            while num_killed == 0 and not kept_turns(output) and is_running(pid):  # the first one has something to lose
+            # the first one has something to lose
+            while num_killed == 0 and not kept_turns(output) and is_running(pid):
                 time.sleep(0.005)
             time.sleep(rng.uniform(0.1, 0.6) * seconds * (num_killed > 0))
             os.kill(pid, signal.SIGKILL)
@@ -155,7 +180,9 @@ def test_killed_at_the_worst_moment(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before an answer is written down, half-way through its line, right after it, and before a part's last file."""
+    """Before an answer is written down, half-way through its line, right after it, and before a
+    part's last file.
+    """
     output, add, write_jsonl = tmp_path / "answers", Journal.add, Artifact.write_jsonl
     count = [0]
 
@@ -187,7 +214,10 @@ def test_killed_at_the_worst_moment(
         patch.setattr(Artifact, "write_jsonl", write_or_die)
         for _ in range(3 if when != "part" else 1):
             kept = kept_turns(output)
-            assert ended(in_a_process(lambda: generate(config, prompts, Artifact(str(output))))) == -signal.SIGKILL
+            assert (
+                ended(in_a_process(lambda: generate(config, prompts, Artifact(str(output)))))
+                == -signal.SIGKILL
+            )
             assert not kept & asked_for(asked)
             assert kept < kept_turns(output)
     kept = kept_turns(output)
@@ -208,13 +238,24 @@ def test_a_damaged_line_is_asked_for_again_with_what_stood_on_it(
     output = tmp_path / "answers"
     with monkeypatch.context() as patch:
         patch.setattr(parts.AnswerParts, "_write", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        assert ended(in_a_process(lambda: generate(config, prompts, Artifact(str(output))))) == -signal.SIGKILL
+        assert (
+            ended(in_a_process(lambda: generate(config, prompts, Artifact(str(output)))))
+            == -signal.SIGKILL
+        )
     asked_for(asked)
-    journal = next(path for path in sorted((output / WORK).glob("*.journal")) if b'"turn": 1' in path.read_bytes())
+    journal = next(
+        path
+        for path in sorted((output / WORK).glob("*.journal"))
+        if b'"turn": 1' in path.read_bytes()
+    )
     lines = journal.read_bytes().splitlines(keepends=True)
     answers = [json.loads(line[17:])["answer"] or {} for line in lines]
     later = next(answer for answer in answers if answer.get("turn") == 1)
-    at = next(at for at, one in enumerate(answers) if one.get("prompt_id") == later["prompt_id"] and one["turn"] == 0)
+    at = next(
+        at
+        for at, one in enumerate(answers)
+        if one.get("prompt_id") == later["prompt_id"] and one["turn"] == 0
+    )
     lines[at] = lines[at].replace(b'"turn": 0', b'"turn": 7')
     journal.write_bytes(b"".join(lines))
     before = kept_turns(output) - {(later["prompt_id"], turn) for turn in (0, 1, 2, 3, 7)}
@@ -223,7 +264,9 @@ def test_a_damaged_line_is_asked_for_again_with_what_stood_on_it(
     again = asked_for(asked)
     assert {(later["prompt_id"], 0), (later["prompt_id"], 1)} <= again
     assert not again & before
-    assert [record.data["lines"] for record in caplog.records if "not whole" in record.message] == [1] * 2
+    assert [record.data["lines"] for record in caplog.records if "not whole" in record.message] == [
+        1
+    ] * 2
     assert contents(Artifact(str(output))) == contents(whole[0])
 
 
@@ -242,14 +285,21 @@ def test_what_a_killed_process_left_half_written_is_swept(
     with pytest.raises(KeyboardInterrupt):
         generate(config, prompts, Artifact(str(output)), interrupt)
     assert [path.name for path in output.rglob("*.partial-*")] == ["somebody.partial-99998"]
-    for name in ("answers-00000.jsonl", "origins-00001.jsonl", "manifest.json", f"{WORK}/part-00000-00000.journal"):
+    for name in (
+        "answers-00000.jsonl",
+        "origins-00001.jsonl",
+        "manifest.json",
+        f"{WORK}/part-00000-00000.journal",
+    ):
         (output / f"{name}.partial-99999").write_bytes(b"half")
     generate(config, prompts, Artifact(str(output)))
     assert not list(output.rglob("*.partial-*"))
     assert contents(Artifact(str(output))) == contents(whole[0])
 
 
-def test_two_processes_do_not_write_into_one_folder(config: GenerateConfig, prompts: Artifact, tmp_path: Path) -> None:
+def test_two_processes_do_not_write_into_one_folder(
+    config: GenerateConfig, prompts: Artifact, tmp_path: Path
+) -> None:
     output = Artifact(str(tmp_path / "answers"))
     with claimed(output):
         with pytest.raises(InputError, match="another process is writing into"):
@@ -267,7 +317,9 @@ def test_in_an_object_store_a_journal_is_segments(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No line can be added to an object. What waits for its segment to be full is lost with the process, no more."""
+    """No line can be added to an object. What waits for its segment to be full is lost with the
+    process, no more.
+    """
     monkeypatch.setattr(parts, "SEGMENT_LINES", 3)
     url = f"memory://{tmp_path}/answers"
     store = fsspec.filesystem("memory")
@@ -281,7 +333,9 @@ def test_in_an_object_store_a_journal_is_segments(
 
     with pytest.raises(Killed):
         generate(config, prompts, Artifact(url), track)
-    segments = [path for path in store.find(f"{tmp_path}/answers/{WORK}") if path.endswith(".journal")]
+    segments = [
+        path for path in store.find(f"{tmp_path}/answers/{WORK}") if path.endswith(".journal")
+    ]
     assert segments
     lines = b"".join(store.cat_file(path) for path in segments).splitlines()
     rows = [json.loads(line[17:])["answer"] for line in lines]
@@ -291,13 +345,19 @@ def test_in_an_object_store_a_journal_is_segments(
     first = asked_for(asked)
     generate(config, prompts, Artifact(url))
     assert not kept & asked_for(asked)
-    assert len(first - kept) <= 5 + 3 * len({path.rsplit("-", 1)[0] for path in segments}), "in flight, or in no segment yet"
+    assert len(first - kept) <= 5 + 3 * len({path.rsplit("-", 1)[0] for path in segments}), (
+        "in flight, or in no segment yet"
+    )
     assert contents(Artifact(url)) == contents(whole[0])
     assert not store.exists(f"{tmp_path}/answers/{WORK}")
 
 
 def test_a_full_disk_says_so_and_keeps_what_there_is(
-    config: GenerateConfig, prompts: Artifact, whole: tuple[Artifact, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: GenerateConfig,
+    prompts: Artifact,
+    whole: tuple[Artifact, float],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     output, opened, count = Artifact(str(tmp_path / "answers")), Path.open, [0]
 
@@ -325,7 +385,9 @@ def entry(at: int, turn: int, text: str = "Yes") -> Entry:
     return Entry(at, answer, Origin(answer.key, answer.prompt_id, turn, "eyas", None, 1.5))
 
 
-@pytest.mark.parametrize("text", ["Yes", "a\nb\r\nc\u2028d\x85e", '"', "\u65e5\u672c\U0001f600", "\x00\x1f", ""])
+@pytest.mark.parametrize(
+    "text", ["Yes", "a\nb\r\nc\u2028d\x85e", '"', "\u65e5\u672c\U0001f600", "\x00\x1f", ""]
+)
 def test_a_line_is_what_was_written(text: str) -> None:
     line = entry(3, 0, text).to_line()
     assert line.count(b"\n") == 1
@@ -340,10 +402,19 @@ def test_any_damage_to_a_line_is_seen() -> None:
 
 
 def test_only_what_follows_on_what_was_told_counts(tmp_path: Path) -> None:
-    """In the order of the file, whatever that is: a later turn whose earlier one is lost waits for nothing."""
+    """In the order of the file, whatever that is: a later turn whose earlier one is lost waits for
+    nothing.
+    """
     output = Artifact(str(tmp_path))
     journal = Journal(output, 0)
-    for one in (entry(0, 1, "lost"), entry(1, 0), entry(0, 0), entry(1, 1), entry(0, 1), entry(1, 1, "twice")):
+    for one in (
+        entry(0, 1, "lost"),
+        entry(1, 0),
+        entry(0, 0),
+        entry(1, 1),
+        entry(0, 1),
+        entry(1, 1, "twice"),
+    ):
         journal.add(one)
     told = Journal(output, 0).entries()
     assert told == [entry(1, 0), entry(0, 0), entry(1, 1), entry(0, 1)]
@@ -357,8 +428,12 @@ def test_origins_stand_beside_their_rows(whole: tuple[Artifact, float]) -> None:
     output, _ = whole
     for name in output.parts("answers"):
         rows = [Answer.from_json(row) for row in output.read_jsonl(name)]
-        origins = [Origin.from_json(row) for row in output.read_jsonl(name.replace("answers", "origins"))]
-        assert [(row.key, row.prompt_id, row.turn) for row in rows] == [(one.key, one.prompt_id, one.turn) for one in origins]
+        origins = [
+            Origin.from_json(row) for row in output.read_jsonl(name.replace("answers", "origins"))
+        ]
+        assert [(row.key, row.prompt_id, row.turn) for row in rows] == [
+            (one.key, one.prompt_id, one.turn) for one in origins
+        ]
     shares = collections.Counter(row.temperature for row in read_answers(output))
     assert set(shares) == {0.0, 1.0}
     assert len(list(read_origins(output))) == sum(shares.values())

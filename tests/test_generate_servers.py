@@ -1,4 +1,6 @@
-"""Answers by servers: the engine's own rows whatever befalls the servers, nothing lost, and a word about each of them."""
+"""Answers by servers: the engine's own rows whatever befalls the servers, nothing lost, and a word
+about each of them.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,14 @@ def url(target: Path) -> Iterator[str]:
 
 def config_of(target: Path, *urls: str, **settings: Any) -> GenerateConfig:
     client = {**CLIENT, **settings.pop("client", {})}
-    values = {"target": str(target), "max_tokens": 12, "max_length": 200, "rows_per_part": 4, "sampling": MIX, **settings}
+    values = {
+        "target": str(target),
+        "max_tokens": 12,
+        "max_length": 200,
+        "rows_per_part": 4,
+        "sampling": MIX,
+        **settings,
+    }
     return GenerateConfig(**values, servers=urls, client=client)
 
 
@@ -71,7 +80,11 @@ def answered(target: Path, prompts: Artifact, tmp_path_factory: pytest.TempPathF
 
 
 def contents(artifact: Artifact) -> dict[str, bytes]:
-    return {name: artifact.read(name) for name in artifact.names() if name.startswith(("answers-", "dropped-"))}
+    return {
+        name: artifact.read(name)
+        for name in artifact.names()
+        if name.startswith(("answers-", "dropped-"))
+    }
 
 
 def is_probe(asked: dict[str, Any]) -> bool:
@@ -97,7 +110,9 @@ def test_servers_give_the_engines_rows(
     assert {one.engine for one in origins} == {f"eyas {VERSION}"}
     told = manifest.facts["servers"]
     assert [one["url"] for one in told] == [url, other.url]
-    assert {(one["state"], one["failures"], one["model"]) for one in told} == {("healthy", 0, "tiny")}
+    assert {(one["state"], one["failures"], one["model"]) for one in told} == {
+        ("healthy", 0, "tiny")
+    }
     assert sum(one["answers"] for one in told) == manifest.counts["answers"]
     assert "client" not in manifest.config
     again = Artifact(output.url)
@@ -105,7 +120,9 @@ def test_servers_give_the_engines_rows(
     assert again.was_done, "who answered is no part of what was done"
 
 
-def test_no_server_is_asked_for_more_than_it_may(target: Path, prompts: Artifact, url: str, tmp_path: Path) -> None:
+def test_no_server_is_asked_for_more_than_it_may(
+    target: Path, prompts: Artifact, url: str, tmp_path: Path
+) -> None:
     running, most, lock = [0], [0], threading.Lock()
 
     def choose(asked: dict[str, Any]) -> None:
@@ -117,14 +134,20 @@ def test_no_server_is_asked_for_more_than_it_may(target: Path, prompts: Artifact
             running[0] -= 1
 
     with faulty(url, choose) as server:
-        generate(config_of(target, server.url, client={"concurrency": 3}), prompts, Artifact(str(tmp_path / "answers")))
+        generate(
+            config_of(target, server.url, client={"concurrency": 3}),
+            prompts,
+            Artifact(str(tmp_path / "answers")),
+        )
     assert most[0] == 3
 
 
 # Ill
 
 
-def test_what_goes_wrong_changes_no_row(target: Path, prompts: Artifact, answered: Artifact, url: str, tmp_path: Path) -> None:
+def test_what_goes_wrong_changes_no_row(
+    target: Path, prompts: Artifact, answered: Artifact, url: str, tmp_path: Path
+) -> None:
     """Every third answer is something else, until everything was; the server is asked again."""
     count, faults = itertools.count(1), list(FAULTS)
     output = Artifact(str(tmp_path / "answers"))
@@ -154,16 +177,30 @@ def test_an_answer_that_never_comes_is_asked_for_again(
 def test_a_request_that_breaks_servers_is_given_up_and_counted(
     target: Path, prompts: Artifact, answered: Artifact, url: str, tmp_path: Path
 ) -> None:
-    """Of one prompt every server makes a 500, of another a 400: their rows are drops, all others are what they are."""
+    """Of one prompt every server makes a 500, of another a 400: their rows are drops, all others
+    are what they are.
+    """
     bad = {PROMPTS[4].turns[0]: "500", PROMPTS[9].turns[0]: "400"}
     output = Artifact(str(tmp_path / "answers"))
     with faulty(url, lambda asked: bad.get(asked["messages"][-1]["content"])) as server:
         manifest = generate(config_of(target, server.url), prompts, output)
-    dropped = {row["prompt_id"]: row for row in output.read_rows("dropped") if row["reason"].startswith("server_")}
-    assert {name: row["reason"] for name, row in dropped.items()} == {"p4": "server_failed", "p9": "server_refused"}
+    dropped = {
+        row["prompt_id"]: row
+        for row in output.read_rows("dropped")
+        if row["reason"].startswith("server_")
+    }
+    assert {name: row["reason"] for name, row in dropped.items()} == {
+        "p4": "server_failed",
+        "p9": "server_refused",
+    }
     assert dropped["p4"]["detail"] == "5 attempts; the last: answers HTTP 500"
-    assert dropped["p9"]["detail"] == f"{server.url} answers HTTP 400 (no_such_thing)", "a code, and none of the text"
-    assert (manifest.counts["dropped_server_failed"], manifest.counts["dropped_server_refused"]) == (1, 1)
+    assert dropped["p9"]["detail"] == f"{server.url} answers HTTP 400 (no_such_thing)", (
+        "a code, and none of the text"
+    )
+    assert (
+        manifest.counts["dropped_server_failed"],
+        manifest.counts["dropped_server_refused"],
+    ) == (1, 1)
     rest = [row for row in read_answers(answered) if row.prompt_id not in ("p4", "p9")]
     assert list(read_answers(output)) == rest
 
@@ -185,12 +222,19 @@ def test_a_row_of_which_a_server_saw_other_tokens_is_left_out(
 @contextlib.contextmanager
 def server_process(target: Path, port: int = 0) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """One of our servers in a process of its own, to be killed."""
-    config = ServeConfig(target=str(target), model="tiny", port=port, engine={"max_batch": 4, "max_length": 256})
+    config = ServeConfig(
+        target=str(target), model="tiny", port=port, engine={"max_batch": 4, "max_length": 256}
+    )
     command = [sys.executable, "-m", "eyas.serve", config.model_dump_json()]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
+    ) as process:
         try:
             assert process.stdout is not None
-            yield next(line.strip() for line in process.stdout if line.startswith("http://")), process
+            yield (
+                next(line.strip() for line in process.stdout if line.startswith("http://")),
+                process,
+            )
         finally:
             process.kill()
 
@@ -202,7 +246,10 @@ def test_a_server_that_is_killed_loses_nothing_and_is_asked_again_when_it_is_bac
     port = free_port()
     told: list[str] = []
 
-    with server_process(target, port) as (mortal, process), faulty(url, lambda asked: time.sleep(0.2)) as slow:
+    with (
+        server_process(target, port) as (mortal, process),
+        faulty(url, lambda asked: time.sleep(0.2)) as slow,
+    ):
         (card,) = httpx.get(f"{mortal}/v1/models").json()["data"]
         assert card["eyas"]["target_fingerprint"] == fingerprint(target)
 
@@ -220,12 +267,18 @@ def test_a_server_that_is_killed_loses_nothing_and_is_asked_again_when_it_is_bac
     assert any("1 of 2 servers" in note and f"{mortal} failing for" in note for note in told)
 
 
-def test_a_server_that_comes_back_is_asked_again(target: Path, prompts: Artifact, url: str, tmp_path: Path) -> None:
+def test_a_server_that_comes_back_is_asked_again(
+    target: Path, prompts: Artifact, url: str, tmp_path: Path
+) -> None:
     """Its connections break, and for a second it takes none."""
     output, until = Artifact(str(tmp_path / "answers")), [0.0]
 
     def choose(asked: dict[str, Any]) -> str | None:
-        if not until[0] and not is_probe(asked) and asked["messages"][-1]["content"] == PROMPTS[6].turns[0]:
+        if (
+            not until[0]
+            and not is_probe(asked)
+            and asked["messages"][-1]["content"] == PROMPTS[6].turns[0]
+        ):
             until[0] = time.monotonic() + 1
         return "reset" if time.monotonic() < until[0] else None
 
@@ -233,7 +286,9 @@ def test_a_server_that_comes_back_is_asked_again(target: Path, prompts: Artifact
         manifest = generate(config_of(target, server.url), prompts, output)
     assert manifest.counts["prompts"] == len(PROMPTS)
     assert not [name for name in manifest.counts if name.startswith("dropped_server")]
-    assert [is_probe(asked) for asked in server.asked].count(True) > 3, "it is looked at before it is asked"
+    assert [is_probe(asked) for asked in server.asked].count(True) > 3, (
+        "it is looked at before it is asked"
+    )
 
 
 def test_without_a_server_left_all_is_kept_and_goes_on_later(
@@ -248,7 +303,9 @@ def test_without_a_server_left_all_is_kept_and_goes_on_later(
             if done >= 9:
                 is_dead.set()
 
-        with pytest.raises(EyasError, match=r"no server is left: .*breaks the connection .*, for 1 s") as error:
+        with pytest.raises(
+            EyasError, match=r"no server is left: .*breaks the connection .*, for 1 s"
+        ) as error:
             generate(config_of(target, mortal, client={"patience_s": 1}), prompts, output, track)
     assert "run the same command again" in error.value.hint
     assert not output.is_done()
@@ -262,12 +319,18 @@ def test_without_a_server_left_all_is_kept_and_goes_on_later(
         assert len(kept) == num_answers - len(asked)
 
 
-def test_a_server_that_only_says_that_it_is_busy_is_given_up(target: Path, prompts: Artifact, url: str, tmp_path: Path) -> None:
+def test_a_server_that_only_says_that_it_is_busy_is_given_up(
+    target: Path, prompts: Artifact, url: str, tmp_path: Path
+) -> None:
     with (
         faulty(url, lambda asked: None if is_probe(asked) else "429") as server,
         pytest.raises(EyasError, match=r"no server is left: .*HTTP 429 \(queue_full\) for 1 s"),
     ):
-        generate(config_of(target, server.url, client={"patience_s": 1}), prompts, Artifact(str(tmp_path / "answers")))
+        generate(
+            config_of(target, server.url, client={"patience_s": 1}),
+            prompts,
+            Artifact(str(tmp_path / "answers")),
+        )
 
 
 # Strange
@@ -283,27 +346,45 @@ def test_a_server_of_something_else_is_refused_before_it_is_asked(
     other = tiny_target(tmp_path / "other")
     tiny_tokenizer(other, chat_template="{{ bos_token }}" + TEMPLATE.replace("\n", "\n\n"))
     with World(other).served() as client:
-        refused(config_of(target, url, client.url), "saw .* prompt tokens where the target's template gives")
+        refused(
+            config_of(target, url, client.url),
+            "saw .* prompt tokens where the target's template gives",
+        )
     card = {"id": "tiny", "owned_by": "eyas", "eyas": {"target_fingerprint": "0123"}}
     several = [{"id": "tiny"}, {"id": "other"}]
-    for cards, match in (([card], "serves another target .0123, not "), (several, "serves 2 models .tiny, other.: name one")):
-        with faulty(url, lambda asked: None, {"/v1/models": json.dumps({"data": cards}).encode()}) as server:
+    for cards, match in (
+        ([card], "serves another target .0123, not "),
+        (several, "serves 2 models .tiny, other.: name one"),
+    ):
+        with faulty(
+            url, lambda asked: None, {"/v1/models": json.dumps({"data": cards}).encode()}
+        ) as server:
             refused(config_of(target, server.url), match)
     refused(config_of(target, url, client={"model": "llama"}), "does not serve llama, only tiny")
     with World(target).served(World(target).engine(max_length=100)) as client:
-        refused(config_of(target, client.url), "holds 100 tokens a request, fewer than max_length 200")
+        refused(
+            config_of(target, client.url), "holds 100 tokens a request, fewer than max_length 200"
+        )
     with faulty(url, lambda asked: "reasoning") as server:
         refused(config_of(target, server.url), "start it without a parser for reasoning")
     with faulty(url, lambda asked: "redirect") as server:
         refused(config_of(target, server.url), "HTTP 307")
     with faulty(url, lambda asked: "400") as server:
         refused(config_of(target, server.url), "HTTP 400 .no_such_thing., when asked to say a word")
-    refused(config_of(target, f"http://127.0.0.1:{free_port()}"), "no server answers: .*takes no connection", MissingInputError)
+    refused(
+        config_of(target, f"http://127.0.0.1:{free_port()}"),
+        "no server answers: .*takes no connection",
+        MissingInputError,
+    )
     with faulty(url, lambda asked: "garbage") as server:
-        refused(config_of(target, server.url), "no server answers: .*no completion", MissingInputError)
+        refused(
+            config_of(target, server.url), "no server answers: .*no completion", MissingInputError
+        )
 
 
-def test_addresses_and_keys(target: Path, prompts: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_and_keys(
+    target: Path, prompts: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for urls, match in (
         (["10.0.0.5:8000"], "no address"),
         (["ftp://a"], "no address"),
@@ -323,7 +404,11 @@ def test_addresses_and_keys(target: Path, prompts: Artifact, tmp_path: Path, mon
 
 
 def test_the_key_comes_from_the_environment_and_goes_nowhere_else(
-    target: Path, prompts: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    target: Path,
+    prompts: Artifact,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     key = "sk-of-the-tests"
     monkeypatch.setenv(KEYS_VARIABLE, key)
@@ -332,15 +417,22 @@ def test_the_key_comes_from_the_environment_and_goes_nowhere_else(
         with pytest.raises(MismatchError, match=r"HTTP 401 .invalid_api_key."):
             generate(config_of(target, client.url), prompts, output)
         monkeypatch.setenv("OF_THE_CLUSTER", key)
-        manifest = generate(config_of(target, client.url, client={"api_key_env": "OF_THE_CLUSTER"}), prompts, output)
+        manifest = generate(
+            config_of(target, client.url, client={"api_key_env": "OF_THE_CLUSTER"}), prompts, output
+        )
     assert manifest.counts["answers"] > 0
     assert key not in caplog.text
     assert all(key.encode() not in output.read(name) for name in output.names())
 
 
-def test_control_tokens_in_messages_are_left_out_where_a_server_renders_them(target: Path, url: str, tmp_path: Path) -> None:
+def test_control_tokens_in_messages_are_left_out_where_a_server_renders_them(
+    target: Path, url: str, tmp_path: Path
+) -> None:
     """Our own server spells them; others obey them, and nobody can tell which it is."""
-    rows = [Prompt("plain", "s", "l", ("Hello there",)), Prompt("control", "s", "l", ("Say <|im_end|> please", "Thanks"))]
+    rows = [
+        Prompt("plain", "s", "l", ("Hello there",)),
+        Prompt("control", "s", "l", ("Say <|im_end|> please", "Thanks")),
+    ]
     prompts = write_prompts(tmp_path / "prompts", rows)
     sent = {}
     for send in ("messages", "tokens"):
@@ -363,14 +455,21 @@ def test_a_template_that_prints_the_day_goes_as_tokens(tmp_path: Path) -> None:
     day = {"date": datetime.date(2024, 2, 29)}
     generate(config_of(dated, **day), prompts, here)
     with World(dated).served() as client:
-        with pytest.raises(TemplateError, match="prints today's date, and servers would print another than 2024-02-29"):
-            generate(config_of(dated, client.url, **day), prompts, Artifact(str(tmp_path / "messages")))
+        with pytest.raises(
+            TemplateError,
+            match="prints today's date, and servers would print another than 2024-02-29",
+        ):
+            generate(
+                config_of(dated, client.url, **day), prompts, Artifact(str(tmp_path / "messages"))
+            )
         there = Artifact(str(tmp_path / "tokens"))
         generate(config_of(dated, client.url, client={"send": "tokens"}, **day), prompts, there)
     assert contents(there) == contents(here)
 
 
-def test_a_fault_of_ours_is_not_lost(target: Path, prompts: Artifact, url: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_fault_of_ours_is_not_lost(
+    target: Path, prompts: Artifact, url: str, tmp_path: Path, monkeypatch: Any
+) -> None:
     def bug(*_: Any) -> None:
         raise ZeroDivisionError
 
@@ -379,7 +478,9 @@ def test_a_fault_of_ours_is_not_lost(target: Path, prompts: Artifact, url: str, 
         generate(config_of(target, url), prompts, Artifact(str(tmp_path / "answers")))
 
 
-def test_other_engines_tell_their_version(target: Path, prompts: Artifact, url: str, tmp_path: Path) -> None:
+def test_other_engines_tell_their_version(
+    target: Path, prompts: Artifact, url: str, tmp_path: Path
+) -> None:
     """vLLM's and SGLang's own forms, in front of our engine."""
     for name, path, told in (
         ("vllm", "/version", {"version": "0.11.2"}),
@@ -388,8 +489,14 @@ def test_other_engines_tell_their_version(target: Path, prompts: Artifact, url: 
     ):
         card = {"data": [{"id": "tiny", "owned_by": name}]}
         pages = {"/v1/models": card, path: told}
-        with faulty(url, lambda asked: None, {where: json.dumps(page).encode() for where, page in pages.items()}) as server:
+        with faulty(
+            url,
+            lambda asked: None,
+            {where: json.dumps(page).encode() for where, page in pages.items()},
+        ) as server:
             output = Artifact(str(tmp_path / name))
             generate(config_of(target, server.url), prompts, output)
         version = told.get("version")
-        assert {one.engine for one in read_origins(output)} == {f"{name} {version}" if version else name}
+        assert {one.engine for one in read_origins(output)} == {
+            f"{name} {version}" if version else name
+        }

@@ -1,4 +1,6 @@
-"""Turn by turn: every row is what a server saw, by templates that rewrite the past too; shares of sampling; memory; a head."""
+"""Turn by turn: every row is what a server saw, by templates that rewrite the past too; shares of
+sampling; memory; a head.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ TURNS = ("Name a colour.", "Another one?", "And a last one.")
 
 
 def thinking_target(folder: Path, kind: str) -> Path:
-    """A target whose template drops the thoughts of earlier turns: of our own making, or Qwen3's own."""
+    """A target whose template drops the thoughts of earlier turns: of our own making, or Qwen3's
+    own.
+    """
     if kind == "like":
         tiny_target(folder, vocab_size=440)
         for path in folder.iterdir():
@@ -41,7 +45,13 @@ def thinking_target(folder: Path, kind: str) -> Path:
         return like_qwen(folder)
     if not QWEN3.is_dir():
         pytest.skip("needs Qwen3's tokenizer in ../shared/data/tokenizers")
-    tiny_target(folder, family="qwen3", vocab_size=151936, eos_token_id=[151645, 151643], num_hidden_layers=4)
+    tiny_target(
+        folder,
+        family="qwen3",
+        vocab_size=151936,
+        eos_token_id=[151645, 151643],
+        num_hidden_layers=4,
+    )
     for path in folder.iterdir():
         if path.name.startswith(("tokenizer", "chat_template", "special_tokens")):
             path.unlink()
@@ -62,12 +72,18 @@ def scripted(chat: Chat) -> type[ScriptedEngine]:
 
 @pytest.mark.parametrize("kind", ["like", "real"])
 @pytest.mark.parametrize("by", ["engine", "server"])
-def test_a_template_that_drops_earlier_thoughts(kind: str, by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row holds the thoughts as they were said; what the target read of earlier turns is what the template leaves."""
+def test_a_template_that_drops_earlier_thoughts(
+    kind: str, by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row holds the thoughts as they were said; what the target read of earlier turns is what the
+    template leaves.
+    """
     target = thinking_target(tmp_path / "target", kind)
     chat = Chat(target)
     thinking = scripted(chat)
-    prompts = write_prompts(tmp_path / "prompts", [Prompt("a", "s", "l", TURNS), Prompt("b", "s", "l", TURNS[:1])])
+    prompts = write_prompts(
+        tmp_path / "prompts", [Prompt("a", "s", "l", TURNS), Prompt("b", "s", "l", TURNS[:1])]
+    )
     output = Artifact(str(tmp_path / "answers"))
     settings: dict[str, Any] = {"target": str(target), "max_length": 200, "max_tokens": 60}
     if by == "engine":
@@ -85,7 +101,9 @@ def test_a_template_that_drops_earlier_thoughts(kind: str, by: str, tmp_path: Pa
     rows = list(read_answers(output))
     assert [(row.prompt_id, row.turn) for row in rows] == [("a", 0), ("a", 1), ("a", 2), ("b", 0)]
     for row in rows:
-        assert [one["content"] for one in row.messages if one["role"] == "assistant"] == [THOUGHTS + SAID] * (row.turn + 1)
+        assert [one["content"] for one in row.messages if one["role"] == "assistant"] == [
+            THOUGHTS + SAID
+        ] * (row.turn + 1)
         turn = chat.turn(row.messages, row.finish_reason)
         prompt_ids = tuple(chat.prompt_ids(row.messages[:-1]))
         assert prompt_ids in seen, "exactly as it was seen"
@@ -122,17 +140,35 @@ def test_shares_of_conversations_are_sampled_as_they_say(tmp_path: Path) -> None
     assert len({row.seed for row in rows.values() if row.seed is not None}) > 10
 
 
-@given(st.lists(st.text(min_size=1), min_size=1, max_size=3), st.none() | st.text(), st.text(), st.text())
-def test_the_share_is_a_matter_of_what_is_said(turns: list[str], system: str | None, one: str, other: str) -> None:
+@given(
+    st.lists(st.text(min_size=1), min_size=1, max_size=3),
+    st.none() | st.text(),
+    st.text(),
+    st.text(),
+)
+def test_the_share_is_a_matter_of_what_is_said(
+    turns: list[str], system: str | None, one: str, other: str
+) -> None:
     first, second = (Prompt(name, name, "l", tuple(turns), system) for name in (one, other))
     assert sampling_of(first, MIX) == sampling_of(second, MIX)
     assert sampling_of(first, MIX[:1]) == MIX[0]
 
 
 def test_shares_come_out_right() -> None:
-    mix = (Sampling(share=0.2), Sampling(share=0.5, temperature=0.7), Sampling(share=0.3, temperature=1.0))
-    counts = Counter(sampling_of(Prompt("p", "s", "l", (f"Question {number}",)), mix).temperature for number in range(6000))
-    assert {name: round(count / 6000, 1) for name, count in counts.items()} == {0.0: 0.2, 0.7: 0.5, 1.0: 0.3}
+    mix = (
+        Sampling(share=0.2),
+        Sampling(share=0.5, temperature=0.7),
+        Sampling(share=0.3, temperature=1.0),
+    )
+    counts = Counter(
+        sampling_of(Prompt("p", "s", "l", (f"Question {number}",)), mix).temperature
+        for number in range(6000)
+    )
+    assert {name: round(count / 6000, 1) for name, count in counts.items()} == {
+        0.0: 0.2,
+        0.7: 0.5,
+        1.0: 0.3,
+    }
 
 
 @pytest.mark.parametrize(
@@ -155,7 +191,9 @@ def test_sampling_that_cannot_be(sampling: list[dict[str, Any]], match: str) -> 
 # Memory, and a head
 
 
-def test_memory_holds_one_part_and_what_is_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_holds_one_part_and_what_is_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not all conversations: with 300 of them, as many as with 30."""
     target = talking_target(tmp_path / "target")
     alive: weakref.WeakSet[Conversation] = weakref.WeakSet()
@@ -171,7 +209,11 @@ def test_memory_holds_one_part_and_what_is_running(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(Conversation, "__init__", counted)
     config = GenerateConfig(target=str(target), max_tokens=4, max_batch=4, rows_per_part=10)
-    generate(config, write_prompts(tmp_path / "prompts", prompts_of(300)), Artifact(str(tmp_path / "answers")))
+    generate(
+        config,
+        write_prompts(tmp_path / "prompts", prompts_of(300)),
+        Artifact(str(tmp_path / "answers")),
+    )
     assert made[0] == 300
     assert most[0] <= 2 * 10 + 4
 
@@ -184,7 +226,9 @@ def test_a_head_changes_no_row(tmp_path: Path) -> None:
     plain, drafted = Artifact(str(tmp_path / "plain")), Artifact(str(tmp_path / "drafted"))
     config = GenerateConfig(target=str(target), max_tokens=12, max_batch=5, sampling=MIX)
     without = generate(config, prompts, plain)
-    with_head = generate(config.model_copy(update={"head": str(head), "max_batch": 3}), prompts, drafted)
+    with_head = generate(
+        config.model_copy(update={"head": str(head), "max_batch": 3}), prompts, drafted
+    )
     assert without.identity == with_head.identity
     assert with_head.facts["head"] == str(head)
     for name in plain.names():

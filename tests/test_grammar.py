@@ -1,4 +1,6 @@
-"""Grammars: whatever the mask lets through is an answer of the schema or the regular expression, and nothing else is needed."""
+"""Grammars: whatever the mask lets through is an answer of the schema or the regular expression,
+and nothing else is needed.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,14 @@ SCHEMA = {
     "required": ["name", "age", "ok"],
     "additionalProperties": False,
 }
-REGEXES = [r"[0-9]{3}-[0-9]{4}|yes|no", r"(foo|bar){1,3}\.", r'a/b\n"c"\\[x-z]{2,3}', r"[a-zäöü ]{0,12}!", r"(é|🦅){1,4}", ""]
+REGEXES = [
+    r"[0-9]{3}-[0-9]{4}|yes|no",
+    r"(foo|bar){1,3}\.",
+    r'a/b\n"c"\\[x-z]{2,3}',
+    r"[a-zäöü ]{0,12}!",
+    r"(é|🦅){1,4}",
+    "",
+]
 
 
 class Walker:
@@ -48,7 +57,9 @@ class Walker:
         self.grammars = Grammars(folder, self.V, {self.end})
 
     def text(self, ids):
-        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
 
     def walk(self, rng, **options):
         """The text of tokens drawn uniformly from the masks, up to the end token."""
@@ -99,9 +110,14 @@ def test_a_walk_matches_the_regex(walker, regex):
 
 
 def test_the_mask_lets_the_usual_tokens_through(walker):
-    """Not only some answer: the tokenizer's own tokens of an answer are allowed, each in its place, then the end."""
+    """Not only some answer: the tokenizer's own tokens of an answer are allowed, each in its place,
+    then the end.
+    """
     for options, text in (
-        ({"json_schema": json.dumps(SCHEMA)}, '{"name": "Ann", "age": 20, "tags": ["a", null], "ok": true}'),
+        (
+            {"json_schema": json.dumps(SCHEMA)},
+            '{"name": "Ann", "age": 20, "tags": ["a", null], "ok": true}',
+        ),
         ({"regex": r"[A-Za-z ]+\."}, "A few plain words."),
     ):
         matcher = walker.grammars.compile(SamplingParams(**options)).matcher()
@@ -126,14 +142,20 @@ def test_the_end_is_allowed_only_where_the_grammar_may_stop(builtin):
 
 
 def test_all_end_tokens_of_the_target_end_a_grammar(builtin):
-    grammar = Grammars(BUILTIN, builtin.V, {0, builtin.end, 10**6}).compile(SamplingParams(regex="a"))
+    grammar = Grammars(BUILTIN, builtin.V, {0, builtin.end, 10**6}).compile(
+        SamplingParams(regex="a")
+    )
     matcher = grammar.matcher()
     matcher.advance(builtin.tokenizer.convert_tokens_to_ids("a"))
     assert np.flatnonzero(matcher.mask()).tolist() == [0, builtin.end]
 
 
 def test_rows_of_the_target_beyond_the_tokenizer_are_never_allowed(builtin):
-    matcher = Grammars(BUILTIN, builtin.V + 64, {builtin.end}).compile(SamplingParams(regex="(?s).*")).matcher()
+    matcher = (
+        Grammars(BUILTIN, builtin.V + 64, {builtin.end})
+        .compile(SamplingParams(regex="(?s).*"))
+        .matcher()
+    )
     mask_V = matcher.mask()
     assert mask_V.shape == (builtin.V + 64,)
     assert not mask_V[builtin.V :].any()
@@ -142,7 +164,9 @@ def test_rows_of_the_target_beyond_the_tokenizer_are_never_allowed(builtin):
 
 def test_special_tokens_are_no_text(builtin):
     mask_V = builtin.grammars.compile(SamplingParams(regex="(?s).*")).matcher().mask()
-    special = [number for number, token in builtin.tokenizer.added_tokens_decoder.items() if token.special]
+    special = [
+        number for number, token in builtin.tokenizer.added_tokens_decoder.items() if token.special
+    ]
     assert set(np.flatnonzero(mask_V[special])) <= {special.index(builtin.end)}
 
 
@@ -209,14 +233,17 @@ def test_a_target_without_tokenizer_or_end_is_refused(builtin, tmp_path):
 
 def test_a_grammar_that_grows_too_large_ends_the_answer_and_says_so(builtin):
     matcher = builtin.grammars.compile(SamplingParams(regex="ab")).matcher()
-    matcher.advance(builtin.tokenizer.convert_tokens_to_ids("z"))  # the library's way of giving up, brought about by force
+    # the library's way of giving up, brought about by force
+    matcher.advance(builtin.tokenizer.convert_tokens_to_ids("z"))
     assert "z" in matcher.failure
     assert np.flatnonzero(matcher.mask()).tolist() == [builtin.end]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_sampler_draws_what_the_grammar_allows_and_ends(builtin, temperature):
-    params = SamplingParams(temperature=temperature, seed=3, json_schema=json.dumps(SCHEMA), max_tokens=MAX_WALK)
+    params = SamplingParams(
+        temperature=temperature, seed=3, json_schema=json.dumps(SCHEMA), max_tokens=MAX_WALK
+    )
     matcher = builtin.grammars.compile(params).matcher()
     sampler = Sampler(params, (1,), builtin.V, frozenset({builtin.end}), matcher)
     generator = torch.Generator().manual_seed(0)

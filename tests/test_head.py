@@ -34,9 +34,13 @@ from tests.tiny_head import edit_config, edit_tensors, head_folder, tiny_head, w
 
 @pytest.mark.parametrize("flags", [{}, {"norm_before_fc": True}, {"fc_norm": True}], ids=str)
 def test_weights_have_eagles_names_and_start_as_nan(flags):
-    config = HeadConfig.for_target(TINY_TARGET, HeadOptions(draft_vocab_size=24)).model_copy(update=flags)
+    config = HeadConfig.for_target(TINY_TARGET, HeadOptions(draft_vocab_size=24)).model_copy(
+        update=flags
+    )
     head = Head(config)
-    assert {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()} == expected_shapes(config)
+    assert {
+        name: tuple(tensor.shape) for name, tensor in head.state_dict().items()
+    } == expected_shapes(config)
     for name, weight in head.named_parameters():
         assert weight.isnan().all(), name
         assert weight.dtype == torch.float32
@@ -57,17 +61,23 @@ WIDTHS = [{"hidden_size": 16}, {"hidden_size": 48, "norm_before_fc": True}]
 
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
 def test_forward_equals_the_loops(flags):
-    """Embedding first, feature second; plain, the residual is the feature before hidden_norm and the output un-normed."""
+    """Embedding first, feature second; plain, the residual is the feature before hidden_norm and
+    the output un-normed.
+    """
     head, vocabulary = wavy_head(**flags).double(), tiny_vocabulary(torch.float64)
     (example,) = as_examples(made_up_samples([[True] * 7]))
     plain = PlainHead(weights_of(head), head.config)
-    hidden_BTH, (keys, values) = head(vocabulary.embed_tokens[example.tokens[1:]][None], head.fuse(example.aux[:6])[None])
+    hidden_BTH, (keys, values) = head(
+        vocabulary.embed_tokens[example.tokens[1:]][None], head.fuse(example.aux[:6])[None]
+    )
     assert hidden_BTH.shape == (1, 6, 12)
     assert keys.shape == values.shape == (1, 6, 2, 4)
     for slot in range(6):
         (expected,) = plain.unroll(example, vocabulary.embed_tokens, slot, 1, lambda step, _: 0)
         torch.testing.assert_close(hidden_BTH[0, slot], expected, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(head.logits(hidden_BTH[0, slot]), plain.logits(expected), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            head.logits(hidden_BTH[0, slot]), plain.logits(expected), rtol=1e-9, atol=1e-9
+        )
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
@@ -86,7 +96,11 @@ def test_an_unroll_equals_the_loops(flags):
     outputs = list(unroll(head, batch.aux_hidden_BTA, embeds, slots, next_embeds, 3))
     for slot in range(4):
         expected = plain.unroll(
-            example, vocabulary.embed_tokens, slot, 3, lambda step, _, slot=slot: example.tokens[slot + 1 + step]
+            example,
+            vocabulary.embed_tokens,
+            slot,
+            3,
+            lambda step, _, slot=slot: example.tokens[slot + 1 + step],
         )
         for step, output in enumerate(expected):
             torch.testing.assert_close(outputs[step][slot], output, rtol=1e-9, atol=1e-9)
@@ -99,7 +113,8 @@ def test_every_flag_changes_the_logits():
 
     def logits(**flags):
         head = wavy_head(**flags)
-        for name, weight in wavy_head().named_parameters():  # the same weights, whatever norms there are besides
+        # the same weights, whatever norms there are besides
+        for name, weight in wavy_head().named_parameters():
             head.get_parameter(name).data.copy_(weight)
         hidden, past = head(vocabulary.embed_tokens[tokens], head.fuse(aux_hidden))
         return head.logits(head(vocabulary.embed_tokens[tokens[:, -1:]], hidden[:, -1:], past)[0])
@@ -160,7 +175,10 @@ def test_every_form_keeps_a_width_and_its_embeddings(tmp_path, form, flags):
 
 def test_the_native_engine_refuses_a_width_of_its_own(tmp_path):
     folder = tiny_target(tmp_path / "target", num_hidden_layers=8)
-    head, target = load_head(head_folder(folder, tmp_path / "head", hidden_size=16)), Target.load(folder)
+    head, target = (
+        load_head(head_folder(folder, tmp_path / "head", hidden_size=16)),
+        Target.load(folder),
+    )
     if not target.is_native:
         pytest.skip("this machine has no native path")
     with pytest.raises(MismatchError, match="hidden size 16 on a target of 32"):
@@ -182,11 +200,16 @@ def test_every_form_gives_the_same_head(tmp_path, form, flags):
 
 @pytest.mark.parametrize(
     ("flags", "native"),
-    [*((flags, native) for flags in FLAGS for native in (False, True)), *((flags, False) for flags in WIDTHS)],
+    [
+        *((flags, native) for flags in FLAGS for native in (False, True)),
+        *((flags, False) for flags in WIDTHS),
+    ],
     ids=str,
 )
 def test_computes_what_the_engines_draft_computes(tmp_path, flags, native):
-    """Six entries from the target's features, then one fed back; where there is no native path, both are PyTorch's."""
+    """Six entries from the target's features, then one fed back; where there is no native path,
+    both are PyTorch's.
+    """
     folder = tiny_target(tmp_path / "target", num_hidden_layers=8)
     head = load_head(head_folder(folder, tmp_path / "head", **flags))
     target = Target.load(folder, native=native)
@@ -195,9 +218,13 @@ def test_computes_what_the_engines_draft_computes(tmp_path, flags, native):
     aux_hidden, _ = (features.clone() for features in target.features(tokens_T[None]))
     cache, page_table = draft.new_cache(1), np.zeros((1, 1), dtype=np.int32)
     with torch.no_grad():
-        rows = prompt_rows([tokens_T[1:7].tolist()], [1], page_table, cache.page_size, "cpu", first_column=1)
+        rows = prompt_rows(
+            [tokens_T[1:7].tolist()], [1], page_table, cache.page_size, "cpu", first_column=1
+        )
         extended = draft.extend(rows, aux_hidden[0, :6], cache).clone()
-        rows = prompt_rows([tokens_T[7:].tolist()], [7], page_table, cache.page_size, "cpu", first_column=1)
+        rows = prompt_rows(
+            [tokens_T[7:].tolist()], [7], page_table, cache.page_size, "cpu", first_column=1
+        )
         stepped = draft.step(rows, extended[-1:], cache).clone()
         embed_tokens = target.embed_tokens if head.embed_tokens is None else head.embed_tokens
         ours, past = head(embed_tokens[tokens_T[1:7]][None], head.fuse(aux_hidden[:, :6]))
@@ -216,15 +243,21 @@ def test_the_engines_draft_uses_own_embeddings_and_the_targets_lm_head(tmp_path,
     folder = tiny_target(tmp_path / "target", num_hidden_layers=8)
     config, tensors = tiny_head(folder, draft_vocab_size=320)
     target = Target.load(folder, native=native)
-    rows = prompt_rows([[5, 6, 7]], [1], np.zeros((1, 1), dtype=np.int32), 16, "cpu", first_column=1)
+    rows = prompt_rows(
+        [[5, 6, 7]], [1], np.zeros((1, 1), dtype=np.int32), 16, "cpu", first_column=1
+    )
     aux_hidden = torch.linspace(-1, 1, 3 * 96).sin().view(3, 96)
 
     def proposed(changes):
         draft = Draft(config, tensors | changes, target)
         return draft.proposals(draft.extend(rows, aux_hidden, draft.new_cache(1)), 4)[1].clone()
 
-    shared = proposed({"lm_head.weight": target.lm_head, "embed_tokens.weight": target.embed_tokens})
-    own = proposed({"lm_head.weight": target.lm_head, "embed_tokens.weight": target.embed_tokens.roll(1, 0)})
+    shared = proposed(
+        {"lm_head.weight": target.lm_head, "embed_tokens.weight": target.embed_tokens}
+    )
+    own = proposed(
+        {"lm_head.weight": target.lm_head, "embed_tokens.weight": target.embed_tokens.roll(1, 0)}
+    )
     del tensors["lm_head.weight"]
     assert torch.equal(proposed({}), shared)
     assert not torch.allclose(own, shared)
@@ -243,7 +276,9 @@ def test_a_head_that_uses_its_targets_lm_head_needs_it(tmp_path):
 def test_embeddings_of_its_own_are_kept_beside_the_weights(tmp_path):
     target = tiny_target(tmp_path / "target")
     own = torch.arange(320 * 32.0).view(320, 32)
-    head = load_head(edit_tensors(head_folder(target, tmp_path / "own"), {"embed_tokens.weight": own}))
+    head = load_head(
+        edit_tensors(head_folder(target, tmp_path / "own"), {"embed_tokens.weight": own})
+    )
     assert torch.equal(head.embed_tokens, own)
     assert "embed_tokens.weight" not in head.state_dict()
     assert load_head(head_folder(target, tmp_path / "shared")).embed_tokens is None
@@ -253,7 +288,10 @@ def test_embeddings_of_its_own_are_kept_beside_the_weights(tmp_path):
 def test_a_width_of_its_own_comes_with_embeddings_of_its_own(tmp_path, hidden_size):
     """Written as weights of the head, read again, and missed where they are not."""
     head = wavy_head(hidden_size=hidden_size)
-    assert (head.config.num_attention_heads, head.config.num_key_value_heads) == (hidden_size // 4, 2)
+    assert (head.config.num_attention_heads, head.config.num_key_value_heads) == (
+        hidden_size // 4,
+        2,
+    )
     assert head.config.intermediate_size == round(20 * hidden_size / 12)
     assert head.embed_tokens is not None
     assert head.embed_tokens.requires_grad
@@ -278,7 +316,12 @@ def test_widths_that_cannot_be():
 
 
 def test_what_was_chosen_is_in_the_checkpoint(tmp_path):
-    chosen = {"norm_before_residual": True, "fc_norm": True, "norm_output": True, "train_lm_head": False}
+    chosen = {
+        "norm_before_residual": True,
+        "fc_norm": True,
+        "norm_output": True,
+        "train_lm_head": False,
+    }
     head = wavy_head(**chosen)
     assert not head.lm_head.weight.requires_grad
     written = json.loads(head_files(head)["eyas_head.json"])

@@ -1,4 +1,6 @@
-"""Sets of the hub, from a server on this machine that answers as the hub does, and from the cache where none answers."""
+"""Sets of the hub, from a server on this machine that answers as the hub does, and from the cache
+where none answers.
+"""
 
 import gzip
 import hashlib
@@ -51,13 +53,19 @@ class Answers(http.server.BaseHTTPRequestHandler):
             return self.answer(500, b"")
         parts = [urllib.parse.unquote(part) for part in url.path.split("/")[1:]]
         if parts[:2] == ["api", "datasets"]:
-            return self.facts("/".join(parts[2:4]), parts[4], parts[5], urllib.parse.parse_qs(url.query))
+            return self.facts(
+                "/".join(parts[2:4]), parts[4], parts[5], urllib.parse.parse_qs(url.query)
+            )
         return self.file("/".join(parts[1:3]), parts[4], "/".join(parts[5:]))
 
     def found(self, id, revision):
         """The commit and files, or None once it is said that there is none."""
         if id in self.server.gated:
-            return self.answer(403, b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access to it is restricted."})
+            return self.answer(
+                403,
+                b"",
+                {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access to it is restricted."},
+            )
         if id not in self.server.sets:
             return self.answer(404, b"", {"X-Error-Code": "RepoNotFound"})
         if revision not in self.server.sets[id]:
@@ -75,7 +83,10 @@ class Answers(http.server.BaseHTTPRequestHandler):
         assert query["recursive"] in (["True"], ["true"])
         start = int(query.get("cursor", ["0"])[0])
         entries = [{"type": "directory", "path": "data", "oid": "0" * 40}]
-        entries += [{"type": "file", "path": name, "size": len(data), "oid": "0" * 40} for name, data in contents.items()]
+        entries += [
+            {"type": "file", "path": name, "size": len(data), "oid": "0" * 40}
+            for name, data in contents.items()
+        ]
         more = f'<{self.server.url}{self.path.split("?")[0]}?recursive=True&cursor={start + PAGE}>; rel="next"'
         headers = {"Link": more} if start + PAGE < len(entries) else {}
         return self.answer(200, json.dumps(entries[start : start + PAGE]).encode(), headers)
@@ -88,7 +99,9 @@ class Answers(http.server.BaseHTTPRequestHandler):
         if name not in contents:
             return self.answer(404, b"", {"X-Error-Code": "EntryNotFound"})
         data = contents[name]
-        return self.answer(200, data, {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha1(data).hexdigest()}"'})
+        return self.answer(
+            200, data, {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha1(data).hexdigest()}"'}
+        )
 
     def answer(self, status, data, headers=None):
         self.send_response(status)
@@ -103,7 +116,9 @@ class Answers(http.server.BaseHTTPRequestHandler):
 def server(tmp_path, monkeypatch):
     """A hub, and an empty cache."""
     server = Hub()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    )
     thread.start()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_ENDPOINT", server.url)
@@ -133,7 +148,9 @@ def goes_away(request, server, monkeypatch):
 
 
 def lines(*prompts):
-    return "".join(json.dumps({"prompt": prompt, "answer": "SAID-BY-ASSISTANT"}) + "\n" for prompt in prompts).encode()
+    return "".join(
+        json.dumps({"prompt": prompt, "answer": "SAID-BY-ASSISTANT"}) + "\n" for prompt in prompts
+    ).encode()
 
 
 README = b"""---
@@ -185,9 +202,15 @@ def read(path, **stated):
 def test_a_set_of_the_hub(server, path, stated, prompts):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     stream = io.BytesIO()
-    parquet.write_table(pyarrow.table({"prompt": ["Five"], "answer": ["SAID-BY-ASSISTANT"]}), stream)
+    parquet.write_table(
+        pyarrow.table({"prompt": ["Five"], "answer": ["SAID-BY-ASSISTANT"]}), stream
+    )
     server.add("owner/set", "main", CONTENTS)
-    server.add("owner/set", "refs/convert/parquet", {"train/0000.parquet": stream.getvalue(), "test/0000.parquet": b""})
+    server.add(
+        "owner/set",
+        "refs/convert/parquet",
+        {"train/0000.parquet": stream.getvalue(), "test/0000.parquet": b""},
+    )
     assert read(path, **stated) == prompts
     source = SourceConfig(path=path, **stated)
     assert source.label == "owner/set"
@@ -252,7 +275,11 @@ def test_a_part_of_a_set_is_not_taken_for_all_of_it(server, goes_away):
         ("owner/plain", {"split": "test"}, "no split test"),
         ("owner/empty", {}, "no data file"),
         ("hf://datasets/owner/set/none.jsonl", {}, "no file none"),
-        ("hf://datasets/owner/set/data", {"split": "test"}, "a path, and a subset or split besides"),
+        (
+            "hf://datasets/owner/set/data",
+            {"split": "test"},
+            "a path, and a subset or split besides",
+        ),
         ("hf://spaces/owner", {}, "names no set of the hub"),
     ],
 )
@@ -313,7 +340,11 @@ def test_what_is_asked_of_the_hub(path, asked):
         (["train/a.json", "dev/a.json"], "validation", ["dev/a.json"]),
         (["my_training.json", "restraint.json", "my_eval.json"], None, ["my_training.json"]),
         (["my_eval.json", "latest.json"], "test", ["my_eval.json"]),
-        (["train.parquet", "train-2.parquet", "train.csv"], None, ["train-2.parquet", "train.parquet"]),
+        (
+            ["train.parquet", "train-2.parquet", "train.csv"],
+            None,
+            ["train-2.parquet", "train.parquet"],
+        ),
         (["dataset_infos.json", ".x/train.json", "README.md", "a.txt"], None, ["a.txt"]),
     ],
 )
@@ -328,8 +359,15 @@ def test_splits_by_the_words_in_names(names, split, chosen):
             "configs:\n- config_name: a\n  data_files: a.json\n- config_name: b\n  data_dir: b",
             {"a": {"train": ["a.json"]}, "b": {"": ["b"]}},
         ),
-        ("configs:\n- data_dir: d\n  data_files: [x/*, y.json]", {"default": {"train": ["d/x/*", "d/y.json"]}}),
-        ("configs:\n- config_name: a\n- 7\n- {config_name: b, data_files: [{split: s, path: [7]}]}", {}),
+        (
+            "configs:\n- data_dir: d\n  data_files: [x/*, y.json]",
+            {"default": {"train": ["d/x/*", "d/y.json"]}},
+        ),
+        (
+            "configs:\n- config_name: a\n- 7\n- {config_name: b, data_files: [{split: s, path: "
+            "[7]}]}",
+            {},
+        ),
         ("configs: 7", {}),
         ("[7]", {}),
         ("a: [", {}),
@@ -341,7 +379,10 @@ def test_what_a_readme_states(head, stated):
 
 
 def test_several_subsets_and_no_default():
-    stated = configurations("---\nconfigs:\n- {config_name: a, data_files: a.json}\n- {config_name: b, data_dir: b}\n---")
+    stated = configurations(
+        "---\nconfigs:\n- {config_name: a, data_files: a.json}\n- {config_name: b, data_dir: "
+        "b}\n---"
+    )
     listing = Listing("o/s", "c", ("a.json", "b/train.json", "b/test.json"))
     with pytest.raises(MissingInputError, match="several subsets") as raised:
         chosen_files(listing, stated, None, None)

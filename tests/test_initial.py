@@ -9,7 +9,10 @@ from eyas.train.initial import initialise, of_width
 from tests.tiny_batch import tiny_vocabulary, wavy_head
 
 
-@pytest.mark.parametrize("options", [{}, {"fc_norm": True}, {"norm_before_fc": True}, {"hidden_size": 8}, {"hidden_size": 16}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"fc_norm": True}, {"norm_before_fc": True}, {"hidden_size": 8}, {"hidden_size": 16}],
+)
 def test_every_weight_is_drawn_and_the_seed_decides(options):
     heads = [wavy_head(**options) for _ in range(3)]
     for head, seed in zip(heads, (0, 0, 1), strict=True):

@@ -28,7 +28,10 @@ PROMPTS = {
     "ko": "가을에 관한 짧은 시를 써 주세요.",
     "ar": "اكتب قصيدة قصيرة عن الخريف وعن الأوراق التي تسقط.",
 }
-CODE = "for (int i = 0; i < names.length; i++) {\n    print(names[i]);\n    while (is_open(file)) read(file);\n}\n"
+CODE = (
+    "for (int i = 0; i < names.length; i++) {\n    print(names[i]);\n    while (is_open(file)) "
+    "read(file);\n}\n"
+)
 NOTHING = [
     "",
     "?",
@@ -54,7 +57,9 @@ def test_the_language_is_told(code):
 
 
 @pytest.mark.parametrize("code", ["en", "de", "fr", "ru", "zh"])
-@pytest.mark.parametrize("mixed", ["{}\n```python\n{}```", "```\n{1}```\n{0}", "{}\n{}", "{}\n```\n{} cut short"])
+@pytest.mark.parametrize(
+    "mixed", ["{}\n```python\n{}```", "```\n{1}```\n{0}", "{}\n{}", "{}\n```\n{} cut short"]
+)
 def test_code_does_not_hide_it(code, mixed):
     assert language(mixed.format(PROMPTS[code], CODE)) == code
 
@@ -105,5 +110,7 @@ def test_no_connection_is_opened():
         f"print(language({PROMPTS['de']!r}))"
     )
     assert socket.socket  # what the program replaces is there
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "de"

@@ -10,7 +10,14 @@ import pytest
 from eyas.errors import ConfigError
 from eyas.export.launch import Launch, engines, parse
 
-LAUNCH = Launch("my models/8B", num_draft_steps=3, tree_topk=4, num_verify_tokens=12, dtype="bfloat16", max_length=8192)
+LAUNCH = Launch(
+    "my models/8B",
+    num_draft_steps=3,
+    tree_topk=4,
+    num_verify_tokens=12,
+    dtype="bfloat16",
+    max_length=8192,
+)
 SGLANG = "python -m sglang.launch_server --model-path m "
 EAGLE3 = SGLANG + "--speculative-algorithm EAGLE3 --speculative-draft-model-path h "
 VLLM = "vllm serve m "
@@ -41,7 +48,11 @@ def test_vllms_command():
         "model": "my models/8B",
         "--dtype": "bfloat16",
         "--max-model-len": 8192,
-        "--speculative-config": {"method": "eagle3", "model": "./vllm", "num_speculative_tokens": 3},
+        "--speculative-config": {
+            "method": "eagle3",
+            "model": "./vllm",
+            "num_speculative_tokens": 3,
+        },
     }
     words = shlex.split(LAUNCH.vllm.replace("\\\n", ""))
     assert json.loads(words[words.index("--speculative-config") + 1])["method"] == "eagle3"
@@ -50,10 +61,18 @@ def test_vllms_command():
 @pytest.mark.parametrize(
     ("steps", "topk", "asked", "served"),
     [(3, 1, 16, 4), (3, 4, 12, 12), (1, 4, 16, 5), (2, 2, 16, 7)],
-    ids=["a chain: its drafts and the root", "as asked", "one step", "no more than there are candidates"],
+    ids=[
+        "a chain: its drafts and the root",
+        "as asked",
+        "one step",
+        "no more than there are candidates",
+    ],
 )
 def test_no_more_is_verified_than_is_drafted(steps, topk, asked, served):
-    assert parse("sglang", Launch("m", steps, topk, asked).sglang)["--speculative-num-draft-tokens"] == served
+    assert (
+        parse("sglang", Launch("m", steps, topk, asked).sglang)["--speculative-num-draft-tokens"]
+        == served
+    )
 
 
 def test_the_targets_own_length_is_not_spelled():
@@ -77,19 +96,29 @@ def test_the_targets_own_length_is_not_spelled():
         ("sglang", SGLANG + "--tp-size 2 --tp-size 2", "given twice"),
         ("sglang", "python -m sglang.launch_server --dtype auto", "needs --model-path"),
         ("sglang", SGLANG + "--tp 2 --tensor-parallel-size 2", "given twice"),
-        ("sglang", SGLANG + "--served-model-name 'it", "a shell cannot read this command: No closing quotation"),
+        (
+            "sglang",
+            SGLANG + "--served-model-name 'it",
+            "a shell cannot read this command: No closing quotation",
+        ),
         ("sglang", SGLANG + "--some-switch", "--some-switch is not in our list"),
         ("sglang", SGLANG + "--enable-metrics=true", "takes no value"),
         ("sglang", SGLANG + "--enable-metrics true", "true is not in our list"),
         ("sglang", SGLANG + "--mem-fraction-static 1.5", "no share above 0"),
         ("sglang", SGLANG + "--mem-fraction-static 0", "no share above 0"),
         ("vllm", VLLM + "--gpu-memory-utilization nan", "no share above 0"),
-        ("sglang", SGLANG + "--speculative-algorithm EAGLE3", "EAGLE3 needs --speculative-draft-model-path"),
+        (
+            "sglang",
+            SGLANG + "--speculative-algorithm EAGLE3",
+            "EAGLE3 needs --speculative-draft-model-path",
+        ),
         ("sglang", EAGLE3 + "--speculative-eagle-topk 4", "needs --speculative-num-steps"),
         ("sglang", EAGLE3 + "--speculative-num-draft-tokens 4", "needs --speculative-num-steps"),
         (
             "sglang",
-            EAGLE3 + "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 6",
+            EAGLE3
+            + "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens "
+            "6",
             "--speculative-num-draft-tokens is 6, --speculative-num-steps 3",
         ),
         ("sglang", VLLM, "not started by"),
@@ -127,17 +156,27 @@ def test_what_the_engine_would_not_take_is_refused_by_name(engine, command, name
 
 
 def test_an_option_may_be_joined_to_its_value():
-    assert parse("sglang", "python -m sglang.launch_server --model-path=m --tp-size=2") == {"--model-path": "m", "--tp-size": 2}
+    assert parse("sglang", "python -m sglang.launch_server --model-path=m --tp-size=2") == {
+        "--model-path": "m",
+        "--tp-size": 2,
+    }
 
 
 def test_switches_and_shares_and_other_names():
-    assert parse("sglang", "python -m sglang.launch_server --model m --tp 2 --enable-metrics --mem-fraction-static 0.8") == {
+    assert parse(
+        "sglang",
+        "python -m sglang.launch_server --model m --tp 2 --enable-metrics --mem-fraction-static "
+        "0.8",
+    ) == {
         "--model-path": "m",
         "--tp-size": 2,
         "--enable-metrics": True,
         "--mem-fraction-static": 0.8,
     }
-    assert parse("vllm", VLLM + "--enforce-eager -tp 2 --gpu-memory-utilization .9 --max-num-batched-tokens=8192") == {
+    assert parse(
+        "vllm",
+        VLLM + "--enforce-eager -tp 2 --gpu-memory-utilization .9 --max-num-batched-tokens=8192",
+    ) == {
         "model": "m",
         "--enforce-eager": True,
         "--tensor-parallel-size": 2,
@@ -148,7 +187,10 @@ def test_switches_and_shares_and_other_names():
 
 @pytest.mark.parametrize("topk", [1, 4])
 def test_a_tree_may_be_judged_in_part_and_a_chain_whole(topk):
-    sizes = f"--speculative-num-steps 3 --speculative-eagle-topk {topk} --speculative-num-draft-tokens {4 if topk == 1 else 9}"
+    sizes = (
+        f"--speculative-num-steps 3 --speculative-eagle-topk {topk} "
+        f"--speculative-num-draft-tokens {4 if topk == 1 else 9}"
+    )
     assert parse("sglang", EAGLE3 + sizes)["--speculative-eagle-topk"] == topk
 
 

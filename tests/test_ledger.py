@@ -17,7 +17,15 @@ from eyas.data.rows import Damaged, Drop, Row
 from eyas.privacy.finding import Finding
 
 SECRET = re.compile(r"SECRET-\d+")
-REASONS = ["empty", "malformed", "pii.phone_number", "pii.person", "duplicate.near", "contamination.spec_bench", "match"]
+REASONS = [
+    "empty",
+    "malformed",
+    "pii.phone_number",
+    "pii.person",
+    "duplicate.near",
+    "contamination.spec_bench",
+    "match",
+]
 
 
 def find(text):
@@ -36,12 +44,20 @@ def test_counts_by_hand():
     made = Ledger(versions={"quality": 2}, policies={"personal": {"policy": "mask"}})
     made.came_in("set", 3)
     made.came_in("other")
-    masked = (Finding("PERSON", 0, 3, 0), Finding("PERSON", 5, 8, 1), Finding("EMAIL_ADDRESS", 9, 12, 1))
+    masked = (
+        Finding("PERSON", 0, 3, 0),
+        Finding("PERSON", 5, 8, 1),
+        Finding("EMAIL_ADDRESS", 9, 12, 1),
+    )
     made.went_out(row("abc", "defg", masked=masked), language="en")
     made.went_out(row("x" * 60, source="other"))
     found = (Finding("PHONE_NUMBER", 0, 8, 0, "5f"), Finding("IBAN_CODE", 9, 12, None))
     gone = entry(row("SECRET-1 x", id="a"), drop("pii.iban_code", *found), find)
-    broken = entry(Damaged("set", "set.jsonl:2", Drop("malformed", "not JSON")), Drop("malformed", "not JSON"), find)
+    broken = entry(
+        Damaged("set", "set.jsonl:2", Drop("malformed", "not JSON")),
+        Drop("malformed", "not JSON"),
+        find,
+    )
     made.dropped(gone)
     made.dropped(broken)
     assert gone == {
@@ -57,7 +73,13 @@ def test_counts_by_hand():
         "characters": 10,
         "turns": ["<PHONE_NUMBER> x"],
     }
-    assert broken == {"source": "set", "where": "set.jsonl:2", "id": None, "reason": "malformed", "note": "not JSON"}
+    assert broken == {
+        "source": "set",
+        "where": "set.jsonl:2",
+        "id": None,
+        "reason": "malformed",
+        "note": "not JSON",
+    }
     whole = made.to_json()
     assert whole["sources"]["set"] == {
         "rows_in": 3,
@@ -70,7 +92,11 @@ def test_counts_by_hand():
         "lengths_out": [1, 0, 0, 0, 0, 0, 0, 0, 0, 0],
         "languages": {"en": 1},
     }
-    assert (whole["rows_in"], whole["rows_out"], whole["dropped"]) == (4, 2, {"malformed": 1, "pii.iban_code": 1})
+    assert (whole["rows_in"], whole["rows_out"], whole["dropped"]) == (
+        4,
+        2,
+        {"malformed": 1, "pii.iban_code": 1},
+    )
     assert whole["lengths_out"] == [1, 0, 1, 0, 0, 0, 0, 0, 0, 0]
     assert whole["lengths_from"] == list(LENGTHS)
     assert whole["versions"] == {"quality": 2}
@@ -88,13 +114,19 @@ def test_counts_by_hand():
 
 
 def test_verdicts_are_in_ledger_and_facts():
-    verdict = {"source": "set", "verdict": "overruled", "overruled": [{"rule": "nc", "reason": "we asked"}]}
+    verdict = {
+        "source": "set",
+        "verdict": "overruled",
+        "overruled": [{"rule": "nc", "reason": "we asked"}],
+    }
     made = Ledger(verdicts=[verdict])
     assert made.to_json()["licences"] == made.facts()["licences"] == [verdict]
     assert json.loads(json.dumps(made.to_json())) == made.to_json()
 
 
-@pytest.mark.parametrize(("came_in", "message"), [(0, "0 rows in, 1 out, 1 dropped"), (3, "3 rows in, 1 out, 1 dropped")])
+@pytest.mark.parametrize(
+    ("came_in", "message"), [(0, "0 rows in, 1 out, 1 dropped"), (3, "3 rows in, 1 out, 1 dropped")]
+)
 def test_a_row_lost_or_made_up_is_noticed(came_in, message):
     made = Ledger()
     made.came_in("set", came_in)
@@ -134,7 +166,9 @@ def test_it_balances_to_the_row_and_source_whatever_comes(rows):
     for name in {source for source, _, _ in rows}:
         account = whole["sources"][name]
         assert account["rows_in"] == sum(source == name for source, _, _ in rows)
-        assert account["dropped"] == Counter(reason for source, reason, _ in rows if reason and source == name)
+        assert account["dropped"] == Counter(
+            reason for source, reason, _ in rows if reason and source == name
+        )
         assert sum(account["lengths_out"]) == account["rows_out"]
     for key in ("rows_in", "rows_out", "rows_masked"):
         assert whole[key] == sum(account[key] for account in whole["sources"].values())
@@ -178,7 +212,12 @@ def test_an_excerpt_is_the_beginning_and_holds_no_finding(text, start, digits):
 
 def test_excerpts_of_overlapping_findings_leave_no_rest():
     def overlapping(text):
-        return [Finding("PERSON", 4, 9), Finding("STREET_ADDRESS", 4, 16), Finding("PERSON", 12, 20), Finding("URL", 20, 22)]
+        return [
+            Finding("PERSON", 4, 9),
+            Finding("STREET_ADDRESS", 4, 16),
+            Finding("PERSON", 12, 20),
+            Finding("URL", 20, 22),
+        ]
 
     assert excerpt("abc 567890123456789012 rest", overlapping) == "abc <PERSON><URL> rest"
 
@@ -198,7 +237,11 @@ def test_short_texts_are_shown_whole_and_long_ones_searched_in_part():
 
 def dropped_lines():
     return [
-        entry(row("SECRET-1", id="a"), drop("pii.phone_number", Finding("PHONE_NUMBER", 0, 8, 0, "5f00")), find),
+        entry(
+            row("SECRET-1", id="a"),
+            drop("pii.phone_number", Finding("PHONE_NUMBER", 0, 8, 0, "5f00")),
+            find,
+        ),
         entry(row("SECRET-2 and\nmore", "b"), drop("pii.person", Finding("PERSON", 0, 8)), find),
         entry(row("c"), Drop("duplicate.near", "like set.jsonl:9 of set"), find),
         entry(Damaged("set", "set.jsonl:4", Drop("malformed")), Drop("malformed"), find),
@@ -237,7 +280,9 @@ def test_reasons_are_asked_for_by_their_beginning(reason, last):
 
 
 def test_nothing_dropped_is_said():
-    assert list(show_dropped([], "pii")) == ["no dropped row has a reason that begins with 'pii'; there are: none"]
+    assert list(show_dropped([], "pii")) == [
+        "no dropped row has a reason that begins with 'pii'; there are: none"
+    ]
 
 
 def test_a_terminal_is_not_steered():

@@ -1,4 +1,6 @@
-"""The licence gate: what the shipped policy refuses and lets through, overrules, the registry, and policies of one's own."""
+"""The licence gate: what the shipped policy refuses and lets through, overrules, the registry, and
+policies of one's own.
+"""
 
 from __future__ import annotations
 
@@ -48,20 +50,35 @@ CASES = {
     "no expression": ({"licence": "the MIT licence", **HUMAN}, ["unknown-licence"]),
     "nobody named": ({"licence": "MIT"}, ["unknown-author"]),
     "an unknown model": ({"licence": "MIT", "prompts_by": "frontier-9"}, ["unknown-author"]),
-    "MIT over GPT-4": ({"licence": "MIT", "prompts_by": "GPT-4", "answers_by": "GPT-4"}, ["competing-model"]),
-    "people and GPT-4": ({"licence": "MIT", "prompts_by": "human, openai/gpt-4o"}, ["competing-model"]),
+    "MIT over GPT-4": (
+        {"licence": "MIT", "prompts_by": "GPT-4", "answers_by": "GPT-4"},
+        ["competing-model"],
+    ),
+    "people and GPT-4": (
+        {"licence": "MIT", "prompts_by": "human, openai/gpt-4o"},
+        ["competing-model"],
+    ),
     "Claude": ({"licence": "Apache-2.0", "prompts_by": "Claude 3 Opus"}, ["competing-model"]),
     "Gemini": ({"licence": "Apache-2.0", "prompts_by": "gemini-1.5-pro"}, ["competing-model"]),
     "Grok": ({"licence": "Apache-2.0", "prompts_by": "grok-2"}, ["competing-model"]),
-    "Llama 3": ({"licence": "MIT", "prompts_by": "meta-llama/Meta-Llama-3-70B-Instruct"}, ["competing-model"]),
+    "Llama 3": (
+        {"licence": "MIT", "prompts_by": "meta-llama/Meta-Llama-3-70B-Instruct"},
+        ["competing-model"],
+    ),
     "Llama 3.1": ({"licence": "MIT", "prompts_by": "meta-llama/Llama-3.1-70B-Instruct"}, []),
     "Cohere": ({"licence": "MIT", "prompts_by": "command-r-plus"}, ["non-commercial"]),
     "OpenAI's open model": ({"licence": "MIT", "prompts_by": "openai/gpt-oss-120b"}, []),
     "Qwen": ({"licence": "MIT", "prompts_by": "Qwen/Qwen3-8B"}, []),
     "Mistral": ({"licence": "MIT", "prompts_by": "mistral-7b-instruct-v0.2"}, []),
-    "Mistral's research licence": ({"licence": "MIT", "prompts_by": "mistral-large-2407"}, ["research-only"]),
+    "Mistral's research licence": (
+        {"licence": "MIT", "prompts_by": "mistral-large-2407"},
+        ["research-only"],
+    ),
     "DeepSeek": ({"licence": "MIT", "prompts_by": "deepseek_r1"}, []),
-    "human prompts, GPT-4's answers": ({"licence": "MIT", "prompts_by": "human", "answers_by": "gpt-4"}, []),
+    "human prompts, GPT-4's answers": (
+        {"licence": "MIT", "prompts_by": "human", "answers_by": "gpt-4"},
+        [],
+    ),
     "either licence": ({"licence": "CC-BY-NC-4.0 OR CC-BY-4.0", **HUMAN}, []),
     "both licences": ({"licence": "ODC-By-1.0 AND CC-BY-NC-4.0", **HUMAN}, ["non-commercial"]),
     "brackets": ({"licence": "MIT AND (CC-BY-NC-4.0 OR Apache-2.0)", **HUMAN}, []),
@@ -115,7 +132,9 @@ def test_one_error_lists_every_refused_source_with_rule_field_and_what_to_state(
     assert "rule unknown-licence, field licence: not given" in text
     assert "or state licence: <SPDX id>" in text
     assert "rule competing-model, field prompts_by: gpt-4 (OpenAI:" in text
-    assert f'overrule: {{non-commercial: "{PLACEHOLDER}", competing-model: "{PLACEHOLDER}"}}' in text
+    assert (
+        f'overrule: {{non-commercial: "{PLACEHOLDER}", competing-model: "{PLACEHOLDER}"}}' in text
+    )
 
 
 def test_nothing_is_raised_where_all_pass():
@@ -125,7 +144,10 @@ def test_nothing_is_raised_where_all_pass():
 def test_what_a_refusal_says_to_state_lets_the_source_through():
     """The line of the message, with a reason in the placeholder's stead, read as the run file is."""
     stated = {"licence": "CC-BY-NC-4.0", "prompts_by": "gpt-4"}
-    overrule = {refusal.rule: "the publisher agreed, letter of 3 May" for refusal in verdict(**stated).refusals}
+    overrule = {
+        refusal.rule: "the publisher agreed, letter of 3 May"
+        for refusal in verdict(**stated).refusals
+    }
     judged = verdict(**stated, overrule=overrule)
     assert judged.allowed
     assert [(one.rule, one.field, one.value, one.reason) for one in judged.overruled] == [
@@ -136,7 +158,9 @@ def test_what_a_refusal_says_to_state_lets_the_source_through():
 
 
 def test_an_overrule_lifts_its_own_rule_only():
-    judged = verdict(licence="CC-BY-NC-4.0", prompts_by="gpt-4", overrule={"non-commercial": "we are a charity"})
+    judged = verdict(
+        licence="CC-BY-NC-4.0", prompts_by="gpt-4", overrule={"non-commercial": "we are a charity"}
+    )
     assert rules(judged) == ["competing-model"]
 
 
@@ -182,7 +206,11 @@ def test_some_thirty_sets_are_known_and_every_fact_has_its_place():
         assert set(entry.unverified) <= {"licence", "terms", "prompts_by", "answers_by"}
         assert all(getattr(entry, name) for name in entry.unverified)
         if "nothing that could be read" in entry.source:
-            given = {name for name in ("licence", "terms", "prompts_by", "answers_by") if getattr(entry, name)}
+            given = {
+                name
+                for name in ("licence", "terms", "prompts_by", "answers_by")
+                if getattr(entry, name)
+            }
             assert set(entry.unverified) == given, entry.id
 
 
@@ -259,11 +287,15 @@ def test_the_packaged_prompts_are_known_by_their_place(path):
     assert judged.allowed
 
 
-@pytest.mark.parametrize("run_file", ["eyas/cli/demo.yaml", "eyas/cli/demo_quick.yaml", "runs/builtin_head.yaml"])
+@pytest.mark.parametrize(
+    "run_file", ["eyas/cli/demo.yaml", "eyas/cli/demo_quick.yaml", "runs/builtin_head.yaml"]
+)
 def test_our_own_runs_pass(run_file):
     content = yaml.safe_load((ROOT / run_file).read_text())
     fields = ("path", "name", "licence", "prompts_by", "answers_by", "overrule")
-    stated = [{name: one[name] for name in fields if name in one} for one in content["prompts"]["sources"]]
+    stated = [
+        {name: one[name] for name in fields if name in one} for one in content["prompts"]["sources"]
+    ]
     require(gate([Source(**one) for one in stated], shipped()))
 
 
@@ -287,7 +319,9 @@ def test_a_statement_that_contradicts_the_registry_is_refused(name):
 
 
 def test_a_contradiction_can_be_overruled_and_what_is_stated_then_counts():
-    judged = verdict(name="no-robots", licence="MIT", overrule={"contradiction": "relicensed to us"})
+    judged = verdict(
+        name="no-robots", licence="MIT", overrule={"contradiction": "relicensed to us"}
+    )
     assert judged.allowed
     assert judged.licence == "MIT"
     assert "CC-BY-NC-4.0" in judged.overruled[0].because
@@ -336,14 +370,19 @@ def test_a_policy_adds_and_removes_licences_and_rules(tmp_path):
         + "traits: {fee: a fee is due to the publisher}\n"
         + "licences: [{ids: [LicenseRef-ours], traits: [fee]}]\n"
         + "authors: [{family: us, names: [our-model-*]}]\n"
-        + "rules: [{name: answers, fields: [answers_by], refuse: [no-competing-models], because: we keep our hands off}]\n",
+        + "rules: [{name: answers, fields: [answers_by], refuse: [no-competing-models], because: "
+        "we keep our hands off}]\n",
     )
-    judged = judge(Source(licence="LicenseRef-ours", prompts_by="our-model-7b", answers_by="human"), ours)
+    judged = judge(
+        Source(licence="LicenseRef-ours", prompts_by="our-model-7b", answers_by="human"), ours
+    )
     assert judged.allowed
     assert judged.duties == {"fee": "LicenseRef-ours: a fee is due to the publisher"}
     assert rules(judge(Source(licence="CC-BY-SA-4.0", **HUMAN), ours)) == ["unknown-licence"]
     assert judge(Source(licence="LicenseRef-evaluation-only", **HUMAN), ours).allowed
-    assert rules(judge(Source(licence="MIT", prompts_by="human", answers_by="gpt-4"), ours)) == ["answers"]
+    assert rules(judge(Source(licence="MIT", prompts_by="human", answers_by="gpt-4"), ours)) == [
+        "answers"
+    ]
     assert rules(judge(Source(licence="CC-BY-NC-4.0", **HUMAN), ours)) == ["non-commercial"]
 
 
@@ -360,14 +399,19 @@ def test_what_no_rule_refuses_any_more_becomes_a_duty(tmp_path):
 
 
 def test_a_rule_of_the_same_name_replaces_the_shipped_one(tmp_path):
-    line = "rules: [{name: non-commercial, fields: [licence], refuse: [share-alike], because: odd}]\n"
+    line = (
+        "rules: [{name: non-commercial, fields: [licence], refuse: [share-alike], because: odd}]\n"
+    )
     ours = policy_of(tmp_path, HEAD + line)
     assert rules(judge(Source(licence="CC-BY-SA-4.0", **HUMAN), ours)) == ["non-commercial"]
     assert judge(Source(licence="CC-BY-NC-4.0", **HUMAN), ours).allowed
 
 
 def test_a_strict_policy_can_refuse_what_was_not_verified(tmp_path):
-    line = "rules: [{name: unverified, fields: [licence, prompts_by], refuse: [unverified], because: look first}]\n"
+    line = (
+        "rules: [{name: unverified, fields: [licence, prompts_by], refuse: [unverified], "
+        "because: look first}]\n"
+    )
     ours = policy_of(tmp_path, HEAD + line)
     assert rules(judge(Source(name="star"), ours)) == ["unverified"]
     assert judge(Source(name="oasst1"), ours).allowed
@@ -377,15 +421,18 @@ def test_a_policy_can_stand_by_itself(tmp_path):
     ours = policy_of(
         tmp_path,
         HEAD
-        + "extends: nothing\nrules: [{name: known, fields: [licence], refuse: [unknown], because: so}]\n"
-        + "licences: [{ids: [MIT]}]\n",
+        + "extends: nothing\nrules: [{name: known, fields: [licence], refuse: [unknown], because: "
+        "so}]\n" + "licences: [{ids: [MIT]}]\n",
     )
     assert judge(Source(licence="MIT", prompts_by="gpt-4"), ours).allowed
     assert rules(judge(Source(licence="Apache-2.0", prompts_by="human"), ours)) == ["known"]
 
 
 def test_the_identity_is_of_what_a_policy_says(tmp_path):
-    one, same, other = (policy_of(tmp_path, HEAD + text) for text in ("", "# a comment\n", "remove_rules: [evaluation-only]\n"))
+    one, same, other = (
+        policy_of(tmp_path, HEAD + text)
+        for text in ("", "# a comment\n", "remove_rules: [evaluation-only]\n")
+    )
     assert one.identity == same.identity
     assert len({shipped().identity, one.identity, other.identity}) == 3
     assert judge(Source(licence="MIT", **HUMAN), one).policy == f"ours 3 ({one.identity})"
@@ -397,12 +444,21 @@ def test_the_identity_is_of_what_a_policy_says(tmp_path):
         ("name: [", "is not YAML"),
         ("just words", "name: Field required"),
         (HEAD + "rule: []\n", "rule: Extra inputs"),
-        (HEAD + "rules: [{name: x, fields: [license], refuse: [unknown], because: y}]\n", r"rules\.0\.fields\.0"),
-        (HEAD + "rules: [{name: x, fields: [licence], refuse: [odd], because: y}]\n", "a trait that does not exist: 'odd'"),
+        (
+            HEAD + "rules: [{name: x, fields: [license], refuse: [unknown], because: y}]\n",
+            r"rules\.0\.fields\.0",
+        ),
+        (
+            HEAD + "rules: [{name: x, fields: [licence], refuse: [odd], because: y}]\n",
+            "a trait that does not exist: 'odd'",
+        ),
         (HEAD + "licences: [{ids: [X], traits: [odd]}]\n", "a trait that does not exist: 'odd'"),
         (HEAD + "remove_rules: [odd]\n", "a rule that does not exist: 'odd'"),
         (HEAD + "remove_licences: [odd]\n", "a licence that does not exist: 'odd'"),
-        (HEAD + "rules: [&a {name: x, fields: [terms], refuse: [unknown], because: y}, *a]\n", "two rules called 'x'"),
+        (
+            HEAD + "rules: [&a {name: x, fields: [terms], refuse: [unknown], because: y}, *a]\n",
+            "two rules called 'x'",
+        ),
         (HEAD + "extends: nothing\n", "no rule"),
     ],
 )
@@ -442,13 +498,17 @@ def test_what_is_no_expression_says_why(text, message):
 
 def test_and_binds_tighter_than_or():
     tree = spdx.parse("MIT OR ISC AND Zlib")
-    assert tree == spdx.OneOf((spdx.Licence("MIT"), spdx.AllOf((spdx.Licence("ISC"), spdx.Licence("Zlib")))))
+    assert tree == spdx.OneOf(
+        (spdx.Licence("MIT"), spdx.AllOf((spdx.Licence("ISC"), spdx.Licence("Zlib"))))
+    )
     assert spdx.key(spdx.parse("zlib and isc or mit")) == spdx.key(tree)
     assert spdx.key(spdx.parse("(MIT OR ISC) AND Zlib")) != spdx.key(tree)
 
 
 LICENCES = st.builds(
-    spdx.Licence, st.sampled_from(["MIT", "CC-BY-NC-4.0", "GPL-2.0+", "LicenseRef-x"]), st.sampled_from(["", "E-1"])
+    spdx.Licence,
+    st.sampled_from(["MIT", "CC-BY-NC-4.0", "GPL-2.0+", "LicenseRef-x"]),
+    st.sampled_from(["", "E-1"]),
 )
 TREES = st.recursive(
     LICENCES,
@@ -462,7 +522,9 @@ TREES = st.recursive(
 
 @given(TREES)
 def test_a_tree_written_and_read_means_the_same(tree):
-    """Brackets that change nothing may go, so meaning is compared: which choices of licences satisfy the tree."""
+    """Brackets that change nothing may go, so meaning is compared: which choices of licences
+    satisfy the tree.
+    """
     assert satisfied_by(spdx.parse(str(tree))) == satisfied_by(tree)
 
 

@@ -22,16 +22,27 @@ VERDICT = judge(
     shipped(),
 ).to_json()
 LEDGER = {
-    "sources": {"sgd": {"rows_in": 100, "rows_out": 90, "dropped": {"duplicate": 7, "personal_data": 3}}},
+    "sources": {
+        "sgd": {"rows_in": 100, "rows_out": 90, "dropped": {"duplicate": 7, "personal_data": 3}}
+    },
     "licences": [VERDICT],
 }
 
 
 def source(licence: str, sha256: str) -> Manifest:
-    return Manifest(stage="source", identity=sha256, config={"licence": licence}, counts={}, files={}, url=f"/raw/{sha256}")
+    return Manifest(
+        stage="source",
+        identity=sha256,
+        config={"licence": licence},
+        counts={},
+        files={},
+        url=f"/raw/{sha256}",
+    )
 
 
-def finished(folder, stage: str, inputs: dict[str, Manifest], facts: dict | None = None, **config) -> Manifest:
+def finished(
+    folder, stage: str, inputs: dict[str, Manifest], facts: dict | None = None, **config
+) -> Manifest:
     artifact = Artifact(str(folder / stage))
     artifact.begin(identity(stage, config, inputs))
     artifact.write("data", stage.encode())
@@ -40,12 +51,16 @@ def finished(folder, stage: str, inputs: dict[str, Manifest], facts: dict | None
 
 @pytest.fixture
 def head(tmp_path) -> Manifest:
-    """train <- features <- answers <- prompts <- two sources; the second is read a second time, beside."""
+    """train <- features <- answers <- prompts <- two sources; the second is read a second time,
+    beside.
+    """
     raw = {"sgd": source("CC-BY-SA-4.0", "aa"), "tldr": source("CC-BY-4.0", "bb")}
     prompts = finished(tmp_path, "prompts", raw, {"ledger": LEDGER}, max_characters=8000)
     answers = finished(tmp_path, "generate", {"prompts": prompts}, temperature=0.0)
     features = finished(tmp_path, "capture", {"answers": answers})
-    finished(tmp_path, "train", {"features": features, "more": prompts, "tldr": raw["tldr"]}, epochs=3)
+    finished(
+        tmp_path, "train", {"features": features, "more": prompts, "tldr": raw["tldr"]}, epochs=3
+    )
     return Artifact(str(tmp_path / "train")).manifest()  # as a reader finds it on disk
 
 
@@ -56,7 +71,11 @@ def test_every_stage_is_found_once_first_to_last(head):
 def test_every_source_is_found_once_with_licence_and_rows(head):
     sgd, tldr = sources(head)
     assert (sgd.name, sgd.licence, sgd.sha256, sgd.url) == ("sgd", "CC-BY-SA-4.0", "aa", "/raw/aa")
-    assert (sgd.num_rows, sgd.num_kept, sgd.dropped) == (100, 90, {"duplicate": 7, "personal_data": 3})
+    assert (sgd.num_rows, sgd.num_kept, sgd.dropped) == (
+        100,
+        90,
+        {"duplicate": 7, "personal_data": 3},
+    )
     assert (tldr.name, tldr.licence, tldr.num_rows) == ("tldr", "CC-BY-4.0", 0)
 
 
@@ -79,7 +98,10 @@ def test_same_name_with_other_bytes_is_another_source(tmp_path):
     first = finished(tmp_path, "prompts", {"sgd": source("MIT", "aa")})
     second = finished(tmp_path / "again", "prompts", {"sgd": source("CC-BY-4.0", "cc")})
     both = finished(tmp_path, "train", {"first": first, "second": second})
-    assert [(one.sha256, one.licence) for one in sources(both)] == [("aa", "MIT"), ("cc", "CC-BY-4.0")]
+    assert [(one.sha256, one.licence) for one in sources(both)] == [
+        ("aa", "MIT"),
+        ("cc", "CC-BY-4.0"),
+    ]
 
 
 def test_a_source_without_licence_is_said_to_have_none(tmp_path):
@@ -99,7 +121,11 @@ def test_lines_show_filters_and_drops_below_what_they_made(head):
     assert [depth[place] for place in where.values()] == [2, 4, 6]
     assert any("max_characters 8000" in line for line in text)
     assert any(f"overruled competing-model (prompts_by gpt-4): {REASON}" in line for line in text)
-    assert any("CC-BY-SA-4.0, 90 of 100 rows kept (dropped: duplicate 7, personal_data 3), sha256 aa" in line for line in text)
+    assert any(
+        "CC-BY-SA-4.0, 90 of 100 rows kept (dropped: duplicate 7, personal_data 3), sha256 aa"
+        in line
+        for line in text
+    )
 
 
 @pytest.mark.parametrize("url", ["{tmp}/made", "memory://made-{tmp}"])

@@ -1,6 +1,8 @@
-"""The objective against loops in float64 that know nothing of how the package computes it, and against numbers on disk.
+"""The objective against loops in float64 that know nothing of how the package computes it, and
+against numbers on disk.
 
-The goldens, tests/goldens/objective.json, are the loops' own: `python -m tests.test_loss` writes them.
+The goldens, tests/goldens/objective.json, are the loops' own: `python -m tests.test_loss` writes
+them.
 """
 
 from __future__ import annotations
@@ -17,9 +19,24 @@ from hypothesis import strategies as st
 from eyas.chat.supervision import OPTIONS, supervised
 from eyas.model.batch import Batch, plan_packs
 from eyas.train import loss as loss_module
-from eyas.train.loss import ObjectiveConfig, Taught, judged_positions, loss_rows, objective, shifted, teach
+from eyas.train.loss import (
+    ObjectiveConfig,
+    Taught,
+    judged_positions,
+    loss_rows,
+    objective,
+    shifted,
+    teach,
+)
 from tests.plain_eagle import PlainHead, Wanted, plain_loss, plain_objective, weights_of
-from tests.tiny_batch import as_examples, doubled, made_up_batch, made_up_samples, tiny_vocabulary, wavy_head
+from tests.tiny_batch import (
+    as_examples,
+    doubled,
+    made_up_batch,
+    made_up_samples,
+    tiny_vocabulary,
+    wavy_head,
+)
 
 GOLDEN = Path(__file__).parent / "goldens" / "objective.json"
 ANSWER = [False] * 2 + [True] * 4
@@ -41,7 +58,12 @@ CONFIGS = {
     "mean over all positions": {"normaliser": "positions"},
     "LK alpha": {"loss": "lk_alpha"},
     "LK lambda": {"loss": "lk_lambda", "out_of_vocabulary": "keep"},
-    "all at once": {"loss_mask": "t", "out_of_vocabulary": "keep", "normaliser": "positions", "loss": "lk_lambda"},
+    "all at once": {
+        "loss_mask": "t",
+        "out_of_vocabulary": "keep",
+        "normaliser": "positions",
+        "loss": "lk_lambda",
+    },
 }
 HEADS = {
     "norm_before_residual": {"norm_before_residual": True},
@@ -56,7 +78,9 @@ HEADS = {
 
 def outcome_of(head, batch, dtype=torch.float64, **config):
     vocabulary, wanted = tiny_vocabulary(dtype), ObjectiveConfig(**config)
-    return objective(head, vocabulary.embed_tokens, batch, teach(batch, vocabulary, head, wanted), wanted)
+    return objective(
+        head, vocabulary.embed_tokens, batch, teach(batch, vocabulary, head, wanted), wanted
+    )
 
 
 def plain_outcome(head, weights, samples, positions=None, **config):
@@ -71,7 +95,14 @@ def plain_outcome(head, weights, samples, positions=None, **config):
     )
     embed_tokens = weights.get("embed_tokens", vocabulary.embed_tokens)
     plain = PlainHead(weights, head.config)
-    return plain_objective(plain, as_examples(samples), embed_tokens, vocabulary.lm_head, head.target_ids_W.tolist(), options)
+    return plain_objective(
+        plain,
+        as_examples(samples),
+        embed_tokens,
+        vocabulary.lm_head,
+        head.target_ids_W.tolist(),
+        options,
+    )
 
 
 def assert_equals_the_loops(head, batch, samples, **config):
@@ -82,7 +113,12 @@ def assert_equals_the_loops(head, batch, samples, **config):
     assert sum(plain.num_trained) > 0
     plain.loss.backward()
     torch.testing.assert_close(outcome.loss, plain.loss, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(outcome.step_losses, torch.tensor(plain.step_losses, dtype=torch.float64), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        outcome.step_losses,
+        torch.tensor(plain.step_losses, dtype=torch.float64),
+        rtol=1e-6,
+        atol=1e-6,
+    )
     assert outcome.num_judged.tolist() == plain.num_judged
     assert outcome.num_trained.tolist() == plain.num_trained
     assert outcome.num_hits.tolist() == plain.num_hits
@@ -90,8 +126,18 @@ def assert_equals_the_loops(head, batch, samples, **config):
         if not weight.requires_grad:
             assert weight.grad is None, name
             continue
-        expected = weights[name].grad if weights[name].grad is not None else torch.zeros_like(weights[name])
-        torch.testing.assert_close(weight.grad, expected, rtol=1e-6, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        expected = (
+            weights[name].grad
+            if weights[name].grad is not None
+            else torch.zeros_like(weights[name])
+        )
+        torch.testing.assert_close(
+            weight.grad,
+            expected,
+            rtol=1e-6,
+            atol=1e-6,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
 
 
 @pytest.mark.parametrize("masks", CASES.values(), ids=CASES.keys())
@@ -115,12 +161,23 @@ def test_every_option_of_the_head_equals_the_loops(flags):
 def golden(outcome, gradients):
     """What is kept of a loss and its gradients, by name."""
     norms = {name: 0.0 if grad is None else float(grad.norm()) for name, grad in gradients.items()}
-    counts = {key: [int(count) for count in getattr(outcome, key)] for key in ("num_judged", "num_trained", "num_hits")}
+    counts = {
+        key: [int(count) for count in getattr(outcome, key)]
+        for key in ("num_judged", "num_trained", "num_hits")
+    }
     steps = [float(loss) for loss in outcome.step_losses]
-    return {"loss": float(outcome.loss.detach()), "step_losses": steps, **counts, "gradient_norms": norms}
+    return {
+        "loss": float(outcome.loss.detach()),
+        "step_losses": steps,
+        **counts,
+        "gradient_norms": norms,
+    }
 
 
-GOLDENS = {**{name: (config, {}) for name, config in CONFIGS.items()}, **{name: ({}, flags) for name, flags in HEADS.items()}}
+GOLDENS = {
+    **{name: (config, {}) for name, config in CONFIGS.items()},
+    **{name: ({}, flags) for name, flags in HEADS.items()},
+}
 
 
 def golden_of_the_loops(config, flags):
@@ -128,7 +185,9 @@ def golden_of_the_loops(config, flags):
     weights = weights_of(head)
     plain = plain_outcome(head, weights, samples, positions=16, **config)
     plain.loss.backward()
-    trained = {name: weights[name].grad for name, weight in head.named_parameters() if weight.requires_grad}
+    trained = {
+        name: weights[name].grad for name, weight in head.named_parameters() if weight.requires_grad
+    }
     return golden(plain, trained)
 
 
@@ -136,9 +195,14 @@ def golden_of_the_loops(config, flags):
 def test_every_option_equals_its_golden(name):
     config, flags = GOLDENS[name]
     head = wavy_head(**flags).double()
-    outcome = outcome_of(head, doubled(Batch.packed(made_up_samples([TURNS, ANSWER], seed=4), 16)), **config)
+    outcome = outcome_of(
+        head, doubled(Batch.packed(made_up_samples([TURNS, ANSWER], seed=4), 16)), **config
+    )
     outcome.loss.backward()
-    made = golden(outcome, {name: weight.grad for name, weight in head.named_parameters() if weight.requires_grad})
+    made = golden(
+        outcome,
+        {name: weight.grad for name, weight in head.named_parameters() if weight.requires_grad},
+    )
     expected = json.loads(GOLDEN.read_text())["objective"][name]
     assert made.keys() == expected.keys()
     for part, value in expected.items():
@@ -148,7 +212,9 @@ def test_every_option_equals_its_golden(name):
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 def test_a_packed_row_equals_the_loops(config):
     samples = made_up_samples([ANSWER, TURNS, [True] * 3, ANSWER], seed=2)
-    assert_equals_the_loops(wavy_head().double(), doubled(Batch.packed(samples, 32)), samples, **config)
+    assert_equals_the_loops(
+        wavy_head().double(), doubled(Batch.packed(samples, 32)), samples, **config
+    )
 
 
 @given(
@@ -182,7 +248,11 @@ def test_judged_are_the_tokens_that_the_mask_option_names(mask, option):
     assert not judged[-1]
 
 
-@given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60), room=st.integers(10, 200), seed=st.integers(0, 3))
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60),
+    room=st.integers(10, 200),
+    seed=st.integers(0, 3),
+)
 @settings(max_examples=40, deadline=None)
 def test_packs_hold_every_sample_once_within_their_room(lengths, room, seed):
     packs = plan_packs(lengths, room, str(seed))
@@ -203,7 +273,10 @@ def test_a_packed_row_says_where_its_samples_begin():
     assert batch.starts_BT.tolist() == [[0, 0, 0, 3, 3, -1, -1]]
     assert batch.loss_mask_BT.tolist() == [[True] * 5 + [False] * 2]
     assert Batch.packed(made_up_samples([[True] * 3, [True] * 2]), 4).tokens_BT.shape == (1, 5)
-    assert Batch.of(made_up_samples([[True] * 3, [True] * 2])).starts_BT.tolist() == [[0, 0, 0], [0, 0, -1]]
+    assert Batch.of(made_up_samples([[True] * 3, [True] * 2])).starts_BT.tolist() == [
+        [0, 0, 0],
+        [0, 0, -1],
+    ]
 
 
 def test_the_cases_hold_misses_hits_and_undraftable_slots():
@@ -214,10 +287,16 @@ def test_the_cases_hold_misses_hits_and_undraftable_slots():
 
 
 def test_judged_at_step_zero_are_the_slots_that_serving_drafts_from():
-    """x_3 .. x_6 is an answer: rounds begin with x_3, x_4 or x_5 as bonus token, at the slot before each."""
+    """x_3 .. x_6 is an answer: rounds begin with x_3, x_4 or x_5 as bonus token, at the slot before
+    each.
+    """
     mask_BT = torch.tensor([[False, False, False, True, True, True, True]])
-    assert shifted(judged_positions(mask_BT), 1).tolist() == [[False, False, True, True, True, False, False]]
-    assert shifted(judged_positions(mask_BT), 3).tolist() == [[True, True, True, False, False, False, False]]
+    assert shifted(judged_positions(mask_BT), 1).tolist() == [
+        [False, False, True, True, True, False, False]
+    ]
+    assert shifted(judged_positions(mask_BT), 3).tolist() == [
+        [True, True, True, False, False, False, False]
+    ]
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(0, 14))
@@ -228,7 +307,9 @@ def test_shifted_reads_ahead(row, by):
 
 
 def test_tokens_outside_the_answer_do_not_teach():
-    """What the target thought of the prompt, and of the answer's last token, has no influence on loss or gradient."""
+    """What the target thought of the prompt, and of the answer's last token, has no influence on
+    loss or gradient.
+    """
     mask = [False] * 5 + [True] * 4 + [False] * 3
     batch = made_up_batch([mask])
     losses = []
@@ -241,11 +322,17 @@ def test_tokens_outside_the_answer_do_not_teach():
 
 
 def test_the_teacher_is_the_target_at_the_judged_positions():
-    batch, head, vocabulary = doubled(made_up_batch([[True] * 9])), wavy_head().double(), tiny_vocabulary(torch.float64)
+    batch, head, vocabulary = (
+        doubled(made_up_batch([[True] * 9])),
+        wavy_head().double(),
+        tiny_vocabulary(torch.float64),
+    )
     teacher = teach(batch, vocabulary, head, ObjectiveConfig(loss="lk_alpha"))
     logits_PV = batch.last_hidden_BTH[0, 1:8] @ vocabulary.lm_head.T
     rows = torch.tensor([5, 0, 5])
-    torch.testing.assert_close(teacher.taught(rows).p_RW, logits_PV[rows][:, head.target_ids_W].softmax(-1))
+    torch.testing.assert_close(
+        teacher.taught(rows).p_RW, logits_PV[rows][:, head.target_ids_W].softmax(-1)
+    )
     share_P = logits_PV.softmax(-1)[:, head.target_ids_W].sum(-1)
     torch.testing.assert_close(teacher.taught(rows).share_R, share_P[rows])
     torch.testing.assert_close(teacher.log_sum_P, logits_PV.logsumexp(-1))
@@ -267,7 +354,14 @@ def test_pieces_of_the_vocabulary_change_nothing(monkeypatch, at_once):
         head = wavy_head().double()
         outcome = outcome_of(head, batch, loss="lk_lambda")
         outcome.loss.backward()
-        results.append((outcome.loss, outcome.step_losses, outcome.num_hits, *(weight.grad for weight in head.parameters())))
+        results.append(
+            (
+                outcome.loss,
+                outcome.step_losses,
+                outcome.num_hits,
+                *(weight.grad for weight in head.parameters()),
+            )
+        )
     for whole, pieces in zip(*results, strict=True):
         torch.testing.assert_close(pieces, whole, rtol=1e-9, atol=1e-9)
 
@@ -283,7 +377,12 @@ def test_the_losses_gradient_is_autograds_own(loss):
     teacher_RV = 3 * torch.randn(5, 12, generator=generator, dtype=torch.float64)
     logits_RW = (2 * torch.randn(5, 7, generator=generator, dtype=torch.float64)).requires_grad_()
     kept = [0, 2, 3, 5, 8, 9, 11]
-    expected_R = torch.stack([plain_loss(z, teacher, kept, loss) for z, teacher in zip(logits_RW, teacher_RV, strict=True)])
+    expected_R = torch.stack(
+        [
+            plain_loss(z, teacher, kept, loss)
+            for z, teacher in zip(logits_RW, teacher_RV, strict=True)
+        ]
+    )
     (expected_grad,) = torch.autograd.grad(expected_R.sum(), logits_RW)
     losses_R, grad_RW, choice_R = loss_rows(logits_RW.detach(), taught_by(teacher_RV, kept), loss)
     assert torch.equal(choice_R, logits_RW.argmax(-1))
@@ -294,27 +393,37 @@ def test_the_losses_gradient_is_autograds_own(loss):
 def test_a_target_that_cuts_its_logits_teaches_what_it_says():
     batch, head = doubled(made_up_batch([[True] * 9])), wavy_head().double()
     vocabulary = tiny_vocabulary(torch.float64)
-    cutting = replace(vocabulary, config=vocabulary.config.model_copy(update={"logit_softcap": 2.0}))
+    cutting = replace(
+        vocabulary, config=vocabulary.config.model_copy(update={"logit_softcap": 2.0})
+    )
     teacher = teach(batch, cutting, head, ObjectiveConfig(loss="lk_alpha"))
     logits_PV = 2 * torch.tanh(batch.last_hidden_BTH[0, 1:8] @ vocabulary.lm_head.T / 2)
-    torch.testing.assert_close(teacher.taught(torch.arange(7)).p_RW, logits_PV[:, head.target_ids_W].softmax(-1))
+    torch.testing.assert_close(
+        teacher.taught(torch.arange(7)).p_RW, logits_PV[:, head.target_ids_W].softmax(-1)
+    )
     torch.testing.assert_close(teacher.log_sum_P, logits_PV.logsumexp(-1))
 
 
 def test_nothing_as_large_as_scores_or_logits_is_kept_for_the_way_back():
     head, sizes = wavy_head(), []
     batch = made_up_batch([[True] * 100])
-    with torch.autograd.graph.saved_tensors_hooks(lambda kept: sizes.append(kept.numel()) or kept, lambda kept: kept):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda kept: sizes.append(kept.numel()) or kept, lambda kept: kept
+    ):
         outcome = outcome_of(head, batch, torch.float32)
     num_slots, num_rows = 98, int(outcome.num_trained.sum())
     assert max(sizes) < num_slots**2
     assert max(sizes) < num_rows * head.config.draft_vocab_size
-    assert num_rows * head.config.hidden_size in sizes  # the gradient by the rows: the hooks saw what Distillation keeps
+    # the gradient by the rows: the hooks saw what Distillation keeps
+    assert num_rows * head.config.hidden_size in sizes
 
 
 def test_acceptance_near_zero_has_a_finite_gradient():
     """A draft that is sure of what the target excludes."""
-    logits_RW, taught = torch.tensor([[200.0, 0.0, 0.0]]), taught_by(torch.tensor([[-200.0, 50.0, 0.0]]), [0, 1, 2])
+    logits_RW, taught = (
+        torch.tensor([[200.0, 0.0, 0.0]]),
+        taught_by(torch.tensor([[-200.0, 50.0, 0.0]]), [0, 1, 2]),
+    )
     for loss in ("cross_entropy", "lk_alpha", "lk_lambda"):
         losses_R, grad_RW, _ = loss_rows(logits_RW, taught, loss)
         assert losses_R.isfinite().all()
@@ -326,7 +435,9 @@ def test_bf16_is_close_to_float32():
     exact = outcome_of(head, batch, torch.float32)
     teacher = teach(batch, vocabulary, head, ObjectiveConfig())
     with torch.autocast("cpu", torch.bfloat16):
-        rough = objective(head, vocabulary.embed_tokens.bfloat16(), batch, teacher, ObjectiveConfig())
+        rough = objective(
+            head, vocabulary.embed_tokens.bfloat16(), batch, teacher, ObjectiveConfig()
+        )
     assert rough.loss.dtype == torch.float32
     torch.testing.assert_close(rough.loss, exact.loss, rtol=0.02, atol=0)
     assert not torch.equal(rough.loss, exact.loss)
@@ -334,4 +445,6 @@ def test_bf16_is_close_to_float32():
 
 if __name__ == "__main__":
     made = {name: golden_of_the_loops(*both) for name, both in GOLDENS.items()}
-    GOLDEN.write_text(json.dumps({"made by": "python -m tests.test_loss", "objective": made}, indent=1) + "\n")
+    GOLDEN.write_text(
+        json.dumps({"made by": "python -m tests.test_loss", "objective": made}, indent=1) + "\n"
+    )

@@ -1,4 +1,6 @@
-"""Head against target: what cannot be right is refused with what to write, what differs harmlessly is not."""
+"""Head against target: what cannot be right is refused with what to write, what differs harmlessly
+is not.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from tests.tiny_batch import TINY_TARGET
 
 LLAMA3 = RopeConfig(theta=5e5, kind="llama3", factor=8.0)
 TARGET = TINY_TARGET.model_copy(update={"rope": LLAMA3, "max_position_embeddings": 131072})
-HEAD = HeadConfig.for_target(TARGET, HeadOptions(draft_vocab_size=24)).model_copy(update={"target_lm_head_sha256": "a" * 64})
+HEAD = HeadConfig.for_target(TARGET, HeadOptions(draft_vocab_size=24)).model_copy(
+    update={"target_lm_head_sha256": "a" * 64}
+)
 
 HARMLESS = {
     "its own head size": {"head_dim": 8, "num_attention_heads": 2},
@@ -28,15 +32,27 @@ WRONG = {
     "vocabulary": ({"vocab_size": 41}, "vocabulary of 41, this one 40", "trained on"),
     "hidden size": ({"target_hidden_size": 16}, "hidden size 16, this one 12", "trained on"),
     "taps": ({"taps": (1, 3, 8)}, "taps layer 8, the target has 8 layers", "trained on"),
-    "lm_head": ({"target_lm_head_sha256": "b" * 64}, "against the lm_head bbbbbbbbbbbb, this target's is aaaaaaaaaaaa", "very"),
+    "lm_head": (
+        {"target_lm_head_sha256": "b" * 64},
+        "against the lm_head bbbbbbbbbbbb, this target's is aaaaaaaaaaaa",
+        "very",
+    ),
     "theta": (
         {"rope": RopeConfig(theta=1e6)},
         r"is rope_theta 1e\+06, the target's rope_theta 500000 with",
         "own_rope",
     ),
     "no scaling": ({"rope": RopeConfig(theta=5e5)}, "rotary embedding differs", '"own_rope": true'),
-    "another scaling": ({"rope": LLAMA3.model_copy(update={"factor": 32.0})}, "'factor': 32.0", '"own_rope": true'),
-    "a scaled 10000": ({"rope": RopeConfig(kind="linear", factor=4.0)}, "rotary embedding differs", '"own_rope": true'),
+    "another scaling": (
+        {"rope": LLAMA3.model_copy(update={"factor": 32.0})},
+        "'factor': 32.0",
+        '"own_rope": true',
+    ),
+    "a scaled 10000": (
+        {"rope": RopeConfig(kind="linear", factor=4.0)},
+        "rotary embedding differs",
+        '"own_rope": true',
+    ),
 }
 
 
@@ -57,15 +73,25 @@ def test_what_cannot_be_right_is_refused_with_what_to_write(changes, named, hint
 
 
 def test_all_faults_are_named_at_once():
-    head = HEAD.model_copy(update={"vocab_size": 41, "taps": (1, 3, 8), "rope": RopeConfig(theta=1e6)})
+    head = HEAD.model_copy(
+        update={"vocab_size": 41, "taps": (1, 3, 8), "rope": RopeConfig(theta=1e6)}
+    )
     assert len(match_faults(head, TARGET, "a" * 64)) == 3
     with pytest.raises(MismatchError, match=r"vocabulary of 41.*taps layer 8.*rotary embedding"):
         check_head(head, TARGET, "a" * 64)
 
 
 def test_rotations_are_compared_by_what_they_do():
-    assert same_rotation(RopeConfig(theta=1e6, factor=4.0), RopeConfig(theta=1e6))  # a factor without a kind
+    # a factor without a kind
+    assert same_rotation(RopeConfig(theta=1e6, factor=4.0), RopeConfig(theta=1e6))
     assert same_rotation(RopeConfig(theta=1e6, kind="linear"), RopeConfig(theta=1e6))  # scaled by 1
-    assert same_rotation(RopeConfig(kind="linear", factor=2.0, low_freq_factor=3.0), RopeConfig(kind="linear", factor=2.0))
-    assert not same_rotation(RopeConfig(kind="linear", factor=2.0), RopeConfig(kind="llama3", factor=2.0))
-    assert not same_rotation(LLAMA3, LLAMA3.model_copy(update={"original_max_position_embeddings": 4096}))
+    assert same_rotation(
+        RopeConfig(kind="linear", factor=2.0, low_freq_factor=3.0),
+        RopeConfig(kind="linear", factor=2.0),
+    )
+    assert not same_rotation(
+        RopeConfig(kind="linear", factor=2.0), RopeConfig(kind="llama3", factor=2.0)
+    )
+    assert not same_rotation(
+        LLAMA3, LLAMA3.model_copy(update={"original_max_position_embeddings": 4096})
+    )

@@ -43,7 +43,8 @@ def test_tau_counts_every_round_once(hist):
 
 @given(HIST)
 def test_acceptance_by_position_gives_tau_back(hist):
-    reached = np.cumprod([1.0, *metrics.acceptance_by_position(hist)])  # share of the rounds that accepted 0, 1, 2, ... or more
+    # share of the rounds that accepted 0, 1, 2, ... or more
+    reached = np.cumprod([1.0, *metrics.acceptance_by_position(hist)])
     if sum(hist):
         assert metrics.tau(hist) == pytest.approx(reached.sum())
 
@@ -58,12 +59,24 @@ def test_histograms_add_up(hists):
 
 @given(SAMPLE, st.floats(0, 1))
 def test_percentile_is_numpys(values, share):
-    assert metrics.percentile(values, share) == pytest.approx(np.quantile(values, share), rel=1e-9, abs=1e-6)
+    assert metrics.percentile(values, share) == pytest.approx(
+        np.quantile(values, share), rel=1e-9, abs=1e-6
+    )
 
 
 def test_median_interval_is_the_published_table():
     # Ranks for 95 %, counted from 1, as in tables of the sign test.
-    table = {6: (1, 6), 8: (1, 8), 9: (2, 8), 12: (3, 10), 15: (4, 12), 20: (6, 15), 25: (8, 18), 30: (10, 21), 40: (14, 27)}
+    table = {
+        6: (1, 6),
+        8: (1, 8),
+        9: (2, 8),
+        12: (3, 10),
+        15: (4, 12),
+        20: (6, 15),
+        25: (8, 18),
+        30: (10, 21),
+        40: (14, 27),
+    }
     for n, (low, high) in table.items():
         assert metrics.median_interval(range(1, n + 1)) == (low, high), n
     for n in range(6):
@@ -101,7 +114,9 @@ def test_tokens_per_forward_lies_between_plain_and_tau():
 @given(HIST)
 def test_positions_that_servers_count_say_what_the_histogram_says(hist):
     accepted = [sum(hist[position + 1 :]) for position in range(len(hist) - 1)]
-    assert metrics.acceptance_of_positions(sum(hist), accepted) == metrics.acceptance_by_position(hist)
+    assert metrics.acceptance_of_positions(sum(hist), accepted) == metrics.acceptance_by_position(
+        hist
+    )
 
 
 def test_bootstrap_holds_a_ratio_as_often_as_it_says():

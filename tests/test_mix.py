@@ -25,7 +25,8 @@ NAMES = ["chat", "code", "sums"]
         ({"c": 1, "b": 1, "a": 1}, {"a": 99, "b": 99, "c": 99}, 100, {"a": 34, "b": 33, "c": 33}),
         ({"a": 0.9, "b": 0.1}, {"a": 5, "b": 100}, None, {"a": 5, "b": 1}),
         ({"a": 1}, {"a": 5, "b": 100}, None, {"a": 5}),
-        ({"a": 0.1, "b": 0.2}, {"a": 1000, "b": 200}, None, {"a": 100, "b": 200}),  # 0.1 + 0.2 is not 0.3 in floats
+        # 0.1 + 0.2 is not 0.3 in floats
+        ({"a": 0.1, "b": 0.2}, {"a": 1000, "b": 200}, None, {"a": 100, "b": 200}),
         ({"a": 2, "b": 1}, {"a": 1000, "b": 1000}, 0, {"a": 0, "b": 0}),
     ],
 )
@@ -35,7 +36,9 @@ def test_counts_by_hand(mix, available, limit, expected):
 
 @settings(deadline=None, max_examples=300)
 @given(
-    st.dictionaries(st.sampled_from("abcde"), st.integers(1, 60).map(lambda share: share / 10), min_size=1),
+    st.dictionaries(
+        st.sampled_from("abcde"), st.integers(1, 60).map(lambda share: share / 10), min_size=1
+    ),
     st.lists(st.integers(1, 400), min_size=5, max_size=5),
     st.none() | st.integers(0, 900),
 )
@@ -52,7 +55,9 @@ def test_counts_are_shares_to_the_row_and_no_larger_total_is(mix, numbers, limit
         assert 0 <= count <= available[name]
         assert abs(count - total * share[name]) < 1
     # Every larger total that the rows could fill asks some source for more than it has.
-    for larger in range(total + 1, min(sum(numbers), limit if limit is not None else sum(numbers)) + 1):
+    for larger in range(
+        total + 1, min(sum(numbers), limit if limit is not None else sum(numbers)) + 1
+    ):
         assert any(larger * share[name] > available[name] - 1 for name in mix)
         capped = counts_for(mix, dict.fromkeys(available, 10**6), larger)
         assert any(capped[name] > available[name] for name in mix)
@@ -77,7 +82,9 @@ def test_a_share_of_what_is_not_there_is_an_error_that_names_it():
 def draw(count, counts, seed=3):
     rng = np.random.default_rng(0)
     sources = rng.integers(0, 3, count)
-    return Draw(NAMES, sources, fit.scrambled(np.arange(1, count + 1, dtype=np.uint64)), counts, seed)
+    return Draw(
+        NAMES, sources, fit.scrambled(np.arange(1, count + 1, dtype=np.uint64)), counts, seed
+    )
 
 
 def test_a_draw_takes_the_counts_and_nothing_of_other_sources():

@@ -1,4 +1,6 @@
-"""The native CPU path against transformers and the plain head, and against itself: a row's bits depend on the row alone."""
+"""The native CPU path against transformers and the plain head, and against itself: a row's bits
+depend on the row alone.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ from tests.plain_eagle import Example, PlainHead
 from tests.tiny import tiny_target
 from tests.tiny_head import tiny_head
 
-needs_native = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+needs_native = pytest.mark.skipif(
+    native.unavailable() is not None, reason=str(native.unavailable())
+)
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -53,7 +57,9 @@ SHAPES = {
     "long products": {"intermediate_size": 1200, "initializer_range": 0.1},
     "biases": {"attention_bias": True, "mlp_bias": True},
     "llama3 rope": {"rope_parameters": LLAMA3_ROPE},
-    "linear rope": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
+    "linear rope": {
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    },
     "qwen2": {"family": "qwen2", "head_dim": 16, "hidden_size": 64},
     "qwen3": {"family": "qwen3"},
     "mistral": {"family": "mistral"},
@@ -61,7 +67,9 @@ SHAPES = {
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TAPS = (1, 3, 4)
 T, PAGE_SIZE, PAGES = 21, 4, 32
-TOKENS = [int(token) for token in torch.randint(3, 320, (T,), generator=torch.Generator().manual_seed(1))]
+TOKENS = [
+    int(token) for token in torch.randint(3, 320, (T,), generator=torch.Generator().manual_seed(1))
+]
 STRAIGHT = np.arange(PAGES, dtype=np.int32)[None]
 SHUFFLED = np.random.default_rng(0).permutation(PAGES).astype(np.int32)[None]
 
@@ -73,10 +81,14 @@ def folder_of(shape: str) -> Path:
 
 @functools.cache
 def target_of(shape: str, dtype: str) -> NativeTarget:
-    return new_target(TargetConfig.from_folder(folder_of(shape)), read_tensors(folder_of(shape)), dtype)
+    return new_target(
+        TargetConfig.from_folder(folder_of(shape)), read_tensors(folder_of(shape)), dtype
+    )
 
 
-def new_target(config: TargetConfig, tensors: dict[str, Tensor], dtype: str = "float32", squeezed: bool = True) -> NativeTarget:
+def new_target(
+    config: TargetConfig, tensors: dict[str, Tensor], dtype: str = "float32", squeezed: bool = True
+) -> NativeTarget:
     """A tiny target whose weights are packed as those of a large one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "SQUEEZED_FROM", 0 if squeezed else 1 << 40)
@@ -89,14 +101,22 @@ def new_cache(shape: str, dtype: str) -> PagedCache:
     return PagedCache(config.num_hidden_layers, PAGES, PAGE_SIZE, heads, DTYPES[dtype])
 
 
-def chunk(tokens: list[int], start: int, page_table: np.ndarray = STRAIGHT, first_column: int = 0) -> Rows:
+def chunk(
+    tokens: list[int], start: int, page_table: np.ndarray = STRAIGHT, first_column: int = 0
+) -> Rows:
     return prompt_rows([tokens], [start], page_table, PAGE_SIZE, "cpu", first_column)
 
 
 def tree_rows(
-    tokens: list[int], parents: list[int], prefix: int, page_table: np.ndarray = STRAIGHT, first_column: int = 0
+    tokens: list[int],
+    parents: list[int],
+    prefix: int,
+    page_table: np.ndarray = STRAIGHT,
+    first_column: int = 0,
 ) -> Rows:
-    """Nodes of one tree behind a prefix: node i lies in column prefix + i; parents[i] is an earlier node or -1."""
+    """Nodes of one tree behind a prefix: node i lies in column prefix + i; parents[i] is an earlier
+    node or -1.
+    """
     seen, depths = [], []
     for i, parent in enumerate(parents):
         seen.append((seen[parent] if parent >= 0 else 0) | 1 << i)
@@ -107,7 +127,9 @@ def tree_rows(
     slot = slots_of(page_table, request, column, PAGE_SIZE)
     bits = np.array(seen, dtype=np.uint64).view(np.int64)
     full = np.full(N, prefix, dtype=np.int64)
-    return rows_of((np.array(tokens), request, position, slot, full, bits), page_table, "cpu", first_column)
+    return rows_of(
+        (np.array(tokens), request, position, slot, full, bits), page_table, "cpu", first_column
+    )
 
 
 def run(target: NativeTarget, cache: PagedCache, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -134,26 +156,37 @@ def one_by_one(shape: str, dtype: str) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_target_is_transformers(shape: str, dtype: str):
     stored = AutoModelForCausalLM.from_pretrained(folder_of(shape), dtype=DTYPES[dtype]).eval()
-    exact = AutoModelForCausalLM.from_pretrained(folder_of(shape), dtype=DTYPES[dtype]).double().eval()
+    exact = (
+        AutoModelForCausalLM.from_pretrained(folder_of(shape), dtype=DTYPES[dtype]).double().eval()
+    )
     aux_hidden, logits = run(target_of(shape, dtype), new_cache(shape, dtype), chunk(TOKENS, 0))
     errors = []
     for model in (stored, exact):
         with torch.inference_mode():
             plain = model(torch.tensor([TOKENS]), output_hidden_states=True)
-        expected = torch.cat([plain.logits[0], *(plain.hidden_states[layer + 1][0] for layer in TAPS)], dim=-1).double()
+        expected = torch.cat(
+            [plain.logits[0], *(plain.hidden_states[layer + 1][0] for layer in TAPS)], dim=-1
+        ).double()
         errors.append(torch.cat([logits, aux_hidden], dim=-1).double() - expected)
-    theirs = float((errors[1] - errors[0]).norm())  # what PyTorch is off by in this precision; its sums are shorter
+    # what PyTorch is off by in this precision; its sums are shorter
+    theirs = float((errors[1] - errors[0]).norm())
     assert float(errors[1].norm()) < 3 * theirs
 
 
 @needs_native
 def test_weights_of_bfloat16_are_stored_in_12_bits_for_either_precision():
     matrices = [
-        tensor for name, tensor in read_tensors(folder_of("llama")).items() if tensor.dim() == 2 and "embed" not in name
+        tensor
+        for name, tensor in read_tensors(folder_of("llama")).items()
+        if tensor.dim() == 2 and "embed" not in name
     ]
     wide = target_of("llama", "float32").num_bytes
     assert wide == 4 * sum(matrix.numel() for matrix in matrices)
-    assert target_of("llama", "bfloat16").num_bytes == target_of("bf16 weights", "float32").num_bytes < 0.39 * wide
+    assert (
+        target_of("llama", "bfloat16").num_bytes
+        == target_of("bf16 weights", "float32").num_bytes
+        < 0.39 * wide
+    )
 
 
 @needs_native
@@ -165,10 +198,15 @@ def test_weights_of_unusual_size_are_kept_exactly(rare: float):
     for name, tensor in tensors.items():
         if name.endswith("down_proj.weight") or name == "lm_head.weight":
             size = torch.randint(-60, 3, tensor.shape, generator=generator).float().exp2()
-            tensors[name] = torch.where(torch.rand(tensor.shape, generator=generator) < rare, tensor * size, tensor).bfloat16()
-    inexact = {name: tensor.float() * (1 + 2**-20) for name, tensor in tensors.items()}  # no bfloat16: stored in full
+            tensors[name] = torch.where(
+                torch.rand(tensor.shape, generator=generator) < rare, tensor * size, tensor
+            ).bfloat16()
+    # no bfloat16: stored in full
+    inexact = {name: tensor.float() * (1 + 2**-20) for name, tensor in tensors.items()}
     ours, full = (new_target(config, weights) for weights in (tensors, inexact))
-    ours, full = (run(target, new_cache("llama", "float32"), chunk(TOKENS, 0))[1] for target in (ours, full))
+    ours, full = (
+        run(target, new_cache("llama", "float32"), chunk(TOKENS, 0))[1] for target in (ours, full)
+    )
     assert float((ours - full).norm() / full.norm()) < 1e-3
 
 
@@ -177,7 +215,10 @@ def test_positions_beyond_the_first_table(monkeypatch):
     folder = folder_of("llama")
     monkeypatch.setattr(native, "FIRST_POSITIONS", 2)
     grown = new_target(TargetConfig.from_folder(folder), read_tensors(folder))
-    assert torch.equal(run(grown, new_cache("llama", "float32"), chunk(TOKENS, 0))[1], one_by_one("llama", "float32")[1])
+    assert torch.equal(
+        run(grown, new_cache("llama", "float32"), chunk(TOKENS, 0))[1],
+        one_by_one("llama", "float32")[1],
+    )
 
 
 # Bits
@@ -185,9 +226,16 @@ def test_positions_beyond_the_first_table(monkeypatch):
 
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", ["llama", "MHA, head of 64", "GQA of 3, odd sizes", "GQA of 8, head of 80", "long products"])
-@pytest.mark.parametrize(("sizes", "page_table", "threads"), [([21], STRAIGHT, 2), ([2, 3, 7, 9], SHUFFLED, 1)])
-def test_chunks_give_the_bits_of_single_tokens(shape: str, dtype: str, sizes: list[int], page_table: np.ndarray, threads: int):
+@pytest.mark.parametrize(
+    "shape",
+    ["llama", "MHA, head of 64", "GQA of 3, odd sizes", "GQA of 8, head of 80", "long products"],
+)
+@pytest.mark.parametrize(
+    ("sizes", "page_table", "threads"), [([21], STRAIGHT, 2), ([2, 3, 7, 9], SHUFFLED, 1)]
+)
+def test_chunks_give_the_bits_of_single_tokens(
+    shape: str, dtype: str, sizes: list[int], page_table: np.ndarray, threads: int
+):
     target, cache = target_of(shape, dtype), new_cache(shape, dtype)
     target.set_threads(threads)
     done, outputs = 0, []
@@ -201,10 +249,14 @@ def test_chunks_give_the_bits_of_single_tokens(shape: str, dtype: str, sizes: li
 
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", ["llama", "MHA, head of 64", "GQA of 3, odd sizes", "GQA of 8, head of 80"])
+@pytest.mark.parametrize(
+    "shape", ["llama", "MHA, head of 64", "GQA of 3, odd sizes", "GQA of 8, head of 80"]
+)
 @pytest.mark.parametrize("prefix", [1, 12, 13])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_path_in_a_tree_gives_the_bits_of_plain_decoding(shape: str, dtype: str, prefix: int, threads: int):
+def test_a_path_in_a_tree_gives_the_bits_of_plain_decoding(
+    shape: str, dtype: str, prefix: int, threads: int
+):
     target, cache = target_of(shape, dtype), new_cache(shape, dtype)
     target.set_threads(threads)
     run(target, cache, chunk(TOKENS[:prefix], 0, SHUFFLED))
@@ -234,7 +286,13 @@ def test_batch_of_requests_gives_the_bits_of_each_alone(dtype: str):
     target, cache = target_of("llama", dtype), new_cache("llama", dtype)
     page_table = SHUFFLED.reshape(4, -1)
     starts = [0, 3, 5, 2]
-    run(target, cache, prompt_rows([TOKENS[:start] or [1] for start in starts], [0] * 4, page_table, PAGE_SIZE, "cpu"))
+    run(
+        target,
+        cache,
+        prompt_rows(
+            [TOKENS[:start] or [1] for start in starts], [0] * 4, page_table, PAGE_SIZE, "cpu"
+        ),
+    )
     parts = [TOKENS[start : start + 1 + b] for b, start in enumerate(starts)]
     logits = run(target, cache, prompt_rows(parts, starts, page_table, PAGE_SIZE, "cpu"))[1]
     plain = one_by_one("llama", dtype)[1]
@@ -247,7 +305,9 @@ def test_rows_whose_logits_are_asked_for():
     target, cache = target_of("llama", "float32"), new_cache("llama", "float32")
     plain_aux, plain_logits = one_by_one("llama", "float32")
     for wanted in ([], [20], [3, 3, 0], list(range(12))):
-        output = target.forward(chunk(TOKENS, 0), cache, TAPS, torch.tensor(wanted, dtype=torch.int64))
+        output = target.forward(
+            chunk(TOKENS, 0), cache, TAPS, torch.tensor(wanted, dtype=torch.int64)
+        )
         assert output.logits.shape == (len(wanted), 320)
         assert torch.equal(output.logits, plain_logits[wanted])
         assert torch.equal(output.best, plain_logits[wanted].argmax(-1))
@@ -277,7 +337,10 @@ def test_squeezed_weights_give_the_bits_of_plain_ones(shape: str, dtype: str):
     squeezed, plain = (new_target(config, tensors, dtype, way) for way in (True, False))
     assert squeezed.num_bytes < 0.8 * plain.num_bytes
     for size in (1, 2, 5, 8, 21):
-        logits = [run(target, new_cache(shape, dtype), chunk(TOKENS[:size], 0))[1] for target in (squeezed, plain)]
+        logits = [
+            run(target, new_cache(shape, dtype), chunk(TOKENS[:size], 0))[1]
+            for target in (squeezed, plain)
+        ]
         assert torch.equal(*logits)
 
 
@@ -305,7 +368,11 @@ def test_what_is_not_there_is_refused():
 
 @needs_native
 def test_two_decoders_on_two_python_threads():
-    other = new_target(TargetConfig.from_folder(folder_of("llama")), read_tensors(folder_of("llama")), squeezed=False)
+    other = new_target(
+        TargetConfig.from_folder(folder_of("llama")),
+        read_tensors(folder_of("llama")),
+        squeezed=False,
+    )
     targets = [other, target_of("llama", "float32")]
     expected = one_by_one("llama", "float32")[1]
     for target in targets:
@@ -313,7 +380,9 @@ def test_two_decoders_on_two_python_threads():
 
     def decode(target: NativeTarget) -> bool:
         cache = new_cache("llama", "float32")
-        return all(torch.equal(run(target, cache, chunk(TOKENS, 0))[1], expected) for _ in range(20))
+        return all(
+            torch.equal(run(target, cache, chunk(TOKENS, 0))[1], expected) for _ in range(20)
+        )
 
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(decode, targets)) == [True, True]
@@ -326,7 +395,9 @@ def test_a_forked_child_has_threads_of_its_own():
     expected = run(target, new_cache("llama", "float32"), chunk(TOKENS, 0))[1]
     child = os.fork()
     if child == 0:
-        same = torch.equal(run(target, new_cache("llama", "float32"), chunk(TOKENS, 0))[1], expected)
+        same = torch.equal(
+            run(target, new_cache("llama", "float32"), chunk(TOKENS, 0))[1], expected
+        )
         os._exit(0 if same else 1)
     assert os.waitpid(child, 0)[1] == 0
 
@@ -366,12 +437,20 @@ def draft_of(flags: tuple[str, ...], dtype: str, **others: Tensor) -> NativeDraf
     config, tensors = head_of(flags)
     target = read_tensors(folder_of("llama"))
     tensors = {**tensors, **others}
-    return NativeDraft(config, tensors, target["model.embed_tokens.weight"], target["lm_head.weight"], DTYPES[dtype])
+    return NativeDraft(
+        config,
+        tensors,
+        target["model.embed_tokens.weight"],
+        target["lm_head.weight"],
+        DTYPES[dtype],
+    )
 
 
 def draft_cache(dtype: str) -> PagedCache:
     config, _ = head_of()
-    return PagedCache(1, PAGES, PAGE_SIZE, (config.num_key_value_heads, config.head_dim), DTYPES[dtype])
+    return PagedCache(
+        1, PAGES, PAGE_SIZE, (config.num_key_value_heads, config.head_dim), DTYPES[dtype]
+    )
 
 
 def features(dtype: str) -> Tensor:
@@ -383,7 +462,11 @@ def features(dtype: str) -> Tensor:
 @pytest.mark.parametrize("flags", [tuple(flags) for flags in FLAGS], ids=" ".join)
 def test_extend_step_and_proposals_are_the_plain_heads(flags: tuple[str, ...], dtype: str):
     config, tensors = head_of(flags)
-    rounded = {name: tensor.to(DTYPES[dtype]).double() for name, tensor in tensors.items() if tensor.is_floating_point()}
+    rounded = {
+        name: tensor.to(DTYPES[dtype]).double()
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point()
+    }
     embed = read_tensors(folder_of("llama"))["model.embed_tokens.weight"].to(DTYPES[dtype]).double()
     draft, cache, aux = draft_of(flags, dtype), draft_cache(dtype), features(dtype)
     plain, example = PlainHead(rounded, config), Example(TOKENS, [], aux.double(), aux.double())
@@ -391,7 +474,11 @@ def test_extend_step_and_proposals_are_the_plain_heads(flags: tuple[str, ...], d
     h = draft.extend(chunk(TOKENS[1:13], 1, first_column=1), aux[:12], cache)
     states = [h[-1:]]
     for step in range(2):
-        states.append(draft.step(chunk(TOKENS[13 + step : 14 + step], 13 + step, first_column=1), states[-1], cache))
+        states.append(
+            draft.step(
+                chunk(TOKENS[13 + step : 14 + step], 13 + step, first_column=1), states[-1], cache
+            )
+        )
     share = 2e-5 if dtype == "float32" else 0.1
     for ours, theirs in zip(states, expected, strict=True):
         assert float((ours[0] - theirs).norm() / theirs.norm()) < share
@@ -426,8 +513,12 @@ def test_a_drafts_rows_depend_on_nothing_beside_them(dtype: str):
 def test_of_equal_proposals_the_smaller_draft_id_goes_first():
     lm_head = head_of()[1]["lm_head.weight"].clone()
     lm_head[32:] = lm_head[:32]
-    draft = draft_of((), "float32", **{"lm_head.weight": lm_head, "d2t": torch.zeros(64, dtype=torch.int64)})
-    ids, log_probs = draft.proposals(torch.randn(7, 32, generator=torch.Generator().manual_seed(0)), 6)
+    draft = draft_of(
+        (), "float32", **{"lm_head.weight": lm_head, "d2t": torch.zeros(64, dtype=torch.int64)}
+    )
+    ids, log_probs = draft.proposals(
+        torch.randn(7, 32, generator=torch.Generator().manual_seed(0)), 6
+    )
     assert torch.equal(ids[:, 1::2], ids[:, ::2] + 32)
     assert torch.equal(log_probs[:, 1::2], log_probs[:, ::2])
 
@@ -436,7 +527,11 @@ def test_of_equal_proposals_the_smaller_draft_id_goes_first():
 def test_a_head_with_embeddings_and_without_lm_head():
     config, tensors = head_of()
     config = config.model_copy(update={"draft_vocab_size": 320})
-    tensors = {name: tensor for name, tensor in tensors.items() if name not in ("lm_head.weight", "d2t", "t2d")}
+    tensors = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name not in ("lm_head.weight", "d2t", "t2d")
+    }
     target = read_tensors(folder_of("llama"))
     embed, lm_head = target["model.embed_tokens.weight"], target["lm_head.weight"]
     with_both = {**tensors, "embed_tokens.weight": embed, "lm_head.weight": lm_head}
@@ -466,11 +561,18 @@ def grown_plainly(
     """The same growth as lists, one node's forward at a time."""
     K, k = growth
     B = len(lens)
-    tokens, scores = first[0].tolist(), [[np.float32(score) for score in row] for row in first[1].tolist()]
+    tokens, scores = (
+        first[0].tolist(),
+        [[np.float32(score) for score in row] for row in first[1].tolist()],
+    )
     parents, depths = [[-1] * k for _ in range(B)], [1] * k
-    frontiers = [[(j, 1 << j, h_BH[b : b + 1]) for j in range(k)] for b in range(B)]  # candidate, seen, the parent's state
+    # candidate, seen, the parent's state
+    frontiers = [[(j, 1 << j, h_BH[b : b + 1]) for j in range(k)] for b in range(B)]
     for level in range(K - 1):
-        if sum(math.exp(max(scores[b][node] for node, _, _ in frontiers[b])) for b in range(B)) < thresholds[level]:
+        if (
+            sum(math.exp(max(scores[b][node] for node, _, _ in frontiers[b])) for b in range(B))
+            < thresholds[level]
+        ):
             break
         depths += [level + 2] * (k * k)
         for b in range(B):
@@ -487,24 +589,36 @@ def grown_plainly(
                     tokens[b].append(int(ids[0, i]))
                     scores[b].append(scores[b][node] + np.float32(log_probs[0, i]))
                     parents[b].append(node)
-            order = sorted(range(k * k), key=lambda i, b=b, start=start: (-scores[b][start + i], i))[:k]
+            order = sorted(
+                range(k * k), key=lambda i, b=b, start=start: (-scores[b][start + i], i)
+            )[:k]
             bits = [1 << ((level + 1) * k + place) for place in range(k)]
             best = zip(sorted(order), bits, strict=True)
             frontiers[b] = [(start + i, children[i][0] | bit, children[i][1]) for i, bit in best]
-    return Proposals(np.array(tokens), np.array(scores, dtype=np.float32), np.array(parents), np.array(depths))
+    return Proposals(
+        np.array(tokens), np.array(scores, dtype=np.float32), np.array(parents), np.array(depths)
+    )
 
 
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("growth", "least"), [((4, 3), 0.0), ((6, 1), 0.0), ((3, 6), 0.0), ((1, 4), 0.0), ((5, 2), 0.4)])
+@pytest.mark.parametrize(
+    ("growth", "least"), [((4, 3), 0.0), ((6, 1), 0.0), ((3, 6), 0.0), ((1, 4), 0.0), ((5, 2), 0.4)]
+)
 @pytest.mark.parametrize("flags", [(), ("norm_output",)], ids=" ".join)
-def test_propose_is_the_plain_growth_to_the_bit(dtype: str, growth: tuple[int, int], least: float, flags: tuple[str, ...]):
+def test_propose_is_the_plain_growth_to_the_bit(
+    dtype: str, growth: tuple[int, int], least: float, flags: tuple[str, ...]
+):
     draft, cache, aux = draft_of(flags, dtype), draft_cache(dtype), features(dtype)
     draft.set_threads(2)
     page_table, lens = SHUFFLED.reshape(2, -1), [7, 12]
     h = torch.cat(
         [
-            draft.extend(prompt_rows([TOKENS[1 : n + 1]], [1], page_table[b : b + 1], PAGE_SIZE, "cpu", 1), aux[:n], cache)[-1:]
+            draft.extend(
+                prompt_rows([TOKENS[1 : n + 1]], [1], page_table[b : b + 1], PAGE_SIZE, "cpu", 1),
+                aux[:n],
+                cache,
+            )[-1:]
             for b, n in enumerate(lens)
         ]
     )
@@ -525,7 +639,9 @@ def test_proposing_where_no_page_is():
     draft, cache = draft_of((), "float32"), draft_cache("float32")
     first = draft.proposals(torch.ones(1, 32), 2)
     with pytest.raises(IndexError, match="page"):
-        draft.propose([PAGES * PAGE_SIZE - 1], torch.ones(1, 32), first, STRAIGHT, cache, (3, 2), [0.0, 0.0])
+        draft.propose(
+            [PAGES * PAGE_SIZE - 1], torch.ones(1, 32), first, STRAIGHT, cache, (3, 2), [0.0, 0.0]
+        )
 
 
 # A round in two calls
@@ -537,7 +653,10 @@ def test_proposing_where_no_page_is():
 def test_growing_from_features_is_extending_and_proposing(dtype: str, growth: tuple[int, int]):
     """Two requests, 3 and 1 entries behind, whose features lie in pages."""
     draft, aux, page_table = draft_of((), dtype), features(dtype), SHUFFLED.reshape(2, -1)
-    kept, caches = FeatureCache(PAGES * PAGE_SIZE, 3 * 32, DTYPES[dtype]), [draft_cache(dtype) for _ in range(2)]
+    kept, caches = (
+        FeatureCache(PAGES * PAGE_SIZE, 3 * 32, DTYPES[dtype]),
+        [draft_cache(dtype) for _ in range(2)],
+    )
     lens, starts = [7, 12], [5, 12]
     for b, n in enumerate(lens):
         slots = slots_of(page_table, np.full(n, b), np.arange(n), PAGE_SIZE)
@@ -546,12 +665,18 @@ def test_growing_from_features_is_extending_and_proposing(dtype: str, growth: tu
     for b, (start, n) in enumerate(zip(starts, lens, strict=True)):
         pages = page_table[b : b + 1]
         for cache in caches:
-            draft.enter(prompt_rows([TOKENS[1:start]], [1], pages, PAGE_SIZE, "cpu", 1), aux[: start - 1], cache)
+            draft.enter(
+                prompt_rows([TOKENS[1:start]], [1], pages, PAGE_SIZE, "cpu", 1),
+                aux[: start - 1],
+                cache,
+            )
         rows = prompt_rows([TOKENS[start : n + 1]], [start], pages, PAGE_SIZE, "cpu", 1)
         h.append(draft.extend(rows, aux[start - 1 : n], caches[0])[-1:])
     first, thresholds = draft.proposals(torch.cat(h), growth[1]), [0.0] * (growth[0] - 1)
     expected = draft.propose(lens, torch.cat(h), first, page_table, caches[0], growth, thresholds)
-    tokens = [token for start, n in zip(starts, lens, strict=True) for token in TOKENS[start : n + 1]]
+    tokens = [
+        token for start, n in zip(starts, lens, strict=True) for token in TOKENS[start : n + 1]
+    ]
     ours = draft.grow(Roots(lens, starts, tokens, page_table), caches[1], kept, growth, thresholds)
     for name in ("tokens", "scores", "parents", "depths"):
         assert np.array_equal(getattr(ours, name), getattr(expected, name))
@@ -562,7 +687,9 @@ def test_growing_from_features_is_extending_and_proposing(dtype: str, growth: tu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", ["llama", "MHA, head of 64"])
 def test_verifying_in_one_call_is_forward_walk_and_move(shape: str, dtype: str):
-    """Three requests: one with a tree whose second branch the target takes, one with none, one with a tree that it does not."""
+    """Three requests: one with a tree whose second branch the target takes, one with none, one with
+    a tree that it does not.
+    """
     target, rng = target_of(shape, dtype), np.random.default_rng(0)
     width = 3 * TargetConfig.from_folder(folder_of(shape)).hidden_size
     page_table = SHUFFLED[:, :30].reshape(3, 10)
@@ -579,10 +706,17 @@ def test_verifying_in_one_call_is_forward_walk_and_move(shape: str, dtype: str):
     parents = np.array([[-1, -1, 0, 1, 3], [-1, -1, 0, 1, 3]], dtype=np.int32)
     others = rng.integers(3, 300, 5)
     tokens = np.array([[others[0], follow[1], others[1], follow[2], others[2]], others])
-    proposals = Proposals(tokens, np.zeros((2, 5), dtype=np.float32), parents, np.array([1, 1, 2, 2, 3], dtype=np.int32))
+    proposals = Proposals(
+        tokens,
+        np.zeros((2, 5), dtype=np.float32),
+        parents,
+        np.array([1, 1, 2, 2, 3], dtype=np.int32),
+    )
     kept = np.array([[True, True, False, True, True], [False, True, False, False, False]])
     chosen = Chosen([0, -1, 1], proposals, kept)
-    ours = target.verify(Roots(lens, lens, roots, page_table), chosen, caches[0], TAPS, kept_features[0])
+    ours = target.verify(
+        Roots(lens, lens, roots, page_table), chosen, caches[0], TAPS, kept_features[0]
+    )
 
     trees = [
         tree_of(roots[b], proposals, line, kept[line].nonzero()[0].tolist()) if line >= 0 else None
@@ -598,7 +732,12 @@ def test_verifying_in_one_call_is_forward_walk_and_move(shape: str, dtype: str):
         for place, node in enumerate(path, start=1):
             caches[1].move([slots[node]], [slots[place]])
             kept_features[1].move([slots[node]], [slots[place]])
-        filled = slots_of(page_table, np.full(lens[b] + len(emitted), b), np.arange(lens[b] + len(emitted)), PAGE_SIZE)
+        filled = slots_of(
+            page_table,
+            np.full(lens[b] + len(emitted), b),
+            np.arange(lens[b] + len(emitted)),
+            PAGE_SIZE,
+        )
         assert torch.equal(caches[0].data[:, filled], caches[1].data[:, filled])
         assert torch.equal(kept_features[0].data[filled], kept_features[1].data[filled])
     assert ours[0] == follow[1:]

@@ -16,7 +16,11 @@ NOTEBOOKS = sorted((Path(__file__).resolve().parents[1] / "notebooks").glob("*.i
 def test_notebooks_are_kept_without_outputs(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
-    assert not [cell.id for cell in notebook.cells if cell.cell_type == "code" and (cell.outputs or cell.execution_count)]
+    assert not [
+        cell.id
+        for cell in notebook.cells
+        if cell.cell_type == "code" and (cell.outputs or cell.execution_count)
+    ]
 
 
 def test_the_notebook_goes_from_a_server_to_the_pictures(tmp_path, monkeypatch):
@@ -24,12 +28,20 @@ def test_the_notebook_goes_from_a_server_to_the_pictures(tmp_path, monkeypatch):
     (path,) = [path for path in NOTEBOOKS if path.stem == "measure"]
     notebook = nbformat.read(path, as_version=4)
     nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute(cwd=str(tmp_path))
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    said = "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
+    outputs = [
+        output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs
+    ]
+    said = "".join(
+        output.text
+        for output in outputs
+        if output.output_type == "stream" and output.name == "stdout"
+    )
     assert said.count("16 of 16 answers identical") == 3
     assert "report.html True" in said
     shown = [output.data for output in outputs if output.output_type == "execute_result"]
-    assert any("| eagle over plain | 4 at a time |" in data.get("text/markdown", "") for data in shown)
+    assert any(
+        "| eagle over plain | 4 at a time |" in data.get("text/markdown", "") for data in shown
+    )
     (drawn,) = [data["text/html"] for data in shown if "<svg" in data.get("text/html", "")]
     assert drawn.count("<svg") == 6
     assert not [output for output in outputs if output.output_type == "error"]

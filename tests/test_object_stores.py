@@ -1,4 +1,6 @@
-"""Features in real object stores: an S3 server and a GCS emulator, over lines that break, servers that die and come back."""
+"""Features in real object stores: an S3 server and a GCS emulator, over lines that break, servers
+that die and come back.
+"""
 
 import asyncio
 import threading
@@ -41,7 +43,11 @@ def s3_server() -> Iterator[int]:
     server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     port = server.get_host_and_port()[1]
-    keys = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
+    keys = {
+        "AWS_ACCESS_KEY_ID": "id",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
     with environment(**keys, AWS_ENDPOINT_URL=f"http://127.0.0.1:{port}", AWS_MAX_ATTEMPTS="1"):
         forget_clients()
         fsspec.filesystem("s3").mkdir(BUCKET)
@@ -89,7 +95,9 @@ def store(request: pytest.FixtureRequest) -> Store:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses are a fiftieth of the usual, gcsfs' own too."""
     monkeypatch.setattr(artifact_module, "LONGEST_PAUSE_S", 0.2)
-    monkeypatch.setattr("gcsfs.retry.asyncio", SimpleNamespace(sleep=lambda seconds: asyncio.sleep(seconds / 50)))
+    monkeypatch.setattr(
+        "gcsfs.retry.asyncio", SimpleNamespace(sleep=lambda seconds: asyncio.sleep(seconds / 50))
+    )
 
 
 def wide_sample(number: int) -> Sample:
@@ -117,7 +125,9 @@ def finish(artifact: Artifact, writer: ShardWriter) -> Features:
 
 
 def assert_all_there(features: Features, count: int) -> None:
-    assert [entry.key for entry in features.entries] == [f"sample-{number}" for number in range(count)]
+    assert [entry.key for entry in features.entries] == [
+        f"sample-{number}" for number in range(count)
+    ]
     for number, sample in enumerate(features.stream(range(count))):
         assert_same(sample, wide_sample(number))
 
@@ -144,7 +154,9 @@ def test_a_bad_line_costs_a_pause(store: Store, kind: str) -> None:
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_both_clients_of_s3_read_the_same_over_a_bad_line(s3: Store, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_clients_of_s3_read_the_same_over_a_bad_line(
+    s3: Store, fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if fast:
         pytest.importorskip("obstore", reason="the extra obstore is not installed")
     else:
@@ -167,7 +179,9 @@ def test_a_line_that_stalls_is_given_up(s3: Store, monkeypatch: pytest.MonkeyPat
     assert s3.line.num_faults > 0
 
 
-def test_a_dead_store_is_an_error_that_says_so_and_keeps_what_was_done(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_store_is_an_error_that_says_so_and_keeps_what_was_done(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     artifact = begun(store.url)
     writer = add_missing(artifact, 7)  # a whole shard, and three samples in memory
     store.line.fault("reset")
@@ -186,8 +200,12 @@ def test_a_dead_store_is_an_error_that_says_so_and_keeps_what_was_done(store: St
     assert_all_there(finish(again, resumed), 10)
 
 
-def test_a_killed_server_that_comes_back_has_lost_nothing(gcs: Store, gcs_server: GcsServer) -> None:
-    """SIGKILL while shards are written, and again while they are read; the writer and the reader just wait."""
+def test_a_killed_server_that_comes_back_has_lost_nothing(
+    gcs: Store, gcs_server: GcsServer
+) -> None:
+    """SIGKILL while shards are written, and again while they are read; the writer and the reader
+    just wait.
+    """
     artifact = begun(gcs.url)
     gcs_server.kill()
     restart = threading.Timer(0.4, gcs_server.start)
@@ -205,8 +223,12 @@ def test_a_killed_server_that_comes_back_has_lost_nothing(gcs: Store, gcs_server
     restart.join()
 
 
-def test_an_upload_killed_in_the_middle_leaves_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The line breaks for good within a shard's bytes: nothing of it is taken for a shard, and the next run writes it whole."""
+def test_an_upload_killed_in_the_middle_leaves_nothing(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line breaks for good within a shard's bytes: nothing of it is taken for a shard, and the
+    next run writes it whole.
+    """
     artifact = begun(store.url)
     add_missing(artifact, 4)
     writer = add_missing(artifact, 7)
@@ -218,12 +240,17 @@ def test_an_upload_killed_in_the_middle_leaves_nothing(store: Store, monkeypatch
     store.line.healthy()
     forget_clients()
     again = begun(store.url)
-    # These servers may keep what came of an upload as an object, as S3 and GCS themselves do not: it is to be told apart.
-    assert ShardWriter(again, "train", WIDE, samples_per_shard=4).keys == {f"sample-{number}" for number in range(4)}
+    # These servers may keep what came of an upload as an object, as S3 and GCS themselves do not:
+    # it is to be told apart.
+    assert ShardWriter(again, "train", WIDE, samples_per_shard=4).keys == {
+        f"sample-{number}" for number in range(4)
+    }
     assert_all_there(finish(again, add_missing(again, 9)), 9)
 
 
-def test_a_flipped_byte_is_found_and_named_and_the_cache_is_not_believed(store: Store, tmp_path: Path) -> None:
+def test_a_flipped_byte_is_found_and_named_and_the_cache_is_not_believed(
+    store: Store, tmp_path: Path
+) -> None:
     artifact = begun(store.url)
     features = finish(artifact, add_missing(artifact, 6))
     cache = Cache(tmp_path / "cache", 1 << 20)
@@ -246,8 +273,12 @@ def test_a_flipped_byte_is_found_and_named_and_the_cache_is_not_believed(store: 
     assert_same(features[4], wide_sample(4))
 
 
-def test_the_environment_gives_training_a_cache(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two heads of `eyas train` from features in a store read each sample from it once; the cache stays within its bound."""
+def test_the_environment_gives_training_a_cache(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two heads of `eyas train` from features in a store read each sample from it once; the cache
+    stays within its bound.
+    """
     folder = tiny_target(tmp_path / "target")
     target = Target.load(folder)
     samples = samples_of(target, greedy_answers(folder, 12), "sample")
@@ -263,8 +294,16 @@ def test_the_environment_gives_training_a_cache(store: Store, tmp_path: Path, mo
 
     monkeypatch.setattr(Features, "_fetched", counted)
     for seed in (0, 1):
-        settings = ["head.draft_vocab_size=320", "epochs=1", "dtype=float32", "objective.num_ttt_steps=2", f"seed={seed}"]
-        cli_train.command(store.url, str(folder), str(tmp_path / f"head-{seed}"), overrides=settings)
+        settings = [
+            "head.draft_vocab_size=320",
+            "epochs=1",
+            "dtype=float32",
+            "objective.num_ttt_steps=2",
+            f"seed={seed}",
+        ]
+        cli_train.command(
+            store.url, str(folder), str(tmp_path / f"head-{seed}"), overrides=settings
+        )
         assert sorted(fetched) == sorted(sample.key for sample in samples)
     kept = [path.stat().st_size for path in (tmp_path / "cache" / "features").iterdir()]
     assert 0 < sum(kept) <= 1_000_000

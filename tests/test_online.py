@@ -24,7 +24,13 @@ from tests.stages import ending_target, prompts_of, write_prompts
 from tests.tiny import tiny_target
 
 TRAIN = TrainConfig.model_validate(
-    {"head": {"draft_vocab_size": 320}, "epochs": 2, "batches": {"tokens": 256}, "dtype": "float32", "checkpoint_every": 2}
+    {
+        "head": {"draft_vocab_size": 320},
+        "epochs": 2,
+        "batches": {"tokens": 256},
+        "dtype": "float32",
+        "checkpoint_every": 2,
+    }
 )
 
 
@@ -40,19 +46,35 @@ def answers(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     output = Artifact(str(root / "answers"))
     system = "The address is 71 North Street. " * 20
     prompts = [
-        dataclasses.replace(prompt, system=system if number % 2 else None) for number, prompt in enumerate(prompts_of(40))
+        dataclasses.replace(prompt, system=system if number % 2 else None)
+        for number, prompt in enumerate(prompts_of(40))
     ]
-    generate(GenerateConfig(target=str(target), max_tokens=12), write_prompts(root / "prompts", prompts), output)
+    generate(
+        GenerateConfig(target=str(target), max_tokens=12),
+        write_prompts(root / "prompts", prompts),
+        output,
+    )
     return output
 
 
 def config_of(target: Path, **settings: Any) -> CaptureConfig:
-    return CaptureConfig(**{"target": str(target), "held_out_share": 0.3, "batch_tokens": 1, "codec": "lossless", **settings})
+    return CaptureConfig(
+        **{
+            "target": str(target),
+            "held_out_share": 0.3,
+            "batch_tokens": 1,
+            "codec": "lossless",
+            **settings,
+        }
+    )
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def both(
-    request: pytest.FixtureRequest, target: Path, answers: Artifact, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    target: Path,
+    answers: Artifact,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Artifact, OnlineTarget]:
     """A lossless store and the target at hand, of the same settings."""
     config = config_of(target, store_dtype=request.param, samples_per_shard=4)
@@ -65,7 +87,9 @@ def assert_same(online: OnlineFeatures, stored: Features) -> None:
     numbers = list(range(len(stored)))
     assert len(online) == len(stored) > 2
     assert online.lengths == stored.lengths
-    for (ids, mask), (stored_ids, stored_mask) in zip(online.all_tokens(), stored.all_tokens(), strict=True):
+    for (ids, mask), (stored_ids, stored_mask) in zip(
+        online.all_tokens(), stored.all_tokens(), strict=True
+    ):
         assert torch.equal(ids, stored_ids)
         assert torch.equal(mask, stored_mask)
     batches = [numbers[::-1][:5], numbers[3:], numbers[:1]]
@@ -85,7 +109,9 @@ def test_samples_are_the_stores_to_the_bit(both: tuple[Artifact, OnlineTarget], 
     assert at_hand.meta == Features(store, split).meta.model_copy(update={"codec": "raw"})
 
 
-def test_it_is_the_same_work_and_says_where_it_comes_from(both: tuple[Artifact, OnlineTarget]) -> None:
+def test_it_is_the_same_work_and_says_where_it_comes_from(
+    both: tuple[Artifact, OnlineTarget],
+) -> None:
     store, at_hand = both
     made, stored = at_hand.manifest, store.manifest()
     assert made.identity == stored.identity
@@ -95,12 +121,23 @@ def test_it_is_the_same_work_and_says_where_it_comes_from(both: tuple[Artifact, 
     assert "generate" in "\n".join(lines(made))
 
 
-def test_the_loss_is_the_stores_to_the_bit(target: Path, both: tuple[Artifact, OnlineTarget], tmp_path: Path) -> None:
+def test_the_loss_is_the_stores_to_the_bit(
+    target: Path, both: tuple[Artifact, OnlineTarget], tmp_path: Path
+) -> None:
     store, at_hand = both
     outputs = [Artifact(str(tmp_path / name)) for name in ("stored", "online")]
     train(TRAIN, str(target), Features(store), outputs[0], held_out=Features(store, "held_out"))
-    manifest = train(TRAIN, str(target), at_hand.features("train"), outputs[1], held_out=at_hand.features("held_out"))
-    rows = [[{**row, "seconds": 0.0} for row in output.read_jsonl("metrics.jsonl")] for output in outputs]
+    manifest = train(
+        TRAIN,
+        str(target),
+        at_hand.features("train"),
+        outputs[1],
+        held_out=at_hand.features("held_out"),
+    )
+    rows = [
+        [{**row, "seconds": 0.0} for row in output.read_jsonl("metrics.jsonl")]
+        for output in outputs
+    ]
     assert rows[0] == rows[1]
     assert len(rows[0]) > 3
     assert outputs[0].read("model.safetensors") == outputs[1].read("model.safetensors")
@@ -108,7 +145,9 @@ def test_the_loss_is_the_stores_to_the_bit(target: Path, both: tuple[Artifact, O
 
 
 def test_a_run_that_was_cut_goes_on_online(target: Path, answers: Artifact, tmp_path: Path) -> None:
-    """With batches computed together too: what is computed together does not depend on where a run was cut."""
+    """With batches computed together too: what is computed together does not depend on where a run
+    was cut.
+    """
     config = config_of(target, batch_tokens=4096)
     outputs = [Artifact(str(tmp_path / name)) for name in ("whole", "cut")]
     train(TRAIN, str(target), OnlineTarget(config, answers).features("train"), outputs[0])
@@ -118,23 +157,34 @@ def test_a_run_that_was_cut_goes_on_online(target: Path, answers: Artifact, tmp_
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train(TRAIN, str(target), OnlineTarget(config, answers).features("train"), outputs[1], interrupt)
+        train(
+            TRAIN,
+            str(target),
+            OnlineTarget(config, answers).features("train"),
+            outputs[1],
+            interrupt,
+        )
     train(TRAIN, str(target), OnlineTarget(config, answers).features("train"), outputs[1])
     assert outputs[0].read("model.safetensors") == outputs[1].read("model.safetensors")
 
 
 def test_what_is_computed_together_is_other_work(target: Path, answers: Artifact) -> None:
     alone, together, squeezed = (
-        OnlineTarget(config_of(target, **settings), answers) for settings in ({}, {"batch_tokens": 4096}, {"codec": "within2"})
+        OnlineTarget(config_of(target, **settings), answers)
+        for settings in ({}, {"batch_tokens": 4096}, {"codec": "within2"})
     )
     assert len({one.manifest.identity for one in (alone, together, squeezed)}) == 3
     assert squeezed.meta.codec == "raw"
     numbers = list(range(len(alone.features("train"))))
-    (one,), (other,) = (list(at_hand.features("train").batches([numbers])) for at_hand in (alone, together))
+    (one,), (other,) = (
+        list(at_hand.features("train").batches([numbers])) for at_hand in (alone, together)
+    )
     by_key = {sample.key: sample for sample in other}
     assert by_key.keys() == {sample.key for sample in one}
     for sample in one:
-        torch.testing.assert_close(sample.aux_hidden, by_key[sample.key].aux_hidden, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(
+            sample.aux_hidden, by_key[sample.key].aux_hidden, rtol=2e-2, atol=2e-2
+        )
 
 
 def test_the_target_is_loaded_for_features_only(
@@ -143,8 +193,16 @@ def test_the_target_is_loaded_for_features_only(
     """A finished head is found without it."""
     output = Artifact(str(tmp_path / "head"))
     train(TRAIN, str(target), OnlineTarget(config_of(target), answers).features("train"), output)
-    monkeypatch.setattr("eyas.features.decoder.Target.load", lambda *_: pytest.fail("loads the target to do nothing"))
-    train(TRAIN, str(target), OnlineTarget(config_of(target), answers).features("train"), Artifact(output.url))
+    monkeypatch.setattr(
+        "eyas.features.decoder.Target.load",
+        lambda *_: pytest.fail("loads the target to do nothing"),
+    )
+    train(
+        TRAIN,
+        str(target),
+        OnlineTarget(config_of(target), answers).features("train"),
+        Artifact(output.url),
+    )
 
 
 def test_answers_of_another_target_are_refused(answers: Artifact, tmp_path: Path) -> None:
@@ -152,7 +210,9 @@ def test_answers_of_another_target_are_refused(answers: Artifact, tmp_path: Path
         OnlineTarget(config_of(tiny_target(tmp_path / "other", seed=1)), answers)
 
 
-def test_from_the_command_line(target: Path, answers: Artifact, both: tuple[Artifact, OnlineTarget], tmp_path: Path) -> None:
+def test_from_the_command_line(
+    target: Path, answers: Artifact, both: tuple[Artifact, OnlineTarget], tmp_path: Path
+) -> None:
     """`eyas train ANSWERS --online` makes the head of `eyas train FEATURES`."""
     setting = both[1].setting.config.model_dump(mode="json", exclude={"target"})
     run_file = tmp_path / "run.yaml"
@@ -160,10 +220,14 @@ def test_from_the_command_line(target: Path, answers: Artifact, both: tuple[Arti
     heads = [tmp_path / "online", tmp_path / "stored"]
     cli_train.command(answers.url, str(target), str(heads[0]), online=True, run_file=run_file)
     cli_train.command(both[0].url, str(target), str(heads[1]), run_file=run_file)
-    assert (heads[0] / "model.safetensors").read_bytes() == (heads[1] / "model.safetensors").read_bytes()
+    assert (heads[0] / "model.safetensors").read_bytes() == (
+        heads[1] / "model.safetensors"
+    ).read_bytes()
 
 
-def test_a_run_that_is_online_stores_what_is_held_out(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_online_stores_what_is_held_out(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompts = tmp_path / "prompts.jsonl"
     rows = [{"prompt": f"I would like a table for {number} in San Jose."} for number in range(60)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -173,7 +237,16 @@ def test_a_run_that_is_online_stores_what_is_held_out(target: Path, tmp_path: Pa
             "target": str(target),
             "output": str(tmp_path / "run"),
             "online": True,
-            "prompts": {"sources": [{"path": str(prompts), "licence": "CC0-1.0", "name": "made up", "prompts_by": "human"}]},
+            "prompts": {
+                "sources": [
+                    {
+                        "path": str(prompts),
+                        "licence": "CC0-1.0",
+                        "name": "made up",
+                        "prompts_by": "human",
+                    }
+                ]
+            },
             "generate": {"max_tokens": 12},
             "capture": {"held_out_share": 0.3, "batch_tokens": 1},
             "train": TRAIN.model_dump(mode="json"),

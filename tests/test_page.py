@@ -1,4 +1,6 @@
-"""The playground in a real browser: what it draws is what the server said, by mouse and by keys, and it asks nobody else."""
+"""The playground in a real browser: what it draws is what the server said, by mouse and by keys,
+and it asks nobody else.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ WAIT_MS = 120_000  # a busy machine's
 @pytest.fixture(scope="module")
 def server():
     engine = EngineConfig(max_batch=2, max_length=512, speculation="fixed(4,2,8)")
-    with running_server(ServeConfig(target=BUILTIN, head=BUILTIN, port=0, threads=1, engine=engine)) as url:
+    with running_server(
+        ServeConfig(target=BUILTIN, head=BUILTIN, port=0, threads=1, engine=engine)
+    ) as url:
         yield url
 
 
@@ -41,7 +45,9 @@ def browser():
 
 @contextmanager
 def opened(browser, url, faults=(), **options):
-    """A page in a context of its own. It may ask this server only, and complain of nothing but `faults`."""
+    """A page in a context of its own. It may ask this server only, and complain of nothing but
+    `faults`.
+    """
     with (
         browser.new_context(viewport={"width": 1280, "height": 860}, **options)
         if not options.get("viewport")
@@ -80,8 +86,15 @@ def chat(page, prompt=PROMPT, longest=40):
 
 def asked(url, speculation=True, **fields):
     """The same over the API."""
-    body = {"model": "eyas", "messages": [{"role": "user", "content": PROMPT}], "temperature": 0, "max_tokens": 40}
-    return httpx.post(f"{url}/v1/chat/completions", json=body | {"speculation": speculation} | fields, timeout=300).json()
+    body = {
+        "model": "eyas",
+        "messages": [{"role": "user", "content": PROMPT}],
+        "temperature": 0,
+        "max_tokens": 40,
+    }
+    return httpx.post(
+        f"{url}/v1/chat/completions", json=body | {"speculation": speculation} | fields, timeout=300
+    ).json()
 
 
 def texts(page, selector):
@@ -102,9 +115,14 @@ def test_files_come_with_headers_that_let_a_browser_ask_nobody_else(tiny):
             reply = httpx.get(client.url + path)
             assert (reply.status_code, reply.content) == (200, file.read_bytes())
             assert reply.headers["content-type"].startswith(kind)
-            policy = dict(part.strip().partition(" ")[::2] for part in reply.headers["content-security-policy"].split(";"))
+            policy = dict(
+                part.strip().partition(" ")[::2]
+                for part in reply.headers["content-security-policy"].split(";")
+            )
             assert policy["default-src"] == "'none'"
-            assert {policy[name] for name in ("script-src", "style-src", "connect-src")} == {"'self'"}
+            assert {policy[name] for name in ("script-src", "style-src", "connect-src")} == {
+                "'self'"
+            }
             assert reply.headers["x-content-type-options"] == "nosniff"
         assert httpx.get(f"{client.url}/page/playground.py").status_code == 404
         assert httpx.post(f"{client.url}/", json={}).status_code == 405
@@ -118,13 +136,15 @@ def test_the_page_is_strict_html_without_anything_inline_or_foreign():
         assert not [name for name in attributes if name.startswith("on") or name == "style"], tag
         for name in ("src", "href"):
             assert ":" not in attributes.get(name, "")
-            assert not attributes.get(name, "").startswith("/")  # a proxy may put the server under a path
+            # a proxy may put the server under a path
+            assert not attributes.get(name, "").startswith("/")
     ids = [attributes["id"] for _, attributes in tags.all if "id" in attributes]
     assert len(ids) == len(set(ids))
     fields = {attributes["id"] for tag, attributes in tags.all if tag in ("input", "textarea")}
     script = (FOLDER / "page.js").read_text(encoding="utf-8")
     assert not re.findall(
-        r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|localStorage|sessionStorage|cookie", script
+        r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|localStorage|sessionStorage|cookie",
+        script,
     )
     assert fields <= set(ids)
 
@@ -146,7 +166,9 @@ def test_a_chat_shows_where_its_tokens_come_from(page, server):
     answer = asked(server)
     usage = answer["usage"]
     assert "".join(texts(page, ".turn .said .token")) == answer["choices"][0]["message"]["content"]
-    drafted, bonus, plain = (int(page.text_content(f"#num-{origin}")) for origin in ("drafted", "bonus", "plain"))
+    drafted, bonus, plain = (
+        int(page.text_content(f"#num-{origin}")) for origin in ("drafted", "bonus", "plain")
+    )
     assert drafted + bonus + plain == usage["completion_tokens"]
     assert plain == 1
     assert len(page.query_selector_all(".said .token.drafted")) == drafted > 0
@@ -160,7 +182,9 @@ def test_a_chat_shows_where_its_tokens_come_from(page, server):
 @needs_chromium
 def test_the_tree_is_that_of_the_round_that_is_picked(page):
     chat(page)
-    last = len(set(page.eval_on_selector_all(".said .token", "all => all.map(one => one.dataset.round)")))
+    last = len(
+        set(page.eval_on_selector_all(".said .token", "all => all.map(one => one.dataset.round)"))
+    )
     assert page.text_content("#tree-title") == f"Round {last} of {last}"
     token = page.query_selector(".said .token.drafted")
     token.click()
@@ -172,8 +196,13 @@ def test_the_tree_is_that_of_the_round_that_is_picked(page):
     assert len(page.query_selector_all("#drawing .node.accepted")) == accepted > 0
     assert len(page.query_selector_all("#drawing .node.bonus")) == len(of_round) - accepted
     drafted = len(page.query_selector_all("#drawing .node:not(.root):not(.bonus)"))
-    assert f"The head drafted {drafted} tokens; the target kept {accepted}" in page.text_content("#told")
-    assert len(page.query_selector_all("#drawing .edge")) == len(page.query_selector_all("#drawing .node")) - 1
+    assert f"The head drafted {drafted} tokens; the target kept {accepted}" in page.text_content(
+        "#told"
+    )
+    assert (
+        len(page.query_selector_all("#drawing .edge"))
+        == len(page.query_selector_all("#drawing .node")) - 1
+    )
     assert page.get_attribute("#drawing svg", "aria-label") == page.text_content("#told")
     page.press("#which", "Home")
     assert page.text_content("#tree-title") == f"Round 1 of {last}"
@@ -191,17 +220,32 @@ def test_a_race_ends_with_the_same_output_twice_and_can_be_seen_again(page, serv
         page.click("#race")
     page.wait_for_selector(".verdict")
     over(page)
-    plain, speculative = ("".join(texts(page, f".lane:nth-child({place}) .token")) for place in (1, 2))
+    plain, speculative = (
+        "".join(texts(page, f".lane:nth-child({place}) .token")) for place in (1, 2)
+    )
     assert plain == speculative != ""
-    assert {one.get_attribute("class") for one in page.query_selector_all(".lane:nth-child(1) .token")} == {"token plain"}
+    assert {
+        one.get_attribute("class") for one in page.query_selector_all(".lane:nth-child(1) .token")
+    } == {"token plain"}
     assert page.query_selector_all(".lane:nth-child(2) .token.drafted")
     verdict = page.text_content(".verdict")
-    assert re.match(r"Identical outputs: all \d+ tokens are the same\. With the head \d+\.\d\d times as many tokens", verdict)
+    assert re.match(
+        r"Identical outputs: all \d+ tokens are the same\. With the head \d+\.\d\d times as many tokens",
+        verdict,
+    )
     body = first.value.post_data_json
-    assert asked(server, False, temperature=0.7, seed=body["seed"], max_tokens=160)["choices"][0]["message"]["content"] == plain
+    assert (
+        asked(server, False, temperature=0.7, seed=body["seed"], max_tokens=160)["choices"][0][
+            "message"
+        ]["content"]
+        == plain
+    )
     page.click(".turn button")
     over(page)
-    assert ["".join(texts(page, f".lane:nth-child({place}) .token")) for place in (1, 2)] == [plain, plain]
+    assert ["".join(texts(page, f".lane:nth-child({place}) .token")) for place in (1, 2)] == [
+        plain,
+        plain,
+    ]
 
 
 def race(page):
@@ -215,7 +259,9 @@ def race(page):
 
 @needs_chromium
 def test_a_race_without_drafts_claims_no_speed(browser):
-    """`auto` may judge that drafting does not pay just now: then both were plain, and a ratio would be of noise."""
+    """`auto` may judge that drafting does not pay just now: then both were plain, and a ratio would
+    be of noise.
+    """
     engine = EngineConfig(max_batch=2, max_length=512, speculation="auto")
     config = ServeConfig(target=BUILTIN, head=BUILTIN, port=0, threads=1, engine=engine)
     with running_server(config) as url, opened(browser, url) as page:
@@ -238,10 +284,16 @@ def test_a_race_without_drafts_claims_no_speed(browser):
 
 @needs_chromium
 def test_an_answer_that_comes_at_once_has_no_pace(page):
-    """Chunks that a proxy, or a busy machine, hands over together: their times say nothing of the server."""
+    """Chunks that a proxy, or a busy machine, hands over together: their times say nothing of the
+    server.
+    """
     page.route("**/completions", lambda route: route.fulfill(**events(["word "] * 17)))
     verdict, notes, figures = race(page)
-    assert verdict == "Identical outputs: all 17 tokens are the same. Too soon over to time: ask for a longer answer."
+    assert (
+        verdict
+        == "Identical outputs: all 17 tokens are the same. Too soon over to time: ask for a longer "
+        "answer."
+    )
     assert notes == ["17 tokens, too soon over to time, tau 1.00"] * 2
     assert figures == ["– tokens/s"] * 2
     page.click(".turn button:text('Replay')")
@@ -267,7 +319,10 @@ def test_outputs_that_differ_are_said_to(page):
 def test_all_of_it_goes_by_keyboard(page):
     """Prompt, stop, next turn, options, rounds; the focus can be seen everywhere."""
     sent = []
-    page.on("request", lambda request: sent.append(request.post_data_json) if request.method == "POST" else None)
+    page.on(
+        "request",
+        lambda request: sent.append(request.post_data_json) if request.method == "POST" else None,
+    )
     assert page.evaluate("document.activeElement.id") == "prompt"
     page.fill("#longest", "200")
     page.focus("#prompt")
@@ -282,7 +337,11 @@ def test_all_of_it_goes_by_keyboard(page):
         assert outline not in ("none", "") or seen[-1] == "BODY", seen
         if seen[-1] == "slow":
             page.keyboard.press("Space")
-    assert [one for one in seen if one in ("send", "race", "clear", "speculation", "slow", "temperature", "longest")] == [
+    assert [
+        one
+        for one in seen
+        if one in ("send", "race", "clear", "speculation", "slow", "temperature", "longest")
+    ] == [
         "send",
         "race",
         "clear",
@@ -308,7 +367,12 @@ def test_all_of_it_goes_by_keyboard(page):
     page.focus(".opener >> nth=0")  # of the first answer
     page.keyboard.press("Enter")
     rounds = 1 + max(
-        map(int, page.eval_on_selector_all(".said >> nth=0 >> .token", "all => all.map(one => one.dataset.round)"))
+        map(
+            int,
+            page.eval_on_selector_all(
+                ".said >> nth=0 >> .token", "all => all.map(one => one.dataset.round)"
+            ),
+        )
     )
     assert page.text_content("#tree-title") == f"Round {rounds} of {rounds}"
     page.focus("#which")
@@ -347,7 +411,10 @@ def test_what_a_model_says_is_text_and_never_html(page):
 def test_a_long_answer_leaves_the_page_its_frames(page):
     """However fast it comes, so many tokens are drawn between two frames and no more."""
     count = 3000
-    page.route("**/completions", lambda route: route.fulfill(**events([f"word{one}\n " for one in range(count)])))
+    page.route(
+        "**/completions",
+        lambda route: route.fulfill(**events([f"word{one}\n " for one in range(count)])),
+    )
     page.evaluate("""() => {
         window.counts = [];
         const look = () => { counts.push(document.querySelectorAll(".said .token").length); requestAnimationFrame(look); };
@@ -359,7 +426,8 @@ def test_a_long_answer_leaves_the_page_its_frames(page):
     steps = [after - before for before, after in pairwise(counts)]
     assert 0 < max(steps) <= 2 * 200
     assert sum(step > 0 for step in steps) >= count / 400
-    assert page.evaluate("log.scrollHeight - log.scrollTop - log.clientHeight") < 20  # it follows the end
+    # it follows the end
+    assert page.evaluate("log.scrollHeight - log.scrollTop - log.clientHeight") < 20
 
 
 @needs_chromium
@@ -375,7 +443,10 @@ def test_errors_are_said_in_words_and_the_prompt_is_not_lost(browser, server):
         assert page.text_content("#problem") == "The server cannot be reached."
         page.unroute("**/completions")
         broken = events(["one"])
-        broken["body"] = broken["body"].partition("data: [DONE]")[0] + 'data: {"error": {"message": "the engine failed"}}\n\n'
+        broken["body"] = (
+            broken["body"].partition("data: [DONE]")[0]
+            + 'data: {"error": {"message": "the engine failed"}}\n\n'
+        )
         page.route("**/completions", lambda route: route.fulfill(**broken))
         chat(page)
         assert page.text_content("#problem") == "The engine failed."
@@ -393,7 +464,8 @@ def test_a_key_is_asked_for_and_kept_nowhere(browser, tiny, tmp_path):
         opened(browser, client.url, faults=["401 (Unauthorized)"]) as page,
     ):
         page.wait_for_selector("#key-form", state="visible")
-        page.wait_for_selector("#key:focus")  # no wait_for_function: the page's policy lets nobody evaluate strings
+        # no wait_for_function: the page's policy lets nobody evaluate strings
+        page.wait_for_selector("#key:focus")
         assert page.is_disabled("#send")
         page.keyboard.type("not-the-key")
         page.keyboard.press("Enter")
@@ -409,7 +481,8 @@ def test_a_key_is_asked_for_and_kept_nowhere(browser, tiny, tmp_path):
         assert page.is_disabled("#race")
         assert "without drafts" in page.text_content("#told")
         kept = page.evaluate(
-            "[localStorage.length, sessionStorage.length, document.cookie, document.documentElement.outerHTML]"
+            "[localStorage.length, sessionStorage.length, document.cookie, "
+            "document.documentElement.outerHTML]"
         )
         assert kept[:3] == [0, 0, ""]
         assert "a-key-of-this-test" not in kept[3]
@@ -418,7 +491,8 @@ def test_a_key_is_asked_for_and_kept_nowhere(browser, tiny, tmp_path):
         page.wait_for_selector("#key-form", state="visible")
 
 
-# As WCAG 2 computes it, of the colours that the browser has computed; a canvas turns any of them into bytes.
+# As WCAG 2 computes it, of the colours that the browser has computed; a canvas turns any of them
+# into bytes.
 CONTRASTS = """() => {
   const pixel = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
   const bytes = colour => {

@@ -1,4 +1,6 @@
-"""Pages: whatever requests do, none is lost, none has two owners, and a prefix that is found is the prefix asked for."""
+"""Pages: whatever requests do, none is lost, none has two owners, and a prefix that is found is the
+prefix asked for.
+"""
 
 import random
 
@@ -9,7 +11,9 @@ from hypothesis import strategies as st
 from eyas.engine.pages import ROOT, PagePool
 
 
-def keep_all(pool: PagePool, pages: list[int], tokens: list[int], salt: str | None = None) -> list[int]:
+def keep_all(
+    pool: PagePool, pages: list[int], tokens: list[int], salt: str | None = None
+) -> list[int]:
     kept = list(pages)
     for number in range(len(tokens) // pool.page_size):
         own = tokens[number * pool.page_size : (number + 1) * pool.page_size]
@@ -84,7 +88,9 @@ def test_the_check_finds_lost_and_shared_pages() -> None:
 @settings(deadline=None)
 @given(st.integers(0, 2**32), st.integers(4, 14), st.integers(1, 3))
 def test_requests_that_come_and_go_lose_no_page(seed: int, num_pages: int, page_size: int) -> None:
-    """Random prompts over two tokens, so that prefixes are shared; every page's tokens are noted by whoever writes them."""
+    """Random prompts over two tokens, so that prefixes are shared; every page's tokens are noted by
+    whoever writes them.
+    """
     rng, pool = random.Random(seed), PagePool(num_pages, page_size)
     content: dict[int, tuple[str | None, list[int]]] = {}
     live: list[tuple[list[int], list[int]]] = []
@@ -97,7 +103,9 @@ def test_requests_that_come_and_go_lose_no_page(seed: int, num_pages: int, page_
             salt = rng.choice([None, "a", "b"])
             found = pool.match(tokens, salt)
             for number, page in enumerate(found):
-                assert content[page] == (salt, tokens[: (number + 1) * page_size]), "a page of another prefix"
+                assert content[page] == (salt, tokens[: (number + 1) * page_size]), (
+                    "a page of another prefix"
+                )
             rest = pool.allocate(pool.pages_for(len(tokens)) - len(found))
             if rest is None:
                 pool.release(found)

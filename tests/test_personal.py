@@ -1,4 +1,6 @@
-"""The row filter for personal data: what the policy makes of a row, in its system prompt and in every turn."""
+"""The row filter for personal data: what the policy makes of a row, in its system prompt and in
+every turn.
+"""
 
 import dataclasses
 import pickle
@@ -14,7 +16,9 @@ NO_NAMES = {"person": "keep", "street_address": "keep", "location": "keep"}
 
 
 def row(*turns, system=None):
-    return Row(source="set", licence="MIT", where="set.jsonl:1", id=None, turns=turns, system=system)
+    return Row(
+        source="set", licence="MIT", where="set.jsonl:1", id=None, turns=turns, system=system
+    )
 
 
 def filter_of(policy="mask", **actions):
@@ -28,7 +32,9 @@ def test_a_row_is_masked_wherever_something_is_found():
     cleaned = filter_of()(MAILS)
     assert cleaned.turns == ("Hi", "I am <EMAIL_ADDRESS>")
     assert cleaned.system == "Ask <EMAIL_ADDRESS>."
-    hashes = [value_hash(KEY, "EMAIL_ADDRESS", value) for value in ("bob@python.org", "ana@python.org")]
+    hashes = [
+        value_hash(KEY, "EMAIL_ADDRESS", value) for value in ("bob@python.org", "ana@python.org")
+    ]
     assert cleaned.masked == (
         Finding("EMAIL_ADDRESS", 4, 18, turn=None, hash=hashes[0]),
         Finding("EMAIL_ADDRESS", 5, 19, turn=1, hash=hashes[1]),
@@ -51,14 +57,19 @@ def test_a_type_that_drops_takes_the_row_and_names_the_gravest():
         Finding("EMAIL_ADDRESS", 5, 19, turn=1),
     ]
     card = filter_of("drop")(row("ana@python.org pays with 4242424242424242"))
-    assert (card.reason, [one.type for one in card.found]) == ("pii.credit_card", ["EMAIL_ADDRESS", "CREDIT_CARD"])
+    assert (card.reason, [one.type for one in card.found]) == (
+        "pii.credit_card",
+        ["EMAIL_ADDRESS", "CREDIT_CARD"],
+    )
     assert "4242" not in repr(card)
     assert "ana@" not in repr(card)
 
 
 def test_a_person_has_one_surrogate_in_a_conversation():
     """The same address in the system prompt and in two turns; another one differs."""
-    mails = row("I am ana@python.org", "ANA@python.org, not bob@python.org", system="To ana@python.org")
+    mails = row(
+        "I am ana@python.org", "ANA@python.org, not bob@python.org", system="To ana@python.org"
+    )
     made = filter_of("surrogate")(mails)
     ana = made.turns[0].removeprefix("I am ")
     assert ana.partition("@")[2] in ("example.com", "example.org", "example.net")
@@ -71,21 +82,31 @@ def test_a_person_has_one_surrogate_in_a_conversation():
 
 def test_names_are_replaced_by_default():
     config = PrivacyConfig()
-    made = PersonalData(config, KEY)(row("My name is Susan Miller.", "Tell me, is Susan a common name?"))
+    made = PersonalData(config, KEY)(
+        row("My name is Susan Miller.", "Tell me, is Susan a common name?")
+    )
     assert made.turns[0].startswith("My name is ")
     assert "Susan" not in repr(made)
     given = made.turns[0].removeprefix("My name is ").split()[0]
-    assert made.turns[1] == f"Tell me, is {given} a common name?" or made.turns[1] == "Tell me, is Susan a common name?"
+    assert (
+        made.turns[1] == f"Tell me, is {given} a common name?"
+        or made.turns[1] == "Tell me, is Susan a common name?"
+    )
 
 
 def test_rows_that_differ_in_their_values_alone_become_the_same():
     """With surrogates as with masks, so that duplicates are found."""
-    texts = ["Write to ana@python.org or call (415) 555-0134.", "Write to bob@gnu.org or call (617) 555-0199."]
+    texts = [
+        "Write to ana@python.org or call (415) 555-0134.",
+        "Write to bob@gnu.org or call (617) 555-0199.",
+    ]
     for policy in ("surrogate", "mask"):
         first, second = (filter_of(policy)(row(text)).turns for text in texts)
         assert first == second
     other = filter_of("surrogate")(row("Please write to ana@python.org or call (415) 555-0134."))
-    assert other.turns[0] != f"Please w{filter_of('surrogate')(row(texts[0])).turns[0][1:]}", "another conversation"
+    assert other.turns[0] != f"Please w{filter_of('surrogate')(row(texts[0])).turns[0][1:]}", (
+        "another conversation"
+    )
 
 
 def test_the_key_decides_the_surrogates_and_nothing_else_does():
@@ -97,7 +118,12 @@ def test_the_key_decides_the_surrogates_and_nothing_else_does():
 
 
 def test_many_rows_at_once_are_as_one_by_one():
-    rows = [MAILS, row("Hi"), row("4242424242424242"), row("I am carl@python.org", system="Be kind.")]
+    rows = [
+        MAILS,
+        row("Hi"),
+        row("4242424242424242"),
+        row("I am carl@python.org", system="Be kind."),
+    ]
     keep = filter_of("surrogate")
     assert keep.many(rows) == [keep(one) for one in rows]
     assert keep.many([]) == []
@@ -110,5 +136,8 @@ def test_configs_travel_between_processes():
 
 
 def test_people_are_shown_no_type_at_all():
-    assert {one.type for one in find("see https://www.python.org, ana@python.org")} == {"URL", "EMAIL_ADDRESS"}
+    assert {one.type for one in find("see https://www.python.org, ana@python.org")} == {
+        "URL",
+        "EMAIL_ADDRESS",
+    }
     assert {one.type for one in find("I live in Paris")} <= set(TYPES)

@@ -24,7 +24,16 @@ from eyas.model.foreign import target_shape
 from eyas.model.head import Head
 from eyas.plan import needs as counting
 from eyas.plan.estimate import Planner, Work, refuse_without_room
-from eyas.plan.needs import LOOKED_AT, STAND_IN, Needs, Room, feature_bytes, keeps_the_past, read_prompts, turn_lengths
+from eyas.plan.needs import (
+    LOOKED_AT,
+    STAND_IN,
+    Needs,
+    Room,
+    feature_bytes,
+    keeps_the_past,
+    read_prompts,
+    turn_lengths,
+)
 from eyas.plan.speeds import DEVICES, hours, published, stated
 from eyas.records import Prompt
 from eyas.shards import FeatureMeta
@@ -35,11 +44,17 @@ from tests.stages import ending_target, prompts_of, write_prompts
 from tests.tiny import TEMPLATE, tiny_tokenizer
 
 TRAIN = TrainConfig.model_validate(
-    {"head": {"draft_vocab_size": 64}, "objective": {"num_ttt_steps": 2}, "epochs": 2, "batches": {"tokens": 256}}
+    {
+        "head": {"draft_vocab_size": 64},
+        "objective": {"num_ttt_steps": 2},
+        "epochs": 2,
+        "batches": {"tokens": 256},
+    }
 )
 # An earlier answer is marked, so that no turn begins with the tokens of the one before.
 REWRITES = TEMPLATE.replace(
-    "message['content'] +", "('~' if message['role'] == 'assistant' and not loop.last else '') + message['content'] +"
+    "message['content'] +",
+    "('~' if message['role'] == 'assistant' and not loop.last else '') + message['content'] +",
 )
 Usage = namedtuple("Usage", "total used free")
 
@@ -56,10 +71,18 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 def work_of(target: Path, output: Path, **changes: Any) -> Work:
     config = {"target": str(target), "max_tokens": 12, **changes}
-    return Work(str(target), str(output), GenerateConfig(**config), CaptureConfig(target=str(target), codec="raw"), TRAIN)
+    return Work(
+        str(target),
+        str(output),
+        GenerateConfig(**config),
+        CaptureConfig(target=str(target), codec="raw"),
+        TRAIN,
+    )
 
 
-def test_what_is_counted_is_what_is_made_or_more(target: Path, prompts: Artifact, tmp_path: Path) -> None:
+def test_what_is_counted_is_what_is_made_or_more(
+    target: Path, prompts: Artifact, tmp_path: Path
+) -> None:
     planner = Planner(work_of(target, tmp_path))
     needs = planner.needs(*read_prompts(prompts))
     answers, features = Artifact(str(tmp_path / "answers")), Artifact(str(tmp_path / "features"))
@@ -72,27 +95,46 @@ def test_what_is_counted_is_what_is_made_or_more(target: Path, prompts: Artifact
     assert needs.answer_tokens == 12 * needs.answers >= sum(row.num_answer_tokens for row in rows)
     assert needs.prompt_tokens >= sum(row.num_prompt_tokens for row in rows)
     lengths = {prompt.id: turn_lengths(prompt, planner.chat, 12, 1024) for prompt in prompts_of(29)}
-    assert {name: found[0] for name, found in lengths.items() if found} == firsts, "exact, where nothing comes before"
+    assert {name: found[0] for name, found in lengths.items() if found} == firsts, (
+        "exact, where nothing comes before"
+    )
     made = features.manifest().counts["tokens"]
     assert made <= needs.feature_tokens < 6 * made
     room = planner.room(needs)
-    assert room.features >= sum(Artifact(features.url).size(name) for name in features.names() if "safetensors" in name) > 0
+    assert (
+        room.features
+        >= sum(
+            Artifact(features.url).size(name) for name in features.names() if "safetensors" in name
+        )
+        > 0
+    )
     assert room.answers >= sum(answers.size(name) for name in answers.names() if "answers" in name)
     assert room.present >= room.features / 10, "what is there already is not asked for again"
 
 
 def test_turns_come_after_those_before_them(target: Path) -> None:
-    chat, prompt = Chat(target), Prompt("a", "", "", ("Hi", "In San Jose?", "Thanks"), system="Be brief.")
+    chat, prompt = (
+        Chat(target),
+        Prompt("a", "", "", ("Hi", "In San Jose?", "Thanks"), system="Be brief."),
+    )
     said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     first = len(chat.prompt_ids(said))
     second = len(
-        chat.prompt_ids([*said, {"role": "assistant", "content": STAND_IN}, {"role": "user", "content": "In San Jose?"}])
+        chat.prompt_ids(
+            [
+                *said,
+                {"role": "assistant", "content": STAND_IN},
+                {"role": "user", "content": "In San Jose?"},
+            ]
+        )
     )
     lengths = turn_lengths(prompt, chat, 100, 10_000)
     assert lengths is not None
     assert lengths[:2] == [first, second + 100]
     assert len(lengths) == 3
-    assert turn_lengths(prompt, chat, 100, second + 100) == [first], "no room for an answer, so it is not asked"
+    assert turn_lengths(prompt, chat, 100, second + 100) == [first], (
+        "no room for an answer, so it is not asked"
+    )
 
 
 def test_a_conversation_is_one_sample_where_the_template_lets_the_past_be(tmp_path: Path) -> None:
@@ -121,9 +163,13 @@ def test_many_prompts_are_looked_at_here_and_there(target: Path, tmp_path: Path)
         read_prompts(write_prompts(tmp_path / "none", []))
 
 
-def test_a_stated_length_of_answers_takes_the_place_of_the_longest(target: Path, prompts: Artifact, tmp_path: Path) -> None:
+def test_a_stated_length_of_answers_takes_the_place_of_the_longest(
+    target: Path, prompts: Artifact, tmp_path: Path
+) -> None:
     planner = Planner(work_of(target, tmp_path))
-    short, whole = (planner.needs(*read_prompts(prompts), answer_tokens=tokens) for tokens in (5, 500))
+    short, whole = (
+        planner.needs(*read_prompts(prompts), answer_tokens=tokens) for tokens in (5, 500)
+    )
     assert (short.answer_tokens, whole.answer_tokens) == (5 * short.answers, 12 * whole.answers)
 
 
@@ -135,11 +181,17 @@ def test_features_of_an_8b_model_take_what_is_published() -> None:
     assert sizes["within4"] < sizes["int8"] < sizes["lossless"] < sizes["raw"]
 
 
-@pytest.mark.parametrize("options", [HeadOptions(draft_vocab_size=64), HeadOptions(draft_vocab_size=32, hidden_size=16)])
-def test_a_heads_parameters_are_counted_without_making_one(target: Path, options: HeadOptions) -> None:
+@pytest.mark.parametrize(
+    "options", [HeadOptions(draft_vocab_size=64), HeadOptions(draft_vocab_size=32, hidden_size=16)]
+)
+def test_a_heads_parameters_are_counted_without_making_one(
+    target: Path, options: HeadOptions
+) -> None:
     shape = target_shape(target)
     head = Head(HeadConfig.for_target(shape, options))
-    assert counting.head_parameters(shape, options) == sum(weight.numel() for weight in head.parameters())
+    assert counting.head_parameters(shape, options) == sum(
+        weight.numel() for weight in head.parameters()
+    )
 
 
 class TestSpeeds:
@@ -151,7 +203,8 @@ class TestSpeeds:
 
     def test_published_peaks_and_the_share_of_them_that_is_assumed(self) -> None:
         alone, many, eight = (
-            published("H100-SXM", 8_000_000_000, batch, 1e10, count) for batch, count in ((1, 1), (4096, 1), (1, 8))
+            published("H100-SXM", 8_000_000_000, batch, 1e10, count)
+            for batch, count in ((1, 1), (4096, 1), (1, 8))
         )
         assert alone["generate"].tokens_per_s == pytest.approx(0.6 * 3.35e12 / 16e9)
         assert many["generate"].tokens_per_s == pytest.approx(0.4 * 989e12 / 16e9)
@@ -163,22 +216,30 @@ class TestSpeeds:
         assert all(name in raised.value.hint for name in DEVICES)
 
     def test_hours(self) -> None:
-        needs = Needs(1, 1, prompt_tokens=7200, answer_tokens=3600, feature_tokens=7200, looked_at=1)
+        needs = Needs(
+            1, 1, prompt_tokens=7200, answer_tokens=3600, feature_tokens=7200, looked_at=1
+        )
         speeds = stated(["generate=1", "capture=2", "train=4"])
         assert hours(needs, speeds, epochs=3) == {"generate": 1.0, "capture": 1.0, "train": 1.5}
         assert hours(needs, stated(["train=4"]), 1) == {"train": 0.5}
         estimated = published("l4", 10**9, 1, 1e9)
         both = hours(needs, estimated, 1)["generate"]
         assert both == pytest.approx(
-            3600 / estimated["generate"].tokens_per_s / 3600 + 7200 / estimated["capture"].tokens_per_s / 3600
+            3600 / estimated["generate"].tokens_per_s / 3600
+            + 7200 / estimated["capture"].tokens_per_s / 3600
         )
 
 
-def test_online_computes_in_every_epoch_and_stores_what_is_held_out(target: Path, prompts: Artifact, tmp_path: Path) -> None:
+def test_online_computes_in_every_epoch_and_stores_what_is_held_out(
+    target: Path, prompts: Artifact, tmp_path: Path
+) -> None:
     work = work_of(target, tmp_path)
     stored, online = (Planner(dataclasses.replace(work, online=one)) for one in (False, True))
     needs, speeds = stored.needs(*read_prompts(prompts)), stated(["capture=100", "train=100"])
-    assert online.estimate(needs, speeds).hours["capture"] == TRAIN.epochs * stored.estimate(needs, speeds).hours["capture"]
+    assert (
+        online.estimate(needs, speeds).hours["capture"]
+        == TRAIN.epochs * stored.estimate(needs, speeds).hours["capture"]
+    )
     share = work.capture.held_out_share
     assert online.room(needs).features == pytest.approx(share * stored.room(needs).features, abs=1)
 
@@ -193,7 +254,9 @@ def test_every_stage_is_measured_here(target: Path, prompts: Artifact, tmp_path:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_target_that_is_not_served_here_is_planned_all_the_same(prompts: Artifact, tmp_path: Path) -> None:
+def test_a_target_that_is_not_served_here_is_planned_all_the_same(
+    prompts: Artifact, tmp_path: Path
+) -> None:
     planner = Planner(work_of(foreign_target(tmp_path / "neox", "gpt_neox"), tmp_path))
     count, looked_at = read_prompts(prompts)
     speeds, notes = planner.measured(looked_at, planner.needs(count, looked_at), seconds=0.1)
@@ -208,7 +271,16 @@ def run_file(folder: Path, target: Path, **sections: Any) -> Path:
     content = {
         "target": str(target),
         "output": str(folder / "run"),
-        "prompts": {"sources": [{"path": str(prompts), "licence": "CC0-1.0", "name": "made up", "prompts_by": "human"}]},
+        "prompts": {
+            "sources": [
+                {
+                    "path": str(prompts),
+                    "licence": "CC0-1.0",
+                    "name": "made up",
+                    "prompts_by": "human",
+                }
+            ]
+        },
         "generate": {"max_tokens": 12},
         "train": TRAIN.model_dump(mode="json"),
         "serve": {},
@@ -228,7 +300,17 @@ class TestCommand:
     def test_json_has_all_of_it(self, target: Path, prompts: Artifact, tmp_path: Path) -> None:
         path = run_file(tmp_path, target)
         shown = eyas(
-            "plan", path, "--prompts", prompts.url, "--speed", "train=100", "--device", "l4", "--price", 0.02, "--json"
+            "plan",
+            path,
+            "--prompts",
+            prompts.url,
+            "--speed",
+            "train=100",
+            "--device",
+            "l4",
+            "--price",
+            0.02,
+            "--json",
         )
         assert shown.exit_code == 0, shown.output
         plan = json.loads(shown.stdout)
@@ -236,7 +318,9 @@ class TestCommand:
         assert plan["room"]["fits"]
         assert set(plan["hours"]) == {"generate", "capture", "train"}
         assert plan["speeds"]["train"] == {"tokens_per_s": 100.0, "how": "stated"}
-        assert plan["cost_per_month"]["raw"] == pytest.approx(plan["bytes_by_codec"]["raw"] * 0.02e-9)
+        assert plan["cost_per_month"]["raw"] == pytest.approx(
+            plan["bytes_by_codec"]["raw"] * 0.02e-9
+        )
         assert any("this small" in note for note in plan["notes"])
         assert not (tmp_path / "run").exists()
 
@@ -247,14 +331,18 @@ class TestCommand:
         assert "600" in shown.stdout, "50 answers of 12 tokens"
         assert "made-up prompts of 90 characters" in shown.stdout
 
-    def test_without_room_the_exit_code_is_2(self, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_room_the_exit_code_is_2(
+        self, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 1_000_000))
         shown = eyas("plan", run_file(tmp_path, target), "--num-prompts", 100_000)
         assert shown.exit_code == 2
         assert "lossless" in shown.stdout, "the plan is shown all the same"
         assert "0.00 GB are free" in shown.stderr
 
-    def test_a_run_without_room_answers_nothing(self, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_run_without_room_answers_nothing(
+        self, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         path = run_file(tmp_path, target)
 
         def unwanted(*_: object) -> None:

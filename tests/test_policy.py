@@ -1,4 +1,6 @@
-"""The policy: modes, the round's steps, exploration's bound, and simulated worlds in which auto must find what is best."""
+"""The policy: modes, the round's steps, exploration's bound, and simulated worlds in which auto
+must find what is best.
+"""
 
 import math
 from itertools import pairwise
@@ -34,7 +36,17 @@ def test_mode_is_read_and_written(text, expected):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "on", "fixed(6,3)", "fixed(0,3,12)", "fixed(6,3,1)", "fixed(6,3,65)", "fixed(16,16,12)", "off(1,2,3)", "auto 3"],
+    [
+        "",
+        "on",
+        "fixed(6,3)",
+        "fixed(0,3,12)",
+        "fixed(6,3,1)",
+        "fixed(6,3,65)",
+        "fixed(16,16,12)",
+        "off(1,2,3)",
+        "auto 3",
+    ],
 )
 def test_what_is_no_mode_is_refused(text):
     with pytest.raises(ConfigError) as refused:
@@ -42,7 +54,9 @@ def test_what_is_no_mode_is_refused(text):
     assert refused.value.hint
 
 
-def one_round(policy: Policy, world: World, picked: list[int], round_: Round) -> tuple[np.ndarray, list[list[int]]]:
+def one_round(
+    policy: Policy, world: World, picked: list[int], round_: Round
+) -> tuple[np.ndarray, list[list[int]]]:
     """Draft the picked trees of a world, choose, and observe 1 ms."""
     proposals = world.propose(np.array(picked), round_.thresholds)
     kept = policy.choose(round_, proposals, [RequestAcceptance(True) for _ in picked])
@@ -71,12 +85,20 @@ def test_fixed_drafts_to_the_end_and_keeps_the_best_by_the_draft_itself():
     scores = world.trees.scores[:2]
     assert (np.where(kept, scores, np.inf).min(1) >= np.where(kept, -np.inf, scores).max(1)).all()
     record = policy.records[-1]
-    assert (record.num_requests, record.num_drafting, record.num_nodes, record.depth) == (5, 2, 22, K)
+    assert (record.num_requests, record.num_drafting, record.num_nodes, record.depth) == (
+        5,
+        2,
+        22,
+        K,
+    )
     assert record.tokens == sum(map(len, emitted)) + 3
 
 
 def test_auto_keeps_connected_trees_within_the_limit():
-    world, policy = World(MACHINES[GPU], num_trees=64), Policy(Speculation("auto", K, TOPK, 8), MACHINES[GPU].table((1, 1, 1)))
+    world, policy = (
+        World(MACHINES[GPU], num_trees=64),
+        Policy(Speculation("auto", K, TOPK, 8), MACHINES[GPU].table((1, 1, 1))),
+    )
     for start in range(0, 60, 3):
         round_ = policy.plan([2, 2, 2])
         if not round_.drafts:
@@ -110,7 +132,9 @@ def test_a_request_far_behind_is_not_caught_up():
 def test_rounds_may_overlap():
     """The next round is planned before the last one is observed, and ends in the same state."""
     world = World(MACHINES[GPU], num_trees=16)
-    policies = [Policy(Speculation("fixed", K, TOPK, 8), MACHINES[GPU].table((1, 1, 1))) for _ in range(2)]
+    policies = [
+        Policy(Speculation("fixed", K, TOPK, 8), MACHINES[GPU].table((1, 1, 1))) for _ in range(2)
+    ]
     for pair in range(4):
         picked = [[4 * pair, 4 * pair + 1], [4 * pair + 2, 4 * pair + 3]]
         for trees in picked:
@@ -118,7 +142,9 @@ def test_rounds_may_overlap():
         rounds = [policies[1].plan([1, 1]) for _ in picked]
         for trees, round_ in zip(picked, rounds, strict=True):
             one_round(policies[1], world, trees, round_)
-    assert [record.tokens for record in policies[0].records] == [record.tokens for record in policies[1].records]
+    assert [record.tokens for record in policies[0].records] == [
+        record.tokens for record in policies[1].records
+    ]
 
 
 def test_the_same_inputs_give_the_same_choices():
@@ -132,9 +158,13 @@ def test_metrics_count_every_round():
     _, policy = World(MACHINES[CPU], num_trees=256).auto_rate(2, 400)
     metrics, records = policy.metrics(), list(policy.records)
     assert metrics["tree_rounds"] + metrics["plain_rounds"] == 400 == len(records)
-    assert metrics["tree_tokens"] + metrics["plain_tokens"] == sum(record.tokens for record in records)
+    assert metrics["tree_tokens"] + metrics["plain_tokens"] == sum(
+        record.tokens for record in records
+    )
     assert metrics["verified_nodes"] == sum(record.num_nodes for record in records)
-    assert metrics["tree_real_ms"] + metrics["plain_real_ms"] == pytest.approx(sum(record.real_ms for record in records))
+    assert metrics["tree_real_ms"] + metrics["plain_real_ms"] == pytest.approx(
+        sum(record.real_ms for record in records)
+    )
     assert metrics["explored_rounds"] == sum(record.explores for record in records)
     assert 0.5 < metrics["speedup_2_of_2"] < 4
     assert all(math.isfinite(value) for value in metrics.values())
@@ -144,8 +174,12 @@ def test_predictions_become_true():
     """The table is 30 % wrong and the draft too sure; after some hundred rounds both are corrected."""
     _, policy = World(MACHINES[CPU]).auto_rate(1, 1500)
     late = [record for record in policy.records if record.num_drafting][-500:]
-    assert sum(record.predicted_ms for record in late) == pytest.approx(sum(record.real_ms for record in late), rel=0.02)
-    assert sum(record.expected_tokens for record in late) == pytest.approx(sum(record.tokens for record in late), rel=0.05)
+    assert sum(record.predicted_ms for record in late) == pytest.approx(
+        sum(record.real_ms for record in late), rel=0.02
+    )
+    assert sum(record.expected_tokens for record in late) == pytest.approx(
+        sum(record.tokens for record in late), rel=0.05
+    )
 
 
 def test_exploring_costs_less_than_one_percent():
@@ -156,13 +190,16 @@ def test_exploring_costs_less_than_one_percent():
 
 
 @pytest.mark.parametrize("seed", [0, 3, 4])
-@pytest.mark.parametrize(("machine", "B", "num_rounds"), [(CPU, 1, 1500), (CPU, 4, 1500), (GPU, 64, 500)])
+@pytest.mark.parametrize(
+    ("machine", "B", "num_rounds"), [(CPU, 1, 1500), (CPU, 4, 1500), (GPU, 64, 500)]
+)
 def test_a_noisy_machine_with_pauses_is_no_reason_to_stop(machine, B, num_rounds, seed):
     """Rounds vary by a fifth, and one in a hundred is held up for twenty times as long."""
     world = World(MACHINES[machine], noise=0.2, pauses=0.01, seed=seed)
     _, policy = world.auto_rate(B, num_rounds)
     assert world.best_fixed_rate(B) > 1.1 * world.plain_rate(B)
-    assert policy.metrics()["plain_rounds"] < 0.1 * num_rounds  # those of the trials, and what was explored
+    # those of the trials, and what was explored
+    assert policy.metrics()["plain_rounds"] < 0.1 * num_rounds
 
 
 def test_it_does_not_flip_every_round():
@@ -188,9 +225,13 @@ WORLDS = [
 
 
 @pytest.mark.parametrize(("machine", "kind", "B", "num_rounds"), WORLDS)
-@pytest.mark.parametrize("errors", [(1.3, 0.75, 1.0), (0.77, 1.3, 0.8)], ids=["forward dearer", "draft dearer"])
+@pytest.mark.parametrize(
+    "errors", [(1.3, 0.75, 1.0), (0.77, 1.3, 0.8)], ids=["forward dearer", "draft dearer"]
+)
 def test_auto_is_as_good_as_the_best_fixed_tree_in_hindsight(machine, kind, B, num_rounds, errors):
-    """Though the table is up to 30 % wrong, each curve another way, and the draft is surer of itself than it should be."""
+    """Though the table is up to 30 % wrong, each curve another way, and the draft is surer of
+    itself than it should be.
+    """
     world = World(MACHINES[machine], **kind)
     rate, _ = world.auto_rate(B, num_rounds, errors)
     assert rate >= 0.97 * world.best_fixed_rate(B)
@@ -205,7 +246,9 @@ def test_where_speculation_never_pays_auto_is_plain(machine, B):
 
 
 def test_a_world_that_changes_is_followed():
-    """A request batch whose load moves between 1 and 64 keeps what it knows of each: no learning anew."""
+    """A request batch whose load moves between 1 and 64 keeps what it knows of each: no learning
+    anew.
+    """
     world = World(MACHINES[CPU])
     policy = Policy(Speculation("auto", K, TOPK, 12), world.machine.table((1, 1, 1)))
     at, drafted = 0, {1: [], 64: []}
@@ -222,7 +265,9 @@ def test_a_world_that_changes_is_followed():
             at += count
             proposals = world.propose(picked, round_.thresholds)
             kept = policy.choose(round_, proposals, [RequestAcceptance(True) for _ in picked])
-            emitted = [world.emit(tree, row) for tree, row in zip(picked.tolist(), kept, strict=True)]
+            emitted = [
+                world.emit(tree, row) for tree, row in zip(picked.tolist(), kept, strict=True)
+            ]
             ms = world.machine.target(B + int(kept.sum())) + world.machine.draft(2 * count)
             ms += (int(proposals.depths[-1]) - 1) * world.machine.draft(count * TOPK)
         policy.observe(round_, emitted, ms)

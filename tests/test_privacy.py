@@ -1,4 +1,6 @@
-"""Personal data by patterns and checks: what is found and what is not, what masking leaves, that nothing is fetched or told."""
+"""Personal data by patterns and checks: what is found and what is not, what masking leaves, that
+nothing is fetched or told.
+"""
 
 import gzip
 import itertools
@@ -17,13 +19,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.errors import ConfigError
-from eyas.privacy.detector import LIBRARIES, OVERLAP, WINDOW, Detector, mask, merged, replaced, versions
+from eyas.privacy.detector import (
+    LIBRARIES,
+    OVERLAP,
+    WINDOW,
+    Detector,
+    mask,
+    merged,
+    replaced,
+    versions,
+)
 from eyas.privacy.finding import Finding
 from eyas.privacy.identifiers import IDENTIFIERS, is_national_id, national_ids
 from eyas.privacy.key import canonical, fingerprint, key_path, keyed, privacy_key, value_hash
 from eyas.privacy.patterns import luhn
 from eyas.privacy.policy import RANK, TYPES, PrivacyConfig
-from eyas.privacy.wallets import base58check, bech32, is_base58check, is_bech32, is_ethereum, keccak256
+from eyas.privacy.wallets import (
+    base58check,
+    bech32,
+    is_base58check,
+    is_bech32,
+    is_ethereum,
+    keccak256,
+)
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 KEY = b"k" * 32
@@ -167,7 +185,9 @@ def test_not_found(text):
 
 def test_wallets_of_known_checks():
     """Vectors of BIP 173, BIP 350 and EIP-55, the empty Keccak-256, and what we make ourselves."""
-    assert keccak256(b"").hex() == "c5d2460186f7233c927e7db2dcc703c0e500b653ca82273b7bfad8045d85a470"
+    assert (
+        keccak256(b"").hex() == "c5d2460186f7233c927e7db2dcc703c0e500b653ca82273b7bfad8045d85a470"
+    )
     assert is_ethereum("0xfB6916095ca1df60bB79Ce92cE3Ea74c37c5d359")
     assert is_ethereum("0xfb6916095ca1df60bb79ce92ce3ea74c37c5d359"), "no case, nothing to check"
     assert not is_ethereum("0xFB6916095ca1df60bB79Ce92cE3Ea74c37c5d359")
@@ -179,7 +199,9 @@ def test_wallets_of_known_checks():
 
 
 def test_nothing_is_fetched_and_nothing_is_cached(tmp_path):
-    """In a new process, where the first use of the suffix list and of the analyser happens, with the network cut."""
+    """In a new process, where the first use of the suffix list and of the analyser happens, with
+    the network cut.
+    """
     script = (
         "import socket, sys\n"
         "def cut(*args, **kwargs): raise SystemExit('the network was used')\n"
@@ -189,8 +211,14 @@ def test_nothing_is_fetched_and_nothing_is_cached(tmp_path):
         "found = Detector(PrivacyConfig()).find('ana@example.com, AKIAIOSFODNN7EXAMPLE')\n"
         "assert [one.type for one in found] == ['EMAIL_ADDRESS', 'API_KEY'], found\n"
     )
-    places = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), "TLDEXTRACT_CACHE": str(tmp_path / "tld")}
-    done = subprocess.run([sys.executable, "-c", script], env=places, capture_output=True, text=True, check=False)
+    places = {
+        "HOME": str(tmp_path),
+        "XDG_CACHE_HOME": str(tmp_path),
+        "TLDEXTRACT_CACHE": str(tmp_path / "tld"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=places, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert list(tmp_path.rglob("*suffix*")) == []
 
@@ -209,10 +237,17 @@ SPANS = st.tuples(st.sampled_from(TYPES), st.integers(0, 30), st.integers(1, 9))
 def test_joined_findings_cover_the_same_places_without_overlap(findings):
     joined = merged(findings)
     assert all(first.end <= second.start for first, second in itertools.pairwise(joined))
-    places = [{place for one in some for place in range(one.start, one.end)} for some in (findings, joined)]
+    places = [
+        {place for one in some for place in range(one.start, one.end)}
+        for some in (findings, joined)
+    ]
     assert places[0] == places[1]
     for one in joined:
-        inside = [finding.type for finding in findings if one.start <= finding.start and finding.end <= one.end]
+        inside = [
+            finding.type
+            for finding in findings
+            if one.start <= finding.start and finding.end <= one.end
+        ]
         assert one.type == min(inside, key=RANK.__getitem__)
 
 
@@ -222,8 +257,30 @@ def test_putting_values_back_gives_the_text(findings, text):
     assert replaced(text, inside, [text[one.start : one.end] for one in inside]) == text
 
 
-VALUES = ["ana.lee@example.com", "(415) 555-0134", "4242 4242 4242 4242", "GB29NWBK60161331926819", "219-45-9876", "8.8.8.8"]
-WORDS = ["please", "call", "the", "card.", "Thanks!", "for 2 people", "at 7:30", "\n", "é", "🙂", "—", "(or)", "a@b", "1,000"]
+VALUES = [
+    "ana.lee@example.com",
+    "(415) 555-0134",
+    "4242 4242 4242 4242",
+    "GB29NWBK60161331926819",
+    "219-45-9876",
+    "8.8.8.8",
+]
+WORDS = [
+    "please",
+    "call",
+    "the",
+    "card.",
+    "Thanks!",
+    "for 2 people",
+    "at 7:30",
+    "\n",
+    "é",
+    "🙂",
+    "—",
+    "(or)",
+    "a@b",
+    "1,000",
+]
 TEXTS = st.lists(st.sampled_from(VALUES + WORDS), max_size=12).map(" ".join)
 
 
@@ -235,13 +292,19 @@ def test_masking_leaves_no_value(text):
     assert PATTERNS.find(masked) == []
 
 
-PEM = "-----BEGIN RSA PRIVATE KEY-----\n" + "MIIEpAIBAAKCAQEA7bq3\n" * 150 + "-----END RSA PRIVATE KEY-----"
+PEM = (
+    "-----BEGIN RSA PRIVATE KEY-----\n"
+    + "MIIEpAIBAAKCAQEA7bq3\n" * 150
+    + "-----END RSA PRIVATE KEY-----"
+)
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(WINDOW - 40, WINDOW + OVERLAP + 10), st.sampled_from([*VALUES, PEM]))
 def test_a_long_text_is_searched_as_a_whole(before, value):
-    """Wherever the pieces meet, in the value or beside it, and for a value that is longer than a piece."""
+    """Wherever the pieces meet, in the value or beside it, and for a value that is longer than a
+    piece.
+    """
     text = "word " * (before // 5) + "x" * (before % 5) + f" {value} " + "word " * 900
     assert mask(text, PATTERNS.find(text)).count("<") == 1
     assert value not in mask(text, PATTERNS.find(text))
@@ -272,13 +335,19 @@ def test_a_hard_text_is_searched_to_its_end(name, caplog):
 
 
 def test_a_hash_tells_equal_values_and_nothing_else():
-    one, two, three = PATTERNS.find("4242 4242 4242 4242, 4242-4242-4242-4242 and 5555 5555 5555 4444")
+    one, two, three = PATTERNS.find(
+        "4242 4242 4242 4242, 4242-4242-4242-4242 and 5555 5555 5555 4444"
+    )
     assert one.hash == two.hash != three.hash
     assert len(one.hash) == 16
     other = Detector(PrivacyConfig(), b"other").find("4242 4242 4242 4242")[0]
     assert other.hash != one.hash
     assert Detector(PrivacyConfig()).find("4242 4242 4242 4242")[0].hash == ""
-    assert value_hash(KEY, "PERSON", "Ada  Berg") == value_hash(KEY, "PERSON", "ADA BERG") != value_hash(KEY, "URL", "ada berg")
+    assert (
+        value_hash(KEY, "PERSON", "Ada  Berg")
+        == value_hash(KEY, "PERSON", "ADA BERG")
+        != value_hash(KEY, "URL", "ada berg")
+    )
     assert canonical("PHONE_NUMBER", "(415) 555-0134") == "4155550134"
 
 
@@ -328,8 +397,16 @@ def test_a_key_file_that_cannot_be_made_is_an_error_with_a_way_out(tmp_path, mon
 
 
 def test_actions():
-    config = PrivacyConfig(policy="mask", actions={"phone_number": "drop", "CREDIT_CARD": "surrogate"})
-    wanted = {"PHONE_NUMBER": "drop", "CREDIT_CARD": "surrogate", "EMAIL_ADDRESS": "mask", "US_SSN": "drop", "URL": "keep"}
+    config = PrivacyConfig(
+        policy="mask", actions={"phone_number": "drop", "CREDIT_CARD": "surrogate"}
+    )
+    wanted = {
+        "PHONE_NUMBER": "drop",
+        "CREDIT_CARD": "surrogate",
+        "EMAIL_ADDRESS": "mask",
+        "US_SSN": "drop",
+        "URL": "keep",
+    }
     assert {type: config.action(type) for type in wanted} == wanted
     assert "URL" not in config.types
     assert config.first_that_drops(["PHONE_NUMBER", "EMAIL_ADDRESS", "API_KEY"]) == "API_KEY"
@@ -354,7 +431,9 @@ def test_no_value_reaches_a_log(text, caplog):
     with caplog.at_level(logging.DEBUG):
         findings = PATTERNS.find(text)
     values = [text[one.start : one.end] for one in findings]
-    assert not [value for value in values for record in caplog.records if value in record.getMessage()]
+    assert not [
+        value for value in values for record in caplog.records if value in record.getMessage()
+    ]
     assert not [value for value in values if value in repr(findings)]
 
 
@@ -371,18 +450,26 @@ def test_recall_and_precision_on_labelled_texts():
     labelled, whole, found, wrong = Counter(), Counter(), Counter(), Counter()
     for text in json.loads(gzip.decompress(path.read_bytes())):
         findings = PATTERNS.find(text["full_text"])
-        spans = [(ours.get(span["entity_type"], span["entity_type"]), span) for span in text["spans"]]
-        spans = [(type, span["start_position"], span["end_position"]) for type, span in spans if type in PATTERNED]
+        spans = [
+            (ours.get(span["entity_type"], span["entity_type"]), span) for span in text["spans"]
+        ]
+        spans = [
+            (type, span["start_position"], span["end_position"])
+            for type, span in spans
+            if type in PATTERNED
+        ]
         for type, start, end in spans:
             labelled[type] += 1
             whole[type] += any(one.start <= start and one.end >= end for one in findings)
         for one in findings:
             found[one.type] += 1
-            wrong[one.type] += not any(start < one.end and end > one.start for _, start, end in spans)
+            wrong[one.type] += not any(
+                start < one.end and end > one.start for _, start, end in spans
+            )
     assert whole.total() >= 0.97 * labelled.total()
-    assert {type: whole[type] / labelled[type] for type in labelled if type != "PHONE_NUMBER"} == dict.fromkeys(
-        labelled.keys() - {"PHONE_NUMBER"}, 1.0
-    )
+    assert {
+        type: whole[type] / labelled[type] for type in labelled if type != "PHONE_NUMBER"
+    } == dict.fromkeys(labelled.keys() - {"PHONE_NUMBER"}, 1.0)
     assert whole["PHONE_NUMBER"] / labelled["PHONE_NUMBER"] >= 0.95
     assert wrong.total() <= 0.02 * found.total()
 
@@ -396,7 +483,10 @@ def test_ordinary_prompts_are_left_alone(name):
     detector = Detector(PrivacyConfig(actions=NO_NAMES))
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         rows = [json.loads(line)["messages"] for line, _ in zip(lines, range(600), strict=False)]
-    users = [[message["content"] for message in messages if message["role"] == "user"] for messages in rows]
+    users = [
+        [message["content"] for message in messages if message["role"] == "user"]
+        for messages in rows
+    ]
     assert sum(any(map(detector.find, texts)) for texts in users) <= 0.01 * len(rows)
 
 

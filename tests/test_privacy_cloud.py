@@ -1,7 +1,8 @@
-"""Google Cloud DLP as the backend: what is asked, what is made of the answers, limits, truncation, refusals, and retries.
+"""Google Cloud DLP as the backend: what is asked, what is made of the answers, limits, truncation,
+refusals, and retries.
 
-The server answers as the service is documented to (REST v2, content:inspect): 64-bit numbers are strings, zeros are left out,
-rows come in any order.
+The server answers as the service is documented to (REST v2, content:inspect): 64-bit numbers are
+strings, zeros are left out, rows come in any order.
 """
 
 import json
@@ -20,7 +21,8 @@ from eyas.privacy.detector import Detector, mask
 from eyas.privacy.finding import Finding
 from eyas.privacy.policy import TYPES, PrivacyConfig
 
-# An answer as the service gives it to {"table": {"headers": [{"name": "text"}], "rows": [two rows]}}; values are not asked for.
+# An answer as the service gives it to {"table": {"headers": [{"name": "text"}], "rows": [two
+# rows]}}; values are not asked for.
 RECORDED = """{"result": {"findings": [
   {"infoType": {"name": "PERSON_NAME", "sensitivityScore": {"score": "SENSITIVITY_MODERATE"}}, "likelihood": "LIKELY",
    "location": {"byteRange": {"start": "15", "end": "23"}, "codepointRange": {"start": "11", "end": "19"},
@@ -39,7 +41,9 @@ MAIL = re.compile(r"\w+@[\w.]+")
 
 
 class Service:
-    """A small server: answers in turn from `answers`, then by finding mail; keeps what it was asked."""
+    """A small server: answers in turn from `answers`, then by finding mail; keeps what it was
+    asked.
+    """
 
     def __init__(self):
         self.answers, self.asked, self.most_findings = [], [], 3000
@@ -49,7 +53,9 @@ class Service:
             def do_POST(self):
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 service.asked.append((self.path, dict(self.headers), body))
-                status, headers, answer = service.answers.pop(0) if service.answers else (200, {}, service.found(body))
+                status, headers, answer = (
+                    service.answers.pop(0) if service.answers else (200, {}, service.found(body))
+                )
                 self.send_response(status)
                 for name, value in headers.items():
                     self.send_header(name, value)
@@ -69,12 +75,21 @@ class Service:
         findings = []
         for number, row in enumerate(json.loads(body)["item"]["table"]["rows"]):
             for match in MAIL.finditer(row["values"][0]["stringValue"]):
-                place = {name: str(at) for name, at in (("start", match.start()), ("end", match.end())) if at}
+                place = {
+                    name: str(at)
+                    for name, at in (("start", match.start()), ("end", match.end()))
+                    if at
+                }
                 table = {"rowIndex": str(number)} if number else {}
-                location = {"codepointRange": place, "contentLocations": [{"recordLocation": {"tableLocation": table}}]}
+                location = {
+                    "codepointRange": place,
+                    "contentLocations": [{"recordLocation": {"tableLocation": table}}],
+                }
                 findings.append({"infoType": {"name": "EMAIL_ADDRESS"}, "location": location})
         truncated = {"findingsTruncated": True} if len(findings) > self.most_findings else {}
-        return json.dumps({"result": {"findings": findings[: self.most_findings], **truncated}}).encode()
+        return json.dumps(
+            {"result": {"findings": findings[: self.most_findings], **truncated}}
+        ).encode()
 
     def close(self):
         self.server.shutdown()
@@ -94,7 +109,9 @@ def service(monkeypatch):
 
 
 def config_of(service, **settings):
-    return PrivacyConfig(policy="mask", backend="cloud", cloud_project="acme-1", cloud_url=service.url, **settings)
+    return PrivacyConfig(
+        policy="mask", backend="cloud", cloud_project="acme-1", cloud_url=service.url, **settings
+    )
 
 
 def test_a_recorded_answer(service):
@@ -108,7 +125,9 @@ def test_a_recorded_answer(service):
 
 
 def test_what_is_asked(service):
-    Detector(config_of(service, cloud_location="europe-west3", actions={"phone_number": "keep"})).find_all(TEXTS)
+    Detector(
+        config_of(service, cloud_location="europe-west3", actions={"phone_number": "keep"})
+    ).find_all(TEXTS)
     (path, headers, body), *more = service.asked
     assert not more
     assert path == "/v2/projects/acme-1/locations/europe-west3/content:inspect"
@@ -119,13 +138,22 @@ def test_what_is_asked(service):
     assert inspect["includeQuote"] is False
     assert inspect["limits"] == {"maxFindingsPerRequest": 3000}
     names = {one["name"] for one in inspect["infoTypes"]}
-    assert {"EMAIL_ADDRESS", "PERSON_NAME", "US_SOCIAL_SECURITY_NUMBER", "ITALY_FISCAL_CODE"} <= names
+    assert {
+        "EMAIL_ADDRESS",
+        "PERSON_NAME",
+        "US_SOCIAL_SECURITY_NUMBER",
+        "ITALY_FISCAL_CODE",
+    } <= names
     assert not names & {"PHONE_NUMBER", "LOCATION", "URL"}, "kept, so not asked for"
 
 
 def test_what_the_service_does_not_know_is_found_here(service):
-    findings = Detector(config_of(service)).find("1A1zP1eP5QGefi2DMPTfTL5SLmv7DivfNa of ana@python.org, 8.8.8.8")
-    assert [one.type for one in findings] == ["CRYPTO", "EMAIL_ADDRESS"], "its own types are the service's to find"
+    findings = Detector(config_of(service)).find(
+        "1A1zP1eP5QGefi2DMPTfTL5SLmv7DivfNa of ana@python.org, 8.8.8.8"
+    )
+    assert [one.type for one in findings] == ["CRYPTO", "EMAIL_ADDRESS"], (
+        "its own types are the service's to find"
+    )
     assert set(INFO_TYPES.values()) <= set(TYPES)
 
 
@@ -143,14 +171,20 @@ def test_many_texts_are_few_requests(service):
 def test_a_long_text_is_cut_and_found_whole(service):
     text = ("é" * 99 + " ") * 1200 + "ana@python.org " + "x" * 30_000
     found = CloudDlp(config_of(service))([text, "", "b@python.org"])
-    assert [{text[one.start : one.end] for one in found[0]}, found[1], len(found[2])] == [{"ana@python.org"}, [], 1]
+    assert [{text[one.start : one.end] for one in found[0]}, found[1], len(found[2])] == [
+        {"ana@python.org"},
+        [],
+        1,
+    ]
     assert all(len(body) <= MOST_BYTES for _, _, body in service.asked)
     assert sorted(cut("abc" * 200, 300 + OVERLAP))[0] == (0, ("abc" * 200)[: 300 + OVERLAP])
 
 
 def test_a_cut_answer_is_asked_for_again_in_halves(service):
     service.most_findings = 10
-    texts = [" ".join(f"u{number}@python.org" for number in range(count)) for count in (3, 9, 0, 7, 1)]
+    texts = [
+        " ".join(f"u{number}@python.org" for number in range(count)) for count in (3, 9, 0, 7, 1)
+    ]
     assert [len(one) for one in CloudDlp(config_of(service))(texts)] == [3, 9, 0, 7, 1]
     assert len(service.asked) > 3
     dense = " ".join(f"user{number:06d}@python.org" for number in range(300))
@@ -162,12 +196,18 @@ def test_a_cut_answer_is_asked_for_again_in_halves(service):
 def test_batches_hold_every_text_once():
     texts = ["a" * length for length in (10, 0, 499_000, 300_000, 250_000, 5)]
     found = list(batches(texts))
-    assert sorted(number for batch in found for number in batch) == [0, 2, 3, 4, 5], "an empty text needs no question"
+    assert sorted(number for batch in found for number in batch) == [0, 2, 3, 4, 5], (
+        "an empty text needs no question"
+    )
     assert list(batches([])) == []
 
 
 def test_busy_is_waited_for(service):
-    service.answers = [(429, {"Retry-After": "7"}, b"{}"), (503, {}, b"{}"), (200, {}, RECORDED.encode())]
+    service.answers = [
+        (429, {"Retry-After": "7"}, b"{}"),
+        (503, {}, b"{}"),
+        (200, {}, RECORDED.encode()),
+    ]
     assert CloudDlp(config_of(service))(TEXTS)[0] == [Finding("EMAIL_ADDRESS", 0, 14)]
     assert service.slept == [7.0, 1.0]
 
@@ -231,7 +271,10 @@ def test_default_credentials_are_renewed(monkeypatch, service):
 
 
 def test_rows_are_asked_about_together(service):
-    rows = [Row("set", "MIT", f"set.jsonl:{number}", None, (f"I am u{number}@python.org", "Hi")) for number in range(50)]
+    rows = [
+        Row("set", "MIT", f"set.jsonl:{number}", None, (f"I am u{number}@python.org", "Hi"))
+        for number in range(50)
+    ]
     results = PersonalData(config_of(service), b"key").many(rows)
     assert {row.turns for row in results} == {("I am <EMAIL_ADDRESS>", "Hi")}
     assert len(service.asked) == 1

@@ -1,4 +1,6 @@
-"""A recogniser that is installed: a spaCy pipeline and a transformers model, both made here; and what is said without one."""
+"""A recogniser that is installed: a spaCy pipeline and a transformers model, both made here; and
+what is said without one.
+"""
 
 import pytest
 import spacy
@@ -33,9 +35,13 @@ def pipeline(tmp_path):
 def model(tmp_path):
     """A token classifier whose first layer alone decides: a word's embedding is its label."""
     folder = tmp_path / "model"
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]").save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]"
+    ).save_pretrained(folder)
     labels = {0: "O", 1: "B-PER", 2: "B-LOC"}
     config = BertConfig(
         vocab_size=len(WORDS), hidden_size=8, num_hidden_layers=0, num_attention_heads=1, intermediate_size=8,
@@ -58,14 +64,20 @@ def model(tmp_path):
 
 def test_a_spacy_pipeline_finds_what_ours_does_not(pipeline):
     text = "zorblax lives in quuxville. ana@python.org"
-    assert mask(text, Detector(config_of(f"spacy:{pipeline}")).find(text)) == "<PERSON> lives in <LOCATION>. <EMAIL_ADDRESS>"
+    assert (
+        mask(text, Detector(config_of(f"spacy:{pipeline}")).find(text))
+        == "<PERSON> lives in <LOCATION>. <EMAIL_ADDRESS>"
+    )
     without = mask(text, Detector(config_of(None)).find(text))
     assert "zorblax" in without
 
 
 def test_a_transformers_model_finds_what_ours_does_not(model):
     text = "the zorblax lives in quuxville ."
-    assert mask(text, Detector(config_of(f"transformers:{model}")).find(text)) == "the <PERSON> lives in <LOCATION> ."
+    assert (
+        mask(text, Detector(config_of(f"transformers:{model}")).find(text))
+        == "the <PERSON> lives in <LOCATION> ."
+    )
     sure = Detector(config_of(f"transformers:{model}", ner_score=1.0))
     assert sure.find(text) == Detector(config_of(None)).find(text), "nothing is as sure as that"
 

@@ -1,4 +1,6 @@
-"""The stage `prompts`: what goes in comes out or is dropped for a reason, and nothing private is written anywhere."""
+"""The stage `prompts`: what goes in comes out or is dropped for a reason, and nothing private is
+written anywhere.
+"""
 
 import gzip
 import json
@@ -27,13 +29,21 @@ MAIL, CARD, PHONE = "ana.lee@example.com", "4242 4242 4242 4242", "(415) 555-013
 def openai(*turns, **more):
     messages = []
     for turn in turns:
-        messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": SAID_BY_ASSISTANT}]
+        messages += [
+            {"role": "user", "content": turn},
+            {"role": "assistant", "content": SAID_BY_ASSISTANT},
+        ]
     return {**more, "messages": messages}
 
 
 def sharegpt(*turns, **more):
     names = {"user": "human", "assistant": "gpt"}
-    return {**more, "conversations": [{"from": names[m["role"]], "value": m["content"]} for m in openai(*turns)["messages"]]}
+    return {
+        **more,
+        "conversations": [
+            {"from": names[m["role"]], "value": m["content"]} for m in openai(*turns)["messages"]
+        ],
+    }
 
 
 def config(folder, *sets, **settings):
@@ -66,7 +76,10 @@ def test_every_row_is_accounted_for(tmp_path):
         openai("x" * 101, id="f"),
         ["no row"],
     ]
-    second = [openai("Where is the dog?", "And the cat?"), {"instruction": "Sing.", "output": SAID_BY_ASSISTANT}]
+    second = [
+        openai("Where is the dog?", "And the cat?"),
+        {"instruction": "Sing.", "output": SAID_BY_ASSISTANT},
+    ]
     output = run(tmp_path, first, second, max_characters=100, personal={"policy": "mask"})
     kept = prompts(output)
     assert [(one.id, one.source, one.licence, one.turns) for one in kept[:2]] == [
@@ -78,7 +91,13 @@ def test_every_row_is_accounted_for(tmp_path):
     ledger = output.read_json("ledger.json")
     account = ledger["sources"]["set0"]
     assert (account["rows_in"], account["rows_out"], account["rows_masked"]) == (7, 2, 1)
-    assert account["dropped"] == {"duplicate.exact": 1, "empty": 1, "malformed": 1, "pii.credit_card": 1, "too_long": 1}
+    assert account["dropped"] == {
+        "duplicate.exact": 1,
+        "empty": 1,
+        "malformed": 1,
+        "pii.credit_card": 1,
+        "too_long": 1,
+    }
     assert account["masked"] == {"EMAIL_ADDRESS": 1}
     assert ledger["sources"]["set1"]["dropped"] == {"duplicate.exact": 1}
     assert (ledger["rows_in"], ledger["rows_out"], sum(ledger["dropped"].values())) == (9, 3, 6)
@@ -86,16 +105,29 @@ def test_every_row_is_accounted_for(tmp_path):
     assert dropped["set0.jsonl:2"]["note"] == "the same as set0.jsonl:1 of set0"
     assert dropped["set0.jsonl:4"]["turns"] == ["Charge <CREDIT_CARD> and call <PHONE_NUMBER>"]
     found = dropped["set0.jsonl:4"]["found"][0]
-    assert {**found, "hash": ""} == {"type": "CREDIT_CARD", "start": 7, "end": 26, "turn": 0, "hash": ""}
+    assert {**found, "hash": ""} == {
+        "type": "CREDIT_CARD",
+        "start": 7,
+        "end": 26,
+        "turn": 0,
+        "hash": "",
+    }
     assert len(found["hash"]) == 16
     assert dropped["set0.jsonl:6"]["note"] == "101 characters, allowed are 100"
     assert dropped["set0.jsonl:7"]["reason"] == "malformed"
     assert output.manifest().counts == {"rows": 9, "prompts": 3, "dropped": 6, "masked": 1}
-    assert {made.config["licence"] for made in output.manifest().inputs.values()} == {"MIT", "CC-BY-4.0"}
+    assert {made.config["licence"] for made in output.manifest().inputs.values()} == {
+        "MIT",
+        "CC-BY-4.0",
+    }
 
 
 def test_rows_that_differ_in_personal_data_only_are_duplicates(tmp_path):
-    output = run(tmp_path, [openai("I am ana@example.com"), openai("I am bob@example.org")], personal={"policy": "mask"})
+    output = run(
+        tmp_path,
+        [openai("I am ana@example.com"), openai("I am bob@example.org")],
+        personal={"policy": "mask"},
+    )
     assert [one.turns for one in prompts(output)] == [("I am <EMAIL_ADDRESS>",)]
 
 
@@ -112,7 +144,9 @@ def test_an_id_made_from_the_text_is_stable_and_gives_way(tmp_path):
     others = prompts(run(tmp_path / "other", [openai("One"), openai("  three")]))
     assert others[1].id == alone.id
     (tmp_path / "clash").mkdir()
-    taken, given_way = prompts(run(tmp_path / "clash", [openai("Seven", id=alone.id), openai("Three")]))
+    taken, given_way = prompts(
+        run(tmp_path / "clash", [openai("Seven", id=alone.id), openai("Three")])
+    )
     assert taken.id == alone.id
     assert given_way.id.startswith(alone.id)
     assert given_way.id != alone.id
@@ -135,7 +169,10 @@ def test_done_work_is_not_done_again(tmp_path):
     (tmp_path / "prompts" / "prompts-00000.jsonl").write_text("touched")
     assert make_prompts(made, Artifact(output.url)) == first
     assert (tmp_path / "prompts" / "prompts-00000.jsonl").read_text() == "touched"
-    for other in (config(tmp_path, [openai("Hi")], max_characters=7), config(tmp_path, [openai("Ho")])):
+    for other in (
+        config(tmp_path, [openai("Hi")], max_characters=7),
+        config(tmp_path, [openai("Ho")]),
+    ):
         with pytest.raises(InputError, match="holds other work"):
             make_prompts(other, Artifact(output.url))
 
@@ -165,13 +202,18 @@ def test_max_prompts_ends_the_reading(tmp_path, monkeypatch):
     (tmp_path / "amid").mkdir()
     output = run(tmp_path / "amid", rows, max_prompts=3)
     assert [one.turns[0] for one in prompts(output)] == ["Question 0", "Question 1", "Question 2"]
-    assert output.manifest().facts["ledger"]["dropped"] == {"limit": 1}  # what is left of the last block that was read
+    # what is left of the last block that was read
+    assert output.manifest().facts["ledger"]["dropped"] == {"limit": 1}
 
 
 def test_reading_goes_on_for_near_duplicates(tmp_path, monkeypatch):
     monkeypatch.setattr(blocks, "BLOCK_ROWS", 2)
     said = " ".join(f"word{number}" for number in range(40))
-    rows = [openai(f"{said} {number}") for number in range(5)] + [openai("One"), openai("Two"), openai("Three")]
+    rows = [openai(f"{said} {number}") for number in range(5)] + [
+        openai("One"),
+        openai("Two"),
+        openai("Three"),
+    ]
     output = run(tmp_path, rows, max_prompts=3)
     assert [one.turns[0] for one in prompts(output)] == [f"{said} 0", "One", "Two"]
     assert output.manifest().facts["ledger"]["dropped"] == {"duplicate.near": 4, "limit": 1}
@@ -205,27 +247,41 @@ def test_evaluation_sets_keep_their_items_out_whatever_their_dress(tmp_path):
     output = run(tmp_path, rows, evaluation=[{"path": path}])
     assert [one.turns for one in prompts(output)] == [("Write a poem about rain.",)]
     assert output.manifest().facts["ledger"]["dropped"] == {"contamination.bench": 2}
-    written(tmp_path / "bench.jsonl", [openai("Something else that is long enough to be an item of its own")])
+    written(
+        tmp_path / "bench.jsonl",
+        [openai("Something else that is long enough to be an item of its own")],
+    )
     with pytest.raises(InputError, match="holds other work"):
         run(tmp_path, rows, evaluation=[{"path": path}])
 
 
 def test_a_language_that_is_not_to_be_kept(tmp_path):
     german = "Kannst du mir bitte erklären, wie ich einen Tisch für zwei Personen reserviere?"
-    output = run(tmp_path, [openai(german), openai("Could you please tell me how to book a table?")], language={"keep": ["en"]})
+    output = run(
+        tmp_path,
+        [openai(german), openai("Could you please tell me how to book a table?")],
+        language={"keep": ["en"]},
+    )
     assert output.manifest().facts["ledger"]["dropped"] == {"language": 1}
     assert output.read_json("ledger.json")["languages"] == {"en": 1}
 
 
 def rows_about(things, count, start=0):
-    return [openai(f"Question {number}: what of {things[number % len(things)]}?") for number in range(start, start + count)]
+    return [
+        openai(f"Question {number}: what of {things[number % len(things)]}?")
+        for number in range(start, start + count)
+    ]
 
 
 def test_a_match_takes_what_resembles_the_traffic_and_says_how_well(tmp_path, monkeypatch):
     monkeypatch.setattr(blocks, "BLOCK_ROWS", 30)
     food, trains = ["bread and soup", "rice with beans"], ["a train to Rome", "the night train"]
     traffic = written(tmp_path / "traffic.jsonl", rows_about(food, 60, 500))
-    settings = {"match": {"traffic": traffic, "num_prompts": 40}, "duplicates": {"near": None}, "seed": 1}
+    settings = {
+        "match": {"traffic": traffic, "num_prompts": 40},
+        "duplicates": {"near": None},
+        "seed": 1,
+    }
     output = run(tmp_path, rows_about(food, 60) + rows_about(trains, 120, 100), **settings)
     kept = prompts(output)
     assert len(kept) == 40
@@ -236,14 +292,24 @@ def test_a_match_takes_what_resembles_the_traffic_and_says_how_well(tmp_path, mo
     assert fitted["num_prompts"]["before"] == 180
     assert fitted["num_prompts"]["after"] == 40
     (tmp_path / "again").mkdir()
-    again = run(tmp_path / "again", rows_about(food, 60) + rows_about(trains, 120, 100), **{**settings, "seed": 2})
+    again = run(
+        tmp_path / "again",
+        rows_about(food, 60) + rows_about(trains, 120, 100),
+        **{**settings, "seed": 2},
+    )
     assert prompts(again) != kept
 
 
 @pytest.mark.parametrize("limit", [None, 20])
 def test_a_mix_has_exact_shares(tmp_path, limit):
     sets = rows_about(["bread"], 40), rows_about(["a train"], 30, 100)
-    output = run(tmp_path, *sets, mix={"set0": 0.25, "set1": 0.75}, max_prompts=limit, duplicates={"near": None})
+    output = run(
+        tmp_path,
+        *sets,
+        mix={"set0": 0.25, "set1": 0.75},
+        max_prompts=limit,
+        duplicates={"near": None},
+    )
     counts = Counter(one.source for one in prompts(output))
     assert counts == ({"set0": 10, "set1": 30} if limit is None else {"set0": 5, "set1": 15})
     assert set(output.manifest().facts["ledger"]["dropped"]) == {"mix"}
@@ -251,8 +317,16 @@ def test_a_mix_has_exact_shares(tmp_path, limit):
 
 def test_a_mix_and_a_match_together(tmp_path):
     traffic = written(tmp_path / "traffic.jsonl", rows_about(["bread", "rice"], 60, 500))
-    sets = rows_about(["bread", "cars"], 60), rows_about(["a train", "rice"], 60, 100), rows_about(["bread"], 9, 300)
-    settings = {"match": {"traffic": traffic, "num_prompts": 30}, "mix": {"set0": 2, "set1": 1}, "duplicates": {"near": None}}
+    sets = (
+        rows_about(["bread", "cars"], 60),
+        rows_about(["a train", "rice"], 60, 100),
+        rows_about(["bread"], 9, 300),
+    )
+    settings = {
+        "match": {"traffic": traffic, "num_prompts": 30},
+        "mix": {"set0": 2, "set1": 1},
+        "duplicates": {"near": None},
+    }
     output = run(tmp_path, *sets, **settings)
     kept = prompts(output)
     assert Counter(one.source for one in kept) == {"set0": 20, "set1": 10}
@@ -271,7 +345,9 @@ def test_a_licence_that_is_not_stated_is_the_registry_s(tmp_path):
 
 
 def test_length_counts_the_system_prompt_too():
-    row = Row(source="set", licence="MIT", where="set.jsonl:1", id=None, turns=("abc", "de"), system="fg")
+    row = Row(
+        source="set", licence="MIT", where="set.jsonl:1", id=None, turns=("abc", "de"), system="fg"
+    )
     assert TooLong(7)(row) is row
     assert isinstance(TooLong(6)(row), Drop)
 
@@ -303,11 +379,24 @@ JUNK = [
 
 @st.composite
 def damaged_lines(draw):
-    """Good rows in any number and order, some cut, in other encodings, with nulls, too long, or with other things between."""
+    """Good rows in any number and order, some cut, in other encodings, with nulls, too long, or
+    with other things between.
+    """
     lines = []
     for row in draw(st.lists(st.sampled_from(GOOD), max_size=12)):
         line = json.dumps(row).encode()
-        kinds = ["whole"] * 6 + ["cut", "byte", "utf-16", "latin-1", "nulls", "junk", "wrapped", "renamed", "blank", "noise"]
+        kinds = ["whole"] * 6 + [
+            "cut",
+            "byte",
+            "utf-16",
+            "latin-1",
+            "nulls",
+            "junk",
+            "wrapped",
+            "renamed",
+            "blank",
+            "noise",
+        ]
         kind = draw(st.sampled_from(kinds))
         place = draw(st.integers(1, len(line) - 1))
         damaged = {
@@ -326,7 +415,8 @@ def damaged_lines(draw):
         lines += damaged.split(b"\n")
     if draw(st.integers(0, 15)) == 0:
         lines.append(LONG)
-    # A good row first: a file whose first bytes begin no JSON lines would be read as something else.
+    # A good row first: a file whose first bytes begin no JSON lines would be read as something
+    # else.
     return [json.dumps(openai("First")).encode(), *lines]
 
 
@@ -357,7 +447,8 @@ def test_rows_in_are_rows_out_and_drops_whatever_the_damage(files):
         try:
             manifest = make_prompts(PromptsConfig(sources=sources), output)
         except CorruptError:
-            assert any(is_cut for _, _, is_cut in files)  # before its first row: not one can be read
+            # before its first row: not one can be read
+            assert any(is_cut for _, _, is_cut in files)
             return
         kept, dropped = prompts(output), list(output.read_rows("dropped"))
         written = b"".join(output.read(name) for name in manifest.files)
@@ -368,7 +459,8 @@ def test_rows_in_are_rows_out_and_drops_whatever_the_damage(files):
         assert account["dropped"] == gone
         assert account["rows_out"] == sum(one.source == f"set{number}" for one in kept)
         assert account["rows_in"] == account["rows_out"] + gone.total()
-        # Where a gzip's checksum alone is cut, its rows are all there and what misses is one more drop.
+        # Where a gzip's checksum alone is cut, its rows are all there and what misses is one more
+        # drop.
         assert account["rows_in"] <= count + 1 if is_cut else account["rows_in"] == count
     assert ledger["rows_in"] == len(kept) + len(dropped)
     assert len({one.id for one in kept}) == len(kept)
@@ -380,17 +472,29 @@ def test_rows_in_are_rows_out_and_drops_whatever_the_damage(files):
 @pytest.mark.parametrize("name", ["gsm8k_train", "tldr", "sgd_dev", "prompts/spec_bench"])
 def test_real_sets(tmp_path, name):
     path = next(
-        (SHARED / f"{name}{ending}" for ending in (".jsonl.gz", ".jsonl") if (SHARED / f"{name}{ending}").exists()), None
+        (
+            SHARED / f"{name}{ending}"
+            for ending in (".jsonl.gz", ".jsonl")
+            if (SHARED / f"{name}{ending}").exists()
+        ),
+        None,
     )
     if path is None:
         pytest.skip("the conversations are not beside this checkout")
     output = Artifact(str(tmp_path / "prompts"))
     manifest = make_prompts(
-        PromptsConfig(sources=[{"path": str(path), "licence": "MIT", "prompts_by": "human"}], max_prompts=400), output
+        PromptsConfig(
+            sources=[{"path": str(path), "licence": "MIT", "prompts_by": "human"}], max_prompts=400
+        ),
+        output,
     )
     kept = prompts(output)
     assert len(kept) == 400
-    assert set(manifest.facts["ledger"]["dropped"]) <= {"duplicate.exact", "duplicate.near", "limit"}
+    assert set(manifest.facts["ledger"]["dropped"]) <= {
+        "duplicate.exact",
+        "duplicate.near",
+        "limit",
+    }
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf-8") as lines:
         answers = [
@@ -400,4 +504,6 @@ def test_real_sets(tmp_path, name):
             if message["role"] == "assistant" and len(message["content"]) > 60
         ]
     text = output.read("prompts-00000.jsonl").decode()
-    assert not [answer for answer in answers if json.dumps(answer, ensure_ascii=False)[1:-1] in text]
+    assert not [
+        answer for answer in answers if json.dumps(answer, ensure_ascii=False)[1:-1] in text
+    ]

@@ -1,4 +1,6 @@
-"""The stage `prompts` in several processes, on Ray, in other portions, and killed at any point: always the same bytes."""
+"""The stage `prompts` in several processes, on Ray, in other portions, and killed at any point:
+always the same bytes.
+"""
 
 import gzip
 import json
@@ -27,16 +29,34 @@ from tests.stages import ROOT
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
 BLOCK_ROWS, ROWS_PER_PART = 40, 60
 MARKER = "Tuesday-at-nine"
-WORDS = ("table", "train", "museum", "ticket", "dinner", "weather", "music", "blanket", "river", "answer", "garden", "letter")
+WORDS = (
+    "table",
+    "train",
+    "museum",
+    "ticket",
+    "dinner",
+    "weather",
+    "music",
+    "blanket",
+    "river",
+    "answer",
+    "garden",
+    "letter",
+)
 
 
 def some_rows(count: int, seed: int = 0) -> list[dict]:
-    """Rows with everything: repeated and nearly repeated ones, ids given twice, personal data, and some that are no rows."""
+    """Rows with everything: repeated and nearly repeated ones, ids given twice, personal data, and
+    some that are no rows.
+    """
     random_of = random.Random(seed)
     rows: list = []
     for number in range(count):
         said = " ".join(random_of.choices(WORDS, k=random_of.randrange(4, 40)))
-        row = {"id": f"r{number % 90}", "messages": [{"role": "user", "content": f"{said} {number}"}]}
+        row = {
+            "id": f"r{number % 90}",
+            "messages": [{"role": "user", "content": f"{said} {number}"}],
+        }
         kind = random_of.randrange(12)
         if kind == 0 and rows:
             row = rows[random_of.randrange(len(rows))]
@@ -45,7 +65,12 @@ def some_rows(count: int, seed: int = 0) -> list[dict]:
         elif kind == 2:
             row["messages"][0]["content"] += " my card is 4242 4242 4242 4242"
         elif kind == 3:
-            row = {"turns": [" ".join(f"{word}{place}" for place in range(4) for word in WORDS), f"and {number % 7}"]}
+            row = {
+                "turns": [
+                    " ".join(f"{word}{place}" for place in range(4) for word in WORDS),
+                    f"and {number % 7}",
+                ]
+            }
         elif kind == 4:
             row = {"messages": [{"role": "nobody", "content": "broken"}]}
         elif kind == 5:
@@ -58,14 +83,21 @@ def some_rows(count: int, seed: int = 0) -> list[dict]:
 def sources(tmp_path_factory) -> list[dict]:
     """Two sources, one of them packed; beside them an evaluation set and a sample of traffic."""
     folder = tmp_path_factory.mktemp("sources")
-    texts = ["".join(json.dumps(row) + "\n" for row in some_rows(count, count)) for count in (250, 170)]
+    texts = [
+        "".join(json.dumps(row) + "\n" for row in some_rows(count, count)) for count in (250, 170)
+    ]
     (folder / "first.jsonl").write_text(texts[0])
     (folder / "second.jsonl.gz").write_bytes(gzip.compress(texts[1].encode()))
-    item = next(row for row in map(json.loads, texts[0].splitlines()) if " write to" in json.dumps(row))
+    item = next(
+        row for row in map(json.loads, texts[0].splitlines()) if " write to" in json.dumps(row)
+    )
     (folder / "items.jsonl").write_text(json.dumps(item) + "\n")
-    (folder / "traffic.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some_rows(80, 7)))
+    (folder / "traffic.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in some_rows(80, 7))
+    )
     return [
-        {"path": str(folder / name), "licence": "MIT", "prompts_by": "human"} for name in ("first.jsonl", "second.jsonl.gz")
+        {"path": str(folder / name), "licence": "MIT", "prompts_by": "human"}
+        for name in ("first.jsonl", "second.jsonl.gz")
     ]
 
 
@@ -94,7 +126,11 @@ def everything(sources: list[dict]) -> dict[str, Any]:
 
 def contents(output: Artifact) -> dict[str, bytes]:
     """All files but those that hold times and paths; the manifest has the others' checksums."""
-    return {name: output.read(name) for name in output.all_names() if name not in ("manifest.json", "_DONE")}
+    return {
+        name: output.read(name)
+        for name in output.all_names()
+        if name not in ("manifest.json", "_DONE")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -106,15 +142,31 @@ def undisturbed(sources, tmp_path_factory) -> dict[str, bytes]:
 
 
 def test_what_is_compared_has_everything(undisturbed):
-    assert {"prompts-00000.jsonl", "prompts-00001.jsonl", "dropped-00000.jsonl", "ledger.json"} <= set(undisturbed)
+    assert {
+        "prompts-00000.jsonl",
+        "prompts-00001.jsonl",
+        "dropped-00000.jsonl",
+        "ledger.json",
+    } <= set(undisturbed)
     ledger = json.loads(undisturbed["ledger.json"])
-    reasons = {"contamination.items", "duplicate.exact", "duplicate.near", "empty", "malformed", "match", "pii.credit_card"}
+    reasons = {
+        "contamination.items",
+        "duplicate.exact",
+        "duplicate.near",
+        "empty",
+        "malformed",
+        "match",
+        "pii.credit_card",
+    }
     assert reasons <= set(ledger["dropped"])
     assert "fit.json" in undisturbed
     assert ledger["rows_in"] == 420
     assert ledger["rows_masked"] > 5
     ids = [
-        json.loads(line)["id"] for name in undisturbed if name.startswith("prompts") for line in undisturbed[name].splitlines()
+        json.loads(line)["id"]
+        for name in undisturbed
+        if name.startswith("prompts")
+        for line in undisturbed[name].splitlines()
     ]
     assert len(set(ids)) == len(ids) == ledger["rows_out"]
 
@@ -140,7 +192,10 @@ def test_ray_changes_nothing(sources, undisturbed, tmp_path, cluster, workers):
 
 
 def test_where_the_work_runs_is_no_part_of_the_identity(sources):
-    one, other = PromptsConfig(sources=sources), PromptsConfig(sources=sources, executor="ray", workers=7)
+    one, other = (
+        PromptsConfig(sources=sources),
+        PromptsConfig(sources=sources, executor="ray", workers=7),
+    )
     assert one.settings(b"key") == other.settings(b"key")
 
 
@@ -154,8 +209,13 @@ def test_shards_change_no_prompt(sources, undisturbed, tmp_path):
     lines = Path(sources[0]["path"]).read_text().splitlines(keepends=True)
     (tmp_path / "first").mkdir()
     for shard in range(4):
-        (tmp_path / "first" / f"{shard}.jsonl").write_text("".join(lines[shard * 63 : (shard + 1) * 63]))
-    sharded = [{**sources[0], "path": str(tmp_path / "first" / "*.jsonl"), "name": "first"}, sources[1]]
+        (tmp_path / "first" / f"{shard}.jsonl").write_text(
+            "".join(lines[shard * 63 : (shard + 1) * 63])
+        )
+    sharded = [
+        {**sources[0], "path": str(tmp_path / "first" / "*.jsonl"), "name": "first"},
+        sources[1],
+    ]
     output = contents(made(tmp_path / "out", sharded))
     assert {name: output[name] for name in output if name.startswith("prompts-")} == {
         name: undisturbed[name] for name in undisturbed if name.startswith("prompts-")
@@ -172,9 +232,12 @@ def test_an_object_store_holds_the_same(sources, undisturbed, tmp_path):
 FORK = multiprocessing.get_context("fork")  # what is imported here need not be imported again
 
 
-def until_killed(folder: Path, sources: list[dict], patched: str, name: str, workers: int = 1) -> None:
-    """Run the stage in a process that kills itself (SIGKILL) instead of calling Artifact's `patched`: for the file `name`,
-    or, where it is not called for a file, once the artifact is done.
+def until_killed(
+    folder: Path, sources: list[dict], patched: str, name: str, workers: int = 1
+) -> None:
+    """Run the stage in a process that kills itself (SIGKILL) instead of calling Artifact's
+    `patched`: for the file `name`, or, where it is not called for a file, once the artifact is
+    done.
     """
 
     def run() -> None:
@@ -207,15 +270,25 @@ POINTS = [
 
 
 @pytest.mark.parametrize(("point", "workers"), [*((point, 1) for point in POINTS), (POINTS[1], 2)])
-def test_a_killed_run_goes_on_and_ends_the_same(sources, undisturbed, tmp_path, monkeypatch, point, workers):
+def test_a_killed_run_goes_on_and_ends_the_same(
+    sources, undisturbed, tmp_path, monkeypatch, point, workers
+):
     until_killed(tmp_path, sources, "write", point, workers)
     output = Artifact(str(tmp_path))
     assert not output.is_done()
     finished = {name for name in output.all_names() if name.startswith(WORK)}
     written, write = [], Artifact.write
-    monkeypatch.setattr(Artifact, "write", lambda self, name, data: (written.append(name), write(self, name, data))[1])
+    monkeypatch.setattr(
+        Artifact,
+        "write",
+        lambda self, name, data: (written.append(name), write(self, name, data))[1],
+    )
     assert contents(made(tmp_path, sources, workers=workers)) == undisturbed
-    assert not [name for name in written if name in finished and (name.endswith("jsonl") or name == stage.SELECTION)]
+    assert not [
+        name
+        for name in written
+        if name in finished and (name.endswith("jsonl") or name == stage.SELECTION)
+    ]
     assert not (tmp_path / WORK).exists()
 
 
@@ -238,7 +311,12 @@ if __name__ == "__main__":
 
 
 def test_a_kill_from_outside(sources, undisturbed, tmp_path):
-    code = KILLED.format(block_rows=BLOCK_ROWS, rows_per_part=ROWS_PER_PART, settings=everything(sources), url=str(tmp_path))
+    code = KILLED.format(
+        block_rows=BLOCK_ROWS,
+        rows_per_part=ROWS_PER_PART,
+        settings=everything(sources),
+        url=str(tmp_path),
+    )
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as process:
         while process.poll() is None and not (tmp_path / WORK / "block-00003.npz").exists():
             time.sleep(0.001)
@@ -263,7 +341,9 @@ def test_a_failing_filter_is_told_by_place_and_quotes_nothing(monkeypatch):
         raise ValueError(f"cannot do {row.turns[0]}")
 
     row = Row("set", "MIT", "set.jsonl:3", None, (MARKER,))
-    with pytest.raises(EyasError, match=r"failed on set.jsonl:3 of set: ValueError at .*test_prompts_scale.py:\d+") as raised:
+    with pytest.raises(
+        EyasError, match=r"failed on set.jsonl:3 of set: ValueError at .*test_prompts_scale.py:\d+"
+    ) as raised:
         sieve.passed(row, [failing])
     assert MARKER not in str(raised.value)
     assert raised.value.__suppress_context__
@@ -271,5 +351,8 @@ def test_a_failing_filter_is_told_by_place_and_quotes_nothing(monkeypatch):
 
 def test_a_block_of_long_rows_is_shorter(monkeypatch):
     monkeypatch.setattr(blocks_of, "BLOCK_CHARACTERS", 100)
-    rows = [Row("set", "MIT", f"set:{number}", None, ("x" * size,)) for number, size in enumerate([60, 60, 250, 1, 1])]
+    rows = [
+        Row("set", "MIT", f"set:{number}", None, ("x" * size,))
+        for number, size in enumerate([60, 60, 250, 1, 1])
+    ]
     assert [len(block.rows) for block in blocks_of.cut(rows)] == [2, 1, 2]

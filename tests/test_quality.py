@@ -1,4 +1,6 @@
-"""Quality: what no one would answer goes for the right reason, and everything that people do ask stays."""
+"""Quality: what no one would answer goes for the right reason, and everything that people do ask
+stays.
+"""
 
 import base64
 import gzip
@@ -19,7 +21,10 @@ SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 RNG = random.Random(0)
 NOISE = base64.b64encode(RNG.randbytes(900)).decode()
 WORDS = [f"{chr(97 + index % 26)}{index}" for index in range(300)]
-PROSE = "What is wrong with this heading, and how do I make one in Markdown that every reader shows as it is meant to be? "
+PROSE = (
+    "What is wrong with this heading, and how do I make one in Markdown that every reader "
+    "shows as it is meant to be? "
+)
 REFRAIN = "the cat sat on the mat and the dog sat on the log "
 
 ORDINARY = {
@@ -33,12 +38,16 @@ ORDINARY = {
     "code": "Why does this fail?\n```\n"
     + "".join(f"    if (x[{i}] != y[{i + 1}]) {{ return {{}}; }}\n" for i in range(12))
     + "```",
-    "a table of numbers": "Add these:\n" + "\n".join(", ".join(str(RNG.randrange(1000)) for _ in range(12)) for _ in range(40)),
-    "a grid": "What comes next?\n" + "\n".join(" ".join(str(RNG.randrange(4)) for _ in range(12)) for _ in range(12)),
+    "a table of numbers": "Add these:\n"
+    + "\n".join(", ".join(str(RNG.randrange(1000)) for _ in range(12)) for _ in range(40)),
+    "a grid": "What comes next?\n"
+    + "\n".join(" ".join(str(RNG.randrange(4)) for _ in range(12)) for _ in range(12)),
     "a rule": "Title\n" + "=" * 100 + "\n" + PROSE,
-    "a key": f"Is this a valid certificate?\n{NOISE[:64]}\n{NOISE[64:128]}\n" + " ".join(WORDS[:60]),
+    "a key": f"Is this a valid certificate?\n{NOISE[:64]}\n{NOISE[64:128]}\n"
+    + " ".join(WORDS[:60]),
     "coloured log": "\x1b[31mERROR\x1b[0m disk full\n" * 3 + "What does this mean?",
-    "a refrain": "Continue this song, please, in the same tone and with a second verse:\n" + "la la la la la la\n" * 12,
+    "a refrain": "Continue this song, please, in the same tone and with a second verse:\n"
+    + "la la la la la la\n" * 12,
 }
 UNFIT = {
     "length": ("?", " . \n"),
@@ -57,12 +66,20 @@ UNFIT = {
         "\n".join(NOISE[start : start + 76] for start in range(0, 1140, 76)),
         RNG.randbytes(200).hex(),
     ),
-    "repetition": ("buy now " * 100, "哈" * 300, "abcdefgh, " * 100, REFRAIN * 40, "So " + "é" * 600),
+    "repetition": (
+        "buy now " * 100,
+        "哈" * 300,
+        "abcdefgh, " * 100,
+        REFRAIN * 40,
+        "So " + "é" * 600,
+    ),
 }
 
 
 def row(*turns, system=None):
-    return Row(source="set", licence="MIT", where="set.jsonl:1", id=None, turns=turns, system=system)
+    return Row(
+        source="set", licence="MIT", where="set.jsonl:1", id=None, turns=turns, system=system
+    )
 
 
 def quality(**settings):
@@ -74,7 +91,9 @@ def test_what_people_ask_stays(text):
     assert quality()(row(text)) == row(text)
 
 
-@pytest.mark.parametrize(("check", "text"), [(check, text) for check, texts in UNFIT.items() for text in texts])
+@pytest.mark.parametrize(
+    ("check", "text"), [(check, text) for check, texts in UNFIT.items() for text in texts]
+)
 def test_what_is_unfit_goes_for_its_reason(check, text):
     found = quality()(row(text))
     assert isinstance(found, Drop)
@@ -90,7 +109,11 @@ def test_every_check_has_its_cases():
     ("setting", "strict", "text"),
     [
         ("min_characters", 10, "Hi there"),
-        ("max_damaged", 0, "One \ufffd in a text that is otherwise quite in order and as long as most of them are"),
+        (
+            "max_damaged",
+            0,
+            "One \ufffd in a text that is otherwise quite in order and as long as most of them are",
+        ),
         ("min_words", 0.9, " - ".join(WORDS)),
         ("max_encoded", 0.1, f"{NOISE[:300]} " + " ".join(WORDS)),
         ("max_same", 0.1, PROSE * 6 + "=" * 400),
@@ -112,7 +135,9 @@ def test_short_texts_are_not_judged_by_shares():
 
 def test_the_turns_are_judged_together():
     assert quality()(row("a", "b")) == row("a", "b")
-    assert quality()(row("Go on.", *["More of the same, please."] * 40)).reason == "quality.repetition"
+    assert (
+        quality()(row("Go on.", *["More of the same, please."] * 40)).reason == "quality.repetition"
+    )
 
 
 def test_a_system_prompt_must_be_writable_too():
@@ -138,7 +163,9 @@ def test_real_prompts_stay(name):
     if not path.exists():
         pytest.skip(f"no {path}")
     with gzip.open(path, "rt", encoding="utf-8") as lines:
-        messages = [json.loads(line)["messages"] for line, _ in zip(lines, range(1000), strict=False)]
+        messages = [
+            json.loads(line)["messages"] for line, _ in zip(lines, range(1000), strict=False)
+        ]
     rows = [row(*(one["content"] for one in turns if one["role"] == "user")) for turns in messages]
     keep = quality()
     assert [one for one in rows if isinstance(keep(one), Drop)] == []

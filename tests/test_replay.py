@@ -1,4 +1,6 @@
-"""The replay: on a head that really drafts, every misreading is seen as a number, and the right reading is the best."""
+"""The replay: on a head that really drafts, every misreading is seen as a number, and the right
+reading is the best.
+"""
 
 from __future__ import annotations
 
@@ -68,14 +70,23 @@ def changed(config, **changes):
 
 
 FAULTS = {  # how the head is declared, and the reading that must be found to be the better one
-    "feature first": (lambda c, t: (c, t | swapped_inputs(c, t)), "feature first, embedding second"),
-    "a flag set": (lambda c, t: (changed(c, norm_before_residual=True), t), "norm_before_residual off"),
+    "feature first": (
+        lambda c, t: (c, t | swapped_inputs(c, t)),
+        "feature first, embedding second",
+    ),
+    "a flag set": (
+        lambda c, t: (changed(c, norm_before_residual=True), t),
+        "norm_before_residual off",
+    ),
     "transposed": (lambda c, t: (c, t | {O_PROJ: t[O_PROJ].T}), "o_proj transposed"),
     "streams": (lambda c, t: (c, t | reordered(t, (1, 0, 2))), "streams in the order 1 0 2"),
     "turned streams": (lambda c, t: (c, t | reordered(t, (1, 2, 0))), "streams in the order 2 0 1"),
     "queries for keys": (lambda c, t: (c, t | exchanged(t, Q_PROJ, K_PROJ)), "q_proj for k_proj"),
     "keys for values": (lambda c, t: (c, t | exchanged(t, K_PROJ, V_PROJ)), "k_proj for v_proj"),
-    "layers one later": (lambda c, t: (changed(c, taps=(2, 6, 9)), t), "layers one earlier (outputs taken for inputs)"),
+    "layers one later": (
+        lambda c, t: (changed(c, taps=(2, 6, 9)), t),
+        "layers one earlier (outputs taken for inputs)",
+    ),
 }
 
 
@@ -110,7 +121,9 @@ def test_random_weights_draft_next_to_nothing_and_that_is_said(world):
 
 def test_a_lost_attention_drafts_next_to_nothing(world):
     target, config, tensors, answers = world
-    declared, *others = replayed(config, tensors | {O_PROJ: tensors[O_PROJ] * 1e-6}, target, answers)
+    declared, *others = replayed(
+        config, tensors | {O_PROJ: tensors[O_PROJ] * 1e-6}, target, answers
+    )
     assert 1.15 < declared.tau < 1.3
     (finding,) = reading_findings([declared, *others])
     assert "next to nothing" in finding.what
@@ -120,7 +133,9 @@ def test_a_reading_far_behind_is_left_behind_and_compared_on_its_own_answers(wor
     target, config, tensors, answers = world
     declared, *others = replayed(config, tensors, target, [*answers, *answers])
     assert len(declared.places) == 2 * len(answers)
-    near, far = (next(one for one in others if one.reading == name) for name in (NEAR, "o_proj transposed"))
+    near, far = (
+        next(one for one in others if one.reading == name) for name in (NEAR, "o_proj transposed")
+    )
     assert len(far.places) == PART < len(near.places) == len(declared.places)
     half = Replayed(DECLARED, declared.tau, declared.accepted[:PART], declared.places[:PART])
     assert far.gain(declared) == far.gain(half)
@@ -132,15 +147,34 @@ def test_a_reading_far_behind_is_left_behind_and_compared_on_its_own_answers(wor
 @pytest.mark.parametrize(
     ("form", "changes", "meant", "keys"),
     [
-        ("sglang", {"norm_output": True}, "norm_output before lm_head", '{"norm_output_is_fed_back": false}'),
-        ("vllm", {"norm_before_residual": None}, "as speculators reads it", '{"norm_before_residual": false}'),
-        ("sglang", {"eagle_config": {IDS: [2, 6, 9]}}, "as vLLM reads them", f'{{"{IDS}": [2, 6, 9]}}'),
+        (
+            "sglang",
+            {"norm_output": True},
+            "norm_output before lm_head",
+            '{"norm_output_is_fed_back": false}',
+        ),
+        (
+            "vllm",
+            {"norm_before_residual": None},
+            "as speculators reads it",
+            '{"norm_before_residual": false}',
+        ),
+        (
+            "sglang",
+            {"eagle_config": {IDS: [2, 6, 9]}},
+            "as vLLM reads them",
+            f'{{"{IDS}": [2, 6, 9]}}',
+        ),
     ],
     ids=["norm_output", "norm_before_residual", "layers"],
 )
-def test_what_is_open_is_replayed_in_each_way_and_the_best_is_named(world, tmp_path, form, changes, meant, keys):
+def test_what_is_open_is_replayed_in_each_way_and_the_best_is_named(
+    world, tmp_path, form, changes, meant, keys
+):
     _, config, tensors, _ = world
-    folder = edit_config(write_folder(write_head(config, tensors, form), tmp_path / "head"), **changes)
+    folder = edit_config(
+        write_folder(write_head(config, tensors, form), tmp_path / "head"), **changes
+    )
     (open_to_two, *rest) = check(folder, "builtin")
     assert open_to_two.level == "error"
     assert len(open_to_two.meanings) == 2
@@ -155,7 +189,8 @@ def test_what_is_open_is_replayed_in_each_way_and_the_best_is_named(world, tmp_p
     assert all(f"{one.tau:.2f} with {one.reading!r}" in told.hint for one in ways[:2])
     assert told.hint.endswith(f"{ways[0].reading!r} is meant: write {keys}")
     write = json.loads(keys)
-    assert check(edit_config(folder, **write), "builtin") == rest  # what the hint says to write settles it
+    # what the hint says to write settles it
+    assert check(edit_config(folder, **write), "builtin") == rest
 
 
 def test_several_open_questions_are_replayed_together(world, tmp_path):
@@ -166,8 +201,11 @@ def test_several_open_questions_are_replayed_together(world, tmp_path):
     assert "before lm_head" in ways[0].reading
     assert "as inputs" in ways[0].reading
     findings = judged(check(folder, "builtin"), ways)
-    assert ["is meant: write" in finding.hint for finding in findings if finding.meanings][:1] == [True]
-    beyond = edit_config(folder, eagle_config={IDS: [2, 6, 12]})  # as outputs beyond the target: one way is left of these
+    assert ["is meant: write" in finding.hint for finding in findings if finding.meanings][:1] == [
+        True
+    ]
+    # as outputs beyond the target: one way is left of these
+    beyond = edit_config(folder, eagle_config={IDS: [2, 6, 12]})
     ways, _ = replay_head(beyond, "builtin", few(tmp_path))
     assert sum("as outputs" in one.reading for one in ways) == 0
     assert sum("as inputs" in one.reading for one in ways) == 2
@@ -176,7 +214,9 @@ def test_several_open_questions_are_replayed_together(world, tmp_path):
 def few(folder: Path) -> Path:
     """Some of the packaged prompts."""
     with gzip.open(builtin.demo_prompts(), "rt") as lines:
-        (folder / "few.jsonl").write_text("".join(line for line, _ in zip(lines, range(12), strict=False)))
+        (folder / "few.jsonl").write_text(
+            "".join(line for line, _ in zip(lines, range(12), strict=False))
+        )
     return folder / "few.jsonl"
 
 
@@ -184,9 +224,14 @@ def test_a_good_replay_is_as_good_as_a_hash(world):
     target, config, tensors, answers = world
     unsaid, other = Finding("warning", UNSAID, ""), Finding("warning", "another", "")
     good = replayed(config, tensors, target, answers)
-    assert [(one.what, one.level) for one in judged([unsaid, other], good)] == [("another", "warning"), (UNSAID, "note")]
+    assert [(one.what, one.level) for one in judged([unsaid, other], good)] == [
+        ("another", "warning"),
+        (UNSAID, "note"),
+    ]
     assert exit_code(judged([unsaid], good)) == 0
-    bad = replayed(config, tensors | {"lm_head.weight": tensors["lm_head.weight"].roll(1, 0)}, target, answers)
+    bad = replayed(
+        config, tensors | {"lm_head.weight": tensors["lm_head.weight"].roll(1, 0)}, target, answers
+    )
     assert {one.level for one in judged([unsaid], bad)} == {"warning"}
     assert judged([unsaid], []) == [unsaid]
 
@@ -203,7 +248,10 @@ def tiny(tmp_path_factory) -> Path:
     ("flags", "names"),
     [
         ({}, {"norm_before_residual on", "norm_output on"}),
-        ({"norm_before_residual": True, "norm_output": True}, {"norm_before_residual off", "norm_output off"}),
+        (
+            {"norm_before_residual": True, "norm_output": True},
+            {"norm_before_residual off", "norm_output off"},
+        ),
         ({"norm_before_fc": True}, {"norm_before_fc off"}),
         ({"fc_norm": True}, {"fc_norm off"}),
     ],
@@ -225,7 +273,10 @@ def test_layers_are_read_as_every_engine_might(tiny):
     taps = {reading.config.taps for reading in misreadings(config, tensors, target)}
     assert {(0, 2, 3), (2, 4, 5), config.taps} == taps
     other = config.model_copy(update={"taps": (0, 3, 7)})
-    assert {reading.config.taps for reading in misreadings(other, tensors, target)} == {(0, 3, 7), (1, 3, 4)}
+    assert {reading.config.taps for reading in misreadings(other, tensors, target)} == {
+        (0, 3, 7),
+        (1, 3, 4),
+    }
 
 
 def test_what_a_head_has_of_its_own_is_read_without(tiny):
@@ -237,7 +288,9 @@ def test_what_a_head_has_of_its_own_is_read_without(tiny):
     assert {"the target's embeddings", "the target's rotary embedding"} <= names
     assert "d2t as ids" not in names
     ids = tensors | {"d2t": torch.arange(64) + tensors["d2t"]}
-    (as_ids,) = (reading for reading in misreadings(config, ids, target) if reading.name == "d2t as ids")
+    (as_ids,) = (
+        reading for reading in misreadings(config, ids, target) if reading.name == "d2t as ids"
+    )
     assert torch.equal(as_ids.tensors["d2t"], tensors["d2t"])
     assert torch.equal(as_ids.tensors["t2d"], tensors["t2d"])
 
@@ -246,7 +299,9 @@ def test_changes_of_order_are_their_own_inverse_or_a_permutation(tiny):
     config, tensors = tiny_head(tiny)
     again = swapped_inputs(config, tensors | swapped_inputs(config, tensors))
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in again.items())
-    twice = exchanged(tensors | exchanged(tensors, "norm.weight", "fc.weight"), "norm.weight", "fc.weight")
+    twice = exchanged(
+        tensors | exchanged(tensors, "norm.weight", "fc.weight"), "norm.weight", "fc.weight"
+    )
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in twice.items())
     name = "midlayer.self_attn.q_proj.weight"
     rows = torch.arange(32.0)[:, None].expand(32, 64)
@@ -267,12 +322,19 @@ def test_weights_of_two_shapes_are_not_exchanged(tmp_path):
         folder = tiny_target(tmp_path / str(heads), num_key_value_heads=heads)
         target, (config, tensors) = Target.load(folder), tiny_head(folder)
         names = {reading.name for reading in misreadings(config, tensors, target)}
-        assert ("q_proj for k_proj" in names) is (tensors[Q_PROJ].shape == tensors[K_PROJ].shape) is expected
+        assert (
+            ("q_proj for k_proj" in names)
+            is (tensors[Q_PROJ].shape == tensors[K_PROJ].shape)
+            is expected
+        )
         assert "k_proj for v_proj" in names
 
 
 def test_a_gain_is_paired_over_answers():
-    one, other = Replayed("", 2.0, [10, 12, 8, 11], [10, 10, 10, 10]), Replayed("", 2.0, [8, 10, 6, 9], [10, 10, 10, 10])
+    one, other = (
+        Replayed("", 2.0, [10, 12, 8, 11], [10, 10, 10, 10]),
+        Replayed("", 2.0, [8, 10, 6, 9], [10, 10, 10, 10]),
+    )
     drafts, share, errors = one.gain(other)
     assert (drafts, share) == (pytest.approx(0.2), pytest.approx(8 / 33))
     assert errors > 1e6  # the same gain in every answer
@@ -281,20 +343,32 @@ def test_a_gain_is_paired_over_answers():
 
 @pytest.mark.parametrize(
     ("accepted", "level"),
-    [([10, 30, 50, 70], None), ([15, 35, 55, 76], "error"), ([12, 31, 51, 72], "warning"), ([40, 0, 20, 130], None)],
+    [
+        ([10, 30, 50, 70], None),
+        ([15, 35, 55, 76], "error"),
+        ([12, 31, 51, 72], "warning"),
+        ([40, 0, 20, 130], None),
+    ],
     ids=["the same", "clearly more", "a little more", "more by accident"],
 )
 def test_another_reading_must_be_better_by_both_size_and_certainty(accepted, level):
     places = [20, 30, 40, 50]
-    declared, other = Replayed(DECLARED, 2.0, [10, 30, 50, 70], places), Replayed("other", 2.0, accepted, places)
-    assert [finding.level for finding in reading_findings([declared, other])] == ([level] if level else [])
+    declared, other = (
+        Replayed(DECLARED, 2.0, [10, 30, 50, 70], places),
+        Replayed("other", 2.0, accepted, places),
+    )
+    assert [finding.level for finding in reading_findings([declared, other])] == (
+        [level] if level else []
+    )
 
 
 # A flag that was lost, on heads that were trained with it
 
 
 def trained_with(folder: Path, flag: str):
-    """A head of the tiny target that has learned its answers by heart with a flag set: target, config, tensors, answers."""
+    """A head of the tiny target that has learned its answers by heart with a flag set: target,
+    config, tensors, answers.
+    """
     target = Target.load(folder)
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(3, 320, (12, 8), generator=generator).tolist()
@@ -319,12 +393,18 @@ def trained_with(folder: Path, flag: str):
             2,
         )
         loss = sum(
-            F.cross_entropy(head.logits(hidden), slots.take(tokens.roll(-2 - step, 1))) for step, hidden in enumerate(steps)
+            F.cross_entropy(head.logits(hidden), slots.take(tokens.roll(-2 - step, 1)))
+            for step, hidden in enumerate(steps)
         )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return target, config, {name: tensor.detach() for name, tensor in head.state_dict().items()}, answers
+    return (
+        target,
+        config,
+        {name: tensor.detach() for name, tensor in head.state_dict().items()},
+        answers,
+    )
 
 
 @pytest.mark.parametrize("flag", ["norm_before_residual", "norm_output"])
@@ -333,7 +413,9 @@ def test_a_lost_flag_is_found_by_what_it_costs(tiny, flag):
     declared, *others = replayed(config, tensors, target, answers)
     assert declared.tau > 2, declared
     assert list(reading_findings([declared, *others])) == []
-    (finding,) = reading_findings(replayed(changed(config, **{flag: False}), tensors, target, answers))
+    (finding,) = reading_findings(
+        replayed(changed(config, **{flag: False}), tensors, target, answers)
+    )
     assert finding.level == "error"
     assert f"{flag} on" in finding.what
 
@@ -354,14 +436,18 @@ def test_text_is_prompts_or_answers_in_any_usual_shape(tmp_path):
         packed.write(text)
     (tmp_path / "plain.txt").write_text("One?\n\nTwo?\n")
     for name in ("rows.jsonl", "rows.jsonl.gz"):
-        assert [[one["content"] for one in row] for row in conversations(tmp_path / name)] == [["A?", "B."], ["C?"]]
+        assert [[one["content"] for one in row] for row in conversations(tmp_path / name)] == [
+            ["A?", "B."],
+            ["C?"],
+        ]
     assert [row[0]["content"] for row in conversations(tmp_path / "plain.txt")] == ["One?", "Two?"]
     with pytest.raises(MissingInputError):
         list(conversations(tmp_path / "absent.txt"))
 
 
 @pytest.mark.parametrize(
-    ("name", "data"), [("a.txt", b"\xff\xfe"), ("a.jsonl.gz", b"no gzip"), ("b.jsonl.gz", gzip.compress(b"{}")[:-6])]
+    ("name", "data"),
+    [("a.txt", b"\xff\xfe"), ("a.jsonl.gz", b"no gzip"), ("b.jsonl.gz", gzip.compress(b"{}")[:-6])],
 )
 def test_what_is_no_text_is_said(tmp_path, name, data):
     (tmp_path / name).write_bytes(data)
@@ -371,7 +457,10 @@ def test_what_is_no_text_is_said(tmp_path, name, data):
 
 def test_a_kept_answer_is_taken_as_it_is_and_a_prompt_is_answered(tiny, tmp_path):
     target = Target.load(tiny)
-    prompt, answer = {"role": "user", "content": "user"}, {"role": "assistant", "content": "The address"}
+    prompt, answer = (
+        {"role": "user", "content": "user"},
+        {"role": "assistant", "content": "The address"},
+    )
     rows = [{"messages": [prompt, answer]}, {"messages": [prompt]}]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     kept, made = answered(target, tiny, tmp_path / "rows.jsonl")
@@ -390,7 +479,9 @@ def test_a_kept_answer_is_taken_as_it_is_and_a_prompt_is_answered(tiny, tmp_path
 
 
 def test_the_command_ends_with_its_verdict_and_as_json(tmp_path):
-    (tmp_path / "text.txt").write_text("I would like a table for two in San Jose.\nBook me a flight to Paris.\n")
+    (tmp_path / "text.txt").write_text(
+        "I would like a table for two in San Jose.\nBook me a flight to Paris.\n"
+    )
     command = ["check", "builtin", "--target", "builtin", "--text", str(tmp_path / "text.txt")]
     result = CliRunner().invoke(build(command), [*command, "--json"])
     told = json.loads(result.stdout.splitlines()[-1])
@@ -399,7 +490,9 @@ def test_the_command_ends_with_its_verdict_and_as_json(tmp_path):
     assert told["not_replayed"] == ""
     assert told["replay"][0]["reading"] == DECLARED
     assert told["replay"][0]["tau"] > 1.3
-    assert {"reading", "tau", "accepted_drafts", "gain", "standard_errors"} <= told["replay"][1].keys()
+    assert {"reading", "tau", "accepted_drafts", "gain", "standard_errors"} <= told["replay"][
+        1
+    ].keys()
     shown = CliRunner().invoke(build(command), [*command, "--no-replay"])
     assert shown.exit_code == 0
     assert "nothing found" in shown.output
@@ -408,7 +501,10 @@ def test_the_command_ends_with_its_verdict_and_as_json(tmp_path):
 def test_an_error_is_json_too(tmp_path):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{")
-    for folder, named in ((tmp_path / "absent", "no head folder"), (tmp_path / "broken", "not JSON")):
+    for folder, named in (
+        (tmp_path / "absent", "no head folder"),
+        (tmp_path / "broken", "not JSON"),
+    ):
         command = ["check", str(folder), "--target", "builtin", "--json"]
         result = CliRunner().invoke(build(command), command)
         told = json.loads(result.stdout)

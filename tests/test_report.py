@@ -1,4 +1,6 @@
-"""The report: one file without anything beside it, with every part that was given and none that was not."""
+"""The report: one file without anything beside it, with every part that was given and none that was
+not.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,16 @@ from eyas.artifact import Artifact, Manifest
 from eyas.bench import figures, tables
 from eyas.bench.bench import BenchConfig
 from eyas.bench.machine import machine
-from eyas.bench.report import NAMES, Contents, fates, nodes_of_all, pictures, predicted, render, write_reports
+from eyas.bench.report import (
+    NAMES,
+    Contents,
+    fates,
+    nodes_of_all,
+    pictures,
+    predicted,
+    render,
+    write_reports,
+)
 from eyas.bench.server import Facts
 from eyas.bench.summary import Load, summarise
 from eyas.errors import EyasError, InputError
@@ -35,7 +46,9 @@ LEDGER = {
     "dropped": {"too long": 30, "duplicate": 70},
     "rows_masked": 12,
     "masked": {"EMAIL_ADDRESS": 12},
-    "sources": {"demo": {"rows_in": 1300, "rows_out": 1200, "dropped": {"too long": 30, "duplicate": 70}}},
+    "sources": {
+        "demo": {"rows_in": 1300, "rows_out": 1200, "dropped": {"too long": 30, "duplicate": 70}}
+    },
 }
 
 
@@ -78,8 +91,12 @@ def summary(concurrencies=(1, 4), arms=("plain", "eagle"), rates=(), categories=
         **summarise(rows, list(arms), True, counted),
         "differences": [],
         "compared_anyway": False,
-        "servers": {arm: Facts("http://here", "target", "eyas", None, "bfloat16").to_json() for arm in arms},
-        "config": BenchConfig(prompts="p.jsonl", num_prompts=7, max_tokens=11).model_dump(mode="json"),
+        "servers": {
+            arm: Facts("http://here", "target", "eyas", None, "bfloat16").to_json() for arm in arms
+        },
+        "config": BenchConfig(prompts="p.jsonl", num_prompts=7, max_tokens=11).model_dump(
+            mode="json"
+        ),
         "machine": machine(),
         "load_average_after": [0.5, 0.5, 0.5],
     }
@@ -87,7 +104,14 @@ def summary(concurrencies=(1, 4), arms=("plain", "eagle"), rates=(), categories=
 
 @pytest.fixture
 def manifest():
-    source = Manifest(stage="source", identity="5f" * 32, config={"licence": "CC0-1.0"}, counts={}, files={}, url="raw.jsonl")
+    source = Manifest(
+        stage="source",
+        identity="5f" * 32,
+        config={"licence": "CC0-1.0"},
+        counts={},
+        files={},
+        url="raw.jsonl",
+    )
     prompts = Manifest(
         stage="prompts",
         identity="aaaa",
@@ -97,7 +121,14 @@ def manifest():
         inputs={"demo": source},
         facts={"ledger": LEDGER},
     )
-    return Manifest(stage="bench", identity="bbbb", config={}, counts={"requests": 28}, files={}, inputs={"head": prompts})
+    return Manifest(
+        stage="bench",
+        identity="bbbb",
+        config={},
+        counts={"requests": 28},
+        files={},
+        inputs={"head": prompts},
+    )
 
 
 def words(page):
@@ -130,14 +161,24 @@ def test_nothing_is_loaded_from_elsewhere(manifest):
     page = render(Contents(summary(), EVALUATION, LEDGER, manifest, ["eyas demo"]))
     tags = Tags(page).all
     assert not [tag for tag, _ in tags if tag in ("script", "link", "iframe", "img", "object")]
-    references = [value for _, attrs in tags for name, value in attrs.items() if name in ("src", "href", "xlink:href")]
+    references = [
+        value
+        for _, attrs in tags
+        for name, value in attrs.items()
+        if name in ("src", "href", "xlink:href")
+    ]
     assert all(reference.startswith("#") for reference in references)
     assert not re.search(r"@import|url\((?!#)", page)
 
 
 def test_ids_are_unique_across_pictures(manifest):
-    ids = [attrs["id"] for _, attrs in Tags(render(Contents(summary(), EVALUATION))).all if "id" in attrs]
-    drawn = [one for one in ids if re.fullmatch(r"[mp][0-9a-f]{10}", one)]  # markers and clips, which others refer to
+    ids = [
+        attrs["id"]
+        for _, attrs in Tags(render(Contents(summary(), EVALUATION))).all
+        if "id" in attrs
+    ]
+    # markers and clips, which others refer to
+    drawn = [one for one in ids if re.fullmatch(r"[mp][0-9a-f]{10}", one)]
     assert drawn
     assert len(drawn) == len(set(drawn))
 
@@ -181,27 +222,44 @@ def test_a_slowdown_and_a_difference_are_said_aloud():
 def not_drafted(**changes):
     """A summary in which eagle decoded plain but for a few rounds."""
     bench = summary(concurrencies=(1,))
-    bench["comparisons"][0] |= {"tau": None, "speedup": 1.04, "tokens_per_forward": 1.1, "round_cost": None, **changes}
+    bench["comparisons"][0] |= {
+        "tau": None,
+        "speedup": 1.04,
+        "tokens_per_forward": 1.1,
+        "round_cost": None,
+        **changes,
+    }
     return bench
 
 
 def test_of_an_arm_that_did_not_draft_no_ratio_is_the_heads():
     bench = not_drafted()
     page, text = words(render(Contents(bench))), tables.markdown(bench, None, (), "t")
-    assert "eagle , one request at a time, did not draft : there is no speed-up by a head to tell." in page
+    assert (
+        "eagle , one request at a time, did not draft : there is no speed-up by a head to tell."
+        in page
+    )
     assert "times as fast" not in page
     assert "Speed-up – did not draft; median TPOT 10.00 → 5.50 ms" in page
     assert "**eagle did not draft, 1 at a time: no speed-up is a head's there.**" in text
     assert "| 1.04 (1.82–1.82), did not draft |" in text
     said = tables.announced(bench["comparisons"][0])
-    assert (said["note"], said["speedup"], said["throughput_ratio"], said["num_pairs"]) == ("did not draft", None, None, 7)
+    assert (said["note"], said["speedup"], said["throughput_ratio"], said["num_pairs"]) == (
+        "did not draft",
+        None,
+        None,
+        7,
+    )
     assert tables.announced(summary()["comparisons"][0]) == summary()["comparisons"][0]
 
 
 def test_between_two_engines_a_ratio_is_theirs_whether_they_drafted_or_not():
     bench = not_drafted(same_engine=False, tokens_per_forward=None)
     page = words(render(Contents(bench)))
-    assert "is not known to have drafted : 1.04 times as fast as plain is what the two engines or hosts differ in." in page
+    assert (
+        "is not known to have drafted : 1.04 times as fast as plain is what the two engines or "
+        "hosts differ in." in page
+    )
     assert tables.announced(bench["comparisons"][0])["speedup"] == 1.04
 
 
@@ -213,7 +271,9 @@ def test_a_speedup_that_is_withheld_says_why():
         "paired_speedup": None,
         "withheld": "all of it is noise",
     }
-    assert "no speed-up over plain can be told: all of it is noise." in words(render(Contents(bench)))
+    assert "no speed-up over plain can be told: all of it is noise." in words(
+        render(Contents(bench))
+    )
 
 
 def test_what_comes_from_outside_is_escaped():
@@ -269,25 +329,43 @@ def test_tree_sizes_and_plain_rounds_are_the_servers_counters():
 
 
 def test_the_tree_size_is_that_of_all_rounds_the_plain_ones_too():
-    told = {"tau_from": "usage", "accept_hist": [10, 20], "num_plain_steps": 90, "speculation": {"nodes_mean": 8.0}}
+    told = {
+        "tau_from": "usage",
+        "accept_hist": [10, 20],
+        "num_plain_steps": 90,
+        "speculation": {"nodes_mean": 8.0},
+    }
     assert nodes_of_all(told) == 2
     assert nodes_of_all({**told, "accept_hist": [], "speculation": {}}) == 0
     assert nodes_of_all({**told, "accept_hist": [], "num_plain_steps": 0}) is None
     assert nodes_of_all({**told, "tau_from": "metrics"}) == 8
 
 
-def test_a_load_at_which_an_arm_never_drafted_stands_at_0_and_an_arm_that_never_did_is_left_out(monkeypatch):
+def test_a_load_at_which_an_arm_never_drafted_stands_at_0_and_an_arm_that_never_did_is_left_out(
+    monkeypatch,
+):
     bench = summary()
     for one in bench["results"]:
         if one["arm"] == "plain" or one["concurrency"] == 4:
-            one |= {"tau": None, "tau_from": "usage", "accept_hist": [], "num_plain_steps": 70, "speculation": {}}
+            one |= {
+                "tau": None,
+                "tau_from": "usage",
+                "accept_hist": [],
+                "num_plain_steps": 70,
+                "speculation": {},
+            }
         else:
             one["num_plain_steps"] = sum(one["accept_hist"])
     drawn = {}
-    monkeypatch.setattr(figures, "against_load", lambda series, label, *_: drawn.setdefault(label, series) and "")
+    monkeypatch.setattr(
+        figures, "against_load", lambda series, label, *_: drawn.setdefault(label, series) and ""
+    )
     pictures(Contents(bench))
     (eagle,) = drawn["drafted tokens a round"]
-    assert (eagle.name, [(point.x, point.y) for point in eagle.points]) == ("eagle", [(1, 7 / 2), (4, 0)])
+    assert (eagle.name, [(point.x, point.y) for point in eagle.points]) == (
+        "eagle",
+        [(1, 7 / 2), (4, 0)],
+    )
 
 
 def foretold(speculation, concurrency, speedup, tau=2.1):
@@ -297,7 +375,9 @@ def foretold(speculation, concurrency, speedup, tau=2.1):
 def test_what_was_predicted_stands_beside_what_came():
     said = {
         **EVALUATION,
-        "predicted": {"by_concurrency": [foretold("auto(6,3,12)", 4, 2.0), foretold("auto(6,3,12)", 64, 1.0)]},
+        "predicted": {
+            "by_concurrency": [foretold("auto(6,3,12)", 4, 2.0), foretold("auto(6,3,12)", 64, 1.0)]
+        },
     }
     page = render(Contents(summary(), said))
     assert "eagle 4 2.00 1.82 +10 % 2.10 2.00" in words(page)
@@ -307,15 +387,28 @@ def test_what_was_predicted_stands_beside_what_came():
 
 
 def test_a_prediction_is_of_the_speculation_that_is_served(manifest):
-    rows = [foretold("fixed(4,1,5)", 1, 1.5), foretold("auto(6,3,12)", 1, 1.9), foretold("fixed(6,3,12)", 1, None)]
+    rows = [
+        foretold("fixed(4,1,5)", 1, 1.5),
+        foretold("auto(6,3,12)", 1, 1.9),
+        foretold("fixed(6,3,12)", 1, None),
+    ]
     said = {**EVALUATION, "predicted": {"by_concurrency": rows}}
 
     def of(arm, **served):
         inputs = (
-            {"serve": Manifest(stage="serve", identity="1", config={"engine": served}, counts={}, files={})} if served else {}
+            {
+                "serve": Manifest(
+                    stage="serve", identity="1", config={"engine": served}, counts={}, files={}
+                )
+            }
+            if served
+            else {}
         )
         made = manifest.model_copy(update={"inputs": inputs}) if served else None
-        return {load: row["speedup"] for load, row in predicted(Contents({}, said, manifest=made), arm).items()}
+        return {
+            load: row["speedup"]
+            for load, row in predicted(Contents({}, said, manifest=made), arm).items()
+        }
 
     assert of("eagle") == of("auto") == {1: 1.9}
     assert of("fixed(4,1,5)") == of("eagle", speculation="fixed(4, 1, 5)") == {1: 1.5}
@@ -333,7 +426,13 @@ def test_an_open_loop_has_pictures_of_its_own():
 def test_differences_and_who_counted_are_said_aloud():
     bench = summary(counted_by="tokenize")
     bench["differences"] = [
-        {"arm": "eagle", "baseline": "plain", "what": "precision", "text": "bfloat16 against float32", "refused": True}
+        {
+            "arm": "eagle",
+            "baseline": "plain",
+            "what": "precision",
+            "text": "bfloat16 against float32",
+            "refused": True,
+        }
     ]
     bench["compared_anyway"] = True
     for text in (words(render(Contents(bench))), tables.markdown(bench, None, (), "t")):
@@ -349,7 +448,10 @@ def test_markdown_has_the_same_figures_and_no_cell_can_break_out():
     bench = summary(categories=("chat", "a|b\n<script>"))
     text = tables.markdown(bench, None, ["eyas bench"], "Title")
     assert "| eagle over plain | 1 at a time | 1.82 (1.82–1.82) | 2.00 | 1.01 | 14 of 14 |" in text
-    assert "| chat | eagle over plain | 4 at a time | 7 | 10.00 → 5.50 | 1.82 (1.82–1.82) | 2.00 |" in text
+    assert (
+        "| chat | eagle over plain | 4 at a time | 7 | 10.00 → 5.50 | 1.82 (1.82–1.82) | 2.00 |"
+        in text
+    )
     assert "<script>" not in text
     of_tables = [line for line in text.splitlines() if line.startswith("|")]
     columns = {9: 0, 6: 0, 7: 0, 5: 0, 4: 0}
@@ -364,7 +466,9 @@ def test_markdown_tells_gaps_whole_answers_and_acceptance_by_position():
     assert "| eagle | 1 at a time | 5.50 / 5.50 | 155.00 / 155.00 / 155.00 | 2.20 |" in text
     assert "| accepted, by position | load | 1 | 2 |" in text
     assert "| eagle | 1 at a time | 60 % | 67 % |" in text
-    bench["results"].append({**bench["results"][1], "concurrency": 2, "acceptance_by_position": [0.5]})
+    bench["results"].append(
+        {**bench["results"][1], "concurrency": 2, "acceptance_by_position": [0.5]}
+    )
     assert "| eagle | 2 at a time | 50 % | – |" in tables.markdown(bench, None, (), "t")
     assert "by position" not in tables.markdown(summary(arms=("plain",)), None, (), "t")
 
@@ -384,7 +488,11 @@ def test_csv_has_a_line_for_every_result_and_comparison():
     kinds = Counter(line["kind"] for line in lines)
     assert kinds == {"result": 6, "comparison": 3, "task": 6}
     first = next(line for line in lines if line["kind"] == "result" and line["arm"] == "eagle")
-    assert (float(first["tpot_ms_median"]), float(first["tau"]), first["tree_nodes_mean"]) == (5.5, 2.0, "7.0")
+    assert (float(first["tpot_ms_median"]), float(first["tau"]), first["tree_nodes_mean"]) == (
+        5.5,
+        2.0,
+        "7.0",
+    )
     of_task = next(line for line in lines if line["task"] == "maths")
     assert float(of_task["speedup"]) == pytest.approx(10 / 5.5)
     assert {line["rate"] for line in lines} == {"", "2.0"}
@@ -400,14 +508,33 @@ def test_a_browser_draws_it_no_wider_than_the_screen(tmp_path, manifest, width):
     </script></body>"""
     bench = summary((1, 2, 4, 6, 8, 10), categories=("chat", "a task with a long name"))
     report, page = tmp_path / "report.html", tmp_path / "page.html"
-    html = render(Contents(bench, EVALUATION, LEDGER, manifest, ["eyas bench http://127.0.0.1:8000 " + "--set a=b " * 20]))
+    html = render(
+        Contents(
+            bench,
+            EVALUATION,
+            LEDGER,
+            manifest,
+            ["eyas bench http://127.0.0.1:8000 " + "--set a=b " * 20],
+        )
+    )
     report.write_text(html.replace("</body>", measured), encoding="utf-8")
     page.write_text(
         '<body><script>addEventListener("message", told => { document.title = told.data })</script>'
         f'<iframe src="report.html" style="width:{width}px;height:5000px;border:0"></iframe></body>'
     )
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
-    command += [f"--window-size={max(width, 500)},5000", "--virtual-time-budget=3000", "--dump-dom", page.as_uri()]
+    command = [
+        CHROMIUM,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path}/profile",
+    ]
+    command += [
+        f"--window-size={max(width, 500)},5000",
+        "--virtual-time-budget=3000",
+        "--dump-dom",
+        page.as_uri(),
+    ]
     seen = subprocess.run(command, capture_output=True, timeout=120, check=True).stdout.decode()
     wide, window, small = json.loads(re.search(r"<title>(\[.*?\])</title>", seen).group(1))
     assert window == width

@@ -6,7 +6,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from eyas.model.config import RopeConfig
 from eyas.model.rope import apply_rope, rope_table
 
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
 
 
 @pytest.mark.parametrize(
@@ -22,7 +27,9 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 def test_table_and_rotation_equal_transformers(rope, head_dim):
     parameters = {"rope_theta": rope.theta, "rope_type": rope.kind}
     if rope.kind != "default":
-        parameters |= {key: getattr(rope, key) for key in (LLAMA3 if rope.kind == "llama3" else ("factor",))}
+        parameters |= {
+            key: getattr(rope, key) for key in (LLAMA3 if rope.kind == "llama3" else ("factor",))
+        }
     config = LlamaConfig(
         hidden_size=2 * head_dim,
         num_attention_heads=2,
@@ -36,7 +43,8 @@ def test_table_and_rotation_equal_transformers(rope, head_dim):
     cos, sin = rope_table(rope, head_dim, length)
     assert cos.shape == sin.shape == (length, head_dim)
     assert cos.dtype == sin.dtype == torch.float32
-    torch.testing.assert_close(cos, their_cos[0], rtol=0, atol=2e-4)  # 3000 positions times one float32 rounding of a frequency
+    # 3000 positions times one float32 rounding of a frequency
+    torch.testing.assert_close(cos, their_cos[0], rtol=0, atol=2e-4)
     torch.testing.assert_close(sin, their_sin[0], rtol=0, atol=2e-4)
     theirs, _ = apply_rotary_pos_emb(q, q, cos[None], sin[None])
     assert torch.equal(apply_rope(q, cos, sin), theirs)
@@ -44,7 +52,9 @@ def test_table_and_rotation_equal_transformers(rope, head_dim):
 
 def test_scalings_differ():
     tables = [
-        rope_table(RopeConfig(kind=kind, factor=8.0, original_max_position_embeddings=64), 16, 100)[0]
+        rope_table(RopeConfig(kind=kind, factor=8.0, original_max_position_embeddings=64), 16, 100)[
+            0
+        ]
         for kind in ("default", "linear", "llama3")
     ]
     assert not torch.allclose(tables[0], tables[1], atol=1e-2)

@@ -1,4 +1,6 @@
-"""An answer's sampler: the distribution with every option, the state of the path, end tokens, and where stop strings end."""
+"""An answer's sampler: the distribution with every option, the state of the path, end tokens, and
+where stop strings end.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def changed(**changes):
 
 def penalised_prompt():
     """Repetition penalty 1.5 of the prompt's tokens 1 and 8, in their first answer token."""
-    return changed(**{f"t{t}": LOGITS[t] / 1.5 if LOGITS[t] > 0 else LOGITS[t] * 1.5 for t in (1, 8)})
+    return changed(
+        **{f"t{t}": LOGITS[t] / 1.5 if LOGITS[t] > 0 else LOGITS[t] * 1.5 for t in (1, 8)}
+    )
 
 
 def masked(kept):
@@ -77,12 +81,24 @@ def masked(kept):
         ({"temperature": 1.0}, softmax(LOGITS)),
         ({"temperature": 0.6}, softmax(LOGITS, 0.6)),
         ({"temperature": 1.0, "top_k": 6}, softmax(masked(LOGITS.topk(6).indices.tolist()))),
-        ({"temperature": 1.0, "top_p": 0.7}, adjusted_probs(LOGITS, SamplingParams(temperature=1.0, top_p=0.7)).numpy()),
-        ({"temperature": 1.0, "min_p": 0.2}, softmax(torch.where(LOGITS.max() + math.log(0.2) <= LOGITS, LOGITS, -math.inf))),
+        (
+            {"temperature": 1.0, "top_p": 0.7},
+            adjusted_probs(LOGITS, SamplingParams(temperature=1.0, top_p=0.7)).numpy(),
+        ),
+        (
+            {"temperature": 1.0, "min_p": 0.2},
+            softmax(torch.where(LOGITS.max() + math.log(0.2) <= LOGITS, LOGITS, -math.inf)),
+        ),
         ({"temperature": 1.0, "repetition_penalty": 1.5}, softmax(penalised_prompt())),
-        ({"temperature": 1.0, "logit_bias": {4: 2.0, 7: -3.0}}, softmax(changed(t4=LOGITS[4] + 2, t7=LOGITS[7] - 3))),
+        (
+            {"temperature": 1.0, "logit_bias": {4: 2.0, 7: -3.0}},
+            softmax(changed(t4=LOGITS[4] + 2, t7=LOGITS[7] - 3)),
+        ),
         ({"temperature": 1.0, "min_tokens": 2}, softmax(changed(t2=-math.inf, t5=-math.inf))),
-        ({"temperature": 1.0, "regex": "x", "matcher": Allowing(3, 9, 11, 20)}, softmax(masked((3, 9, 11, 20)))),
+        (
+            {"temperature": 1.0, "regex": "x", "matcher": Allowing(3, 9, 11, 20)},
+            softmax(masked((3, 9, 11, 20))),
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -95,7 +111,12 @@ def test_draws_follow_the_distribution(options, expected_V):
 
 def test_penalties_follow_the_answer():
     """Against the definition, written with the whole answer at hand at each token."""
-    options = {"repetition_penalty": 1.4, "frequency_penalty": 0.6, "presence_penalty": 0.5, "logit_bias": {7: 3.0}}
+    options = {
+        "repetition_penalty": 1.4,
+        "frequency_penalty": 0.6,
+        "presence_penalty": 0.5,
+        "logit_bias": {7: 3.0},
+    }
     params = SamplingParams(temperature=0.9, seed=11, **options)
     drawer, prompt, output = Sampler(params, (1, 1, 8), 80, frozenset()), (1, 1, 8), []
     torch.manual_seed(0)
@@ -129,11 +150,14 @@ def test_greedy_honours_every_option():
 def test_min_tokens_masks_end_and_stop_tokens_until_reached(temperature, ignore_eos):
     towering_V = torch.zeros(V)
     towering_V[[2, 9]] = torch.tensor([60.0, 50.0])
-    drawer = sampler(temperature=temperature, min_tokens=2, stop_token_ids=(9,), ignore_eos=ignore_eos, seed=1)
+    drawer = sampler(
+        temperature=temperature, min_tokens=2, stop_token_ids=(9,), ignore_eos=ignore_eos, seed=1
+    )
     for _ in range(2):
         assert drawer.needs_host
         assert not drawer.is_plain_greedy
-        assert (drawer.draw(towering_V) == 2) == ignore_eos  # an end token that ends nothing is a token like others
+        # an end token that ends nothing is a token like others
+        assert (drawer.draw(towering_V) == 2) == ignore_eos
     assert not drawer.needs_host
     assert drawer.is_plain_greedy == (temperature == 0)
     assert drawer.draw(towering_V) == 2
@@ -160,7 +184,11 @@ def test_a_seed_gives_the_same_tokens_and_each_sample_its_own():
 
     assert answer(seed=9) == answer(seed=9)
     assert answer(seed=9, index=1) == answer(seed=9, index=1)
-    answers = [answer(seed=9, index=index, n=3) for index in range(3)] + [answer(), answer(), answer(seed=10)]
+    answers = [answer(seed=9, index=index, n=3) for index in range(3)] + [
+        answer(),
+        answer(),
+        answer(seed=10),
+    ]
     assert answers[0] == answer(seed=9)
     assert len({tuple(one) for one in answers}) == len(answers)
     assert sampler(seed=9, index=2).seed == derived_seed(9, 2)
@@ -180,7 +208,8 @@ def test_taking_is_drawing_elsewhere():
     ("options", "plain_greedy", "needs_host"),
     [
         ({}, True, False),
-        ({"top_k": 3, "top_p": 0.5, "min_p": 0.1, "seed": 1}, True, False),  # greedy takes the best of any cut
+        # greedy takes the best of any cut
+        ({"top_k": 3, "top_p": 0.5, "min_p": 0.1, "seed": 1}, True, False),
         ({"temperature": 1.0, "top_k": 3, "top_p": 0.5, "min_p": 0.1}, False, False),
         ({"repetition_penalty": 1.1}, False, True),
         ({"frequency_penalty": 0.1}, False, True),
@@ -197,7 +226,9 @@ def test_what_a_draw_needs(options, plain_greedy, needs_host):
 
 
 def test_logprobs_are_of_the_raw_logits_whatever_is_adjusted():
-    drawer = sampler(temperature=0.3, top_k=2, logit_bias={4: 9.0}, logprobs=3, seed=0, ignore_eos=True)
+    drawer = sampler(
+        temperature=0.3, top_k=2, logit_bias={4: 9.0}, logprobs=3, seed=0, ignore_eos=True
+    )
     tokens = [drawer.draw(LOGITS) for _ in range(4)]
     expected_V = LOGITS.double().log_softmax(-1)
     assert [entry.token_id for entry in drawer.logprobs] == tokens
@@ -209,7 +240,9 @@ def test_logprobs_are_of_the_raw_logits_whatever_is_adjusted():
 
 def test_logits_are_left_as_they_are():
     before_V = LOGITS.clone()
-    sampler(temperature=1.0, repetition_penalty=1.2, logit_bias={3: 1.0}, min_tokens=3, logprobs=2).draw(LOGITS)
+    sampler(
+        temperature=1.0, repetition_penalty=1.2, logit_bias={3: 1.0}, min_tokens=3, logprobs=2
+    ).draw(LOGITS)
     assert torch.equal(LOGITS, before_V)
 
 
@@ -222,11 +255,16 @@ def chat():
 
 
 def completing(chat, text, stops):
-    """The place of the token that completes a stop string, and the place by decoding every beginning anew."""
+    """The place of the token that completes a stop string, and the place by decoding every
+    beginning anew.
+    """
     ids = chat._encode(text)
     checker = StopChecker(stops, chat.decode)
     got = next((at for at, token in enumerate(ids) if checker.push(token)), None)
-    plain = next((at for at in range(len(ids)) if any(stop in chat.decode(ids[: at + 1]) for stop in stops)), None)
+    plain = next(
+        (at for at in range(len(ids)) if any(stop in chat.decode(ids[: at + 1]) for stop in stops)),
+        None,
+    )
     return got, plain
 
 
@@ -259,5 +297,7 @@ def test_a_stop_string_costs_no_more_in_a_long_answer(chat):
         return chat.decode(ids)
 
     checker = StopChecker(("§§",), decode)
-    assert not any(checker.push(token) for token in chat._encode("a few words more, and more. " * 40))
+    assert not any(
+        checker.push(token) for token in chat._encode("a few words more, and more. " * 40)
+    )
     assert longest < 12

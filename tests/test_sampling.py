@@ -1,4 +1,6 @@
-"""From logits to a token: the fast form against the plain one, cuts, ties, penalties, random numbers, and what is refused."""
+"""From logits to a token: the fast form against the plain one, cuts, ties, penalties, random
+numbers, and what is refused.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ BELOW_ONE = 1 - 2.0**-53
 
 @st.composite
 def logits(draw_from):
-    """Logits of many kinds: smooth, with many ties, flat, with one that towers, with some masked out."""
+    """Logits of many kinds: smooth, with many ties, flat, with one that towers, with some masked
+    out.
+    """
     rng = np.random.default_rng(draw_from(st.integers(0, 10**6)))
     logits_V = rng.standard_normal(V) * draw_from(st.sampled_from([0.0, 0.3, 3.0, 30.0]))
     kind = draw_from(st.sampled_from(["smooth", "ties", "tower", "masked"]))
@@ -49,7 +53,11 @@ NUMBERS = st.one_of(st.floats(0, BELOW_ONE), st.sampled_from([0.0, 0.25, 0.5, BE
 @settings(max_examples=300, deadline=None)
 @given(logits(), PARAMS, NUMBERS)
 @example(np.zeros(V, np.float32), SamplingParams(temperature=1.0, top_p=0.5), 0.5)
-@example(np.zeros(V, np.float32), SamplingParams(temperature=1.0, top_k=10, top_p=0.5, min_p=1.0), BELOW_ONE)
+@example(
+    np.zeros(V, np.float32),
+    SamplingParams(temperature=1.0, top_k=10, top_p=0.5, min_p=1.0),
+    BELOW_ONE,
+)
 def test_the_fast_form_gives_the_token_of_the_plain_one(logits_V, params, number):
     before_V = logits_V.copy()
     weights_V = kept_weights(logits_V, params)
@@ -62,7 +70,9 @@ def test_the_fast_form_gives_the_token_of_the_plain_one(logits_V, params, number
 def reference_probs(logits_V, params):
     """The definition, token by token, in exact order and with fsum."""
     best = max(logits_V)
-    probs = {token: math.exp((logit - best) / params.temperature) for token, logit in enumerate(logits_V)}
+    probs = {
+        token: math.exp((logit - best) / params.temperature) for token, logit in enumerate(logits_V)
+    }
     ranked = sorted(probs, key=lambda token: (-logits_V[token], token))
     ranked = [token for token in ranked if probs[token] >= params.min_p]
     ranked = ranked[: params.top_k or None]
@@ -73,7 +83,9 @@ def reference_probs(logits_V, params):
         before.append(probs[token])
         kept.append(token)
     total = math.fsum(before)
-    return np.array([probs[token] / total if token in kept else 0.0 for token in range(len(logits_V))])
+    return np.array(
+        [probs[token] / total if token in kept else 0.0 for token in range(len(logits_V))]
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,13 +103,18 @@ def test_the_plain_form_is_the_definition(options):
     params = SamplingParams(**{"temperature": 1.0} | options)
     logits_V = np.random.default_rng(5).standard_normal(V) * 2
     expected_V = reference_probs(logits_V.tolist(), params)
-    np.testing.assert_allclose(adjusted_probs(torch.from_numpy(logits_V), params).numpy(), expected_V, rtol=1e-12)
+    np.testing.assert_allclose(
+        adjusted_probs(torch.from_numpy(logits_V), params).numpy(), expected_V, rtol=1e-12
+    )
 
 
 def test_ties_at_a_cut_go_to_the_smaller_id():
     logits_V = torch.tensor([1.0, 2.0, 2.0, 1.0, 2.0, 1.0])
     kept = [
-        adjusted_probs(logits_V, SamplingParams(temperature=1.0, **cut)).nonzero().flatten().tolist()
+        adjusted_probs(logits_V, SamplingParams(temperature=1.0, **cut))
+        .nonzero()
+        .flatten()
+        .tolist()
         for cut in ({"top_k": 2}, {"top_k": 4}, {"top_p": 0.4})
     ]
     assert kept == [[1, 2], [0, 1, 2, 4], [1, 2]]
@@ -145,7 +162,9 @@ def test_logits_that_overflowed_are_an_error(bad):
     st.sampled_from([-1.5, 0.0, 0.4]),
 )
 def test_penalties_are_the_definition(prompt, output, repetition, frequency, presence):
-    params = SamplingParams(repetition_penalty=repetition, frequency_penalty=frequency, presence_penalty=presence)
+    params = SamplingParams(
+        repetition_penalty=repetition, frequency_penalty=frequency, presence_penalty=presence
+    )
     logits_V = np.random.default_rng(len(output)).standard_normal(40)
     seen = np.array(sorted({*prompt, *output}), dtype=np.int64)
     counts = np.array([output.count(token) for token in seen.tolist()], dtype=np.int64)
@@ -154,7 +173,9 @@ def test_penalties_are_the_definition(prompt, output, repetition, frequency, pre
         if token in prompt or token in output:
             logit = logit / repetition if logit > 0 else logit * repetition
         expected.append(logit - frequency * output.count(token) - presence * (token in output))
-    np.testing.assert_allclose(penalised(logits_V, seen, counts, params), expected, rtol=1e-13, atol=1e-13)
+    np.testing.assert_allclose(
+        penalised(logits_V, seen, counts, params), expected, rtol=1e-13, atol=1e-13
+    )
 
 
 # Log-probabilities
@@ -169,7 +190,9 @@ def test_logprobs_are_log_softmax_of_the_raw_logits():
     np.testing.assert_allclose([number for _, number in got.top], best.values.numpy(), rtol=1e-12)
     assert got.token_id == 17
     assert got.logprob == pytest.approx(float(expected_V[17]), rel=1e-12)
-    assert token_logprob(np.zeros(9, np.float32), 8, 3).top == tuple((token, -math.log(9)) for token in range(3))
+    assert token_logprob(np.zeros(9, np.float32), 8, 3).top == tuple(
+        (token, -math.log(9)) for token in range(3)
+    )
     assert token_logprob(np.zeros(9, np.float32), 8, 1).top == ((0, -math.log(9)),)
     assert token_logprob(np.zeros(9, np.float32), 8, 0).top == ()
 
@@ -185,7 +208,10 @@ def test_logprobs_are_log_softmax_of_the_raw_logits():
 def test_torch_and_python_give_the_same_number(seed, index):
     number = uniform(seed, index)
     assert 0 <= number < 1
-    assert uniforms(torch.tensor([seed, seed]), torch.tensor([index, index])).tolist() == [number, number]
+    assert uniforms(torch.tensor([seed, seed]), torch.tensor([index, index])).tolist() == [
+        number,
+        number,
+    ]
 
 
 def test_numbers_are_splitmix64():
@@ -195,7 +221,10 @@ def test_numbers_are_splitmix64():
 
 def test_numbers_are_spread_and_independent():
     seeds_B = torch.arange(20000)
-    for numbers_B in (uniforms(seeds_B, torch.zeros_like(seeds_B)), uniforms(torch.zeros_like(seeds_B), seeds_B)):
+    for numbers_B in (
+        uniforms(seeds_B, torch.zeros_like(seeds_B)),
+        uniforms(torch.zeros_like(seeds_B), seeds_B),
+    ):
         counts = torch.histc(numbers_B, 50, 0, 1)
         assert float(((counts - 400) ** 2 / 400).sum()) < 100  # 49 degrees of freedom: p = 2e-5
         assert abs(float(torch.corrcoef(torch.stack((numbers_B[1:], numbers_B[:-1])))[0, 1])) < 0.03

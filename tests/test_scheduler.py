@@ -1,4 +1,6 @@
-"""The scheduler alone, with a device of tuples: whatever comes, goes and runs late, a page holds what its reader expects."""
+"""The scheduler alone, with a device of tuples: whatever comes, goes and runs late, a page holds
+what its reader expects.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +20,33 @@ PAGE = 4
 NO_END: frozenset[int] = frozenset()
 
 
-def sample(name: str, prompt: list[int], max_tokens: int = 5, n: int = 1, salt: str | None = None) -> list[Running]:
-    request = Request(name, tuple(prompt), SamplingParams(max_tokens=max_tokens, n=n), cache_salt=salt)
+def sample(
+    name: str, prompt: list[int], max_tokens: int = 5, n: int = 1, salt: str | None = None
+) -> list[Running]:
+    request = Request(
+        name, tuple(prompt), SamplingParams(max_tokens=max_tokens, n=n), cache_salt=salt
+    )
     return [Running(request, index, None, None, max_tokens) for index in range(n)]  # type: ignore[arg-type]
 
 
 def known_at(running: Running, column: int) -> tuple[object, ...]:
-    """What a column is made from: its own token and those before it; and under which salt it may be found."""
+    """What a column is made from: its own token and those before it; and under which salt it may be
+    found.
+    """
     return (running.request.cache_salt, *running.tokens[: column + 1])
 
 
 class FakeDraft:
-    """Entries that are what they were made from: a feature and a token. Features and entries are dictionaries by slot."""
+    """Entries that are what they were made from: a feature and a token. Features and entries are
+    dictionaries by slot.
+    """
 
     def new_cache(self, num_pages: int, page_size: int) -> dict[int, object]:
         return {}
 
-    def enter(self, roots: Roots, cache: dict[int, object], features: dict[int, tuple[object, ...]]) -> None:
+    def enter(
+        self, roots: Roots, cache: dict[int, object], features: dict[int, tuple[object, ...]]
+    ) -> None:
         tokens = iter(roots.tokens)
         for pages, start, last in zip(roots.page_table, roots.starts, roots.lens, strict=True):
             for column in range(start, last + 1):
@@ -46,8 +58,8 @@ class FakeDraft:
 
 
 class FakeDevice:
-    """Caches whose entries are what they were made from: the tokens up to their own column. Does what a round does to columns
-    and lengths, with the real `Entries`; draws at random."""
+    """Caches whose entries are what they were made from: the tokens up to their own column. Does
+    what a round does to columns and lengths, with the real `Entries`; draws at random."""
 
     def __init__(self, num_pages: int, limits: Limits, rng: random.Random) -> None:
         self.limits, self.rng = limits, rng
@@ -65,7 +77,10 @@ class FakeDevice:
                 self._round(job, b)
         rows = sum(map(len, job.chunks)) if job.chunks is not None else 0
         self.rows_of_jobs.append(rows)
-        return [self._outcome(running, running.num_emitted - before[id(running)]) for running in job.runnings]
+        return [
+            self._outcome(running, running.num_emitted - before[id(running)])
+            for running in job.runnings
+        ]
 
     def _prefill(self, job: Job, b: int, chunk: range) -> None:
         running = job.runnings[b]
@@ -88,7 +103,9 @@ class FakeDevice:
             self.num_drafting += 1
             for column in range(1, n + 1):
                 found = self.entries.cache[self._slot(job, b, column)]  # type: ignore[index]
-                assert found == known_at(running, column), f"column {column} of the draft holds {found}"
+                assert found == known_at(running, column), (
+                    f"column {column} of the draft holds {found}"
+                )
         for column in range(n, n + self.limits.tree_columns):
             self.target[self._slot(job, b, column)] = "a tree"
             if column > n:  # the draft's tree stands behind the root's entry
@@ -109,7 +126,9 @@ class FakeDevice:
             known = known_at(job.runnings[b], column)
             slot = self._slot(job, b, column)
             assert self.target[slot] == known, f"column {column} holds {self.target[slot]}"
-            assert self.entries.features[slot] == known, f"column {column} has the feature of something else"  # type: ignore[index]
+            assert self.entries.features[slot] == known, (
+                f"column {column} has the feature of something else"
+            )  # type: ignore[index]
 
     def _writes(self, job: Job, b: int, start: int, end: int) -> None:
         for column in range(start, end):
@@ -118,13 +137,19 @@ class FakeDevice:
 
     def _outcome(self, running: Running, emitted: int) -> Outcome:
         tokens = running.tokens[len(running.tokens) - emitted :] if emitted else []
-        return Outcome(running, tokens, running.finish_reason if tokens else None, running.num_cached)
+        return Outcome(
+            running, tokens, running.finish_reason if tokens else None, running.num_cached
+        )
 
 
 class World:
-    """A scheduler and its device. Under overlap a job runs some time between its launch and its outcome's being looked at."""
+    """A scheduler and its device. Under overlap a job runs some time between its launch and its
+    outcome's being looked at.
+    """
 
-    def __init__(self, seed: int, num_pages: int, overlap: bool = False, keeps: bool = True, **limits: int) -> None:
+    def __init__(
+        self, seed: int, num_pages: int, overlap: bool = False, keeps: bool = True, **limits: int
+    ) -> None:
         sizes = {"max_batch": 3, "prefill_chunk": 8, "max_emitted": 3, "tree_columns": 4, **limits}
         self.limits = Limits(**sizes)
         self.rng, self.overlap = random.Random(seed), overlap
@@ -140,7 +165,10 @@ class World:
         return self.scheduler.has_work or self.in_flight is not None
 
     def fits(self, running: Running) -> bool:
-        return self.scheduler.most_pages(len(running.tokens) + running.max_tokens) <= self.pool.num_pages
+        return (
+            self.scheduler.most_pages(len(running.tokens) + running.max_tokens)
+            <= self.pool.num_pages
+        )
 
     def step(self) -> Job | None:
         """One turn of the engine's loop: the job planned in it."""
@@ -153,9 +181,12 @@ class World:
             self._settle(self.device.run(job) if job is not None else [])
             return job
         outcomes = ahead[1] or self.device.run(ahead[0]) if ahead is not None else []
-        # In order, one after the other: this job may run now, or as late as when its outcome is wanted.
+        # In order, one after the other: this job may run now, or as late as when its outcome is
+        # wanted.
         runs_now = job is not None and self.rng.random() < 0.5
-        self.in_flight = (job, self.device.run(job) if runs_now else None) if job is not None else None
+        self.in_flight = (
+            (job, self.device.run(job) if runs_now else None) if job is not None else None
+        )
         self._settle(outcomes)
         return job
 
@@ -166,8 +197,8 @@ class World:
         self.scheduler.check()
 
     def _only_owners_write(self, job: Job) -> None:
-        """No page that a job may write is kept for others or held by another; a round has room for its trees, however much
-        those in flight before it emit."""
+        """No page that a job may write is kept for others or held by another; a round has room for
+        its trees, however much those in flight before it emit."""
         for b, running in enumerate(job.runnings):
             start = job.chunks[b].start if job.chunks is not None else running.length
             end = job.chunks[b].stop if job.chunks is not None else self._most_columns(running)
@@ -203,13 +234,21 @@ class World:
 def test_whatever_comes_and_goes(
     seed: int, num_pages: int, overlap: bool, keeps: bool, max_batch: int, prefill_chunk: int
 ) -> None:
-    """Prompts over two tokens, so that prefixes are shared. Everyone finishes or was cancelled; no entry is anybody else's."""
+    """Prompts over two tokens, so that prefixes are shared. Everyone finishes or was cancelled; no
+    entry is anybody else's.
+    """
     world = World(seed, num_pages, overlap, keeps, max_batch=max_batch, prefill_chunk=prefill_chunk)
     rng, asked, cancelled = world.rng, [], set()
     for number in range(60):
         if number < 40 and rng.random() < 0.4:
             prompt = [rng.randrange(2) for _ in range(rng.choice([1, 3, 9, 20]))]
-            samples = sample(str(number), prompt, rng.randint(1, 15), rng.choice([1, 1, 3]), rng.choice([None, None, "a"]))
+            samples = sample(
+                str(number),
+                prompt,
+                rng.randint(1, 15),
+                rng.choice([1, 1, 3]),
+                rng.choice([None, None, "a"]),
+            )
             if world.fits(samples[0]):
                 asked += samples
                 for one in samples:
@@ -233,7 +272,9 @@ def test_arrivals_are_admitted_in_their_order() -> None:
     for one in samples:
         world.scheduler.add(one)
     world.drain()
-    firsts = list(dict.fromkeys(one.request.id for job in world.jobs if job.chunks for one in job.runnings))
+    firsts = list(
+        dict.fromkeys(one.request.id for job in world.jobs if job.chunks for one in job.runnings)
+    )
     assert firsts == list("abcdef")
 
 
@@ -261,9 +302,13 @@ def test_a_round_has_room_for_its_trees_and_for_those_in_flight() -> None:
 
 
 def test_when_pages_run_out_the_youngest_waits_again_first_in_line() -> None:
-    """7 pages: two samples of 4 columns and a tree are admitted; when the older grows, the younger gives its pages up."""
+    """7 pages: two samples of 4 columns and a tree are admitted; when the older grows, the younger
+    gives its pages up.
+    """
     world = World(0, 7, keeps=False, max_emitted=1)
-    older, younger, third = (sample(name, [1] * 4, max_tokens=12)[0] for name in ("older", "younger", "third"))
+    older, younger, third = (
+        sample(name, [1] * 4, max_tokens=12)[0] for name in ("older", "younger", "third")
+    )
     for one in (older, younger, third):
         world.scheduler.add(one)
     while not world.scheduler.num_preempted:
@@ -301,7 +346,9 @@ def test_nothing_is_preempted_whose_outcome_is_not_known() -> None:
 
 
 def test_cancelled_in_flight_it_disturbs_nobody() -> None:
-    """Its job runs on, after its slot and pages have gone to another: into what is rewritten before it is read."""
+    """Its job runs on, after its slot and pages have gone to another: into what is rewritten before
+    it is read.
+    """
     for seed in range(20):
         world = World(seed, 12, overlap=True, max_batch=2)
         world.scheduler.add(sample("stays", [0, 1, 0], max_tokens=15)[0])

@@ -1,7 +1,8 @@
-"""Keys, tokens, passwords and private keys: those of their makers' layouts are found, talk about them is left alone.
+"""Keys, tokens, passwords and private keys: those of their makers' layouts are found, talk about
+them is left alone.
 
-Every value is made up here from its layout; none was ever valid. They are put together at run time, so that no scanner takes
-this file for a leak.
+Every value is made up here from its layout; none was ever valid. They are put together at run time,
+so that no scanner takes this file for a leak.
 """
 
 import string
@@ -16,7 +17,11 @@ from eyas.privacy.secrets import PLUGINS, api_keys, passwords, plugin_patterns, 
 
 MIXED = (string.ascii_letters + string.digits) * 40
 HEX = "0123456789abcdef" * 40
-PATTERNS = Detector(PrivacyConfig(policy="mask", actions={"person": "keep", "street_address": "keep", "location": "keep"}))
+PATTERNS = Detector(
+    PrivacyConfig(
+        policy="mask", actions={"person": "keep", "street_address": "keep", "location": "keep"}
+    )
+)
 
 
 def some(count, letters=MIXED, start=37):
@@ -116,10 +121,15 @@ LEFT = [
 
 
 @pytest.mark.parametrize("maker", KEYS)
-@pytest.mark.parametrize("sentence", ["{}", "my key {} leaked", "curl -H 'x: {}'", "KEY={}\n", "({})."])
+@pytest.mark.parametrize(
+    "sentence", ["{}", "my key {} leaked", "curl -H 'x: {}'", "KEY={}\n", "({})."]
+)
 def test_keys_are_found_whole(maker, sentence):
     masked = mask(sentence.format(KEYS[maker]), PATTERNS.find(sentence.format(KEYS[maker])))
-    assert masked in (sentence.format("<API_KEY>"), sentence.replace("KEY=", "").format("<API_KEY>"))
+    assert masked in (
+        sentence.format("<API_KEY>"),
+        sentence.replace("KEY=", "").format("<API_KEY>"),
+    )
 
 
 @pytest.mark.parametrize("sentence", NAMED)
@@ -140,11 +150,15 @@ def test_talk_and_code_are_left_alone(text):
 
 BODY = "\n".join([some(64)] * 20)
 BLOCKS = {
-    "RSA": f"-----BEGIN RSA PRIVATE KEY-----\nProc-Type: 4,ENCRYPTED\n\n{BODY}\n-----END RSA PRIVATE KEY-----",
+    "RSA": f"-----BEGIN RSA PRIVATE KEY-----\nProc-Type: 4,ENCRYPTED\n\n{BODY}\n-----END RSA "
+    "PRIVATE KEY-----",
     "PKCS 8": f"-----BEGIN PRIVATE KEY-----\n{BODY}\n-----END PRIVATE KEY-----",
     "OpenSSH": f"-----BEGIN OPENSSH PRIVATE KEY-----\n{BODY}\n-----END OPENSSH PRIVATE KEY-----",
-    "PGP": f"-----BEGIN PGP PRIVATE KEY BLOCK-----\n\n{BODY}=\n=abcd\n-----END PGP PRIVATE KEY BLOCK-----",
-    "in JSON": "-----BEGIN PRIVATE KEY-----\\n" + BODY.replace("\n", "\\n") + "\\n-----END PRIVATE KEY-----",
+    "PGP": f"-----BEGIN PGP PRIVATE KEY BLOCK-----\n\n{BODY}=\n=abcd\n-----END PGP PRIVATE KEY "
+    "BLOCK-----",
+    "in JSON": "-----BEGIN PRIVATE KEY-----\\n"
+    + BODY.replace("\n", "\\n")
+    + "\\n-----END PRIVATE KEY-----",
     "cut": f"-----BEGIN EC PRIVATE KEY-----\n{BODY}",
 }
 

@@ -1,4 +1,6 @@
-"""The API, driven by the `openai` client over a real socket, on a real engine with a tiny random target."""
+"""The API, driven by the `openai` client over a real socket, on a real engine with a tiny random
+target.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def test_stream_has_a_chunk_per_update_and_joins_to_the_answer(client, truth):
     assert usage.choices == []
     assert usage.usage.completion_tokens == 24
     assert usage.usage.eyas["rounds"] == 0
-    assert {(chunk.id, chunk.model, chunk.object) for chunk in chunks} == {(chunks[0].id, MODEL, "chat.completion.chunk")}
+    assert {(chunk.id, chunk.model, chunk.object) for chunk in chunks} == {
+        (chunks[0].id, MODEL, "chat.completion.chunk")
+    }
 
 
 def test_stream_without_usage_ends_with_the_finish_reason(client):
@@ -84,13 +88,23 @@ def test_end_token_finishes_with_stop_and_is_counted_but_not_shown(tmp_path, wor
 
 def test_sampling_follows_its_parameters_and_seed(client, truth):
     sampled = {"temperature": 0.8, "top_p": 0.9, "seed": 7, "max_tokens": 24}
-    once, again = (ask(client, **sampled, extra_body={"top_k": 20}).choices[0].message.content for _ in range(2))
+    once, again = (
+        ask(client, **sampled, extra_body={"top_k": 20}).choices[0].message.content
+        for _ in range(2)
+    )
     assert once == again == truth(**sampled, top_k=20)[0]
-    assert once != ask(client, **{**sampled, "seed": 8}, extra_body={"top_k": 20}).choices[0].message.content
+    assert (
+        once
+        != ask(client, **{**sampled, "seed": 8}, extra_body={"top_k": 20})
+        .choices[0]
+        .message.content
+    )
 
 
 def test_temperature_is_one_by_default(client, truth):
-    reply = client.chat.completions.create(model=MODEL, messages=MESSAGES, seed=3, max_completion_tokens=24)
+    reply = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, seed=3, max_completion_tokens=24
+    )
     assert reply.choices[0].message.content == truth(temperature=1.0, seed=3, max_tokens=24)[0]
 
 
@@ -100,17 +114,36 @@ def test_answer_fills_the_room_when_no_limit_is_given(client):
 
 
 def test_text_parts_and_values_that_mean_off_are_accepted(client, truth):
-    parts = [{"type": "text", "text": "I would like "}, {"type": "text", "text": "a table for two."}]
-    off = {"n": 1, "frequency_penalty": 0, "logprobs": False, "response_format": {"type": "text"}, "tools": [], "user": "u"}
-    reply = ask(client, [{"role": "user", "content": parts}], **off, extra_body={"speculation": False, "top_logprobs": None})
+    parts = [
+        {"type": "text", "text": "I would like "},
+        {"type": "text", "text": "a table for two."},
+    ]
+    off = {
+        "n": 1,
+        "frequency_penalty": 0,
+        "logprobs": False,
+        "response_format": {"type": "text"},
+        "tools": [],
+        "user": "u",
+    }
+    reply = ask(
+        client,
+        [{"role": "user", "content": parts}],
+        **off,
+        extra_body={"speculation": False, "top_logprobs": None},
+    )
     assert reply.choices[0].message.content == truth(max_tokens=24)[0]
 
 
 def test_many_at_once_get_the_answers_they_get_alone(client, truth):
-    conversations = [[{"role": "user", "content": f"A table for {number}?"}] for number in range(12)]
+    conversations = [
+        [{"role": "user", "content": f"A table for {number}?"}] for number in range(12)
+    ]
     with ThreadPoolExecutor(12) as pool:
         replies = list(pool.map(lambda messages: ask(client, messages), conversations))
-    assert [reply.choices[0].message.content for reply in replies] == [truth(one, max_tokens=24)[0] for one in conversations]
+    assert [reply.choices[0].message.content for reply in replies] == [
+        truth(one, max_tokens=24)[0] for one in conversations
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +157,8 @@ def speculating(world, tmp_path_factory):
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.9, "seed": 5}])
 def test_speculation_changes_the_rounds_and_not_the_answer(speculating, truth, params):
     plain, default, on = (
-        ask(speculating, **params, extra_body=body) for body in ({"speculation": False}, {}, {"speculation": True})
+        ask(speculating, **params, extra_body=body)
+        for body in ({"speculation": False}, {}, {"speculation": True})
     )
     text = truth(max_tokens=24, **params)[0]
     assert {reply.choices[0].message.content for reply in (plain, default, on)} == {text}
@@ -132,13 +166,16 @@ def test_speculation_changes_the_rounds_and_not_the_answer(speculating, truth, p
     for reply in (default, on):
         rounds, hist = reply.usage.eyas["rounds"], reply.usage.eyas["accept_hist"]
         assert rounds == sum(hist) > 0
-        assert sum((accepted + 1) * count for accepted, count in enumerate(hist)) == 24 - 1  # the first token is prefill's
+        # the first token is prefill's
+        assert sum((accepted + 1) * count for accepted, count in enumerate(hist)) == 24 - 1
         assert reply.usage.eyas["tau"] == 23 / rounds
 
 
 def test_stop_string_counts_the_same_with_and_without_speculation(speculating, truth):
     stop = truth(max_tokens=24)[0][6:8]
-    plain, eagle = (ask(speculating, stop=stop, extra_body={"speculation": on}) for on in (False, True))
+    plain, eagle = (
+        ask(speculating, stop=stop, extra_body={"speculation": on}) for on in (False, True)
+    )
     assert plain.choices[0].message.content == eagle.choices[0].message.content
     assert plain.usage.completion_tokens == eagle.usage.completion_tokens
 
@@ -153,8 +190,13 @@ def test_stop_string_ends_the_text_before_it(client, truth, stream, start, lengt
     stop = text[start : start + length]
     before = text[: text.index(stop)]
     if stream:
-        *pieces, last, usage = ask(client, stop=stop, stream=True, stream_options={"include_usage": True})
-        got, reason = "".join(piece.choices[0].delta.content for piece in pieces), last.choices[0].finish_reason
+        *pieces, last, usage = ask(
+            client, stop=stop, stream=True, stream_options={"include_usage": True}
+        )
+        got, reason = (
+            "".join(piece.choices[0].delta.content for piece in pieces),
+            last.choices[0].finish_reason,
+        )
     else:
         usage = ask(client, stop=["never said", stop])
         got, reason = usage.choices[0].message.content, usage.choices[0].finish_reason
@@ -193,13 +235,19 @@ def test_what_looked_like_a_stop_string_is_shown_in_the_end(client, truth):
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
-        ({"response_format": {"type": "json_object"}, "extra_body": {"guided_regex": "a"}}, "guided_regex"),
+        (
+            {"response_format": {"type": "json_object"}, "extra_body": {"guided_regex": "a"}},
+            "guided_regex",
+        ),
         ({"extra_body": {"guided_grammar": "root ::= a"}}, "guided_grammar"),
         ({"extra_body": {"min_tokens": 30}}, "min_tokens"),
         ({"extra_body": {"ignore_eos": True, "regex": "a"}}, "ignore_eos"),
         ({"extra_body": {"use_beam_search": True}}, "use_beam_search"),
         ({"extra_body": {"skip_special_tokens": False}}, "skip_special_tokens"),
-        ({"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}, "chat_template_kwargs"),
+        (
+            {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}},
+            "chat_template_kwargs",
+        ),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -207,7 +255,11 @@ def test_what_looked_like_a_stop_string_is_shown_in_the_end(client, truth):
         ({"extra_body": {"guided_jsn": "{}"}}, "guided_jsn"),
         ({"extra_body": {"temperature": "hot"}}, "temperature"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache": 1}]}]},
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "x", "cache": 1}]}
+                ]
+            },
             "messages.0.content.0.cache",
         ),
         ({"extra_body": {"seed": 2**70}}, "seed"),
@@ -217,7 +269,11 @@ def test_what_looked_like_a_stop_string_is_shown_in_the_end(client, truth):
         ({"messages": [{"role": "user", "content": "x", "name": "Ann"}]}, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+                ]
+            },
             "messages.0.content.0",
         ),
         ({"messages": [{"role": "user", "content": "x" * 4000}]}, "messages"),
@@ -252,7 +308,13 @@ def test_another_model_is_not_found(client):
         ("POST", "/v1/chat/completions", LONE_SURROGATE, "application/json", 400),
         ("POST", "/v1/chat/completions", b"[" * 100_000, "application/json", 400),
         ("POST", "/v1/chat/completions", b"{}", "text/plain", 415),
-        ("POST", "/v1/chat/completions", b" " * (LimitsConfig().max_body_bytes + 1), "application/json", 413),
+        (
+            "POST",
+            "/v1/chat/completions",
+            b" " * (LimitsConfig().max_body_bytes + 1),
+            "application/json",
+            413,
+        ),
         ("GET", "/v1/chat/completions", b"", "application/json", 405),
         ("GET", "/nowhere", b"", "application/json", 404),
     ],
@@ -280,7 +342,10 @@ def follower(ending):
 
 SCHEMA = {
     "type": "object",
-    "properties": {"party": {"type": "integer", "minimum": 1, "maximum": 9}, "indoors": {"type": "boolean"}},
+    "properties": {
+        "party": {"type": "integer", "minimum": 1, "maximum": 9},
+        "indoors": {"type": "boolean"},
+    },
     "required": ["party", "indoors"],
     "additionalProperties": False,
 }
@@ -289,7 +354,12 @@ SCHEMA = {
 @pytest.mark.parametrize(
     "body",
     [
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "table", "schema": SCHEMA, "strict": True}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "table", "schema": SCHEMA, "strict": True},
+            }
+        },
         {"extra_body": {"guided_json": SCHEMA}},
         {"extra_body": {"guided_json": json.dumps(SCHEMA)}},
         {"extra_body": {"json_schema": json.dumps(SCHEMA)}},
@@ -345,7 +415,9 @@ def test_a_grammar_that_cannot_be_followed_is_refused(follower, body, param):
 
 
 def test_samples_are_those_of_the_engine(client, world):
-    results = world.results(world.chat.prompt_ids(MESSAGES), n=3, temperature=0.9, seed=5, max_tokens=16)
+    results = world.results(
+        world.chat.prompt_ids(MESSAGES), n=3, temperature=0.9, seed=5, max_tokens=16
+    )
     texts = [world.chat.decode(result.token_ids) for result in results]
     assert len(set(texts)) > 1
     reply = ask(client, n=3, temperature=0.9, seed=5, max_tokens=16)
@@ -372,9 +444,12 @@ def test_samples_are_those_of_the_engine(client, world):
 )
 def test_every_field_reaches_the_engine(client, truth, params):
     body = {
-        name: {str(key): one for key, one in value.items()} if name == "logit_bias" else value for name, value in params.items()
+        name: {str(key): one for key, one in value.items()} if name == "logit_bias" else value
+        for name, value in params.items()
     }
-    reply = post(client, {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 24, **body}).json()
+    reply = post(
+        client, {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 24, **body}
+    ).json()
     assert reply["choices"][0]["message"]["content"] == truth(max_tokens=24, **params)[0]
 
 
@@ -395,19 +470,37 @@ def test_logprobs_are_the_engines_in_openais_shape(client, world):
     reply = ask(client, max_tokens=8, logprobs=True, top_logprobs=3)
     content = reply.choices[0].logprobs.content
     assert [one.logprob for one in content] == [one.logprob for one in truth.logprobs]
-    assert [[top.logprob for top in one.top_logprobs] for one in content] == [[p for _, p in one.top] for one in truth.logprobs]
-    assert bytes(byte for one in content for byte in one.bytes).decode(errors="replace") == reply.choices[0].message.content
+    assert [[top.logprob for top in one.top_logprobs] for one in content] == [
+        [p for _, p in one.top] for one in truth.logprobs
+    ]
+    assert (
+        bytes(byte for one in content for byte in one.bytes).decode(errors="replace")
+        == reply.choices[0].message.content
+    )
     chunks = ask(client, max_tokens=8, logprobs=True, top_logprobs=3, stream=True)
-    streamed = [one for chunk in chunks for one in (chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else [])]
+    streamed = [
+        one
+        for chunk in chunks
+        for one in (chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else [])
+    ]
     assert streamed == content
 
 
 def test_logprobs_in_the_legacy_shape(client):
     reply = complete(client, max_tokens=8, logprobs=2)
     legacy = reply.choices[0].logprobs
-    assert len(legacy.tokens) == len(legacy.token_logprobs) == len(legacy.top_logprobs) == len(legacy.text_offset) == 8
+    assert (
+        len(legacy.tokens)
+        == len(legacy.token_logprobs)
+        == len(legacy.top_logprobs)
+        == len(legacy.text_offset)
+        == 8
+    )
     assert all(logprob <= 0 and math.isfinite(logprob) for logprob in legacy.token_logprobs)
-    assert all(max(top.values()) >= logprob for top, logprob in zip(legacy.top_logprobs, legacy.token_logprobs, strict=True))
+    assert all(
+        max(top.values()) >= logprob
+        for top, logprob in zip(legacy.top_logprobs, legacy.token_logprobs, strict=True)
+    )
     lengths = [1 if token.startswith("bytes:") else len(token) for token in legacy.tokens]
     assert legacy.text_offset == [0, *np.cumsum(lengths)[:-1]]
 
@@ -441,7 +534,9 @@ def test_a_text_goes_on_as_the_engine_goes_on(client, world):
 def test_several_prompts_have_choices_in_their_order(client, world, as_tokens):
     texts = ["I would like", "The address is", "71 North"]
     alone = [complete(client, text).choices[0].text for text in texts]
-    reply = complete(client, [prompt_ids(world, text) for text in texts] if as_tokens else texts, n=2)
+    reply = complete(
+        client, [prompt_ids(world, text) for text in texts] if as_tokens else texts, n=2
+    )
     assert [choice.text for choice in reply.choices] == [text for text in alone for _ in range(2)]
     assert [choice.index for choice in reply.choices] == list(range(6))
     assert reply.usage.prompt_tokens == sum(len(prompt_ids(world, text)) for text in texts)
@@ -481,20 +576,33 @@ def test_texts_that_cannot_go_on_are_refused(client, params, param):
 def as_vllm_bench(client, **sampling):
     """Bodies of `vllm bench serve`, for its backends openai and openai-chat."""
     stream = {"stream": True, "stream_options": {"include_usage": True}}
-    text = {"model": MODEL, "prompt": "I would like", "repetition_penalty": 1.0, "max_tokens": 8, "logprobs": None}
+    text = {
+        "model": MODEL,
+        "prompt": "I would like",
+        "repetition_penalty": 1.0,
+        "max_tokens": 8,
+        "logprobs": None,
+    }
     chat = {
         "model": MODEL,
         "messages": [{"role": "user", "content": [{"type": "text", "text": "A table for two"}]}],
         "max_completion_tokens": 8,
     }
-    return {"/v1/completions": {**text, **stream, **sampling}, "/v1/chat/completions": {**chat, **stream, **sampling}}
+    return {
+        "/v1/completions": {**text, **stream, **sampling},
+        "/v1/chat/completions": {**chat, **stream, **sampling},
+    }
 
 
 def as_sglang_bench(client, **sampling):
     """Bodies of `sglang.bench_serving`, for its backends sglang-oai and sglang-oai-chat."""
     shared = {"model": MODEL, "temperature": 0.0, "stream": True, "ignore_eos": True}
     text = {**shared, "prompt": "I would like", "best_of": 1, "max_tokens": 8}
-    chat = {**shared, "messages": [{"role": "user", "content": "A table for two"}], "max_completion_tokens": 8}
+    chat = {
+        **shared,
+        "messages": [{"role": "user", "content": "A table for two"}],
+        "max_completion_tokens": 8,
+    }
     return {"/v1/completions": {**text, **sampling}, "/v1/chat/completions": {**chat, **sampling}}
 
 
@@ -516,17 +624,28 @@ def events(reply):
             "repetition_penalty": 1.0,
             "stream_options": {"include_usage": True},
         },
-        {"n": 1, "min_tokens": 8, "skip_special_tokens": True, "spaces_between_special_tokens": True, "logprobs": None},
+        {
+            "n": 1,
+            "min_tokens": 8,
+            "skip_special_tokens": True,
+            "spaces_between_special_tokens": True,
+            "logprobs": None,
+        },
     ],
 )
 def test_benchmarks_of_vllm_and_sglang_are_served(client, bodies, sampling):
     for path, body in bodies(client, **sampling).items():
-        headers = {"x-request-id": "bench-1"} | ({"authorization": "Bearer none"} if "n" in sampling else {})
+        headers = {"x-request-id": "bench-1"} | (
+            {"authorization": "Bearer none"} if "n" in sampling else {}
+        )
         reply = post(client, body, path, headers=headers)
         assert reply.status_code == 200, reply.text
         assert reply.headers["x-request-id"] == "bench-1"
         choices = [event["choices"][0] for event in events(reply) if event["choices"]]
-        said = [choice["text"] if "text" in choice else choice["delta"].get("content") for choice in choices]
+        said = [
+            choice["text"] if "text" in choice else choice["delta"].get("content")
+            for choice in choices
+        ]
         assert any(said)
         if "stream_options" in body:
             assert events(reply)[-1]["usage"]["completion_tokens"] == 8
@@ -541,8 +660,23 @@ def test_usage_in_every_chunk_where_it_is_asked_for(client):
 
 def test_null_asks_for_nothing_in_every_field(client, truth):
     body = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 24}
-    off = dict.fromkeys(("stop", "seed", "tools", "tool_choice", "n", "logit_bias", "guided_json", "echo", "response_format"))
-    assert post(client, {**body, **off}).json()["choices"][0]["message"]["content"] == truth(max_tokens=24)[0]
+    off = dict.fromkeys(
+        (
+            "stop",
+            "seed",
+            "tools",
+            "tool_choice",
+            "n",
+            "logit_bias",
+            "guided_json",
+            "echo",
+            "response_format",
+        )
+    )
+    assert (
+        post(client, {**body, **off}).json()["choices"][0]["message"]["content"]
+        == truth(max_tokens=24)[0]
+    )
 
 
 # Tools
@@ -563,7 +697,13 @@ TOOLS = [
             },
         },
     },
-    {"type": "function", "function": {"name": "cancel", "parameters": {"type": "object", "additionalProperties": False}}},
+    {
+        "type": "function",
+        "function": {
+            "name": "cancel",
+            "parameters": {"type": "object", "additionalProperties": False},
+        },
+    },
 ]
 NO_CALL = {"id": "1", "type": "function", "function": {"name": "x", "arguments": "["}}
 CALL = '<tool_call>\n{"name": "book", "arguments": {"party": 2, "indoors": true}}\n</tool_call>'
@@ -571,7 +711,12 @@ CALL = '<tool_call>\n{"name": "book", "arguments": {"party": 2, "indoors": true}
 
 @pytest.fixture(scope="module")
 def tooled(tmp_path_factory):
-    return World.make(tmp_path_factory.mktemp("tooled"), with_tools=True, eos_token_id=2, max_position_embeddings=1024)
+    return World.make(
+        tmp_path_factory.mktemp("tooled"),
+        with_tools=True,
+        eos_token_id=2,
+        max_position_embeddings=1024,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -600,7 +745,10 @@ def test_a_demanded_call_is_made(caller, choice, stream):
     else:
         reply = ask(caller, **params)
         (call,) = reply.choices[0].message.tool_calls
-        assert (reply.choices[0].finish_reason, reply.choices[0].message.content) == ("tool_calls", None)
+        assert (reply.choices[0].finish_reason, reply.choices[0].message.content) == (
+            "tool_calls",
+            None,
+        )
     arguments = json.loads(call.function.arguments)
     if choice != "required" or call.function.name == "book":
         assert call.function.name == "book"
@@ -622,10 +770,16 @@ def test_calls_are_read_out_of_an_answer(tooled, per_step, stream):
             ending = chunks[-1].choices[0].finish_reason
         else:
             choice = ask(client, tools=TOOLS).choices[0]
-            text, calls, ending = choice.message.content, choice.message.tool_calls, choice.finish_reason
+            text, calls, ending = (
+                choice.message.content,
+                choice.message.tool_calls,
+                choice.finish_reason,
+            )
         shown = tooled.chat.decode(engine.asked[0].prompt_ids)
     assert (text, ending) == ("I will.", "tool_calls")
-    assert [json.loads(call.function.arguments) for call in calls] == [{"party": 2, "indoors": True}] * 2
+    assert [json.loads(call.function.arguments) for call in calls] == [
+        {"party": 2, "indoors": True}
+    ] * 2
     assert len({call.id for call in calls}) == 2
     assert "Book a table." in shown
 
@@ -634,7 +788,11 @@ def test_a_call_that_cannot_be_read_is_text(tooled):
     text = '<tool_call>{"name": book}</tool_call> well'
     with saying(tooled, text) as (client, _):
         choice = ask(client, tools=TOOLS).choices[0]
-    assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, "stop")
+    assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (
+        text,
+        None,
+        "stop",
+    )
 
 
 def test_without_tools_a_tag_is_text(tooled):
@@ -657,7 +815,13 @@ def test_a_conversation_with_calls_is_shown_to_the_target(tooled):
             "role": "assistant",
             "content": None,
             "refusal": None,
-            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "book", "arguments": '{"party": 2}'}}],
+            "tool_calls": [
+                {
+                    "id": "1",
+                    "type": "function",
+                    "function": {"name": "book", "arguments": '{"party": 2}'},
+                }
+            ],
         },
         {"role": "tool", "tool_call_id": "1", "content": "booked"},
     ]
@@ -683,11 +847,21 @@ def test_options_of_the_template_reach_it(tooled):
     ("params", "param"),
     [
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "eat"}}}, "tool_choice"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "eat"}}},
+            "tool_choice",
+        ),
         ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "tools"),
         ({"tools": [{"type": "retrieval"}]}, "tools.0"),
         (
-            {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "x", "arguments": "["}}]}]},
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"id": "1", "function": {"name": "x", "arguments": "["}}],
+                    }
+                ]
+            },
             "messages",
         ),
     ],

@@ -1,4 +1,6 @@
-"""Consented prompts: kept cleaned, and nobody else's; what a crash leaves; and the way on, into `eyas prompts`."""
+"""Consented prompts: kept cleaned, and nobody else's; what a crash leaves; and the way on, into
+`eyas prompts`.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def world(tmp_path_factory):
 
 def upper(texts):
     """A cleaner for tests: capitals, and one word that drops."""
-    return "API_KEY" if any("secret" in text for text in texts) else [text.upper() for text in texts]
+    return (
+        "API_KEY" if any("secret" in text for text in texts) else [text.upper() for text in texts]
+    )
 
 
 def collection(folder, **config):
@@ -46,7 +50,11 @@ def collection(folder, **config):
 
 
 def rows(folder):
-    return [json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()]
+    return [
+        json.loads(line)
+        for path in sorted(folder.glob("*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
 
 
 # The folder
@@ -56,7 +64,14 @@ def test_only_what_is_cleaned_is_written(tmp_path):
     kept = collection(tmp_path / "new" / "folder")
     chat = {"messages": [["system", "be kind"], ["user", "hello"], ["user", "again"]]}
     lines = [
-        json.dumps(row) for row in (chat, {"prompt": "a secret"}, {"prompt": " "}, {"prompt": "x" * 300_000}, {"prompt": "é"})
+        json.dumps(row)
+        for row in (
+            chat,
+            {"prompt": "a secret"},
+            {"prompt": " "},
+            {"prompt": "x" * 300_000},
+            {"prompt": "é"},
+        )
     ]
     assert list(outcomes(kept, iter(lines))) == [KEPT, "pii.api_key", EMPTY, TOO_LONG, KEPT]
     turns = [
@@ -74,7 +89,10 @@ def test_a_cleaner_that_fails_costs_its_prompt_and_quotes_nothing(tmp_path):
         raise ValueError(f"cannot read {texts}")
 
     kept = Collection(CollectConfig(folder=tmp_path, licence="MIT"), fails)
-    assert list(outcomes(kept, iter(['{"prompt": "mine"}', "no json"]))) == ["failed.ValueError", "failed.JSONDecodeError"]
+    assert list(outcomes(kept, iter(['{"prompt": "mine"}', "no json"]))) == [
+        "failed.ValueError",
+        "failed.JSONDecodeError",
+    ]
     assert rows(tmp_path) == []
 
 
@@ -85,7 +103,9 @@ def test_the_folder_is_bounded_and_parts_are(tmp_path, monkeypatch):
     assert told == sorted(told, reverse=True)  # kept, then full
     assert told.count(FULL) > 5
     parts = sorted(tmp_path.glob("*.jsonl"))
-    assert [path.name for path in parts] == [f"prompts-{number:05d}.jsonl" for number in range(len(parts))]
+    assert [path.name for path in parts] == [
+        f"prompts-{number:05d}.jsonl" for number in range(len(parts))
+    ]
     assert all(path.stat().st_size <= 100 for path in parts)
     assert len(parts) > 2
     del kept
@@ -115,7 +135,8 @@ def test_half_a_line_that_a_full_disk_took_is_taken_off_at_once(tmp_path, monkey
 
 def test_what_was_kept_under_one_licence_is_not_told_under_another(tmp_path):
     collection(tmp_path)
-    Collection(CollectConfig(folder=tmp_path, licence="MIT"), upper).add({"prompt": "one"})  # nothing was kept yet
+    # nothing was kept yet
+    Collection(CollectConfig(folder=tmp_path, licence="MIT"), upper).add({"prompt": "one"})
     with pytest.raises(ConfigError, match="other terms"):
         collection(tmp_path)
     Collection(CollectConfig(folder=tmp_path, licence="MIT"), upper)
@@ -147,9 +168,14 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
 
 def test_nothing_that_an_assistant_or_a_tool_said_is_handed_over():
     turns = [("developer", "d"), ("user", "u"), ("assistant", "a"), ("tool", "t"), ("user", "v")]
-    asked = ChatRequest(model="m", messages=[{"role": role, "content": text} for role, text in turns])
+    asked = ChatRequest(
+        model="m", messages=[{"role": role, "content": text} for role, text in turns]
+    )
     assert prompt_rows(asked) == [{"messages": [["system", "d"], ["user", "u"], ["user", "v"]]}]
-    assert prompt_rows(TextRequest(model="m", prompt=["a", [5], "b"])) == [{"prompt": "a"}, {"prompt": "b"}]
+    assert prompt_rows(TextRequest(model="m", prompt=["a", [5], "b"])) == [
+        {"prompt": "a"},
+        {"prompt": "b"},
+    ]
     assert prompt_rows(GenerateRequest(text=["a", "b"])) == [{"prompt": "a"}, {"prompt": "b"}]
     assert prompt_rows(GenerateRequest(input_ids=[5])) == []
 
@@ -166,8 +192,13 @@ def wait_for(client, count):
     """The outcomes that the server tells, once there are so many."""
     for _ in range(600):
         page = httpx.get(f"{client.url}/metrics").text
-        lines = [line for line in page.splitlines() if line.startswith("eyas:collected_prompts_total")]
-        found = {line.split('outcome="')[1].split('"')[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
+        lines = [
+            line for line in page.splitlines() if line.startswith("eyas:collected_prompts_total")
+        ]
+        found = {
+            line.split('outcome="')[1].split('"')[0]: float(line.rsplit(" ", 1)[1])
+            for line in lines
+        }
         if sum(found.values()) >= count:
             return found
         time.sleep(0.05)
@@ -182,13 +213,27 @@ def test_from_a_request_to_the_next_head_s_prompts(world, tmp_path, key):
         said = f"I am Ada Berg, write to {MAIL} about a table for two at seven, by the window."
         for text, how in (
             (said, {"extra_headers": YES}),
-            ("Where can I find a quiet place to read a book near the old harbour?", {"store": True}),
+            (
+                "Where can I find a quiet place to read a book near the old harbour?",
+                {"store": True},
+            ),
             ("Not this one, nobody asked me whether it may be kept.", {}),
-            ("Nor this one, since its field says no to what the header says.", {"extra_headers": YES, "store": False}),
-            ("And my card is 4111 1111 1111 1111, so please forget it again.", {"extra_headers": YES}),
+            (
+                "Nor this one, since its field says no to what the header says.",
+                {"extra_headers": YES, "store": False},
+            ),
+            (
+                "And my card is 4111 1111 1111 1111, so please forget it again.",
+                {"extra_headers": YES},
+            ),
         ):
             ask(client, [{"role": "user", "content": text}], max_tokens=2, **how)
-        complete(client, "The best way to cook rice without burning the pot is", max_tokens=2, extra_headers=YES)
+        complete(
+            client,
+            "The best way to cook rice without burning the pot is",
+            max_tokens=2,
+            extra_headers=YES,
+        )
         assert post(client, {"model": MODEL, "messages": []}, headers=YES).status_code == 400
         told = wait_for(client, 4)
     assert told == {KEPT: 3, "pii.credit_card": 1}
@@ -198,7 +243,11 @@ def test_from_a_request_to_the_next_head_s_prompts(world, tmp_path, key):
     assert b"a table for two at seven" in everything
     config = PromptsConfig(**read_run_file(folder / RUN_FILE)["prompts"])
     (source,) = config.sources
-    assert (source.licence, source.prompts_by, source.label) == ("LicenseRef-own", "human", "collected")
+    assert (source.licence, source.prompts_by, source.label) == (
+        "LicenseRef-own",
+        "human",
+        "collected",
+    )
     made = Artifact(str(tmp_path / "prompts"))
     manifest = make_prompts(config, made, quiet)
     assert manifest.counts["rows"] == 3
@@ -210,7 +259,9 @@ def test_from_a_request_to_the_next_head_s_prompts(world, tmp_path, key):
 
 def test_a_server_that_keeps_nothing_refuses_a_demand_and_makes_no_use_of_a_leave(world):
     with world.served() as client:
-        assert ask(client, max_tokens=2, extra_headers=YES, store=False).usage.completion_tokens == 2
+        assert (
+            ask(client, max_tokens=2, extra_headers=YES, store=False).usage.completion_tokens == 2
+        )
         body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
         refused = post(client, {**body, "store": True}).json()["error"]
         assert (refused["param"], refused["code"]) == ("store", "unsupported_parameter")
@@ -240,16 +291,22 @@ COMMAND = (sys.executable, "-m", "eyas.serve.collection")
 
 def test_a_process_that_is_killed_leaves_whole_lines_and_ends_with_its_server(tmp_path, key):
     config = CollectConfig(folder=tmp_path, licence="MIT").model_dump_json()
-    with subprocess.Popen([*COMMAND, config], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [*COMMAND, config], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout.readline() == "ready\n"
         for number in range(200):
-            process.stdin.write(json.dumps({"prompt": f"How many apples are {number} apples and a pear?"}) + "\n")
+            process.stdin.write(
+                json.dumps({"prompt": f"How many apples are {number} apples and a pear?"}) + "\n"
+            )
         process.stdin.flush()
         for _ in range(5):
             assert process.stdout.readline() == f"{KEPT}\n"
         os.kill(process.pid, signal.SIGKILL)
     assert len(rows(tmp_path)) >= 5
-    with subprocess.Popen([*COMMAND, config], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [*COMMAND, config], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout.readline() == "ready\n"
         process.stdin.close()  # what a server's end does, however it ends
         assert process.wait(60) == 0
@@ -258,15 +315,22 @@ def test_a_process_that_is_killed_leaves_whole_lines_and_ends_with_its_server(tm
 def test_a_process_that_cannot_start_says_why(tmp_path, monkeypatch):
     monkeypatch.setenv("EYAS_PRIVACY_KEY", "short")
     done = subprocess.run(
-        [*COMMAND, CollectConfig(folder=tmp_path, licence="MIT").model_dump_json()], capture_output=True, text=True, check=False
+        [*COMMAND, CollectConfig(folder=tmp_path, licence="MIT").model_dump_json()],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert "EYAS_PRIVACY_KEY" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # uvicorn exits its thread
+# uvicorn exits its thread
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_server_does_not_start_where_prompts_cannot_be_collected(world, tmp_path, monkeypatch):
     monkeypatch.setenv("EYAS_PRIVACY_KEY", "short")
-    with pytest.raises(EyasError, match="did not start"), world.served(extras=Extras(collect=CollectConfig(folder=tmp_path))):
+    with (
+        pytest.raises(EyasError, match="did not start"),
+        world.served(extras=Extras(collect=CollectConfig(folder=tmp_path))),
+    ):
         pass

@@ -1,4 +1,6 @@
-"""Drift: slices and windows, what the card promises, and how often the rule is wrong, by simulation."""
+"""Drift: slices and windows, what the card promises, and how often the rule is wrong, by
+simulation.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Clock:
 
 
 def answers(rng, count, accepts):
-    """Histograms of requests whose chance of an acceptance differs from one to the next, the same at every place."""
+    """Histograms of requests whose chance of an acceptance differs from one to the next, the same
+    at every place.
+    """
     chances = np.clip(rng.normal(accepts, 0.1, count), 0.01, 0.99)
     rounds = rng.poisson(ROUNDS - 1, count) + 1
     for chance, number in zip(chances, rounds, strict=True):
@@ -45,13 +49,17 @@ def true_tau(accepts):
 
 
 def quiet(drift, clock, rng, count, accepts, explored, requests=40):
-    """The same where `auto` has stopped: some requests draft in one round, to learn what it brings; the others never."""
+    """The same where `auto` has stopped: some requests draft in one round, to learn what it brings;
+    the others never.
+    """
     for number in range(count):
         for place in range(requests):
             hist = [0]
             if place < explored:
                 chance = np.clip(rng.normal(accepts, 0.1), 0.01, 0.99)
-                hist = np.bincount([min(rng.geometric(1 - chance) - 1, DEPTH)], minlength=DEPTH + 1).tolist()
+                hist = np.bincount(
+                    [min(rng.geometric(1 - chance) - 1, DEPTH)], minlength=DEPTH + 1
+                ).tolist()
             drift.count(Rounds(hist, ROUNDS), "/v1/chat/completions", None, 10)
         clock.now += 300
         drift.close({})
@@ -61,7 +69,9 @@ def quiet(drift, clock, rng, count, accepts, explored, requests=40):
 
 
 def windows(drift, clock, rng, count, accepts, requests=30):
-    """Let traffic come for so many windows; the number of the first at which "all" is low, else None."""
+    """Let traffic come for so many windows; the number of the first at which "all" is low, else
+    None.
+    """
     for number in range(count):
         for hist in answers(rng, requests, accepts):
             drift.count(Rounds(hist), "/v1/chat/completions", None, 10)
@@ -90,13 +100,16 @@ def test_error_of_tau_is_that_of_repeated_traffic():
 
 def test_no_false_warning_where_tau_is_the_card_s_or_just_what_is_tolerated():
     tau = true_tau(0.6)
-    for reference, count in ((stated(tau), 500), (stated(tau / 0.95), 1500)):  # at the card's; at the limit itself
+    # at the card's; at the limit itself
+    for reference, count in ((stated(tau), 500), (stated(tau / 0.95), 1500)):
         drift, clock = made(reference)
         assert windows(drift, clock, np.random.default_rng(1), count, 0.6) is None
 
 
 def test_a_loose_rule_is_wrong_as_often_as_theory_says():
-    """At threshold 3 Siegmund's approximation gives one warning in 118 windows: the rule's arithmetic, not its silence."""
+    """At threshold 3 Siegmund's approximation gives one warning in 118 windows: the rule's
+    arithmetic, not its silence.
+    """
     tau, lengths = true_tau(0.6), []
     rng = np.random.default_rng(2)
     for _ in range(25):
@@ -121,11 +134,16 @@ def test_it_warns_once_and_says_when_it_is_over(caplog):
     windows(drift, clock, rng, 20, 0.3)
     for _ in range(10):
         windows(drift, clock, rng, 1, 0.3)
-    assert [record.getMessage() for record in caplog.records].count("tau has fallen under the head's card") == 4  # slices
+    # slices
+    assert [record.getMessage() for record in caplog.records].count(
+        "tau has fallen under the head's card"
+    ) == 4
     assert drift._slices["tag", "none"].warnings == 1
     for _ in range(40):
         windows(drift, clock, rng, 1, 0.8)
-    assert "tau is back where the head's card has it" in [record.getMessage() for record in caplog.records]
+    assert "tau is back where the head's card has it" in [
+        record.getMessage() for record in caplog.records
+    ]
     assert not drift._slices["all", "all"].is_low
 
 
@@ -158,7 +176,9 @@ IDLE = "auto has stopped drafting: the head does not pay here, because of accept
 
 
 def test_a_slice_that_auto_no_longer_drafts_for_is_idle_and_said_to_be(caplog):
-    """Most of what a bad head brings about: traffic changes, auto stops, and no window would ever close again."""
+    """Most of what a bad head brings about: traffic changes, auto stops, and no window would ever
+    close again.
+    """
     caplog.set_level(logging.INFO, logger="eyas.serve")
     drift, clock = made(stated(true_tau(0.6)))
     rng = np.random.default_rng(5)
@@ -194,7 +214,9 @@ def test_a_server_that_never_drafted_has_slices_without_tau():
 
 
 def test_the_few_drafts_of_an_idle_slice_are_judged_in_the_end():
-    """One drafts in each look: the window closes when it is an hour old. A fall is told from what there is."""
+    """One drafts in each look: the window closes when it is an hour old. A fall is told from what
+    there is.
+    """
     drift, clock = made(stated(true_tau(0.6)))
     quiet(drift, clock, np.random.default_rng(0), 11, 0.6, 1)
     assert not drift._slices["all", "all"].history
@@ -209,7 +231,9 @@ def test_the_few_drafts_of_an_idle_slice_are_judged_in_the_end():
 
 @pytest.mark.parametrize("accepts", [0.2, 0.4, 0.6, 0.8])
 def test_windows_of_few_rounds_are_no_more_often_wrong(accepts):
-    """At threshold 3 and a tau of exactly the limit: theory gives one warning in 118 windows of many requests."""
+    """At threshold 3 and a tau of exactly the limit: theory gives one warning in 118 windows of
+    many requests.
+    """
     rng, ratio, lengths = np.random.default_rng(6), Ratio(), []
     for _ in range(60_000):
         chance = np.clip(rng.normal(accepts, 0.1), 0.01, 0.99)
@@ -256,9 +280,17 @@ def test_the_packaged_head_s_card_is_read():
     ("name", "content", "expected"),
     [
         ("eval.json", {"tau": 3.0, "tau_interval": [2.8, 3.2]}, (3.0, 2.8)),
-        ("manifest.json", {"facts": {"measured": {"tau": 2.0, "accept_hist": [50, 0, 50]}}}, (2.0, 2.0 - 1.96 * 0.1)),
+        (
+            "manifest.json",
+            {"facts": {"measured": {"tau": 2.0, "accept_hist": [50, 0, 50]}}},
+            (2.0, 2.0 - 1.96 * 0.1),
+        ),
         ("README.md", "# x\n\ntau 3.39 on held-out answers\n", (3.39, 3.39)),
-        ("README.md", "tau 3.39 (95 %: 3.30-3.48) on held-out answers (emitted tokens per round).\n", (3.39, 3.30)),
+        (
+            "README.md",
+            "tau 3.39 (95 %: 3.30-3.48) on held-out answers (emitted tokens per round).\n",
+            (3.39, 3.30),
+        ),
         ("README.md", "tau 3.39 (3.30-3.48)\n\naccept_hist: 1, 2\n", (3.39, 3.30)),
     ],
 )
@@ -271,7 +303,9 @@ def test_cards_are_read_wherever_they_stand(tmp_path, name, content, expected):
         assert (reference.tau, reference.low) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("content", [{}, {"tau": "3"}, {"tau": 0.5}, {"tau": float("nan")}, [], {"measured": 3}])
+@pytest.mark.parametrize(
+    "content", [{}, {"tau": "3"}, {"tau": 0.5}, {"tau": float("nan")}, [], {"measured": 3}]
+)
 def test_a_folder_that_promises_nothing(tmp_path, content):
     (tmp_path / "eval.json").write_text(json.dumps(content))
     (tmp_path / "manifest.json").write_text("{")

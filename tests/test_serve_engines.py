@@ -1,4 +1,6 @@
-"""`eyas serve --engine`: the commands that start SGLang and vLLM with an exported head. Neither is needed here."""
+"""`eyas serve --engine`: the commands that start SGLang and vLLM with an exported head. Neither is
+needed here.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,12 @@ def config(target, head, speculation="fixed(3,4,8)", **settings):
 
 
 def test_sglang_gets_the_head_the_tree_and_the_address(target, head):
-    settings = {"port": 9000, "model": "mine", "dtype": "bfloat16", "engine": {"max_batch": 16, "max_length": 512}}
+    settings = {
+        "port": 9000,
+        "model": "mine",
+        "dtype": "bfloat16",
+        "engine": {"max_batch": 16, "max_length": 512},
+    }
     started = engine_command(EngineName.SGLANG, config(target, head, **settings), "--tp 2")
     assert started.arguments[:3] == [sys.executable, "-m", "sglang.launch_server"]
     assert options(started.arguments) == {
@@ -73,7 +80,11 @@ def test_vllm_gets_the_head_and_the_address(target, head):
     assert started.arguments[:3] == ["vllm", "serve", target]
     given = options(started.arguments)
     speculation = json.loads(given.pop("--speculative-config"))
-    assert speculation == {"method": "eagle3", "model": str(head / "vllm"), "num_speculative_tokens": 3}
+    assert speculation == {
+        "method": "eagle3",
+        "model": str(head / "vllm"),
+        "num_speculative_tokens": 3,
+    }
     assert given == {
         "--host": "127.0.0.1",
         "--port": "8000",
@@ -87,7 +98,10 @@ def test_the_model_has_the_name_that_our_server_gives_it(target, head):
     for engine in EngineName:
         for settings in ({}, {"model": "mine"}):
             asked = config(target, head, CHAIN, **settings)
-            assert options(engine_command(engine, asked).arguments)["--served-model-name"] == asked.served_model
+            assert (
+                options(engine_command(engine, asked).arguments)["--served-model-name"]
+                == asked.served_model
+            )
         builtin = ServeConfig(target="builtin", head=str(head))
         assert options(engine_command(engine, builtin).arguments)["--served-model-name"] == "eyas"
 
@@ -109,10 +123,16 @@ def test_a_tree_is_refused_for_vllm(target, head, engine):
 
 @pytest.mark.parametrize(
     ("engine", "steps"),
-    [({}, 6), ({"num_draft_steps": 3}, 3), ({"speculation": "auto", "num_draft_steps": 3, "num_verify_tokens": 4}, 3)],
+    [
+        ({}, 6),
+        ({"num_draft_steps": 3}, 3),
+        ({"speculation": "auto", "num_draft_steps": 3, "num_verify_tokens": 4}, 3),
+    ],
 )
 def test_our_own_defaults_are_no_tree_that_was_asked_for(target, head, engine, steps):
-    started = engine_command(EngineName.VLLM, ServeConfig(target=target, head=str(head), engine=engine))
+    started = engine_command(
+        EngineName.VLLM, ServeConfig(target=target, head=str(head), engine=engine)
+    )
     speculation = json.loads(options(started.arguments)["--speculative-config"])
     assert speculation["num_speculative_tokens"] == steps
 
@@ -122,7 +142,8 @@ def test_a_folder_in_the_engine_s_own_form_will_do(target, head):
     assert options(command.arguments)["--speculative-draft-model-path"] == str(head / "sglang")
     with pytest.raises(InputError, match="vLLM's form"):
         engine_command(EngineName.SGLANG, config(target, head / "vllm"))
-    with pytest.raises(InputError, match="SGLang's form"):  # vLLM would take its layer ids for its own
+    # vLLM would take its layer ids for its own
+    with pytest.raises(InputError, match="SGLang's form"):
         engine_command(EngineName.VLLM, config(target, head / "sglang", CHAIN))
     with pytest.raises(InputError, match="no head that vLLM loads"):
         engine_command(EngineName.VLLM, config(target, target.rstrip("/") + "/..", CHAIN))
@@ -160,7 +181,9 @@ def test_an_engine_that_is_not_there_is_said(target, head, monkeypatch):
 def test_an_engine_that_is_there_takes_the_process_over(target, head, monkeypatch):
     started = []
     monkeypatch.setattr(engines.shutil, "which", lambda name: f"/bin/{name}")
-    monkeypatch.setattr(engines.os, "execvp", lambda name, arguments: started.append((name, arguments)))
+    monkeypatch.setattr(
+        engines.os, "execvp", lambda name, arguments: started.append((name, arguments))
+    )
     command = engine_command(EngineName.VLLM, config(target, head, CHAIN))
     start(EngineName.VLLM, command)
     assert started == [("vllm", command.arguments)]
@@ -170,7 +193,17 @@ def test_the_command_line(target, head):
     def run(*arguments):
         return CliRunner().invoke(build(["serve"]), ["serve", "-t", target, *arguments])
 
-    told = run("--head", str(head), "--engine", "sglang", "--print-command", "--port", "7", "--engine-args", "--tp 2")
+    told = run(
+        "--head",
+        str(head),
+        "--engine",
+        "sglang",
+        "--print-command",
+        "--port",
+        "7",
+        "--engine-args",
+        "--tp 2",
+    )
     assert told.exit_code == 0, told.output
     arguments = shlex.split(told.output.strip().splitlines()[-1])
     assert options(arguments)["--port"] == "7"

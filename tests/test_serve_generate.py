@@ -1,4 +1,6 @@
-"""SGLang's /generate as its benchmark sends it, echoed prompts, and what both engines' benchmarks ask besides."""
+"""SGLang's /generate as its benchmark sends it, echoed prompts, and what both engines' benchmarks
+ask besides.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,10 @@ def bench_body(prompt, stream=True, **extra):
 
 
 def test_the_answer_has_the_id_that_the_request_was_given(client):
-    assert generate(client, **bench_body(PROMPT, stream=False, rid="mine")).json()["meta_info"]["id"] == "mine"
+    assert (
+        generate(client, **bench_body(PROMPT, stream=False, rid="mine")).json()["meta_info"]["id"]
+        == "mine"
+    )
     two = generate(client, **bench_body([[5, 6], [7]], stream=False, rid="mine")).json()
     assert [one["meta_info"]["id"] for one in two] == ["mine-0", "mine-1"]
 
@@ -70,9 +75,13 @@ def read_as_the_benchmark_does(lines):
     return said, counted, steps
 
 
-@pytest.mark.parametrize("extra", [{}, {"lora_path": None}, {"stream_options": {"include_usage": True}}])
+@pytest.mark.parametrize(
+    "extra", [{}, {"lora_path": None}, {"stream_options": {"include_usage": True}}]
+)
 def test_sglang_s_benchmark_streams(client, text, extra):
-    with httpx.stream("POST", f"{client.url}/generate", json=bench_body(PROMPT, **extra), timeout=300) as reply:
+    with httpx.stream(
+        "POST", f"{client.url}/generate", json=bench_body(PROMPT, **extra), timeout=300
+    ) as reply:
         assert reply.status_code == 200
         said, counted, steps = read_as_the_benchmark_does(reply.iter_lines())
     assert (said, counted) == (text, 12)
@@ -87,7 +96,9 @@ def test_sglang_s_benchmark_without_streams_and_with_tokens(client, world, text)
     assert whole["meta_info"]["spec_verify_ct"] > 0
     ids = world.chat._encode(PROMPT)
     by_tokens = generate(client, **bench_body(ids, stream=False)).json()
-    assert by_tokens["output_ids"] == world.results(ids, max_tokens=12, ignore_eos=True)[0].token_ids
+    assert (
+        by_tokens["output_ids"] == world.results(ids, max_tokens=12, ignore_eos=True)[0].token_ids
+    )
     assert by_tokens["meta_info"]["prompt_tokens"] == len(ids)
 
 
@@ -100,7 +111,9 @@ def test_sglang_s_benchmark_reads_tau(client, text, path):
 
 def test_logprobs_come_as_sglang_has_them(client):
     asked = {"return_logprob": True, "top_logprobs_num": 2, "return_text_in_logprobs": True}
-    answer = generate(client, text=PROMPT, sampling_params={"temperature": 0, "max_new_tokens": 3}, **asked).json()
+    answer = generate(
+        client, text=PROMPT, sampling_params={"temperature": 0, "max_new_tokens": 3}, **asked
+    ).json()
     meta = answer["meta_info"]
     openai = complete(client, PROMPT, max_tokens=3, logprobs=2).choices[0].logprobs
     assert [one[0] for one in meta["output_token_logprobs"]] == openai.token_logprobs
@@ -111,7 +124,13 @@ def test_logprobs_come_as_sglang_has_them(client):
 
 
 def test_several_prompts_and_samples_are_a_list(client):
-    params = {"temperature": 0.9, "sampling_seed": 3, "max_new_tokens": 4, "n": 2, "stop": ["never said"]}
+    params = {
+        "temperature": 0.9,
+        "sampling_seed": 3,
+        "max_new_tokens": 4,
+        "n": 2,
+        "stop": ["never said"],
+    }
     answers = generate(client, text=["I", "you would"], sampling_params=params).json()
     assert len(answers) == 4
     assert len({one["meta_info"]["id"] for one in answers}) == 4
@@ -119,7 +138,11 @@ def test_several_prompts_and_samples_are_a_list(client):
         one["meta_info"]["prompt_tokens"] for one in answers
     )
     streamed = generate(client, text=["I", "you would"], sampling_params=params, stream=True).text
-    events = [json.loads(line.removeprefix("data: ")) for line in streamed.split("\n\n") if line and "[DONE]" not in line]
+    events = [
+        json.loads(line.removeprefix("data: "))
+        for line in streamed.split("\n\n")
+        if line and "[DONE]" not in line
+    ]
     last = {event["index"]: event["text"] for event in events}
     assert last == {number: one["text"] for number, one in enumerate(answers)}
 
@@ -138,7 +161,10 @@ def test_several_prompts_and_samples_are_a_list(client):
         ({"text": "x", "unheard_of": 1}, "unheard_of"),
         ({"text": "x", "sampling_params": {"max_tokens": 3}}, "sampling_params.max_tokens"),
         ({"text": "x", "sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
-        ({"text": "x", "sampling_params": {"max_new_tokens": 3000}}, "sampling_params.max_new_tokens"),
+        (
+            {"text": "x", "sampling_params": {"max_new_tokens": 3000}},
+            "sampling_params.max_new_tokens",
+        ),
         ({"text": "x", "sampling_params": {"temperature": 3}}, "sampling_params.temperature"),
         ({"text": "x", "sampling_params": {"ebnf": "root ::= x"}}, "ebnf"),
         ({"text": "x", "sampling_params": {"min_new_tokens": 200}}, "min_tokens"),
@@ -149,7 +175,9 @@ def test_several_prompts_and_samples_are_a_list(client):
 def test_what_generate_does_not_do_is_refused(client, body, param):
     reply = generate(client, **body)
     assert reply.status_code == 400, reply.text
-    assert param in (reply.json()["error"]["param"] or "") or param in reply.json()["error"]["message"]
+    assert (
+        param in (reply.json()["error"]["param"] or "") or param in reply.json()["error"]["message"]
+    )
 
 
 # What else vLLM's benchmark asks
@@ -163,20 +191,32 @@ def test_a_model_has_the_root_that_vllm_s_benchmark_takes_its_tokenizer_from(cli
 @pytest.mark.parametrize("extra", [{"echo": False}, {"echo": True}, {"echo": True, "stream": True}])
 def test_the_prompt_stands_before_its_text_where_it_is_asked_for(client, text, extra):
     reply = complete(client, PROMPT, max_tokens=12, **extra)
-    said = "".join(chunk.choices[0].text for chunk in reply) if extra.get("stream") else reply.choices[0].text
+    said = (
+        "".join(chunk.choices[0].text for chunk in reply)
+        if extra.get("stream")
+        else reply.choices[0].text
+    )
     assert said == (PROMPT + text if extra["echo"] else text)
 
 
 def test_each_choice_echoes_its_own_prompt(client, world):
     ids = world.chat._encode("you")
-    reply = client.completions.create(model=MODEL, prompt=["I would", "well"], n=2, max_tokens=3, echo=True)
+    reply = client.completions.create(
+        model=MODEL, prompt=["I would", "well"], n=2, max_tokens=3, echo=True
+    )
     assert [choice.text[:4] for choice in reply.choices] == ["I wo", "I wo", "well", "well"]
     assert complete(client, ids, echo=True).choices[0].text.startswith("you")
     assert reply.usage.completion_tokens == 12
 
 
 def test_prompts_as_tokens_of_vllm_s_benchmark(client, world):
-    body = {"model": MODEL, "prompt": world.chat._encode(PROMPT), "repetition_penalty": 1.0, "max_tokens": 4, "logprobs": None}
+    body = {
+        "model": MODEL,
+        "prompt": world.chat._encode(PROMPT),
+        "repetition_penalty": 1.0,
+        "max_tokens": 4,
+        "logprobs": None,
+    }
     stream = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
     reply = post(client, {**body, **stream}, "/v1/completions")
     events = [json.loads(line.removeprefix("data: ")) for line in reply.text.split("\n\n")[:-2]]

@@ -1,4 +1,6 @@
-"""A server's life: models, health, a thread or a process, clients that leave, an engine that fails, the end."""
+"""A server's life: models, health, a thread or a process, clients that leave, an engine that fails,
+the end.
+"""
 
 from __future__ import annotations
 
@@ -48,14 +50,22 @@ def ask_health_until_refused(client):
 def test_models_and_health(client):
     (card,) = client.models.list().data
     assert card.id == MODEL
-    told = {"model": MODEL, "dtype": "float32", "has_head": False, "max_length": MAX_LENGTH, "target_fingerprint": None}
+    told = {
+        "model": MODEL,
+        "dtype": "float32",
+        "has_head": False,
+        "max_length": MAX_LENGTH,
+        "target_fingerprint": None,
+    }
     assert card.eyas == told
     assert health(client).json() == {"status": "ok", "requests": 0}
 
 
 def test_worker_sleeps_when_idle(world, monkeypatch):
     looks = []
-    monkeypatch.setattr(Engine, "has_work", property(lambda self: looks.append(None) or self._scheduler.has_work))
+    monkeypatch.setattr(
+        Engine, "has_work", property(lambda self: looks.append(None) or self._scheduler.has_work)
+    )
     with world.served() as client:
         ask(client)
         time.sleep(0.05)  # let the round that finds nothing to do pass
@@ -96,7 +106,9 @@ def test_an_engine_that_fails_fails_its_requests_and_says_so(world):
             engine.gate.release()
             with pytest.raises(openai.APIError, match="the engine failed: RuntimeError"):
                 list(begun)
-            with pytest.raises(openai.InternalServerError, match="the engine failed: RuntimeError") as failed:
+            with pytest.raises(
+                openai.InternalServerError, match="the engine failed: RuntimeError"
+            ) as failed:
                 waiting.result()
         assert failed.value.type == "server_error"
         with pytest.raises(openai.InternalServerError, match="the engine failed: RuntimeError"):
@@ -124,7 +136,9 @@ def test_a_server_told_to_end_finishes_what_runs(world):
 
 
 def test_a_server_in_a_process_of_its_own(world):
-    config = ServeConfig(target=str(world.folder), model=MODEL, port=0, engine=EngineConfig(max_length=MAX_LENGTH))
+    config = ServeConfig(
+        target=str(world.folder), model=MODEL, port=0, engine=EngineConfig(max_length=MAX_LENGTH)
+    )
     with running_server(config) as url:
         body = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 24}
         reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300).json()
@@ -134,9 +148,17 @@ def test_a_server_in_a_process_of_its_own(world):
 
 
 def test_a_process_told_to_end_finishes_what_runs_and_ends_well(world):
-    config = ServeConfig(target=str(world.folder), model=MODEL, port=0, engine=EngineConfig(max_length=MAX_LENGTH, max_batch=1))
+    config = ServeConfig(
+        target=str(world.folder),
+        model=MODEL,
+        port=0,
+        engine=EngineConfig(max_length=MAX_LENGTH, max_batch=1),
+    )
     command = [sys.executable, "-m", "eyas.serve", config.model_dump_json()]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process, ThreadPoolExecutor(3) as pool:
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process,
+        ThreadPoolExecutor(3) as pool,
+    ):
         url = next(line.strip() for line in process.stdout if line.startswith("http://"))
         with connected(url) as client:
             reply = ask(client, stream=True, max_tokens=100)
@@ -177,12 +199,17 @@ def test_a_process_that_ends_before_it_is_ready_is_an_error(tmp_path, monkeypatc
     script.write_text("#!/bin/sh\necho a library says hello\nexit 2\n")
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
-    with pytest.raises(EyasError, match="exit code 2"), running_server(ServeConfig(target="t", port=0)):
+    with (
+        pytest.raises(EyasError, match="exit code 2"),
+        running_server(ServeConfig(target="t", port=0)),
+    ):
         pytest.fail("it started")
 
 
 def test_a_server_that_cannot_start_says_so(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["serve", ServeConfig(target=str(tmp_path / "none"), port=0).model_dump_json()])
+    monkeypatch.setattr(
+        sys, "argv", ["serve", ServeConfig(target=str(tmp_path / "none"), port=0).model_dump_json()]
+    )
     monkeypatch.setattr("eyas.log.log_to_stderr", lambda *_: None)
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("eyas.serve", run_name="__main__")
@@ -207,7 +234,11 @@ def test_a_server_told_to_end_while_it_loads_ends(monkeypatch):
 
 @pytest.mark.parametrize(
     ("given", "warns"),
-    [({}, False), ({"host": "0.0.0.0"}, True), ({"host": "0.0.0.0", "vertex": VertexConfig()}, False)],
+    [
+        ({}, False),
+        ({"host": "0.0.0.0"}, True),
+        ({"host": "0.0.0.0", "vertex": VertexConfig()}, False),
+    ],
 )
 def test_a_server_that_everybody_may_ask_says_so(monkeypatch, caplog, given, warns):
     monkeypatch.setattr("eyas.serve.server.build_app", lambda config: None)
@@ -234,7 +265,9 @@ def test_a_port_in_use_is_refused_before_the_model_is_loaded(client):
 
 
 def test_small_chunks_are_sent_at_once():
-    """Else, after the headers, a stream's first tokens wait some 40 ms for their receipt (Nagle's algorithm)."""
+    """Else, after the headers, a stream's first tokens wait some 40 ms for their receipt (Nagle's
+    algorithm).
+    """
 
     async def no_delay() -> int:
         seen: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -258,7 +291,9 @@ def test_config_survives_its_journey_to_another_process():
     assert ServeConfig.model_validate(json.loads(config.model_dump_json())) == config
 
 
-def test_a_bug_within_a_stream_is_said_in_the_stream_and_logged_without_its_words(client, monkeypatch, caplog):
+def test_a_bug_within_a_stream_is_said_in_the_stream_and_logged_without_its_words(
+    client, monkeypatch, caplog
+):
     pushes = []
 
     def push(self, update):

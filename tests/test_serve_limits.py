@@ -30,7 +30,9 @@ def world(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(world):
-    with world.served(limits=LimitsConfig(read_timeout_s=0.5, max_connections=20, max_body_bytes=20_000)) as client:
+    with world.served(
+        limits=LimitsConfig(read_timeout_s=0.5, max_connections=20, max_body_bytes=20_000)
+    ) as client:
         yield client
 
 
@@ -61,7 +63,10 @@ def test_without_a_key_nobody_is_served_but_health_and_metrics_are(world, tmp_pa
                 assert ask(known, max_tokens=2).usage.completion_tokens == 2
                 assert known.models.list().data[0].id == MODEL
         for key in ("none", "key-of-team", "# of the two teams", "key-of-team-a,key-of-team-b"):
-            with connected(client.url, key) as unknown, pytest.raises(openai.AuthenticationError) as refused:
+            with (
+                connected(client.url, key) as unknown,
+                pytest.raises(openai.AuthenticationError) as refused,
+            ):
                 ask(unknown)
             assert refused.value.code == "invalid_api_key"
             assert key not in str(refused.value.body)
@@ -101,7 +106,9 @@ def test_the_log_says_whom_it_turned_away(world, tmp_path, caplog):
     with world.served(limits=LimitsConfig(api_keys=keys, requests_per_minute=1)) as client:
         for key in ("wrong", "a-key", "a-key"):
             httpx.get(f"{client.url}/v1/models", headers={"authorization": f"Bearer {key}"})
-    unknown, let_in, too_often = [one.data for one in caplog.records if one.getMessage() == "request"]
+    unknown, let_in, too_often = [
+        one.data for one in caplog.records if one.getMessage() == "request"
+    ]
     assert (unknown["status"], unknown["client"]) == (401, "127.0.0.1")
     assert let_in["client"].startswith("key-")
     assert (too_often["status"], too_often["client"]) == (429, let_in["client"])
@@ -158,7 +165,9 @@ def test_an_answer_that_takes_too_long_is_given_up(world, stream, begun):
 # Clients that mean no good
 
 
-@pytest.mark.parametrize("sent", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n", b"GET /health HTT"])
+@pytest.mark.parametrize(
+    "sent", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n", b"GET /health HTT"]
+)
 def test_a_head_that_does_not_come_is_not_waited_for(client, sent):
     with opened(client) as connection:
         connection.sendall(sent)
@@ -181,7 +190,10 @@ def test_a_head_that_comes_drop_by_drop_is_not_waited_for(client):
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(client):
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: "
+        b"application/json\r\ncontent-length: 100\r\n\r\n{"
+    )
     with opened(client) as connection:
         connection.sendall(head)
         status = connection.recv(65536)
@@ -212,9 +224,19 @@ def test_a_body_too_large_is_refused_whatever_it_says_of_itself(client):
             yield b" " * 1000
 
     headers = {"content-type": "application/json"}
-    assert httpx.post(f"{client.url}/v1/completions", content=b" " * 20_001, headers=headers).status_code == 413
+    assert (
+        httpx.post(
+            f"{client.url}/v1/completions", content=b" " * 20_001, headers=headers
+        ).status_code
+        == 413
+    )
     with suppress(httpx.TransportError):  # it may go on sending after it was told
-        assert httpx.post(f"{client.url}/v1/completions", content=endless(), headers=headers).status_code == 413
+        assert (
+            httpx.post(
+                f"{client.url}/v1/completions", content=endless(), headers=headers
+            ).status_code
+            == 413
+        )
     assert health(client).status_code == 200
 
 
@@ -230,15 +252,25 @@ def test_a_flood_of_connections_does_not_keep_others_out_for_long(client):
     assert ask(client, max_tokens=2).usage.completion_tokens == 2
 
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n"
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: "
+    b"application/json\r\ncontent-length: 9\r\n\r\n"
+)
 
 
 def test_silent_connections_keep_nobody_out(world, tmp_path):
-    """Not those that say nothing, half a head, or no more behind an answer, be it a refusal: who is new takes their place."""
+    """Not those that say nothing, half a head, or no more behind an answer, be it a refusal: who is
+    new takes their place.
+    """
     keys = tmp_path / "keys"
     keys.write_text("a-key\n")
     limits = LimitsConfig(api_keys=keys, max_connections=20, read_timeout_s=600)
-    said = {b"": False, b"GET /hea": False, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n": True, HEAD + b"1": True}
+    said = {
+        b"": False,
+        b"GET /hea": False,
+        b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n": True,
+        HEAD + b"1": True,
+    }
     with world.served(limits=limits) as client, ExitStack() as stack:
         for sent, is_answered in said.items():
             for _ in range(25):
@@ -255,7 +287,9 @@ def test_silent_connections_keep_nobody_out(world, tmp_path):
 def test_the_oldest_gives_way_and_a_request_never(world):
     engine = world.engine(GatedEngine)
     body = json.dumps({**BODY, "max_tokens": 2}).encode()
-    head = HEAD.replace(b"completions", b"chat/completions").replace(b"length: 9", b"length: %d" % len(body))
+    head = HEAD.replace(b"completions", b"chat/completions").replace(
+        b"length: 9", b"length: %d" % len(body)
+    )
     with world.served(engine, LimitsConfig(max_connections=3)) as client, ExitStack() as stack:
         busy = stack.enter_context(opened(client))
         busy.sendall(head + body)
@@ -276,7 +310,8 @@ def test_who_is_refused_reads_why_though_all_of_a_request_was_on_its_way(world):
     """A connection that is closed on unread bytes is reset, and takes the answer with it."""
     with world.served(limits=LimitsConfig(max_connections=20)) as client, ExitStack() as stack:
         for _ in range(20):
-            stack.enter_context(opened(client)).sendall(HEAD)  # and no body: a request that is under way
+            # and no body: a request that is under way
+            stack.enter_context(opened(client)).sendall(HEAD)
         time.sleep(0.1)
         for _ in range(10):
             connection = stack.enter_context(opened(client))
@@ -290,11 +325,25 @@ def test_who_is_refused_reads_why_though_all_of_a_request_was_on_its_way(world):
 
 def test_a_client_that_takes_nothing_is_cut(world):
     """Its answers fill the system's buffers, and nothing would ever end otherwise."""
-    body = {"model": MODEL, "prompt": [[5]] * 64, "n": 4, "max_tokens": 100, "stream": True, "logprobs": 20, "temperature": 0}
+    body = {
+        "model": MODEL,
+        "prompt": [[5]] * 64,
+        "n": 4,
+        "max_tokens": 100,
+        "stream": True,
+        "logprobs": 20,
+        "temperature": 0,
+    }
     text = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(text)}\r\n\r\n"
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: "
+        f"application/json\r\ncontent-length: {len(text)}\r\n\r\n"
+    )
     engine = world.engine(max_batch=16)
-    with world.served(engine, LimitsConfig(read_timeout_s=0.5)) as client, socket.socket() as connection:
+    with (
+        world.served(engine, LimitsConfig(read_timeout_s=0.5)) as client,
+        socket.socket() as connection,
+    ):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, port = client.url.removeprefix("http://").split(":")
         connection.connect((host, int(port)))
@@ -308,17 +357,39 @@ def test_a_client_that_takes_nothing_is_cut(world):
 
 def test_fuzzed_bodies_are_refused_and_nothing_falls(client):
     rng = random.Random(0)
-    optional = {"stop": ["x"], "tools": [], "response_format": {"type": "text"}, "logit_bias": {"1": 1}}
+    optional = {
+        "stop": ["x"],
+        "tools": [],
+        "response_format": {"type": "text"},
+        "logit_bias": {"1": 1},
+    }
     good = json.dumps({**BODY, **optional}).encode()
-    strange = [b"1e400", b"9" * 5000, b"-0", b"NaN", b"[" * 300, b"\xff", b'"\\ud800"', b"{}", b"null", b"true", b'""', b"\x00"]
+    strange = [
+        b"1e400",
+        b"9" * 5000,
+        b"-0",
+        b"NaN",
+        b"[" * 300,
+        b"\xff",
+        b'"\\ud800"',
+        b"{}",
+        b"null",
+        b"true",
+        b'""',
+        b"\x00",
+    ]
     headers = {"content-type": "application/json"}
     with httpx.Client(base_url=client.url, headers=headers, timeout=60) as http:
         for number in range(400):
             body = bytearray(good)
             for _ in range(rng.randrange(1, 4)):
                 at = rng.randrange(len(body))
-                body[at : at + rng.randrange(4)] = rng.choice([*strange, bytes([rng.randrange(256)])])
-            reply = http.post(rng.choice(["/v1/chat/completions", "/v1/completions"]), content=bytes(body))
+                body[at : at + rng.randrange(4)] = rng.choice(
+                    [*strange, bytes([rng.randrange(256)])]
+                )
+            reply = http.post(
+                rng.choice(["/v1/chat/completions", "/v1/completions"]), content=bytes(body)
+            )
             assert reply.status_code in (200, 400, 404), (number, bytes(body), reply.text)
     assert health(client).json() == {"status": "ok", "requests": 0}
 
@@ -336,6 +407,8 @@ def test_what_people_wrote_is_in_no_log_and_in_no_error(client, caplog):
     ]
     replies = [post(client, body) for body in wrong]
     assert [reply.status_code for reply in replies] == [200, 400, 400, 400, 400]
-    assert not any(secret in record.getMessage() or secret in str(vars(record)) for record in caplog.records)
+    assert not any(
+        secret in record.getMessage() or secret in str(vars(record)) for record in caplog.records
+    )
     assert not any(secret in reply.text for reply in replies[1:4])
     assert secret not in httpx.get(f"{client.url}/metrics").text

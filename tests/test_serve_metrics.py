@@ -1,4 +1,6 @@
-"""What a server tells of itself: metrics that Prometheus can read and that add up, and a line of log for each request."""
+"""What a server tells of itself: metrics that Prometheus can read and that add up, and a line of
+log for each request.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def scraped(client):
 
 
 def test_metrics_add_up_to_the_requests_that_were_made(speculating):
-    replies = [ask(speculating, max_tokens=tokens, n=samples) for tokens, samples in ((24, 1), (10, 2))]
+    replies = [
+        ask(speculating, max_tokens=tokens, n=samples) for tokens, samples in ((24, 1), (10, 2))
+    ]
     list(ask(speculating, max_tokens=12, stream=True))
     post(speculating, {"model": MODEL, "messages": []})
     refused = post(speculating, {"model": MODEL, "messages": MESSAGES, "guided_regex": "("})
@@ -61,8 +65,17 @@ def test_metrics_add_up_to_the_requests_that_were_made(speculating):
     assert found["eyas:http_requests_total", path, ("status", "400")] == 2
     for name in ("time_to_first_token", "request_time_per_output_token", "e2e_request_latency"):
         assert found[f"eyas:{name}_seconds_count",] == 3
-    assert 0 < found["eyas:time_to_first_token_seconds_sum",] <= found["eyas:e2e_request_latency_seconds_sum",]
-    assert found["eyas:num_requests_running",] == found["eyas:num_requests_waiting",] == found["eyas:kv_cache_usage_perc",] == 0
+    assert (
+        0
+        < found["eyas:time_to_first_token_seconds_sum",]
+        <= found["eyas:e2e_request_latency_seconds_sum",]
+    )
+    assert (
+        found["eyas:num_requests_running",]
+        == found["eyas:num_requests_waiting",]
+        == found["eyas:kv_cache_usage_perc",]
+        == 0
+    )
     assert found["eyas:kv_cache_pages",] == found["eyas:kv_cache_pages_available",] > 0
     # The refused prompt is no answered one; the stream's is that of both others.
     assert found["eyas:prompt_tokens_total",] == 3 * replies[0].usage.prompt_tokens
@@ -74,13 +87,20 @@ def test_metrics_add_up_to_the_requests_that_were_made(speculating):
 def test_speculation_is_told_by_position_and_against_its_prediction(speculating):
     replies = [ask(speculating, max_tokens=40, seed=seed, temperature=0.7) for seed in range(4)]
     found = scraped(speculating)
-    hist = [sum(column) for column in zip(*(pad(reply.usage.eyas["accept_hist"], 3) for reply in replies), strict=True)]
+    hist = [
+        sum(column)
+        for column in zip(
+            *(pad(reply.usage.eyas["accept_hist"], 3) for reply in replies), strict=True
+        )
+    ]
     assert found["eyas:spec_decode_num_drafts_total",] == sum(hist)
     assert found["eyas:spec_decode_num_accepted_tokens_total",] == hist[1] + 2 * hist[2]
     name = "eyas:spec_decode_num_accepted_tokens_per_pos_total"
     per_position = [found.get((name, ("position", str(at))), 0) for at in (0, 1)]
     assert per_position == [hist[1] + hist[2], hist[2]]
-    assert found["eyas:spec_accept_length",] == pytest.approx(1 + (hist[1] + 2 * hist[2]) / sum(hist))
+    assert found["eyas:spec_accept_length",] == pytest.approx(
+        1 + (hist[1] + 2 * hist[2]) / sum(hist)
+    )
     assert found["eyas:rounds_total", ("kind", "tree")] >= sum(hist) - 4
     assert found["eyas:round_real_seconds_total", ("kind", "tree")] > 0
     assert found["eyas:round_tokens_total", ("kind", "tree")] > 0
@@ -89,18 +109,30 @@ def test_speculation_is_told_by_position_and_against_its_prediction(speculating)
 
 
 def test_drift_is_told_by_slice_and_warned_of(world, tmp_path, caplog):
-    """Requests -> windows -> /drift, /metrics and the log; of a head whose card promises what no head keeps."""
+    """Requests -> windows -> /drift, /metrics and the log; of a head whose card promises what no
+    head keeps.
+    """
     head = head_folder(world.folder, tmp_path / "head")
     config = EngineConfig(max_batch=4, max_length=MAX_LENGTH, speculation="fixed(2,2,4)")
     drift = DriftConfig(window_s=0.2, min_requests=2, threshold=3)
-    extras = Extras(drift=drift, reference=Reference(tau=9.0, low=8.0, survival=(1.0, 1.0), source="a card"))
+    extras = Extras(
+        drift=drift, reference=Reference(tau=9.0, low=8.0, survival=(1.0, 1.0), source="a card")
+    )
     engine = Engine.load(world.folder, head, config=config)
     caplog.set_level(logging.WARNING, logger="eyas.serve")
     with world.served(engine, has_head=True, extras=extras) as client:
         hists = []
         for number in range(60):
-            body = {"extra_headers": {"x-eyas-tag": "shop"}} if number % 2 else {"metadata": {"tag": "blog"}}
-            hists.append(ask(client, max_tokens=12, seed=number, temperature=0.8, **body).usage.eyas["accept_hist"])
+            body = (
+                {"extra_headers": {"x-eyas-tag": "shop"}}
+                if number % 2
+                else {"metadata": {"tag": "blog"}}
+            )
+            hists.append(
+                ask(client, max_tokens=12, seed=number, temperature=0.8, **body).usage.eyas[
+                    "accept_hist"
+                ]
+            )
             told = httpx.get(f"{client.url}/drift").json()
             slices = {(one["by"], one["slice"]): one for one in told["slices"]}
             if slices["all", "all"]["warnings"] and number > 3:
@@ -114,19 +146,36 @@ def test_drift_is_told_by_slice_and_warned_of(world, tmp_path, caplog):
     tokens = sum(count * (accepted + 1) for hist in hists for accepted, count in enumerate(hist))
     assert everything["tau"] == pytest.approx(tokens / rounds)
     assert 2 <= everything["windows"][0]["requests"] <= len(hists)
-    assert everything["windows"][0]["limit"] == pytest.approx(8.0 * 0.95)  # two levels are drafted, as the card's
+    # two levels are drafted, as the card's
+    assert everything["windows"][0]["limit"] == pytest.approx(8.0 * 0.95)
     assert {"shop", "blog"} == {name for by, name in slices if by == "tag"}
     all_of_it = ("by", "all"), ("slice", "all")
     assert found["eyas:spec_slice_requests_total", *all_of_it] == len(hists)
-    assert found["eyas:spec_slice_is_low", *all_of_it] == found["eyas:spec_slice_warnings_total", *all_of_it] == 1
-    assert 0 < found["eyas:spec_slice_accept_length", *all_of_it] < found["eyas:spec_slice_accept_length_limit", *all_of_it]
-    (warned,) = [one for one in caplog.records if one.levelno == logging.WARNING and one.data["by"] == "all"]
+    assert (
+        found["eyas:spec_slice_is_low", *all_of_it]
+        == found["eyas:spec_slice_warnings_total", *all_of_it]
+        == 1
+    )
+    assert (
+        0
+        < found["eyas:spec_slice_accept_length", *all_of_it]
+        < found["eyas:spec_slice_accept_length_limit", *all_of_it]
+    )
+    (warned,) = [
+        one for one in caplog.records if one.levelno == logging.WARNING and one.data["by"] == "all"
+    ]
     assert warned.data["tau"] < warned.data["limit"]
 
 
 def test_requests_that_could_have_drafted_and_did_not_are_counted_apart(world, tmp_path):
-    """As `auto` leaves them when a head does not pay; those whose clients want no drafts are in no slice."""
-    engine = Engine.load(world.folder, head_folder(world.folder, tmp_path / "head"), config=EngineConfig(max_length=MAX_LENGTH))
+    """As `auto` leaves them when a head does not pay; those whose clients want no drafts are in no
+    slice.
+    """
+    engine = Engine.load(
+        world.folder,
+        head_folder(world.folder, tmp_path / "head"),
+        config=EngineConfig(max_length=MAX_LENGTH),
+    )
     plan = engine.policy.plan
 
     def without_drafts(*told):
@@ -141,7 +190,12 @@ def test_requests_that_could_have_drafted_and_did_not_are_counted_apart(world, t
         ask(client, max_tokens=20, extra_body={"speculation": False})
         told = httpx.get(f"{client.url}/drift").json()["slices"][0]
         found = scraped(client)
-    assert (told["requests"], told["plain_requests"], told["plain_rounds"], told["tau"]) == (0, 2, 8 + 4 + 4, None)
+    assert (told["requests"], told["plain_requests"], told["plain_rounds"], told["tau"]) == (
+        0,
+        2,
+        8 + 4 + 4,
+        None,
+    )
     all_of_it = ("by", "all"), ("slice", "all")
     assert found["eyas:spec_slice_plain_rounds_total", *all_of_it] == 16
     assert found["eyas:spec_slice_is_idle", *all_of_it] == 0
@@ -159,11 +213,23 @@ def test_a_request_is_one_line_of_log_with_its_id(speculating, caplog):
         headers={"x-request-id": "from-the-client"},
     )
     assert reply.headers["x-request-id"] == "from-the-client"
-    post(speculating, {"model": MODEL, "messages": []}, headers={"x-request-id": "not one\u00e9".encode()})
-    lines = [json.loads(JsonFormatter().format(record)) for record in caplog.records if record.getMessage() == "request"]
+    post(
+        speculating,
+        {"model": MODEL, "messages": []},
+        headers={"x-request-id": "not one\u00e9".encode()},
+    )
+    lines = [
+        json.loads(JsonFormatter().format(record))
+        for record in caplog.records
+        if record.getMessage() == "request"
+    ]
     assert len(lines) == 2
     good, bad = lines
-    assert (good["request_id"], good["status"], good["num_output_tokens"]) == ("from-the-client", 200, 9)
+    assert (good["request_id"], good["status"], good["num_output_tokens"]) == (
+        "from-the-client",
+        200,
+        9,
+    )
     assert (good["finish_reasons"], good["endpoint"]) == (["length"], "/v1/chat/completions")
     assert good["ttft_ms"] <= good["ms"]
     assert good["tau"] >= 1
@@ -176,7 +242,12 @@ def test_an_engine_that_has_failed_still_has_a_page(world):
     with world.served(engine) as client:
         ask(client, max_tokens=2)
         engine.step = None
-        assert post(client, {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}).status_code == 500
+        assert (
+            post(
+                client, {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+            ).status_code
+            == 500
+        )
         found = scraped(client)
     assert found["eyas:generation_tokens_total",] == 2
     assert found["eyas:request_failure_total", ("reason", "engine_failure")] == 1

@@ -1,4 +1,6 @@
-"""The OpenAPI document: it names what is served, and requests made from it find no fault in the server."""
+"""The OpenAPI document: it names what is served, and requests made from it find no fault in the
+server.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,13 @@ WRONG_PER_OPERATION = 100
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory):
-    world = World.make(tmp_path_factory.mktemp("target"), eos_token_id=2, max_position_embeddings=64)
+    world = World.make(
+        tmp_path_factory.mktemp("target"), eos_token_id=2, max_position_embeddings=64
+    )
     extras = Extras(vertex=VertexConfig())
-    with world.served(world.engine(max_length=64), LimitsConfig(max_queue=1024), extras=extras) as client:
+    with world.served(
+        world.engine(max_length=64), LimitsConfig(max_queue=1024), extras=extras
+    ) as client:
         yield client
 
 
@@ -37,15 +43,34 @@ def test_the_document_has_every_route_and_every_field(client, document):
     assert document["openapi"] == "3.1.0"
     for path, operations in document["paths"].items():
         for method in operations:
-            reply = httpx.request(method, client.url + path.replace("{model}", MODEL), json={} if method == "post" else None)
+            reply = httpx.request(
+                method,
+                client.url + path.replace("{model}", MODEL),
+                json={} if method == "post" else None,
+            )
             assert reply.status_code == (400 if method == "post" else 200), path
             assert str(reply.status_code) in operations[method]["responses"]
     chat = document["components"]["schemas"]["ChatRequest"]["properties"]
-    assert {"messages", "tools", "logprobs", "min_p", "guided_json", "stop_token_ids", "echo"} <= set(chat)
+    assert {
+        "messages",
+        "tools",
+        "logprobs",
+        "min_p",
+        "guided_json",
+        "stop_token_ids",
+        "echo",
+    } <= set(chat)
     assert chat["echo"] == {"enum": [False, None]}
 
 
-OPERATIONS = ["/v1/chat/completions", "/v1/completions", "/generate", "/predict", "/v1/models/{model}", "/v1/models"]
+OPERATIONS = [
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/generate",
+    "/predict",
+    "/v1/models/{model}",
+    "/v1/models",
+]
 OPERATIONS += ["/drift", "/server_info", "/health", "/metrics"]
 
 
@@ -59,7 +84,13 @@ def asked(client, document, path, mode, examples):
     (operation,) = [one.ok() for one in loaded.get_all_operations() if one.ok().path == path]
     statuses = Counter()
 
-    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        derandomize=True,
+        database=None,
+    )
     @given(case=operation.as_strategy(generation_mode=mode))
     def ask(case):
         reply = case.call(base_url=client.url)
@@ -78,5 +109,7 @@ def test_no_request_finds_a_fault(client, document, path):
 @pytest.mark.parametrize("path", TAKING)
 def test_no_request_that_the_document_forbids_finds_one_either(client, document, path):
     """Refused, in the shape that the document gives errors."""
-    statuses = asked(client, document, path, schemathesis.GenerationMode.NEGATIVE, WRONG_PER_OPERATION)
+    statuses = asked(
+        client, document, path, schemathesis.GenerationMode.NEGATIVE, WRONG_PER_OPERATION
+    )
     assert statuses == {400: WRONG_PER_OPERATION}

@@ -1,4 +1,6 @@
-"""A model out of a real GCS emulator: whole, checksummed, resumed; and a server that fetches its own."""
+"""A model out of a real GCS emulator: whole, checksummed, resumed; and a server that fetches its
+own.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ def server(tmp_path_factory):
 @pytest.fixture
 def line(server):
     line = Line(server.port)
-    with environment(STORAGE_EMULATOR_HOST=f"http://127.0.0.1:{line.port}", GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT="false"):
+    with environment(
+        STORAGE_EMULATOR_HOST=f"http://127.0.0.1:{line.port}",
+        GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT="false",
+    ):
         forget_clients()
         yield line
     line.close()
@@ -55,16 +60,28 @@ def upload(uri, files):
         store.pipe_file(f"{root}/{name}", data)
 
 
-FILES = {"target/config.json": b"{}", "target/weights": os.urandom(300_000), "target/sub/a": b"a", "head/eyas_head.json": b"{}"}
+FILES = {
+    "target/config.json": b"{}",
+    "target/weights": os.urandom(300_000),
+    "target/sub/a": b"a",
+    "head/eyas_head.json": b"{}",
+}
 
 
 def held(folder):
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def test_all_of_target_and_head_is_fetched_and_nothing_else(uri, tmp_path):
     upload(uri, {**FILES, "notes.txt": b"none of ours", "targets/x": b"neither"})
-    assert fetched(uri, tmp_path / "model") == (tmp_path / "model" / "target", tmp_path / "model" / "head")
+    assert fetched(uri, tmp_path / "model") == (
+        tmp_path / "model" / "target",
+        tmp_path / "model" / "head",
+    )
     assert held(tmp_path / "model") == FILES
 
 
@@ -78,7 +95,9 @@ def test_without_a_head_it_is_plain_and_without_a_target_nothing(uri, tmp_path):
     assert fetched(uri + "/", tmp_path / "model")[1] is None
 
 
-def test_what_is_there_and_right_is_not_fetched_again_and_what_changed_is(uri, tmp_path, monkeypatch):
+def test_what_is_there_and_right_is_not_fetched_again_and_what_changed_is(
+    uri, tmp_path, monkeypatch
+):
     upload(uri, FILES)
     fetched(uri, tmp_path)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
@@ -87,7 +106,11 @@ def test_what_is_there_and_right_is_not_fetched_again_and_what_changed_is(uri, t
     store, root = fsspec.core.url_to_fs(uri)
     store.rm_file(f"{root}/head/eyas_head.json")
     fetched(uri, tmp_path)
-    assert held(tmp_path / "target") == {"config.json": b'{"a": 1}', "weights": FILES["target/weights"], "sub/a": b"a"}
+    assert held(tmp_path / "target") == {
+        "config.json": b'{"a": 1}',
+        "weights": FILES["target/weights"],
+        "sub/a": b"a",
+    }
     assert not (tmp_path / "head" / "eyas_head.json").exists()
     weights = tmp_path / "target" / "weights"
     assert weights.stat().st_mtime_ns == before[weights]
@@ -193,16 +216,29 @@ def test_a_container_fetches_its_model_and_is_healthy_only_then(uri, tmp_path):
     for name, folder in (("target", world.folder), ("head", head)):
         upload(uri, {f"{name}/{path.name}": path.read_bytes() for path in Path(folder).iterdir()})
     port = free_port()
-    routes = {"AIP_HEALTH_ROUTE": "/healthy", "AIP_PREDICT_ROUTE": "/models/1:predict", "AIP_STORAGE_URI": uri}
-    env = {**os.environ, **routes, "AIP_HTTP_PORT": str(port), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    routes = {
+        "AIP_HEALTH_ROUTE": "/healthy",
+        "AIP_PREDICT_ROUTE": "/models/1:predict",
+        "AIP_STORAGE_URI": uri,
+    }
+    env = {
+        **os.environ,
+        **routes,
+        "AIP_HTTP_PORT": str(port),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
     command = [sys.executable, "-m", "eyas.cli.main", "serve", "--speculation", "fixed(2,2,4)"]
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
         try:
             seen = statuses(port, process)
             assert seen[-1] == 200
             assert 503 in seen
             body = {"instances": [{"messages": MESSAGES, "max_tokens": 24, "temperature": 0}]}
-            (prediction,) = httpx.post(f"http://127.0.0.1:{port}/models/1:predict", json=body, timeout=60).json()["predictions"]
+            (prediction,) = httpx.post(
+                f"http://127.0.0.1:{port}/models/1:predict", json=body, timeout=60
+            ).json()["predictions"]
             assert prediction["choices"][0]["message"]["content"] == world.truth(max_tokens=24)[0]
             assert prediction["usage"]["eyas"]["rounds"] >= 0
             process.send_signal(signal.SIGTERM)

@@ -1,4 +1,6 @@
-"""Text as it leaves a server: tokens to text in any portions, the bytes of tokens, calls out of words."""
+"""Text as it leaves a server: tokens to text in any portions, the bytes of tokens, calls out of
+words.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +39,21 @@ def portions(sequence, cuts):
 @given(tokens=TOKENS, cuts=CUTS)
 def test_the_text_is_that_of_all_tokens_however_they_come(chat, tokenizer, tokens, cuts):
     stream = tokenizer.stream()
-    assert "".join(map(stream.push, portions(tokens, cuts))) + stream.finish() == chat.decode(tokens)
+    assert "".join(map(stream.push, portions(tokens, cuts))) + stream.finish() == chat.decode(
+        tokens
+    )
 
 
 @given(values=st.lists(st.integers(128, 255), max_size=120), cuts=CUTS)
 def test_bytes_of_every_kind_come_out_as_they_would_at_once(tokenizer, chat, values, cuts):
-    of_byte = {tokenizer.piece(token): token for token in range(3, 320) if len(tokenizer.piece(token)) == 1}
+    of_byte = {
+        tokenizer.piece(token): token for token in range(3, 320) if len(tokenizer.piece(token)) == 1
+    }
     tokens = [of_byte[bytes([value])] for value in values]
     stream = tokenizer.stream()
-    assert "".join(map(stream.push, portions(tokens, cuts))) + stream.finish() == chat.decode(tokens)
+    assert "".join(map(stream.push, portions(tokens, cuts))) + stream.finish() == chat.decode(
+        tokens
+    )
 
 
 def test_bytes_that_never_become_a_character_do_not_pile_up():
@@ -73,19 +81,25 @@ def test_text_is_refused_by_its_length_only_where_it_cannot_fit(tokenizer):
     assert tokenizer.least_tokens(10**6) > 1000
 
 
-@given(cuts=CUTS, words=st.sampled_from(["", "I will. ", " <tool ", "a\n\n"]), calls=st.integers(0, 3))
+@given(
+    cuts=CUTS, words=st.sampled_from(["", "I will. ", " <tool ", "a\n\n"]), calls=st.integers(0, 3)
+)
 def test_words_and_calls_are_told_apart_however_they_come(cuts, words, calls):
     reader = CallReader()
     parts = [reader.push(portion) for portion in portions(words + CALL * calls, cuts)]
     parts.append(reader.finish())
     assert "".join(text for text, _ in parts) == (words.rstrip() if calls else words)
     found = [call for _, made in parts for call in made]
-    assert [(call.name, json.loads(call.arguments)) for call in found] == [("f", {"a": "</b>"})] * calls
+    assert [(call.name, json.loads(call.arguments)) for call in found] == [
+        ("f", {"a": "</b>"})
+    ] * calls
 
 
 @given(text=st.text(alphabet='<tool_cal>/{}" \n', max_size=60), cuts=CUTS)
 def test_text_without_a_call_is_all_shown(text, cuts):
     reader = CallReader()
-    shown = "".join(reader.push(portion)[0] for portion in portions(text, cuts)) + reader.finish()[0]
+    shown = (
+        "".join(reader.push(portion)[0] for portion in portions(text, cuts)) + reader.finish()[0]
+    )
     assert reader.num_calls == 0
     assert shown == text

@@ -1,4 +1,6 @@
-"""Vertex AI's contract: environment, routes, predictions, the shape of errors, and a server that says it is not ready yet."""
+"""Vertex AI's contract: environment, routes, predictions, the shape of errors, and a server that
+says it is not ready yet.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ from eyas.serve.vertex import VertexConfig, from_environment
 from eyas.serve.waiting import answering
 from tests.serving import MESSAGES, MODEL, World, ask, complete, post
 
-ROUTES = VertexConfig(health_route="/v1/endpoints/7/deployedModels/8", predict_route="/v1/endpoints/7/deployedModels/8:predict")
+ROUTES = VertexConfig(
+    health_route="/v1/endpoints/7/deployedModels/8",
+    predict_route="/v1/endpoints/7/deployedModels/8:predict",
+)
 CHAT = {"messages": MESSAGES, "temperature": 0, "max_tokens": 12}
 TEXT = {"prompt": "I would like", "temperature": 0, "max_tokens": 6}
 
@@ -52,16 +57,28 @@ def test_predictions_are_what_the_endpoints_answer(client):
 
 
 def test_parameters_are_for_instances_that_do_not_say_otherwise(client):
-    body = {"instances": [{"messages": MESSAGES}, {"messages": MESSAGES, "max_tokens": 3}], "parameters": {"max_tokens": 5}}
-    assert [one["usage"]["completion_tokens"] for one in predict(client, body).json()["predictions"]] == [5, 3]
+    body = {
+        "instances": [{"messages": MESSAGES}, {"messages": MESSAGES, "max_tokens": 3}],
+        "parameters": {"max_tokens": 5},
+    }
+    assert [
+        one["usage"]["completion_tokens"] for one in predict(client, body).json()["predictions"]
+    ] == [5, 3]
     assert predict(client, {"instances": [CHAT], "parameters": None}).status_code == 200
 
 
 def test_each_instance_counts_under_its_own_tag(client, monkeypatch):
     counted = []
-    monkeypatch.setattr(Drift, "count", lambda self, hist, endpoint, tag, num_prompt_tokens: counted.append(tag))
+    monkeypatch.setattr(
+        Drift, "count", lambda self, hist, endpoint, tag, num_prompt_tokens: counted.append(tag)
+    )
     tagged = [{**CHAT, "metadata": {"tag": tag}} for tag in ("vertex-a", "vertex-b")]
-    assert predict(client, {"instances": [*tagged, CHAT]}, headers={"x-eyas-tag": "vertex-all"}).status_code == 200
+    assert (
+        predict(
+            client, {"instances": [*tagged, CHAT]}, headers={"x-eyas-tag": "vertex-all"}
+        ).status_code
+        == 200
+    )
     assert counted == ["vertex-a", "vertex-b", "vertex-all"]
 
 
@@ -79,7 +96,10 @@ def test_each_instance_counts_under_its_own_tag(client, monkeypatch):
         ({"instances": [{**CHAT, "temperature": "hot"}]}, "instances.0.temperature"),
         ({"instances": [CHAT], "parameters": {"top_p": 7}}, "parameters.top_p"),
         ({"instances": [CHAT], "parameters": {"messages": MESSAGES}}, "parameters.messages"),
-        ({"instances": [CHAT] * 128, "parameters": {"guided_json": {"title": "x" * 70_000}}}, "parameters"),
+        (
+            {"instances": [CHAT] * 128, "parameters": {"guided_json": {"title": "x" * 70_000}}},
+            "parameters",
+        ),
         ({"instances": [{**CHAT, "stream": True}]}, "instances.0.stream"),
         ({"instances": [CHAT, {**CHAT, "max_tokens": 5000}]}, "instances.1.max_tokens"),
         ({"instances": [{**CHAT, "store": True}]}, "store"),
@@ -94,9 +114,16 @@ def test_errors_have_the_shape_and_the_place_that_google_s_have(client, body, fi
     assert error["message"] == error["details"][0]["fieldViolations"][0]["description"]
 
 
-@pytest.mark.parametrize("body", [b"{", b"\xff", b"[1]", b"null", b"[" * 50_000, b'{"instances": [{"prompt": "\\ud800"}]}'])
+@pytest.mark.parametrize(
+    "body",
+    [b"{", b"\xff", b"[1]", b"null", b"[" * 50_000, b'{"instances": [{"prompt": "\\ud800"}]}'],
+)
 def test_bodies_that_are_none_are_refused(client, body):
-    reply = httpx.post(client.url + ROUTES.predict_route, content=body, headers={"content-type": "application/json"})
+    reply = httpx.post(
+        client.url + ROUTES.predict_route,
+        content=body,
+        headers={"content-type": "application/json"},
+    )
     assert reply.status_code == 400
     assert reply.json()["error"]["status"] == "INVALID_ARGUMENT"
 
@@ -144,9 +171,13 @@ def test_the_environment_says_where_and_what():
     assert from_environment({}) == from_environment({"AIP_STORAGE_URI": "gs://x"}) == {}
     config = ServeConfig(**from_environment(ENVIRONMENT))
     assert (config.host, config.port, config.target) == ("0.0.0.0", 8080, None)
-    assert config.vertex == VertexConfig(health_route="/healthy", predict_route="/guess", storage_uri="gs://bucket/models/one/")
+    assert config.vertex == VertexConfig(
+        health_route="/healthy", predict_route="/guess", storage_uri="gs://bucket/models/one/"
+    )
     assert config.served_model == "one"
-    bare = ServeConfig(target="t", **from_environment({"AIP_HTTP_PORT": "1", "AIP_STORAGE_URI": ""}))
+    bare = ServeConfig(
+        target="t", **from_environment({"AIP_HTTP_PORT": "1", "AIP_STORAGE_URI": ""})
+    )
     assert bare.vertex == VertexConfig()
 
 
@@ -184,7 +215,9 @@ def test_who_comes_too_early_is_told_so_and_silent_ones_hold_nobody_up(listener)
     url = "http://{}:{}".format(*listener.getsockname())
     with answering(listener):
         for method in ("GET", "POST"):
-            reply = httpx.request(method, f"{url}/health", json={"a": "b" * 100_000} if method == "POST" else None)
+            reply = httpx.request(
+                method, f"{url}/health", json={"a": "b" * 100_000} if method == "POST" else None
+            )
             assert (reply.status_code, reply.json()) == (503, {"status": "loading"})
             assert int(reply.headers["retry-after"]) > 0
         silent = [socket.create_connection(listener.getsockname()) for _ in range(3)]
@@ -203,10 +236,15 @@ def test_who_sends_a_byte_at_a_time_holds_nobody_up(listener, monkeypatch):
                 connection.sendall(b"x")
 
     with answering(listener):
-        slow = threading.Thread(target=drip, args=(socket.create_connection(listener.getsockname()),))
+        slow = threading.Thread(
+            target=drip, args=(socket.create_connection(listener.getsockname()),)
+        )
         slow.start()
         try:
-            assert httpx.get("http://{}:{}".format(*listener.getsockname()), timeout=20).status_code == 503
+            assert (
+                httpx.get("http://{}:{}".format(*listener.getsockname()), timeout=20).status_code
+                == 503
+            )
         finally:
             is_over.set()
             slow.join()
@@ -232,4 +270,6 @@ def test_who_comes_last_is_left_to_the_server(listener):
 
 
 def test_the_document_has_the_predict_route(client):
-    assert json.loads(httpx.get(client.url + "/openapi.json").text)["paths"][ROUTES.predict_route]["post"]
+    assert json.loads(httpx.get(client.url + "/openapi.json").text)["paths"][ROUTES.predict_route][
+        "post"
+    ]

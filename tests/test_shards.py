@@ -18,19 +18,35 @@ from safetensors.torch import load
 
 from eyas.artifact import Artifact, File
 from eyas.errors import CorruptError, InputError, MissingInputError, StorageFullError
-from eyas.shards import Cache, Entry, FeatureMeta, Features, Sample, ShardWriter, decode_sample, encode_sample, order_of
+from eyas.shards import (
+    Cache,
+    Entry,
+    FeatureMeta,
+    Features,
+    Sample,
+    ShardWriter,
+    decode_sample,
+    encode_sample,
+    order_of,
+)
 from eyas.shards import stream as stream_module
 from eyas.shards import writer as writer_module
 
-META = FeatureMeta(taps=(1, 2, 3), hidden_size=5, vocab_size=97, lm_head_sha256="ab", dtype="bfloat16", codec="raw")
+META = FeatureMeta(
+    taps=(1, 2, 3), hidden_size=5, vocab_size=97, lm_head_sha256="ab", dtype="bfloat16", codec="raw"
+)
 
 
-def make_sample(number: int, length: int = 0, dtype: torch.dtype = torch.bfloat16, hidden_size: int = 5) -> Sample:
+def make_sample(
+    number: int, length: int = 0, dtype: torch.dtype = torch.bfloat16, hidden_size: int = 5
+) -> Sample:
     generator = torch.Generator().manual_seed(number)
     length = length or 1 + number % 7
     return Sample(
         key=f"sample-{number}",
-        token_ids=torch.randint(0, META.vocab_size, (length,), generator=generator, dtype=torch.int32),
+        token_ids=torch.randint(
+            0, META.vocab_size, (length,), generator=generator, dtype=torch.int32
+        ),
         loss_mask=torch.rand(length, generator=generator) < 0.5,
         aux_hidden=torch.randn(length, 3 * hidden_size, generator=generator).to(dtype),
         last_hidden=torch.randn(length, hidden_size, generator=generator).to(dtype),
@@ -55,12 +71,16 @@ def assert_same(left: Sample, right: Sample) -> None:
         one, other = getattr(left, name), getattr(right, name)
         assert one.dtype == other.dtype
         assert one.shape == other.shape
-        assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)), name
+        assert torch.equal(
+            one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)
+        ), name
 
 
 @pytest.mark.parametrize("store", ["file", "memory"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_samples_come_back_bit_for_bit_from_any_store(tmp_path: Path, store: str, dtype: str) -> None:
+def test_samples_come_back_bit_for_bit_from_any_store(
+    tmp_path: Path, store: str, dtype: str
+) -> None:
     meta = META.model_copy(update={"dtype": dtype})
     url = str(tmp_path / "features") if store == "file" else f"memory://{uuid.uuid4()}"
     samples = [make_sample(number, dtype=getattr(torch, dtype)) for number in range(11)]
@@ -80,10 +100,15 @@ def test_samples_come_back_bit_for_bit_from_any_store(tmp_path: Path, store: str
 
 def test_every_bfloat16_survives_numpy_and_back() -> None:
     """All 65,536 bit patterns: subnormals, both zeros, infinities and every NaN payload."""
-    patterns = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    patterns = (
+        torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    )
     meta = META.model_copy(update={"hidden_size": 4})
     length = len(patterns) // (4 * meta.hidden_size)
-    aux_hidden, last_hidden = patterns[: 12 * length].view(length, 12), patterns[12 * length :].view(length, 4)
+    aux_hidden, last_hidden = (
+        patterns[: 12 * length].view(length, 12),
+        patterns[12 * length :].view(length, 4),
+    )
     ids = torch.zeros(length, dtype=torch.int32)
     sample = Sample("all", ids, ids.bool(), aux_hidden, last_hidden)
     data = encode_sample(sample, meta)
@@ -92,8 +117,14 @@ def test_every_bfloat16_survives_numpy_and_back() -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 4), st.sampled_from(["bfloat16", "float32"]))
-def test_a_shard_is_an_ordinary_safetensors_file(lengths: list[int], hidden: int, dtype: str) -> None:
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    st.integers(1, 4),
+    st.sampled_from(["bfloat16", "float32"]),
+)
+def test_a_shard_is_an_ordinary_safetensors_file(
+    lengths: list[int], hidden: int, dtype: str
+) -> None:
     """Odd lengths and odd sizes on purpose: the other reader insists on alignment and on no gaps."""
     meta = META.model_copy(update={"hidden_size": hidden, "dtype": dtype})
     artifact = Artifact(f"memory://{uuid.uuid4()}")
@@ -101,7 +132,9 @@ def test_a_shard_is_an_ordinary_safetensors_file(lengths: list[int], hidden: int
     for number, length in enumerate(lengths):
         features = torch.full((length, 4 * hidden), math.pi * number, dtype=getattr(torch, dtype))
         ids = torch.arange(length, dtype=torch.int32)
-        writer.add(Sample(f"{number}", ids, ids % 2 == 0, features[:, hidden:], features[:, :hidden]))
+        writer.add(
+            Sample(f"{number}", ids, ids % 2 == 0, features[:, hidden:], features[:, :hidden])
+        )
     writer.close()
     data = artifact.read("train-00000.safetensors")
     assert int.from_bytes(data[:8], "little") % 8 == 0
@@ -113,8 +146,12 @@ def test_a_shard_is_an_ordinary_safetensors_file(lengths: list[int], hidden: int
         assert torch.equal(tensors[f"{number:03d}.aux_hidden"], expected)
 
 
-def test_reading_one_sample_asks_for_its_bytes_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    artifact = write(Artifact(f"memory://{tmp_path.name}"), [make_sample(number) for number in range(6)])
+def test_reading_one_sample_asks_for_its_bytes_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifact = write(
+        Artifact(f"memory://{tmp_path.name}"), [make_sample(number) for number in range(6)]
+    )
     asked = []
     read_range = Artifact.read_range
 
@@ -184,7 +221,9 @@ def test_features_want_a_finished_capture(tmp_path: Path) -> None:
 
 
 def shard_bytes(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name.startswith("train")}
+    return {
+        path.name: path.read_bytes() for path in folder.iterdir() if path.name.startswith("train")
+    }
 
 
 WRITER_THAT_DIES = """
@@ -203,10 +242,16 @@ def test_a_killed_writer_goes_on_after_the_last_whole_shard(tmp_path: Path) -> N
     write(Artifact(str(tmp_path / "whole")), samples)
     root = Path(__file__).resolve().parents[1]
     process = subprocess.run(
-        [sys.executable, "-c", WRITER_THAT_DIES, str(tmp_path / "cut")], cwd=root, env={**os.environ}, check=False
+        [sys.executable, "-c", WRITER_THAT_DIES, str(tmp_path / "cut")],
+        cwd=root,
+        env={**os.environ},
+        check=False,
     )
     assert process.returncode == -signal.SIGKILL
-    assert sorted(shard_bytes(tmp_path / "cut")) == ["train-00000.safetensors", "train-00001.safetensors"]
+    assert sorted(shard_bytes(tmp_path / "cut")) == [
+        "train-00000.safetensors",
+        "train-00001.safetensors",
+    ]
     (tmp_path / "cut" / "train-00002.safetensors.partial-1").write_bytes(b"half")
     writer = ShardWriter(Artifact(str(tmp_path / "cut")), "train", META, samples_per_shard=4)
     assert writer.keys == {f"sample-{number}" for number in range(8)}
@@ -218,7 +263,9 @@ def test_a_killed_writer_goes_on_after_the_last_whole_shard(tmp_path: Path) -> N
     assert shard_bytes(tmp_path / "cut") == shard_bytes(tmp_path / "whole")
 
 
-def test_a_full_disk_keeps_the_whole_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_the_whole_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     artifact = Artifact(str(tmp_path / "features"))
     writer = ShardWriter(artifact, "train", META, samples_per_shard=2)
     writer.add(make_sample(0))
@@ -233,12 +280,19 @@ def test_a_full_disk_keeps_the_whole_shards(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(StorageFullError, match="no room left"):
             writer.add(make_sample(3))
     assert artifact.names() == ["train-00000.safetensors"]
-    assert ShardWriter(artifact, "train", META, samples_per_shard=2).keys == {"sample-0", "sample-1"}
+    assert ShardWriter(artifact, "train", META, samples_per_shard=2).keys == {
+        "sample-0",
+        "sample-1",
+    }
 
 
 @pytest.mark.parametrize("keep", [0, 7, 300, -1])
-def test_half_a_shard_is_written_again_and_one_that_was_whole_is_named(tmp_path: Path, keep: int) -> None:
-    """A store may show half of an upload; it has no note beside it. What has one was whole and is broken."""
+def test_half_a_shard_is_written_again_and_one_that_was_whole_is_named(
+    tmp_path: Path, keep: int
+) -> None:
+    """A store may show half of an upload; it has no note beside it. What has one was whole and is
+    broken.
+    """
     artifact = Artifact(str(tmp_path / "features"))
     writer = ShardWriter(artifact, "train", META, samples_per_shard=2)
     for number in range(4):
@@ -264,7 +318,9 @@ def test_a_large_sample_ends_its_shard(tmp_path: Path, monkeypatch: pytest.Monke
     assert [int(entry.shard[6:11]) for entry in features.entries] == [0, 0, 0, 1, 2]
 
 
-def test_a_resumed_run_does_not_read_whole_shards_for_their_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_does_not_read_whole_shards_for_their_checksums(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     artifact = Artifact(str(tmp_path / "features"))
     writer = ShardWriter(artifact, "train", META, samples_per_shard=2)
     for number in range(4):
@@ -273,11 +329,15 @@ def test_a_resumed_run_does_not_read_whole_shards_for_their_checksums(tmp_path: 
     resumed = ShardWriter(again, "train", META, samples_per_shard=2)
     resumed.close()
     with monkeypatch.context() as patched:
-        patched.setattr(Artifact, "checksummed", lambda _, name: pytest.fail(f"{name} is read again"))
+        patched.setattr(
+            Artifact, "checksummed", lambda _, name: pytest.fail(f"{name} is read again")
+        )
         manifest = again.finish("capture", {}, {}, {})
     for name in ("train-00000.safetensors", "train-00001.safetensors"):
         data = artifact.read_range(name, 0, 1 << 20)
-        assert manifest.files[name] == File(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+        assert manifest.files[name] == File(
+            bytes=len(data), sha256=hashlib.sha256(data).hexdigest()
+        )
     assert not (tmp_path / "features" / "work").exists()
 
 
@@ -294,7 +354,9 @@ def test_features_of_another_format_say_so(tmp_path: Path) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 60), st.integers(0, 3), st.integers(1, 7))
-def test_the_readers_of_an_epoch_take_each_sample_once(count: int, epoch: int, world_size: int) -> None:
+def test_the_readers_of_an_epoch_take_each_sample_once(
+    count: int, epoch: int, world_size: int
+) -> None:
     orders = [order_of(count, 5, epoch, rank, world_size) for rank in range(world_size)]
     assert sorted(number for order in orders for number in order) == list(range(count))
     assert max(map(len, orders)) - min(map(len, orders)) <= 1
@@ -302,7 +364,9 @@ def test_the_readers_of_an_epoch_take_each_sample_once(count: int, epoch: int, w
 
 
 def test_orders_differ_by_seed_and_epoch_and_never_change() -> None:
-    assert order_of(7, 0, 0) == [5, 6, 4, 1, 2, 3, 0], "a resumed run of an older version would read other samples"
+    assert order_of(7, 0, 0) == [5, 6, 4, 1, 2, 3, 0], (
+        "a resumed run of an older version would read other samples"
+    )
     distinct = {tuple(order_of(50, seed, epoch)) for seed in range(3) for epoch in range(3)}
     assert len(distinct) == 9
 
@@ -324,7 +388,9 @@ def test_a_stream_goes_on_at_an_exact_sample(tmp_path: Path) -> None:
 
 
 def test_a_broken_sample_is_an_error_in_its_place(tmp_path: Path) -> None:
-    features = Features(write(Artifact(str(tmp_path / "features")), [make_sample(number) for number in range(6)]))
+    features = Features(
+        write(Artifact(str(tmp_path / "features")), [make_sample(number) for number in range(6)])
+    )
     entry = features.entries[3]
     shard = tmp_path / "features" / entry.shard
     data = bytearray(shard.read_bytes())
@@ -337,7 +403,9 @@ def test_a_broken_sample_is_an_error_in_its_place(tmp_path: Path) -> None:
 
 
 def test_no_more_is_read_ahead_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results that were not given out yet, those being made and the last one given out: their sizes never exceed it."""
+    """Results that were not given out yet, those being made and the last one given out: their sizes
+    never exceed it.
+    """
     monkeypatch.setattr(stream_module, "AHEAD_BYTES", 100)
     begun: list[int] = []
     sizes = [30, 40, 90, 5, 5, 5, 300, 50, 50]
@@ -346,7 +414,9 @@ def test_no_more_is_read_ahead_than_the_bound(monkeypatch: pytest.MonkeyPatch) -
         begun.append(number)
         return number
 
-    for place, number in enumerate(stream_module.ahead(read, range(len(sizes)), sizes.__getitem__, 3)):
+    for place, number in enumerate(
+        stream_module.ahead(read, range(len(sizes)), sizes.__getitem__, 3)
+    ):
         assert number == place
         held = sum(sizes[number] for number in begun if number >= place)
         assert held <= max(100, sizes[place])
@@ -384,9 +454,14 @@ for turn in range(300):
 
 
 def test_processes_share_a_cache(tmp_path: Path) -> None:
-    """More is wanted than there is room for: each drops what others want, and none ever sees half or another's bytes."""
+    """More is wanted than there is room for: each drops what others want, and none ever sees half
+    or another's bytes.
+    """
     root = Path(__file__).resolve().parents[1]
-    users = [subprocess.Popen([sys.executable, "-c", CACHE_USER, str(tmp_path), step], cwd=root) for step in ("1", "7")]
+    users = [
+        subprocess.Popen([sys.executable, "-c", CACHE_USER, str(tmp_path), step], cwd=root)
+        for step in ("1", "7")
+    ]
     assert [user.wait() for user in users] == [0, 0]
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 55_000
 

@@ -1,4 +1,6 @@
-"""Sources: every shape gives the user's side alone, every path its files; a damaged row is told by place, never quoted."""
+"""Sources: every shape gives the user's side alone, every path its files; a damaged row is told by
+place, never quoted.
+"""
 
 import csv
 import functools
@@ -19,7 +21,14 @@ from pydantic import ValidationError
 
 from eyas.data.rows import Damaged, Row
 from eyas.data.shapes import TREE_MESSAGES, is_transcript
-from eyas.data.sources import NOT_STATED, SourceConfig, content_identity, describe, files, read_source
+from eyas.data.sources import (
+    NOT_STATED,
+    SourceConfig,
+    content_identity,
+    describe,
+    files,
+    read_source,
+)
 from eyas.errors import CorruptError, EmptyInputError, InputError, MissingInputError
 
 SAID_BY_ASSISTANT = "SAID-BY-ASSISTANT"
@@ -29,7 +38,10 @@ TURNS = ("Where is the dog?", "And the cat?")
 def openai(*turns, **more):
     messages = []
     for turn in turns:
-        messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": SAID_BY_ASSISTANT}]
+        messages += [
+            {"role": "user", "content": turn},
+            {"role": "assistant", "content": SAID_BY_ASSISTANT},
+        ]
     return {"messages": messages, **more}
 
 
@@ -79,16 +91,32 @@ SHAPES = {
         ("Hi",),
         "Be brief.",
     ),
-    "alpaca": ({"instruction": "Translate.", "input": "", "output": SAID_BY_ASSISTANT}, ("Translate.",), None),
+    "alpaca": (
+        {"instruction": "Translate.", "input": "", "output": SAID_BY_ASSISTANT},
+        ("Translate.",),
+        None,
+    ),
     "alpaca, input": (
         {"instruction": "Translate.", "input": "chat", "output": SAID_BY_ASSISTANT},
         ("Translate.\n\nchat",),
         None,
     ),
-    "spec-bench": ({"category": "writing", "turns": list(TURNS), "reference": [SAID_BY_ASSISTANT]}, TURNS, None),
+    "spec-bench": (
+        {"category": "writing", "turns": list(TURNS), "reference": [SAID_BY_ASSISTANT]},
+        TURNS,
+        None,
+    ),
     "prompt": ({"prompt": "Hi", "completion": SAID_BY_ASSISTANT}, ("Hi",), None),
-    "prompt as messages": ({"prompt": openai(*TURNS)["messages"][:3], "chosen": SAID_BY_ASSISTANT}, TURNS, None),
-    "system prompt": ({"system_prompt": "Be brief.", "question": "Hi", "response": SAID_BY_ASSISTANT}, ("Hi",), "Be brief."),
+    "prompt as messages": (
+        {"prompt": openai(*TURNS)["messages"][:3], "chosen": SAID_BY_ASSISTANT},
+        TURNS,
+        None,
+    ),
+    "system prompt": (
+        {"system_prompt": "Be brief.", "question": "Hi", "response": SAID_BY_ASSISTANT},
+        ("Hi",),
+        "Be brief.",
+    ),
     "query": ({"query": "Hi", "response": SAID_BY_ASSISTANT}, ("Hi",), None),
     "dolly": (
         {"instruction": "Sum up.", "context": "Dogs bark.", "response": SAID_BY_ASSISTANT},
@@ -101,15 +129,30 @@ SHAPES = {
             "turn": 2,
             "toxic": False,
             "openai_moderation": [{"categories": {"hate": False}, "scores": [0.5, None]}],
-            "conversation": [{**message, "language": "English", "redacted": False} for message in openai(*TURNS)["messages"]],
+            "conversation": [
+                {**message, "language": "English", "redacted": False}
+                for message in openai(*TURNS)["messages"]
+            ],
         },
         TURNS,
         None,
     ),
-    "arena": ({"conversation_a": openai("Hi")["messages"], "conversation_b": openai("Hi")["messages"]}, ("Hi",), None),
-    "a table's cell holds JSON": ({"messages": json.dumps(openai(*TURNS)["messages"])}, TURNS, None),
+    "arena": (
+        {"conversation_a": openai("Hi")["messages"], "conversation_b": openai("Hi")["messages"]},
+        ("Hi",),
+        None,
+    ),
+    "a table's cell holds JSON": (
+        {"messages": json.dumps(openai(*TURNS)["messages"])},
+        TURNS,
+        None,
+    ),
     "all columns in all rows": (
-        {"messages": [{"role": "user", "from": None, "content": "Hi", "value": None}], "prompt": None, "system": None},
+        {
+            "messages": [{"role": "user", "from": None, "content": "Hi", "value": None}],
+            "prompt": None,
+            "system": None,
+        },
         ("Hi",),
         None,
     ),
@@ -134,14 +177,21 @@ def read(source):
 def test_shapes(tmp_path, name):
     value, turns, system = SHAPES[name]
     (row,) = read(write(tmp_path / "set.jsonl", json.dumps({"id": 7, **value})))
-    assert row == Row(source="set", licence="CC0-1.0", where="set.jsonl:1", id="7", turns=turns, system=system)
+    assert row == Row(
+        source="set", licence="CC0-1.0", where="set.jsonl:1", id="7", turns=turns, system=system
+    )
     assert SAID_BY_ASSISTANT not in repr(row)
 
 
 def test_a_licence_need_not_be_stated(tmp_path):
     source = SourceConfig(path=write(tmp_path / "set.jsonl", GOOD).path)
     assert [row.licence for row in read(source)] == [NOT_STATED]
-    assert describe(source).config == {"licence": None, "prompts_by": None, "answers_by": None, "overrule": {}}
+    assert describe(source).config == {
+        "licence": None,
+        "prompts_by": None,
+        "answers_by": None,
+        "overrule": {},
+    }
 
 
 def test_an_overrule_needs_a_reason():
@@ -160,28 +210,74 @@ TREE = {
         "text": TURNS[0],
         "role": "prompter",
         "replies": [
-            {"message_id": "b", "text": SAID_BY_ASSISTANT, "role": "assistant", "rank": 1, "replies": []},
+            {
+                "message_id": "b",
+                "text": SAID_BY_ASSISTANT,
+                "role": "assistant",
+                "rank": 1,
+                "replies": [],
+            },
             {
                 "message_id": "c",
                 "text": SAID_BY_ASSISTANT,
                 "role": "assistant",
                 "rank": 0,
                 "replies": [
-                    {"message_id": "d", "text": "Deleted.", "role": "prompter", "deleted": True, "rank": 0, "replies": []},
-                    {"message_id": "e", "text": "A machine's.", "role": "prompter", "synthetic": True, "replies": []},
-                    {"message_id": "f", "text": TURNS[1], "role": "prompter", "rank": None, "replies": []},
+                    {
+                        "message_id": "d",
+                        "text": "Deleted.",
+                        "role": "prompter",
+                        "deleted": True,
+                        "rank": 0,
+                        "replies": [],
+                    },
+                    {
+                        "message_id": "e",
+                        "text": "A machine's.",
+                        "role": "prompter",
+                        "synthetic": True,
+                        "replies": [],
+                    },
+                    {
+                        "message_id": "f",
+                        "text": TURNS[1],
+                        "role": "prompter",
+                        "rank": None,
+                        "replies": [],
+                    },
                 ],
             },
-            {"message_id": "g", "text": SAID_BY_ASSISTANT, "role": "assistant", "rank": None, "replies": []},
+            {
+                "message_id": "g",
+                "text": SAID_BY_ASSISTANT,
+                "role": "assistant",
+                "rank": None,
+                "replies": [],
+            },
         ],
     },
 }
-COLUMNS = ("message_id", "parent_id", "message_tree_id", "role", "text", "rank", "deleted", "synthetic")
+COLUMNS = (
+    "message_id",
+    "parent_id",
+    "message_tree_id",
+    "role",
+    "text",
+    "rank",
+    "deleted",
+    "synthetic",
+)
 
 
 def flat(message, tree="tree-1", parent=None):
     """Open Assistant's other form: a row for each message."""
-    yield {**dict.fromkeys(COLUMNS), **message, "message_tree_id": tree, "parent_id": parent, "replies": None}
+    yield {
+        **dict.fromkeys(COLUMNS),
+        **message,
+        "message_tree_id": tree,
+        "parent_id": parent,
+        "replies": None,
+    }
     for reply in message["replies"]:
         yield from flat(reply, tree, message["message_id"])
 
@@ -199,20 +295,33 @@ def test_a_tree_is_the_path_of_its_best_replies(tmp_path):
     assert (row.turns, row.id) == (TURNS, "tree-1")
 
 
-@pytest.mark.parametrize("writer", [lambda rows: "".join(json.dumps(row) + "\n" for row in rows), as_csv])
+@pytest.mark.parametrize(
+    "writer", [lambda rows: "".join(json.dumps(row) + "\n" for row in rows), as_csv]
+)
 def test_a_table_of_messages_is_trees(tmp_path, writer):
     other = {"message_id": "x", "text": "Alone?", "role": "prompter", "replies": []}
     rows = [*flat(TREE["prompt"]), *flat(other, "tree-2"), {"prompt": "Hi"}]
     first, second, *rest = read(write(tmp_path / "messages", writer(rows)))
-    assert [(row.turns, row.id) for row in (first, second)] == [(TURNS, "tree-1"), (("Alone?",), "tree-2")]
+    assert [(row.turns, row.id) for row in (first, second)] == [
+        (TURNS, "tree-1"),
+        (("Alone?",), "tree-2"),
+    ]
     header = int(writer is as_csv)
-    assert [row.where for row in (first, second)] == [f"messages:{1 + header}", f"messages:{8 + header}"]
+    assert [row.where for row in (first, second)] == [
+        f"messages:{1 + header}",
+        f"messages:{8 + header}",
+    ]
     assert len(rest) == 1
 
 
 @given(st.permutations(list(flat(TREE["prompt"]))))
 def test_the_order_of_a_tree_s_messages_does_not_matter(tmp_path_factory, rows):
-    (row,) = read(write(tmp_path_factory.mktemp("tree") / "set.jsonl", "".join(json.dumps(row) + "\n" for row in rows)))
+    (row,) = read(
+        write(
+            tmp_path_factory.mktemp("tree") / "set.jsonl",
+            "".join(json.dumps(row) + "\n" for row in rows),
+        )
+    )
     assert row.turns[0] == TURNS[0]
     assert SAID_BY_ASSISTANT not in repr(row)
 
@@ -220,14 +329,19 @@ def test_the_order_of_a_tree_s_messages_does_not_matter(tmp_path_factory, rows):
 def test_messages_of_a_tree_apart_from_their_root_are_no_row(tmp_path):
     rows = list(flat(TREE["prompt"]))
     rows.insert(4, {"prompt": "Hi"})
-    whole, between, orphans = read(write(tmp_path / "set.jsonl", "".join(json.dumps(row) + "\n" for row in rows)))
+    whole, between, orphans = read(
+        write(tmp_path / "set.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    )
     assert (whole.turns, between.turns) == ((TURNS[0],), ("Hi",))
     assert "0 roots" in orphans.drop.note
     assert orphans.where == "set.jsonl:6"
 
 
 def test_a_tree_without_end_is_not_held(tmp_path):
-    rows = [{"message_tree_id": "t", "message_id": str(number), "parent_id": None} for number in range(TREE_MESSAGES + 1)]
+    rows = [
+        {"message_tree_id": "t", "message_id": str(number), "parent_id": None}
+        for number in range(TREE_MESSAGES + 1)
+    ]
     data = "".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "Hi"}])
     damaged, row = read(write(tmp_path / "set.jsonl", data))
     assert f"more than {TREE_MESSAGES} messages" in damaged.drop.note
@@ -242,7 +356,12 @@ def test_a_tree_without_end_is_not_held(tmp_path):
     [("openai", "A"), ("sharegpt", "B"), ("alpaca", "C"), ("prompt", "D"), (None, "A")],
 )
 def test_a_shape_that_is_given_holds(tmp_path, shape, turns):
-    value = {**openai("A"), "conversations": [{"from": "human", "value": "B"}], "instruction": "C", "question": "D"}
+    value = {
+        **openai("A"),
+        "conversations": [{"from": "human", "value": "B"}],
+        "instruction": "C",
+        "question": "D",
+    }
     source = write(tmp_path / "set.jsonl", json.dumps(value) + "\n" + json.dumps({"other": 1}))
     row, damaged = read(source.model_copy(update={"shape": shape}))
     assert row.turns == (turns,)
@@ -271,7 +390,9 @@ def test_plain_strings(tmp_path, data):
 
 def test_a_line_that_is_a_list_of_messages(tmp_path):
     lines = "".join(json.dumps(openai(turn)["messages"]) + "\n" for turn in TURNS)
-    assert [row.turns for row in read(write(tmp_path / "set.jsonl", lines))] == [(turn,) for turn in TURNS]
+    assert [row.turns for row in read(write(tmp_path / "set.jsonl", lines))] == [
+        (turn,) for turn in TURNS
+    ]
 
 
 GOOD = json.dumps(openai("Fine."))
@@ -291,7 +412,8 @@ BROKEN_LINES = {
     '{"messages": [{"role": "PRIVATE", "content": "private"}]}': "a message has no role known here",
     '{"messages": [{"role": ["user"], "content": "private"}]}': "a message has no role known here",
     '{"messages": [{"role": "user", "content": {"private": 1}}]}': "a message is not text",
-    '{"messages": [{"role": "user", "content": [{"type": "image_url", "url": "private"}]}]}': "a message is not text",
+    '{"messages": [{"role": "user", "content": [{"type": "image_url", "url": '
+    '"private"}]}]}': "a message is not text",
     '{"prompt": NaN}': "a message is not text",
     '{"prompt": null}': "no shape known here",
     '{"prompt": {"private": {"private": []}}}': "a message has no role known here",
@@ -325,7 +447,12 @@ def test_bytes_that_are_no_text(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["Explain this: User: hi, is my name ok?", "What does an assistant do?\nAssistant: a job.", "a <| b |> c"]
+    "text",
+    [
+        "Explain this: User: hi, is my name ok?",
+        "What does an assistant do?\nAssistant: a job.",
+        "a <| b |> c",
+    ],
 )
 def test_a_prompt_may_speak_of_assistants(tmp_path, text):
     (row,) = read(write(tmp_path / "set.jsonl", json.dumps({"prompt": text})))
@@ -333,7 +460,8 @@ def test_a_prompt_may_speak_of_assistants(tmp_path, text):
 
 
 def test_looking_for_both_sides_takes_linear_time():
-    assert not is_transcript("User: hi\n" * 200_000)  # every line begins what may end on every later line
+    # every line begins what may end on every later line
+    assert not is_transcript("User: hi\n" * 200_000)
     assert not is_transcript("<|" * 500_000 + "#" * 500_000)
 
 
@@ -365,16 +493,26 @@ def conversations(draw):
     answers = draw(st.lists(ANSWERS, min_size=len(users), max_size=len(users)))
     pairs = list(zip(users, answers, strict=True))
     messages = [
-        m for user, answer in pairs for m in ({"role": "user", "content": user}, {"role": "assistant", "content": answer})
+        m
+        for user, answer in pairs
+        for m in ({"role": "user", "content": user}, {"role": "assistant", "content": answer})
     ]
     names = {"user": "human", "assistant": "gpt"}
-    tree = {"text": users[0], "role": "prompter", "replies": [{"text": answers[0], "role": "assistant", "replies": []}]}
+    tree = {
+        "text": users[0],
+        "role": "prompter",
+        "replies": [{"text": answers[0], "role": "assistant", "replies": []}],
+    }
     return draw(
         st.sampled_from(
             [
                 {"messages": messages},
                 {"conversation": messages, "language": "English"},
-                {"conversations": [{"from": names[m["role"]], "value": m["content"]} for m in messages]},
+                {
+                    "conversations": [
+                        {"from": names[m["role"]], "value": m["content"]} for m in messages
+                    ]
+                },
                 {"conversation": [text for pair in pairs for text in pair]},
                 {"instruction": users[0], "input": users[-1], "output": answers[0]},
                 {"prompt": users[0], "chosen": answers[0], "rejected": answers[-1]},
@@ -383,7 +521,13 @@ def conversations(draw):
                 {"turns": users, "reference": answers},
                 {"message_tree_id": "t", "prompt": tree},
                 {"role": "assistant", "text": answers[0]},
-                {"message_tree_id": "t", "message_id": "m", "parent_id": None, "role": "assistant", "text": answers[0]},
+                {
+                    "message_tree_id": "t",
+                    "message_id": "m",
+                    "parent_id": None,
+                    "role": "assistant",
+                    "text": answers[0],
+                },
                 messages,
             ]
         )
@@ -403,7 +547,8 @@ DAMAGES = st.lists(
 def damaged(data, damages):
     data = bytearray(data)
     for kind, place, byte in damages:
-        place = 1 + place % max(len(data) - 1, 1)  # the first sign stays: what begins as no object is plain text
+        # the first sign stays: what begins as no object is plain text
+        place = 1 + place % max(len(data) - 1, 1)
         if kind == "overwrite" and place < len(data):
             data[place] = byte
         elif kind == "break the line":
@@ -431,11 +576,18 @@ def all_of(source):
 )
 def test_a_text_of_both_sides_is_no_prompt(tmp_path_factory, user, answer, key, name):
     text = f"{name}: {user}\n\nAssistant: {answer}"
-    source = write(tmp_path_factory.getbasetemp() / "text.jsonl", json.dumps({key: [text] if key == "turns" else text}))
+    source = write(
+        tmp_path_factory.getbasetemp() / "text.jsonl",
+        json.dumps({key: [text] if key == "turns" else text}),
+    )
     assert SAID_BY_ASSISTANT not in repr(all_of(source))
 
 
-@given(st.lists(conversations(), min_size=1, max_size=4), st.sampled_from(["lines", "array", "indented"]), DAMAGES)
+@given(
+    st.lists(conversations(), min_size=1, max_size=4),
+    st.sampled_from(["lines", "array", "indented"]),
+    DAMAGES,
+)
 @settings(max_examples=300)
 def test_nothing_an_assistant_said_comes_out(tmp_path_factory, values, form, damages):
     if form == "lines":
@@ -466,7 +618,8 @@ def test_a_cut_gzip_gives_what_comes_before_the_cut(tmp_path_factory, length):
         assert last.where == f"cut.jsonl.gz:{len(rows) + 1}"
         assert [row.turns for row in rows] == [(text,) for text in MANY[: len(rows)]]
         assert rows
-        assert len(rows) >= len(MANY) * (length / len(PACKED) - 0.15)  # but for what a block of gzip holds back
+        # but for what a block of gzip holds back
+        assert len(rows) >= len(MANY) * (length / len(PACKED) - 0.15)
     else:
         assert isinstance(last, EmptyInputError if length == 0 else CorruptError)
         assert length < len(PACKED) * 0.3
@@ -518,7 +671,9 @@ def test_a_website(tmp_path):
     """What gives access to a signed URL is written down nowhere."""
     pytest.importorskip("aiohttp", reason="the extra `http` is not installed")
     (tmp_path / "set.jsonl.gz").write_bytes(gzip.compress(f"{GOOD}\n".encode() * 3))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Website, directory=str(tmp_path))) as server:
+    with http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Website, directory=str(tmp_path))
+    ) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
@@ -530,19 +685,34 @@ def test_a_website(tmp_path):
         finally:
             server.shutdown()
             thread.join()
-    assert [(row.source, row.where) for row in rows] == [("set", f"set.jsonl.gz:{line}") for line in (1, 2, 3)]
+    assert [(row.source, row.where) for row in rows] == [
+        ("set", f"set.jsonl.gz:{line}") for line in (1, 2, 3)
+    ]
     assert made.url == f"{url}/set.jsonl.gz"
     assert "secret" not in f"{rows} {made} {raised.value}"
 
 
 NAMES = ("a.jsonl", "b/a.jsonl.gz", "b/c/d.csv", "b.txt")
-BESIDE = ("README.md", ".hidden.jsonl", "b/_SUCCESS", "b/_old/x.jsonl", "b/.git/y.jsonl", "picture.png")
+BESIDE = (
+    "README.md",
+    ".hidden.jsonl",
+    "b/_SUCCESS",
+    "b/_old/x.jsonl",
+    "b/.git/y.jsonl",
+    "picture.png",
+)
 
 
 def several(write_file):
-    """Files of a source by name, each with one row that says its name, and files beside that are none."""
+    """Files of a source by name, each with one row that says its name, and files beside that are
+    none.
+    """
     for name in (*NAMES, *BESIDE):
-        text = f'prompt,answer\n"{name}","{SAID_BY_ASSISTANT}"\n' if name.endswith("csv") else json.dumps({"prompt": name})
+        text = (
+            f'prompt,answer\n"{name}","{SAID_BY_ASSISTANT}"\n'
+            if name.endswith("csv")
+            else json.dumps({"prompt": name})
+        )
         data = (name if name.endswith("txt") else text).encode()
         write_file(name, gzip.compress(data) if name.endswith("gz") else data)
 
@@ -582,7 +752,9 @@ def test_folders_and_globs(folder, pattern, names):
     assert all(row.turns[0].endswith(name) for row, name in zip(rows, names, strict=True))
     assert SAID_BY_ASSISTANT not in repr(rows)
     found = files(source)
-    assert [row.turns for path in found for row in read(SourceConfig(path=path))] == [row.turns for row in read(source)]
+    assert [row.turns for path in found for row in read(SourceConfig(path=path))] == [
+        row.turns for row in read(source)
+    ]
 
 
 def test_the_identity_is_that_of_the_contents(tmp_path):
@@ -599,11 +771,20 @@ def test_the_identity_is_that_of_the_contents(tmp_path):
         assert all(file.bytes == 3 for file in made.files.values())
     assert identities[0] == identities[1] != identities[2]
     one = hashlib.sha256(b"One").hexdigest()
-    assert content_identity([one]) == one == describe(SourceConfig(path=str(tmp_path / "here" / "a.txt"))).identity
+    assert (
+        content_identity([one])
+        == one
+        == describe(SourceConfig(path=str(tmp_path / "here" / "a.txt"))).identity
+    )
 
 
 def test_what_is_stated_goes_into_the_manifest(tmp_path):
-    stated = {"licence": "MIT", "prompts_by": "human", "answers_by": "gpt-4", "overrule": {"unknown": "asked them"}}
+    stated = {
+        "licence": "MIT",
+        "prompts_by": "human",
+        "answers_by": "gpt-4",
+        "overrule": {"unknown": "asked them"},
+    }
     made = describe(SourceConfig(path=write(tmp_path / "set.jsonl", GOOD).path, **stated))
     assert made.config == stated
 
@@ -633,7 +814,9 @@ def test_a_file_that_is_damaged_as_a_whole_harms_no_other(tmp_path):
 def test_a_source_that_is_not_there(tmp_path, path, error):
     for reading in (describe, read):
         with pytest.raises(error) as raised:
-            reading(SourceConfig(path=path if "://" in path else str(tmp_path / path), licence="MIT"))
+            reading(
+                SourceConfig(path=path if "://" in path else str(tmp_path / path), licence="MIT")
+            )
         assert raised.value.hint
         assert raised.value.exit_code == 2
 
@@ -643,7 +826,8 @@ def test_a_path_that_could_be_an_id_of_the_hub_is_looked_for_here_first(tmp_path
     os.mkdir("owner")
     write(tmp_path / "owner" / "name", GOOD)
     assert [row.where for row in read(SourceConfig(path="owner/name"))] == ["name:1"]
-    with pytest.raises(MissingInputError, match="no file at data/missing"):  # and nobody is asked for it
+    # and nobody is asked for it
+    with pytest.raises(MissingInputError, match="no file at data/missing"):
         read(SourceConfig(path="data/missing.jsonl"))
 
 

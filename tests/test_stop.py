@@ -1,4 +1,6 @@
-"""Stop strings: the text must not depend on how it was cut, and must be what a search in the whole text gives."""
+"""Stop strings: the text must not depend on how it was cut, and must be what a search in the whole
+text gives.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ STOPS = st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=4)
 
 
 def before_first_stop(text, stops):
-    """The definition: cut at the first end of any stop string; of those that end there, at the longest."""
+    """The definition: cut at the first end of any stop string; of those that end there, at the
+    longest.
+    """
     for end in range(len(text) + 1):
         found = [len(stop) for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -26,7 +30,10 @@ def before_first_stop(text, stops):
 def test_text_before_the_first_stop_however_it_is_cut(text, stops, cuts):
     edges = [0, *sorted(cuts), len(text)]
     stop = StopFilter(stops)
-    shown = "".join(stop.push(text[start:end]) for start, end in itertools.pairwise(edges)) + stop.finish()
+    shown = (
+        "".join(stop.push(text[start:end]) for start, end in itertools.pairwise(edges))
+        + stop.finish()
+    )
     expected = before_first_stop(text, stops)
     assert stop.hit == (expected is not None)
     assert shown == (text if expected is None else expected)

@@ -16,7 +16,16 @@ from eyas.privacy.patterns import CARD_ISSUER, luhn
 from eyas.privacy.phones import PHONE_REGIONS, readings
 from eyas.privacy.policy import TYPES, PrivacyConfig
 from eyas.privacy.pseudonyms import CITIES, COUNTRIES, FAMILY, GIVEN, STREETS
-from eyas.privacy.surrogates import FICTIONAL_PHONES, WORDED, Draw, Surrogates, cased, is_fictional, is_nobodys, poured
+from eyas.privacy.surrogates import (
+    FICTIONAL_PHONES,
+    WORDED,
+    Draw,
+    Surrogates,
+    cased,
+    is_fictional,
+    is_nobodys,
+    poured,
+)
 from eyas.privacy.wallets import is_base58check, is_bech32, is_ethereum
 
 KEY = b"k" * 32
@@ -40,9 +49,20 @@ EXAMPLES = {
 }
 CARDS = ["4242424242424242", "4222222222222", "378282246310005", "5555555555554444", "2223003122003222", "6011111111111117",
          "3530111333300000", "30569309025904", "6304000000000000", "180015070420458", "501864667909"]  # fmt: skip
-IBANS = ["GB29NWBK60161331926819", "DE89 3704 0044 0532 0130 00", "fr1420041010050500013m02606", "NO93 8601 1117 947"]
+IBANS = [
+    "GB29NWBK60161331926819",
+    "DE89 3704 0044 0532 0130 00",
+    "fr1420041010050500013m02606",
+    "NO93 8601 1117 947",
+]
 PHONES = {
-    "US": ["(212) 736-5000", "+1-212-736-5000", "1 212 736 5000", "212.736.5000x4587", "001-212-736-5000"],
+    "US": [
+        "(212) 736-5000",
+        "+1-212-736-5000",
+        "1 212 736 5000",
+        "212.736.5000x4587",
+        "001-212-736-5000",
+    ],
     "GB": ["020 7031 3000", "+44 20 7031 3000", "+44 (0)7911 123456", "07911 123456"],
     "AU": ["02 9374 4000", "+61 2 9374 4000"],
     "FR": ["01 42 68 53 00", "+33 1 42 68 53 00"],
@@ -97,13 +117,17 @@ def test_accounts_pass_their_check_at_a_bank_that_does_not_exist(value):
     assert surrogate.islower() == value.islower()
 
 
-@pytest.mark.parametrize(("region", "value"), [(region, value) for region, values in PHONES.items() for value in values])
+@pytest.mark.parametrize(
+    ("region", "value"), [(region, value) for region, values in PHONES.items() for value in values]
+)
 def test_phones_stay_in_their_country_and_reach_nobody(region, value):
     surrogate = made("PHONE_NUMBER", value)
     assert re.sub(r"\d", "0", surrogate) == re.sub(r"\d", "0", value)
     read = next(readings(re.split("x", value)[0]))
     country = phonenumbers.region_code_for_country_code(read.country_code)
-    number = phonenumbers.parse(re.split("x", surrogate.replace("(0)", ""))[0].replace("001-", "+1-"), country)
+    number = phonenumbers.parse(
+        re.split("x", surrogate.replace("(0)", ""))[0].replace("001-", "+1-"), country
+    )
     assert number.country_code == read.country_code
     assert region == country or not value.startswith("+")
     assert is_nobodys(number.country_code, phonenumbers.national_significant_number(number))
@@ -115,10 +139,14 @@ def test_phones_stay_in_their_country_and_reach_nobody(region, value):
 @settings(deadline=None)
 @given(st.sampled_from(PHONE_REGIONS))
 def test_every_countrys_example_number_becomes_one_that_is_not_valid_or_set_aside(region):
-    example = phonenumbers.format_number(phonenumbers.example_number(region), phonenumbers.PhoneNumberFormat.INTERNATIONAL)
+    example = phonenumbers.format_number(
+        phonenumbers.example_number(region), phonenumbers.PhoneNumberFormat.INTERNATIONAL
+    )
     number = phonenumbers.parse(made("PHONE_NUMBER", example))
     assert is_nobodys(number.country_code, phonenumbers.national_significant_number(number))
-    assert not is_nobodys(phonenumbers.parse(example).country_code, digits(example)[len(str(number.country_code)) :])
+    assert not is_nobodys(
+        phonenumbers.parse(example).country_code, digits(example)[len(str(number.country_code)) :]
+    )
 
 
 @given(st.binary(min_size=1, max_size=8))
@@ -128,23 +156,33 @@ def test_social_security_numbers_were_never_given(key):
     assert 1 <= int(group) < 50
 
 
-@pytest.mark.parametrize("value", ["54362315K", "390.533.447-05", "756.9217.0769.85", "RCCMNL83S18D969H", "S1234567D"])
+@pytest.mark.parametrize(
+    "value", ["54362315K", "390.533.447-05", "756.9217.0769.85", "RCCMNL83S18D969H", "S1234567D"]
+)
 def test_identity_numbers_fail_their_check(value):
     assert is_national_id(value)
     assert not is_national_id(made("NATIONAL_ID", value))
 
 
 def test_addresses_on_the_net_are_those_for_documentation():
-    nets = [ipaddress.ip_network(net) for net in ("192.0.2.0/24", "198.51.100.0/24", "203.0.113.0/24", "2001:db8::/32")]
+    nets = [
+        ipaddress.ip_network(net)
+        for net in ("192.0.2.0/24", "198.51.100.0/24", "203.0.113.0/24", "2001:db8::/32")
+    ]
     for value in ("8.8.8.8", "2a00:1450:4001:81b::200e"):
         address = ipaddress.ip_address(made("IP_ADDRESS", value))
         assert any(address in net for net in nets)
         assert address.version == ipaddress.ip_address(value).version
-    assert re.fullmatch(r"[a-z.0-9]+@example\.(com|org|net)", made("EMAIL_ADDRESS", EXAMPLES["EMAIL_ADDRESS"]))
+    assert re.fullmatch(
+        r"[a-z.0-9]+@example\.(com|org|net)", made("EMAIL_ADDRESS", EXAMPLES["EMAIL_ADDRESS"])
+    )
     assert is_fictional("EMAIL_ADDRESS", made("EMAIL_ADDRESS", EXAMPLES["EMAIL_ADDRESS"]))
     assert re.fullmatch(r"https://[a-z]+\.example\.com/\w+", made("URL", EXAMPLES["URL"]))
     assert made("URL", "www.python.org").startswith("www.example.com/")
-    assert re.fullmatch(r"postgres://\w+:\w+@[a-z]+\.example\.com/", made("URL_CREDENTIALS", EXAMPLES["URL_CREDENTIALS"]))
+    assert re.fullmatch(
+        r"postgres://\w+:\w+@[a-z]+\.example\.com/",
+        made("URL_CREDENTIALS", EXAMPLES["URL_CREDENTIALS"]),
+    )
 
 
 @pytest.mark.parametrize(
@@ -166,13 +204,17 @@ def test_keys_keep_their_makers_prefix_and_form():
     assert re.sub(r"\d", "0", surrogate).count("0") == 6
     lines = made("PRIVATE_KEY", EXAMPLES["PRIVATE_KEY"]).splitlines()
     assert (lines[0], lines[-1]) == ("-----BEGIN PRIVATE KEY-----", "-----END PRIVATE KEY-----")
-    assert [len(line) for line in lines] == [len(line) for line in EXAMPLES["PRIVATE_KEY"].splitlines()]
+    assert [len(line) for line in lines] == [
+        len(line) for line in EXAMPLES["PRIVATE_KEY"].splitlines()
+    ]
 
 
 def test_the_same_person_has_the_same_surrogate_however_named():
     names = ["Ada Berg", "ADA BERG", "Berg", "ada", "Dr. Ada M. Berg", "Ms. Berg's"]
     surrogates = Surrogates(KEY, "c", [("PERSON", name) for name in names])
-    full, capitals, family, given, titled, possessive = (surrogates.of("PERSON", name) for name in names)
+    full, capitals, family, given, titled, possessive = (
+        surrogates.of("PERSON", name) for name in names
+    )
     first, last = full.split()
     assert first in GIVEN
     assert last in FAMILY
@@ -208,7 +250,9 @@ def test_different_values_have_different_surrogates(type, count):
 
 
 def test_names_do_not_run_out():
-    values = [f"{first}{last}" for first in GIVEN[:40] for last in ("son", "dottir", "ova", "escu", "ini")]
+    values = [
+        f"{first}{last}" for first in GIVEN[:40] for last in ("son", "dottir", "ova", "escu", "ini")
+    ]
     surrogates = Surrogates(KEY, "c", [("PERSON", value) for value in values])
     assert len({surrogates.of("PERSON", value) for value in values}) == len(values)
 

@@ -1,4 +1,6 @@
-"""The target's logits and taps against transformers', for every family and way of storing it; and the layouts of Linear."""
+"""The target's logits and taps against transformers', for every family and way of storing it; and
+the layouts of Linear.
+"""
 
 import json
 import shutil
@@ -59,16 +61,30 @@ def test_logits_and_taps_equal_transformers(tmp_path: Path, family: str, overrid
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.1), ("float16", 0.02)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.1), ("float16", 0.02)]
+)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_any_stored_precision_in_any_precision(tmp_path: Path, family: str, stored: str, dtype: str, tolerance: float) -> None:
+def test_any_stored_precision_in_any_precision(
+    tmp_path: Path, family: str, stored: str, dtype: str, tolerance: float
+) -> None:
     """Against transformers in float32, whose weights are what was stored."""
-    folder = tiny_target(tmp_path, family, dtype=stored, initializer_range=0.05, tie_word_embeddings=family == "qwen3")
+    folder = tiny_target(
+        tmp_path,
+        family,
+        dtype=stored,
+        initializer_range=0.05,
+        tie_word_embeddings=family == "qwen3",
+    )
     tokens_BT = torch.randint(0, 320, (2, 20))
     with torch.inference_mode():
-        expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens_BT).logits
+        expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(
+            tokens_BT
+        ).logits
     ours = Target.load(folder, dtype).logits(tokens_BT)
-    torch.testing.assert_close(ours.float(), expected, rtol=tolerance, atol=tolerance * float(expected.std()))
+    torch.testing.assert_close(
+        ours.float(), expected, rtol=tolerance, atol=tolerance * float(expected.std())
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -78,7 +94,9 @@ def test_sharded_weights_are_the_same_target(tmp_path: Path, tied: bool) -> None
     model.save_pretrained(tmp_path / "shards", max_shard_size="60KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
     tokens_BT = torch.randint(0, 320, (2, 20))
-    assert torch.equal(Target.load(tmp_path / "shards").logits(tokens_BT), Target.load(folder).logits(tokens_BT))
+    assert torch.equal(
+        Target.load(tmp_path / "shards").logits(tokens_BT), Target.load(folder).logits(tokens_BT)
+    )
 
 
 def test_what_is_wrong_with_shards_is_named(tmp_path: Path) -> None:
@@ -87,14 +105,28 @@ def test_what_is_wrong_with_shards_is_named(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(shards, max_shard_size="60KB")
     index = shards / "model.safetensors.index.json"
     promised = json.loads(index.read_text())
-    index.write_text(json.dumps({"weight_map": {**promised["weight_map"], "more.weight": "model-00001-of-00002.safetensors"}}))
-    shards.joinpath("model-00001-of-00002.safetensors").write_bytes(min(shards.glob("*.safetensors")).read_bytes())
+    index.write_text(
+        json.dumps(
+            {
+                "weight_map": {
+                    **promised["weight_map"],
+                    "more.weight": "model-00001-of-00002.safetensors",
+                }
+            }
+        )
+    )
+    shards.joinpath("model-00001-of-00002.safetensors").write_bytes(
+        min(shards.glob("*.safetensors")).read_bytes()
+    )
     with pytest.raises(CorruptError, match=r"lacks more\.weight"):
         read_tensors(shards)
-    index.write_text(json.dumps({"weight_map": {**promised["weight_map"], "more.weight": "model-9.safetensors"}}))
+    index.write_text(
+        json.dumps({"weight_map": {**promised["weight_map"], "more.weight": "model-9.safetensors"}})
+    )
     with pytest.raises(MissingInputError, match=r"lacks the shard model-9\.safetensors"):
         read_tensors(shards)
-    assert "model.norm.weight" in read_tensors(shards, {"model.norm.weight"})  # what is not wanted is not looked for
+    # what is not wanted is not looked for
+    assert "model.norm.weight" in read_tensors(shards, {"model.norm.weight"})
     index.write_text("{}")
     with pytest.raises(CorruptError, match="no index of shards"):
         read_tensors(shards)
@@ -104,10 +136,21 @@ def test_what_is_wrong_with_shards_is_named(tmp_path: Path) -> None:
 def test_weights_are_mapped_not_copied(tmp_path: Path) -> None:
     folder = tiny_target(tmp_path)
     tensors = read_tensors(folder)
-    mapped = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "model.safetensors" in line]
-    ranges = [tuple(int(end, 16) for end in line[0].split("-")) for line in mapped if line[-1].startswith(str(tmp_path))]
+    mapped = [
+        line.split()
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "model.safetensors" in line
+    ]
+    ranges = [
+        tuple(int(end, 16) for end in line[0].split("-"))
+        for line in mapped
+        if line[-1].startswith(str(tmp_path))
+    ]
     assert ranges
-    assert all(any(start <= tensor.data_ptr() < end for start, end in ranges) for tensor in tensors.values())
+    assert all(
+        any(start <= tensor.data_ptr() < end for start, end in ranges)
+        for tensor in tensors.values()
+    )
 
 
 def cached(hub: Path, name: str, folder: Path) -> Path:
@@ -118,7 +161,9 @@ def cached(hub: Path, name: str, folder: Path) -> Path:
     return Path(shutil.copytree(folder, model / "snapshots" / "abc"))
 
 
-def test_a_hub_id_is_found_in_the_cache_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_is_found_in_the_cache_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     folder = tiny_target(tmp_path / "target")
@@ -126,7 +171,10 @@ def test_a_hub_id_is_found_in_the_cache_without_a_network(tmp_path: Path, monkey
     assert Path(resolve_target("org/tiny-1.0")) == snapshot
     assert Path(resolve_head("org/tiny-1.0")) == snapshot
     tokens_BT = torch.randint(0, 320, (1, 9))
-    assert torch.equal(Target.load(resolve_target("org/tiny-1.0")).logits(tokens_BT), Target.load(folder).logits(tokens_BT))
+    assert torch.equal(
+        Target.load(resolve_target("org/tiny-1.0")).logits(tokens_BT),
+        Target.load(folder).logits(tokens_BT),
+    )
     (snapshot / "model.safetensors").unlink()  # as when another tool has read the config only
     for name in ("org/tiny-1.0", "org/absent"):
         with pytest.raises(MissingInputError, match="in full in the hub's cache"):
@@ -136,8 +184,12 @@ def test_a_hub_id_is_found_in_the_cache_without_a_network(tmp_path: Path, monkey
     assert resolve_target("org/tiny-1.0") == "org/tiny-1.0"  # a folder goes before the hub
 
 
-def test_a_hub_id_is_downloaded_when_it_is_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when the cache holds a part of it; weights in PyTorch's own format and files below folders are left."""
+def test_a_hub_id_is_downloaded_when_it_is_not_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the cache holds a part of it; weights in PyTorch's own format and files below
+    folders are left.
+    """
     asked = []
 
     def download(name: str, local_files_only: bool, **patterns: list[str]) -> str:
@@ -149,7 +201,9 @@ def test_a_hub_id_is_downloaded_when_it_is_not_cached(tmp_path: Path, monkeypatc
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     tiny_target(tmp_path / "whole")
     shards = tmp_path / "part"
-    AutoModelForCausalLM.from_pretrained(tmp_path / "whole").save_pretrained(shards, max_shard_size="60KB")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "whole").save_pretrained(
+        shards, max_shard_size="60KB"
+    )
     assert resolve_target("org/tiny") == str(shards)
     max(shards.glob("*.safetensors")).unlink()
     assert resolve_target("org/tiny") == str(tmp_path / "whole")
@@ -159,7 +213,10 @@ def test_a_hub_id_is_downloaded_when_it_is_not_cached(tmp_path: Path, monkeypatc
 def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
     folder = tiny_target(tmp_path, initializer_range=0.05)
     tokens_BT = torch.randint(0, 320, (2, 20))
-    exact, rounded = Target.load(folder).logits(tokens_BT), Target.load(folder, "bfloat16").logits(tokens_BT)
+    exact, rounded = (
+        Target.load(folder).logits(tokens_BT),
+        Target.load(folder, "bfloat16").logits(tokens_BT),
+    )
     assert rounded.dtype == torch.bfloat16
     torch.testing.assert_close(rounded.float(), exact, rtol=0.1, atol=0.1)
 
@@ -168,10 +225,14 @@ def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 3, 8, 33])
 def test_linear_layouts_equal_the_plain_product(dtype: torch.dtype, bias: bool, rows: int) -> None:
-    weight, x, residual = (torch.randn(*shape).to(dtype) for shape in ((48, 37), (rows, 37), (rows, 48)))
+    weight, x, residual = (
+        torch.randn(*shape).to(dtype) for shape in ((48, 37), (rows, 37), (rows, 48))
+    )
     offset = torch.randn(48).to(dtype) if bias else None
     linear = Linear(weight, offset)
-    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-1}
+    tolerance = (
+        {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-1}
+    )
     expected = torch.nn.functional.linear(x, weight, offset)
     torch.testing.assert_close(linear(x), expected, **tolerance)
     torch.testing.assert_close(linear.add(x, residual.clone()), residual + expected, **tolerance)
@@ -183,8 +244,13 @@ def test_wrong_weights_and_unsupported_targets_are_named(tmp_path: Path) -> None
     del tensors["model.layers.3.mlp.up_proj.weight"]
     with pytest.raises(MismatchError, match=r"layers\.3\.mlp\.up_proj\.weight: missing"):
         Target(config, tensors, "float32")
-    for name, family, overrides in (("b", "mistral", {}), ("c", "qwen2", {"use_sliding_window": True, "max_window_layers": 4})):
+    for name, family, overrides in (
+        ("b", "mistral", {}),
+        ("c", "qwen2", {"use_sliding_window": True, "max_window_layers": 4}),
+    ):
         sliding = tiny_target(tmp_path / name, family, sliding_window=16, **overrides)
-        with pytest.raises(MismatchError, match="sliding-window attention: 16 tokens of a context of 256") as error:
+        with pytest.raises(
+            MismatchError, match="sliding-window attention: 16 tokens of a context of 256"
+        ) as error:
             Target.load(sliding)
         assert "max_position_embeddings to 16" in error.value.hint

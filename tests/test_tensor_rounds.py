@@ -1,4 +1,6 @@
-"""Rounds in tensors: the tokens of plain decoding and of the host's rounds, and a launch that looks at nothing."""
+"""Rounds in tensors: the tokens of plain decoding and of the host's rounds, and a launch that looks
+at nothing.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ PENALISED = {"repetition_penalty": 1.2, "frequency_penalty": 0.3}
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    return Target.load(tiny_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB), native=False)
+    return Target.load(
+        tiny_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB), native=False
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +53,9 @@ def costs_of_this_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TensorEngine(Engine):
-    """The engine with the rounds that it has on CUDA. Counts launches before the last outcome was known, and those after."""
+    """The engine with the rounds that it has on CUDA. Counts launches before the last outcome was
+    known, and those after.
+    """
 
     def __init__(self, *args: Any) -> None:
         self.num_overlapped = self.num_alone = 0
@@ -79,19 +85,32 @@ def plainly(target: Target, asked: list[Any]) -> dict[Any, Any]:
 # The same tokens
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 1.0}, {"temperature": 0.6, "top_k": 5}, SAMPLED])
+@pytest.mark.parametrize(
+    "params", [{}, {"temperature": 1.0}, {"temperature": 0.6, "top_k": 5}, SAMPLED]
+)
 @pytest.mark.parametrize(
     ("shape", "overlap"),
-    [((1, 1, 2), True), ((3, 1, 4), True), ((4, 3, 8), True), ((4, 3, 8), False), ((2, 4, 16), True), ((6, 2, 5), True)],
+    [
+        ((1, 1, 2), True),
+        ((3, 1, 4), True),
+        ((4, 3, 8), True),
+        ((4, 3, 8), False),
+        ((2, 4, 16), True),
+        ((6, 2, 5), True),
+    ],
 )
 def test_rounds_in_tensors_change_no_token(
     target: Target, shape: tuple[int, int, int], params: dict[str, Any], overlap: bool
 ) -> None:
     asked = requests(7, ignore_eos=True, **params)
-    running = tensor_engine(target, overlap=overlap, speculation=f"fixed({','.join(map(str, shape))})")
+    running = tensor_engine(
+        target, overlap=overlap, speculation=f"fixed({','.join(map(str, shape))})"
+    )
     results = list(running.run(asked))
     assert decoded(results) == plainly(target, asked)
-    accepted = sum(count * drafts for result in results for drafts, count in enumerate(result.accept_hist))
+    accepted = sum(
+        count * drafts for result in results for drafts, count in enumerate(result.accept_hist)
+    )
     assert accepted > 0, "no draft was ever accepted: this test would not notice a wrong cache"
     idle(running)
 
@@ -107,7 +126,9 @@ def test_rounds_in_tensors_change_no_token(
         {"speculation": "off"},
     ],
 )
-def test_neither_loop_nor_cache_nor_policy_changes_a_token(target: Target, config: dict[str, Any], overlap: bool) -> None:
+def test_neither_loop_nor_cache_nor_policy_changes_a_token(
+    target: Target, config: dict[str, Any], overlap: bool
+) -> None:
     """A prefix in common, two samples of each request, one sample in three without speculation."""
     asked = [
         replace(request, speculation=number % 3 != 0)
@@ -129,11 +150,19 @@ def test_a_small_cache_preempts_and_changes_no_token(target: Target) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_same_rounds_as_the_hosts(target: Target, overlap: bool) -> None:
-    """Not only the tokens: each round accepts what the host's would, so the draft's entries are the same, too."""
+    """Not only the tokens: each round accepts what the host's would, so the draft's entries are the
+    same, too.
+    """
     asked = requests(6, ignore_eos=True, max_tokens=40)
-    config = EngineConfig(max_batch=3, max_length=120, speculation="fixed(4,3,9)", prefix_reuse=False)
+    config = EngineConfig(
+        max_batch=3, max_length=120, speculation="fixed(4,3,9)", prefix_reuse=False
+    )
     host = list(Engine(target, Draft(*random_head(target), target), config).run(asked))
-    ours = list(tensor_engine(target, speculation="fixed(4,3,9)", overlap=overlap, prefix_reuse=False).run(asked))
+    ours = list(
+        tensor_engine(target, speculation="fixed(4,3,9)", overlap=overlap, prefix_reuse=False).run(
+            asked
+        )
+    )
     rounds = {result.request_id: result.accept_hist for result in host}
     assert {result.request_id: result.accept_hist for result in ours} == rounds
     assert sum(sum(hist[2:]) for hist in rounds.values()) > 0
@@ -141,12 +170,24 @@ def test_the_same_rounds_as_the_hosts(target: Target, overlap: bool) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_samples_that_need_the_host_share_the_batch(target: Target, overlap: bool) -> None:
-    """Penalties and log-probabilities take the host's rounds while they run, least lengths for a while only."""
+    """Penalties and log-probabilities take the host's rounds while they run, least lengths for a
+    while only.
+    """
     asked = [
         replace(request, params=replace(request.params, **extra))
         for request, extra in zip(
             requests(9, **{**SAMPLED, "max_tokens": 30}),
-            [{}, {}, {"min_tokens": 6}, PENALISED, {}, {"logprobs": 2, "max_tokens": 9}, {}, {}, {"logit_bias": {5: 2.0}}],
+            [
+                {},
+                {},
+                {"min_tokens": 6},
+                PENALISED,
+                {},
+                {"logprobs": 2, "max_tokens": 9},
+                {},
+                {},
+                {"logit_bias": {5: 2.0}},
+            ],
             strict=True,
         )
     ]
@@ -173,11 +214,16 @@ def test_a_sample_that_ends_wastes_a_round_and_nothing_else(target: Target) -> N
 def test_the_context_may_be_filled_to_its_end(target: Target) -> None:
     """The wasted round behind the last position the target was trained for stays within the tables."""
     length = target.config.max_position_embeddings
-    asked = [replace(one, prompt_ids=one.prompt_ids * 200) for one in requests(2, ignore_eos=True, max_tokens=40)]
+    asked = [
+        replace(one, prompt_ids=one.prompt_ids * 200)
+        for one in requests(2, ignore_eos=True, max_tokens=40)
+    ]
     asked = [replace(one, prompt_ids=one.prompt_ids[: length - 9]) for one in asked]
     running = tensor_engine(target, max_length=length, overlap=True, speculation="fixed(8,2,16)")
     results = list(running.run(asked))
-    assert [len(result.token_ids) for result in results] == [9, 9] or [len(r.token_ids) for r in results] == [9, 9][::-1]
+    assert [len(result.token_ids) for result in results] == [9, 9] or [
+        len(r.token_ids) for r in results
+    ] == [9, 9][::-1]
     idle(running)
 
 
@@ -186,11 +232,15 @@ def test_the_hit_rate_is_that_of_plain_decoding(target: Target, params: dict[str
     rates = []
     for config in ({"head": False}, {}, {"overlap": True}):
         running = tensor_engine(target, max_batch=2, num_pages=80, **config)
-        prompts = {request.id: request for request in requests(4, ignore_eos=True, max_tokens=21, **params)}
+        prompts = {
+            request.id: request for request in requests(4, ignore_eos=True, max_tokens=21, **params)
+        }
         for _ in range(3):
             for result in running.run(prompts.values()):
                 last = prompts[result.request_id]
-                prompts[result.request_id] = replace(last, prompt_ids=(*last.prompt_ids, *result.token_ids, 5))
+                prompts[result.request_id] = replace(
+                    last, prompt_ids=(*last.prompt_ids, *result.token_ids, 5)
+                )
         rates.append(running.metrics()["prompt_tokens_reused"] / running.metrics()["prompt_tokens"])
     assert len(set(rates)) == 1, rates
     assert rates[0] > 0.5
@@ -211,7 +261,9 @@ def test_cancelling_in_flight_frees_everything(target: Target) -> None:
     idle(running)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: graphs, the kernel, events")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA GPU: graphs, the kernel, events"
+)
 @pytest.mark.parametrize("params", [{}, SAMPLED])
 def test_on_cuda_the_same_tokens(tmp_path: Path, params: dict[str, Any]) -> None:
     folder = tiny_target(tmp_path, vocab_size=VOCAB, head_dim=64)
@@ -224,7 +276,9 @@ def test_on_cuda_the_same_tokens(tmp_path: Path, params: dict[str, Any]) -> None
     assert running.metrics()["device_busy_s"] > 0
 
 
-def test_the_gpu_benchmark_runs_without_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_gpu_benchmark_runs_without_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = Path(__file__).parents[1] / "benchmarks"
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setattr("sys.argv", ["gpu.py", "--quick", "--concurrency", "2"])
@@ -235,7 +289,8 @@ def test_the_gpu_benchmark_runs_without_one(monkeypatch: pytest.MonkeyPatch, cap
     assert report["exact"]["identical"] == report["exact"]["of"] > 0
     (result,) = report["results"]
     assert result["plain_normal"]["tau"] == 1
-    assert result["tree_normal"]["tau"] == result["tree_overlapped"]["tau"] > 2  # both replay the same acceptance
+    # both replay the same acceptance
+    assert result["tree_normal"]["tau"] == result["tree_overlapped"]["tau"] > 2
 
 
 # Launching looks at nothing
@@ -250,7 +305,11 @@ class NothingToTheHost(TorchDispatchMode):
         name = func.name().split("::")[1].split(".")[0]
         assert not name.startswith(self.FORBIDDEN), f"{name} waits for the device"
         if name.startswith("index"):
-            masks = [one for one in args[1] if one is not None and one.dtype == torch.bool] if isinstance(args[1], list) else []
+            masks = (
+                [one for one in args[1] if one is not None and one.dtype == torch.bool]
+                if isinstance(args[1], list)
+                else []
+            )
             assert not masks, "an index of truth values has a shape that only the device knows"
         return func(*args, **(kwargs or {}))
 
@@ -261,28 +320,47 @@ def nothing_to_the_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise AssertionError("the host asked for a value")
 
     with monkeypatch.context() as patched, NothingToTheHost():
-        for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"):
+        for name in (
+            "item",
+            "tolist",
+            "cpu",
+            "numpy",
+            "__bool__",
+            "__int__",
+            "__float__",
+            "__index__",
+        ):
             patched.setattr(torch.Tensor, name, refuse)
         yield
 
 
 class DevicePlan:
-    """Attention by one dense mask over all columns of the page table: plain, and without a look at the rows."""
+    """Attention by one dense mask over all columns of the page table: plain, and without a look at
+    the rows.
+    """
 
     def __init__(self, rows: Rows, page_size: int) -> None:
         columns = torch.arange(rows.page_table.shape[1] * page_size)
-        self._slots = (rows.page_table.long()[:, columns // page_size] * page_size + columns % page_size)[rows.request]
+        self._slots = (
+            rows.page_table.long()[:, columns // page_size] * page_size + columns % page_size
+        )[rows.request]
         e = columns - rows.prefix_len[:, None]
         in_tree = (e >= 0) & (e < 64) & ((rows.seen[:, None] >> e.clamp(0, 63)) & 1 > 0)
         self._mask = ((columns >= rows.first_column) & (e < 0)) | in_tree
 
     def attend(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        k, v = kv[self._slots].repeat_interleave(q.shape[1] // kv.shape[2], 3).permute(2, 0, 3, 1, 4)
-        return F.scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=self._mask[:, None, None])[:, :, 0]
+        k, v = (
+            kv[self._slots].repeat_interleave(q.shape[1] // kv.shape[2], 3).permute(2, 0, 3, 1, 4)
+        )
+        return F.scaled_dot_product_attention(
+            q[:, :, None], k, v, attn_mask=self._mask[:, None, None]
+        )[:, :, 0]
 
 
 @pytest.mark.parametrize("params", [{}, SAMPLED])
-def test_a_launch_waits_for_nothing(target: Target, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_waits_for_nothing(
+    target: Target, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every launch of a round, tree or plain, sampled or not, after prefill or after another round."""
     monkeypatch.setattr("eyas.model.block.attention_plan", DevicePlan)
     asked = requests(6, ignore_eos=True, **params)
@@ -307,7 +385,12 @@ def test_a_launch_waits_for_nothing(target: Target, params: dict[str, Any], monk
 
 def test_the_guard_notices(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.arange(4)
-    for peek in (lambda: values.tolist(), lambda: bool(values[0] > 0), lambda: values[values > 1], lambda: values.max().item()):
+    for peek in (
+        lambda: values.tolist(),
+        lambda: bool(values[0] > 0),
+        lambda: values[values > 1],
+        lambda: values.max().item(),
+    ):
         with pytest.raises(AssertionError), nothing_to_the_host(monkeypatch):
             peek()
 
@@ -315,7 +398,9 @@ def test_the_guard_notices(monkeypatch: pytest.MonkeyPatch) -> None:
 # The parts
 
 
-def proposals_at_random(generator: np.random.Generator, B: int, topk: int, levels: int, ties: bool) -> Proposals:
+def proposals_at_random(
+    generator: np.random.Generator, B: int, topk: int, levels: int, ties: bool
+) -> Proposals:
     """Candidates as a draft would grow them, few tokens and, with ties, few scores."""
     C = topk + levels * topk * topk
     tokens = np.zeros((B, C), np.int64)
@@ -328,7 +413,9 @@ def proposals_at_random(generator: np.random.Generator, B: int, topk: int, level
             for place, parent in enumerate(frontier):
                 at = slice(start + place * topk, start + (place + 1) * topk)
                 tokens[b, at] = generator.permutation(12)[:topk]
-                step = -generator.integers(0, 2, topk) if ties else -generator.exponential(1.0, topk)
+                step = (
+                    -generator.integers(0, 2, topk) if ties else -generator.exponential(1.0, topk)
+                )
                 scores[b, at], parents[b, at] = above[place] + np.sort(step)[::-1], parent
             new = np.arange(start, start + len(frontier) * topk)
             frontier = np.sort(new[np.argsort(-scores[b, new], kind="stable")[:topk]])
@@ -355,9 +442,17 @@ def test_chosen_trees_and_walks_are_the_hosts(seed: int, ties: bool) -> None:
     rows = trees.rows(lines)
     best = torch.from_numpy(generator.integers(0, 12, B + num_nodes))
     walked = walk(trees, levels + 1, lambda row, place: best[row])
-    ranked = sorted((-proposals.scores[b, c], b, c) for b in range(B) if drafts[b] for c in range(C))
-    worst_kept = sorted(proposals.scores[b, c] for b, c in zip(*divmod(chosen[chosen < B * C].numpy(), C), strict=True))[0]
-    assert sum(-score > worst_kept for score, _, _ in ranked) <= (chosen < B * C).sum() or max_nodes < C
+    ranked = sorted(
+        (-proposals.scores[b, c], b, c) for b in range(B) if drafts[b] for c in range(C)
+    )
+    worst_kept = sorted(
+        proposals.scores[b, c]
+        for b, c in zip(*divmod(chosen[chosen < B * C].numpy(), C), strict=True)
+    )[0]
+    assert (
+        sum(-score > worst_kept for score, _, _ in ranked) <= (chosen < B * C).sum()
+        or max_nodes < C
+    )
     for b in range(B):
         kept = [c - b * C for c in chosen.tolist() if b * C <= c < (b + 1) * C]
         assert len(kept) <= (max_nodes if drafts[b] else 0)
@@ -367,8 +462,12 @@ def test_chosen_trees_and_walks_are_the_hosts(seed: int, ties: bool) -> None:
         assert rows.seen[own].tolist() == host.seen
         assert (rows.position[own] - length[b]).tolist() == host.depths
         assert rows.prefix_len[own].tolist() == [length[b]] * len(own)
-        assert rows.slot[own].tolist() == [b * 128 + int(length[b]) + node for node in range(len(own))]
-        path, emitted = accept(host.tokens, host.parents, lambda node, own=own: int(best[own[node]]))
+        assert rows.slot[own].tolist() == [
+            b * 128 + int(length[b]) + node for node in range(len(own))
+        ]
+        path, emitted = accept(
+            host.tokens, host.parents, lambda node, own=own: int(best[own[node]])
+        )
         count = int(walked.count[b])
         assert walked.tokens[b, :count].tolist() == emitted
         assert walked.rows[b, :count].tolist() == [own[node] for node in [0, *path]]
@@ -384,7 +483,15 @@ def test_too_few_candidates_leave_nodes_in_the_void() -> None:
 
 
 @pytest.mark.parametrize(
-    "params", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2}, {"top_k": 7, "top_p": 0.8, "min_p": 0.02}, {"top_k": 500}]
+    "params",
+    [
+        {},
+        {"top_k": 3},
+        {"top_p": 0.5},
+        {"min_p": 0.2},
+        {"top_k": 7, "top_p": 0.8, "min_p": 0.02},
+        {"top_k": 500},
+    ],
 )
 @pytest.mark.parametrize("ties", [False, True])
 def test_draws_are_the_hosts(params: dict[str, Any], ties: bool) -> None:
@@ -395,7 +502,10 @@ def test_draws_are_the_hosts(params: dict[str, Any], ties: bool) -> None:
     uniform = torch.rand(200, generator=generator, dtype=torch.float64)
     wanted = SamplingParams(temperature=0.7, **params)
     values = (wanted.temperature, wanted.top_p, wanted.min_p)
-    cuts = Cuts(*(torch.full((200,), value, dtype=torch.float64) for value in values), torch.full((200,), wanted.top_k))
+    cuts = Cuts(
+        *(torch.full((200,), value, dtype=torch.float64) for value in values),
+        torch.full((200,), wanted.top_k),
+    )
     ours = sampled(logits, uniform, cuts, is_cut=bool(params)).tolist()
     theirs = [
         draw(torch.from_numpy(kept_weights(row.numpy(), wanted)), number)

@@ -1,6 +1,8 @@
-"""The train stage on a tiny target's own answers: it learns, it can be killed, it refuses what it must not train on.
+"""The train stage on a tiny target's own answers: it learns, it can be killed, it refuses what it
+must not train on.
 
-The golden of one training step is tests/goldens/train_step.json, written by `python -m tests.test_trainer`.
+The golden of one training step is tests/goldens/train_step.json, written by `python -m
+tests.test_trainer`.
 """
 
 from __future__ import annotations
@@ -82,7 +84,11 @@ def test_learns_and_describes_itself(made, features, tmp_path):
     output = Artifact(str(tmp_path))
     config = CONFIG.model_copy(update={"epochs": 8})
     manifest = train(
-        config, str(folder), Features(features), output, lambda done, total, note: notes.append((done, total, note))
+        config,
+        str(folder),
+        Features(features),
+        output,
+        lambda done, total, note: notes.append((done, total, note)),
     )
     rows = list(output.read_jsonl(METRICS))
     assert [row["step"] for row in rows] == list(range(1, manifest.counts["batches"] + 1))
@@ -107,14 +113,25 @@ def test_learns_and_describes_itself(made, features, tmp_path):
 
 def test_done_is_not_done_again(made, features, whole):
     steps = []
-    again = train(CONFIG, str(made[0]), Features(features), Artifact(whole.url), lambda *report: steps.append(report))
+    again = train(
+        CONFIG,
+        str(made[0]),
+        Features(features),
+        Artifact(whole.url),
+        lambda *report: steps.append(report),
+    )
     assert again == whole.manifest()
     assert not steps
 
 
 def test_the_seed_decides(made, features, whole, tmp_path):
     for name, seed in (("same", 0), ("other", 1)):
-        train(CONFIG.model_copy(update={"seed": seed}), str(made[0]), Features(features), Artifact(str(tmp_path / name)))
+        train(
+            CONFIG.model_copy(update={"seed": seed}),
+            str(made[0]),
+            Features(features),
+            Artifact(str(tmp_path / name)),
+        )
     assert weights(Artifact(str(tmp_path / "same"))) == weights(whole)
     assert weights(Artifact(str(tmp_path / "other"))) != weights(whole)
 
@@ -123,7 +140,8 @@ def test_an_interrupted_bf16_run_ends_in_the_same_weights(made, features, tmp_pa
     config = CONFIG.model_copy(update={"dtype": "bfloat16"})
     uncut, cut = Artifact(str(tmp_path / "uncut")), Artifact(str(tmp_path / "cut"))
     train(config, str(made[0]), Features(features), uncut)
-    for stop in (4, 5):  # the second run goes on from the checkpoint of the first, and is cut before it makes one
+    # the second run goes on from the checkpoint of the first, and is cut before it makes one
+    for stop in (4, 5):
 
         def interrupt(done, total=None, note="", stop=stop):
             if done == stop:
@@ -144,7 +162,8 @@ def test_a_killed_process_is_resumed_to_the_same_weights(made, features, whole, 
         f"import torch; torch.set_num_threads({torch.get_num_threads()})\n"
         "from eyas.shards import Features\nfrom eyas.train.trainer import TrainConfig, train\n"
         f"features = Features(Artifact({features.url!r}))\n"
-        f"train(TrainConfig(**{CONFIG.model_dump()}), {str(made[0])!r}, features, Artifact({cut.url!r}))"
+        f"train(TrainConfig(**{CONFIG.model_dump()}), {str(made[0])!r}, features, "
+        f"Artifact({cut.url!r}))"
     )
     run_until_killed(code, last="eyas_head.json")
     assert cut.exists(CHECKPOINT)
@@ -194,7 +213,12 @@ def test_nothing_to_learn_from(made, tmp_path):
 
 def test_missing_features_and_a_vocabulary_too_large(made, features, tmp_path):
     with pytest.raises(MissingInputError):
-        train(CONFIG, str(made[0]), Features(Artifact(str(tmp_path / "nothing"))), Artifact(str(tmp_path / "head")))
+        train(
+            CONFIG,
+            str(made[0]),
+            Features(Artifact(str(tmp_path / "nothing"))),
+            Artifact(str(tmp_path / "head")),
+        )
     too_large = CONFIG.model_copy(update={"head": HeadOptions(draft_vocab_size=321)})
     with pytest.raises(ConfigError, match="321"):
         train(too_large, str(made[0]), Features(features), Artifact(str(tmp_path / "head")))
@@ -207,7 +231,14 @@ def test_settings_are_checked():
         TrainConfig(learning_rate=1)
     with pytest.raises(ValidationError, match="no old mix"):
         TrainConfig(start={"head": "somewhere", "keep_share": 0.5})
-    for section in (TrainConfig, OptimizerConfig, BatchConfig, StopConfig, StartConfig, TrackerConfig):
+    for section in (
+        TrainConfig,
+        OptimizerConfig,
+        BatchConfig,
+        StopConfig,
+        StartConfig,
+        TrackerConfig,
+    ):
         assert len(section.model_fields) <= 12
 
 
@@ -220,16 +251,23 @@ def test_schedule_warms_up_and_falls_to_zero():
     assert 0 < rates[-1] < 0.001
     assert learning_rate(0, 1, config) > 0
     kept = config.model_copy(update={"final_share": 0.1})
-    assert [learning_rate(step, 100, kept) for step in (10, 99)] == pytest.approx([1.0, 0.1], abs=1e-3)
+    assert [learning_rate(step, 100, kept) for step in (10, 99)] == pytest.approx(
+        [1.0, 0.1], abs=1e-3
+    )
 
 
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(10, 200), st.integers(0, 3))
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(10, 200), st.integers(0, 3)
+)
 @settings(max_examples=40, deadline=None)
 def test_batches_hold_every_sample_once_within_the_budget(lengths, max_tokens, seed):
     batches = plan_batches(lengths, max_tokens, str(seed))
     assert sorted(number for numbers in batches for number in numbers) == list(range(len(lengths)))
     for numbers in batches:
-        assert len(numbers) == 1 or len(numbers) * max(lengths[number] for number in numbers) <= max_tokens
+        assert (
+            len(numbers) == 1
+            or len(numbers) * max(lengths[number] for number in numbers) <= max_tokens
+        )
     assert batches == plan_batches(lengths, max_tokens, str(seed))
 
 
@@ -245,7 +283,10 @@ def test_a_batch_pads_on_the_right():
     batch = made_up_batch([[True] * 3, [False, True, True, False, True]])
     assert batch.tokens_BT.dtype == torch.int64
     assert batch.aux_hidden_BTA.shape == (2, 5, 36)
-    assert batch.loss_mask_BT.tolist() == [[True, True, True, False, False], [False, True, True, False, True]]
+    assert batch.loss_mask_BT.tolist() == [
+        [True, True, True, False, False],
+        [False, True, True, False, True],
+    ]
     assert batch.last_hidden_BTH[0, 3:].eq(0).all()
 
 
@@ -258,11 +299,18 @@ def test_a_gpus_teacher_is_in_tf32_with_maths_in_bf16_alone(monkeypatch, dtype):
 
 
 def golden_step() -> dict[str, object]:
-    """One float32 step of a wavy head on made-up conversations: loss, gradients' norms and the weights after it."""
+    """One float32 step of a wavy head on made-up conversations: loss, gradients' norms and the
+    weights after it.
+    """
     head, vocabulary = wavy_head(), tiny_vocabulary()
     run = Run(head, adamw(head.parameters(), OptimizerConfig()))
-    batch: Batch = made_up_batch([[False] * 4 + [True] * 14, [False, True, True, True, False, False, True, True, True]], seed=1)
-    row = update(run, [batch], Given.of(ObjectiveConfig(), 0.5, "float32", vocabulary, Ranks()), 1e-3)
+    batch: Batch = made_up_batch(
+        [[False] * 4 + [True] * 14, [False, True, True, True, False, False, True, True, True]],
+        seed=1,
+    )
+    row = update(
+        run, [batch], Given.of(ObjectiveConfig(), 0.5, "float32", vocabulary, Ranks()), 1e-3
+    )
     sums = {
         name: [float(weight.sum()), float(weight.norm())]
         for name, weight in head.double().requires_grad_(False).named_parameters()

@@ -1,4 +1,6 @@
-"""Training by several processes: the loss of one, whoever dies; the order of the data whatever their number."""
+"""Training by several processes: the loss of one, whoever dies; the order of the data whatever
+their number.
+"""
 
 from __future__ import annotations
 
@@ -53,13 +55,24 @@ class Runs:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.target = tiny_target(folder / "target", num_hidden_layers=8)
-        self.samples = samples_of(Target.load(self.target), greedy_answers(self.target, 24), "sample")
-        self.features = write_features(folder / "features", Target.load(self.target), self.samples, self.samples[:5])
+        self.samples = samples_of(
+            Target.load(self.target), greedy_answers(self.target, 24), "sample"
+        )
+        self.features = write_features(
+            folder / "features", Target.load(self.target), self.samples, self.samples[:5]
+        )
         self.launches: list[dict] = []
         self.codes: dict[str, list[list[int]]] = {}
         self.spoilt_key = ""
 
-    def add(self, name: str, size: int, kill: tuple[int, int] | None = None, config: dict = CONFIG, features: str = "") -> None:
+    def add(
+        self,
+        name: str,
+        size: int,
+        kill: tuple[int, int] | None = None,
+        config: dict = CONFIG,
+        features: str = "",
+    ) -> None:
         told = {"rank": kill[0], "step": kill[1]} if kill else None
         self.launches.append(
             {
@@ -105,7 +118,9 @@ def runs(tmp_path_factory) -> Runs:
     spoilt = made.folder / "spoilt features"
     shutil.copytree(made.folder / "features", spoilt)
     lengths = Features(made.features).lengths
-    late = plan(BatchConfig(**CONFIG["batches"]), [range(len(lengths))], lengths, 0)[SPOILT_STEP - 1][1][0]
+    late = plan(BatchConfig(**CONFIG["batches"]), [range(len(lengths))], lengths, 0)[
+        SPOILT_STEP - 1
+    ][1][0]
     entry = Features(made.features).entries[late]
     data = bytearray((spoilt / entry.shard).read_bytes())
     data[entry.start + entry.size - 1] ^= 1
@@ -118,7 +133,9 @@ def runs(tmp_path_factory) -> Runs:
 
 def test_two_processes_give_the_weights_of_one_to_the_bit(runs):
     assert runs.codes["one"] == [[0]]
-    assert runs.codes["two"] == [[0, 0]], said(str(runs.folder / "two"), 0) + said(str(runs.folder / "two"), 1)
+    assert runs.codes["two"] == [[0, 0]], said(str(runs.folder / "two"), 0) + said(
+        str(runs.folder / "two"), 1
+    )
     assert runs.weights("two") == runs.weights("one")
     assert runs.output("two").read(METRICS) == runs.output("one").read(METRICS)
     assert seen(str(runs.folder / "two")) == seen(str(runs.folder / "one"))
@@ -126,7 +143,9 @@ def test_two_processes_give_the_weights_of_one_to_the_bit(runs):
     assert runs.output("two").manifest().identity == runs.output("one").manifest().identity
 
 
-@pytest.mark.parametrize(("cut", "whole"), [("alone cut", "one"), ("two cut", "two"), ("three cut", "three")])
+@pytest.mark.parametrize(
+    ("cut", "whole"), [("alone cut", "one"), ("two cut", "two"), ("three cut", "three")]
+)
 def test_killed_processes_go_on_to_the_same_weights_to_the_bit(runs, cut, whole):
     about = f"seed {SEED}, codes {runs.codes[cut]}"
     assert runs.codes[cut][-1] == runs.codes[whole][-1], about
@@ -146,7 +165,8 @@ def test_on_another_number_of_processes_the_data_keep_their_order(runs):
     about = f"seed {SEED}, codes {runs.codes['moved']}"
     assert runs.codes["moved"][-1] == [0], about
     assert seen(str(runs.folder / "moved")) == seen(str(runs.folder / "one")), about
-    assert runs.weights("moved") == runs.weights("one"), about  # a sum of two is the same in any order
+    # a sum of two is the same in any order
+    assert runs.weights("moved") == runs.weights("one"), about
 
 
 def test_who_is_left_when_one_is_killed_says_so(runs):
@@ -167,7 +187,8 @@ def test_an_error_on_one_rank_stops_all_with_its_message(runs):
     output = runs.output("spoilt")
     assert not output.is_done()
     assert output.exists(CHECKPOINT)
-    assert [row["step"] for row in runs.rows("spoilt")] == list(range(1, SPOILT_STEP))  # what came before is kept
+    # what came before is kept
+    assert [row["step"] for row in runs.rows("spoilt")] == list(range(1, SPOILT_STEP))
 
 
 def test_the_launch_by_torchrun_writes_once(runs, tmp_path):
@@ -184,23 +205,44 @@ def test_the_launch_by_torchrun_writes_once(runs, tmp_path):
         "stop.num_draft_steps=3",
     ]
     words = ["train", runs.features.url, "-t", str(runs.target), "-o", str(tmp_path / "head")]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, "-m", "eyas.cli.main", *words, *(word for one in settings for word in ("-s", one))]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    command = [
+        *launcher,
+        "-m",
+        "eyas.cli.main",
+        *words,
+        *(word for one in settings for word in ("-s", one)),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("train     done:") == 1
     assert (tmp_path / "head" / "model.safetensors").read_bytes() == runs.weights("one")
 
 
 def test_a_step_of_two_batches_is_the_step_of_one_that_holds_both():
-    masks = [[False] * 4 + [True] * 9, [False, True, True, True, False, False, True, True, True], [True] * 7]
+    masks = [
+        [False] * 4 + [True] * 9,
+        [False, True, True, True, False, False, True, True, True],
+        [True] * 7,
+    ]
     samples = made_up_samples(masks)
     config = ObjectiveConfig(num_ttt_steps=4)
     vocabulary = tiny_vocabulary()
     whole = wavy_head()
     batch = Batch.of(samples)
-    outcome = objective(whole, vocabulary.embed_tokens, batch, teach(batch, vocabulary, whole, config), config)
+    outcome = objective(
+        whole, vocabulary.embed_tokens, batch, teach(batch, vocabulary, whole, config), config
+    )
     outcome.loss.backward()
     norm = torch.stack([weight.grad.norm() for weight in whole.parameters()]).norm()
     parts = wavy_head()
@@ -227,18 +269,28 @@ def test_a_run_of_all_stages_is_work_for_one_process(monkeypatch):
 
 def test_the_best_head_is_written_and_the_last_one_beside_it(runs):
     facts = runs.output("one").manifest().facts["held_out"]
-    measured = {row["step"]: row["held_out_tau"] for row in runs.rows("one") if "held_out_tau" in row}
+    measured = {
+        row["step"]: row["held_out_tau"] for row in runs.rows("one") if "held_out_tau" in row
+    }
     assert len(measured) == 4
     assert facts["tau"] == max(measured.values())
-    assert facts["step"] == max(step for step, tau in measured.items() if tau == facts["tau"])  # of equals, the last
+    # of equals, the last
+    assert facts["step"] == max(step for step, tau in measured.items() if tau == facts["tau"])
     last = runs.folder / "one" / "last"
     assert last.exists() == (facts["step"] != len(runs.rows("one")))
     if last.exists():
-        assert load_file(last / "model.safetensors").keys() == load_file(runs.folder / "one" / "model.safetensors").keys()
+        assert (
+            load_file(last / "model.safetensors").keys()
+            == load_file(runs.folder / "one" / "model.safetensors").keys()
+        )
 
 
 def test_features_are_read_by_the_rank_that_needs_them(runs):
     """Each sample is read once an epoch, by one rank."""
-    rows = [line for path in Path(f"{runs.folder}/two.seen").glob("*.jsonl") for line in path.read_text().splitlines()]
+    rows = [
+        line
+        for path in Path(f"{runs.folder}/two.seen").glob("*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
     assert len(rows) == 2 * len(runs.rows("two"))
     assert sum(row["samples"] for row in runs.rows("two")) == 2 * len(Features(runs.features))

@@ -1,4 +1,6 @@
-"""A start from a head that is there: every form of it, what does not fit, and what it must not lose."""
+"""A start from a head that is there: every form of it, what does not fit, and what it must not
+lose.
+"""
 
 from __future__ import annotations
 
@@ -86,13 +88,15 @@ def write_frozen(head: Artifact, folder: Path) -> Path:
 
 def test_a_head_of_any_form_is_gone_on_from_alike(world):
     outputs = [world.tune("from eyas", world.head.url)]
-    assert outputs[0].manifest().inputs["start"].identity == world.head.manifest().identity  # lineage goes on through it
+    # lineage goes on through it
+    assert outputs[0].manifest().inputs["start"].identity == world.head.manifest().identity
     for form in ("sglang", "vllm"):
         folder = in_form(world.head, form, world.folder / form)
         outputs.append(world.tune(f"from {form}", {"head": str(folder), "licence": "Apache-2.0"}))
     assert len({output.read("model.safetensors") for output in outputs}) == 1
     assert len({output.manifest().identity for output in outputs}) == 3
-    assert [source.licence for source in sources(outputs[1].manifest())] == ["Apache-2.0"]  # of a head from elsewhere
+    # of a head from elsewhere
+    assert [source.licence for source in sources(outputs[1].manifest())] == ["Apache-2.0"]
     before, after = load_head(world.head.local_path("")), load_head(outputs[0].local_path(""))
     assert torch.equal(before.d2t, after.d2t)
     moved = (before.lm_head.weight - after.lm_head.weight).norm() / before.lm_head.weight.norm()
@@ -107,13 +111,19 @@ def test_a_start_is_its_weights_not_its_place(world, tmp_path):
     world.tune("placed", world.head.url)
     config = TrainConfig(**{**CONFIG.model_dump(), **TUNED, "start": str(copy)})
     output = Artifact(str(world.folder / "placed"))
-    train(config, str(world.target), Features(world.new), output, lambda *report: steps.append(report))
+    train(
+        config, str(world.target), Features(world.new), output, lambda *report: steps.append(report)
+    )
     assert output.was_done
     assert not steps
 
 
 def test_draft_tokens_chosen_anew_keep_the_rows_they_had(world):
-    output = world.tune("recounted", {"head": world.head.url, "vocabulary": "recount"}, optimizer={"learning_rate": 1e-30})
+    output = world.tune(
+        "recounted",
+        {"head": world.head.url, "vocabulary": "recount"},
+        optimizer={"learning_rate": 1e-30},
+    )
     before, after = load_head(world.head.local_path("")), load_head(output.local_path(""))
     counts = torch.zeros(320, dtype=torch.int64)
     for sample in world.samples[24:]:
@@ -141,26 +151,36 @@ def test_what_does_not_fit_is_refused(world, tmp_path):
     with pytest.raises(MismatchError, match=r"head\.draft_vocab_size is 64, its own is 160"):
         world.tune("c", world.head.url, head={"draft_vocab_size": 64})
     frozen = write_frozen(world.head, tmp_path / "frozen")
-    with pytest.raises(MismatchError, match=r"head\.train_lm_head is True, its own is False"):  # said, though it is the default
+    # said, though it is the default
+    with pytest.raises(MismatchError, match=r"head\.train_lm_head is True, its own is False"):
         world.tune("f", str(frozen), head={"train_lm_head": True})
     other = shutil.copytree(world.folder / "head", tmp_path / "other")
     settings = json.loads((other / "eyas_head.json").read_text())
     for changed, words in (
-        ({"taps": {"after_layer": [1, 2, 4]}}, r"outputs of layers \(1, 2, 4\), the features are of \(1, 3, 4\)"),
+        (
+            {"taps": {"after_layer": [1, 2, 4]}},
+            r"outputs of layers \(1, 2, 4\), the features are of \(1, 3, 4\)",
+        ),
         ({"target_lm_head_sha256": "another"}, "another target of the same shape"),
     ):
         (other / "eyas_head.json").write_text(json.dumps({**settings, **changed}))
         with pytest.raises(MismatchError, match=words):
             world.tune("d", str(other))
     meant = world.tune("meant", {"head": str(other), "other_target": True})
-    assert load_head(meant.local_path("")).config.target_lm_head_sha256 == Features(world.new).meta.lm_head_sha256
+    assert (
+        load_head(meant.local_path("")).config.target_lm_head_sha256
+        == Features(world.new).meta.lm_head_sha256
+    )
     wide = tiny_target(tmp_path / "wide", num_hidden_layers=8, hidden_size=48)
     config = TrainConfig(**{**CONFIG.model_dump(), **TUNED, "start": world.head.url})
     target = Target.load(wide)
-    features = write_features(tmp_path / "wide features", target, samples_of(target, [([5, 6], [7, 8, 9])], "wide"), [])
+    features = write_features(
+        tmp_path / "wide features", target, samples_of(target, [([5, 6], [7, 8, 9])], "wide"), []
+    )
     with pytest.raises(MismatchError, match="a target of hidden size 32"):
         train(config, str(wide), Features(features), Artifact(str(tmp_path / "e")))
-    assert not any((world.folder / name).exists() for name in "abcdf")  # refused before any folder is taken
+    # refused before any folder is taken
+    assert not any((world.folder / name).exists() for name in "abcdf")
 
 
 def test_embeddings_of_its_own_are_not_lost_in_silence(world, tmp_path):
@@ -169,7 +189,9 @@ def test_embeddings_of_its_own_are_not_lost_in_silence(world, tmp_path):
     embeddings = Target.load(world.target).embed_tokens
     save_file({**tensors, "embed_tokens.weight": embeddings.clone()}, folder / "model.safetensors")
     same = world.tune("same embeddings", str(folder))
-    assert same.read("model.safetensors") == world.tune("none", world.head.url).read("model.safetensors")
+    assert same.read("model.safetensors") == world.tune("none", world.head.url).read(
+        "model.safetensors"
+    )
     save_file({**tensors, "embed_tokens.weight": embeddings + 1}, folder / "model.safetensors")
     with pytest.raises(MismatchError, match="embeddings of its own"):
         world.tune("other embeddings", str(folder))
@@ -178,7 +200,9 @@ def test_embeddings_of_its_own_are_not_lost_in_silence(world, tmp_path):
 def test_a_head_that_loses_on_the_old_mix_is_refused_and_kept(world):
     start = {"head": world.head.url, "keep_mix": world.old.url}
     harsh = {"optimizer": {"learning_rate": 3e-2}, "epochs": 6}
-    with pytest.raises(EyasError, match=r"loses more than 2\.0%: tau on the old mix \d\.\d+ -> \d\.\d+ \(-") as raised:
+    with pytest.raises(
+        EyasError, match=r"loses more than 2\.0%: tau on the old mix \d\.\d+ -> \d\.\d+ \(-"
+    ) as raised:
         world.tune("harsh", start, **harsh)
     assert raised.value.exit_code == 1
     assert "keep_share" in raised.value.hint
@@ -190,7 +214,8 @@ def test_a_head_that_loses_on_the_old_mix_is_refused_and_kept(world):
     assert told["interval"][0] <= told["change"] <= told["interval"][1] < 0
     assert f"{told['tau_before']:.3f} -> {told['tau_after']:.3f}" in raised.value.what
     rows = list(output.read_jsonl(METRICS))
-    allowed = world.tune("harsh", {**start, "keep_tolerance": 0.9}, **harsh)  # the same run: nothing is trained again
+    # the same run: nothing is trained again
+    allowed = world.tune("harsh", {**start, "keep_tolerance": 0.9}, **harsh)
     assert list(allowed.read_jsonl(METRICS)) == rows
     assert allowed.manifest().facts["keep"]["tolerance"] == 0.9
     assert not allowed.exists(CHECKPOINT)
@@ -202,7 +227,9 @@ def test_an_old_mix_that_says_nothing_is_refused_before_any_work(world, tmp_path
     few = write_features(tmp_path / "few", target, world.samples[:3], world.samples[:1])
     with pytest.raises(EmptyInputError, match="holds out 1 conversations"):
         world.tune("few", {**start, "keep_mix": few.url})
-    elsewhere = write_features(tmp_path / "elsewhere", target, world.samples[:3], world.samples[:3], taps=(1, 2, 4))
+    elsewhere = write_features(
+        tmp_path / "elsewhere", target, world.samples[:3], world.samples[:3], taps=(1, 2, 4)
+    )
     with pytest.raises(MismatchError, match=r"old features are of the layers \(1, 2, 4\)"):
         world.tune("elsewhere", {**start, "keep_mix": elsewhere.url})
     assert not (world.folder / "few").exists()
@@ -210,7 +237,11 @@ def test_an_old_mix_that_says_nothing_is_refused_before_any_work(world, tmp_path
 
 
 def test_a_head_that_loses_nothing_passes(world):
-    output = world.tune("mild", {"head": world.head.url, "keep_mix": world.old.url}, optimizer={"learning_rate": 1e-6})
+    output = world.tune(
+        "mild",
+        {"head": world.head.url, "keep_mix": world.old.url},
+        optimizer={"learning_rate": 1e-6},
+    )
     keep = output.manifest().facts["keep"]
     assert keep["change"] == pytest.approx(0.0, abs=0.02)
     assert keep["samples"] == 24
@@ -226,16 +257,33 @@ def test_a_share_of_the_old_mix_is_trained_on_and_holds_tau(world):
     assert with_share.facts["keep"]["tau_after"] > without.facts["keep"]["tau_after"]
     rows = list(Artifact(str(world.folder / "with")).read_jsonl(METRICS))
     num_new = without.counts["samples"]
-    assert sum(row["samples"] for row in rows) == 6 * (num_new + round(1.5 * num_new))  # 1.5 of 2.5 are six tenths
+    # 1.5 of 2.5 are six tenths
+    assert sum(row["samples"] for row in rows) == 6 * (num_new + round(1.5 * num_new))
 
 
 def test_the_command_line_names_start_and_old_mix(world):
     """The same run as the settings of a run file give."""
-    same = world.tune("by file", {"head": world.head.url, "keep_mix": world.old.url}, optimizer={"learning_rate": 1e-6})
-    settings = ["objective.num_ttt_steps=3", "epochs=2", "batches.tokens=256", "optimizer.learning_rate=1e-6", "dtype=float32"]
+    same = world.tune(
+        "by file",
+        {"head": world.head.url, "keep_mix": world.old.url},
+        optimizer={"learning_rate": 1e-6},
+    )
+    settings = [
+        "objective.num_ttt_steps=3",
+        "epochs=2",
+        "batches.tokens=256",
+        "optimizer.learning_rate=1e-6",
+        "dtype=float32",
+    ]
     settings += ["stop={measurements: 0, num_draft_steps: 3}"]
     words = ["train", world.new.url, "-t", str(world.target), "-o", str(world.folder / "by words")]
-    words += ["--start", world.head.url, "--keep-mix", world.old.url, *(word for one in settings for word in ("-s", one))]
+    words += [
+        "--start",
+        world.head.url,
+        "--keep-mix",
+        world.old.url,
+        *(word for one in settings for word in ("-s", one)),
+    ]
     shown = CliRunner().invoke(build(words), words, prog_name="eyas")
     assert shown.exit_code == 0, shown.output
     assert Artifact(str(world.folder / "by words")).manifest().identity == same.manifest().identity
@@ -252,7 +300,10 @@ def test_a_start_may_be_the_packaged_head_or_one_of_the_hub(monkeypatch):
     monkeypatch.setattr(builtin, "hub_folder", {"owner/head": packaged}.__getitem__)
     by_folder = given_head(packaged, vocabulary)
     for name in ("builtin", "owner/head"):
-        assert identity_of(StartConfig(head=name)).identity == identity_of(StartConfig(head=packaged)).identity
+        assert (
+            identity_of(StartConfig(head=name)).identity
+            == identity_of(StartConfig(head=packaged)).identity
+        )
         assert torch.equal(given_head(name, vocabulary).lm_head.weight, by_folder.lm_head.weight)
 
 
@@ -284,7 +335,8 @@ def test_conversations_without_a_round_compare_nothing():
 def test_the_interval_is_of_the_ratio_over_conversations():
     generator = torch.Generator().manual_seed(1)
     rounds = torch.randint(5, 40, (400,), generator=generator)
-    ease = 1.5 + 2 * torch.rand(400, generator=generator)  # conversations differ by far more than the heads
+    # conversations differ by far more than the heads
+    ease = 1.5 + 2 * torch.rand(400, generator=generator)
     before = torch.stack(((rounds * ease).long(), rounds), dim=1)
     same = compared(before, before)
     assert (same.change, same.interval) == (0.0, (0.0, 0.0))

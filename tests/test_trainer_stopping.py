@@ -36,7 +36,9 @@ def made(tmp_path_factory):
     folder = tiny_target(tmp_path_factory.mktemp("target"), num_hidden_layers=8)
     target = Target.load(folder)
     samples = samples_of(target, greedy_answers(folder, 14), "sample")
-    return str(folder), write_features(tmp_path_factory.mktemp("features"), target, samples[:9], samples[9:])
+    return str(folder), write_features(
+        tmp_path_factory.mktemp("features"), target, samples[:9], samples[9:]
+    )
 
 
 def changed(**changes) -> TrainConfig:
@@ -101,18 +103,24 @@ def test_a_stopped_run_that_was_cut_stops_again(made, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         run(made, config, tmp_path / "cut", cut)
-    assert run(made, config, tmp_path / "cut").read("model.safetensors") == whole.read("model.safetensors")
+    assert run(made, config, tmp_path / "cut").read("model.safetensors") == whole.read(
+        "model.safetensors"
+    )
 
 
 def test_a_sample_without_a_round_judges_nothing(made, tmp_path):
     folder, features = made
     target = Target.load(folder)
-    silent = write_features(tmp_path / "features", target, [], samples_of(target, [([5, 6, 7], [8])] * 2, "short"))
+    silent = write_features(
+        tmp_path / "features", target, [], samples_of(target, [([5, 6, 7], [8])] * 2, "short")
+    )
     output = Artifact(str(tmp_path / "head"))
     train(CONFIG, folder, Features(features), output, held_out=Features(silent, "held_out"))
     assert output.manifest().facts["held_out"]["step"] == 0
     run(made, changed(stop={"measurements": 0}), tmp_path / "plain")
-    assert output.read("model.safetensors") == Artifact(str(tmp_path / "plain")).read("model.safetensors")
+    assert output.read("model.safetensors") == Artifact(str(tmp_path / "plain")).read(
+        "model.safetensors"
+    )
 
 
 def test_patience_needs_something_to_wait_for(made, tmp_path):
@@ -120,12 +128,15 @@ def test_patience_needs_something_to_wait_for(made, tmp_path):
     with pytest.raises(ConfigError, match=r"stop\.patience"):
         run(made, config, tmp_path / "a")
     with pytest.raises(ConfigError, match=r"stop\.patience"):
-        train(changed(stop={"patience": 2}), made[0], Features(made[1]), Artifact(str(tmp_path / "b")))
+        train(
+            changed(stop={"patience": 2}), made[0], Features(made[1]), Artifact(str(tmp_path / "b"))
+        )
 
 
 def test_patience_counts_measurements_without_a_gain():
     patience, config = Patience(), StopConfig(patience=2)
-    told = ((1.0, True, 0), (1.04, True, 1), (1.06, True, 0), (1.06, True, 1), (1.05, False, 2))  # a gain is .05 or more
+    # a gain is .05 or more
+    told = ((1.0, True, 0), (1.04, True, 1), (1.06, True, 0), (1.06, True, 1), (1.05, False, 2))
     for step, (tau, is_best, misses) in enumerate(told, 1):
         assert patience.add(step, tau, 0.05) == is_best
         assert patience.misses == misses
@@ -136,7 +147,9 @@ def test_patience_counts_measurements_without_a_gain():
 
 def test_a_loss_that_runs_away_stops_the_run_and_names_its_samples(made, tmp_path):
     config = changed(
-        optimizer={"learning_rate": 3.0, "warmup_share": 0.7, "max_grad_norm": 1e6}, epochs=40, stop={"diverged_at": 1.3}
+        optimizer={"learning_rate": 3.0, "warmup_share": 0.7, "max_grad_norm": 1e6},
+        epochs=40,
+        stop={"diverged_at": 1.3},
     )
     with pytest.raises(EyasError, match="the loss runs away") as raised:
         run(made, config, tmp_path)
@@ -165,7 +178,9 @@ def test_drift_waits_until_it_is_settled_and_forgives_next_to_nothing():
 
 
 def test_an_error_keeps_what_was_done(made, tmp_path, monkeypatch):
-    """A step that cannot be done: the state is that of the step before, whatever checkpoint_every says."""
+    """A step that cannot be done: the state is that of the step before, whatever checkpoint_every
+    says.
+    """
     update = trainer.update
 
     def failing(run, *rest):
@@ -180,13 +195,17 @@ def test_an_error_keeps_what_was_done(made, tmp_path, monkeypatch):
     steps = []
     output = run(made, CONFIG, tmp_path / "cut", lambda done, *_: steps.append(done))
     assert steps[0] == 9
-    assert output.read("model.safetensors") == run(made, CONFIG, tmp_path / "whole").read("model.safetensors")
+    assert output.read("model.safetensors") == run(made, CONFIG, tmp_path / "whole").read(
+        "model.safetensors"
+    )
     assert not output.exists(CHECKPOINT)
 
 
 def test_places_and_trackers_change_no_identity(made, tmp_path):
     identities = []
-    for number, changes in enumerate(({}, {"checkpoint_every": 7, "tracker": {"to": ["tensorboard"]}}, {"seed": 1})):
+    for number, changes in enumerate(
+        ({}, {"checkpoint_every": 7, "tracker": {"to": ["tensorboard"]}}, {"seed": 1})
+    ):
         output = run(made, changed(epochs=1, **changes), tmp_path / str(number))
         identities.append(output.manifest().identity)
         assert (tmp_path / str(number) / "tensorboard").exists() == ("tracker" in changes)

@@ -1,4 +1,5 @@
-"""Trackers: what TensorBoard's own reader finds in our files, what the clients keep, and what happens without them.
+"""Trackers: what TensorBoard's own reader finds in our files, what the clients keep, and what
+happens without them.
 
 The clients that are not installed are skipped; `pip install "eyas[wandb]"` and so on.
 """
@@ -17,7 +18,16 @@ import pytest
 
 from eyas.errors import ConfigError
 from eyas.train import tracker
-from eyas.train.tracker import CLIENTS, RunOf, TensorBoard, TrackerConfig, Trackers, masked_crc32c, open_trackers, scalars
+from eyas.train.tracker import (
+    CLIENTS,
+    RunOf,
+    TensorBoard,
+    TrackerConfig,
+    Trackers,
+    masked_crc32c,
+    open_trackers,
+    scalars,
+)
 
 BLOCK = 32 << 10
 IDENTITY = "0123456789abcdef"
@@ -38,7 +48,9 @@ def logged(config: TrackerConfig, folder: Path) -> None:
 
 
 def leveldb_records(data: bytes) -> Iterator[bytes]:
-    """The records of a log in LevelDB's format: blocks of 32 KiB; of each piece a checksum, its length, and whether it ends."""
+    """The records of a log in LevelDB's format: blocks of 32 KiB; of each piece a checksum, its
+    length, and whether it ends.
+    """
     at, whole = 7, b""  # after W&B's own header
     while at + 7 <= len(data):
         if BLOCK - at % BLOCK < 7:
@@ -53,7 +65,9 @@ def leveldb_records(data: bytes) -> Iterator[bytes]:
 
 
 def finished_run(path: Path, kind: type) -> list:
-    """The records of a run that has ended: the client's own process writes the last of them when `finish` has returned."""
+    """The records of a run that has ended: the client's own process writes the last of them when
+    `finish` has returned.
+    """
     patience = time.monotonic() + 60
     while True:
         records = [kind.FromString(data) for data in leveldb_records(path.read_bytes())]
@@ -64,7 +78,11 @@ def finished_run(path: Path, kind: type) -> list:
 
 
 def test_the_checksum_is_tfrecords():
-    assert masked_crc32c(b"123456789") == ((0xE3069283 >> 15 | 0xE3069283 << 17) + 0xA282EAD8) & 0xFFFFFFFF  # RFC 3720's vector
+    # RFC 3720's vector
+    assert (
+        masked_crc32c(b"123456789")
+        == ((0xE3069283 >> 15 | 0xE3069283 << 17) + 0xA282EAD8) & 0xFFFFFFFF
+    )
 
 
 def test_tensorboard_reads_what_is_written(tmp_path):
@@ -76,9 +94,14 @@ def test_tensorboard_reads_what_is_written(tmp_path):
     found = reader.EventAccumulator(str(tmp_path / "tensorboard"))
     found.Reload()
     assert found.Tags()["scalars"] == ["loss", "accuracy/0"]
-    assert [event.step for event in found.Scalars("loss")] == [1, 2, 3, 4, 5]  # the steps after the checkpoint, once
-    assert [event.value for event in found.Scalars("loss")] == pytest.approx([1.0 / step for step in range(1, 6)])
-    assert [event.value for event in found.Scalars("accuracy/0")] == pytest.approx([0.1 * step for step in range(1, 6)])
+    # the steps after the checkpoint, once
+    assert [event.step for event in found.Scalars("loss")] == [1, 2, 3, 4, 5]
+    assert [event.value for event in found.Scalars("loss")] == pytest.approx(
+        [1.0 / step for step in range(1, 6)]
+    )
+    assert [event.value for event in found.Scalars("accuracy/0")] == pytest.approx(
+        [0.1 * step for step in range(1, 6)]
+    )
     times = [event.wall_time for event in found.Scalars("loss")]
     assert times == sorted(times)
 
@@ -88,7 +111,10 @@ def test_tensorboard_is_read_while_it_grows(tmp_path):
     board = TensorBoard(str(tmp_path), 0)
     found = reader.EventAccumulator(str(tmp_path))
     for step in (1, 2):
-        board.log(step, {"loss": float("nan") if step == 2 else 1.0, "a name of ünusual length " * 20: 2.0})
+        board.log(
+            step,
+            {"loss": float("nan") if step == 2 else 1.0, "a name of ünusual length " * 20: 2.0},
+        )
         found.Reload()
         assert [event.step for event in found.Scalars("loss")] == list(range(1, step + 1))
     board.close()
@@ -120,7 +146,9 @@ def test_trackio_keeps_what_is_logged(tmp_path, monkeypatch):
     logged(TrackerConfig(to=("trackio",)), tmp_path)
     (database,) = tmp_path.rglob("eyas.db")
     with sqlite3.connect(database) as connection:
-        rows = connection.execute("select run_name, step, metrics from metrics order by step").fetchall()
+        rows = connection.execute(
+            "select run_name, step, metrics from metrics order by step"
+        ).fetchall()
     connection.close()
     assert {name for name, _, _ in rows} == {f"train-1-{IDENTITY}"}
     assert {step for _, step, metrics in rows if "loss" in str(metrics)} == set(range(1, 6))
@@ -132,11 +160,14 @@ def test_mlflow_keeps_what_is_logged(tmp_path, monkeypatch):
     server = f"file://{tmp_path}/mlruns"
     logged(TrackerConfig(to=("mlflow",), server=server), tmp_path)
     client = mlflow.MlflowClient(tracking_uri=server)
-    (run,) = client.search_runs([client.get_experiment_by_name("eyas").experiment_id])  # one, resumed
+    # one, resumed
+    (run,) = client.search_runs([client.get_experiment_by_name("eyas").experiment_id])
     assert run.info.run_name == "train-1"
     assert run.info.status == "FINISHED"
     assert run.data.params == {"seed": "1", "optimizer.learning_rate": "0.001"}
-    history = {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "loss")}
+    history = {
+        metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "loss")
+    }
     assert history == pytest.approx({step: 1.0 / step for step in range(1, 6)})
 
 
@@ -190,10 +221,25 @@ def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(caplog):
     both.close()
     assert (bad.steps, bad.is_closed) == ([1], False)
     assert (good.steps, good.is_closed) == ([1, 2, 3], True)
-    assert [record.data for record in caplog.records] == [{"tracker": "wandb", "error": "ConnectionError"}]
+    assert [record.data for record in caplog.records] == [
+        {"tracker": "wandb", "error": "ConnectionError"}
+    ]
     assert "secret" not in caplog.text
 
 
 def test_numbers_of_a_row_by_name():
-    row = {"step": 3, "loss": 1.5, "accuracy": [0.5, 0.25], "judged": 7, "held_out_tau": 2.0, "note": "no number"}
-    assert scalars(row) == {"loss": 1.5, "accuracy/0": 0.5, "accuracy/1": 0.25, "judged": 7.0, "held_out_tau": 2.0}
+    row = {
+        "step": 3,
+        "loss": 1.5,
+        "accuracy": [0.5, 0.25],
+        "judged": 7,
+        "held_out_tau": 2.0,
+        "note": "no number",
+    }
+    assert scalars(row) == {
+        "loss": 1.5,
+        "accuracy/0": 0.5,
+        "accuracy/1": 0.25,
+        "judged": 7.0,
+        "held_out_tau": 2.0,
+    }

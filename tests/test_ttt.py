@@ -1,4 +1,6 @@
-"""The unroll: what a slot sees and what it does not, and that it computes what drafting step by step computes."""
+"""The unroll: what a slot sees and what it does not, and that it computes what drafting step by
+step computes.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ from eyas.model import ttt
 from eyas.model.chain import free_running_drafts
 from eyas.model.ttt import Slots, unroll
 from tests.plain_eagle import PlainHead, weights_of
-from tests.tiny_batch import as_examples, doubled, made_up_batch, made_up_samples, tiny_vocabulary, waves, wavy_head
+from tests.tiny_batch import (
+    as_examples,
+    doubled,
+    made_up_batch,
+    made_up_samples,
+    tiny_vocabulary,
+    waves,
+    wavy_head,
+)
 
 K = 5
 LENGTHS = (9, 6, 7)
@@ -33,7 +43,9 @@ def batch():
 
 
 def next_embeds_of(batch):
-    return F.embedding(batch.tokens_BT.roll(-1, dims=1), tiny_vocabulary(torch.float64).embed_tokens)
+    return F.embedding(
+        batch.tokens_BT.roll(-1, dims=1), tiny_vocabulary(torch.float64).embed_tokens
+    )
 
 
 def test_slots_know_their_place_and_their_tiles():
@@ -60,10 +72,14 @@ def test_tiles_change_nothing(head, batch, monkeypatch, slots_of_a_tile, columns
         aux = batch.aux_hidden_BTA.clone().requires_grad_()
         slots = Slots.where(everywhere())
         still = waves(len(slots.slot_N), 12, seed=5).double()
-        outputs = torch.stack(list(unroll(head, aux, next_embeds_of(batch), slots, lambda *_, still=still: still, K)))
+        outputs = torch.stack(
+            list(unroll(head, aux, next_embeds_of(batch), slots, lambda *_, still=still: still, K))
+        )
         head.zero_grad()
         outputs.sin().sum().backward()
-        results.append([outputs, aux.grad, *(weight.grad.clone() for weight in head.midlayer.parameters())])
+        results.append(
+            [outputs, aux.grad, *(weight.grad.clone() for weight in head.midlayer.parameters())]
+        )
     for whole, tiled in zip(*results, strict=True):
         torch.testing.assert_close(tiled, whole, rtol=1e-9, atol=1e-9)
 
@@ -71,7 +87,9 @@ def test_tiles_change_nothing(head, batch, monkeypatch, slots_of_a_tile, columns
 def test_a_packed_row_costs_what_its_documents_do():
     """Tiles look at the tokens of their own documents, and at some more for the sake of few sizes."""
     lengths = [40] * 100
-    starts = torch.cat([torch.full((length,), 40 * number) for number, length in enumerate(lengths)])[None]
+    starts = torch.cat(
+        [torch.full((length,), 40 * number) for number, length in enumerate(lengths)]
+    )[None]
     tiles = Slots.where(torch.ones_like(starts, dtype=torch.bool), starts).tiles
     assert sum(end - begin for begin, end, _, _ in tiles) == 4000
     assert all(high - low <= 128 + 40 + 2 * ttt.COLUMNS_IN_STEPS_OF for _, _, low, high in tiles)
@@ -96,7 +114,9 @@ def test_gradients_past_a_slot_and_from_other_rows_are_exactly_zero(head, batch)
     for step in (0, 1, K - 1):
         for n in (0, 3, len(rows) - 1):
             row, slot = int(rows[n]), int(slots.slot_N[n])
-            for grad in torch.autograd.grad(outputs[step][n].sum(), (aux, embeds), retain_graph=True):
+            for grad in torch.autograd.grad(
+                outputs[step][n].sum(), (aux, embeds), retain_graph=True
+            ):
                 seen = grad.abs().sum(-1) > 0
                 expected = torch.zeros_like(seen)
                 expected[row, : slot + 1] = True
@@ -105,14 +125,28 @@ def test_gradients_past_a_slot_and_from_other_rows_are_exactly_zero(head, batch)
 
 def test_later_steps_are_seen_by_their_own_slot_alone(head, batch):
     slots = Slots.where(everywhere())
-    fed = [torch.randn(len(slots.slot_N), 12, dtype=torch.float64, requires_grad=True) for _ in range(K)]
-    outputs = list(unroll(head, batch.aux_hidden_BTA, next_embeds_of(batch), slots, lambda step, _: fed[step], K))
+    fed = [
+        torch.randn(len(slots.slot_N), 12, dtype=torch.float64, requires_grad=True)
+        for _ in range(K)
+    ]
+    outputs = list(
+        unroll(
+            head, batch.aux_hidden_BTA, next_embeds_of(batch), slots, lambda step, _: fed[step], K
+        )
+    )
     for n in (0, 2, 10):
         grads = torch.autograd.grad(outputs[-1][n].sum(), fed[1:], retain_graph=True)
         for grad in grads:
             assert (grad.abs().sum(-1) > 0).nonzero().flatten().tolist() == [n]
-        earlier = torch.autograd.grad(outputs[2][n].sum(), fed[1:], retain_graph=True, allow_unused=True)
-        assert [grad is not None and bool(grad.abs().sum() > 0) for grad in earlier] == [True, True, False, False]
+        earlier = torch.autograd.grad(
+            outputs[2][n].sum(), fed[1:], retain_graph=True, allow_unused=True
+        )
+        assert [grad is not None and bool(grad.abs().sum() > 0) for grad in earlier] == [
+            True,
+            True,
+            False,
+            False,
+        ]
 
 
 def test_the_fed_back_state_is_not_detached(head, batch):
@@ -135,13 +169,19 @@ def test_equals_the_loops(head, batch):
     def true_embeds(step, _):
         return vocabulary.embed_tokens[slots.take(after[step])]
 
-    outputs = torch.stack(list(unroll(head, batch.aux_hidden_BTA, next_embeds_of(batch), slots, true_embeds, K)))
+    outputs = torch.stack(
+        list(unroll(head, batch.aux_hidden_BTA, next_embeds_of(batch), slots, true_embeds, K))
+    )
     assert outputs.shape == (K, len(slots.slot_N), 12)
     rows = slots.flat_N // max(LENGTHS)
     for n, (row, slot) in enumerate(zip(rows.tolist(), slots.slot_N.tolist(), strict=True)):
         tokens = [*examples[row].tokens, *[0] * K]
         expected = plain.unroll(
-            examples[row], vocabulary.embed_tokens, slot, K, lambda step, _, tokens=tokens, slot=slot: tokens[slot + 1 + step]
+            examples[row],
+            vocabulary.embed_tokens,
+            slot,
+            K,
+            lambda step, _, tokens=tokens, slot=slot: tokens[slot + 1 + step],
         )
         torch.testing.assert_close(outputs[:, n], torch.stack(expected), rtol=1e-6, atol=1e-6)
 
@@ -150,7 +190,9 @@ def test_a_slot_does_not_depend_on_which_others_are_unrolled(head, batch):
     def outputs(active_BT):
         slots = Slots.where(active_BT)
         embeds = F.embedding(slots.flat_N % 40, tiny_vocabulary(torch.float64).embed_tokens)
-        made = unroll(head, batch.aux_hidden_BTA, next_embeds_of(batch), slots, lambda *_: embeds, K)
+        made = unroll(
+            head, batch.aux_hidden_BTA, next_embeds_of(batch), slots, lambda *_: embeds, K
+        )
         return dict(zip(slots.flat_N.tolist(), torch.stack(list(made), dim=1), strict=True))
 
     every = outputs(everywhere())
@@ -167,7 +209,9 @@ def test_free_running_equals_drafting_step_by_step_with_a_cache(dtype):
     drafts_NK = free_running_drafts(head, vocabulary.embed_tokens, batch, slots, K)
     assert drafts_NK.shape == (len(slots.slot_N), K)
     assert head.t2d[drafts_NK].all()
-    for n, (flat, slot) in enumerate(zip(slots.flat_N.tolist(), slots.slot_N.tolist(), strict=True)):
+    for n, (flat, slot) in enumerate(
+        zip(slots.flat_N.tolist(), slots.slot_N.tolist(), strict=True)
+    ):
         row = flat // max(LENGTHS)
         embeds = vocabulary.embed_tokens[batch.tokens_BT[row, 1 : slot + 2]][None]
         feature = head.fuse(batch.aux_hidden_BTA[row, : slot + 1].to(dtype))[None]
@@ -175,7 +219,9 @@ def test_free_running_equals_drafting_step_by_step_with_a_cache(dtype):
         chain = []
         for _ in range(K):
             chain.append(int(head.target_ids_W[head.logits(hidden[:, -1]).argmax()]))
-            hidden, cache = head(vocabulary.embed_tokens[chain[-1]][None, None], hidden[:, -1:], cache)
+            hidden, cache = head(
+                vocabulary.embed_tokens[chain[-1]][None, None], hidden[:, -1:], cache
+            )
         assert drafts_NK[n].tolist() == chain
 
 
@@ -184,7 +230,16 @@ def test_padding_beyond_a_row_changes_nothing(head):
     together = doubled(made_up_batch(masks))
     still = torch.zeros(5, 12, dtype=torch.float64)
     slots_of_second = Slots.where(everywhere() & torch.tensor([[False], [True], [False]]))
-    padded = list(unroll(head, together.aux_hidden_BTA, next_embeds_of(together), slots_of_second, lambda *_: still, K))
+    padded = list(
+        unroll(
+            head,
+            together.aux_hidden_BTA,
+            next_embeds_of(together),
+            slots_of_second,
+            lambda *_: still,
+            K,
+        )
+    )
     T = LENGTHS[1]
     alone = list(
         unroll(

@@ -53,13 +53,17 @@ def context_of(tree: Tree, node: int) -> tuple[int, ...]:
     ids=["T=1", "top_k", "top_p"],
 )
 def test_emitted_sequences_follow_the_target(params: SamplingParams) -> None:
-    """Chi-square over all sequences of three tokens, thousands of draws, a new random tree for every round."""
+    """Chi-square over all sequences of three tokens, thousands of draws, a new random tree for
+    every round.
+    """
     rng = np.random.default_rng(7)
     tables: dict[tuple[int, ...], torch.Tensor] = {}
 
     def target_probs(context: tuple[int, ...]) -> torch.Tensor:
         if context not in tables:
-            logits = torch.from_numpy(np.random.default_rng(abs(hash(context)) % 2**32).normal(size=VOCAB) * 1.5)
+            logits = torch.from_numpy(
+                np.random.default_rng(abs(hash(context)) % 2**32).normal(size=VOCAB) * 1.5
+            )
             tables[context] = adjusted_probs(logits, params)
         return tables[context]
 
@@ -72,7 +76,9 @@ def test_emitted_sequences_follow_the_target(params: SamplingParams) -> None:
             tree.tokens[0] = sequence[-1]
             prefix = sequence[:-1]
             path, emitted = accept(
-                tree.tokens, tree.parents, lambda n, p=prefix, t=tree: draw(target_probs(p + context_of(t, n)), rng.random())
+                tree.tokens,
+                tree.parents,
+                lambda n, p=prefix, t=tree: draw(target_probs(p + context_of(t, n)), rng.random()),
             )
             accepted += len(path)
             sequence += tuple(emitted)
@@ -93,7 +99,9 @@ def test_emitted_sequences_follow_the_target(params: SamplingParams) -> None:
 
 
 def test_a_wrong_rule_would_fail_the_chi_square() -> None:
-    """The same statistic on a verifier that gives the tree a second chance: it must show, or the test above is blind."""
+    """The same statistic on a verifier that gives the tree a second chance: it must show, or the
+    test above is blind.
+    """
     rng = np.random.default_rng(3)
     probs = adjusted_probs(torch.tensor([0.0, 0.5, 1.0, 0.2, 0.1]), SamplingParams(temperature=1.0))
     proposed = 2
@@ -113,11 +121,18 @@ def test_greedy_accepts_the_longest_agreeing_path() -> None:
     assert accept([5], [-1], lambda node: 8) == ([], [8])
 
 
-@given(st.lists(st.floats(-5, 5), min_size=2, max_size=30), st.integers(0, 6), st.floats(0.05, 1), st.floats(0.1, 3))
+@given(
+    st.lists(st.floats(-5, 5), min_size=2, max_size=30),
+    st.integers(0, 6),
+    st.floats(0.05, 1),
+    st.floats(0.1, 3),
+)
 def test_adjusted_probs_keep_what_top_k_and_top_p_say(
     logits: list[float], top_k: int, top_p: float, temperature: float
 ) -> None:
-    probs = adjusted_probs(torch.tensor(logits), SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p))
+    probs = adjusted_probs(
+        torch.tensor(logits), SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+    )
     full = (torch.tensor(logits).double() / temperature).softmax(-1)
     kept = probs > 0
     assert float(probs.sum()) == pytest.approx(1)
@@ -149,9 +164,14 @@ def test_the_kept_tree_hangs_together_and_holds_the_best_paths(data: st.DataObje
     tree = tree_of(99, proposals, 0, kept)
     assert (tree.tokens[0], tree.parents[0], len(tree)) == (99, -1, count + 1)
     assert all(0 <= parent < node for node, parent in enumerate(tree.parents) if node)
-    assert all(tree.depths[node] == tree.depths[parent] + 1 for node, parent in enumerate(tree.parents) if node)
     assert all(
-        tree.seen[node] == sum(1 << other for other in range(node + 1) if other in ancestors(tree, node))
+        tree.depths[node] == tree.depths[parent] + 1
+        for node, parent in enumerate(tree.parents)
+        if node
+    )
+    assert all(
+        tree.seen[node]
+        == sum(1 << other for other in range(node + 1) if other in ancestors(tree, node))
         for node in range(len(tree))
     )
 

@@ -1,4 +1,6 @@
-"""Tiny random targets in Hugging Face's form, made on the spot: the same code paths as an 8B model, in milliseconds."""
+"""Tiny random targets in Hugging Face's form, made on the spot: the same code paths as an 8B model,
+in milliseconds.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,27 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
+    "+ '<|im_end|>' + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-FAMILIES = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+FAMILIES = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+}
 TEXT = [
     "user",
     "assistant",
@@ -41,7 +56,9 @@ def _tokenizer(vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def tiny_tokenizer(folder: Path, vocab_size: int = 320, chat_template: str | None = TEMPLATE) -> None:
+def tiny_tokenizer(
+    folder: Path, vocab_size: int = 320, chat_template: str | None = TEMPLATE
+) -> None:
     """Save a byte-level BPE with ChatML specials (0, 1, 2) and, unless None, the chat template."""
     fast = PreTrainedTokenizerFast(
         tokenizer_object=_tokenizer(vocab_size),
@@ -54,7 +71,9 @@ def tiny_tokenizer(folder: Path, vocab_size: int = 320, chat_template: str | Non
     fast.save_pretrained(folder)
 
 
-def tiny_target(folder: Path, family: str = "llama", seed: int = 0, dtype: str = "float32", **overrides: Any) -> Path:
+def tiny_target(
+    folder: Path, family: str = "llama", seed: int = 0, dtype: str = "float32", **overrides: Any
+) -> Path:
     """Write a random target of 8 layers, hidden 32, vocabulary 320 to `folder` and return it."""
     shape: dict[str, Any] = {
         "vocab_size": 320,
@@ -77,7 +96,8 @@ def tiny_target(folder: Path, family: str = "llama", seed: int = 0, dtype: str =
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))
     for name, weight in model.named_parameters():
-        if "norm" in name or name.endswith("bias"):  # ones and zeros would hide a forgotten norm or bias
+        # ones and zeros would hide a forgotten norm or bias
+        if "norm" in name or name.endswith("bias"):
             weight.data.add_(0.1 * torch.randn_like(weight))
     model.save_pretrained(folder)
     tiny_tokenizer(folder, max(320, config.vocab_size))

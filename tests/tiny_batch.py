@@ -39,7 +39,9 @@ TINY_TARGET = TargetConfig(
 
 
 def waves(*shape: int, seed: int) -> Tensor:
-    """Numbers without order that no version of a random generator changes: sines of far-apart angles, float32."""
+    """Numbers without order that no version of a random generator changes: sines of far-apart
+    angles, float32.
+    """
     count = torch.Size(shape).numel()
     angles = torch.arange(count, dtype=torch.float64) * 12.9898 + 78.233 * (seed + 1)
     return ((torch.sin(angles) * 43758.5453).frac() * 2).float().view(shape)
@@ -47,16 +49,26 @@ def waves(*shape: int, seed: int) -> Tensor:
 
 def tiny_vocabulary(dtype: torch.dtype = torch.float32) -> TargetVocabulary:
     V, H = TINY_TARGET.vocab_size, TINY_TARGET.hidden_size
-    return TargetVocabulary(TINY_TARGET, waves(V, H, seed=1).to(dtype), waves(V, H, seed=2).to(dtype), "made up")
+    return TargetVocabulary(
+        TINY_TARGET, waves(V, H, seed=1).to(dtype), waves(V, H, seed=2).to(dtype), "made up"
+    )
 
 
 def wavy_head(draft_vocab_size: int = 30, **options: Any) -> Head:
-    """A head whose every weight matters, norms too; draft tokens spread over the vocabulary. options: HeadOptions'."""
-    head = Head(HeadConfig.for_target(TINY_TARGET, HeadOptions(draft_vocab_size=draft_vocab_size, **options)))
+    """A head whose every weight matters, norms too; draft tokens spread over the vocabulary.
+    options: HeadOptions'.
+    """
+    head = Head(
+        HeadConfig.for_target(
+            TINY_TARGET, HeadOptions(draft_vocab_size=draft_vocab_size, **options)
+        )
+    )
     with torch.no_grad():
         for number, weight in enumerate(head.parameters()):
             values = waves(*weight.shape, seed=10 + number)
-            weight.copy_(1 + 0.5 * values if weight.ndim == 1 else 2 * values * weight.shape[1] ** -0.5)
+            weight.copy_(
+                1 + 0.5 * values if weight.ndim == 1 else 2 * values * weight.shape[1] ** -0.5
+            )
     counts_V = waves(TINY_TARGET.vocab_size, seed=3).mul(100).long()
     head.set_vocabulary(*draft_vocabulary(counts_V, draft_vocab_size))
     return head
@@ -67,9 +79,24 @@ def made_up_samples(masks: Sequence[Sequence[bool]], seed: int = 0) -> list[Samp
     samples = []
     for number, mask in enumerate(masks):
         T, H, at = len(mask), TINY_TARGET.hidden_size, 1000 * seed + 10 * number
-        ids = waves(T, seed=at + 4).add(2).mul(TINY_TARGET.vocab_size / 4).long().clamp(0, TINY_TARGET.vocab_size - 1).int()
+        ids = (
+            waves(T, seed=at + 4)
+            .add(2)
+            .mul(TINY_TARGET.vocab_size / 4)
+            .long()
+            .clamp(0, TINY_TARGET.vocab_size - 1)
+            .int()
+        )
         loss_mask = torch.tensor(list(mask), dtype=torch.bool)
-        samples.append(Sample(f"made-up-{number}", ids, loss_mask, waves(T, 3 * H, seed=at + 5), waves(T, H, seed=at + 6)))
+        samples.append(
+            Sample(
+                f"made-up-{number}",
+                ids,
+                loss_mask,
+                waves(T, 3 * H, seed=at + 5),
+                waves(T, H, seed=at + 6),
+            )
+        )
     return samples
 
 
@@ -78,8 +105,20 @@ def made_up_batch(masks: Sequence[Sequence[bool]], seed: int = 0) -> Batch:
 
 
 def as_examples(samples: Sequence[Sample]) -> list[Example]:
-    return [Example(s.token_ids.tolist(), s.loss_mask.tolist(), s.aux_hidden.double(), s.last_hidden.double()) for s in samples]
+    return [
+        Example(
+            s.token_ids.tolist(),
+            s.loss_mask.tolist(),
+            s.aux_hidden.double(),
+            s.last_hidden.double(),
+        )
+        for s in samples
+    ]
 
 
 def doubled(batch: Batch) -> Batch:
-    return replace(batch, aux_hidden_BTA=batch.aux_hidden_BTA.double(), last_hidden_BTH=batch.last_hidden_BTH.double())
+    return replace(
+        batch,
+        aux_hidden_BTA=batch.aux_hidden_BTA.double(),
+        last_hidden_BTH=batch.last_hidden_BTH.double(),
+    )

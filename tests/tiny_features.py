@@ -1,4 +1,6 @@
-"""A finished `capture` artifact of a tiny target's own greedy answers, made in memory: no templates, no stages before it."""
+"""A finished `capture` artifact of a tiny target's own greedy answers, made in memory: no
+templates, no stages before it.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,13 @@ def greedy_answers(target: Path, count: int, max_tokens: int = 16) -> list[Conve
     """Prompts of 3 to 9 made-up tokens and the target's own greedy answers, end token or not."""
     generator = torch.Generator().manual_seed(count)
     engine = Engine.load(target)
-    prompts = [torch.randint(3, 320, (3 + number % 7,), generator=generator).tolist() for number in range(count)]
+    prompts = [
+        torch.randint(3, 320, (3 + number % 7,), generator=generator).tolist()
+        for number in range(count)
+    ]
     requests = [
-        Request(str(number), tuple(prompt), SamplingParams(max_tokens=max_tokens)) for number, prompt in enumerate(prompts)
+        Request(str(number), tuple(prompt), SamplingParams(max_tokens=max_tokens))
+        for number, prompt in enumerate(prompts)
     ]
     answers = {result.request_id: result.token_ids for result in engine.run(requests)}
     return [(prompt, answers[str(number)]) for number, prompt in enumerate(prompts)]
@@ -33,15 +39,23 @@ def samples_of(target: Target, conversations: Sequence[Conversation], name: str)
     samples = []
     for number, (prompt, answer) in enumerate(conversations):
         tokens_T = torch.tensor(prompt + answer)
-        aux_hidden, last_hidden = (features[0].clone() for features in target.features(tokens_T[None]))
+        aux_hidden, last_hidden = (
+            features[0].clone() for features in target.features(tokens_T[None])
+        )
         loss_mask = torch.arange(len(tokens_T)) >= len(prompt)
         source = f"source-{number % 2}"
-        samples.append(Sample(f"{name}-{number}", tokens_T.int(), loss_mask, aux_hidden, last_hidden, source))
+        samples.append(
+            Sample(f"{name}-{number}", tokens_T.int(), loss_mask, aux_hidden, last_hidden, source)
+        )
     return samples
 
 
 def write_features(
-    folder: Path, target: Target, train: Sequence[Sample], held_out: Sequence[Sample], taps: Taps | None = None
+    folder: Path,
+    target: Target,
+    train: Sequence[Sample],
+    held_out: Sequence[Sample],
+    taps: Taps | None = None,
 ) -> Artifact:
     """taps: what the features are said to be of."""
     config = target.config

@@ -16,11 +16,19 @@ from eyas.model.vocab import TargetVocabulary, draft_vocabulary
 
 
 def tiny_head(
-    target: Path, draft_vocab_size: int = 64, seed: int = 0, dtype: torch.dtype = torch.float32, **flags: Any
+    target: Path,
+    draft_vocab_size: int = 64,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **flags: Any,
 ) -> tuple[HeadConfig, dict[str, Tensor]]:
-    """A head of random weights for the target in a folder: config, and tensors by EAGLE's names. flags: HeadConfig's."""
+    """A head of random weights for the target in a folder: config, and tensors by EAGLE's names.
+    flags: HeadConfig's.
+    """
     vocabulary = TargetVocabulary.load(target)
-    options = HeadOptions(draft_vocab_size=draft_vocab_size, hidden_size=flags.pop("hidden_size", None))
+    options = HeadOptions(
+        draft_vocab_size=draft_vocab_size, hidden_size=flags.pop("hidden_size", None)
+    )
     config = HeadConfig.for_target(TargetConfig.from_folder(target), options)
     config = config.model_copy(update={"target_lm_head_sha256": vocabulary.lm_head_sha256, **flags})
     generator = torch.Generator().manual_seed(seed)
@@ -52,9 +60,15 @@ def write_folder(files: dict[str, bytes], folder: Path) -> Path:
 
 
 def head_folder(target: Path, folder: Path, form: Form = "eyas", **options) -> Path:
-    """A random head in one form on disk; the vLLM form with the target's embeddings. options: tiny_head's."""
+    """A random head in one form on disk; the vLLM form with the target's embeddings. options:
+    tiny_head's.
+    """
     config, tensors = tiny_head(target, **options)
-    embed_tokens = TargetVocabulary.load(target, tensors["fc.weight"].dtype).embed_tokens if form == "vllm" else None
+    embed_tokens = (
+        TargetVocabulary.load(target, tensors["fc.weight"].dtype).embed_tokens
+        if form == "vllm"
+        else None
+    )
     verifier = Verifier(str(target), ("LlamaForCausalLM",), embed_tokens)
     return write_folder(write_head(config, tensors, form, verifier), folder)
 

@@ -34,7 +34,8 @@ def questions(count: int) -> list[Question]:
     """So many different ones, of three sources in turn."""
     named = [(number, SOURCES[number % 3]) for number in range(count)]
     return [
-        Question(str(number), source, ({"role": "user", "content": SAID[source].format(number)},)) for number, source in named
+        Question(str(number), source, ({"role": "user", "content": SAID[source].format(number)},))
+        for number, source in named
     ]
 
 
@@ -49,7 +50,9 @@ def learned_head(folder: Path, count: int, output: Path) -> Artifact:
     answers = {result.request_id: result.token_ids for result in Engine.load(folder).run(requests)}
     conversations = [(list(request.prompt_ids), answers[request.id]) for request in requests]
     target = Target.load(folder)
-    features = write_features(output / "features", target, samples_of(target, conversations, "seen"), [])
+    features = write_features(
+        output / "features", target, samples_of(target, conversations, "seen"), []
+    )
     head = Artifact(str(output / "head"))
     train(TRAIN, str(folder), Features(features), head)
     return head

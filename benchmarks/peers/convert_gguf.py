@@ -1,9 +1,10 @@
-"""A Llama target, or an EAGLE-3 head of it, as a GGUF file: llama.cpp's own converter, told to take any tokenizer.
+"""A Llama target, or an EAGLE-3 head of it, as a GGUF file: llama.cpp's own converter, told to take
+any tokenizer.
 
     python convert_gguf.py SOURCE MODEL TARGET OUT OUTTYPE
 
-The converter knows tokenizers by a hash and refuses others. The benchmark sends ids and never text, so the way of
-splitting text before BPE does not matter to it.
+The converter knows tokenizers by a hash and refuses others. The benchmark sends ids and never text,
+so the way of splitting text before BPE does not matter to it.
 """
 
 from __future__ import annotations

@@ -14,7 +14,14 @@ from optimum.intel import OVConfig
 def main() -> None:
     model, out, weights = sys.argv[1:]
     config = None if weights == "bf16" else OVConfig(dtype=weights)
-    main_export(model, out, task="text-generation-with-past", ov_config=config, convert_tokenizer=True, trust_remote_code=True)
+    main_export(
+        model,
+        out,
+        task="text-generation-with-past",
+        ov_config=config,
+        convert_tokenizer=True,
+        trust_remote_code=True,
+    )
 
 
 if __name__ == "__main__":

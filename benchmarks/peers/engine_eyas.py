@@ -13,12 +13,18 @@ from eyas.engine.request import Request, SamplingParams
 
 
 class Eyas:
-    """One engine; a round is an update that says how many drafts it accepted, or a plain round's single token."""
+    """One engine; a round is an update that says how many drafts it accepted, or a plain round's
+    single token.
+    """
 
     def __init__(self, settings: dict[str, Any]) -> None:
         torch.set_num_threads(settings["threads"])
         self.speculates = settings.get("speculation", "off") != "off"
-        config = EngineConfig(max_batch=1, max_length=settings["max_length"], speculation=settings.get("speculation", "off"))
+        config = EngineConfig(
+            max_batch=1,
+            max_length=settings["max_length"],
+            speculation=settings.get("speculation", "off"),
+        )
         head = settings["head_eyas"] if self.speculates else None
         self.engine = Engine.load(settings["target"], head, settings["precision"], config)
 

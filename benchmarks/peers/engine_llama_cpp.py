@@ -1,7 +1,8 @@
-"""llama.cpp as a worker of the peers benchmark: a llama-server of its own, asked over HTTP. Knows its options and its timings.
+"""llama.cpp as a worker of the peers benchmark: a llama-server of its own, asked over HTTP. Knows
+its options and its timings.
 
-Times are the server's: from the end of the prompt's processing to the last token, without HTTP. Greedy by top_k 1 alone,
-so that no other sampler runs.
+Times are the server's: from the end of the prompt's processing to the last token, without HTTP.
+Greedy by top_k 1 alone, so that no other sampler runs.
 """
 
 from __future__ import annotations
@@ -35,7 +36,15 @@ class LlamaCpp:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         self.url = f"http://127.0.0.1:{port}"
-        command = [str(build / "bin" / "llama-server"), "-m", target, "--host", "127.0.0.1", "--port", port]
+        command = [
+            str(build / "bin" / "llama-server"),
+            "-m",
+            target,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            port,
+        ]
         command += [
             "-t",
             threads,
@@ -54,7 +63,16 @@ class LlamaCpp:
         if self.speculates:
             head = gguf(settings, settings["head_vllm"])
             steps = str(settings["num_draft_steps"])
-            command += ["--spec-type", "draft-eagle3", "-md", head, "--spec-draft-n-max", steps, "--spec-draft-p-min", "0"]
+            command += [
+                "--spec-type",
+                "draft-eagle3",
+                "-md",
+                head,
+                "--spec-draft-n-max",
+                steps,
+                "--spec-draft-p-min",
+                "0",
+            ]
             if "synth_len" in settings:
                 command += ["--spec-synth-len", str(settings["synth_len"])]
         self.server = subprocess.Popen(command, stdout=sys.stderr)
@@ -76,9 +94,17 @@ class LlamaCpp:
 
     def decode(self, prompt: list[int], max_tokens: int, ignore_eos: bool) -> Decoded:
         sampling = {"temperature": 0.0, "top_k": 1, "samplers": ["top_k"], "ignore_eos": ignore_eos}
-        body = {"prompt": prompt, "n_predict": max_tokens, "cache_prompt": False, "return_tokens": True, **sampling}
+        body = {
+            "prompt": prompt,
+            "n_predict": max_tokens,
+            "cache_prompt": False,
+            "return_tokens": True,
+            **sampling,
+        }
         headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self.url + "/completion", json.dumps(body).encode(), headers)
+        request = urllib.request.Request(
+            self.url + "/completion", json.dumps(body).encode(), headers
+        )
         with urllib.request.urlopen(request, timeout=600) as answer:
             reply = json.load(answer)
         timings = reply["timings"]
@@ -86,22 +112,41 @@ class LlamaCpp:
         return Decoded(reply["tokens"], timings["predicted_ms"] / 1e3, rounds)
 
     def _new_rounds(self) -> int:
-        """Verification steps since the last call. (An answer's accepted drafts would count some that its end cut off.)"""
+        """Verification steps since the last call. (An answer's accepted drafts would count some
+        that its end cut off.)
+        """
         with urllib.request.urlopen(self.url + "/metrics", timeout=60) as answer:
             lines = answer.read().decode().splitlines()
-        before, self.rounds = self.rounds, next(int(float(line.split()[1])) for line in lines if line.startswith(ROUNDS))
+        before, self.rounds = (
+            self.rounds,
+            next(int(float(line.split()[1])) for line in lines if line.startswith(ROUNDS)),
+        )
         return self.rounds - before
 
 
 def gguf(settings: dict[str, Any], folder: str) -> str:
-    """The model of a Hugging Face folder as a GGUF file, converted once by llama.cpp's own converter."""
+    """The model of a Hugging Face folder as a GGUF file, converted once by llama.cpp's own
+    converter.
+    """
     outtype = OUTTYPES[settings["precision"]]
     made = Path(settings["work"], f"{Path(folder).name}-{outtype}.gguf")
     if not made.exists():
         cache = (Path(settings["llama_cpp"]) / "CMakeCache.txt").read_text()
-        source = next(line.split("=", 1)[1] for line in cache.splitlines() if line.startswith("CMAKE_HOME_DIRECTORY:"))
+        source = next(
+            line.split("=", 1)[1]
+            for line in cache.splitlines()
+            if line.startswith("CMAKE_HOME_DIRECTORY:")
+        )
         half = made.with_suffix(".half")
-        command = [sys.executable, str(HERE / "convert_gguf.py"), source, folder, settings["target"], str(half), outtype]
+        command = [
+            sys.executable,
+            str(HERE / "convert_gguf.py"),
+            source,
+            folder,
+            settings["target"],
+            str(half),
+            outtype,
+        ]
         subprocess.run(command, check=True, stdout=sys.stderr)
         half.rename(made)
     return str(made)

@@ -1,7 +1,9 @@
-"""OpenVINO GenAI as a worker of the peers benchmark. Knows its precisions, and its two ways of speculating.
+"""OpenVINO GenAI as a worker of the peers benchmark. Knows its precisions, and its two ways of
+speculating.
 
-The weights are stored as the precision says (bf16 as it came, fp16 or fp32); `inference_precision` is what the CPU plugin
-computes in. A chain sets num_assistant_tokens alone, a tree also branching_factor and tree_depth.
+The weights are stored as the precision says (bf16 as it came, fp16 or fp32); `inference_precision`
+is what the CPU plugin computes in. A chain sets num_assistant_tokens alone, a tree also
+branching_factor and tree_depth.
 """
 
 from __future__ import annotations
@@ -24,12 +26,17 @@ class OpenVino:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings
-        device = {"INFERENCE_PRECISION_HINT": settings["inference_precision"], "INFERENCE_NUM_THREADS": settings["threads"]}
+        device = {
+            "INFERENCE_PRECISION_HINT": settings["inference_precision"],
+            "INFERENCE_NUM_THREADS": settings["threads"],
+        }
         device |= {"PERFORMANCE_HINT": "LATENCY", "ENABLE_HYPER_THREADING": True}
         options: dict[str, Any] = dict(device)
         self.speculates = "num_draft_steps" in settings
         if self.speculates:
-            options["draft_model"] = genai.draft_model(exported(settings, settings["head_sglang"]), "CPU", **device)
+            options["draft_model"] = genai.draft_model(
+                exported(settings, settings["head_sglang"]), "CPU", **device
+            )
         if self.speculates or settings.get("paged"):
             scheduler = genai.SchedulerConfig()
             scheduler.cache_size = 1
@@ -40,7 +47,9 @@ class OpenVino:
 
     def decode(self, prompt: list[int], max_tokens: int, ignore_eos: bool) -> Decoded:
         end = self.settings["eos_token_id"]
-        config = genai.GenerationConfig(max_new_tokens=max_tokens, ignore_eos=ignore_eos, do_sample=False, eos_token_id=end)
+        config = genai.GenerationConfig(
+            max_new_tokens=max_tokens, ignore_eos=ignore_eos, do_sample=False, eos_token_id=end
+        )
         config.apply_chat_template = False
         if self.speculates:
             config.num_assistant_tokens = self.settings["num_draft_steps"]
@@ -52,7 +61,8 @@ class OpenVino:
         inputs = genai.TokenizedInputs(ids, ov.Tensor(np.ones((1, len(prompt)), dtype=np.int64)))
         answer = self.pipeline.generate(inputs, config)
         tokens = list(answer.tokens[0])
-        times = answer.perf_metrics.raw_metrics.m_new_token_times  # ms, one for each forward that gave tokens
+        # ms, one for each forward that gave tokens
+        times = answer.perf_metrics.raw_metrics.m_new_token_times
         return Decoded(tokens, (times[-1] - times[0]) / 1e3, len(times) - 1)
 
 

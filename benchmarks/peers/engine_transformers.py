@@ -1,4 +1,6 @@
-"""transformers as a worker of the peers benchmark: its own model and static cache, compiled, in a loop without `generate`."""
+"""transformers as a worker of the peers benchmark: its own model and static cache, compiled, in a
+loop without `generate`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ class Transformers:
         self.cache.reset()
         T = len(prompt)
         positions = torch.arange(T)[None]
-        out = self.model(torch.tensor([prompt]), past_key_values=self.cache, position_ids=positions, logits_to_keep=1)
+        out = self.model(
+            torch.tensor([prompt]),
+            past_key_values=self.cache,
+            position_ids=positions,
+            logits_to_keep=1,
+        )
         token = out.logits[:, -1].argmax(-1, keepdim=True)
         tokens = [int(token)]
         started = time.perf_counter()

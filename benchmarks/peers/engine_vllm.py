@@ -1,4 +1,6 @@
-"""vLLM on CPU as a worker of the peers benchmark: its engine in this process, stepped by hand and timed from outside."""
+"""vLLM on CPU as a worker of the peers benchmark: its engine in this process, stepped by hand and
+timed from outside.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,11 @@ import os
 import time
 from typing import Any
 
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 import torch
@@ -22,7 +28,11 @@ class Vllm:
         speculative = None
         if "num_draft_steps" in settings:
             steps = settings["num_draft_steps"]
-            speculative = {"method": "eagle3", "model": settings["head_vllm"], "num_speculative_tokens": steps}
+            speculative = {
+                "method": "eagle3",
+                "model": settings["head_vllm"],
+                "num_speculative_tokens": steps,
+            }
         self.engine = LLM(
             settings["target"],
             dtype=settings["precision"],
@@ -39,7 +49,9 @@ class Vllm:
 
     def decode(self, prompt: list[int], max_tokens: int, ignore_eos: bool) -> Decoded:
         self.asked += 1
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos, detokenize=False)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos, detokenize=False
+        )
         self.engine.add_request(str(self.asked), TokensPrompt(prompt_token_ids=prompt), params)
         tokens: list[int] = []
         first = last = 0.0

@@ -1,13 +1,14 @@
-"""The talk between the peers benchmark and the process that holds one engine. Knows JSON lines, no engine.
+"""The talk between the peers benchmark and the process that holds one engine. Knows JSON lines, no
+engine.
 
-A worker is a script run by its engine's own Python, so this file is standard library only. It reads one command a line
-from stdin and answers one line on stdout:
+A worker is a script run by its engine's own Python, so this file is standard library only. It reads
+one command a line from stdin and answers one line on stdout:
 
     {"do": "load", ...settings}                                            -> {"ok": true}
     {"do": "decode", "prompts": [[ids]], "max_tokens": n, "ignore_eos": b} -> {"ok": true, "answers": [Decoded, ...]}
 
-or {"error": text}. The engine stays loaded between commands, so that loading and conversion lie outside every timing.
-Whatever the engine's libraries print goes to stderr.
+or {"error": text}. The engine stays loaded between commands, so that loading and conversion lie
+outside every timing. Whatever the engine's libraries print goes to stderr.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """One answer: its tokens; the seconds from its first token to its last; and the target's forwards in these seconds."""
+    """One answer: its tokens; the seconds from its first token to its last; and the target's
+    forwards in these seconds.
+    """
 
     tokens: list[int]
     seconds: float
@@ -52,8 +55,14 @@ def serve(load: Callable[[dict[str, Any]], Engine]) -> None:
             else:
                 assert engine is not None, "decode before load"
                 rest = command["max_tokens"], command["ignore_eos"]
-                reply = {"ok": True, "answers": [asdict(engine.decode(prompt, *rest)) for prompt in command["prompts"]]}
-        except Exception as error:  # whatever an engine raises is its answer: the benchmark goes on without it
+                reply = {
+                    "ok": True,
+                    "answers": [
+                        asdict(engine.decode(prompt, *rest)) for prompt in command["prompts"]
+                    ],
+                }
+        # whatever an engine raises is its answer: the benchmark goes on without it
+        except Exception as error:
             traceback.print_exc()
             reply = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
         replies.write(json.dumps(reply) + "\n")

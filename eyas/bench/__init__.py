@@ -1,1 +1,3 @@
-"""The benchmark: any OpenAI-compatible server, measured over HTTP, and the report of a whole pipeline."""
+"""The benchmark: any OpenAI-compatible server, measured over HTTP, and the report of a whole
+pipeline.
+"""

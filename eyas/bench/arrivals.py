@@ -1,4 +1,5 @@
-"""When requests arrive in an open loop, drawn by seed. Pure functions of numbers: knows no clock and no request.
+"""When requests arrive in an open loop, drawn by seed. Pure functions of numbers: knows no clock
+and no request.
 
 constant   |  |  |  |  |  |        gaps of 1 / rate
 poisson    | |    |  ||   |        exponential gaps: independent users
@@ -27,7 +28,9 @@ class OpenLoop(BaseModel):
 
 
 def arrival_times_s(loop: OpenLoop, rate: float, count: int, seed: int) -> list[float]:
-    """Seconds from the beginning at which each of `count` requests is sent; the first at 0. The mean gap is 1 / rate."""
+    """Seconds from the beginning at which each of `count` requests is sent; the first at 0. The
+    mean gap is 1 / rate.
+    """
     random = Random(f"{seed} {rate} {count}")
     gaps_s = (_gap_s(loop, rate, random) for _ in range(count - 1))
     return list(accumulate(gaps_s, initial=0.0))

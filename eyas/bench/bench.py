@@ -1,11 +1,12 @@
-"""The benchmark: the same prompts to every arm, block by block in turn, so that a busy minute hits all arms alike.
+"""The benchmark: the same prompts to every arm, block by block in turn, so that a busy minute hits
+all arms alike.
 
     concurrency c:   block 0: plain eagle   block 1: eagle plain   block 2: plain eagle   ...      up to 4c prompts, c at a time
     rate r:          the same, but requests are sent when their time has come, the same times for every arm
 
-Every arm asks at every load under a cache salt of its own, where its server takes one: else what one arm asked would be in the
-cache for the next. Knows the order of things; the client measures, `summary` counts. An arm is a way to ask: with or without
-speculation, at one server or another.
+Every arm asks at every load under a cache salt of its own, where its server takes one: else what
+one arm asked would be in the cache for the next. Knows the order of things; the client measures,
+`summary` counts. An arm is a way to ask: with or without speculation, at one server or another.
 """
 
 from __future__ import annotations
@@ -37,14 +38,18 @@ from eyas.errors import ConfigError, EyasError
 from eyas.log import Track, quiet
 from eyas.records import Message
 
-BLOCK = 4  # prompts per slot of concurrency in a block: short enough to share the weather, long enough to fill the slots
+# prompts per slot of concurrency in a block: short enough to share the weather, long enough to fill
+# the slots
+BLOCK = 4
 NUM_BLOCKS = 4  # so many at least, where that leaves two prompts for a slot: arms are to take turns
 T = TypeVar("T")
 SETTLE_S = 0.05  # servers count an answer just after its last byte
 
 
 class ArmConfig(BaseModel):
-    """One way to ask. `speculation` is eyas' own field: None leaves it out, for servers that do not know it."""
+    """One way to ask. `speculation` is eyas' own field: None leaves it out, for servers that do not
+    know it.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -54,14 +59,18 @@ class ArmConfig(BaseModel):
 
 
 class BenchConfig(BaseModel):
-    """What is asked, how often and how many at a time, or how many a second. The first arm is the baseline of comparisons."""
+    """What is asked, how often and how many at a time, or how many a second. The first arm is the
+    baseline of comparisons.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    prompts: str = BUILTIN  # JSON lines, .gz or plain: eyas' prompts, OpenAI's messages, Spec-Bench; or synthetic(64,512)
+    # JSON lines, .gz or plain: eyas' prompts, OpenAI's messages, Spec-Bench; or synthetic(64,512)
+    prompts: str = BUILTIN
     url: str = "http://127.0.0.1:8000"
     arms: dict[str, ArmConfig] = Field(
-        default={"plain": ArmConfig(speculation=False), "eagle": ArmConfig(speculation=True)}, min_length=1
+        default={"plain": ArmConfig(speculation=False), "eagle": ArmConfig(speculation=True)},
+        min_length=1,
     )
     num_prompts: int = Field(default=40, ge=1)
     concurrencies: tuple[int, ...] = (1,)
@@ -86,7 +95,9 @@ class BenchConfig(BaseModel):
         return closed + [Load(rate=rate) for rate in self.open_loop.rates]
 
     def num_at(self, load: Load) -> int:
-        """Prompts for one load: a block of two for each slot, twice over, is the least that says something of it."""
+        """Prompts for one load: a block of two for each slot, twice over, is the least that says
+        something of it.
+        """
         return max(self.num_prompts, 4 * load.concurrency)
 
     def num_warm_up(self, load: Load) -> int:
@@ -103,7 +114,9 @@ class BenchConfig(BaseModel):
         return facts.takes_cache_salt and "cache_salt" not in self.arms[arm].fields
 
     def body(self, arm: str, messages: Sequence[Message], model: str) -> dict[str, Any]:
-        """The request of one prompt to one arm; all have the same seed, so that sampling arms draw alike."""
+        """The request of one prompt to one arm; all have the same seed, so that sampling arms draw
+        alike.
+        """
         body = {
             "model": model,
             "messages": list(messages),
@@ -124,17 +137,22 @@ def bench_identity(config: BenchConfig, served: Mapping[str, Manifest]) -> str:
 
 
 def bench(
-    config: BenchConfig, output: Artifact, track: Track = quiet, served: Mapping[str, Manifest] | None = None
+    config: BenchConfig,
+    output: Artifact,
+    track: Track = quiet,
+    served: Mapping[str, Manifest] | None = None,
 ) -> Manifest:
     """Measure all arms at all loads into rows.jsonl (one request a row) and summary.json.
 
-    `served` are the manifests of what the server runs (target, head): with them, they say what is measured and the server's
-    address does not matter; without, the address does. Raises MissingInputError (no server), MismatchError (arms that did
-    not do the same work), EyasError (no arm's request succeeds; an impossible speed-up); the last two after rows.jsonl.
+    `served` are the manifests of what the server runs (target, head): with them, they say what is
+    measured and the server's address does not matter; without, the address does. Raises
+    MissingInputError (no server), MismatchError (arms that did not do the same work), EyasError (no
+    arm's request succeeds; an impossible speed-up); the last two after rows.jsonl.
     """
     served = served or {}
     read = None if lengths_of(config.prompts) else _read(config)
-    # Servers are looked for first: a wrong address must not claim the folder for a benchmark that never was.
+    # Servers are looked for first: a wrong address must not claim the folder for a benchmark that
+    # never was.
     facts = {} if output.is_done() else _awaited(_facts(config))
     if not output.begin(bench_identity(config, served)):
         return output.manifest("bench")
@@ -146,7 +164,14 @@ def bench(
     cut = {task.prompt_id for task in read or () if task.is_cut}
     engines = {arm: one.engine for arm, one in facts.items()}
     summary = {
-        **summarise(run.rows, list(config.arms), config.temperature == 0, run.counted, config.objectives, engines),
+        **summarise(
+            run.rows,
+            list(config.arms),
+            config.temperature == 0,
+            run.counted,
+            config.objectives,
+            engines,
+        ),
         "differences": differences,
         "num_cut_prompts": len(cut & {row.prompt_id for row in run.rows}),
         "compared_anyway": config.compare_anyway,
@@ -158,12 +183,24 @@ def bench(
     }
     output.write_json("summary.json", summary)
     failed = sum(not row.is_answered for row in run.rows)
-    counts = {"requests": len(run.rows), "failed": failed, "prompts": len({row.prompt_id for row in run.rows})}
-    return output.finish("bench", _described(config, served), served, counts, facts={"comparisons": summary["comparisons"]})
+    counts = {
+        "requests": len(run.rows),
+        "failed": failed,
+        "prompts": len({row.prompt_id for row in run.rows}),
+    }
+    return output.finish(
+        "bench",
+        _described(config, served),
+        served,
+        counts,
+        facts={"comparisons": summary["comparisons"]},
+    )
 
 
 def _awaited(work: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine returns; in a notebook, where a loop runs already, by a thread with a loop of its own."""
+    """What a coroutine returns; in a notebook, where a loop runs already, by a thread with a loop
+    of its own.
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -173,7 +210,9 @@ def _awaited(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _described(config: BenchConfig, served: Mapping[str, Manifest]) -> dict[str, Any]:
-    """The config as far as it says what is measured, with the content of the prompts in place of their path."""
+    """The config as far as it says what is measured, with the content of the prompts in place of
+    their path.
+    """
     described = config.model_dump(mode="json", exclude={"timeout_s", "prompts", "compare_anyway"})
     if served:
         del described["url"]
@@ -190,16 +229,22 @@ def _path(config: BenchConfig) -> str:
 
 def _read(config: BenchConfig) -> list[Task]:
     """As many tasks as the loads take. Raises ConfigError where there are too few for the heaviest."""
-    tasks = read_tasks(_path(config), config.num_tasks, config.seed, pass_over=config.prompts == BUILTIN)
+    tasks = read_tasks(
+        _path(config), config.num_tasks, config.seed, pass_over=config.prompts == BUILTIN
+    )
     most = max((load.concurrency for load in config.loads), default=0)
     if len(tasks) < most:
-        what = f"{_path(config)} has {len(tasks)} prompts: {most} at a time would never be that many"
+        what = (
+            f"{_path(config)} has {len(tasks)} prompts: {most} at a time would never be that many"
+        )
         raise ConfigError(what, "give more prompts, or lower concurrencies")
     return tasks
 
 
 def _check_answered(rows: Sequence[Row]) -> None:
-    """Raises EyasError when some arm at some load has no answer at all: there is nothing to summarise."""
+    """Raises EyasError when some arm at some load has no answer at all: there is nothing to
+    summarise.
+    """
     for arm, load in {(row.arm, row.load) for row in rows}:
         own = [row for row in rows if (row.arm, row.load) == (arm, load)]
         if not any(row.is_answered for row in own):
@@ -208,7 +253,9 @@ def _check_answered(rows: Sequence[Row]) -> None:
 
 
 async def _facts(config: BenchConfig) -> dict[str, Facts]:
-    """What each arm's server tells. Raises MissingInputError, EyasError, and MismatchError for different precisions."""
+    """What each arm's server tells. Raises MissingInputError, EyasError, and MismatchError for
+    different precisions.
+    """
     facts: dict[str, Facts] = {}
     for name, arm in config.arms.items():
         async with Client(arm.url or config.url, config.timeout_s) as client:
@@ -220,7 +267,9 @@ async def _facts(config: BenchConfig) -> dict[str, Facts]:
     return facts
 
 
-async def _measured(config: BenchConfig, facts: Mapping[str, Facts], tasks: list[Task] | None, track: Track) -> _Run:
+async def _measured(
+    config: BenchConfig, facts: Mapping[str, Facts], tasks: list[Task] | None, track: Track
+) -> _Run:
     """A run, run."""
     async with AsyncExitStack() as stack:
         clients = {
@@ -232,18 +281,26 @@ async def _measured(config: BenchConfig, facts: Mapping[str, Facts], tasks: list
             lengths = lengths_of(config.prompts)
             assert lengths is not None
             tasks = await synthetic_tasks(lengths, config.num_tasks, config.seed, run.count_prompt)
-        total = len(config.arms) * sum(min(len(tasks), config.num_at(load)) for load in config.loads)
+        total = len(config.arms) * sum(
+            min(len(tasks), config.num_at(load)) for load in config.loads
+        )
         for load in config.loads:
             await run.warm_up(load, tasks[-config.num_warm_up(load) :])
-            await run.measure(load, tasks[: config.num_at(load)], lambda done, note: track(done, total, note))
+            await run.measure(
+                load, tasks[: config.num_at(load)], lambda done, note: track(done, total, note)
+            )
         await run.count_tokens()
         return run
 
 
 class _Run:
-    """The rows of a benchmark, in the order they were asked for, and what servers counted at each load."""
+    """The rows of a benchmark, in the order they were asked for, and what servers counted at each
+    load.
+    """
 
-    def __init__(self, config: BenchConfig, facts: Mapping[str, Facts], clients: Mapping[str, Client]) -> None:
+    def __init__(
+        self, config: BenchConfig, facts: Mapping[str, Facts], clients: Mapping[str, Client]
+    ) -> None:
         self.rows: list[Row] = []
         self.counted: dict[tuple[str, Load], Counters] = {}
         self._config, self._facts, self._clients = config, facts, clients
@@ -272,7 +329,14 @@ class _Run:
                 own = server.difference(before, await server.count(self._clients[arm]))
                 self.counted[arm, load] = server.added(self.counted.get((arm, load), {}), own)
                 for task, got in zip(some, received, strict=True):
-                    where = (arm, load.concurrency, block, task.prompt_id, task.category, got.sent - self._begin)
+                    where = (
+                        arm,
+                        load.concurrency,
+                        block,
+                        task.prompt_id,
+                        task.category,
+                        got.sent - self._begin,
+                    )
                     self.rows.append(Row(*where, read_reply(got), load.rate))
                 track(len(self.rows), f"{arm}, {load}")
 
@@ -281,14 +345,20 @@ class _Run:
         for arm in self._config.arms:
             for place, row in enumerate(self.rows):
                 if row.arm == arm and row.is_answered and not row.reply.counted_by:
-                    number = await self._clients[arm].num_tokens(self._facts[arm].model, row.reply.text)
+                    number = await self._clients[arm].num_tokens(
+                        self._facts[arm].model, row.reply.text
+                    )
                     if number is None:
                         break
-                    reply = dataclasses.replace(row.reply, num_output_tokens=number, counted_by="tokenize")
+                    reply = dataclasses.replace(
+                        row.reply, num_output_tokens=number, counted_by="tokenize"
+                    )
                     self.rows[place] = dataclasses.replace(row, reply=reply)
 
     def differences(self) -> list[dict[str, Any]]:
-        """How each arm differs from the first, over all loads. Raises MismatchError for what cannot be compared."""
+        """How each arm differs from the first, over all loads. Raises MismatchError for what cannot
+        be compared.
+        """
         baseline, *others = self._config.arms
         found = []
         for arm in others:
@@ -301,21 +371,38 @@ class _Run:
 
     def _pairs(self, baseline: str, arm: str) -> list[tuple[Reply, Reply]]:
         """The answers of two arms to the same prompts at the same loads."""
-        first = {(row.load, row.prompt_id): row.reply for row in self.rows if row.arm == baseline and row.is_answered}
-        own = [row for row in self.rows if row.arm == arm and row.is_answered and (row.load, row.prompt_id) in first]
+        first = {
+            (row.load, row.prompt_id): row.reply
+            for row in self.rows
+            if row.arm == baseline and row.is_answered
+        }
+        own = [
+            row
+            for row in self.rows
+            if row.arm == arm and row.is_answered and (row.load, row.prompt_id) in first
+        ]
         return [(first[row.load, row.prompt_id], row.reply) for row in own]
 
     async def warm_up(self, load: Load, tasks: Sequence[Task]) -> None:
-        """Ask all arms, count nothing; the answers tell whether the arms read the same prompts: MismatchError if not."""
+        """Ask all arms, count nothing; the answers tell whether the arms read the same prompts:
+        MismatchError if not.
+        """
         replies, salts = {}, self._fresh_salts()
         for arm in self._config.arms:
             bodies = self._bodies(arm, tasks, salts[arm])
-            replies[arm] = [read_reply(one) for one in await _ask_all(self._clients[arm], bodies, max(load.concurrency, 1))]
+            replies[arm] = [
+                read_reply(one)
+                for one in await _ask_all(self._clients[arm], bodies, max(load.concurrency, 1))
+            ]
         baseline, *others = replies
         for arm in others:
             both = zip(replies[baseline], replies[arm], strict=True)
             pairs = [pair for pair in both if not (pair[0].error or pair[1].error)]
-            refused = [one for one in comparability.of_answers(pairs, is_greedy=False) if one.what in ("prompts", "counts")]
+            refused = [
+                one
+                for one in comparability.of_answers(pairs, is_greedy=False)
+                if one.what in ("prompts", "counts")
+            ]
             comparability.check_comparable(arm, baseline, refused, self._config.compare_anyway)
 
     def _fresh_salts(self) -> dict[str, str]:
@@ -324,19 +411,30 @@ class _Run:
 
     def _bodies(self, arm: str, tasks: Sequence[Task], salt: str) -> list[dict[str, Any]]:
         more = {"cache_salt": salt} if self._config.is_salted(arm, self._facts[arm]) else {}
-        return [{**self._config.body(arm, task.messages, self._facts[arm].model), **more} for task in tasks]
+        return [
+            {**self._config.body(arm, task.messages, self._facts[arm].model), **more}
+            for task in tasks
+        ]
 
-    async def _ask(self, bodies: Sequence[dict[str, Any]], arm: str, load: Load, block: int) -> list[Received]:
+    async def _ask(
+        self, bodies: Sequence[dict[str, Any]], arm: str, load: Load, block: int
+    ) -> list[Received]:
         if load.rate is None:
             return await _ask_all(self._clients[arm], bodies, load.concurrency)
-        times_s = arrival_times_s(self._config.open_loop, load.rate, len(bodies), self._config.seed + block)
+        times_s = arrival_times_s(
+            self._config.open_loop, load.rate, len(bodies), self._config.seed + block
+        )
         return await _ask_when(self._clients[arm], bodies, times_s)
 
 
 def _block_size(number: int, load: Load) -> int:
     """Prompts in a block: BLOCK a slot, or fewer for NUM_BLOCKS blocks, but not below two a slot."""
     fair = math.ceil(number / NUM_BLOCKS)
-    return fair if load.rate is not None else max(2 * load.concurrency, min(BLOCK * load.concurrency, fair))
+    return (
+        fair
+        if load.rate is not None
+        else max(2 * load.concurrency, min(BLOCK * load.concurrency, fair))
+    )
 
 
 def _in_turn(arms: list[str], block: int) -> list[str]:
@@ -345,7 +443,9 @@ def _in_turn(arms: list[str], block: int) -> list[str]:
     return arms[first:] + arms[:first]
 
 
-async def _ask_all(client: Client, bodies: Sequence[dict[str, Any]], concurrency: int) -> list[Received]:
+async def _ask_all(
+    client: Client, bodies: Sequence[dict[str, Any]], concurrency: int
+) -> list[Received]:
     """Ask for all, `concurrency` at a time, in order."""
     received: list[Received | None] = [None] * len(bodies)
     waiting = iter(enumerate(bodies))
@@ -361,7 +461,9 @@ async def _ask_all(client: Client, bodies: Sequence[dict[str, Any]], concurrency
     return [one for one in received if one is not None]
 
 
-async def _ask_when(client: Client, bodies: Sequence[dict[str, Any]], times_s: Sequence[float]) -> list[Received]:
+async def _ask_when(
+    client: Client, bodies: Sequence[dict[str, Any]], times_s: Sequence[float]
+) -> list[Received]:
     """Ask for each when its time has come, however many are under way."""
     begin = time.perf_counter()
 
@@ -370,5 +472,7 @@ async def _ask_when(client: Client, bodies: Sequence[dict[str, Any]], times_s: S
         return await client.complete(body)
 
     async with asyncio.TaskGroup() as group:
-        asked = [group.create_task(later(body, at_s)) for body, at_s in zip(bodies, times_s, strict=True)]
+        asked = [
+            group.create_task(later(body, at_s)) for body, at_s in zip(bodies, times_s, strict=True)
+        ]
     return [one.result() for one in asked]

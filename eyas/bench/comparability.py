@@ -1,4 +1,5 @@
-"""Whether two arms did the same work, from what their servers told and what they answered. Pure functions.
+"""Whether two arms did the same work, from what their servers told and what they answered. Pure
+functions.
 
     engine      who serves, in which version, on which host     not the same: a ratio of engines or hosts, said
     precision   what the servers say they compute in            not the same: not comparable
@@ -7,7 +8,8 @@
     lengths     tokens of all answers                           more than a tenth apart: not comparable
     answers     greedy ones begin with the same characters      for less than half of the prompts: another model
 
-What is not comparable is refused, unless the user insists; then the report says it. What merely differs is said.
+What is not comparable is refused, unless the user insists; then the report says it. What merely
+differs is said.
 """
 
 from __future__ import annotations
@@ -48,14 +50,20 @@ def of_servers(baseline: Facts, arm: Facts) -> list[Difference]:
 def _engines(baseline: Facts, arm: Facts) -> Iterable[Difference]:
     if baseline.engine != arm.engine:
         what = f"{baseline.engine} against {arm.engine}: the ratio of two engines or hosts"
-        yield Difference("engine", f"{what}, which is no speed-up by speculation and may be above tau", False)
+        yield Difference(
+            "engine", f"{what}, which is no speed-up by speculation and may be above tau", False
+        )
 
 
 def _precisions(baseline: Facts, arm: Facts) -> Iterable[Difference]:
     ours, theirs = baseline.precision, arm.precision
     if ours is None or theirs is None:
-        silent = " and ".join(sorted({one.kind for one in (baseline, arm) if one.precision is None}))
-        yield Difference("precision", f"not told by {silent}: whether both have the same is not known", False)
+        silent = " and ".join(
+            sorted({one.kind for one in (baseline, arm) if one.precision is None})
+        )
+        yield Difference(
+            "precision", f"not told by {silent}: whether both have the same is not known", False
+        )
     elif ours != theirs:
         yield Difference("precision", f"{ours} against {theirs}", True)
 
@@ -64,30 +72,51 @@ def of_answers(pairs: Sequence[tuple[Reply, Reply]], is_greedy: bool) -> list[Di
     """What differs in the answers of two arms to the same prompts."""
     if not pairs:
         return []
-    return [*_prompts(pairs), *_counters(pairs), *_lengths(pairs), *(_texts(pairs) if is_greedy else ())]
+    return [
+        *_prompts(pairs),
+        *_counters(pairs),
+        *_lengths(pairs),
+        *(_texts(pairs) if is_greedy else ()),
+    ]
 
 
 def _prompts(pairs: Sequence[tuple[Reply, Reply]]) -> Iterable[Difference]:
-    counted = [(a.num_prompt_tokens, b.num_prompt_tokens) for a, b in pairs if a.num_prompt_tokens and b.num_prompt_tokens]
+    counted = [
+        (a.num_prompt_tokens, b.num_prompt_tokens)
+        for a, b in pairs
+        if a.num_prompt_tokens and b.num_prompt_tokens
+    ]
     others = [pair for pair in counted if pair[0] != pair[1]]
     if others:
         what = (
-            f"{len(others)} of {len(counted)} prompts are not of the same length, e.g. {others[0][0]} and {others[0][1]} tokens"
+            f"{len(others)} of {len(counted)} prompts are not of the same length, e.g. "
+            f"{others[0][0]} and {others[0][1]} tokens"
         )
         yield Difference("prompts", f"{what}: another tokenizer or chat template", True)
 
 
 def _counters(pairs: Sequence[tuple[Reply, Reply]]) -> Iterable[Difference]:
-    ways = [sorted({reply.counted_by or "nobody" for reply in side}) for side in zip(*pairs, strict=True)]
+    ways = [
+        sorted({reply.counted_by or "nobody" for reply in side})
+        for side in zip(*pairs, strict=True)
+    ]
     if ways[0] != ways[1]:
-        yield Difference("counts", f"tokens are counted by {', '.join(ways[0])} and by {', '.join(ways[1])}", True)
+        yield Difference(
+            "counts",
+            f"tokens are counted by {', '.join(ways[0])} and by {', '.join(ways[1])}",
+            True,
+        )
 
 
 def _lengths(pairs: Sequence[tuple[Reply, Reply]]) -> Iterable[Difference]:
-    ours, theirs = (sum(reply.num_output_tokens for reply in side) for side in zip(*pairs, strict=True))
+    ours, theirs = (
+        sum(reply.num_output_tokens for reply in side) for side in zip(*pairs, strict=True)
+    )
     apart = abs(ours - theirs) / max(ours, theirs, 1)
     if ours != theirs:
-        yield Difference("lengths", f"{ours:,} and {theirs:,} tokens of answers", apart > LENGTHS_APART)
+        yield Difference(
+            "lengths", f"{ours:,} and {theirs:,} tokens of answers", apart > LENGTHS_APART
+        )
 
 
 def _texts(pairs: Sequence[tuple[Reply, Reply]]) -> Iterable[Difference]:
@@ -95,11 +124,16 @@ def _texts(pairs: Sequence[tuple[Reply, Reply]]) -> Iterable[Difference]:
     if not others:
         return
     alike = sum(one.text[:BEGINNING] == other.text[:BEGINNING] for one, other in pairs) / len(pairs)
-    what = f"{len(others)} of {len(pairs)} greedy answers are not the same, {1 - alike:.0%} from their first words on"
+    what = (
+        f"{len(others)} of {len(pairs)} greedy answers are not the same, {1 - alike:.0%} from "
+        "their first words on"
+    )
     yield Difference("answers", what, alike < ALIKE and len(pairs) >= ENOUGH)
 
 
-def check_comparable(arm: str, baseline: str, differences: Iterable[Difference], compare_anyway: bool) -> None:
+def check_comparable(
+    arm: str, baseline: str, differences: Iterable[Difference], compare_anyway: bool
+) -> None:
     """Raises MismatchError for a difference that is refused, unless the user insists."""
     refused = [f"{one.what}: {one.text}" for one in differences if one.refused]
     if refused and not compare_anyway:

@@ -1,4 +1,5 @@
-"""The report's pictures: matplotlib to SVG that takes its colours from the page, so that light and dark are one file.
+"""The report's pictures: matplotlib to SVG that takes its colours from the page, so that light and
+dark are one file.
 
 Knows numbers and names, no benchmark.
 """
@@ -17,10 +18,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-# Colours that stand for the page's own: matplotlib writes the left ones, the page shows the right ones.
+# Colours that stand for the page's own: matplotlib writes the left ones, the page shows the right
+# ones.
 INK, LINE = "#0000f1", "#0000f2"
 SERIES = ("#0000a0", "#0000a1", "#0000a2", "#0000a3")
-VARIABLES = {INK: "var(--muted)", LINE: "var(--line)", **{color: f"var(--series-{n})" for n, color in enumerate(SERIES)}}
+VARIABLES = {
+    INK: "var(--muted)",
+    LINE: "var(--line)",
+    **{color: f"var(--series-{n})" for n, color in enumerate(SERIES)},
+}
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # real text: the page's font, small, and found by a search
     "font.size": 10,
@@ -40,7 +46,8 @@ STYLE: dict[Any, Any] = {
     "legend.frameon": False,
 }
 WIDE = 20  # a range of loads over which a linear axis would put the lowest into one place
-INCHES = (4.2, 2.6)  # about a phone's width at one CSS pixel a point, so that text keeps its size there
+# about a phone's width at one CSS pixel a point, so that text keeps its size there
+INCHES = (4.2, 2.6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +75,9 @@ class Series:
 
 
 def against_load(series: Sequence[Series], label: str, x_label: str, even: bool = False) -> str:
-    """A line per series over the load; bars where there is only one. even: of ratios, with a line at 1 for no difference."""
+    """A line per series over the load; bars where there is only one. even: of ratios, with a line
+    at 1 for no difference.
+    """
     if len({point.x for one in series for point in one.points}) == 1:
         return _draw(lambda axes: _bars(axes, series, label), f"{label} by {x_label}")
 
@@ -88,7 +97,10 @@ def histogram(series: Sequence[Series], label: str) -> str:
         for place, one in enumerate(series):
             total = sum(point.y for point in one.points)
             shift = (place - (len(series) - 1) / 2) * width
-            x, shares = [point.x + shift for point in one.points], [point.y / total for point in one.points]
+            x, shares = (
+                [point.x + shift for point in one.points],
+                [point.y / total for point in one.points],
+            )
             axes.bar(x, shares, width * 0.92, color=one.color, label=one.name)
         axes.set_xlabel("accepted drafts in a round")
         _in_percent(axes)
@@ -116,11 +128,20 @@ def _lines(axes: Axes, series: Sequence[Series], x_label: str, y_label: str) -> 
     for one in series:
         x, y = [point.x for point in one.points], [point.y for point in one.points]
         known = [point for point in one.points if point.low is not None and point.high is not None]
-        style: dict[str, Any] = {"linestyle": (0, (4, 2)), "markerfacecolor": "none"} if one.is_expected else {}
-        axes.plot(x, y, color=one.color, marker="o", markersize=4.5, linewidth=2, label=one.name, **style)
+        style: dict[str, Any] = (
+            {"linestyle": (0, (4, 2)), "markerfacecolor": "none"} if one.is_expected else {}
+        )
+        axes.plot(
+            x, y, color=one.color, marker="o", markersize=4.5, linewidth=2, label=one.name, **style
+        )
         if known:
-            lows, highs = [point.low or 0.0 for point in known], [point.high or 0.0 for point in known]
-            axes.fill_between([point.x for point in known], lows, highs, color=one.color, alpha=0.18, linewidth=0)
+            lows, highs = (
+                [point.low or 0.0 for point in known],
+                [point.high or 0.0 for point in known],
+            )
+            axes.fill_between(
+                [point.x for point in known], lows, highs, color=one.color, alpha=0.18, linewidth=0
+            )
             axes.vlines([point.x for point in known], lows, highs, color=one.color, linewidth=1.2)
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
@@ -138,7 +159,14 @@ def _bars(axes: Axes, series: Sequence[Series], label: str) -> None:
         if point.low is not None and point.high is not None:
             axes.hlines(place, point.low, point.high, color=INK, linewidth=1.5)
         end = max(point.y, point.high or 0)
-        axes.annotate(f"{point.y:.3g}", (end, place), (5, 0), textcoords="offset points", va="center", fontsize=11)
+        axes.annotate(
+            f"{point.y:.3g}",
+            (end, place),
+            (5, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=11,
+        )
     axes.set_yticks(range(len(series)), [one.name for one in series])
     axes.set_ylim(len(series) - 0.5, -0.5)
     axes.margins(x=0.18)
@@ -158,12 +186,16 @@ def _legend(axes: Axes, series: Sequence[Series]) -> None:
 
 
 def _draw(paint: Callable[[Axes], None], label: str) -> str:
-    """The SVG element alone, as wide as its place. The label names it for those who do not see it, and its ids: one a page."""
+    """The SVG element alone, as wide as its place. The label names it for those who do not see it,
+    and its ids: one a page.
+    """
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": label}):
         figure = Figure(figsize=INCHES, layout="constrained")
         paint(figure.subplots())
         written = io.StringIO()
-        figure.savefig(written, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        figure.savefig(
+            written, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
+        )
     svg = written.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)

@@ -1,4 +1,6 @@
-"""The machine a measurement ran on, as far as a reader needs it to judge a figure. Measures nothing."""
+"""The machine a measurement ran on, as far as a reader needs it to judge a figure. Measures
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,16 @@ from typing import Any
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores this process may use, memory (GiB), system, and the load averages (1, 5, 15 min) right now."""
+    """Processor, cores this process may use, memory (GiB), system, and the load averages (1, 5, 15
+    min) right now.
+    """
     return {
-        "processor": _field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "processor": _field("/proc/cpuinfo", "model name")
+        or platform.processor()
+        or platform.machine(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": platform.platform(),
         "python": platform.python_version(),

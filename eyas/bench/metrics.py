@@ -1,9 +1,11 @@
-"""The figures of a benchmark as pure functions of times and counts. Knows no server, no file and no other code of ours.
+"""The figures of a benchmark as pure functions of times and counts. Knows no server, no file and no
+other code of ours.
 
     send ──ttft──▶ first text ──itl──▶ chunk ──itl──▶ ... ──▶ last chunk          tpot = (e2e - ttft) / (tokens - 1)
          └──────────────────────── e2e ──────────────────────────┘
 
-Times are in milliseconds, as their names say. accept_hist[a] counts the rounds that accepted a drafts.
+Times are in milliseconds, as their names say. accept_hist[a] counts the rounds that accepted a
+drafts.
 """
 
 from __future__ import annotations
@@ -16,12 +18,16 @@ from typing import TypedDict
 import numpy as np
 
 Interval = tuple[float, float]
-ENOUGH = 6  # values, from which on an interval is given: below, not even (lowest, highest) holds a median with 95 %
+# values, from which on an interval is given: below, not even (lowest, highest) holds a median with
+# 95 %
+ENOUGH = 6
 RESAMPLES = 1000
 
 
 class Spread(TypedDict):
-    """A sample in five numbers; low and high hold the median with 95 % confidence, None for fewer than 6 values."""
+    """A sample in five numbers; low and high hold the median with 95 % confidence, None for fewer
+    than 6 values.
+    """
 
     count: int
     median: float
@@ -39,7 +45,9 @@ def tpot_ms(ttft_ms: float, e2e_ms: float, num_output_tokens: int) -> float | No
 
 
 def itl_ms(chunk_times_ms: Sequence[float]) -> list[float]:
-    """The gaps between chunks. A chunk may hold several tokens, so this is what a reader sees and not a time per token."""
+    """The gaps between chunks. A chunk may hold several tokens, so this is what a reader sees and
+    not a time per token.
+    """
     return [after - before for before, after in pairwise(chunk_times_ms)]
 
 
@@ -65,18 +73,23 @@ def tau(accept_hist: Sequence[int]) -> float | None:
 
 
 def acceptance_by_position(accept_hist: Sequence[int]) -> list[float]:
-    """[i]: the share of the rounds that accepted i drafts or more which accepted one more, while there are any."""
+    """[i]: the share of the rounds that accepted i drafts or more which accepted one more, while
+    there are any.
+    """
     at_least = [sum(accept_hist[accepted:]) for accepted in range(len(accept_hist))]
     return [more / reached for reached, more in pairwise(at_least) if reached]
 
 
 def acceptance_of_positions(num_drafts: float, accepted: Sequence[float]) -> list[float]:
-    """As acceptance_by_position, from what servers count: rounds, and drafts accepted at position 1, 2, ..."""
+    """As acceptance_by_position, from what servers count: rounds, and drafts accepted at position
+    1, 2, ...
+    """
     return [own / before for before, own in pairwise([num_drafts, *accepted]) if before]
 
 
 def tokens_per_forward(num_decoded: int, accept_hist: Sequence[int]) -> float | None:
-    """Decoded tokens (the first of an answer is none) for each forward of the target; what no round emitted took one each.
+    """Decoded tokens (the first of an answer is none) for each forward of the target; what no round
+    emitted took one each.
 
     It lies between 1 and tau, and is tau where every token came from a round; None without tokens.
     """
@@ -85,7 +98,9 @@ def tokens_per_forward(num_decoded: int, accept_hist: Sequence[int]) -> float | 
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` (0..1) of the sample lies, linear between neighbours (numpy's default)."""
+    """The value below which `share` (0..1) of the sample lies, linear between neighbours (numpy's
+    default).
+    """
     assert values, "no sample"
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
@@ -99,17 +114,21 @@ def median(values: Sequence[float]) -> float:
     return percentile(values, 0.5)
 
 
-def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """Order statistics between which the population's median lies with at least this confidence, whatever the distribution.
+def median_interval(
+    values: Sequence[float], confidence: float = 0.95
+) -> tuple[float, float] | None:
+    """Order statistics between which the population's median lies with at least this confidence,
+    whatever the distribution.
 
-    The number of values below the median is binomial(n, 1/2); the interval leaves out the k lowest and the k highest,
-    with the largest k for which that misses the median in at most 1 - confidence of all samples. None where even
-    (lowest, highest) misses it more often: below 6 values at 95 %.
+    The number of values below the median is binomial(n, 1/2); the interval leaves out the k lowest
+    and the k highest, with the largest k for which that misses the median in at most 1 - confidence
+    of all samples. None where even (lowest, highest) misses it more often: below 6 values at 95 %.
     """
     n = len(values)
     miss, left_out = 0.0, -1
     for k in range((n + 1) // 2):
-        miss += 2 * math.comb(n, k) / 2**n  # the median lies outside [k], [n - 1 - k], counted from 0
+        # the median lies outside [k], [n - 1 - k], counted from 0
+        miss += 2 * math.comb(n, k) / 2**n
         if miss > 1 - confidence:
             break
         left_out = k
@@ -120,11 +139,15 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
 
 
 def bootstrap_interval(
-    rows: Sequence[Sequence[float]], figure: Callable[[np.ndarray], np.ndarray], confidence: float = 0.95
+    rows: Sequence[Sequence[float]],
+    figure: Callable[[np.ndarray], np.ndarray],
+    confidence: float = 0.95,
 ) -> Interval | None:
-    """Percentile bootstrap of a figure over the rows [n, k], each row what is known of one request; the same every time.
+    """Percentile bootstrap of a figure over the rows [n, k], each row what is known of one request;
+    the same every time.
 
-    figure: resamples [..., n, k] -> values [...]. None for fewer than ENOUGH rows. Efron, Tibshirani 1993, chapter 13.
+    figure: resamples [..., n, k] -> values [...]. None for fewer than ENOUGH rows. Efron,
+    Tibshirani 1993, chapter 13.
     """
     if len(rows) < ENOUGH:
         return None

@@ -1,6 +1,8 @@
-"""The report of a benchmark, and of the pipeline before it: one HTML file that needs nothing beside it, Markdown, and CSV.
+"""The report of a benchmark, and of the pipeline before it: one HTML file that needs nothing beside
+it, Markdown, and CSV.
 
-Takes the JSON that stages write as plain dicts and a manifest for the lineage. Knows what the figures mean, not who made them.
+Takes the JSON that stages write as plain dicts and a manifest for the lineage. Knows what the
+figures mean, not who made them.
 """
 
 from __future__ import annotations
@@ -24,16 +26,23 @@ TEMPLATE = Path(__file__).with_name("report.html")
 NAMES = ("report.html", "report.md", "report.csv")
 TPOT_NOTE = "Median time per output token after the first, with its 95 % interval. Lower is better."
 THROUGHPUT_NOTE = (
-    "Output tokens of all requests together, prefill and waiting included, with a 95 % interval. Higher is better."
+    "Output tokens of all requests together, prefill and waiting included, with a "
+    "95 "
+    "% interval. Higher is better."
 )
-SPEEDUP_NOTE = "Median TPOT of the baseline over that of the arm, with a 95 % interval. Above 1 is faster."
+SPEEDUP_NOTE = (
+    "Median TPOT of the baseline over that of the arm, with a 95 % interval. Above 1 is faster."
+)
 TTFT_NOTE = "Median time from the request to the first text, with its 95 % interval."
 TREE_NOTE = (
-    "Drafted tokens that the target judged, for each answer and round, on average over the stretch; the size is the server's "
-    "choice, round by round, where it has one. Rounds left plain count as 0 where answers tell of them, and else are left out."
+    "Drafted tokens that the target judged, for each answer and round, on average over the "
+    "stretch; the size is the server's "
+    "choice, round by round, where it has one. Rounds left plain count as 0 where answers tell of "
+    "them, and else are left out."
 )
 HISTOGRAM_NOTE = (
-    "Share of the rounds by how many drafts the target took over; each round emits one token of the target's own besides."
+    "Share of the rounds by how many drafts the target took over; each round emits "
+    "one token of the target's own besides."
 )
 POSITION_NOTE = (
     "Where all drafts before it were accepted: how often the next one was. "
@@ -46,16 +55,18 @@ SAID_BY = {
     "chunks": "not told: tokens per chunk of the stream, which may be another number",
 }
 SPECULATIONS = ("auto", "fixed")  # what the engine's ways to speculate begin with
-BUSY = 1.2  # of the cores: a load average above this says that something else is, or just was, at work
+# of the cores: a load average above this says that something else is, or just was, at work
+BUSY = 1.2
 Picture = tuple[str, str, str]  # heading, SVG, note
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a report shows. Only the benchmark's summary.json is needed; a part that is absent is left out.
+    """What a report shows. Only the benchmark's summary.json is needed; a part that is absent is
+    left out.
 
-    evaluation is eval.json; ledger is ledger.json; manifest is that of the benchmark, whose inputs tell the lineage.
-    head_is_stated: the manifest's head is what the user says was served.
+    evaluation is eval.json; ledger is ledger.json; manifest is that of the benchmark, whose inputs
+    tell the lineage. head_is_stated: the manifest's head is what the user says was served.
     """
 
     bench: Mapping[str, Any]
@@ -68,7 +79,9 @@ class Contents:
 
 
 def write_reports(folder: Artifact, contents: Contents) -> str:
-    """Write the three files into a folder and return where the page is. Raises what `render` raises."""
+    """Write the three files into a folder and return where the page is. Raises what `render`
+    raises.
+    """
     page = render(contents)
     said = [*contents.commands, *([f"# {tables.STATED}"] if contents.head_is_stated else [])]
     markdown = tables.markdown(contents.bench, contents.manifest, said, contents.title)
@@ -79,17 +92,25 @@ def write_reports(folder: Artifact, contents: Contents) -> str:
 
 
 def render(contents: Contents) -> str:
-    """The report as HTML. Raises EyasError for a summary with a speed-up above tau, InputError for one of an older kind."""
+    """The report as HTML. Raises EyasError for a summary with a speed-up above tau, InputError for
+    one of an older kind.
+    """
     bench = contents.bench
     if "open_loop" not in bench:
-        raise InputError("this summary.json was made by an older eyas, and lacks what a report shows", "run `eyas bench` again")
+        raise InputError(
+            "this summary.json was made by an older eyas, and lacks what a report shows",
+            "run `eyas bench` again",
+        )
     for compared in (*bench["comparisons"], *bench["by_task"], *bench["open_loop"]["comparisons"]):
         check_possible(compared)
     machine = bench["machine"]
     closed, opened = bench["results"], bench["open_loop"]["results"]
     return sheet.fill(
         TEMPLATE,
-        {"number": _number, "pretty": lambda value: json.dumps(value, indent=1, ensure_ascii=False)},
+        {
+            "number": _number,
+            "pretty": lambda value: json.dumps(value, indent=1, ensure_ascii=False),
+        },
         title=contents.title,
         headlines=[headline(bench, compared) for compared in _at_fewest(bench["comparisons"])],
         results=[*closed, *opened],
@@ -131,7 +152,11 @@ def tasks(bench: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A table per compared arm: a row per task, a comparison (or None) per concurrency."""
     found: list[dict[str, Any]] = []
     for arm in dict.fromkeys(one["arm"] for one in bench["by_task"]):
-        own = {(one["category"], one["concurrency"]): one for one in bench["by_task"] if one["arm"] == arm}
+        own = {
+            (one["category"], one["concurrency"]): one
+            for one in bench["by_task"]
+            if one["arm"] == arm
+        }
         categories, loads = (sorted({key[place] for key in own}) for place in (0, 1))
         rows = {category: [own.get((category, load)) for load in loads] for category in categories}
         baseline = next(iter(own.values()))["baseline"]
@@ -140,20 +165,31 @@ def tasks(bench: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def predictions(contents: Contents) -> list[dict[str, Any]]:
-    """What `eyas eval` said of each arm and concurrency before any server ran, beside what the arm did at it."""
+    """What `eyas eval` said of each arm and concurrency before any server ran, beside what the arm
+    did at it.
+    """
     found = []
     for one in contents.bench["comparisons"]:
         said = predicted(contents, one["arm"]).get(one["concurrency"])
         if said is not None:
-            found.append({"arm": one["arm"], "concurrency": one["concurrency"], "predicted": said, "measured": one})
+            found.append(
+                {
+                    "arm": one["arm"],
+                    "concurrency": one["concurrency"],
+                    "predicted": said,
+                    "measured": one,
+                }
+            )
     return found
 
 
 def predicted(contents: Contents, arm: str) -> dict[int, Mapping[str, Any]]:
-    """eval.json's predictions for an arm by concurrency: of the speculation that its server runs, as far as that is known.
+    """eval.json's predictions for an arm by concurrency: of the speculation that its server runs,
+    as far as that is known.
 
-    It is known from the run file's server, or from the arm's name, "auto" or "fixed(4,1,5)". Else the only speculation that
-    is predicted is meant, or auto; none where what is known was not predicted.
+    It is known from the run file's server, or from the arm's name, "auto" or "fixed(4,1,5)". Else
+    the only speculation that is predicted is meant, or auto; none where what is known was not
+    predicted.
     """
     rows = ((contents.evaluation or {}).get("predicted") or {}).get("by_concurrency") or []
     rows = [row for row in rows if row["speedup"] is not None]
@@ -162,7 +198,9 @@ def predicted(contents: Contents, arm: str) -> dict[int, Mapping[str, Any]]:
     known = str(served.config["engine"]["speculation"]) if served is not None else arm
     if served is None and not arm.startswith(SPECULATIONS):
         known = names[0] if len(names) == 1 else "auto"
-    own = next((name for name in names if name.replace(" ", "").startswith(known.replace(" ", ""))), None)
+    own = next(
+        (name for name in names if name.replace(" ", "").startswith(known.replace(" ", ""))), None
+    )
     return {row["concurrency"]: row for row in rows if row["speculation"] == own}
 
 
@@ -170,10 +208,20 @@ def pictures(contents: Contents) -> list[Picture]:
     """Heading, SVG and note of each picture there are figures for."""
     bench = contents.bench
     every = [*bench["results"], *bench["open_loop"]["results"]]
-    arms = {arm: number for number, arm in enumerate(dict.fromkeys(result["arm"] for result in every))}
-    said = {arm: predicted(contents, arm) for arm in dict.fromkeys(one["arm"] for one in bench["comparisons"])}
+    arms = {
+        arm: number for number, arm in enumerate(dict.fromkeys(result["arm"] for result in every))
+    }
+    said = {
+        arm: predicted(contents, arm)
+        for arm in dict.fromkeys(one["arm"] for one in bench["comparisons"])
+    }
     expected = [
-        Series(f"{arm}, predicted", arms[arm], [Point(x, row["speedup"]) for x, row in sorted(rows.items())], is_expected=True)
+        Series(
+            f"{arm}, predicted",
+            arms[arm],
+            [Point(x, row["speedup"]) for x, row in sorted(rows.items())],
+            is_expected=True,
+        )
         for arm, rows in said.items()
         if rows
     ]
@@ -183,31 +231,56 @@ def pictures(contents: Contents) -> list[Picture]:
 
 
 def _of_loads(
-    bench: Mapping[str, Any], load: str, arms: Mapping[str, int], x_label: str, expected: Sequence[Series]
+    bench: Mapping[str, Any],
+    load: str,
+    arms: Mapping[str, int],
+    x_label: str,
+    expected: Sequence[Series],
 ) -> list[Picture]:
     """Pictures with the load along the bottom."""
     results, comparisons = bench["results"], bench["comparisons"]
     drafting = {row["arm"] for row in results if nodes_of_all(row)}
 
-    def series(rows: Sequence[Mapping[str, Any]], point: Callable[[Mapping[str, Any], float], Point | None]) -> list[Series]:
+    def series(
+        rows: Sequence[Mapping[str, Any]], point: Callable[[Mapping[str, Any], float], Point | None]
+    ) -> list[Series]:
         ordered = sorted(rows, key=lambda row: row[load])
-        found = {arm: [point(row, row[load]) for row in ordered if row["arm"] == arm] for arm in arms}
+        found = {
+            arm: [point(row, row[load]) for row in ordered if row["arm"] == arm] for arm in arms
+        }
         kept = {arm: [one for one in points if one is not None] for arm, points in found.items()}
         return [Series(arm, arms[arm], points) for arm, points in kept.items() if points]
 
-    speedups = series(comparisons, lambda row, x: _interval(x, row["speedup"], row["speedup_interval"]))
+    speedups = series(
+        comparisons, lambda row, x: _interval(x, row["speedup"], row["speedup_interval"])
+    )
     if speedups:
         speedups += expected
     drawn = [
-        ("Time per output token", series(results, lambda row, x: _spread(x, row["tpot_ms"])), "TPOT, ms", TPOT_NOTE, False),
+        (
+            "Time per output token",
+            series(results, lambda row, x: _spread(x, row["tpot_ms"])),
+            "TPOT, ms",
+            TPOT_NOTE,
+            False,
+        ),
         (
             "Throughput",
-            series(results, lambda row, x: _interval(x, row["throughput_tps"], row["throughput_interval"])),
+            series(
+                results,
+                lambda row, x: _interval(x, row["throughput_tps"], row["throughput_interval"]),
+            ),
             "output tokens/s",
             THROUGHPUT_NOTE,
             False,
         ),
-        ("Speed-up", speedups if len({row[load] for row in results}) > 1 else [], "speed-up", SPEEDUP_NOTE, True),
+        (
+            "Speed-up",
+            speedups if len({row[load] for row in results}) > 1 else [],
+            "speed-up",
+            SPEEDUP_NOTE,
+            True,
+        ),
         (
             "Time to the first text",
             _if_open(load, series(results, lambda row, x: _spread(x, row["ttft_ms"]))),
@@ -217,7 +290,10 @@ def _of_loads(
         ),
         (
             "Tree sizes chosen",
-            series([row for row in results if row["arm"] in drafting], lambda row, x: _interval(x, nodes_of_all(row), None)),
+            series(
+                [row for row in results if row["arm"] in drafting],
+                lambda row, x: _interval(x, nodes_of_all(row), None),
+            ),
             "drafted tokens a round",
             TREE_NOTE,
             False,
@@ -232,7 +308,9 @@ def _of_loads(
 
 
 def nodes_of_all(result: Mapping[str, Any]) -> float | None:
-    """Drafted tokens for each answer and round: plain rounds count as 0 where answers tell of rounds, and else not at all."""
+    """Drafted tokens for each answer and round: plain rounds count as 0 where answers tell of
+    rounds, and else not at all.
+    """
     nodes: float | None = result["speculation"].get("nodes_mean")
     if result["tau_from"] != "usage":
         return nodes
@@ -248,13 +326,22 @@ def _if_open(load: str, series: list[Series]) -> list[Series]:
 
 
 def _of_rounds(
-    results: Sequence[Mapping[str, Any]], arms: Mapping[str, int], evaluation: Mapping[str, Any] | None
+    results: Sequence[Mapping[str, Any]],
+    arms: Mapping[str, int],
+    evaluation: Mapping[str, Any] | None,
 ) -> list[Picture]:
     """Pictures of what rounds accepted, at the lowest load."""
-    first = [one for one in _at_fewest(results) if one["tau"] is not None]  # of the others, a few rounds say nothing
-    hists = [Series(one["arm"], arms[one["arm"]], _numbered(one["accept_hist"], 0)) for one in first if sum(one["accept_hist"])]
+    # of the others, a few rounds say nothing
+    first = [one for one in _at_fewest(results) if one["tau"] is not None]
+    hists = [
+        Series(one["arm"], arms[one["arm"]], _numbered(one["accept_hist"], 0))
+        for one in first
+        if sum(one["accept_hist"])
+    ]
     shares = [
-        Series(f"{one['arm']}, served", arms[one["arm"]], _numbered(one["acceptance_by_position"], 1))
+        Series(
+            f"{one['arm']}, served", arms[one["arm"]], _numbered(one["acceptance_by_position"], 1)
+        )
         for one in first
         if one["acceptance_by_position"]
     ]
@@ -266,19 +353,32 @@ def _of_rounds(
         label = "share of rounds by accepted drafts"
         made.append(("Accepted drafts", figures.histogram(hists, label), HISTOGRAM_NOTE))
     if shares:
-        made.append(("Acceptance by position", figures.by_position(shares, "share of drafts accepted"), POSITION_NOTE))
+        made.append(
+            (
+                "Acceptance by position",
+                figures.by_position(shares, "share of drafts accepted"),
+                POSITION_NOTE,
+            )
+        )
     return made
 
 
 def fates(ledger: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Where the rows went: kept first, then each reason for a drop, most frequent first, with its share of the rows."""
+    """Where the rows went: kept first, then each reason for a drop, most frequent first, with its
+    share of the rows.
+    """
     dropped = sorted(ledger["dropped"].items(), key=lambda item: -item[1])
     counts = [("kept", ledger["rows_out"]), *dropped]
-    return [{"name": name, "count": count, "share": count / max(ledger["rows_in"], 1)} for name, count in counts]
+    return [
+        {"name": name, "count": count, "share": count / max(ledger["rows_in"], 1)}
+        for name, count in counts
+    ]
 
 
 def _at_fewest(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The rows with the fewest requests at a time, or a second: where a single user's wait is measured."""
+    """The rows with the fewest requests at a time, or a second: where a single user's wait is
+    measured.
+    """
     loads = [row.get("concurrency", row.get("rate")) for row in rows]
     fewest = min(loads, default=0)
     return [row for row, load in zip(rows, loads, strict=True) if load == fewest]

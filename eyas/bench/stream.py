@@ -1,8 +1,10 @@
-"""A streamed answer, read: server-sent events of OpenAI's chat completions, as each server really sends them. Knows no HTTP.
+"""A streamed answer, read: server-sent events of OpenAI's chat completions, as each server really
+sends them. Knows no HTTP.
 
-What differs, and is read all the same: a first chunk with a role and no text; text under `reasoning_content` or `reasoning`;
-several tokens in a chunk, or several chunks in one read; usage in the last chunk, in every chunk, beside `choices: null`, or
-nowhere; llama.cpp's `timings` where there is no usage; comments that keep a connection alive; CRLF; errors as events.
+What differs, and is read all the same: a first chunk with a role and no text; text under
+`reasoning_content` or `reasoning`; several tokens in a chunk, or several chunks in one read; usage
+in the last chunk, in every chunk, beside `choices: null`, or nowhere; llama.cpp's `timings` where
+there is no usage; comments that keep a connection alive; CRLF; errors as events.
 """
 
 from __future__ import annotations
@@ -15,12 +17,15 @@ from typing import Any
 from eyas.bench import metrics
 
 Piece = tuple[float, bytes]  # ms since the request was sent, bytes as they came
-TEXTS = ("reasoning_content", "reasoning", "content")  # of a delta, in the order in which a reader sees them
+# of a delta, in the order in which a reader sees them
+TEXTS = ("reasoning_content", "reasoning", "content")
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """One answer as it came: when it was asked for (perf_counter, seconds), its pieces, and what went wrong."""
+    """One answer as it came: when it was asked for (perf_counter, seconds), its pieces, and what
+    went wrong.
+    """
 
     sent: float
     pieces: list[Piece]
@@ -31,9 +36,10 @@ class Received:
 class Reply:
     """One answer, read. Times are ms since it was asked for; with an `error`, all figures are zero.
 
-    accept_hist is what the server tells under usage.eyas, and `tells_rounds` whether it tells that at all.
-    counted_by says who counted the tokens: "usage", "timings", "tokenize" (of the server, afterwards), or nobody; then they
-    are 0. num_chunks counts those that brought text. num_accepted_drafts is llama.cpp's.
+    accept_hist is what the server tells under usage.eyas, and `tells_rounds` whether it tells that
+    at all. counted_by says who counted the tokens: "usage", "timings", "tokenize" (of the server,
+    afterwards), or nobody; then they are 0. num_chunks counts those that brought text.
+    num_accepted_drafts is llama.cpp's.
     """
 
     ttft_ms: float = 0.0
@@ -52,7 +58,9 @@ class Reply:
 
 
 def read_reply(received: Received) -> Reply:
-    """The reply in a stream of server-sent events. The first token is timed by the first text, not by the first chunk."""
+    """The reply in a stream of server-sent events. The first token is timed by the first text, not
+    by the first chunk.
+    """
     if received.error:
         return Reply(error=received.error)
     try:
@@ -108,7 +116,11 @@ def _counts(usage: Mapping[str, Any], timings: Mapping[str, Any]) -> tuple[int, 
     if usage:
         return usage["prompt_tokens"], usage["completion_tokens"], "usage"
     if "predicted_n" in timings:
-        return timings.get("prompt_n", 0) + timings.get("cache_n", 0), timings["predicted_n"], "timings"
+        return (
+            timings.get("prompt_n", 0) + timings.get("cache_n", 0),
+            timings["predicted_n"],
+            "timings",
+        )
     return 0, 0, ""
 
 
@@ -124,7 +136,9 @@ def events(pieces: Iterable[Piece]) -> Iterator[tuple[float, dict[str, Any]]]:
 
 
 def message(body: bytes) -> str:
-    """The message of an error in OpenAI's shape or vLLM's older one, or the beginning of whatever came."""
+    """The message of an error in OpenAI's shape or vLLM's older one, or the beginning of whatever
+    came.
+    """
     try:
         told = json.loads(body)
         error = told.get("error", told)

@@ -1,6 +1,8 @@
-"""What the rows of a benchmark say: one result per arm and load, one comparison per pair of arms. Pure functions.
+"""What the rows of a benchmark say: one result per arm and load, one comparison per pair of arms.
+Pure functions.
 
-A comparison is of one arm with the baseline at the same load in the same run, over the prompts that both answered:
+A comparison is of one arm with the baseline at the same load in the same run, over the prompts that
+both answered:
 
     speedup            median tpot_ms of the baseline / median tpot_ms of the arm, with its bootstrap interval
     paired_speedup     median over prompts of (tpot_ms of the baseline / tpot_ms of the arm), with its 95 % interval
@@ -9,12 +11,14 @@ A comparison is of one arm with the baseline at the same load in the same run, o
     throughput_ratio   output tokens per second of the arm / of the baseline
     identical          greedy only: prompts whose text, token count and finish reason are the same in both arms
 
-No speed-up above tau is told: of all prompts it is an error, of one task's few that may be chance it is None, and `withheld`
-says why. Where hardly anything was drafted there is no tau, and a speed-up may only be 1 and noise: more is withheld.
+No speed-up above tau is told: of all prompts it is an error, of one task's few that may be chance
+it is None, and `withheld` says why. Where hardly anything was drafted there is no tau, and a
+speed-up may only be 1 and noise: more is withheld.
 
-tau is tokens a round. Who says so stands beside it (`tau_from`): "usage" (every answer's histogram), "metrics" (the server's
-counters), "timings" (llama.cpp's counts of every answer), or "chunks": tokens per chunk of the stream, which is tau only where
-a server sends each round as one chunk, and is never held against a speed-up.
+tau is tokens a round. Who says so stands beside it (`tau_from`): "usage" (every answer's
+histogram), "metrics" (the server's counters), "timings" (llama.cpp's counts of every answer), or
+"chunks": tokens per chunk of the stream, which is tau only where a server sends each round as one
+chunk, and is never held against a speed-up.
 """
 
 from __future__ import annotations
@@ -39,7 +43,9 @@ TOLD = ("usage", "metrics", "timings")  # by whom a tau is more than a guess
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a server is under: so many requests at a time (a closed loop), or so many a second (an open one)."""
+    """What a server is under: so many requests at a time (a closed loop), or so many a second (an
+    open one).
+    """
 
     concurrency: int = 0
     rate: float | None = None
@@ -56,7 +62,9 @@ class Load:
 
 
 class Objectives(BaseModel):
-    """What a user takes for good service; goodput counts the answers that keep all of it. None: no objective."""
+    """What a user takes for good service; goodput counts the answers that keep all of it. None: no
+    objective.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -66,13 +74,21 @@ class Objectives(BaseModel):
 
     def kept(self, row: Row) -> bool:
         """Whether an answer keeps them; without a second token its TPOT does."""
-        figures = ((self.ttft_ms, row.reply.ttft_ms), (self.tpot_ms, row.tpot_ms), (self.e2e_ms, row.reply.e2e_ms))
-        return row.is_answered and all(None in (most, figure) or figure <= most for most, figure in figures)  # type: ignore[operator]
+        figures = (
+            (self.ttft_ms, row.reply.ttft_ms),
+            (self.tpot_ms, row.tpot_ms),
+            (self.e2e_ms, row.reply.e2e_ms),
+        )
+        return row.is_answered and all(
+            None in (most, figure) or figure <= most for most, figure in figures
+        )  # type: ignore[operator]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One request: where in the run it stood and what came back. started_s counts from the beginning of the run."""
+    """One request: where in the run it stood and what came back. started_s counts from the
+    beginning of the run.
+    """
 
     arm: str
     concurrency: int  # 0 in an open loop
@@ -119,14 +135,18 @@ def summarise(
     objectives: Objectives | None = None,
     engines: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Results and comparisons of a run; the first arm is the baseline. Raises EyasError for an impossible figure.
+    """Results and comparisons of a run; the first arm is the baseline. Raises EyasError for an
+    impossible figure.
 
-    results, comparisons and by_task are of closed loops, by concurrency; open_loop has the same three by rate. counted: what
-    the servers' counters said of each arm and load; engines: who serves each arm. by_task leaves out tasks of fewer than
-    metrics.ENOUGH prompts.
+    results, comparisons and by_task are of closed loops, by concurrency; open_loop has the same
+    three by rate. counted: what the servers' counters said of each arm and load; engines: who
+    serves each arm. by_task leaves out tasks of fewer than metrics.ENOUGH prompts.
     """
     known = _Known(list(arms), is_greedy, counted or {}, objectives or Objectives(), engines or {})
-    closed, opened = [row for row in rows if row.rate is None], [row for row in rows if row.rate is not None]
+    closed, opened = (
+        [row for row in rows if row.rate is None],
+        [row for row in rows if row.rate is not None],
+    )
     return {**_summarised(closed, known), "open_loop": _summarised(opened, known)}
 
 
@@ -148,14 +168,20 @@ def _summarised(rows: Sequence[Row], known: _Known) -> dict[str, list[dict[str, 
         own = [row for row in rows if row.load == load]
         of_arm = {arm: [row for row in own if row.arm == arm] for arm in arms}
         told = {arm: speculation(known.counted.get((arm, load), {})) for arm in arms}
-        results += [{"arm": arm, **load.to_json(), **result(of_arm[arm], told[arm], known.objectives)} for arm in arms]
+        results += [
+            {"arm": arm, **load.to_json(), **result(of_arm[arm], told[arm], known.objectives)}
+            for arm in arms
+        ]
         for arm in arms[1:]:
             names = {"arm": arm, "baseline": baseline, **load.to_json()}
             same = known.engines.get(arm) == known.engines.get(baseline)
             both = comparison(of_arm[baseline], of_arm[arm], known.is_greedy, told[arm], same)
             comparisons.append({**names, **both})
             for category in _categories(own):
-                base, other = ([row for row in of_arm[one] if row.category == category] for one in (baseline, arm))
+                base, other = (
+                    [row for row in of_arm[one] if row.category == category]
+                    for one in (baseline, arm)
+                )
                 if min(len(base), len(other)) >= metrics.ENOUGH:
                     both = compared_task(base, other, known.is_greedy, same)
                     by_task.append({**names, "category": category, **both})
@@ -168,12 +194,18 @@ def _categories(rows: Sequence[Row]) -> list[str]:
     return found if len(found) > 1 else []
 
 
-def result(rows: Sequence[Row], told: Mapping[str, Any] | None = None, objectives: Objectives | None = None) -> dict[str, Any]:
+def result(
+    rows: Sequence[Row], told: Mapping[str, Any] | None = None, objectives: Objectives | None = None
+) -> dict[str, Any]:
     """The figures of one arm at one load. told: `speculation` of the server's counters."""
     told = told or {}
     answered = [row for row in rows if row.is_answered]
     accept_hist = metrics.sum_hists(row.reply.accept_hist for row in answered)
-    chunks = [(row.reply.num_output_tokens, row.reply.num_chunks) for row in answered if row.reply.num_chunks]
+    chunks = [
+        (row.reply.num_output_tokens, row.reply.num_chunks)
+        for row in answered
+        if row.reply.num_chunks
+    ]
     seconds = _busy_s(answered)
     kept = sum(map((objectives or Objectives()).kept, rows))
     return {
@@ -191,19 +223,24 @@ def result(rows: Sequence[Row], told: Mapping[str, Any] | None = None, objective
         "throughput_tps": _throughput_tps(rows),
         "throughput_interval": _throughput_interval(answered),
         "requests_per_s": len(answered) / seconds if seconds else None,
-        "goodput_rps": kept / seconds if seconds and objectives not in (None, Objectives()) else None,
+        "goodput_rps": kept / seconds
+        if seconds and objectives not in (None, Objectives())
+        else None,
         "tokens_per_chunk": float(metrics.ratio_of_sums(_table(chunks))) if chunks else None,
         "accept_hist": accept_hist,
-        "acceptance_by_position": metrics.acceptance_by_position(accept_hist) or told.get("acceptance_by_position", []),
+        "acceptance_by_position": metrics.acceptance_by_position(accept_hist)
+        or told.get("acceptance_by_position", []),
         "speculation": dict(told),
         **_tau(answered, told),
     }
 
 
 def _tau(answered: Sequence[Row], told: Mapping[str, Any]) -> dict[str, Any]:
-    """tau, who says so, its interval where answers say it, and tokens per forward of the target where they say that.
+    """tau, who says so, its interval where answers say it, and tokens per forward of the target
+    where they say that.
 
-    No tau for an arm that decoded plain but for a few rounds: a handful of trials says nothing of its speed.
+    No tau for an arm that decoded plain but for a few rounds: a handful of trials says nothing of
+    its speed.
     """
     replies = [row.reply for row in answered]
     accept_hist = metrics.sum_hists(reply.accept_hist for reply in replies)
@@ -224,19 +261,35 @@ def _tau(answered: Sequence[Row], told: Mapping[str, Any]) -> dict[str, Any]:
         }
         if emitted <= RARE * num_decoded:
             return found
-        rounds = [(metrics.num_emitted(hist), sum(hist)) for hist in (reply.accept_hist for reply in replies) if sum(hist)]
+        rounds = [
+            (metrics.num_emitted(hist), sum(hist))
+            for hist in (reply.accept_hist for reply in replies)
+            if sum(hist)
+        ]
         return found | {
             "tau": metrics.tau(accept_hist),
             "tau_interval": metrics.bootstrap_interval(rounds, metrics.ratio_of_sums),
         }
     if "tau" in told:
         return found | {"tau": told["tau"], "tau_from": "metrics"}
-    forwards = [(row.num_decoded, row.num_decoded - (row.reply.num_accepted_drafts or 0)) for row in answered]
+    forwards = [
+        (row.num_decoded, row.num_decoded - (row.reply.num_accepted_drafts or 0))
+        for row in answered
+    ]
     if any(reply.num_accepted_drafts is not None for reply in replies) and num_decoded:
         rounds_tau = float(metrics.ratio_of_sums(_table(forwards)))
         interval = metrics.bootstrap_interval(forwards, metrics.ratio_of_sums)
-        return found | {"tau": rounds_tau, "tau_from": "timings", "tau_interval": interval, "tokens_per_forward": rounds_tau}
-    chunks = [(row.num_decoded, row.reply.num_chunks - 1) for row in answered if row.reply.num_chunks > 1 and row.num_decoded]
+        return found | {
+            "tau": rounds_tau,
+            "tau_from": "timings",
+            "tau_interval": interval,
+            "tokens_per_forward": rounds_tau,
+        }
+    chunks = [
+        (row.num_decoded, row.reply.num_chunks - 1)
+        for row in answered
+        if row.reply.num_chunks > 1 and row.num_decoded
+    ]
     if chunks:
         return found | {"tau": float(metrics.ratio_of_sums(_table(chunks))), "tau_from": "chunks"}
     return found
@@ -249,7 +302,9 @@ def comparison(
     told: Mapping[str, Any] | None = None,
     same_engine: bool = True,
 ) -> dict[str, Any]:
-    """One arm against the baseline, prompt by prompt. Raises EyasError for a speed-up that cannot be."""
+    """One arm against the baseline, prompt by prompt. Raises EyasError for a speed-up that cannot
+    be.
+    """
     compared = _compared(baseline, arm, is_greedy, told or {}, same_engine)
     if compared["tau"] is None:
         compared = _without_chance(compared)
@@ -258,14 +313,30 @@ def comparison(
 
 
 def _compared(
-    baseline: Sequence[Row], arm: Sequence[Row], is_greedy: bool, told: Mapping[str, Any], same_engine: bool
+    baseline: Sequence[Row],
+    arm: Sequence[Row],
+    is_greedy: bool,
+    told: Mapping[str, Any],
+    same_engine: bool,
 ) -> dict[str, Any]:
     by_prompt = {row.prompt_id: row for row in baseline if row.is_answered}
-    pairs = [(by_prompt[row.prompt_id], row) for row in arm if row.is_answered and row.prompt_id in by_prompt]
-    timed = [(base.tpot_ms, row.tpot_ms, row) for base, row in pairs if base.tpot_ms is not None and row.tpot_ms is not None]
+    pairs = [
+        (by_prompt[row.prompt_id], row)
+        for row in arm
+        if row.is_answered and row.prompt_id in by_prompt
+    ]
+    timed = [
+        (base.tpot_ms, row.tpot_ms, row)
+        for base, row in pairs
+        if base.tpot_ms is not None and row.tpot_ms is not None
+    ]
     tpots_ms = [(base, own) for base, own, _ in timed]
     rounds = _tau([row for _, row in pairs], told)
-    costs = [tau * own / base for base, own, tau in ((base, own, _decode_tau(row)) for base, own, row in timed) if tau]
+    costs = [
+        tau * own / base
+        for base, own, tau in ((base, own, _decode_tau(row)) for base, own, row in timed)
+        if tau
+    ]
     return {
         "num_pairs": len(pairs),
         "same_engine": same_engine,
@@ -282,8 +353,11 @@ def _compared(
     }
 
 
-def compared_task(baseline: Sequence[Row], arm: Sequence[Row], is_greedy: bool, same_engine: bool = True) -> dict[str, Any]:
-    """As comparison, over the few prompts of one task: a speed-up above tau that may be chance is withheld, and no error.
+def compared_task(
+    baseline: Sequence[Row], arm: Sequence[Row], is_greedy: bool, same_engine: bool = True
+) -> dict[str, Any]:
+    """As comparison, over the few prompts of one task: a speed-up above tau that may be chance is
+    withheld, and no error.
 
     Raises EyasError for one whose whole interval lies above tau.
     """
@@ -293,20 +367,35 @@ def compared_task(baseline: Sequence[Row], arm: Sequence[Row], is_greedy: bool, 
 
 
 def _without_chance(compared: dict[str, Any]) -> dict[str, Any]:
-    """Without a speed-up above what can be that has no interval, or one that reaches below it; `withheld` says so."""
+    """Without a speed-up above what can be that has no interval, or one that reaches below it;
+    `withheld` says so.
+    """
     most, speedup, interval = _most(compared), compared["speedup"], compared["speedup_interval"]
     if most is None or speedup is None or speedup <= most:
         return compared
     if compared["tau"] is not None and interval is not None and interval[0] > most:
-        return compared  # no chance: an error. Two arms that decode alike are a busy machine's, however far apart they are.
+        # no chance: an error. Two arms that decode alike are a busy machine's, however far apart
+        # they are.
+        return compared
     around = "" if interval is None else f" ({interval[0]:.2f} to {interval[1]:.2f})"
-    held = f"more than {most:.2f} cannot be, hardly any drafted" if compared["tau"] is None else f"tau is {most:.2f}"
+    held = (
+        f"more than {most:.2f} cannot be, hardly any drafted"
+        if compared["tau"] is None
+        else f"tau is {most:.2f}"
+    )
     why = f"{speedup:.2f}{around} over {compared['num_pairs']} prompts is noise: {held}"
-    return {**compared, "speedup": None, "speedup_interval": None, "paired_speedup": None, "withheld": why}
+    return {
+        **compared,
+        "speedup": None,
+        "speedup_interval": None,
+        "paired_speedup": None,
+        "withheld": why,
+    }
 
 
 def _most(compared: Mapping[str, Any]) -> float | None:
-    """The largest speed-up that can be: tau; of an arm that hardly drafted its tokens per forward, and noise.
+    """The largest speed-up that can be: tau; of an arm that hardly drafted its tokens per forward,
+    and noise.
 
     None where no law holds: against another engine, or without a server that tells its rounds.
     """
@@ -319,32 +408,49 @@ def _most(compared: Mapping[str, Any]) -> float | None:
 
 
 def check_possible(compared: Mapping[str, Any]) -> None:
-    """A round costs at least a plain step, so no answer gets faster than its tau. Raises EyasError when one is said to have.
+    """A round costs at least a plain step, so no answer gets faster than its tau. Raises EyasError
+    when one is said to have.
 
-    No allowance: a speed-up above tau fails, and so does a median round that cost, with certainty, less than a plain token.
-    Only where that is a law: against the same engine, with a tau that the server told.
+    No allowance: a speed-up above tau fails, and so does a median round that cost, with certainty,
+    less than a plain token. Only where that is a law: against the same engine, with a tau that the
+    server told.
     """
-    speedup, tau, cost, most = compared["speedup"], compared["tau"], compared["round_cost"], _most(compared)
+    speedup, tau, cost, most = (
+        compared["speedup"],
+        compared["tau"],
+        compared["round_cost"],
+        _most(compared),
+    )
     if most is None or speedup is None or tau is None:
         return
     if speedup > most or (cost is not None and cost["high"] is not None and cost["high"] < 1):
-        median = "" if cost is None else f", and its rounds cost {cost['median']:.2f} of a plain step"
+        median = (
+            "" if cost is None else f", and its rounds cost {cost['median']:.2f} of a plain step"
+        )
         raise EyasError(
-            f"internal error: a speed-up of {speedup:.2f} was measured at {tau:.2f} tokens a round{median}: "
+            f"internal error: a speed-up of {speedup:.2f} was measured at {tau:.2f} tokens a "
+            f"round{median}: "
             "it is above tau, which cannot be",
-            "the arms were not measured alike: see rows.jsonl; run again on a machine that does nothing else",
+            "the arms were not measured alike: see rows.jsonl; run again on a machine that does "
+            "nothing else",
         )
 
 
 def _decode_tau(row: Row) -> float | None:
-    """Tokens for each forward of the target of one answer, its first token aside; None where no round is told of."""
+    """Tokens for each forward of the target of one answer, its first token aside; None where no
+    round is told of.
+    """
     hist = row.reply.accept_hist
     return metrics.tokens_per_forward(row.num_decoded, hist) if sum(hist) else None
 
 
 def _is_same(base: Row, row: Row) -> bool:
     one, other = base.reply, row.reply
-    return (one.text, one.num_output_tokens, one.finish_reason) == (other.text, other.num_output_tokens, other.finish_reason)
+    return (one.text, one.num_output_tokens, one.finish_reason) == (
+        other.text,
+        other.num_output_tokens,
+        other.finish_reason,
+    )
 
 
 def _busy_s(answered: Sequence[Row]) -> float:
@@ -352,7 +458,9 @@ def _busy_s(answered: Sequence[Row]) -> float:
     blocks: dict[int, list[Row]] = {}
     for row in answered:
         blocks.setdefault(row.block, []).append(row)
-    ends_s = (max(row.started_s + row.reply.e2e_ms / 1000 for row in block) for block in blocks.values())
+    ends_s = (
+        max(row.started_s + row.reply.e2e_ms / 1000 for row in block) for block in blocks.values()
+    )
     begins_s = (min(row.started_s for row in block) for block in blocks.values())
     return sum(ends_s) - sum(begins_s)
 
@@ -360,12 +468,21 @@ def _busy_s(answered: Sequence[Row]) -> float:
 def _throughput_tps(rows: Sequence[Row]) -> float | None:
     """Output tokens per second while the arm's blocks ran; None where nobody counted them."""
     answered = [row for row in rows if row.is_answered]
-    num_output_tokens, seconds = sum(row.reply.num_output_tokens for row in answered), _busy_s(answered)
-    return metrics.throughput_tps(num_output_tokens, seconds) if num_output_tokens and seconds else None
+    num_output_tokens, seconds = (
+        sum(row.reply.num_output_tokens for row in answered),
+        _busy_s(answered),
+    )
+    return (
+        metrics.throughput_tps(num_output_tokens, seconds)
+        if num_output_tokens and seconds
+        else None
+    )
 
 
 def _throughput_interval(answered: Sequence[Row]) -> metrics.Interval | None:
-    """Bootstrap over requests: tokens of a request over its seconds, times the requests that were under way on average."""
+    """Bootstrap over requests: tokens of a request over its seconds, times the requests that were
+    under way on average.
+    """
     requests = [(row.reply.num_output_tokens, row.reply.e2e_ms / 1000) for row in answered]
     interval = metrics.bootstrap_interval(requests, metrics.ratio_of_sums)
     seconds = _busy_s(answered)

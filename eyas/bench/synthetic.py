@@ -1,8 +1,9 @@
-"""Prompts of given lengths in tokens, drawn from common words by seed, for servers whose tokenizer is not at hand.
+"""Prompts of given lengths in tokens, drawn from common words by seed, for servers whose tokenizer
+is not at hand.
 
-A server counts for us: it is asked for one token, and tells how long the prompt was, its chat template included. What it is
-asked while a length is found has the words in another order than the prompt itself, so that a cache of prefixes knows no more
-of the prompt than its first word.
+A server counts for us: it is asked for one token, and tells how long the prompt was, its chat
+template included. What it is asked while a length is found has the words in another order than the
+prompt itself, so that a cache of prefixes knows no more of the prompt than its first word.
 """
 
 from __future__ import annotations
@@ -16,11 +17,16 @@ from eyas.errors import ConfigError
 from eyas.records import Message
 
 _TEXT = (
-    "time year people way day man thing woman life child world school state family student group country problem hand part "
-    "place case week company system program question work number night point home water room mother area money story fact "
-    "month lot right study book eye job word business issue side kind head house service friend father power hour game line "
-    "end member law car city community name president team minute idea body information back parent face others level office "
-    "door health person art war history party result change morning reason research girl guy moment air teacher force education"
+    "time year people way day man thing woman life child world school state family student group "
+    "country problem hand part "
+    "place case week company system program question work number night point home water room "
+    "mother area money story fact "
+    "month lot right study book eye job word business issue side kind head house service friend "
+    "father power hour game line "
+    "end member law car city community name president team minute idea body information back "
+    "parent face others level office "
+    "door health person art war history party result change morning reason research girl guy "
+    "moment air teacher force education"
 )
 WORDS = _TEXT.split()
 TRIES = 8  # a prompt, until its length is as asked or as near as it gets
@@ -30,20 +36,32 @@ CountTokens = Callable[[tuple[Message, ...]], Awaitable[int]]  # of a prompt, by
 
 
 def lengths_of(prompts: str) -> tuple[int, int] | None:
-    """(least, most) tokens of "synthetic(256)" or "synthetic(64,512)"; None for a path. Raises ConfigError for no lengths."""
+    """(least, most) tokens of "synthetic(256)" or "synthetic(64,512)"; None for a path. Raises
+    ConfigError for no lengths.
+    """
     if not prompts.startswith("synthetic"):
         return None
     match = re.fullmatch(r"synthetic\(\s*(\d+)\s*(?:,\s*(\d+)\s*)?\)", prompts)
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if least > most:
-        raise ConfigError(f"prompts: {prompts!r}: the smaller number comes first", f"write synthetic({most},{least})")
+        raise ConfigError(
+            f"prompts: {prompts!r}: the smaller number comes first",
+            f"write synthetic({most},{least})",
+        )
     if least < 1:
-        raise ConfigError(f"prompts: {prompts!r} has no lengths", "write e.g. synthetic(256) or synthetic(64,512): tokens")
+        raise ConfigError(
+            f"prompts: {prompts!r} has no lengths",
+            "write e.g. synthetic(256) or synthetic(64,512): tokens",
+        )
     return least, most
 
 
-async def synthetic_tasks(lengths: tuple[int, int], number: int, seed: int, count_tokens: CountTokens) -> list[Task]:
-    """So many prompts of between `lengths` tokens, template included. Raises ConfigError where a length cannot be had."""
+async def synthetic_tasks(
+    lengths: tuple[int, int], number: int, seed: int, count_tokens: CountTokens
+) -> list[Task]:
+    """So many prompts of between `lengths` tokens, template included. Raises ConfigError where a
+    length cannot be had.
+    """
     random = Random(seed)
     tasks = []
     known = (0, TEMPLATE)  # words and tokens of the last prompt: where to begin with the next
@@ -56,7 +74,9 @@ async def synthetic_tasks(lengths: tuple[int, int], number: int, seed: int, coun
     return tasks
 
 
-async def _fitted(words: list[str], length: int, known: tuple[int, int], count_tokens: CountTokens) -> tuple[int, int]:
+async def _fitted(
+    words: list[str], length: int, known: tuple[int, int], count_tokens: CountTokens
+) -> tuple[int, int]:
     """How many of the words make a prompt of `length` tokens, and how many tokens they do make."""
     tried: dict[int, int] = {}
     num_words = round(known[0] + (length - known[1]) / TOKENS_A_WORD)
@@ -70,14 +90,22 @@ async def _fitted(words: list[str], length: int, known: tuple[int, int], count_t
         num_words = _between(tried, length)
     found = min(tried, key=lambda one: abs(tried[one] - length))
     if abs(tried[found] - length) > max(SLACK * length, 2):
-        what = f"no prompt of {length} tokens was found: of {found} words, chat template included, it has {tried[found]}"
+        what = (
+            f"no prompt of {length} tokens was found: of {found} words, chat template "
+            "included, "
+            f"it has {tried[found]}"
+        )
         raise ConfigError(what, "ask for longer prompts")
     return found, tried[found]
 
 
 def _between(tried: dict[int, int], length: int) -> int:
-    """On the line through the nearest number of words that is too few and the nearest that is too many."""
-    few = max((one for one in tried.items() if one[1] < length), default=(0, min(TEMPLATE, length - 1)))
+    """On the line through the nearest number of words that is too few and the nearest that is too
+    many.
+    """
+    few = max(
+        (one for one in tried.items() if one[1] < length), default=(0, min(TEMPLATE, length - 1))
+    )
     many = min((one for one in tried.items() if one[1] > length), default=None)
     if many is None:
         return few[0] + max(round((length - few[1]) / TOKENS_A_WORD), 1)

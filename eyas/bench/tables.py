@@ -1,4 +1,6 @@
-"""The figures of a benchmark as Markdown, for a README, and as CSV, for a spreadsheet. Knows summary.json and a manifest."""
+"""The figures of a benchmark as Markdown, for a README, and as CSV, for a spreadsheet. Knows
+summary.json and a manifest.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,15 @@ OF_RESULTS = (
     "tau",
     "tau_from",
 )
-OF_COMPARISONS = ("num_pairs", "identical", "speedup", "throughput_ratio", "tau", "tau_from", "tokens_per_forward")
+OF_COMPARISONS = (
+    "num_pairs",
+    "identical",
+    "speedup",
+    "throughput_ratio",
+    "tau",
+    "tau_from",
+    "tokens_per_forward",
+)
 COLUMNS = (
     "kind",
     "arm",
@@ -54,35 +64,76 @@ COLUMNS = (
 
 
 def csv(bench: Mapping[str, Any]) -> str:
-    """A line per result, comparison and comparison by task; a column that a line has nothing for is empty."""
+    """A line per result, comparison and comparison by task; a column that a line has nothing for is
+    empty.
+    """
     written = io.StringIO()
     writer = comma_separated.DictWriter(written, COLUMNS, restval="", lineterminator="\n")
     writer.writeheader()
     opened = bench["open_loop"]
     writer.writerows(_result_line(row) for row in (*bench["results"], *opened["results"]))
-    for row in (*bench["comparisons"], *opened["comparisons"], *bench["by_task"], *opened["by_task"]):
+    for row in (
+        *bench["comparisons"],
+        *opened["comparisons"],
+        *bench["by_task"],
+        *opened["by_task"],
+    ):
         writer.writerow(_comparison_line(row))
     return written.getvalue()
 
 
 def _result_line(row: Mapping[str, Any]) -> dict[str, Any]:
-    spreads = {f"{name}_{part}": value for name in SPREADS for part, value in (row[name] or {}).items() if part != "count"}
+    spreads = {
+        f"{name}_{part}": value
+        for name in SPREADS
+        for part, value in (row[name] or {}).items()
+        if part != "count"
+    }
     rounds = row["speculation"]
-    more = {"tree_nodes_mean": rounds.get("nodes_mean"), "plain_rounds_share": rounds.get("plain_share")}
-    line = {"kind": "result", **_where(row), **{name: row[name] for name in OF_RESULTS}, **spreads, **more}
-    return {**line, **_ends("tau", row["tau_interval"]), **_ends("throughput", row["throughput_interval"])}
+    more = {
+        "tree_nodes_mean": rounds.get("nodes_mean"),
+        "plain_rounds_share": rounds.get("plain_share"),
+    }
+    line = {
+        "kind": "result",
+        **_where(row),
+        **{name: row[name] for name in OF_RESULTS},
+        **spreads,
+        **more,
+    }
+    return {
+        **line,
+        **_ends("tau", row["tau_interval"]),
+        **_ends("throughput", row["throughput_interval"]),
+    }
 
 
 def _comparison_line(row: Mapping[str, Any]) -> dict[str, Any]:
     kind = "task" if "category" in row else "comparison"
     cost = (row["round_cost"] or {}).get("median")
-    line = {"kind": kind, **_where(row), **{name: row[name] for name in OF_COMPARISONS}, "round_cost": cost}
+    line = {
+        "kind": kind,
+        **_where(row),
+        **{name: row[name] for name in OF_COMPARISONS},
+        "round_cost": cost,
+    }
     times = {"tpot_ms_baseline": row["tpot_ms_baseline"], "tpot_ms_median": row["tpot_ms"]}
-    return {**line, **times, **_ends("speedup", row["speedup_interval"]), **_ends("tau", row["tau_interval"])}
+    return {
+        **line,
+        **times,
+        **_ends("speedup", row["speedup_interval"]),
+        **_ends("tau", row["tau_interval"]),
+    }
 
 
 def _where(row: Mapping[str, Any]) -> dict[str, Any]:
-    names = {"arm": "arm", "baseline": "baseline", "concurrency": "concurrency", "rate": "rate", "category": "task"}
+    names = {
+        "arm": "arm",
+        "baseline": "baseline",
+        "concurrency": "concurrency",
+        "rate": "rate",
+        "category": "task",
+    }
     return {column: row[name] for name, column in names.items() if name in row}
 
 
@@ -90,16 +141,31 @@ def _ends(name: str, interval: Sequence[float] | None) -> dict[str, float]:
     return {} if interval is None else {f"{name}_low": interval[0], f"{name}_high": interval[1]}
 
 
-def markdown(bench: Mapping[str, Any], manifest: Manifest | None, commands: Sequence[str], title: str) -> str:
+def markdown(
+    bench: Mapping[str, Any], manifest: Manifest | None, commands: Sequence[str], title: str
+) -> str:
     """The tables of the report, with what a reader needs to judge them."""
-    return "\n".join([f"# {_cell(title)}", "", *_body(bench), *_provenance(bench, manifest, commands)]) + "\n"
+    return (
+        "\n".join([f"# {_cell(title)}", "", *_body(bench), *_provenance(bench, manifest, commands)])
+        + "\n"
+    )
 
 
 def _body(bench: Mapping[str, Any]) -> Iterable[str]:
     results = [*bench["results"], *bench["open_loop"]["results"]]
     comparisons = [*bench["comparisons"], *bench["open_loop"]["comparisons"]]
     yield from _table(
-        ("arm", "load", "answers", "failed", "TTFT ms", "TPOT ms (95 %)", "TPOT p90 / p99", "tokens/s (95 %)", "tau"),
+        (
+            "arm",
+            "load",
+            "answers",
+            "failed",
+            "TTFT ms",
+            "TPOT ms (95 %)",
+            "TPOT p90 / p99",
+            "tokens/s (95 %)",
+            "tau",
+        ),
         (
             (
                 row["arm"],
@@ -128,10 +194,16 @@ def _body(bench: Mapping[str, Any]) -> Iterable[str]:
             for row in results
         ),
     )
-    yield from _positions([row for row in results if row["tau"] is not None and row["acceptance_by_position"]])
+    yield from _positions(
+        [row for row in results if row["tau"] is not None and row["acceptance_by_position"]]
+    )
     for row in comparisons:
         if drafting(row):
-            yield from (f"**{_cell(row['arm'])} {drafting(row)}, {_load(row)}: no speed-up is a head's there.**", "")
+            yield from (
+                f"**{_cell(row['arm'])} {drafting(row)}, {_load(row)}: no speed-up is a head's "
+                "there.**",
+                "",
+            )
     if comparisons:
         yield from _table(
             ("comparison", "load", "speed-up (95 %)", "tau", "throughput", "identical"),
@@ -165,7 +237,10 @@ def _body(bench: Mapping[str, Any]) -> Iterable[str]:
         )
     if bench["compared_anyway"] and any(one["refused"] for one in bench["differences"]):
         yield from ("**Unlike is compared with unlike here, on demand.**", "")
-    yield from (f"- {one['arm']} and {one['baseline']}, {one['what']}: {_cell(one['text'])}" for one in bench["differences"])
+    yield from (
+        f"- {one['arm']} and {one['baseline']}, {one['what']}: {_cell(one['text'])}"
+        for one in bench["differences"]
+    )
 
 
 def _positions(results: Sequence[Mapping[str, Any]]) -> Iterable[str]:
@@ -173,22 +248,32 @@ def _positions(results: Sequence[Mapping[str, Any]]) -> Iterable[str]:
     if not results:
         return
     most = max(len(row["acceptance_by_position"]) for row in results)
-    shares = ([f"{100 * share:.0f} %" for share in row["acceptance_by_position"]] for row in results)
+    shares = (
+        [f"{100 * share:.0f} %" for share in row["acceptance_by_position"]] for row in results
+    )
     yield from _table(
         ("accepted, by position", "load", *(str(position) for position in range(1, most + 1))),
-        ((row["arm"], _load(row), *own, *["–"] * (most - len(own))) for row, own in zip(results, shares, strict=True)),
+        (
+            (row["arm"], _load(row), *own, *["–"] * (most - len(own)))
+            for row, own in zip(results, shares, strict=True)
+        ),
     )
 
 
-def _provenance(bench: Mapping[str, Any], manifest: Manifest | None, commands: Sequence[str]) -> Iterable[str]:
+def _provenance(
+    bench: Mapping[str, Any], manifest: Manifest | None, commands: Sequence[str]
+) -> Iterable[str]:
     machine, config = bench["machine"], bench["config"]
     yield from (
         "",
-        f"{config['num_prompts']} prompts of `{config['prompts']}`, up to {config['max_tokens']} tokens, temperature "
-        f"{config['temperature']:g}, seed {config['seed']}; arms in turns, block by block. Medians over requests.",
+        f"{config['num_prompts']} prompts of `{config['prompts']}`, up to {config['max_tokens']} "
+        "tokens, temperature "
+        f"{config['temperature']:g}, seed {config['seed']}; arms in turns, block by block. Medians "
+        "over requests.",
         *filter(None, [turns_note(bench)]),
         cache_note(bench),
-        f"Client's machine: {machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
+        f"Client's machine: {machine['processor']}, {machine['cores']} cores, "
+        f"{machine['memory_gib']} GiB, "
         f"{machine['system']}.",
     )
     for arm, server in bench["servers"].items():
@@ -201,7 +286,9 @@ def _provenance(bench: Mapping[str, Any], manifest: Manifest | None, commands: S
 
 def told_by(server: Mapping[str, Any]) -> str:
     """All that a server has told about itself, and of what matters that it has not."""
-    head = {True: "with a head", False: "without a head", None: "head or none not told"}[server["has_head"]]
+    head = {True: "with a head", False: "without a head", None: "head or none not told"}[
+        server["has_head"]
+    ]
     length, fingerprint = server["max_length"], server.get("target_fingerprint")
     parts = (
         server["kind"],
@@ -216,36 +303,57 @@ def told_by(server: Mapping[str, Any]) -> str:
 
 
 def drafting(compared: Mapping[str, Any]) -> str:
-    """What is to be said of an arm without a tau in place of a speed-up by its head; nothing of one that drafted."""
-    if compared["tau"] is not None or (compared["speedup"] is None and compared["tokens_per_forward"] is None):
+    """What is to be said of an arm without a tau in place of a speed-up by its head; nothing of one
+    that drafted.
+    """
+    if compared["tau"] is not None or (
+        compared["speedup"] is None and compared["tokens_per_forward"] is None
+    ):
         return ""
-    return "is not known to have drafted" if compared["tokens_per_forward"] is None else "did not draft"
+    return (
+        "is not known to have drafted"
+        if compared["tokens_per_forward"] is None
+        else "did not draft"
+    )
 
 
 def announced(compared: Mapping[str, Any]) -> dict[str, Any]:
-    """A comparison as it may be quoted: of one engine, and without drafts, its ratios are noise, and `note` says so.
+    """A comparison as it may be quoted: of one engine, and without drafts, its ratios are noise,
+    and `note` says so.
 
     Between two engines they are the engines' ratios, drafts or none.
     """
     if not drafting(compared):
         return dict(compared)
-    ratios = ("speedup", "speedup_interval", "paired_speedup", "throughput_ratio") if compared["same_engine"] else ()
+    ratios = (
+        ("speedup", "speedup_interval", "paired_speedup", "throughput_ratio")
+        if compared["same_engine"]
+        else ()
+    )
     return {**compared, **dict.fromkeys(ratios), "note": drafting(compared)}
 
 
 def turns_note(bench: Mapping[str, Any]) -> str:
     """Where conversations were cut, that they were; else nothing."""
     number = bench.get("num_cut_prompts")
-    return f"First turns only: the later turns of {number} conversations were not asked." if number else ""
+    return (
+        f"First turns only: the later turns of {number} conversations were not asked."
+        if number
+        else ""
+    )
 
 
 def cache_note(bench: Mapping[str, Any]) -> str:
     """Whether servers may have known the prompts before an arm asked them at a load."""
     unknown = [arm for arm in bench["servers"] if arm not in bench.get("salted_arms", ())]
     if not unknown:
-        return "Every arm asked at every load under a `cache_salt` of its own: no server knew a prompt from before."
+        return (
+            "Every arm asked at every load under a `cache_salt` of its own: no server knew a "
+            "prompt from before."
+        )
     return (
-        f"Prompts may have been cached by the server of {', '.join(unknown)}, which is not known to take `cache_salt`: "
+        f"Prompts may have been cached by the server of {', '.join(unknown)}, which is not known "
+        "to take `cache_salt`: "
         "TTFT and throughput may be those of prompts that it knew already."
     )
 
@@ -263,7 +371,9 @@ def _cell(value: Any) -> str:
 
 
 def _load(row: Mapping[str, Any]) -> str:
-    return f"{row['concurrency']} at a time" if "concurrency" in row else f"{row['rate']:g} a second"
+    return (
+        f"{row['concurrency']} at a time" if "concurrency" in row else f"{row['rate']:g} a second"
+    )
 
 
 def _tau(row: Mapping[str, Any]) -> str:
@@ -271,7 +381,9 @@ def _tau(row: Mapping[str, Any]) -> str:
 
 
 def _speedup(row: Mapping[str, Any]) -> str:
-    return _within(row["speedup"], row["speedup_interval"]) + (f", {drafting(row)}" if drafting(row) else "")
+    return _within(row["speedup"], row["speedup_interval"]) + (
+        f", {drafting(row)}" if drafting(row) else ""
+    )
 
 
 def _identical(row: Mapping[str, Any]) -> str:
@@ -285,7 +397,9 @@ def _median(spread: Mapping[str, Any] | None) -> str:
 def _with_interval(spread: Mapping[str, Any] | None) -> str:
     if spread is None:
         return "–"
-    return _within(spread["median"], None if spread["low"] is None else (spread["low"], spread["high"]))
+    return _within(
+        spread["median"], None if spread["low"] is None else (spread["low"], spread["high"])
+    )
 
 
 def _parts(spread: Mapping[str, Any] | None, *names: str) -> str:
@@ -293,7 +407,11 @@ def _parts(spread: Mapping[str, Any] | None, *names: str) -> str:
 
 
 def _within(value: float | None, interval: Sequence[float] | None, digits: int = 2) -> str:
-    around = "" if interval is None else f" ({_number(interval[0], digits)}–{_number(interval[1], digits)})"
+    around = (
+        ""
+        if interval is None
+        else f" ({_number(interval[0], digits)}–{_number(interval[1], digits)})"
+    )
     return _number(value, digits) + around
 
 

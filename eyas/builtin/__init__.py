@@ -1,7 +1,8 @@
-"""What ships inside the package: a small chat model, a head for it, and prompts. Knows their places, not their contents.
+"""What ships inside the package: a small chat model, a head for it, and prompts. Knows their
+places, not their contents.
 
-The name "builtin" stands for the packaged target, or head, wherever the folder of one is asked for; so does an id of the
-Hugging Face hub for the folder that it is cached in.
+The name "builtin" stands for the packaged target, or head, wherever the folder of one is asked for;
+so does an id of the Hugging Face hub for the folder that it is cached in.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ _HERE = Path(__file__).parent
 
 
 def target_folder() -> Path:
-    """The packaged target, in Hugging Face's form. Raises MissingInputError in a checkout without its weights."""
+    """The packaged target, in Hugging Face's form. Raises MissingInputError in a checkout without
+    its weights.
+    """
     return _packaged(_HERE / "target", "config.json")
 
 
 def head_folder() -> Path:
-    """The packaged head of the packaged target, in our own form. Raises MissingInputError where it is absent."""
+    """The packaged head of the packaged target, in our own form. Raises MissingInputError where it
+    is absent.
+    """
     return _packaged(_HERE / "head", "eyas_head.json")
 
 
@@ -39,7 +44,8 @@ def resolve_target(name_or_path: str) -> str:
     if not Path(name_or_path).is_dir():
         raise MissingInputError(
             f"no target folder at {name_or_path}",
-            f'give a folder with config.json, *.safetensors and a tokenizer, or "{BUILTIN}" for the packaged model',
+            f'give a folder with config.json, *.safetensors and a tokenizer, or "{BUILTIN}" for '
+            "the packaged model",
         )
     return name_or_path
 
@@ -52,19 +58,23 @@ def resolve_head(name_or_path: str) -> str:
         return hub_folder(name_or_path)
     if not Path(name_or_path).is_dir():
         raise MissingInputError(
-            f"no head folder at {name_or_path}", "give the folder of a head: the output of train, or an export"
+            f"no head folder at {name_or_path}",
+            "give the folder of a head: the output of train, or an export",
         )
     return name_or_path
 
 
 def place_of_head(name: str) -> str:
-    """As resolve_head for "builtin" and ids of the hub; any other name, of a folder or a URL, as it is."""
+    """As resolve_head for "builtin" and ids of the hub; any other name, of a folder or a URL, as it
+    is.
+    """
     return resolve_head(name) if name == BUILTIN or is_hub_id(name) else name
 
 
 def _packaged(folder: Path, name: str) -> Path:
     if not (folder / name).is_file():
         raise MissingInputError(
-            f"this installation has no packaged {folder.name}/{name}", "install eyas again, from a complete checkout or wheel"
+            f"this installation has no packaged {folder.name}/{name}",
+            "install eyas again, from a complete checkout or wheel",
         )
     return folder

@@ -1,7 +1,8 @@
-"""Models by their Hugging Face id: the folder in the local hub cache, downloaded when it is not there yet.
+"""Models by their Hugging Face id: the folder in the local hub cache, downloaded when it is not
+there yet.
 
-Knows names of files, not what is in them. Nothing is asked of the network before a model is loaded, nor for one that is
-cached in full.
+Knows names of files, not what is in them. Nothing is asked of the network before a model is loaded,
+nor for one that is cached in full.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from eyas.errors import MissingInputError
 
-# What the hub's client raises, its HTTP client's own errors included: another client in other versions.
+# What the hub's client raises, its HTTP client's own errors included: another client in other
+# versions.
 HTTP_FAULTS = cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__)
 FAULTS: tuple[type[Exception], ...] = (OSError, ValueError, *HTTP_FAULTS)
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -30,7 +32,9 @@ def is_hub_id(name: str) -> bool:
 
 
 def hub_folder(name: str) -> str:
-    """The folder of a hub model, in the cache's latest snapshot. Raises MissingInputError when it cannot be had."""
+    """The folder of a hub model, in the cache's latest snapshot. Raises MissingInputError when it
+    cannot be had.
+    """
     cached = snapshot(name, local_files_only=True)
     if isinstance(cached, str) and is_complete(Path(cached)):
         return cached
@@ -38,10 +42,16 @@ def hub_folder(name: str) -> str:
     if isinstance(loaded, str) and is_complete(Path(loaded)):
         return loaded
     # Without a network the hub's own answer is what is cached, complete or not.
-    reason = "a part of it is all there is" if isinstance(loaded, str) else next(iter(str(loaded).strip().splitlines()), "")
+    reason = (
+        "a part of it is all there is"
+        if isinstance(loaded, str)
+        else next(iter(str(loaded).strip().splitlines()), "")
+    )
     raise MissingInputError(
-        f"no folder {name} here, and no model of this name in full in the hub's cache; nor could it be downloaded: {reason}",
-        f"`hf download {name}` where there is a network (HF_TOKEN for a gated model), or give a folder",
+        f"no folder {name} here, and no model of this name in full in the hub's cache; nor could "
+        f"it be downloaded: {reason}",
+        f"`hf download {name}` where there is a network (HF_TOKEN for a gated model), or give a "
+        "folder",
     )
 
 
@@ -63,7 +73,10 @@ def is_complete(folder: Path) -> bool:
     for weights in WEIGHTS:
         index = folder / f"{weights}.index.json"
         if index.exists():
-            return all((folder / shard).exists() for shard in json.loads(index.read_text())["weight_map"].values())
+            return all(
+                (folder / shard).exists()
+                for shard in json.loads(index.read_text())["weight_map"].values()
+            )
         if (folder / weights).exists():
             return True
     return False

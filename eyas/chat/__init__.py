@@ -1,6 +1,8 @@
-"""The target's tokenizer and chat template: messages to tokens, the mask of an answer, tokens to text.
+"""The target's tokenizer and chat template: messages to tokens, the mask of an answer, tokens to
+text.
 
-The only part that knows role tokens, and it learns them from the template. Knows no model and no stage.
+The only part that knows role tokens, and it learns them from the template. Knows no model and no
+stage.
 
     tokens      the tokenizer: text to tokens; what people wrote is never read as a control token
     template    the chat template: messages to text, on a fixed day

@@ -1,7 +1,9 @@
-"""Chat: the tokenizer and the chat template of a target, and the exact mask of an answer or the reason why there is none.
+"""Chat: the tokenizer and the chat template of a target, and the exact mask of an answer or the
+reason why there is none.
 
-Stock templates carry no generation tag (EAGLE3.md, section 3), so the answer is found in two ways that have nothing but the
-rendered text in common; they must agree token for token, on every answer. Knows no model and no stage.
+Stock templates carry no generation tag (EAGLE3.md, section 3), so the answer is found in two ways
+that have nothing but the rendered text in common; they must agree token for token, on every answer.
+Knows no model and no stage.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ Tools = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class _Talk:
-    """What goes into the template; shield: what breaks the control tokens' names in it, None where there are none."""
+    """What goes into the template; shield: what breaks the control tokens' names in it, None where
+    there are none.
+    """
 
     messages: Messages
     tools: Tools | None
@@ -38,17 +42,23 @@ class _Talk:
 
 
 class Chat:
-    """Tokenizer and chat template of the target in `folder` (Hugging Face's form, local files only).
+    """Tokenizer and chat template of the target in `folder` (Hugging Face's form, local files
+    only).
 
-    `date`: what a template that prints today's date is to print; None is the clock, as a server has it. Data stages fix
-    it, or the same conversation would have other tokens tomorrow. `options`: variables that the template looks at
-    (enable_thinking), as a server is given them.
+    `date`: what a template that prints today's date is to print; None is the clock, as a server has
+    it. Data stages fix it, or the same conversation would have other tokens tomorrow. `options`:
+    variables that the template looks at (enable_thinking), as a server is given them.
 
-    Raises MissingInputError (no tokenizer), TemplateError (no chat template, or one that cannot be trusted: see
-    `examination`) and MaskDisagreement.
+    Raises MissingInputError (no tokenizer), TemplateError (no chat template, or one that cannot be
+    trusted: see `examination`) and MaskDisagreement.
     """
 
-    def __init__(self, folder: str | Path, date: datetime.date | None = None, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        date: datetime.date | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         self.folder = str(folder)
         self._tokens = Tokens(self.folder)
         self.eos_token_ids = self._tokens.end_ids
@@ -56,8 +66,8 @@ class Chat:
         try:
             self._frame, own = frame_of(self._template, self._tokens)
             framing = {*own, *self._tokens.ends.values()}
-            # A target may write control tokens of its own that its template knows of, one that begins a tool call; others,
-            # and those that frame turns, are text in an answer too.
+            # A target may write control tokens of its own that its template knows of, one that
+            # begins a tool call; others, and those that frame turns, are text in an answer too.
             targets = {name for name in self._tokens.names if self._template.names(name)} - framing
             self._not_the_targets = pattern_of({*self._tokens.names} - targets)
             examine(self._turn, self._tokens.bos_id)
@@ -66,20 +76,28 @@ class Chat:
 
     @property
     def needs_a_date(self) -> bool:
-        """True when the template may print today's date, and none was given: a server's clock decides."""
+        """True when the template may print today's date, and none was given: a server's clock
+        decides.
+        """
         return self._template.needs_a_date
 
     # Messages to tokens
 
-    def render(self, messages: Messages, add_generation_prompt: bool = False, tools: Tools | None = None) -> str:
-        """The conversation as text. Raises TemplateError when the template refuses it (roles that do not alternate, ...)."""
+    def render(
+        self, messages: Messages, add_generation_prompt: bool = False, tools: Tools | None = None
+    ) -> str:
+        """The conversation as text. Raises TemplateError when the template refuses it (roles that
+        do not alternate, ...).
+        """
         return self._template.render(messages, add_generation_prompt, tools)
 
     def prompt_ids(self, messages: Messages, tools: Tools | None = None) -> list[int]:
-        """The tokens that the target goes on from: all messages and the opening of the assistant's turn.
+        """The tokens that the target goes on from: all messages and the opening of the assistant's
+        turn.
 
-        What messages say is text: a control token's name in them is spelled, not obeyed (see `control_text`). Raises
-        TemplateError: the template refuses the messages, or does not let such a name be kept apart from a token.
+        What messages say is text: a control token's name in them is spelled, not obeyed (see
+        `control_text`). Raises TemplateError: the template refuses the messages, or does not let
+        such a name be kept apart from a token.
         """
         try:
             talk = self._talk(messages, tools)
@@ -90,11 +108,20 @@ class Chat:
     def control_text(self, messages: Messages, tools: Tools | None = None) -> list[str]:
         """The control tokens whose names messages hold as text, sorted; nearly always none.
 
-        Other servers (SGLang, vLLM) obey them. An answer of theirs to such messages is not an answer to these tokens.
+        Other servers (SGLang, vLLM) obey them. An answer of theirs to such messages is not an
+        answer to these tokens.
         """
-        of_tools = [name for tool in tools or () for text in strings(tool) for name in self._tokens.control.findall(text)]
+        of_tools = [
+            name
+            for tool in tools or ()
+            for text in strings(tool)
+            for name in self._tokens.control.findall(text)
+        ]
         of_messages = [
-            name for one in messages for text in strings(one) for name in self._names_that_are_text(one).findall(text)
+            name
+            for one in messages
+            for text in strings(one)
+            for name in self._names_that_are_text(one).findall(text)
         ]
         return sorted({*of_messages, *of_tools})
 
@@ -104,23 +131,30 @@ class Chat:
     def answered(
         self, messages: Messages, finish_reason: str = "stop", tools: Tools | None = None
     ) -> tuple[list[int], list[bool]]:
-        """Tokens [T] and loss mask [T] of a conversation whose last message is the target's answer; see `turn`."""
+        """Tokens [T] and loss mask [T] of a conversation whose last message is the target's answer;
+        see `turn`.
+        """
         turn = self.turn(messages, finish_reason, tools)
         return turn.ids, turn.mask
 
-    def turn(self, messages: Messages, finish_reason: str = "stop", tools: Tools | None = None) -> Turn:
+    def turn(
+        self, messages: Messages, finish_reason: str = "stop", tools: Tools | None = None
+    ) -> Turn:
         """A conversation whose last message is the target's answer, as the server saw it.
 
-        The mask is true on the answer's tokens and, with finish_reason "stop", on its end-of-turn token; what the template
-        adds around them (a line break after the turn, an empty thinking block) is the server's, not the target's.
+        The mask is true on the answer's tokens and, with finish_reason "stop", on its end-of-turn
+        token; what the template adds around them (a line break after the turn, an empty thinking
+        block) is the server's, not the target's.
 
-        Raises TemplateError when there is no exact mask: the rendered text does not hold the answer as written, or some turn
-        before it; the tokens before it are not `prompt_ids`; the template prints today's date and none was given. Raises
-        MaskDisagreement when the two ways give two masks: a fault of ours, at which a run is to stop.
+        Raises TemplateError when there is no exact mask: the rendered text does not hold the answer
+        as written, or some turn before it; the tokens before it are not `prompt_ids`; the template
+        prints today's date and none was given. Raises MaskDisagreement when the two ways give two
+        masks: a fault of ours, at which a run is to stop.
         """
         if self._template.needs_a_date:
             raise TemplateError(
-                f"the chat template of {self.folder} prints today's date: a row made with it has other tokens tomorrow",
+                f"the chat template of {self.folder} prints today's date: a row made with it has "
+                "other tokens tomorrow",
                 "give the day on which the target answered",
             )
         try:
@@ -132,7 +166,9 @@ class Chat:
         return turn
 
     def turns(self, messages: Messages, tools: Tools | None = None) -> Iterable[Turn]:
-        """Every answer of a conversation with what came before it, one after the other. Raises what `turn` raises."""
+        """Every answer of a conversation with what came before it, one after the other. Raises what
+        `turn` raises.
+        """
         for at, message in enumerate(messages):
             if message["role"] == "assistant":
                 yield self.turn(messages[: at + 1], tools=tools)
@@ -168,16 +204,25 @@ class Chat:
         return by_another(ids[len(prompt_ids) :], tuple(self._tokens.ends))
 
     def _rendered(self, talk: _Talk, messages: Messages, add_generation_prompt: bool) -> Rendered:
-        return Rendered(self._template.render(messages, add_generation_prompt, talk.tools), talk.shield)
+        return Rendered(
+            self._template.render(messages, add_generation_prompt, talk.tools), talk.shield
+        )
 
     def _talk(self, messages: Messages, tools: Tools | None) -> _Talk:
-        """Messages and tools with no control token's name whole. Raises Untrusted when the template does more with a text
-        than to write it, and so would write another one than without the shield."""
+        """Messages and tools with no control token's name whole. Raises Untrusted when the template
+        does more with a text than to write it, and so would write another one than without the
+        shield."""
         if not self.control_text(messages, tools):
             return _Talk(messages, tools)
-        shield = shield_for(text for value in (*messages, *(tools or ())) for text in strings(value))
-        guarded = [shielded(message, self._names_that_are_text(message), shield) for message in messages]
-        talk = _Talk(guarded, shielded(tools, self._tokens.control, shield) if tools else tools, shield)
+        shield = shield_for(
+            text for value in (*messages, *(tools or ())) for text in strings(value)
+        )
+        guarded = [
+            shielded(message, self._names_that_are_text(message), shield) for message in messages
+        ]
+        talk = _Talk(
+            guarded, shielded(tools, self._tokens.control, shield) if tools else tools, shield
+        )
         is_asked = messages[-1]["role"] != "assistant"
         plain = self._template.render(messages, is_asked, tools)
         if self._rendered(talk, guarded, is_asked).text.replace(shield, "") != plain:
@@ -187,7 +232,8 @@ class Chat:
     def _distrust(self, what: Untrusted) -> TemplateError:
         return TemplateError(
             f"the chat template of {self.folder} {what}",
-            "check chat_template in that folder, and eos_token_id in its generation_config.json or config.json",
+            "check chat_template in that folder, and eos_token_id in its generation_config.json or "
+            "config.json",
         )
 
     # Tokens to text
@@ -205,17 +251,21 @@ class Chat:
 
 
 def _expect_every_turn(messages: Messages, prompt: str) -> None:
-    """Raise Untrusted unless the prompt holds all that users and tools said, in its order, and every system prompt.
+    """Raise Untrusted unless the prompt holds all that users and tools said, in its order, and
+    every system prompt.
 
-    White space around a text may go (Llama 3 trims), and a tool's result may be written as JSON. Answers of earlier turns may
-    lose their thoughts: they are checked where they are last."""
+    White space around a text may go (Llama 3 trims), and a tool's result may be written as JSON.
+    Answers of earlier turns may lose their thoughts: they are checked where they are last."""
     at = 0
     for message in messages:
         text = message.get("content")
         if message["role"] == "assistant" or not isinstance(text, str):
             continue
         written = (text.strip(), json.dumps(text, ensure_ascii=False)[1:-1])
-        found = [(prompt.find(one, at if message["role"] != "system" else 0), len(one)) for one in written]
+        found = [
+            (prompt.find(one, at if message["role"] != "system" else 0), len(one))
+            for one in written
+        ]
         begin, length = next(((begin, length) for begin, length in found if begin >= 0), (-1, 0))
         if begin < 0:
             raise Untrusted("leaves out a message, changes it, or moves it")

@@ -1,7 +1,9 @@
-"""A conversation's tokens in colours, for a terminal and as a page of HTML. Knows kinds of tokens by name, not what they mean.
+"""A conversation's tokens in colours, for a terminal and as a page of HTML. Knows kinds of tokens
+by name, not what they mean.
 
-What people wrote is shown as characters and nothing else: control characters and those that turn the direction of text
-appear by their code, so that no conversation can move the cursor or hide a token.
+What people wrote is shown as characters and nothing else: control characters and those that turn
+the direction of text appear by their code, so that no conversation can move the cursor or hide a
+token.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
 @dataclass(frozen=True)
 class Sample:
-    """A conversation on a page: its tokens, and for each way of looking at it the kind of every token."""
+    """A conversation on a page: its tokens, and for each way of looking at it the kind of every
+    token.
+    """
 
     title: str
     encoded: Encoded
@@ -46,7 +50,9 @@ class Sample:
 
 
 def pieces(encoded: Encoded) -> list[str]:
-    """The text of each token [T]: together the whole text. Of tokens that share a character, the first has it."""
+    """The text of each token [T]: together the whole text. Of tokens that share a character, the
+    first has it.
+    """
     made, at = [], 0
     for _, stop in encoded.offsets:
         made.append(encoded.text[at : max(at, stop)])
@@ -57,12 +63,21 @@ def pieces(encoded: Encoded) -> list[str]:
 
 
 def visible(text: str) -> str:
-    """A text with every character that would not be seen shown by its code; line breaks and tabs stay."""
-    return "".join(f"⟨U+{ord(one):04X}⟩" if one not in "\n\t" and unicodedata.category(one) in _HIDDEN else one for one in text)
+    """A text with every character that would not be seen shown by its code; line breaks and tabs
+    stay.
+    """
+    return "".join(
+        f"⟨U+{ord(one):04X}⟩" if one not in "\n\t" and unicodedata.category(one) in _HIDDEN else one
+        for one in text
+    )
 
 
-def painted(encoded: Encoded, kinds: Sequence[str], meaning: Mapping[str, str], whole: bool = False) -> Text:
-    """The tokens coloured by kind, and what the colours mean. Long stretches of context are cut unless `whole`."""
+def painted(
+    encoded: Encoded, kinds: Sequence[str], meaning: Mapping[str, str], whole: bool = False
+) -> Text:
+    """The tokens coloured by kind, and what the colours mean. Long stretches of context are cut
+    unless `whole`.
+    """
     picture = Text()
     shown = list(zip(pieces(encoded), kinds, strict=True))
     for kind, run in itertools.groupby(shown, key=lambda pair: pair[1]):
@@ -86,7 +101,9 @@ def counts(kinds: Sequence[str]) -> dict[str, int]:
 
 
 def _add(picture: Text, texts: list[str], kind: str) -> None:
-    """Tokens of one kind; line breaks among them that are not context are marked, since one would not see their colour."""
+    """Tokens of one kind; line breaks among them that are not context are marked, since one would
+    not see their colour.
+    """
     for text in texts:
         told = visible(text)
         picture.append(told if kind == CONTEXT else told.replace("\n", "⏎\n"), style=STYLES[kind])
@@ -100,7 +117,9 @@ def page(
     facts: Mapping[str, str],
     note: str = "",
 ) -> str:
-    """One page of HTML that needs nothing beside it. views: for each way of looking, what its kinds of tokens mean."""
+    """One page of HTML that needs nothing beside it. views: for each way of looking, what its kinds
+    of tokens mean.
+    """
     drawn = [
         {
             "title": sample.title,
@@ -110,12 +129,24 @@ def page(
                     "text": escape(visible(text)).replace("\n", _LINE_BREAK),
                     "id": number,
                     "at": at,
-                    "kinds": " ".join(f"v{view}-{sample.kinds[name][at]}" for view, name in enumerate(views)),
+                    "kinds": " ".join(
+                        f"v{view}-{sample.kinds[name][at]}" for view, name in enumerate(views)
+                    ),
                 }
-                for at, (text, number) in enumerate(zip(pieces(sample.encoded), sample.encoded.ids, strict=True))
+                for at, (text, number) in enumerate(
+                    zip(pieces(sample.encoded), sample.encoded.ids, strict=True)
+                )
             ],
             "counts": [counts(sample.kinds[name]) for name in views],
         }
         for sample in samples
     ]
-    return sheet.fill(TEMPLATE, title=title, lead=lead, facts=facts, samples=drawn, views=list(views.items()), note=note)
+    return sheet.fill(
+        TEMPLATE,
+        title=title,
+        lead=lead,
+        facts=facts,
+        samples=drawn,
+        views=list(views.items()),
+        note=note,
+    )

@@ -1,6 +1,8 @@
-"""The second way to a mask: the conversation's tokens up to the answer, its tokens with it, and what lies between them.
+"""The second way to a mask: the conversation's tokens up to the answer, its tokens with it, and
+what lies between them.
 
-Knows tokens and how they are spelled. Looks at no character offsets and at no rendered text: that is the first way (spans).
+Knows tokens and how they are spelled. Looks at no character offsets and at no rendered text: that
+is the first way (spans).
 
     prompt    [p0 p1 p2 p3]
     ids       [p0 p1 p2 p3 o0 a0 a1 a2 e n]     e: the first end token after the prompt
@@ -17,25 +19,31 @@ Spell = Callable[[list[int]], str]
 Find = Callable[[list[int]], tuple[int, int]]
 
 
-def mask_by_prefixes(prompt: list[int], ids: list[int], ends: Sequence[int], find: Find) -> list[bool]:
+def mask_by_prefixes(
+    prompt: list[int], ids: list[int], ends: Sequence[int], find: Find
+) -> list[bool]:
     """Mask [T] of the answer that ends the conversation `ids`, and of its end token.
 
-    prompt: the tokens that the target went on from. find: where the answer is among the tokens after the prompt and before
-    its end token. Raises Untrusted when `ids` do not begin with the prompt's tokens, or has no end token after them.
+    prompt: the tokens that the target went on from. find: where the answer is among the tokens
+    after the prompt and before its end token. Raises Untrusted when `ids` do not begin with the
+    prompt's tokens, or has no end token after them.
     """
     first = len(prompt)
     if ids[:first] != prompt:
         raise Untrusted("joins the prompt and the answer into one token")
     end = next((at for at in range(first, len(ids)) if ids[at] in ends), None)
     if end is None:
-        raise Untrusted("does not end an answer with a token that ends the target's output (eos_token_id)")
+        raise Untrusted(
+            "does not end an answer with a token that ends the target's output (eos_token_id)"
+        )
     start, stop = find(ids[first:end])
     return [first + start <= at < first + stop or at == end for at in range(len(ids))]
 
 
 def by_spelling(answers: tuple[str, ...], spell: Spell) -> Find:
-    """Finds the fewest tokens that spell one of `answers` (as written, and as the tokenizer normalizes it), with nothing but
-    white space after them. A token that spells the answer's beginning and the end of what is before it counts too."""
+    """Finds the fewest tokens that spell one of `answers` (as written, and as the tokenizer
+    normalizes it), with nothing but white space after them. A token that spells the answer's
+    beginning and the end of what is before it counts too."""
 
     def find(ids: list[int]) -> tuple[int, int]:
         stop = len(ids)
@@ -49,8 +57,12 @@ def by_spelling(answers: tuple[str, ...], spell: Spell) -> Find:
     return find
 
 
-def _where_it_begins(ids: list[int], stop: int, answers: tuple[str, ...], spell: Spell) -> int | None:
-    """The last place between two tokens where what is before it and an answer spell the whole; None inside of a token."""
+def _where_it_begins(
+    ids: list[int], stop: int, answers: tuple[str, ...], spell: Spell
+) -> int | None:
+    """The last place between two tokens where what is before it and an answer spell the whole; None
+    inside of a token.
+    """
     text, found = spell(ids[:stop]), None
     for start in range(stop + 1):
         before = spell(ids[:start])
@@ -62,7 +74,9 @@ def _where_it_begins(ids: list[int], stop: int, answers: tuple[str, ...], spell:
 
 
 def _last_that_spells(ids: list[int], stop: int, answers: tuple[str, ...], spell: Spell) -> int:
-    """The last start from which tokens to `stop` end in an answer: one token holds its beginning and what is before it."""
+    """The last start from which tokens to `stop` end in an answer: one token holds its beginning
+    and what is before it.
+    """
     start = 0
     while start < stop and spell(ids[start + 1 : stop]).endswith(answers):
         start += 1
@@ -70,11 +84,15 @@ def _last_that_spells(ids: list[int], stop: int, answers: tuple[str, ...], spell
 
 
 def by_another(another: Sequence[int], ends: Sequence[int]) -> Find:
-    """Finds what is not the same when another answer is in its place; for answers whose text the template makes up.
+    """Finds what is not the same when another answer is in its place; for answers whose text the
+    template makes up.
 
-    another: the tokens after the prompt when the other answer, with no word in common, is in the answer's place.
+    another: the tokens after the prompt when the other answer, with no word in common, is in the
+    answer's place.
     """
-    other = list(another[: next((at for at, token in enumerate(another) if token in ends), len(another))])
+    other = list(
+        another[: next((at for at, token in enumerate(another) if token in ends), len(another))]
+    )
 
     def find(ids: list[int]) -> tuple[int, int]:
         start = _num_common(ids, other)
@@ -84,10 +102,14 @@ def by_another(another: Sequence[int], ends: Sequence[int]) -> Find:
 
 
 def everything(ids: list[int]) -> tuple[int, int]:
-    """Finds all of the tokens: for answers with their own reasoning, before which a template puts nothing."""
+    """Finds all of the tokens: for answers with their own reasoning, before which a template puts
+    nothing.
+    """
     return 0, len(ids)
 
 
 def _num_common(first: Sequence[int], second: Sequence[int]) -> int:
     pairs = zip(first, second, strict=False)
-    return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))
+    return next(
+        (at for at, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second))
+    )

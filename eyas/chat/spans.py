@@ -1,4 +1,5 @@
-"""The first way to a mask: the characters of the answer in the rendered text, then the tokens that stand for them.
+"""The first way to a mask: the characters of the answer in the rendered text, then the tokens that
+stand for them.
 
 Knows texts and offsets. Compares no tokens with tokens: that is the second way (prefixes).
 
@@ -20,26 +21,34 @@ from eyas.chat.turn import Encoded, Wording
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What the template puts around an answer: opening after the prompt (an empty thinking block, or nothing), closing
-    before the end token (a space, or nothing), and the texts of the tokens that may end it."""
+    """What the template puts around an answer: opening after the prompt (an empty thinking block,
+    or nothing), closing before the end token (a space, or nothing), and the texts of the tokens
+    that may end it."""
 
     opening: str
     closing: str
     ends: tuple[str, ...]
 
 
-def mask_by_spans(prompt: Rendered, whole: Rendered, encoded: Encoded, wording: Wording, frame: Frame) -> list[bool]:
+def mask_by_spans(
+    prompt: Rendered, whole: Rendered, encoded: Encoded, wording: Wording, frame: Frame
+) -> list[bool]:
     """Mask [T] of the answer that ends `whole`, and of its end token.
 
-    prompt: the text that the target went on from. encoded: the tokens of `whole`, without its shields. Raises Untrusted when
-    the text does not hold the answer in its place as it was written, or when a token stands for the answer and for more.
+    prompt: the text that the target went on from. encoded: the tokens of `whole`, without its
+    shields. Raises Untrusted when the text does not hold the answer in its place as it was written,
+    or when a token stands for the answer and for more.
     """
     if not whole.text.startswith(prompt.text):
         raise Untrusted("rewrites the prompt once an answer follows")
     begin = len(prompt.text)
-    end = min((at for name in frame.ends if (at := whole.text.find(name, begin)) >= 0), default=None)
+    end = min(
+        (at for name in frame.ends if (at := whole.text.find(name, begin)) >= 0), default=None
+    )
     if end is None:
-        raise Untrusted("does not end an answer with a token that ends the target's output (eos_token_id)")
+        raise Untrusted(
+            "does not end an answer with a token that ends the target's output (eos_token_id)"
+        )
     start, stop = _answer(whole.text[begin:end], wording, frame)
     start, stop, end = (_unshielded(whole, begin + at) for at in (start, stop, end - begin))
     return _tokens_of(encoded, start, stop, end)
@@ -50,13 +59,18 @@ def _answer(body: str, wording: Wording, frame: Frame) -> tuple[int, int]:
     if not all(part in body for part in wording.parts):
         raise Untrusted("leaves out reasoning or a tool call of an answer")
     if wording.text is None:
-        start = 0 if wording.has_reasoning or not body.startswith(frame.opening) else len(frame.opening)
+        start = (
+            0 if wording.has_reasoning or not body.startswith(frame.opening) else len(frame.opening)
+        )
         if not body.endswith(frame.closing):
             raise Untrusted("does not render an answer as the target wrote it")
         return start, len(body) - len(frame.closing)
-    for opening in ("", frame.opening):  # right after the prompt, or after what the template opens every answer with
+    # right after the prompt, or after what the template opens every answer with
+    for opening in ("", frame.opening):
         if body == opening + wording.text + frame.closing:
-            if (opening[-1:].isspace() and wording.text[:1].isspace()) or (frame.closing and wording.text[-1:].isspace()):
+            if (opening[-1:].isspace() and wording.text[:1].isspace()) or (
+                frame.closing and wording.text[-1:].isspace()
+            ):
                 raise Untrusted("puts its own white space beside that of an answer")
             return len(opening), len(opening) + len(wording.text)
     raise Untrusted("does not render an answer as the target wrote it")

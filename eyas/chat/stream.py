@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_UNCERTAIN = 4  # the last tokens of a text may be the beginning of a character, of at most so many bytes
+# the last tokens of a text may be the beginning of a character, of at most so many bytes
+_UNCERTAIN = 4
 _MANY_PENDING = 32  # tokens without a whole character: no longer a character's beginning
 
 
 class TextStream:
     """Text as tokens arrive: what `push` and `finish` return, joined, is `decode` of all tokens.
 
-    Only the tokens since the last text but one are decoded anew, so a long answer costs no more per token than a short one.
-    Bytes that never become a character do not pile up: they are given out as soon as what follows them cannot change them,
-    which is tried every so many tokens.
+    Only the tokens since the last text but one are decoded anew, so a long answer costs no more per
+    token than a short one. Bytes that never become a character do not pile up: they are given out
+    as soon as what follows them cannot change them, which is tried every so many tokens.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
@@ -25,7 +26,9 @@ class TextStream:
         self._try_at = _MANY_PENDING
 
     def push(self, ids: Iterable[int]) -> str:
-        """The new text of these tokens; the bytes of an unfinished character wait for the next push."""
+        """The new text of these tokens; the bytes of an unfinished character wait for the next
+        push.
+        """
         ids = list(ids)
         self._window += ids
         text = self._decode(self._window)
@@ -33,7 +36,11 @@ class TextStream:
             return self._tell(text) if len(text) > len(self._told) else ""
         if len(ids) > 1:  # only the last character is unfinished
             return self._push_one_by_one(ids)
-        return self._give_up_on_bytes(text) if len(self._window) - self._num_told >= self._try_at else ""
+        return (
+            self._give_up_on_bytes(text)
+            if len(self._window) - self._num_told >= self._try_at
+            else ""
+        )
 
     def finish(self) -> str:
         """What still waits, when no more tokens come."""
@@ -53,7 +60,9 @@ class TextStream:
         return new
 
     def _give_up_on_bytes(self, text: str) -> str:
-        """Text of all but the last pending tokens, if it is the same with and without those; else try again later."""
+        """Text of all but the last pending tokens, if it is the same with and without those; else
+        try again later.
+        """
         last = self._window[-_UNCERTAIN:]
         settled = self._decode(self._window[:-_UNCERTAIN])
         if len(settled) <= len(self._told) or settled + self._decode(last) != text:

@@ -1,7 +1,8 @@
-"""The mask options: which tokens a head learns to draft, given which tokens the target wrote. Pure functions over lists.
+"""The mask options: which tokens a head learns to draft, given which tokens the target wrote. Pure
+functions over lists.
 
-Slot t of a head takes the feature of x_t and the token x_{t+1}, and drafts x_{t+2}. Three sets of slots are in use (EAGLE3.md,
-section 3); here each is told by the tokens drafted, s = t + 2.
+Slot t of a head takes the feature of x_t and the token x_{t+1}, and drafts x_{t+2}. Three sets of
+slots are in use (EAGLE3.md, section 3); here each is told by the tokens drafted, s = t + 2.
 
     tokens              [u  :  a1 a2 a3 e  n  u ]       a1 a2 a3 e: written by the target
     mask                [0  0  1  1  1  1  0  0 ]
@@ -29,7 +30,9 @@ MEANING: dict[str, str] = {  # of each kind
 
 
 def supervised(mask: list[bool], option: MaskOption) -> list[bool]:
-    """[T], true on the tokens that a head is trained to draft. mask [T]: the tokens that the target wrote."""
+    """[T], true on the tokens that a head is trained to draft. mask [T]: the tokens that the target
+    wrote.
+    """
     before, before_that = [False, *mask][: len(mask)], [False, False, *mask][: len(mask)]
     if option == "t":
         return before_that
@@ -49,4 +52,7 @@ def kinds(mask: list[bool], option: MaskOption) -> list[Kind]:
             return "beyond"
         return "given" if own else "context"
 
-    return [kind(*one) for one in zip(mask, supervised(mask, "serving"), supervised(mask, option), strict=True)]
+    return [
+        kind(*one)
+        for one in zip(mask, supervised(mask, "serving"), supervised(mask, option), strict=True)
+    ]

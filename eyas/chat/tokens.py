@@ -1,11 +1,13 @@
-"""The target's tokenizer: text to tokens with their characters, and tokens to text. Knows no template and no role.
+"""The target's tokenizer: text to tokens with their characters, and tokens to text. Knows no
+template and no role.
 
-A control token is one that the tokenizer marks as special. The template writes them as text, so a user's `<end of turn>`
-would be read as the real one. Here it is not: what people wrote is `shielded` before it goes into the template, by a
-character that is no character (Unicode's non-characters) inside each control token's name. What the template then writes
-has its own control tokens whole: they get other names, the shields go, and a tokenizer that knows control tokens by those
-other names alone takes all the rest for plain text.
-Added tokens that are not special (a thinking tag, say) are words like others: servers read them so, and so does this.
+A control token is one that the tokenizer marks as special. The template writes them as text, so a
+user's `<end of turn>` would be read as the real one. Here it is not: what people wrote is
+`shielded` before it goes into the template, by a character that is no character (Unicode's
+non-characters) inside each control token's name. What the template then writes has its own control
+tokens whole: they get other names, the shields go, and a tokenizer that knows control tokens by
+those other names alone takes all the rest for plain text. Added tokens that are not special (a
+thinking tag, say) are words like others: servers read them so, and so does this.
 """
 
 from __future__ import annotations
@@ -31,12 +33,16 @@ _PRIVATE = 0xF0000  # the first character of a plane for private use
 
 
 class Untrusted(Exception):
-    """What is wrong with a template or a text, as the end of a sentence about the template. Chat makes an error of it."""
+    """What is wrong with a template or a text, as the end of a sentence about the template. Chat
+    makes an error of it.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A text from the template. shield: what breaks the control tokens that people wrote; None where there are none."""
+    """A text from the template. shield: what breaks the control tokens that people wrote; None
+    where there are none.
+    """
 
     text: str
     shield: str | None = None
@@ -47,7 +53,9 @@ class Tokens:
 
     def __init__(self, folder: str) -> None:
         if not Path(folder).is_dir():
-            raise MissingInputError(f"no folder at {folder}", "give a target's folder in Hugging Face's form")
+            raise MissingInputError(
+                f"no folder at {folder}", "give a target's folder in Hugging Face's form"
+            )
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError) as error:
@@ -57,18 +65,28 @@ class Tokens:
                 "put the target's tokenizer files beside its weights",
             ) from error
         if not self.tokenizer.is_fast:
-            raise MissingInputError(f"{folder} has no fast tokenizer", "add its tokenizer.json: character offsets need it")
+            raise MissingInputError(
+                f"{folder} has no fast tokenizer",
+                "add its tokenizer.json: character offsets need it",
+            )
         self._backend: Tokenizer = self.tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        special = {number: str(token) for number, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        special = {
+            number: str(token)
+            for number, token in self.tokenizer.added_tokens_decoder.items()
+            if token.special
+        }
         self.control_ids = frozenset(special)
         self.names = tuple(special.values())
         self.control = pattern_of(self.names)
         self.end_ids = _end_tokens(Path(folder), self.tokenizer.eos_token_id)
-        # Where control tokens end the output, they end turns; words that end it too (a stop token of a recipe) do not.
+        # Where control tokens end the output, they end turns; words that end it too (a stop token
+        # of a recipe) do not.
         closing = [number for number in self.end_ids if number in special] or self.end_ids
-        self.ends = {number: str(self.tokenizer.convert_ids_to_tokens(number)) for number in closing}
+        self.ends = {
+            number: str(self.tokenizer.convert_ids_to_tokens(number)) for number in closing
+        }
 
     @property
     def bos_id(self) -> int | None:
@@ -86,8 +104,9 @@ class Tokens:
     def encode(self, rendered: Rendered) -> Encoded:
         """Its tokens, and their characters in the text without shields.
 
-        Raises Untrusted when a control token comes out that nobody wrote, or when the text between control tokens is not
-        tokenized on its own, so that it cannot be kept from being read as one.
+        Raises Untrusted when a control token comes out that nobody wrote, or when the text between
+        control tokens is not tokenized on its own, so that it cannot be kept from being read as
+        one.
         """
         if rendered.shield is None:
             encoding = self._backend.encode(rendered.text, add_special_tokens=False)
@@ -97,29 +116,44 @@ class Tokens:
             return Encoded(rendered.text, encoding.ids, encoding.offsets)
         expected = self._backend.encode(rendered.text, add_special_tokens=False).ids
         if _STAND_IN in rendered.text or self._standing_in(rendered.text).ids != expected:
-            raise Untrusted("meets a tokenizer that cannot take a control token's name in a message for plain text")
-        # The template's control tokens change names while the shields go, and what people wrote becomes plain text.
+            raise Untrusted(
+                "meets a tokenizer that cannot take a control token's name in a message for plain "
+                "text"
+            )
+        # The template's control tokens change names while the shields go, and what people wrote
+        # becomes plain text.
         return self._standing_in(rendered.text, rendered.shield)
 
     def _standing_in(self, text: str, without: str = "") -> Encoded:
-        """The text without a character, and its tokens, control tokens being those that were whole before."""
-        replaced = self.control.sub(lambda found: self._stand_ins[found.group()], text).replace(without, "")
+        """The text without a character, and its tokens, control tokens being those that were whole
+        before.
+        """
+        replaced = self.control.sub(lambda found: self._stand_ins[found.group()], text).replace(
+            without, ""
+        )
         encoding = self._plain_backend.encode(replaced, add_special_tokens=False)
         back = {stand_in: name for name, stand_in in self._stand_ins.items()}
         plain = pattern_of(back).sub(lambda found: back[found.group()], replaced)
-        return Encoded(plain, [self._meant.get(number, number) for number in encoding.ids], encoding.offsets)
+        return Encoded(
+            plain, [self._meant.get(number, number) for number in encoding.ids], encoding.offsets
+        )
 
     @cached_property
     def _stand_ins(self) -> dict[str, str]:
         """For each control token's name another of the same length, which nobody writes."""
-        return {name: _STAND_IN * (len(name) - 1) + chr(_PRIVATE + at) for at, name in enumerate(self.names)}
+        return {
+            name: _STAND_IN * (len(name) - 1) + chr(_PRIVATE + at)
+            for at, name in enumerate(self.names)
+        }
 
     @cached_property
     def _plain_backend(self) -> Tokenizer:
         """The tokenizer that knows control tokens by their stand-ins only."""
         plain = copy.deepcopy(self._backend)
         plain.encode_special_tokens = True
-        plain.add_tokens([AddedToken(one, special=False, normalized=False) for one in self._stand_ins.values()])
+        plain.add_tokens(
+            [AddedToken(one, special=False, normalized=False) for one in self._stand_ins.values()]
+        )
         return plain
 
     @cached_property
@@ -136,7 +170,11 @@ class Tokens:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of tokens; special tokens are left out, everything else is kept as it is."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(
+            self.tokenizer.decode(
+                list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
 
 
 def pattern_of(names: Iterable[str]) -> re.Pattern[str]:
@@ -159,16 +197,22 @@ def strings(value: Any) -> Iterator[str]:
 
 
 def shield_for(texts: Iterable[str]) -> str:
-    """A character that none of the texts holds. Raises Untrusted where they hold all that could serve."""
+    """A character that none of the texts holds. Raises Untrusted where they hold all that could
+    serve.
+    """
     used = set().union(*map(set, texts))
     free = next((shield for shield in _SHIELDS if shield not in used), None)
     if free is None:
-        raise Untrusted("cannot keep apart control tokens from a text with every non-character of Unicode")
+        raise Untrusted(
+            "cannot keep apart control tokens from a text with every non-character of Unicode"
+        )
     return free
 
 
 def shielded(value: Any, control: re.Pattern[str], shield: str) -> Any:
-    """A copy of a value of JSON with each control token's name in its strings broken after its first character."""
+    """A copy of a value of JSON with each control token's name in its strings broken after its
+    first character.
+    """
     if isinstance(value, str):
         while found := control.findall(value):
             if min(map(len, found)) == 1:
@@ -176,14 +220,19 @@ def shielded(value: Any, control: re.Pattern[str], shield: str) -> Any:
             value = control.sub(lambda name: name.group()[0] + shield + name.group()[1:], value)
         return value
     if isinstance(value, Mapping):
-        return {shielded(key, control, shield): shielded(item, control, shield) for key, item in value.items()}
+        return {
+            shielded(key, control, shield): shielded(item, control, shield)
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
         return [shielded(item, control, shield) for item in value]
     return value
 
 
 def _end_tokens(folder: Path, fallback: int | None) -> tuple[int, ...]:
-    """The tokens that end the target's output, where an engine looks for them: generation config, config, tokenizer."""
+    """The tokens that end the target's output, where an engine looks for them: generation config,
+    config, tokenizer.
+    """
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         ends = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None

@@ -1,4 +1,6 @@
-"""One answer of the target with all that came before it, as tokens. Knows neither templates nor tokenizers."""
+"""One answer of the target with all that came before it, as tokens. Knows neither templates nor
+tokenizers.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A text and its tokens [T]: their ids, and for each the characters [start, stop) of `text` that it stands for."""
+    """A text and its tokens [T]: their ids, and for each the characters [start, stop) of `text`
+    that it stands for.
+    """
 
     text: str
     ids: list[int]
@@ -20,7 +24,9 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A conversation up to one answer. mask [T]: the tokens that the target wrote. num_prompt_tokens: those that it saw."""
+    """A conversation up to one answer. mask [T]: the tokens that the target wrote.
+    num_prompt_tokens: those that it saw.
+    """
 
     encoded: Encoded
     mask: list[bool]
@@ -32,7 +38,9 @@ class Turn:
 
     @property
     def written_ids(self) -> list[int]:
-        """The tokens under the mask: where the target's own are known, other ones here mean that its text has two spellings."""
+        """The tokens under the mask: where the target's own are known, other ones here mean that
+        its text has two spellings.
+        """
         return [token for token, kept in zip(self.ids, self.mask, strict=True) if kept]
 
     def continues(self, other: Turn) -> bool:
@@ -40,8 +48,12 @@ class Turn:
         return self.ids[: len(other.ids)] == other.ids
 
     def with_mask_of(self, other: Turn) -> Turn:
-        """This turn with the tokens that the target wrote in the other, which it continues, under its mask too."""
-        mask = [mine or theirs for mine, theirs in zip(self.mask, other.mask, strict=False)] + self.mask[len(other.mask) :]
+        """This turn with the tokens that the target wrote in the other, which it continues, under
+        its mask too.
+        """
+        mask = [
+            mine or theirs for mine, theirs in zip(self.mask, other.mask, strict=False)
+        ] + self.mask[len(other.mask) :]
         return Turn(self.encoded, mask, self.num_prompt_tokens)
 
 
@@ -49,9 +61,10 @@ class Turn:
 class Wording:
     """An answer as it went into the template.
 
-    text: what the target wrote, where the message says so in one string; None where the template puts it together from
-    reasoning and tool calls. parts: strings that the rendered answer must hold in any case. has_reasoning: the thoughts are
-    given, so a thinking block is the target's and not the template's.
+    text: what the target wrote, where the message says so in one string; None where the template
+    puts it together from reasoning and tool calls. parts: strings that the rendered answer must
+    hold in any case. has_reasoning: the thoughts are given, so a thinking block is the target's and
+    not the template's.
     """
 
     text: str | None
@@ -60,7 +73,9 @@ class Wording:
 
     @classmethod
     def of(cls, message: Mapping[str, Any]) -> Wording:
-        """The wording of an assistant message, in OpenAI's form; reasoning under either of its usual names."""
+        """The wording of an assistant message, in OpenAI's form; reasoning under either of its
+        usual names.
+        """
         content = message.get("content") or ""
         reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
         calls = [call.get("function", call) for call in message.get("tool_calls") or ()]

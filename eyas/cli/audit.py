@@ -1,4 +1,6 @@
-"""`eyas audit`: which tokens of conversations a head is trained to draft, token by token, in the terminal and as a page."""
+"""`eyas audit`: which tokens of conversations a head is trained to draft, token by token, in the
+terminal and as a page.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,17 @@ from eyas.log import progress_bar
 
 EXAMPLES = Path(__file__).with_name("audit.yaml")
 NOTE = (
-    "A head's slot t takes the target's feature of token t and token t + 1, and drafts token t + 2: colours are on the token "
+    "A head's slot t takes the target's feature of token t and token t + 1, and drafts token t + "
+    "2: colours are on the token "
     "drafted."
 )
 DAY = "2026-01-01"  # that of `eyas generate`
 
 
 class Conversation(BaseModel):
-    """A line of input; whatever else it holds is ignored, so that rows of `eyas generate` are read too."""
+    """A line of input; whatever else it holds is ignored, so that rows of `eyas generate` are read
+    too.
+    """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -45,12 +50,16 @@ class Conversation(BaseModel):
 
 @dataclass
 class Audit:
-    """What was found: answers by what became of them, tokens by mask option and kind, and the first samples."""
+    """What was found: answers by what became of them, tokens by mask option and kind, and the first
+    samples.
+    """
 
     num_conversations: int = 0
     num_answers: int = 0
     refused: Counter[str] = field(default_factory=Counter)
-    tokens: dict[MaskOption, Counter[str]] = field(default_factory=lambda: {option: Counter() for option in OPTIONS})
+    tokens: dict[MaskOption, Counter[str]] = field(
+        default_factory=lambda: {option: Counter() for option in OPTIONS}
+    )
     samples: list[tuple[str, Turn]] = field(default_factory=list)
 
     @property
@@ -60,22 +69,38 @@ class Audit:
 
 
 def command(
-    target: Annotated[str, typer.Argument(help='folder of a target or of its tokenizer, hub id, or "builtin"')],
+    target: Annotated[
+        str, typer.Argument(help='folder of a target or of its tokenizer, hub id, or "builtin"')
+    ],
     conversations: Annotated[
         Path | None,
         typer.Argument(help="JSON lines (.gz too) with messages, perhaps tools; else made-up ones"),
     ] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="write the picture as a page, too")] = None,
-    mask: Annotated[MaskOption | None, typer.Option("--mask", help="show this mask option only")] = None,
-    show: Annotated[int, typer.Option("--show", min=0, help="how many samples to show; all are checked")] = 4,
-    whole: Annotated[bool, typer.Option("--whole", help="do not cut long stretches between answers")] = False,
-    date: Annotated[str, typer.Option("--date", help="what a template that prints today's date is to print")] = DAY,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="write the picture as a page, too")
+    ] = None,
+    mask: Annotated[
+        MaskOption | None, typer.Option("--mask", help="show this mask option only")
+    ] = None,
+    show: Annotated[
+        int, typer.Option("--show", min=0, help="how many samples to show; all are checked")
+    ] = 4,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="do not cut long stretches between answers")
+    ] = False,
+    date: Annotated[
+        str, typer.Option("--date", help="what a template that prints today's date is to print")
+    ] = DAY,
     options: Annotated[
         list[str] | None,
-        typer.Option("--set", "-s", metavar="NAME=VALUE", help="for the template: enable_thinking=false"),
+        typer.Option(
+            "--set", "-s", metavar="NAME=VALUE", help="for the template: enable_thinking=false"
+        ),
     ] = None,
 ) -> None:
-    """Show which tokens of conversations are supervised; find every mask in two ways and stop where they differ."""
+    """Show which tokens of conversations are supervised; find every mask in two ways and stop where
+    they differ.
+    """
     with progress_bar("audit") as track:
         chat = Chat(resolve_target(target), _day(date), override({}, options or ()))
         audit = Audit()
@@ -83,21 +108,32 @@ def command(
             look_at(row, chat, audit, show)
             track(audit.num_conversations, None, f"{audit.num_answers} answers")
     if not audit.num_masked:
-        reasons = "; ".join(f"{count} x {reason}" for reason, count in audit.refused.items()) or "no assistant turn"
-        raise EmptyInputError(f"none of {audit.num_answers} answers has an exact mask ({reasons})", "see the reasons")
+        reasons = (
+            "; ".join(f"{count} x {reason}" for reason, count in audit.refused.items())
+            or "no assistant turn"
+        )
+        raise EmptyInputError(
+            f"none of {audit.num_answers} answers has an exact mask ({reasons})", "see the reasons"
+        )
     shown: Sequence[MaskOption] = [mask] if mask else OPTIONS
     print_samples(audit, shown, whole)
     print_summary(audit, shown)
     if html:
         with storage_errors(str(html)):
             html.write_text(as_page(audit, target, shown), encoding="utf-8")
-        Console(stderr=True).print(f"written: {html}", markup=False, highlight=False, soft_wrap=True)
+        Console(stderr=True).print(
+            f"written: {html}", markup=False, highlight=False, soft_wrap=True
+        )
 
 
 def read(path: Path) -> Iterator[Conversation]:
-    """The conversations of a file. Raises MissingInputError, CorruptError, which says the line, never what is in it."""
+    """The conversations of a file. Raises MissingInputError, CorruptError, which says the line,
+    never what is in it.
+    """
     if not path.is_file():
-        raise MissingInputError(f"no conversations at {path}", "give a file of JSON lines with messages")
+        raise MissingInputError(
+            f"no conversations at {path}", "give a file of JSON lines with messages"
+        )
     with fsspec.open(str(path), "rt", encoding="utf-8", compression="infer") as lines:
         for number, line in enumerate(lines, 1):
             try:
@@ -115,7 +151,9 @@ def read(path: Path) -> Iterator[Conversation]:
 
 def examples() -> list[Conversation]:
     """A few conversations of ours: several turns, a system prompt, tools, reasoning."""
-    return TypeAdapter(list[Conversation]).validate_python(yaml.safe_load(EXAMPLES.read_text(encoding="utf-8")))
+    return TypeAdapter(list[Conversation]).validate_python(
+        yaml.safe_load(EXAMPLES.read_text(encoding="utf-8"))
+    )
 
 
 def look_at(row: Conversation, chat: Chat, audit: Audit, show: int) -> None:
@@ -126,12 +164,18 @@ def look_at(row: Conversation, chat: Chat, audit: Audit, show: int) -> None:
         for option in OPTIONS:
             audit.tokens[option].update(kinds(turn.mask, option))
         if len(audit.samples) < show:
-            audit.samples.append((f"{name}: {f'answer {last}' if first == last else f'answers {first} to {last}'}", turn))
+            audit.samples.append(
+                (
+                    f"{name}: {f'answer {last}' if first == last else f'answers {first} to {last}'}",
+                    turn,
+                )
+            )
 
 
 def samples(row: Conversation, chat: Chat, audit: Audit) -> Iterator[tuple[int, int, Turn]]:
-    """Rows as training has them, with the numbers of their first and last answer: an answer that goes on from all tokens of
-    the one before is one row with it; where the template rewrites the past, each is a row of its own."""
+    """Rows as training has them, with the numbers of their first and last answer: an answer that
+    goes on from all tokens of the one before is one row with it; where the template rewrites the
+    past, each is a row of its own."""
     waiting: tuple[int, int, Turn] | None = None
     ends = [at for at, message in enumerate(row.messages) if message["role"] == "assistant"]
     for number, at in enumerate(ends, 1):
@@ -166,7 +210,11 @@ def print_summary(audit: Audit, options: Iterable[MaskOption]) -> None:
     table = Table("mask", "supervised", *MEANING, title="tokens of all samples")
     for option in options:
         tokens = audit.tokens[option]
-        table.add_row(option, f"{tokens['drafted'] + tokens['beyond']:,}", *(f"{tokens[kind]:,}" for kind in MEANING))
+        table.add_row(
+            option,
+            f"{tokens['drafted'] + tokens['beyond']:,}",
+            *(f"{tokens[kind]:,}" for kind in MEANING),
+        )
     console = Console(highlight=False, soft_wrap=True)
     console.print(table)
     console.print(_said(audit), markup=False)
@@ -177,18 +225,27 @@ def print_summary(audit: Audit, options: Iterable[MaskOption]) -> None:
 def as_page(audit: Audit, target: str, options: Sequence[MaskOption]) -> str:
     """The samples as HTML, one view for each option."""
     drawn = [
-        Sample(visible(title), turn.encoded, {option: kinds(turn.mask, option) for option in options})
+        Sample(
+            visible(title), turn.encoded, {option: kinds(turn.mask, option) for option in options}
+        )
         for title, turn in audit.samples
     ]
-    tokens = {f"mask {option}": ", ".join(f"{kind} {audit.tokens[option][kind]:,}" for kind in MEANING) for option in options}
-    refused = {f"refused {count:,}": f"the template {reason}" for reason, count in audit.refused.most_common()}
+    tokens = {
+        f"mask {option}": ", ".join(f"{kind} {audit.tokens[option][kind]:,}" for kind in MEANING)
+        for option in options
+    }
+    refused = {
+        f"refused {count:,}": f"the template {reason}"
+        for reason, count in audit.refused.most_common()
+    }
     facts = {"target": target, **tokens, **refused}
     return page("eyas audit", _said(audit), drawn, dict.fromkeys(options, MEANING), facts, NOTE)
 
 
 def _said(audit: Audit) -> str:
     return (
-        f"{audit.num_answers:,} answers of {audit.num_conversations:,} conversations: both ways to the mask agree on "
+        f"{audit.num_answers:,} answers of {audit.num_conversations:,} conversations: both ways to "
+        "the mask agree on "
         f"{audit.num_masked:,}; {audit.refused.total():,} have none and are kept out of training."
     )
 

@@ -1,4 +1,6 @@
-"""`eyas bench URL`: a running server -> TTFT, TPOT, throughput per arm, what the head changes, and a report."""
+"""`eyas bench URL`: a running server -> TTFT, TPOT, throughput per arm, what the head changes, and
+a report.
+"""
 
 from __future__ import annotations
 
@@ -29,23 +31,43 @@ IDENTITY_DIGITS = 8  # of a folder's name
 
 
 def command(
-    url: Annotated[str | None, typer.Argument(help="server to measure (http://127.0.0.1:8000)")] = None,
-    against: Annotated[str | None, typer.Option(help="another server, the baseline of the comparison")] = None,
-    output: Annotated[str | None, typer.Option("--output", "-o", help="folder or URL (out/bench-IDENTITY)")] = None,
-    prompts: Annotated[str | None, typer.Option(help='JSONL (.gz too), "builtin", or e.g. "synthetic(64,512)"')] = None,
-    concurrency: Annotated[str | None, typer.Option(help="requests at a time, e.g. 1,2,4,8 (1)")] = None,
-    rates: Annotated[str | None, typer.Option(help="requests a second in an open loop, e.g. 0.5,2")] = None,
-    compare_anyway: Annotated[bool, typer.Option("--compare-anyway", help="compare unlike with unlike, and say so")] = False,
+    url: Annotated[
+        str | None, typer.Argument(help="server to measure (http://127.0.0.1:8000)")
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="another server, the baseline of the comparison")
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", help="folder or URL (out/bench-IDENTITY)")
+    ] = None,
+    prompts: Annotated[
+        str | None, typer.Option(help='JSONL (.gz too), "builtin", or e.g. "synthetic(64,512)"')
+    ] = None,
+    concurrency: Annotated[
+        str | None, typer.Option(help="requests at a time, e.g. 1,2,4,8 (1)")
+    ] = None,
+    rates: Annotated[
+        str | None, typer.Option(help="requests a second in an open loop, e.g. 0.5,2")
+    ] = None,
+    compare_anyway: Annotated[
+        bool, typer.Option("--compare-anyway", help="compare unlike with unlike, and say so")
+    ] = False,
     run_file: RunFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Ask servers for the same answers, arm by arm in turns, and compare. Any OpenAI-compatible server will do.
+    """Ask servers for the same answers, arm by arm in turns, and compare. Any OpenAI-compatible
+    server will do.
 
-    Without --against: a server of eyas that has a head is measured with and without it, any other by itself. Writes rows.jsonl,
-    summary.json, report.html, report.md and report.csv. EYAS_BENCH_API_KEY holds a key, where servers want one.
+    Without --against: a server of eyas that has a head is measured with and without it, any other
+    by itself. Writes rows.jsonl, summary.json, report.html, report.md and report.csv.
+    EYAS_BENCH_API_KEY holds a key, where servers want one.
     """
     given = [*(overrides or [])]
-    given += [f"concurrencies=[{concurrency or ''}]"] if concurrency is not None or rates is not None else []
+    given += (
+        [f"concurrencies=[{concurrency or ''}]"]
+        if concurrency is not None or rates is not None
+        else []
+    )
     given += [f"open_loop.rates=[{rates}]"] if rates is not None else []
     given += ["compare_anyway=true"] if compare_anyway else []
     section = (read_run_file(run_file).get("bench") or {}) if run_file else {}
@@ -54,22 +76,33 @@ def command(
         given.append(f"arms={json.dumps(arms_for(url, against))}")
     config = stage_config(BenchConfig, "bench", run_file, given, prompts=prompts, url=url)
     folder = output or f"out/bench-{bench_identity(config, {})[:IDENTITY_DIGITS]}"
-    measured = perform("bench", Artifact(folder), lambda artifact, track: bench(config, artifact, track))
+    measured = perform(
+        "bench", Artifact(folder), lambda artifact, track: bench(config, artifact, track)
+    )
     summary = measured.read_json("summary.json")
     show_table(summary)
     if cut := turns_note(summary):
         console.print(cut, style="yellow", highlight=False)
     for one in summary["differences"]:
-        console.print(f"{one['arm']} and {one['baseline']}: {escape(one['text'])}", style="yellow", highlight=False)
+        console.print(
+            f"{one['arm']} and {one['baseline']}: {escape(one['text'])}",
+            style="yellow",
+            highlight=False,
+        )
     manifest = measured.manifest("bench")
-    report = write_reports(measured, Contents(bench=summary, manifest=manifest, commands=[command_line()]))
+    report = write_reports(
+        measured, Contents(bench=summary, manifest=manifest, commands=[command_line()])
+    )
     print(f"report: {report}")
-    closed, opened = ([announced(one) for one in part["comparisons"]] for part in (summary, summary["open_loop"]))
+    closed, opened = (
+        [announced(one) for one in part["comparisons"]] for part in (summary, summary["open_loop"])
+    )
     print(json.dumps({"comparisons": closed, "open_loop": opened, "output": folder}))
 
 
 def arms_for(url: str, against: str | None) -> Mapping[str, Any]:
-    """The arms that fit the servers: two servers; or one of eyas, with and without its head; or one alone.
+    """The arms that fit the servers: two servers; or one of eyas, with and without its head; or one
+    alone.
 
     Raises MissingInputError where no server answers, EyasError where it is none of OpenAI's kind.
     """

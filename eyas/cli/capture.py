@@ -23,7 +23,12 @@ def command(
 ) -> None:
     """Store the target's three taps and last hidden state for every token of finished answers.
 
-    Any causal language model that transformers knows can be captured; those that eyas serves, by its own decoder.
+    Any causal language model that transformers knows can be captured; those that eyas serves, by
+    its own decoder.
     """
     config = stage_config(CaptureConfig, "capture", run_file, overrides, target=target)
-    perform("capture", Artifact(output), lambda artifact, track: capture(config, Artifact(answers), artifact, track))
+    perform(
+        "capture",
+        Artifact(output),
+        lambda artifact, track: capture(config, Artifact(answers), artifact, track),
+    )

@@ -22,15 +22,22 @@ from eyas.export.replay import LEFT_BEHIND, NUM_DRAFT_STEPS, PART, Replayed
 
 Text = Annotated[
     Path | None,
-    typer.Option(help="held-out text to replay: JSON lines with messages, or a prompt a line [default: packaged prompts]"),
+    typer.Option(
+        help="held-out text to replay: JSON lines with messages, or a prompt a line [default: "
+        "packaged prompts]"
+    ),
 ]
 
 
 def command(
-    head: Annotated[str, typer.Argument(help='folder of a head, in any form, a hub id, or "builtin"')],
+    head: Annotated[
+        str, typer.Argument(help='folder of a head, in any form, a hub id, or "builtin"')
+    ],
     target: Target,
     text: Text = None,
-    replay: Annotated[bool, typer.Option(help="run the target on text and the head in every reading of it")] = True,
+    replay: Annotated[
+        bool, typer.Option(help="run the target on text and the head in every reading of it")
+    ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Print what would serve badly. Exit code 0: nothing found, or notes; 1: warnings; 2: errors."""
@@ -53,7 +60,13 @@ def errors_as_json(head: str, target: str, as_json: bool) -> Iterator[None]:
         yield
     except EyasError as error:
         if as_json:
-            told = {"head": head, "target": target, "exit_code": error.exit_code, "error": error.what, "hint": error.hint}
+            told = {
+                "head": head,
+                "target": target,
+                "exit_code": error.exit_code,
+                "error": error.what,
+                "hint": error.hint,
+            }
             print(json.dumps(told, ensure_ascii=False))
         raise
 
@@ -73,7 +86,9 @@ def report(
 
 
 def reading_json(one: Replayed, declared: Replayed) -> dict[str, object]:
-    """One reading beside the declared one; tau and drafts are of its own answers, the gain is over these alone."""
+    """One reading beside the declared one; tau and drafts are of its own answers, the gain is over
+    these alone.
+    """
     _, share, standard_errors = one.gain(declared)
     return {
         "reading": one.reading,
@@ -102,8 +117,10 @@ def show_readings(replayed: Sequence[Replayed], why_not: str) -> None:
         table.add_row(escape(one.reading), *numbers, against)
     console.print(table)
     console.print(
-        f"chains of {NUM_DRAFT_STEPS} from {sum(replayed[0].places)} places in {len(replayed[0].places)} answers, the shortest "
-        f"{PART} first; one that accepts less than {LEFT_BEHIND:.0%} of the declared reading's on these is left at that\n"
+        f"chains of {NUM_DRAFT_STEPS} from {sum(replayed[0].places)} places in "
+        f"{len(replayed[0].places)} answers, the shortest "
+        f"{PART} first; one that accepts less than {LEFT_BEHIND:.0%} of the declared reading's on "
+        "these is left at that\n"
     )
 
 

@@ -1,5 +1,5 @@
-"""`eyas doctor`: what this machine can do. Reads versions, processor flags and devices; measures nothing, but builds the
-native decoder where that can be done and has not been."""
+"""`eyas doctor`: what this machine can do. Reads versions, processor flags and devices; measures
+nothing, but builds the native decoder where that can be done and has not been."""
 
 from __future__ import annotations
 
@@ -20,7 +20,15 @@ from eyas.builtin import demo_prompts, head_folder, target_folder
 from eyas.errors import MissingInputError
 from eyas.model.native import unavailable
 
-REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "pydantic", "fsspec", "presidio-analyzer")
+REQUIRED = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "pydantic",
+    "fsspec",
+    "presidio-analyzer",
+)
 OPTIONAL = {
     "speculators": "conformance of exported heads",
     "triton": "tree attention on CUDA",
@@ -43,21 +51,45 @@ def command() -> None:
 def _versions() -> list[tuple[str, str, str]]:
     rows = [("python", platform.python_version(), sys.executable)]
     rows += [(name, _version(name) or "absent", "required") for name in REQUIRED]
-    rows += [(name, _version(name) or "absent", f"optional: {use}") for name, use in OPTIONAL.items()]
+    rows += [
+        (name, _version(name) or "absent", f"optional: {use}") for name, use in OPTIONAL.items()
+    ]
     return rows
 
 
 def _devices() -> list[tuple[str, str, str]]:
     flags = _cpu_flags()
-    rows = [("cpu", f"{os.cpu_count()} cores", f"{torch.get_num_threads()} threads in use; OMP_NUM_THREADS changes it")]
+    rows = [
+        (
+            "cpu",
+            f"{os.cpu_count()} cores",
+            f"{torch.get_num_threads()} threads in use; OMP_NUM_THREADS changes it",
+        )
+    ]
     for flag, name in CPU_FLAGS.items():
-        rows.append((name, "yes" if flag in flags else "no", "fast bf16" if "bf16" in flag else "wide vectors"))
+        rows.append(
+            (
+                name,
+                "yes" if flag in flags else "no",
+                "fast bf16" if "bf16" in flag else "wide vectors",
+            )
+        )
     why = unavailable()
     rows.append(
-        ("native decoder", "yes" if why is None else "no", "decodes on the CPU" if why is None else f"PyTorch decodes: {why}")
+        (
+            "native decoder",
+            "yes" if why is None else "no",
+            "decodes on the CPU" if why is None else f"PyTorch decodes: {why}",
+        )
     )
     onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    rows.append(("oneDNN", "yes" if onednn else "no", "reordered weights for features and training on a CPU"))
+    rows.append(
+        (
+            "oneDNN",
+            "yes" if onednn else "no",
+            "reordered weights for features and training on a CPU",
+        )
+    )
     if not torch.cuda.is_available():
         rows.append(("cuda", "no", "everything runs on the CPU"))
     for index in range(torch.cuda.device_count()):
@@ -80,13 +112,19 @@ def _stores() -> list[tuple[str, str, str]]:
     rows = [("file://", "yes", f"{free / 2**30:.1f} GiB free here")]
     for scheme, package in STORES.items():
         here = importlib.util.find_spec(package) is not None
-        rows.append((scheme, "yes" if here else "no", package if here else f"pip install {package}"))
+        rows.append(
+            (scheme, "yes" if here else "no", package if here else f"pip install {package}")
+        )
     return rows
 
 
 def _packaged() -> list[tuple[str, str, str]]:
     rows = []
-    for name, find in (("built-in target", target_folder), ("built-in head", head_folder), ("demo prompts", demo_prompts)):
+    for name, find in (
+        ("built-in target", target_folder),
+        ("built-in head", head_folder),
+        ("demo prompts", demo_prompts),
+    ):
         try:
             rows.append((name, "yes", str(find())))
         except MissingInputError as error:

@@ -1,7 +1,9 @@
-"""SGLang and vLLM as `eyas serve --engine` starts them: their commands, from the same settings as ours. Imports neither.
+"""SGLang and vLLM as `eyas serve --engine` starts them: their commands, from the same settings as
+ours. Imports neither.
 
-The flags of speculation are those of the exported head's card (eyas.export.launch.Launch). A setting that an engine is not told
-of is refused, since it would be thought to hold; so is a tree for vLLM. The model has the name that ours serves it by.
+The flags of speculation are those of the exported head's card (eyas.export.launch.Launch). A
+setting that an engine is not told of is refused, since it would be thought to hold; so is a tree
+for vLLM. The model has the name that ours serves it by.
 """
 
 from __future__ import annotations
@@ -66,21 +68,34 @@ class Started:
 
 
 def engine_command(engine: EngineName, config: ServeConfig, extra: str = "") -> Started:
-    """The command that serves the same with another engine; extra: flags of its own, as a shell has them.
+    """The command that serves the same with another engine; extra: flags of its own, as a shell has
+    them.
 
-    Raises ConfigError for settings that it is not told of, InputError for a head that it cannot load, MissingInputError.
+    Raises ConfigError for settings that it is not told of, InputError for a head that it cannot
+    load, MissingInputError.
     """
     given = set(_given(config))
     unknown = sorted(given - _IN_LAUNCH - FLAGS[engine].keys())
     if unknown:
-        raise ConfigError(f"{_TITLES[engine]} is not told of {', '.join(unknown)}", "leave it out, or use --engine-args")
+        raise ConfigError(
+            f"{_TITLES[engine]} is not told of {', '.join(unknown)}",
+            "leave it out, or use --engine-args",
+        )
     if config.head is None:
-        raise ConfigError("there is no head to speculate with", "give an exported one: --head FOLDER")
+        raise ConfigError(
+            "there is no head to speculate with", "give an exported one: --head FOLDER"
+        )
     assert config.target is not None
-    target = config.target if is_hub_id(config.target) else str(Path(resolve_target(config.target)).absolute())
+    target = (
+        config.target
+        if is_hub_id(config.target)
+        else str(Path(resolve_target(config.target)).absolute())
+    )
     sizes = config.engine.parsed()
     if sizes.mode == "off":
-        raise ConfigError("speculation is off", f"run {_TITLES[engine]} by itself, or leave --speculation out")
+        raise ConfigError(
+            "speculation is off", f"run {_TITLES[engine]} by itself, or leave --speculation out"
+        )
     if engine is EngineName.VLLM:
         _refuse_tree(config, sizes)
     launch = Launch(
@@ -92,8 +107,12 @@ def engine_command(engine: EngineName, config: ServeConfig, extra: str = "") -> 
         config.engine.max_length if "engine.max_length" in given else None,
     )
     head = _exported(engine, Path(resolve_head(config.head)).absolute())
-    written, relative = (launch.sglang, "./sglang") if engine is EngineName.SGLANG else (launch.vllm, "./vllm")
-    arguments = [_with_head(one, relative, head) for one in shlex.split(written.replace("\\\n", " "))]
+    written, relative = (
+        (launch.sglang, "./sglang") if engine is EngineName.SGLANG else (launch.vllm, "./vllm")
+    )
+    arguments = [
+        _with_head(one, relative, head) for one in shlex.split(written.replace("\\\n", " "))
+    ]
     for name, flag in FLAGS[engine].items():
         if name in given or name in _ALWAYS:
             section = config.engine if name.startswith("engine.") else config
@@ -106,11 +125,14 @@ def engine_command(engine: EngineName, config: ServeConfig, extra: str = "") -> 
 
 def start(engine: EngineName, started: Started) -> None:
     """Become the engine's process. Raises EyasError where it is not installed."""
-    is_there = importlib.util.find_spec("sglang") if engine is EngineName.SGLANG else shutil.which("vllm")
+    is_there = (
+        importlib.util.find_spec("sglang") if engine is EngineName.SGLANG else shutil.which("vllm")
+    )
     if not is_there:
         raise EyasError(
             f"{_TITLES[engine]} is not installed here",
-            f"install {engine.value} into this environment, or see what would be run with --print-command",
+            f"install {engine.value} into this environment, or see what would be run with "
+            "--print-command",
         )
     os.execvp(started.arguments[0], started.arguments)  # does not come back
 
@@ -120,10 +142,16 @@ def _refuse_tree(config: ServeConfig, sizes: Speculation) -> None:
     given = config.engine.model_fields_set
     is_stated = "speculation" in given and "(" in config.engine.speculation
     branches = sizes.tree_topk if is_stated or "tree_topk" in given else 1
-    nodes = sizes.num_verify_tokens if is_stated or "num_verify_tokens" in given else sizes.num_draft_steps + 1
+    nodes = (
+        sizes.num_verify_tokens
+        if is_stated or "num_verify_tokens" in given
+        else sizes.num_draft_steps + 1
+    )
     if branches > 1 or nodes != sizes.num_draft_steps + 1:
         chain = f"fixed({sizes.num_draft_steps},1,{sizes.num_draft_steps + 1})"
-        raise ConfigError(f"vLLM drafts chains: {sizes} is a tree", f"ask for a chain of as many steps: {chain}")
+        raise ConfigError(
+            f"vLLM drafts chains: {sizes} is a tree", f"ask for a chain of as many steps: {chain}"
+        )
 
 
 def _given(config: ServeConfig) -> Iterator[str]:
@@ -146,14 +174,22 @@ def _exported(engine: EngineName, folder: Path) -> Path:
     if (folder / engine.value / "config.json").is_file():
         return folder / engine.value
     if not (folder / "config.json").is_file():
-        raise InputError(f"{folder} holds no head that {_TITLES[engine]} loads", "write one: eyas export HEAD -o FOLDER")
+        raise InputError(
+            f"{folder} holds no head that {_TITLES[engine]} loads",
+            "write one: eyas export HEAD -o FOLDER",
+        )
     try:
-        is_speculators = "speculators_model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        is_speculators = "speculators_model_type" in json.loads(
+            (folder / "config.json").read_text(encoding="utf-8")
+        )
     except (OSError, ValueError) as error:
-        raise MissingInputError(f"{folder}/config.json cannot be read", "export the head again") from error
+        raise MissingInputError(
+            f"{folder}/config.json cannot be read", "export the head again"
+        ) from error
     if is_speculators != (engine is EngineName.VLLM):
         other = EngineName.VLLM if is_speculators else EngineName.SGLANG
         raise InputError(
-            f"{folder} is in {_TITLES[other]}'s form", f"give the folder of the whole export, or its {engine.value}/"
+            f"{folder} is in {_TITLES[other]}'s form",
+            f"give the folder of the whole export, or its {engine.value}/",
         )
     return folder

@@ -22,23 +22,44 @@ CONFIG = EvalConfig
 
 
 def command(
-    head: Annotated[str, typer.Argument(help='output of `eyas train`, a head of any form, a hub id, or "builtin"')],
+    head: Annotated[
+        str,
+        typer.Argument(help='output of `eyas train`, a head of any form, a hub id, or "builtin"'),
+    ],
     target: Target,
     output: Output,
-    features: Annotated[str | None, typer.Option(help="output of `eyas capture`: chains on its held-out answers")] = None,
-    prompts: Annotated[str | None, typer.Option(help="held-out prompts or conversations, JSON lines, as for bench")] = None,
-    trees: Annotated[str | None, typer.Option(help='such as "fixed(6,3,12) fixed(4,1,5) auto"')] = None,
+    features: Annotated[
+        str | None, typer.Option(help="output of `eyas capture`: chains on its held-out answers")
+    ] = None,
+    prompts: Annotated[
+        str | None, typer.Option(help="held-out prompts or conversations, JSON lines, as for bench")
+    ] = None,
+    trees: Annotated[
+        str | None, typer.Option(help='such as "fixed(6,3,12) fixed(4,1,5) auto"')
+    ] = None,
     temperatures: Annotated[str | None, typer.Option(help='such as "0 1"')] = None,
     run_file: RunFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Measure tau with its interval, by source, language, tree and temperature, and predict time per token by concurrency."""
+    """Measure tau with its interval, by source, language, tree and temperature, and predict time
+    per token by concurrency.
+    """
     if features is None and prompts is None:
         raise ConfigError(
-            "there is nothing to measure with", "give --prompts FILE, or --features, the output of `eyas capture`"
+            "there is nothing to measure with",
+            "give --prompts FILE, or --features, the output of `eyas capture`",
         )
-    lists = {"trees": trees and trees.split(), "temperatures": temperatures and temperatures.split()}
-    config = stage_config(EvalConfig, "eval", run_file, overrides, **{name: given for name, given in lists.items() if given})
+    lists = {
+        "trees": trees and trees.split(),
+        "temperatures": temperatures and temperatures.split(),
+    }
+    config = stage_config(
+        EvalConfig,
+        "eval",
+        run_file,
+        overrides,
+        **{name: given for name, given in lists.items() if given},
+    )
 
     def work(artifact: Artifact, track: Track) -> Manifest:
         source = Features(Artifact(features), "held_out") if features is not None else None
@@ -49,11 +70,16 @@ def command(
     show_table(result)
     for row in result.get("predicted", {}).get("by_concurrency", []):
         if "withheld" in row:
-            print(f"no speed-up of {row['speculation']} with {row['concurrency']} at a time: {row['withheld']}")
+            print(
+                f"no speed-up of {row['speculation']} with {row['concurrency']} at a time: "
+                f"{row['withheld']}"
+            )
     print(json.dumps({**headline(result), "output": output}))
 
 
 def questions_of(prompts: str, config: EvalConfig) -> list[Question]:
-    """The prompts that `eyas bench` would draw from a file with the same number and seed. Raises what `read_tasks` raises."""
+    """The prompts that `eyas bench` would draw from a file with the same number and seed. Raises
+    what `read_tasks` raises.
+    """
     tasks = read_tasks(prompts, config.num_prompts, config.seed)
     return [Question(task.prompt_id, task.category, task.messages) for task in tasks]

@@ -10,7 +10,9 @@ from rich.table import Table
 
 
 def headline(result: dict[str, Any]) -> dict[str, Any]:
-    """tau with its interval, of each tree and temperature, and what is predicted of each speculation by concurrency."""
+    """tau with its interval, of each tree and temperature, and what is predicted of each
+    speculation by concurrency.
+    """
     predicted = result.get("predicted", {}).get("by_concurrency", [])
     names = "speculation", "temperature", "tau", "tau_interval", "tau_ceiling"
     return {
@@ -23,8 +25,9 @@ def headline(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def foretold(result: dict[str, Any]) -> dict[str, Any]:
-    """What eval said of the first of its trees before anything was served: tau with its interval; and, if it was predicted,
-    the speed-up at the lowest concurrency: of auto where that is served, else of this tree."""
+    """What eval said of the first of its trees before anything was served: tau with its interval;
+    and, if it was predicted, the speed-up at the lowest concurrency: of auto where that is served,
+    else of this tree."""
     first = (result.get("trees") or [result])[0]
     rows = result.get("predicted", {}).get("by_concurrency", [])
     own = [one for one in rows if one["speculation"].startswith("auto")] or [
@@ -40,14 +43,24 @@ def in_one_line(result: dict[str, Any]) -> str:
     how = first.get("speculation", f"a chain of {result['num_draft_steps']}")
     speedup = told.get("speedup_foretold")
     faster = "" if speedup is None else f"; speed-up {speedup:.2f}"
-    return f"foretold by eval, before serving: tau {told['tau_foretold']:.2f} ({_interval(first)}) with {how}{faster}"
+    return (
+        f"foretold by eval, before serving: tau {told['tau_foretold']:.2f} "
+        f"({_interval(first)}) "
+        f"with {how}{faster}"
+    )
 
 
 def show_table(result: dict[str, Any]) -> None:
     """Print to stdout: tau of all that was measured, of its parts, and the prediction."""
     out = Console()
     measured = Table(
-        "", "tau", "95 %", "ceiling", "accepted given all before, by position", "answers", title="tokens per round"
+        "",
+        "tau",
+        "95 %",
+        "ceiling",
+        "accepted given all before, by position",
+        "answers",
+        title="tokens per round",
     )
     if "tau_by_num_draft_steps" in result:
         measured.add_row(f"chain of {result['num_draft_steps']}, on features", *_cells(result))
@@ -57,12 +70,20 @@ def show_table(result: dict[str, Any]) -> None:
     for name, part in (("source", result["by_source"]), ("language", result["by_language"])):
         table = Table(name, "tau", "95 %", "answers", "rounds")
         for value, one in part.items():
-            row = value or "-", f"{one['tau']:.2f}", _interval(one), str(one["answers"]), str(one["rounds"])
+            row = (
+                value or "-",
+                f"{one['tau']:.2f}",
+                _interval(one),
+                str(one["answers"]),
+                str(one["rounds"]),
+            )
             table.add_row(*row)
         out.print(table)
     out.print(
-        f"of the answers' tokens {result['draft_vocabulary_coverage']:.1%} are in the draft vocabulary: the ceiling on tau is "
-        f"{result['tau_ceiling']:.2f}, with all tokens in it {result['tau_ceiling_full_vocabulary']:.2f}"
+        f"of the answers' tokens {result['draft_vocabulary_coverage']:.1%} are in the draft "
+        "vocabulary: the ceiling on tau is "
+        f"{result['tau_ceiling']:.2f}, with all tokens in it "
+        f"{result['tau_ceiling_full_vocabulary']:.2f}"
     )
     if "predicted" in result:
         out.print(_predicted(result["predicted"]["by_concurrency"]))
@@ -70,7 +91,13 @@ def show_table(result: dict[str, Any]) -> None:
 
 def _predicted(figures: Sequence[dict[str, Any]]) -> Table:
     table = Table(
-        "at a time", "speculation", "tau", "TPOT plain, ms", "TPOT, ms", "speed-up", title="predicted, of a server here"
+        "at a time",
+        "speculation",
+        "tau",
+        "TPOT plain, ms",
+        "TPOT, ms",
+        "speed-up",
+        title="predicted, of a server here",
     )
     for one in figures:
         numbers = (_number(one[name]) for name in ("tau", "tpot_ms_plain", "tpot_ms", "speedup"))
@@ -80,7 +107,13 @@ def _predicted(figures: Sequence[dict[str, Any]]) -> Table:
 
 def _cells(one: dict[str, Any]) -> tuple[str, ...]:
     positions = " ".join(f"{share:.2f}" for share in one["acceptance_by_position"])
-    return f"{one['tau']:.2f}", _interval(one), f"{one['tau_ceiling']:.2f}", positions, str(one["answers"])
+    return (
+        f"{one['tau']:.2f}",
+        _interval(one),
+        f"{one['tau_ceiling']:.2f}",
+        positions,
+        str(one["answers"]),
+    )
 
 
 def _interval(one: dict[str, Any]) -> str:

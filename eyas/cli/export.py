@@ -16,10 +16,15 @@ CONFIG = ExportConfig
 
 
 def command(
-    head: Annotated[str, typer.Argument(help="output of `eyas train`, or a head in any form: a folder or hub id")],
+    head: Annotated[
+        str,
+        typer.Argument(help="output of `eyas train`, or a head in any form: a folder or hub id"),
+    ],
     target: Target,
     output: Output,
-    evaluation: Annotated[str | None, typer.Option(help="output of `eyas eval` on this head, for its card")] = None,
+    evaluation: Annotated[
+        str | None, typer.Option(help="output of `eyas eval` on this head, for its card")
+    ] = None,
     run_file: RunFile = None,
     overrides: Overrides = None,
 ) -> None:
@@ -27,4 +32,8 @@ def command(
     config = stage_config(ExportConfig, "export", run_file, overrides)
     source = Artifact(place_of_head(head))
     measured = None if evaluation is None else Artifact(evaluation)
-    perform("export", Artifact(output), lambda artifact, track: export(config, target, source, artifact, track, measured))
+    perform(
+        "export",
+        Artifact(output),
+        lambda artifact, track: export(config, target, source, artifact, track, measured),
+    )

@@ -18,17 +18,28 @@ def command(
     prompts: Annotated[str, typer.Argument(help="output of `eyas prompts`")],
     target: Target,
     output: Output,
-    head: Annotated[str | None, typer.Option(help='head to speculate with, or "builtin": faster, same answers')] = None,
+    head: Annotated[
+        str | None, typer.Option(help='head to speculate with, or "builtin": faster, same answers')
+    ] = None,
     server: Annotated[
-        list[str] | None, typer.Option(help="address of an OpenAI-compatible server of the target; several may be given")
+        list[str] | None,
+        typer.Option(
+            help="address of an OpenAI-compatible server of the target; several may be given"
+        ),
     ] = None,
     run_file: RunFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Let the target answer every user turn, with its own chat template; one row per assistant turn.
+    """Let the target answer every user turn, with its own chat template; one row per assistant
+    turn.
 
-    In this process, or by servers (SGLang, vLLM, `eyas serve`), which may come and go: what was answered is kept.
+    In this process, or by servers (SGLang, vLLM, `eyas serve`), which may come and go: what was
+    answered is kept.
     """
     options = {"target": target, "head": head, "servers": server or None}
     config = stage_config(GenerateConfig, "generate", run_file, overrides, **options)
-    perform("generate", Artifact(output), lambda artifact, track: generate(config, Artifact(prompts), artifact, track))
+    perform(
+        "generate",
+        Artifact(output),
+        lambda artifact, track: generate(config, Artifact(prompts), artifact, track),
+    )

@@ -1,7 +1,8 @@
 """The entry point `eyas`: the table of commands, and how errors become messages and exit codes.
 
-Commands live in one file each and import their stage at the top, torch included. A table of names, and an import of only
-the one that was asked for, keep `eyas --help` and a mistyped command under a second: importing all takes several.
+Commands live in one file each and import their stage at the top, torch included. A table of names,
+and an import of only the one that was asked for, keep `eyas --help` and a mistyped command under a
+second: importing all takes several.
 """
 
 from __future__ import annotations
@@ -40,11 +41,14 @@ INTERRUPTED = 130  # 128 + SIGINT, what shells expect
 
 
 def build(arguments: Sequence[str]) -> typer.Typer:
-    """The typer app, with the command named in `arguments` loaded and the others as lines of the help."""
+    """The typer app, with the command named in `arguments` loaded and the others as lines of the
+    help.
+    """
     wanted = next((word for word in arguments if not word.startswith("-")), None)
     app = typer.Typer(
         name="eyas",
-        help="Raise an EAGLE-3 draft head for the model you serve, prove it, and decode faster without changing an output.",
+        help="Raise an EAGLE-3 draft head for the model you serve, prove it, and decode faster "
+        "without changing an output.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
@@ -59,7 +63,9 @@ def build(arguments: Sequence[str]) -> typer.Typer:
 
 
 def _unloaded() -> None:
-    raise AssertionError("only the command named on the command line is loaded, and only that one runs")
+    raise AssertionError(
+        "only the command named on the command line is loaded, and only that one runs"
+    )
 
 
 def reporting_errors(function: Callable[..., None]) -> Callable[..., None]:
@@ -72,13 +78,18 @@ def reporting_errors(function: Callable[..., None]) -> Callable[..., None]:
         except EyasError as error:
             raise typer.Exit(_report(error)) from error
         except KeyboardInterrupt as interrupt:
-            print("\ninterrupted\n  -> run the same command again: it resumes from what is done", file=sys.stderr)
+            print(
+                "\ninterrupted\n  -> run the same command again: it resumes from what is done",
+                file=sys.stderr,
+            )
             raise typer.Exit(INTERRUPTED) from interrupt
-        except OSError as error:  # a disk that fills up outside an artifact, e.g. below a temporary folder
+        # a disk that fills up outside an artifact, e.g. below a temporary folder
+        except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             full = StorageFullError(
-                f"no room left at {error.filename or 'the disk'}", "free some space and run the same command again"
+                f"no room left at {error.filename or 'the disk'}",
+                "free some space and run the same command again",
             )
             raise typer.Exit(_report(full)) from error
 
@@ -86,7 +97,8 @@ def reporting_errors(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _report(error: EyasError) -> int:
-    if show := getattr(error, "show", None):  # a MaskDisagreement has a picture; its module would load transformers
+    # a MaskDisagreement has a picture; its module would load transformers
+    if show := getattr(error, "show", None):
         show()
     print(f"error: {error}", file=sys.stderr)
     return error.exit_code

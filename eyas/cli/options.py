@@ -1,4 +1,5 @@
-"""Options that several commands share, and how a stage's config comes together: run file, then `--set`, then options.
+"""Options that several commands share, and how a stage's config comes together: run file, then
+`--set`, then options.
 
 Knows pydantic and YAML, no stage.
 """
@@ -21,62 +22,89 @@ ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 Target = Annotated[str, typer.Option("--target", "-t", help='folder of the target, or "builtin"')]
 Output = Annotated[str, typer.Option("--output", "-o", help="folder or URL of the result")]
-RunFile = Annotated[Path | None, typer.Option("--config", "-c", help="run file; its section of this stage's name is used")]
+RunFile = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", help="run file; its section of this stage's name is used"),
+]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", "-s", metavar="FIELD=VALUE", help="change one field, e.g. epochs=3")
+    list[str] | None,
+    typer.Option("--set", "-s", metavar="FIELD=VALUE", help="change one field, e.g. epochs=3"),
 ]
 
 
 def read_run_file(path: Path) -> dict[str, Any]:
     """A YAML file as a dict. Raises MissingInputError, ConfigError."""
     if not path.is_file():
-        raise MissingInputError(f"no run file at {path}", "check the path; runs/ in the repository has examples")
+        raise MissingInputError(
+            f"no run file at {path}", "check the path; runs/ in the repository has examples"
+        )
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {error}", "mend the file") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds no sections", "write sections such as `train:` with fields below")
+        raise ConfigError(
+            f"{path} holds no sections", "write sections such as `train:` with fields below"
+        )
     return content
 
 
 def override(values: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
-    """A copy of nested `values` with each "a.b=c" put in; c is read as YAML (a list, true, null). Raises ConfigError."""
+    """A copy of nested `values` with each "a.b=c" put in; c is read as YAML (a list, true, null).
+    Raises ConfigError.
+    """
     changed = dict(values)
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         if not equals or not name:
-            raise ConfigError(f"--set {assignment} has no form FIELD=VALUE", "write e.g. --set epochs=3")
+            raise ConfigError(
+                f"--set {assignment} has no form FIELD=VALUE", "write e.g. --set epochs=3"
+            )
         *parents, field = name.strip().split(".")
         section = changed
         for parent in parents:
             inner = section.get(parent)
             if inner is not None and not isinstance(inner, dict):
-                raise ConfigError(f"--set {name}: {parent} is a value, not a section", "name the field itself")
+                raise ConfigError(
+                    f"--set {name}: {parent} is a value, not a section", "name the field itself"
+                )
             section[parent] = section = dict(inner or {})
         try:
             section[field] = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise ConfigError(f"--set {assignment}: the value is not YAML", "quote it, e.g. --set 'name=\"a: b\"'") from error
+            raise ConfigError(
+                f"--set {assignment}: the value is not YAML", "quote it, e.g. --set 'name=\"a: b\"'"
+            ) from error
     return changed
 
 
 def validated(kind: type[ConfigT], values: Mapping[str, Any], where: str) -> ConfigT:
-    """`values` as a config of this kind. Raises ConfigError that names each wrong field and what was expected."""
+    """`values` as a config of this kind. Raises ConfigError that names each wrong field and what
+    was expected.
+    """
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        wrong = [f"{'.'.join(map(str, item['loc'])) or where}: {item['msg']}" for item in error.errors()]
+        wrong = [
+            f"{'.'.join(map(str, item['loc'])) or where}: {item['msg']}" for item in error.errors()
+        ]
         known = ", ".join(kind.model_fields)
         raise ConfigError(
-            f"{where} does not fit: " + "; ".join(wrong), f"change the field in the run file or by --set; fields: {known}"
+            f"{where} does not fit: " + "; ".join(wrong),
+            f"change the field in the run file or by --set; fields: {known}",
         ) from error
 
 
 def stage_config(
-    kind: type[ConfigT], stage: str, run_file: Path | None, overrides: Sequence[str] | None, **options: Any
+    kind: type[ConfigT],
+    stage: str,
+    run_file: Path | None,
+    overrides: Sequence[str] | None,
+    **options: Any,
 ) -> ConfigT:
-    """The config of one stage: its section of the run file, changed by `--set`, changed by the options that were given."""
+    """The config of one stage: its section of the run file, changed by `--set`, changed by the
+    options that were given.
+    """
     content = read_run_file(run_file) if run_file else {}
     section = content.get(stage) or {}
     if run_file and stage not in content:
@@ -89,12 +117,18 @@ def settings(kind: type[BaseModel]) -> str:
     """The fields of a config with their defaults, on one line, for a command's help."""
     fields = []
     for name, field in kind.model_fields.items():
-        default = "" if field.is_required() else f"={_plain(field.get_default(call_default_factory=True))}"
+        default = (
+            ""
+            if field.is_required()
+            else f"={_plain(field.get_default(call_default_factory=True))}"
+        )
         fields.append(f"{name}{default}")
     return escape("Settings, for --set and for a run file: " + ", ".join(fields))
 
 
 def _plain(value: Any) -> str:
     """A default as YAML would have it, on one line."""
-    text = yaml.safe_dump(to_jsonable_python(value), default_flow_style=True, width=10**6, sort_keys=False)
+    text = yaml.safe_dump(
+        to_jsonable_python(value), default_flow_style=True, width=10**6, sort_keys=False
+    )
     return text.removesuffix("\n...\n").strip()

@@ -1,4 +1,5 @@
-"""`eyas plan`: what a run will need before anything runs: tokens, bytes by codec, room, hours by stage, and what a store costs.
+"""`eyas plan`: what a run will need before anything runs: tokens, bytes by codec, room, hours by
+stage, and what a store costs.
 
 Knows how a plan is asked for and shown. Does not know how it is made (plan).
 """
@@ -26,26 +27,47 @@ ONE_LINE = {"generate": "answered", "capture": "of samples", "train": "of sample
 def command(
     run_file: Annotated[Path, typer.Argument(help="run file")],
     prompts: Annotated[
-        str | None, typer.Option(help="finished prompts artifact, counted through the target's template")
+        str | None,
+        typer.Option(help="finished prompts artifact, counted through the target's template"),
     ] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="without one: how many prompts, of one turn each")] = 1000,
-    characters: Annotated[int, typer.Option(min=1, help="without one: characters in a prompt")] = 400,
-    answer_tokens: Annotated[int | None, typer.Option(min=1, help="mean of an answer, if known; else max_tokens")] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="measure every stage on this machine for some seconds")] = False,
-    device: Annotated[str | None, typer.Option(help=f"estimate for these: {', '.join(DEVICES)}")] = None,
+    num_prompts: Annotated[
+        int, typer.Option(min=1, help="without one: how many prompts, of one turn each")
+    ] = 1000,
+    characters: Annotated[
+        int, typer.Option(min=1, help="without one: characters in a prompt")
+    ] = 400,
+    answer_tokens: Annotated[
+        int | None, typer.Option(min=1, help="mean of an answer, if known; else max_tokens")
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="measure every stage on this machine for some seconds")
+    ] = False,
+    device: Annotated[
+        str | None, typer.Option(help=f"estimate for these: {', '.join(DEVICES)}")
+    ] = None,
     devices: Annotated[int, typer.Option(min=1, help="how many of them")] = 1,
-    speed: Annotated[list[str] | None, typer.Option(metavar="STAGE=N", help="tokens a second, e.g. capture=20000")] = None,
-    price: Annotated[float | None, typer.Option(min=0, help="of a GB a month in the store, e.g. 0.023")] = None,
+    speed: Annotated[
+        list[str] | None,
+        typer.Option(metavar="STAGE=N", help="tokens a second, e.g. capture=20000"),
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option(min=0, help="of a GB a month in the store, e.g. 0.023")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, and nothing else")] = False,
 ) -> None:
     """Say what a run file will need; exit code 2 when there is no room for it where it writes.
 
-    Speeds: those stated come before those measured, and these before estimates from published peaks.
+    Speeds: those stated come before those measured, and these before estimates from published
+    peaks.
     """
     config = validated(RunConfig, read_run_file(run_file), str(run_file))
     planner = Planner(work_of(config))
     given = stated(speed or [])
-    count, looked_at = read_prompts(Artifact(prompts)) if prompts else (num_prompts, made_up_prompts(num_prompts, characters))
+    count, looked_at = (
+        read_prompts(Artifact(prompts))
+        if prompts
+        else (num_prompts, made_up_prompts(num_prompts, characters))
+    )
     needs = planner.needs(count, looked_at, answer_tokens)
     speeds: Speeds = {}
     notes: list[str] = [] if prompts else [f"made-up prompts of {characters} characters"]
@@ -67,7 +89,9 @@ def command(
 
 def work_of(config: RunConfig) -> Work:
     """What of a run file decides on sizes and speeds."""
-    return Work(config.target, config.output, config.generate, config.capture, config.train, config.online)
+    return Work(
+        config.target, config.output, config.generate, config.capture, config.train, config.online
+    )
 
 
 def show(estimate: Estimate, price: float | None, title: str) -> None:
@@ -85,12 +109,18 @@ def show(estimate: Estimate, price: float | None, title: str) -> None:
     costs = estimate.store_cost(price or 0.0)
     for codec, size in estimate.bytes_by_codec.items():
         cost = [f"{costs[codec]:,.2f}"] if price is not None else []
-        codecs.add_row(f"{codec} (this run's)" if codec == estimate.codec else codec, f"{size / 1e9:,.3f}", *cost)
+        codecs.add_row(
+            f"{codec} (this run's)" if codec == estimate.codec else codec,
+            f"{size / 1e9:,.3f}",
+            *cost,
+        )
     console.print(codecs)
     times = Table("stage", "hours", "tokens/s", "how known")
     for stage, hours in estimate.hours.items():
         known = estimate.speeds[stage]  # type: ignore[index]
-        times.add_row(stage, f"{hours:,.3g}", f"{known.tokens_per_s:,.0f} {ONE_LINE[stage]}", known.how)
+        times.add_row(
+            stage, f"{hours:,.3g}", f"{known.tokens_per_s:,.0f} {ONE_LINE[stage]}", known.how
+        )
     if estimate.hours:
         console.print(times)
     else:

@@ -1,4 +1,6 @@
-"""`eyas prompts`: raw conversation sets -> cleaned user prompts, a ledger and a data card; and what was dropped, to read."""
+"""`eyas prompts`: raw conversation sets -> cleaned user prompts, a ledger and a data card; and what
+was dropped, to read.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ CONFIG = PromptsConfig
 Shown = Annotated[
     str | None,
     typer.Option(
-        metavar="REASON", help='show dropped rows of OUTPUT, redacted, by the beginning of their reason: pii.phone; "" for all'
+        metavar="REASON",
+        help="show dropped rows of OUTPUT, redacted, by the beginning of their reason: pii.phone; "
+        '"" for all',
     ),
 ]
 
@@ -27,17 +31,29 @@ Shown = Annotated[
 def command(
     sources: Annotated[
         list[str] | None,
-        typer.Argument(help="files, folders, globs, URLs or hub ids; without any, those of the run file", show_default=False),
+        typer.Argument(
+            help="files, folders, globs, URLs or hub ids; without any, those of the run file",
+            show_default=False,
+        ),
     ] = None,
-    output: Annotated[str | None, typer.Option("--output", "-o", help="folder or URL of the result")] = None,
-    licence: Annotated[str | None, typer.Option(help="licence of the given sources, e.g. CC-BY-4.0")] = None,
-    prompts_by: Annotated[str | None, typer.Option(help='who wrote their prompts: "human", or a model')] = None,
-    answers_by: Annotated[str | None, typer.Option(help='who wrote their answers: "human", or a model')] = None,
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", help="folder or URL of the result")
+    ] = None,
+    licence: Annotated[
+        str | None, typer.Option(help="licence of the given sources, e.g. CC-BY-4.0")
+    ] = None,
+    prompts_by: Annotated[
+        str | None, typer.Option(help='who wrote their prompts: "human", or a model')
+    ] = None,
+    answers_by: Annotated[
+        str | None, typer.Option(help='who wrote their answers: "human", or a model')
+    ] = None,
     show_dropped: Shown = None,
     run_file: RunFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Keep the user turns of conversations that may be used, without duplicates and personal data; count every dropped row.
+    """Keep the user turns of conversations that may be used, without duplicates and personal data;
+    count every dropped row.
 
     `eyas prompts OUTPUT --show-dropped REASON` shows what was dropped.
     """
@@ -48,18 +64,28 @@ def command(
     stated = {"licence": licence, "prompts_by": prompts_by, "answers_by": answers_by}
     given = [{"path": _path(path), **stated} for path in sources] if sources else None
     if given is None and any(stated.values()):
-        raise ConfigError("there is no source that this could be said of", "give sources, or say it in the run file")
+        raise ConfigError(
+            "there is no source that this could be said of",
+            "give sources, or say it in the run file",
+        )
     config = stage_config(PromptsConfig, "prompts", run_file, overrides, sources=given)
-    perform("prompts", Artifact(output), lambda artifact, track: make_prompts(config, artifact, track))
+    perform(
+        "prompts", Artifact(output), lambda artifact, track: make_prompts(config, artifact, track)
+    )
 
 
 def show(output: str | None, folders: list[str], reason: str) -> None:
-    """Print the dropped rows of a result, redacted. Raises ConfigError (none or several results), MissingInputError."""
+    """Print the dropped rows of a result, redacted. Raises ConfigError (none or several results),
+    MissingInputError.
+    """
     given = [output, *folders] if output else folders
     if len(given) != 1:
-        raise ConfigError("--show-dropped shows one result", "eyas prompts OUTPUT --show-dropped pii.phone")
+        raise ConfigError(
+            "--show-dropped shows one result", "eyas prompts OUTPUT --show-dropped pii.phone"
+        )
     artifact = Artifact(given[0])
-    if artifact.is_done() or not artifact.parts("dropped"):  # rows are there as well where no prompt was left
+    # rows are there as well where no prompt was left
+    if artifact.is_done() or not artifact.parts("dropped"):
         artifact.manifest("prompts")
     for line in ledger.show_dropped(artifact.read_rows("dropped"), reason):
         print(line)

@@ -1,4 +1,6 @@
-"""What a benchmark ends with: a table for people and one JSON line for machines. Knows the benchmark's summary.json."""
+"""What a benchmark ends with: a table for people and one JSON line for machines. Knows the
+benchmark's summary.json.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,16 @@ PLAIN, EAGLE = "plain", "eagle"
 def headline(summary: dict[str, Any]) -> dict[str, Any]:
     """The figures of the head against plain decoding at the lowest concurrency; times are medians.
 
-    `identical` says whether all pairs of greedy answers were; None where answers were sampled and there is nothing to compare.
+    `identical` says whether all pairs of greedy answers were; None where answers were sampled and
+    there is nothing to compare.
     """
     lowest = min(result["concurrency"] for result in summary["results"])
-    arms = {result["arm"]: result for result in summary["results"] if result["concurrency"] == lowest}
-    compared = next(one for one in summary["comparisons"] if (one["arm"], one["concurrency"]) == (EAGLE, lowest))
+    arms = {
+        result["arm"]: result for result in summary["results"] if result["concurrency"] == lowest
+    }
+    compared = next(
+        one for one in summary["comparisons"] if (one["arm"], one["concurrency"]) == (EAGLE, lowest)
+    )
     same = compared["identical"]
     return {
         "tau": arms[EAGLE]["tau"],
@@ -34,7 +41,9 @@ def headline(summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def show_table(summary: dict[str, Any]) -> None:
-    """Print to stdout a table per load with a column per arm; the others are compared with the first."""
+    """Print to stdout a table per load with a column per arm; the others are compared with the
+    first.
+    """
     _show_tables(summary, "concurrency", "at a time")
     _show_tables(summary["open_loop"], "rate", "a second")
 
@@ -46,9 +55,15 @@ def _show_tables(summary: dict[str, Any], load: str, unit: str) -> None:
         comparisons = [compared.get((value, result["arm"])) for result in results]
         table = Table("", *(result["arm"] for result in results), title=f"{value:g} {unit}")
         table.add_row("tau, tokens per round", *(_tau(result) for result in results))
-        table.add_row("rounds by accepted drafts", *(_histogram(result["accept_hist"]) for result in results))
-        table.add_row("TTFT, ms (median)", *(_number(_median(result["ttft_ms"])) for result in results))
-        table.add_row("TPOT, ms (median)", *(_number(_median(result["tpot_ms"])) for result in results))
+        table.add_row(
+            "rounds by accepted drafts", *(_histogram(result["accept_hist"]) for result in results)
+        )
+        table.add_row(
+            "TTFT, ms (median)", *(_number(_median(result["ttft_ms"])) for result in results)
+        )
+        table.add_row(
+            "TPOT, ms (median)", *(_number(_median(result["tpot_ms"])) for result in results)
+        )
         table.add_row("output tokens/s", *(_number(result["throughput_tps"]) for result in results))
         table.add_row("speed-up (TPOT)", *(_speedup(one) for one in comparisons))
         table.add_row("identical greedy answers", *(_identical(one) for one in comparisons))
@@ -74,7 +89,11 @@ def _speedup(comparison: dict[str, Any] | None) -> str:
         return "-"
     interval = comparison["speedup_interval"]
     around = "" if interval is None else f" ({_number(interval[0])} to {_number(interval[1])})"
-    return _number(comparison["speedup"]) + around + (", hardly drafted" if drafting(comparison) else "")
+    return (
+        _number(comparison["speedup"])
+        + around
+        + (", hardly drafted" if drafting(comparison) else "")
+    )
 
 
 def _median(spread: dict[str, Any] | None) -> float | None:

@@ -1,9 +1,12 @@
-"""`eyas run FILE`: all stages of one run file in order, each into a folder of its own below the file's `output`.
+"""`eyas run FILE`: all stages of one run file in order, each into a folder of its own below the
+file's `output`.
 
-    runs/mine/prompts-1f0c2d3e  generate-...  capture-...  train-...  eval-...  export-...  bench-...  report.html
+    runs/mine/prompts-1f0c2d3e  generate-...  capture-...  train-...  eval-...  export-...
+    bench-...  report.html
 
-A folder's name ends with the beginning of its work's identity. So a changed setting makes a new folder for its stage and
-for those that follow, nothing is overwritten, and what is done already is found again and skipped.
+A folder's name ends with the beginning of its work's identity. So a changed setting makes a new
+folder for its stage and for those that follow, nothing is overwritten, and what is done already is
+found again and skipped.
 """
 
 from __future__ import annotations
@@ -50,7 +53,9 @@ IDENTITY_DIGITS = 8  # of a folder's name
 
 
 class RunBenchConfig(BenchConfig):
-    """A benchmark within a run: `prompts` are, unless given, those that `capture` held out of training."""
+    """A benchmark within a run: `prompts` are, unless given, those that `capture` held out of
+    training.
+    """
 
     prompts: str = ""
 
@@ -64,7 +69,8 @@ class RunBenchConfig(BenchConfig):
 class RunConfig(BaseModel):
     """A run file, section by section in the order of the work. `target` stands once, at the top.
 
-    online: the head learns from features computed as they are wanted; only those that are held out are stored, for `eval`.
+    online: the head learns from features computed as they are wanted; only those that are held out
+    are stored, for `eval`.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -92,7 +98,9 @@ class RunConfig(BaseModel):
             values = content.get(section) or {}
             if isinstance(values, dict):
                 if "target" in values:
-                    raise ValueError(f"{section}.target: the target stands once, at the top of a run file")
+                    raise ValueError(
+                        f"{section}.target: the target stands once, at the top of a run file"
+                    )
                 filled[section] = {"target": content["target"], **values}
         return filled
 
@@ -100,10 +108,15 @@ class RunConfig(BaseModel):
     @classmethod
     def _packaged_prompts(cls, content: Any) -> Any:
         """Let a source's path be "builtin": the prompts that ship in the package."""
-        sources = ((content if isinstance(content, dict) else {}).get("prompts") or {}).get("sources") or []
+        sources = ((content if isinstance(content, dict) else {}).get("prompts") or {}).get(
+            "sources"
+        ) or []
         if not any(source.get("path") == BUILTIN for source in sources):
             return content
-        found = [{**source, "path": str(demo_prompts())} if source["path"] == BUILTIN else source for source in sources]
+        found = [
+            {**source, "path": str(demo_prompts())} if source["path"] == BUILTIN else source
+            for source in sources
+        ]
         return {**content, "prompts": {**content["prompts"], "sources": found}}
 
     @model_validator(mode="after")
@@ -139,36 +152,58 @@ class Made:
 
 
 def command(
-    run_file: Annotated[Path, typer.Argument(help="run file: one YAML file with a section per stage")],
+    run_file: Annotated[
+        Path, typer.Argument(help="run file: one YAML file with a section per stage")
+    ],
     overrides: Overrides = None,
-    anyway: Annotated[bool, typer.Option("--anyway", help="start although there may be no room for all of it")] = False,
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="start although there may be no room for all of it")
+    ] = False,
 ) -> None:
-    """Run all stages of a run file, skipping what is done and resuming what was cut; ends with the table of `eyas demo`."""
+    """Run all stages of a run file, skipping what is done and resuming what was cut; ends with the
+    table of `eyas demo`.
+    """
     run(override(read_run_file(run_file), overrides or ()), f"eyas run {run_file}", anyway)
 
 
 def run(content: dict[str, Any], command_line: str, anyway: bool = False) -> None:
-    """Validate a run file's content, run its stages, show its results. Raises what the stages raise.
+    """Validate a run file's content, run its stages, show its results. Raises what the stages
+    raise.
 
-    command_line: the command that does this, for messages and for the report. anyway: do not look whether there is room.
+    command_line: the command that does this, for messages and for the report. anyway: do not look
+    whether there is room.
     """
     started = time.monotonic()
     if world_size() > 1:
         raise ConfigError(
             f"{command_line} is work for one process, and torchrun started {world_size()}",
-            "start it without torchrun; on several devices run the stages one by one, `eyas train` by torchrun",
+            "start it without torchrun; on several devices run the stages one by one, `eyas train` "
+            "by torchrun",
         )
     config = validated(RunConfig, content, command_line)
     root = local_output(config.output)
-    TargetConfig.from_folder(resolve_target(config.target))  # a run serves: what cannot be served is told now
+    # a run serves: what cannot be served is told now
+    TargetConfig.from_folder(resolve_target(config.target))
     made = run_stages(config, root, anyway)
-    summary, evaluation = made.bench.read_json("summary.json"), made.evaluation.read_json("eval.json")
+    summary, evaluation = (
+        made.bench.read_json("summary.json"),
+        made.evaluation.read_json("eval.json"),
+    )
     report = write_reports(Artifact(root), contents(made, command_line))
     seconds = time.monotonic() - started
     show_table(summary)
     print(in_one_line(evaluation))
     print(f"report: {report}")
-    print(json.dumps({**headline(summary), **foretold(evaluation), "seconds": round(seconds, 1), "report": report}))
+    print(
+        json.dumps(
+            {
+                **headline(summary),
+                **foretold(evaluation),
+                "seconds": round(seconds, 1),
+                "report": report,
+            }
+        )
+    )
 
 
 def contents(made: Made, command_line: str) -> Contents:
@@ -188,42 +223,65 @@ def local_output(url: str) -> str:
     if path is None:
         raise ConfigError(
             f"output: {url} is no folder of this machine",
-            "a run serves the head that it made: give a path, or run the stages one by one into a store",
+            "a run serves the head that it made: give a path, or run the stages one by one into a "
+            "store",
         )
     return path.rstrip("/")
 
 
 def refuse_without_room(config: RunConfig, root: str, prompts: Artifact) -> None:
-    """Raises StorageFullError, before anything is answered, when the disk cannot hold what is still to come."""
+    """Raises StorageFullError, before anything is answered, when the disk cannot hold what is still
+    to come.
+    """
     work = Work(config.target, root, config.generate, config.capture, config.train, config.online)
     planner = Planner(work)
     estimate.refuse_without_room(planner.room(planner.needs(*read_prompts(prompts))), root)
 
 
 def run_stages(config: RunConfig, root: str, anyway: bool = False) -> Made:
-    """Do, or find done, every stage of a run, into folders below `root`. Raises what the stages raise."""
+    """Do, or find done, every stage of a run, into folders below `root`. Raises what the stages
+    raise.
+    """
     target = config.target
     prompts = perform(
-        "prompts", StageFolder(root, "prompts"), lambda output, track: make_prompts(config.prompts, output, track)
+        "prompts",
+        StageFolder(root, "prompts"),
+        lambda output, track: make_prompts(config.prompts, output, track),
     )
     if not anyway:
         refuse_without_room(config, root, prompts)
     answers = perform(
-        "generate", StageFolder(root, "generate"), lambda output, track: generate(config.generate, prompts, output, track)
+        "generate",
+        StageFolder(root, "generate"),
+        lambda output, track: generate(config.generate, prompts, output, track),
     )
-    kept = config.capture.model_copy(update={"splits": ("held_out",)}) if config.online else config.capture
-    features = perform("capture", StageFolder(root, "capture"), lambda output, track: capture(kept, answers, output, track))
+    kept = (
+        config.capture.model_copy(update={"splits": ("held_out",)})
+        if config.online
+        else config.capture
+    )
+    features = perform(
+        "capture",
+        StageFolder(root, "capture"),
+        lambda output, track: capture(kept, answers, output, track),
+    )
 
     def learn(output: Artifact, track: Track) -> Manifest:
         stored = Features(features, "train")
-        source = OnlineTarget(config.capture, answers).features("train") if config.online else stored
+        source = (
+            OnlineTarget(config.capture, answers).features("train") if config.online else stored
+        )
         return train(config.train, target, source, output, track, Features(features, "held_out"))
 
     head = perform("train", StageFolder(root, "train"), learn)
     asked = as_served(config)
-    held_out = HeldOut(Features(features, "held_out"), questions_of(bench_prompts(config, prompts, root), asked))
+    held_out = HeldOut(
+        Features(features, "held_out"), questions_of(bench_prompts(config, prompts, root), asked)
+    )
     evaluation = perform(
-        "eval", StageFolder(root, "eval"), lambda output, track: evaluate(asked, target, head.url, held_out, output, track)
+        "eval",
+        StageFolder(root, "eval"),
+        lambda output, track: evaluate(asked, target, head.url, held_out, output, track),
     )
     exported = perform(
         "export",
@@ -236,7 +294,9 @@ def run_stages(config: RunConfig, root: str, anyway: bool = False) -> Made:
 
 
 def check_form(exported: Artifact, form: str, target: str) -> str:
-    """The local folder of one exported form, after showing what `eyas check` finds. Raises MismatchError for an error."""
+    """The local folder of one exported form, after showing what `eyas check` finds. Raises
+    MismatchError for an error.
+    """
     folder = exported.local_path(form)
     assert folder is not None, "a run's output is a folder of this machine"
     findings = check(folder, target)
@@ -246,8 +306,12 @@ def check_form(exported: Artifact, form: str, target: str) -> str:
     return folder
 
 
-def serve_and_bench(config: RunConfig, root: str, prompts: Artifact, exported: Artifact, head: str) -> Artifact:
-    """Serve the exported head in a process of its own and measure it; no server starts when that is done already."""
+def serve_and_bench(
+    config: RunConfig, root: str, prompts: Artifact, exported: Artifact, head: str
+) -> Artifact:
+    """Serve the exported head in a process of its own and measure it; no server starts when that is
+    done already.
+    """
     served = config.serve.model_copy(update={"head": head, "port": 0})
     made = {"head": exported.manifest(), "serve": serve_manifest(served)}
     questions = bench_prompts(config, prompts, root)
@@ -263,24 +327,46 @@ def serve_and_bench(config: RunConfig, root: str, prompts: Artifact, exported: A
 def serve_manifest(config: ServeConfig) -> Manifest:
     """What a server's settings add to the identity of what is measured on it: all but places."""
     settings = config.model_dump(mode="json", exclude={"target", "head", "host", "port", "model"})
-    return Manifest(stage="serve", identity=identity("serve", settings, {}), config=settings, counts={}, files={})
+    return Manifest(
+        stage="serve",
+        identity=identity("serve", settings, {}),
+        config=settings,
+        counts={},
+        files={},
+    )
 
 
 def as_served(config: RunConfig) -> EvalConfig:
-    """The settings of eval; what they leave open is as the run will serve and measure: precision, threads, trees, loads."""
+    """The settings of eval; what they leave open is as the run will serve and measure: precision,
+    threads, trees, loads.
+    """
     asked, served, measured = config.eval, config.serve, config.bench
     speculation = served.engine.parsed()
     ways = () if speculation.mode == "off" else (str(speculation),)
-    trees = () if speculation.mode == "off" else (str(dataclasses.replace(speculation, mode="fixed")),)
-    predict = asked.predict.model_copy(update={"speculations": ways, "concurrencies": measured.concurrencies})
-    sizes = {"dtype": served.dtype, "threads": served.threads, "max_length": served.engine.max_length}
+    trees = (
+        () if speculation.mode == "off" else (str(dataclasses.replace(speculation, mode="fixed")),)
+    )
+    predict = asked.predict.model_copy(
+        update={"speculations": ways, "concurrencies": measured.concurrencies}
+    )
+    sizes = {
+        "dtype": served.dtype,
+        "threads": served.threads,
+        "max_length": served.engine.max_length,
+    }
     as_elsewhere = {
         "models": validated(ModelsConfig, sizes, "serve"),
         "trees": tuple(dict.fromkeys((*trees, *DEFAULT_TREES))),
         "max_tokens": max(2, measured.max_tokens),
         "predict": predict,
     }
-    return asked.model_copy(update={name: value for name, value in as_elsewhere.items() if name not in asked.model_fields_set})
+    return asked.model_copy(
+        update={
+            name: value
+            for name, value in as_elsewhere.items()
+            if name not in asked.model_fields_set
+        }
+    )
 
 
 def bench_prompts(config: RunConfig, prompts: Artifact, root: str) -> str:
@@ -290,12 +376,18 @@ def bench_prompts(config: RunConfig, prompts: Artifact, root: str) -> str:
 
 def held_out_prompts(prompts: Artifact, held_out_share: float, root: str) -> str:
     """Write the prompts that `capture` keeps out of training to a file of their own; its path."""
-    rows = [row for row in prompts.read_rows("prompts") if split_of(row["id"], held_out_share) == "held_out"]
+    rows = [
+        row
+        for row in prompts.read_rows("prompts")
+        if split_of(row["id"], held_out_share) == "held_out"
+    ]
     if not rows:
         raise EmptyInputError(
             "no prompt is held out of training, so there is nothing to measure with",
             "give `bench.prompts`, more prompts, or a larger `capture.held_out_share`",
         )
-    name = f"held-out-prompts-{prompts.manifest().identity[:IDENTITY_DIGITS]}-{held_out_share}.jsonl"
+    name = (
+        f"held-out-prompts-{prompts.manifest().identity[:IDENTITY_DIGITS]}-{held_out_share}.jsonl"
+    )
     Artifact(root).write_jsonl(name, rows)
     return f"{root}/{name}"

@@ -1,4 +1,6 @@
-"""One stage as people see it: a progress bar while it works, one line when it is done. Knows no stage in particular."""
+"""One stage as people see it: a progress bar while it works, one line when it is done. Knows no
+stage in particular.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ Work = Callable[[Artifact, Track], Manifest]
 
 
 def perform(stage: str, output: Artifact, work: Work) -> Artifact:
-    """Do the work of a stage into `output`, or say that it is done already: the work's `begin` decides which.
+    """Do the work of a stage into `output`, or say that it is done already: the work's `begin`
+    decides which.
 
     The bar appears with the first progress, so a stage that has nothing to do shows none.
     """
@@ -29,5 +32,9 @@ def perform(stage: str, output: Artifact, work: Work) -> Artifact:
         manifest = work(output, track)
     counts = ", ".join(f"{name} {count:,}" for name, count in manifest.counts.items())
     state = "done already, skipped" if output.was_done else "done"
-    console.print(f"{stage:<9} {state}: {escape(output.url)} ({escape(counts)})", highlight=False, soft_wrap=True)
+    console.print(
+        f"{stage:<9} {state}: {escape(output.url)} ({escape(counts)})",
+        highlight=False,
+        soft_wrap=True,
+    )
     return output

@@ -21,28 +21,39 @@ CONFIG = TrainConfig
 
 
 def command(
-    features: Annotated[str, typer.Argument(help="output of `eyas capture`; of `eyas generate` with --online")],
+    features: Annotated[
+        str, typer.Argument(help="output of `eyas capture`; of `eyas generate` with --online")
+    ],
     target: Target,
     output: Output,
     start: Annotated[
         str | None,
-        typer.Option("--start", help='a head to go on from, in any form: a folder, URL, hub id, or "builtin"'),
+        typer.Option(
+            "--start", help='a head to go on from, in any form: a folder, URL, hub id, or "builtin"'
+        ),
     ] = None,
     keep_mix: Annotated[
         str | None,
-        typer.Option("--keep-mix", help="features of the mix that --start was trained on, on which it must not lose tau"),
+        typer.Option(
+            "--keep-mix",
+            help="features of the mix that --start was trained on, on which it must not lose tau",
+        ),
     ] = None,
     online: Annotated[
         bool,
-        typer.Option("--online", help="the target computes features as they are wanted, by the run file's section `capture`"),
+        typer.Option(
+            "--online",
+            help="the target computes features as they are wanted, by the run file's section "
+            "`capture`",
+        ),
     ] = False,
     run_file: RunFile = None,
     overrides: Overrides = None,
 ) -> None:
     """Train a head on captured features; interrupted, it resumes from its last checkpoint.
 
-    With --online nothing is stored: the target works in this process, on the answers.
-    On several devices: torchrun --nproc-per-node 8 -m eyas.cli.main train ... --set batches.per_step=8
+    With --online nothing is stored: the target works in this process, on the answers. On several
+    devices: torchrun --nproc-per-node 8 -m eyas.cli.main train ... --set batches.per_step=8
     """
     named = {"start.head": start, "start.keep_mix": keep_mix}
     given = [f"{name}={json.dumps(value)}" for name, value in named.items() if value is not None]
@@ -51,9 +62,20 @@ def command(
     def work(artifact: Artifact, track: Track) -> Manifest:
         source = Artifact(features)
         if online:
-            at_hand = OnlineTarget(stage_config(CaptureConfig, "capture", run_file, [], target=target), source)
-            return train(config, target, at_hand.features("train"), artifact, track, at_hand.features("held_out"))
-        return train(config, target, Features(source, "train"), artifact, track, Features(source, "held_out"))
+            at_hand = OnlineTarget(
+                stage_config(CaptureConfig, "capture", run_file, [], target=target), source
+            )
+            return train(
+                config,
+                target,
+                at_hand.features("train"),
+                artifact,
+                track,
+                at_hand.features("held_out"),
+            )
+        return train(
+            config, target, Features(source, "train"), artifact, track, Features(source, "held_out")
+        )
 
     if is_first_rank():
         perform("train", Artifact(output), work)

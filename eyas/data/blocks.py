@@ -4,7 +4,8 @@ Knows how a block is cut, kept and found again. Knows no filter.
 
     work/block-00000.npz     arrays over the rows that are left, in order: what global decisions are made from
     work/block-00000.jsonl   a line per row in: {"row": ...} as the filters changed it, or {"drop": ...} as it is entered in
-                             the ledger, redacted; written last, so that a block is there when this file is
+                             the ledger, redacted; written last, so that a block is there when this
+                             file is
 
 A row that is left is known by its number among all that are left.
 """
@@ -25,7 +26,8 @@ from eyas.data.rows import Damaged, Row
 from eyas.privacy.finding import Finding
 
 BLOCK_ROWS = 500
-BLOCK_CHARACTERS = 4_000_000  # a block ends early at so many, or a few rows of megabytes each would fill the memory
+# a block ends early at so many, or a few rows of megabytes each would fill the memory
+BLOCK_CHARACTERS = 4_000_000
 
 Digests = dict[str, NDArray[Any]]
 
@@ -40,7 +42,9 @@ class Block:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sifted:
-    """What became of a block. lines: JSON lines, one per row in. digests: arrays [rows left, ...] by name."""
+    """What became of a block. lines: JSON lines, one per row in. digests: arrays [rows left, ...]
+    by name.
+    """
 
     number: int
     lines: bytes
@@ -52,7 +56,9 @@ def cut(rows: Iterable[Row | Damaged]) -> Iterator[Block]:
     number, held, characters = 0, list[Row | Damaged](), 0
     for row in rows:
         held.append(row)
-        characters += sum(map(len, row.turns)) + len(row.system or "") if isinstance(row, Row) else 0
+        characters += (
+            sum(map(len, row.turns)) + len(row.system or "") if isinstance(row, Row) else 0
+        )
         if len(held) == BLOCK_ROWS or characters >= BLOCK_CHARACTERS:
             yield Block(number, tuple(held))
             number, held, characters = number + 1, [], 0
@@ -114,7 +120,9 @@ class Blocks:
 
     def digests(self, number: int, *names: str) -> Digests:
         """Arrays of a finished block."""
-        with np.load(io.BytesIO(self._artifact.read(_name(number, "npz"))), allow_pickle=False) as arrays:
+        with np.load(
+            io.BytesIO(self._artifact.read(_name(number, "npz"))), allow_pickle=False
+        ) as arrays:
             return {name: arrays[name] for name in names}
 
     def entries(self, number: int) -> Iterator[Row | dict[str, Any]]:
@@ -125,7 +133,9 @@ class Blocks:
 
     def row(self, number: int, start: int, end: int) -> Row:
         """The row whose line is bytes [start, end) of a finished block."""
-        return _row(json.loads(self._artifact.read_range(_name(number, "jsonl"), start, end))["row"])
+        return _row(
+            json.loads(self._artifact.read_range(_name(number, "jsonl"), start, end))["row"]
+        )
 
 
 def _name(number: int, kind: str) -> str:

@@ -1,7 +1,8 @@
-"""The data card: where the rows went and why, for the person who is to sign. One HTML file that needs nothing beside it.
+"""The data card: where the rows went and why, for the person who is to sign. One HTML file that
+needs nothing beside it.
 
-Takes what ledger.json holds and the report of the fit, as plain JSON. Knows what the counts mean; knows no row and no value
-that was found.
+Takes what ledger.json holds and the report of the fit, as plain JSON. Knows what the counts mean;
+knows no row and no value that was found.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ TOLD = {"und": "not told", "zxx": "code only"}  # ISO 639-2 for what is no langu
 NUM_TYPE_COLORS = 7  # of types of personal data; rarer ones share one more
 OTHERS = "others"
 
-# What becomes of a row, by the head of its reason, in the order of the stage, with what that means. Each has its colour.
+# What becomes of a row, by the head of its reason, in the order of the stage, with what that means.
+# Each has its colour.
 FATES = {
     "kept": "a prompt",
     "malformed": "could not be read: no JSON, no shape that is known, or not UTF-8",
@@ -43,16 +45,23 @@ FATES = {
 }
 
 WEAKNESSES = (
-    "Names, street addresses and places are found without a language model. On noisy text (lower case, misspelt, without "
-    "punctuation, transcribed speech) no more than about half of the names are found: the others are still in the prompts.",
-    "How well names are found was measured on English texts. In other languages and scripts expect less.",
-    "What has no form is not found at all: a nickname, an employer, an illness, a story by which those who know someone would "
+    "Names, street addresses and places are found without a language model. On noisy text (lower "
+    "case, misspelt, without "
+    "punctuation, transcribed speech) no more than about half of the names are found: the others "
+    "are still in the prompts.",
+    "How well names are found was measured on English texts. In other languages and scripts expect "
+    "less.",
+    "What has no form is not found at all: a nickname, an employer, an illness, a story by which "
+    "those who know someone would "
     "know them.",
-    "Some of what was replaced or dropped was no personal data: a form or a checksum can fit by chance.",
-    "Overlap with evaluation sets is found by their words. A translated or reworded item passes, and so does a set that was "
+    "Some of what was replaced or dropped was no personal data: a form or a checksum can fit by "
+    "chance.",
+    "Overlap with evaluation sets is found by their words. A translated or reworded item passes, "
+    "and so does a set that was "
     "not given.",
     "Near-duplicates are told by their words: the same request in other words stays.",
-    "Licences, terms and authors are what the run file states or the registry of known sets records. Nobody read the terms row "
+    "Licences, terms and authors are what the run file states or the registry of known sets "
+    "records. Nobody read the terms row "
     "by row, and a source may hold what its owner had no right to give.",
     "No person read the prompts.",
 )
@@ -62,8 +71,8 @@ WEAKNESSES = (
 class CardContents:
     """What a card shows. Only the ledger is needed; a part that is absent is left out.
 
-    ledger is ledger.json; fit is `fit.report`; evaluation names the sets that overlap was looked for with; folder is what
-    `eyas prompts` is to be given so that it shows the dropped rows.
+    ledger is ledger.json; fit is `fit.report`; evaluation names the sets that overlap was looked
+    for with; folder is what `eyas prompts` is to be given so that it shows the dropped rows.
     """
 
     ledger: Mapping[str, Any]
@@ -99,7 +108,9 @@ def write_card(contents: CardContents) -> str:
         verdicts=ledger.get("licences", ()),
         personal=found,
         personal_picture=_personal_picture(ledger, found),
-        type_colors=[(row["type"], f"type-{place}") for place, row in enumerate(found[:NUM_TYPE_COLORS])],
+        type_colors=[
+            (row["type"], f"type-{place}") for place, row in enumerate(found[:NUM_TYPE_COLORS])
+        ],
         has_other_types=len(found) > NUM_TYPE_COLORS,
         overlaps=overlaps(ledger, contents.evaluation),
         lengths=_lengths(ledger),
@@ -116,7 +127,9 @@ def color(reason: str) -> str:
 
 
 def fates(account: Mapping[str, Any]) -> list[Part]:
-    """What became of an account's rows by the heads of the reasons, kept first, then in the order of the stage."""
+    """What became of an account's rows by the heads of the reasons, kept first, then in the order
+    of the stage.
+    """
     counts = {**dict.fromkeys([*FATES, OTHERS], 0), "kept": account["rows_out"]}
     for reason, count in account["dropped"].items():
         head = reason.partition(".")[0]
@@ -125,10 +138,16 @@ def fates(account: Mapping[str, Any]) -> list[Part]:
 
 
 def reasons(ledger: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Every reason with its count and meaning, in the order of the stage, most frequent first under each head."""
+    """Every reason with its count and meaning, in the order of the stage, most frequent first under
+    each head.
+    """
     order = [*FATES, OTHERS]
     rows = [
-        {"name": reason, "count": count, "head": head if (head := reason.partition(".")[0]) in FATES else OTHERS}
+        {
+            "name": reason,
+            "count": count,
+            "head": head if (head := reason.partition(".")[0]) in FATES else OTHERS,
+        }
         for reason, count in ledger["dropped"].items()
     ]
     return sorted(rows, key=lambda row: (order.index(row["head"]), -row["count"], row["name"]))
@@ -136,22 +155,39 @@ def reasons(ledger: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _examples(listed: Sequence[Mapping[str, Any]]) -> list[str]:
     """A reason to ask for, personal data if there was any, and all of its kind."""
-    first = next((reason for reason in listed if reason["head"] == "pii"), listed[0] if listed else None)
+    first = next(
+        (reason for reason in listed if reason["head"] == "pii"), listed[0] if listed else None
+    )
     return list(dict.fromkeys([first["name"], first["name"].partition(".")[0]])) if first else []
 
 
 def personal_data(ledger: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Values found by type, most first: how many were replaced, how many lay in rows dropped for such, and both by source."""
+    """Values found by type, most first: how many were replaced, how many lay in rows dropped for
+    such, and both by source.
+    """
     types = {*ledger["masked"], *ledger["found_in_dropped"]}
     rows = []
     for type in types:
         by_source = {
-            name: {"replaced": account["masked"].get(type, 0), "dropped": account["found_in_dropped"].get(type, 0)}
+            name: {
+                "replaced": account["masked"].get(type, 0),
+                "dropped": account["found_in_dropped"].get(type, 0),
+            }
             for name, account in ledger["sources"].items()
         }
         replaced, dropped = ledger["masked"].get(type, 0), ledger["found_in_dropped"].get(type, 0)
-        most = max((counts["replaced"] + counts["dropped"] for counts in by_source.values()), default=0)
-        rows.append({"type": type, "replaced": replaced, "dropped": dropped, "by_source": by_source, "most": max(most, 1)})
+        most = max(
+            (counts["replaced"] + counts["dropped"] for counts in by_source.values()), default=0
+        )
+        rows.append(
+            {
+                "type": type,
+                "replaced": replaced,
+                "dropped": dropped,
+                "by_source": by_source,
+                "most": max(most, 1),
+            }
+        )
     return sorted(rows, key=lambda row: (-row["replaced"] - row["dropped"], row["type"]))
 
 
@@ -176,7 +212,9 @@ def _personal_picture(ledger: Mapping[str, Any], found: Sequence[Mapping[str, An
 def overlaps(ledger: Mapping[str, Any], evaluation: Sequence[str]) -> dict[str, int]:
     """Rows dropped by evaluation set, those without any too."""
     found = {
-        reason.partition(".")[2]: count for reason, count in ledger["dropped"].items() if reason.startswith("contamination.")
+        reason.partition(".")[2]: count
+        for reason, count in ledger["dropped"].items()
+        if reason.startswith("contamination.")
     }
     return {**dict.fromkeys(evaluation, 0), **found}
 
@@ -185,13 +223,19 @@ def _flow(sources: Mapping[str, Mapping[str, Any]]) -> Markup:
     """The sources in the order in which they were read, the small ones of many as one."""
     by_size = sorted(sources, key=lambda name: -sources[name]["rows_in"])
     shown = set(by_size if len(by_size) <= MOST_SOURCES + 1 else by_size[:MOST_SOURCES])
-    parts: dict[str, list[Part]] = {name: fates(one) for name, one in sources.items() if name in shown}
+    parts: dict[str, list[Part]] = {
+        name: fates(one) for name, one in sources.items() if name in shown
+    }
     if len(shown) < len(sources):
-        parts[f"{len(sources) - len(shown)} others"] = fates(_sum(one for name, one in sources.items() if name not in shown))
+        parts[f"{len(sources) - len(shown)} others"] = fates(
+            _sum(one for name, one in sources.items() if name not in shown)
+        )
     # Each source with all the fates that there are: the right side then has the order of the stage.
     found = {part.name for of_source in parts.values() for part in of_source}
     order = [fate for fate in (*FATES, OTHERS) if fate in found]
-    complete = {name: [_part(of_source, fate) for fate in order] for name, of_source in parts.items()}
+    complete = {
+        name: [_part(of_source, fate) for fate in order] for name, of_source in parts.items()
+    }
     return pictures.flow(complete, "rows from each source to what became of them")
 
 
@@ -208,15 +252,26 @@ def _part(parts: Iterable[Part], name: str) -> Part:
 
 
 def _by_source(sources: Mapping[str, Mapping[str, Any]]) -> Markup:
-    notes = {name: f"{one['rows_out']:,} of {one['rows_in']:,} kept" for name, one in sources.items()}
-    return pictures.shares({name: fates(one) for name, one in sources.items()}, notes, "what became of each source's rows")
+    notes = {
+        name: f"{one['rows_out']:,} of {one['rows_in']:,} kept" for name, one in sources.items()
+    }
+    return pictures.shares(
+        {name: fates(one) for name, one in sources.items()},
+        notes,
+        "what became of each source's rows",
+    )
 
 
 def _lengths(ledger: Mapping[str, Any]) -> Markup | None:
     if not sum(ledger["lengths_in"]):
         return None
-    series = [Series("rows in", ledger["lengths_in"], "muted"), Series("prompts", ledger["lengths_out"], "fate-kept")]
-    return pictures.histogram(_classes(ledger["lengths_from"]), series, "share of rows by characters that the user says")
+    series = [
+        Series("rows in", ledger["lengths_in"], "muted"),
+        Series("prompts", ledger["lengths_out"], "fate-kept"),
+    ]
+    return pictures.histogram(
+        _classes(ledger["lengths_from"]), series, "share of rows by characters that the user says"
+    )
 
 
 def _classes(begins: Sequence[int]) -> list[str]:
@@ -226,7 +281,9 @@ def _classes(begins: Sequence[int]) -> list[str]:
 def _languages(ledger: Mapping[str, Any]) -> Markup | None:
     found = sorted(ledger["languages"].items(), key=lambda item: (-item[1], item[0]))
     rest = sum(count for _, count in found[MOST_LANGUAGES:])
-    parts = [Part(TOLD.get(name, name), count, "fate-kept") for name, count in found[:MOST_LANGUAGES]]
+    parts = [
+        Part(TOLD.get(name, name), count, "fate-kept") for name, count in found[:MOST_LANGUAGES]
+    ]
     parts += [Part(OTHERS, rest, "muted")] if rest else []
     return pictures.bars(parts, "prompts by language") if parts else None
 
@@ -244,13 +301,26 @@ def _fit_pictures(fit: Mapping[str, Any]) -> list[tuple[str, Markup, str]]:
         Series("traffic", lengths["traffic"], "ink", dashed=True),
     ]
     return [
-        ("Distance to the traffic", pictures.distances(rows, "distance to the traffic before and after"), DISTANCE_NOTE),
-        ("Length beside the traffic", pictures.lines(_classes(lengths["from"]), series, "share by characters"), LENGTH_NOTE),
+        (
+            "Distance to the traffic",
+            pictures.distances(rows, "distance to the traffic before and after"),
+            DISTANCE_NOTE,
+        ),
+        (
+            "Length beside the traffic",
+            pictures.lines(_classes(lengths["from"]), series, "share by characters"),
+            LENGTH_NOTE,
+        ),
     ]
 
 
 DISTANCE_NOTE = (
-    "In nats, 0 for no difference, to a half of the traffic that the selection never saw. The bar across is the floor: how far "
-    "the traffic's two halves are from each other. A large selection may come nearer than that, having less noise of its own."
+    "In nats, 0 for no difference, to a half of the traffic that the selection never saw. The bar "
+    "across is the floor: how far "
+    "the traffic's two halves are from each other. A large selection may come nearer than that, "
+    "having less noise of its own."
 )
-LENGTH_NOTE = "Share of prompts by the characters that the user says in them, each class from the number below it."
+LENGTH_NOTE = (
+    "Share of prompts by the characters that the user says in them, each class from the "
+    "number below it."
+)

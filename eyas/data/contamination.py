@@ -1,8 +1,10 @@
 """Prompts that overlap evaluation sets go, with the name of the item that they overlap.
 
-A row goes if it holds half of what makes up a turn of an item (word 4-grams), or 13 words of one in a row; in whatever order
-of turns, case, white space, punctuation, Unicode form or simple markup. Knows how to ask for the rows of a file; knows no
-benchmark. docs/decisions/duplicates-and-contamination.md says what other rules did. G grams of the index, T words of a text.
+A row goes if it holds half of what makes up a turn of an item (word 4-grams), or 13 words of one in
+a row; in whatever order of turns, case, white space, punctuation, Unicode form or simple markup.
+Knows how to ask for the rows of a file; knows no benchmark.
+docs/decisions/duplicates-and-contamination.md says what other rules did. G grams of the index, T
+words of a text.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ GRAM, RUN = 4, 13  # words
 SHARE = 0.5  # of a turn's 4-grams
 LEAST = 4  # 4-grams, or all of a shorter turn's: a few words are no trace of a benchmark
 MANY = 8  # items; what more of them have in common is the benchmark's form, not an item
-# A run of digits or of one word repeated is in many texts: so many of a gram's words tell something, and differ.
+# A run of digits or of one word repeated is in many texts: so many of a gram's words tell
+# something, and differ.
 TELLING = {GRAM: 1, RUN: 5}
 
 Grams = dict[int, Hashes]  # by size, each once
@@ -33,7 +36,9 @@ NO_GRAMS: Hashes = np.zeros(0, np.uint64)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Item:
-    """A row of an evaluation set: where it is found, a digest of all that it says, and the grams of each of its turns."""
+    """A row of an evaluation set: where it is found, a digest of all that it says, and the grams of
+    each of its turns.
+    """
 
     set: str
     where: str
@@ -47,7 +52,9 @@ class Item:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Postings:
-    """Which turns hold which gram: grams sorted, uint64 [G]; gram g is in turns[starts[g]:starts[g + 1]]."""
+    """Which turns hold which gram: grams sorted, uint64 [G]; gram g is in turns[starts[g]:starts[g
+    + 1]].
+    """
 
     grams: Hashes
     starts: NDArray[np.int64]
@@ -69,16 +76,24 @@ class Postings:
             return np.zeros(0, np.int64)
         places = np.minimum(np.searchsorted(self.grams, grams), len(self.grams) - 1)
         places = np.unique(places[self.grams[places] == grams])
-        return np.concatenate([np.zeros(0, np.int64), *(self.turns[self.starts[one] : self.starts[one + 1]] for one in places)])
+        return np.concatenate(
+            [
+                np.zeros(0, np.int64),
+                *(self.turns[self.starts[one] : self.starts[one + 1]] for one in places),
+            ]
+        )
 
 
 class Contamination:
-    """Drops a row that overlaps an item of the evaluation sets: reason `contamination.<set>`, the item in the note."""
+    """Drops a row that overlaps an item of the evaluation sets: reason `contamination.<set>`, the
+    item in the note.
+    """
 
     def __init__(self, sets: Sequence[SourceConfig]) -> None:
         """Reads the sets and builds the index: some 30 bytes for each of their words.
 
-        Raises MissingInputError, EmptyInputError, CorruptError, InputError: a set that is read in part protects in part.
+        Raises MissingInputError, EmptyInputError, CorruptError, InputError: a set that is read in
+        part protects in part.
         """
         items = _distinctive([item for source in sets for item in _items(source)])
         turns = [turn for item in items for turn in item.turns]
@@ -104,10 +119,14 @@ class Contamination:
         shares = np.where(enough, counts / self._size[turns], 0)
         best = int(shares.argmax())
         item = self._item[turns[best]]
-        return Drop(f"contamination.{item.set}", f"holds {shares[best]:.0%} of the {GRAM}-grams of {item}")
+        return Drop(
+            f"contamination.{item.set}", f"holds {shares[best]:.0%} of the {GRAM}-grams of {item}"
+        )
 
     def _run(self, texts: Iterable[Hashes]) -> Drop | None:
-        """The drop for the first turn that has a long run of words in common with the texts, if one has."""
+        """The drop for the first turn that has a long run of words in common with the texts, if one
+        has.
+        """
         turns = self._found(texts, RUN)
         if not len(turns):
             return None
@@ -115,19 +134,28 @@ class Contamination:
         return Drop(f"contamination.{item.set}", f"holds {RUN} words in a row of {item}")
 
     def _found(self, texts: Iterable[Hashes], size: int) -> NDArray[np.int64]:
-        return self._postings[size].found(np.concatenate([NO_GRAMS, *(runs(text, size) for text in texts)]))
+        return self._postings[size].found(
+            np.concatenate([NO_GRAMS, *(runs(text, size) for text in texts)])
+        )
 
 
 def _items(source: SourceConfig) -> Iterator[Item]:
     for row in read_source(source):
         if isinstance(row, Damaged):
             raise CorruptError(
-                f"the evaluation set {row.source} cannot be read whole: {row.where}: {row.drop.note or row.drop.reason}",
+                f"the evaluation set {row.source} cannot be read whole: {row.where}: "
+                f"{row.drop.note or row.drop.reason}",
                 "mend or remove that row: a set that is read in part would protect in part",
             )
         if row.turns:
             digest = _digest(hashed(_words(row.turns)))
-            yield Item(row.source, row.where, row.id, digest, tuple(_grams(_words([turn])) for turn in row.turns))
+            yield Item(
+                row.source,
+                row.where,
+                row.id,
+                digest,
+                tuple(_grams(_words([turn])) for turn in row.turns),
+            )
 
 
 def _words(turns: Sequence[str]) -> list[str]:
@@ -141,15 +169,23 @@ def _digest(text: Hashes) -> bytes:
 
 
 def _grams(words: Sequence[str]) -> Grams:
-    """The grams of a turn that could tell it from other texts; if none of the short ones could, all of those."""
+    """The grams of a turn that could tell it from other texts; if none of the short ones could, all
+    of those.
+    """
     hashes = hashed(words)
-    told = np.where([not word.isdecimal() and (len(word) > 1 or not word.isascii()) for word in words], hashes, 0)
+    told = np.where(
+        [not word.isdecimal() and (len(word) > 1 or not word.isascii()) for word in words],
+        hashes,
+        0,
+    )
     found = {}
     for size, least in TELLING.items():
         grams = runs(hashes, size)
         if len(grams):
             windows = np.sort(np.lib.stride_tricks.sliding_window_view(told, size), axis=1)
-            num_told = (np.diff(windows, axis=1, prepend=np.zeros((len(windows), 1), np.uint64)) != 0).sum(axis=1)
+            num_told = (
+                np.diff(windows, axis=1, prepend=np.zeros((len(windows), 1), np.uint64)) != 0
+            ).sum(axis=1)
             telling = grams[num_told >= least]
             grams = grams if size == GRAM and not len(telling) else telling
         found[size] = np.unique(grams)
@@ -157,13 +193,23 @@ def _grams(words: Sequence[str]) -> Grams:
 
 
 def _distinctive(items: list[Item]) -> list[Item]:
-    """The items without the grams that many share; turns made of such are left out, unless their item has no other."""
-    common = {size: _common([[turn[size] for turn in item.turns] for item in items]) for size in (GRAM, RUN)}
+    """The items without the grams that many share; turns made of such are left out, unless their
+    item has no other.
+    """
+    common = {
+        size: _common([[turn[size] for turn in item.turns] for item in items])
+        for size in (GRAM, RUN)
+    }
     kept = []
     for item in items:
-        own = [{size: np.setdiff1d(turn[size], common[size], assume_unique=True) for size in common} for turn in item.turns]
+        own = [
+            {size: np.setdiff1d(turn[size], common[size], assume_unique=True) for size in common}
+            for turn in item.turns
+        ]
         sizes = [min(LEAST, len(turn[GRAM])) for turn in item.turns]
-        enough = tuple(turn for turn, size in zip(own, sizes, strict=True) if len(turn[GRAM]) >= size > 0)
+        enough = tuple(
+            turn for turn, size in zip(own, sizes, strict=True) if len(turn[GRAM]) >= size > 0
+        )
         kept.append(dataclasses.replace(item, turns=enough or item.turns))
     return kept
 

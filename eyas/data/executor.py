@@ -1,7 +1,9 @@
-"""Where work runs: one function over many jobs, in this process or in several, its results in the order of the jobs.
+"""Where work runs: one function over many jobs, in this process or in several, its results in the
+order of the jobs.
 
-Knows processes. Knows nothing of the work: a job and its result are whatever can be pickled. A fixed number of jobs is on its
-way at a time, so memory does not grow with their number, and the jobs are made as they are needed.
+Knows processes. Knows nothing of the work: a job and its result are whatever can be pickled. A
+fixed number of jobs is on its way at a time, so memory does not grow with their number, and the
+jobs are made as they are needed.
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ IN_FLIGHT = 2  # jobs per worker: one that it does, one that waits for it
 
 
 class Work(Protocol[JobIn, ResultOut]):
-    """Something to do, small enough to be sent to a process; `ready` builds there, once, what all jobs need.
+    """Something to do, small enough to be sent to a process; `ready` builds there, once, what all
+    jobs need.
 
-    without: modules that a worker's process is to be spared, though a library would load them where they are installed.
+    without: modules that a worker's process is to be spared, though a library would load them where
+    they are installed.
     """
 
     @property
@@ -40,19 +44,25 @@ class Work(Protocol[JobIn, ResultOut]):
 
 
 class Executor(Protocol):
-    """A place for one work, open while it is used as a context. What it gives depends on the work and the jobs alone."""
+    """A place for one work, open while it is used as a context. What it gives depends on the work
+    and the jobs alone.
+    """
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *error: object) -> None: ...
 
     def map(self, jobs: Iterable[Any]) -> Generator[Any]:
-        """Results in the order of the jobs. Raises the first EyasError of a job, and EyasError when a worker dies."""
+        """Results in the order of the jobs. Raises the first EyasError of a job, and EyasError when
+        a worker dies.
+        """
         ...
 
 
 class Worker:
-    """What stays in a process between two jobs. An error meant for the user is a result: it reaches them as it was raised."""
+    """What stays in a process between two jobs. An error meant for the user is a result: it reaches
+    them as it was raised.
+    """
 
     def __init__(self, work: Work[Any, Any]) -> None:
         self._work = work
@@ -70,7 +80,8 @@ class Worker:
 def worker_died(error: BaseException) -> EyasError:
     """The error for a process that ended amid its work, whichever executor it belonged to."""
     return EyasError(
-        f"a worker process ended amid its work ({type(error).__name__}): it was killed, or there was no memory left",
+        f"a worker process ended amid its work ({type(error).__name__}): it was killed, or there "
+        "was no memory left",
         "run the same command again: finished blocks are kept; fewer `workers` need less memory",
     )
 
@@ -83,7 +94,9 @@ def accepted(result: Any) -> Any:
 
 
 class Sent:
-    """A work on its way to a process of its own, where modules that it does without are kept out before any other is loaded."""
+    """A work on its way to a process of its own, where modules that it does without are kept out
+    before any other is loaded.
+    """
 
     def __init__(self, work: Work[Any, Any]) -> None:
         self._without, self._work = tuple(work.without), pickle.dumps(work)
@@ -96,7 +109,9 @@ class Sent:
 
 
 class LocalExecutor:
-    """Processes of this machine, started when there is more than one job for them; with one worker, this process itself."""
+    """Processes of this machine, started when there is more than one job for them; with one worker,
+    this process itself.
+    """
 
     def __init__(self, work: Work[Any, Any], workers: int) -> None:
         self._work, self._workers = work, workers
@@ -111,7 +126,9 @@ class LocalExecutor:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def map(self, jobs: Iterable[Any]) -> Generator[Any]:
-        """Results in the order of the jobs. Raises the first EyasError of a job, and EyasError when a worker dies."""
+        """Results in the order of the jobs. Raises the first EyasError of a job, and EyasError when
+        a worker dies.
+        """
         waiting = iter(jobs)
         first = list(itertools.islice(waiting, 2))
         every = itertools.chain(first, waiting)
@@ -119,7 +136,9 @@ class LocalExecutor:
             return (accepted(self._here.perform(job)) for job in every)
         # Spawned, not forked: what threads and locks this process holds stays out of the workers.
         spawn = multiprocessing.get_context("spawn")
-        self._pool = self._pool or ProcessPoolExecutor(self._workers, spawn, initializer=_begin, initargs=(Sent(self._work),))
+        self._pool = self._pool or ProcessPoolExecutor(
+            self._workers, spawn, initializer=_begin, initargs=(Sent(self._work),)
+        )
         return self._in_processes(self._pool, every)
 
     def _in_processes(self, pool: ProcessPoolExecutor, jobs: Iterable[Any]) -> Generator[Any]:
@@ -142,7 +161,9 @@ _worker: list[Worker] = []  # in a worker process, the one that it is
 
 
 def _begin(sent: Sent) -> None:
-    """The beginning of a worker process: it leaves Ctrl-C to its parent, and ends when its parent does, however that ends."""
+    """The beginning of a worker process: it leaves Ctrl-C to its parent, and ends when its parent
+    does, however that ends.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _worker.append(sent.unpacked())

@@ -1,8 +1,10 @@
-"""From a file to its values, each with the line on which it begins: JSON, JSON lines, CSV, Parquet and plain text.
+"""From a file to its values, each with the line on which it begins: JSON, JSON lines, CSV, Parquet
+and plain text.
 
-Which of them a file is, is found out by looking; its name decides only where the contents could be several. Holds one value
-and one buffer, however long the file. A value that cannot be read comes as Unreadable; where all that follows is lost, that
-is one more, the last. Knows nothing of what the values mean.
+Which of them a file is, is found out by looking; its name decides only where the contents could be
+several. Holds one value and one buffer, however long the file. A value that cannot be read comes as
+Unreadable; where all that follows is lost, that is one more, the last. Knows nothing of what the
+values mean.
 """
 
 from __future__ import annotations
@@ -14,12 +16,24 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol
 
-from eyas.data.streams import LIMIT, LOOK, PARQUET_MAGIC, TOO_LONG, Broken, Lines, Stored, Unreadable, as_utf8, unpacked
+from eyas.data.streams import (
+    LIMIT,
+    LOOK,
+    PARQUET_MAGIC,
+    TOO_LONG,
+    Broken,
+    Lines,
+    Stored,
+    Unreadable,
+    as_utf8,
+    unpacked,
+)
 from eyas.data.tables import csv_rows, dialect_of, parquet_rows
 
 Values = Iterator[tuple[int, Any]]  # (line from 1, value or Unreadable)
 Kind = Literal["array", "objects", "json lines", "csv", "lines", "paragraphs"]
-Texts = Literal["strings", "lines", "paragraphs"]  # JSON's; of a plain text, its lines or what stands between blank ones
+# JSON's; of a plain text, its lines or what stands between blank ones
+Texts = Literal["strings", "lines", "paragraphs"]
 
 PACKED_ENDINGS = frozenset({"gz", "bz2", "xz", "zst"})
 ENDINGS: dict[str, Kind | Literal["parquet"]] = {
@@ -43,7 +57,9 @@ QUOTE_OR_ESCAPE = re.compile(r'["\\]')
 
 
 def ending(name: str) -> str:
-    """What a file's name ends in, but for a compression: "jsonl" of "a.JSONL.gz"; "" if no such format is known."""
+    """What a file's name ends in, but for a compression: "jsonl" of "a.JSONL.gz"; "" if no such
+    format is known.
+    """
     parts = name.lower().rsplit("/", 1)[-1].split(".")[1:]
     while parts and parts[-1] in PACKED_ENDINGS:
         parts.pop()
@@ -53,9 +69,10 @@ def ending(name: str) -> str:
 def values(stored: Stored, name: str, keys: frozenset[str], texts: Texts | None = None) -> Values:
     """The values of a file in order. `texts` says what its texts are, whatever it looks like.
 
-    JSON texts by themselves count if `texts` says so or the file begins with one: elsewhere they are pieces of broken objects.
-    keys: the names of columns that matter: no other column of a Parquet file is read, and a CSV's header has one of them.
-    Raises InputError (the store fails, or pyarrow is needed and absent).
+    JSON texts by themselves count if `texts` says so or the file begins with one: elsewhere they
+    are pieces of broken objects. keys: the names of columns that matter: no other column of a
+    Parquet file is read, and a CSV's header has one of them. Raises InputError (the store fails, or
+    pyarrow is needed and absent).
     """
     try:
         stream = unpacked(stored)
@@ -82,7 +99,9 @@ def _of_one_kind(rows: Values) -> Values:
 
 
 def looked(head: bytes, name: str, keys: frozenset[str]) -> Kind:
-    """What a text is by its first bytes (UTF-8, no mark), and by its name where these leave it open."""
+    """What a text is by its first bytes (UTF-8, no mark), and by its name where these leave it
+    open.
+    """
     start, named = head.lstrip(), ending(name)
     if start.startswith(b"{"):
         return "objects" if _spans_lines(start) else "json lines"
@@ -137,7 +156,9 @@ def _until_broken(cursor: _Cursor, rows: Values) -> Values:
 
 def _json_lines(stream: io.BufferedReader, keys: frozenset[str]) -> Values:
     lines = Lines(stream)
-    return _until_broken(lines, ((lines.line, _parsed(text)) for text in lines if text is None or not text.isspace()))
+    return _until_broken(
+        lines, ((lines.line, _parsed(text)) for text in lines if text is None or not text.isspace())
+    )
 
 
 def _parsed(text: bytes | None) -> Any:
@@ -160,7 +181,9 @@ def _csv(stream: io.BufferedReader, keys: frozenset[str]) -> Values:
 
 def _text_lines(stream: io.BufferedReader, keys: frozenset[str]) -> Values:
     lines = Lines(stream)
-    return _until_broken(lines, ((lines.line, _prompt(text)) for text in lines if text is None or not text.isspace()))
+    return _until_broken(
+        lines, ((lines.line, _prompt(text)) for text in lines if text is None or not text.isspace())
+    )
 
 
 def _paragraphs(stream: io.BufferedReader, keys: frozenset[str]) -> Values:
@@ -188,12 +211,16 @@ def _joined(lines: Lines) -> Values:
 
 
 def _prompt(text: bytes | None) -> str | Unreadable:
-    """A text, or why it is none; an object among texts, broken or not, is no prompt but a row of some other format."""
+    """A text, or why it is none; an object among texts, broken or not, is no prompt but a row of
+    some other format.
+    """
     if text is None:
         return Unreadable(TOO_LONG)
     if b"\0" in text:
         return Unreadable("not text")
-    if OBJECT_LINE.match(text) or (text.lstrip().startswith(b"[") and isinstance(_parsed(text), list)):
+    if OBJECT_LINE.match(text) or (
+        text.lstrip().startswith(b"[") and isinstance(_parsed(text), list)
+    ):
         return Unreadable("JSON among plain texts")
     try:
         return text.decode("utf-8").strip()
@@ -225,7 +252,11 @@ def _items(characters: _Characters) -> Values:
         yield line, characters.value()
         separator = characters.next()
         if separator not in ("]", ","):
-            raise Broken("the JSON array has no end" if not separator else "the JSON array is broken here; the rest is lost")
+            raise Broken(
+                "the JSON array has no end"
+                if not separator
+                else "the JSON array is broken here; the rest is lost"
+            )
     characters.move(characters.at + 1)
     if characters.next():
         raise Broken("text after the JSON array")
@@ -239,7 +270,9 @@ def _sequence(characters: _Characters) -> Values:
 
 
 class _Characters:
-    """A text read in chunks; `at` is the place of its next character and `line` that character's line."""
+    """A text read in chunks; `at` is the place of its next character and `line` that character's
+    line.
+    """
 
     def __init__(self, stream: io.BufferedReader) -> None:
         self.text, self.at, self.line = "", 0, 1
@@ -279,20 +312,27 @@ class _Characters:
                 return solid.group() if solid else ""
 
     def value(self) -> Any:
-        """The JSON value that begins here, or Unreadable, passed; reads on for as long as it is only cut. Raises Broken."""
+        """The JSON value that begins here, or Unreadable, passed; reads on for as long as it is
+        only cut. Raises Broken.
+        """
         while True:
             try:
                 value, end = DECODER.raw_decode(self.text, self.at)
                 # A number ends where the next sign is no part of one; all else ends by itself.
-                if end < len(self.text) and (self.text[end] in " \t\r\n,]" or not isinstance(value, int | float)):
+                if end < len(self.text) and (
+                    self.text[end] in " \t\r\n,]" or not isinstance(value, int | float)
+                ):
                     return self._passed(value, end)
             except json.JSONDecodeError as error:
                 if not error.msg.startswith("Unterminated") and error.pos + 16 < len(self.text):
                     # Broken where more text stands, so not by the end of what was read.
                     raise Broken("not JSON here; the rest is lost") from error
-            except (ValueError, RecursionError):  # a number of too many digits, brackets too deep: JSON all the same
+            # a number of too many digits, brackets too deep: JSON all the same
+            except (ValueError, RecursionError):
                 self._skip()
-                return Unreadable("not JSON that can be read: nested too deep, or a number too long")
+                return Unreadable(
+                    "not JSON that can be read: nested too deep, or a number too long"
+                )
             if len(self.text) - self.at > LIMIT:
                 self._skip()
                 return Unreadable(TOO_LONG)
@@ -316,7 +356,9 @@ class _Characters:
         return value if piece.isascii() or is_whole(piece) else Unreadable("not UTF-8")
 
     def _skip(self) -> None:
-        """Pass an object, list or text by its brackets and quotes, holding a chunk of it. Raises Broken."""
+        """Pass an object, list or text by its brackets and quotes, holding a chunk of it. Raises
+        Broken.
+        """
         if self.text[self.at] not in '[{"':
             raise Broken("a number too long; the rest is lost")
         depth, quoted = 0, False
@@ -335,7 +377,9 @@ class _Characters:
 
 
 def is_whole(text: str) -> bool:
-    """Whether a text has no half characters, as escapes in JSON and bytes that are no UTF-8 leave them."""
+    """Whether a text has no half characters, as escapes in JSON and bytes that are no UTF-8 leave
+    them.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,10 +1,11 @@
-"""Sets of the Hugging Face hub: which files are meant by an id, a subset and a split, and their copies in the local cache.
+"""Sets of the Hugging Face hub: which files are meant by an id, a subset and a split, and their
+copies in the local cache.
 
     owner/name[@revision]                              the files of the default subset and split
     hf://datasets/owner/name[@revision][/path]         one file, those of a folder, or those that match a glob
 
-The hub is asked once per process and set, so that all of a run sees one commit. Without a network the cache has to do.
-Knows no row. HF_ENDPOINT names another hub, HF_TOKEN opens gated sets.
+The hub is asked once per process and set, so that all of a run sees one commit. Without a network
+the cache has to do. Knows no row. HF_ENDPOINT names another hub, HF_TOKEN opens gated sets.
 """
 
 from __future__ import annotations
@@ -28,10 +29,18 @@ from eyas.data.formats import ending
 from eyas.errors import InputError, MissingInputError
 
 URL = "hf://"
-SET = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>refs/[\w.-]+/[\w.-]+|[^/@]+))?(?:/(?P<path>.*))?")
+SET = re.compile(
+    r"(?P<id>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>refs/[\w.-]+/[\w.-]+|[^/@]+))?(?:/(?P<path>.*))?"
+)
 README = "README.md"
-NOT_DATA = frozenset({"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json", "config.json"})
-SPLITS = {"train": "train|training", "validation": "validation|valid|val|dev", "test": "test|testing|eval|evaluation"}
+NOT_DATA = frozenset(
+    {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json", "config.json"}
+)
+SPLITS = {
+    "train": "train|training",
+    "validation": "validation|valid|val|dev",
+    "test": "test|testing|eval|evaluation",
+}
 PART_OF = re.compile(r"(\d+)[-_]of[-_](\d+)")
 MAGIC = frozenset("*?[")
 
@@ -40,7 +49,9 @@ Stated = dict[str, dict[str, list[str]]]  # patterns of files by subset and spli
 
 @dataclass(frozen=True)
 class Asked:
-    """What a path of a run file asks of the hub. path: in the repository; "" leaves the choice to subset and split."""
+    """What a path of a run file asks of the hub. path: in the repository; "" leaves the choice to
+    subset and split.
+    """
 
     id: str
     revision: str = "main"
@@ -58,11 +69,16 @@ class Listing:
 
 
 def asked_for(path: str) -> Asked | None:
-    """What is asked of the hub, or None for a path of another kind. Raises InputError for an hf:// URL of no set."""
+    """What is asked of the hub, or None for a path of another kind. Raises InputError for an hf://
+    URL of no set.
+    """
     if path.startswith(URL):
         found = SET.fullmatch(path.removeprefix(f"{URL}datasets/"))
         if found is None:
-            raise InputError(f"{path} names no set of the hub", "write hf://datasets/owner/name[@revision][/path]")
+            raise InputError(
+                f"{path} names no set of the hub",
+                "write hf://datasets/owner/name[@revision][/path]",
+            )
         return Asked(found["id"], found["revision"] or "main", (found["path"] or "").strip("/"))
     found = SET.fullmatch(path)
     if found is None or found["path"] is not None or ending(path) or Path(path).exists():
@@ -73,18 +89,23 @@ def asked_for(path: str) -> Asked | None:
 def files(asked: Asked, subset: str | None = None, split: str | None = None) -> list[str]:
     """The local copies of the files that are asked for, fetched where they are not cached yet.
 
-    Raises MissingInputError (no such set, file, subset or split), InputError (the hub refuses, or a part of a set is cached).
+    Raises MissingInputError (no such set, file, subset or split), InputError (the hub refuses, or a
+    part of a set is cached).
     """
     listing = _listing(asked.id, asked.revision, os.environ.get("HF_ENDPOINT"))
     if asked.path:
         if subset or split:
-            raise InputError(f"{asked.id}: a path, and a subset or split besides", "give one or the other")
+            raise InputError(
+                f"{asked.id}: a path, and a subset or split besides", "give one or the other"
+            )
         chosen = matching(listing.names, [asked.path])
         if not chosen:
             raise MissingInputError(f"{asked.id} has no file {asked.path}", _choice(listing.names))
     else:
         readme = (
-            Path(_fetched(listing, README)).read_text(encoding="utf-8", errors="replace") if README in listing.names else ""
+            Path(_fetched(listing, README)).read_text(encoding="utf-8", errors="replace")
+            if README in listing.names
+            else ""
         )
         chosen = chosen_files(listing, configurations(readme), subset, split)
     if listing.folder is not None:
@@ -98,14 +119,18 @@ def files(asked: Asked, subset: str | None = None, split: str | None = None) -> 
 def commit(path: str) -> str | None:
     """The commit at which a set is read; None for a path of another kind."""
     asked = asked_for(path)
-    return _listing(asked.id, asked.revision, os.environ.get("HF_ENDPOINT")).commit if asked else None
+    return (
+        _listing(asked.id, asked.revision, os.environ.get("HF_ENDPOINT")).commit if asked else None
+    )
 
 
 # Which files are meant.
 
 
 def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
-    """The names that match a pattern as the hub has them: a file, or the data files of a folder or a glob; sorted."""
+    """The names that match a pattern as the hub has them: a file, or the data files of a folder or
+    a glob; sorted.
+    """
     found: set[str] = set()
     for pattern in patterns:
         pattern = pattern.strip("/")
@@ -113,19 +138,29 @@ def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
             match = re.compile(glob_translate(pattern)).match
             found.update(name for name in names if match(name) and _is_data(name))
         else:
-            found.update(name for name in names if name == pattern or (name.startswith(f"{pattern}/") and _is_data(name)))
+            found.update(
+                name
+                for name in names
+                if name == pattern or (name.startswith(f"{pattern}/") and _is_data(name))
+            )
     return sorted(found)
 
 
 def configurations(readme: str) -> Stated:
-    """{subset: {split: patterns}} as the head of a set's README states them, also under "default" the one so marked."""
+    """{subset: {split: patterns}} as the head of a set's README states them, also under "default"
+    the one so marked.
+    """
     head = re.match(r"\ufeff?---\r?\n(.*?)\r?\n---", readme, re.S)
     try:
         stated = yaml.safe_load(head[1]) if head else None
     except yaml.YAMLError:
         stated = None
     configs = stated.get("configs") if isinstance(stated, dict) else None
-    usable = [one for one in configs if isinstance(one, dict) and _patterns(one)] if isinstance(configs, list) else []
+    usable = (
+        [one for one in configs if isinstance(one, dict) and _patterns(one)]
+        if isinstance(configs, list)
+        else []
+    )
     found = {str(one.get("config_name", "default")): _patterns(one) for one in usable}
     marked = next((_patterns(one) for one in usable if one.get("default") is True), None)
     return {**found, "default": marked} if marked else found
@@ -138,15 +173,22 @@ def _patterns(config: Mapping[str, Any]) -> dict[str, list[str]]:
     if data is None and folder:
         return {"": [folder]}  # the splits are told by the names below it
     for one in data if isinstance(data, list) else [data] if data else []:
-        split, paths = (one.get("split", "train"), one.get("path")) if isinstance(one, dict) else ("train", one)
+        split, paths = (
+            (one.get("split", "train"), one.get("path"))
+            if isinstance(one, dict)
+            else ("train", one)
+        )
         for path in paths if isinstance(paths, list) else [paths]:
             if isinstance(path, str):
                 found[str(split)].append(f"{folder}/{path}" if folder else path)
     return dict(found)
 
 
-def chosen_files(listing: Listing, stated: Stated, subset: str | None, split: str | None) -> list[str]:
-    """The files of a subset and a split: as the README states them, else by the words in their names.
+def chosen_files(
+    listing: Listing, stated: Stated, subset: str | None, split: str | None
+) -> list[str]:
+    """The files of a subset and a split: as the README states them, else by the words in their
+    names.
 
     Raises MissingInputError (not there, or one has to be chosen).
     """
@@ -154,24 +196,31 @@ def chosen_files(listing: Listing, stated: Stated, subset: str | None, split: st
     if not stated:
         if subset:
             raise MissingInputError(
-                f"{listing.id} states no subsets", f"leave `subset` out, or name {URL}datasets/... and a path"
+                f"{listing.id} states no subsets",
+                f"leave `subset` out, or name {URL}datasets/... and a path",
             )
         return _of_split(listing.id, [name for name in listing.names if _is_data(name)], wanted)
     patterns = _of_subset(listing.id, stated, subset)
     if "" in patterns:
         return _of_split(listing.id, matching(listing.names, patterns[""]), wanted)
     if wanted not in patterns:
-        raise MissingInputError(f"{listing.id} has no split {wanted}", f"give a `split`: {', '.join(patterns)}")
+        raise MissingInputError(
+            f"{listing.id} has no split {wanted}", f"give a `split`: {', '.join(patterns)}"
+        )
     found = matching(listing.names, patterns[wanted])
     if not found:
-        raise MissingInputError(f"{listing.id} has none of the files of its split {wanted}", _choice(listing.names))
+        raise MissingInputError(
+            f"{listing.id} has none of the files of its split {wanted}", _choice(listing.names)
+        )
     return found
 
 
 def _of_subset(id: str, stated: Stated, subset: str | None) -> dict[str, list[str]]:
     """The patterns of a subset; without one given, of the default, or of the only one."""
     if subset is None and len(stated) > 1 and "default" not in stated:
-        raise MissingInputError(f"{id} has several subsets", f"give a `subset`: {', '.join(stated)}")
+        raise MissingInputError(
+            f"{id} has several subsets", f"give a `subset`: {', '.join(stated)}"
+        )
     name = subset or ("default" if "default" in stated else next(iter(stated)))
     if name not in stated:
         raise MissingInputError(f"{id} has no subset {name}", f"it has {', '.join(stated)}")
@@ -181,14 +230,19 @@ def _of_subset(id: str, stated: Stated, subset: str | None) -> dict[str, list[st
 def _of_split(id: str, names: list[str], wanted: str) -> list[str]:
     """The files whose names have the split's word in them; all where no name has any."""
     if not names:
-        raise MissingInputError(f"{id} has no data file that can be read", f"{URL}datasets/{id}@refs/convert/parquet may have")
+        raise MissingInputError(
+            f"{id} has no data file that can be read",
+            f"{URL}datasets/{id}@refs/convert/parquet may have",
+        )
     by_split: dict[str, list[str]] = defaultdict(list)
     for name in names:
         by_split[_split_of(name)].append(name)
     if not any(by_split):
         by_split = {"train": by_split[""]}
     if wanted not in by_split:
-        raise MissingInputError(f"{id} has no split {wanted}", f"give a `split`: {', '.join(filter(None, by_split))}")
+        raise MissingInputError(
+            f"{id} has no split {wanted}", f"give a `split`: {', '.join(filter(None, by_split))}"
+        )
     # The same rows may be there in several formats.
     most_common = Counter(ending(name) for name in by_split[wanted]).most_common(1)[0][0]
     return sorted(name for name in by_split[wanted] if ending(name) == most_common)
@@ -196,18 +250,30 @@ def _of_split(id: str, names: list[str], wanted: str) -> list[str]:
 
 def _split_of(name: str) -> str:
     """The split whose word stands in a path between anything but letters; "" for none."""
-    found = (split for split, words in SPLITS.items() if re.search(rf"(?<![a-z])(?:{words})(?![a-z])", name.lower()))
+    found = (
+        split
+        for split, words in SPLITS.items()
+        if re.search(rf"(?<![a-z])(?:{words})(?![a-z])", name.lower())
+    )
     return next(found, "")
 
 
 def _is_data(name: str) -> bool:
     parts = name.split("/")
-    return bool(ending(name)) and parts[-1] not in NOT_DATA and not any(part.startswith(".") for part in parts)
+    return (
+        bool(ending(name))
+        and parts[-1] not in NOT_DATA
+        and not any(part.startswith(".") for part in parts)
+    )
 
 
 def _choice(names: tuple[str, ...]) -> str:
     data = [name for name in names if _is_data(name)]
-    return f"it has {', '.join(data[:10])}{', ...' if len(data) > 10 else ''}" if data else "it has no data file"
+    return (
+        f"it has {', '.join(data[:10])}{', ...' if len(data) > 10 else ''}"
+        if data
+        else "it has no data file"
+    )
 
 
 def _check_parts(id: str, names: list[str]) -> None:
@@ -217,7 +283,8 @@ def _check_parts(id: str, names: list[str]) -> None:
         part = PART_OF.search(name)
         if part and parts[PART_OF.sub(r"\2", name)] < int(part[2]):
             raise InputError(
-                f"the hub cannot be asked, and the cache has only a part of {id}", f"`hf download --repo-type dataset {id}`"
+                f"the hub cannot be asked, and the cache has only a part of {id}",
+                f"`hf download --repo-type dataset {id}`",
             )
 
 
@@ -231,11 +298,21 @@ def _listing(id: str, revision: str, endpoint: str | None) -> Listing:
     try:
         commit = str(hub.dataset_info(id, revision=revision).sha)
         found = hub.list_repo_tree(id, recursive=True, revision=commit, repo_type="dataset")
-        return Listing(id, commit, tuple(sorted(one.path for one in found if isinstance(one, huggingface_hub.RepoFile))))
+        return Listing(
+            id,
+            commit,
+            tuple(sorted(one.path for one in found if isinstance(one, huggingface_hub.RepoFile))),
+        )
     except GatedRepoError as error:
-        raise InputError(f"{id} is a gated set", "accept its terms on the hub, and set HF_TOKEN") from error
+        raise InputError(
+            f"{id} is a gated set", "accept its terms on the hub, and set HF_TOKEN"
+        ) from error
     except FAULTS as error:
-        refused = isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403, 404)
+        refused = isinstance(error, HfHubHTTPError) and error.response.status_code in (
+            401,
+            403,
+            404,
+        )
         cached = None if refused else _cached(id, revision)
         if cached is None:
             raise MissingInputError(
@@ -248,10 +325,14 @@ def _listing(id: str, revision: str, endpoint: str | None) -> Listing:
 def _cached(id: str, revision: str) -> Listing | None:
     """What the cache has of a set at a revision, which may be a part of it."""
     try:
-        folder = huggingface_hub.snapshot_download(id, repo_type="dataset", revision=revision, local_files_only=True)
+        folder = huggingface_hub.snapshot_download(
+            id, repo_type="dataset", revision=revision, local_files_only=True
+        )
     except (OSError, ValueError):
         return None
-    names = sorted(path.relative_to(folder).as_posix() for path in Path(folder).rglob("*") if path.is_file())
+    names = sorted(
+        path.relative_to(folder).as_posix() for path in Path(folder).rglob("*") if path.is_file()
+    )
     return Listing(id, Path(folder).name, tuple(names), folder=str(folder))
 
 
@@ -265,14 +346,20 @@ def _fetched(listing: Listing, name: str) -> str:
             listing.id, name, repo_type="dataset", revision=listing.commit, endpoint=endpoint
         )
     except GatedRepoError as error:
-        raise InputError(f"{listing.id} is a gated set", "accept its terms on the hub, and set HF_TOKEN") from error
+        raise InputError(
+            f"{listing.id} is a gated set", "accept its terms on the hub, and set HF_TOKEN"
+        ) from error
     except FAULTS as error:
-        raise InputError(f"{name} of {listing.id} cannot be fetched: {_reason(error)}", "try again") from error
+        raise InputError(
+            f"{name} of {listing.id} cannot be fetched: {_reason(error)}", "try again"
+        ) from error
     return str(found)
 
 
 def _remember(path: str, revision: str, commit: str) -> None:
-    """Note in the cache what a revision's commit is, as the hub's client does when it fetches by revision, not by commit."""
+    """Note in the cache what a revision's commit is, as the hub's client does when it fetches by
+    revision, not by commit.
+    """
     if revision != commit:
         snapshots = next(folder for folder in Path(path).parents if folder.name == commit).parent
         reference = snapshots.parent / "refs" / revision

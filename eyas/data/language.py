@@ -1,4 +1,6 @@
-"""The filter by language, and what a row's language is. Knows rows; `eyas.language` knows languages."""
+"""The filter by language, and what a row's language is. Knows rows; `eyas.language` knows
+languages.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,18 @@ class LanguageConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    keep: tuple[str, ...] | None = Field(default=None, description="ISO 639-1 codes, such as [en, de]; None keeps all")
+    keep: tuple[str, ...] | None = Field(
+        default=None, description="ISO 639-1 codes, such as [en, de]; None keeps all"
+    )
 
     @model_validator(mode="after")
     def _are_known(self) -> LanguageConfig:
         known = sorted(codes())
         unknown = [code for code in self.keep or () if code not in known]
         if unknown:
-            raise ConfigError(f"no language has the code {unknown[0]!r} here", f"one of {', '.join(known)}")
+            raise ConfigError(
+                f"no language has the code {unknown[0]!r} here", f"one of {', '.join(known)}"
+            )
         return self
 
 

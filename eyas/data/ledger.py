@@ -1,7 +1,9 @@
-"""Where every row went: rows in = rows out + drops, per source and reason, with a redacted line for each dropped row.
+"""Where every row went: rows in = rows out + drops, per source and reason, with a redacted line for
+each dropped row.
 
-Knows no filter, and holds counts alone: the lines are for whoever writes them. What was found in a row is kept by type, place
-and keyed hash only; what is kept of its text has all personal data masked, whatever the policy.
+Knows no filter, and holds counts alone: the lines are for whoever writes them. What was found in a
+row is kept by type, place and keyed hash only; what is kept of its text has all personal data
+masked, whatever the policy.
 """
 
 from __future__ import annotations
@@ -18,16 +20,20 @@ from eyas.privacy.finding import Finding
 EXCERPT_TURNS = 4  # of a dropped row that are kept for people to read
 EXCERPT = 240  # characters of a turn
 LOOK = (
-    8000  # characters searched for what begins in an excerpt: a private key has three thousand, and later names tell of earlier
+    # characters searched for what begins in an excerpt: a private key has three thousand, and later
+    # names tell of earlier
+    8000
 )
 
 Find = Callable[[str], Iterable[Finding]]
 
 
 def entry(row: Row | Damaged, drop: Drop, find: Find) -> dict[str, Any]:
-    """The line of a dropped row: its place and id, the reason, what was found, and its redacted beginning.
+    """The line of a dropped row: its place and id, the reason, what was found, and its redacted
+    beginning.
 
-    `find` looks for every type that there is, whatever the policy says of it. Depends on the row and the drop alone.
+    `find` looks for every type that there is, whatever the policy says of it. Depends on the row
+    and the drop alone.
     """
     line: dict[str, Any] = {
         "source": row.source,
@@ -50,11 +56,17 @@ def characters(row: Row) -> int:
 
 
 def excerpt(text: str, find: Find) -> str:
-    """The beginning of a text with all that `find` finds replaced by its type, such as <EMAIL_ADDRESS>."""
-    found = sorted((one for one in find(text[:LOOK]) if one.start < EXCERPT), key=lambda one: (one.start, one.end))
+    """The beginning of a text with all that `find` finds replaced by its type, such as
+    <EMAIL_ADDRESS>.
+    """
+    found = sorted(
+        (one for one in find(text[:LOOK]) if one.start < EXCERPT),
+        key=lambda one: (one.start, one.end),
+    )
     shown, at = [], 0
     for finding in found:
-        if finding.start >= at:  # else it lies in one before it, of which at least the beginning is masked
+        # else it lies in one before it, of which at least the beginning is masked
+        if finding.start >= at:
             shown += [text[at : finding.start], f"<{finding.type}>"]
         at = max(at, finding.end)
     shown += [text[at : max(EXCERPT, at)], "..." if max(EXCERPT, at) < len(text) else ""]
@@ -65,8 +77,9 @@ def excerpt(text: str, find: Find) -> str:
 class Account:
     """One source's counts.
 
-    masked: values replaced in rows out, by type; rows_masked: the rows out that had any. found_in_dropped: values in rows that
-    were dropped for such. lengths_in, lengths_out: readable rows by classes of fit.LENGTHS. languages: of rows out.
+    masked: values replaced in rows out, by type; rows_masked: the rows out that had any.
+    found_in_dropped: values in rows that were dropped for such. lengths_in, lengths_out: readable
+    rows by classes of fit.LENGTHS. languages: of rows out.
     """
 
     rows_in: int = 0
@@ -106,9 +119,11 @@ class Account:
 
 
 class Ledger:
-    """Counts rows in, out and dropped. Its size depends on the sources and reasons, not on the rows.
+    """Counts rows in, out and dropped. Its size depends on the sources and reasons, not on the
+    rows.
 
-    `versions` by filter and library, `policies` by filter, and the licence gate's `verdicts` stand in it as they are given.
+    `versions` by filter and library, `policies` by filter, and the licence gate's `verdicts` stand
+    in it as they are given.
     """
 
     def __init__(
@@ -117,11 +132,17 @@ class Ledger:
         policies: Mapping[str, Any] | None = None,
         verdicts: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        self._about = {"versions": dict(versions or {}), "policies": dict(policies or {}), "licences": list(verdicts)}
+        self._about = {
+            "versions": dict(versions or {}),
+            "policies": dict(policies or {}),
+            "licences": list(verdicts),
+        }
         self._accounts: dict[str, Account] = {}
 
     def came_in(self, source: str, count: int = 1) -> None:
-        """Count rows read, readable or not. To be told by whoever reads them, or `check` compares a count with itself."""
+        """Count rows read, readable or not. To be told by whoever reads them, or `check` compares a
+        count with itself.
+        """
         self._account(source).rows_in += count
 
     def went_out(self, row: Row, language: str = "") -> None:
@@ -157,17 +178,25 @@ class Ledger:
         for name, account in self._accounts.items():
             gone = account.dropped.total()
             assert account.rows_in == account.rows_out + gone, (
-                f"{name} is out of balance: {account.rows_in} rows in, {account.rows_out} out, {gone} dropped"
+                f"{name} is out of balance: {account.rows_in} rows in, {account.rows_out} out, "
+                f"{gone} dropped"
             )
 
     def to_json(self) -> dict[str, Any]:
         """What ledger.json holds: the total, then each source, then what decided."""
         self.check()
         sources = {name: account.to_json() for name, account in self._accounts.items()}
-        return {**self.total.to_json(), "lengths_from": list(LENGTHS), "sources": sources, **self._about}
+        return {
+            **self.total.to_json(),
+            "lengths_from": list(LENGTHS),
+            "sources": sources,
+            **self._about,
+        }
 
     def facts(self) -> dict[str, Any]:
-        """What a manifest holds of it, and those of all later stages: as much for a million rows as for ten."""
+        """What a manifest holds of it, and those of all later stages: as much for a million rows as
+        for ten.
+        """
         self.check()
         sources = {name: account.facts() for name, account in self._accounts.items()}
         return {**self.total.facts(), "sources": sources, **self._about}
@@ -177,7 +206,8 @@ class Ledger:
 
 
 def show_dropped(lines: Iterable[Mapping[str, Any]], reason: str) -> Iterator[str]:
-    """The dropped rows whose reason begins so ("pii", "pii.phone"; "" for all), as text for people; a count at the end.
+    """The dropped rows whose reason begins so ("pii", "pii.phone"; "" for all), as text for people;
+    a count at the end.
 
     Signs that steer a terminal are left out. Holds one row at a time.
     """
@@ -192,7 +222,10 @@ def show_dropped(lines: Iterable[Mapping[str, Any]], reason: str) -> Iterator[st
     if shown:
         yield _printable(f"{shown.total()} rows: {_pairs(shown)}")
     else:
-        yield _printable(f"no dropped row has a reason that begins with {reason!r}; there are: {_pairs(others) or 'none'}")
+        yield _printable(
+            f"no dropped row has a reason that begins with {reason!r}; there are: "
+            f"{_pairs(others) or 'none'}"
+        )
 
 
 def _described(line: Mapping[str, Any]) -> Iterator[str]:
@@ -202,7 +235,10 @@ def _described(line: Mapping[str, Any]) -> Iterator[str]:
     for finding in line.get("found", ()):
         place = "the system prompt" if finding["turn"] is None else f"turn {finding['turn'] + 1}"
         known_as = f", hash {finding['hash']}" if finding.get("hash") else ""
-        yield f"    {finding['type']} in {place}, characters {finding['start']} to {finding['end']}{known_as}"
+        yield (
+            f"    {finding['type']} in {place}, characters {finding['start']} to "
+            f"{finding['end']}{known_as}"
+        )
     yield from (f"    > {turn}" for turn in line.get("turns", ()))
 
 

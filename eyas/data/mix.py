@@ -20,14 +20,17 @@ from eyas.errors import ConfigError, EmptyInputError
 VERSION = 1
 
 
-def counts_for(mix: Mapping[str, float], available: Mapping[str, int], limit: int | None = None) -> dict[str, int]:
-    """How many rows of each source the mix takes: the largest total, of `limit` at most, of which no source has too few.
+def counts_for(
+    mix: Mapping[str, float], available: Mapping[str, int], limit: int | None = None
+) -> dict[str, int]:
+    """How many rows of each source the mix takes: the largest total, of `limit` at most, of which
+    no source has too few.
 
-    The shares are proportions and need not sum to 1: a third is best written 1 to 2. A total is cut by largest remainders,
-    ties by name, so that no source is a whole row off its share.
+    The shares are proportions and need not sum to 1: a third is best written 1 to 2. A total is cut
+    by largest remainders, ties by name, so that no source is a whole row off its share.
 
-    Raises ConfigError (a share that is not above zero, no share, or a name that is not a source's) and EmptyInputError (a share
-    of a source without a row).
+    Raises ConfigError (a share that is not above zero, no share, or a name that is not a source's)
+    and EmptyInputError (a share of a source without a row).
     """
     _check(mix, available)
     exact = {name: Fraction(str(share)) for name, share in mix.items()}
@@ -45,13 +48,20 @@ def counts_for(mix: Mapping[str, float], available: Mapping[str, int], limit: in
 
 def _check(mix: Mapping[str, float], available: Mapping[str, int]) -> None:
     if not mix:
-        raise ConfigError("the mix names no source", "give each source its share, such as {chat: 0.7, code: 0.3}")
+        raise ConfigError(
+            "the mix names no source", "give each source its share, such as {chat: 0.7, code: 0.3}"
+        )
     for name, share in mix.items():
         if not (math.isfinite(share) and share > 0):
-            raise ConfigError(f"the mix gives {name!r} a share of {share}", "shares are above zero; for none, leave it out")
+            raise ConfigError(
+                f"the mix gives {name!r} a share of {share}",
+                "shares are above zero; for none, leave it out",
+            )
         if name not in available:
             known = ", ".join(sorted(available))
-            raise ConfigError(f"the mix gives a share to {name!r}, which is no source", f"the sources are {known}")
+            raise ConfigError(
+                f"the mix gives a share to {name!r}, which is no source", f"the sources are {known}"
+            )
     empty = [name for name in sorted(mix) if not available[name]]
     if empty:
         raise EmptyInputError(
@@ -73,7 +83,8 @@ def _cut(total: int, shares: Mapping[str, Fraction]) -> dict[str, int]:
 class Draw:
     """Draws so many rows of each source by log-weight; what `fit.select` picks with.
 
-    `sources` [R] are places in `names`; `keys` [R] tell rows apart; `counts` is by name, and a source without one gives no row.
+    `sources` [R] are places in `names`; `keys` [R] tell rows apart; `counts` is by name, and a
+    source without one gives no row.
     """
 
     names: Sequence[str]
@@ -87,5 +98,7 @@ class Draw:
         chosen = np.zeros(len(log_weights), np.bool_)
         for place, name in enumerate(self.names):
             rows = np.flatnonzero(self.sources == place)
-            chosen[rows] = sample(log_weights[rows], self.keys[rows], self.counts.get(name, 0), self.seed)
+            chosen[rows] = sample(
+                log_weights[rows], self.keys[rows], self.counts.get(name, 0), self.seed
+            )
         return chosen

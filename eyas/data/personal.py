@@ -1,6 +1,7 @@
 """The row filter for personal data and secrets: a row as the policy wants it, or the row dropped.
 
-Knows which texts of a row are searched and how a drop is called. What is found and how it is replaced is eyas.privacy's.
+Knows which texts of a row are searched and how a drop is called. What is found and how it is
+replaced is eyas.privacy's.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ class PersonalData:
     """
 
     def __init__(self, config: PrivacyConfig, key: bytes) -> None:
-        """key: of hashes and surrogates. Raises ConfigError for a backend or a recogniser that is not there."""
+        """key: of hashes and surrogates. Raises ConfigError for a backend or a recogniser that is
+        not there.
+        """
         self._config, self._key = config, key
         self._detector = Detector(config, key)
 
@@ -34,17 +37,29 @@ class PersonalData:
         """Each row's result; a service is asked about all of them at once."""
         texts = [_texts(row) for row in rows]
         found = iter(self._detector.find_all([text for of_row in texts for text in of_row]))
-        return [self._result(row, of_row, [next(found) for _ in of_row]) for row, of_row in zip(rows, texts, strict=True)]
+        return [
+            self._result(row, of_row, [next(found) for _ in of_row])
+            for row, of_row in zip(rows, texts, strict=True)
+        ]
 
     def _result(self, row: Row, texts: list[str], found: list[list[Finding]]) -> Row | Drop:
-        every = tuple(one for number, findings in enumerate(found) for one in _of_turn(findings, number))
+        every = tuple(
+            one for number, findings in enumerate(found) for one in _of_turn(findings, number)
+        )
         if not every:
             return row
         if dropping := self._config.first_that_drops(one.type for one in every):
-            return Drop(f"pii.{dropping.lower()}", note="the policy drops rows that hold this type", found=every)
+            return Drop(
+                f"pii.{dropping.lower()}",
+                note="the policy drops rows that hold this type",
+                found=every,
+            )
         system, *turns = cleaned(texts, found, self._config, self._key)
         return dataclasses.replace(
-            row, system=system if row.system is not None else None, turns=tuple(turns), masked=row.masked + every
+            row,
+            system=system if row.system is not None else None,
+            turns=tuple(turns),
+            masked=row.masked + every,
         )
 
 
@@ -54,7 +69,9 @@ def _default() -> Detector:
 
 
 def find(text: str) -> list[Finding]:
-    """Everything that is found in a text, all types, by place, without hashes: for what people are shown of it."""
+    """Everything that is found in a text, all types, by place, without hashes: for what people are
+    shown of it.
+    """
     return _default().find_every(text)
 
 

@@ -1,7 +1,8 @@
-"""The data card's pictures: SVG that takes its colours from the page, so that light and dark are one file.
+"""The data card's pictures: SVG that takes its colours from the page, so that light and dark are
+one file.
 
-Knows names and numbers, and nothing of rows. Drawn as wide as a phone at one CSS pixel a unit, so that text keeps its size
-there.
+Knows names and numbers, and nothing of rows. Drawn as wide as a phone at one CSS pixel a unit, so
+that text keeps its size there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ CHART = 170.0  # height of a chart's area
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A share of something: what it is called, how much it is, and the page's colour for it (a CSS variable's name)."""
+    """A share of something: what it is called, how much it is, and the page's colour for it (a CSS
+    variable's name).
+    """
 
     name: str
     count: float
@@ -30,7 +33,9 @@ class Part:
 
 
 def flow(sources: Mapping[str, Sequence[Part]], label: str) -> Markup:
-    """Ribbons from each source at the left to its parts at the right, as thick as they are many. Parts are told by name."""
+    """Ribbons from each source at the left to its parts at the right, as thick as they are many.
+    Parts are told by name.
+    """
     fates = _summed(sources.values())
     total = sum(part.count for part in fates) or 1
     sizes = {name: sum(part.count for part in parts) for name, parts in sources.items()}
@@ -41,13 +46,25 @@ def flow(sources: Mapping[str, Sequence[Part]], label: str) -> Markup:
     for name, y in left.items():
         drawn.append(_rect(0, y, BAR, max(FLOW * sizes[name] / total, 1), "muted"))
     for part in fates:
-        drawn.append(_rect(WIDTH - BAR, right[part.name], BAR, max(FLOW * part.count / total, 1), part.color))
+        drawn.append(
+            _rect(WIDTH - BAR, right[part.name], BAR, max(FLOW * part.count / total, 1), part.color)
+        )
     for name, y in left.items():
         middle = y + FLOW * sizes[name] / total / 2
-        drawn.append(_text(BAR + 5, middle + 4, f"{_short(name)} {_number(sizes[name])}", halo=True))
+        drawn.append(
+            _text(BAR + 5, middle + 4, f"{_short(name)} {_number(sizes[name])}", halo=True)
+        )
     for part in fates:
         middle = right[part.name] + FLOW * part.count / total / 2
-        drawn.append(_text(WIDTH - BAR - 5, middle + 4, f"{_short(part.name)} {_number(part.count)}", anchor="end", halo=True))
+        drawn.append(
+            _text(
+                WIDTH - BAR - 5,
+                middle + 4,
+                f"{_short(part.name)} {_number(part.count)}",
+                anchor="end",
+                halo=True,
+            )
+        )
     return _svg(drawn, height, label)
 
 
@@ -71,7 +88,10 @@ def _stacked(heights: Mapping[str, float], height: float) -> dict[str, float]:
 
 
 def _ribbons(
-    sources: Mapping[str, Sequence[Part]], left: dict[str, float], right: dict[str, float], total: float
+    sources: Mapping[str, Sequence[Part]],
+    left: dict[str, float],
+    right: dict[str, float],
+    total: float,
 ) -> Iterable[Markup]:
     """`left` and `right` say where the next ribbon begins, and move on with each."""
     middle = WIDTH / 2
@@ -83,7 +103,8 @@ def _ribbons(
             a, b = left[name], right[part.name]
             left[name], right[part.name] = a + thick, b + thick
             yield Markup(
-                '<path style="fill:var(--{})" opacity=".38" d="M{} {}C{} {} {} {} {} {}V{}C{} {} {} {} {} {}Z">'
+                '<path style="fill:var(--{})" opacity=".38" d="M{} {}C{} {} {} {} {} {}V{}C{} {} '
+                '{} {} {} {}Z">'
                 "<title>{}</title></path>"
             ).format(
                 part.color,
@@ -93,10 +114,16 @@ def _ribbons(
             )
 
 
-def shares(rows: Mapping[str, Sequence[Part]], notes: Mapping[str, str], label: str, longest: float | None = None) -> Markup:
+def shares(
+    rows: Mapping[str, Sequence[Part]],
+    notes: Mapping[str, str],
+    label: str,
+    longest: float | None = None,
+) -> Markup:
     """A bar per row cut into its parts; above each its name and, at the right, a note.
 
-    All are of one length, or where `longest` is given, in proportion to their sum: as long as the picture is wide for so many.
+    All are of one length, or where `longest` is given, in proportion to their sum: as long as the
+    picture is wide for so many.
     """
     drawn, y = [], 0.0
     for name, parts in rows.items():
@@ -108,7 +135,9 @@ def shares(rows: Mapping[str, Sequence[Part]], notes: Mapping[str, str], label: 
         x = 0.0
         for part in parts:
             width = WIDTH * part.count / total
-            drawn.append(_rect(x, y + LINE, width, 11, part.color, f"{part.name}: {_number(part.count)}"))
+            drawn.append(
+                _rect(x, y + LINE, width, 11, part.color, f"{part.name}: {_number(part.count)}")
+            )
             x += width
         y += STEP
     return _svg(drawn, max(y, 1), label)
@@ -116,11 +145,17 @@ def shares(rows: Mapping[str, Sequence[Part]], notes: Mapping[str, str], label: 
 
 def bars(parts: Sequence[Part], label: str) -> Markup:
     """A bar per part, as long as its share of the largest, with its count and its share of all."""
-    most, total = max((part.count for part in parts), default=1) or 1, sum(part.count for part in parts) or 1
+    most, total = (
+        max((part.count for part in parts), default=1) or 1,
+        sum(part.count for part in parts) or 1,
+    )
     drawn, y = [], 0.0
     for part in parts:
         note = f"{_number(part.count)} ({100 * part.count / total:.1f} %)"
-        drawn += [_text(0, y + 12, _short(part.name, 30), "ink"), _text(WIDTH, y + 12, note, anchor="end")]
+        drawn += [
+            _text(0, y + 12, _short(part.name, 30), "ink"),
+            _text(WIDTH, y + 12, note, anchor="end"),
+        ]
         drawn.append(_rect(0, y + LINE, max(WIDTH * part.count / most, 1), 8, part.color))
         y += STEP - 4
     return _svg(drawn, max(y, 1), label)
@@ -146,7 +181,10 @@ def histogram(classes: Sequence[str], series: Sequence[Series], label: str) -> M
         for number, share in enumerate(_of_sum(one.counts)):
             height = CHART * share / tall
             x = 30 + slot * (number + 0.1) + width * place
-            hint = f"{one.name}, from {classes[number]}: {_number(one.counts[number])} ({100 * share:.1f} %)"
+            hint = (
+                f"{one.name}, from {classes[number]}: {_number(one.counts[number])} "
+                f"({100 * share:.1f} %)"
+            )
             drawn.append(_rect(x, 6 + CHART - height, width * 0.92, height, one.color, hint))
     return _svg(drawn, CHART + 40, label)
 
@@ -158,13 +196,15 @@ def lines(classes: Sequence[str], series: Sequence[Series], label: str) -> Marku
     drawn = list(axis)
     for one in series:
         points = [
-            (30 + slot * (number + 0.5), 6 + CHART * (1 - share / tall)) for number, share in enumerate(_of_sum(one.counts))
+            (30 + slot * (number + 0.5), 6 + CHART * (1 - share / tall))
+            for number, share in enumerate(_of_sum(one.counts))
         ]
         path = " ".join(f"{_round(x)},{_round(y)}" for x, y in points)
         dash = ' stroke-dasharray="5 4"' if one.dashed else ""
         drawn.append(
             Markup(
-                f'<polyline points="{path}" fill="none" stroke-width="2.2" stroke-linejoin="round"{dash}'
+                f'<polyline points="{path}" fill="none" stroke-width="2.2" '
+                f'stroke-linejoin="round"{dash}'
                 ' style="stroke:var(--{})"><title>{}</title></polyline>'
             ).format(one.color, one.name)
         )
@@ -172,7 +212,9 @@ def lines(classes: Sequence[str], series: Sequence[Series], label: str) -> Marku
 
 
 def distances(rows: Mapping[str, tuple[float, float, float]], label: str) -> Markup:
-    """For each row how far apart two things were and are, with the floor below which no difference can be told."""
+    """For each row how far apart two things were and are, with the floor below which no difference
+    can be told.
+    """
     drawn, y = [], 0.0
     for name, (before, after, floor) in rows.items():
         scale = (WIDTH - 20) / (max(before, after, floor) or 1)
@@ -197,9 +239,15 @@ def _axis(series: Sequence[Series], classes: Sequence[str]) -> tuple[float, list
     drawn = []
     for quarter in range(5):
         y = 6 + CHART * (1 - quarter / 4)
-        drawn += [_line(30, y, WIDTH, y, "line", 1), _text(25, y + 4, f"{100 * tall * quarter / 4:.0f}%", anchor="end")]
+        drawn += [
+            _line(30, y, WIDTH, y, "line", 1),
+            _text(25, y + 4, f"{100 * tall * quarter / 4:.0f}%", anchor="end"),
+        ]
     slot = (WIDTH - 30) / max(len(classes), 1)
-    drawn += [_text(30 + slot * number, CHART + 22, name, anchor="middle") for number, name in enumerate(classes)]
+    drawn += [
+        _text(30 + slot * number, CHART + 22, name, anchor="middle")
+        for number, name in enumerate(classes)
+    ]
     return tall, drawn
 
 
@@ -213,7 +261,9 @@ def _of_sum(counts: Sequence[float]) -> list[float]:
 
 def _svg(drawn: Iterable[Markup], height: float, label: str) -> Markup:
     opening = f'<svg viewBox="0 0 {WIDTH:.0f} {_round(height + 2)}" role="img" aria-label="'
-    return Markup(opening) + escape(label) + Markup('">') + Markup("").join(drawn) + Markup("</svg>")
+    return (
+        Markup(opening) + escape(label) + Markup('">') + Markup("").join(drawn) + Markup("</svg>")
+    )
 
 
 def _rect(x: float, y: float, width: float, height: float, color: str, hint: str = "") -> Markup:
@@ -223,17 +273,25 @@ def _rect(x: float, y: float, width: float, height: float, color: str, hint: str
 
 
 def _line(x: float, y: float, x2: float, y2: float, color: str, width: float) -> Markup:
-    shape = Markup('<line x1="{}" y1="{}" x2="{}" y2="{}" stroke-width="{}" style="stroke:var(--{})"/>')
+    shape = Markup(
+        '<line x1="{}" y1="{}" x2="{}" y2="{}" stroke-width="{}" style="stroke:var(--{})"/>'
+    )
     return shape.format(*map(_round, (x, y, x2, y2, width)), color)
 
 
 def _dot(x: float, y: float, color: str) -> Markup:
-    return Markup('<circle cx="{}" cy="{}" r="6" style="fill:var(--{})"/>').format(_round(x), _round(y), color)
+    return Markup('<circle cx="{}" cy="{}" r="6" style="fill:var(--{})"/>').format(
+        _round(x), _round(y), color
+    )
 
 
-def _text(x: float, y: float, text: str, color: str = "muted", anchor: str = "start", halo: bool = False) -> Markup:
+def _text(
+    x: float, y: float, text: str, color: str = "muted", anchor: str = "start", halo: bool = False
+) -> Markup:
     kind = "halo" if halo else "plain"
-    shape = Markup('<text x="{}" y="{}" class="{}" text-anchor="{}" style="fill:var(--{})">{}</text>')
+    shape = Markup(
+        '<text x="{}" y="{}" class="{}" text-anchor="{}" style="fill:var(--{})">{}</text>'
+    )
     return shape.format(_round(x), _round(y), kind, anchor, "ink" if halo else color, text)
 
 

@@ -1,8 +1,10 @@
-"""The policy: which licences, terms and authors let a set of prompts be used, and which do not. Rules, as data, from YAML.
+"""The policy: which licences, terms and authors let a set of prompts be used, and which do not.
+Rules, as data, from YAML.
 
-A licence or a model has traits (`non-commercial`, `attribution`), and a rule refuses a source that has one of its traits in
-one of its fields. A trait that no rule refuses is a duty: it goes with the prompts. Knows no source. What is shipped is in
-policy.yaml; a user's own file adds to it, replaces rules of the same name, and removes.
+A licence or a model has traits (`non-commercial`, `attribution`), and a rule refuses a source that
+has one of its traits in one of its fields. A trait that no rule refuses is a duty: it goes with the
+prompts. Knows no source. What is shipped is in policy.yaml; a user's own file adds to it, replaces
+rules of the same name, and removes.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from eyas.errors import ConfigError, MissingInputError
 SHIPPED = Path(__file__).with_name("policy.yaml")
 Subject = Literal["licence", "terms", "prompts_by", "answers_by"]
 
-# Traits that no table gives: the gate finds them where a value is missing or in no table, differs from what the registry of
-# known sets says, or stands in the registry without having been verified.
+# Traits that no table gives: the gate finds them where a value is missing or in no table, differs
+# from what the registry of known sets says, or stands in the registry without having been verified.
 UNKNOWN, CONTRADICTED, UNVERIFIED = "unknown", "contradicted", "unverified"
 FOUND_BY_GATE = frozenset({UNKNOWN, CONTRADICTED, UNVERIFIED})
 
@@ -53,7 +55,9 @@ class LicenceEntry(_Part):
 
 
 class AuthorEntry(_Part):
-    """Authors under the same terms. names: in small letters, without the owner's name; `*` stands for any ending."""
+    """Authors under the same terms. names: in small letters, without the owner's name; `*` stands
+    for any ending.
+    """
 
     family: str
     names: tuple[str, ...] = Field(min_length=1)
@@ -63,7 +67,9 @@ class AuthorEntry(_Part):
 
 
 class Policy(_Part):
-    """A policy as it was read, or, after `resolved`, as it holds. Of the tables' entries the first that fits counts."""
+    """A policy as it was read, or, after `resolved`, as it holds. Of the tables' entries the first
+    that fits counts.
+    """
 
     name: str = Field(min_length=1)
     version: str = Field(min_length=1)
@@ -78,7 +84,9 @@ class Policy(_Part):
     @functools.cached_property
     def identity(self) -> str:
         """16 hex digits over all that the policy says."""
-        return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(
+            json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()
+        ).hexdigest()[:16]
 
     @property
     def title(self) -> str:
@@ -87,10 +95,14 @@ class Policy(_Part):
     def licence(self, id: str) -> LicenceEntry | None:
         """The entry of an SPDX id; `GPL-2.0+` is found under its id without the plus too."""
         ids = (id.casefold(), id.casefold().removesuffix("+"))
-        return next((entry for entry in self.licences for one in ids if _fits(one, entry.ids)), None)
+        return next(
+            (entry for entry in self.licences for one in ids if _fits(one, entry.ids)), None
+        )
 
     def author(self, name: str) -> AuthorEntry | None:
-        """The entry of who wrote something: `human`, `program`, or a model by any usual spelling of its name."""
+        """The entry of who wrote something: `human`, `program`, or a model by any usual spelling of
+        its name.
+        """
         return next((entry for entry in self.authors if _fits(spelled(name), entry.names)), None)
 
     def refuses(self, field: str, trait: str) -> bool:
@@ -105,13 +117,17 @@ def spelled(author: str) -> str:
 @functools.cache
 def shipped() -> Policy:
     """The policy that ships in the package."""
-    return _checked(_parsed(SHIPPED.read_text(encoding="utf-8"), "the shipped policy"), "the shipped policy")
+    return _checked(
+        _parsed(SHIPPED.read_text(encoding="utf-8"), "the shipped policy"), "the shipped policy"
+    )
 
 
 def read_policy(path: str | None) -> Policy:
-    """A user's policy, put over the shipped one unless it extends nothing; without a path, the shipped one.
+    """A user's policy, put over the shipped one unless it extends nothing; without a path, the
+    shipped one.
 
-    Raises MissingInputError, ConfigError (names each wrong field, and a trait, rule or licence that does not exist).
+    Raises MissingInputError, ConfigError (names each wrong field, and a trait, rule or licence that
+    does not exist).
     """
     if path is None:
         return shipped()
@@ -119,7 +135,9 @@ def read_policy(path: str | None) -> Policy:
         with fsspec.open(path, "rt", encoding="utf-8") as stream:
             text = stream.read()
     except (OSError, ValueError) as error:
-        raise MissingInputError(f"no policy can be read at {path}: {error}", "check the path, or leave `policy` out") from error
+        raise MissingInputError(
+            f"no policy can be read at {path}: {error}", "check the path, or leave `policy` out"
+        ) from error
     own = _parsed(text, path)
     return _checked(own if own.extends == "nothing" else _over(shipped(), own, path), path)
 
@@ -132,16 +150,23 @@ def _parsed(text: str, where: str) -> Policy:
     try:
         return Policy.model_validate(content if isinstance(content, dict) else {})
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        wrong = "; ".join(
+            f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()
+        )
         raise ConfigError(
-            f"the policy {where} does not fit: {wrong}", f"its fields are {', '.join(Policy.model_fields)}"
+            f"the policy {where} does not fit: {wrong}",
+            f"its fields are {', '.join(Policy.model_fields)}",
         ) from error
 
 
 def _over(base: Policy, own: Policy, where: str) -> Policy:
-    """`own` put over `base`: what it removes is gone, its rules replace those of their names, its entries come first."""
+    """`own` put over `base`: what it removes is gone, its rules replace those of their names, its
+    entries come first.
+    """
     _all_known(own.remove_rules, {rule.name for rule in base.rules}, "rule", where)
-    _all_known(own.remove_licences, {id for entry in base.licences for id in entry.ids}, "licence", where)
+    _all_known(
+        own.remove_licences, {id for entry in base.licences for id in entry.ids}, "licence", where
+    )
     gone = {*own.remove_rules, *(rule.name for rule in own.rules)}
     licences = (_without(entry, own.remove_licences) for entry in base.licences)
     return own.model_copy(
@@ -160,12 +185,21 @@ def _without(entry: LicenceEntry, removed: Iterable[str]) -> LicenceEntry | None
 
 
 def _checked(policy: Policy, where: str) -> Policy:
-    """The policy, if it is whole: rules' names differ, and every trait is declared. Raises ConfigError."""
-    twice = [name for name, count in Counter(rule.name for rule in policy.rules).items() if count > 1]
+    """The policy, if it is whole: rules' names differ, and every trait is declared. Raises
+    ConfigError.
+    """
+    twice = [
+        name for name, count in Counter(rule.name for rule in policy.rules).items() if count > 1
+    ]
     if twice:
-        raise ConfigError(f"the policy {where} has two rules called {twice[0]!r}", "give each a name of its own")
+        raise ConfigError(
+            f"the policy {where} has two rules called {twice[0]!r}", "give each a name of its own"
+        )
     if not policy.rules:
-        raise ConfigError(f"the policy {where} has no rule, so it would let everything through", "write at least one rule")
+        raise ConfigError(
+            f"the policy {where} has no rule, so it would let everything through",
+            "write at least one rule",
+        )
     _all_known(_traits_used(policy), {*policy.traits, *FOUND_BY_GATE}, "trait", where)
     return policy
 
@@ -183,7 +217,8 @@ def _all_known(names: Iterable[str], known: Iterable[str], what: str, where: str
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ConfigError(
-            f"the policy {where} names a {what} that does not exist: {unknown[0]!r}", f"there are: {', '.join(known)}"
+            f"the policy {where} names a {what} that does not exist: {unknown[0]!r}",
+            f"there are: {', '.join(known)}",
         )
 
 

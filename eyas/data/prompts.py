@@ -1,4 +1,5 @@
-"""The stage `prompts`: raw conversation sets -> cleaned user prompts, a ledger, and every dropped row with its reason.
+"""The stage `prompts`: raw conversation sets -> cleaned user prompts, a ledger, and every dropped
+row with its reason.
 
 Knows the flow. Knows no file format, no pattern and no model.
 
@@ -9,8 +10,9 @@ Knows the flow. Knows no file format, no pattern and no model.
     fit.json              how near the prompts are to the traffic, where they are to match it
     work/                 finished blocks and the selection, until all is written
 
-Three steps, of which a killed run repeats none that it finished: blocks of rows go through the filters, in any number of
-processes; what depends on other rows is decided on digests of those that are left; what is taken is written.
+Three steps, of which a killed run repeats none that it finished: blocks of rows go through the
+filters, in any number of processes; what depends on other rows is decided on digests of those that
+are left; what is taken is written.
 """
 
 from __future__ import annotations
@@ -53,21 +55,33 @@ LIBRARIES = ("numpy", "py3langid")  # that results depend on, besides those of t
 
 
 class PromptsConfig(BaseModel):
-    """What to read and what to let through. `executor` and `workers` say where the work runs, and change nothing of it."""
+    """What to read and what to let through. `executor` and `workers` say where the work runs, and
+    change nothing of it.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     sources: list[SourceConfig] = Field(min_length=1)
-    policy: str | None = Field(default=None, description="file of rules for licences and authors; None: the shipped ones")
+    policy: str | None = Field(
+        default=None, description="file of rules for licences and authors; None: the shipped ones"
+    )
     personal: PrivacyConfig = PrivacyConfig()
     duplicates: DuplicatesConfig = DuplicatesConfig()
-    evaluation: list[SourceConfig] = Field(default=[], description="sets whose items no prompt may overlap")
+    evaluation: list[SourceConfig] = Field(
+        default=[], description="sets whose items no prompt may overlap"
+    )
     quality: QualityConfig = QualityConfig()
     language: LanguageConfig = LanguageConfig()
     match: fit.MatchConfig | None = None
-    mix: dict[str, float] | None = Field(default=None, description="shares by source; None takes all there is")
-    max_characters: int = Field(default=8000, ge=1, description="of a conversation's user turns and system prompt together")
-    max_prompts: int | None = Field(default=None, ge=1, description="stop reading after so many; None reads all")
+    mix: dict[str, float] | None = Field(
+        default=None, description="shares by source; None takes all there is"
+    )
+    max_characters: int = Field(
+        default=8000, ge=1, description="of a conversation's user turns and system prompt together"
+    )
+    max_prompts: int | None = Field(
+        default=None, ge=1, description="stop reading after so many; None reads all"
+    )
     seed: int = Field(default=0, ge=0, description="of what `match` and `mix` draw")
     executor: Literal["local", "ray"] = "local"
     workers: int = Field(default=1, ge=1, description="processes, or actors on Ray")
@@ -75,13 +89,20 @@ class PromptsConfig(BaseModel):
     @model_validator(mode="after")
     def _names_differ(self) -> PromptsConfig:
         for sources in (self.sources, self.evaluation):
-            twice = [name for name, count in Counter(source.label for source in sources).items() if count > 1]
+            twice = [
+                name
+                for name, count in Counter(source.label for source in sources).items()
+                if count > 1
+            ]
             if twice:
-                raise ConfigError(f"two sources are called {twice[0]!r}", "give each a `name` of its own")
+                raise ConfigError(
+                    f"two sources are called {twice[0]!r}", "give each a `name` of its own"
+                )
         return self
 
     def settings(self, key: bytes) -> dict[str, Any]:
-        """What the result depends on besides the sources: the config with what files hold in place of where they lie.
+        """What the result depends on besides the sources: the config with what files hold in place
+        of where they lie.
 
         Raises what reading those files raises.
         """
@@ -123,10 +144,12 @@ def traffic_source(config: fit.MatchConfig) -> SourceConfig:
 
 
 def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) -> Manifest:
-    """Read the sources, clean them, and write the artifact `prompts`; at once if that is done, from where it was cut if not.
+    """Read the sources, clean them, and write the artifact `prompts`; at once if that is done, from
+    where it was cut if not.
 
-    Raises InputError that lists every source that the policy refuses, before a row is read; MissingInputError, CorruptError,
-    InputError (a source, an evaluation set, a policy, the traffic); EmptyInputError (a source without rows, or no prompt left).
+    Raises InputError that lists every source that the policy refuses, before a row is read;
+    MissingInputError, CorruptError, InputError (a source, an evaluation set, a policy, the
+    traffic); EmptyInputError (a source without rows, or no prompt left).
     """
     verdicts = gate(config.sources, read_policy(config.policy))
     require(verdicts)
@@ -140,17 +163,31 @@ def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) 
     with _executor(config, key) as executor:
         if not output.exists(SELECTION):
             decide(config, output, finished_blocks(config, Blocks(output), executor, track))
-        ledger = Ledger(versions(), policies(config, key), [verdict.to_json() for verdict in verdicts])
-        write(config, output, ledger, {verdict.source: verdict.licence for verdict in verdicts}, executor)
+        ledger = Ledger(
+            versions(), policies(config, key), [verdict.to_json() for verdict in verdicts]
+        )
+        write(
+            config,
+            output,
+            ledger,
+            {verdict.source: verdict.licence for verdict in verdicts},
+            executor,
+        )
     sum_up(config, output, ledger, work)
     total = ledger.total
     track(total.rows_in, total.rows_in)
     if not total.rows_out:
         reasons = ", ".join(f"{count} {reason}" for reason, count in total.dropped.most_common())
         raise EmptyInputError(
-            f"no prompt is left of {total.rows_in} rows ({reasons})", f"{output.url}/dropped-*.jsonl says why each row went"
+            f"no prompt is left of {total.rows_in} rows ({reasons})",
+            f"{output.url}/dropped-*.jsonl says why each row went",
         )
-    counts = {"rows": total.rows_in, "prompts": total.rows_out, "dropped": total.dropped.total(), "masked": total.rows_masked}
+    counts = {
+        "rows": total.rows_in,
+        "prompts": total.rows_out,
+        "dropped": total.dropped.total(),
+        "masked": total.rows_masked,
+    }
     return output.finish("prompts", settings, inputs, counts, facts={"ledger": ledger.facts()})
 
 
@@ -158,12 +195,16 @@ def _executor(config: PromptsConfig, key: bytes) -> Executor:
     """Where the work runs. Ray is loaded when it is asked for: half a second and 55 MB."""
     if config.executor == "local":
         return LocalExecutor(config.work(key), config.workers)
-    made: Executor = importlib.import_module("eyas.data.ray_executor").RayExecutor(config.work(key), config.workers)
+    made: Executor = importlib.import_module("eyas.data.ray_executor").RayExecutor(
+        config.work(key), config.workers
+    )
     return made
 
 
 def _same_versions(output: Artifact) -> None:
-    """Throw away what another version of eyas or of a library began: half of one and half of the other is neither."""
+    """Throw away what another version of eyas or of a library began: half of one and half of the
+    other is neither.
+    """
     now = versions()
     if not output.exists(VERSIONS) or output.read_json(VERSIONS) != now:
         for name in (*output.parts("prompts"), *output.parts("dropped")):
@@ -175,7 +216,13 @@ def _same_versions(output: Artifact) -> None:
 def versions() -> dict[str, Any]:
     """Of eyas, of its parts that count theirs, and of the libraries that results depend on."""
     libraries = {name: importlib.metadata.version(name) for name in LIBRARIES}
-    return {"eyas": VERSION, "fit": fit.VERSION, "mix": mix.VERSION, **libraries, **detector.versions()}
+    return {
+        "eyas": VERSION,
+        "fit": fit.VERSION,
+        "mix": mix.VERSION,
+        **libraries,
+        **detector.versions(),
+    }
 
 
 def policies(config: PromptsConfig, key: bytes) -> dict[str, Any]:
@@ -185,23 +232,35 @@ def policies(config: PromptsConfig, key: bytes) -> dict[str, Any]:
 
 
 def decide(config: PromptsConfig, output: Artifact, finished: Generator[int]) -> None:
-    """Wait for the blocks, and write the decisions on their rows; and how near those taken are to the traffic, if asked."""
+    """Wait for the blocks, and write the decisions on their rows; and how near those taken are to
+    the traffic, if asked.
+    """
     halves = None
     if config.match:
-        halves = fit.traffic_halves(row for row in read_source(traffic_source(config.match)) if isinstance(row, Row))
+        halves = fit.traffic_halves(
+            row for row in read_source(traffic_source(config.match)) if isinstance(row, Row)
+        )
     match = Match(halves[0].grams, config.match.num_prompts) if config.match and halves else None
-    wanted = Wanted(config.labels, config.duplicates.near, match, config.mix, config.max_prompts, config.seed)
+    wanted = Wanted(
+        config.labels, config.duplicates.near, match, config.mix, config.max_prompts, config.seed
+    )
     blocks = Blocks(output)
     selection = chosen(config, blocks, wanted, finished)
     if halves:
         rows = Rows(blocks, selection.num_blocks)
-        profiles = (rows.profile(config.labels, selection.unrepeated), rows.profile(config.labels, selection.taken))
+        profiles = (
+            rows.profile(config.labels, selection.unrepeated),
+            rows.profile(config.labels, selection.taken),
+        )
         output.write_json(FIT, fit.report(*profiles, *halves))
     output.write(SELECTION, selection.to_bytes())
 
 
-def chosen(config: PromptsConfig, blocks: Blocks, wanted: Wanted, finished: Generator[int]) -> Selection:
-    """The decisions on all rows; where `max_prompts` ends the reading, on the rows of as many blocks as give so many.
+def chosen(
+    config: PromptsConfig, blocks: Blocks, wanted: Wanted, finished: Generator[int]
+) -> Selection:
+    """The decisions on all rows; where `max_prompts` ends the reading, on the rows of as many
+    blocks as give so many.
 
     How far is read follows from the rows alone, not from how many blocks were on their way.
     """
@@ -212,9 +271,15 @@ def chosen(config: PromptsConfig, blocks: Blocks, wanted: Wanted, finished: Gene
         while True:
             reading.go_on(enough)
             selection = select(Rows(blocks, reading.num_blocks), wanted)
-            if enough is None or config.max_prompts is None or reading.ended or selection.num_taken == config.max_prompts:
+            if (
+                enough is None
+                or config.max_prompts is None
+                or reading.ended
+                or selection.num_taken == config.max_prompts
+            ):
                 return selection
-            enough = reading.num_different + config.max_prompts - selection.num_taken  # for the near-duplicates among them
+            # for the near-duplicates among them
+            enough = reading.num_different + config.max_prompts - selection.num_taken
 
 
 class Reading:
@@ -239,11 +304,17 @@ class Reading:
                 break
             self.num_blocks = number
             if enough is not None:
-                self._fingerprints.update(map(bytes, self._blocks.digests(number - 1, "fingerprint")["fingerprint"]))
+                self._fingerprints.update(
+                    map(bytes, self._blocks.digests(number - 1, "fingerprint")["fingerprint"])
+                )
 
 
-def finished_blocks(config: PromptsConfig, blocks: Blocks, executor: Executor, track: Track) -> Generator[int]:
-    """How many blocks are finished, each time one more is: those of an earlier run at once, the others as they come."""
+def finished_blocks(
+    config: PromptsConfig, blocks: Blocks, executor: Executor, track: Track
+) -> Generator[int]:
+    """How many blocks are finished, each time one more is: those of an earlier run at once, the
+    others as they come.
+    """
     number = 0
     while blocks.has(number):
         number += 1
@@ -259,7 +330,13 @@ def finished_blocks(config: PromptsConfig, blocks: Blocks, executor: Executor, t
             yield number
 
 
-def write(config: PromptsConfig, output: Artifact, ledger: Ledger, licences: Mapping[str, str], executor: Executor) -> None:
+def write(
+    config: PromptsConfig,
+    output: Artifact,
+    ledger: Ledger,
+    licences: Mapping[str, str],
+    executor: Executor,
+) -> None:
     """Write the rows that were taken and the entries of those that were not, and count both.
 
     licences: what holds for each source, stated or known.
@@ -267,14 +344,20 @@ def write(config: PromptsConfig, output: Artifact, ledger: Ledger, licences: Map
     blocks = Blocks(output)
     selection = Selection.from_bytes(output.read(SELECTION))
     rows = Rows(blocks, selection.num_blocks)
-    prompts, dropped = Parts(output, "prompts", ROWS_PER_PART), Parts(output, "dropped", ROWS_PER_PART)
+    prompts, dropped = (
+        Parts(output, "prompts", ROWS_PER_PART),
+        Parts(output, "dropped", ROWS_PER_PART),
+    )
     jobs = (not_taken(rows, selection, block) for block in range(selection.num_blocks))
     with contextlib.closing(executor.map(jobs)) as redacted:
         for block, entries in enumerate(redacted):
             digests = blocks.digests(block, "rows_in", "language")
             for label, count in zip(config.labels, digests["rows_in"].tolist(), strict=True):
                 ledger.came_in(label, count)
-            numbers, languages = itertools.count(rows.first(block)), iter(digests["language"].tolist())
+            numbers, languages = (
+                itertools.count(rows.first(block)),
+                iter(digests["language"].tolist()),
+            )
             late = iter(entries)
             for one in blocks.entries(block):
                 line = one if isinstance(one, dict) else None
@@ -283,7 +366,9 @@ def write(config: PromptsConfig, output: Artifact, ledger: Ledger, licences: Map
                     if selection.taken[number]:
                         ledger.went_out(one, language)
                         id, licence = selection.id(number, one), licences[one.source]
-                        prompts.add(Prompt(id, one.source, licence, one.turns, one.system).to_json())
+                        prompts.add(
+                            Prompt(id, one.source, licence, one.turns, one.system).to_json()
+                        )
                     else:
                         line = next(late)
                 if line is not None:
@@ -299,12 +384,17 @@ def sum_up(config: PromptsConfig, output: Artifact, ledger: Ledger, identity: st
     fitted = output.read_json(FIT) if config.match else None
     if fitted:
         output.write_json("fit.json", fitted)
-    contents = CardContents(ledger.to_json(), fitted, [source.label for source in config.evaluation], identity=identity)
+    contents = CardContents(
+        ledger.to_json(), fitted, [source.label for source in config.evaluation], identity=identity
+    )
     output.write("card.html", write_card(contents).encode())
 
 
 def not_taken(rows: Rows, selection: Selection, block: int) -> Gone:
     """The rows of a block that passed the filters and go all the same."""
     left = (one for one in rows.blocks.entries(block) if isinstance(one, Row))
-    drops = ((row, selection.drop(number, rows)) for number, row in enumerate(left, start=rows.first(block)))
+    drops = (
+        (row, selection.drop(number, rows))
+        for number, row in enumerate(left, start=rows.first(block))
+    )
     return tuple((row, drop) for row, drop in drops if drop is not None)

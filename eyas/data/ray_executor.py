@@ -1,7 +1,8 @@
-"""The same work on Ray: a fixed number of actors, here or on a cluster, each with the same worker as a local process.
+"""The same work on Ray: a fixed number of actors, here or on a cluster, each with the same worker
+as a local process.
 
-Knows Ray, an optional extra. Uses neither Ray's checkpoints nor its data sets: what is finished is what the stage wrote, so a
-run that was cut here may be ended on processes and the other way round.
+Knows Ray, an optional extra. Uses neither Ray's checkpoints nor its data sets: what is finished is
+what the stage wrote, so a run that was cut here may be ended on processes and the other way round.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from eyas.data.executor import IN_FLIGHT, Sent, Work, accepted, worker_died
 from eyas.errors import ConfigError
 
 if find_spec("ray") is not None:
-    # Ray asks for these when it is imported: it is not to report to anyone, nor to hide accelerators from other programs.
+    # Ray asks for these when it is imported: it is not to report to anyone, nor to hide
+    # accelerators from other programs.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
@@ -36,11 +38,16 @@ class Actor:
 
 
 class RayExecutor:
-    """Actors of the cluster at RAY_ADDRESS, or of one that is started on this machine for as long as this is open."""
+    """Actors of the cluster at RAY_ADDRESS, or of one that is started on this machine for as long
+    as this is open.
+    """
 
     def __init__(self, work: Work[Any, Any], workers: int) -> None:
         if find_spec("ray") is None:
-            raise ConfigError("executor: ray is not installed", "pip install 'eyas[ray]', or take `executor: local`")
+            raise ConfigError(
+                "executor: ray is not installed",
+                "pip install 'eyas[ray]', or take `executor: local`",
+            )
         self._work, self._workers = work, workers
         self._actors: list[Any] = []
         self._started_ray = False
@@ -60,7 +67,9 @@ class RayExecutor:
             ray.shutdown()
 
     def map(self, jobs: Iterable[Any]) -> Generator[Any]:
-        """Results in the order of the jobs. Raises the first EyasError of a job, and EyasError when an actor dies."""
+        """Results in the order of the jobs. Raises the first EyasError of a job, and EyasError when
+        an actor dies.
+        """
         running: deque[Any] = deque()
         try:
             for job, actor in zip(jobs, itertools.cycle(self._actors), strict=False):
@@ -77,4 +86,9 @@ def _connect(workers: int) -> None:
     if "RAY_ADDRESS" in os.environ:
         ray.init(log_to_driver=False)
     else:
-        ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(
+            num_cpus=workers,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )

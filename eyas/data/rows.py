@@ -1,4 +1,5 @@
-"""What flows through the cleaning: a row as read, what was found in it, why it was dropped, and what a filter is.
+"""What flows through the cleaning: a row as read, what was found in it, why it was dropped, and
+what a filter is.
 
 Knows no file format and no filter in particular.
 """
@@ -13,7 +14,9 @@ from eyas.privacy.finding import Finding
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """The user's side of one conversation. `where` is its file's name and line; `masked` what filters replaced in it."""
+    """The user's side of one conversation. `where` is its file's name and line; `masked` what
+    filters replaced in it.
+    """
 
     source: str
     licence: str
@@ -26,7 +29,9 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Drop:
-    """Why a row goes: a reason to count by, a note for the reader that quotes nothing of the row, and what was found."""
+    """Why a row goes: a reason to count by, a note for the reader that quotes nothing of the row,
+    and what was found.
+    """
 
     reason: str
     note: str = ""
@@ -43,6 +48,8 @@ class Damaged:
 
 
 class Filter(Protocol):
-    """One reason for rows to go, or to be changed. May remember earlier rows; sees them in the order of the sources."""
+    """One reason for rows to go, or to be changed. May remember earlier rows; sees them in the
+    order of the sources.
+    """
 
     def __call__(self, row: Row) -> Row | Drop: ...

@@ -1,4 +1,5 @@
-"""Which of the rows that passed the filters are taken, and what they are called: all that depends on other rows.
+"""Which of the rows that passed the filters are taken, and what they are called: all that depends
+on other rows.
 
 Knows numbers and hashes of rows, and how to look one up; knows no filter and no file.
 
@@ -45,11 +46,15 @@ Hashes = NDArray[np.uint64]
 
 
 def row_digests(rows: Sequence[Row]) -> Digests:
-    """What the decisions need of rows: fingerprints [R, 2], signatures [R, B], and hashes of the ids they came with [R]."""
+    """What the decisions need of rows: fingerprints [R, 2], signatures [R, B], and hashes of the
+    ids they came with [R].
+    """
     return {
         "fingerprint": _stacked([key(fingerprint(row)) for row in rows], 2),
         "bands": _stacked([signature(row) for row in rows], BANDS),
-        "id": np.array([NO_ID if row.id is None else id_hash(row.id) for row in rows], dtype=np.uint64),
+        "id": np.array(
+            [NO_ID if row.id is None else id_hash(row.id) for row in rows], dtype=np.uint64
+        ),
     }
 
 
@@ -58,19 +63,26 @@ def _stacked(rows: Sequence[Hashes], width: int) -> Hashes:
 
 
 def id_hash(id: str) -> int:
-    """64 bits for an id, never NO_ID: its own digits, if it looks like one that was made from a fingerprint."""
+    """64 bits for an id, never NO_ID: its own digits, if it looks like one that was made from a
+    fingerprint.
+    """
     if HASH_ID.fullmatch(id):
         return int(id, 16) or 1
     return int.from_bytes(hashlib.blake2b(id.encode(), digest_size=8).digest(), "big") or 1
 
 
 class Rows:
-    """The rows that are left in the first `count` blocks: their digests as one, and each by its number."""
+    """The rows that are left in the first `count` blocks: their digests as one, and each by its
+    number.
+    """
 
     def __init__(self, blocks: Blocks, count: int) -> None:
         self.num_blocks = count
         self.blocks = blocks
-        digests = [blocks.digests(number, "id", "place", "fingerprint", "source") for number in range(count)]
+        digests = [
+            blocks.digests(number, "id", "place", "fingerprint", "source")
+            for number in range(count)
+        ]
         self._ends = np.cumsum([len(one["id"]) for one in digests])
         self._places = np.concatenate([one["place"] for one in digests])
         self.fingerprints: Hashes = np.concatenate([one["fingerprint"] for one in digests])
@@ -97,7 +109,11 @@ class Rows:
             for number in range(self.num_blocks):
                 file.write(self.blocks.digests(number, "bands")["bands"].tobytes())
             file.flush()
-            yield np.memmap(file, np.uint64, "r", shape=(len(self), BANDS)) if len(self) else np.empty((0, BANDS), np.uint64)
+            yield (
+                np.memmap(file, np.uint64, "r", shape=(len(self), BANDS))
+                if len(self)
+                else np.empty((0, BANDS), np.uint64)
+            )
 
     def grams(self) -> Iterator[fit.Block]:
         """What the fit to the traffic needs of the rows, block by block."""
@@ -107,7 +123,12 @@ class Rows:
     def profile(self, labels: Sequence[str], keep: Bools) -> fit.Profile:
         """What the rows in `keep` [R] are like together. labels: names of the sources."""
         made = fit.profile(self.grams, keep)
-        made.sources.update({labels[place]: count for place, count in enumerate(np.bincount(self.sources[keep]).tolist())})
+        made.sources.update(
+            {
+                labels[place]: count
+                for place, count in enumerate(np.bincount(self.sources[keep]).tolist())
+            }
+        )
         for number in range(self.num_blocks):
             languages = self.blocks.digests(number, "language")["language"]
             made.languages.update(languages[keep[self.first(number) :][: len(languages)]].tolist())
@@ -118,8 +139,9 @@ class Rows:
 class Selection:
     """What was decided on each row.
 
-    reason [R]: its place in REASONS. same_as [R]: the earlier row that it is a duplicate of, or NONE. keeps_id [R]: whether it
-    is called as in its source; else by its fingerprint, or by its name in `names` where that is taken.
+    reason [R]: its place in REASONS. same_as [R]: the earlier row that it is a duplicate of, or
+    NONE. keeps_id [R]: whether it is called as in its source; else by its fingerprint, or by its
+    name in `names` where that is taken.
     """
 
     num_blocks: int
@@ -147,7 +169,13 @@ class Selection:
         """As it was kept."""
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
             names = dict(zip(arrays["named"].tolist(), arrays["names"].tolist(), strict=True))
-            return cls(int(arrays["num_blocks"]), arrays["reason"], arrays["same_as"], arrays["keeps_id"], names)
+            return cls(
+                int(arrays["num_blocks"]),
+                arrays["reason"],
+                arrays["same_as"],
+                arrays["keeps_id"],
+                names,
+            )
 
     @functools.cached_property
     def taken(self) -> Bools:
@@ -191,7 +219,9 @@ class Match:
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """What to take of the rows. labels: the sources' names, by the numbers that `Rows.sources` has. near: a Jaccard."""
+    """What to take of the rows. labels: the sources' names, by the numbers that `Rows.sources` has.
+    near: a Jaccard.
+    """
 
     labels: Sequence[str]
     near: float | None = None
@@ -212,13 +242,17 @@ def select(rows: Rows, wanted: Wanted) -> Selection:
         same_as = np.where(like == NONE, same_as, like)
     if wanted.match is not None or wanted.mix is not None:
         _draw(rows, wanted, reason)
-    reason[np.flatnonzero(reason == TAKEN)[wanted.limit :] if wanted.limit is not None else []] = LIMIT
+    reason[np.flatnonzero(reason == TAKEN)[wanted.limit :] if wanted.limit is not None else []] = (
+        LIMIT
+    )
     keeps_id, names = named(rows.ids, rows.fingerprints, reason == TAKEN)
     return Selection(rows.num_blocks, reason, same_as, keeps_id, names)
 
 
 def _draw(rows: Rows, wanted: Wanted, reason: NDArray[np.uint8]) -> None:
-    """Draw the rows that resemble the traffic, or have the sources' shares, or both; the reasons of the others are put in."""
+    """Draw the rows that resemble the traffic, or have the sources' shares, or both; the reasons of
+    the others are put in.
+    """
     alive = reason == TAKEN
     keys = rows.fingerprints[:, 0]
     limits = [wanted.match.num_prompts] if wanted.match else []
@@ -227,9 +261,15 @@ def _draw(rows: Rows, wanted: Wanted, reason: NDArray[np.uint8]) -> None:
         pick: fit.Pick = functools.partial(fit.sample, keys=keys, num=min(limits), seed=wanted.seed)
     else:
         available = np.bincount(rows.sources[alive], minlength=len(wanted.labels))
-        counts = counts_for(wanted.mix, dict(zip(wanted.labels, available.tolist(), strict=True)), min(limits, default=None))
+        counts = counts_for(
+            wanted.mix,
+            dict(zip(wanted.labels, available.tolist(), strict=True)),
+            min(limits, default=None),
+        )
         pick = Draw(wanted.labels, rows.sources, keys, counts, wanted.seed)
-        reason[alive & ~np.isin(rows.sources, [wanted.labels.index(name) for name in wanted.mix])] = MIX
+        reason[
+            alive & ~np.isin(rows.sources, [wanted.labels.index(name) for name in wanted.mix])
+        ] = MIX
     if wanted.match is None:
         chosen = pick(np.where(alive, 0.0, -np.inf))
     else:
@@ -238,8 +278,8 @@ def _draw(rows: Rows, wanted: Wanted, reason: NDArray[np.uint8]) -> None:
 
 
 def named(ids: Hashes, fingerprints: Hashes, taken: Bools) -> tuple[Bools, dict[int, str]]:
-    """Unique names for the rows taken: which keep the id that they came with [R], the first row of each id, and names for
-    those that cannot be called by their fingerprint's first digits.
+    """Unique names for the rows taken: which keep the id that they came with [R], the first row of
+    each id, and names for those that cannot be called by their fingerprint's first digits.
     """
     keeps = np.zeros(len(ids), np.bool_)
     with_id = np.flatnonzero(taken & (ids != NO_ID))
@@ -253,6 +293,8 @@ def named(ids: Hashes, fingerprints: Hashes, taken: Bools) -> tuple[Bools, dict[
     names: dict[int, str] = {}
     for number in clashing.tolist():
         longer = "".join(f"{half:0{ID_DIGITS}x}" for half in fingerprints[number].tolist())
-        names[number] = next(name for count in itertools.count() if id_hash(name := f"{longer}.{count}") not in used)
+        names[number] = next(
+            name for count in itertools.count() if id_hash(name := f"{longer}.{count}") not in used
+        )
         used.add(id_hash(names[number]))
     return keeps, names

@@ -1,7 +1,8 @@
-"""What the user said, in whichever shape a set writes its rows down. Nothing that an assistant said leaves this file.
+"""What the user said, in whichever shape a set writes its rows down. Nothing that an assistant said
+leaves this file.
 
-Knows the shapes below and tells them apart by their keys. Where a row does not say who speaks, it is Unreadable. Knows no
-file format.
+Knows the shapes below and tells them apart by their keys. Where a row does not say who speaks, it
+is Unreadable. Knows no file format.
 
     openai    {"messages": [{"role": "user", "content": ...}, ...]}; LMSYS, WildChat: the same under `conversation`
     sharegpt  {"conversations": [{"from": "human", "value": ...}, ...]}
@@ -27,17 +28,42 @@ Said = tuple[tuple[str, ...], str | None]  # the user's turns, the system prompt
 LIST_KEYS = ("messages", "conversations", "conversation", "conversation_a")
 TEXT_KEYS = ("prompt", "question", "text", "query")
 SYSTEM_KEYS = ("system", "system_prompt")
-ID_KEYS = ("id", "conversation_id", "question_id", "prompt_id", "conversation_hash", "message_tree_id")
+ID_KEYS = (
+    "id",
+    "conversation_id",
+    "question_id",
+    "prompt_id",
+    "conversation_hash",
+    "message_tree_id",
+)
 MESSAGE_KEYS = ("role", "from", "message_id", "parent_id", "rank", "deleted", "synthetic")
-KEYS = frozenset((*LIST_KEYS, *TEXT_KEYS, *SYSTEM_KEYS, *ID_KEYS, *MESSAGE_KEYS, "turns", "instruction", "input", "context"))
-SHAPES = f"a list under {', '.join(LIST_KEYS)} or turns, an instruction (and input), or a text under {', '.join(TEXT_KEYS)}"
+KEYS = frozenset(
+    (
+        *LIST_KEYS,
+        *TEXT_KEYS,
+        *SYSTEM_KEYS,
+        *ID_KEYS,
+        *MESSAGE_KEYS,
+        "turns",
+        "instruction",
+        "input",
+        "context",
+    )
+)
+SHAPES = (
+    f"a list under {', '.join(LIST_KEYS)} or turns, an instruction (and input), or a text "
+    f"under {', '.join(TEXT_KEYS)}"
+)
 
 USER_ROLES = frozenset({"user", "human", "prompter"})
 SYSTEM_ROLES = frozenset({"system", "developer"})
 ASSISTANT_ROLES = frozenset({"assistant", "gpt", "chatgpt", "bot", "model", "ai", "bard", "bing"})
-TOOL_ROLES = frozenset({"tool", "tool_call", "tool_response", "function", "function_call", "observation", "ipython"})
+TOOL_ROLES = frozenset(
+    {"tool", "tool_call", "tool_response", "function", "function_call", "observation", "ipython"}
+)
 ROLES = USER_ROLES | SYSTEM_ROLES | ASSISTANT_ROLES | TOOL_ROLES
-# One text that holds both sides: a reserved token of some template, or a line by the assistant after one by the user.
+# One text that holds both sides: a reserved token of some template, or a line by the assistant
+# after one by the user.
 RESERVED = re.compile(r"<\|\w+\|>|\[/INST\]")
 BY_USER = re.compile(r"^[#*> \t]*(?:human|user|prompter|instruction)[* \t]*:", re.I | re.M)
 BY_ASSISTANT = re.compile(r"^[#*> \t]*(?:assistant|bot|response|chatgpt|gpt)[* \t]*:", re.I | re.M)
@@ -62,7 +88,9 @@ def said(value: Any, shape: Shape | None = None) -> Said:
         "".join((*turns, system or "")).encode()
     except UnicodeEncodeError as error:
         raise Unreadable("half a character (a lone surrogate)") from error
-    return tuple(turn.strip() for turn in turns if turn.strip()), system.strip() or None if system else None
+    return tuple(
+        turn.strip() for turn in turns if turn.strip()
+    ), system.strip() or None if system else None
 
 
 def given_id(value: Any) -> str | None:
@@ -98,7 +126,11 @@ def _looked(value: dict[str, Any]) -> Said:
 
 
 def _openai(value: Any) -> Said:
-    return _messages(value, "the row") if isinstance(value, list) else _conversation(_object(value), LIST_KEYS)
+    return (
+        _messages(value, "the row")
+        if isinstance(value, list)
+        else _conversation(_object(value), LIST_KEYS)
+    )
 
 
 def _sharegpt(value: Any) -> Said:
@@ -117,7 +149,8 @@ def _conversation(value: dict[str, Any], keys: tuple[str, ...]) -> Said:
 
 
 def _is_list_as_text(value: Any) -> TypeGuard[str]:
-    return isinstance(value, str) and value.lstrip().startswith("[")  # tables write lists in their cells as JSON
+    # tables write lists in their cells as JSON
+    return isinstance(value, str) and value.lstrip().startswith("[")
 
 
 def _list_in(text: str, key: str) -> Any:
@@ -150,11 +183,15 @@ def _alpaca(value: Any) -> Said:
         raise Unreadable("no instruction")
     _by_user(value)
     parts = (_text(value["instruction"]), _text(_first(value, "input", "context")))
-    return (_one_side("\n\n".join(part for part in parts if part.strip()), "instruction"),), _system(value)
+    return (
+        _one_side("\n\n".join(part for part in parts if part.strip()), "instruction"),
+    ), _system(value)
 
 
 def _prompt(value: Any) -> Said:
-    """The user's texts, alone: one text, a list of them under `turns`, or a list of messages under a text's key."""
+    """The user's texts, alone: one text, a list of them under `turns`, or a list of messages under
+    a text's key.
+    """
     value = _object(value)
     turns = value.get("turns")
     if isinstance(turns, list):
@@ -167,14 +204,19 @@ def _prompt(value: Any) -> Said:
         if value.get(key) is not None:
             _by_user(value)
             return (_one_side(_text(value[key]), key),), _system(value)
-    raise Unreadable(f"no shape known here: none of {', '.join((*LIST_KEYS, 'turns', 'instruction', *TEXT_KEYS))}")
+    raise Unreadable(
+        "no shape known here: none of "
+        f"{', '.join((*LIST_KEYS, 'turns', 'instruction', *TEXT_KEYS))}"
+    )
 
 
 def _tree(value: Any) -> Said:
-    """The user's turns along the best-ranked replies of a tree of Open Assistant, so that a tree is one row.
+    """The user's turns along the best-ranked replies of a tree of Open Assistant, so that a tree is
+    one row.
 
-    Of several replies the one of the lowest rank is followed, those without a rank last, and no deleted or machine-written
-    one. Other branches repeat the beginning, or say the same in other words.
+    Of several replies the one of the lowest rank is followed, those without a rank last, and no
+    deleted or machine-written one. Other branches repeat the beginning, or say the same in other
+    words.
     """
     message = _object(value).get("prompt", value)
     turns: list[str] = []
@@ -183,17 +225,22 @@ def _tree(value: Any) -> Said:
         if role in USER_ROLES:
             turns.append(_text(_first(message, "text", "content")))
         replies = message.get("replies")
-        followed = [reply for reply in replies if _is_followed(reply)] if isinstance(replies, list) else []
+        followed = (
+            [reply for reply in replies if _is_followed(reply)] if isinstance(replies, list) else []
+        )
         message = min(followed, key=_rank, default=None)
     return tuple(turns), _system(value)
 
 
 def _is_followed(reply: Any) -> bool:
-    return isinstance(reply, dict) and not any(_is_true(reply.get(flag)) for flag in ("deleted", "synthetic"))
+    return isinstance(reply, dict) and not any(
+        _is_true(reply.get(flag)) for flag in ("deleted", "synthetic")
+    )
 
 
 def _is_true(flag: Any) -> bool:
-    return flag.strip().lower() in ("true", "1") if isinstance(flag, str) else bool(flag)  # CSV has no truth values
+    # CSV has no truth values
+    return flag.strip().lower() in ("true", "1") if isinstance(flag, str) else bool(flag)
 
 
 def _rank(reply: dict[str, Any]) -> float:
@@ -247,7 +294,9 @@ def _role(message: dict[str, Any]) -> str:
 
 
 def _by_user(value: dict[str, Any]) -> None:
-    """Let a row pass that says of no one that he speaks, or that the user does: a table of messages has all sides' rows."""
+    """Let a row pass that says of no one that he speaks, or that the user does: a table of messages
+    has all sides' rows.
+    """
     if _first(value, "role", "from") is not None and _role(value) not in USER_ROLES:
         raise Unreadable("the row is a single message, and not the user's")
 
@@ -268,7 +317,9 @@ def _text(content: Any) -> str:
         return ""
     if isinstance(content, str):
         return content
-    if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+    if isinstance(content, list) and all(
+        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
+    ):
         return "\n".join(part["text"] for part in content)
     raise Unreadable("a message is not text")
 
@@ -287,25 +338,32 @@ class _Tree:
     too_large: bool = False
 
     def add(self, message: dict[str, Any]) -> None:
-        # The assistant's words are not even kept; whose reply is whose is all that is asked of his messages.
+        # The assistant's words are not even kept; whose reply is whose is all that is asked of his
+        # messages.
         kept = {key: message.get(key) for key in MESSAGE_KEYS}
         if _is_said(message):
             kept["text"] = message["text"]
             self.characters += len(message["text"])
-        self.too_large = self.too_large or len(self.messages) == TREE_MESSAGES or self.characters > LIMIT
+        self.too_large = (
+            self.too_large or len(self.messages) == TREE_MESSAGES or self.characters > LIMIT
+        )
         if not self.too_large:
             self.messages.append(kept)
 
     def value(self) -> Any:
         """The tree in Open Assistant's nested form, or why it is none."""
         if self.too_large:
-            return Unreadable(f"a tree of more than {TREE_MESSAGES} messages, or of more than {LIMIT >> 20} MiB")
+            return Unreadable(
+                f"a tree of more than {TREE_MESSAGES} messages, or of more than {LIMIT >> 20} MiB"
+            )
         by_id: dict[Any, dict[str, Any]] = {}
         for message in self.messages:
             by_id.setdefault(_hashable(message["message_id"]), {**message, "replies": []})
         roots = [message for message in by_id.values() if message["parent_id"] in (None, "")]
         if len(roots) != 1:
-            return Unreadable(f"a tree with {len(roots)} roots: give the rows of a tree one after the other")
+            return Unreadable(
+                f"a tree with {len(roots)} roots: give the rows of a tree one after the other"
+            )
         for message in by_id.values():
             parent = by_id.get(_hashable(message["parent_id"]))
             if parent is not None and message is not roots[0]:
@@ -314,10 +372,16 @@ class _Tree:
 
 
 def grouped(values: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
-    """The values with consecutive messages of a tree (`message_tree_id`) put together as one, on the line of the first."""
+    """The values with consecutive messages of a tree (`message_tree_id`) put together as one, on
+    the line of the first.
+    """
     tree: _Tree | None = None
     for line, value in values:
-        is_message = isinstance(value, dict) and isinstance(value.get("message_tree_id"), str) and "parent_id" in value
+        is_message = (
+            isinstance(value, dict)
+            and isinstance(value.get("message_tree_id"), str)
+            and "parent_id" in value
+        )
         if tree is not None and not (is_message and value["message_tree_id"] == tree.id):
             yield tree.line, tree.value()
             tree = None
@@ -332,7 +396,11 @@ def grouped(values: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
 
 def _is_said(message: dict[str, Any]) -> bool:
     role = _first(message, "role", "from")
-    return isinstance(message.get("text"), str) and isinstance(role, str) and role.lower() in USER_ROLES
+    return (
+        isinstance(message.get("text"), str)
+        and isinstance(role, str)
+        and role.lower() in USER_ROLES
+    )
 
 
 def _hashable(id: Any) -> Any:

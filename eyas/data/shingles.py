@@ -1,4 +1,5 @@
-"""Texts as sets of hashed runs of words, the same in every process, on every machine and in every version of a library.
+"""Texts as sets of hashed runs of words, the same in every process, on every machine and in every
+version of a library.
 
 Knows what a word is. Knows no row and no filter. S shingles, T words.
 """
@@ -27,17 +28,24 @@ INVISIBLE = re.compile("[\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufeff]")
 
 # The steps of splitmix64 (Steele, Lea and Flood, 2014).
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-MIX = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
+MIX = (
+    (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
+    (np.uint64(27), np.uint64(0x94D049BB133111EB)),
+)
 LAST_SHIFT = np.uint64(31)
 
 
 def normalised(text: str) -> str:
     """One spelling for texts that differ in case, white space or compatible Unicode forms only."""
-    return " ".join(unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold()).split())
+    return " ".join(
+        unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold()).split()
+    )
 
 
 def signs(text: str) -> list[str]:
-    """The words of a text and its signs other than sentence punctuation, whatever their case and Unicode form."""
+    """The words of a text and its signs other than sentence punctuation, whatever their case and
+    Unicode form.
+    """
     return SIGNS.findall(normalised(text))
 
 
@@ -55,13 +63,17 @@ def mixed(values: NDArray[Any]) -> Hashes:
 
 
 def hashed(words: Sequence[str]) -> Hashes:
-    """A hash for each word, uint64 [T]. CRC-32 beneath: there is no one who would gain by forging a word."""
+    """A hash for each word, uint64 [T]. CRC-32 beneath: there is no one who would gain by forging a
+    word.
+    """
     parts = "\n".join(words).encode("utf-8", "surrogatepass").split(b"\n") if words else []
     return mixed(np.fromiter(map(zlib.crc32, parts), np.uint64, len(parts)))
 
 
 def runs(hashes: Hashes, size: int) -> Hashes:
-    """A hash for each run of `size` words, in the order of the text: uint64 [T - size + 1], none of a shorter text."""
+    """A hash for each run of `size` words, in the order of the text: uint64 [T - size + 1], none of
+    a shorter text.
+    """
     num_runs = max(0, len(hashes) - size + 1)
     total = np.zeros(num_runs, np.uint64)
     for offset in range(size):
@@ -72,7 +84,8 @@ def runs(hashes: Hashes, size: int) -> Hashes:
 def shingles(text: str, size: int) -> Hashes:
     """The set of a text's runs of `size` words and signs, sorted, uint64 [S].
 
-    Both ends are padded, so that every word is in `size` runs: the last word of a question counts like any other.
+    Both ends are padded, so that every word is in `size` runs: the last word of a question counts
+    like any other.
     """
     said = hashed(signs(text) or [normalised(text)])  # nothing but sentence punctuation is one word
     edge = np.zeros(size - 1, np.uint64)

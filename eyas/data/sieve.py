@@ -46,13 +46,17 @@ class TooLong:
 
     def __call__(self, row: Row) -> Row | Drop:
         count = sum(map(len, row.turns)) + len(row.system or "")
-        return row if count <= self._limit else Drop("too_long", note=f"{count} characters, allowed are {self._limit}")
+        return (
+            row
+            if count <= self._limit
+            else Drop("too_long", note=f"{count} characters, allowed are {self._limit}")
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Cleaning:
-    """The work on rows, as it is sent to a process. labels: the sources' names; key: see eyas.privacy.key; grams: whether the
-    rows are to be fitted to a traffic.
+    """The work on rows, as it is sent to a process. labels: the sources' names; key: see
+    eyas.privacy.key; grams: whether the rows are to be fitted to a traffic.
     """
 
     labels: tuple[str, ...]
@@ -66,7 +70,9 @@ class Cleaning:
 
     @property
     def without(self) -> tuple[str, ...]:
-        """Presidio loads both where they are installed, for recognisers that nobody asked for: 400 MB a process."""
+        """Presidio loads both where they are installed, for recognisers that nobody asked for: 400
+        MB a process.
+        """
         return () if self.personal.ner else ("torch", "transformers")
 
     def ready(self) -> Sieve:
@@ -81,17 +87,27 @@ class Sieve:
         """Raises what a broken evaluation set, backend or recogniser raises."""
         self._work = work
         self._personal = PersonalData(work.personal, work.key)
-        self._filters: list[Filter] = [Empty(), TooLong(work.max_characters), Quality(work.quality), Language(work.language)]
+        self._filters: list[Filter] = [
+            Empty(),
+            TooLong(work.max_characters),
+            Quality(work.quality),
+            Language(work.language),
+        ]
         self._filters += [Contamination(work.evaluation)] if work.evaluation else []
 
     def __call__(self, job: Block | Gone) -> Sifted | list[dict[str, Any]]:
         """A block sifted; or the entries of rows that passed the filters and go all the same."""
-        return self.sift(job) if isinstance(job, Block) else [entry(row, drop, find) for row, drop in job]
+        return (
+            self.sift(job)
+            if isinstance(job, Block)
+            else [entry(row, drop, find) for row, drop in job]
+        )
 
     def sift(self, block: Block) -> Sifted:
         """What becomes of each row of a block, and the digests of those that are left."""
         results: list[Row | Drop] = []
-        languages: list[str] = []  # of those that have passed so far, while what the filter found is still remembered
+        # of those that have passed so far, while what the filter found is still remembered
+        languages: list[str] = []
         for row in block.rows:
             results.append(row.drop if isinstance(row, Damaged) else passed(row, self._filters))
             languages += [spoken(row) for row in results[-1:] if isinstance(row, Row)]
@@ -107,18 +123,26 @@ class Sieve:
                 lines.keep(result)
                 left.append((result, language))
         return Sifted(
-            block.number, lines.text(), {**self._digests(left), "place": lines.places(), "rows_in": self._counts(block)}
+            block.number,
+            lines.text(),
+            {**self._digests(left), "place": lines.places(), "rows_in": self._counts(block)},
         )
 
     def _digests(self, left: list[tuple[Row, str]]) -> Digests:
         """Of rows with their languages: what decisions and ledger need."""
         rows = [row for row, _ in left]
         digests = row_digests(rows)
-        digests["source"] = np.array([self._work.labels.index(row.source) for row in rows], dtype=np.uint16)
+        digests["source"] = np.array(
+            [self._work.labels.index(row.source) for row in rows], dtype=np.uint16
+        )
         digests["language"] = np.array([language for _, language in left], dtype=np.str_)
         if self._work.grams:
             grams = fit.digest(rows)
-            digests |= {"grams": grams.grams, "counts": grams.counts, "characters": grams.characters}
+            digests |= {
+                "grams": grams.grams,
+                "counts": grams.counts,
+                "characters": grams.characters,
+            }
         return digests
 
     def _counts(self, block: Block) -> NDArray[np.int64]:
@@ -128,7 +152,9 @@ class Sieve:
 
 
 def passed(row: Row, filters: Sequence[Filter]) -> Row | Drop:
-    """What the filters make of a row; the first drop ends it. Raises EyasError where a filter fails."""
+    """What the filters make of a row; the first drop ends it. Raises EyasError where a filter
+    fails.
+    """
     result: Row | Drop = row
     for keep in filters:
         if isinstance(result, Drop):
@@ -142,13 +168,18 @@ def without_personal_data(rows: list[Row], personal: PersonalData) -> list[Row |
     """What the search for personal data makes of rows. Raises EyasError where it fails."""
     if not rows:
         return []
-    with quoting_nothing(f"{type(personal).__name__} failed between {rows[0].where} and {rows[-1].where} of {rows[-1].source}"):
+    with quoting_nothing(
+        f"{type(personal).__name__} failed between {rows[0].where} and {rows[-1].where} of "
+        f"{rows[-1].source}"
+    ):
         return personal.many(rows)
 
 
 @contextlib.contextmanager
 def quoting_nothing(what: str) -> Iterator[None]:
-    """Turn a failure into an EyasError that tells it by its place in the code: what it says itself may quote a row."""
+    """Turn a failure into an EyasError that tells it by its place in the code: what it says itself
+    may quote a row.
+    """
     try:
         yield
     except EyasError:
@@ -157,5 +188,6 @@ def quoting_nothing(what: str) -> Iterator[None]:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise EyasError(
             f"{what}: {type(error).__name__} at {frame.filename}:{frame.lineno}",
-            "a bug of eyas or of a library: leave the row out, and run again: what is finished is kept",
+            "a bug of eyas or of a library: leave the row out, and run again: what is finished is "
+            "kept",
         ) from None

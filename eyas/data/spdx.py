@@ -1,7 +1,8 @@
-"""SPDX licence expressions, such as `MIT OR (Apache-2.0 AND CC-BY-4.0)`, as a tree. Knows the grammar and no licence.
+"""SPDX licence expressions, such as `MIT OR (Apache-2.0 AND CC-BY-4.0)`, as a tree. Knows the
+grammar and no licence.
 
-The grammar is that of the SPDX specification 2.3, annex D: `+` binds tightest, then WITH, AND, OR. Ids are compared
-without regard to case, operators are written in capitals or in small letters.
+The grammar is that of the SPDX specification 2.3, annex D: `+` binds tightest, then WITH, AND, OR.
+Ids are compared without regard to case, operators are written in capitals or in small letters.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class AllOf:
     parts: tuple[Expression, ...]
 
     def __str__(self) -> str:
-        return " AND ".join(f"({part})" if isinstance(part, OneOf) else str(part) for part in self.parts)
+        return " AND ".join(
+            f"({part})" if isinstance(part, OneOf) else str(part) for part in self.parts
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,12 @@ def _union(words: list[str]) -> Parsed:
     return _joined(words, "AND", _single, AllOf)
 
 
-def _joined(words: list[str], operator: str, part_of: Callable[[list[str]], Parsed], join: type[OneOf | AllOf]) -> Parsed:
+def _joined(
+    words: list[str],
+    operator: str,
+    part_of: Callable[[list[str]], Parsed],
+    join: type[OneOf | AllOf],
+) -> Parsed:
     part, words = part_of(words)
     parts = [part]
     while words and words[0] in (operator, operator.lower()):

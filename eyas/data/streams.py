@@ -1,6 +1,8 @@
-"""The bytes of one file, as UTF-8: fetched from any store, unpacked, decoded by their byte order mark, cut into lines.
+"""The bytes of one file, as UTF-8: fetched from any store, unpacked, decoded by their byte order
+mark, cut into lines.
 
-Tells the store's failures (InputError: try again) from the data's (Broken: what follows is lost). Knows no row.
+Tells the store's failures (InputError: try again) from the data's (Broken: what follows is lost).
+Knows no row.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ UTF_16_32 = (  # the longer marks first: one begins like another
 
 
 def shown(url: str) -> str:
-    """A URL as it may be written down: without what gives access, a password or the query of a signed one."""
+    """A URL as it may be written down: without what gives access, a password or the query of a
+    signed one.
+    """
     if not WEB.match(url):
         return url
     return re.sub(r"://[^/@]*@", "://", url.split("?", 1)[0])
@@ -49,7 +53,9 @@ class Broken(Unreadable):
 
 
 class Stored(io.RawIOBase):
-    """A file as its store gives it. What goes wrong there is an InputError, whichever exceptions the store has."""
+    """A file as its store gives it. What goes wrong there is an InputError, whichever exceptions
+    the store has.
+    """
 
     def __init__(self, file: Any, url: str) -> None:
         self._file, self._url = file, url
@@ -74,13 +80,18 @@ class Stored(io.RawIOBase):
             return act(*arguments)
         except EyasError:
             raise
-        except Exception as error:  # stores share no class of errors: OSError, but also those of their HTTP clients
+        # stores share no class of errors: OSError, but also those of their HTTP clients
+        except Exception as error:
             reason = str(error).replace(self._url, shown(self._url))
-            raise InputError(f"{shown(self._url)} cannot be read: {reason}", "try again; finished parts are kept") from error
+            raise InputError(
+                f"{shown(self._url)} cannot be read: {reason}", "try again; finished parts are kept"
+            ) from error
 
 
 class Unpacked(io.RawIOBase):
-    """What a compressed stream holds, up to where it is cut or damaged; reading on from there raises Broken."""
+    """What a compressed stream holds, up to where it is cut or damaged; reading on from there
+    raises Broken.
+    """
 
     def __init__(self, packed: Any, kind: str) -> None:
         self._packed, self._kind, self._broken = packed, kind, False
@@ -92,7 +103,8 @@ class Unpacked(io.RawIOBase):
         return _fill(buffer, self._next)
 
     def _next(self, size: int) -> bytes:
-        # A decoder says that it is at fault once, or for ever; a decoder behind a loop of reads would lose what it had.
+        # A decoder says that it is at fault once, or for ever; a decoder behind a loop of reads
+        # would lose what it had.
         if not self._broken:
             try:
                 return bytes(self._packed.read1(size))
@@ -102,7 +114,9 @@ class Unpacked(io.RawIOBase):
 
 
 class Transcoded(io.RawIOBase):
-    """UTF-16 or UTF-32 as UTF-8. Half a character becomes bytes that are no UTF-8, so that its row alone is unreadable."""
+    """UTF-16 or UTF-32 as UTF-8. Half a character becomes bytes that are no UTF-8, so that its row
+    alone is unreadable.
+    """
 
     def __init__(self, stream: io.BufferedReader, encoding: str) -> None:
         self._stream, self._rest, self._encoding, self._broken = stream, b"", encoding, False
@@ -134,9 +148,11 @@ class Transcoded(io.RawIOBase):
 
 
 class Lines:
-    """The lines of a stream; None in place of one longer than LIMIT, of which no more than that is held.
+    """The lines of a stream; None in place of one longer than LIMIT, of which no more than that is
+    held.
 
-    `line` is the number of the line that is being read, from 1; `quotes` counts the double quotes of the last one too long.
+    `line` is the number of the line that is being read, from 1; `quotes` counts the double quotes
+    of the last one too long.
     """
 
     def __init__(self, stream: io.BufferedReader) -> None:
@@ -161,7 +177,9 @@ class Lines:
 
 
 def unpacked(stored: Stored) -> io.BufferedReader:
-    """The bytes of a file, unpacked if they begin as gzip, bzip2, xz or Zstandard do, whatever its name says."""
+    """The bytes of a file, unpacked if they begin as gzip, bzip2, xz or Zstandard do, whatever its
+    name says.
+    """
     raw: io.BufferedReader = io.BufferedReader(stored, LOOK)
     head = raw.peek(16)[:16]
     for kind, magic, unpack in PACKED:
@@ -171,7 +189,9 @@ def unpacked(stored: Stored) -> io.BufferedReader:
 
 
 def as_utf8(stream: io.BufferedReader) -> io.BufferedReader:
-    """The same text in UTF-8 without a byte order mark, if it has one of UTF-8, UTF-16 or UTF-32. Raises Broken."""
+    """The same text in UTF-8 without a byte order mark, if it has one of UTF-8, UTF-16 or UTF-32.
+    Raises Broken.
+    """
     head = stream.peek(4)
     if head.startswith(codecs.BOM_UTF8):
         stream.read(len(codecs.BOM_UTF8))
@@ -183,11 +203,15 @@ def as_utf8(stream: io.BufferedReader) -> io.BufferedReader:
 
 
 def arrow(part: str, wanted_by: str) -> ModuleType:
-    """The module `pyarrow` or `pyarrow.{part}`, loaded when a file asks for it. Raises InputError where it is absent."""
+    """The module `pyarrow` or `pyarrow.{part}`, loaded when a file asks for it. Raises InputError
+    where it is absent.
+    """
     try:
         return importlib.import_module(f"pyarrow.{part}" if part else "pyarrow")
     except ImportError as error:
-        raise InputError(f"{wanted_by} files need pyarrow, which is not installed", "pip install 'eyas[parquet]'") from error
+        raise InputError(
+            f"{wanted_by} files need pyarrow, which is not installed", "pip install 'eyas[parquet]'"
+        ) from error
 
 
 def _zstd(raw: io.BufferedReader) -> Any:
@@ -205,7 +229,9 @@ PACKED: tuple[tuple[str, bytes, Callable[[io.BufferedReader], Any]], ...] = (
 
 
 def _fill(buffer: Any, read: Callable[[int], bytes]) -> int:
-    """Fill a buffer by as many reads as it takes. What came before a fault is given; the next call meets the fault again."""
+    """Fill a buffer by as many reads as it takes. What came before a fault is given; the next call
+    meets the fault again.
+    """
     filled = 0
     while filled < len(buffer):
         try:

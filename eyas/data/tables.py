@@ -1,7 +1,8 @@
-"""Rows of tables, as objects by column: CSV in whichever dialect, and Parquet by row groups. Knows no meaning of a column.
+"""Rows of tables, as objects by column: CSV in whichever dialect, and Parquet by row groups. Knows
+no meaning of a column.
 
-A table's row stands on its own: one whose fields do not fit the header is Unreadable, since its values may have moved into
-the columns of others.
+A table's row stands on its own: one whose fields do not fit the header is Unreadable, since its
+values may have moved into the columns of others.
 """
 
 from __future__ import annotations
@@ -33,12 +34,15 @@ class CsvReader(Protocol):
     def __iter__(self) -> Iterator[list[str]]: ...
 
 
-csv.field_size_limit(LIMIT)  # the limit here is that of a whole row; the module's own, 128 KiB, is less than some prompts
+# the limit here is that of a whole row; the module's own, 128 KiB, is less than some prompts
+csv.field_size_limit(LIMIT)
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How a CSV file is written. escape: quotes in quotes are `\\"`, not `""`. is_table: a known column beside others."""
+    """How a CSV file is written. escape: quotes in quotes are `\\"`, not `""`. is_table: a known
+    column beside others.
+    """
 
     delimiter: str = ","
     escape: bool = False
@@ -59,21 +63,35 @@ class Dialect:
 
 
 def dialect_of(head: bytes, keys: frozenset[str]) -> Dialect:
-    """The dialect in which the head's first rows fit their header best, one that names columns of `keys` before all others."""
+    """The dialect in which the head's first rows fit their header best, one that names columns of
+    `keys` before all others.
+    """
     text = head.decode("utf-8", "surrogateescape")
-    whole = text if len(head) < LOOK else text[: text.rfind("\n") + 1] or text  # the last line is cut
-    escapes = (False, True) if '\\"' in whole else (False,)  # Python is lenient where quotes are escaped: not without need
-    delimiters = [delimiter for delimiter in DELIMITERS if delimiter in whole.split("\n", 1)[0]] or [","]
+    # the last line is cut
+    whole = text if len(head) < LOOK else text[: text.rfind("\n") + 1] or text
+    # Python is lenient where quotes are escaped: not without need
+    escapes = (False, True) if '\\"' in whole else (False,)
+    delimiters = [
+        delimiter for delimiter in DELIMITERS if delimiter in whole.split("\n", 1)[0]
+    ] or [","]
     candidates = [Dialect(delimiter, escape) for delimiter in delimiters for escape in escapes]
-    candidates += [Dialect(delimiter, quoted=False) for delimiter in delimiters if delimiter == "\t"]
+    candidates += [
+        Dialect(delimiter, quoted=False) for delimiter in delimiters if delimiter == "\t"
+    ]
     fits = [_fit(dialect, whole, keys) for dialect in candidates]
     best = max(range(len(candidates)), key=lambda index: fits[index][:3])
     known, columns, fitting, spans_lines = fits[best]
-    return replace(candidates[best], is_table=known > 0 and columns > 1 and fitting > 0, spans_lines=spans_lines)
+    return replace(
+        candidates[best],
+        is_table=known > 0 and columns > 1 and fitting > 0,
+        spans_lines=spans_lines,
+    )
 
 
 def _fit(dialect: Dialect, text: str, keys: frozenset[str]) -> tuple[int, int, float, bool]:
-    """(known columns, columns, share of the sample's rows that fit the header, whether a row that fits has several lines)."""
+    """(known columns, columns, share of the sample's rows that fit the header, whether a row that
+    fits has several lines).
+    """
     rows, line = dialect.rows(io.StringIO(text, newline="\n")), 0
     known = columns = count = fitting = 0
     spans_lines = False
@@ -98,8 +116,9 @@ def _names(header: list[str]) -> list[str]:
 def csv_rows(lines: Lines, dialect: Dialect) -> Rows:
     """The rows below the header, which is the first row, by its names in lower case.
 
-    Broken quoting costs its own line. In a file with line breaks in quotes it costs the rest: nobody can tell where a field
-    ends, and what an assistant wrote in one column could be taken for another. Raises Broken.
+    Broken quoting costs its own line. In a file with line breaks in quotes it costs the rest:
+    nobody can tell where a field ends, and what an assistant wrote in one column could be taken for
+    another. Raises Broken.
     """
     feed = _Feed(lines)
     header: list[str] = []
@@ -115,10 +134,18 @@ def csv_rows(lines: Lines, dialect: Dialect) -> Rows:
             if not header or (spans_lines and not feed.is_one_line):
                 yield (
                     feed.start,
-                    Unreadable(f"the quoting {'' if header else 'of the header '}is broken here; the rest is lost"),
+                    Unreadable(
+                        f"the quoting {'' if header else 'of the header '}is broken here; the rest "
+                        "is lost"
+                    ),
                 )
                 return
-            yield feed.start, error if isinstance(error, Unreadable) else Unreadable("not CSV: the quoting is broken")
+            yield (
+                feed.start,
+                error
+                if isinstance(error, Unreadable)
+                else Unreadable("not CSV: the quoting is broken"),
+            )
             feed.give_back()
             rows = dialect.rows(feed)
             continue
@@ -147,11 +174,14 @@ def _object(header: list[str], fields: list[str]) -> dict[str, str] | Unreadable
 
 
 class _Feed:
-    """Lines as text for the CSV reader. `taken` are those of the row that is being read, each with its number."""
+    """Lines as text for the CSV reader. `taken` are those of the row that is being read, each with
+    its number.
+    """
 
     def __init__(self, lines: Lines) -> None:
         self.taken: list[tuple[int, str | None]] = []
-        self.is_one_line = False  # the row that failed is one line too long to read, and its quotes pair up
+        # the row that failed is one line too long to read, and its quotes pair up
+        self.is_one_line = False
         self._lines, self._waiting = lines, iter(lines)
         self._again: deque[tuple[int, str | None]] = deque()
         self._length = 0
@@ -187,14 +217,18 @@ class _Feed:
 
 
 def parquet_rows(stored: Stored, keys: frozenset[str]) -> Rows:
-    """The rows of a Parquet file by row group, with no other columns than `keys`; a damaged group is one Unreadable.
+    """The rows of a Parquet file by row group, with no other columns than `keys`; a damaged group
+    is one Unreadable.
 
     Raises InputError (pyarrow is not installed, or the store fails).
     """
     pyarrow, parquet = arrow("", "Parquet"), arrow("parquet", "Parquet")
-    faults = (OSError, pyarrow.ArrowException, UnicodeDecodeError)  # Arrow's own; the store's are InputError by now
+    # Arrow's own; the store's are InputError by now
+    faults = (OSError, pyarrow.ArrowException, UnicodeDecodeError)
     try:
-        file = parquet.ParquetFile(pyarrow.PythonFile(stored, mode="r"), page_checksum_verification=True)
+        file = parquet.ParquetFile(
+            pyarrow.PythonFile(stored, mode="r"), page_checksum_verification=True
+        )
         columns = [name for name in file.schema_arrow.names if name in keys]
     except faults:
         yield 1, Unreadable("the Parquet file is cut or damaged: it has no readable footer")
@@ -204,12 +238,20 @@ def parquet_rows(stored: Stored, keys: frozenset[str]) -> Rows:
         num_rows = file.metadata.row_group(group).num_rows
         line = first
         try:
-            for batch in file.iter_batches(_batch_size(file, group), [group], columns, use_threads=False):
+            for batch in file.iter_batches(
+                _batch_size(file, group), [group], columns, use_threads=False
+            ):
                 for row in _objects(batch):
                     yield line, row
                     line += 1
         except faults:
-            yield line, Unreadable(f"row group {group} of the Parquet file is damaged: {first + num_rows - line} rows are lost")
+            yield (
+                line,
+                Unreadable(
+                    f"row group {group} of the Parquet file is damaged: {first + num_rows - line} "
+                    "rows are lost"
+                ),
+            )
         first += num_rows
 
 

@@ -1,11 +1,13 @@
-"""How likely the target is to follow the draft: the draft's own probability, corrected by what was seen so far.
+"""How likely the target is to follow the draft: the draft's own probability, corrected by what was
+seen so far.
 
     conditional      P(candidate drawn | its parent drawn), from the draft's conditional probability and the depth
     path             the product of the conditionals from the root: never above the parent's
 
-A candidate is judged when its parent was drawn, whether it was verified or not: the next token drawn says which child it
-was, if any. At temperature above 0 the draw follows the target's distribution, so greedy and sampled requests are counted
-apart. Knows proposals and emitted tokens; no model, no clock.
+A candidate is judged when its parent was drawn, whether it was verified or not: the next token
+drawn says which child it was, if any. At temperature above 0 the draw follows the target's
+distribution, so greedy and sampled requests are counted apart. Knows proposals and emitted tokens;
+no model, no clock.
 
 Letters: B requests, C candidates a request.
 """
@@ -24,15 +26,19 @@ from eyas.model.outputs import Proposals
 _NUM_BINS, _BINS_PER_UNIT = 20, 7.0  # of sqrt(-log p): fine near p = 1, where trees are decided
 _NUM_DEPTHS = 6  # the last one holds all deeper
 _PRIOR_SHRINK = 0.9  # a draft is surer of itself than the target is of it
-_PRIOR_COUNT, _POOLED_COUNT = 6.0, 12.0  # weight of the draft's own word; of the same bin at all depths
+# weight of the draft's own word; of the same bin at all depths
+_PRIOR_COUNT, _POOLED_COUNT = 6.0, 12.0
 _LARGEST = 0.995
-_EAGER_ROUNDS, _COUNT_EVERY = 32, 8  # at first every round counts at once, later eight are counted together
+# at first every round counts at once, later eight are counted together
+_EAGER_ROUNDS, _COUNT_EVERY = 32, 8
 _FEW_REQUESTS = 4  # up to here a loop is faster than arrays
 
 
 @dataclass(slots=True)
 class RequestAcceptance:
-    """How one request differs from the rest: log of a factor on the odds of being accepted, shrunk to 0."""
+    """How one request differs from the rest: log of a factor on the odds of being accepted, shrunk
+    to 0.
+    """
 
     greedy: bool
     log_odds: float = 0.0
@@ -44,7 +50,8 @@ class RequestAcceptance:
 
 @dataclass(frozen=True, slots=True)
 class Calibrated:
-    """What is expected of a round's candidates, float64 [B, C]: given the parent, and of the whole path from the root.
+    """What is expected of a round's candidates, float64 [B, C]: given the parent, and of the whole
+    path from the root.
 
     cells: where each one is counted.
     """
@@ -55,17 +62,22 @@ class Calibrated:
 
 
 class Acceptance:
-    """Counts of judged and drawn candidates, by greedy or sampled, depth and probability; slowly forgotten."""
+    """Counts of judged and drawn candidates, by greedy or sampled, depth and probability; slowly
+    forgotten.
+    """
 
     def __init__(self, memory: float = 0.998, native: bool = False) -> None:
-        """memory: what is kept of the counts from one round to the next; native: in the library, which there is then."""
+        """memory: what is kept of the counts from one round to the next; native: in the library,
+        which there is then.
+        """
         self._memory, self._native = memory, native
         shape = (2, _NUM_DEPTHS, _NUM_BINS)
         self._judged, self._drawn = np.zeros(shape), np.zeros(shape)
         middles = (np.arange(_NUM_BINS) + 0.5) / _BINS_PER_UNIT
         self._prior = np.minimum(_PRIOR_SHRINK * np.exp(-(middles**2)), _LARGEST)
         self._table = np.broadcast_to(self._prior, shape).reshape(-1)
-        self._waiting: list[tuple[np.ndarray, np.ndarray]] = []  # cells judged and drawn, not yet counted
+        # cells judged and drawn, not yet counted
+        self._waiting: list[tuple[np.ndarray, np.ndarray]] = []
         self._num_rounds = 0
 
     def calibrate(self, proposals: Proposals, requests: Sequence[RequestAcceptance]) -> Calibrated:
@@ -73,7 +85,9 @@ class Acceptance:
         if self._native:
             greedy, log_odds = [one.greedy for one in requests], [one.log_odds for one in requests]
             bins = _NUM_DEPTHS, _NUM_BINS, _BINS_PER_UNIT
-            return Calibrated(*native_choice.calibrate(proposals, self._table, bins, greedy, log_odds))
+            return Calibrated(
+                *native_choice.calibrate(proposals, self._table, bins, greedy, log_odds)
+            )
         above = _above(proposals.parents)
         cells = self._cells(proposals, above, requests)
         conditional: np.ndarray = self._table[cells]
@@ -106,18 +120,27 @@ class Acceptance:
 
     def _count(self) -> None:
         kept, size = self._memory ** len(self._waiting), self._judged.size
-        for counts, cells in zip((self._judged, self._drawn), zip(*self._waiting, strict=True), strict=True):
+        for counts, cells in zip(
+            (self._judged, self._drawn), zip(*self._waiting, strict=True), strict=True
+        ):
             counts *= kept
             counts += np.bincount(np.concatenate(cells), minlength=size).reshape(counts.shape)
         self._waiting.clear()
         pooled = (self._drawn.sum(1, keepdims=True) + _PRIOR_COUNT * self._prior) / (
             self._judged.sum(1, keepdims=True) + _PRIOR_COUNT
         )
-        self._table = np.minimum((self._drawn + _POOLED_COUNT * pooled) / (self._judged + _POOLED_COUNT), _LARGEST).reshape(-1)
+        self._table = np.minimum(
+            (self._drawn + _POOLED_COUNT * pooled) / (self._judged + _POOLED_COUNT), _LARGEST
+        ).reshape(-1)
 
-    def _cells(self, proposals: Proposals, above: np.ndarray, requests: Sequence[RequestAcceptance]) -> np.ndarray:
+    def _cells(
+        self, proposals: Proposals, above: np.ndarray, requests: Sequence[RequestAcceptance]
+    ) -> np.ndarray:
         """Where in the flat table each candidate is, int64 [B, C]."""
-        bins = np.sqrt(np.maximum(_rooted(proposals.scores, 0.0).take(above) - proposals.scores, 0.0)) * _BINS_PER_UNIT
+        bins = (
+            np.sqrt(np.maximum(_rooted(proposals.scores, 0.0).take(above) - proposals.scores, 0.0))
+            * _BINS_PER_UNIT
+        )
         start = (np.minimum(proposals.depths, _NUM_DEPTHS) - 1) * _NUM_BINS
         greedy = np.array([[request.greedy * _NUM_DEPTHS * _NUM_BINS] for request in requests])
         cells: np.ndarray = np.minimum(bins, _NUM_BINS - 1).astype(np.int64) + start + greedy
@@ -126,7 +149,9 @@ class Acceptance:
 
 def levels(depths: np.ndarray) -> list[slice]:
     """The candidates of each depth, from 1 on."""
-    bounds = np.searchsorted(depths, np.arange(1, int(depths[-1]) + 2)).tolist() if len(depths) else [0]
+    bounds = (
+        np.searchsorted(depths, np.arange(1, int(depths[-1]) + 2)).tolist() if len(depths) else [0]
+    )
     return [slice(start, stop) for start, stop in pairwise(bounds)]
 
 
@@ -136,7 +161,9 @@ def path_probs(conditional: np.ndarray, parents: np.ndarray, depths: np.ndarray)
 
 
 def _above(parents: np.ndarray) -> np.ndarray:
-    """Flat place of each candidate's parent in an array [B, C + 1] whose last column is the root, int64 [B, C]."""
+    """Flat place of each candidate's parent in an array [B, C + 1] whose last column is the root,
+    int64 [B, C].
+    """
     B, C = parents.shape
     above: np.ndarray = np.where(parents < 0, C, parents) + (C + 1) * np.arange(B)[:, None]
     return above
@@ -165,12 +192,21 @@ def _paths(conditional: np.ndarray, above: np.ndarray, depths: np.ndarray) -> np
 
 
 def judge(proposals: Proposals, emitted: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """bool [B, C] twice: the candidates whose parent was drawn, and those that were drawn themselves."""
-    return (_judge_one_by_one if len(emitted) <= _FEW_REQUESTS else _judge_together)(proposals, emitted)
+    """bool [B, C] twice: the candidates whose parent was drawn, and those that were drawn
+    themselves.
+    """
+    return (_judge_one_by_one if len(emitted) <= _FEW_REQUESTS else _judge_together)(
+        proposals, emitted
+    )
 
 
-def _judge_one_by_one(proposals: Proposals, emitted: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    judged, drawn = np.zeros(proposals.tokens.shape, dtype=bool), np.zeros(proposals.tokens.shape, dtype=bool)
+def _judge_one_by_one(
+    proposals: Proposals, emitted: Sequence[Sequence[int]]
+) -> tuple[np.ndarray, np.ndarray]:
+    judged, drawn = (
+        np.zeros(proposals.tokens.shape, dtype=bool),
+        np.zeros(proposals.tokens.shape, dtype=bool),
+    )
     for b, (tokens, parents, row) in enumerate(
         zip(proposals.tokens.tolist(), proposals.parents.tolist(), emitted, strict=True)
     ):
@@ -188,7 +224,9 @@ def _judge_one_by_one(proposals: Proposals, emitted: Sequence[Sequence[int]]) ->
     return judged, drawn
 
 
-def _judge_together(proposals: Proposals, emitted: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+def _judge_together(
+    proposals: Proposals, emitted: Sequence[Sequence[int]]
+) -> tuple[np.ndarray, np.ndarray]:
     tokens, parents = proposals.tokens, proposals.parents
     judged, drawn = np.zeros(tokens.shape, dtype=bool), np.zeros(tokens.shape, dtype=bool)
     bounds = levels(proposals.depths)
@@ -196,7 +234,8 @@ def _judge_together(proposals: Proposals, emitted: Sequence[Sequence[int]]) -> t
     drawn_BD = np.full((len(emitted), depth), -1, dtype=np.int64)
     for b, row in enumerate(emitted):
         drawn_BD[b, : len(row)] = row
-    at = np.full((len(emitted), 1), -1)  # the candidate where each walk stands; -2 when it has ended
+    # the candidate where each walk stands; -2 when it has ended
+    at = np.full((len(emitted), 1), -1)
     for level, next_token in zip(bounds, drawn_BD.T, strict=False):
         at[next_token < 0] = -2
         children = parents[:, level] == at

@@ -1,10 +1,12 @@
-"""What the work of a round costs on this machine, in milliseconds: measured once, kept on disk, corrected while running.
+"""What the work of a round costs on this machine, in milliseconds: measured once, kept on disk,
+corrected while running.
 
     target(M)   one target forward of M rows of one request     decode(B)   of a row of each of B requests, and their prefixes
     step(R)     one draft step of R rows, proposals included    extend(R)   the draft's catch-up on R tokens
     enter(R)    its entries of R tokens that nothing is drafted from
 
-Knows numbers of rows and clocks, no model: the caller gives the functions to time, and they return only when the work is done.
+Knows numbers of rows and clocks, no model: the caller gives the functions to time, and they return
+only when the work is done.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from typing import Any
 
 import numpy as np
 
-AT_ONCE = 8  # entries that are made together with the root's; of more the root's comes apart: the others need no output
+# entries that are made together with the root's; of more the root's comes apart: the others need no
+# output
+AT_ONCE = 8
 
 _FORMAT = 4
 _DENSE = 1024  # rows up to which a curve is kept as a table
@@ -36,16 +40,21 @@ _MIN_POINTS, _MIN_REPEATS, _MAX_REPEATS = 3, 3, 9
 
 
 class Curve:
-    """Milliseconds over rows: linear between the measured points, flat before the first, straight on behind the last."""
+    """Milliseconds over rows: linear between the measured points, flat before the first, straight
+    on behind the last.
+    """
 
     def __init__(self, rows: Sequence[int], ms: Sequence[float]) -> None:
-        """rows ascending, at least two; ms of any order: noise that makes more rows cheaper is smoothed away."""
+        """rows ascending, at least two; ms of any order: noise that makes more rows cheaper is
+        smoothed away.
+        """
         if len(rows) != len(ms) or len(rows) < 2 or any(a >= b for a, b in pairwise(rows)):
             raise ValueError("a curve needs two points or more, of ascending rows")
         if not all(math.isfinite(value) and value >= 0 for value in ms):
             raise ValueError("a curve needs finite costs")
         self.rows, self.ms = [int(row) for row in rows], monotone(ms)
-        behind = max(0, len(rows) - 3)  # over the last three points: two are within noise of each other
+        # over the last three points: two are within noise of each other
+        behind = max(0, len(rows) - 3)
         self.slope = (self.ms[-1] - self.ms[behind]) / (self.rows[-1] - self.rows[behind])
         self._dense = np.array([self._at(row) for row in range(_DENSE)])
         self._table: list[float] = self._dense.tolist()
@@ -69,7 +78,9 @@ class Curve:
             return self.ms[0]
         place = bisect_right(self.rows, rows)
         low, high = self.rows[place - 1], self.rows[place]
-        return self.ms[place - 1] + (self.ms[place] - self.ms[place - 1]) * (rows - low) / (high - low)
+        return self.ms[place - 1] + (self.ms[place] - self.ms[place - 1]) * (rows - low) / (
+            high - low
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +103,9 @@ class CostTable:
 
     def to_json(self) -> dict[str, Any]:
         curves = {name: getattr(self, name) for name in _WORKS}
-        return {"format": _FORMAT} | {name: {"rows": curve.rows, "ms": curve.ms} for name, curve in curves.items()}
+        return {"format": _FORMAT} | {
+            name: {"rows": curve.rows, "ms": curve.ms} for name, curve in curves.items()
+        }
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> CostTable:
@@ -104,7 +117,9 @@ class CostTable:
 
 @dataclass(frozen=True, slots=True)
 class CostIdentity:
-    """All that the costs depend on. target, head: fingerprints; device: its name as the system gives it."""
+    """All that the costs depend on. target, head: fingerprints; device: its name as the system
+    gives it.
+    """
 
     target: str
     head: str
@@ -137,11 +152,13 @@ def measure(
     budget_s: float = 2.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> CostTable:
-    """Time the table's five works, in its order, at these numbers of rows (ascending), about `budget_s` in all.
+    """Time the table's five works, in its order, at these numbers of rows (ascending), about
+    `budget_s` in all.
 
-    One call each to warm up, then repeats over all points in turn, so that a slow moment spoils one sample of each instead
-    of all samples of one. The second fastest counts: whatever else runs on the machine only ever adds. Points that do not
-    fit into half the budget are left out: the curve goes straight on.
+    One call each to warm up, then repeats over all points in turn, so that a slow moment spoils one
+    sample of each instead of all samples of one. The second fastest counts: whatever else runs on
+    the machine only ever adds. Points that do not fit into half the budget are left out: the curve
+    goes straight on.
     """
     samples: list[list[list[float]]] = []  # point, work, repeat
 
@@ -157,14 +174,22 @@ def measure(
         samples.append([[timed(work, rows)] for work in works])
         if clock() - began > budget_s / 2 and len(samples) >= _MIN_POINTS:
             break
-    while (done := len(samples[0][0])) < _MAX_REPEATS and (done < _MIN_REPEATS or clock() - began < budget_s):
+    while (done := len(samples[0][0])) < _MAX_REPEATS and (
+        done < _MIN_REPEATS or clock() - began < budget_s
+    ):
         for rows, point in zip(points, samples, strict=False):
             for work, times in zip(works, point, strict=True):
                 if rows <= _FEW:
-                    work(rows)  # its weights are in the caches then, as they are from round to round
+                    # its weights are in the caches then, as they are from round to round
+                    work(rows)
                 times.append(timed(work, rows))
     measured = list(points[: len(samples)])
-    return CostTable(*(Curve(measured, [sorted(point[place])[1] for point in samples]) for place in range(len(works))))
+    return CostTable(
+        *(
+            Curve(measured, [sorted(point[place])[1] for point in samples])
+            for place in range(len(works))
+        )
+    )
 
 
 def cache_folder() -> Path:
@@ -181,8 +206,8 @@ def kept_or_measured(
 ) -> tuple[CostTable, bool]:
     """The table kept for this identity and True, or one measured now, kept, and False.
 
-    A file that cannot be read or is of an older form is as good as none, and so is one that `is_stale`. A folder that cannot
-    be written costs the next start two seconds, no more.
+    A file that cannot be read or is of an older form is as good as none, and so is one that
+    `is_stale`. A folder that cannot be written costs the next start two seconds, no more.
     """
     path = (folder or cache_folder()) / f"{identity.key}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):
@@ -192,7 +217,9 @@ def kept_or_measured(
     table = measure_now()
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as part:
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8"
+        ) as part:
             json.dump({"identity": asdict(identity)} | table.to_json(), part)
         os.replace(part.name, path)
     return table, False
@@ -201,14 +228,21 @@ def kept_or_measured(
 class Correction:
     """The ratio real / predicted of rounds, by their kind and load, followed slowly.
 
-    A ratio is the exponential of a drift that all kinds share (another program on the machine slows all of them, also the
-    kind that is not running now) and an offset of its own (what the table does not know: Python, sampling). Until a few were
-    observed an offset is borrowed: the first trees meet cold caches, and one that took twice its time would be the last. Then
-    their middle sets it; later ones move mostly the drift.
+    A ratio is the exponential of a drift that all kinds share (another program on the machine slows
+    all of them, also the kind that is not running now) and an offset of its own (what the table
+    does not know: Python, sampling). Until a few were observed an offset is borrowed: the first
+    trees meet cold caches, and one that took twice its time would be the last. Then their middle
+    sets it; later ones move mostly the drift.
     """
 
-    def __init__(self, drift_gain: float = 0.05, offset_gain: float = 0.01, largest_jump: float = 0.4) -> None:
-        self._drift_gain, self._offset_gain, self._largest_jump = drift_gain, offset_gain, largest_jump
+    def __init__(
+        self, drift_gain: float = 0.05, offset_gain: float = 0.01, largest_jump: float = 0.4
+    ) -> None:
+        self._drift_gain, self._offset_gain, self._largest_jump = (
+            drift_gain,
+            offset_gain,
+            largest_jump,
+        )
         self._drift = 0.0
         self._offsets: dict[tuple[str, int], float] = {}  # by kind and load
         self._counts: dict[tuple[str, int], int] = {}
@@ -220,7 +254,9 @@ class Correction:
 
     @property
     def drift(self) -> float:
-        """What all kinds share: the machine against the table, without what the table does not know."""
+        """What all kinds share: the machine against the table, without what the table does not
+        know.
+        """
         return math.exp(self._drift)
 
     def offset(self, kind: str, load: int) -> float:
@@ -251,6 +287,12 @@ class Correction:
         return self._counts.get((kind, load), 0)
 
     def _offset(self, kind: str, load: int) -> float:
-        """A load hardly seen borrows from another of its kind, a kind hardly seen from another kind: the table's own error."""
+        """A load hardly seen borrows from another of its kind, a kind hardly seen from another
+        kind: the table's own error.
+        """
         own = self._offsets.get((kind, load))
-        return own if own is not None else self._latest.get(kind, next(iter(self._latest.values()), 0.0))
+        return (
+            own
+            if own is not None
+            else self._latest.get(kind, next(iter(self._latest.values()), 0.0))
+        )

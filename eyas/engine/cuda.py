@@ -1,4 +1,5 @@
-"""What is particular to CUDA: graphs, copies that the host need not wait for, and time by the device's own clock.
+"""What is particular to CUDA: graphs, copies that the host need not wait for, and time by the
+device's own clock.
 
 Each does the plain thing for tensors of a CPU. Knows no request and no model.
 """
@@ -19,10 +20,11 @@ Events = tuple[torch.cuda.Event, torch.cuda.Event]  # where a job starts and whe
 
 
 class Graphs:
-    """Work of fixed shapes, recorded once for each key and then replayed: one launch instead of hundreds.
+    """Work of fixed shapes, recorded once for each key and then replayed: one launch instead of
+    hundreds.
 
-    Work may change buffers that outlive it (caches, `FutureMap`): these are found again at every replay. What it returns is
-    overwritten by the next call, whatever its key.
+    Work may change buffers that outlive it (caches, `FutureMap`): these are found again at every
+    replay. What it returns is overwritten by the next call, whatever its key.
     """
 
     def __init__(self, enabled: bool) -> None:
@@ -31,8 +33,12 @@ class Graphs:
         self._recorded: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensors, Tensors]] = {}
         self._pool = torch.cuda.graph_pool_handle() if enabled else None
 
-    def prepare(self, key: Hashable, work: Callable[..., Tensors], harmless: Callable[[], Tensors]) -> None:
-        """Record the work if need be. harmless gives inputs with which it may run at any time, to no effect."""
+    def prepare(
+        self, key: Hashable, work: Callable[..., Tensors], harmless: Callable[[], Tensors]
+    ) -> None:
+        """Record the work if need be. harmless gives inputs with which it may run at any time, to
+        no effect.
+        """
         if self._enabled and key not in self._recorded:
             self._recorded[key] = self._record(work, harmless())
 
@@ -46,8 +52,12 @@ class Graphs:
         graph.replay()
         return outputs
 
-    def _record(self, work: Callable[..., Tensors], inputs: Tensors) -> tuple[torch.cuda.CUDAGraph, Tensors, Tensors]:
-        """Runs the work first, on a stream of its own: kernels are compiled and workspaces made before anything is recorded."""
+    def _record(
+        self, work: Callable[..., Tensors], inputs: Tensors
+    ) -> tuple[torch.cuda.CUDAGraph, Tensors, Tensors]:
+        """Runs the work first, on a stream of its own: kernels are compiled and workspaces made
+        before anything is recorded.
+        """
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -67,7 +77,9 @@ class HostCopies:
         self._event: torch.cuda.Event | None = None
         is_cuda = any(tensor.is_cuda for tensor in tensors)
         self._copies = [
-            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda).copy_(tensor, non_blocking=True)
+            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda).copy_(
+                tensor, non_blocking=True
+            )
             for tensor in tensors
         ]
         if is_cuda:
@@ -82,7 +94,9 @@ class HostCopies:
 
 
 class DeviceTrace(Trace):
-    """Busy and idle seconds by events on the device: the host only notes them and adds up those that have passed."""
+    """Busy and idle seconds by events on the device: the host only notes them and adds up those
+    that have passed.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,14 +1,18 @@
-"""The draft head for inference: the layer of `model/head.py` over the paged cache, and its tree of proposals.
+"""The draft head for inference: the layer of `model/head.py` over the paged cache, and its tree of
+proposals.
 
-Two ways to the same values, as for the target: PyTorch operators on any device, and on a CPU `native`. Knows the head and
-how a tree is grown. Does not know requests: the caller gives columns, hidden states and page tables.
+Two ways to the same values, as for the target: PyTorch operators on any device, and on a CPU
+`native`. Knows the head and how a tree is grown. Does not know requests: the caller gives columns,
+hidden states and page tables.
 
     column c of the draft's cache    feature of x_0 .. x_{c-1}  and  embedding of x_c  ->  proposes x_{c+1}
 
-An entry lies in the column of its token, so that a page holds what follows from the tokens up to its end, for the draft as
-for the target; it is rotated by c - 1, the position of its feature. Column 0 is empty.
+An entry lies in the column of its token, so that a page holds what follows from the tokens up to
+its end, for the draft as for the target; it is rotated by c - 1, the position of its feature.
+Column 0 is empty.
 
-Letters: B requests, K draft steps, k tree_topk, H hidden, W draft vocabulary, M rows, C candidates, P pages.
+Letters: B requests, K draft steps, k tree_topk, H hidden, W draft vocabulary, M rows, C candidates,
+P pages.
 """
 
 from __future__ import annotations
@@ -52,23 +56,43 @@ class Growth(BaseModel):
 class DraftLayers:
     """The head in PyTorch operators."""
 
-    def __init__(self, config: HeadConfig, tensors: dict[str, torch.Tensor], target: Target, dtype: torch.dtype) -> None:
-        layer = {name.removeprefix("midlayer."): tensor for name, tensor in tensors.items() if name.startswith("midlayer.")}
+    def __init__(
+        self,
+        config: HeadConfig,
+        tensors: dict[str, torch.Tensor],
+        target: Target,
+        dtype: torch.dtype,
+    ) -> None:
+        layer = {
+            name.removeprefix("midlayer."): tensor
+            for name, tensor in tensors.items()
+            if name.startswith("midlayer.")
+        }
         self._config, self._eps = config, config.rms_norm_eps
         self._embed_tokens = tensors.get("embed_tokens.weight", target.embed_tokens)
-        self._embed_norm, self._hidden_norm = layer["input_layernorm.weight"], layer["hidden_norm.weight"]
+        self._embed_norm, self._hidden_norm = (
+            layer["input_layernorm.weight"],
+            layer["hidden_norm.weight"],
+        )
         self._block = Block(config, layer, 0)
-        self._fc, self._lm_head = Linear(tensors["fc.weight"]), Linear(tensors.get("lm_head.weight", target.lm_head))
+        self._fc, self._lm_head = (
+            Linear(tensors["fc.weight"]),
+            Linear(tensors.get("lm_head.weight", target.lm_head)),
+        )
         self._norm = tensors["norm.weight"]
         self._feature_norm = tensors.get("input_norm.weight")
-        self._feature_norms = [tensors[f"fc_norm.{stream}.weight"] for stream in range(3)] if config.fc_norm else None
+        self._feature_norms = (
+            [tensors[f"fc_norm.{stream}.weight"] for stream in range(3)] if config.fc_norm else None
+        )
         self._rope = Rope(config, target.config.max_position_embeddings + 64, dtype, target.device)
 
     def fuse(self, aux_hidden: torch.Tensor) -> torch.Tensor:
         """Target features [M, 3 * Ht] -> [M, H]."""
         if self._feature_norms is not None:
             streams = zip(aux_hidden.chunk(3, dim=-1), self._feature_norms, strict=True)
-            aux_hidden = torch.cat([rms_norm(stream, weight, self._eps) for stream, weight in streams], dim=-1)
+            aux_hidden = torch.cat(
+                [rms_norm(stream, weight, self._eps) for stream, weight in streams], dim=-1
+            )
         if self._config.norm_before_fc and self._feature_norm is not None:
             aux_hidden = rms_norm(aux_hidden, self._feature_norm, self._eps)
         return self._fc(aux_hidden)
@@ -76,9 +100,16 @@ class DraftLayers:
     def step(self, rows: Rows, h: torch.Tensor, cache: PagedCache) -> torch.Tensor:
         """Features or previous outputs [M, H] -> outputs [M, H]: what is fed back."""
         normed = rms_norm(h, self._hidden_norm, self._eps)
-        embedded = rms_norm(F.embedding(rows.token, self._embed_tokens), self._embed_norm, self._eps)
+        embedded = rms_norm(
+            F.embedding(rows.token, self._embed_tokens), self._embed_norm, self._eps
+        )
         residual = normed if self._config.norm_before_residual else h
-        h = self._block(torch.cat((embedded, normed), dim=-1), residual, self._rope.place(rows, cache.page_size), cache)
+        h = self._block(
+            torch.cat((embedded, normed), dim=-1),
+            residual,
+            self._rope.place(rows, cache.page_size),
+            cache,
+        )
         return rms_norm(h, self._norm, self._eps) if self._config.norm_output else h
 
     def logits(self, h: torch.Tensor) -> torch.Tensor:
@@ -88,13 +119,19 @@ class DraftLayers:
 class Draft:
     """A head on its target: shares the target's embeddings, dtype and device."""
 
-    def __init__(self, config: HeadConfig, tensors: dict[str, torch.Tensor], target: Target) -> None:
-        """tensors as `read_head` gives them. Raises MismatchError when the head was made for another target."""
+    def __init__(
+        self, config: HeadConfig, tensors: dict[str, torch.Tensor], target: Target
+    ) -> None:
+        """tensors as `read_head` gives them. Raises MismatchError when the head was made for
+        another target.
+        """
         check_head(config, target.config, target.lm_head_sha256)
         if target.is_native and config.owns_embeddings:
             raise MismatchError(
-                f"a head of hidden size {config.hidden_size} on a target of {config.target_hidden_size} has no native path",
-                "set EYAS_NATIVE=0 to run target and head in PyTorch's operators, or train a head of the target's width",
+                f"a head of hidden size {config.hidden_size} on a target of "
+                f"{config.target_hidden_size} has no native path",
+                "set EYAS_NATIVE=0 to run target and head in PyTorch's operators, or train a head "
+                "of the target's width",
             )
         self.config, self.device, self._dtype = config, target.device, target.dtype
         cast = {
@@ -106,10 +143,14 @@ class Draft:
         self._native: NativeDraft | None = None
         if target.is_native:
             embed_tokens = cast.get("embed_tokens.weight", target.embed_tokens)
-            self._native = NativeDraft(config, {**cast, "d2t": d2t_offset}, embed_tokens, target.lm_head, target.dtype)
+            self._native = NativeDraft(
+                config, {**cast, "d2t": d2t_offset}, embed_tokens, target.lm_head, target.dtype
+            )
         else:
             self._layers = DraftLayers(config, cast, target, target.dtype)
-            self._target_ids_W = (torch.arange(config.draft_vocab_size) + d2t_offset).to(target.device)
+            self._target_ids_W = (torch.arange(config.draft_vocab_size) + d2t_offset).to(
+                target.device
+            )
 
     @property
     def fingerprint(self) -> str:
@@ -133,7 +174,9 @@ class Draft:
         return self._layers.step(rows, h, cache)
 
     def proposals(self, h: torch.Tensor, tree_topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs [R, H] -> the k best next tokens of each (target ids, int64 [R, k]) and their log-probs, fp32 [R, k]."""
+        """Outputs [R, H] -> the k best next tokens of each (target ids, int64 [R, k]) and their
+        log-probs, fp32 [R, k].
+        """
         if self._native is not None:
             return self._native.proposals(h, tree_topk)
         log_probs = self._layers.logits(h).float().log_softmax(-1)
@@ -155,22 +198,41 @@ class Draft:
         ends = np.cumsum(np.array(roots.lens) + 1 - np.array(roots.starts))
         return h.index_select(0, to_device(ends - 1, self.device))
 
-    def _entries(self, roots: Roots, cache: PagedCache, features: FeatureCache) -> tuple[Rows, torch.Tensor]:
+    def _entries(
+        self, roots: Roots, cache: PagedCache, features: FeatureCache
+    ) -> tuple[Rows, torch.Tensor]:
         """Columns starts[b] .. lens[b] as rows, and the features [M, 3 * Ht] of the columns before."""
         size, counts = cache.page_size, np.array(roots.lens) + 1 - np.array(roots.starts)
         ends = counts.cumsum()
-        tokens = [roots.tokens[end - count : end] for count, end in zip(counts.tolist(), ends.tolist(), strict=True)]
-        rows = prompt_rows(tokens, roots.starts, roots.page_table, size, self.device, first_column=1)
-        before = np.concatenate([np.arange(start - 1, last) for start, last in zip(roots.starts, roots.lens, strict=True)])
+        tokens = [
+            roots.tokens[end - count : end]
+            for count, end in zip(counts.tolist(), ends.tolist(), strict=True)
+        ]
+        rows = prompt_rows(
+            tokens, roots.starts, roots.page_table, size, self.device, first_column=1
+        )
+        before = np.concatenate(
+            [
+                np.arange(start - 1, last)
+                for start, last in zip(roots.starts, roots.lens, strict=True)
+            ]
+        )
         slots = slots_of(roots.page_table, np.repeat(np.arange(len(counts)), counts), before, size)
         return rows, features.read(to_device(slots, self.device))
 
     def grow(
-        self, roots: Roots, cache: PagedCache, features: FeatureCache, growth: Growth, thresholds: Sequence[float]
+        self,
+        roots: Roots,
+        cache: PagedCache,
+        features: FeatureCache,
+        growth: Growth,
+        thresholds: Sequence[float],
     ) -> Proposals:
         """`catch_up`, then `propose` from the best of what it gives."""
         if self._native is not None:
-            return self._native.grow(roots, cache, features, (growth.num_draft_steps, growth.tree_topk), thresholds)
+            return self._native.grow(
+                roots, cache, features, (growth.num_draft_steps, growth.tree_topk), thresholds
+            )
         h = self.catch_up(roots, cache, features)
         first = self.proposals(h, growth.tree_topk)
         return self.propose(roots.lens, h, first, roots.page_table, cache, growth, thresholds)
@@ -185,11 +247,13 @@ class Draft:
         growth: Growth,
         thresholds: Sequence[float],
     ) -> Proposals:
-        """Grow B trees by up to K - 1 levels behind the entries of columns 1 .. lens[b], the last of them the root's.
+        """Grow B trees by up to K - 1 levels behind the entries of columns 1 .. lens[b], the last
+        of them the root's.
 
-        h_BH: the outputs of these last entries; first: the `proposals` from them, the candidates of depth 1. The tree's own
-        entries go behind them and are overwritten later. Level l is drafted while the sum over requests of the probability of
-        their best path is thresholds[l] [K - 1] or more. Source: EAGLE-2, arXiv 2406.16858, section 4.1.
+        h_BH: the outputs of these last entries; first: the `proposals` from them, the candidates of
+        depth 1. The tree's own entries go behind them and are overwritten later. Level l is drafted
+        while the sum over requests of the probability of their best path is thresholds[l] [K - 1]
+        or more. Source: EAGLE-2, arXiv 2406.16858, section 4.1.
         """
         K, k = growth.num_draft_steps, growth.tree_topk
         if self._native is not None:
@@ -217,7 +281,8 @@ class _Growing:
         self._tokens, self._scores = [ids_Bk.astype(np.int64)], [log_probs_Bk.astype(np.float32)]
         self._parents = [np.full((B, self._k), -1, dtype=np.int32)]
         self._frontier_Bk = np.tile(np.arange(self._k), (B, 1))  # candidate indices
-        self._seen_Bk = np.zeros((B, self._k), dtype=np.int64)  # tree columns of each frontier node's ancestors
+        # tree columns of each frontier node's ancestors
+        self._seen_Bk = np.zeros((B, self._k), dtype=np.int64)
         self._requests = np.arange(B)[:, None]
 
     def best_path_probability(self) -> float:
@@ -225,7 +290,9 @@ class _Growing:
         scores = np.concatenate(self._scores, axis=1)[self._requests, self._frontier_Bk]
         return float(np.exp(scores.max(axis=1)).sum())
 
-    def rows(self, level: int, starts_B: np.ndarray, page_table: np.ndarray, page_size: int, device: str) -> Rows:
+    def rows(
+        self, level: int, starts_B: np.ndarray, page_table: np.ndarray, page_size: int, device: str
+    ) -> Rows:
         """The frontier as rows of the draft's forward; marks their own columns as seen."""
         B, k = self._frontier_Bk.shape
         place = level * k + np.arange(k)
@@ -234,15 +301,26 @@ class _Growing:
         request = np.repeat(np.arange(B), k)
         tokens = np.concatenate(self._tokens, axis=1)[self._requests, self._frontier_Bk].ravel()
         slot = slots_of(page_table, request, column, page_size)
-        arrays = tokens, request, np.repeat(starts_B + level, k), slot, np.repeat(starts_B + 1, k), self._seen_Bk.ravel()
+        arrays = (
+            tokens,
+            request,
+            np.repeat(starts_B + level, k),
+            slot,
+            np.repeat(starts_B + 1, k),
+            self._seen_Bk.ravel(),
+        )
         return rows_of(arrays, page_table, device, first_column=1)
 
     def grow(self, ids: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
-        """Add the k children of every frontier node; returns which rows of the forward the next frontier's parents are in."""
+        """Add the k children of every frontier node; returns which rows of the forward the next
+        frontier's parents are in.
+        """
         B, k = self._frontier_Bk.shape
         start = sum(level.shape[1] for level in self._tokens)
         above_Bk = np.concatenate(self._scores, axis=1)[self._requests, self._frontier_Bk]
-        scores = (above_Bk[:, :, None] + log_probs.reshape(B, k, k)).reshape(B, k * k).astype(np.float32)
+        scores = (
+            (above_Bk[:, :, None] + log_probs.reshape(B, k, k)).reshape(B, k * k).astype(np.float32)
+        )
         self._tokens.append(ids.reshape(B, k * k).astype(np.int64))
         self._scores.append(scores)
         self._parents.append(np.repeat(self._frontier_Bk, k, axis=1).astype(np.int32))
@@ -253,6 +331,11 @@ class _Growing:
         return parents
 
     def proposals(self) -> Proposals:
-        depths = [np.full(level.shape[1], depth, dtype=np.int32) for depth, level in enumerate(self._tokens, start=1)]
-        tokens, scores, parents = (np.concatenate(one, axis=1) for one in (self._tokens, self._scores, self._parents))
+        depths = [
+            np.full(level.shape[1], depth, dtype=np.int32)
+            for depth, level in enumerate(self._tokens, start=1)
+        ]
+        tokens, scores, parents = (
+            np.concatenate(one, axis=1) for one in (self._tokens, self._scores, self._parents)
+        )
         return Proposals(tokens, scores, parents, np.concatenate(depths))

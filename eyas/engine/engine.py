@@ -1,7 +1,7 @@
 """The engine: requests in, tokens out. Ties scheduler, rounds and loops together.
 
-Knows requests and the order of jobs. Does not know text (but for stop strings and grammars, through the target's tokenizer),
-HTTP, or what a job does on the device. One thread owns an engine.
+Knows requests and the order of jobs. Does not know text (but for stop strings and grammars, through
+the target's tokenizer), HTTP, or what a job does on the device. One thread owns an engine.
 
     normal_loop     schedule -> run -> settle
     overlap_loop    schedule -> launch ; settle the job before     the device works while the host looks at the last results
@@ -46,8 +46,9 @@ LEAST_TAU, TAU_WINDOW = 1.3, 256
 class EngineConfig(Growth):
     """Sizes of the engine and how it speculates.
 
-    num_verify_tokens counts the root and is per request. num_pages (of 16 tokens) None: as many as max_batch requests of
-    max_length need. speculation: off, auto, or fixed(num_draft_steps, tree_topk, num_verify_tokens).
+    num_verify_tokens counts the root and is per request. num_pages (of 16 tokens) None: as many as
+    max_batch requests of max_length need. speculation: off, auto, or fixed(num_draft_steps,
+    tree_topk, num_verify_tokens).
     """
 
     max_batch: int = Field(8, ge=1)
@@ -65,20 +66,31 @@ class EngineConfig(Growth):
         return self
 
     def parsed(self) -> Speculation:
-        """`speculation` with its sizes; those it does not state are the config's. Raises ConfigError."""
-        return Speculation.parse(self.speculation, (self.num_draft_steps, self.tree_topk, self.num_verify_tokens))
+        """`speculation` with its sizes; those it does not state are the config's. Raises
+        ConfigError.
+        """
+        return Speculation.parse(
+            self.speculation, (self.num_draft_steps, self.tree_topk, self.num_verify_tokens)
+        )
 
 
 class Engine:
     """Decodes requests on a target, with the head's proposals where there is a head."""
 
     def __init__(
-        self, target: Target, draft: Draft | None = None, config: EngineConfig | None = None, folder: str | Path | None = None
+        self,
+        target: Target,
+        draft: Draft | None = None,
+        config: EngineConfig | None = None,
+        folder: str | Path | None = None,
     ) -> None:
         """folder: the target's, for the tokenizer that stop strings and grammars need."""
         config = config or EngineConfig()
         speculation = config.parsed()
-        sizes = {name: getattr(speculation, name) for name in ("num_draft_steps", "tree_topk", "num_verify_tokens")}
+        sizes = {
+            name: getattr(speculation, name)
+            for name in ("num_draft_steps", "tree_topk", "num_verify_tokens")
+        }
         self.config = config = config.model_copy(update=sizes)
         self.target = target
         self.draft = draft if speculation.mode != "off" else None
@@ -87,20 +99,33 @@ class Engine:
             config.max_batch,
             config.prefill_chunk,
             max_emitted=config.num_draft_steps + 1 if self.draft is not None else 1,
-            # What a tree writes behind its root; and on CUDA the entry of the next root, made at the end of the round.
-            tree_columns=max(config.num_verify_tokens, 1 + config.num_columns, config.num_draft_steps + 2) if self.draft else 1,
+            # What a tree writes behind its root; and on CUDA the entry of the next root, made at
+            # the end of the round.
+            tree_columns=max(
+                config.num_verify_tokens, 1 + config.num_columns, config.num_draft_steps + 2
+            )
+            if self.draft
+            else 1,
         )
-        most = PagePool(0, PAGE_SIZE).pages_for(self.max_length + limits.max_emitted + limits.tree_columns)
+        most = PagePool(0, PAGE_SIZE).pages_for(
+            self.max_length + limits.max_emitted + limits.tree_columns
+        )
         self._pool = PagePool(config.num_pages or config.max_batch * most, PAGE_SIZE)
         self._scheduler = Scheduler(self._pool, limits, config.prefix_reuse)
-        self.rounds = self.kind_of_rounds(target)(target, self.draft, config, (config.max_batch, self._pool.num_pages))
+        self.rounds = self.kind_of_rounds(target)(
+            target, self.draft, config, (config.max_batch, self._pool.num_pages)
+        )
         if self.draft is None:
             speculation = replace(speculation, mode="off")
         costs = round_costs(self.rounds) if speculation.mode == "auto" else None
         self.policy = self.rounds.policy = Policy(speculation, costs, native=target.is_native)
         self._folder = folder
         self._end_tokens = frozenset(target.config.eos_token_ids)
-        self._grammars = Grammars(folder, target.config.vocab_size, self._end_tokens) if folder is not None else None
+        self._grammars = (
+            Grammars(folder, target.config.vocab_size, self._end_tokens)
+            if folder is not None
+            else None
+        )
         self._loop = self.overlap_loop if config.overlap else self.normal_loop
         needs_thread = config.overlap and not isinstance(self.rounds, TensorRounds)
         self._device = ThreadPoolExecutor(1, "device") if needs_thread else None
@@ -117,13 +142,22 @@ class Engine:
         config: EngineConfig | None = None,
         device: str = "cpu",
     ) -> Engine:
-        """Load a target folder and, optionally, a head folder in any form that `read_head` knows. device: cpu, cuda, cuda:1."""
+        """Load a target folder and, optionally, a head folder in any form that `read_head` knows.
+        device: cpu, cuda, cuda:1.
+        """
         loaded = Target.load(target, dtype, device)
-        return cls(loaded, Draft(*read_head(head, loaded.config), loaded) if head is not None else None, config, target)
+        return cls(
+            loaded,
+            Draft(*read_head(head, loaded.config), loaded) if head is not None else None,
+            config,
+            target,
+        )
 
     @staticmethod
     def kind_of_rounds(target: Target) -> type[Rounds]:
-        """On CUDA rounds that the host need not wait for; on a CPU, whose work is the host's own, the plain ones."""
+        """On CUDA rounds that the host need not wait for; on a CPU, whose work is the host's own,
+        the plain ones.
+        """
         return TensorRounds if target.device.startswith("cuda") else Rounds
 
     # Requests
@@ -133,24 +167,42 @@ class Engine:
         return self._scheduler.has_work or self._in_flight is not None
 
     def add(self, request: Request) -> None:
-        """Queue a request, n samples of it. Raises InputError for one that cannot be served, whatever else runs."""
+        """Queue a request, n samples of it. Raises InputError for one that cannot be served,
+        whatever else runs.
+        """
         length = len(request.prompt_ids)
         if length == 0:
             raise InputError("the prompt has no tokens", "give at least one token")
         if length >= self.max_length:
-            raise InputError(f"the prompt has {length} tokens, the limit is {self.max_length - 1}", "shorten the prompt")
-        if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self.target.config.vocab_size:
-            raise InputError("the prompt holds token ids outside the vocabulary", "use the target's own tokenizer")
+            raise InputError(
+                f"the prompt has {length} tokens, the limit is {self.max_length - 1}",
+                "shorten the prompt",
+            )
+        if (
+            not 0
+            <= min(request.prompt_ids)
+            <= max(request.prompt_ids)
+            < self.target.config.vocab_size
+        ):
+            raise InputError(
+                "the prompt holds token ids outside the vocabulary",
+                "use the target's own tokenizer",
+            )
         if self._scheduler.knows(request.id):
-            raise InputError(f"a request {request.id!r} is under way", "give every request an id of its own")
+            raise InputError(
+                f"a request {request.id!r} is under way", "give every request an id of its own"
+            )
         max_tokens = min(request.params.max_tokens, self.max_length - length)
         pages = self._scheduler.most_pages(length + max_tokens)
         if pages > self._pool.num_pages:
             raise InputError(
-                f"the request may need {pages} pages of {PAGE_SIZE} tokens, the cache has {self._pool.num_pages}",
+                f"the request may need {pages} pages of {PAGE_SIZE} tokens, the cache has "
+                f"{self._pool.num_pages}",
                 "shorten the prompt, lower max_tokens, or give the engine more pages (num_pages)",
             )
-        for running in [self._running(request, index, max_tokens) for index in range(request.params.n)]:
+        for running in [
+            self._running(request, index, max_tokens) for index in range(request.params.n)
+        ]:
             self._scheduler.add(running)
 
     def cancel(self, request_id: str) -> None:
@@ -180,7 +232,9 @@ class Engine:
         return self._loop()
 
     def check(self) -> None:
-        """Raise AssertionError unless every page and slot is accounted for; for idle moments and tests."""
+        """Raise AssertionError unless every page and slot is accounted for; for idle moments and
+        tests.
+        """
         self._scheduler.check()
 
     def metrics(self) -> dict[str, float]:
@@ -210,11 +264,18 @@ class Engine:
         return self._settle(self.rounds.run(job))
 
     def overlap_loop(self) -> list[Update]:
-        """Launch the next job, then look at what the one before has done. A job that needs the host between tokens waits."""
+        """Launch the next job, then look at what the one before has done. A job that needs the host
+        between tokens waits.
+        """
         ahead, self._in_flight = self._in_flight, None
         updates: list[Update] = []
         job = self._scheduler.schedule(nothing_in_flight=ahead is None)
-        if job and ahead and isinstance(self.rounds, TensorRounds) and self.rounds.job_needs_host(job):
+        if (
+            job
+            and ahead
+            and isinstance(self.rounds, TensorRounds)
+            and self.rounds.job_needs_host(job)
+        ):
             updates, ahead = self._settle(ahead.result()), None
         self._in_flight = self._launch(job) if job is not None else None
         return updates + (self._settle(ahead.result()) if ahead is not None else [])
@@ -250,23 +311,37 @@ class Engine:
         )
 
     def _watch(self, accept_length: int) -> None:
-        """Warn once when the head hardly helps greedy requests: it is not this target's, or the traffic is not its own."""
+        """Warn once when the head hardly helps greedy requests: it is not this target's, or the
+        traffic is not its own.
+        """
         self._accept_lengths.append(accept_length)
         if self._has_warned or len(self._accept_lengths) < TAU_WINDOW:
             return
         tau = sum(self._accept_lengths) / TAU_WINDOW
         if tau < LEAST_TAU:
             self._has_warned = True
-            what = "the head hardly helps: tau is %.2f over %d greedy rounds; `eyas check` tells whether it is read wrong"
+            what = (
+                "the head hardly helps: tau is %.2f over %d greedy rounds; `eyas check` tells "
+                "whether it is read wrong"
+            )
             log.warning(what, tau, TAU_WINDOW)
 
     def _running(self, request: Request, index: int, max_tokens: int) -> Running:
         params = request.params
         if (params.has_grammar or params.stop) and self._grammars is None:
-            raise InputError("stop strings and grammars need a tokenizer", "give the engine the target's folder")
+            raise InputError(
+                "stop strings and grammars need a tokenizer", "give the engine the target's folder"
+            )
         grammar = self._grammars.compile(params) if self._grammars is not None else None
         matcher = grammar.matcher() if grammar is not None else None
-        sampler = Sampler(params, request.prompt_ids, self.target.config.vocab_size, self._end_tokens, matcher, index)
+        sampler = Sampler(
+            params,
+            request.prompt_ids,
+            self.target.config.vocab_size,
+            self._end_tokens,
+            matcher,
+            index,
+        )
         stops = StopChecker(params.stop, self._decode) if params.stop else None
         return Running(request, index, sampler, stops, max_tokens)
 
@@ -274,7 +349,9 @@ class Engine:
     def _decode(self) -> Callable[[list[int]], str]:
         """Tokens to text, as clients see it."""
         tokenizer = AutoTokenizer.from_pretrained(str(self._folder), local_files_only=True)
-        return partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return partial(
+            tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
 
 
 @dataclass(slots=True)
@@ -293,4 +370,6 @@ class _Answer:
 
     def result(self, last: Update, finish_reason: FinishReason) -> Result:
         logprobs = self.logprobs if last.logprobs is not None else None
-        return Result(last.request_id, self.token_ids, finish_reason, self.accept_hist, last.index, logprobs)
+        return Result(
+            last.request_id, self.token_ids, finish_reason, self.accept_hist, last.index, logprobs
+        )

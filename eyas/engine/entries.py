@@ -1,11 +1,13 @@
-"""The draft's entries: made from the target's features when they are needed, not before. Knows jobs and the draft.
+"""The draft's entries: made from the target's features when they are needed, not before. Knows jobs
+and the draft.
 
     features   column 0 ..................... n-1     of every column in the target's cache, in its pages
     entries    column 1 ... draft_end-1                made so far; a tree needs them up to the root's, column n
 
-An entry of column c follows from the feature of column c - 1 and the token of column c, so whoever has a page has what its
-entries are made of, and may put off making them. Which full pages have theirs is known by page: a sample may be given a page in
-another's stead that was filled without drafting.
+An entry of column c follows from the feature of column c - 1 and the token of column c, so whoever
+has a page has what its entries are made of, and may put off making them. Which full pages have
+theirs is known by page: a sample may be given a page in another's stead that was filled without
+drafting.
 """
 
 from __future__ import annotations
@@ -26,14 +28,18 @@ from eyas.model.rows import Roots
 class Entries:
     """The draft's cache and the features it is filled from."""
 
-    def __init__(self, draft: Draft, num_pages: int, page_size: int, features: FeatureCache) -> None:
+    def __init__(
+        self, draft: Draft, num_pages: int, page_size: int, features: FeatureCache
+    ) -> None:
         self.draft, self.features = draft, features
         self.cache = draft.new_cache(num_pages, page_size)
         self._size = page_size
         self._is_full = np.zeros(num_pages, dtype=bool)  # pages with an entry in every column
 
     def begin_pages(self, job: Job, num_new: dict[int, int]) -> None:
-        """Forget what the pages held before in which the samples' newest columns begin; num_new of each sample."""
+        """Forget what the pages held before in which the samples' newest columns begin; num_new of
+        each sample.
+        """
         for b, count in num_new.items():
             end = job.runnings[b].num_cached
             first, stop = -((count - end) // self._size), -(-end // self._size)
@@ -45,7 +51,8 @@ class Entries:
         running = job.runnings[b]
         pages = job.page_table[b, : -(-running.draft_end // self._size)]
         has_entries = self._is_full[pages]
-        if running.draft_end % self._size:  # the last page is its own, unless it was given another in its stead
+        # the last page is its own, unless it was given another in its stead
+        if running.draft_end % self._size:
             has_entries[-1] |= running.draft_page == pages[-1]
         if not has_entries.all():
             running.draft_end = max(1, int(has_entries.argmin()) * self._size)
@@ -54,17 +61,27 @@ class Entries:
         """Make the entries up to the roots'; the draft's outputs [B, H] there."""
         return self.draft.catch_up(self._up_to_roots(job, who), self.cache, self.features)
 
-    def grow(self, job: Job, who: list[int], growth: Growth, thresholds: Sequence[float]) -> Proposals:
+    def grow(
+        self, job: Job, who: list[int], growth: Growth, thresholds: Sequence[float]
+    ) -> Proposals:
         """Make the entries up to the roots', and grow trees from there."""
-        return self.draft.grow(self._up_to_roots(job, who), self.cache, self.features, growth, thresholds)
+        return self.draft.grow(
+            self._up_to_roots(job, who), self.cache, self.features, growth, thresholds
+        )
 
     def enter(self, job: Job, who: list[int]) -> None:
-        """Make the entries of all columns before the roots', of which nobody asks what they propose."""
+        """Make the entries of all columns before the roots', of which nobody asks what they
+        propose.
+        """
         for b in who:
             self.check(job, b)
         who = [b for b in who if job.runnings[b].num_missing > 1]
         if who:
-            self.draft.enter(self._missing(job, who, [job.runnings[b].num_cached - 1 for b in who]), self.cache, self.features)
+            self.draft.enter(
+                self._missing(job, who, [job.runnings[b].num_cached - 1 for b in who]),
+                self.cache,
+                self.features,
+            )
 
     def made(self, job: Job, b: int, end: int) -> None:
         """Take note that a sample's entries before column `end` are there."""

@@ -1,7 +1,8 @@
-"""How large the next round's trees are to be, where the host must say so before they grow. Knows past proposals; no model.
+"""How large the next round's trees are to be, where the host must say so before they grow. Knows
+past proposals; no model.
 
-The policy's rule for one more level (the frontier's probability against a threshold) is applied to what frontiers were
-like, and its number of nodes is that of the last rounds.
+The policy's rule for one more level (the frontier's probability against a threshold) is applied to
+what frontiers were like, and its number of nodes is that of the last rounds.
 
 Letters: S requests that draft, K draft steps.
 """
@@ -21,13 +22,16 @@ class Foresight:
     """Means over the last rounds, by request."""
 
     def __init__(self, num_draft_steps: int) -> None:
-        self._frontiers = 0.7 ** np.arange(1, num_draft_steps)  # probability of the best path, by level
+        # probability of the best path, by level
+        self._frontiers = 0.7 ** np.arange(1, num_draft_steps)
         self._num_nodes: float | None = None
 
     def depth(self, thresholds: list[float], num_requests: int) -> int:
         """Levels, the first included, for `thresholds` as `Draft.propose` takes them."""
         expected = (num_requests * self._frontiers).tolist()
-        for level, (sum_of_best, least) in enumerate(zip(expected, thresholds, strict=True), start=1):
+        for level, (sum_of_best, least) in enumerate(
+            zip(expected, thresholds, strict=True), start=1
+        ):
             if sum_of_best < least:
                 return level
         return len(thresholds) + 1
@@ -44,4 +48,8 @@ class Foresight:
             best = np.exp(proposals.scores[:, proposals.depths == level + 1].max(1)).mean()
             self._frontiers[level] += _WEIGHT * (float(best) - self._frontiers[level])
         each = num_nodes / S
-        self._num_nodes = each if self._num_nodes is None else self._num_nodes + _WEIGHT * (each - self._num_nodes)
+        self._num_nodes = (
+            each
+            if self._num_nodes is None
+            else self._num_nodes + _WEIGHT * (each - self._num_nodes)
+        )

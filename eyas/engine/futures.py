@@ -1,4 +1,5 @@
-"""What one job leaves on the device for the next, by slot: the host need not know it to launch. Knows no request.
+"""What one job leaves on the device for the next, by slot: the host need not know it to launch.
+Knows no request.
 
 Letters: S slots, H draft hidden.
 """
@@ -18,7 +19,8 @@ def to_device(array: np.ndarray, device: str) -> torch.Tensor:
 class FutureMap:
     """Buffers of the state of every slot.
 
-    root, length int64 [S]: the last token emitted and its column. h [S, H]: the draft's output at the root's entry.
+    root, length int64 [S]: the last token emitted and its column. h [S, H]: the draft's output at
+    the root's entry.
     """
 
     def __init__(self, slots: int, H: int, dtype: torch.dtype, device: str) -> None:

@@ -1,7 +1,8 @@
-"""Answers that must follow a JSON schema or a regular expression: which tokens may come next. Knows no logits.
+"""Answers that must follow a JSON schema or a regular expression: which tokens may come next. Knows
+no logits.
 
-llguidance does the work (docs/decisions/grammar.md); it refuses what it cannot honour instead of ignoring it. Whoever draws
-must pass each token drawn to `advance`.
+llguidance does the work (docs/decisions/grammar.md); it refuses what it cannot honour instead of
+ignoring it. Whoever draws must pass each token drawn to `advance`.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from eyas.errors import InputError, MissingInputError
 
 _CACHED_GRAMMARS = 64
 _MAX_SOURCE_LENGTH = 65536  # characters of a schema or a regular expression
-_BLANKS = r"[ \t\n\r]{0,20}"  # between the parts of a JSON text: some targets never leave off where blanks may go on
+# between the parts of a JSON text: some targets never leave off where blanks may go on
+_BLANKS = r"[ \t\n\r]{0,20}"
 
 
 class Grammars:
-    """Compiles the grammars of requests for the target in `folder`, each once; the tokenizer is read for the first of them."""
+    """Compiles the grammars of requests for the target in `folder`, each once; the tokenizer is
+    read for the first of them.
+    """
 
     def __init__(self, folder: str | Path, vocab_size: int, end_tokens: Iterable[int]) -> None:
         self._folder = Path(folder)
@@ -33,21 +37,35 @@ class Grammars:
         self._cached = lru_cache(maxsize=_CACHED_GRAMMARS)(self._compile)
 
     def compile(self, params: SamplingParams) -> Grammar | None:
-        """The grammar that the params ask for, if any. Raises InputError for one that cannot be honoured."""
+        """The grammar that the params ask for, if any. Raises InputError for one that cannot be
+        honoured.
+        """
         return self._cached(params.json_schema, params.regex) if params.has_grammar else None
 
     def _compile(self, json_schema: str | None, regex: str | None) -> Grammar:
         if not self._end_tokens:
-            raise InputError(f"{self._folder} names no end token", "set eos_token_id in its config.json: a grammar ends by it")
+            raise InputError(
+                f"{self._folder} names no end token",
+                "set eos_token_id in its config.json: a grammar ends by it",
+            )
         name, source = ("regex", regex) if regex is not None else ("json_schema", json_schema)
         assert source is not None
         if len(source) > _MAX_SOURCE_LENGTH:
-            raise InputError(f"the {name} has {len(source)} characters", f"give {_MAX_SOURCE_LENGTH} or fewer")
-        text = LLMatcher.grammar_from_regex(source) if regex is not None else _grammar_of_schema(source)
+            raise InputError(
+                f"the {name} has {len(source)} characters", f"give {_MAX_SOURCE_LENGTH} or fewer"
+            )
+        text = (
+            LLMatcher.grammar_from_regex(source)
+            if regex is not None
+            else _grammar_of_schema(source)
+        )
         start = LLMatcher(self._tokenizer, text, log_level=0)
         start.compute_bitmask()  # finds what is too large to be followed
         if start.is_error():
-            hint = "leave out what is not supported; regular expressions are Rust's, without look-around"
+            hint = (
+                "leave out what is not supported; regular expressions are Rust's, without "
+                "look-around"
+            )
             raise InputError(f"the {name} cannot be followed: {_reason(start)}", hint)
         return Grammar(start, self._vocab_size, self._end_tokens)
 
@@ -61,9 +79,13 @@ class Grammars:
                 "put the target's tokenizer files beside its weights",
             ) from error
         if not tokenizer.is_fast:
-            raise MissingInputError(f"{self._folder} has no fast tokenizer", "add its tokenizer.json: grammars need it")
+            raise MissingInputError(
+                f"{self._folder} has no fast tokenizer", "add its tokenizer.json: grammars need it"
+            )
         size = max(self._vocab_size, len(tokenizer))
-        return LLTokenizer(tokenizer.backend_tokenizer.to_str(), n_vocab=size, eos_token=self._end_tokens)
+        return LLTokenizer(
+            tokenizer.backend_tokenizer.to_str(), n_vocab=size, eos_token=self._end_tokens
+        )
 
 
 class Grammar:
@@ -78,7 +100,9 @@ class Grammar:
 
 
 class GrammarMatcher:
-    """The place of one answer in its grammar. `failure` says why the library gave up on the way, or None."""
+    """The place of one answer in its grammar. `failure` says why the library gave up on the way, or
+    None.
+    """
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, end_tokens: list[int]) -> None:
         self._matcher, self._vocab_size, self._end_tokens = matcher, vocab_size, end_tokens
@@ -89,7 +113,9 @@ class GrammarMatcher:
         return _reason(self._matcher) if self._matcher.is_error() else None
 
     def mask(self) -> NDArray[np.bool_]:
-        """[V]: the tokens that may come next. End tokens where the grammar may stop; only they where nothing else may come."""
+        """[V]: the tokens that may come next. End tokens where the grammar may stop; only they
+        where nothing else may come.
+        """
         if self.is_over or self._matcher.is_stopped():
             allowed_V = np.zeros(self._vocab_size, dtype=bool)
             allowed_V[self._end_tokens] = True
@@ -109,14 +135,20 @@ class GrammarMatcher:
 
 def _grammar_of_schema(schema: str) -> str:
     try:
-        return str(LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _BLANKS}))
+        return str(
+            LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _BLANKS})
+        )
     except ValueError as error:
         raise InputError(
-            f"the json_schema cannot be read: {error}", "give a JSON schema, an object, as a string of JSON"
+            f"the json_schema cannot be read: {error}",
+            "give a JSON schema, an object, as a string of JSON",
         ) from error
 
 
 def _reason(matcher: LLMatcher) -> str:
     """The line of the library's message that says what is wrong."""
     lines = matcher.get_error().splitlines()
-    return next((line for line in lines if line.startswith("error: ")), lines[0] if lines else str(matcher.stop_reason()))
+    return next(
+        (line for line in lines if line.startswith("error: ")),
+        lines[0] if lines else str(matcher.stop_reason()),
+    )

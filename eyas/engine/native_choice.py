@@ -1,5 +1,6 @@
-"""`acceptance` and `budget` in the native library: for the few candidates of a round, where array operations take longer than
-the arithmetic. Knows how the arrays are handed over, and nothing else: the plain versions are there.
+"""`acceptance` and `budget` in the native library: for the few candidates of a round, where array
+operations take longer than the arithmetic. Knows how the arrays are handed over, and nothing else:
+the plain versions are there.
 
 Letters: B requests, C candidates of each.
 """
@@ -16,9 +17,15 @@ from eyas.model.outputs import Proposals
 
 
 def calibrate(
-    proposals: Proposals, table: np.ndarray, bins: tuple[int, int, float], greedy: list[bool], log_odds: list[float]
+    proposals: Proposals,
+    table: np.ndarray,
+    bins: tuple[int, int, float],
+    greedy: list[bool],
+    log_odds: list[float],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """conditional and paths float64 [B, C], cells int64 [B, C] in the table float64 [2 * D * S]; bins: D, S, bins a unit."""
+    """conditional and paths float64 [B, C], cells int64 [B, C] in the table float64 [2 * D * S];
+    bins: D, S, bins a unit.
+    """
     B, C = proposals.scores.shape
     depths, size, per_unit = bins
     inputs = (
@@ -38,7 +45,9 @@ def calibrate(
 def choose(
     paths: np.ndarray, ms_of_nodes: np.ndarray, sizes: tuple[int, int], fixed_ms: float, rate: float
 ) -> tuple[np.ndarray, int, float, float]:
-    """kept bool [B, C], their number, the tokens expected and the ms; sizes: num_tokens, max_nodes of a request."""
+    """kept bool [B, C], their number, the tokens expected and the ms; sizes: num_tokens, max_nodes
+    of a request.
+    """
     B, C = paths.shape
     num_tokens, max_nodes = sizes
     kept, expected = np.empty((B, C), dtype=bool), np.empty(2)

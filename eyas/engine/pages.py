@@ -1,15 +1,18 @@
-"""Pages of the key-value caches: who holds them, which prefixes they keep, which may go. Knows token ids, no tensor.
+"""Pages of the key-value caches: who holds them, which prefixes they keep, which may go. Knows
+token ids, no tensor.
 
-A full page is known by its tokens, the page before it and the salt of the request, so the pages kept are a tree of prefixes
-for each salt, and nothing is shared between salts: no timing tells one tenant what another has asked. A page is in one of
-three states; one that requests hold may be kept for others at the same time:
+A full page is known by its tokens, the page before it and the salt of the request, so the pages
+kept are a tree of prefixes for each salt, and nothing is shared between salts: no timing tells one
+tenant what another has asked. A page is in one of three states; one that requests hold may be kept
+for others at the same time:
 
     free        in _free
     held        _holders[page] requests count on it; theirs to write while it is not kept
     kept        full, found by match(); without holders it waits in _idle, the longest idle goes first
 
-A request holds every page of its prefix and lets go of its last page first, so a page is never idle for longer than one
-that follows it, and eviction takes leaves only. Tokens are compared, not hashes: a hit is exact.
+A request holds every page of its prefix and lets go of its last page first, so a page is never idle
+for longer than one that follows it, and eviction takes leaves only. Tokens are compared, not
+hashes: a hit is exact.
 """
 
 from __future__ import annotations
@@ -46,7 +49,9 @@ class PagePool:
         return -(-num_tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` pages held once each, evicting idle ones where needed; None, and nothing changed, if there are too few."""
+        """`count` pages held once each, evicting idle ones where needed; None, and nothing changed,
+        if there are too few.
+        """
         if count > self.num_available:
             return None
         while len(self._free) < count:
@@ -73,9 +78,11 @@ class PagePool:
         return pages
 
     def keep(self, before: int, tokens: Sequence[int], page: int, salt: str | None = None) -> int:
-        """Keep a full page that its only holder will not write again. `before`: the kept page before it, of this salt, or ROOT.
+        """Keep a full page that its only holder will not write again. `before`: the kept page
+        before it, of this salt, or ROOT.
 
-        Where the same prefix is kept already, that page is returned, held in this one's stead, and this one let go.
+        Where the same prefix is kept already, that page is returned, held in this one's stead, and
+        this one let go.
         """
         assert len(tokens) == self.page_size
         assert before == ROOT or before in self._key_of, f"page {before} is not kept"
@@ -100,7 +107,9 @@ class PagePool:
                     self._free.append(page)
 
     def check(self, held: Iterable[Sequence[int]]) -> None:
-        """Every page accounted for, given the pages of every request: raises AssertionError where one is not."""
+        """Every page accounted for, given the pages of every request: raises AssertionError where
+        one is not.
+        """
         holders = [0] * self.num_pages
         for pages in held:
             for page in pages:
@@ -115,7 +124,9 @@ class PagePool:
             assert is_kept or page not in self._idle, f"page {page} is idle and not kept"
         for page, key in self._key_of.items():
             assert self._page_of[key] == page, f"page {page} is not found under its tokens"
-            assert key[0] == ROOT or key[0] in self._key_of, f"page {page} follows a page that is gone"
+            assert key[0] == ROOT or key[0] in self._key_of, (
+                f"page {page} follows a page that is gone"
+            )
 
     def _hold(self, page: int) -> None:
         self._holders[page] += 1

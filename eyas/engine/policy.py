@@ -1,14 +1,15 @@
 """How much to speculate, decided anew every round: whether, for whom, how deep, and which nodes.
 
-Knows costs, acceptance and past rounds; no model and no clock: real times are told. The same inputs give the same choices,
-and a choice looks at what the draft proposed and at past rounds only, never at what the target is about to draw: outputs
-stay exact.
+Knows costs, acceptance and past rounds; no model and no clock: real times are told. The same inputs
+give the same choices, and a choice looks at what the draft proposed and at past rounds only, never
+at what the target is about to draw: outputs stay exact.
 
     plan      before drafting: who drafts, and when to stop going deeper         -> Round
     choose    after drafting: which candidates the target verifies               -> kept
     observe   after the round: what was emitted and how long it took
 
-Letters: S requests that may speculate, B all that decode (S and the plain ones), K draft steps, k tree_topk.
+Letters: S requests that may speculate, B all that decode (S and the plain ones), K draft steps, k
+tree_topk.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from eyas.model.outputs import Proposals
 
 Mode = Literal["off", "fixed", "auto"]
 
-_ENTER, _LEAVE = 1.02, 1.0  # the speed-up to begin with, and to stay with: no flipping between equals
+# the speed-up to begin with, and to stay with: no flipping between equals
+_ENTER, _LEAVE = 1.02, 1.0
 _PATIENCE = 0.1  # by how much it may miss that after one round; after n, by 1 / sqrt(n) of it
 _HOPELESS = 0.7  # a forecast that spares the trials of trees
 _UNKNOWN_SPEEDUP = 1.2  # before anything was drafted: try
@@ -40,13 +42,17 @@ _FORECAST_ROUNDS = 16.0  # weight of the forecast against measured rounds
 _EXPLORED_SHARE = 0.005  # of all time, for rounds that are expected to lose
 _FIRST_PERIOD, _LAST_PERIOD = 8, 2048  # rounds from one exploration of a load to the next
 _REFRESH = 64  # rounds from one forecast of a load to the next
-_BELIEVED = 1.5  # a round that takes longer than so many times its prediction was held up by something else
+# a round that takes longer than so many times its prediction was held up by something else
+_BELIEVED = 1.5
 _MEMORY = 1024  # tokens over which prompts are compared with answers
-_HORIZON = 64  # tokens that a request is expected to live on, for what catching up its draft may cost
+# tokens that a request is expected to live on, for what catching up its draft may cost
+_HORIZON = 64
 _WELL_KNOWN = 256  # trees, from which on one in so many as _KEEP_EVERY says is judged
 _MANY = 64  # entries of a prompt, for what one of them costs
-_KEEP_EVERY, _LEARN_DEPTH, _DEEPER = 4, 8, 64  # every so many trees: keep one to forecast; learn what depth brings; go deeper
-_GAIN, _GAIN_WEIGHT = 0.4, 0.4  # tokens that a level brings for a frontier of probability 1, before it is learned
+# every so many trees: keep one to forecast; learn what depth brings; go deeper
+_KEEP_EVERY, _LEARN_DEPTH, _DEEPER = 4, 8, 64
+# tokens that a level brings for a frontier of probability 1, before it is learned
+_GAIN, _GAIN_WEIGHT = 0.4, 0.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +65,40 @@ class Speculation:
     num_verify_tokens: int = 12
 
     def __post_init__(self) -> None:
-        hint = "for example fixed(6,3,12): draft steps, branches a step, tokens the target judges, root included"
-        for name, least, most in (("num_draft_steps", 1, 16), ("tree_topk", 1, 16), ("num_verify_tokens", 2, MAX_NODES + 1)):
+        hint = (
+            "for example fixed(6,3,12): draft steps, branches a step, tokens the target "
+            "judges, "
+            "root included"
+        )
+        for name, least, most in (
+            ("num_draft_steps", 1, 16),
+            ("tree_topk", 1, 16),
+            ("num_verify_tokens", 2, MAX_NODES + 1),
+        ):
             if not least <= getattr(self, name) <= most:
-                raise ConfigError(f"speculation: {name} is {getattr(self, name)}, not between {least} and {most}", hint)
+                raise ConfigError(
+                    f"speculation: {name} is {getattr(self, name)}, not between {least} and {most}",
+                    hint,
+                )
         if (self.num_draft_steps - 1) * self.tree_topk > MAX_NODES + 1:
             raise ConfigError(
-                f"speculation: {self} drafts more than {MAX_NODES + 1} nodes", "take fewer draft steps or branches"
+                f"speculation: {self} drafts more than {MAX_NODES + 1} nodes",
+                "take fewer draft steps or branches",
             )
 
     @classmethod
     def parse(cls, text: str, sizes: tuple[int, int, int] = (6, 3, 12)) -> Speculation:
-        """`off`, `auto`, `fixed`, or one of the last two with sizes: `fixed(6,3,12)`. Raises ConfigError."""
-        match = re.fullmatch(r"\s*(off|fixed|auto)\s*(?:\(\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*\))?\s*", text)
+        """`off`, `auto`, `fixed`, or one of the last two with sizes: `fixed(6,3,12)`. Raises
+        ConfigError.
+        """
+        match = re.fullmatch(
+            r"\s*(off|fixed|auto)\s*(?:\(\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*\))?\s*", text
+        )
         mode: Mode | None = next((one for one in get_args(Mode) if match and match[1] == one), None)
         if match is None or mode is None or (mode == "off" and match[2]):
             raise ConfigError(
-                f"speculation is {text!r}", "write off, auto, fixed or fixed(6,3,12): draft steps, branches, tokens judged"
+                f"speculation is {text!r}",
+                "write off, auto, fixed or fixed(6,3,12): draft steps, branches, tokens judged",
             )
         steps, topk, tokens = (int(match[2]), int(match[3]), int(match[4])) if match[2] else sizes
         return cls(mode, steps, topk, tokens)
@@ -87,7 +110,9 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class RoundRecord:
-    """One round: what was chosen, what was expected of it, what came. tokens and ms are those of the whole batch."""
+    """One round: what was chosen, what was expected of it, what came. tokens and ms are those of
+    the whole batch.
+    """
 
     num_requests: int
     num_drafting: int
@@ -102,9 +127,11 @@ class RoundRecord:
 
 @dataclass(slots=True)
 class Round:
-    """A round between `plan` and `observe`. Several may be under way: nothing of a round is in the policy.
+    """A round between `plan` and `observe`. Several may be under way: nothing of a round is in the
+    policy.
 
-    drafting bool [S]; thresholds: one for each level after the first, for `Draft.propose`. The rest is `choose`'s.
+    drafting bool [S]; thresholds: one for each level after the first, for `Draft.propose`. The rest
+    is `choose`'s.
     """
 
     pending: np.ndarray
@@ -113,7 +140,9 @@ class Round:
     load: tuple[int, int]  # octaves of S and B
     drafting: np.ndarray
     thresholds: list[float] = field(default_factory=list)
-    plain_ms: float = 0.0  # of a plain round of these requests, corrected; without the prompts' rows, which any round would run
+    # of a plain round of these requests, corrected; without the prompts' rows, which any round
+    # would run
+    plain_ms: float = 0.0
     explores: bool = False
     rate: float = 0.0  # tokens/ms that a node must beat
     proposals: Proposals | None = None
@@ -123,25 +152,30 @@ class Round:
     num_nodes: int = 0
     expected_tokens: float = 0.0
     predicted_ms: float = 0.0  # by the table, uncorrected
-    catch_up_ms: float = 0.0  # the part of it that is paid once, for tokens of rounds without drafting
+    # the part of it that is paid once, for tokens of rounds without drafting
+    catch_up_ms: float = 0.0
 
     @property
     def drafts(self) -> bool:
-        return any(self.drafting.tolist())  # a list: of few numbers that takes a fraction of the time
+        # a list: of few numbers that takes a fraction of the time
+        return any(self.drafting.tolist())
 
 
 class _Load:
-    """What is known of speculation at one load: forecast, measured, and when the other way was last tried.
+    """What is known of speculation at one load: forecast, measured, and when the other way was last
+    tried.
 
-    The speed-up over a plain round that takes what the table says; the plain rounds' own offset is known better with every
-    one that is run, so it is multiplied on when the speed-up is asked for. The drift of both cancels.
+    The speed-up over a plain round that takes what the table says; the plain rounds' own offset is
+    known better with every one that is run, so it is multiplied on when the speed-up is asked for.
+    The drift of both cancels.
     """
 
     def __init__(self) -> None:
         self.speculates = True
         self.forecast: float | None = None
         self.age = self.num_rounds = 0  # rounds since the forecast, and in all
-        self.worth = self.spent = 0.0  # of the last speculative rounds, in plain rounds: by tokens, by time
+        # of the last speculative rounds, in plain rounds: by tokens, by time
+        self.worth = self.spent = 0.0
         self.num_measured = 0
         self.since, self.period = 0, _FIRST_PERIOD
 
@@ -149,7 +183,11 @@ class _Load:
         """Of a speculative round over plain rounds with as many tokens."""
         if self.forecast is None:
             return _UNKNOWN_SPEEDUP
-        return plain_offset * (self.worth + _FORECAST_ROUNDS * self.forecast) / (self.spent + _FORECAST_ROUNDS)
+        return (
+            plain_offset
+            * (self.worth + _FORECAST_ROUNDS * self.forecast)
+            / (self.spent + _FORECAST_ROUNDS)
+        )
 
     def decide(self, speedup: float) -> bool:
         patience = _PATIENCE / math.sqrt(1 + self.num_measured) if self.speculates else 0.0
@@ -174,7 +212,11 @@ class Policy:
     """Decides for one engine. `costs` are needed in auto only."""
 
     def __init__(
-        self, speculation: Speculation, costs: CostTable | None = None, num_records: int = 1024, native: bool = False
+        self,
+        speculation: Speculation,
+        costs: CostTable | None = None,
+        num_records: int = 1024,
+        native: bool = False,
     ) -> None:
         """native: compute in the native library, which must be there."""
         assert costs is not None or speculation.mode != "auto", "auto speculation needs the costs"
@@ -186,7 +228,8 @@ class Policy:
         self._credit = 0.0  # ms that may be spent on exploring
         self._num_trees = 0
         self._drafted_last, self._native = True, native
-        self._prompt_rows, self._answer_tokens = 0.0, 32.0  # lately: a head has entries to make of the first for the second
+        # lately: a head has entries to make of the first for the second
+        self._prompt_rows, self._answer_tokens = 0.0, 32.0
         self._accept_length = 2.0  # of the last drafting requests
         K = speculation.num_draft_steps
         self._gains, self._frontiers = [_GAIN * _GAIN_WEIGHT] * (K - 1), [_GAIN_WEIGHT] * (K - 1)
@@ -204,9 +247,11 @@ class Policy:
         self._prompt_rows += num_rows
 
     def plan(self, pending: Sequence[int], num_plain: int = 0, prompt_rows: int = 0) -> Round:
-        """pending [S]: tokens that the draft must extend before it can propose for each request that may speculate.
+        """pending [S]: tokens that the draft must extend before it can propose for each request
+        that may speculate.
 
-        num_plain: requests that decode without; prompt_rows: rows of prompts in the same forward, which emit nothing.
+        num_plain: requests that decode without; prompt_rows: rows of prompts in the same forward,
+        which emit nothing.
         """
         waiting = np.asarray(pending, dtype=np.int64)
         S, B = len(pending), len(pending) + num_plain
@@ -223,9 +268,14 @@ class Policy:
 
     def _plan(self, round_: Round) -> None:
         B = round_.num_requests
-        load, plain_ms = self._load(round_), self._table.forward(B, B) * self._ratio("plain", round_)
+        load, plain_ms = (
+            self._load(round_),
+            self._table.forward(B, B) * self._ratio("plain", round_),
+        )
         round_.plain_ms = plain_ms
-        if load.forecast is None or load.age >= min(_REFRESH, max(_FIRST_PERIOD, load.num_rounds // 2)):
+        if load.forecast is None or load.age >= min(
+            _REFRESH, max(_FIRST_PERIOD, load.num_rounds // 2)
+        ):
             self._refresh(load, round_)
         load.age += 1
         load.num_rounds += 1
@@ -237,7 +287,8 @@ class Policy:
         self._drafted_last = speculates = load.decide(speedup) or is_trial
         if speculates:
             round_.drafting = round_.pending <= self._worth_catching_up(speedup, round_)
-        if load.since >= load.period and not round_.prompt_rows:  # whose time would be taken for the exploration's
+        # whose time would be taken for the exploration's
+        if load.since >= load.period and not round_.prompt_rows:
             if speculates and self._credit >= plain_ms * (speedup - 1):
                 round_.explores, round_.drafting = True, np.zeros_like(round_.drafting)
             elif not speculates:
@@ -253,7 +304,9 @@ class Policy:
         S = len(round_.pending)
         saved_ms = _HORIZON * round_.plain_ms * max(0.0, 1 - 1 / speedup) / S
         row_ms = self._entry_ms * self._ratio("tree", round_)
-        return max(self.speculation.num_draft_steps + 1, saved_ms / row_ms if row_ms > 0 else math.inf)
+        return max(
+            self.speculation.num_draft_steps + 1, saved_ms / row_ms if row_ms > 0 else math.inf
+        )
 
     @property
     def _entry_ms(self) -> float:
@@ -261,13 +314,17 @@ class Policy:
         return self._table.enter(_MANY) / _MANY
 
     def _explore(self, round_: Round) -> None:
-        """Draft for a few requests, those that are least behind, if the credit pays for it even when nothing is accepted."""
+        """Draft for a few requests, those that are least behind, if the credit pays for it even
+        when nothing is accepted.
+        """
         ratio, B = self._ratio("tree", round_), round_.num_requests + round_.prompt_rows
         K, k, N = self._sizes
         nearest = np.argsort(round_.pending, kind="stable")
         for count in (4, 1):
             few = nearest[:count]
-            ms = self._catch_up_ms(round_.pending[few].tolist()) + (K - 1) * self._table.step(len(few) * k)
+            ms = self._catch_up_ms(round_.pending[few].tolist()) + (K - 1) * self._table.step(
+                len(few) * k
+            )
             ms += self._table.target(B + len(few) * (N - 1)) - self._table.target(B)
             if ms * ratio <= self._credit:
                 round_.explores = True
@@ -275,33 +332,50 @@ class Policy:
                 return
 
     def _thresholds(self, round_: Round) -> list[float]:
-        """A level is drafted while the tokens that it brings (a frontier's probability times what a level brought for it
-        so far) are worth its time at the rate of the average round."""
+        """A level is drafted while the tokens that it brings (a frontier's probability times what a
+        level brought for it so far) are worth its time at the rate of the average round."""
         num_drafting = int(np.count_nonzero(round_.drafting))
-        step_ms = self._table.step(num_drafting * self.speculation.tree_topk) * self.correction.drift
+        step_ms = (
+            self._table.step(num_drafting * self.speculation.tree_topk) * self.correction.drift
+        )
         deeper = 0.25 if self._num_trees % _DEEPER == _DEEPER - 1 else 1.0
         cost = deeper * round_.rate * step_ms
-        return [cost / max(gain / frontier, 1e-3) for gain, frontier in zip(self._gains, self._frontiers, strict=True)]
+        return [
+            cost / max(gain / frontier, 1e-3)
+            for gain, frontier in zip(self._gains, self._frontiers, strict=True)
+        ]
 
     # After drafting
 
-    def choose(self, round_: Round, proposals: Proposals, requests: Sequence[RequestAcceptance]) -> np.ndarray:
-        """kept bool [B', C] over the proposals of the B' drafting requests, in their order; their states likewise."""
+    def choose(
+        self, round_: Round, proposals: Proposals, requests: Sequence[RequestAcceptance]
+    ) -> np.ndarray:
+        """kept bool [B', C] over the proposals of the B' drafting requests, in their order; their
+        states likewise.
+        """
         round_.proposals, round_.requests = proposals, requests
         round_.depth = int(proposals.depths[-1]) if len(proposals.depths) else 0
-        kept = self._choose(round_, proposals) if self.speculation.mode == "auto" else self._fixed(round_, proposals)
+        kept = (
+            self._choose(round_, proposals)
+            if self.speculation.mode == "auto"
+            else self._fixed(round_, proposals)
+        )
         self._num_trees += 1
         return kept
 
     def _fixed(self, round_: Round, proposals: Proposals) -> np.ndarray:
-        """The tree of the size that was asked for. What is expected of it is for the metrics alone: now and then is enough."""
+        """The tree of the size that was asked for. What is expected of it is for the metrics alone:
+        now and then is enough.
+        """
         B, C = proposals.scores.shape
         most = self.speculation.num_verify_tokens - 1
         kept = most_probable(proposals.scores, most) if most < C else np.ones((B, C), dtype=bool)
         round_.num_nodes = B * min(C, most)
         if self._num_trees % _KEEP_EVERY == 0:
             round_.calibrated = self.acceptance.calibrate(proposals, round_.requests)
-            round_.expected_tokens = round_.num_requests + float(round_.calibrated.paths[kept].sum())
+            round_.expected_tokens = round_.num_requests + float(
+                round_.calibrated.paths[kept].sum()
+            )
         else:
             round_.expected_tokens = round_.num_requests + B * (self._accept_length - 1)
         if self.costs is not None:
@@ -316,7 +390,9 @@ class Policy:
         max_nodes = self.speculation.num_verify_tokens - 1
         before_ms, round_.catch_up_ms = self._before(round_)
         rows = round_.num_requests + round_.prompt_rows
-        ms_of_nodes = self._table.target.span(rows, len(paths) * max_nodes + 1) + self._table.prefixes(round_.num_requests)
+        ms_of_nodes = self._table.target.span(
+            rows, len(paths) * max_nodes + 1
+        ) + self._table.prefixes(round_.num_requests)
         rate = round_.rate * self._ratio("tree", round_)  # of the table's ms
         if self._native:
             sizes = round_.num_requests, max_nodes
@@ -331,25 +407,40 @@ class Policy:
         if self._num_trees % _KEEP_EVERY == 0 or self._forecast.num_seen < _KEEP_EVERY**2:
             self._forecast.add(paths, proposals.depths)
         if self._num_trees % (_LEARN_DEPTH if self._num_trees < _DEEPER else 2 * _LEARN_DEPTH) == 0:
-            self._learn_depth(proposals, values_by_depth(paths, proposals.depths, ms_of_nodes, rate, max_nodes))
+            self._learn_depth(
+                proposals, values_by_depth(paths, proposals.depths, ms_of_nodes, rate, max_nodes)
+            )
         return choice.kept
 
     def _before(self, round_: Round) -> tuple[float, float]:
-        """ms by the table of extend and draft steps; and how much of it is catching up, not every round's."""
+        """ms by the table of extend and draft steps; and how much of it is catching up, not every
+        round's.
+        """
         # Lists: of few numbers they take a fraction of the time of arrays.
-        behind, most = round_.pending[round_.drafting].tolist(), self.speculation.num_draft_steps + 1
+        behind, most = (
+            round_.pending[round_.drafting].tolist(),
+            self.speculation.num_draft_steps + 1,
+        )
         extend_ms = self._catch_up_ms(behind)
         step_ms = self._table.step(len(behind) * self.speculation.tree_topk)
-        usual_ms = self._catch_up_ms([min(tokens, most) for tokens in behind]) if max(behind) > most else extend_ms
+        usual_ms = (
+            self._catch_up_ms([min(tokens, most) for tokens in behind])
+            if max(behind) > most
+            else extend_ms
+        )
         return extend_ms + max(0, round_.depth - 1) * step_ms, extend_ms - usual_ms
 
     def _catch_up_ms(self, behind: list[int]) -> float:
-        """Of requests that are so many entries behind: of one that is far behind all but the root's are made apart."""
+        """Of requests that are so many entries behind: of one that is far behind all but the root's
+        are made apart.
+        """
         far = [tokens for tokens in behind if tokens > AT_ONCE]
         return self._table.extend(sum(behind) - sum(far) + len(far)) + self._table.enter(sum(far))
 
     def _learn_depth(self, proposals: Proposals, values: np.ndarray) -> None:
-        """values [D + 1]: what the best tree of each depth is worth. A level's gain goes with its frontier's probability."""
+        """values [D + 1]: what the best tree of each depth is worth. A level's gain goes with its
+        frontier's probability.
+        """
         B = len(proposals.scores)
         self._gains = [0.98 * gain + 0.02 * _GAIN * _GAIN_WEIGHT for gain in self._gains]
         self._frontiers = [0.98 * frontier + 0.02 * _GAIN_WEIGHT for frontier in self._frontiers]
@@ -360,12 +451,16 @@ class Policy:
     # After the round
 
     def observe(self, round_: Round, emitted: Sequence[Sequence[int]], real_ms: float) -> None:
-        """emitted: the tokens of the drafting requests, in the order of `choose`; the others emitted one each."""
+        """emitted: the tokens of the drafting requests, in the order of `choose`; the others
+        emitted one each.
+        """
         assert len(emitted) == np.count_nonzero(round_.drafting)
         assert real_ms > 0
         tokens = sum(map(len, emitted)) + round_.num_requests - len(emitted)
         if emitted:
-            self._accept_length += 0.05 * (sum(map(len, emitted)) / len(emitted) - self._accept_length)
+            self._accept_length += 0.05 * (
+                sum(map(len, emitted)) / len(emitted) - self._accept_length
+            )
         is_judged = self._num_trees < _WELL_KNOWN or self._num_trees % _KEEP_EVERY == 0
         if round_.proposals is not None and round_.calibrated is not None and is_judged:
             self.acceptance.observe(round_.proposals, round_.calibrated, emitted, round_.requests)
@@ -404,11 +499,15 @@ class Policy:
                 self._load(round_).period = _FIRST_PERIOD
             self._credit -= max(0.0, real_ms - fair_ms)
             self._sums["explored_ms"] += max(0.0, real_ms - fair_ms)
-        # The first trees of a load meet cold caches and code that never ran: they say little of those to come.
+        # The first trees of a load meet cold caches and code that never ran: they say little of
+        # those to come.
         is_warm = self.correction.count("tree", round_.load[1]) > TRIALS
         if kind == "tree" and is_warm and round_.drafting.all() and not round_.prompt_rows:
             usual_ms = real_ms * (1 - round_.catch_up_ms / round_.predicted_ms)
-            plain_table_ms = self._table.forward(round_.num_requests, round_.num_requests) * self.correction.drift
+            plain_table_ms = (
+                self._table.forward(round_.num_requests, round_.num_requests)
+                * self.correction.drift
+            )
             self._load(round_).measured(tokens / round_.num_requests, usual_ms / plain_table_ms)
         elif kind == "plain":
             self._load(round_).rested()
@@ -424,10 +523,14 @@ class Policy:
         self._sums["draft_steps"] += max(0, record.depth - 1)
 
     def metrics(self) -> dict[str, float]:
-        """Sums since the start (rounds, tokens, ms: predicted and real), and the speed-up held for each load."""
+        """Sums since the start (rounds, tokens, ms: predicted and real), and the speed-up held for
+        each load.
+        """
         names = ("rounds", "tokens", "expected_tokens", "predicted_ms", "real_ms")
         sums = {f"{kind}_{name}": 0.0 for kind in ("plain", "tree") for name in names}
-        sums |= dict.fromkeys(("explored_rounds", "explored_ms", "verified_nodes", "draft_steps"), 0.0)
+        sums |= dict.fromkeys(
+            ("explored_rounds", "explored_ms", "verified_nodes", "draft_steps"), 0.0
+        )
         sums |= self._sums
         held = {
             f"speedup_{_first(S)}_of_{_first(B)}": load.speedup(self.correction.offset("plain", B))
@@ -444,7 +547,11 @@ class Policy:
 
     @property
     def _sizes(self) -> tuple[int, int, int]:
-        return self.speculation.num_draft_steps, self.speculation.tree_topk, self.speculation.num_verify_tokens
+        return (
+            self.speculation.num_draft_steps,
+            self.speculation.tree_topk,
+            self.speculation.num_verify_tokens,
+        )
 
     def _load(self, round_: Round) -> _Load:
         return self._loads.setdefault(round_.load, _Load())
@@ -453,10 +560,14 @@ class Policy:
         return self.correction.ratio(kind, round_.load[1])
 
     def _speedup(self, round_: Round) -> float:
-        """Of speculation over plain rounds, with what the entries of prompts cost for every token of an answer."""
+        """Of speculation over plain rounds, with what the entries of prompts cost for every token
+        of an answer.
+        """
         of_rounds = self._load(round_).speedup(self.correction.offset("plain", round_.load[1]))
         token_ms = round_.plain_ms / round_.num_requests
-        entries_ms = self._prompt_rows / self._answer_tokens * self._entry_ms * self.correction.drift
+        entries_ms = (
+            self._prompt_rows / self._answer_tokens * self._entry_ms * self.correction.drift
+        )
         return 1 / (1 / of_rounds + entries_ms / token_ms)
 
     def _refresh(self, load: _Load, round_: Round) -> None:
@@ -470,7 +581,12 @@ class Policy:
         step_ms = self._table.step(S * k)
         ms_of_depth = self._table.extend(round(S * self._accept_length)) + step_ms * np.arange(K)
         tokens, ms = self._forecast.predict(S, B, ms_of_nodes, ms_of_depth)
-        load.forecast = tokens / B * self._table.forward(B, B) / (ms * self.correction.offset("tree", round_.load[1]))
+        load.forecast = (
+            tokens
+            / B
+            * self._table.forward(B, B)
+            / (ms * self.correction.offset("tree", round_.load[1]))
+        )
 
 
 def _octave(count: int) -> int:

@@ -22,11 +22,12 @@ MIN_TEMPERATURE = 1e-5  # below it, but above 0, greedy is meant
 class SamplingParams:
     """How the next token is drawn from the target's distribution, and where the answer ends.
 
-    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 keep the whole vocabulary; the penalties' defaults change nothing.
-    With the same seed a request gives the same tokens, with and without speculation; None takes one from the system.
-    stop_token_ids end the answer as the target's own end tokens do, and also where ignore_eos is set. logprobs None gives
-    none, 0 those of the answer's tokens, n those of the n best tokens at each place as well. Raises InputError for values
-    out of range and for options that contradict each other.
+    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 keep the whole vocabulary; the penalties'
+    defaults change nothing. With the same seed a request gives the same tokens, with and without
+    speculation; None takes one from the system. stop_token_ids end the answer as the target's own
+    end tokens do, and also where ignore_eos is set. logprobs None gives none, 0 those of the
+    answer's tokens, n those of the n best tokens at each place as well. Raises InputError for
+    values out of range and for options that contradict each other.
     """
 
     temperature: float = 0.0
@@ -60,78 +61,123 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+        return (
+            self.repetition_penalty != 1
+            or self.frequency_penalty != 0
+            or self.presence_penalty != 0
+        )
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises InputError when the bias or the stop tokens name tokens that the target does not have."""
+        """Raises InputError when the bias or the stop tokens name tokens that the target does not
+        have.
+        """
         for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
             wrong = next((token for token in ids if token >= vocab_size), None)
             if wrong is not None:
-                raise InputError(f"{name} names token {wrong}, the target has {vocab_size}", "use the target's own tokenizer")
+                raise InputError(
+                    f"{name} names token {wrong}, the target has {vocab_size}",
+                    "use the target's own tokenizer",
+                )
 
     def _check_distribution(self) -> None:
         if not (math.isfinite(self.temperature) and 0 <= self.temperature <= 100):
-            raise InputError(f"temperature {self.temperature} is out of range", "give a number from 0 (greedy) to 100")
+            raise InputError(
+                f"temperature {self.temperature} is out of range",
+                "give a number from 0 (greedy) to 100",
+            )
         if 0 < self.temperature < MIN_TEMPERATURE:
-            raise InputError(f"temperature {self.temperature} is nearly 0", f"give 0 (greedy) or {MIN_TEMPERATURE} or more")
+            raise InputError(
+                f"temperature {self.temperature} is nearly 0",
+                f"give 0 (greedy) or {MIN_TEMPERATURE} or more",
+            )
         if self.top_k < 0:
-            raise InputError(f"top_k {self.top_k} is out of range", "give 0 (off) or a positive number")
+            raise InputError(
+                f"top_k {self.top_k} is out of range", "give 0 (off) or a positive number"
+            )
         if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p {self.top_p} is out of range", "give a number above 0, up to 1")
+            raise InputError(
+                f"top_p {self.top_p} is out of range", "give a number above 0, up to 1"
+            )
         if not 0 <= self.min_p <= 1:
-            raise InputError(f"min_p {self.min_p} is out of range", "give a number from 0 (off) to 1")
+            raise InputError(
+                f"min_p {self.min_p} is out of range", "give a number from 0 (off) to 1"
+            )
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise InputError(f"seed {self.seed} is out of range", "give a whole number of 64 bits, with its sign")
+            raise InputError(
+                f"seed {self.seed} is out of range", "give a whole number of 64 bits, with its sign"
+            )
 
     def _check_penalties(self) -> None:
         if not 0.01 <= self.repetition_penalty <= 100:
             raise InputError(
-                f"repetition_penalty {self.repetition_penalty} is out of range", "give a number from 0.01 to 100; 1 is off"
+                f"repetition_penalty {self.repetition_penalty} is out of range",
+                "give a number from 0.01 to 100; 1 is off",
             )
         for name in ("frequency_penalty", "presence_penalty"):
             if not -2 <= getattr(self, name) <= 2:
-                raise InputError(f"{name} {getattr(self, name)} is out of range", "give a number from -2 to 2; 0 is off")
+                raise InputError(
+                    f"{name} {getattr(self, name)} is out of range",
+                    "give a number from -2 to 2; 0 is off",
+                )
         for token, bias in self.logit_bias.items():
             if token < 0:
-                raise InputError(f"logit_bias names token {token}", "give token ids of the target, 0 or more")
+                raise InputError(
+                    f"logit_bias names token {token}", "give token ids of the target, 0 or more"
+                )
             if not -100 <= bias <= 100:
-                raise InputError(f"logit_bias of token {token} is {bias}", "give numbers from -100 to 100")
+                raise InputError(
+                    f"logit_bias of token {token} is {bias}", "give numbers from -100 to 100"
+                )
 
     def _check_ends(self) -> None:
         if self.max_tokens < 1:
             raise InputError(f"max_tokens {self.max_tokens} is out of range", "give 1 or more")
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise InputError(
-                f"min_tokens {self.min_tokens} is out of range", f"give a number from 0 to max_tokens, {self.max_tokens}"
+                f"min_tokens {self.min_tokens} is out of range",
+                f"give a number from 0 to max_tokens, {self.max_tokens}",
             )
         if len(self.stop) > MAX_STOPS:
-            raise InputError(f"{len(self.stop)} stop strings are too many", f"give {MAX_STOPS} or fewer")
+            raise InputError(
+                f"{len(self.stop)} stop strings are too many", f"give {MAX_STOPS} or fewer"
+            )
         if not all(0 < len(stop) <= MAX_STOP_LENGTH for stop in self.stop):
-            raise InputError("a stop string is empty or too long", f"give 1 to {MAX_STOP_LENGTH} characters each")
+            raise InputError(
+                "a stop string is empty or too long", f"give 1 to {MAX_STOP_LENGTH} characters each"
+            )
         if len(self.stop_token_ids) > MAX_STOPS or any(token < 0 for token in self.stop_token_ids):
             raise InputError(
-                f"stop_token_ids {self.stop_token_ids} are not usable", f"give {MAX_STOPS} or fewer, 0 or more each"
+                f"stop_token_ids {self.stop_token_ids} are not usable",
+                f"give {MAX_STOPS} or fewer, 0 or more each",
             )
 
     def _check_output(self) -> None:
         if not 1 <= self.n <= MAX_SAMPLES:
-            raise InputError(f"n {self.n} is out of range", f"give a number from 1 to {MAX_SAMPLES}")
+            raise InputError(
+                f"n {self.n} is out of range", f"give a number from 1 to {MAX_SAMPLES}"
+            )
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise InputError(f"logprobs {self.logprobs} is out of range", f"give a number from 0 to {MAX_LOGPROBS}, or none")
+            raise InputError(
+                f"logprobs {self.logprobs} is out of range",
+                f"give a number from 0 to {MAX_LOGPROBS}, or none",
+            )
         if self.json_schema is not None and self.regex is not None:
             raise InputError("json_schema and regex are both given", "give one of them")
         if self.has_grammar and (self.ignore_eos or self.min_tokens):
             raise InputError(
-                "ignore_eos and min_tokens ask for tokens where a json_schema or a regex may allow none",
+                "ignore_eos and min_tokens ask for tokens where a json_schema or a regex may allow "
+                "none",
                 "leave them out, or the json_schema or regex",
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt to go on from. `speculation=False` decodes it plainly: the same tokens, one per round.
+    """A prompt to go on from. `speculation=False` decodes it plainly: the same tokens, one per
+    round.
 
-    tells_trees: updates have what was drafted. cache_salt: computed prefixes are shared with requests of the same salt alone.
+    tells_trees: updates have what was drafted. cache_salt: computed prefixes are shared with
+    requests of the same salt alone.
     """
 
     id: str
@@ -144,7 +190,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural log of a token's probability in the target's own distribution, and the best tokens there, best first."""
+    """Natural log of a token's probability in the target's own distribution, and the best tokens
+    there, best first.
+    """
 
     token_id: int
     logprob: float
@@ -153,10 +201,11 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class DraftedTree:
-    """What a round drafted for one sample and the target judged: nodes without the root, parents first.
+    """What a round drafted for one sample and the target judged: nodes without the root, parents
+    first.
 
-    parents: a node's, -1 for the root. probabilities: the draft's, of a node's token behind its parent. accepted: the nodes
-    that became the first of the round's tokens, in their order.
+    parents: a node's, -1 for the root. probabilities: the draft's, of a node's token behind its
+    parent. accepted: the nodes that became the first of the round's tokens, in their order.
     """
 
     token_ids: list[int]
@@ -169,8 +218,8 @@ class DraftedTree:
 class Update:
     """What one step gave one request. num_accepted_drafts is None for a prefill or a plain round.
 
-    index says which of the request's n samples it is; logprobs has one entry a token where they were asked for. tree: of a
-    speculative round, where it was asked for.
+    index says which of the request's n samples it is; logprobs has one entry a token where they
+    were asked for. tree: of a speculative round, where it was asked for.
     """
 
     request_id: str
@@ -184,10 +233,11 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A finished sample of a request. token_ids includes what ended it when finish_reason is "stop": an end token, a stop
-    token, or the token that completes a stop string.
+    """A finished sample of a request. token_ids includes what ended it when finish_reason is
+    "stop": an end token, a stop token, or the token that completes a stop string.
 
-    accept_hist[a] counts the speculative rounds that accepted a drafts: tau = sum((a + 1) * n) / sum(n).
+    accept_hist[a] counts the speculative rounds that accepted a drafts: tau = sum((a + 1) * n) /
+    sum(n).
     """
 
     request_id: str

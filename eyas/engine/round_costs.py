@@ -1,4 +1,5 @@
-"""What the parts of a round cost with these models on this machine: the work that `costs` times. Knows the rounds' caches.
+"""What the parts of a round cost with these models on this machine: the work that `costs` times.
+Knows the rounds' caches.
 
 Called before anything runs: it writes into pages that nobody holds yet.
 """
@@ -22,11 +23,14 @@ from eyas.model.rows import Roots, Rows, rows_of, slots_of
 POINTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
 TYPICAL_LENGTH = 200  # columns that a row sees
 NUM_LEVELS = 4  # timed together: a call's own time is spread over a tree's levels
-STALE = 1.5  # a table this much slower than the machine is now was measured on a busy one, or by older code
+# a table this much slower than the machine is now was measured on a busy one, or by older code
+STALE = 1.5
 
 
 def round_costs(rounds: Rounds) -> CostTable:
-    """The cost table of these rounds: kept from an earlier start on the same machine, or measured now, in about two seconds."""
+    """The cost table of these rounds: kept from an earlier start on the same machine, or measured
+    now, in about two seconds.
+    """
     assert rounds.draft is not None
     identity = CostIdentity(
         target=rounds.target.fingerprint,
@@ -39,7 +43,9 @@ def round_costs(rounds: Rounds) -> CostTable:
     )
     works = _Works(rounds)
     with torch.inference_mode(), one_torch_thread(rounds.target.is_native):
-        table, _ = kept_or_measured(identity, works.measured, lambda kept: kept.target(1) > STALE * works.fastest_ms())
+        table, _ = kept_or_measured(
+            identity, works.measured, lambda kept: kept.target(1) > STALE * works.fastest_ms()
+        )
     return table
 
 
@@ -49,11 +55,16 @@ def device_name(device: str) -> str:
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")),
+        platform.processor(),
+    )
 
 
 class _Works:
-    """What is timed: each method does its work for a number of rows, behind prefixes of a typical length."""
+    """What is timed: each method does its work for a number of rows, behind prefixes of a typical
+    length.
+    """
 
     def __init__(self, rounds: Rounds) -> None:
         assert rounds.entries is not None
@@ -69,7 +80,9 @@ class _Works:
         return replace(table, step=one)
 
     def forward(self, M: int) -> None:
-        self._target.forward(self._rows(M, 0), self._rounds.cache, self._draft.config.taps).best.tolist()
+        self._target.forward(
+            self._rows(M, 0), self._rounds.cache, self._draft.config.taps
+        ).best.tolist()
 
     def decode(self, B: int) -> None:
         """Requests beyond those that the cache has room for read the pages of others."""
@@ -79,7 +92,14 @@ class _Works:
         pages = (starts[:, None] + np.arange(own)).astype(np.int32)
         column = np.full(B, min(self._length, own * size - 1))
         slot = slots_of(pages, np.arange(B), column, size)
-        arrays = np.zeros(B, dtype=np.int64), np.arange(B), column, slot, column + 1, np.zeros(B, dtype=np.int64)
+        arrays = (
+            np.zeros(B, dtype=np.int64),
+            np.arange(B),
+            column,
+            slot,
+            column + 1,
+            np.zeros(B, dtype=np.int64),
+        )
         rows = rows_of(arrays, pages, self._target.device)
         self._target.forward(rows, self._rounds.cache, self._draft.config.taps).best.tolist()
 
@@ -91,7 +111,9 @@ class _Works:
         """Of a prompt: consecutive columns of one request."""
         last = min(max(self._length, M), self._num_slots - 1)
         M = min(M, last)
-        self._draft.enter(Roots([last], [last - M + 1], [0] * M, self._table), self._draft_cache, self._features)
+        self._draft.enter(
+            Roots([last], [last - M + 1], [0] * M, self._table), self._draft_cache, self._features
+        )
 
     def _entries(self, M: int) -> Roots:
         """One of each of M requests."""
@@ -108,9 +130,13 @@ class _Works:
         self._draft.propose(lens, h, first, tables, self._draft_cache, growth, [0.0] * NUM_LEVELS)
 
     @cache  # noqa: B019  (lives as long as the measurement)
-    def _roots(self, B: int, k: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], np.ndarray]:
+    def _roots(
+        self, B: int, k: int
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], np.ndarray]:
         """What B trees grow from: outputs, first candidates and page tables."""
-        h = torch.zeros(B, self._draft.config.hidden_size, dtype=self._target.dtype, device=self._target.device)
+        h = torch.zeros(
+            B, self._draft.config.hidden_size, dtype=self._target.dtype, device=self._target.device
+        )
         return h, self._draft.proposals(h, k), np.repeat(self._table, B, axis=0)
 
     def fastest_ms(self) -> float:

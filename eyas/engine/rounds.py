@@ -1,13 +1,14 @@
 """The device's work: a prefill, or one round of propose -> verify -> extend, for the samples of a job.
 
-Knows the models, their caches and what a job's samples have emitted. Does not know who waits, who owns a page or why the job
-is as it is. One thread runs the jobs, in the order of their launch.
+Knows the models, their caches and what a job's samples have emitted. Does not know who waits, who
+owns a page or why the job is as it is. One thread runs the jobs, in the order of their launch.
 
     target's cache   [ x_0 ........ x_{n-1} ] verify writes [ root n_1 .. n_{N-1} ], accepted nodes are moved together
     draft's cache    [ e_1 ........ e_n ]     propose writes behind it; extend writes [ e_{n+1} .. ] from the target's features
 
-A sample that does not draft is a tree of its root alone: plain decoding is the same round. The target's features lie in pages
-of their own until the draft needs an entry, so where nothing is drafted a head costs next to nothing.
+A sample that does not draft is a tree of its root alone: plain decoding is the same round. The
+target's features lie in pages of their own until the draft needs an entry, so where nothing is
+drafted a head costs next to nothing.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ NOTHING = Proposals(
 
 @contextmanager
 def one_torch_thread(enabled: bool) -> Iterator[None]:
-    """Keep PyTorch's small operators on one thread while the native path's own threads are at work beside them: two pools on
-    the same cores wait for each other, and a copy of a few kilobytes takes milliseconds."""
+    """Keep PyTorch's small operators on one thread while the native path's own threads are at work
+    beside them: two pools on the same cores wait for each other, and a copy of a few kilobytes
+    takes milliseconds."""
     threads = torch.get_num_threads()
     if enabled:
         torch.set_num_threads(1)
@@ -58,7 +60,9 @@ def one_torch_thread(enabled: bool) -> Iterator[None]:
 class Rounds:
     """Runs jobs on a target, with the draft's proposals where there is a draft."""
 
-    def __init__(self, target: Target, draft: Draft | None, growth: Growth, sizes: tuple[int, int]) -> None:
+    def __init__(
+        self, target: Target, draft: Draft | None, growth: Growth, sizes: tuple[int, int]
+    ) -> None:
         """sizes: (max_batch, num_pages). Drafts nothing until it is given another policy."""
         _, num_pages = sizes
         self.trace = Trace()
@@ -83,10 +87,17 @@ class Rounds:
     # Prefill
 
     def _prefill(self, job: Job, chunks: list[range]) -> list[Outcome]:
-        """A stretch of each prompt through target and draft; the first token of those whose prompt ends with it."""
+        """A stretch of each prompt through target and draft; the first token of those whose prompt
+        ends with it.
+        """
         size = self.cache.page_size
-        tokens = [running.tokens[chunk.start : chunk.stop] for running, chunk in zip(job.runnings, chunks, strict=True)]
-        rows = prompt_rows(tokens, [chunk.start for chunk in chunks], job.page_table, size, self._device)
+        tokens = [
+            running.tokens[chunk.start : chunk.stop]
+            for running, chunk in zip(job.runnings, chunks, strict=True)
+        ]
+        rows = prompt_rows(
+            tokens, [chunk.start for chunk in chunks], job.page_table, size, self._device
+        )
         ends = np.cumsum([len(chunk) for chunk in chunks])
         # A sample that was preempted has drawn its root long ago.
         draws = [
@@ -94,7 +105,9 @@ class Rounds:
             for b, (running, chunk) in enumerate(zip(job.runnings, chunks, strict=True))
             if chunk.stop == running.prefill_end == len(running.tokens)
         ]
-        output = self.target.forward(rows, self.cache, self._taps, self._index((ends[draws] - 1).tolist()), self._features)
+        output = self.target.forward(
+            rows, self.cache, self._taps, self._index((ends[draws] - 1).tolist()), self._features
+        )
         emitted: dict[int, list[int]] = {}
         best = output.best.tolist() if draws else []
         for place, b in enumerate(draws):
@@ -106,10 +119,14 @@ class Rounds:
         if self.entries is not None:
             self.entries.begin_pages(job, {b: len(chunk) for b, chunk in enumerate(chunks)})
             self._enter_prompts(job, chunks)
-        return [self._outcome(running, emitted.get(b, [])) for b, running in enumerate(job.runnings)]
+        return [
+            self._outcome(running, emitted.get(b, [])) for b, running in enumerate(job.runnings)
+        ]
 
     def _enter_prompts(self, job: Job, chunks: list[range]) -> None:
-        """Make the prompts' entries at once if they are likely to be drafted from; tell the policy how many they are."""
+        """Make the prompts' entries at once if they are likely to be drafted from; tell the policy
+        how many they are.
+        """
         assert self.entries is not None
         able = [b for b, running in enumerate(job.runnings) if running.request.speculation]
         if not self.policy.expects_drafts:
@@ -123,7 +140,9 @@ class Rounds:
     # Rounds
 
     def _decode(self, job: Job) -> list[Outcome]:
-        """One round. A sample that has ended in the meantime, which only overlap can bring about, is left alone."""
+        """One round. A sample that has ended in the meantime, which only overlap can bring about,
+        is left alone.
+        """
         started = time.perf_counter()
         alive = [b for b, running in enumerate(job.runnings) if running.finish_reason is None]
         if not alive:
@@ -133,15 +152,24 @@ class Rounds:
         drafting = [b for b, drafts in zip(able, plan.drafting, strict=True) if drafts]
         proposals, kept = self._propose(job, drafting, plan)
         lines = {b: line for line, b in enumerate(drafting)}
-        emitted = self._verify(job, alive, Chosen([lines.get(b, -1) for b in alive], proposals, kept))
-        self.policy.observe(plan, [emitted[b] for b in drafting], (time.perf_counter() - started) * 1e3)
+        emitted = self._verify(
+            job, alive, Chosen([lines.get(b, -1) for b in alive], proposals, kept)
+        )
+        self.policy.observe(
+            plan, [emitted[b] for b in drafting], (time.perf_counter() - started) * 1e3
+        )
         trees = {
             b: drafted_tree(proposals, line, kept[line], emitted[b])
             for b, line in lines.items()
             if job.runnings[b].request.tells_trees
         }
         return [
-            self._outcome(running, emitted.get(b, []), len(emitted[b]) - 1 if b in lines else None, trees.get(b))
+            self._outcome(
+                running,
+                emitted.get(b, []),
+                len(emitted[b]) - 1 if b in lines else None,
+                trees.get(b),
+            )
             for b, running in enumerate(job.runnings)
         ]
 
@@ -158,18 +186,24 @@ class Rounds:
             return NOTHING, np.empty((0, 0), dtype=bool)
         assert self.entries is not None
         proposals = self.entries.grow(job, drafting, self.growth, plan.thresholds)
-        return proposals, self.policy.choose(plan, proposals, [job.runnings[b].acceptance for b in drafting])
+        return proposals, self.policy.choose(
+            plan, proposals, [job.runnings[b].acceptance for b in drafting]
+        )
 
     def _verify(self, job: Job, alive: list[int], chosen: Chosen) -> dict[int, list[int]]:
-        """One target forward over all trees: the tokens of each sample, as many as it takes, the last of them the bonus token
-        or the end. Accepted nodes stand behind their prefix then, with their features."""
+        """One target forward over all trees: the tokens of each sample, as many as it takes, the
+        last of them the bonus token or the end. Accepted nodes stand behind their prefix then, with
+        their features."""
         is_greedy = all(job.runnings[b].sampler.is_plain_greedy for b in alive)
-        drawn = (self._judge_in_one_call if self.target.is_native and is_greedy else self._judge)(job, alive, chosen)
+        drawn = (self._judge_in_one_call if self.target.is_native and is_greedy else self._judge)(
+            job, alive, chosen
+        )
         emitted: dict[int, list[int]] = {}
         for b, tokens in zip(alive, drawn, strict=True):
             running = job.runnings[b]
             emitted[b] = running.take(tokens, self._end_tokens)
-            # Columns of the caches hold the root and the accepted nodes that were emitted, but for the last token.
+            # Columns of the caches hold the root and the accepted nodes that were emitted, but for
+            # the last token.
             running.num_cached += len(emitted[b])
         if self.entries is not None:
             self.entries.begin_pages(job, {b: len(taken) for b, taken in emitted.items()})
@@ -177,9 +211,14 @@ class Rounds:
 
     def _judge_in_one_call(self, job: Job, alive: list[int], chosen: Chosen) -> list[list[int]]:
         """All of it in one call."""
-        lens, tokens = [job.runnings[b].num_cached for b in alive], [job.runnings[b].root for b in alive]
+        lens, tokens = (
+            [job.runnings[b].num_cached for b in alive],
+            [job.runnings[b].root for b in alive],
+        )
         table = job.page_table if len(alive) == len(job.runnings) else job.page_table[alive]
-        emitted = self.target.verify(Roots(lens, lens, tokens, table), chosen, self.cache, self._taps, self._features)
+        emitted = self.target.verify(
+            Roots(lens, lens, tokens, table), chosen, self.cache, self._taps, self._features
+        )
         for b, row in zip(alive, emitted, strict=True):
             for token in row:
                 job.runnings[b].sampler.take(token)
@@ -188,7 +227,12 @@ class Rounds:
     def _judge(self, job: Job, alive: list[int], chosen: Chosen) -> list[list[int]]:
         """Part by part; whatever the samples' parameters."""
         trees = {
-            b: tree_of(job.runnings[b].root, chosen.proposals, line, chosen.kept[line].nonzero()[0].tolist())
+            b: tree_of(
+                job.runnings[b].root,
+                chosen.proposals,
+                line,
+                chosen.kept[line].nonzero()[0].tolist(),
+            )
             if line >= 0
             else Tree.of_root(job.runnings[b].root)
             for b, line in zip(alive, chosen.line, strict=True)
@@ -205,7 +249,11 @@ class Rounds:
 
             path, tokens = accept(tree.tokens, tree.parents, draw)
             emitted.append(tokens)
-            moves += [(slots[start + node], slots[start + place]) for place, node in enumerate(path, start=1) if node != place]
+            moves += [
+                (slots[start + node], slots[start + place])
+                for place, node in enumerate(path, start=1)
+                if node != place
+            ]
         if moves:
             sources, destinations = map(list, zip(*moves, strict=True))
             self.cache.move(sources, destinations)
@@ -231,7 +279,13 @@ class Rounds:
             request += [b] * len(tree)
             prefix += [job.runnings[b].num_cached] * len(tree)
         arrays = np.empty((6, len(token)), dtype=np.int64)
-        arrays[0], arrays[1], arrays[2], arrays[4], column = token, request, depth, prefix, np.add(prefix, node)
+        arrays[0], arrays[1], arrays[2], arrays[4], column = (
+            token,
+            request,
+            depth,
+            prefix,
+            np.add(prefix, node),
+        )
         arrays[2] += arrays[4]
         arrays[3] = slots_of(job.page_table, arrays[1], column, self.cache.page_size)
         arrays[5].view(np.uint64)[:] = seen
@@ -249,7 +303,11 @@ class Rounds:
         return running.sampler.draw(logits[row])
 
     def _outcome(
-        self, running: Running, tokens: list[int], num_accepted_drafts: int | None = None, tree: DraftedTree | None = None
+        self,
+        running: Running,
+        tokens: list[int],
+        num_accepted_drafts: int | None = None,
+        tree: DraftedTree | None = None,
     ) -> Outcome:
         logprobs = running.sampler.logprobs
         first = len(running.tokens) - len(running.request.prompt_ids) - len(tokens)

@@ -1,11 +1,13 @@
-"""One sample of a request while it runs: its tokens, its columns in the caches and how it ends. Knows no tensor.
+"""One sample of a request while it runs: its tokens, its columns in the caches and how it ends.
+Knows no tensor.
 
     tokens   x_0 ............ x_{n-1} | x_n        n = num_cached; x_n is the root: emitted, not yet in the target's cache
     target   column 0 ....... n-1
     draft    column 1 ....... draft_end-1          its entries; behind them the features of the target's columns wait
 
-The scheduler sets what it plans (first group of fields), the rounds what they have done (second group); under overlap the
-scheduler is a round behind and sees the second group only through outcomes.
+The scheduler sets what it plans (first group of fields), the rounds what they have done (second
+group); under overlap the scheduler is a round behind and sees the second group only through
+outcomes.
 """
 
 from __future__ import annotations
@@ -19,10 +21,24 @@ from eyas.engine.stop import StopChecker
 
 
 class Running:
-    """A sample from its arrival to its end; preempted ones wait again and keep their tokens and their sampler."""
+    """A sample from its arrival to its end; preempted ones wait again and keep their tokens and
+    their sampler.
+    """
 
-    def __init__(self, request: Request, index: int, sampler: Sampler, stops: StopChecker | None, max_tokens: int) -> None:
-        self.request, self.index, self.sampler, self.max_tokens = request, index, sampler, max_tokens
+    def __init__(
+        self,
+        request: Request,
+        index: int,
+        sampler: Sampler,
+        stops: StopChecker | None,
+        max_tokens: int,
+    ) -> None:
+        self.request, self.index, self.sampler, self.max_tokens = (
+            request,
+            index,
+            sampler,
+            max_tokens,
+        )
         self._stops = stops
         # The scheduler's
         self.slot = -1
@@ -53,7 +69,9 @@ class Running:
 
     @property
     def num_missing(self) -> int:
-        """Entries that the draft has yet to make before it can propose; the last of them is the root's."""
+        """Entries that the draft has yet to make before it can propose; the last of them is the
+        root's.
+        """
         return self.num_cached + 1 - self.draft_end
 
     @property
@@ -61,11 +79,14 @@ class Running:
         return self.tokens[-1]
 
     def take(self, tokens: list[int], end_tokens: frozenset[int]) -> list[int]:
-        """Append the tokens up to the one that ends the sample, set finish_reason; returns those appended."""
+        """Append the tokens up to the one that ends the sample, set finish_reason; returns those
+        appended.
+        """
         for count, token in enumerate(tokens, start=1):
             self.tokens.append(token)
             if self._is_stop(token, end_tokens):
-                # A grammar that could not be followed to its end has cut the answer; it did not end by itself.
+                # A grammar that could not be followed to its end has cut the answer; it did not end
+                # by itself.
                 self.finish_reason = "stop" if self.sampler.failure is None else "length"
             elif self.num_emitted >= self.max_tokens:
                 self.finish_reason = "length"
@@ -76,7 +97,11 @@ class Running:
     def _is_stop(self, token: int, end_tokens: frozenset[int]) -> bool:
         params = self.request.params
         is_end = token in end_tokens and not params.ignore_eos
-        return is_end or token in params.stop_token_ids or (self._stops is not None and self._stops.push(token))
+        return (
+            is_end
+            or token in params.stop_token_ids
+            or (self._stops is not None and self._stops.push(token))
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
-"""The draws of one answer, in order: its random numbers, penalties, grammar and log-probabilities as they stand.
+"""The draws of one answer, in order: its random numbers, penalties, grammar and log-probabilities
+as they stand.
 
-Every token that is drawn is emitted, also on the way through a tree, so this state is that of the path by construction. Knows
-no tree, no batch and no device.
+Every token that is drawn is emitted, also on the way through a tree, so this state is that of the
+path by construction. Knows no tree, no batch and no device.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class Matcher(Protocol):
 
     @property
     def failure(self) -> str | None:
-        """Why the grammar could not be followed any further; from there on only end tokens are allowed."""
+        """Why the grammar could not be followed any further; from there on only end tokens are
+        allowed.
+        """
 
     def mask(self) -> NDArray[np.bool_]:
         """[V]; end tokens are allowed where the grammar may stop, and at least one token always is."""
@@ -54,8 +57,12 @@ class Sampler:
         self.seed = fresh_seed() if params.seed is None else derived_seed(params.seed, index)
         self.num_drawn = 0
         self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
-        self.ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else end_tokens)
-        self._end_ids = np.array(sorted(token for token in self.ends if token < vocab_size), dtype=np.int64)
+        self.ends = frozenset(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos else end_tokens
+        )
+        self._end_ids = np.array(
+            sorted(token for token in self.ends if token < vocab_size), dtype=np.int64
+        )
         self._bias_ids = np.array(list(params.logit_bias), dtype=np.int64)
         self._bias = np.array(list(params.logit_bias.values()), dtype=np.float64)
         self._seen = _Seen(prompt_ids) if params.has_penalties else None
@@ -69,7 +76,9 @@ class Sampler:
 
     @property
     def needs_host(self) -> bool:
-        """Whether the next draw needs what only this object knows, beside the seed, num_drawn and the four cuts."""
+        """Whether the next draw needs what only this object knows, beside the seed, num_drawn and
+        the four cuts.
+        """
         return (
             self._seen is not None
             or self._matcher is not None
@@ -80,16 +89,22 @@ class Sampler:
 
     @property
     def failure(self) -> str | None:
-        """Why the answer ended before it was whole: its grammar grew too large to be followed. None where all is well."""
+        """Why the answer ended before it was whole: its grammar grew too large to be followed. None
+        where all is well.
+        """
         return self._matcher.failure if self._matcher is not None else None
 
     def take(self, token: int) -> None:
-        """Take note of a token that was drawn elsewhere: the argmax, or a device's draw at this sampler's uniform number."""
+        """Take note of a token that was drawn elsewhere: the argmax, or a device's draw at this
+        sampler's uniform number.
+        """
         assert self.logprobs is None, "log-probabilities need the logits"
         self._advance(token)
 
     def draw(self, logits_V: torch.Tensor) -> int:
-        """The next token. After one that ended the answer it comes again: the walk through a tree may go past the end."""
+        """The next token. After one that ended the answer it comes again: the walk through a tree
+        may go past the end.
+        """
         if self._over_with is not None:
             return self._over_with
         raw_V = host_logits(logits_V)
@@ -101,7 +116,9 @@ class Sampler:
         return token
 
     def _adjusted(self, logits_V: Logits) -> Logits:
-        """Penalties, bias and the mask of min_tokens, in this order; the logits themselves where there is nothing to do."""
+        """Penalties, bias and the mask of min_tokens, in this order; the logits themselves where
+        there is nothing to do.
+        """
         params = self.params
         adjusted_V = logits_V
         if self._seen is not None:
@@ -115,7 +132,9 @@ class Sampler:
         return adjusted_V
 
     def _draw_allowed(self, logits_V: Logits, number: float) -> int:
-        """The draw among what the grammar allows: mostly few tokens, so the rest is left out rather than masked."""
+        """The draw among what the grammar allows: mostly few tokens, so the rest is left out rather
+        than masked.
+        """
         if self._matcher is None:
             return sample(logits_V, self.params, number)
         ids_C = np.flatnonzero(self._matcher.mask())
@@ -132,7 +151,9 @@ class Sampler:
 
 
 class _Seen:
-    """The distinct tokens of prompt and output, and how often each is in the output, in arrays that grow."""
+    """The distinct tokens of prompt and output, and how often each is in the output, in arrays that
+    grow.
+    """
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         distinct = np.unique(np.array(prompt_ids, dtype=np.int64))
@@ -151,6 +172,8 @@ class _Seen:
     def add(self, token: int) -> None:
         place = self._places.setdefault(token, len(self._places))
         if place == len(self._ids):
-            self._ids, self._counts = (np.concatenate((one, np.zeros_like(one))) for one in (self._ids, self._counts))
+            self._ids, self._counts = (
+                np.concatenate((one, np.zeros_like(one))) for one in (self._ids, self._counts)
+            )
         self._ids[place] = token
         self._counts[place] += 1

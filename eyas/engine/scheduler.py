@@ -1,11 +1,13 @@
-"""Who runs next: admission, chunks of prefill, room for trees, preemption. Knows pages and lengths, no tensor.
+"""Who runs next: admission, chunks of prefill, room for trees, preemption. Knows pages and lengths,
+no tensor.
 
-Jobs alternate while there is both to do: one of prefill, of at most prefill_chunk tokens, then one round of all that decode,
-so that neither starves. Requests are admitted in the order of their arrival; when pages run out, the youngest gives its own
-up and waits again, first in line, with its tokens kept.
+Jobs alternate while there is both to do: one of prefill, of at most prefill_chunk tokens, then one
+round of all that decode, so that neither starves. Requests are admitted in the order of their
+arrival; when pages run out, the youngest gives its own up and waits again, first in line, with its
+tokens kept.
 
-Under overlap a job is planned before the outcome of the one before it is known: lengths are upper bounds then, and
-preemption, which needs to know, waits until nothing is in flight.
+Under overlap a job is planned before the outcome of the one before it is known: lengths are upper
+bounds then, and preemption, which needs to know, waits until nothing is in flight.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from eyas.engine.running import Outcome, Running
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One forward of the target and what belongs to it. chunks: of a prefill, the columns [start, end) of each sample.
+    """One forward of the target and what belongs to it. chunks: of a prefill, the columns [start,
+    end) of each sample.
 
     page_table int32 [B, P] is a copy: the scheduler may go on while the job runs.
     """
@@ -54,7 +57,8 @@ class Scheduler:
         self._running: list[Running] = []  # in the order of their arrival
         self._free_slots = list(range(limits.max_batch - 1, -1, -1))
         self._prefilled_last = False
-        self._waits_for_room = False  # a round needs a preemption, which waits for what is in flight
+        # a round needs a preemption, which waits for what is in flight
+        self._waits_for_room = False
 
     @property
     def has_work(self) -> bool:
@@ -73,20 +77,30 @@ class Scheduler:
         return any(running.request.id == request_id for running in (*self._waiting, *self._running))
 
     def most_pages(self, num_tokens: int) -> int:
-        """Pages that a sample of so many tokens, prompt and answer, holds at most: with a round in flight and the next."""
-        return self._pool.pages_for(num_tokens + self._limits.max_emitted + self._limits.tree_columns)
+        """Pages that a sample of so many tokens, prompt and answer, holds at most: with a round in
+        flight and the next.
+        """
+        return self._pool.pages_for(
+            num_tokens + self._limits.max_emitted + self._limits.tree_columns
+        )
 
     def add(self, running: Running) -> None:
         self._waiting.append(running)
 
     def cancel(self, request_id: str) -> None:
-        """Forget all samples of a request; those in flight write on into pages that nobody reads before they are rewritten."""
-        self._waiting = deque(running for running in self._waiting if running.request.id != request_id)
+        """Forget all samples of a request; those in flight write on into pages that nobody reads
+        before they are rewritten.
+        """
+        self._waiting = deque(
+            running for running in self._waiting if running.request.id != request_id
+        )
         for running in [running for running in self._running if running.request.id == request_id]:
             self._leave(running)
 
     def schedule(self, nothing_in_flight: bool = True) -> Job | None:
-        """The next job; None when there is nothing to do, or nothing before the job in flight is over."""
+        """The next job; None when there is nothing to do, or nothing before the job in flight is
+        over.
+        """
         if self._prefilled_last:
             job = self._decode(nothing_in_flight)
             if job is not None or self._waits_for_room:
@@ -136,22 +150,36 @@ class Scheduler:
 
     def _unprefilled(self) -> Iterator[Running]:
         yield from [running for running in self._running if not running.is_prefilled]
-        while self._waiting and self._free_slots and self._is_apart(self._waiting[0]) and self._admit(self._waiting[0]):
+        while (
+            self._waiting
+            and self._free_slots
+            and self._is_apart(self._waiting[0])
+            and self._admit(self._waiting[0])
+        ):
             yield self._running[-1]
 
     def _is_apart(self, newcomer: Running) -> bool:
-        """Whether no other sample of the same request is still at its prompt: once it is through, its pages can be shared."""
+        """Whether no other sample of the same request is still at its prompt: once it is through,
+        its pages can be shared.
+        """
         same = (running for running in self._running if running.request is newcomer.request)
-        return not self._keeps_prefixes or all(running.length >= running.prefill_end for running in same)
+        return not self._keeps_prefixes or all(
+            running.length >= running.prefill_end for running in same
+        )
 
     def _admit(self, newcomer: Running) -> bool:
-        """Give the first of those waiting its pages: its tokens' and a round's. False when there are not enough."""
-        end = len(newcomer.tokens) - (1 if newcomer.num_emitted else 0)  # a root is emitted and not cached
-        # The last token is computed in any case: without it there are no logits, and no feature for the draft.
+        """Give the first of those waiting its pages: its tokens' and a round's. False when there
+        are not enough.
+        """
+        # a root is emitted and not cached
+        end = len(newcomer.tokens) - (1 if newcomer.num_emitted else 0)
+        # The last token is computed in any case: without it there are no logits, and no feature for
+        # the draft.
         salt = newcomer.request.cache_salt
         reused = self._pool.match(newcomer.tokens[: end - 1], salt) if self._keeps_prefixes else []
         count = self._pool.pages_for(end + self._limits.tree_columns) - len(reused)
-        # A page to grow for each that runs already, or the newcomer would be preempted as soon as it is in.
+        # A page to grow for each that runs already, or the newcomer would be preempted as soon as
+        # it is in.
         fits = count + len(self._running) <= self._pool.num_available
         rest = self._pool.allocate(count) if fits else None
         if rest is None:
@@ -160,7 +188,9 @@ class Scheduler:
         self._waiting.popleft()
         newcomer.pages = reused + rest
         newcomer.num_kept = len(reused)
-        newcomer.num_planned = newcomer.num_cached = newcomer.length = len(reused) * self._pool.page_size
+        newcomer.num_planned = newcomer.num_cached = newcomer.length = (
+            len(reused) * self._pool.page_size
+        )
         newcomer.num_reused = newcomer.num_cached
         newcomer.draft_end = max(newcomer.num_cached, 1)
         newcomer.prefill_end = end
@@ -174,7 +204,9 @@ class Scheduler:
     # Decoding
 
     def _decode(self, nothing_in_flight: bool) -> Job | None:
-        """A round of all that are through their prompt, preempting the youngest until there is room for its trees."""
+        """A round of all that are through their prompt, preempting the youngest until there is room
+        for its trees.
+        """
         self._waits_for_room = False
         while True:
             runnings = [running for running in self._running if running.is_prefilled]
@@ -190,8 +222,13 @@ class Scheduler:
         return Job(runnings, self._page_table(runnings)) if runnings else None
 
     def _has_room(self, running: Running) -> bool:
-        """Whether a sample has pages for one more round after those in flight, allocating them where it can."""
-        length = max(running.length, running.prefill_end) + running.num_in_flight * self._limits.max_emitted
+        """Whether a sample has pages for one more round after those in flight, allocating them
+        where it can.
+        """
+        length = (
+            max(running.length, running.prefill_end)
+            + running.num_in_flight * self._limits.max_emitted
+        )
         missing = self._pool.pages_for(length + self._limits.tree_columns) - len(running.pages)
         if missing <= 0:
             return True
@@ -219,11 +256,16 @@ class Scheduler:
         for number in range(running.num_kept, running.length // size):
             before = running.pages[number - 1] if number else ROOT
             tokens = running.tokens[number * size : (number + 1) * size]
-            running.pages[number] = self._pool.keep(before, tokens, running.pages[number], running.request.cache_salt)
+            running.pages[number] = self._pool.keep(
+                before, tokens, running.pages[number], running.request.cache_salt
+            )
             running.num_kept = number + 1
 
     def _page_table(self, runnings: list[Running]) -> np.ndarray:
-        table = np.zeros((len(runnings), max((len(running.pages) for running in runnings), default=0)), dtype=np.int32)
+        table = np.zeros(
+            (len(runnings), max((len(running.pages) for running in runnings), default=0)),
+            dtype=np.int32,
+        )
         for line, running in zip(table, runnings, strict=True):
             line[: len(running.pages)] = running.pages
         return table

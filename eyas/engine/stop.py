@@ -1,4 +1,6 @@
-"""Where an answer ends by a stop string: the token that completes it in the decoded text. Knows no server and no sampler."""
+"""Where an answer ends by a stop string: the token that completes it in the decoded text. Knows no
+server and no sampler.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,11 @@ from eyas.chat import TextStream
 
 
 class StopChecker:
-    """Fed with an answer's tokens, one by one; says after which of them a stop string is complete in their text.
+    """Fed with an answer's tokens, one by one; says after which of them a stop string is complete
+    in their text.
 
-    Only the new text and as much before it as a stop string may reach back is searched. The bytes of an unfinished character
-    are no text yet, so a stop string never matches half a character.
+    Only the new text and as much before it as a stop string may reach back is searched. The bytes
+    of an unfinished character are no text yet, so a stop string never matches half a character.
     """
 
     def __init__(self, stops: Sequence[str], decode: Callable[[list[int]], str]) -> None:

@@ -1,4 +1,5 @@
-"""Rounds for a device that is not to wait for its host: a round is launched before the outcome of the one before is known.
+"""Rounds for a device that is not to wait for its host: a round is launched before the outcome of
+the one before is known.
 
 Knows what `Rounds` knows. Between rounds a sample's state lies in the `FutureMap` by slot (root, length, the draft's output),
 and a round is one piece of work of fixed shape, on CUDA a graph: propose -> choose -> verify -> walk -> move -> extend. The
@@ -8,9 +9,10 @@ tokens when it asks for the result, and keeps `Running` as the rounds of the hos
     host      launch 1 . launch 2 . result 1 . launch 3 . result 2        one thread; the current stream orders the jobs
     device             [ round 1 ][ round 2 ][ round 3 ]
 
-A sample that ends in round N has one more round in flight: it writes behind its own tokens, into its own pages, and is not
-looked at. Prefill, and rounds of samples that need the host between two tokens (`job_needs_host`: penalties, bias, grammar,
-min_tokens, logprobs), are the host's rounds, done when `launch` returns; the latter only with nothing in flight.
+A sample that ends in round N has one more round in flight: it writes behind its own tokens, into
+its own pages, and is not looked at. Prefill, and rounds of samples that need the host between two
+tokens (`job_needs_host`: penalties, bias, grammar, min_tokens, logprobs), are the host's rounds,
+done when `launch` returns; the latter only with nothing in flight.
 
 Letters: B lines of a round, N nodes of all trees, D depth, k tree_topk, P pages.
 """
@@ -61,7 +63,8 @@ LEAST_PAGES = 8  # of a page table: the tree of a void line fits
 NUM_INTEGERS, NUM_FLOATS = 9, 3
 QUARTERS = 4
 
-# Of a round's lines: integers [NUM_INTEGERS, B], floats [NUM_FLOATS, B], page_table int32 [B + 1, P]
+# Of a round's lines: integers [NUM_INTEGERS, B], floats [NUM_FLOATS, B], page_table int32 [B + 1,
+# P]
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
@@ -84,7 +87,9 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What is fixed in a round: its graph's key. depth 0 is a plain round; drawing: the most that a line needs."""
+    """What is fixed in a round: its graph's key. depth 0 is a plain round; drawing: the most that a
+    line needs.
+    """
 
     num_lines: int
     num_pages: int
@@ -95,7 +100,9 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A round on its way. alive: the samples with a line, by their place in the job; drafting: those that have a tree."""
+    """A round on its way. alive: the samples with a line, by their place in the job; drafting:
+    those that have a tree.
+    """
 
     rounds: TensorRounds
     job: Job
@@ -111,19 +118,25 @@ class Flight:
 
 
 class TensorRounds(Rounds):
-    """Rounds with `launch`. Its caches have a page, and its `FutureMap` a slot, that nobody is given: the void's."""
+    """Rounds with `launch`. Its caches have a page, and its `FutureMap` a slot, that nobody is
+    given: the void's.
+    """
 
-    def __init__(self, target: Target, draft: Draft | None, growth: Growth, sizes: tuple[int, int]) -> None:
+    def __init__(
+        self, target: Target, draft: Draft | None, growth: Growth, sizes: tuple[int, int]
+    ) -> None:
         assert not target.is_native, "rounds in tensors take the models in PyTorch operators"
         max_batch, num_pages = sizes
         super().__init__(target, draft, growth, (max_batch + 1, num_pages + 1))
         self._void_slot, self._void_page = max_batch, num_pages
         width = draft.config.hidden_size if draft is not None else 0
         self.futures = FutureMap(max_batch + 1, width, target.dtype, target.device)
-        self._owners: list[Running | None] = [None] * max_batch  # whose state a slot of the FutureMap holds
+        # whose state a slot of the FutureMap holds
+        self._owners: list[Running | None] = [None] * max_batch
         self.num_in_flight = 0
         self._foresight = Foresight(growth.num_draft_steps)
-        # Without the kernel attention plans on the host: it works, but neither as a graph nor without waiting.
+        # Without the kernel attention plans on the host: it works, but neither as a graph nor
+        # without waiting.
         self._graphs = Graphs(target.device.startswith("cuda") and find_spec("triton") is not None)
         self._device_trace = DeviceTrace() if target.device.startswith("cuda") else None
         if self._device_trace is not None:
@@ -131,9 +144,11 @@ class TensorRounds(Rounds):
 
     @staticmethod
     def job_needs_host(job: Job) -> bool:
-        """Whether the host must look at each token before the next is drawn. Such a round may be launched only when the
-        results of all before are known."""
-        return job.chunks is None and any(running.sampler.needs_host for running in job.runnings if not running.finish_reason)
+        """Whether the host must look at each token before the next is drawn. Such a round may be
+        launched only when the results of all before are known."""
+        return job.chunks is None and any(
+            running.sampler.needs_host for running in job.runnings if not running.finish_reason
+        )
 
     def run(self, job: Job) -> list[Outcome]:
         """Launch a job and wait for it."""
@@ -141,11 +156,14 @@ class TensorRounds(Rounds):
 
     @torch.inference_mode()
     def launch(self, job: Job) -> Pending:
-        """Start a job behind those launched before. Waits for the device only where the host has a part in the job: in a
-        prefill that draws a first token, and in a round that needs the host."""
+        """Start a job behind those launched before. Waits for the device only where the host has a
+        part in the job: in a prefill that draws a first token, and in a round that needs the
+        host."""
         needs_host = self.job_needs_host(job)
         if needs_host or job.chunks is not None:
-            assert not (needs_host and self.num_in_flight), "a round that needs the host has to wait for the results before"
+            assert not (needs_host and self.num_in_flight), (
+                "a round that needs the host has to wait for the results before"
+            )
             for running in job.runnings:
                 if self._owners[running.slot] is running:
                     self._owners[running.slot] = None
@@ -154,7 +172,9 @@ class TensorRounds(Rounds):
         if not alive:
             return Done([self._outcome(running, []) for running in job.runnings])
         able, missing = self._able(job, alive)
-        due = [self._num_due(job.runnings[b], count) for b, count in zip(able, missing, strict=True)]
+        due = [
+            self._num_due(job.runnings[b], count) for b, count in zip(able, missing, strict=True)
+        ]
         plan = self.policy.plan(due, len(alive) - len(able))
         drafting = [b for b, drafts in zip(able, plan.drafting, strict=True) if drafts]
         shape = self._shape(job, alive, len(drafting), plan)
@@ -168,8 +188,12 @@ class TensorRounds(Rounds):
 
     # Launching
 
-    def _enqueue(self, job: Job, shape: Shape, fresh: list[int], arrays: Arrays) -> tuple[HostCopies, Events | float]:
-        """All of the device's work for a round: what it emits, on its way to the host, and how long it takes."""
+    def _enqueue(
+        self, job: Job, shape: Shape, fresh: list[int], arrays: Arrays
+    ) -> tuple[HostCopies, Events | float]:
+        """All of the device's work for a round: what it emits, on its way to the host, and how long
+        it takes.
+        """
         work = partial(self._round, shape)
         self._graphs.prepare(shape, work, partial(self._void_inputs, shape))
         started = time.perf_counter()
@@ -197,14 +221,18 @@ class TensorRounds(Rounds):
         most = min(num_candidates(depth, self.growth.tree_topk), self._max_nodes)
         wanted = min(self._foresight.num_nodes(num_drafting, self._max_nodes), num_drafting * most)
         quarters = -(-wanted * QUARTERS // (num_lines * most))
-        return Shape(num_lines, num_pages, depth, -(-quarters * num_lines * most // QUARTERS), drawing)
+        return Shape(
+            num_lines, num_pages, depth, -(-quarters * num_lines * most // QUARTERS), drawing
+        )
 
     @property
     def _max_nodes(self) -> int:
         """Of a sample's tree, besides the root."""
         return self.policy.speculation.num_verify_tokens - 1
 
-    def _arrays(self, job: Job, alive: list[int], marked: tuple[list[int], list[int]], shape: Shape) -> Arrays:
+    def _arrays(
+        self, job: Job, alive: list[int], marked: tuple[list[int], list[int]], shape: Shape
+    ) -> Arrays:
         """marked: which samples are fresh (their state is the host's) and which draft."""
         integers, floats, page_table = self._void_arrays(shape)
         fresh, drafting = map(set, marked)
@@ -223,7 +251,8 @@ class TensorRounds(Rounds):
                 params.top_k,
             )
             floats[:, line] = params.temperature, params.top_p, params.min_p
-            # Behind its own pages a sample has the void's, so that it can never write to those of another.
+            # Behind its own pages a sample has the void's, so that it can never write to those of
+            # another.
             count = len(running.pages)
             page_table[line, :count] = job.page_table[b, :count]
         return integers, floats, page_table
@@ -237,7 +266,9 @@ class TensorRounds(Rounds):
         integers[:] = np.array([self._void_slot, 1, 0, 1, 0, 0, 0, 1, 0])[:, None]
         floats = np.zeros((NUM_FLOATS, shape.num_lines))
         floats[1] = 1.0
-        page_table = np.full((shape.num_lines + 1, shape.num_pages), self._void_page, dtype=np.int32)
+        page_table = np.full(
+            (shape.num_lines + 1, shape.num_pages), self._void_page, dtype=np.int32
+        )
         return integers, floats, page_table
 
     def _to_device(self, arrays: Arrays) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -249,7 +280,9 @@ class TensorRounds(Rounds):
     def _round(
         self, shape: Shape, integers: torch.Tensor, floats: torch.Tensor, page_table: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Emitted tokens [B, D + 1] and how many of them hold [B]; after drafting all candidates: tokens, scores, parents."""
+        """Emitted tokens [B, D + 1] and how many of them hold [B]; after drafting all candidates:
+        tokens, scores, parents.
+        """
         slot, fresh, root, length, drafts, prompt_len, seed, greedy, top_k = integers.unbind(0)
         futures, is_fresh = self.futures, fresh > 0
         root = torch.where(is_fresh, root, futures.root[slot])
@@ -265,14 +298,20 @@ class TensorRounds(Rounds):
             if shape.drawing == GREEDY:
                 return best
             number = uniforms(seed, length + 1 - prompt_len + place)
-            return torch.where(greedy > 0, best, sampled(output.logits[row], number, cuts, shape.drawing == CUT))
+            return torch.where(
+                greedy > 0, best, sampled(output.logits[row], number, cuts, shape.drawing == CUT)
+            )
 
         walked = self._walk(trees, shape.depth, draw)
         move_accepted(self.cache, rows, lines, walked)
         if self.entries is not None:
             self._follow(self.entries, slot, lines, walked, output)
         futures.root[slot], futures.length[slot] = walked.last(walked.tokens), length + walked.count
-        proposed = (candidates.tokens, candidates.scores, candidates.parents) if candidates is not None else ()
+        proposed = (
+            (candidates.tokens, candidates.scores, candidates.parents)
+            if candidates is not None
+            else ()
+        )
         return walked.tokens, walked.count, *proposed
 
     def _propose_on_device(
@@ -282,15 +321,23 @@ class TensorRounds(Rounds):
             return roots(lines), None
         assert self.draft is not None
         assert self.entries is not None
-        candidates = grow(self.draft, self.entries.cache, lines, h_BH, (shape.depth, self.growth.tree_topk))
+        candidates = grow(
+            self.draft, self.entries.cache, lines, h_BH, (shape.depth, self.growth.tree_topk)
+        )
         chosen = choose(candidates.scores, drafts, self._max_nodes, shape.num_nodes)
         return trees_of(lines, candidates, chosen, shape.depth), candidates
 
-    def _walk(self, trees: Trees, depth: int, draw: Callable[[torch.Tensor, int], torch.Tensor]) -> Walked:
+    def _walk(
+        self, trees: Trees, depth: int, draw: Callable[[torch.Tensor, int], torch.Tensor]
+    ) -> Walked:
         return walk(trees, depth, draw)
 
-    def _follow(self, made: Entries, slot: torch.Tensor, lines: Lines, walked: Walked, output: TargetOutput) -> None:
-        """The features of the accepted path, the draft's entries up to the new root's, and its output there."""
+    def _follow(
+        self, made: Entries, slot: torch.Tensor, lines: Lines, walked: Walked, output: TargetOutput
+    ) -> None:
+        """The features of the accepted path, the draft's entries up to the new root's, and its
+        output there.
+        """
         assert output.aux_hidden is not None
         B, places = walked.rows.shape
         taken, index = walked.taken().flatten(), lines.indices()
@@ -298,7 +345,11 @@ class TensorRounds(Rounds):
         column = (lines.length[:, None] + torch.arange(places, device=index.device)).flatten()
         features = output.aux_hidden[walked.rows.flatten()]
         entries = lines.entries(walked.tokens.flatten(), line, column + 1, taken)
-        own = torch.where(taken, lines.slots(line, torch.where(taken, column, 0)), self._void_page * self.cache.page_size)
+        own = torch.where(
+            taken,
+            lines.slots(line, torch.where(taken, column, 0)),
+            self._void_page * self.cache.page_size,
+        )
         made.features.write(own, features)
         h = made.draft.extend(entries, features, made.cache).view(B, places, -1)
         self.futures.h[slot] = h[index, walked.count - 1]
@@ -307,7 +358,9 @@ class TensorRounds(Rounds):
 
     @torch.inference_mode()
     def settle(self, flight: Flight) -> list[Outcome]:
-        """Wait for a round and bring its samples up to date. One that ended before it is left as it was."""
+        """Wait for a round and bring its samples up to date. One that ended before it is left as it
+        was.
+        """
         arrays = flight.copies.wait()
         self.num_in_flight -= 1
         emitted: dict[int, list[int]] = {}
@@ -324,31 +377,52 @@ class TensorRounds(Rounds):
         self._observe(flight, arrays, emitted)
         trees = self._trees(flight, arrays, emitted)
         return [
-            self._outcome(running, emitted[b], len(emitted[b]) - 1 if b in flight.drafting else None, trees.get(b))
+            self._outcome(
+                running,
+                emitted[b],
+                len(emitted[b]) - 1 if b in flight.drafting else None,
+                trees.get(b),
+            )
             if b in emitted
             else self._outcome(running, [])
             for b, running in enumerate(flight.job.runnings)
         ]
 
-    def _trees(self, flight: Flight, arrays: Sequence[np.ndarray], emitted: dict[int, list[int]]) -> dict[int, DraftedTree]:
-        """The trees that were asked for, by sample. Which candidates the device chose is chosen once more, from its scores."""
-        told = [b for b in flight.drafting if b in emitted and flight.job.runnings[b].request.tells_trees]
+    def _trees(
+        self, flight: Flight, arrays: Sequence[np.ndarray], emitted: dict[int, list[int]]
+    ) -> dict[int, DraftedTree]:
+        """The trees that were asked for, by sample. Which candidates the device chose is chosen
+        once more, from its scores.
+        """
+        told = [
+            b
+            for b in flight.drafting
+            if b in emitted and flight.job.runnings[b].request.tells_trees
+        ]
         if not told:
             return {}
         line_of = {b: line for line, b in enumerate(flight.alive)}
         tokens, scores, parents = arrays[2:]
         drafts_B = torch.zeros(len(scores), dtype=torch.bool)
         drafts_B[[line_of[b] for b in flight.drafting]] = True
-        chosen_N = choose(torch.from_numpy(scores), drafts_B, self._max_nodes, flight.shape.num_nodes).numpy()
+        chosen_N = choose(
+            torch.from_numpy(scores), drafts_B, self._max_nodes, flight.shape.num_nodes
+        ).numpy()
         kept = np.zeros(scores.size + 1, dtype=bool)  # the last place is the void's
         kept[chosen_N] = True
         kept_BC = kept[:-1].reshape(scores.shape)
         depths = _depths(flight.shape.depth, self.growth.tree_topk)
         proposals = Proposals(tokens, scores, parents.astype(np.int32), depths)
-        return {b: drafted_tree(proposals, line_of[b], kept_BC[line_of[b]], emitted[b]) for b in told}
+        return {
+            b: drafted_tree(proposals, line_of[b], kept_BC[line_of[b]], emitted[b]) for b in told
+        }
 
-    def _observe(self, flight: Flight, arrays: Sequence[np.ndarray], emitted: dict[int, list[int]]) -> None:
-        """Tell the policy what came. It chooses nodes afterwards, to learn how many it would have wanted."""
+    def _observe(
+        self, flight: Flight, arrays: Sequence[np.ndarray], emitted: dict[int, list[int]]
+    ) -> None:
+        """Tell the policy what came. It chooses nodes afterwards, to learn how many it would have
+        wanted.
+        """
         if self._device_trace is not None:
             self._device_trace.add_up()
         if not emitted:
@@ -359,10 +433,14 @@ class TensorRounds(Rounds):
             depths = _depths(flight.shape.depth, self.growth.tree_topk)
             tokens, scores, parents = (array[lines] for array in arrays[2:])
             proposals = Proposals(tokens, scores, parents.astype(np.int32), depths)
-            self.policy.choose(plan, proposals, [flight.job.runnings[b].acceptance for b in drafting])
+            self.policy.choose(
+                plan, proposals, [flight.job.runnings[b].acceptance for b in drafting]
+            )
             self._foresight.observe(proposals, plan.num_nodes)
             self._charge(plan, flight.shape.num_nodes)
-        self.policy.observe(plan, [emitted.get(b, []) for b in drafting], max(_ms(flight.took), 1e-6))
+        self.policy.observe(
+            plan, [emitted.get(b, []) for b in drafting], max(_ms(flight.took), 1e-6)
+        )
 
     def _charge(self, plan: Round, num_nodes: int) -> None:
         """The round had its own number of nodes, whatever the policy would have wanted."""

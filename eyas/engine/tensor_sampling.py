@@ -1,7 +1,8 @@
 """From logits to tokens for many samples at once, on any device, without the host learning a value.
 
-The twin of `sampling`: the same cuts in the same order, the same quantile of the same uniform numbers, so a seed gives the same
-token up to the rounding of sums. Pure functions; penalties, bias and masks are the host's.
+The twin of `sampling`: the same cuts in the same order, the same quantile of the same uniform
+numbers, so a seed gives the same token up to the rounding of sums. Pure functions; penalties, bias
+and masks are the host's.
 
 R rows, V vocabulary.
 """
@@ -23,8 +24,12 @@ class Cuts:
     top_k: torch.Tensor
 
 
-def sampled(logits_RV: torch.Tensor, uniform_R: torch.Tensor, params: Cuts, is_cut: bool) -> torch.Tensor:
-    """int64 [R]: the token of each row; of a greedy one any. is_cut False promises that no row has a cut, and sorts nothing."""
+def sampled(
+    logits_RV: torch.Tensor, uniform_R: torch.Tensor, params: Cuts, is_cut: bool
+) -> torch.Tensor:
+    """int64 [R]: the token of each row; of a greedy one any. is_cut False promises that no row has
+    a cut, and sorts nothing.
+    """
     logits_RV = logits_RV.float()
     best_R1 = logits_RV.max(-1, keepdim=True).values
     temperature_R1 = torch.where(params.temperature > 0, params.temperature, 1.0)[:, None]
@@ -33,7 +38,9 @@ def sampled(logits_RV: torch.Tensor, uniform_R: torch.Tensor, params: Cuts, is_c
         weights_RV = _kept(logits_RV, weights_RV, params)
     cumulative_RV = weights_RV.cumsum(-1)
     quantile_R1 = uniform_R[:, None] * cumulative_RV[:, -1:]
-    return torch.searchsorted(cumulative_RV, quantile_R1, right=True)[:, 0].clamp_(max=logits_RV.shape[1] - 1)
+    return torch.searchsorted(cumulative_RV, quantile_R1, right=True)[:, 0].clamp_(
+        max=logits_RV.shape[1] - 1
+    )
 
 
 def _kept(logits_RV: torch.Tensor, weights_RV: torch.Tensor, params: Cuts) -> torch.Tensor:
@@ -43,7 +50,9 @@ def _kept(logits_RV: torch.Tensor, weights_RV: torch.Tensor, params: Cuts) -> to
     rank_V = torch.arange(V, device=ids_RV.device)
     ranked_RV = weights_RV.gather(1, ids_RV)
     top_k_R1 = torch.where(params.top_k > 0, params.top_k, V)[:, None]
-    ranked_RV = torch.where((ranked_RV >= params.min_p[:, None]) & (rank_V < top_k_R1), ranked_RV, 0.0)
+    ranked_RV = torch.where(
+        (ranked_RV >= params.min_p[:, None]) & (rank_V < top_k_R1), ranked_RV, 0.0
+    )
     cumulative_RV = ranked_RV.cumsum(-1)
     top_p_R1 = params.top_p[:, None]
     count_R1 = torch.searchsorted(cumulative_RV, top_p_R1 * cumulative_RV[:, -1:]) + 1

@@ -1,14 +1,17 @@
-"""Trees in tensors of fixed shape: grown, chosen, laid out as rows and walked without the host learning a value.
+"""Trees in tensors of fixed shape: grown, chosen, laid out as rows and walked without the host
+learning a value.
 
-The twins of `Draft.propose`, `budget`, `tree` and `verify`, for a device that is not to wait. Pure functions of tensors; they
-know the head's forward and no request.
+The twins of `Draft.propose`, `budget`, `tree` and `verify`, for a device that is not to wait. Pure
+functions of tensors; they know the head's forward and no request.
 
     lines       b = 0 .. B-1 samples, B the void: the last line of page_table, whose pages belong to nobody
     rows        m = 0 .. B-1 the roots, then N nodes, by line and in each line by candidate: parents come first
 
-What a fixed shape has too much of, in lines, nodes or places of a path, runs in the void: it sees its own column only.
+What a fixed shape has too much of, in lines, nodes or places of a path, runs in the void: it sees
+its own column only.
 
-Letters: B lines, k tree_topk, C candidates of a line, N nodes of all lines, M = B + N rows, D depth, P pages.
+Letters: B lines, k tree_topk, C candidates of a line, N nodes of all lines, M = B + N rows, D
+depth, P pages.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ from eyas.model.rows import Rows
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """What a round starts from. root, length int64 [B]: the last emitted token and its column; page_table int32 [B + 1, P]."""
+    """What a round starts from. root, length int64 [B]: the last emitted token and its column;
+    page_table int32 [B + 1, P].
+    """
 
     root: torch.Tensor
     length: torch.Tensor
@@ -40,7 +45,10 @@ class Lines:
 
     def slots(self, line: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
         """int64 [...] slots of columns [...] of lines [...]."""
-        return self.page_table[line, column // self.page_size].long() * self.page_size + column % self.page_size
+        return (
+            self.page_table[line, column // self.page_size].long() * self.page_size
+            + column % self.page_size
+        )
 
     def rows(
         self,
@@ -51,18 +59,28 @@ class Lines:
     ) -> Rows:
         """Rows of a target; sight: their positions, prefix_len and seen. Line B is the void."""
         position, prefix_len, seen = sight
-        return Rows(token, line, position, self.slots(line, column), prefix_len, seen, self.page_table)
+        return Rows(
+            token, line, position, self.slots(line, column), prefix_len, seen, self.page_table
+        )
 
-    def entries(self, token: torch.Tensor, line: torch.Tensor, column: torch.Tensor, real: torch.Tensor) -> Rows:
-        """Rows of a draft for tokens that have all before them as prefix; those not real go to the void."""
+    def entries(
+        self, token: torch.Tensor, line: torch.Tensor, column: torch.Tensor, real: torch.Tensor
+    ) -> Rows:
+        """Rows of a draft for tokens that have all before them as prefix; those not real go to the
+        void.
+        """
         line, column = torch.where(real, line, len(self)), torch.where(real, column, 1)
         slot, nothing = self.slots(line, column), torch.zeros_like(column)
-        return Rows(token, line, column - 1, slot, column + 1, nothing, self.page_table, first_column=1)
+        return Rows(
+            token, line, column - 1, slot, column + 1, nothing, self.page_table, first_column=1
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """As `Proposals`: tokens int64, scores fp32 and parents int64 [B, C], level by level; C = k + L * k * k."""
+    """As `Proposals`: tokens int64, scores fp32 and parents int64 [B, C], level by level; C = k + L
+    * k * k.
+    """
 
     tokens: torch.Tensor
     scores: torch.Tensor
@@ -72,7 +90,11 @@ class Candidates:
     def depths(self) -> torch.Tensor:
         """int64 [C], from 1."""
         index = torch.arange(self.tokens.shape[1], device=self.tokens.device)
-        return torch.where(index < self.topk, 1, 2 + torch.div(index - self.topk, self.topk**2, rounding_mode="floor"))
+        return torch.where(
+            index < self.topk,
+            1,
+            2 + torch.div(index - self.topk, self.topk**2, rounding_mode="floor"),
+        )
 
 
 def num_candidates(depth: int, topk: int) -> int:
@@ -80,8 +102,12 @@ def num_candidates(depth: int, topk: int) -> int:
     return topk + (depth - 1) * topk * topk
 
 
-def grow(draft: Draft, cache: PagedCache, lines: Lines, h_BH: torch.Tensor, sizes: tuple[int, int]) -> Candidates:
-    """Trees of D levels behind the roots' entries, whose outputs h_BH are. sizes: (D, k). All levels are drafted."""
+def grow(
+    draft: Draft, cache: PagedCache, lines: Lines, h_BH: torch.Tensor, sizes: tuple[int, int]
+) -> Candidates:
+    """Trees of D levels behind the roots' entries, whose outputs h_BH are. sizes: (D, k). All
+    levels are drafted.
+    """
     D, k = sizes
     B = len(lines)
     ids, log_probs = draft.proposals(h_BH, k)
@@ -99,7 +125,18 @@ def grow(draft: Draft, cache: PagedCache, lines: Lines, h_BH: torch.Tensor, size
         column = start + 1 + place.repeat(B)
         slot = lines.slots(line, column)
         h = draft.step(
-            Rows(token.flatten(), line, start + level, slot, start + 1, seen_Bk.flatten(), lines.page_table, 1), h, cache
+            Rows(
+                token.flatten(),
+                line,
+                start + level,
+                slot,
+                start + 1,
+                seen_Bk.flatten(),
+                lines.page_table,
+                1,
+            ),
+            h,
+            cache,
         )
         ids, log_probs = draft.proposals(h, k)
         above_Bk = torch.cat(scores, 1).gather(1, frontier_Bk)
@@ -116,11 +153,14 @@ def grow(draft: Draft, cache: PagedCache, lines: Lines, h_BH: torch.Tensor, size
     return Candidates(torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(parents, 1), k)
 
 
-def choose(scores_BC: torch.Tensor, drafts_B: torch.Tensor, max_nodes: int, num_nodes: int) -> torch.Tensor:
-    """The num_nodes best candidates of the lines that draft, at most max_nodes a line: b * C + c, ascending, int64 [N].
+def choose(
+    scores_BC: torch.Tensor, drafts_B: torch.Tensor, max_nodes: int, num_nodes: int
+) -> torch.Tensor:
+    """The num_nodes best candidates of the lines that draft, at most max_nodes a line: b * C + c,
+    ascending, int64 [N].
 
-    Too few of them leave places at the end that say B * C. A child never scores above its parent and stands behind it,
-    so by stable sorts the chosen hang together, at equal scores too.
+    Too few of them leave places at the end that say B * C. A child never scores above its parent
+    and stands behind it, so by stable sorts the chosen hang together, at equal scores too.
     """
     B, C = scores_BC.shape
     ranked = scores_BC.sort(dim=1, descending=True, stable=True)
@@ -134,7 +174,9 @@ def choose(scores_BC: torch.Tensor, drafts_B: torch.Tensor, max_nodes: int, num_
 
 @dataclass(frozen=True, slots=True)
 class Trees:
-    """The trees of all lines as int64 [M]: parent is a row (a root's: itself), node the place in the line's own tree."""
+    """The trees of all lines as int64 [M]: parent is a row (a root's: itself), node the place in
+    the line's own tree.
+    """
 
     token: torch.Tensor
     line: torch.Tensor
@@ -147,10 +189,14 @@ class Trees:
     def rows(self, lines: Lines) -> Rows:
         """As the target's forward takes them."""
         real = self.line < self.num_lines
-        length = torch.where(real, torch.cat((lines.length, lines.length.new_zeros(1)))[self.line], 0)
+        length = torch.where(
+            real, torch.cat((lines.length, lines.length.new_zeros(1)))[self.line], 0
+        )
         prefix_len = torch.where(real, length, 1)
         column = torch.where(real, length + self.node, 0)
-        return lines.rows(self.token, self.line, column, (length + self.depth, prefix_len, self.seen))
+        return lines.rows(
+            self.token, self.line, column, (length + self.depth, prefix_len, self.seen)
+        )
 
 
 def roots(lines: Lines) -> Trees:
@@ -160,7 +206,9 @@ def roots(lines: Lines) -> Trees:
 
 
 def trees_of(lines: Lines, candidates: Candidates, chosen_N: torch.Tensor, depth: int) -> Trees:
-    """The trees of chosen candidates: ascending b * C + c, at the end perhaps B * C for nodes in the void."""
+    """The trees of chosen candidates: ascending b * C + c, at the end perhaps B * C for nodes in
+    the void.
+    """
     B, C = candidates.tokens.shape
     N = len(chosen_N)
     root = roots(lines)
@@ -168,7 +216,9 @@ def trees_of(lines: Lines, candidates: Candidates, chosen_N: torch.Tensor, depth
     safe = torch.where(real, chosen_N, 0)
     row = B + torch.arange(N, device=chosen_N.device)
     line = torch.where(real, torch.div(safe, C, rounding_mode="floor"), B)
-    row_of = torch.zeros(B * C + 1, dtype=torch.int64, device=chosen_N.device).scatter(0, chosen_N, row)
+    row_of = torch.zeros(B * C + 1, dtype=torch.int64, device=chosen_N.device).scatter(
+        0, chosen_N, row
+    )
     above = candidates.parents.flatten()[safe]
     parent = torch.where(above < 0, line, row_of[torch.where(above < 0, B * C, line * C + above)])
     # In the void each is its own root.
@@ -192,7 +242,9 @@ def trees_of(lines: Lines, candidates: Candidates, chosen_N: torch.Tensor, depth
 
 @dataclass(frozen=True, slots=True)
 class Walked:
-    """int64 [B, D + 1] each, of which count [B] hold: emitted tokens, and the rows after which they were drawn."""
+    """int64 [B, D + 1] each, of which count [B] hold: emitted tokens, and the rows after which they
+    were drawn.
+    """
 
     tokens: torch.Tensor
     rows: torch.Tensor
@@ -208,7 +260,9 @@ class Walked:
 
 
 def walk(trees: Trees, depth: int, draw: Callable[[torch.Tensor, int], torch.Tensor]) -> Walked:
-    """`verify.accept` for all lines at once. draw(rows [B], place) gives the target's next tokens there."""
+    """`verify.accept` for all lines at once. draw(rows [B], place) gives the target's next tokens
+    there.
+    """
     B = trees.num_lines
     row = torch.arange(B, device=trees.token.device)
     going = torch.ones_like(row, dtype=torch.bool)
@@ -228,7 +282,9 @@ def walk(trees: Trees, depth: int, draw: Callable[[torch.Tensor, int], torch.Ten
 
 
 def move_accepted(cache: PagedCache, rows: Rows, lines: Lines, walked: Walked) -> None:
-    """Bring the keys and values of each path together behind its prefix. Roots lie where they belong."""
+    """Bring the keys and values of each path together behind its prefix. Roots lie where they
+    belong.
+    """
     if walked.rows.shape[1] == 1:
         return
     taken = walked.taken()[:, 1:]

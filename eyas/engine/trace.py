@@ -8,7 +8,9 @@ from contextlib import contextmanager
 
 
 class Trace:
-    """Seconds busy in jobs and idle between them. A gap counts while there was work to do: `rest` ends such a stretch."""
+    """Seconds busy in jobs and idle between them. A gap counts while there was work to do: `rest`
+    ends such a stretch.
+    """
 
     def __init__(self) -> None:
         self.busy_s = 0.0

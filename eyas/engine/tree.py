@@ -1,4 +1,5 @@
-"""The trees that a round verifies: chosen candidates as nodes, requests beside each other. Pure functions; know no model.
+"""The trees that a round verifies: chosen candidates as nodes, requests beside each other. Pure
+functions; know no model.
 
 candidates, level by level        tree of N nodes, the root being the last emitted token
 (every child of every frontier)   node 0, then the kept candidates in their order: parents come first
@@ -18,7 +19,9 @@ from eyas.model.outputs import Proposals
 
 @dataclass(slots=True)
 class Tree:
-    """N nodes: token, parent (-1 for node 0, the root), depth, and the nodes it sees as bits, itself among them."""
+    """N nodes: token, parent (-1 for node 0, the root), depth, and the nodes it sees as bits,
+    itself among them.
+    """
 
     tokens: list[int]
     parents: list[int]
@@ -49,26 +52,37 @@ def tree_of(root: int, proposals: Proposals, b: int, kept: Sequence[int]) -> Tre
     return tree
 
 
-def drafted_tree(proposals: Proposals, b: int, kept_C: np.ndarray, emitted: Sequence[int]) -> DraftedTree:
-    """Request b's candidates `kept`, bool [C], as they are told, and which of them became the tokens that were emitted."""
+def drafted_tree(
+    proposals: Proposals, b: int, kept_C: np.ndarray, emitted: Sequence[int]
+) -> DraftedTree:
+    """Request b's candidates `kept`, bool [C], as they are told, and which of them became the
+    tokens that were emitted.
+    """
     kept = kept_C.nonzero()[0].tolist()
     tree, scores = tree_of(-1, proposals, b, kept), [0.0, *proposals.scores[b, kept].tolist()]
     parents = tree.parents[1:]
-    children = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tree.tokens[1:], strict=True), 1)}
+    children = {
+        (parent, token): node
+        for node, (parent, token) in enumerate(zip(parents, tree.tokens[1:], strict=True), 1)
+    }
     accepted, node = [], 0
     for token in emitted:
         if (child := children.get((node, token))) is None:
             break
         accepted.append(child - 1)
         node = child
-    probabilities = [math.exp(score - scores[parent]) for score, parent in zip(scores[1:], parents, strict=True)]
+    probabilities = [
+        math.exp(score - scores[parent]) for score, parent in zip(scores[1:], parents, strict=True)
+    ]
     return DraftedTree(tree.tokens[1:], [parent - 1 for parent in parents], probabilities, accepted)
 
 
 def best_candidates(scores_C: np.ndarray, count: int) -> list[int]:
-    """The `count` candidates of the most probable paths, ascending: the rerank of EAGLE-2 (arXiv 2406.16858, section 4.2).
+    """The `count` candidates of the most probable paths, ascending: the rerank of EAGLE-2 (arXiv
+    2406.16858, section 4.2).
 
-    A child never scores above its parent and stands behind it, so at equal scores too the kept nodes hang together.
+    A child never scores above its parent and stands behind it, so at equal scores too the kept
+    nodes hang together.
     """
     kept: list[int] = np.sort(np.argsort(-scores_C, kind="stable")[:count]).tolist()
     return kept

@@ -1,7 +1,8 @@
-"""Counter-based random numbers: the number of a token is a hash of the request's seed and the token's index.
+"""Counter-based random numbers: the number of a token is a hash of the request's seed and the
+token's index.
 
-splitmix64, in Python's integers and in torch's int64, to the same bit: no state to keep, to move with a request or to
-roll back, and a device draws what the host would have drawn. Knows no request.
+splitmix64, in Python's integers and in torch's int64, to the same bit: no state to keep, to move
+with a request or to roll back, and a device draws what the host would have drawn. Knows no request.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ def fresh_seed() -> int:
 
 
 def derived_seed(seed: int, sample: int) -> int:
-    """The seed of the sample-th of n samples, as a signed 64-bit number; sample 0 keeps the request's own."""
+    """The seed of the sample-th of n samples, as a signed 64-bit number; sample 0 keeps the
+    request's own.
+    """
     return seed if sample == 0 else _signed(_mix(_mix(seed ^ _STEP) + sample * _STEP))
 
 

@@ -1,1 +1,3 @@
-"""The eval stage: what a head brings, known before any server runs: tau measured, time per token predicted."""
+"""The eval stage: what a head brings, known before any server runs: tau measured, time per token
+predicted.
+"""

@@ -1,7 +1,8 @@
-"""Chains on stored features: quick, and all there is where nobody can run the target. Knows features and `chain`.
+"""Chains on stored features: quick, and all there is where nobody can run the target. Knows
+features and `chain`.
 
-Does not know an engine. Rounds are those of a chain that drafts in every round and is never cut short, on the answers as they
-were given.
+Does not know an engine. Rounds are those of a chain that drafts in every round and is never cut
+short, on the answers as they were given.
 """
 
 from __future__ import annotations
@@ -20,27 +21,39 @@ from eyas.model.head import Head
 from eyas.model.vocab import TargetVocabulary
 from eyas.shards import FeatureMeta, Sample
 
-ASSUMES = "greedy answers; a chain of num_draft_steps drafts every round, never cut short; features in the precision served"
+ASSUMES = (
+    "greedy answers; a chain of num_draft_steps drafts every round, never cut short; "
+    "features in the precision served"
+)
 
 
 def check_belongs(head: HeadConfig, meta: FeatureMeta, vocabulary: TargetVocabulary) -> None:
     """Raise MismatchError unless head, features and target are of one target."""
     ours = vocabulary.config
-    if meta.lm_head_sha256 != vocabulary.lm_head_sha256 or head.target_lm_head_sha256 not in ("", meta.lm_head_sha256):
+    if meta.lm_head_sha256 != vocabulary.lm_head_sha256 or head.target_lm_head_sha256 not in (
+        "",
+        meta.lm_head_sha256,
+    ):
         raise MismatchError(
             "head, features and target are not of one target (their hashes of its lm_head differ)",
             "give the target and features that the head was trained on",
         )
-    if head.taps != meta.taps or (meta.hidden_size, meta.vocab_size) != (ours.hidden_size, ours.vocab_size):
+    if head.taps != meta.taps or (meta.hidden_size, meta.vocab_size) != (
+        ours.hidden_size,
+        ours.vocab_size,
+    ):
         raise MismatchError(
-            f"the head taps layers {head.taps} of a target of hidden size {head.target_hidden_size}, "
+            f"the head taps layers {head.taps} of a target of hidden size "
+            f"{head.target_hidden_size}, "
             f"the features are layers {meta.taps} of one of {meta.hidden_size}",
             "capture the features again, or train the head again",
         )
 
 
 class Chains:
-    """Counts of a head's chains on samples; text_of: tokens to text, to tell the language of an answer."""
+    """Counts of a head's chains on samples; text_of: tokens to text, to tell the language of an
+    answer.
+    """
 
     def __init__(
         self,

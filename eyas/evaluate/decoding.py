@@ -53,10 +53,14 @@ class Models:
         shape, tensors = read_head(head, target.config)
         return cls(target, Draft(shape, tensors, target), folder, config, tensors["t2d"])
 
-    def engine(self, speculation: str, kind: type[Engine] = Engine, max_batch: int | None = None) -> Engine:
+    def engine(
+        self, speculation: str, kind: type[Engine] = Engine, max_batch: int | None = None
+    ) -> Engine:
         """An engine of its own, with an empty cache. max_batch None: the config's."""
         config = EngineConfig(
-            speculation=speculation, max_batch=max_batch or self.config.max_batch, max_length=self.config.max_length
+            speculation=speculation,
+            max_batch=max_batch or self.config.max_batch,
+            max_length=self.config.max_length,
         )
         return kind(self.target, self.draft, config, self.folder)
 

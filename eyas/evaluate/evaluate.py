@@ -2,7 +2,8 @@
 
     features    chains, counted on what `capture` held out: seconds, and no target is run          -> tau, ...
     questions   trees and chains at several temperatures, through the engine's own code            -> trees
-                the same answers played back at any load, with the costs of this machine or another -> predicted
+                the same answers played back at any load, with the costs of this machine or another
+                -> predicted
 
 Knows the order of things and the file. Does not know how rounds are counted, nor a server.
 """
@@ -39,9 +40,11 @@ DEFAULT_TREES = ("fixed(6,3,12)", "fixed(4,1,5)")  # the engine's own sizes, and
 class EvalConfig(BaseModel):
     """Settings of the eval stage.
 
-    Of chains on features: num_draft_steps, and batch_tokens, which counts padding. Of prompts through the engine: trees as
-    `eyas serve` takes them, fixed(num_draft_steps,tree_topk,num_verify_tokens) with one branch for a chain, or auto; the
-    first tree at the first temperature is what is told first, and predicted is for the first temperature.
+    Of chains on features: num_draft_steps, and batch_tokens, which counts padding. Of prompts
+    through the engine: trees as `eyas serve` takes them,
+    fixed(num_draft_steps,tree_topk,num_verify_tokens) with one branch for a chain, or auto; the
+    first tree at the first temperature is what is told first, and predicted is for the first
+    temperature.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -65,33 +68,54 @@ class EvalConfig(BaseModel):
     @classmethod
     def _are_temperatures(cls, temperatures: tuple[float, ...]) -> tuple[float, ...]:
         if not all(0 <= temperature <= 100 for temperature in temperatures):
-            raise ConfigError(f"temperatures: {list(temperatures)}", "give numbers from 0 (greedy) to 100")
+            raise ConfigError(
+                f"temperatures: {list(temperatures)}", "give numbers from 0 (greedy) to 100"
+            )
         return temperatures
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What the head has not seen: features of answers, prompts to be answered, or both. The first num_prompts are asked."""
+    """What the head has not seen: features of answers, prompts to be answered, or both. The first
+    num_prompts are asked.
+    """
 
     features: FeatureSource | None = None
     questions: Sequence[Question] = ()
 
 
-def evaluate(config: EvalConfig, target: str, head: str, held_out: HeldOut, output: Artifact, track: Track = quiet) -> Manifest:
-    """Measure a head on what is held out and write eval.json. head: the output of `train`, or a head of any form.
+def evaluate(
+    config: EvalConfig,
+    target: str,
+    head: str,
+    held_out: HeldOut,
+    output: Artifact,
+    track: Track = quiet,
+) -> Manifest:
+    """Measure a head on what is held out and write eval.json. head: the output of `train`, or a
+    head of any form.
 
-    Raises MismatchError when head, features and target do not belong together, EmptyInputError without an answer of two
-    tokens, EyasError for a prediction that cannot be.
+    Raises MismatchError when head, features and target do not belong together, EmptyInputError
+    without an answer of two tokens, EyasError for a prediction that cannot be.
     """
     folder, questions = resolve_target(target), held_out.questions[: config.num_prompts]
     if held_out.features is None and not questions:
-        raise EmptyInputError("there is nothing held out to measure with", "give features, prompts, or both")
+        raise EmptyInputError(
+            "there is nothing held out to measure with", "give features, prompts, or both"
+        )
     # Weights are laid out for the number of threads that there is when they are loaded.
     with head_folder(head) as (files, made), threads(config.models.threads):
         settings = described(config, folder, questions)
-        inputs = {"head": made, **(held_out.features.inputs if held_out.features is not None else {})}
+        inputs = {
+            "head": made,
+            **(held_out.features.inputs if held_out.features is not None else {}),
+        }
         # What does not fit is refused before the folder is claimed.
-        work = None if output.is_done() else Work.of(config, folder, files, HeldOut(held_out.features, questions))
+        work = (
+            None
+            if output.is_done()
+            else Work.of(config, folder, files, HeldOut(held_out.features, questions))
+        )
         if not output.begin(identity("eval", settings, inputs)):
             return output.manifest("eval")
         assert work is not None, "a folder is not done, or holds other work"
@@ -103,13 +127,19 @@ def evaluate(config: EvalConfig, target: str, head: str, held_out: HeldOut, outp
 
 
 def described(config: EvalConfig, folder: str, questions: Sequence[Question]) -> dict[str, Any]:
-    """The config as far as it says what is measured, with what is asked and of whom; contents in place of paths."""
+    """The config as far as it says what is measured, with what is asked and of whom; contents in
+    place of paths.
+    """
     if not questions:
         return config.model_dump(mode="json", include={"num_draft_steps", "batch_tokens"})
     settings = config.model_dump(mode="json")
     if config.predict.costs is not None:
         settings["predict"]["costs"] = file_identity(config.predict.costs)
-    return {**settings, "questions": questions_identity(questions), "target_fingerprint": fingerprint(folder)}
+    return {
+        **settings,
+        "questions": questions_identity(questions),
+        "target_fingerprint": fingerprint(folder),
+    }
 
 
 @dataclass(frozen=True)
@@ -132,7 +162,9 @@ class Work:
             check_belongs(loaded.config, held_out.features.meta, vocabulary)
             chains = Chains(loaded, vocabulary, config.num_draft_steps, Chat(folder).decode)
         if held_out.questions:
-            asked = Asked.of(held_out.questions, Chat(folder), config.models.max_length - config.max_tokens)
+            asked = Asked.of(
+                held_out.questions, Chat(folder), config.models.max_length - config.max_tokens
+            )
             if config.predict.costs is not None:
                 read_costs(config.predict.costs)
             models = Models.load(folder, head, config.models)
@@ -157,13 +189,20 @@ def count(chains: Chains, source: FeatureSource, batch_tokens: int, track: Track
         done += len(samples)
         track(done, len(source), f"tau {chains.tau:.3f}")
     if chains.rounds == 0:
-        raise EmptyInputError("the held-out features hold no answer of two tokens or more", "capture with more prompts")
+        raise EmptyInputError(
+            "the held-out features hold no answer of two tokens or more",
+            "capture with more prompts",
+        )
 
 
 def of_prompts(config: EvalConfig, models: Models, asked: Asked, track: Track) -> dict[str, Any]:
     """The part of eval.json that prompts give. Raises EmptyInputError where nothing was drafted."""
     speculations = [speculating(tree) for tree in config.trees]
-    ways = [(speculation, temperature) for temperature in config.temperatures for speculation in speculations]
+    ways = [
+        (speculation, temperature)
+        for temperature in config.temperatures
+        for speculation in speculations
+    ]
     served = serve(models, asked, ways, (config.max_tokens, config.seed), track)
     trees = [one.to_json(asked, models.t2d_V) for one in served]
     if not trees[0]["rounds"]:
@@ -180,7 +219,8 @@ def in_short(config: EvalConfig, trees: Sequence[dict[str, Any]]) -> dict[str, A
     """What the first of the trees is told with, and the trees."""
     return {
         "tau_by_source": {name: one["tau"] for name, one in trees[0]["by_source"].items()},
-        "assumes": f"{trees[0]['speculation']} in {config.models.dtype} at temperature {trees[0]['temperature']:g}",
+        "assumes": f"{trees[0]['speculation']} in {config.models.dtype} at temperature "
+        f"{trees[0]['temperature']:g}",
         "dtype": config.models.dtype,
         "trees": list(trees),
         "temperatures": list(config.temperatures),

@@ -1,4 +1,5 @@
-"""A head of any form, wherever it is: the output of `train` in a store, a folder, an id of the hub, the one in the package.
+"""A head of any form, wherever it is: the output of `train` in a store, a folder, an id of the hub,
+the one in the package.
 
 Knows how its files come into one folder of this machine and what identifies them. Reads no tensor.
 """
@@ -17,9 +18,11 @@ from eyas.lineage import HEAD_FILES, head_files, source_manifest
 
 @contextmanager
 def head_folder(head: str) -> Iterator[tuple[Path, Manifest]]:
-    """A folder with the head's files, and its manifest: of the stage that made it, else as a source, by its files.
+    """A folder with the head's files, and its manifest: of the stage that made it, else as a
+    source, by its files.
 
-    Raises MissingInputError, and CorruptError for an artifact whose files are not what its manifest says.
+    Raises MissingInputError, and CorruptError for an artifact whose files are not what its manifest
+    says.
     """
     made = Artifact(head)
     if "://" in head or Path(head, DONE).exists():

@@ -1,7 +1,8 @@
-"""What real rounds take on this machine against what the cost table says: Python, draws, prefixes of other lengths.
+"""What real rounds take on this machine against what the cost table says: Python, draws, prefixes
+of other lengths.
 
-A ratio by kind of round and by load, as the engine's own `Correction` has it, from a few seconds of the real engine before
-anything is predicted. Knows engines and clocks.
+A ratio by kind of round and by load, as the engine's own `Correction` has it, from a few seconds of
+the real engine before anything is predicted. Knows engines and clocks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ NEARLY = 0.75  # of the load: a round of so many counts
 
 @dataclass(frozen=True)
 class Overheads:
-    """Real ms over the table's: of prefills, and of plain rounds and those with trees at `loads` requests, ascending."""
+    """Real ms over the table's: of prefills, and of plain rounds and those with trees at `loads`
+    requests, ascending.
+    """
 
     prefill: float = 1.0
     loads: list[int] = field(default_factory=lambda: [1])
@@ -39,7 +42,9 @@ class Overheads:
     def ratio(self, kind: str, num_requests: int) -> float:
         """Of a kind, "plain" or "tree", between the loads by their logarithm."""
         known = self.plain if kind == "plain" else self.tree
-        return float(np.interp(math.log2(num_requests), [math.log2(load) for load in self.loads], known))
+        return float(
+            np.interp(math.log2(num_requests), [math.log2(load) for load in self.loads], known)
+        )
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -66,9 +71,11 @@ def overheads(
     loads: Sequence[int],
     budget_s: float,
 ) -> dict[str, Overheads]:
-    """Of each way to speculate, at these loads; about budget_s for each of them and load, and as much for plain rounds.
+    """Of each way to speculate, at these loads; about budget_s for each of them and load, and as
+    much for plain rounds.
 
-    All of them take turns of a fraction of a second, so that a busy moment of the machine hits them alike.
+    All of them take turns of a fraction of a second, so that a busy moment of the machine hits them
+    alike.
     """
     reached = [load for load in sorted(set(loads)) if load <= len(requests)] or [1]
     plainly = [dataclasses.replace(request, speculation=False) for request in requests]
@@ -80,10 +87,14 @@ def overheads(
             for engine in engines:
                 engine.run(budget_s / NUM_TURNS)
         by_load.append(engines)
-    prefill = statistics.median(prefill_ratios(watched(models, costs, speculations[0]), costs, requests))
+    prefill = statistics.median(
+        prefill_ratios(watched(models, costs, speculations[0]), costs, requests)
+    )
     plain = [engines[0].ratio("plain") for engines in by_load]
     return {
-        one: Overheads(prefill, reached, plain, [engines[number].ratio("tree") for engines in by_load])
+        one: Overheads(
+            prefill, reached, plain, [engines[number].ratio("tree") for engines in by_load]
+        )
         for number, one in enumerate(speculations, start=1)
     }
 
@@ -91,12 +102,15 @@ def overheads(
 def watched(models: Models, costs: CostTable, speculation: str) -> Engine:
     """An engine whose policy is watched, and knows the costs."""
     engine = models.engine(speculation)
-    engine.policy = engine.rounds.policy = WatchedPolicy(Speculation.parse(speculation), costs, native=models.target.is_native)
+    engine.policy = engine.rounds.policy = WatchedPolicy(
+        Speculation.parse(speculation), costs, native=models.target.is_native
+    )
     return engine
 
 
 class _Busy:
-    """An engine that is kept at so many requests, and the ratios of real ms over predicted of its rounds, by kind.
+    """An engine that is kept at so many requests, and the ratios of real ms over predicted of its
+    rounds, by kind.
 
     Requests come again under other names when all are through.
     """
@@ -107,7 +121,9 @@ class _Busy:
         self._ratios: dict[str, list[float]] = {"plain": [], "tree": []}
 
     def run(self, budget_s: float) -> None:
-        """Rounds while time lasts, two in any case; the first of each turn is not counted, the caches being another's."""
+        """Rounds while time lasts, two in any case; the first of each turn is not counted, the
+        caches being another's.
+        """
         policy = self._engine.policy
         assert isinstance(policy, WatchedPolicy)
         began, count = time.perf_counter(), 0
@@ -127,8 +143,12 @@ class _Busy:
                     self._ratios[kind].append(ms / table_ms)
 
     def ratio(self, kind: str) -> float:
-        """The lower quartile: whatever else runs on the machine only ever adds. Without any of this kind, that of all."""
-        known = sorted(self._ratios[kind] or [one for other in self._ratios.values() for one in other])
+        """The lower quartile: whatever else runs on the machine only ever adds. Without any of this
+        kind, that of all.
+        """
+        known = sorted(
+            self._ratios[kind] or [one for other in self._ratios.values() for one in other]
+        )
         return known[len(known) // 4] if known else 1.0
 
 
@@ -145,7 +165,9 @@ def prefill_ratios(engine: Engine, costs: CostTable, requests: Sequence[Request]
             engine.step()
         ms = (time.perf_counter() - started) * 1e3
         after = engine.metrics()
-        rows = len(request.prompt_ids) - int(after["prompt_tokens_reused"] - before["prompt_tokens_reused"])
+        rows = len(request.prompt_ids) - int(
+            after["prompt_tokens_reused"] - before["prompt_tokens_reused"]
+        )
         sizes = [min(chunk, rows - start) for start in range(0, rows, chunk)]
         ratios.append(ms / sum(costs.target(size) + costs.enter(size) for size in sizes))
     return ratios[1:] or ratios

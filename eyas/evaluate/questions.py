@@ -1,4 +1,6 @@
-"""Held-out prompts as the engine takes them. Knows messages, the chat template and languages; no file, no model."""
+"""Held-out prompts as the engine takes them. Knows messages, the chat template and languages; no
+file, no model.
+"""
 
 from __future__ import annotations
 
@@ -26,20 +28,26 @@ class Question:
     @cached_property
     def language(self) -> str:
         """Of what users say in it."""
-        return language("\n".join(message["content"] for message in self.messages if message["role"] == "user"))
+        return language(
+            "\n".join(message["content"] for message in self.messages if message["role"] == "user")
+        )
 
 
 def questions_identity(questions: Sequence[Question]) -> str:
     """16 hex digits over all that is asked, in its order."""
     digest = hashlib.sha256()
     for one in questions:
-        digest.update(json.dumps([one.id, one.source, one.messages], sort_keys=True).encode() + b"\n")
+        digest.update(
+            json.dumps([one.id, one.source, one.messages], sort_keys=True).encode() + b"\n"
+        )
     return digest.hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Questions and the tokens of their prompts, but for those left out: too long, or refused by the template."""
+    """Questions and the tokens of their prompts, but for those left out: too long, or refused by
+    the template.
+    """
 
     questions: list[Question]
     prompts: list[tuple[int, ...]]
@@ -59,12 +67,17 @@ class Asked:
                 prompts.append(ids)
         if not kept:
             raise EmptyInputError(
-                f"none of the {len(questions)} held-out prompts can be asked: too long, or refused by the chat template",
-                f"give prompts of {max_prompt_tokens} tokens or fewer, or a larger models.max_length",
+                f"none of the {len(questions)} held-out prompts can be asked: too long, or refused "
+                "by the chat template",
+                f"give prompts of {max_prompt_tokens} tokens or fewer, or a larger "
+                "models.max_length",
             )
         return cls(kept, prompts, len(questions) - len(kept))
 
     def requests(self, max_tokens: int, temperature: float, seed: int) -> list[Request]:
         """One of each, by the question's id. All have the same seed, as `eyas bench` asks."""
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
-        return [Request(question.id, ids, params) for question, ids in zip(self.questions, self.prompts, strict=True)]
+        return [
+            Request(question.id, ids, params)
+            for question, ids in zip(self.questions, self.prompts, strict=True)
+        ]

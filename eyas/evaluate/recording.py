@@ -1,11 +1,13 @@
-"""Answers with all that the head would have proposed at every place of them: enough to replay any tree of as many branches.
+"""Answers with all that the head would have proposed at every place of them: enough to replay any
+tree of as many branches.
 
     answer       y0      y1      y2      y3 ...        the target's own, one token a round
     proposals    of y1   of y2   of y3   of y4         all levels, nothing verified, so that every token is once a root
 
-What a tree proposes at a root depends on the tokens up to it alone, and with the same seed an answer is the same whatever
-was proposed (docs/decisions/one-draw-a-token.md). So a round of any depth, size or policy that begins there emits what these
-two say: a walk down the kept candidates along the answer. Knows the engine's rounds; no time.
+What a tree proposes at a root depends on the tokens up to it alone, and with the same seed an
+answer is the same whatever was proposed (docs/decisions/one-draw-a-token.md). So a round of any
+depth, size or policy that begins there emits what these two say: a walk down the kept candidates
+along the answer. Knows the engine's rounds; no time.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from eyas.model.target import Target
 
 @dataclass(slots=True)
 class Recorded:
-    """One answer. Of its n tokens: tokens, scores and parents [C] of the candidates behind each but the last."""
+    """One answer. Of its n tokens: tokens, scores and parents [C] of the candidates behind each but
+    the last.
+    """
 
     prompt_ids: tuple[int, ...]
     token_ids: list[int] = field(default_factory=list)
@@ -47,11 +51,15 @@ class Recording:
     answers: dict[str, Recorded]
 
     def proposals(self, roots: Sequence[tuple[str, int]], depth: int) -> Proposals:
-        """Of the answers' tokens by number (request's id, number of the root), cut after `depth` levels."""
+        """Of the answers' tokens by number (request's id, number of the root), cut after `depth`
+        levels.
+        """
         end = int(np.searchsorted(self.depths, depth, side="right"))
         rows = [self.answers[name].candidates[number] for name, number in roots]
         tokens, scores, parents = (np.stack([row[part][:end] for row in rows]) for part in range(3))
-        return Proposals(tokens.astype(np.int64), scores, parents.astype(np.int32), self.depths[:end])
+        return Proposals(
+            tokens.astype(np.int64), scores, parents.astype(np.int32), self.depths[:end]
+        )
 
 
 class RecordingRounds(Rounds):
@@ -68,7 +76,11 @@ class RecordingRounds(Rounds):
         proposals = self.entries.grow(job, drafting, self.growth, plan.thresholds)
         self.depths = proposals.depths
         for line, b in enumerate(drafting):
-            row = proposals.tokens[line].astype(np.int32), proposals.scores[line], proposals.parents[line].astype(np.int16)
+            row = (
+                proposals.tokens[line].astype(np.int32),
+                proposals.scores[line],
+                proposals.parents[line].astype(np.int16),
+            )
             self.candidates.setdefault(job.runnings[b].request.id, []).append(row)
         return proposals, np.zeros(proposals.tokens.shape, dtype=bool)
 
@@ -85,8 +97,12 @@ class RecordingEngine(Engine):
         return RecordingRounds
 
 
-def record(models: Models, sizes: tuple[int, int], requests: Sequence[Request], track: Track) -> Recording:
-    """Decode all requests and keep what a head of `sizes` (num_draft_steps, tree_topk) proposes at each of their tokens."""
+def record(
+    models: Models, sizes: tuple[int, int], requests: Sequence[Request], track: Track
+) -> Recording:
+    """Decode all requests and keep what a head of `sizes` (num_draft_steps, tree_topk) proposes at
+    each of their tokens.
+    """
     num_draft_steps, tree_topk = sizes
     engine = models.engine(f"fixed({num_draft_steps},{tree_topk},2)", RecordingEngine)
     assert isinstance(engine.rounds, RecordingRounds)
@@ -102,6 +118,8 @@ def record(models: Models, sizes: tuple[int, int], requests: Sequence[Request], 
                 track(done, len(requests))
     for name, answer in answers.items():
         answer.candidates = engine.rounds.candidates.get(name, [])
-        assert len(answer.candidates) == len(answer.token_ids) - 1, "every token but the last is a root"
+        assert len(answer.candidates) == len(answer.token_ids) - 1, (
+            "every token but the last is a root"
+        )
     temperature = requests[0].params.temperature
     return Recording(num_draft_steps, tree_topk, temperature, engine.rounds.depths, answers)

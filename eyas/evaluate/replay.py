@@ -1,7 +1,9 @@
-"""Recorded answers played back at any load: the engine's own scheduler, pages, entries and policy, on a clock that is counted.
+"""Recorded answers played back at any load: the engine's own scheduler, pages, entries and policy,
+on a clock that is counted.
 
-Only what a device does is left out: a prefill and a verification take what the costs say and give what was recorded. So the
-same decisions are taken as on a server, about the same candidates, with the times of any machine whose costs are known.
+Only what a device does is left out: a prefill and a verification take what the costs say and give
+what was recorded. So the same decisions are taken as on a server, about the same candidates, with
+the times of any machine whose costs are known.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ from eyas.model.target import PAGE_SIZE, Target
 class Pace:
     """How long things take: the cost table, what real rounds take besides, and what a server adds.
 
-    chunk_ms: to hand over the tokens of one request's round; arrival_ms: from an answer's end until the next request of the
-    same client is in the engine.
+    chunk_ms: to hand over the tokens of one request's round; arrival_ms: from an answer's end until
+    the next request of the same client is in the engine.
     """
 
     costs: CostTable
@@ -49,17 +51,24 @@ class Pace:
 
     def prefill_ms(self, num_rows: int, num_entries: int) -> float:
         """A stretch of prompts, and the draft's entries that were made with it."""
-        return (self.costs.target(num_rows) + self.costs.enter(num_entries)) * self.overheads.prefill
+        return (
+            self.costs.target(num_rows) + self.costs.enter(num_entries)
+        ) * self.overheads.prefill
 
     def plain_ms(self, num_requests: int) -> float:
         """A round without trees."""
-        own_ms = self.costs.forward(num_requests, num_requests) * self.overheads.ratio("plain", num_requests)
+        own_ms = self.costs.forward(num_requests, num_requests) * self.overheads.ratio(
+            "plain", num_requests
+        )
         return own_ms + num_requests * self.chunk_ms
 
     def tree_ms(self, num_requests: int, table_ms: float) -> float:
-        """A round with trees that the table says takes so long. It is never shorter than a plain one of the same requests,
-        whose rows it holds: what is measured in two moments may say so."""
-        own_ms = table_ms * self.overheads.ratio("tree", num_requests) + num_requests * self.chunk_ms
+        """A round with trees that the table says takes so long. It is never shorter than a plain
+        one of the same requests, whose rows it holds: what is measured in two moments may say
+        so."""
+        own_ms = (
+            table_ms * self.overheads.ratio("tree", num_requests) + num_requests * self.chunk_ms
+        )
         return max(own_ms, self.plain_ms(num_requests))
 
 
@@ -68,7 +77,8 @@ class PlayedPolicy(Policy):
 
     pace: Pace
     clock_ms = 0.0
-    tree_ms = as_plain_ms = 0.0  # of rounds with trees: what they took, and plain ones of the same requests would have
+    # of rounds with trees: what they took, and plain ones of the same requests would have
+    tree_ms = as_plain_ms = 0.0
 
     def observe(self, round_: Round, emitted: Sequence[Sequence[int]], real_ms: float) -> None:
         ms = plain_ms = self.pace.plain_ms(round_.num_requests)
@@ -80,7 +90,9 @@ class PlayedPolicy(Policy):
 
 
 class PlayedDraft:
-    """What `Entries` asks of a draft: entries are counted, and proposals are those of the recording."""
+    """What `Entries` asks of a draft: entries are counted, and proposals are those of the
+    recording.
+    """
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
@@ -93,8 +105,17 @@ class PlayedDraft:
     def enter(self, roots: Roots, *caches: object) -> None:
         self.num_entered += len(roots.tokens)
 
-    def grow(self, roots: Roots, cache: object, features: object, growth: Growth, thresholds: Sequence[float]) -> Proposals:
-        """As far as a draft would have gone: level l while the best paths sum up to thresholds[l] or more."""
+    def grow(
+        self,
+        roots: Roots,
+        cache: object,
+        features: object,
+        growth: Growth,
+        thresholds: Sequence[float],
+    ) -> Proposals:
+        """As far as a draft would have gone: level l while the best paths sum up to thresholds[l]
+        or more.
+        """
         whole = self.recording.proposals(self.roots, growth.num_draft_steps)
         return self.recording.proposals(self.roots, depth_reached(whole, thresholds))
 
@@ -111,12 +132,16 @@ def depth_reached(proposals: Proposals, thresholds: Sequence[float]) -> int:
 
 
 class PlayedRounds(Rounds):
-    """Rounds without models: the jobs' outcomes are those of a recording. Requests are named "<arm>/<recorded id>"."""
+    """Rounds without models: the jobs' outcomes are those of a recording. Requests are named
+    "<arm>/<recorded id>".
+    """
 
     recording: Recording
     pace: Pace
 
-    def __init__(self, target: Target, draft: Draft | None, growth: Growth, sizes: tuple[int, int]) -> None:
+    def __init__(
+        self, target: Target, draft: Draft | None, growth: Growth, sizes: tuple[int, int]
+    ) -> None:
         assert draft is not None
         self.trace = Trace()
         self.target, self.draft, self.growth = target, draft, growth
@@ -128,7 +153,9 @@ class PlayedRounds(Rounds):
         """Take what is to be played."""
         self.recording, self.pace, self.policy, policy.pace = recording, pace, policy, pace
         self.player = PlayedDraft(recording)
-        self.entries = Entries(cast(Draft, self.player), self._num_pages, PAGE_SIZE, cast(Any, None))
+        self.entries = Entries(
+            cast(Draft, self.player), self._num_pages, PAGE_SIZE, cast(Any, None)
+        )
 
     def run(self, job: Job) -> list[Outcome]:
         return self._decode(job) if job.chunks is None else self._prefill(job, job.chunks)
@@ -145,10 +172,14 @@ class PlayedRounds(Rounds):
         self.player.num_entered = 0
         self._enter_prompts(job, chunks)
         self.policy.clock_ms += self.pace.prefill_ms(sum(map(len, chunks)), self.player.num_entered)
-        return [self._outcome(running, emitted.get(b, [])) for b, running in enumerate(job.runnings)]
+        return [
+            self._outcome(running, emitted.get(b, [])) for b, running in enumerate(job.runnings)
+        ]
 
     def _propose(self, job: Job, drafting: list[int], plan: Round) -> tuple[Proposals, Any]:
-        self.player.roots = [(_name(job.runnings[b]), job.runnings[b].num_emitted - 1) for b in drafting]
+        self.player.roots = [
+            (_name(job.runnings[b]), job.runnings[b].num_emitted - 1) for b in drafting
+        ]
         return super()._propose(job, drafting, plan)
 
     def _verify(self, job: Job, alive: list[int], chosen: Chosen) -> dict[int, list[int]]:
@@ -158,7 +189,9 @@ class PlayedRounds(Rounds):
             left = self._answer(running)[running.num_emitted :]
             tree = Tree.of_root(running.root)
             if line >= 0:
-                tree = tree_of(running.root, chosen.proposals, line, chosen.kept[line].nonzero()[0].tolist())
+                tree = tree_of(
+                    running.root, chosen.proposals, line, chosen.kept[line].nonzero()[0].tolist()
+                )
             emitted[b] = running.take(walked(tree, left), self._end_tokens)
             running.num_cached += len(emitted[b])
         assert self.entries is not None
@@ -172,7 +205,11 @@ class PlayedRounds(Rounds):
 def walked(tree: Tree, left: Sequence[int]) -> list[int]:
     """What a round emits whose target goes on with the tokens `left`; it ends with them."""
     tokens = iter((*left, -1))
-    return [token for token in accept(tree.tokens, tree.parents, lambda _: next(tokens))[1] if token >= 0]
+    return [
+        token
+        for token in accept(tree.tokens, tree.parents, lambda _: next(tokens))[1]
+        if token >= 0
+    ]
 
 
 def _name(running: Running) -> str:
@@ -211,18 +248,32 @@ class Played:
 
 
 class Theatre:
-    """An engine that plays a recording with one speculation at one pace. Cache, policy and clock go on from part to part."""
+    """An engine that plays a recording with one speculation at one pace. Cache, policy and clock go
+    on from part to part.
+    """
 
-    def __init__(self, models: Models, recording: Recording, speculation: Speculation, pace: Pace, max_batch: int) -> None:
-        self._engine = models.engine(str(replace(speculation, mode="fixed")), PlayedEngine, max_batch)
+    def __init__(
+        self,
+        models: Models,
+        recording: Recording,
+        speculation: Speculation,
+        pace: Pace,
+        max_batch: int,
+    ) -> None:
+        self._engine = models.engine(
+            str(replace(speculation, mode="fixed")), PlayedEngine, max_batch
+        )
         self._policy = PlayedPolicy(speculation, pace.costs, native=models.target.is_native)
         assert isinstance(self._engine.rounds, PlayedRounds)
         self._engine.rounds.play(recording, pace, self._policy)
         self._engine.policy = self._policy
         self._recording, self._pace = recording, pace
 
-    def ask(self, arm: str, names: Sequence[str], concurrency: int, speculates: bool) -> dict[str, Played]:
-        """So many clients, each asking for the next answer when it has its own; the answers by name.
+    def ask(
+        self, arm: str, names: Sequence[str], concurrency: int, speculates: bool
+    ) -> dict[str, Played]:
+        """So many clients, each asking for the next answer when it has its own; the answers by
+        name.
 
         arm: of a name that no request under way has; what it asks is in the cache for itself alone.
         """
@@ -249,12 +300,16 @@ class Theatre:
         return done
 
     def round_cost(self) -> float | None:
-        """What a round with trees took, in plain rounds of the same requests; None without any. Counts from here anew."""
+        """What a round with trees took, in plain rounds of the same requests; None without any.
+        Counts from here anew.
+        """
         tree_ms, as_plain_ms = self._policy.tree_ms, self._policy.as_plain_ms
         self._policy.tree_ms = self._policy.as_plain_ms = 0.0
         return tree_ms / as_plain_ms if as_plain_ms else None
 
     def _request(self, arm: str, name: str, speculates: bool) -> Request:
         answer = self._recording.answers[name]
-        params = SamplingParams(temperature=self._recording.temperature, max_tokens=len(answer.token_ids))
+        params = SamplingParams(
+            temperature=self._recording.temperature, max_tokens=len(answer.token_ids)
+        )
         return Request(f"{arm}/{name}", answer.prompt_ids, params, speculates, cache_salt=arm)

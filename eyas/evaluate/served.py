@@ -1,4 +1,5 @@
-"""Held-out prompts through the engine, tree by tree and temperature by temperature: tau as serving will have it.
+"""Held-out prompts through the engine, tree by tree and temperature by temperature: tau as serving
+will have it.
 
 Knows engines and what the figures are of. No clock: what a tree takes is `prediction`'s.
 """
@@ -28,7 +29,9 @@ class Served:
     answers: list[Decoded]
 
     def to_json(self, asked: Asked, t2d_V: Tensor) -> dict[str, Any]:
-        """An entry of eval.json's `trees`. Rounds without drafts, which only auto has, are not counted."""
+        """An entry of eval.json's `trees`. Rounds without drafts, which only auto has, are not
+        counted.
+        """
         steps = self.speculation.num_draft_steps
         units = [
             Unit(question.source, question.language, answer.tally(steps))
@@ -50,13 +53,21 @@ class Served:
 
 
 def serve(
-    models: Models, asked: Asked, ways: Sequence[tuple[Speculation, float]], limits: tuple[int, int], track: Track
+    models: Models,
+    asked: Asked,
+    ways: Sequence[tuple[Speculation, float]],
+    limits: tuple[int, int],
+    track: Track,
 ) -> list[Served]:
-    """All questions in every one of the ways (speculation, temperature). limits: max_tokens, and the seed of all requests."""
+    """All questions in every one of the ways (speculation, temperature). limits: max_tokens, and
+    the seed of all requests.
+    """
     max_tokens, seed = limits
     served = []
     for number, (speculation, temperature) in enumerate(ways):
         requests = asked.requests(max_tokens, temperature, seed)
         bar = stretch(track, number * len(requests), len(ways) * len(requests))
-        served.append(Served(speculation, temperature, decode(models.engine(str(speculation)), requests, bar)))
+        served.append(
+            Served(speculation, temperature, decode(models.engine(str(speculation)), requests, bar))
+        )
     return served

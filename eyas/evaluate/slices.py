@@ -1,7 +1,8 @@
-"""Figures of answers and of parts of them: by source, by language. Knows counts of rounds, no model.
+"""Figures of answers and of parts of them: by source, by language. Knows counts of rounds, no
+model.
 
-A unit is what was decoded of one prompt; figures of several are those of all their rounds, with the interval that the
-bootstrap over the units gives.
+A unit is what was decoded of one prompt; figures of several are those of all their rounds, with the
+interval that the bootstrap over the units gives.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def total(tallies: Sequence[Tally], num_draft_steps: int) -> Tally:
 
 
 def figures(units: Sequence[Unit], num_draft_steps: int) -> dict[str, Any]:
-    """tau with its interval, accepted drafts, acceptance by position given all before, and of how much this is told."""
+    """tau with its interval, accepted drafts, acceptance by position given all before, and of how
+    much this is told.
+    """
     whole = total([unit.tally for unit in units], num_draft_steps)
     return {
         "tau": whole.tau,
@@ -62,10 +65,19 @@ def _by(units: Sequence[Unit], name_of: Callable[[Unit], str]) -> dict[str, dict
 
 
 def _short(units: Sequence[Unit]) -> dict[str, Any]:
-    rounds, emitted = (sum(getattr(unit.tally, name) for unit in units) for name in ("rounds", "emitted"))
-    return {"tau": emitted / max(rounds, 1), "tau_interval": _interval(units), "rounds": rounds, "answers": len(units)}
+    rounds, emitted = (
+        sum(getattr(unit.tally, name) for unit in units) for name in ("rounds", "emitted")
+    )
+    return {
+        "tau": emitted / max(rounds, 1),
+        "tau_interval": _interval(units),
+        "rounds": rounds,
+        "answers": len(units),
+    }
 
 
 def _interval(units: Sequence[Unit]) -> list[float] | None:
-    found = tau_interval([unit.tally.emitted for unit in units], [unit.tally.rounds for unit in units])
+    found = tau_interval(
+        [unit.tally.emitted for unit in units], [unit.tally.rounds for unit in units]
+    )
     return None if found is None else list(found)

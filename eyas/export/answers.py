@@ -1,4 +1,5 @@
-"""Text to replay a head on: prompts answered by the target itself, or answers that somebody kept. Knows chat and the engine.
+"""Text to replay a head on: prompts answered by the target itself, or answers that somebody kept.
+Knows chat and the engine.
 
 Does not know heads: the target decodes plainly.
 """
@@ -23,9 +24,16 @@ from eyas.model.target import Target
 NUM_CONVERSATIONS = 32  # some 800 tokens of the built-in target's answers
 ANSWER_TOKENS = 48
 PROMPT_TOKENS = 160  # longer ones would be most of the time
-MOST_TOKENS = 2048  # of a conversation with its answer; the rest is cut off, so that hidden states of all layers fit
+# of a conversation with its answer; the rest is cut off, so that hidden states of all layers fit
+MOST_TOKENS = 2048
 BATCH = 8
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +44,14 @@ class Answered:
     mask: list[bool]
 
 
-def answered(target: Target, folder: str | Path, text: Path, num_conversations: int = NUM_CONVERSATIONS) -> list[Answered]:
-    """The first conversations of a file that can be used. A last turn of the assistant's is kept, others are answered greedily.
+def answered(
+    target: Target, folder: str | Path, text: Path, num_conversations: int = NUM_CONVERSATIONS
+) -> list[Answered]:
+    """The first conversations of a file that can be used. A last turn of the assistant's is kept,
+    others are answered greedily.
 
-    text: JSON lines with `messages` or `conversations`, may be gzipped; any other file is one prompt a line. Raises
-    MissingInputError, EmptyInputError, CorruptError.
+    text: JSON lines with `messages` or `conversations`, may be gzipped; any other file is one
+    prompt a line. Raises MissingInputError, EmptyInputError, CorruptError.
     """
     chat = Chat(folder)
     kept: list[Answered] = []
@@ -59,7 +70,11 @@ def answered(target: Target, folder: str | Path, text: Path, num_conversations: 
         if prompts and len(prompts[-1]) > PROMPT_TOKENS:
             prompts.pop()
     found = kept + (decoded(target, folder, prompts) if prompts else [])
-    usable = [one for one in found if any(a and b for a, b in zip(one.mask[1:], one.mask[2:], strict=False))]
+    usable = [
+        one
+        for one in found
+        if any(a and b for a, b in zip(one.mask[1:], one.mask[2:], strict=False))
+    ]
     if not usable:
         hint = "give prompts that fit its chat template"
         raise EmptyInputError(f"{text} holds no conversation that the target can answer", hint)
@@ -69,9 +84,13 @@ def answered(target: Target, folder: str | Path, text: Path, num_conversations: 
 def decoded(target: Target, folder: str | Path, prompts: list[list[int]]) -> list[Answered]:
     """What the target answers to prompts, greedily, in the order of the prompts."""
     longest = max(map(len, prompts)) + ANSWER_TOKENS + 1
-    engine = Engine(target, None, EngineConfig(max_batch=BATCH, max_length=longest, speculation="off"), folder)
+    engine = Engine(
+        target, None, EngineConfig(max_batch=BATCH, max_length=longest, speculation="off"), folder
+    )
     params = SamplingParams(max_tokens=ANSWER_TOKENS)
-    results = engine.run(Request(str(number), tuple(ids), params) for number, ids in enumerate(prompts))
+    results = engine.run(
+        Request(str(number), tuple(ids), params) for number, ids in enumerate(prompts)
+    )
     answers = {int(result.request_id): list(result.token_ids) for result in results}
     return [
         Answered(ids + answers[number], [False] * len(ids) + [True] * len(answers[number]))
@@ -85,11 +104,17 @@ def conversations(text: Path) -> Iterator[list[dict[str, str]]]:
     Raises MissingInputError, and CorruptError for what is no text.
     """
     if not text.is_file():
-        raise MissingInputError(f"no text at {text}", "give JSON lines with messages, or a file of one prompt a line")
+        raise MissingInputError(
+            f"no text at {text}", "give JSON lines with messages, or a file of one prompt a line"
+        )
     is_json = ".jsonl" in text.suffixes or ".json" in text.suffixes
     for line in filter(str.strip, text_lines(text)):
         try:
-            messages = list(turns(json.loads(line))) if is_json else [{"role": "user", "content": line.strip()}]
+            messages = (
+                list(turns(json.loads(line)))
+                if is_json
+                else [{"role": "user", "content": line.strip()}]
+            )
         except (ValueError, TypeError, AttributeError, KeyError):
             continue
         if messages:
@@ -99,11 +124,16 @@ def conversations(text: Path) -> Iterator[list[dict[str, str]]]:
 def text_lines(text: Path) -> Iterator[str]:
     """The lines of a file, gzipped or not. Raises CorruptError."""
     try:
-        with gzip.open(text, "rt", encoding="utf-8") if text.suffix == ".gz" else text.open(encoding="utf-8") as lines:
+        with (
+            gzip.open(text, "rt", encoding="utf-8")
+            if text.suffix == ".gz"
+            else text.open(encoding="utf-8") as lines
+        ):
             yield from lines
     except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise CorruptError(
-            f"{text} is no text: {type(error).__name__}", "give UTF-8 text, gzipped if it ends in .gz"
+            f"{text} is no text: {type(error).__name__}",
+            "give UTF-8 text, gzipped if it ends in .gz",
         ) from error
 
 

@@ -1,7 +1,8 @@
 """Lint of a head against its target, and its replay: what would serve badly although it loads.
 
-Knows what the engines do with what they find. Reads a head of any form step by step as `read_head` does, but goes on after
-a fault and names them all; a head that can be read at all is replayed where the target can be run.
+Knows what the engines do with what they find. Reads a head of any form step by step as `read_head`
+does, but goes on after a fault and names them all; a head that can be read at all is replayed where
+the target can be run.
 
 Letters: V target vocabulary, W draft vocabulary.
 """
@@ -50,13 +51,16 @@ from eyas.model.vocab import TargetVocabulary
 
 MEANINGS = "; "  # between the names of meanings that are taken together
 UNSAID = "the head does not say which lm_head it was trained against"
-VERIFIER_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")  # that older speculators wrote
+# that older speculators wrote
+VERIFIER_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
 
 
 def check(head: str | Path, target: str | Path) -> list[Finding]:
-    """All that is wrong with the head in a folder, of any form, for the target in a folder (or "builtin"); errors first.
+    """All that is wrong with the head in a folder, of any form, for the target in a folder (or
+    "builtin"); errors first.
 
-    Raises MissingInputError, CorruptError, and MismatchError for what is no EAGLE-3 head or no supported target at all.
+    Raises MissingInputError, CorruptError, and MismatchError for what is no EAGLE-3 head or no
+    supported target at all.
     """
     target_folder, folder = resolve_target(str(target)), Path(resolve_head(str(head)))
     vocabulary = TargetVocabulary.load(target_folder)
@@ -81,11 +85,14 @@ def check(head: str | Path, target: str | Path) -> list[Finding]:
     return in_order(findings)
 
 
-def replay_head(head: str | Path, target: str | Path, text: Path | None = None) -> tuple[list[Replayed], str]:
+def replay_head(
+    head: str | Path, target: str | Path, text: Path | None = None
+) -> tuple[list[Replayed], str]:
     """Every reading of a head on answered text, the declared one's first; or none, and why not.
 
-    A head that does not match its target otherwise than in shape is replayed: the number says what it costs. text: as in
-    `answered`; None is the packaged prompts. Raises what loading the target raises, and MissingInputError.
+    A head that does not match its target otherwise than in shape is replayed: the number says what
+    it costs. text: as in `answered`; None is the packaged prompts. Raises what loading the target
+    raises, and MissingInputError.
     """
     folder = resolve_target(str(target))
     vocabulary = TargetVocabulary.load(folder)
@@ -106,7 +113,8 @@ def replay_head(head: str | Path, target: str | Path, text: Path | None = None) 
 
 
 def meanings(folder: str | Path, target: TargetShape) -> list[Reading]:
-    """The head in a folder as its config declares it, or in each way in which that can be meant and run on this target.
+    """The head in a folder as its config declares it, or in each way in which that can be meant and
+    run on this target.
 
     Raises what `read_head` raises, and MismatchError where no way fits.
     """
@@ -114,14 +122,18 @@ def meanings(folder: str | Path, target: TargetShape) -> list[Reading]:
     ways: list[Reading] = []
     misfits: list[MismatchError] = []
     for chosen in product(*(one.meanings.items() for one in ambiguities(checkpoint))):
-        settings = checkpoint.settings | {key: value for _, keys in chosen for key, value in keys.items()}
+        settings = checkpoint.settings | {
+            key: value for _, keys in chosen for key, value in keys.items()
+        }
         try:
             config, tensors = judged_head(folder, replace(checkpoint, settings=settings), target)
             refuse(folder, shape_faults(config, target))
         except MismatchError as fault:
             misfits.append(fault)
         else:
-            ways.append(Reading(MEANINGS.join(name for name, _ in chosen) or DECLARED, config, tensors))
+            ways.append(
+                Reading(MEANINGS.join(name for name, _ in chosen) or DECLARED, config, tensors)
+            )
     if not ways:
         raise misfits[0]
     return ways
@@ -133,12 +145,16 @@ def judged(findings: Sequence[Finding], replayed: Sequence[Replayed]) -> list[Fi
     seen = [settled(finding, replayed) if finding.meanings else finding for finding in findings]
     if replayed and not heard:
         hint = "the replay is as good as it would be with its own: nothing to do"
-        seen = [replace(one, level="note", hint=hint) if one.what == UNSAID else one for one in seen]
+        seen = [
+            replace(one, level="note", hint=hint) if one.what == UNSAID else one for one in seen
+        ]
     return in_order([*seen, *heard])
 
 
 def settled(finding: Finding, replayed: Sequence[Replayed]) -> Finding:
-    """What can be meant in several ways, with the tau of each in the hint, and what to write if the replay can tell."""
+    """What can be meant in several ways, with the tau of each in the hint, and what to write if the
+    replay can tell.
+    """
     best: dict[str, Replayed] = {}
     for one in replayed:
         for name in set(one.reading.split(MEANINGS)) & finding.meanings.keys():
@@ -168,15 +184,25 @@ def reading_findings(replayed: Sequence[Replayed]) -> Iterator[Finding]:
     for one, gain in sorted(better, key=lambda pair: -pair[1][0])[:1]:
         certain = over(gain, ERROR)
         what = (
-            f"read as {one.reading!r} the head accepts more than {declared.reading}: tau {one.tau:.2f} against "
+            f"read as {one.reading!r} the head accepts more than {declared.reading}: tau "
+            f"{one.tau:.2f} against "
             f"{declared.tau:.2f}, {gain[1]:+.0%} drafts ({gain[2]:.1f} standard errors)"
         )
-        yield Finding("error" if certain else "warning", what, "correct config.json or the tensors; the table has all readings")
+        yield Finding(
+            "error" if certain else "warning",
+            what,
+            "correct config.json or the tensors; the table has all readings",
+        )
     if not better and declared.tau < LEAST_TAU:
         what = (
-            f"the head drafts next to nothing of this text: tau {declared.tau:.2f} by its own reading and no better by others"
+            f"the head drafts next to nothing of this text: tau {declared.tau:.2f} by its own "
+            "reading and no better by others"
         )
-        yield Finding("warning", what, "wrong weights, embeddings or target; or text that it was not trained for: give --text")
+        yield Finding(
+            "warning",
+            what,
+            "wrong weights, embeddings or target; or text that it was not trained for: give --text",
+        )
 
 
 def errors(faults: Sequence[MismatchError]) -> list[Finding]:
@@ -187,42 +213,68 @@ def errors(faults: Sequence[MismatchError]) -> list[Finding]:
 def setting_findings(checkpoint: Checkpoint) -> list[Finding]:
     """The faults of the settings; what can be meant in several ways with its meanings."""
     ways = {one.fault.what: one.meanings for one in ambiguities(checkpoint)}
-    return [replace(one, meanings=ways.get(one.what, {})) for one in errors(setting_faults(checkpoint))]
+    return [
+        replace(one, meanings=ways.get(one.what, {})) for one in errors(setting_faults(checkpoint))
+    ]
 
 
 def target_findings(config: HeadConfig, target: TargetShape) -> Iterator[Finding]:
     """Where the head's shape differs from the target's, though it may be meant so."""
     if config.taps[-1] < target.num_hidden_layers and config.taps != target.default_taps:
-        what = f"the head taps the outputs of layers {config.taps}, the default is {target.default_taps}"
-        yield Finding("warning", what, "fine if it was trained on these; engines that ignore the list will misread it")
-    if not rope_faults(config, target) and not config.own_rope and not same_rotation(config.rope, target.rope):
+        what = (
+            f"the head taps the outputs of layers {config.taps}, the default is "
+            f"{target.default_taps}"
+        )
         yield Finding(
             "warning",
-            f"rotary embedding differs: the head's is {spelled(config.rope)}, the target's {spelled(target.rope)}",
-            "a rope_theta that is not given means 10000: write what the head was trained with, or own_rope for just this",
+            what,
+            "fine if it was trained on these; engines that ignore the list will misread it",
+        )
+    if (
+        not rope_faults(config, target)
+        and not config.own_rope
+        and not same_rotation(config.rope, target.rope)
+    ):
+        yield Finding(
+            "warning",
+            f"rotary embedding differs: the head's is {spelled(config.rope)}, the target's "
+            f"{spelled(target.rope)}",
+            "a rope_theta that is not given means 10000: write what the head was trained with, or "
+            "own_rope for just this",
         )
     if config.rms_norm_eps != target.rms_norm_eps:
         what = f"rms_norm_eps is {config.rms_norm_eps}, the target's {target.rms_norm_eps}"
-        yield Finding("warning", what, "one that is not given means 1e-6: write what the head was trained with")
+        yield Finding(
+            "warning",
+            what,
+            "one that is not given means 1e-6: write what the head was trained with",
+        )
 
 
 def length_findings(config: HeadConfig, target: TargetShape) -> Iterator[Finding]:
-    """A head whose rotary table ends before the target's context does. A longer one is harmless, and so is any in eyas."""
+    """A head whose rotary table ends before the target's context does. A longer one is harmless,
+    and so is any in eyas.
+    """
     if config.max_position_embeddings >= target.max_position_embeddings:
         return
     what = (
-        f"max_position_embeddings is {config.max_position_embeddings}, the target's {target.max_position_embeddings}: SGLang "
-        "0.5.23 does not start without SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1, older engines read past the head's rotary "
+        f"max_position_embeddings is {config.max_position_embeddings}, the target's "
+        f"{target.max_position_embeddings}: SGLang "
+        "0.5.23 does not start without SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1, older engines "
+        "read past the head's rotary "
         "table and lose acceptance; vLLM 0.32 and eyas go by the target's"
     )
     hint = (
-        f'write "max_position_embeddings": {target.max_position_embeddings} into the head\'s config, or export it again, which '
+        f'write "max_position_embeddings": {target.max_position_embeddings} into the head\'s '
+        "config, or export it again, which "
         "does: no weight depends on it"
     )
     yield Finding("warning", what, hint)
 
 
-def vocabulary_findings(checkpoint: Checkpoint, config: HeadConfig, vocabulary: TargetVocabulary) -> Iterator[Finding]:
+def vocabulary_findings(
+    checkpoint: Checkpoint, config: HeadConfig, vocabulary: TargetVocabulary
+) -> Iterator[Finding]:
     """What the head borrows from the target, or was trained against."""
     trained_with = config.target_lm_head_sha256
     if not trained_with:
@@ -233,38 +285,63 @@ def vocabulary_findings(checkpoint: Checkpoint, config: HeadConfig, vocabulary: 
         if stored.shape != ours.shape or not torch.equal(stored, ours):
             what = f"{EMBED_TOKENS} {tuple(stored.shape)} are not the target's {tuple(ours.shape)}"
             if checkpoint.form == "sglang" or EMBED_TOKENS_SHA256 in checkpoint.settings:
-                yield Finding("error", what, "SGLang uses the target's all the same; export the head again for this target")
+                yield Finding(
+                    "error",
+                    what,
+                    "SGLang uses the target's all the same; export the head again for this target",
+                )
             else:
-                yield Finding("warning", what, "fine if the head was trained with them; SGLang would use the target's")
+                yield Finding(
+                    "warning",
+                    what,
+                    "fine if the head was trained with them; SGLang would use the target's",
+                )
     mask = checkpoint.tensors.get("t2d")
-    ends = [token for token in vocabulary.config.eos_token_ids if mask is not None and token < len(mask)]
+    ends = [
+        token for token in vocabulary.config.eos_token_ids if mask is not None and token < len(mask)
+    ]
     if ends and mask is not None and not mask[ends].any():
         yield Finding(
             "warning",
-            f"no end token of the target ({ends}) is in the draft vocabulary: an end is never drafted",
+            f"no end token of the target ({ends}) is in the draft vocabulary: an end is never "
+            "drafted",
             "count the draft vocabulary on answers that end",
         )
 
 
-def verifier_findings(checkpoint: Checkpoint, target: TargetShape, config: Mapping[str, Any]) -> Iterator[Finding]:
+def verifier_findings(
+    checkpoint: Checkpoint, target: TargetShape, config: Mapping[str, Any]
+) -> Iterator[Finding]:
     """Where a speculators config names another target. config: the target's config.json."""
     speculators = checkpoint.settings.get("speculators_config")
     verifier = speculators.get("verifier") if isinstance(speculators, dict) else None
     if not isinstance(verifier, dict):
         return
-    hint = "write the target's into speculators_config.verifier, or give the target that the head was trained for"
+    hint = (
+        "write the target's into speculators_config.verifier, or give the target that the head "
+        "was trained for"
+    )
     named, own = verifier.get("architectures") or [], config.get("architectures") or []
     if named and own and not set(named) & set(own):
-        yield Finding("warning", f"the config names a verifier of {', '.join(named)}, the target is of {', '.join(own)}", hint)
+        yield Finding(
+            "warning",
+            f"the config names a verifier of {', '.join(named)}, the target is of {', '.join(own)}",
+            hint,
+        )
     for key in VERIFIER_SIZES:
         if verifier.get(key) not in (None, getattr(target, key)):
-            what = f"the config names a verifier of {key} {verifier[key]}, the target's is {getattr(target, key)}"
+            what = (
+                f"the config names a verifier of {key} {verifier[key]}, the target's is "
+                f"{getattr(target, key)}"
+            )
             yield Finding("warning", what, hint)
 
 
 def value_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Values and precisions of the tensors."""
-    weights = {name: tensor for name, tensor in checkpoint.tensors.items() if tensor.is_floating_point()}
+    weights = {
+        name: tensor for name, tensor in checkpoint.tensors.items() if tensor.is_floating_point()
+    }
     finite: dict[str, Tensor] = {}
     if checkpoint.embed_tokens is not None:
         weights["embed_tokens.weight"] = checkpoint.embed_tokens
@@ -273,7 +350,9 @@ def value_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
         if not wide.isfinite().all():
             bad = int((~wide.isfinite()).sum())
             yield Finding(
-                "error", f"{name}: {bad} of {tensor.numel()} values are NaN or infinite", "train or download the head again"
+                "error",
+                f"{name}: {bad} of {tensor.numel()} values are NaN or infinite",
+                "train or download the head again",
             )
         elif not wide.any():
             yield Finding("error", f"{name} is all zeros", "train or download the head again")
@@ -282,12 +361,20 @@ def value_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
     yield from damage_findings(finite)
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()})
     if len(dtypes) > 1:
-        yield Finding("warning", f"tensors are of several precisions: {', '.join(dtypes)}", "export the head again")
+        yield Finding(
+            "warning",
+            f"tensors are of several precisions: {', '.join(dtypes)}",
+            "export the head again",
+        )
     places = (checkpoint.settings, checkpoint.layer_settings)
-    said = {str(place[key]) for place in places for key in ("dtype", "torch_dtype") if place.get(key)}
+    said = {
+        str(place[key]) for place in places for key in ("dtype", "torch_dtype") if place.get(key)
+    }
     for dtype in sorted(said - set(dtypes)):
         yield Finding(
-            "warning", f"the config says {dtype}, the tensors are {', '.join(dtypes)}", "engines convert: correct the config"
+            "warning",
+            f"the config says {dtype}, the tensors are {', '.join(dtypes)}",
+            "engines convert: correct the config",
         )
 
 
@@ -295,16 +382,36 @@ def form_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
     """What the engine of this form asks for beyond a right head."""
     named = checkpoint.settings.get("architectures") or []
     if checkpoint.form == "sglang" and named != [SGLANG_ARCHITECTURE]:
-        what = f"architectures is {named}: SGLang loads an EAGLE-3 head by the name {SGLANG_ARCHITECTURE} only"
+        what = (
+            f"architectures is {named}: SGLang loads an EAGLE-3 head by the name "
+            f"{SGLANG_ARCHITECTURE} only"
+        )
         yield Finding("warning", what, "change it in config.json, or export the head again")
     if checkpoint.form == "sglang" and checkpoint.stated("norm_before_residual") == {True}:
-        what = "norm_before_residual is set: SGLang does not read it, and takes the residual before the norm"
-        yield Finding("warning", what, "serve it with vLLM, which does: SGLang would lose most of its acceptance")
+        what = (
+            "norm_before_residual is set: SGLang does not read it, and takes the residual "
+            "before the norm"
+        )
+        yield Finding(
+            "warning",
+            what,
+            "serve it with vLLM, which does: SGLang would lose most of its acceptance",
+        )
     for decision in decisions(checkpoint):
         yield Finding("warning", decision, f'write "{FED_BACK}" into config.json to say so')
     if checkpoint.form == "sglang" and any(checkpoint.stated("tie_word_embeddings")):
-        yield Finding("warning", "tie_word_embeddings is set: SGLang takes the embeddings for lm_head", "write false")
+        yield Finding(
+            "warning",
+            "tie_word_embeddings is set: SGLang takes the embeddings for lm_head",
+            "write false",
+        )
     if checkpoint.form == "vllm" and LM_HEAD not in checkpoint.tensors:
-        yield Finding("warning", "lm_head.weight is missing: speculators needs one", "put the target's into the file")
+        yield Finding(
+            "warning",
+            "lm_head.weight is missing: speculators needs one",
+            "put the target's into the file",
+        )
     if "d2t" in checkpoint.tensors and "t2d" not in checkpoint.tensors:
-        yield Finding("warning", "t2d is missing", "speculators needs it beside d2t; export the head again")
+        yield Finding(
+            "warning", "t2d is missing", "speculators needs it beside d2t; export the head again"
+        )

@@ -2,7 +2,8 @@
 
 The head is one that `eyas train` made, or any that `read_head` knows.
 
-Knows the order of proofs. Does not know what a form looks like (checkpoint) nor what makes a head bad (check).
+Knows the order of proofs. Does not know what a form looks like (checkpoint) nor what makes a head
+bad (check).
 
     sglang/   config.json  model.safetensors     each read back from where it was written: same config, bit-equal tensors,
     vllm/     config.json  model.safetensors     and equal logits of a replayed sample, before the artifact counts as done
@@ -58,10 +59,10 @@ REPLAYED_TOKENS, REPLAYED_STEPS = 16, 3
 class ExportConfig(BaseModel):
     """Settings of the export stage.
 
-    target_name: what the engines load the target by, if not its folder. The numbers go into the launch commands,
-    num_verify_tokens with the root counted; max_length: of a request, None for the target's own. embeddings: whether a copy of
-    the target's goes along; "usual" is what each form's own tools do, vLLM's with and SGLang's without. licence and language
-    are for the card.
+    target_name: what the engines load the target by, if not its folder. The numbers go into the
+    launch commands, num_verify_tokens with the root counted; max_length: of a request, None for the
+    target's own. embeddings: whether a copy of the target's goes along; "usual" is what each form's
+    own tools do, vLLM's with and SGLang's without. licence and language are for the card.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -90,11 +91,12 @@ def export(
     track: Track = quiet,
     evaluation: Artifact | None = None,
 ) -> Manifest:
-    """Write a head in each form, prove each, and write its card; `evaluation`, if given, is quoted on the card.
+    """Write a head in each form, prove each, and write its card; `evaluation`, if given, is quoted
+    on the card.
 
-    head: an output of `eyas train`, or a folder with a head in any form. target: a folder, or "builtin". Raises MismatchError
-    for a head that would serve badly or is another target's, and CorruptError when what was written does not read back as
-    it was.
+    head: an output of `eyas train`, or a folder with a head in any form. target: a folder, or
+    "builtin". Raises MismatchError for a head that would serve badly or is another target's, and
+    CorruptError when what was written does not read back as it was.
     """
     inputs = {"head": head.manifest("train") if is_artifact(head) else foreign_manifest(head)}
     if evaluation is not None:
@@ -109,10 +111,16 @@ def export(
         names = (HEAD_JSON, SINGLE) if inputs["head"].stage != SOURCE else inputs["head"].files
         source = local_folder(head, names, Path(scratch, "head"))
         findings = check(source, folder)
-        refuse(head.url, [MismatchError(one.what, one.hint) for one in findings if one.level == "error"])
+        refuse(
+            head.url,
+            [MismatchError(one.what, one.hint) for one in findings if one.level == "error"],
+        )
         vocabulary = TargetVocabulary.load(folder)
         shape, tensors = served_head(source, vocabulary)
-        refuse(head.url, [fault for form in config.forms for fault in form_faults(shape, tensors, form)])
+        refuse(
+            head.url,
+            [fault for form in config.forms for fault in form_faults(shape, tensors, form)],
+        )
         output.begin(work)  # not before: a head that is refused takes no folder
         launch = launch_of(config, target, folder, vocabulary)
         hashes: dict[str, str] = {}
@@ -123,10 +131,15 @@ def export(
             for name, data in files.items():
                 output.write(f"{form}/{name}", data)
                 hashes[f"{form}/{name}"] = hashlib.sha256(data).hexdigest()
-            written = local_folder(output, [f"{form}/{name}" for name in files], Path(scratch, form)) / form
+            written = (
+                local_folder(output, [f"{form}/{name}" for name in files], Path(scratch, form))
+                / form
+            )
             prove_equal(shape, tensors, written, vocabulary)
     track(len(config.forms), len(config.forms))
-    num_parameters = sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point())
+    num_parameters = sum(
+        tensor.numel() for tensor in tensors.values() if tensor.is_floating_point()
+    )
     dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
     origin = origin_of(head) if inputs["head"].stage == SOURCE else Origin()
     told = (inputs["head"], measured, hashes, config.licence, config.language, origin)
@@ -137,7 +150,9 @@ def export(
         "target": launch.target,
         "commands": {form: getattr(launch, form) for form in config.forms},
         "warnings": [finding.what for finding in findings],
-        "measured": {key: measured[key] for key in PROMISED if key in measured} if measured is not None else None,
+        "measured": {key: measured[key] for key in PROMISED if key in measured}
+        if measured is not None
+        else None,
     }
     return output.finish("export", settings, inputs, counts, facts)
 
@@ -148,12 +163,24 @@ def is_artifact(head: Artifact) -> bool:
 
 
 def foreign_manifest(head: Artifact) -> Manifest:
-    """A head that eyas did not train, as a source: its files by their checksums. Raises MissingInputError."""
+    """A head that eyas did not train, as a source: its files by their checksums. Raises
+    MissingInputError.
+    """
     names = head_files(head)
     if not any(name in names for name in (CONFIG_JSON, HEAD_JSON)):
-        raise MissingInputError(f"no head at {head.url}", "give the output of `eyas train`, or the folder of a head")
-    form = "eyas" if HEAD_JSON in names else "vllm" if "speculators_model_type" in head.read_json(CONFIG_JSON) else "sglang"
-    return source_manifest(head, names, {"form": form, "licence": origin_of(head).licence or "not given"})
+        raise MissingInputError(
+            f"no head at {head.url}", "give the output of `eyas train`, or the folder of a head"
+        )
+    form = (
+        "eyas"
+        if HEAD_JSON in names
+        else "vllm"
+        if "speculators_model_type" in head.read_json(CONFIG_JSON)
+        else "sglang"
+    )
+    return source_manifest(
+        head, names, {"form": form, "licence": origin_of(head).licence or "not given"}
+    )
 
 
 def origin_of(head: Artifact) -> Origin:
@@ -168,8 +195,8 @@ def origin_of(head: Artifact) -> Origin:
 def served_head(source: Path, vocabulary: TargetVocabulary) -> tuple[HeadConfig, dict[str, Tensor]]:
     """A head as it is to be served with this target.
 
-    Its length is at least the target's: no weight depends on it, and SGLang does not start with less. Embeddings that are the
-    target's own are left out.
+    Its length is at least the target's: no weight depends on it, and SGLang does not start with
+    less. Embeddings that are the target's own are left out.
     """
     shape, tensors = read_head(source, vocabulary.config)
     length = max(shape.max_position_embeddings, vocabulary.config.max_position_embeddings)
@@ -179,11 +206,18 @@ def served_head(source: Path, vocabulary: TargetVocabulary) -> tuple[HeadConfig,
     return shape.model_copy(update={"max_position_embeddings": length}), tensors
 
 
-def launch_of(config: ExportConfig, target: str, folder: str, vocabulary: TargetVocabulary) -> Launch:
+def launch_of(
+    config: ExportConfig, target: str, folder: str, vocabulary: TargetVocabulary
+) -> Launch:
     """What the commands say."""
     sizes = (config.num_draft_steps, config.tree_topk, config.num_verify_tokens)
     dtype = vocabulary.config.dtype if vocabulary.config.dtype in DTYPES else None
-    return Launch(config.target_name or (target if is_hub_id(target) else folder), *sizes, dtype, config.max_length)
+    return Launch(
+        config.target_name or (target if is_hub_id(target) else folder),
+        *sizes,
+        dtype,
+        config.max_length,
+    )
 
 
 def verifier_of(
@@ -194,11 +228,15 @@ def verifier_of(
     vocabulary: TargetVocabulary,
     tensors: Mapping[str, Tensor],
 ) -> Verifier:
-    """What a form says of the target: its embeddings, in the head's precision, if they are to go along."""
+    """What a form says of the target: its embeddings, in the head's precision, if they are to go
+    along.
+    """
     architectures = read_config(folder).get("architectures") or [
         f"{FAMILIES.get(vocabulary.config.family, vocabulary.config.family)}ForCausalLM"
     ]
-    embed_tokens = vocabulary.embed_tokens.to(tensors["fc.weight"].dtype) if config.embeds(form) else None
+    embed_tokens = (
+        vocabulary.embed_tokens.to(tensors["fc.weight"].dtype) if config.embeds(form) else None
+    )
     return Verifier(launch.target, tuple(architectures), embed_tokens, config.num_draft_steps)
 
 
@@ -206,12 +244,17 @@ def evaluation_of(evaluation: Artifact, head: Manifest) -> Manifest:
     """The manifest of an evaluation, which must be this head's. Raises MismatchError."""
     manifest = evaluation.manifest("eval")
     if manifest.inputs["head"].identity != head.identity:
-        raise MismatchError(f"{evaluation.url} measured another head", "run `eyas eval` on the head that is exported")
+        raise MismatchError(
+            f"{evaluation.url} measured another head",
+            "run `eyas eval` on the head that is exported",
+        )
     return manifest
 
 
 def local_folder(artifact: Artifact, names: Iterable[str], scratch: Path) -> Path:
-    """A folder on this machine's disk with these files of an artifact, each read once to verify it: its own, or a copy."""
+    """A folder on this machine's disk with these files of an artifact, each read once to verify it:
+    its own, or a copy.
+    """
     for name in names:
         data, path = artifact.read(name), artifact.local_path(name)
         if path is None:
@@ -221,22 +264,37 @@ def local_folder(artifact: Artifact, names: Iterable[str], scratch: Path) -> Pat
     return scratch if own is None else Path(own).parent
 
 
-def prove_equal(config: HeadConfig, tensors: Mapping[str, Tensor], written: Path, vocabulary: TargetVocabulary) -> None:
-    """The head and what was written: config, every tensor bit by bit, and the logits of a replay. Raises CorruptError."""
+def prove_equal(
+    config: HeadConfig, tensors: Mapping[str, Tensor], written: Path, vocabulary: TargetVocabulary
+) -> None:
+    """The head and what was written: config, every tensor bit by bit, and the logits of a replay.
+    Raises CorruptError.
+    """
     config_back, tensors_back = read_head(written, vocabulary.config)
     same = as_written(config) == as_written(config_back) and tensors.keys() == tensors_back.keys()
-    if not same or not all(bit_equal(tensor, tensors_back[name]) for name, tensor in tensors.items()):
-        raise CorruptError(f"{written} does not read back as the head", "check the disk or store, and export again")
+    if not same or not all(
+        bit_equal(tensor, tensors_back[name]) for name, tensor in tensors.items()
+    ):
+        raise CorruptError(
+            f"{written} does not read back as the head", "check the disk or store, and export again"
+        )
     embed_tokens, lm_head = vocabulary.embed_tokens.float(), {LM_HEAD: vocabulary.lm_head}
     ours = assembled(Reading(DECLARED, config, lm_head | dict(tensors)))
     theirs = load_head(written, vocabulary.config, vocabulary.lm_head)
     if not torch.equal(made_up_logits(ours, embed_tokens), made_up_logits(theirs, embed_tokens)):
-        raise CorruptError(f"{written} gives other logits than the head", "check the disk or store, and export again")
+        raise CorruptError(
+            f"{written} gives other logits than the head",
+            "check the disk or store, and export again",
+        )
 
 
 def as_written(config: HeadConfig) -> HeadConfig:
-    """The config without what no form writes: parameters of a rope scaling that is not in use, how lm_head was trained."""
-    return config.model_copy(update={"rope": RopeConfig.from_hf(config.rope.to_hf()), "train_lm_head": True})
+    """The config without what no form writes: parameters of a rope scaling that is not in use, how
+    lm_head was trained.
+    """
+    return config.model_copy(
+        update={"rope": RopeConfig.from_hf(config.rope.to_hf()), "train_lm_head": True}
+    )
 
 
 def bit_equal(one: Tensor, other: Tensor) -> bool:
@@ -246,13 +304,17 @@ def bit_equal(one: Tensor, other: Tensor) -> bool:
 
 @torch.inference_mode()
 def made_up_logits(head: Head, embed_tokens_VH: Tensor) -> Tensor:
-    """Logits [REPLAYED_TOKENS + REPLAYED_STEPS - 1, W] of a fixed made-up sample: all its slots, then drafts of its last.
+    """Logits [REPLAYED_TOKENS + REPLAYED_STEPS - 1, W] of a fixed made-up sample: all its slots,
+    then drafts of its last.
 
-    Features are normal draws of a fixed seed: what is proved is that two heads compute alike, not that they draft well.
+    Features are normal draws of a fixed seed: what is proved is that two heads compute alike, not
+    that they draft well.
     """
     generator = torch.Generator().manual_seed(0)
     embed_tokens_VH = embed_tokens_VH if head.embed_tokens is None else head.embed_tokens
-    aux_hidden = torch.randn(1, REPLAYED_TOKENS, 3 * head.config.target_hidden_size, generator=generator)
+    aux_hidden = torch.randn(
+        1, REPLAYED_TOKENS, 3 * head.config.target_hidden_size, generator=generator
+    )
     tokens = torch.randint(len(embed_tokens_VH), (1, REPLAYED_TOKENS), generator=generator)
     hidden, past = head(F.embedding(tokens, embed_tokens_VH), head.fuse(aux_hidden))
     logits = [head.logits(hidden)[0]]

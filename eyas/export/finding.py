@@ -12,7 +12,8 @@ LEVELS: tuple[Level, ...] = ("error", "warning", "note")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """An error serves wrong or badly for certain; a warning may be meant so; a note needs nothing done.
+    """An error serves wrong or badly for certain; a warning may be meant so; a note needs nothing
+    done.
 
     meanings: of what can be meant in several ways, the name of each and the keys that say it.
     """

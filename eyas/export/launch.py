@@ -1,7 +1,9 @@
-"""The commands that launch an exported head, and a parser that checks them against what the engines accept.
+"""The commands that launch an exported head, and a parser that checks them against what the engines
+accept.
 
-Knows what a launch says. What the engines' options are, and which of them go together, is data, engines.yaml beside this file,
-with the versions and documents that it was read from. It holds the usual options, not all that there are.
+Knows what a launch says. What the engines' options are, and which of them go together, is data,
+engines.yaml beside this file, with the versions and documents that it was read from. It holds the
+usual options, not all that there are.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 class Option(BaseModel):
-    """One option of an engine's command, or one key of an option that holds JSON. aliases: other names of it."""
+    """One option of an engine's command, or one key of an option that holds JSON. aliases: other
+    names of it.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -47,14 +51,19 @@ class Option(BaseModel):
             return int(value)
         if self.type == "share":
             if SHARE.fullmatch(str(value)) is None or not 0 < float(value) <= 1:
-                raise ConfigError(f"{name} {value!r} is no share above 0, of at most 1", "give one, such as 0.85")
+                raise ConfigError(
+                    f"{name} {value!r} is no share above 0, of at most 1", "give one, such as 0.85"
+                )
             return float(value)
         if self.type == "switch":
             return True
         if not isinstance(value, str) or not value:
             raise ConfigError(f"{name} {value!r} is no text", "give one")
         if self.choices and value not in self.choices:
-            raise ConfigError(f"{name} {value} is unknown to the engine", f"choose one of {', '.join(self.choices)}")
+            raise ConfigError(
+                f"{name} {value} is unknown to the engine",
+                f"choose one of {', '.join(self.choices)}",
+            )
         return value
 
     def _read_json(self, name: str, value: Any) -> dict[str, Any]:
@@ -68,10 +77,11 @@ class Option(BaseModel):
 
 
 class Rule(BaseModel):
-    """What options ask of each other: where all of `when` are given with these values, or with any (null).
+    """What options ask of each other: where all of `when` are given with these values, or with any
+    (null).
 
-    needs: options that must be given too. one_more: an option that counts one more than another, [more, than], where both are
-    given. why: what the engine does otherwise.
+    needs: options that must be given too. one_more: an option that counts one more than another,
+    [more, than], where both are given. why: what the engine does otherwise.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -83,19 +93,28 @@ class Rule(BaseModel):
 
     def check(self, given: Mapping[str, Any]) -> None:
         """Raise ConfigError for values that do not keep it."""
-        if not all(name in given and value in (None, given[name]) for name, value in self.when.items()):
+        if not all(
+            name in given and value in (None, given[name]) for name, value in self.when.items()
+        ):
             return
-        place = " ".join(name if value is None else f"{name} {value}" for name, value in self.when.items())
+        place = " ".join(
+            name if value is None else f"{name} {value}" for name, value in self.when.items()
+        )
         for name in self.needs:
             if name not in given:
                 raise ConfigError(f"{place} needs {name}: {self.why}", "give it")
         more, than = self.one_more or ("", "")
         if more in given and than in given and given[more] != given[than] + 1:
-            raise ConfigError(f"{place}: {more} is {given[more]}, {than} {given[than]}: {self.why}", f"give {given[than] + 1}")
+            raise ConfigError(
+                f"{place}: {more} is {given[more]}, {than} {given[than]}: {self.why}",
+                f"give {given[than] + 1}",
+            )
 
 
 class EngineCommand(BaseModel):
-    """How an engine is started. arguments: those without a name, in order; required: names of either kind."""
+    """How an engine is started. arguments: those without a name, in order; required: names of
+    either kind.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -122,26 +141,37 @@ class EngineCommand(BaseModel):
 
 def unlisted(name: str, where: str, known: Iterable[str]) -> ConfigError:
     """What is not in engines.yaml: misspelt, or an option that the list lacks."""
-    hint = f"check its spelling, or leave it out and add it by hand; the list has: {', '.join(known)}"
+    hint = (
+        f"check its spelling, or leave it out and add it by hand; the list has: {', '.join(known)}"
+    )
     return ConfigError(f"{name} is not in our list of {where}'s options", hint)
 
 
 @cache
 def engines() -> dict[str, EngineCommand]:
     """The engines of engines.yaml."""
-    content = yaml.safe_load(files("eyas.export").joinpath("engines.yaml").read_text(encoding="utf-8"))
+    content = yaml.safe_load(
+        files("eyas.export").joinpath("engines.yaml").read_text(encoding="utf-8")
+    )
     return {name: EngineCommand.model_validate(one) for name, one in content.items()}
 
 
 def parse(engine: EngineName, command: str) -> dict[str, Any]:
-    """A launch command as its engine would read it: values by option. Raises ConfigError for what it would not accept."""
+    """A launch command as its engine would read it: values by option. Raises ConfigError for what
+    it would not accept.
+    """
     known = engines()[engine]
     try:
         words = shlex.split(command.replace("\\\n", " "))
     except ValueError as error:
-        raise ConfigError(f"a shell cannot read this command: {error}", "close what is quoted") from error
+        raise ConfigError(
+            f"a shell cannot read this command: {error}", "close what is quoted"
+        ) from error
     if tuple(words[: len(known.command)]) != known.command:
-        raise ConfigError(f"{known.name} is not started by {' '.join(words[:3])!r}", f"write {' '.join(known.command)}")
+        raise ConfigError(
+            f"{known.name} is not started by {' '.join(words[:3])!r}",
+            f"write {' '.join(known.command)}",
+        )
     given = read_words(known, words[len(known.command) :])
     arguments = {name: Option(type="text") for name in known.arguments}
     values = read_options(known.title, given, known.options | arguments, known.required)
@@ -174,8 +204,12 @@ def read_words(known: EngineCommand, words: Sequence[str]) -> dict[str, str]:
     return given
 
 
-def read_options(where: str, given: Mapping[str, Any], known: Mapping[str, Option], required: Sequence[str]) -> dict[str, Any]:
-    """Values by name, each as its option takes it. Raises ConfigError for one that is not listed or missing."""
+def read_options(
+    where: str, given: Mapping[str, Any], known: Mapping[str, Option], required: Sequence[str]
+) -> dict[str, Any]:
+    """Values by name, each as its option takes it. Raises ConfigError for one that is not listed or
+    missing.
+    """
     for name in given:
         if name not in known:
             raise unlisted(name, where, known)
@@ -187,10 +221,11 @@ def read_options(where: str, given: Mapping[str, Any], known: Mapping[str, Optio
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How an engine is to start: the target as the engine finds it, and the size of drafts (the root counted).
+    """How an engine is to start: the target as the engine finds it, and the size of drafts (the
+    root counted).
 
-    dtype: the target's precision, which the engines compute the head in as well; None leaves it to them. max_length: of a
-    request in tokens; None is the target's own.
+    dtype: the target's precision, which the engines compute the head in as well; None leaves it to
+    them. max_length: of a request in tokens; None is the target's own.
     """
 
     target: str
@@ -207,7 +242,9 @@ class Launch:
 
     @property
     def served_nodes(self) -> int:
-        """Tokens that the target judges: no more than the drafts' steps can give; a chain's are its drafts and the root."""
+        """Tokens that the target judges: no more than the drafts' steps can give; a chain's are its
+        drafts and the root.
+        """
         if self.tree_topk == 1:
             return self.num_draft_steps + 1
         candidates = self.tree_topk + (self.num_draft_steps - 1) * self.tree_topk**2
@@ -231,7 +268,11 @@ class Launch:
     @property
     def vllm(self) -> str:
         """vLLM's command, in the folder of the card. vLLM drafts chains only."""
-        speculation = {"method": "eagle3", "model": "./vllm", "num_speculative_tokens": self.num_draft_steps}
+        speculation = {
+            "method": "eagle3",
+            "model": "./vllm",
+            "num_speculative_tokens": self.num_draft_steps,
+        }
         options = {
             "--dtype": self.dtype,
             "--max-model-len": self.max_length,
@@ -241,10 +282,19 @@ class Launch:
 
 
 def command_of(engine: EngineName, arguments: Sequence[str], options: Mapping[str, object]) -> str:
-    """A command line by line, for a shell, without options that are None; one that the engine would refuse is our fault."""
+    """A command line by line, for a shell, without options that are None; one that the engine would
+    refuse is our fault.
+    """
     start = " ".join([*engines()[engine].command, *map(shlex.quote, arguments)])
     command = " \\\n    ".join(
-        [start, *(f"{name} {shlex.quote(str(value))}" for name, value in options.items() if value is not None)]
+        [
+            start,
+            *(
+                f"{name} {shlex.quote(str(value))}"
+                for name, value in options.items()
+                if value is not None
+            ),
+        ]
     )
     parse(engine, command)
     return command

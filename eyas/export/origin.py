@@ -1,6 +1,8 @@
-"""What the card of a head that eyas did not train says: its licence, and what it was trained on. Pure text.
+"""What the card of a head that eyas did not train says: its licence, and what it was trained on.
+Pure text.
 
-Knows the fields of a Hugging Face card's front matter, and headings of Markdown. Believes nothing: what is found is quoted.
+Knows the fields of a Hugging Face card's front matter, and headings of Markdown. Believes nothing:
+what is found is quoted.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ DATA = re.compile(r"^## +Data\b[^\n]*\n(.*?)(?=^##? |\Z)", re.S | re.M | re.I)
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """terms: the front matter's fields of a licence, if it names one. data: the text of the section "Data"; empty for none."""
+    """terms: the front matter's fields of a licence, if it names one. data: the text of the section
+    "Data"; empty for none.
+    """
 
     terms: Mapping[str, str] = field(default_factory=dict)
     data: str = ""
@@ -30,7 +34,11 @@ class Origin:
         card = card.replace("\r\n", "\n")
         front, data = FRONT.match(card), DATA.search(card)
         fields = _fields(front[1]) if front else {}
-        terms = {name: str(fields[name]) for name in TERMS if fields.get(name)} if fields.get(LICENCE) else {}
+        terms = (
+            {name: str(fields[name]) for name in TERMS if fields.get(name)}
+            if fields.get(LICENCE)
+            else {}
+        )
         return cls(terms, data[1].strip() if data else "")
 
     @property

@@ -1,1 +1,3 @@
-"""From prompts to features: the target answers (generate), and what it thought while it did is stored (capture)."""
+"""From prompts to features: the target answers (generate), and what it thought while it did is
+stored (capture).
+"""

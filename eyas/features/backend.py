@@ -1,6 +1,8 @@
-"""What answers: requests in, answers out, in whatever order they are ready. The engine in this process is one; see `fleet`.
+"""What answers: requests in, answers out, in whatever order they are ready. The engine in this
+process is one; see `fleet`.
 
-Knows requests for one assistant turn and the engine. Does not know conversations, rows or how servers are spoken to.
+Knows requests for one assistant turn and the engine. Does not know conversations, rows or how
+servers are spoken to.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ Failure = Literal["server_refused", "server_failed", "server_saw_other_tokens"]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One assistant turn to be written. messages are what was said so far, prompt_ids their tokens by the target's template."""
+    """One assistant turn to be written. messages are what was said so far, prompt_ids their tokens
+    by the target's template.
+    """
 
     id: str
     messages: tuple[Message, ...]
@@ -32,7 +36,9 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Replied:
-    """What the target wrote, end token left out of the text and counted in num_tokens. latency_ms: since it was asked for."""
+    """What the target wrote, end token left out of the text and counted in num_tokens. latency_ms:
+    since it was asked for.
+    """
 
     id: str
     text: str

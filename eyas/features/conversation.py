@@ -1,6 +1,7 @@
 """Conversations on their way: the next turn to ask for, and what becomes of its answer.
 
-Knows prompts, the target's template and the rules of the data. Does not know who answers or how rows lie on disk.
+Knows prompts, the target's template and the rules of the data. Does not know who answers or how
+rows lie on disk.
 """
 
 from __future__ import annotations
@@ -22,11 +23,18 @@ from eyas.privacy.leaks import Leaks
 from eyas.privacy.policy import RANK
 from eyas.records import Answer, Message, Origin, Prompt
 
-# Of turns without an answer. "pii.<type>" for an answer with what was not in its prompt, and what `backend.Failure` lists.
+# Of turns without an answer. "pii.<type>" for an answer with what was not in its prompt, and what
+# `backend.Failure` lists.
 Reason = Literal[
-    "context_full", "template_refused", "control_text", "earlier_turn_cut", "earlier_turn_marked", "earlier_turn_dropped"
+    "context_full",
+    "template_refused",
+    "control_text",
+    "earlier_turn_cut",
+    "earlier_turn_marked",
+    "earlier_turn_dropped",
 ]
-# After a refusal users do go on, and the target's words in that context are its own. From the others nobody goes on.
+# After a refusal users do go on, and the target's words in that context are its own. From the
+# others nobody goes on.
 ENDS: dict[str, Reason] = {
     "truncated": "earlier_turn_cut",
     "looping": "earlier_turn_marked",
@@ -36,7 +44,9 @@ SEED_BITS = 31  # what every server takes
 
 
 class Sampling(BaseModel):
-    """How a share of the conversations is sampled. temperature 0 is greedy; top_k 0 and top_p 1 keep the whole vocabulary."""
+    """How a share of the conversations is sampled. temperature 0 is greedy; top_k 0 and top_p 1
+    keep the whole vocabulary.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -57,19 +67,27 @@ class Sampling(BaseModel):
         """In the engine's terms: of a greedy answer nothing else matters."""
         if self.temperature == 0:
             return SamplingParams(max_tokens=max_tokens)
-        return SamplingParams(self.temperature, self.top_k, self.top_p, seed=seed, max_tokens=max_tokens)
+        return SamplingParams(
+            self.temperature, self.top_k, self.top_p, seed=seed, max_tokens=max_tokens
+        )
 
 
 def check_shares(samplings: Sequence[Sampling]) -> None:
     """Raises ConfigError unless the shares are all there is."""
     total = sum(one.share for one in samplings)
     if abs(total - 1) > 1e-6:
-        raise ConfigError(f"sampling: the shares sum to {total:g}", "let them sum to 1, e.g. 0.7 and 0.3")
+        raise ConfigError(
+            f"sampling: the shares sum to {total:g}", "let them sum to 1, e.g. 0.7 and 0.3"
+        )
 
 
 def sampling_of(prompt: Prompt, samplings: Sequence[Sampling]) -> Sampling:
-    """The share that a conversation falls into: by a hash of what its user says, whatever else there is and whoever asks."""
-    digest = hashlib.sha256(repr((prompt.system, prompt.turns)).encode("utf-8", "surrogatepass")).digest()
+    """The share that a conversation falls into: by a hash of what its user says, whatever else
+    there is and whoever asks.
+    """
+    digest = hashlib.sha256(
+        repr((prompt.system, prompt.turns)).encode("utf-8", "surrogatepass")
+    ).digest()
     point = int.from_bytes(digest[:8], "big") / 2**64
     for one in samplings:
         point -= one.share
@@ -79,12 +97,16 @@ def sampling_of(prompt: Prompt, samplings: Sequence[Sampling]) -> Sampling:
 
 
 class Conversation:
-    """A prompt on its way: what has been said, and what came of its turns since they were last written down."""
+    """A prompt on its way: what has been said, and what came of its turns since they were last
+    written down.
+    """
 
     def __init__(self, prompt: Prompt, part: int, at: int) -> None:
         """part, at: its place in the artifact, and in that part."""
         self.prompt, self.part, self.at = prompt, part, at
-        self.messages: list[Message] = [{"role": "system", "content": prompt.system}] if prompt.system is not None else []
+        self.messages: list[Message] = (
+            [{"role": "system", "content": prompt.system}] if prompt.system is not None else []
+        )
         self.turn = 0  # the next one, which is the number of those answered
         self._num_dropped = 0
         self._news = Entry(at)
@@ -124,7 +146,12 @@ class Conversation:
         self._num_dropped += len(entry.dropped)
 
     def _drop(self, turn: int, reason: str, detail: str) -> None:
-        row: dict[str, Any] = {"prompt_id": self.prompt.id, "turn": turn, "reason": reason, "detail": detail}
+        row: dict[str, Any] = {
+            "prompt_id": self.prompt.id,
+            "turn": turn,
+            "reason": reason,
+            "detail": detail,
+        }
         self._news.dropped.append(row)
         self._num_dropped += 1
 
@@ -133,21 +160,34 @@ class Questioner:
     """Turns conversations into requests and answers into rows."""
 
     def __init__(
-        self, chat: Chat, target: str, samplings: Sequence[Sampling], limits: tuple[int, int], leaks: Leaks, is_templated: bool
+        self,
+        chat: Chat,
+        target: str,
+        samplings: Sequence[Sampling],
+        limits: tuple[int, int],
+        leaks: Leaks,
+        is_templated: bool,
     ) -> None:
-        """target: its fingerprint, part of each row's key. limits: tokens of an answer, and of prompt and answer together.
+        """target: its fingerprint, part of each row's key. limits: tokens of an answer, and of
+        prompt and answer together.
 
-        is_templated: who answers is sent messages and renders them itself, and so obeys control tokens in them."""
+        is_templated: who answers is sent messages and renders them itself, and so obeys control
+        tokens in them."""
         self._chat, self._target, self._samplings, self._leaks = chat, target, samplings, leaks
         self._max_tokens, self._max_length = limits
         self._is_templated = is_templated
 
     def ask(self, conversation: Conversation) -> Asked | None:
-        """The request for the next turn; None when there is none, with what is left counted as dropped."""
+        """The request for the next turn; None when there is none, with what is left counted as
+        dropped.
+        """
         prompt = conversation.prompt
         if conversation.is_over:
             return None
-        messages: list[Message] = [*conversation.messages, {"role": "user", "content": prompt.turns[conversation.turn]}]
+        messages: list[Message] = [
+            *conversation.messages,
+            {"role": "user", "content": prompt.turns[conversation.turn]},
+        ]
         try:
             control = self._chat.control_text(messages) if self._is_templated else []
             prompt_ids = self._chat.prompt_ids(messages)
@@ -158,7 +198,9 @@ class Questioner:
             conversation.drop_rest("control_text", ", ".join(control))
             return None
         if len(prompt_ids) >= self._max_length:
-            conversation.drop_rest("context_full", f"{len(prompt_ids)} tokens, the limit is {self._max_length - 1}")
+            conversation.drop_rest(
+                "context_full", f"{len(prompt_ids)} tokens, the limit is {self._max_length - 1}"
+            )
             return None
         sampling = sampling_of(prompt, self._samplings)
         seed = int(self._key(prompt_ids, sampling), 16) % 2**SEED_BITS
@@ -166,7 +208,9 @@ class Questioner:
         return Asked(f"{prompt.id}/{conversation.turn}", tuple(messages), tuple(prompt_ids), params)
 
     def take(self, conversation: Conversation, asked: Asked, reply: Replied | Unanswered) -> None:
-        """Add the answer as a row, marked or not, or drop it for what it holds or for not being there."""
+        """Add the answer as a row, marked or not, or drop it for what it holds or for not being
+        there.
+        """
         if isinstance(reply, Unanswered):
             conversation.drop_turn(reply.reason, reply.detail)
             return
@@ -205,13 +249,24 @@ class Questioner:
             conversation.drop_rest(ENDS[answer.marked])
 
     def _key(self, prompt_ids: Sequence[int], sampling: Sampling) -> str:
-        """Equal keys are equal work: the same target, the same tokens before the answer by its template, the same sampling."""
+        """Equal keys are equal work: the same target, the same tokens before the answer by its
+        template, the same sampling.
+        """
         params = sampling.params(self._max_tokens, None)
-        what = (self._target, list(prompt_ids), params.temperature, params.top_p, params.top_k, params.max_tokens)
+        what = (
+            self._target,
+            list(prompt_ids),
+            params.temperature,
+            params.top_p,
+            params.top_k,
+            params.max_tokens,
+        )
         return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
 
 
 def _told(found: Sequence[Finding]) -> tuple[str, str]:
     """Reason and detail of an answer left out for what was found in it: by type and place."""
     gravest = min((one.type for one in found), key=RANK.__getitem__)
-    return f"pii.{gravest.lower()}", ", ".join(f"{one.type} at {one.start}-{one.end}" for one in found)
+    return f"pii.{gravest.lower()}", ", ".join(
+        f"{one.type} at {one.start}-{one.end}" for one in found
+    )

@@ -1,6 +1,7 @@
 """What computes features: our own decoder, or transformers' (see hooks), asked alike.
 
-Knows forwards of token ids and the reuse of a common beginning. Does not know samples, masks or where features go.
+Knows forwards of token ids and the reuse of a common beginning. Does not know samples, masks or
+where features go.
 
 Letters: B batch, T longest of it, P tokens of a common beginning, H the target's hidden size.
 """
@@ -23,7 +24,9 @@ from eyas.model.target import PAGE_SIZE, Target
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """What a target thought: aux_hidden [..., 3 * H], the taps side by side, and last_hidden [..., H], which feeds lm_head."""
+    """What a target thought: aux_hidden [..., 3 * H], the taps side by side, and last_hidden [...,
+    H], which feeds lm_head.
+    """
 
     aux_hidden: Tensor
     last_hidden: Tensor
@@ -31,7 +34,9 @@ class Streams:
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """The first P tokens of several samples, computed: their streams [P, ...], and what attention to them needs."""
+    """The first P tokens of several samples, computed: their streams [P, ...], and what attention
+    to them needs.
+    """
 
     num_tokens: int
     streams: Streams
@@ -57,7 +62,9 @@ class Decoder(Protocol):
         """Compute a common beginning, a multiple of planned.SHARED_STEP tokens."""
 
     def streams(self, tokens: Sequence[Sequence[int]], after: Beginning | None = None) -> Streams:
-        """B x T of these tokens, each row behind the beginning if one is given; what is beyond a row's end is of no meaning."""
+        """B x T of these tokens, each row behind the beginning if one is given; what is beyond a
+        row's end is of no meaning.
+        """
 
 
 class OwnDecoder:
@@ -91,8 +98,12 @@ class OwnDecoder:
     def streams(self, tokens: Sequence[Sequence[int]], after: Beginning | None = None) -> Streams:
         return self._forward(tokens, after)[0]
 
-    def _forward(self, tokens: Sequence[Sequence[int]], after: Beginning | None) -> tuple[Streams, Tensor]:
-        """The streams, and keys and values of all slots. The pages of the beginning come first, and are every row's."""
+    def _forward(
+        self, tokens: Sequence[Sequence[int]], after: Beginning | None
+    ) -> tuple[Streams, Tensor]:
+        """The streams, and keys and values of all slots. The pages of the beginning come first, and
+        are every row's.
+        """
         target, B, T = self._target, len(tokens), max(map(len, tokens))
         num_before = after.num_tokens if after else 0
         num_shared, num_own = num_before // PAGE_SIZE, -(-T // PAGE_SIZE)

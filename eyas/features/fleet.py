@@ -4,9 +4,9 @@
     failing    is not asked; it is looked at again and again, with pauses that double, until it answers as it did at the start
     retired    is not asked any more: failing for patience_s, or serving something else
 
-A request that came to nothing goes to the front of the queue, for whoever is free. It is given up only where it is the request
-that fails: refused for good, or failing again and again at servers that answer others. Without a server left the run ends,
-and everything that was answered is kept.
+A request that came to nothing goes to the front of the queue, for whoever is free. It is given up
+only where it is the request that fails: refused for good, or failing again and again at servers
+that answer others. Without a server left the run ends, and everything that was answered is kept.
 
 Knows health and order. Does not know HTTP (servers) or what is asked.
 """
@@ -24,12 +24,22 @@ from typing import Any, Literal
 
 from eyas.errors import EyasError, MismatchError, MissingInputError
 from eyas.features.backend import Asked, Failure, Replied, Unanswered
-from eyas.features.servers import ClientConfig, Expected, Kind, Server, Trouble, Written, api_key, server_urls
+from eyas.features.servers import (
+    ClientConfig,
+    Expected,
+    Kind,
+    Server,
+    Trouble,
+    Written,
+    api_key,
+    server_urls,
+)
 
 State = Literal["healthy", "failing", "retired"]
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 LOOK_S = 1.0  # that `wait` waits at most
-# A request is given up at so many strikes: five answers that are none, or 25 connections that broke under it.
+# A request is given up at so many strikes: five answers that are none, or 25 connections that broke
+# under it.
 BROKEN_STRIKES, LOST_STRIKES, MOST_STRIKES = 5, 1, 25
 
 log = logging.getLogger(__name__)
@@ -68,20 +78,29 @@ class Member:
         if state != self.state:
             self.state, self.since = state, time.monotonic()
             data = {"server": self.server.url, "state": state, "reason": reason}
-            log.log(logging.INFO if state == "healthy" else logging.WARNING, "a server is %s", state, extra={"data": data})
+            log.log(
+                logging.INFO if state == "healthy" else logging.WARNING,
+                "a server is %s",
+                state,
+                extra={"data": data},
+            )
         self.reason = reason
 
     @property
     def is_free(self) -> bool:
-        return self.state == "healthy" and self.num_running < int(self.allowed) and time.monotonic() >= self.not_before
+        return (
+            self.state == "healthy"
+            and self.num_running < int(self.allowed)
+            and time.monotonic() >= self.not_before
+        )
 
 
 class Fleet:
     """The servers. Everything of theirs runs on a loop of this object's own, while `wait` waits."""
 
     def __init__(self, urls: Sequence[str], config: ClientConfig, expected: Expected) -> None:
-        """Look at all of them. Raises ConfigError, MissingInputError (nobody answers), MismatchError (one serves something
-        else: a mistake that somebody has to mend)."""
+        """Look at all of them. Raises ConfigError, MissingInputError (nobody answers),
+        MismatchError (one serves something else: a mistake that somebody has to mend)."""
         key = api_key(config.api_key_env)
         addresses = server_urls(urls)
         self.capacity = len(addresses) * config.concurrency
@@ -104,13 +123,19 @@ class Fleet:
         self._pending.append(Job(asked, time.perf_counter()))
 
     def wait(self) -> list[Replied | Unanswered]:
-        """What has come since, after a second at the latest. Raises EyasError when no server is left."""
+        """What has come since, after a second at the latest. Raises EyasError when no server is
+        left.
+        """
         return self._runner.run(self._wait())
 
     def status(self) -> str:
         """How many are well, and since when others are not."""
         now = time.monotonic()
-        ill = [f"{one.server.url} {one.state} for {now - one.since:.0f} s" for one in self._members if one.state != "healthy"]
+        ill = [
+            f"{one.server.url} {one.state} for {now - one.since:.0f} s"
+            for one in self._members
+            if one.state != "healthy"
+        ]
         well = len(self._members) - len(ill)
         told = "; ".join(ill[:3] + ["..."] * (len(ill) > 3))
         return f"{well} of {len(self._members)} servers" + (f" ({told})" if ill else "")
@@ -129,9 +154,14 @@ class Fleet:
     async def _muster(self) -> None:
         """The first look at everybody."""
         await asyncio.gather(*(self._look(one) for one in self._members))
-        unfit = [f"{one.server.url} {one.reason}" for one in self._members if one.state == "retired"]
+        unfit = [
+            f"{one.server.url} {one.reason}" for one in self._members if one.state == "retired"
+        ]
         if unfit:
-            raise MismatchError("; ".join(unfit), "give servers of this target, with its own tokenizer and chat template")
+            raise MismatchError(
+                "; ".join(unfit),
+                "give servers of this target, with its own tokenizer and chat template",
+            )
         if all(one.state == "failing" and one.last_kind != "busy" for one in self._members):
             hint = "start one, e.g. with `eyas serve`, or check the address"
             raise MissingInputError(f"no server answers: {self._reasons()}", hint)
@@ -151,7 +181,9 @@ class Fleet:
         if self._bug is not None:
             raise self._bug
         done, self._done = self._done, []
-        if not done and all(one.state == "retired" and not one.num_running for one in self._members):
+        if not done and all(
+            one.state == "retired" and not one.num_running for one in self._members
+        ):
             raise EyasError(
                 f"no server is left: {self._reasons()}",
                 "all that was answered is kept: see to the servers and run the same command again",
@@ -159,7 +191,9 @@ class Fleet:
         return done
 
     def _hand_out(self) -> None:
-        """Give what waits to those that are free: the least busy first, somebody else than who failed it if there is one."""
+        """Give what waits to those that are free: the least busy first, somebody else than who
+        failed it if there is one.
+        """
         while self._pending:
             free = [one for one in self._members if one.is_free]
             if not free:
@@ -204,8 +238,12 @@ class Fleet:
     def _trouble(self, member: Member, job: Job, trouble: Trouble) -> None:
         """What becomes of the request, and what of the server."""
         if trouble.kind in ("refused", "other_tokens"):
-            reason: Failure = "server_refused" if trouble.kind == "refused" else "server_saw_other_tokens"
-            self._done.append(Unanswered(job.asked.id, reason, f"{member.server.url} {trouble.what}"))
+            reason: Failure = (
+                "server_refused" if trouble.kind == "refused" else "server_saw_other_tokens"
+            )
+            self._done.append(
+                Unanswered(job.asked.id, reason, f"{member.server.url} {trouble.what}")
+            )
             return
         if trouble.kind == "busy":
             self._be_patient(member, trouble)
@@ -216,7 +254,13 @@ class Fleet:
             self._distrust(member, trouble)
         job.last = member
         if job.strikes >= MOST_STRIKES:
-            self._done.append(Unanswered(job.asked.id, "server_failed", f"{job.attempts} attempts; the last: {trouble.what}"))
+            self._done.append(
+                Unanswered(
+                    job.asked.id,
+                    "server_failed",
+                    f"{job.attempts} attempts; the last: {trouble.what}",
+                )
+            )
         else:
             self._pending.appendleft(job)
 
@@ -224,10 +268,17 @@ class Fleet:
         """A server that has too much to do gets less, later."""
         member.num_busy += 1
         member.allowed = max(1, min(member.allowed, member.num_running - 1))
-        pause = FIRST_PAUSE_S if trouble.retry_after_s is None else min(trouble.retry_after_s, self._config.patience_s)
+        pause = (
+            FIRST_PAUSE_S
+            if trouble.retry_after_s is None
+            else min(trouble.retry_after_s, self._config.patience_s)
+        )
         member.not_before = time.monotonic() + pause
         asyncio.get_running_loop().call_later(pause, self._hand_out)
-        if time.monotonic() - member.last_good > self._config.patience_s and member.num_running == 1:
+        if (
+            time.monotonic() - member.last_good > self._config.patience_s
+            and member.num_running == 1
+        ):
             member.become("retired", f"{trouble.what} for {self._config.patience_s:g} s")
 
     def _distrust(self, member: Member, trouble: Trouble) -> None:

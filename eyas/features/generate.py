@@ -1,15 +1,18 @@
 """Stage `generate`: the target answers every user turn of every prompt, one row per assistant turn.
 
-Knows the stage: what is asked of whom, and what was done already. Does not know how an engine decodes, how servers are
-spoken to, how rows lie on disk (parts), nor what a role token is.
+Knows the stage: what is asked of whom, and what was done already. Does not know how an engine
+decodes, how servers are spoken to, how rows lie on disk (parts), nor what a role token is.
 
-Conversations go on independently: as soon as a turn is answered the next one is asked, with the target's own answers
-as its context, so whoever answers always has enough to do. An answer that was cut, loops or is empty ends its conversation,
-since nobody would go on from it; after a refusal it goes on. All of these are marked and kept. An answer that holds personal
-data or a secret that nobody told the target is never written down: it is counted under its type, and ends its conversation too.
+Conversations go on independently: as soon as a turn is answered the next one is asked, with the
+target's own answers as its context, so whoever answers always has enough to do. An answer that was
+cut, loops or is empty ends its conversation, since nobody would go on from it; after a refusal it
+goes on. All of these are marked and kept. An answer that holds personal data or a secret that
+nobody told the target is never written down: it is counted under its type, and ends its
+conversation too.
 
-A run that is killed, or whose servers have all died, goes on where it was: see parts. Which servers answer, how many at once,
-and whether a head speculates changes no answer, and is not part of the work's identity.
+A run that is killed, or whose servers have all died, goes on where it was: see parts. Which servers
+answer, how many at once, and whether a head speculates changes no answer, and is not part of the
+work's identity.
 """
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ from eyas.records import Answer, Message, Origin, Prompt
 
 # Where the run takes place, and how fast it is. Nothing of it changes an answer.
 PLACES = {"target", "head", "max_batch", "servers", "client"}
-# What servers are asked before anything else: do they see as many tokens as the target's template gives?
+# What servers are asked before anything else: do they see as many tokens as the target's template
+# gives?
 PROBES: tuple[tuple[Message, ...], ...] = (
     ({"role": "user", "content": "Name a colour."},),
     (
@@ -60,12 +64,13 @@ PROBES: tuple[tuple[Message, ...], ...] = (
 class GenerateConfig(BaseModel):
     """Settings of the stage.
 
-    `max_length` bounds prompt and answer together, in tokens, as does the target's context. `sampling` is how conversations
-    are sampled, a share of them each, assigned by a hash of what they say. `date` is the day that a chat template prints where
-    it prints today's (Granite, Llama 3): fixed, so that the same prompts have the same tokens on another day and in `capture`.
-    `personal` says what is looked for in answers: an answer with a type that is not kept is left out, unless it stood in the
-    prompt. `head` speeds up the engine in this process, which answers where no `servers` are given; `client` says how those
-    are asked. `rows_per_part` counts prompts.
+    `max_length` bounds prompt and answer together, in tokens, as does the target's context.
+    `sampling` is how conversations are sampled, a share of them each, assigned by a hash of what
+    they say. `date` is the day that a chat template prints where it prints today's (Granite, Llama
+    3): fixed, so that the same prompts have the same tokens on another day and in `capture`.
+    `personal` says what is looked for in answers: an answer with a type that is not kept is left
+    out, unless it stood in the prompt. `head` speeds up the engine in this process, which answers
+    where no `servers` are given; `client` says how those are asked. `rows_per_part` counts prompts.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -90,25 +95,32 @@ class GenerateConfig(BaseModel):
         except ConfigError as error:
             raise ValueError(f"{error.what}: {error.hint}") from error
         if self.servers and self.head is not None:
-            raise ValueError("head: servers have their own; give it to them, or leave `servers` out")
+            raise ValueError(
+                "head: servers have their own; give it to them, or leave `servers` out"
+            )
         return self
 
     @property
     def answered_by(self) -> str:
-        """Part of the identity: the engine and a server may differ in an answer's last bits, and messages that hold a control
-        token's name are left out where a server renders them."""
+        """Part of the identity: the engine and a server may differ in an answer's last bits, and
+        messages that hold a control token's name are left out where a server renders them."""
         return f"servers, sent {self.client.send}" if self.servers else "engine"
 
 
-def generate(config: GenerateConfig, prompts: Artifact, output: Artifact, track: Track = quiet) -> Manifest:
+def generate(
+    config: GenerateConfig, prompts: Artifact, output: Artifact, track: Track = quiet
+) -> Manifest:
     """Answer all prompts into `output`; resumes.
 
-    Raises EmptyInputError, TemplateError, what loading a target raises, and what `Fleet` raises where there are servers.
+    Raises EmptyInputError, TemplateError, what loading a target raises, and what `Fleet` raises
+    where there are servers.
     """
     made = prompts.manifest("prompts")
     num_prompts = sum(1 for _ in prompts.read_rows("prompts"))
     if not num_prompts:
-        raise EmptyInputError(f"{prompts.url} holds no prompts", "see its ledger for why every row was dropped")
+        raise EmptyInputError(
+            f"{prompts.url} holds no prompts", "see its ledger for why every row was dropped"
+        )
     folder = resolve_target(config.target)
     chat, target = Chat(folder, config.date), fingerprint(folder)
     settings = {
@@ -122,15 +134,24 @@ def generate(config: GenerateConfig, prompts: Artifact, output: Artifact, track:
     max_length = min(config.max_length, target_shape(folder).max_position_embeddings)
     limits = (config.max_tokens, max_length)
     is_templated = bool(config.servers) and config.client.send == "messages"
-    questioner = Questioner(chat, target, config.sampling, limits, Leaks(config.personal), is_templated)
+    questioner = Questioner(
+        chat, target, config.sampling, limits, Leaks(config.personal), is_templated
+    )
     with claimed(output), closing(open_backend(config, chat, folder, max_length)) as backend:
-        answer_all(backend, questioner, Conversations(prompts, output, config.rows_per_part), num_prompts, track)
+        answer_all(
+            backend,
+            questioner,
+            Conversations(prompts, output, config.rows_per_part),
+            num_prompts,
+            track,
+        )
         facts = {"target": config.target, **backend.facts()}
     counts = _counts(prompts, output)
     if counts["answers"] == 0:
         raise EmptyInputError(
             f"the target could answer none of the {num_prompts} prompts",
-            f"see why in {output.url}/dropped-*.jsonl; a larger max_length or shorter prompts may help",
+            f"see why in {output.url}/dropped-*.jsonl; a larger max_length or shorter prompts may "
+            "help",
         )
     return output.finish("generate", settings, {"prompts": made}, counts, facts)
 
@@ -143,16 +164,27 @@ def open_backend(config: GenerateConfig, chat: Chat, folder: str, max_length: in
         return EngineBackend(Engine.load(folder, head, config.dtype, sizes), chat, config.head)
     if config.client.send == "messages" and Chat(folder).needs_a_date:
         raise TemplateError(
-            f"the chat template of {folder} prints today's date, and servers would print another than {config.date}",
-            "set client.send=tokens where the servers take token ids (SGLang, vLLM, eyas), or leave `servers` out",
+            f"the chat template of {folder} prints today's date, and servers would print another "
+            f"than {config.date}",
+            "set client.send=tokens where the servers take token ids (SGLang, vLLM, eyas), or "
+            "leave `servers` out",
         )
-    return Fleet(config.servers, config.client, Expected(fingerprint(folder), max_length, probes(chat, config.sampling)))
+    return Fleet(
+        config.servers,
+        config.client,
+        Expected(fingerprint(folder), max_length, probes(chat, config.sampling)),
+    )
 
 
 def probes(chat: Chat, samplings: Sequence[Sampling]) -> tuple[Asked, ...]:
-    """What servers are asked before anything else: every way of sampling, and a conversation that goes on."""
+    """What servers are asked before anything else: every way of sampling, and a conversation that
+    goes on.
+    """
     found: list[Asked] = []
-    for messages, sampling in [*((PROBES[0], one) for one in samplings), *((probe, samplings[0]) for probe in PROBES[1:])]:
+    for messages, sampling in [
+        *((PROBES[0], one) for one in samplings),
+        *((probe, samplings[0]) for probe in PROBES[1:]),
+    ]:
         with contextlib.suppress(TemplateError):  # some take no system prompt
             ids = tuple(chat.prompt_ids(messages))
             found.append(Asked(f"probe-{len(found)}", messages, ids, sampling.params(1, 1)))
@@ -197,7 +229,11 @@ class Conversations:
 
 
 def answer_all(
-    backend: Backend, questioner: Questioner, conversations: Conversations, num_prompts: int, track: Track = quiet
+    backend: Backend,
+    questioner: Questioner,
+    conversations: Conversations,
+    num_prompts: int,
+    track: Track = quiet,
 ) -> None:
     """Carry on as many conversations as are worth it, each at its own pace, until all are over."""
     waiting = iter(conversations)
@@ -222,7 +258,9 @@ def answer_all(
             questioner.take(conversation, asked, reply)
             go_on(conversation)
         speed = f"{num_tokens / (time.monotonic() - started):.0f} tokens/s"
-        track(conversations.num_done, num_prompts, ", ".join(filter(None, (speed, backend.status()))))
+        track(
+            conversations.num_done, num_prompts, ", ".join(filter(None, (speed, backend.status())))
+        )
 
 
 def _counts(prompts: Artifact, output: Artifact) -> dict[str, int]:
@@ -241,7 +279,9 @@ def _counts(prompts: Artifact, output: Artifact) -> dict[str, int]:
 
 
 def read_answers(answers: Artifact) -> Iterator[Answer]:
-    """All rows of a finished `generate` artifact, marked ones included, a conversation's turns one after the other."""
+    """All rows of a finished `generate` artifact, marked ones included, a conversation's turns one
+    after the other.
+    """
     answers.manifest("generate")
     return map(Answer.from_json, answers.read_rows("answers"))
 

@@ -1,4 +1,5 @@
-"""Marks: why an answer is kept out of training though it is kept. Knows texts, no rows, tokenizers or models.
+"""Marks: why an answer is kept out of training though it is kept. Knows texts, no rows, tokenizers
+or models.
 
     empty       nothing but white space
     looping     the same words over and over (repeated n-grams)
@@ -20,20 +21,24 @@ Mark = Literal["empty", "looping", "truncated", "refused"]
 MARKS: tuple[Mark, ...] = get_args(Mark)
 VERSION = 1  # of these rules: what they say is part of an artifact's identity
 
-# Words, in pieces of eight letters so that a loop without spaces is one too; characters of scripts without spaces; and runs
-# of anything else, so that a table's rule of dashes is one unit and no loop.
+# Words, in pieces of eight letters so that a loop without spaces is one too; characters of scripts
+# without spaces; and runs of anything else, so that a table's rule of dashes is one unit and no
+# loop.
 _UNIT = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]{1,8}|[^\w\s]+")
 _ENUMERATOR = re.compile(r"^\s*\d+[.):]", re.MULTILINE)  # that counts the rounds of a loop
 LONGEST_PERIOD = 64  # units
 LEAST_REPEATS = 4
-LOOP_UNITS, CUT_LOOP_UNITS = 50, 20  # covered by a loop: anywhere in an answer, and at the end of one that was cut
-# Of a long answer's 4-grams this share is to differ from each other. Prose has more than 0.75, code mostly, data in JSON 0.3.
+# covered by a loop: anywhere in an answer, and at the end of one that was cut
+LOOP_UNITS, CUT_LOOP_UNITS = 50, 20
+# Of a long answer's 4-grams this share is to differ from each other. Prose has more than 0.75, code
+# mostly, data in JSON 0.3.
 GRAM, GRAMS_UNITS, LEAST_DISTINCT = 4, 200, 0.2
 
 _OPENING = 240  # characters in which a refusal says so; what comes later may quote one
 _THOUGHTS = re.compile(r"\s*<think>.*?</think>", re.DOTALL)
-# At the beginning of an answer, casefolded: perhaps an apology, then that one cannot, then with what (in some languages the
-# other way round). An apology alone is no refusal ("sorry, there is no table left"), nor is what one cannot do without helping.
+# At the beginning of an answer, casefolded: perhaps an apology, then that one cannot, then with
+# what (in some languages the other way round). An apology alone is no refusal ("sorry, there is no
+# table left"), nor is what one cannot do without helping.
 REFUSALS: dict[str, tuple[str, str, str]] = {
     "en": (
         r"i(?:'m| am) (?:\w+ )?(?:sorry|afraid)|sorry|(?:i |my )?apolog|unfortunately|as an ai\b|no\b",
@@ -114,9 +119,13 @@ REFUSALS: dict[str, tuple[str, str, str]] = {
     ),
 }
 _WITHIN = "[^.!?。！？।؟\n]{0,50}?"  # of a sentence
-_CLAUSE = "[^.!?,;。！？，、।؟\n]{0,30}?"  # of a clause: "I can't recall its name, but I can help" is none
+# of a clause: "I can't recall its name, but I can help" is none
+_CLAUSE = "[^.!?,;。！？，、।؟\n]{0,30}?"
 _REFUSAL = re.compile(
-    "|".join(f"(?:(?:{sorry}){_WITHIN})?(?:{first}){_CLAUSE}(?:{second})" for sorry, first, second in REFUSALS.values())
+    "|".join(
+        f"(?:(?:{sorry}){_WITHIN})?(?:{first}){_CLAUSE}(?:{second})"
+        for sorry, first, second in REFUSALS.values()
+    )
 )
 
 
@@ -141,7 +150,8 @@ def is_refusal(text: str) -> bool:
 
 
 def is_looping(text: str, was_cut: bool = False) -> bool:
-    """True when words come again and again: one after the other LEAST_REPEATS times or more, or all over a long answer.
+    """True when words come again and again: one after the other LEAST_REPEATS times or more, or all
+    over a long answer.
 
     was_cut: the answer ran into its limit, so a loop at its end would have gone on.
     """
@@ -155,7 +165,9 @@ def is_looping(text: str, was_cut: bool = False) -> bool:
         covered = length + period
         if length < least:
             continue
-        if covered >= LOOP_UNITS or (was_cut and covered >= CUT_LOOP_UNITS and start + covered == len(units)):
+        if covered >= LOOP_UNITS or (
+            was_cut and covered >= CUT_LOOP_UNITS and start + covered == len(units)
+        ):
             return True
     return _distinct_grams(units) < LEAST_DISTINCT
 

@@ -1,11 +1,12 @@
 """Features straight from the target, in the process that learns from them: nothing is stored.
 
-Knows which samples there are and asks for each as it is wanted. Does not know how they are computed (capture, decoder), nor who
-wants them.
+Knows which samples there are and asks for each as it is wanted. Does not know how they are computed
+(capture, decoder), nor who wants them.
 
-Samples have the numbers that they have in a store. With `batch_tokens` 1 each is computed alone, as `capture` would: the values
-are the store's to the bit, so the source has the store's identity, and what was learnt from either is the same work. With more,
-those of a batch are computed together, which is faster on a GPU, and values may differ in their last bits: another identity.
+Samples have the numbers that they have in a store. With `batch_tokens` 1 each is computed alone, as
+`capture` would: the values are the store's to the bit, so the source has the store's identity, and
+what was learnt from either is the same work. With more, those of a batch are computed together,
+which is faster on a GPU, and values may differ in their last bits: another identity.
 """
 
 from __future__ import annotations
@@ -26,10 +27,14 @@ from eyas.shards.sample import DTYPES, EXACT
 
 
 class OnlineTarget:
-    """A target at hand and the answers that it is to think about; it is loaded when the first features are wanted."""
+    """A target at hand and the answers that it is to think about; it is loaded when the first
+    features are wanted.
+    """
 
     def __init__(self, config: CaptureConfig, answers: Artifact) -> None:
-        """Raises MismatchError: another target wrote the answers, or the decoder asked for does not run this one."""
+        """Raises MismatchError: another target wrote the answers, or the decoder asked for does not
+        run this one.
+        """
         self.setting = Setting.of(config, answers)
         self.forwards_alone = config.batch_tokens == 1
 
@@ -61,7 +66,9 @@ class OnlineTarget:
 
     @cached_property
     def manifest(self) -> Manifest:
-        """What a store of these features would say of itself, or says where the values are the same."""
+        """What a store of these features would say of itself, or says where the values are the
+        same.
+        """
         config, settings = self.setting.config, self.setting.settings
         if not self.forwards_alone or config.codec not in EXACT or config.teacher != "everywhere":
             settings = {**settings, "codec": "raw", "teacher": "everywhere", "online": True}
@@ -73,7 +80,11 @@ class OnlineTarget:
             counts=self.setting.counts(self.plan),
             files={},
             inputs=inputs,
-            facts={"target": config.target, "features": self.meta.model_dump(mode="json"), "online": True},
+            facts={
+                "target": config.target,
+                "features": self.meta.model_dump(mode="json"),
+                "online": True,
+            },
         )
 
 
@@ -110,7 +121,9 @@ class OnlineFeatures:
     def all_tokens(self) -> Iterator[tuple[Tensor, Tensor]]:
         """As FeatureSource.all_tokens."""
         samples = (work.samples[0] for work in self._works)
-        return ((torch.from_numpy(one.token_ids), torch.from_numpy(one.loss_mask)) for one in samples)
+        return (
+            (torch.from_numpy(one.token_ids), torch.from_numpy(one.loss_mask)) for one in samples
+        )
 
     def batches(self, batches: Sequence[Sequence[int]]) -> Iterator[list[Sample]]:
         """As FeatureSource.batches; nothing is computed ahead."""
@@ -119,14 +132,19 @@ class OnlineFeatures:
     def _computed(self, works: list[Work]) -> list[Sample]:
         """The samples of these works, in their order and in the dtype that a store would give them."""
         dtype = DTYPES[self.meta.dtype]
-        made = {sample.key: sample for work in self._together(works) for sample in self._target.forwards(work)}
+        made = {
+            sample.key: sample
+            for work in self._together(works)
+            for sample in self._target.forwards(work)
+        }
         samples = [made[work.samples[0].key] for work in works]
         return [
             Sample(
                 one.key,
                 one.token_ids,
                 one.loss_mask,
-                one.aux_hidden.to(dtype, copy=True),  # copies: what inference mode made cannot be learnt from
+                # copies: what inference mode made cannot be learnt from
+                one.aux_hidden.to(dtype, copy=True),
                 one.last_hidden.to(dtype, copy=True),
                 one.source,
             )
@@ -134,7 +152,9 @@ class OnlineFeatures:
         ]
 
     def _together(self, works: list[Work]) -> Iterator[Work]:
-        """The same samples in as few forwards as the settings allow: those of one beginning and of similar lengths."""
+        """The same samples in as few forwards as the settings allow: those of one beginning and of
+        similar lengths.
+        """
         by_beginning: dict[bytes, list[Work]] = {}
         for work in works:
             by_beginning.setdefault(work.beginning.tobytes(), []).append(work)
@@ -142,5 +162,6 @@ class OnlineFeatures:
             num_shared = alike[0].num_shared
             samples = [work.samples[0] for work in alike]
             yield from (
-                Work(batch, num_shared) for batch in packed(samples, self._target.setting.config.batch_tokens, num_shared)
+                Work(batch, num_shared)
+                for batch in packed(samples, self._target.setting.config.batch_tokens, num_shared)
             )

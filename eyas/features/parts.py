@@ -1,13 +1,15 @@
-"""The rows of `generate` on disk: parts of the prompts' order, and for a part that is not whole yet a journal of its answers.
+"""The rows of `generate` on disk: parts of the prompts' order, and for a part that is not whole yet
+a journal of its answers.
 
     answers-00000.jsonl      records.Answer of `rows_per_part` prompts, in the prompts' order; written last: the part is whole
     dropped-00000.jsonl      the turns of the same prompts that got no answer, each with its reason
     origins-00000.jsonl      records.Origin of the same answers, line by line: what differs from run to run
     work/part-00000.journal  what has come of the part so far, a line an event, in whatever order
 
-A line of the journal is a checksum and JSON, and is with the system before the next turn is asked for: a kill loses what was
-being answered and nothing else. A line that is torn or damaged counts as not there. On a disk lines are appended; an object
-store takes segments of a journal (part-00000-00003.journal), each of what came in SEGMENT_S or SEGMENT_LINES.
+A line of the journal is a checksum and JSON, and is with the system before the next turn is asked
+for: a kill loses what was being answered and nothing else. A line that is torn or damaged counts as
+not there. On a disk lines are appended; an object store takes segments of a journal
+(part-00000-00003.journal), each of what came in SEGMENT_S or SEGMENT_LINES.
 
 Knows rows and files. Does not know what is asked, or who answers.
 """
@@ -37,7 +39,9 @@ _DIGITS = 16  # of a line's checksum
 
 @dataclass(slots=True)
 class Entry:
-    """What came of a conversation in one go: an answer, turns given up, or both. at: the prompt's place in its part."""
+    """What came of a conversation in one go: an answer, turns given up, or both. at: the prompt's
+    place in its part.
+    """
 
     at: int
     answer: Answer | None = None
@@ -88,7 +92,11 @@ class Journal:
         self._waiting: list[bytes] = []  # for a segment to be full
         self._since = 0.0
         self._num_segments = 0 if self._path else _num_segments(output, self._stem)
-        self._is_torn = self._path is not None and self._path.exists() and not self._path.read_bytes().endswith(b"\n")
+        self._is_torn = (
+            self._path is not None
+            and self._path.exists()
+            and not self._path.read_bytes().endswith(b"\n")
+        )
 
     def add(self, entry: Entry) -> None:
         """Keep an entry. Raises StorageFullError."""
@@ -103,16 +111,23 @@ class Journal:
         self._is_torn = False
 
     def entries(self) -> list[Entry]:
-        """All that was added, also by a process before this one; of a conversation what follows a lost line is lost as well."""
+        """All that was added, also by a process before this one; of a conversation what follows a
+        lost line is lost as well.
+        """
         if self._path is not None:
             content = self._path.read_bytes() if self._path.exists() else b""
         else:
-            segments = [self._output.read(self._segment(number)) for number in range(self._num_segments)]
+            segments = [
+                self._output.read(self._segment(number)) for number in range(self._num_segments)
+            ]
             content = b"".join([*segments, *self._waiting])
         found = [Entry.from_line(line) for line in content.split(b"\n") if line]
         if None in found:
             data = {"journal": f"{self._output.url}/{self._stem}", "lines": found.count(None)}
-            log.warning("lines of a journal are not whole: what they told is asked for again", extra={"data": data})
+            log.warning(
+                "lines of a journal are not whole: what they told is asked for again",
+                extra={"data": data},
+            )
         return _in_turn(entry for entry in found if entry is not None)
 
     def delete(self) -> None:
@@ -187,10 +202,11 @@ def answers_name(part: int) -> str:
 
 @contextmanager
 def claimed(output: Artifact) -> Iterator[None]:
-    """Nobody else writes into this folder meanwhile: two that do would answer everything twice, into the same journals.
+    """Nobody else writes into this folder meanwhile: two that do would answer everything twice,
+    into the same journals.
 
-    The system lets go of the claim when the process ends, however it ends. Raises InputError. In an object store there is
-    nothing to hold on to, and nothing is claimed.
+    The system lets go of the claim when the process ends, however it ends. Raises InputError. In an
+    object store there is nothing to hold on to, and nothing is claimed.
     """
     path = output.local_path(f"{WORK}/claim")
     if path is None:
@@ -202,7 +218,8 @@ def claimed(output: Artifact) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise InputError(
-                f"another process is writing into {output.url}", "wait for it, end it, or choose another output folder"
+                f"another process is writing into {output.url}",
+                "wait for it, end it, or choose another output folder",
             ) from error
         yield
 

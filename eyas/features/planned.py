@@ -1,14 +1,16 @@
-"""What is to be captured: which answers become samples, and which samples are computed together. Pure but for the template.
+"""What is to be captured: which answers become samples, and which samples are computed together.
+Pure but for the template.
 
 Knows tokens and masks. Does not know what computes them, nor where features go.
 
-Only answers that the target ended by itself and that nothing marks are taken. Where a conversation's next turn begins with the
-very tokens of the turn before, the two are one sample with two spans in its mask: attention is causal, so the features are the
-same, and task dialogues of six turns cost a quarter of the time and of the disk. Where a template rewrites the past (Qwen3
-drops earlier thoughts) they stay apart.
+Only answers that the target ended by itself and that nothing marks are taken. Where a
+conversation's next turn begins with the very tokens of the turn before, the two are one sample with
+two spans in its mask: attention is causal, so the features are the same, and task dialogues of six
+turns cost a quarter of the time and of the disk. Where a template rewrites the past (Qwen3 drops
+earlier thoughts) they stay apart.
 
-Samples that begin alike, by a system prompt or by examples, are computed together: their beginning once, their ends beside
-each other.
+Samples that begin alike, by a system prompt or by examples, are computed together: their beginning
+once, their ends beside each other.
 
     [s s s s s s][a a a]
     [s s s s s s][b b b b b]      one forward of the 6 shared tokens, one of 3 x 5 behind them
@@ -31,8 +33,10 @@ from eyas.chat import Chat
 from eyas.errors import TemplateError
 from eyas.records import Answer
 
-Reason = Literal["truncated", "template", "too_long", "no_supervised_slot"]  # and what an answer is marked with
-WINDOW = 256  # samples among which those of a similar length, or with a common beginning, are put together
+# and what an answer is marked with
+Reason = Literal["truncated", "template", "too_long", "no_supervised_slot"]
+# samples among which those of a similar length, or with a common beginning, are put together
+WINDOW = 256
 SHARED_STEP = 16  # tokens: a page of our own decoder's cache, so that shared pages are whole
 LEAST_SAVED = 512  # tokens that are not computed again: less does not pay for a forward more
 
@@ -52,14 +56,17 @@ class Planned:
 
     def continues(self, other: Planned) -> bool:
         """True when this one begins with all tokens of the other, of the same conversation."""
-        return self.prompt_id == other.prompt_id and np.array_equal(self.token_ids[: len(other)], other.token_ids)
+        return self.prompt_id == other.prompt_id and np.array_equal(
+            self.token_ids[: len(other)], other.token_ids
+        )
 
 
 @dataclass(slots=True)
 class Plan:
     """What is to be captured, in the answers' order, and what became of the other answers.
 
-    answers = samples + merged + dropped. `retokenised` counts answers whose text has other tokens than the target wrote.
+    answers = samples + merged + dropped. `retokenised` counts answers whose text has other tokens
+    than the target wrote.
     """
 
     samples: list[Planned] = field(default_factory=list)
@@ -98,7 +105,9 @@ def plan_samples(answers: Iterable[Answer], chat: Chat, max_length: int) -> Plan
         plan.num_answers += 1
         taken = _planned(answer, chat, max_length)
         if isinstance(taken, str):
-            plan.dropped.append({"prompt_id": answer.prompt_id, "turn": answer.turn, "reason": taken})
+            plan.dropped.append(
+                {"prompt_id": answer.prompt_id, "turn": answer.turn, "reason": taken}
+            )
             continue
         plan.num_retokenised += int(taken.loss_mask.sum()) != answer.num_answer_tokens
         if plan.samples and taken.continues(plan.samples[-1]):
@@ -127,25 +136,34 @@ def _planned(answer: Answer, chat: Chat, max_length: int) -> Planned | str:
     if len(token_ids) > max_length:
         reason = "too_long"
         return reason
-    if not (mask[1:-1] & mask[2:]).any():  # slot t predicts x_{t+2} after x_{t+1}: both are to be the target's
+    # slot t predicts x_{t+2} after x_{t+1}: both are to be the target's
+    if not (mask[1:-1] & mask[2:]).any():
         reason = "no_supervised_slot"
         return reason
     key = f"{answer.prompt_id}/{answer.turn}"
     return Planned(key, answer.source, answer.prompt_id, np.array(token_ids, dtype=np.int32), mask)
 
 
-def batches(samples: Sequence[Planned], batch_tokens: int, window: int = WINDOW, shares: bool = True) -> Iterator[Work]:
-    """Every sample once, those of a similar length or a common beginning together: sorted within each window.
+def batches(
+    samples: Sequence[Planned], batch_tokens: int, window: int = WINDOW, shares: bool = True
+) -> Iterator[Work]:
+    """Every sample once, those of a similar length or a common beginning together: sorted within
+    each window.
 
-    A batch has batch_tokens at most, padding included and shared tokens not, unless it is one sample.
+    A batch has batch_tokens at most, padding included and shared tokens not, unless it is one
+    sample.
     """
     for at in range(0, len(samples), window):
         here = samples[at : at + window]
         for num_shared, group in shared_groups(here) if shares else [(0, list(here))]:
-            yield from (Work(batch, num_shared) for batch in packed(group, batch_tokens, num_shared))
+            yield from (
+                Work(batch, num_shared) for batch in packed(group, batch_tokens, num_shared)
+            )
 
 
-def packed(samples: Sequence[Planned], batch_tokens: int, num_shared: int) -> Iterator[list[Planned]]:
+def packed(
+    samples: Sequence[Planned], batch_tokens: int, num_shared: int
+) -> Iterator[list[Planned]]:
     """Those of a similar length together, batch_tokens at most behind what all share."""
     batch: list[Planned] = []
     for sample in sorted(samples, key=len):
@@ -158,18 +176,22 @@ def packed(samples: Sequence[Planned], batch_tokens: int, num_shared: int) -> It
 
 
 def shared_groups(samples: Sequence[Planned]) -> list[tuple[int, list[Planned]]]:
-    """Samples by their common beginnings, such that as few tokens as possible are computed: (its length, who begins so).
+    """Samples by their common beginnings, such that as few tokens as possible are computed: (its
+    length, who begins so).
 
-    The first group, of length 0, are those for whom no beginning pays. All are in the order given. Each sample keeps a token
-    of its own.
+    The first group, of length 0, are those for whom no beginning pays. All are in the order given.
+    Each sample keeps a token of its own.
     """
-    order = sorted(range(len(samples)), key=lambda number: samples[number].token_ids.astype(">i4").tobytes())
+    order = sorted(
+        range(len(samples)), key=lambda number: samples[number].token_ids.astype(">i4").tobytes()
+    )
     common = [_common(samples[one], samples[other]) for one, other in itertools.pairwise(order)]
     found = _best(common, 0, len(order))[1]
     grouped = {place for _, places in found for place in places}
     alone = [place for place in range(len(order)) if place not in grouped]
     return [
-        (shared, [samples[number] for number in sorted(order[at] for at in places)]) for shared, places in [(0, alone), *found]
+        (shared, [samples[number] for number in sorted(order[at] for at in places)])
+        for shared, places in [(0, alone), *found]
     ]
 
 
@@ -181,16 +203,20 @@ def _common(one: Planned, other: Planned) -> int:
 
 
 def _best(common: list[int], low: int, high: int) -> tuple[int, list[tuple[int, list[int]]]]:
-    """Tokens saved at most among the sorted samples low .. high - 1, and the groups that save them: (shared, its places).
+    """Tokens saved at most among the sorted samples low .. high - 1, and the groups that save them:
+    (shared, its places).
 
-    common[i]: what samples i and i + 1 share. What all share cuts the range into runs that share more; each of these saves
-    more by groups of its own, or joins the others.
+    common[i]: what samples i and i + 1 share. What all share cuts the range into runs that share
+    more; each of these saves more by groups of its own, or joins the others.
     """
     if high - low < 2:
         return 0, []
     least = min(common[low : high - 1])
     ends = [at + 1 for at in range(low, high - 1) if common[at] == least] + [high]
-    runs = [(first, end, *_best(common, first, end)) for first, end in zip([low, *ends], ends, strict=False)]
+    runs = [
+        (first, end, *_best(common, first, end))
+        for first, end in zip([low, *ends], ends, strict=False)
+    ]
     joining = [run for run in runs if least * (run[1] - run[0]) >= run[2]]
     places = [place for first, end, *_ in joining for place in range(first, end)]
     if least * (len(places) - 1) - LEAST_SAVED <= sum(saved for _, _, saved, _ in joining):

@@ -1,6 +1,8 @@
-"""One OpenAI-compatible server (SGLang, vLLM, ours): asks it for an assistant turn, and whether it serves the target.
+"""One OpenAI-compatible server (SGLang, vLLM, ours): asks it for an assistant turn, and whether it
+serves the target.
 
-Knows HTTP, OpenAI's form and what can go wrong with one request. Does not know other servers, nor when to ask again.
+Knows HTTP, OpenAI's form and what can go wrong with one request. Does not know other servers, nor
+when to ask again.
 """
 
 from __future__ import annotations
@@ -29,18 +31,20 @@ CONNECT_S = 10.0
 # Where an engine tells its version, by what it calls itself in /v1/models.
 VERSION_PATHS = {"vllm": "/version", "sglang": "/get_server_info", "eyas": "/openapi.json"}
 
-# busy: come again later. lost: no connection, or it broke. broken: an answer that is none. refused: this request, for good.
-# other_tokens: the server's prompt is not ours. unfit: serves something else, or not us.
+# busy: come again later. lost: no connection, or it broke. broken: an answer that is none. refused:
+# this request, for good. other_tokens: the server's prompt is not ours. unfit: serves something
+# else, or not us.
 Kind = Literal["busy", "lost", "broken", "refused", "other_tokens", "unfit"]
 
 
 class ClientConfig(BaseModel):
-    """How servers are asked. concurrency: requests at once, of each. timeout_s: for a whole answer. patience_s: a server that
-    has not been well for so long is given up.
+    """How servers are asked. concurrency: requests at once, of each. timeout_s: for a whole answer.
+    patience_s: a server that has not been well for so long is given up.
 
-    model: its name at the servers; by default the only one that they list. api_key_env: the environment variable that holds
-    the key. send: `messages` (/v1/chat/completions: the server renders its own template, and its token counts must be ours), or
-    `tokens` (/v1/completions with token ids, which SGLang, vLLM and eyas take: the server sees our tokens, whatever they say).
+    model: its name at the servers; by default the only one that they list. api_key_env: the
+    environment variable that holds the key. send: `messages` (/v1/chat/completions: the server
+    renders its own template, and its token counts must be ours), or `tokens` (/v1/completions with
+    token ids, which SGLang, vLLM and eyas take: the server sees our tokens, whatever they say).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -56,10 +60,17 @@ class ClientConfig(BaseModel):
 class Trouble(Exception):
     """A request that came to nothing. `what` may be shown: it holds nothing that was said."""
 
-    def __init__(self, kind: Kind, what: str, retry_after_s: float | None = None, was_heard: bool = True) -> None:
+    def __init__(
+        self, kind: Kind, what: str, retry_after_s: float | None = None, was_heard: bool = True
+    ) -> None:
         """was_heard: the server may have begun with the request."""
         super().__init__(what)
-        self.kind, self.what, self.retry_after_s, self.was_heard = kind, what, retry_after_s, was_heard
+        self.kind, self.what, self.retry_after_s, self.was_heard = (
+            kind,
+            what,
+            retry_after_s,
+            was_heard,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +84,8 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a server must show before it is asked: the target's fingerprint, room for max_length tokens, and on each of
-    `probes` our own number of prompt tokens."""
+    """What a server must show before it is asked: the target's fingerprint, room for max_length
+    tokens, and on each of `probes` our own number of prompt tokens."""
 
     fingerprint: str
     max_length: int
@@ -82,12 +93,16 @@ class Expected:
 
 
 def server_urls(urls: Sequence[str]) -> list[str]:
-    """The addresses without /v1. Raises ConfigError for what is no address, holds a password, or is there twice."""
+    """The addresses without /v1. Raises ConfigError for what is no address, holds a password, or is
+    there twice.
+    """
     found = []
     for url in urls:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"servers: {url!r} is no address of a server", "write e.g. http://10.0.0.5:8000")
+            raise ConfigError(
+                f"servers: {url!r} is no address of a server", "write e.g. http://10.0.0.5:8000"
+            )
         if parts.username or parts.password or parts.query:
             raise ConfigError(
                 f"servers: the address of {parts.hostname} holds a password or a query",
@@ -95,17 +110,28 @@ def server_urls(urls: Sequence[str]) -> list[str]:
             )
         found.append(url.rstrip("/").removesuffix("/v1").rstrip("/"))
     if len({*found}) < len(found):
-        raise ConfigError("servers: one address is there twice", "raise client.concurrency to ask a server more at once")
+        raise ConfigError(
+            "servers: one address is there twice",
+            "raise client.concurrency to ask a server more at once",
+        )
     return found
 
 
 def api_key(variable: str) -> str | None:
-    """The key in an environment variable. Raises ConfigError for one that was named and is not set, or that is no key."""
+    """The key in an environment variable. Raises ConfigError for one that was named and is not set,
+    or that is no key.
+    """
     key = os.environ.get(variable, "").strip()
     if not key and variable != KEY_VARIABLE:
-        raise ConfigError(f"client.api_key_env: the variable {variable} is not set", f"export {variable}=... first")
+        raise ConfigError(
+            f"client.api_key_env: the variable {variable} is not set",
+            f"export {variable}=... first",
+        )
     if not (key.isascii() and key.isprintable()):
-        raise ConfigError(f"the API key in {variable} has characters that no header takes", "set it again, without line breaks")
+        raise ConfigError(
+            f"the API key in {variable} has characters that no header takes",
+            "set it again, without line breaks",
+        )
     return key or None
 
 
@@ -142,7 +168,12 @@ class Server:
         headers = {"authorization": f"Bearer {key}"} if key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         self._http = httpx.AsyncClient(
-            base_url=url, headers=headers, timeout=self._timeout, limits=limits, trust_env=False, follow_redirects=False
+            base_url=url,
+            headers=headers,
+            timeout=self._timeout,
+            limits=limits,
+            trust_env=False,
+            follow_redirects=False,
         )
 
     async def close(self) -> None:
@@ -150,7 +181,9 @@ class Server:
         await self._http.aclose()
 
     async def look(self, expected: Expected) -> None:
-        """See that the target is served and answers. Raises Trouble, "unfit" where something else is served."""
+        """See that the target is served and answers. Raises Trouble, "unfit" where something else
+        is served.
+        """
         card = await self._card()
         await self._learn_version(str(card.get("owned_by", "")))
         own = card.get("eyas") if isinstance(card.get("eyas"), dict) else {}
@@ -159,7 +192,10 @@ class Server:
             raise Trouble("unfit", f"serves another target ({served}, not {expected.fingerprint})")
         room = card.get("max_model_len")
         if isinstance(room, int) and room < expected.max_length:
-            raise Trouble("unfit", f"holds {room} tokens a request, fewer than max_length {expected.max_length}")
+            raise Trouble(
+                "unfit",
+                f"holds {room} tokens a request, fewer than max_length {expected.max_length}",
+            )
         for probe in expected.probes:
             try:
                 await self.answer(probe)
@@ -174,14 +210,18 @@ class Server:
         if self._config.send == "tokens":
             content = await self._ask("/v1/completions", {**body, "prompt": list(asked.prompt_ids)})
         else:
-            content = await self._ask("/v1/chat/completions", {**body, "messages": list(asked.messages)})
+            content = await self._ask(
+                "/v1/chat/completions", {**body, "messages": list(asked.messages)}
+            )
         return _written(content, len(asked.prompt_ids))
 
     async def _card(self) -> dict[str, Any]:
         """What the server says of its model, which is known by name from here on."""
         listed = _json(await self._ask("/v1/models"))
         cards = listed.get("data") if isinstance(listed, dict) else None
-        if not isinstance(cards, list) or not all(isinstance(one, dict) and isinstance(one.get("id"), str) for one in cards):
+        if not isinstance(cards, list) or not all(
+            isinstance(one, dict) and isinstance(one.get("id"), str) for one in cards
+        ):
             raise Trouble("broken", "lists no models")
         wanted = self._config.model
         found = [one for one in cards if one["id"] == wanted] if wanted else cards
@@ -219,18 +259,24 @@ class Server:
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise Trouble("lost", "takes no connection", was_heard=False) from error
         except (httpx.TimeoutException, TimeoutError) as error:
-            raise Trouble("broken", f"does not answer within {self._config.timeout_s:g} s") from error
+            raise Trouble(
+                "broken", f"does not answer within {self._config.timeout_s:g} s"
+            ) from error
         except httpx.TransportError as error:
             raise Trouble("lost", f"breaks the connection ({type(error).__name__})") from error
         except httpx.RequestError as error:
-            raise Trouble("broken", f"sends what cannot be read ({type(error).__name__})") from error
+            raise Trouble(
+                "broken", f"sends what cannot be read ({type(error).__name__})"
+            ) from error
         if response.status_code != httpx.codes.OK:
             raise _refusal(response, bytes(content))
         return bytes(content)
 
 
 def _refusal(response: httpx.Response, content: bytes) -> Trouble:
-    """What a status other than 200 means. Of its text only a code is told: a message may quote what was said."""
+    """What a status other than 200 means. Of its text only a code is told: a message may quote what
+    was said.
+    """
     status = response.status_code
     what = f"answers HTTP {status}{_code(content)}"
     if status == 429:
@@ -250,7 +296,11 @@ def _code(content: bytes) -> str:
         code = error.get("code") or error.get("type")
     except (ValueError, AttributeError, RecursionError):
         return ""
-    return f" ({code})" if isinstance(code, str) and len(code) <= 64 and code.replace("_", "").isalnum() else ""
+    return (
+        f" ({code})"
+        if isinstance(code, str) and len(code) <= 64 and code.replace("_", "").isalnum()
+        else ""
+    )
 
 
 def _retry_after_s(response: httpx.Response) -> float | None:
@@ -292,14 +342,21 @@ def _written(content: bytes, num_prompt_tokens: int) -> Written:
     choice, usage = completion.choices[0], completion.usage
     message = choice.message or _Message(content=choice.text)
     if message.reasoning or message.reasoning_content or message.tool_calls:
-        raise Trouble("unfit", "takes answers apart: start it without a parser for reasoning or tool calls")
+        raise Trouble(
+            "unfit", "takes answers apart: start it without a parser for reasoning or tool calls"
+        )
     text = message.content
     if text is None or choice.finish_reason not in ("stop", "length") or not _is_text(text):
         raise Trouble("broken", "answers without a text, or without an end")
     if usage.prompt_tokens != num_prompt_tokens:
-        what = f"saw {usage.prompt_tokens} prompt tokens where the target's template gives {num_prompt_tokens}"
+        what = (
+            f"saw {usage.prompt_tokens} prompt tokens where the target's template gives "
+            f"{num_prompt_tokens}"
+        )
         raise Trouble("other_tokens", what)
-    return Written(text, "stop" if choice.finish_reason == "stop" else "length", usage.completion_tokens)
+    return Written(
+        text, "stop" if choice.finish_reason == "stop" else "length", usage.completion_tokens
+    )
 
 
 def _is_text(text: str) -> bool:

@@ -1,12 +1,15 @@
-"""Attention of the rows of a forward over a paged cache: a dense prefix, then a tree by ancestry. Knows no layer.
+"""Attention of the rows of a forward over a paged cache: a dense prefix, then a tree by ancestry.
+Knows no layer.
 
     plan = attention_plan(rows, page_size)      once a forward: what every layer has in common
     mixed = tree_attention(q, kv, plan)         per layer
 
-Which columns a row sees, `Rows` says. A row that sees nothing gets zeros. Here are the definition (float64, one row after
-the other) and the path by torch operators, for any device; `triton_attention` has the kernel that CUDA takes.
+Which columns a row sees, `Rows` says. A row that sees nothing gets zeros. Here are the definition
+(float64, one row after the other) and the path by torch operators, for any device;
+`triton_attention` has the kernel that CUDA takes.
 
-Letters: M rows, B requests, N rows of one request, C columns, Hq and Hk query and key heads, D head dimension.
+Letters: M rows, B requests, N rows of one request, C columns, Hq and Hk query and key heads, D head
+dimension.
 """
 
 from __future__ import annotations
@@ -43,7 +46,9 @@ def attention_plan(rows: Rows, page_size: int) -> AttentionPlan:
 
 
 def tree_attention(q: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-    """q [M, Hq, D], kv [num_slots, 2, Hk, D] (a layer of a cache, the rows' own entries written) -> [M, Hq, D]."""
+    """q [M, Hq, D], kv [num_slots, 2, Hk, D] (a layer of a cache, the rows' own entries written) ->
+    [M, Hq, D].
+    """
     return plan.attend(q, kv)
 
 
@@ -52,19 +57,31 @@ def _kernel_plan() -> Callable[[Rows, int], AttentionPlan] | None:
     """The plan of the Triton kernel; without Triton None, and a warning the first time."""
     if importlib.util.find_spec("triton") is None:
         warnings.warn(
-            "Triton is not installed: attention on CUDA takes the slower torch path (pip install triton)", stacklevel=3
+            "Triton is not installed: attention on CUDA takes the slower torch path (pip install "
+            "triton)",
+            stacklevel=3,
         )
         return None
-    plan: Callable[[Rows, int], AttentionPlan] = importlib.import_module("eyas.model.triton_attention").TritonPlan.of
+    plan: Callable[[Rows, int], AttentionPlan] = importlib.import_module(
+        "eyas.model.triton_attention"
+    ).TritonPlan.of
     return plan
 
 
-def tree_attention_reference(q: torch.Tensor, kv: torch.Tensor, rows: Rows, page_size: int) -> torch.Tensor:
-    """The definition: softmax(q k^T / sqrt(D)) v over the columns that a row sees. The result is float64."""
+def tree_attention_reference(
+    q: torch.Tensor, kv: torch.Tensor, rows: Rows, page_size: int
+) -> torch.Tensor:
+    """The definition: softmax(q k^T / sqrt(D)) v over the columns that a row sees. The result is
+    float64.
+    """
     M, Hq, D = q.shape
     mixed = torch.empty(M, Hq, D, dtype=torch.float64, device=q.device)
     for m in range(M):
-        prefix_len, bits, pages = int(rows.prefix_len[m]), int(rows.seen[m]), rows.page_table[int(rows.request[m])].tolist()
+        prefix_len, bits, pages = (
+            int(rows.prefix_len[m]),
+            int(rows.seen[m]),
+            rows.page_table[int(rows.request[m])].tolist(),
+        )
         columns = list(range(rows.first_column, prefix_len))
         columns += [prefix_len + e for e in range(MAX_TREE_COLUMNS) if bits >> e & 1]
         slots = [pages[column // page_size] * page_size + column % page_size for column in columns]
@@ -76,9 +93,11 @@ def tree_attention_reference(q: torch.Tensor, kv: torch.Tensor, rows: Rows, page
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """The b requests of a forward that have the same number of rows: each one's columns are gathered once.
+    """The b requests of a forward that have the same number of rows: each one's columns are
+    gathered once.
 
-    rows int64 [b * N]: their places among the M. slots int64 [b * C]. mask bool [b, 1, N, C], True where seen.
+    rows int64 [b * N]: their places among the M. slots int64 [b * C]. mask bool [b, 1, N, C], True
+    where seen.
     """
 
     rows: torch.Tensor
@@ -86,14 +105,23 @@ class _Bucket:
     mask: torch.Tensor
 
     def attend(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        """q [M, Hq, D] -> [b * N, Hq, D]. The heads of a group are queries beside each other: keys are never repeated."""
+        """q [M, Hq, D] -> [b * N, Hq, D]. The heads of a group are queries beside each other: keys
+        are never repeated.
+        """
         b, _, N, C = self.mask.shape
         _, Hq, D = q.shape
         Hk = kv.shape[2]
         group = Hq // Hk
-        wide_q = q.index_select(0, self.rows).view(b, N, Hk, group, D).permute(0, 2, 3, 1, 4).reshape(b, Hk, group * N, D)
+        wide_q = (
+            q.index_select(0, self.rows)
+            .view(b, N, Hk, group, D)
+            .permute(0, 2, 3, 1, 4)
+            .reshape(b, Hk, group * N, D)
+        )
         k, v = kv.index_select(0, self.slots).view(b, C, 2, Hk, D).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(wide_q, k, v, attn_mask=self.mask.repeat(1, 1, group, 1))
+        mixed = F.scaled_dot_product_attention(
+            wide_q, k, v, attn_mask=self.mask.repeat(1, 1, group, 1)
+        )
         return mixed.view(b, Hk, group, N, D).permute(0, 3, 1, 2, 4).reshape(b * N, Hq, D)
 
 
@@ -110,12 +138,15 @@ class TorchPlan:
         order = np.argsort(request, kind="stable")
         _, starts, counts = np.unique(request[order], return_index=True, return_counts=True)
         is_tree = np.logical_or.reduceat(seen[order] != 0, starts)
-        # Trees and prompts of one size stay apart: the bits of a long prompt's mask need not be looked at.
+        # Trees and prompts of one size stay apart: the bits of a long prompt's mask need not be
+        # looked at.
         kinds = 2 * counts + is_tree
         buckets = []
         for kind in np.unique(kinds):
             places = order[starts[kinds == kind, None] + np.arange(kind // 2)]
-            buckets.append(_bucket(rows, page_size, places, ends[places].max(1), with_tree=bool(kind % 2)))
+            buckets.append(
+                _bucket(rows, page_size, places, ends[places].max(1), with_tree=bool(kind % 2))
+            )
         return cls(tuple(buckets))
 
     def attend(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
@@ -127,19 +158,26 @@ class TorchPlan:
 
 def _bit_lengths(seen: np.ndarray) -> np.ndarray:
     """Of int64 [M], read as 64 bits without a sign: 1 + the place of the highest bit set, or 0."""
-    bits = np.unpackbits(seen.astype("<i8").view(np.uint8).reshape(-1, 8), axis=1, bitorder="little")
+    bits = np.unpackbits(
+        seen.astype("<i8").view(np.uint8).reshape(-1, 8), axis=1, bitorder="little"
+    )
     lengths: np.ndarray = (bits * np.arange(1, MAX_TREE_COLUMNS + 1)).max(1)
     return lengths
 
 
-def _bucket(rows: Rows, page_size: int, places: np.ndarray, ends: np.ndarray, with_tree: bool) -> _Bucket:
-    """places int64 [b, N] of the rows; ends int64 [b], one behind the last column that is seen of each request."""
+def _bucket(
+    rows: Rows, page_size: int, places: np.ndarray, ends: np.ndarray, with_tree: bool
+) -> _Bucket:
+    """places int64 [b, N] of the rows; ends int64 [b], one behind the last column that is seen of
+    each request.
+    """
     device = rows.page_table.device
     columns = torch.arange(int(ends.max()), device=device)
     places_bN = torch.from_numpy(places).to(device)
     pages = rows.page_table[rows.request[places_bN[:, 0]]]
     slots = pages[:, columns // page_size].long() * page_size + columns % page_size
-    # What a page table holds behind a request's last page is nobody's; any valid slot will do there.
+    # What a page table holds behind a request's last page is nobody's; any valid slot will do
+    # there.
     slots.masked_fill_(columns >= torch.from_numpy(ends).to(device)[:, None], 0)
     prefix_len, seen = rows.prefix_len[places_bN][..., None], rows.seen[places_bN][..., None]
     mask = (columns >= rows.first_column) & (columns < prefix_len)

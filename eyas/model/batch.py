@@ -1,4 +1,5 @@
-"""Samples side by side: padded tensors for a head, and which samples share a batch. Knows no files and no loss.
+"""Samples side by side: padded tensors for a head, and which samples share a batch. Knows no files
+and no loss.
 
 Letters: B batch, T longest of the batch, A = 3 * Ht, Ht target hidden size.
 """
@@ -35,9 +36,11 @@ class FeaturesOfOne(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of samples, padded on the right with zeros: tokens int64, loss_mask bool, hidden states in their stored dtype.
+    """Rows of samples, padded on the right with zeros: tokens int64, loss_mask bool, hidden states
+    in their stored dtype.
 
-    starts_BT: int64, the column where each token's sample begins; -1 in padding. One sample a row, or many (`packed`).
+    starts_BT: int64, the column where each token's sample begins; -1 in padding. One sample a row,
+    or many (`packed`).
 
         tokens    [x0 x1 x2 y0 y1 z0 .  . ]
         starts    [0  0  0  3  3  5  -1 -1]
@@ -63,14 +66,20 @@ class Batch:
             loss_mask_BT=padded([sample.loss_mask for sample in samples]),
             aux_hidden_BTA=padded([sample.aux_hidden for sample in samples]),
             last_hidden_BTH=padded([sample.last_hidden for sample in samples]),
-            starts_BT=pad_sequence([torch.zeros(len(sample.token_ids), dtype=torch.int64) for sample in samples], True, -1).to(
-                device
-            ),
+            starts_BT=pad_sequence(
+                [torch.zeros(len(sample.token_ids), dtype=torch.int64) for sample in samples],
+                True,
+                -1,
+            ).to(device),
         )
 
     @classmethod
-    def packed(cls, samples: Sequence[FeaturesOfOne], num_tokens: int, device: str = "cpu") -> Batch:
-        """One row of `num_tokens`, the samples one behind the other; a longer row where they need one."""
+    def packed(
+        cls, samples: Sequence[FeaturesOfOne], num_tokens: int, device: str = "cpu"
+    ) -> Batch:
+        """One row of `num_tokens`, the samples one behind the other; a longer row where they need
+        one.
+        """
         lengths = [len(sample.token_ids) for sample in samples]
         padding = max(0, num_tokens - sum(lengths))
 
@@ -85,21 +94,31 @@ class Batch:
             loss_mask_BT=joined([sample.loss_mask for sample in samples]),
             aux_hidden_BTA=joined([sample.aux_hidden for sample in samples]),
             last_hidden_BTH=joined([sample.last_hidden for sample in samples]),
-            starts_BT=joined([torch.full((length,), start) for length, start in zip(lengths, starts, strict=False)], -1),
+            starts_BT=joined(
+                [
+                    torch.full((length,), start)
+                    for length, start in zip(lengths, starts, strict=False)
+                ],
+                -1,
+            ),
         )
 
 
 def plan_batches(lengths: Sequence[int], max_tokens: int, seed: str) -> list[list[int]]:
-    """Numbers of the samples of each batch, every sample once: B * T <= max_tokens, unless one sample alone is longer.
+    """Numbers of the samples of each batch, every sample once: B * T <= max_tokens, unless one
+    sample alone is longer.
 
-    Samples are shuffled, and sorted by length within windows of some fifty batches, so that padding stays low and
-    batches still differ from pass to pass; then the batches are shuffled. Depends on nothing but the arguments.
+    Samples are shuffled, and sorted by length within windows of some fifty batches, so that padding
+    stays low and batches still differ from pass to pass; then the batches are shuffled. Depends on
+    nothing but the arguments.
     """
     rng = random.Random(seed)
     order = list(range(len(lengths)))
     rng.shuffle(order)
     seen = accumulate(lengths[number] for number in order)
-    window_of = {number: tokens // (50 * max_tokens) for number, tokens in zip(order, seen, strict=True)}
+    window_of = {
+        number: tokens // (50 * max_tokens) for number, tokens in zip(order, seen, strict=True)
+    }
     order.sort(key=lambda number: (window_of[number], lengths[number]))
     batches: list[list[int]] = []
     longest = 0
@@ -114,11 +133,11 @@ def plan_batches(lengths: Sequence[int], max_tokens: int, seed: str) -> list[lis
 
 
 def plan_packs(lengths: Sequence[int], num_tokens: int, seed: str) -> list[list[int]]:
-    """Numbers of the samples of each packed row, every sample once: their lengths sum to num_tokens at most, unless one sample
-    alone is longer.
+    """Numbers of the samples of each packed row, every sample once: their lengths sum to num_tokens
+    at most, unless one sample alone is longer.
 
-    Samples are shuffled, then each goes into the first of the last rows begun that has room for it: little padding, and rows
-    that differ from pass to pass. Depends on nothing but the arguments.
+    Samples are shuffled, then each goes into the first of the last rows begun that has room for it:
+    little padding, and rows that differ from pass to pass. Depends on nothing but the arguments.
     """
     rng = random.Random(seed)
     order = list(range(len(lengths)))

@@ -1,7 +1,9 @@
-"""One decoder layer for inference, shared by targets and draft heads: fused projections, cache, tree attention.
+"""One decoder layer for inference, shared by targets and draft heads: fused projections, cache,
+tree attention.
 
-Knows the Llama family's layer in PyTorch operators, on any device; its twin for a CPU is `native`. Does not know where its
-input comes from: a target gives it normed hidden states, a head gives it [embedding, feature] of twice the width.
+Knows the Llama family's layer in PyTorch operators, on any device; its twin for a CPU is `native`.
+Does not know where its input comes from: a target gives it normed hidden states, a head gives it
+[embedding, feature] of twice the width.
 
 Letters: M rows of one forward, H hidden, Hq and Hk heads, D head dimension, I intermediate.
 """
@@ -28,8 +30,8 @@ Tensors = Mapping[str, torch.Tensor]
 class Placement:
     """Where the M rows of one forward sit, worked out once and used by every layer.
 
-    cos, sin [M, 1, D]: the rotation of each row's position, in the model's dtype; the first half of sin is negated.
-    slot [M] int64: where keys and values go. plan: what each row sees.
+    cos, sin [M, 1, D]: the rotation of each row's position, in the model's dtype; the first half of
+    sin is negated. slot [M] int64: where keys and values go. plan: what each row sees.
     """
 
     cos: torch.Tensor
@@ -43,11 +45,15 @@ class Rope:
 
     def __init__(self, config: DecoderConfig, length: int, dtype: torch.dtype, device: str) -> None:
         cos, sin = rope_table(config.rope, config.head_dim, length)
-        sin[:, : config.head_dim // 2].neg_()  # rotate_half(x) * sin == roll(x, D/2) * sin with a negated first half
+        # rotate_half(x) * sin == roll(x, D/2) * sin with a negated first half
+        sin[:, : config.head_dim // 2].neg_()
         self._cos, self._sin = (table.to(device, dtype).unsqueeze(1) for table in (cos, sin))
 
     def place(self, rows: Rows, page_size: int) -> Placement:
-        cos, sin = self._cos.index_select(0, rows.position), self._sin.index_select(0, rows.position)
+        cos, sin = (
+            self._cos.index_select(0, rows.position),
+            self._sin.index_select(0, rows.position),
+        )
         return Placement(cos, sin, rows.slot, attention_plan(rows, page_size))
 
 
@@ -57,28 +63,44 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 class Block:
-    """Attention and MLP of one layer over `tensors` named as in transformers (`self_attn.q_proj.weight`, ...)."""
+    """Attention and MLP of one layer over `tensors` named as in transformers
+    (`self_attn.q_proj.weight`, ...).
+    """
 
     def __init__(self, config: DecoderConfig, tensors: Tensors, layer: int) -> None:
         def joined(names: Sequence[str]) -> Linear:
             biases = [tensors[f"{name}.bias"] for name in names if f"{name}.bias" in tensors]
-            return Linear(torch.cat([tensors[f"{name}.weight"] for name in names]), torch.cat(biases) if biases else None)
+            return Linear(
+                torch.cat([tensors[f"{name}.weight"] for name in names]),
+                torch.cat(biases) if biases else None,
+            )
 
         self._layer, self._eps = layer, config.rms_norm_eps
-        self._Hq, self._Hk, self._D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self._Hq, self._Hk, self._D = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
         self._qkv = joined([f"self_attn.{name}_proj" for name in "qkv"])
         self._out = joined(["self_attn.o_proj"])
         self._gate_up = joined(["mlp.gate_proj", "mlp.up_proj"])
         self._down = joined(["mlp.down_proj"])
         self._post_norm = tensors["post_attention_layernorm.weight"]
-        self._q_norm, self._k_norm = tensors.get("self_attn.q_norm.weight"), tensors.get("self_attn.k_norm.weight")
+        self._q_norm, self._k_norm = (
+            tensors.get("self_attn.q_norm.weight"),
+            tensors.get("self_attn.k_norm.weight"),
+        )
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         return (self._qkv, self._out, self._gate_up, self._down)
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor, at: Placement, cache: PagedCache) -> torch.Tensor:
-        """x [M, in] (normed), residual [M, H] -> the layer's output [M, H]. Writes the rows' keys and values."""
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, at: Placement, cache: PagedCache
+    ) -> torch.Tensor:
+        """x [M, in] (normed), residual [M, H] -> the layer's output [M, H]. Writes the rows' keys
+        and values.
+        """
         Hq, Hk, D = self._Hq, self._Hk, self._D
         qkv = self._qkv(x).view(-1, Hq + 2 * Hk, D)
         q_and_k = qkv[:, : Hq + Hk]

@@ -3,8 +3,9 @@
     data [L, num_slots, 2, Hk, D]     slot = page * page_size + offset; 2 = key, value
     features [num_slots, A]           the target's features of the same tokens, A = 3 * Ht: a draft's entries are made of them
 
-A slot is the place of one token, a page page_size slots in a row. Who owns which page, the allocator knows. A target's cache,
-its features and its draft's cache have the same pages: one page table serves them all.
+A slot is the place of one token, a page page_size slots in a row. Who owns which page, the
+allocator knows. A target's cache, its features and its draft's cache have the same pages: one page
+table serves them all.
 """
 
 from __future__ import annotations
@@ -26,11 +27,16 @@ class PagedCache:
         dtype: torch.dtype,
         device: str = "cpu",
     ) -> None:
-        """heads: (Hk, D). Memory: num_layers * num_pages * page_size * 2 * Hk * D elements, allocated here, once."""
+        """heads: (Hk, D). Memory: num_layers * num_pages * page_size * 2 * Hk * D elements,
+        allocated here, once.
+        """
         self.num_pages, self.page_size = num_pages, page_size
         # Zeros, not empty: a masked slot may still take part in a product, and 0 * NaN is NaN.
-        self.data = torch.zeros(num_layers, num_pages * page_size, 2, *heads, dtype=dtype, device=device)
-        # The same memory for moves on a CPU, where NumPy's indexing takes a fifth of the time that PyTorch's does.
+        self.data = torch.zeros(
+            num_layers, num_pages * page_size, 2, *heads, dtype=dtype, device=device
+        )
+        # The same memory for moves on a CPU, where NumPy's indexing takes a fifth of the time that
+        # PyTorch's does.
         self._bytes = self.data.view(torch.uint8).numpy() if device == "cpu" else None
 
     def write(self, layer: int, slot_M: torch.Tensor, kv: torch.Tensor) -> None:
@@ -51,7 +57,9 @@ class PagedCache:
 
 
 class FeatureCache:
-    """The target's features of every cached token. Like keys and values they follow from the tokens up to their own."""
+    """The target's features of every cached token. Like keys and values they follow from the tokens
+    up to their own.
+    """
 
     def __init__(self, num_slots: int, width: int, dtype: torch.dtype, device: str = "cpu") -> None:
         """Memory: num_slots * width elements, allocated here, once."""

@@ -1,14 +1,16 @@
 """What a head would have accepted of an answer, in chains, from features alone: no engine runs.
 
-Knows the unroll and the walk. Does not know where features come from, nor what is done with the counts: the trainer judges
-a head by them, the eval stage reports them.
+Knows the unroll and the walk. Does not know where features come from, nor what is done with the
+counts: the trainer judges a head by them, the eval stage reports them.
 
-Every slot of an answer is unrolled at once, fed with its own drafts; how many of them equal the answer's own tokens is all
-that a round begun there can depend on. Then each answer is walked as serving walks it, here with rounds that accept 3, 1, 0:
+Every slot of an answer is unrolled at once, fed with its own drafts; how many of them equal the
+answer's own tokens is all that a round begun there can depend on. Then each answer is walked as
+serving walks it, here with rounds that accept 3, 1, 0:
 
     answer   [y0] [y1 y2 y3 y4] [y5 y6] [y7] ...        y0 comes with the prefill, which is no round
 
-Letters: B batch, T sequence, N slots unrolled, P answer tokens, K draft steps, H hidden, V target vocabulary.
+Letters: B batch, T sequence, N slots unrolled, P answer tokens, K draft steps, H hidden, V target
+vocabulary.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ ROWS_AT_ONCE = 512  # of logits over the whole target vocabulary
 
 
 class Tally:
-    """Counts of rounds of K drafts: accept_hist [K + 1]; drafts judged and accepted at each position [K].
+    """Counts of rounds of K drafts: accept_hist [K + 1]; drafts judged and accepted at each
+    position [K].
 
     A draft is judged when all before it were accepted and the answer goes on to it.
     """
@@ -46,7 +49,10 @@ class Tally:
 
     @property
     def emitted(self) -> int:
-        return sum((num_accepted_drafts + 1) * rounds for num_accepted_drafts, rounds in enumerate(self.accept_hist))
+        return sum(
+            (num_accepted_drafts + 1) * rounds
+            for num_accepted_drafts, rounds in enumerate(self.accept_hist)
+        )
 
     @property
     def tau(self) -> float:
@@ -54,7 +60,10 @@ class Tally:
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        return [accepted / max(judged, 1) for accepted, judged in zip(self.accepted, self.judged, strict=True)]
+        return [
+            accepted / max(judged, 1)
+            for accepted, judged in zip(self.accepted, self.judged, strict=True)
+        ]
 
     def add(self, other: Tally) -> None:
         """Take over the counts of other rounds, of as many drafts."""
@@ -66,9 +75,11 @@ class Tally:
             own[:] = [count + added for count, added in zip(own, more, strict=True)]
 
     def served(self, accepted: Sequence[int]) -> None:
-        """Add the rounds of one answer as an engine tells them: num_accepted_drafts of each, in order.
+        """Add the rounds of one answer as an engine tells them: num_accepted_drafts of each, in
+        order.
 
-        Whether the last token of an answer was drafted is not told: the last round's is counted as not judged.
+        Whether the last token of an answer was drafted is not told: the last round's is counted as
+        not judged.
         """
         for left, count in zip(range(len(accepted) - 1, -1, -1), accepted, strict=True):
             self.accept_hist[count] += 1
@@ -79,8 +90,9 @@ class Tally:
     def walk(self, matches: Sequence[int]) -> None:
         """Add the rounds of one answer of n tokens y_0 .. y_{n-1}.
 
-        matches [n - 1]: of a round with bonus token y_j, how many drafts equal the answer, n - 1 - j at most. A round emits
-        these and one token of the target's own. An accepted end of the answer has none after it and is counted as it.
+        matches [n - 1]: of a round with bonus token y_j, how many drafts equal the answer, n - 1 -
+        j at most. A round emits these and one token of the target's own. An accepted end of the
+        answer has none after it and is counted as it.
         """
         K, at, left = len(self.judged), 0, len(matches)
         while left > 0:
@@ -97,8 +109,9 @@ class Tally:
 class Measured:
     """What the head and the target said about one batch.
 
-    spans: of each answer, its sample's number in the batch and its `matches` (see Tally.walk). Of the P answer tokens, how
-    many are in the draft vocabulary and how many are the target's argmax by the features.
+    spans: of each answer, its sample's number in the batch and its `matches` (see Tally.walk). Of
+    the P answer tokens, how many are in the draft vocabulary and how many are the target's argmax
+    by the features.
     """
 
     spans: list[tuple[int, list[int]]]
@@ -108,14 +121,18 @@ class Measured:
 
 
 @torch.inference_mode()
-def measure(head: Head, vocabulary: TargetVocabulary, batch: Batch, num_draft_steps: int) -> Measured:
+def measure(
+    head: Head, vocabulary: TargetVocabulary, batch: Batch, num_draft_steps: int
+) -> Measured:
     """Unroll every slot of the batch's answers and count."""
     mask_BT = batch.loss_mask_BT
     starts_BT = F.pad(mask_BT[:, 1:-1] & mask_BT[:, 2:], (0, 2))
     matches_BT = torch.zeros_like(batch.tokens_BT)
     if starts_BT.any():
         slots = Slots.where(starts_BT)
-        drafts_NK = free_running_drafts(head, vocabulary.embed_tokens, batch, slots, num_draft_steps)
+        drafts_NK = free_running_drafts(
+            head, vocabulary.embed_tokens, batch, slots, num_draft_steps
+        )
         matches_BT.view(-1)[slots.flat_N] = leading_matches(drafts_NK, batch, slots)
     spans = [
         (number, matches_T[first:end].tolist())
@@ -124,16 +141,21 @@ def measure(head: Head, vocabulary: TargetVocabulary, batch: Batch, num_draft_st
     ]
     answer_P = batch.tokens_BT[mask_BT]
     before_PH = batch.last_hidden_BTH[:, :-1][mask_BT[:, 1:]].to(vocabulary.lm_head.dtype)
-    own_P = torch.cat([(rows @ vocabulary.lm_head.T).argmax(-1) for rows in torch.split(before_PH, ROWS_AT_ONCE)])
+    own_P = torch.cat(
+        [(rows @ vocabulary.lm_head.T).argmax(-1) for rows in torch.split(before_PH, ROWS_AT_ONCE)]
+    )
     greedy = int((own_P == batch.tokens_BT[:, 1:][mask_BT[:, 1:]]).sum())
     return Measured(spans, len(answer_P), int(head.t2d[answer_P].sum()), greedy)
 
 
-def free_running_drafts(head: Head, embed_tokens: Tensor, batch: Batch, slots: Slots, num_draft_steps: int) -> Tensor:
-    """The chain that each slot drafts when every step takes the draft of the one before: target ids int64 [N, K].
+def free_running_drafts(
+    head: Head, embed_tokens: Tensor, batch: Batch, slots: Slots, num_draft_steps: int
+) -> Tensor:
+    """The chain that each slot drafts when every step takes the draft of the one before: target ids
+    int64 [N, K].
 
-    Slot t has x_{t+1} for its bonus token; its drafts stand for x_{t+2} onwards. embed_tokens [V, H]: the target's, for a
-    head that has none of its own.
+    Slot t has x_{t+1} for its bonus token; its drafts stand for x_{t+2} onwards. embed_tokens [V,
+    H]: the target's, for a head that has none of its own.
     """
     embed_tokens = embed_tokens if head.embed_tokens is None else head.embed_tokens
     drafts: list[Tensor] = []
@@ -154,7 +176,9 @@ def free_running_drafts(head: Head, embed_tokens: Tensor, batch: Batch, slots: S
 
 
 def leading_matches(drafts_NK: Tensor, batch: Batch, slots: Slots) -> Tensor:
-    """How many drafts of each slot, before its first miss, equal the tokens under the loss mask: int64 [N]."""
+    """How many drafts of each slot, before its first miss, equal the tokens under the loss mask:
+    int64 [N].
+    """
     T = batch.tokens_BT.shape[1]
     offset_K = 2 + torch.arange(drafts_NK.shape[1], device=drafts_NK.device)
     inside_NK = slots.slot_N[:, None] + offset_K < T

@@ -1,8 +1,8 @@
 """Shapes of targets and heads: what their config.json says, checked. Knows no tensor and no torch.
 
-A `tap` is an `after_layer` index: the residual stream that decoder layer i (0-based) puts out. EAGLE-3 taps the outputs of
-layers 1, n//2 - 1 and n - 4 (EAGLE3.md, section 2); other projects write the same three down in other ways, which
-only `export` knows.
+A `tap` is an `after_layer` index: the residual stream that decoder layer i (0-based) puts out.
+EAGLE-3 taps the outputs of layers 1, n//2 - 1 and n - 4 (EAGLE3.md, section 2); other projects
+write the same three down in other ways, which only `export` knows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from eyas.errors import ConfigError, CorruptError, MismatchError, MissingInputEr
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 ELSEWHERE = (
-    "answer prompts by a server that runs it (SGLang, vLLM); capture, train, eval and export take it through transformers, and "
+    "answer prompts by a server that runs it (SGLang, vLLM); capture, train, eval and export take "
+    "it through transformers, and "
     "the exported head is served there"
 )
 Taps = tuple[int, int, int]
@@ -38,18 +39,24 @@ class RopeConfig(BaseModel):
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> RopeConfig:
-        """Read both spellings: transformers 5's `rope_parameters` and the older `rope_theta` with `rope_scaling`."""
+        """Read both spellings: transformers 5's `rope_parameters` and the older `rope_theta` with
+        `rope_scaling`.
+        """
         rope = config.get("rope_parameters") or {}
         scaling = rope or config.get("rope_scaling") or {}
         kind = scaling.get("rope_type", scaling.get("type", "default")) or "default"
         if kind not in ("default", "llama3", "linear"):
-            raise MismatchError(f"rope scaling {kind!r} is not supported", "supported: default, linear, llama3")
+            raise MismatchError(
+                f"rope scaling {kind!r} is not supported", "supported: default, linear, llama3"
+            )
         kept = {key: scaling[key] for key in cls.model_fields if scaling.get(key) is not None}
         theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
         return cls(**{**kept, "theta": theta, "kind": kind})
 
     def to_hf(self) -> dict[str, Any]:
-        """`rope_theta` and, where there is one, `rope_scaling`, the spelling that every engine reads."""
+        """`rope_theta` and, where there is one, `rope_scaling`, the spelling that every engine
+        reads.
+        """
         if self.kind == "default":
             return {"rope_theta": self.theta, "rope_scaling": None}
         scaling: dict[str, Any] = {"rope_type": self.kind, "factor": self.factor}
@@ -78,9 +85,11 @@ class DecoderConfig(BaseModel):
 
 
 class TargetShape(DecoderConfig):
-    """What a head needs to know of any target. rope: what its head is to turn by, the target's own where a head can.
+    """What a head needs to know of any target. rope: what its head is to turn by, the target's own
+    where a head can.
 
-    The logits are lm_head's output times logit_scale, then cut softly: logit_softcap * tanh(. / logit_softcap).
+    The logits are lm_head's output times logit_scale, then cut softly: logit_softcap * tanh(. /
+    logit_softcap).
     """
 
     family: str
@@ -95,7 +104,8 @@ class TargetShape(DecoderConfig):
         n = self.num_hidden_layers
         if n < 7:
             raise MismatchError(
-                f"a target of {n} layers has no three distinct taps", "EAGLE-3 needs a target of 7 layers or more"
+                f"a target of {n} layers has no three distinct taps",
+                "EAGLE-3 needs a target of 7 layers or more",
             )
         return (1, n // 2 - 1, n - 4)
 
@@ -111,25 +121,37 @@ class TargetConfig(TargetShape):
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> TargetConfig:
-        """Read config.json (and generation_config.json's end tokens). Raises MissingInputError, MismatchError.
+        """Read config.json (and generation_config.json's end tokens). Raises MissingInputError,
+        MismatchError.
 
-        A MismatchError means that our own decoder does not run the model; `foreign.target_shape` may still read it.
+        A MismatchError means that our own decoder does not run the model; `foreign.target_shape`
+        may still read it.
         """
         config = read_config(folder)
         family = config.get("model_type")
         if family not in FAMILIES:
             known = f"{', '.join(FAMILIES.values())}, dense"
-            raise MismatchError(f"{folder} is a {family!r} model; eyas' own engine runs {known}", ELSEWHERE)
+            raise MismatchError(
+                f"{folder} is a {family!r} model; eyas' own engine runs {known}", ELSEWHERE
+            )
         window, length = config.get("sliding_window"), config.get("max_position_embeddings", 2048)
-        if family != "llama" and config.get("use_sliding_window", family == "mistral") and window and window < length:
+        if (
+            family != "llama"
+            and config.get("use_sliding_window", family == "mistral")
+            and window
+            and window < length
+        ):
             raise MismatchError(
                 f"{folder} uses sliding-window attention: {window} tokens of a context of {length}",
-                f"to run it here, set max_position_embeddings to {window} in its config.json; or {ELSEWHERE}",
+                f"to run it here, set max_position_embeddings to {window} in its config.json; or "
+                f"{ELSEWHERE}",
             )
         heads = config["num_attention_heads"]
         bias = bool(config.get("attention_bias", False))
         generation = Path(folder) / "generation_config.json"
-        ends = json.loads(generation.read_text()).get("eos_token_id") if generation.exists() else None
+        ends = (
+            json.loads(generation.read_text()).get("eos_token_id") if generation.exists() else None
+        )
         ends = ends if ends is not None else config.get("eos_token_id")
         return cls(
             family=family,
@@ -148,7 +170,11 @@ class TargetConfig(TargetShape):
             attention_out_bias=family in ("llama", "qwen3") and bias,
             mlp_bias=bool(config.get("mlp_bias", False)),
             qk_norm=family == "qwen3",
-            eos_token_ids=tuple(ends) if isinstance(ends, list) else (ends,) if ends is not None else (),
+            eos_token_ids=tuple(ends)
+            if isinstance(ends, list)
+            else (ends,)
+            if ends is not None
+            else (),
             dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
         )
 
@@ -157,13 +183,17 @@ def _rope(folder: str | Path, config: dict[str, Any]) -> RopeConfig:
     try:
         return RopeConfig.from_hf(config)
     except MismatchError as error:
-        raise MismatchError(f"{folder}: {error.what} by eyas' own engine", f"{error.hint}; or {ELSEWHERE}") from error
+        raise MismatchError(
+            f"{folder}: {error.what} by eyas' own engine", f"{error.hint}; or {ELSEWHERE}"
+        ) from error
 
 
 class HeadOptions(BaseModel):
-    """What of a new head is chosen; the rest is its target's. Every choice is written into the checkpoint.
+    """What of a new head is chosen; the rest is its target's. Every choice is written into the
+    checkpoint.
 
-    hidden_size: a width of its own, with embeddings of its own; None is the target's, whose embeddings it shares.
+    hidden_size: a width of its own, with embeddings of its own; None is the target's, whose
+    embeddings it shares.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -179,15 +209,17 @@ class HeadOptions(BaseModel):
     @model_validator(mode="after")
     def _one_norm_of_features(self) -> HeadOptions:
         if self.norm_before_fc and self.fc_norm:
-            raise ValueError("norm_before_fc and fc_norm are both set: no project says in which order")
+            raise ValueError(
+                "norm_before_fc and fc_norm are both set: no project says in which order"
+            )
         return self
 
 
 class HeadConfig(DecoderConfig):
     """A draft head in our own, self-describing form (`eyas_head.json` beside the tensors).
 
-    `vocab_size` is the target's V; `draft_vocab_size` is W. `taps` are after_layer indices of the target. The flags are
-    variants of the layer that published heads are trained with.
+    `vocab_size` is the target's V; `draft_vocab_size` is W. `taps` are after_layer indices of the
+    target. The flags are variants of the layer that published heads are trained with.
     """
 
     draft_vocab_size: int
@@ -198,7 +230,8 @@ class HeadConfig(DecoderConfig):
     norm_before_fc: bool = False  # input_norm over the three features together
     fc_norm: bool = False  # fc_norm.{0,1,2} over each of the three features
     norm_output: bool = False  # what is fed back is the output after `norm`
-    own_rope: bool = False  # it was trained with another rotary embedding than its target's, and says so
+    # it was trained with another rotary embedding than its target's, and says so
+    own_rope: bool = False
     train_lm_head: bool = True  # else lm_head is the target's rows as they were
 
     @property
@@ -207,21 +240,33 @@ class HeadConfig(DecoderConfig):
         return self.hidden_size != self.target_hidden_size
 
     @classmethod
-    def for_target(cls, target: TargetShape, options: HeadOptions, taps: Taps | None = None) -> HeadConfig:
-        """A new head: one layer of the target's own shape, or of its shape at another width. Raises ConfigError."""
+    def for_target(
+        cls, target: TargetShape, options: HeadOptions, taps: Taps | None = None
+    ) -> HeadConfig:
+        """A new head: one layer of the target's own shape, or of its shape at another width. Raises
+        ConfigError.
+        """
         chosen = options.model_dump(exclude={"hidden_size"})
-        shape = target.model_dump(include=set(DecoderConfig.model_fields)) | own_shape(target, options.hidden_size)
-        shape |= {"rope": target.rope, "num_hidden_layers": 1, "target_hidden_size": target.hidden_size}
+        shape = target.model_dump(include=set(DecoderConfig.model_fields)) | own_shape(
+            target, options.hidden_size
+        )
+        shape |= {
+            "rope": target.rope,
+            "num_hidden_layers": 1,
+            "target_hidden_size": target.hidden_size,
+        }
         if shape["hidden_size"] != target.hidden_size and not options.train_lm_head:
             raise ConfigError(
-                f"a head of hidden size {options.hidden_size} cannot keep its target's lm_head of {target.hidden_size}",
+                f"a head of hidden size {options.hidden_size} cannot keep its target's lm_head of "
+                f"{target.hidden_size}",
                 "leave out hidden_size, or set train_lm_head: true",
             )
         return cls(**shape, **chosen, taps=taps or target.default_taps)
 
 
 def own_shape(target: TargetShape, hidden_size: int | None) -> dict[str, int]:
-    """What changes in a layer of the target's when it gets another width: the MLP in proportion, and fewer or more heads.
+    """What changes in a layer of the target's when it gets another width: the MLP in proportion,
+    and fewer or more heads.
 
     Raises ConfigError for a width that heads of the target's head_dim do not fill.
     """
@@ -229,7 +274,9 @@ def own_shape(target: TargetShape, hidden_size: int | None) -> dict[str, int]:
     if target.hidden_size == H:
         return {}
     if H % D:
-        raise ConfigError(f"a hidden size of {H} is no number of heads of {D}", f"choose a multiple of {D}")
+        raise ConfigError(
+            f"a hidden size of {H} is no number of heads of {D}", f"choose a multiple of {D}"
+        )
     return {
         "hidden_size": H,
         "intermediate_size": max(1, round(target.intermediate_size * H / target.hidden_size)),
@@ -242,7 +289,10 @@ def read_config(folder: str | Path, name: str = "config.json") -> dict[str, Any]
     """A folder's config as a dict. Raises MissingInputError, CorruptError."""
     path = Path(folder) / name
     if not path.exists():
-        raise MissingInputError(f"{folder} has no {name}", "give a folder in Hugging Face's form (config.json, *.safetensors)")
+        raise MissingInputError(
+            f"{folder} has no {name}",
+            "give a folder in Hugging Face's form (config.json, *.safetensors)",
+        )
     try:
         config = json.loads(path.read_text())
     except json.JSONDecodeError as error:

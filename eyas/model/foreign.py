@@ -1,7 +1,8 @@
-"""Targets that our own decoder does not run: their shape and their two matrices, found through transformers' own code.
+"""Targets that our own decoder does not run: their shape and their two matrices, found through
+transformers' own code.
 
-Knows transformers' configs and where a model keeps its embeddings. Runs nothing and loads no layer: the model is built without
-memory, only to ask it for names.
+Knows transformers' configs and where a model keeps its embeddings. Runs nothing and loads no layer:
+the model is built without memory, only to ask it for names.
 
 Letters: V target vocabulary, Ht target hidden size.
 """
@@ -21,12 +22,23 @@ from eyas.model.config import RopeConfig, TargetConfig, TargetShape, read_config
 from eyas.model.weights import read_shapes, read_tensors
 
 WITHOUT_ROPE_THETA = 10000.0
-NORM_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "layernorm_epsilon")
-ANOTHER = "eyas captures decoder-only language models that the installed transformers knows, without code of their own"
+NORM_EPSILONS = (
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "layer_norm_epsilon",
+    "norm_eps",
+    "layernorm_epsilon",
+)
+ANOTHER = (
+    "eyas captures decoder-only language models that the installed transformers knows, "
+    "without code of their own"
+)
 
 
 def target_shape(folder: str | Path) -> TargetShape:
-    """A target's shape: a TargetConfig where our own decoder runs it. Raises MissingInputError, CorruptError, MismatchError."""
+    """A target's shape: a TargetConfig where our own decoder runs it. Raises MissingInputError,
+    CorruptError, MismatchError.
+    """
     try:
         return TargetConfig.from_folder(folder)
     except MismatchError:
@@ -34,22 +46,34 @@ def target_shape(folder: str | Path) -> TargetShape:
 
 
 def foreign_config(folder: str | Path) -> Any:
-    """transformers' config of a folder, with nothing downloaded and no code of the model's own run. Raises MismatchError."""
+    """transformers' config of a folder, with nothing downloaded and no code of the model's own run.
+    Raises MismatchError.
+    """
     stated = read_config(folder)
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, OSError, TypeError) as error:
-        what = f"{folder} is a {stated.get('model_type')!r} model, which the installed transformers does not load"
+        what = (
+            f"{folder} is a {stated.get('model_type')!r} model, which the installed "
+            "transformers does not load"
+        )
         raise MismatchError(f"{what}: {first_line(error)}", ANOTHER) from error
 
 
 def shape_of(config: Any, folder: str | Path) -> TargetShape:
-    """The shape that a transformers config tells, in one spelling. Raises MismatchError for what is no decoder of layers."""
+    """The shape that a transformers config tells, in one spelling. Raises MismatchError for what is
+    no decoder of layers.
+    """
     text = config.get_text_config(decoder=True)
-    given: dict[str, Any] = {name: getattr(text, name, None) for name in ("hidden_size", "num_hidden_layers", "vocab_size")}
+    given: dict[str, Any] = {
+        name: getattr(text, name, None)
+        for name in ("hidden_size", "num_hidden_layers", "vocab_size")
+    }
     if not all(isinstance(size, int) for size in given.values()):
         lacking = ", ".join(name for name, size in given.items() if not isinstance(size, int))
-        raise MismatchError(f"{folder}: the config of a {config.model_type!r} model tells no {lacking}", ANOTHER)
+        raise MismatchError(
+            f"{folder}: the config of a {config.model_type!r} model tells no {lacking}", ANOTHER
+        )
     hidden: int = given["hidden_size"]
     heads = getattr(text, "num_attention_heads", None) or max(1, hidden // 64)
     return TargetShape(
@@ -59,7 +83,9 @@ def shape_of(config: Any, folder: str | Path) -> TargetShape:
         num_attention_heads=heads,
         num_key_value_heads=_number(text, "num_key_value_heads") or heads,
         head_dim=_number(text, "head_dim") or hidden // heads,
-        rms_norm_eps=next((eps for name in NORM_EPSILONS if (eps := getattr(text, name, None)) is not None), 1e-6),
+        rms_norm_eps=next(
+            (eps for name in NORM_EPSILONS if (eps := getattr(text, name, None)) is not None), 1e-6
+        ),
         max_position_embeddings=_number(text, "max_position_embeddings") or 2048,
         rope=head_rope(getattr(text, "rope_parameters", None)),
         tie_word_embeddings=bool(config.tie_word_embeddings),
@@ -71,9 +97,11 @@ def shape_of(config: Any, folder: str | Path) -> TargetShape:
 
 
 def head_rope(parameters: Any) -> RopeConfig:
-    """What a head of such a target turns by: the target's own, or with its base alone where heads have no such thing.
+    """What a head of such a target turns by: the target's own, or with its base alone where heads
+    have no such thing.
 
-    parameters: transformers' `rope_parameters`; of a target with several kinds of layers, those of full attention are taken.
+    parameters: transformers' `rope_parameters`; of a target with several kinds of layers, those of
+    full attention are taken.
     """
     if not parameters:
         return RopeConfig(theta=WITHOUT_ROPE_THETA)
@@ -89,8 +117,12 @@ def head_rope(parameters: Any) -> RopeConfig:
 
 
 def logit_scale(text: Any) -> float:
-    """By what lm_head's output is multiplied: Cohere's `logit_scale`, one by Granite's `logits_scaling`; capture proves it."""
-    return float(getattr(text, "logit_scale", None) or 1.0) / float(getattr(text, "logits_scaling", None) or 1.0)
+    """By what lm_head's output is multiplied: Cohere's `logit_scale`, one by Granite's
+    `logits_scaling`; capture proves it.
+    """
+    return float(getattr(text, "logit_scale", None) or 1.0) / float(
+        getattr(text, "logits_scaling", None) or 1.0
+    )
 
 
 def end_tokens(text: Any, folder: str | Path) -> tuple[int, ...]:
@@ -102,10 +134,12 @@ def end_tokens(text: Any, folder: str | Path) -> tuple[int, ...]:
 
 
 def matrices(folder: str | Path, shape: TargetShape) -> tuple[Tensor, Tensor]:
-    """embed_tokens and lm_head [V, Ht] as stored. Raises MismatchError, MissingInputError, CorruptError.
+    """embed_tokens and lm_head [V, Ht] as stored. Raises MismatchError, MissingInputError,
+    CorruptError.
 
-    They are known by their shape, and told apart by the names that the model itself gives them: of names on disk that
-    transformers would change while it loads them, one at most may be another than the model's.
+    They are known by their shape, and told apart by the names that the model itself gives them: of
+    names on disk that transformers would change while it loads them, one at most may be another
+    than the model's.
     """
     wanted = (shape.vocab_size, shape.hidden_size)
     found = sorted(name for name, size in read_shapes(folder).items() if size == wanted)
@@ -118,9 +152,11 @@ def matrices(folder: str | Path, shape: TargetShape) -> tuple[Tensor, Tensor]:
         head_name = rest[0]
     if not {embed_name, head_name} <= set(found):
         raise MismatchError(
-            f"{folder} has no embeddings and lm_head of {wanted} that could be told: the model calls them {embed_name} and "
+            f"{folder} has no embeddings and lm_head of {wanted} that could be told: the model "
+            f"calls them {embed_name} and "
             f"{head_name}, tensors of this shape are {', '.join(found) or 'not there'}",
-            "save the model by the installed transformers (save_pretrained), or restore the checkpoint from its source",
+            "save the model by the installed transformers (save_pretrained), or restore the "
+            "checkpoint from its source",
         )
     tensors = read_tensors(folder, {embed_name, head_name})
     return tensors[embed_name], tensors[head_name]
@@ -131,7 +167,10 @@ def _names(config: Any) -> tuple[str, str]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     owners = {id(module): name for name, module in model.named_modules()}
-    found = [owners.get(id(module)) for module in (model.get_input_embeddings(), model.get_output_embeddings())]
+    found = [
+        owners.get(id(module))
+        for module in (model.get_input_embeddings(), model.get_output_embeddings())
+    ]
     if None in found:
         raise MismatchError(f"{type(model).__name__} has no embeddings or no lm_head", ANOTHER)
     return f"{found[0]}.weight", f"{found[1]}.weight"

@@ -1,7 +1,9 @@
-"""The draft head: EAGLE-3's one decoder layer over [embedding, feature], in plain PyTorch, differentiable.
+"""The draft head: EAGLE-3's one decoder layer over [embedding, feature], in plain PyTorch,
+differentiable.
 
-Knows the layer's order and names of weights (EAGLE3.md, section 1). Does not know how it is trained, nor how the engine
-drafts fast. Weights start as NaN: they are loaded, or drawn by `initialise`.
+Knows the layer's order and names of weights (EAGLE3.md, section 1). Does not know how it is
+trained, nor how the engine drafts fast. Weights start as NaN: they are loaded, or drawn by
+`initialise`.
 
     f = fc(aux_hidden)                                  once, on the target's features
     x = [input_layernorm(embedding), hidden_norm(h)]    h = f first, then the layer's own output, un-normed
@@ -15,11 +17,12 @@ Four flags of the config change it, as published heads need it:
     norm_before_residual    h = hidden_norm(h) + o(attention(x))
     norm_output             the layer puts out, and is fed, norm(h); logits = lm_head of that
 
-A head of another width than its target's has embeddings of its own, which are trained and written with it; fc takes it from
-the target's width to its own.
+A head of another width than its target's has embeddings of its own, which are trained and written
+with it; fc takes it from the target's width to its own.
 
-Letters: T sequence, H hidden, Ht the target's (H, unless the head has a width of its own), X = 2 H, W draft vocabulary,
-V target vocabulary, D head dimension, Hq and Hk heads of queries and of keys and values.
+Letters: T sequence, H hidden, Ht the target's (H, unless the head has a width of its own), X = 2 H,
+W draft vocabulary, V target vocabulary, D head dimension, Hq and Hk heads of queries and of keys
+and values.
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ KeysValues = tuple[Tensor, Tensor]  # [B, S, Hk, D] each
 
 
 class RmsNorm(nn.Module):
-    """x * weight / sqrt(mean(x^2) + eps), computed in float32 or wider; the result has the dtype of x."""
+    """x * weight / sqrt(mean(x^2) + eps), computed in float32 or wider; the result has the dtype of
+    x.
+    """
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -49,7 +54,9 @@ class RmsNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return (wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight).to(x.dtype)
+        return (wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight).to(
+            x.dtype
+        )
 
 
 class Attention(nn.Module):
@@ -91,9 +98,11 @@ class Midlayer(nn.Module):
 
 
 class Head(nn.Module):
-    """A draft head of `config`'s shape. Embeddings are given to `forward`: the target's, or `embed_tokens` if it has its own.
+    """A draft head of `config`'s shape. Embeddings are given to `forward`: the target's, or
+    `embed_tokens` if it has its own.
 
-    embed_tokens [V, H]: a weight of a head of another width than its target's; of others, neither trained nor written.
+    embed_tokens [V, H]: a weight of a head of another width than its target's; of others, neither
+    trained nor written.
     """
 
     d2t: Tensor
@@ -105,7 +114,9 @@ class Head(nn.Module):
         self.config = config
         H, Ht, W = config.hidden_size, config.target_hidden_size, config.draft_vocab_size
         with torch.device("meta"):  # no time for random numbers that are never used
-            self.embed_tokens = nn.Parameter(torch.empty(config.vocab_size, H)) if config.owns_embeddings else None
+            self.embed_tokens = (
+                nn.Parameter(torch.empty(config.vocab_size, H)) if config.owns_embeddings else None
+            )
             if config.norm_before_fc:
                 self.input_norm = RmsNorm(3 * Ht, config.rms_norm_eps)
             if config.fc_norm:
@@ -169,7 +180,9 @@ class Head(nn.Module):
         return self._by_head(projected)
 
     def output(self, residual: Tensor, mixed: Tensor) -> Tensor:
-        """What the layer was fed [..., H] and attention's mixture of values [..., Hq, D] -> its output [..., H]."""
+        """What the layer was fed [..., H] and attention's mixture of values [..., Hq, D] -> its
+        output [..., H].
+        """
         if self.config.norm_before_residual:
             residual = self.midlayer.hidden_norm(residual)
         hidden: Tensor = residual + self.midlayer.self_attn.o_proj(mixed.flatten(-2))
@@ -198,8 +211,11 @@ class Head(nn.Module):
 
     # The plain forward
 
-    def forward(self, embeds_BTH: Tensor, hidden_BTH: Tensor, past: KeysValues | None = None) -> tuple[Tensor, KeysValues]:
-        """The layer's output [B, T, H] of T slots after those in `past`, and the keys and values of all.
+    def forward(
+        self, embeds_BTH: Tensor, hidden_BTH: Tensor, past: KeysValues | None = None
+    ) -> tuple[Tensor, KeysValues]:
+        """The layer's output [B, T, H] of T slots after those in `past`, and the keys and values of
+        all.
 
         The plain reference: causal attention written out. Positions go on from those in `past`.
         """
@@ -211,25 +227,33 @@ class Head(nn.Module):
         if past is not None:
             keys, values = torch.cat((past[0], keys), dim=1), torch.cat((past[1], values), dim=1)
         groups = queries.shape[2] // keys.shape[2]
-        keys_of_queries, values_of_queries = (kv.repeat_interleave(groups, dim=2) for kv in (keys, values))
-        scores = torch.einsum("bthd,bshd->bhts", queries, keys_of_queries) * self.config.head_dim**-0.5
+        keys_of_queries, values_of_queries = (
+            kv.repeat_interleave(groups, dim=2) for kv in (keys, values)
+        )
+        scores = (
+            torch.einsum("bthd,bshd->bhts", queries, keys_of_queries) * self.config.head_dim**-0.5
+        )
         unseen = torch.arange(S + T, device=hidden_BTH.device) > positions_T[:, None]
         weights = scores.masked_fill(unseen, float("-inf")).softmax(-1)
         mixed = torch.einsum("bhts,bshd->bthd", weights, values_of_queries)
         return self.output(hidden_BTH, mixed), (keys, values)
 
 
-def load_head(folder: str | Path, target: TargetShape | None = None, target_lm_head: Tensor | None = None) -> Head:
+def load_head(
+    folder: str | Path, target: TargetShape | None = None, target_lm_head: Tensor | None = None
+) -> Head:
     """A head of any form that `checkpoint` reads, in float32; `target` as in `read_head`.
 
-    target_lm_head [V, H]: for heads that use it, having none. Raises MissingInputError, CorruptError, MismatchError.
+    target_lm_head [V, H]: for heads that use it, having none. Raises MissingInputError,
+    CorruptError, MismatchError.
     """
     config, tensors = read_head(folder, target)
     embed_tokens = tensors.pop(EMBED_TOKENS, None)
     if LM_HEAD not in tensors:
         if target_lm_head is None:
             raise MismatchError(
-                f"{folder} has no lm_head: it uses its target's", "serve it, or put the target's lm_head.weight into the file"
+                f"{folder} has no lm_head: it uses its target's",
+                "serve it, or put the target's lm_head.weight into the file",
             )
         tensors[LM_HEAD] = target_lm_head
     head = Head(config)

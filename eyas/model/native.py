@@ -1,13 +1,16 @@
-"""The decoder of `cpp/` for x86-64 with AVX-512: built when first used, and a target's and a draft's forwards through it.
+"""The decoder of `cpp/` for x86-64 with AVX-512: built when first used, and a target's and a
+draft's forwards through it.
 
-One call is one forward of the whole model (or the growth of whole trees), on threads of its own. Every row's bits depend on
-the row alone, not on the rows beside it, the pages or the number of threads: speculation changes no bit of an answer, in
-float32 and in bfloat16. Weights are packed here, once; a float32 model whose weights are bfloat16 numbers is stored as such.
+One call is one forward of the whole model (or the growth of whole trees), on threads of its own.
+Every row's bits depend on the row alone, not on the rows beside it, the pages or the number of
+threads: speculation changes no bit of an answer, in float32 and in bfloat16. Weights are packed
+here, once; a float32 model whose weights are bfloat16 numbers is stored as such.
 
-Knows no request. Its PyTorch twins are `target.Layers` and `engine/draft.py`; without compiler or AVX-512 they do the work.
+Knows no request. Its PyTorch twins are `target.Layers` and `engine/draft.py`; without compiler or
+AVX-512 they do the work.
 
-Letters: M rows, R rows with logits, B requests, H hidden, V and W vocabularies of target and draft, D head dimension, P pages,
-K draft steps, k tree_topk.
+Letters: M rows, R rows with logits, B requests, H hidden, V and W vocabularies of target and draft,
+D head dimension, P pages, K draft steps, k tree_topk.
 """
 
 from __future__ import annotations
@@ -35,13 +38,27 @@ from eyas.model.rope import rope_table
 from eyas.model.rows import MAX_TREE_COLUMNS, Roots, Rows
 
 SOURCES = Path(__file__).parent / "cpp"
-FLAGS = ("-O3", "-march=native", "-std=c++20", "-ffp-contract=off", "-fvisibility=hidden", "-shared", "-fPIC", "-pthread")
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-std=c++20",
+    "-ffp-contract=off",
+    "-fvisibility=hidden",
+    "-shared",
+    "-fPIC",
+    "-pthread",
+)
 NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 MAX_TOPK = 16
 FULL, PLAIN, SQUEEZED = 0, 1, 2  # how weights are packed: float32, bfloat16, bfloat16 in 12 bits
-SQUEEZED_FROM = 1 << 24  # bytes in bfloat16: fewer stay in the caches, where unpacking takes longer than reading more
+# bytes in bfloat16: fewer stay in the caches, where unpacking takes longer than reading more
+SQUEEZED_FROM = 1 << 24
 FIRST_POSITIONS = 4096  # of the rotation's table; it grows with what is asked for
-WRONG = {1: "a token is not in the vocabulary", 3: "a slot, page or prefix is not there", 4: "logits_of names no row"}
+WRONG = {
+    1: "a token is not in the vocabulary",
+    3: "a slot, page or prefix is not there",
+    4: "logits_of names no row",
+}
 BAD_POSITION = 2
 
 logger = logging.getLogger(__name__)
@@ -52,7 +69,9 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def unavailable() -> str | None:
-    """Why this machine or process has no native path, in one line; None when it has. Builds the library when there is none."""
+    """Why this machine or process has no native path, in one line; None when it has. Builds the
+    library when there is none.
+    """
     if os.environ.get("EYAS_NATIVE") == "0":
         return "EYAS_NATIVE=0 turns it off"
     return _loaded()[1]
@@ -70,14 +89,19 @@ def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
     missing = sorted(set(NEEDED) - set(_cpu().split()))
     if platform.machine() != "x86_64" or missing:
         return None, f"the processor has no {', '.join(missing) or 'AVX-512'}"
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "g++", "c++", "clang++"))), None)
+    compiler = next(
+        filter(None, map(shutil.which, (os.environ.get("CXX") or "g++", "c++", "clang++"))), None
+    )
     if compiler is None:
         return None, "there is no C++ compiler (g++)"
     try:
         return _declared(ctypes.CDLL(str(_built(compiler)))), None
     except subprocess.CalledProcessError as error:
         lines = (error.stderr or str(error)).strip().splitlines()
-        return None, f"{compiler} failed: {next((line for line in lines if 'error' in line), lines[0])}"
+        return (
+            None,
+            f"{compiler} failed: {next((line for line in lines if 'error' in line), lines[0])}",
+        )
     except OSError as error:
         return None, f"the library cannot be built or loaded: {error}"
 
@@ -86,14 +110,20 @@ def _cpu() -> str:
     """Model and flags of the processor, as Linux says it: what -march=native compiles for."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
-    kept = {line.partition(":")[0].strip(): line.partition(":")[2].strip() for line in reversed(lines)}
+    kept = {
+        line.partition(":")[0].strip(): line.partition(":")[2].strip() for line in reversed(lines)
+    }
     return f"{kept.get('model name', '')} {kept.get('flags', '')}"
 
 
 def _built(compiler: str) -> Path:
-    """The library's file, built unless there is one of these sources, this compiler and this processor."""
+    """The library's file, built unless there is one of these sources, this compiler and this
+    processor.
+    """
     sources = sorted(SOURCES.glob("*.*"))
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, text=True, check=True
+    ).stdout
     parts = [*(source.read_text() for source in sources), *FLAGS, version, _cpu()]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     folder = Path(os.environ.get("EYAS_CACHE") or Path.home() / ".cache" / "eyas") / "native"
@@ -113,11 +143,17 @@ def _built(compiler: str) -> Path:
 def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     signatures = {
-        "eyas_linear": (pointer, [pointer, pointer, integer, integer, integer, integer, pointer, integer]),
+        "eyas_linear": (
+            pointer,
+            [pointer, pointer, integer, integer, integer, integer, pointer, integer],
+        ),
         "eyas_free_linear": (None, [pointer]),
         "eyas_linear_bytes": (integer, [pointer]),
         "eyas_read": (integer, [pointer, integer, integer]),
-        "eyas_new": (pointer, [integer, pointer, ctypes.c_float, pointer, pointer, pointer, pointer]),
+        "eyas_new": (
+            pointer,
+            [integer, pointer, ctypes.c_float, pointer, pointer, pointer, pointer],
+        ),
         "eyas_free": (None, [pointer]),
         "eyas_set_rope": (None, [pointer, pointer, pointer, integer]),
         "eyas_set_threads": (None, [pointer, integer]),
@@ -153,15 +189,30 @@ class PackedLinear:
         squeezed: bool,
         gated: bool = False,
     ) -> None:
-        """squeezed: bfloat16 in 12 bits; gated: two parts, gate and up, whose outputs are joined. Raises MemoryError."""
+        """squeezed: bfloat16 in 12 bits; gated: two parts, gate and up, whose outputs are joined.
+        Raises MemoryError.
+        """
         lib = library()
-        stored = torch.bfloat16 if dtype == torch.bfloat16 or all(map(_is_bfloat16, weights)) else torch.float32
+        stored = (
+            torch.bfloat16
+            if dtype == torch.bfloat16 or all(map(_is_bfloat16, weights))
+            else torch.float32
+        )
         parts = [weight.detach().to(stored).contiguous() for weight in weights]
-        bias = torch.cat([part.detach().float() for part in biases]).contiguous() if biases else None
+        bias = (
+            torch.cat([part.detach().float() for part in biases]).contiguous() if biases else None
+        )
         rows = (ctypes.c_int64 * len(parts))(*map(len, parts))
         kind = FULL if stored == torch.float32 else SQUEEZED if squeezed else PLAIN
         self.handle: int | None = lib.eyas_linear(
-            _pointers(parts), rows, len(parts), parts[0].shape[1], kind, gated, _pointer(bias), threads
+            _pointers(parts),
+            rows,
+            len(parts),
+            parts[0].shape[1],
+            kind,
+            gated,
+            _pointer(bias),
+            threads,
         )
         if self.handle is None:
             raise MemoryError("no memory for the packed weights")
@@ -174,7 +225,9 @@ def _is_bfloat16(weight: torch.Tensor) -> bool:
     if weight.dtype == torch.bfloat16:
         return True
     first = weight[:1].float()
-    return bool((first.bfloat16().float() == first).all()) and bool((weight.bfloat16().float() == weight.float()).all())
+    return bool((first.bfloat16().float() == first).all()) and bool(
+        (weight.bfloat16().float() == weight.float()).all()
+    )
 
 
 def _is_large(tensors: Iterable[torch.Tensor]) -> bool:
@@ -194,12 +247,25 @@ def _pointers(tensors: Sequence[torch.Tensor | None]) -> ctypes.Array[ctypes.c_v
     return (ctypes.c_void_p * len(tensors))(*map(_pointer, tensors))
 
 
-def _layer_linears(tensors: Tensors, prefix: str, dtype: torch.dtype, threads: int, squeezed: bool) -> list[PackedLinear]:
-    """The products of one layer in the order of their use, so that they lie in memory as they are read."""
+def _layer_linears(
+    tensors: Tensors, prefix: str, dtype: torch.dtype, threads: int, squeezed: bool
+) -> list[PackedLinear]:
+    """The products of one layer in the order of their use, so that they lie in memory as they are
+    read.
+    """
 
     def packed(names: Sequence[str], gated: bool = False) -> PackedLinear:
-        biases = [tensors[f"{prefix}{name}.bias"] for name in names if f"{prefix}{name}.bias" in tensors]
-        return PackedLinear([tensors[f"{prefix}{name}.weight"] for name in names], biases, dtype, threads, squeezed, gated)
+        biases = [
+            tensors[f"{prefix}{name}.bias"] for name in names if f"{prefix}{name}.bias" in tensors
+        ]
+        return PackedLinear(
+            [tensors[f"{prefix}{name}.weight"] for name in names],
+            biases,
+            dtype,
+            threads,
+            squeezed,
+            gated,
+        )
 
     return [
         packed([f"self_attn.{name}_proj" for name in "qkv"]),
@@ -213,7 +279,9 @@ def _layer_linears(tensors: Tensors, prefix: str, dtype: torch.dtype, threads: i
 
 
 class _Decoder:
-    """What targets and drafts have in common: weights in the library, rotation, and the arguments of a call."""
+    """What targets and drafts have in common: weights in the library, rotation, and the arguments
+    of a call.
+    """
 
     def __init__(
         self,
@@ -230,7 +298,9 @@ class _Decoder:
         vocab, is_draft, norm_before_residual, norm_output = sizes
         self._config, self._lib = config, lib
         self._linears = list(linears)
-        self._norms = [None if norm is None else norm.detach().float().contiguous() for norm in norms]
+        self._norms = [
+            None if norm is None else norm.detach().float().contiguous() for norm in norms
+        ]
         kept = embed_tokens.detach().contiguous()
         self._embed = kept if kept.dtype in (torch.bfloat16, torch.float32) else kept.float()
         self._target_ids_W = target_ids_W
@@ -253,7 +323,13 @@ class _Decoder:
         handles = (ctypes.c_void_p * len(linear_handles))(*linear_handles)
         is_bf16, eps = dtype == torch.bfloat16, config.rms_norm_eps
         self._handle: int = lib.eyas_new(
-            is_bf16, shape, eps, handles, _pointers(self._norms), self._embed.data_ptr(), _pointer(target_ids_W)
+            is_bf16,
+            shape,
+            eps,
+            handles,
+            _pointers(self._norms),
+            self._embed.data_ptr(),
+            _pointer(target_ids_W),
         )
         weakref.finalize(self, lib.eyas_free, self._handle)
         self._num_positions = 0
@@ -265,7 +341,9 @@ class _Decoder:
         return sum(linear.num_bytes for linear in self._linears if linear is not None)
 
     def set_threads(self, threads: int) -> None:
-        """Work on so many threads from now on. Weights stay packed for the number at construction: best shares are its own."""
+        """Work on so many threads from now on. Weights stay packed for the number at construction:
+        best shares are its own.
+        """
         self._lib.eyas_set_threads(self._handle, threads)
 
     def _set_positions(self, length: int) -> None:
@@ -273,12 +351,18 @@ class _Decoder:
         cos, sin = rope_table(self._config.rope, self._config.head_dim, length)
         self._rope = cos[:, :half].contiguous(), sin[:, :half].contiguous()
         self._num_positions = length
-        self._lib.eyas_set_rope(self._handle, self._rope[0].data_ptr(), self._rope[1].data_ptr(), length)
+        self._lib.eyas_set_rope(
+            self._handle, self._rope[0].data_ptr(), self._rope[1].data_ptr(), length
+        )
 
-    def _arguments(self, rows: Rows, cache: PagedCache) -> tuple[ctypes.Array[ctypes.c_int64], ctypes.Array[ctypes.c_void_p]]:
+    def _arguments(
+        self, rows: Rows, cache: PagedCache
+    ) -> tuple[ctypes.Array[ctypes.c_int64], ctypes.Array[ctypes.c_void_p]]:
         assert cache.data.dtype == self.dtype
         B, P = rows.page_table.shape
-        ints = (ctypes.c_int64 * 6)(len(rows.token), B, P, rows.first_column, cache.page_size, cache.data.shape[1])
+        ints = (ctypes.c_int64 * 6)(
+            len(rows.token), B, P, rows.first_column, cache.page_size, cache.data.shape[1]
+        )
         pointers = (ctypes.c_void_p * 8)(
             rows.token.data_ptr(),
             rows.request.data_ptr(),
@@ -292,7 +376,9 @@ class _Decoder:
         return ints, pointers
 
     def _is_done(self, status: int, last_position: int) -> bool:
-        """Whether the call did its work; False when it must be made again, with a longer table. Raises IndexError."""
+        """Whether the call did its work; False when it must be made again, with a longer table.
+        Raises IndexError.
+        """
         if status == 0:
             return True
         if status != BAD_POSITION or last_position < self._num_positions:
@@ -302,22 +388,36 @@ class _Decoder:
 
 
 class NativeTarget(_Decoder):
-    """A target's forward. What it returns may lie in buffers that its next forward overwrites: copy what must live longer."""
+    """A target's forward. What it returns may lie in buffers that its next forward overwrites: copy
+    what must live longer.
+    """
 
     def __init__(self, config: TargetConfig, tensors: Tensors, dtype: torch.dtype) -> None:
         """tensors as in a Hugging Face checkpoint, checked; dtype float32 or bfloat16."""
-        threads, linears, norms, squeezed = torch.get_num_threads(), [], [], _is_large(tensors.values())
+        threads, linears, norms, squeezed = (
+            torch.get_num_threads(),
+            [],
+            [],
+            _is_large(tensors.values()),
+        )
         for layer in range(config.num_hidden_layers):
             prefix = f"model.layers.{layer}."
             linears += _layer_linears(tensors, prefix, dtype, threads, squeezed)
-            names = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
+            names = (
+                "input_layernorm",
+                "post_attention_layernorm",
+                "self_attn.q_norm",
+                "self_attn.k_norm",
+            )
             norms += [tensors.get(f"{prefix}{name}.weight") for name in names]
         embed_tokens = tensors["model.embed_tokens.weight"]
         lm_head = embed_tokens if config.tie_word_embeddings else tensors["lm_head.weight"]
         linears.append(PackedLinear([lm_head], [], dtype, threads, squeezed))
         norms.append(tensors["model.norm.weight"])
         sizes = (config.vocab_size, False, False, False)
-        super().__init__(config, dtype, sizes, [*linears, None], [*norms, *[None] * 5], embed_tokens)
+        super().__init__(
+            config, dtype, sizes, [*linears, None], [*norms, *[None] * 5], embed_tokens
+        )
         self._logits, self._aux = torch.empty(0, dtype=torch.float32), torch.empty(0, dtype=dtype)
 
     def forward(
@@ -328,9 +428,11 @@ class NativeTarget(_Decoder):
         logits_of: torch.Tensor | None = None,
         features: FeatureCache | None = None,
     ) -> TargetOutput:
-        """One pass over the rows. logits_of int64 [R]: the rows whose logits are wanted, None for all. Raises IndexError.
+        """One pass over the rows. logits_of int64 [R]: the rows whose logits are wanted, None for
+        all. Raises IndexError.
 
-        The logits are float32; aux_hidden has the cache's dtype, and with `features` goes there, to the rows' slots.
+        The logits are float32; aux_hidden has the cache's dtype, and with `features` goes there, to
+        the rows' slots.
         """
         ints, pointers = self._arguments(rows, cache)
         M, V, width = len(rows.token), self._config.vocab_size, 3 * self._config.hidden_size
@@ -344,7 +446,15 @@ class NativeTarget(_Decoder):
                 self._aux = torch.empty(M * width, dtype=self.dtype)
             aux_hidden = self._aux[: M * width].view(M, width)
         aux = aux_hidden if features is None else features.data
-        outputs = (taps_3, _pointer(aux), features is not None, _pointer(logits_of), R, logits.data_ptr(), best.data_ptr())
+        outputs = (
+            taps_3,
+            _pointer(aux),
+            features is not None,
+            _pointer(logits_of),
+            R,
+            logits.data_ptr(),
+            best.data_ptr(),
+        )
         while (status := self._lib.eyas_forward(self._handle, ints, pointers, *outputs)) != 0:
             self._is_done(status, int(rows.position.max()))
         return TargetOutput(aux_hidden, logits, best)
@@ -357,7 +467,8 @@ class NativeTarget(_Decoder):
         taps: Taps | None = None,
         features: FeatureCache | None = None,
     ) -> list[list[int]]:
-        """One pass over the trees; of each request the tokens of the path that the best logits take, then the bonus token.
+        """One pass over the trees; of each request the tokens of the path that the best logits
+        take, then the bonus token.
 
         Their columns stand in order behind the request's, features too. Raises IndexError.
         """
@@ -391,7 +502,9 @@ class NativeTarget(_Decoder):
 
 
 class NativeDraft(_Decoder):
-    """A draft head's extend, step, proposals and growth of trees. Hidden states are float32, and fresh with every call."""
+    """A draft head's extend, step, proposals and growth of trees. Hidden states are float32, and
+    fresh with every call.
+    """
 
     def __init__(
         self,
@@ -401,7 +514,9 @@ class NativeDraft(_Decoder):
         lm_head_fallback: torch.Tensor,
         dtype: torch.dtype,
     ) -> None:
-        """tensors under EAGLE's names; the head's own `embed_tokens` and `lm_head`, if it has them, go before the target's."""
+        """tensors under EAGLE's names; the head's own `embed_tokens` and `lm_head`, if it has them,
+        go before the target's.
+        """
         threads, layer = torch.get_num_threads(), "midlayer."
         lm_head = tensors.get("lm_head.weight", lm_head_fallback)
         squeezed = _is_large(tensors.values())
@@ -411,7 +526,9 @@ class NativeDraft(_Decoder):
             PackedLinear([tensors["fc.weight"]], [], dtype, threads, squeezed),
         ]
         features = tensors["input_norm.weight"] if config.norm_before_fc else None
-        each = [tensors[f"fc_norm.{stream}.weight"] if config.fc_norm else None for stream in range(3)]
+        each = [
+            tensors[f"fc_norm.{stream}.weight"] if config.fc_norm else None for stream in range(3)
+        ]
         norms = [
             tensors[f"{layer}input_layernorm.weight"],
             tensors[f"{layer}post_attention_layernorm.weight"],
@@ -424,13 +541,17 @@ class NativeDraft(_Decoder):
         ]
         self._W = len(lm_head)
         d2t_offset = tensors.get("d2t")
-        target_ids_W = None if d2t_offset is None else (torch.arange(self._W) + d2t_offset.cpu()).contiguous()
+        target_ids_W = (
+            None if d2t_offset is None else (torch.arange(self._W) + d2t_offset.cpu()).contiguous()
+        )
         sizes = (self._W, True, config.norm_before_residual, config.norm_output)
         embed_tokens = tensors.get("embed_tokens.weight", embed_tokens)
         super().__init__(config, dtype, sizes, linears, norms, embed_tokens, target_ids_W)
 
     def extend(self, rows: Rows, aux_hidden: torch.Tensor, cache: PagedCache) -> torch.Tensor:
-        """The target's features [M, 3 * Ht] of the columns before the rows' -> outputs [M, H]. Raises IndexError."""
+        """The target's features [M, 3 * Ht] of the columns before the rows' -> outputs [M, H].
+        Raises IndexError.
+        """
         aux_hidden = aux_hidden.to(self.dtype).contiguous()
         return self._states("eyas_extend", rows, aux_hidden, cache)
 
@@ -438,7 +559,9 @@ class NativeDraft(_Decoder):
         """`extend` without its outputs: the rows' keys and values, in half the time."""
         ints, pointers = self._arguments(rows, cache)
         features = aux_hidden.to(self.dtype).contiguous()
-        while (status := self._lib.eyas_extend(self._handle, ints, pointers, features.data_ptr(), None)) != 0:
+        while (
+            status := self._lib.eyas_extend(self._handle, ints, pointers, features.data_ptr(), None)
+        ) != 0:
             self._is_done(status, int(rows.position.max()))
 
     def step(self, rows: Rows, h: torch.Tensor, cache: PagedCache) -> torch.Tensor:
@@ -446,11 +569,15 @@ class NativeDraft(_Decoder):
         return self._states("eyas_step", rows, h.float().contiguous(), cache)
 
     def proposals(self, h: torch.Tensor, tree_topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs [R, H] -> the k best next tokens of each (target ids, int64 [R, k]) and their log-probs, float32 [R, k]."""
+        """Outputs [R, H] -> the k best next tokens of each (target ids, int64 [R, k]) and their
+        log-probs, float32 [R, k].
+        """
         assert 0 < tree_topk <= min(MAX_TOPK, self._W)
         h, R = h.float().contiguous(), len(h)
         ids, log_probs = torch.empty(R, tree_topk, dtype=torch.int64), torch.empty(R, tree_topk)
-        status = self._lib.eyas_proposals(self._handle, h.data_ptr(), R, tree_topk, ids.data_ptr(), log_probs.data_ptr())
+        status = self._lib.eyas_proposals(
+            self._handle, h.data_ptr(), R, tree_topk, ids.data_ptr(), log_probs.data_ptr()
+        )
         assert status == 0
         return (ids if self._target_ids_W is None else self._target_ids_W[ids]), log_probs
 
@@ -464,10 +591,16 @@ class NativeDraft(_Decoder):
         growth: tuple[int, int],
         thresholds: Sequence[float],
     ) -> Proposals:
-        """Grow B trees by up to K - 1 levels, growth being (K, k): see `engine.draft.Draft.propose`. Raises IndexError."""
+        """Grow B trees by up to K - 1 levels, growth being (K, k): see
+        `engine.draft.Draft.propose`. Raises IndexError.
+        """
         K, out = growth[0], self._room(len(lens), growth, thresholds)
         lens_B = np.asarray(lens, dtype=np.int64)
-        h_BH, first_ids, first_log_probs = h_BH.float().contiguous(), first[0].contiguous(), first[1].float().contiguous()
+        h_BH, first_ids, first_log_probs = (
+            h_BH.float().contiguous(),
+            first[0].contiguous(),
+            first[1].float().contiguous(),
+        )
         page_table = np.ascontiguousarray(page_table, dtype=np.int32)
         ints = self._growth_sizes(len(lens), growth, page_table, cache)
         pointers = (ctypes.c_void_p * 10)(
@@ -492,10 +625,14 @@ class NativeDraft(_Decoder):
         growth: tuple[int, int],
         thresholds: Sequence[float],
     ) -> Proposals:
-        """`extend`, `proposals` and `propose` in one call: see `engine.draft.Draft.grow`. Raises IndexError."""
+        """`extend`, `proposals` and `propose` in one call: see `engine.draft.Draft.grow`. Raises
+        IndexError.
+        """
         assert features.data.dtype == self.dtype
         K, out = growth[0], self._room(len(roots.lens), growth, thresholds)
-        lens, starts, tokens = (np.array(one, dtype=np.int64) for one in (roots.lens, roots.starts, roots.tokens))
+        lens, starts, tokens = (
+            np.array(one, dtype=np.int64) for one in (roots.lens, roots.starts, roots.tokens)
+        )
         assert len(tokens) == (lens + 1 - starts).sum()
         page_table = np.ascontiguousarray(roots.page_table)
         ints = self._growth_sizes(len(lens), growth, page_table, cache)
@@ -521,13 +658,19 @@ class NativeDraft(_Decoder):
         self, B: int, growth: tuple[int, int], page_table: np.ndarray, cache: PagedCache
     ) -> ctypes.Array[ctypes.c_int64]:
         assert cache.data.dtype == self.dtype
-        return (ctypes.c_int64 * 6)(B, *growth, page_table.shape[1], cache.page_size, cache.data.shape[1])
+        return (ctypes.c_int64 * 6)(
+            B, *growth, page_table.shape[1], cache.page_size, cache.data.shape[1]
+        )
 
-    def _states(self, call: str, rows: Rows, inputs: torch.Tensor, cache: PagedCache) -> torch.Tensor:
+    def _states(
+        self, call: str, rows: Rows, inputs: torch.Tensor, cache: PagedCache
+    ) -> torch.Tensor:
         ints, pointers = self._arguments(rows, cache)
         h = torch.empty(len(rows.token), self._config.hidden_size)
         function = getattr(self._lib, call)
-        while (status := function(self._handle, ints, pointers, inputs.data_ptr(), h.data_ptr())) != 0:
+        while (
+            status := function(self._handle, ints, pointers, inputs.data_ptr(), h.data_ptr())
+        ) != 0:
             self._is_done(status, int(rows.position.max()))
         return h
 
@@ -541,7 +684,10 @@ class _Candidates:
         assert len(thresholds) >= K - 1
         C = k + (K - 1) * k * k
         self._K, self._k = K, k
-        self._tokens, self._scores = np.empty((B, C), dtype=np.int64), np.empty((B, C), dtype=np.float32)
+        self._tokens, self._scores = (
+            np.empty((B, C), dtype=np.int64),
+            np.empty((B, C), dtype=np.float32),
+        )
         self._parents = np.empty((B, C), dtype=np.int32)
         self._least = (ctypes.c_double * max(K - 1, 1))(*thresholds[: K - 1])
 
@@ -557,7 +703,9 @@ class _Candidates:
         """Of so many levels behind the first."""
         count = self._k + drafted * self._k * self._k
         depths = _depths(self._K, self._k)[:count]
-        return Proposals(self._tokens[:, :count], self._scores[:, :count], self._parents[:, :count], depths)
+        return Proposals(
+            self._tokens[:, :count], self._scores[:, :count], self._parents[:, :count], depths
+        )
 
 
 def _three(taps: Taps | None) -> ctypes.Array[ctypes.c_int64] | None:

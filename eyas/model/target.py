@@ -1,9 +1,11 @@
-"""The target for inference: a Llama-family decoder with the three taps EAGLE-3 needs. Knows no request and no head.
+"""The target for inference: a Llama-family decoder with the three taps EAGLE-3 needs. Knows no
+request and no head.
 
-Two ways to the same values: `Layers`, PyTorch operators on any device, and on a CPU `native`, one call a forward.
-`tests/test_target.py` holds the logits to transformers'.
+Two ways to the same values: `Layers`, PyTorch operators on any device, and on a CPU `native`, one
+call a forward. `tests/test_target.py` holds the logits to transformers'.
 
-Letters: M rows of one forward, R rows whose logits are asked for, B batch, T sequence, Ht hidden, V vocabulary.
+Letters: M rows of one forward, R rows whose logits are asked for, B batch, T sequence, Ht hidden, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ PAGE_SIZE = 16
 class Layers:
     """The whole decoder in PyTorch operators."""
 
-    def __init__(self, config: TargetConfig, tensors: dict[str, torch.Tensor], lm_head: torch.Tensor) -> None:
+    def __init__(
+        self, config: TargetConfig, tensors: dict[str, torch.Tensor], lm_head: torch.Tensor
+    ) -> None:
         """tensors: checked, of one dtype and device."""
         self._embed_tokens = tensors["model.embed_tokens.weight"]
         self.head = Linear(lm_head)
@@ -40,19 +44,28 @@ class Layers:
         self._input_norms, self._blocks = [], []
         for layer in range(config.num_hidden_layers):
             prefix = f"model.layers.{layer}."
-            own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+            own = {
+                name.removeprefix(prefix): tensor
+                for name, tensor in tensors.items()
+                if name.startswith(prefix)
+            }
             self._input_norms.append(own["input_layernorm.weight"])
             self._blocks.append(Block(config, own, layer))
-        # The last position of a request and the nodes of its tree: a little beyond the trained context never hurts.
+        # The last position of a request and the nodes of its tree: a little beyond the trained
+        # context never hurts.
         length = config.max_position_embeddings + 64
         self._rope = Rope(config, length, self._embed_tokens.dtype, str(self._embed_tokens.device))
 
-    def hidden(self, rows: Rows, cache: PagedCache, taps: tuple[int, ...] | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def hidden(
+        self, rows: Rows, cache: PagedCache, taps: tuple[int, ...] | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Last hidden [M, Ht] after the final norm, and aux_hidden [M, 3 * Ht] when taps are given."""
         at = self._rope.place(rows, cache.page_size)
         h = F.embedding(rows.token, self._embed_tokens)
         tapped = []
-        for layer, (input_norm, block) in enumerate(zip(self._input_norms, self._blocks, strict=True)):
+        for layer, (input_norm, block) in enumerate(
+            zip(self._input_norms, self._blocks, strict=True)
+        ):
             h = block(rms_norm(h, input_norm, self._eps), h, at, cache)
             if taps is not None and layer in taps:
                 tapped.append(h)
@@ -71,24 +84,34 @@ class Target:
         device: str = "cpu",
         native: bool = True,
     ) -> None:
-        """tensors: as in a Hugging Face checkpoint. Raises MismatchError when one is missing or has another shape.
+        """tensors: as in a Hugging Face checkpoint. Raises MismatchError when one is missing or has
+        another shape.
 
         native=False keeps to PyTorch operators where the CPU path could be had.
         """
         self.config, self.dtype, self.device = config, DTYPES[dtype], device
         check_tensors(config, tensors)
-        stored_head = tensors["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
+        stored_head = tensors[
+            "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+        ]
         self.lm_head_sha256 = tensor_sha256(stored_head)
-        self._tensors = tensors  # as stored, mapped from the files: another precision is made where it is needed
+        # as stored, mapped from the files: another precision is made where it is needed
+        self._tensors = tensors
         cast = self._cast()
         self.embed_tokens = cast["model.embed_tokens.weight"]
         self.lm_head = self.embed_tokens if config.tie_word_embeddings else cast["lm_head.weight"]
-        self.is_native = native and device == "cpu" and self.dtype != torch.float16 and unavailable() is None
+        self.is_native = (
+            native and device == "cpu" and self.dtype != torch.float16 and unavailable() is None
+        )
         self._native = NativeTarget(config, cast, self.dtype) if self.is_native else None
 
     @classmethod
-    def load(cls, folder: str | Path, dtype: str = "float32", device: str = "cpu", native: bool = True) -> Target:
-        """Load a Hugging Face folder. dtype: a key of DTYPES. Raises MissingInputError, CorruptError, MismatchError."""
+    def load(
+        cls, folder: str | Path, dtype: str = "float32", device: str = "cpu", native: bool = True
+    ) -> Target:
+        """Load a Hugging Face folder. dtype: a key of DTYPES. Raises MissingInputError,
+        CorruptError, MismatchError.
+        """
         return cls(TargetConfig.from_folder(folder), read_tensors(folder), dtype, device, native)
 
     @property
@@ -107,7 +130,9 @@ class Target:
 
     def new_cache(self, num_pages: int, page_size: int = PAGE_SIZE) -> PagedCache:
         heads = (self.config.num_key_value_heads, self.config.head_dim)
-        return PagedCache(self.config.num_hidden_layers, num_pages, page_size, heads, self.dtype, self.device)
+        return PagedCache(
+            self.config.num_hidden_layers, num_pages, page_size, heads, self.dtype, self.device
+        )
 
     def forward(
         self,
@@ -117,10 +142,11 @@ class Target:
         logits_of: torch.Tensor | None = None,
         features: FeatureCache | None = None,
     ) -> TargetOutput:
-        """One pass over the rows. logits_of int64 [R]: the rows whose logits are wanted, None for all.
+        """One pass over the rows. logits_of int64 [R]: the rows whose logits are wanted, None for
+        all.
 
-        features: where the taps' outputs go, to the slots of the rows. The output's tensors may be buffers that the next
-        forward overwrites.
+        features: where the taps' outputs go, to the slots of the rows. The output's tensors may be
+        buffers that the next forward overwrites.
         """
         if self._native is not None:
             return self._native.forward(rows, cache, taps, logits_of, features)
@@ -132,23 +158,36 @@ class Target:
         return TargetOutput(aux_hidden, logits, logits.argmax(-1))
 
     def verify(
-        self, roots: Roots, chosen: Chosen, cache: PagedCache, taps: Taps | None, features: FeatureCache | None
+        self,
+        roots: Roots,
+        chosen: Chosen,
+        cache: PagedCache,
+        taps: Taps | None,
+        features: FeatureCache | None,
     ) -> list[list[int]]:
-        """Greedy verification in one call, where `is_native`: see `NativeTarget.verify`. In all else rounds do its parts."""
+        """Greedy verification in one call, where `is_native`: see `NativeTarget.verify`. In all
+        else rounds do its parts.
+        """
         assert self._native is not None
         return self._native.verify(roots, chosen, cache, taps, features)
 
     @torch.inference_mode()
-    def features(self, tokens_BT: torch.Tensor, taps: tuple[int, ...] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 [B, T] -> aux_hidden [B, T, 3 * Ht] and last_hidden [B, T, Ht] (post-norm), in the target's dtype.
+    def features(
+        self, tokens_BT: torch.Tensor, taps: tuple[int, ...] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 [B, T] -> aux_hidden [B, T, 3 * Ht] and last_hidden [B, T, Ht] (post-norm), in the
+        target's dtype.
 
-        Right padding is harmless: attention is causal. `taps`, any number of them, ascending, default to the three of EAGLE-3.
+        Right padding is harmless: attention is causal. `taps`, any number of them, ascending,
+        default to the three of EAGLE-3.
         """
         B, T = tokens_BT.shape
         pages = -(-T // PAGE_SIZE)
         page_table = np.arange(B * pages, dtype=np.int32).reshape(B, pages)
         rows = prompt_rows(tokens_BT.tolist(), [0] * B, page_table, PAGE_SIZE, self.device)
-        hidden, aux_hidden = self.layers.hidden(rows, self.new_cache(B * pages), taps or self.config.default_taps)
+        hidden, aux_hidden = self.layers.hidden(
+            rows, self.new_cache(B * pages), taps or self.config.default_taps
+        )
         assert aux_hidden is not None
         return aux_hidden.view(B, T, -1), hidden.view(B, T, -1)
 
@@ -160,15 +199,25 @@ class Target:
 
 
 def check_tensors(config: TargetConfig, tensors: dict[str, torch.Tensor]) -> None:
-    """Every tensor that the config asks for is there with its shape, and no weight is left over. Raises MismatchError."""
+    """Every tensor that the config asks for is there with its shape, and no weight is left over.
+    Raises MismatchError.
+    """
     H, inner, V = config.hidden_size, config.intermediate_size, config.vocab_size
-    q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    expected: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, H), "model.norm.weight": (H,)}
+    q, kv = (
+        config.num_attention_heads * config.head_dim,
+        config.num_key_value_heads * config.head_dim,
+    )
+    expected: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (V, H),
+        "model.norm.weight": (H,),
+    }
     if not config.tie_word_embeddings:
         expected["lm_head.weight"] = (V, H)
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}."
-        expected |= {f"{prefix}{name}_layernorm.weight": (H,) for name in ("input", "post_attention")}
+        expected |= {
+            f"{prefix}{name}_layernorm.weight": (H,) for name in ("input", "post_attention")
+        }
         for name, shape in {"q": (q, H), "k": (kv, H), "v": (kv, H), "o": (H, q)}.items():
             expected[f"{prefix}self_attn.{name}_proj.weight"] = shape
             if config.attention_out_bias if name == "o" else config.attention_bias:
@@ -179,13 +228,21 @@ def check_tensors(config: TargetConfig, tensors: dict[str, torch.Tensor]) -> Non
             expected[f"{prefix}mlp.{name}_proj.weight"] = shape
             if config.mlp_bias:
                 expected[f"{prefix}mlp.{name}_proj.bias"] = shape[:1]
-    ignored = {"lm_head.weight"} | {name for name in tensors if name.endswith("rotary_emb.inv_freq")}
+    ignored = {"lm_head.weight"} | {
+        name for name in tensors if name.endswith("rotary_emb.inv_freq")
+    }
     wrong = [
         f"{name}: {tuple(tensors[name].shape) if name in tensors else 'missing'}, expected {shape}"
         for name, shape in expected.items()
         if name not in tensors or tuple(tensors[name].shape) != shape
     ]
-    wrong += [f"{name}: not a tensor of this architecture" for name in tensors.keys() - expected.keys() - ignored]
+    wrong += [
+        f"{name}: not a tensor of this architecture"
+        for name in tensors.keys() - expected.keys() - ignored
+    ]
     if wrong:
         listed = "; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else "")
-        raise MismatchError(f"the weights do not fit config.json: {listed}", "restore the checkpoint from its source")
+        raise MismatchError(
+            f"the weights do not fit config.json: {listed}",
+            "restore the checkpoint from its source",
+        )

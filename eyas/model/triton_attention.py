@@ -1,16 +1,19 @@
-"""Tree attention as a Triton kernel over the paged cache, for CUDA. Knows of no layer; `attention` has the definition.
+"""Tree attention as a Triton kernel over the paged cache, for CUDA. Knows of no layer; `attention`
+has the definition.
 
-A program takes a tile of rows of one request with all query heads of one key head, so that they share every load of a key:
+A program takes a tile of rows of one request with all query heads of one key head, so that they
+share every load of a key:
 
     tile    row 0 | head 0 .. group-1, row 1 | head 0 .. group-1, ...           BLOCK_M lines of one matrix product
     keys    columns that all rows of the tile have in their prefix              no mask
             columns up to the last one that a row of the tile sees              mask from prefix_len and the bits of seen
 
-Scores, the running maximum and sums are fp32. Where there are few tiles the keys are split between programs, and a second
-kernel adds up their parts. Planning and attending never wait for the device. TRITON_INTERPRET=1, set before Triton is
-imported, runs all of it on CPU tensors.
+Scores, the running maximum and sums are fp32. Where there are few tiles the keys are split between
+programs, and a second kernel adds up their parts. Planning and attending never wait for the device.
+TRITON_INTERPRET=1, set before Triton is imported, runs all of it on CPU tensors.
 
-Letters: M rows, B requests, T tiles, R rows of a tile, S splits, P pages, Hq and Hk query and key heads, D head dimension.
+Letters: M rows, B requests, T tiles, R rows of a tile, S splits, P pages, Hq and Hk query and key
+heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ PROGRAMS_PER_PROCESSOR = 2
 
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
-    """The rows, and the tiles made of them at the first layer: how many rows go together depends on the heads.
+    """The rows, and the tiles made of them at the first layer: how many rows go together depends on
+    the heads.
 
     splits: over how many programs the keys of a tile are spread; None chooses by the device's size.
     """
@@ -55,10 +59,13 @@ class TritonPlan:
             q = q.contiguous()
         assert kv.is_contiguous(), "a layer of a cache is contiguous"
         tiles = self._tiles_of(Hq // Hk)
-        S = self.splits or _num_splits(len(tiles.first) * Hk, rows.page_table.shape[1] * self.page_size, q.device)
+        S = self.splits or _num_splits(
+            len(tiles.first) * Hk, rows.page_table.shape[1] * self.page_size, q.device
+        )
         mixed = torch.empty(M, Hq, D, dtype=q.dtype, device=q.device)
         parts = mixed if S == 1 else torch.empty(S, M, Hq, D, dtype=torch.float32, device=q.device)
-        weights = torch.empty(S, M, Hq, dtype=torch.float32, device=q.device)  # log2 of each part's sum of exponentials
+        # log2 of each part's sum of exponentials
+        weights = torch.empty(S, M, Hq, dtype=torch.float32, device=q.device)
         BLOCK_D, halves = triton.next_power_of_2(D), q.element_size() == 2
         _attend[(len(tiles.first), Hk, S)](
             q, kv, parts, weights, tiles.first, tiles.stop, tiles.order,
@@ -92,7 +99,8 @@ class TritonPlan:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Tile t is rows order[first[t]], ..., order[stop[t] - 1], at most R, all of one request. Some at the end are empty.
+    """Tile t is rows order[first[t]], ..., order[stop[t] - 1], at most R, all of one request. Some
+    at the end are empty.
 
     order int64 [M] sorts the rows by request; first, stop int64 [T].
     """
@@ -104,7 +112,9 @@ class Tiles:
 
     @classmethod
     def of(cls, rows: Rows, group: int) -> Tiles:
-        """T is the most that any division of M rows among B requests needs: the true number is known to the device alone."""
+        """T is the most that any division of M rows among B requests needs: the true number is
+        known to the device alone.
+        """
         M, B, device = len(rows), len(rows.page_table), rows.request.device
         R = max(1, min(triton.next_power_of_2(triton.cdiv(M, B)), MAX_BLOCK_M // group))
         request, order = rows.request.sort(stable=True)
@@ -117,7 +127,9 @@ class Tiles:
         return cls(order, first, torch.minimum(first + R, starts[owner + 1]), R)
 
     def block_m(self, group: int) -> int:
-        """Lines of a tile's matrix product: a power of two, and 16 at least, as the tensor cores want it."""
+        """Lines of a tile's matrix product: a power of two, and 16 at least, as the tensor cores
+        want it.
+        """
         return max(16, int(triton.next_power_of_2(self.R * group)))
 
 
@@ -125,12 +137,18 @@ def _num_splits(programs: int, columns: int, device: torch.device) -> int:
     """As many as keep the whole device busy, unless the parts would become small."""
     if device.type != "cuda":
         return 1
-    wanted = PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count // programs
+    wanted = (
+        PROGRAMS_PER_PROCESSOR
+        * torch.cuda.get_device_properties(device).multi_processor_count
+        // programs
+    )
     return max(1, min(wanted, columns // MIN_SPLIT_COLUMNS, MAX_SPLITS))
 
 
 def _dot_dtype(dtype: torch.dtype) -> tl.dtype:
-    """What matrix products take: the cache's type, but fp32 for bf16 in the interpreter, which multiplies the bits of bf16."""
+    """What matrix products take: the cache's type, but fp32 for bf16 in the interpreter, which
+    multiplies the bits of bf16.
+    """
     if dtype == torch.bfloat16:
         return tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16
     return tl.float16 if dtype == torch.float16 else tl.float32
@@ -144,7 +162,9 @@ def _attend(
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, S: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """parts [S, M, Hq, D] and weights [S, M, Hq] from one tile, one key head, and one of S ranges of columns."""
+    """parts [S, M, Hq, D] and weights [S, M, Hq] from one tile, one key head, and one of S ranges
+    of columns.
+    """
     first, stop = tl.load(tile_first + tl.program_id(0)), tl.load(tile_stop + tl.program_id(0))
     if first >= stop:
         return
@@ -174,7 +194,9 @@ def _attend(
     d = tl.arange(0, BLOCK_D)
     real_d = d < D
     q_lines = q + row * q_row + query_head * q_head
-    q_MD = tl.load(q_lines[:, None] + d[None, :], mask=real[:, None] & real_d[None, :], other=0.0).to(DOT)
+    q_MD = tl.load(
+        q_lines[:, None] + d[None, :], mask=real[:, None] & real_d[None, :], other=0.0
+    ).to(DOT)
     pages = page_table + request * P
     keys = kv + head * D + d
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -191,7 +213,10 @@ def _attend(
     for start in range(masked_from, to_column, BLOCK_N):
         column = start + tl.arange(0, BLOCK_N)
         real_n = column < to_column
-        slot = tl.load(pages + column // PAGE, mask=real_n, other=0).to(tl.int64) * PAGE + column % PAGE
+        slot = (
+            tl.load(pages + column // PAGE, mask=real_n, other=0).to(tl.int64) * PAGE
+            + column % PAGE
+        )
         key = keys[None, :] + slot[:, None] * (2 * Hk * D)
         k_ND = tl.load(key, mask=real_n[:, None] & real_d[None, :], other=0.0)
         v_ND = tl.load(key + Hk * D, mask=real_n[:, None] & real_d[None, :], other=0.0)
@@ -199,20 +224,27 @@ def _attend(
         bits = (seen[:, None] >> tl.minimum(tl.maximum(e, 0), 63)) & 1
         visible = ((e < 0) | ((e < 64) & (bits != 0))) & real_n[None, :]
         scores = tl.dot(q_MD, tl.trans(k_ND.to(DOT)), input_precision="ieee") * scale
-        best, total, mixed = _take_in(tl.where(visible, scores, float("-inf")), v_ND.to(DOT), best, total, mixed)
+        best, total, mixed = _take_in(
+            tl.where(visible, scores, float("-inf")), v_ND.to(DOT), best, total, mixed
+        )
 
     mixed = mixed / tl.where(total == 0, 1.0, total)[:, None]
     tl.store(parts + place[:, None] * D + d[None, :], mixed, mask=real[:, None] & real_d[None, :])
     if S > 1:
-        weight = tl.where(total == 0, float("-inf"), best + tl.log2(tl.where(total == 0, 1.0, total)))
+        weight = tl.where(
+            total == 0, float("-inf"), best + tl.log2(tl.where(total == 0, 1.0, total))
+        )
         tl.store(weights + place, weight, mask=real)
 
 
 @triton.jit
 def _take_in(scores, v_ND, best, total, mixed):
-    """The running maximum, sum and mix of values [M], [M], [M, D] after another block of scores [M, N], in units of log2."""
+    """The running maximum, sum and mix of values [M], [M], [M, D] after another block of scores [M,
+    N], in units of log2.
+    """
     new_best = tl.maximum(best, tl.max(scores, 1))
-    shift = tl.where(new_best == float("-inf"), 0.0, new_best)  # a line that has seen nothing yet: -inf - -inf is no number
+    # a line that has seen nothing yet: -inf - -inf is no number
+    shift = tl.where(new_best == float("-inf"), 0.0, new_best)
     p = tl.exp2(scores - shift[:, None])
     shrink = tl.exp2(best - shift)
     mixed = tl.dot(p.to(v_ND.dtype), v_ND, mixed * shrink[:, None], input_precision="ieee")
@@ -232,6 +264,14 @@ def _add_parts(
     best = tl.max(weight, 0)
     share = tl.exp2(weight - tl.where(best == float("-inf"), 0.0, best))
     # A part without a weight may never have been written; it is not read.
-    part = tl.load(parts + places[:, None] * D + d[None, :], mask=(share > 0)[:, None] & (d < D)[None, :], other=0.0)
+    part = tl.load(
+        parts + places[:, None] * D + d[None, :],
+        mask=(share > 0)[:, None] & (d < D)[None, :],
+        other=0.0,
+    )
     total = tl.sum(share, 0)
-    tl.store(mixed + place * D + d, tl.sum(part * share[:, None], 0) / tl.where(total == 0, 1.0, total), mask=d < D)
+    tl.store(
+        mixed + place * D + d,
+        tl.sum(part * share[:, None], 0) / tl.where(total == 0, 1.0, total),
+        mask=d < D,
+    )

@@ -1,21 +1,26 @@
-"""The TTT unroll: a head's K steps from many slots at once, as a pure function. Knows no weights, no loss and no files.
+"""The TTT unroll: a head's K steps from many slots at once, as a pure function. Knows no weights,
+no loss and no files.
 
-Slot t holds the feature of tokens x_0 .. x_t and the embedding of x_{t+1}; step 0 predicts x_{t+2}, step i x_{t+2+i}. Step i
-feeds back the state of step i - 1 with the embedding of x_{t+1+i}: the true token in training, the head's own draft when
-it runs free. What slot 2 sees, s(t,i) being slot t at step i:
+Slot t holds the feature of tokens x_0 .. x_t and the embedding of x_{t+1}; step 0 predicts x_{t+2},
+step i x_{t+2+i}. Step i feeds back the state of step i - 1 with the embedding of x_{t+1+i}: the
+true token in training, the head's own draft when it runs free. What slot 2 sees, s(t,i) being slot
+t at step i:
 
     step 0   [s(0,0) s(1,0) s(2,0)]
     step 1   [s(0,0) s(1,0) s(2,0)] [s(2,1)]                  the last key turned to position 2 + 1
     step 2   [s(0,0) s(1,0) s(2,0)] [s(2,1) s(2,2)]
 
-which is what a server's draft sees: exact keys up to its slot, its own guesses after. Steps 1 and later are seen by their own
-slot alone, so only the slots asked for are computed, and scores are T + i wide, never T x K.
+which is what a server's draft sees: exact keys up to its slot, its own guesses after. Steps 1 and
+later are seen by their own slot alone, so only the slots asked for are computed, and scores are T +
+i wide, never T x K.
 
-A batch is one stream of its B x T tokens. Slots are taken a tile at a time, and a tile looks at the tokens from the begin of
-its first document to its last slot: no mask and no scores of T x T are ever made, and a packed row costs what its documents do.
+A batch is one stream of its B x T tokens. Slots are taken a tile at a time, and a tile looks at the
+tokens from the begin of its first document to its last slot: no mask and no scores of T x T are
+ever made, and a packed row costs what its documents do.
 
-Letters: B batch, T sequence, M = B T, N slots unrolled, n slots of a tile, c tokens it looks at, A the target's three streams,
-H hidden, X the layer's input, Hq and Hk heads of queries and keys, G = Hq / Hk, D head dimension, K steps, i of them before.
+Letters: B batch, T sequence, M = B T, N slots unrolled, n slots of a tile, c tokens it looks at, A
+the target's three streams, H hidden, X the layer's input, Hq and Hk heads of queries and keys, G =
+Hq / Hk, D head dimension, K steps, i of them before.
 """
 
 from __future__ import annotations
@@ -62,8 +67,9 @@ class Layer(Protocol):
 class Slots:
     """The N slots to unroll out of B x T, row by row.
 
-    flat_N = b * T + t; slot_N: its place in its document, first_N: where in the stream of B x T that begins. position_M: each
-    token's place in its document. tiles: of each tile, its first slot and end, and the first and end of the tokens it looks at.
+    flat_N = b * T + t; slot_N: its place in its document, first_N: where in the stream of B x T
+    that begins. position_M: each token's place in its document. tiles: of each tile, its first slot
+    and end, and the first and end of the tokens it looks at.
     """
 
     flat_N: Tensor
@@ -76,31 +82,45 @@ class Slots:
     def where(cls, active_BT: Tensor, starts_BT: Tensor | None = None) -> Slots:
         """The slots where a bool [B, T] is true; at least one must be.
 
-        starts_BT: int64, the column where each token's document begins, -1 in padding; without it a row is a document.
+        starts_BT: int64, the column where each token's document begins, -1 in padding; without it a
+        row is a document.
         """
         B, T = active_BT.shape
         columns_T = torch.arange(T, device=active_BT.device)
-        starts_BT = torch.zeros_like(columns_T).expand(B, T) if starts_BT is None else starts_BT.clamp(min=0)
+        starts_BT = (
+            torch.zeros_like(columns_T).expand(B, T)
+            if starts_BT is None
+            else starts_BT.clamp(min=0)
+        )
         rows_B1 = torch.arange(0, B * T, T, device=active_BT.device).unsqueeze(1)
         flat_N = active_BT.flatten().nonzero().squeeze(1)
         assert len(flat_N) > 0, "no slot to unroll"
         first_N = (starts_BT + rows_B1).flatten()[flat_N]
         position_M = (columns_T - starts_BT).flatten()
-        return cls(flat_N, position_M[flat_N], first_N, position_M, tiles_of(flat_N, first_N, B * T))
+        return cls(
+            flat_N, position_M[flat_N], first_N, position_M, tiles_of(flat_N, first_N, B * T)
+        )
 
     def take(self, x_BT: Tensor) -> Tensor:
         """[B, T, ...] -> [N, ...]."""
         return x_BT.flatten(0, 1).index_select(0, self.flat_N)
 
 
-def tiles_of(flat_N: Tensor, first_N: Tensor, num_tokens: int) -> tuple[tuple[int, int, int, int], ...]:
-    """`Slots.tiles`: both tensors ascend, so that a tile's first slot and its last one tell what it looks at."""
+def tiles_of(
+    flat_N: Tensor, first_N: Tensor, num_tokens: int
+) -> tuple[tuple[int, int, int, int], ...]:
+    """`Slots.tiles`: both tensors ascend, so that a tile's first slot and its last one tell what it
+    looks at.
+    """
     size = SLOTS_OF_A_TILE.get(flat_N.device.type, OF_A_TILE_ELSEWHERE)
     begins = range(0, len(flat_N), size)
     ends = [min(begin + size, len(flat_N)) for begin in begins]
     columns, step = first_N[list(begins)].tolist(), COLUMNS_IN_STEPS_OF
     last = flat_N[[end - 1 for end in ends]].tolist()
-    looks = [(low // step * step, min(num_tokens, (high // step + 1) * step)) for low, high in zip(columns, last, strict=True)]
+    looks = [
+        (low // step * step, min(num_tokens, (high // step + 1) * step))
+        for low, high in zip(columns, last, strict=True)
+    ]
     return tuple((begin, end, *look) for begin, end, look in zip(begins, ends, looks, strict=True))
 
 
@@ -114,8 +134,9 @@ def unroll(
 ) -> Iterator[Tensor]:
     """Yield the layer's un-normed output [N, H] of steps 0 .. num_steps - 1.
 
-    embeds_BTH: the embedding of x_{t+1} at slot t. What lies beyond a slot or before its document is never seen.
-    next_embeds(i, output of step i - 1 [N, H]) -> [N, H], the embeddings that step i takes.
+    embeds_BTH: the embedding of x_{t+1} at slot t. What lies beyond a slot or before its document
+    is never seen. next_embeds(i, output of step i - 1 [N, H]) -> [N, H], the embeddings that step i
+    takes.
     """
     feature_MH = layer.fuse(aux_hidden_BTA.flatten(0, 1))
     x_MX = layer.inputs(embeds_BTH.flatten(0, 1), feature_MH)
@@ -136,14 +157,17 @@ def unroll(
 
 
 class Attend(torch.autograd.Function):
-    """Attention of queries [N, Hq, D] over shared keys and values [M, Hk, D] and over i own pairs [N, Hk, D] of each slot.
+    """Attention of queries [N, Hq, D] over shared keys and values [M, Hk, D] and over i own pairs
+    [N, Hk, D] of each slot.
 
-    Softmax in float32 or wider. As in flash attention (Dao et al., arXiv 2205.14135, algorithm 4), weights are not kept for the
-    way back but made again, tile by tile.
+    Softmax in float32 or wider. As in flash attention (Dao et al., arXiv 2205.14135, algorithm 4),
+    weights are not kept for the way back but made again, tile by tile.
     """
 
     @staticmethod
-    def forward(ctx: Any, slots: Slots, queries: Tensor, keys: Tensor, values: Tensor, *own: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, slots: Slots, queries: Tensor, keys: Tensor, values: Tensor, *own: Tensor
+    ) -> Tensor:
         """own: all keys, then all values."""
         mixed = torch.empty_like(queries)
         with torch.autocast(queries.device.type, enabled=False):
@@ -161,7 +185,10 @@ class Attend(torch.autograd.Function):
         queries, keys, values, mixed, *own = ctx.saved_tensors
         wide = torch.promote_types(keys.dtype, torch.float32)
         of_queries, of_own = torch.empty_like(queries), [torch.empty_like(one) for one in own]
-        of_keys, of_values = torch.zeros_like(keys, dtype=wide), torch.zeros_like(values, dtype=wide)
+        of_keys, of_values = (
+            torch.zeros_like(keys, dtype=wide),
+            torch.zeros_like(values, dtype=wide),
+        )
         for tile in slots.tiles:
             begin, end, low, high = tile
             part = Tile.of(slots, tile, queries, keys, values, own)
@@ -176,7 +203,9 @@ class Attend(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """Gradients of a tile's queries [n, Hq, D], keys and values [c, Hk, D], and own keys and values [n, Hk, D]."""
+    """Gradients of a tile's queries [n, Hq, D], keys and values [c, Hk, D], and own keys and values
+    [n, Hk, D].
+    """
 
     queries: Tensor
     keys: Tensor
@@ -186,9 +215,11 @@ class Pulled:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Some slots and what they look at: queries scaled, [Hk, G n, D]; keys and values [Hk, c, D]; own ones [Hk, 1, n, i, D].
+    """Some slots and what they look at: queries scaled, [Hk, G n, D]; keys and values [Hk, c, D];
+    own ones [Hk, 1, n, i, D].
 
-    Own ones are in float32 or wider: a CPU multiplies such numbers one by one twice as fast as those of bf16.
+    Own ones are in float32 or wider: a CPU multiplies such numbers one by one twice as fast as
+    those of bf16.
     """
 
     num_slots: int
@@ -201,7 +232,13 @@ class Tile:
 
     @classmethod
     def of(
-        cls, slots: Slots, tile: tuple[int, int, int, int], queries: Tensor, keys: Tensor, values: Tensor, own: Sequence[Tensor]
+        cls,
+        slots: Slots,
+        tile: tuple[int, int, int, int],
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        own: Sequence[Tensor],
     ) -> Tile:
         """Cut out a tile."""
         begin, end, low, high = tile
@@ -212,7 +249,11 @@ class Tile:
         def stacked(of_steps: Sequence[Tensor]) -> Tensor | None:
             if not of_steps:
                 return None
-            return widened(torch.stack([one[begin:end] for one in of_steps], dim=1).permute(2, 0, 1, 3).unsqueeze(1))
+            return widened(
+                torch.stack([one[begin:end] for one in of_steps], dim=1)
+                .permute(2, 0, 1, 3)
+                .unsqueeze(1)
+            )
 
         return cls(
             end - begin,
@@ -226,7 +267,11 @@ class Tile:
 
     def weights(self) -> Tensor:
         """[Hk, G, n, c + i], float32 or wider."""
-        scores = widened(self.by_slot(self.queries @ self.keys.transpose(1, 2)).masked_fill_(self.unseen_nc, float("-inf")))
+        scores = widened(
+            self.by_slot(self.queries @ self.keys.transpose(1, 2)).masked_fill_(
+                self.unseen_nc, float("-inf")
+            )
+        )
         if self.own_keys is not None:
             own = (widened(self.by_slot(self.queries)).unsqueeze(-2) * self.own_keys).sum(-1)
             scores = torch.cat((scores, own), dim=-1)
@@ -260,14 +305,21 @@ class Tile:
         level = (wide * widened(by_group(mixed, Hk))).sum(-1, keepdim=True)
         score_shared, score_own = self.split((torch.cat(by_weight, dim=-1) - level).mul_(weights))
         weight_shared, weight_own = self.split(weights)
-        score_shared, weight_shared = score_shared.to(dtype).flatten(1, 2), weight_shared.to(dtype).flatten(1, 2)
+        score_shared, weight_shared = (
+            score_shared.to(dtype).flatten(1, 2),
+            weight_shared.to(dtype).flatten(1, 2),
+        )
         of_queries = self.by_slot(score_shared @ self.keys)
         own: list[Tensor] = []
         if self.own_keys is not None:
             of_queries = of_queries + (score_own.unsqueeze(-1) * self.own_keys).sum(-2)
-            of_own_keys = (score_own.unsqueeze(-1) * widened(self.by_slot(self.queries)).unsqueeze(-2)).sum(1)
+            of_own_keys = (
+                score_own.unsqueeze(-1) * widened(self.by_slot(self.queries)).unsqueeze(-2)
+            ).sum(1)
             of_own_values = (weight_own.unsqueeze(-1) * wide.unsqueeze(-2)).sum(1)
-            own = [one.transpose(0, 1) for of in (of_own_keys, of_own_values) for one in of.unbind(2)]
+            own = [
+                one.transpose(0, 1) for of in (of_own_keys, of_own_values) for one in of.unbind(2)
+            ]
         return Pulled(
             queries=of_queries.mul_(self.keys.shape[-1] ** -0.5).permute(2, 0, 1, 3).flatten(1, 2),
             keys=(score_shared.transpose(1, 2) @ self.queries).transpose(0, 1),

@@ -1,4 +1,5 @@
-"""The two vocabularies: the target's embedding and output matrices, and the draft's choice among its tokens.
+"""The two vocabularies: the target's embedding and output matrices, and the draft's choice among
+its tokens.
 
 Knows counts and matrices. Does not know text, tokenizers or how the counts were made.
 
@@ -20,14 +21,17 @@ from eyas.model.weights import read_tensors, tensor_sha256
 
 
 def draft_vocabulary(counts_V: Tensor, draft_vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Keep the `draft_vocab_size` most counted tokens, ids ascending; of equally counted ones, the lower id.
+    """Keep the `draft_vocab_size` most counted tokens, ids ascending; of equally counted ones, the
+    lower id.
 
-    counts_V: int64 [V]. Returns d2t_offset int64 [W] (target id = draft id + d2t_offset[draft id]) and t2d_mask bool [V].
-    Raises ConfigError when the target has fewer tokens than are asked for.
+    counts_V: int64 [V]. Returns d2t_offset int64 [W] (target id = draft id + d2t_offset[draft id])
+    and t2d_mask bool [V]. Raises ConfigError when the target has fewer tokens than are asked for.
     """
     V, W = len(counts_V), draft_vocab_size
     if not 0 < W <= V:
-        raise ConfigError(f"a draft vocabulary of {W} tokens does not fit a target of {V}", f"choose 1 to {V}")
+        raise ConfigError(
+            f"a draft vocabulary of {W} tokens does not fit a target of {V}", f"choose 1 to {V}"
+        )
     kept_W = counts_V.sort(descending=True, stable=True).indices[:W].sort().values
     t2d_mask = torch.zeros(V, dtype=torch.bool)
     t2d_mask[kept_W] = True
@@ -53,8 +57,14 @@ class TargetVocabulary:
         Raises MissingInputError, CorruptError, MismatchError.
         """
         config = target_shape(folder)
-        embed_tokens, stored = own_matrices(folder, config) if isinstance(config, TargetConfig) else matrices(folder, config)
-        lm_head = stored.to(dtype) if config.logit_scale == 1.0 else stored.to(dtype) * config.logit_scale
+        embed_tokens, stored = (
+            own_matrices(folder, config)
+            if isinstance(config, TargetConfig)
+            else matrices(folder, config)
+        )
+        lm_head = (
+            stored.to(dtype) if config.logit_scale == 1.0 else stored.to(dtype) * config.logit_scale
+        )
         return cls(config, embed_tokens.to(dtype), lm_head, tensor_sha256(stored))
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
@@ -62,13 +72,17 @@ class TargetVocabulary:
         return self.capped(hidden_RH.to(self.lm_head.dtype) @ self.lm_head.T)
 
     def capped(self, logits: Tensor) -> Tensor:
-        """lm_head's output as the target puts it out: Gemma 2 cuts it softly, which changes probabilities and no argmax."""
+        """lm_head's output as the target puts it out: Gemma 2 cuts it softly, which changes
+        probabilities and no argmax.
+        """
         cap = self.config.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def to(self, device: str) -> TargetVocabulary:
         """The same on another device."""
-        return replace(self, embed_tokens=self.embed_tokens.to(device), lm_head=self.lm_head.to(device))
+        return replace(
+            self, embed_tokens=self.embed_tokens.to(device), lm_head=self.lm_head.to(device)
+        )
 
 
 def own_matrices(folder: str | Path, config: TargetConfig) -> tuple[Tensor, Tensor]:
@@ -77,5 +91,7 @@ def own_matrices(folder: str | Path, config: TargetConfig) -> tuple[Tensor, Tens
     head_name = embed_name if config.tie_word_embeddings else "lm_head.weight"
     tensors = read_tensors(folder, {embed_name, head_name})
     if tensors.keys() != {embed_name, head_name}:
-        raise MismatchError(f"{folder} lacks {embed_name} or {head_name}", "restore the checkpoint from its source")
+        raise MismatchError(
+            f"{folder} lacks {embed_name} or {head_name}", "restore the checkpoint from its source"
+        )
     return tensors[embed_name], tensors[head_name]

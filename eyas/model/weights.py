@@ -20,12 +20,15 @@ PICKLE_INDEX, PICKLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
 RESTORE = "restore the file from its source"
 
 
-def read_tensors(folder: str | Path, wanted: Collection[str] | None = None, pickled: bool = False) -> dict[str, torch.Tensor]:
-    """Tensors of a folder, by name, on the CPU in their stored dtype: all, or those `wanted` that are there.
+def read_tensors(
+    folder: str | Path, wanted: Collection[str] | None = None, pickled: bool = False
+) -> dict[str, torch.Tensor]:
+    """Tensors of a folder, by name, on the CPU in their stored dtype: all, or those `wanted` that
+    are there.
 
-    They are mapped from the files, not copied: pages are read when first used, and take no memory that cannot be had back.
-    pickled: make do with pytorch_model.bin where there are no safetensors; only tensors are taken from it, nothing is run.
-    Raises MissingInputError, CorruptError.
+    They are mapped from the files, not copied: pages are read when first used, and take no memory
+    that cannot be had back. pickled: make do with pytorch_model.bin where there are no safetensors;
+    only tensors are taken from it, nothing is run. Raises MissingInputError, CorruptError.
     """
     root = Path(folder)
     for index, single in ((INDEX, SINGLE), (PICKLE_INDEX, PICKLE))[: 2 if pickled else 1]:
@@ -33,13 +36,20 @@ def read_tensors(folder: str | Path, wanted: Collection[str] | None = None, pick
             return sharded_tensors(root, index, wanted)
         if (root / single).exists():
             return file_tensors(root / single, wanted)
-    raise MissingInputError(f"{folder} has no safetensors weights", f"expected {SINGLE} or {INDEX} with its shards")
+    raise MissingInputError(
+        f"{folder} has no safetensors weights", f"expected {SINGLE} or {INDEX} with its shards"
+    )
 
 
-def sharded_tensors(root: Path, index: str, wanted: Collection[str] | None) -> dict[str, torch.Tensor]:
+def sharded_tensors(
+    root: Path, index: str, wanted: Collection[str] | None
+) -> dict[str, torch.Tensor]:
     """Tensors by an index of shards: all that it promises must be there."""
     try:
-        shard_of = {str(key): str(shard) for key, shard in json.loads((root / index).read_text())["weight_map"].items()}
+        shard_of = {
+            str(key): str(shard)
+            for key, shard in json.loads((root / index).read_text())["weight_map"].items()
+        }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptError(f"{root / index} is no index of shards: {error!r}", RESTORE) from error
     promised = {key for key in shard_of if wanted is None or key in wanted}
@@ -49,20 +59,28 @@ def sharded_tensors(root: Path, index: str, wanted: Collection[str] | None) -> d
             raise MissingInputError(f"{root} lacks the shard {name}", "download the missing file")
         tensors |= file_tensors(root / name, wanted)
     if lost := sorted(promised - tensors.keys()):
-        raise CorruptError(f"{root}: {shard_of[lost[0]]} lacks {lost[0]}, which {index} promises", RESTORE)
+        raise CorruptError(
+            f"{root}: {shard_of[lost[0]]} lacks {lost[0]}, which {index} promises", RESTORE
+        )
     return tensors
 
 
 def read_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a folder, from the headers alone. Raises MissingInputError, CorruptError."""
+    """Name and shape of every tensor of a folder, from the headers alone. Raises MissingInputError,
+    CorruptError.
+    """
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
-        raise MissingInputError(f"{folder} has no safetensors weights", f"expected {SINGLE} or {INDEX} with its shards")
+        raise MissingInputError(
+            f"{folder} has no safetensors weights", f"expected {SINGLE} or {INDEX} with its shards"
+        )
     shapes = {}
     for path in files:
         try:
             with safe_open(str(path), framework="pt") as shard:
-                shapes.update({key: tuple(shard.get_slice(key).get_shape()) for key in shard.keys()})  # noqa: SIM118
+                shapes.update(
+                    {key: tuple(shard.get_slice(key).get_shape()) for key in shard.keys()}  # noqa: SIM118
+                )
         except SafetensorError as error:
             raise CorruptError(f"{path} cannot be read: {error}", RESTORE) from error
     return shapes
@@ -71,44 +89,77 @@ def read_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
 def file_tensors(path: Path, wanted: Collection[str] | None) -> dict[str, torch.Tensor]:
     """Tensors of one file of either kind."""
     if path.suffix != ".safetensors":
-        return {name: tensor for name, tensor in unpickled(path).items() if wanted is None or name in wanted}
+        return {
+            name: tensor
+            for name, tensor in unpickled(path).items()
+            if wanted is None or name in wanted
+        }
     try:
         with safe_open(str(path), framework="pt") as shard:
-            return {key: shard.get_tensor(key) for key in shard.keys() if wanted is None or key in wanted}  # noqa: SIM118
+            return {
+                key: shard.get_tensor(key)
+                for key in shard.keys()  # noqa: SIM118
+                if wanted is None or key in wanted
+            }
     except SafetensorError as error:
         raise CorruptError(f"{path} cannot be read: {error}", RESTORE) from error
 
 
 def unpickled(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a pickled state dict, by PyTorch's reader that runs no code. Raises CorruptError for anything else."""
+    """The tensors of a pickled state dict, by PyTorch's reader that runs no code. Raises
+    CorruptError for anything else.
+    """
     try:
         # Files of before PyTorch 1.6 are no zip, and cannot be mapped.
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        found = torch.load(
+            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
+        )
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
-        what = f"{path} cannot be read as plain tensors: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        raise CorruptError(what, "nothing else is read from a pickle: convert it to safetensors where you trust it") from error
-    if not isinstance(found, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in found.values()):
-        raise CorruptError(f"{path} holds more than named tensors", "convert it to safetensors where you trust it")
+        what = (
+            f"{path} cannot be read as plain tensors: "
+            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        )
+        raise CorruptError(
+            what, "nothing else is read from a pickle: convert it to safetensors where you trust it"
+        ) from error
+    if not isinstance(found, dict) or not all(
+        isinstance(tensor, torch.Tensor) for tensor in found.values()
+    ):
+        raise CorruptError(
+            f"{path} holds more than named tensors", "convert it to safetensors where you trust it"
+        )
     return found
 
 
-def weight_files(tensors: Mapping[str, torch.Tensor], max_shard_bytes: int | None = None) -> dict[str, bytes]:
-    """Tensors as safetensors files by name: one, or shards of at most so many bytes with an index, as Hugging Face names them.
+def weight_files(
+    tensors: Mapping[str, torch.Tensor], max_shard_bytes: int | None = None
+) -> dict[str, bytes]:
+    """Tensors as safetensors files by name: one, or shards of at most so many bytes with an index,
+    as Hugging Face names them.
 
-    Equal tensors give equal bytes, whatever their order. A tensor that is larger by itself has a shard of its own.
+    Equal tensors give equal bytes, whatever their order. A tensor that is larger by itself has a
+    shard of its own.
     """
     shards = sharded(dict(sorted(tensors.items())), max_shard_bytes)
     if len(shards) == 1:
         return {SINGLE: save(shards[0], metadata={"format": "pt"})}
-    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    names = [
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        for number in range(1, len(shards) + 1)
+    ]
     total = sum(tensor.nbytes for tensor in tensors.values())
     weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    files = {name: save(shard, metadata={"format": "pt"}) for name, shard in zip(names, shards, strict=True)}
+    files = {
+        name: save(shard, metadata={"format": "pt"})
+        for name, shard in zip(names, shards, strict=True)
+    }
     return {INDEX: (json.dumps(index, indent=1) + "\n").encode(), **files}
 
 
-def sharded(tensors: dict[str, torch.Tensor], max_shard_bytes: int | None) -> list[dict[str, torch.Tensor]]:
+def sharded(
+    tensors: dict[str, torch.Tensor], max_shard_bytes: int | None
+) -> list[dict[str, torch.Tensor]]:
     """Tensors in their order, as many to a shard as fit."""
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0

@@ -1,9 +1,10 @@
-"""Tokens and bytes of a run, counted before it: prompts through the target's own template, answers at a stated length.
+"""Tokens and bytes of a run, counted before it: prompts through the target's own template, answers
+at a stated length.
 
 Knows the template, the limits of `generate` and what a token of features takes. Knows no speed.
 
-Upper bounds, unless a mean length of answers is stated: every answer is taken to be as long as `generate` lets it become, and
-no row to be dropped for what is in it.
+Upper bounds, unless a mean length of answers is stated: every answer is taken to be as long as
+`generate` lets it become, and no row to be dropped for what is in it.
 """
 
 from __future__ import annotations
@@ -25,17 +26,24 @@ from eyas.shards.sample import SHARES
 
 LOOKED_AT = 1000  # prompts, evenly spaced: their mean stands for all
 STAND_IN = "Yes."  # for an answer that is not there yet; its own tokens are counted beside it
-ROW_BYTES_PER_TOKEN = 8  # of an answer's row: its text and that of all turns before it, as JSON, twice (journal and part)
-HEAD_BYTES_PER_PARAMETER = 24  # weights, two moments and the best head in a checkpoint; the head itself and its exports
-FILLER = "I would like to know how a young hawk is raised, and what it takes to let it hunt by itself one day. "
+# of an answer's row: its text and that of all turns before it, as JSON, twice (journal and part)
+ROW_BYTES_PER_TOKEN = 8
+# weights, two moments and the best head in a checkpoint; the head itself and its exports
+HEAD_BYTES_PER_PARAMETER = 24
+FILLER = (
+    "I would like to know how a young hawk is raised, and what it takes to let it hunt by "
+    "itself one day. "
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """Totals of a run. prompt_tokens: the sum over all answers, so a prompt counts once for each answer that follows it.
+    """Totals of a run. prompt_tokens: the sum over all answers, so a prompt counts once for each
+    answer that follows it.
 
-    feature_tokens: what `capture` computes; a conversation's turns are one sample where the template lets the past be.
-    looked_at: prompts that were counted; the others are taken to be like them.
+    feature_tokens: what `capture` computes; a conversation's turns are one sample where the
+    template lets the past be. looked_at: prompts that were counted; the others are taken to be like
+    them.
     """
 
     prompts: int
@@ -48,7 +56,9 @@ class Needs:
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """Bytes that a run writes, by stage; `free` where it writes to, None for an object store, which has no end to ask for."""
+    """Bytes that a run writes, by stage; `free` where it writes to, None for an object store, which
+    has no end to ask for.
+    """
 
     answers: int
     features: int
@@ -72,19 +82,28 @@ def made_up_prompts(count: int, characters: int) -> list[Prompt]:
 
 
 def read_prompts(artifact: Artifact) -> tuple[int, list[Prompt]]:
-    """How many prompts a finished artifact holds, and those that are looked at. Raises EmptyInputError, MissingInputError."""
+    """How many prompts a finished artifact holds, and those that are looked at. Raises
+    EmptyInputError, MissingInputError.
+    """
     artifact.manifest("prompts")
     count = sum(1 for _ in artifact.read_rows("prompts"))
     if not count:
-        raise EmptyInputError(f"{artifact.url} holds no prompts", "see its ledger for why every row was dropped")
+        raise EmptyInputError(
+            f"{artifact.url} holds no prompts", "see its ledger for why every row was dropped"
+        )
     rows = islice(artifact.read_rows("prompts"), 0, None, -(-count // LOOKED_AT))
     return count, [Prompt.from_json(row) for row in rows]
 
 
 def count(
-    prompts: Sequence[Prompt], num_prompts: int, chat: Chat, config: GenerateConfig, answer_tokens: int | None = None
+    prompts: Sequence[Prompt],
+    num_prompts: int,
+    chat: Chat,
+    config: GenerateConfig,
+    answer_tokens: int | None = None,
 ) -> Needs:
-    """Needs of num_prompts prompts of which these were looked at. answer_tokens: the mean of an answer, if known.
+    """Needs of num_prompts prompts of which these were looked at. answer_tokens: the mean of an
+    answer, if known.
 
     Raises EmptyInputError when the template takes none of them.
     """
@@ -93,7 +112,10 @@ def count(
     turns = [turn_lengths(prompt, chat, length, config.max_length) for prompt in prompts]
     counted = [one for one in turns if one is not None]
     if not counted:
-        raise EmptyInputError("the target's template takes none of the prompts", "see `eyas audit` for what it makes of one")
+        raise EmptyInputError(
+            "the target's template takes none of the prompts",
+            "see `eyas audit` for what it makes of one",
+        )
     scale = num_prompts / len(prompts)
     features = [[one[-1]] if merged and one else one for one in counted]
     total_before, num_answers = sum(map(sum, counted)), sum(map(len, counted))
@@ -108,12 +130,17 @@ def count(
     )
 
 
-def turn_lengths(prompt: Prompt, chat: Chat, answer_tokens: int, max_length: int) -> list[int] | None:
-    """Tokens before each answer, earlier answers at their stated length included; None for what the template refuses.
+def turn_lengths(
+    prompt: Prompt, chat: Chat, answer_tokens: int, max_length: int
+) -> list[int] | None:
+    """Tokens before each answer, earlier answers at their stated length included; None for what the
+    template refuses.
 
     Turns that would leave no room for an answer are left out, as `generate` leaves them out.
     """
-    messages: list[Message] = [{"role": "system", "content": prompt.system}] if prompt.system is not None else []
+    messages: list[Message] = (
+        [{"role": "system", "content": prompt.system}] if prompt.system is not None else []
+    )
     lengths = []
     for number, turn in enumerate(prompt.turns):
         messages.append({"role": "user", "content": turn})
@@ -129,8 +156,13 @@ def turn_lengths(prompt: Prompt, chat: Chat, answer_tokens: int, max_length: int
 
 
 def keeps_the_past(chat: Chat) -> bool:
-    """Does a conversation's next turn begin with the very tokens of this one? Then `capture` makes one sample of them."""
-    messages: list[Message] = [{"role": "user", "content": FILLER}, {"role": "assistant", "content": STAND_IN}]
+    """Does a conversation's next turn begin with the very tokens of this one? Then `capture` makes
+    one sample of them.
+    """
+    messages: list[Message] = [
+        {"role": "user", "content": FILLER},
+        {"role": "assistant", "content": STAND_IN},
+    ]
     try:
         first, _ = chat.answered(messages)
         second = chat.prompt_ids([*messages, {"role": "user", "content": FILLER}])
@@ -140,7 +172,9 @@ def keeps_the_past(chat: Chat) -> bool:
 
 
 def feature_bytes(needs: Needs, meta: FeatureMeta, held_out_share: float) -> dict[CodecName, int]:
-    """Bytes of all features, by codec of those that are trained on; the share that is held out is kept exactly."""
+    """Bytes of all features, by codec of those that are trained on; the share that is held out is
+    kept exactly.
+    """
     sizes = {}
     codecs: Iterable[CodecName] = SHARES
     for name in codecs:
@@ -154,15 +188,24 @@ def feature_bytes(needs: Needs, meta: FeatureMeta, held_out_share: float) -> dic
 def head_parameters(shape: TargetShape, options: HeadOptions) -> int:
     """Parameters of a new head for this target. Raises ConfigError for options that do not fit it."""
     config = HeadConfig.for_target(shape, options)
-    shapes = {name: size for name, size in expected_shapes(config).items() if name not in ("d2t", "t2d")}
+    shapes = {
+        name: size for name, size in expected_shapes(config).items() if name not in ("d2t", "t2d")
+    }
     total = sum(_product(size) for size in shapes.values())
     return total + (config.vocab_size * config.hidden_size if config.owns_embeddings else 0)
 
 
 def room_for(
-    needs: Needs, meta: FeatureMeta, capture: CaptureConfig, parameters: int, output: Artifact, online: bool = False
+    needs: Needs,
+    meta: FeatureMeta,
+    capture: CaptureConfig,
+    parameters: int,
+    output: Artifact,
+    online: bool = False,
 ) -> Room:
-    """What the run writes below `output`. online: of the features only those that are held out are kept."""
+    """What the run writes below `output`. online: of the features only those that are held out are
+    kept.
+    """
     if online:
         held_out = meta_of_split(meta, "held_out").bytes_per_token
         features = round(needs.feature_tokens * capture.held_out_share * held_out)
@@ -173,7 +216,9 @@ def room_for(
         features=features,
         head=parameters * HEAD_BYTES_PER_PARAMETER,
         free=room_at(output),
-        present=sum(output.size(name) for name in output.all_names()) if room_at(output) is not None else 0,
+        present=sum(output.size(name) for name in output.all_names())
+        if room_at(output) is not None
+        else 0,
     )
 
 

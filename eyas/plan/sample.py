@@ -30,11 +30,19 @@ class Enough(Exception):
     """Raised in the middle of a stage that is only timed."""
 
 
-def generate_speed(config: GenerateConfig, folder: str, prompts: Sequence[list[int]], seconds: float) -> Speed:
-    """Tokens answered a second by the engine in this process, its batch full of these prompts again and again."""
+def generate_speed(
+    config: GenerateConfig, folder: str, prompts: Sequence[list[int]], seconds: float
+) -> Speed:
+    """Tokens answered a second by the engine in this process, its batch full of these prompts again
+    and again.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     engine = Engine.load(
-        folder, None, config.dtype, EngineConfig(max_batch=config.max_batch, max_length=config.max_length), device
+        folder,
+        None,
+        config.dtype,
+        EngineConfig(max_batch=config.max_batch, max_length=config.max_length),
+        device,
     )
     params = SamplingParams(max_tokens=config.max_tokens)
     running = asked = emitted = 0
@@ -62,8 +70,12 @@ def capture_speed(decoder: Decoder, tokens: list[int], batch_tokens: int, second
     return Speed(done / (time.monotonic() - started), f"measured here for {seconds:g} s")
 
 
-def train_speed(config: TrainConfig, target: str, meta: FeatureMeta, length: int, seconds: float) -> Speed:
-    """Tokens of samples a second of the trainer, on made-up samples of this length. meta: without the hash of lm_head."""
+def train_speed(
+    config: TrainConfig, target: str, meta: FeatureMeta, length: int, seconds: float
+) -> Speed:
+    """Tokens of samples a second of the trainer, on made-up samples of this length. meta: without
+    the hash of lm_head.
+    """
     vocabulary = TargetVocabulary.load(resolve_target(target))
     meta = meta.model_copy(update={"lm_head_sha256": vocabulary.lm_head_sha256})
     said = int(vocabulary.lm_head.sum(1).argmax())
@@ -90,11 +102,14 @@ def train_speed(config: TrainConfig, target: str, meta: FeatureMeta, length: int
     with TemporaryDirectory() as folder, contextlib.suppress(Enough):
         train(quick, target, source, Artifact(folder), track)
     steps_done = len(rows) - 1  # the first does what is done once
-    return Speed(steps_done * per_step * length / (rows[-1] - rows[0]), f"measured here for {seconds:g} s")
+    return Speed(
+        steps_done * per_step * length / (rows[-1] - rows[0]), f"measured here for {seconds:g} s"
+    )
 
 
 class MadeUp:
-    """A FeatureSource of samples that say one thing: features are ones, and every token is what the target says after them.
+    """A FeatureSource of samples that say one thing: features are ones, and every token is what the
+    target says after them.
 
     So every position of the second half, which is the target's, is one to learn from.
     """
@@ -102,7 +117,9 @@ class MadeUp:
     def __init__(self, meta: FeatureMeta, said: int, length: int, count: int) -> None:
         self.meta, self._said, self._length, self._count = meta, said, length, count
         self.inputs: Mapping[str, Manifest] = {
-            "features": Manifest(stage="capture", identity="made up", config={}, counts={}, files={})
+            "features": Manifest(
+                stage="capture", identity="made up", config={}, counts={}, files={}
+            )
         }
 
     @property

@@ -1,4 +1,5 @@
-"""How fast the stages go, in tokens a second: stated, or estimated for a named GPU. (Measured here: sample.)
+"""How fast the stages go, in tokens a second: stated, or estimated for a named GPU. (Measured here:
+sample.)
 
 Knows published peaks and an assumed share of them. Measures nothing.
 
@@ -15,7 +16,8 @@ from eyas.plan.needs import Needs
 
 Stage = Literal["generate", "capture", "train"]
 STAGES: tuple[Stage, ...] = ("generate", "capture", "train")
-COMPUTE_SHARE, BANDWIDTH_SHARE = 0.4, 0.6  # of the published peaks, assumed: good kernels on large matrices reach more
+# of the published peaks, assumed: good kernels on large matrices reach more
+COMPUTE_SHARE, BANDWIDTH_SHARE = 0.4, 0.6
 BYTES_PER_PARAMETER = 2  # bfloat16
 
 
@@ -46,7 +48,9 @@ DEVICES = {
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """Tokens a second of a stage: of generate those answered, of capture and train those of samples. how: in words."""
+    """Tokens a second of a stage: of generate those answered, of capture and train those of
+    samples. how: in words.
+    """
 
     tokens_per_s: float
     how: str
@@ -73,17 +77,27 @@ def stated(values: list[str]) -> Speeds:
 
 
 def published(name: str, parameters: int, batch: int, train_flops: float, count: int = 1) -> Speeds:
-    """Estimates for `count` devices of a name in DEVICES. train_flops: of one token through the head's training.
+    """Estimates for `count` devices of a name in DEVICES. train_flops: of one token through the
+    head's training.
 
-    A decoding step of b requests reads all weights once and computes 2 P for each: what takes longer counts. Capture computes
-    2 P a token. Several devices are taken to share the work without loss. Raises ConfigError for an unknown name.
+    A decoding step of b requests reads all weights once and computes 2 P for each: what takes
+    longer counts. Capture computes 2 P a token. Several devices are taken to share the work without
+    loss. Raises ConfigError for an unknown name.
     """
     device = DEVICES.get(name.lower())
     if device is None:
-        raise ConfigError(f"no published peaks of {name} are known here", f"known: {', '.join(DEVICES)}; or state --speed")
-    flops, bandwidth = COMPUTE_SHARE * device.teraflops * 1e12, BANDWIDTH_SHARE * device.terabytes_per_s * 1e12
+        raise ConfigError(
+            f"no published peaks of {name} are known here",
+            f"known: {', '.join(DEVICES)}; or state --speed",
+        )
+    flops, bandwidth = (
+        COMPUTE_SHARE * device.teraflops * 1e12,
+        BANDWIDTH_SHARE * device.terabytes_per_s * 1e12,
+    )
     step_s = max(parameters * BYTES_PER_PARAMETER / bandwidth, 2 * parameters * batch / flops)
-    peaks = f"{device.teraflops:g} TFLOP/s and {BANDWIDTH_SHARE:.0%} of {device.terabytes_per_s:g} TB/s"
+    peaks = (
+        f"{device.teraflops:g} TFLOP/s and {BANDWIDTH_SHARE:.0%} of {device.terabytes_per_s:g} TB/s"
+    )
     how = f"estimated: {COMPUTE_SHARE:.0%} of {peaks}, {name.lower()}'s published peaks" + (
         f", times {count}" if count > 1 else ""
     )
@@ -96,17 +110,21 @@ def published(name: str, parameters: int, batch: int, train_flops: float, count:
 
 def devices_needed(name: str, parameters: int) -> int:
     """How many devices of a name hold the target in bfloat16 with a fifth of their memory to spare."""
-    return max(1, -(-parameters * BYTES_PER_PARAMETER // round(0.8e9 * DEVICES[name.lower()].gigabytes)))
+    return max(
+        1, -(-parameters * BYTES_PER_PARAMETER // round(0.8e9 * DEVICES[name.lower()].gigabytes))
+    )
 
 
 def train_flops_per_token(parameters: int, num_ttt_steps: int, target_matrix: int) -> float:
-    """Arithmetic of one token: forward and backward of the head at every step of the unroll, and the target's lm_head once."""
+    """Arithmetic of one token: forward and backward of the head at every step of the unroll, and
+    the target's lm_head once.
+    """
     return 6.0 * parameters * num_ttt_steps + 2.0 * target_matrix
 
 
 def hours(needs: Needs, speeds: Speeds, epochs: int) -> dict[Stage, float]:
-    """Hours of each stage whose speed is known. A measured speed of `generate` holds the prompts' part; an estimated one does
-    not, and takes them at capture's."""
+    """Hours of each stage whose speed is known. A measured speed of `generate` holds the prompts'
+    part; an estimated one does not, and takes them at capture's."""
     found: dict[Stage, float] = {}
     if "generate" in speeds:
         seconds = needs.answer_tokens / speeds["generate"].tokens_per_s

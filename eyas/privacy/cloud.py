@@ -1,9 +1,11 @@
 """Google Cloud's DLP (Sensitive Data Protection) as what finds: the texts leave this machine.
 
-Knows its REST method content:inspect, its limits, and its names for our types. Knows neither rows nor policies.
+Knows its REST method content:inspect, its limits, and its names for our types. Knows neither rows
+nor policies.
 
-A text is a row of a table, so that one request carries many: at most 0.5 MB, and 3,000 findings in its answer. An answer that
-was cut is asked for again in halves. Values are not asked back (includeQuote is false), and no error repeats what was sent.
+A text is a row of a table, so that one request carries many: at most 0.5 MB, and 3,000 findings in
+its answer. An answer that was cut is asked for again in halves. Values are not asked back
+(includeQuote is false), and no error repeats what was sent.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from eyas.privacy.policy import PrivacyConfig
 TOKEN_VARIABLE = "EYAS_DLP_TOKEN"
 SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 MOST_BYTES = 500_000  # of a request; the limit is 0.5 MB
-ROW_BYTES, REST_BYTES = 50, 5_000  # what JSON adds to a text, and what a request holds besides its texts
+# what JSON adds to a text, and what a request holds besides its texts
+ROW_BYTES, REST_BYTES = 50, 5_000
 MOST_FINDINGS = 3_000
 PIECE, OVERLAP = 50_000, 250  # characters of a row; longer texts are cut
 SMALLEST = 2_000  # characters; a shorter text cannot hold MOST_FINDINGS
@@ -69,7 +72,10 @@ class CloudDlp:
     def __init__(self, config: PrivacyConfig) -> None:
         """Raises ConfigError without a project or credentials."""
         if config.cloud_project is None:
-            raise ConfigError("Cloud DLP needs a project", "set personal.cloud_project to the Google Cloud project that pays")
+            raise ConfigError(
+                "Cloud DLP needs a project",
+                "set personal.cloud_project to the Google Cloud project that pays",
+            )
         self._types = {info: type for info, type in INFO_TYPES.items() if type in config.types}
         where = f"projects/{config.cloud_project}/locations/{config.cloud_location}"
         self._url = f"{config.cloud_url.rstrip('/')}/v2/{where}/content:inspect"
@@ -83,18 +89,32 @@ class CloudDlp:
         self._client = httpx.Client(timeout=TIMEOUT_S)
 
     def __call__(self, texts: Sequence[str]) -> list[list[Finding]]:
-        """Places by type for each text. Raises EyasError when the service does not answer, ConfigError when it refuses."""
+        """Places by type for each text. Raises EyasError when the service does not answer,
+        ConfigError when it refuses.
+        """
         found: list[list[Finding]] = [[] for _ in texts]
-        pieces = [(number, start, piece) for number, text in enumerate(texts) for start, piece in cut(text, PIECE)]
+        pieces = [
+            (number, start, piece)
+            for number, text in enumerate(texts)
+            for start, piece in cut(text, PIECE)
+        ]
         for batch in batches([piece for _, _, piece in pieces]):
-            for at, findings in zip(batch, self._batch([pieces[at][2] for at in batch]), strict=True):
+            for at, findings in zip(
+                batch, self._batch([pieces[at][2] for at in batch]), strict=True
+            ):
                 number, offset, _ = pieces[at]
-                found[number] += [Finding(one.type, one.start + offset, one.end + offset) for one in findings]
+                found[number] += [
+                    Finding(one.type, one.start + offset, one.end + offset) for one in findings
+                ]
         return found
 
     def _batch(self, texts: list[str]) -> list[list[Finding]]:
-        """The answer for texts that fit one request; where it was cut, for each half, down to halves of a text."""
-        answer = self._post({"item": _table(texts), "inspectConfig": self._inspect}).get("result") or {}
+        """The answer for texts that fit one request; where it was cut, for each half, down to
+        halves of a text.
+        """
+        answer = (
+            self._post({"item": _table(texts), "inspectConfig": self._inspect}).get("result") or {}
+        )
         findings = answer.get("findings") or []
         if not answer.get("findingsTruncated") and len(findings) < MOST_FINDINGS:
             return self._read(findings, len(texts))
@@ -105,7 +125,11 @@ class CloudDlp:
             return self._read(findings, 1)
         halves = list(cut(texts[0], len(texts[0]) // 2 + OVERLAP))
         return [
-            [Finding(one.type, one.start + start, one.end + start) for start, half in halves for one in self._batch([half])[0]]
+            [
+                Finding(one.type, one.start + start, one.end + start)
+                for start, half in halves
+                for one in self._batch([half])[0]
+            ]
         ]
 
     def _read(self, findings: list[dict[str, Any]], num_texts: int) -> list[list[Finding]]:
@@ -113,8 +137,13 @@ class CloudDlp:
         found: list[list[Finding]] = [[] for _ in range(num_texts)]
         for one in findings:
             location = one.get("location") or {}
-            place, content = location.get("codepointRange") or {}, (location.get("contentLocations") or [{}])[0]
-            row = ((content.get("recordLocation") or {}).get("tableLocation") or {}).get("rowIndex", 0)
+            place, content = (
+                location.get("codepointRange") or {},
+                (location.get("contentLocations") or [{}])[0],
+            )
+            row = ((content.get("recordLocation") or {}).get("tableLocation") or {}).get(
+                "rowIndex", 0
+            )
             type = self._types.get((one.get("infoType") or {}).get("name", ""))
             if type and int(place.get("end", 0)) > int(place.get("start", 0)):
                 found[int(row)].append(Finding(type, int(place.get("start", 0)), int(place["end"])))
@@ -129,9 +158,15 @@ class CloudDlp:
                 return dict(response.json())
             status = response.status_code if response is not None else 0
             if status in (401, 403):
-                raise ConfigError(f"Cloud DLP refuses the credentials (HTTP {status})", "check the project and its permissions")
+                raise ConfigError(
+                    f"Cloud DLP refuses the credentials (HTTP {status})",
+                    "check the project and its permissions",
+                )
             if status and status not in RETRIED:
-                raise EyasError(f"Cloud DLP answers HTTP {status}", "check personal.cloud_location and the project's quota")
+                raise EyasError(
+                    f"Cloud DLP answers HTTP {status}",
+                    "check personal.cloud_location and the project's quota",
+                )
             time.sleep(_pause_s(response, attempt))
         raise EyasError(
             f"Cloud DLP gave no answer in {ATTEMPTS} attempts (last: HTTP {status or 'none'})",
@@ -147,7 +182,9 @@ class CloudDlp:
 
 
 class Token:
-    """The bearer token: EYAS_DLP_TOKEN, else google-auth's default credentials, renewed when they end."""
+    """The bearer token: EYAS_DLP_TOKEN, else google-auth's default credentials, renewed when they
+    end.
+    """
 
     def __init__(self) -> None:
         self._credentials: Any = None
@@ -158,12 +195,16 @@ class Token:
         if self._credentials is None:
             return os.environ[TOKEN_VARIABLE]
         if not self._credentials.valid:
-            self._credentials.refresh(importlib.import_module("google.auth.transport.requests").Request())
+            self._credentials.refresh(
+                importlib.import_module("google.auth.transport.requests").Request()
+            )
         return str(self._credentials.token)
 
 
 def _default_credentials() -> Any:
-    hint = f"set {TOKEN_VARIABLE} (gcloud auth print-access-token), or install google-auth and log in"
+    hint = (
+        f"set {TOKEN_VARIABLE} (gcloud auth print-access-token), or install google-auth and log in"
+    )
     try:
         google_auth = importlib.import_module("google.auth")
     except ImportError as error:

@@ -1,8 +1,10 @@
-"""Personal data and secrets in a text: by type and place, without overlaps, each value with a keyed hash.
+"""Personal data and secrets in a text: by type and place, without overlaps, each value with a keyed
+hash.
 
-Knows which recognisers Presidio's engine runs and how long texts are cut for it. Knows no recogniser's way of working, and
-nothing of what is done about a finding. No model is loaded and no connection opened unless the config names one: Presidio runs
-on its built-in engine that does nothing.
+Knows which recognisers Presidio's engine runs and how long texts are cut for it. Knows no
+recogniser's way of working, and nothing of what is done about a finding. No model is loaded and no
+connection opened unless the config names one: Presidio runs on its built-in engine that does
+nothing.
 """
 
 from __future__ import annotations
@@ -29,8 +31,18 @@ from eyas.privacy.recognizer import Recognizer
 from eyas.privacy.secrets import api_keys, passwords, private_keys
 from eyas.privacy.wallets import wallets
 
-WINDOW, OVERLAP = 2000, 250  # characters; long texts are searched in pieces that share more than any value needs
-WHOLE_TYPES = ("PRIVATE_KEY", "API_KEY", "PASSWORD", "URL_CREDENTIALS", "URL", "STREET_ADDRESS", "PERSON", "LOCATION")
+# characters; long texts are searched in pieces that share more than any value needs
+WINDOW, OVERLAP = 2000, 250
+WHOLE_TYPES = (
+    "PRIVATE_KEY",
+    "API_KEY",
+    "PASSWORD",
+    "URL_CREDENTIALS",
+    "URL",
+    "STREET_ADDRESS",
+    "PERSON",
+    "LOCATION",
+)
 LIBRARIES = ("presidio-analyzer", "phonenumbers", "python-stdnum", "detect-secrets", "tldextract")
 
 
@@ -46,7 +58,9 @@ class Detector:
     """Finds what the policy wants found. Never keeps, logs or raises what it found."""
 
     def __init__(self, config: PrivacyConfig, key: bytes = b"") -> None:
-        """key: for the findings' hashes; without one they have none. Raises ConfigError for a backend that is not there."""
+        """key: for the findings' hashes; without one they have none. Raises ConfigError for a
+        backend that is not there.
+        """
         self._key = key
         local = LocalSearch(config.types, config)
         self._search: Search = local
@@ -62,16 +76,26 @@ class Detector:
     def find_all(self, texts: Sequence[str]) -> list[list[Finding]]:
         """What is in each text; many at once are what a service is asked about in one request."""
         found = self._search(texts)
-        return [self._hashed(text, merged(findings)) for text, findings in zip(texts, found, strict=True)]
+        return [
+            self._hashed(text, merged(findings))
+            for text, findings in zip(texts, found, strict=True)
+        ]
 
     def find_every(self, text: str) -> list[Finding]:
-        """All types whatever the policy, found in this process: for what people are shown of a text."""
+        """All types whatever the policy, found in this process: for what people are shown of a
+        text.
+        """
         return merged(self._every([text])[0])
 
     def _hashed(self, text: str, findings: list[Finding]) -> list[Finding]:
         if not self._key:
             return findings
-        return [dataclasses.replace(one, hash=value_hash(self._key, one.type, text[one.start : one.end])) for one in findings]
+        return [
+            dataclasses.replace(
+                one, hash=value_hash(self._key, one.type, text[one.start : one.end])
+            )
+            for one in findings
+        ]
 
 
 class LocalSearch:
@@ -85,9 +109,10 @@ class LocalSearch:
         return [self._find(text) for text in texts]
 
     def _find(self, text: str) -> list[Finding]:
-        """In pieces, so that time grows with the length only: Presidio's patterns can take its square, and past a minute it
-        gives a pattern up with no more than a line in the log. Keys may be longer than a piece, and names are found again
-        by what else the text holds; what finds them takes time that grows with the length only.
+        """In pieces, so that time grows with the length only: Presidio's patterns can take its
+        square, and past a minute it gives a pattern up with no more than a line in the log. Keys
+        may be longer than a piece, and names are found again by what else the text holds; what
+        finds them takes time that grows with the length only.
         """
         if len(text) <= WINDOW + OVERLAP:
             return self._run(text, 0, self._types)
@@ -101,7 +126,10 @@ class LocalSearch:
         if not types or not piece:
             return []
         results = self._engine.analyze(piece, language="en", entities=types, score_threshold=0.0)
-        return [Finding(result.entity_type, offset + result.start, offset + result.end) for result in results]
+        return [
+            Finding(result.entity_type, offset + result.start, offset + result.end)
+            for result in results
+        ]
 
 
 class Both:
@@ -111,12 +139,17 @@ class Both:
         self._first, self._second = first, second
 
     def __call__(self, texts: Sequence[str]) -> list[list[Finding]]:
-        return [[*one, *other] for one, other in zip(self._first(texts), self._second(texts), strict=True)]
+        return [
+            [*one, *other]
+            for one, other in zip(self._first(texts), self._second(texts), strict=True)
+        ]
 
 
 @functools.cache
 def _engine(names: float, ner: str | None, ner_score: float) -> AnalyzerEngine:
-    """One for all that ask alike. Given both parts, it neither looks for a model to download nor brings recognisers along."""
+    """One for all that ask alike. Given both parts, it neither looks for a model to download nor
+    brings recognisers along.
+    """
     recognizers: list[EntityRecognizer] = [
         Emails(),
         Ibans(),
@@ -139,7 +172,9 @@ def _engine(names: float, ner: str | None, ner_score: float) -> AnalyzerEngine:
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
-    """Findings by place, overlapping ones joined under the type of the highest rank, so that no rest of either is left."""
+    """Findings by place, overlapping ones joined under the type of the highest rank, so that no
+    rest of either is left.
+    """
     joined: list[Finding] = []
     for finding in sorted(findings, key=lambda one: (one.start, one.end, RANK[one.type])):
         if joined and finding.start < joined[-1].end:
@@ -165,5 +200,7 @@ def mask(text: str, findings: Sequence[Finding]) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of the libraries whose patterns and lists decide what is found: they change with time, and findings with them."""
+    """Of the libraries whose patterns and lists decide what is found: they change with time, and
+    findings with them.
+    """
     return {name: metadata.version(name) for name in LIBRARIES}

@@ -1,7 +1,9 @@
-"""Names of people, street addresses and places in a text, as a Presidio recogniser that downloads nothing.
+"""Names of people, street addresses and places in a text, as a Presidio recogniser that downloads
+nothing.
 
-Knows what becomes of the tagger's probabilities: spans, their scores, addresses whose lines are one finding, names that come
-again in the same text. Knows neither weights nor word lists, nor what is done with a finding.
+Knows what becomes of the tagger's probabilities: spans, their scores, addresses whose lines are one
+finding, names that come again in the same text. Knows neither weights nor word lists, nor what is
+done with a finding.
 """
 
 from __future__ import annotations
@@ -23,19 +25,23 @@ THRESHOLD = 0.3  # of a token's probability; lower finds more and is wrong more 
 BY_ITSELF = 0.6  # score from which a full name's parts are looked for elsewhere in the text
 PIECE = 4000  # characters; longer texts are tagged piece by piece, cut at a line's or a word's end
 
-# What may stand between a street and a town; after a street's part, a few words with a capital or of digits, such as a code;
-# between two parts of a street, on one line, any short word. What follows an address' last part: a postcode at a line's end.
+# What may stand between a street and a town; after a street's part, a few words with a capital or
+# of digits, such as a code; between two parts of a street, on one line, any short word. What
+# follows an address' last part: a postcode at a line's end.
 WITHIN_ADDRESS = re.compile(r"[\s,;.\-–|>]{0,12}")
 AFTER_STREET = re.compile(r"[\s,.\-|(]{0,6}(?:(?=[^\Wa-z_])[^\W_]{1,16}[\s,\-|()]{1,6}){0,3}")
 WITHIN_STREET = re.compile(r" ?[^\W_]{1,12}[ .]{1,2}")
 POSTCODE = re.compile(r"[ ,\n]{1,3}(?:[A-Z]{1,2}-)?\d{4,6}(?=\s*(?:[\n.,;]|$))")
-# What the tagger takes for (part of) an address now and then and is none: times, measures, ordinals, short numbers alone.
+# What the tagger takes for (part of) an address now and then and is none: times, measures,
+# ordinals, short numbers alone.
 MEASURE = r"[ap]\.?m\b|[cmk]?m\b|k?g\b|sq\b|ft\b|feet|foot|inch|mile|hour|minute|day|week|month|year|bath|bed"
 NO_ADDRESS = re.compile(
-    rf"\d{{1,3}}\W*|the\b\D*|\d+(?:st|nd|rd|th)|(?:id|chapter|no) ?\d+|(?:the )?[\d.,:/]+ ?(?:{MEASURE})[\w .]{{0,6}}", re.I
+    rf"\d{{1,3}}\W*|the\b\D*|\d+(?:st|nd|rd|th)|(?:id|chapter|no) ?\d+|(?:the )?[\d.,:/]+ ?(?:{MEASURE})[\w .]{{0,6}}",
+    re.I,
 )
 NO_NAME = frozenset("[]{}=`_|\\")  # signs that stand in code
-# Letters of scripts that the tagger has learnt nothing of: Greek, Cyrillic and what follows, without Latin Extended Additional.
+# Letters of scripts that the tagger has learnt nothing of: Greek, Cyrillic and what follows,
+# without Latin Extended Additional.
 OTHER_SCRIPT = re.compile(r"[\u0370-\u1dff\u2e80-\ufaff]")
 PART = re.compile(r"[^\W\d_]{3,}")  # of a name, long enough to be looked for elsewhere
 
@@ -53,9 +59,10 @@ class Span:
 def find(text: str, threshold: float = THRESHOLD) -> list[Span]:
     """Names, street addresses and places of a text by place, without overlaps.
 
-    threshold: the least probability of a token's type. A street address takes in the town, the postcode and the country that
-    follow it; a place by itself is a LOCATION. Texts mostly in other scripts than Latin are not searched. Linear-chain CRF of
-    Lafferty et al. (2001), marginals by forward-backward.
+    threshold: the least probability of a token's type. A street address takes in the town, the
+    postcode and the country that follow it; a place by itself is a LOCATION. Texts mostly in other
+    scripts than Latin are not searched. Linear-chain CRF of Lafferty et al. (2001), marginals by
+    forward-backward.
     """
     spans: list[Span] = []
     for start, end in pieces(text):
@@ -64,7 +71,9 @@ def find(text: str, threshold: float = THRESHOLD) -> list[Span]:
 
 
 def pieces(text: str) -> list[tuple[int, int]]:
-    """A text cut into pieces [start, end) of at most PIECE characters, at line ends or spaces where there are any."""
+    """A text cut into pieces [start, end) of at most PIECE characters, at line ends or spaces where
+    there are any.
+    """
     found, start = [], 0
     while start < len(text):
         end = min(start + PIECE, len(text))
@@ -85,7 +94,11 @@ def _find(text: str, offset: int, threshold: float) -> list[Span]:
     found = []
     for type, first, last, score in runs(probabilities_TL, threshold):
         first, last = trimmed(words, first, last)
-        if type in ENTITIES and words[first][0].isalnum() and NO_NAME.isdisjoint(words[first : last + 1]):
+        if (
+            type in ENTITIES
+            and words[first][0].isalnum()
+            and NO_NAME.isdisjoint(words[first : last + 1])
+        ):
             found.append(Span(type, offset + tokens[first][1], offset + tokens[last][2], score))
     return found
 
@@ -95,7 +108,9 @@ def _in_other_script(text: str) -> bool:
 
 
 def trimmed(words: Sequence[str], first: int, last: int) -> tuple[int, int]:
-    """A run without the signs at its ends; a full stop stays after a short word, as in `St.` and `Jr.`."""
+    """A run without the signs at its ends; a full stop stays after a short word, as in `St.` and
+    `Jr.`.
+    """
     while last > first and not words[last][0].isalnum():
         if words[last] == "." and words[last - 1].isalpha() and len(words[last - 1]) < 4:
             break
@@ -108,7 +123,8 @@ def trimmed(words: Sequence[str], first: int, last: int) -> tuple[int, int]:
 def runs(probabilities_TL: Floats, threshold: float) -> list[tuple[str, int, int, float]]:
     """Runs of tokens of one type: (type, first token, last token, mean probability).
 
-    A token is of the likeliest type that reaches the threshold, beginning or going on with an entity as is likelier.
+    A token is of the likeliest type that reaches the threshold, beginning or going on with an
+    entity as is likelier.
     """
     begins, inside = probabilities_TL[:, 1::2], probabilities_TL[:, 2::2]
     of_type = begins + inside
@@ -117,7 +133,12 @@ def runs(probabilities_TL: Floats, threshold: float) -> list[tuple[str, int, int
     last_type, scores = -1, list[float]()
     for index in np.flatnonzero(of_type.max(axis=1) >= threshold).tolist():
         type = int(best[index])
-        goes_on = bool(found) and found[-1][2] == index - 1 and type == last_type and begins[index, type] <= inside[index, type]
+        goes_on = (
+            bool(found)
+            and found[-1][2] == index - 1
+            and type == last_type
+            and begins[index, type] <= inside[index, type]
+        )
         scores = [*(scores if goes_on else []), float(of_type[index, type])]
         first = found.pop()[1] if goes_on else index
         found.append((TYPES[type], first, index, sum(scores) / len(scores)))
@@ -134,8 +155,14 @@ def addresses(text: str, spans: Sequence[Span]) -> list[Span]:
             joined[-1] = Span("STREET_ADDRESS", last.start, span.end, max(last.score, span.score))
         else:
             joined.append(span)
-    found = [_with_postcode(text, span) if span.type == "STREET_ADDRESS" else span for span in joined]
-    return [one for one in found if one.type != "STREET_ADDRESS" or not NO_ADDRESS.fullmatch(text, one.start, one.end)]
+    found = [
+        _with_postcode(text, span) if span.type == "STREET_ADDRESS" else span for span in joined
+    ]
+    return [
+        one
+        for one in found
+        if one.type != "STREET_ADDRESS" or not NO_ADDRESS.fullmatch(text, one.start, one.end)
+    ]
 
 
 def _with_postcode(text: str, span: Span) -> Span:
@@ -147,7 +174,8 @@ def _are_one(text: str, first: Span, second: Span) -> bool:
     types = {first.type, second.type}
     if "STREET_ADDRESS" not in types:
         return False
-    if "PERSON" in types:  # a street that is called after someone: the name follows, on the same line and after no comma
+    # a street that is called after someone: the name follows, on the same line and after no comma
+    if "PERSON" in types:
         return second.type == "PERSON" and text[first.end : second.start] == " "
     between = text[first.end : second.start]
     if first.type == "LOCATION":
@@ -157,12 +185,16 @@ def _are_one(text: str, first: Span, second: Span) -> bool:
 
 
 def again(text: str, spans: list[Span]) -> list[Span]:
-    """The spans, with the parts of a full name wherever else they stand with a capital: Ada Berg ... Berg ... Ada's."""
+    """The spans, with the parts of a full name wherever else they stand with a capital: Ada Berg
+    ... Berg ... Ada's.
+    """
     parts: dict[str, float] = {}
     for span in spans:
         words = PART.findall(text, span.start, span.end)
         if span.type == "PERSON" and span.score >= BY_ITSELF and len(words) > 1:
-            parts |= {word: span.score for word in words if word[0].isupper() and not _is_ordinary(word)}
+            parts |= {
+                word: span.score for word in words if word[0].isupper() and not _is_ordinary(word)
+            }
     if not parts:
         return spans
     more = [
@@ -170,7 +202,9 @@ def again(text: str, spans: list[Span]) -> list[Span]:
         for match in PART.finditer(text)
         if match.group() in parts
     ]
-    return sorted([*spans, *(one for one in more if not _overlaps(one, spans))], key=lambda one: one.start)
+    return sorted(
+        [*spans, *(one for one in more if not _overlaps(one, spans))], key=lambda one: one.start
+    )
 
 
 def _is_ordinary(word: str) -> bool:
@@ -184,7 +218,9 @@ def _overlaps(one: Span, spans: Sequence[Span]) -> bool:
 
 
 class NamesAndPlaces(LocalRecognizer):  # type: ignore[misc]
-    """PERSON, STREET_ADDRESS and LOCATION by `find`, in one pass; weights are read at the first text, once a process."""
+    """PERSON, STREET_ADDRESS and LOCATION by `find`, in one pass; weights are read at the first
+    text, once a process.
+    """
 
     def __init__(self, threshold: float = THRESHOLD) -> None:
         assert 0 < threshold < 1
@@ -194,14 +230,24 @@ class NamesAndPlaces(LocalRecognizer):  # type: ignore[misc]
     def load(self) -> None:
         """Nothing to load: see `tagger`."""
 
-    def analyze(self, text: str, entities: list[str], nlp_artifacts: Any = None) -> list[RecognizerResult]:
-        """Presidio's interface: findings of the types asked for, a token's mean probability as the score."""
+    def analyze(
+        self, text: str, entities: list[str], nlp_artifacts: Any = None
+    ) -> list[RecognizerResult]:
+        """Presidio's interface: findings of the types asked for, a token's mean probability as the
+        score.
+        """
         spans = find(text, self._threshold)
-        return [RecognizerResult(one.type, one.start, one.end, min(one.score, 1.0)) for one in spans if one.type in entities]
+        return [
+            RecognizerResult(one.type, one.start, one.end, min(one.score, 1.0))
+            for one in spans
+            if one.type in entities
+        ]
 
 
 def recognizers(threshold: float = THRESHOLD) -> list[EntityRecognizer]:
-    """What Presidio's registry takes. threshold: see `find`; the default rather masks too much than too little."""
+    """What Presidio's registry takes. threshold: see `find`; the default rather masks too much than
+    too little.
+    """
     return [NamesAndPlaces(threshold)]
 
 

@@ -1,4 +1,6 @@
-"""What is kept of a value that was found: its type, its place and a keyed hash. Knows no way of finding one."""
+"""What is kept of a value that was found: its type, its place and a keyed hash. Knows no way of
+finding one.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,11 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """Where something was found: characters [start, end) of a turn as it was read, or of the system prompt (turn None).
+    """Where something was found: characters [start, end) of a turn as it was read, or of the system
+    prompt (turn None).
 
-    hash: equal for equal values under the same key and of use to nobody without the key; "" where nobody asked for it.
-    The value itself is kept nowhere, in no form.
+    hash: equal for equal values under the same key and of use to nobody without the key; "" where
+    nobody asked for it. The value itself is kept nowhere, in no form.
     """
 
     type: str

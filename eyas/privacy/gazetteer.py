@@ -1,8 +1,9 @@
-"""What word lists say of a word: a given name, a family name, a city, a country, and how common it is in English.
+"""What word lists say of a word: a given name, a family name, a city, a country, and how common it
+is in English.
 
-Knows the packed lists beside it (weights/gazetteer.txt.gz, from recipes/entities.py: Faker's locales, US census, GeoNames, an
-English word count) and how words are folded before they are looked up. Knows no context: what a word is in a text the
-tagger decides.
+Knows the packed lists beside it (weights/gazetteer.txt.gz, from recipes/entities.py: Faker's
+locales, US census, GeoNames, an English word count) and how words are folded before they are looked
+up. Knows no context: what a word is in a text the tagger decides.
 """
 
 from __future__ import annotations
@@ -21,11 +22,23 @@ GIVEN, GIVEN_COMMON, FAMILY, FAMILY_COMMON, CITY, CITY_LARGE, REGION, COUNTRY, D
     1 << bit for bit in range(10)
 )
 MAX_PHRASE = 4  # words
-RANKS = (300, 1500, 6000, 20_000, 90_000)  # limits of the classes of English words by how common they are; 0 = none of them
+# limits of the classes of English words by how common they are; 0 = none of them
+RANKS = (300, 1500, 6000, 20_000, 90_000)
 
 CONTRACTED = ("n't", "'ll", "'re", "'ve", "'d", "'m")  # don't, you'll
 _LETTERS = str.maketrans(
-    {"ø": "o", "ł": "l", "đ": "d", "ð": "d", "þ": "th", "æ": "ae", "œ": "oe", "ı": "i", "’": "'", "ə": "e"}
+    {
+        "ø": "o",
+        "ł": "l",
+        "đ": "d",
+        "ð": "d",
+        "þ": "th",
+        "æ": "ae",
+        "œ": "oe",
+        "ı": "i",
+        "’": "'",
+        "ə": "e",
+    }
 )
 
 
@@ -40,15 +53,17 @@ def fold(word: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Gazetteer:
-    """`words`: folded word -> (bits, rank class); `phrases`: bits of places of two to MAX_PHRASE words, joined by spaces;
-    `starts`: their first words."""
+    """`words`: folded word -> (bits, rank class); `phrases`: bits of places of two to MAX_PHRASE
+    words, joined by spaces; `starts`: their first words."""
 
     words: Mapping[str, tuple[int, int]]
     phrases: Mapping[str, int]
     starts: frozenset[str]
 
     def look_up(self, word: str) -> tuple[int, int]:
-        """Bits and rank class (1 = the most common, 0 = not among them) of a word; of Anne-Marie, those of its parts."""
+        """Bits and rank class (1 = the most common, 0 = not among them) of a word; of Anne-Marie,
+        those of its parts.
+        """
         folded = fold(word)
         found = self.words.get(folded)
         if found is None and "-" in folded:
@@ -59,7 +74,9 @@ class Gazetteer:
         return found or (0, 0)
 
     def phrase_at(self, words: Sequence[str]) -> tuple[int, int]:
-        """How many of the given words, from the first, name one place, the longest such, and its bits; (0, 0) = none."""
+        """How many of the given words, from the first, name one place, the longest such, and its
+        bits; (0, 0) = none.
+        """
         folded = [fold(word) for word in words[:MAX_PHRASE]]
         for length in range(len(folded), 1, -1):
             bits = self.phrases.get(" ".join(folded[:length]))
@@ -69,7 +86,8 @@ class Gazetteer:
 
 
 def read_gazetteer(packed: bytes) -> Gazetteer:
-    """From gzip text, one entry a line: word or phrase, bits in hexadecimal, rank class; tabs between.
+    """From gzip text, one entry a line: word or phrase, bits in hexadecimal, rank class; tabs
+    between.
 
     Raises CorruptError if it is not that.
     """
@@ -83,11 +101,15 @@ def read_gazetteer(packed: bytes) -> Gazetteer:
             else:
                 words[entry] = (int(bits, 16), int(rank))
     except (OSError, EOFError, ValueError) as error:
-        raise CorruptError("the packed word lists of eyas.privacy cannot be read", "install eyas again") from error
+        raise CorruptError(
+            "the packed word lists of eyas.privacy cannot be read", "install eyas again"
+        ) from error
     return Gazetteer(words, phrases, frozenset(phrase.split(" ")[0] for phrase in phrases))
 
 
 @functools.cache
 def gazetteer() -> Gazetteer:
     """The lists that come with eyas, read once a process."""
-    return read_gazetteer((resources.files("eyas.privacy") / "weights" / "gazetteer.txt.gz").read_bytes())
+    return read_gazetteer(
+        (resources.files("eyas.privacy") / "weights" / "gazetteer.txt.gz").read_bytes()
+    )

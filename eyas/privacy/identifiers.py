@@ -1,7 +1,8 @@
 """National identity, tax, social security and health numbers of some thirty countries.
 
-Knows how each is written, its check (python-stdnum's), and the words beside which digits alone are taken for one. A number
-whose form and check are loose enough for ordinary prompts to hold it by chance needs such a word within CUE_DISTANCE.
+Knows how each is written, its check (python-stdnum's), and the words beside which digits alone are
+taken for one. A number whose form and check are loose enough for ordinary prompts to hold it by
+chance needs such a word within CUE_DISTANCE.
 """
 
 from __future__ import annotations
@@ -54,13 +55,16 @@ CLOSE = 24  # the same behind the number
 SG_WEIGHTS = (2, 7, 6, 5, 4, 3, 2)
 SG_LETTERS = {"ST": "JZIHGFEDCBA", "FG": "XWUTRQPNMLK"}
 
-# Most texts hold no five digits so close together (letters and separators may stand between), nor India's four.
+# Most texts hold no five digits so close together (letters and separators may stand between), nor
+# India's four.
 MAYBE = re.compile(r"\d(?:[A-Za-z]?[ ./+-]?\d){4}|[A-Z]\d{4}[A-Z]")
 
 
 @dataclass(frozen=True, slots=True)
 class Identifier:
-    """A kind of number: how it is written, what is true of it, and the words that it needs beside it, if any."""
+    """A kind of number: how it is written, what is true of it, and the words that it needs beside
+    it, if any.
+    """
 
     name: str
     pattern: re.Pattern[str]
@@ -70,13 +74,19 @@ class Identifier:
 
 def _kind(name: str, written: str, valid: Callable[[str], bool], cue: str = "") -> Identifier:
     pattern = re.compile(rf"(?<![\w.,/+-])(?:{written})(?![\w/+-]|[.,]\d)", re.ASCII)
-    return Identifier(name, pattern, valid, re.compile(rf"(?<!\w)(?:{cue})(?!\w)", re.I) if cue else None)
+    return Identifier(
+        name, pattern, valid, re.compile(rf"(?<!\w)(?:{cue})(?!\w)", re.I) if cue else None
+    )
 
 
 def is_nric(value: str) -> bool:
-    """Singapore's check letter: weighted digits modulo 11, with an offset of 4 for those of this century."""
+    """Singapore's check letter: weighted digits modulo 11, with an offset of 4 for those of this
+    century.
+    """
     series, digits, letter = value[0].upper(), value[1:-1], value[-1].upper()
-    total = sum(int(digit) * weight for digit, weight in zip(digits, SG_WEIGHTS, strict=True)) + 4 * (series in "TG")
+    total = sum(
+        int(digit) * weight for digit, weight in zip(digits, SG_WEIGHTS, strict=True)
+    ) + 4 * (series in "TG")
     letters = next((letters for group, letters in SG_LETTERS.items() if series in group), "")
     return bool(letters) and letters[total % 11] == letter
 
@@ -109,7 +119,11 @@ IDENTIFIERS = (
     _kind("IE PPS", r"\d{7}[A-W][A-IW]?", pps.is_valid),
     _kind("ES DNI", r"\d{8}-?[A-Z]|\d{1,2}\.\d{3}\.\d{3}-?[A-Z]", dni.is_valid),
     _kind("ES NIE", r"[XYZ]-?\d{7}-?[A-Z]", nie.is_valid),
-    _kind("IT codice fiscale", r"[A-Za-z]{6}\d\d[A-Za-z]\d\d[A-Za-z]\d{3}[A-Za-z]", codicefiscale.is_valid),
+    _kind(
+        "IT codice fiscale",
+        r"[A-Za-z]{6}\d\d[A-Za-z]\d\d[A-Za-z]\d{3}[A-Za-z]",
+        codicefiscale.is_valid,
+    ),
     _kind("FR NIR", r"[12] ?\d\d ?\d\d ?(?:\d\d|2[AB]) ?\d{3} ?\d{3} ?\d\d", nir.is_valid),
     _kind(
         "DE Steuer-ID",
@@ -118,7 +132,12 @@ IDENTIFIERS = (
         r"steuer(?:liche)?[ -]?(?:id|identifikation\w*|nummer)|idnr|tin|tax (?:id|number|identification)\w*",
     ),
     _kind("CH AHV", r"756\.?\d{4}\.?\d{4}\.?\d\d", ahv.is_valid),
-    _kind("NL BSN", r"\d{9}|\d{4}\.\d\d\.\d{3}", bsn.is_valid, r"bsn|burgerservicenummer|sofinummer|citizen service number"),
+    _kind(
+        "NL BSN",
+        r"\d{9}|\d{4}\.\d\d\.\d{3}",
+        bsn.is_valid,
+        r"bsn|burgerservicenummer|sofinummer|citizen service number",
+    ),
     _kind("BE rijksregister", r"\d\d\.\d\d\.\d\d-\d{3}\.\d\d", nn.is_valid),
     _kind("PT NIF", r"\d{3} ?\d{3} ?\d{3}", nif.is_valid, r"nif|contribuinte"),
     _kind("PL PESEL", r"\d{11}", pesel.is_valid, r"pesel"),
@@ -132,21 +151,35 @@ IDENTIFIERS = (
     _kind("HR OIB", r"\d{11}", oib.is_valid, r"oib"),
     _kind("GR AMKA", r"\d{11}", amka.is_valid, r"amka|αμκα"),
     _kind("TR kimlik", r"\d{11}", tckimlik.is_valid, r"t\.?c\.?|kimlik(?: no)?|tckn"),
-    _kind("IL teudat zehut", r"\d{9}", teudat_zehut.is_valid, r"teudat zehut|israeli id|תעודת זהות"),
-    _kind("ZA ID", r"\d{6} ?\d{4} ?\d{3}", za_id.is_valid, r"id(?: number| no\.?)?|identity(?: number)?"),
+    _kind(
+        "IL teudat zehut", r"\d{9}", teudat_zehut.is_valid, r"teudat zehut|israeli id|תעודת זהות"
+    ),
+    _kind(
+        "ZA ID",
+        r"\d{6} ?\d{4} ?\d{3}",
+        za_id.is_valid,
+        r"id(?: number| no\.?)?|identity(?: number)?",
+    ),
     _kind("BR CPF", r"\d{3}\.\d{3}\.\d{3}-\d\d", cpf.is_valid),
     _kind("BR CPF, bare", r"\d{11}", cpf.is_valid, r"cpf"),
     _kind("CL RUT", r"\d{1,2}\.\d{3}\.\d{3}-[\dkK]", rut.is_valid),
     _kind("AR CUIT", r"\d\d-\d{8}-\d", cuit.is_valid),
     _kind("MX CURP", r"[A-Z]{4}\d{6}[HMX][A-Z]{5}[0-9A-Z]\d", curp.is_valid),
-    _kind("CA SIN", r"\d{3}[ -]?\d{3}[ -]?\d{3}", sin.is_valid, r"sin|social insurance(?: number)?"),
+    _kind(
+        "CA SIN", r"\d{3}[ -]?\d{3}[ -]?\d{3}", sin.is_valid, r"sin|social insurance(?: number)?"
+    ),
     _kind("AU TFN", r"\d{3} ?\d{3} ?\d{2,3}", tfn.is_valid, r"tfn|tax file(?: number)?"),
     _kind("IN PAN", r"[A-Z]{5}\d{4}[A-Z]", pan.is_valid),
     _kind("IN Aadhaar", r"\d{4}[ -]?\d{4}[ -]?\d{4}", is_aadhaar, r"a?adh?aar|uidai?"),
     _kind("SG NRIC", r"[STFGstfg]\d{7}[A-Za-z]", is_nric),
     _kind("TH PIN", r"\d-\d{4}-\d{5}-\d\d-\d", pin.is_valid),
     _kind("KR RRN", r"\d{6}-[0-9]\d{6}", rrn.is_valid),
-    _kind("JP My Number", r"\d{4}[ -]?\d{4}[ -]?\d{4}", my_number.is_valid, r"my ?number|マイナンバー|個人番号"),
+    _kind(
+        "JP My Number",
+        r"\d{4}[ -]?\d{4}[ -]?\d{4}",
+        my_number.is_valid,
+        r"my ?number|マイナンバー|個人番号",
+    ),
     _kind("CN resident ID", r"\d{17}[\dXx]", ric.is_valid),
     _kind("document", r"[A-Z0-9](?:[ -]?[A-Z0-9]){5,14}", is_document, DOCUMENT_CUE),
 )
@@ -162,12 +195,18 @@ def national_ids(text: str) -> Iterator[Place]:
 
 def is_national_id(value: str) -> bool:
     """Whether the value, alone, passes the check of some kind."""
-    return any(kind.pattern.fullmatch(value) and kind.valid(value) for kind in IDENTIFIERS if kind.name != "document")
+    return any(
+        kind.pattern.fullmatch(value) and kind.valid(value)
+        for kind in IDENTIFIERS
+        if kind.name != "document"
+    )
 
 
 def _found(kind: Identifier, text: str) -> Iterator[tuple[int, int]]:
     for match in kind.pattern.finditer(text):
         start, end = match.span()
         near = kind.cue is None or kind.cue.search(text, max(0, start - CUE_DISTANCE), start)
-        if (near or (kind.cue and kind.cue.search(text, end, end + CLOSE))) and kind.valid(match.group()):
+        if (near or (kind.cue and kind.cue.search(text, end, end + CLOSE))) and kind.valid(
+            match.group()
+        ):
             yield start, end

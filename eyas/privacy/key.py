@@ -1,6 +1,8 @@
-"""The secret that hashes and surrogates are derived from. Knows where it lies; shows no more of it than a fingerprint.
+"""The secret that hashes and surrogates are derived from. Knows where it lies; shows no more of it
+than a fingerprint.
 
-With the key, whoever suspects a value can confirm it in a ledger; without it, a hash says nothing but which values are equal.
+With the key, whoever suspects a value can confirm it in a ledger; without it, a hash says nothing
+but which values are equal.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ VARIABLE = "EYAS_PRIVACY_KEY"
 NUM_BYTES = 32
 SHORTEST = 16  # characters of a key given by hand
 HASH_DIGITS = 16
-NUMBERED = ("CREDIT_CARD", "IBAN_CODE", "US_SSN", "NATIONAL_ID", "PHONE_NUMBER")  # types written with separators or without
+# types written with separators or without
+NUMBERED = ("CREDIT_CARD", "IBAN_CODE", "US_SSN", "NATIONAL_ID", "PHONE_NUMBER")
 
 
 def key_path() -> Path:
@@ -28,13 +31,17 @@ def key_path() -> Path:
 
 
 def privacy_key() -> bytes:
-    """The key: from EYAS_PRIVACY_KEY, else from the key file, which the first use makes for this user alone (mode 0600).
+    """The key: from EYAS_PRIVACY_KEY, else from the key file, which the first use makes for this
+    user alone (mode 0600).
 
     Raises ConfigError for a key that can be guessed and for a file that others can read.
     """
     if given := os.environ.get(VARIABLE, ""):
         if len(given) < SHORTEST:
-            raise ConfigError(f"{VARIABLE} is shorter than {SHORTEST} characters", "give one that nobody can guess")
+            raise ConfigError(
+                f"{VARIABLE} is shorter than {SHORTEST} characters",
+                "give one that nobody can guess",
+            )
         return hashlib.sha256(given.encode()).digest()
     path = key_path()
     try:
@@ -42,11 +49,16 @@ def privacy_key() -> bytes:
             _make(path)
         mode, key = path.stat().st_mode, path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"cannot make or read the key file {path}", f"set {VARIABLE} instead ({error.strerror})") from error
+        raise ConfigError(
+            f"cannot make or read the key file {path}", f"set {VARIABLE} instead ({error.strerror})"
+        ) from error
     if mode & 0o077:
         raise ConfigError(f"others can read the key file {path}", f"chmod 600 {path}")
     if len(key) != NUM_BYTES:
-        raise ConfigError(f"the key file {path} is damaged", "restore it, or delete it: hashes and surrogates will be others")
+        raise ConfigError(
+            f"the key file {path} is damaged",
+            "restore it, or delete it: hashes and surrogates will be others",
+        )
     return key
 
 
@@ -66,9 +78,13 @@ def _make(path: Path) -> None:
 
 
 def keyed(key: bytes, *what: str) -> bytes:
-    """HMAC-SHA256 over the parts, each with its length, so that no two lists of parts are the same bytes."""
+    """HMAC-SHA256 over the parts, each with its length, so that no two lists of parts are the same
+    bytes.
+    """
     parts = [part.encode("utf-8", "surrogatepass") for part in what]
-    return hmac.digest(key, b"".join(len(part).to_bytes(8, "big") + part for part in parts), "sha256")
+    return hmac.digest(
+        key, b"".join(len(part).to_bytes(8, "big") + part for part in parts), "sha256"
+    )
 
 
 def fingerprint(key: bytes) -> str:

@@ -1,6 +1,8 @@
-"""A recogniser of names and places that is installed on this machine: a spaCy pipeline or a transformers model.
+"""A recogniser of names and places that is installed on this machine: a spaCy pipeline or a
+transformers model.
 
-Knows how both are loaded and what their labels mean here. Downloads nothing: a model that is absent is an error.
+Knows how both are loaded and what their labels mean here. Downloads nothing: a model that is absent
+is an error.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from presidio_analyzer.predefined_recognizers import HuggingFaceNerRecognizer
 from eyas.errors import ConfigError
 from eyas.privacy.recognizer import Place, Recognizer
 
-# Labels of the usual models (OntoNotes, CoNLL, WikiNER, and sets made for personal data). Others are not looked for.
+# Labels of the usual models (OntoNotes, CoNLL, WikiNER, and sets made for personal data). Others
+# are not looked for.
 LABELS = {
     "PERSON": "PERSON",
     "PER": "PERSON",
@@ -41,7 +44,11 @@ class SpacyEntities:
         try:
             self._pipeline = spacy.load(name)
         except OSError as error:
-            hint = "install it first (python -m spacy download ...) or give its folder; nothing is downloaded by itself"
+            hint = (
+                "install it first (python -m spacy download ...) or give its folder; nothing "
+                "is "
+                "downloaded by itself"
+            )
             raise ConfigError(f"spaCy has no pipeline {name!r} here", hint) from error
 
     def __call__(self, text: str) -> Iterator[Place]:
@@ -51,7 +58,8 @@ class SpacyEntities:
 
 
 def ner_recognizer(name: str, score: float) -> EntityRecognizer:
-    """The recogniser that `spacy:NAME` or `transformers:FOLDER` names, loaded. score: transformers' least.
+    """The recogniser that `spacy:NAME` or `transformers:FOLDER` names, loaded. score: transformers'
+    least.
 
     Raises ConfigError when it is not installed.
     """
@@ -65,12 +73,18 @@ def ner_recognizer(name: str, score: float) -> EntityRecognizer:
 
 def _transformers(folder: str, score: float) -> EntityRecognizer:
     if not (Path(folder) / "config.json").is_file():
-        raise ConfigError(f"no model at {folder}", "give the folder of a token-classification model; nothing is downloaded")
+        raise ConfigError(
+            f"no model at {folder}",
+            "give the folder of a token-classification model; nothing is downloaded",
+        )
     try:
-        recognizer = HuggingFaceNerRecognizer(model_name=folder, label_mapping=LABELS, threshold=score, device="cpu")
+        recognizer = HuggingFaceNerRecognizer(
+            model_name=folder, label_mapping=LABELS, threshold=score, device="cpu"
+        )
         recognizer.load()
     except (ImportError, OSError, ValueError) as error:
         raise ConfigError(
-            f"transformers cannot load {folder} for names", f"{type(error).__name__}: see its config.json"
+            f"transformers cannot load {folder} for names",
+            f"{type(error).__name__}: see its config.json",
         ) from error
     return recognizer

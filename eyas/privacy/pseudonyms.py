@@ -1,6 +1,7 @@
 """The words that invented names, addresses and places are made of. Knows nothing but words.
 
-Common words of their kind, so that an invented name reads like a name and belongs to nobody in particular.
+Common words of their kind, so that an invented name reads like a name and belongs to nobody in
+particular.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """API keys, tokens, passwords and private keys, by the way they are written.
 
-Knows detect-secrets' plugins that are patterns (its entropy plugins flag every ordinary prompt, and its keyword plugin takes
-code for passwords) and patterns of ours for what they lack. Verifies nothing with anybody.
+Knows detect-secrets' plugins that are patterns (its entropy plugins flag every ordinary prompt, and
+its keyword plugin takes code for passwords) and patterns of ours for what they lack. Verifies
+nothing with anybody.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from collections.abc import Iterator
 
 from eyas.privacy.recognizer import Place
 
-# detect-secrets' modules and classes. Not among them: JWT (leaves the signature), private keys (only the heading), basic
-# authentication (only the password; links are found whole), IP addresses, keywords and entropy.
+# detect-secrets' modules and classes. Not among them: JWT (leaves the signature), private keys
+# (only the heading), basic authentication (only the password; links are found whole), IP addresses,
+# keywords and entropy.
 PLUGINS = {
     "artifactory": "ArtifactoryDetector",
     "aws": "AWSKeyDetector",
@@ -36,7 +38,8 @@ PLUGINS = {
     "telegram_token": "TelegramBotTokenDetector",
     "twilio": "TwilioKeyDetector",
 }
-SECRET_GROUP = 16  # characters from which a pattern's group is the secret itself rather than its prefix
+# characters from which a pattern's group is the secret itself rather than its prefix
+SECRET_GROUP = 16
 
 OURS = [
     re.compile(rf"(?<![A-Za-z0-9])(?:{written})")
@@ -64,7 +67,8 @@ OURS = [
         r"nvapi-[\w-]{40,}",
         r"xai-[A-Za-z0-9]{40,}",
         r"wandb_v\d_[\w-]{20,}",
-        r"eyJ[\w-]{8,4000}\.[\w-]{4,4000}(?:\.[\w-]{0,4000})?(?:\.[\w-]{0,4000}){0,2}",  # JWT, encrypted ones too
+        # JWT, encrypted ones too
+        r"eyJ[\w-]{8,4000}\.[\w-]{4,4000}(?:\.[\w-]{0,4000})?(?:\.[\w-]{0,4000}){0,2}",
     )
 ]
 # Any of the patterns above needs so many such characters in a row, a digit among them.
@@ -79,7 +83,8 @@ NAMED = re.compile(
     re.I,
 )
 BEARER = re.compile(
-    r"\bauthorization[\"']?\s{0,2}[:=]\s{0,2}[\"']?(?:bearer|basic|token)\s+(?P<value>[\w+/=~.-]{12,4000})", re.I
+    r"\bauthorization[\"']?\s{0,2}[:=]\s{0,2}[\"']?(?:bearer|basic|token)\s+(?P<value>[\w+/=~.-]{12,4000})",
+    re.I,
 )
 MAYBE_NAMED = re.compile(r"key|token|secret|authorization", re.I)
 
@@ -100,13 +105,16 @@ PLACEHOLDER = re.compile(
 
 KEY_BLOCK = re.compile(r"-----BEGIN [A-Z0-9 ]{0,30}PRIVATE KEY(?: BLOCK)?-----")
 KEY_END = re.compile(r"-----END [A-Z0-9 ]{0,30}PRIVATE KEY(?: BLOCK)?-----")
-KEY_BODY = re.compile(r"(?:\s{0,2}[A-Za-z-]{1,30}: [^\n]{0,200}\n){0,5}[A-Za-z0-9+/=\s\\]*")  # headers, Base64 with breaks
+# headers, Base64 with breaks
+KEY_BODY = re.compile(r"(?:\s{0,2}[A-Za-z-]{1,30}: [^\n]{0,200}\n){0,5}[A-Za-z0-9+/=\s\\]*")
 PUTTY_KEY = re.compile(r"Private-Lines: \d+\s+(?P<value>[A-Za-z0-9+/=\s]{40,})")
 SHORTEST_KEY = 40  # characters of a block; less is talk of keys
 
 
 def api_keys(text: str) -> Iterator[Place]:
-    """Keys and tokens by their makers' prefixes and layouts, and long values behind a name such as `api_key`."""
+    """Keys and tokens by their makers' prefixes and layouts, and long values behind a name such as
+    `api_key`.
+    """
     if any(_has_digit(run.group()) for run in RUN.finditer(text)):
         for pattern in (*plugin_patterns(), *OURS):
             for match in pattern.finditer(text):
@@ -117,11 +125,17 @@ def api_keys(text: str) -> Iterator[Place]:
         for pattern in (NAMED, BEARER):
             for match in pattern.finditer(text):
                 if _has_digit(match["value"]) and re.search("[A-Za-z]", match["value"]):
-                    yield "API_KEY", match.start("value"), match.start("value") + len(match["value"].rstrip(".-"))
+                    yield (
+                        "API_KEY",
+                        match.start("value"),
+                        match.start("value") + len(match["value"].rstrip(".-")),
+                    )
 
 
 def passwords(text: str) -> Iterator[Place]:
-    """What stands behind "password is", "pwd:" and the like, if it looks like one rather than like a word or code."""
+    """What stands behind "password is", "pwd:" and the like, if it looks like one rather than like
+    a word or code.
+    """
     if MAYBE_PASSWORD.search(text):
         for match in PASSWORD.finditer(text):
             group = "quoted" if match["quoted"] else "bare"
@@ -137,15 +151,26 @@ def private_keys(text: str) -> Iterator[Place]:
         assert body is not None, "it may be empty"
         if len(body.group().strip()) >= SHORTEST_KEY:
             closing = KEY_END.match(text, body.end())
-            yield "PRIVATE_KEY", heading.start(), closing.end() if closing else heading.end() + len(body.group().rstrip())
+            yield (
+                "PRIVATE_KEY",
+                heading.start(),
+                closing.end() if closing else heading.end() + len(body.group().rstrip()),
+            )
     for match in PUTTY_KEY.finditer(text):
-        yield "PRIVATE_KEY", match.start("value"), match.start("value") + len(match["value"].rstrip())
+        yield (
+            "PRIVATE_KEY",
+            match.start("value"),
+            match.start("value") + len(match["value"].rstrip()),
+        )
 
 
 @functools.cache
 def plugin_patterns() -> tuple[re.Pattern[str], ...]:
     """The patterns of detect-secrets' plugins, each once."""
-    plugins = (getattr(importlib.import_module(f"detect_secrets.plugins.{name}"), kind) for name, kind in PLUGINS.items())
+    plugins = (
+        getattr(importlib.import_module(f"detect_secrets.plugins.{name}"), kind)
+        for name, kind in PLUGINS.items()
+    )
     return tuple(dict.fromkeys(pattern for plugin in plugins for pattern in plugin.denylist))
 
 
@@ -157,7 +182,9 @@ def _secret(match: re.Match[str]) -> tuple[int, int]:
 
 
 def _whole(text: str, start: int, end: int) -> tuple[int, int]:
-    """A pattern of fixed length may end within a longer secret: on to where the run of such characters ends."""
+    """A pattern of fixed length may end within a longer secret: on to where the run of such
+    characters ends.
+    """
     while not IN_SECRET.match(text[start : start + 1]):
         start += 1
     while end > start and not IN_SECRET.match(text[end - 1]):

@@ -1,11 +1,14 @@
-"""Invented values in place of real ones: of the same kind and form, the same throughout a conversation, and nobody's.
+"""Invented values in place of real ones: of the same kind and form, the same throughout a
+conversation, and nobody's.
 
-Knows ranges that were set aside or never given out: telephone numbers of Ofcom, ACMA, ARCEP, BNetzA, ComReg, PTS and the North
-American 555-01xx, addresses of RFC 2606, 5737 and 3849, card numbers for tests, SSN areas from 900, banks that do not exist.
-Where a country set nothing aside, a number that no plan has (two zeros after the trunk). Identity numbers fail their check.
+Knows ranges that were set aside or never given out: telephone numbers of Ofcom, ACMA, ARCEP,
+BNetzA, ComReg, PTS and the North American 555-01xx, addresses of RFC 2606, 5737 and 3849, card
+numbers for tests, SSN areas from 900, banks that do not exist. Where a country set nothing aside, a
+number that no plan has (two zeros after the trunk). Identity numbers fail their check.
 
-What a value gives way to is drawn from HMAC-SHA256(key, conversation, type, which of the type it is), never from the value:
-the surrogate says nothing of what it hides, and texts that differ in their values alone become the same text.
+What a value gives way to is drawn from HMAC-SHA256(key, conversation, type, which of the type it
+is), never from the value: the surrogate says nothing of what it hides, and texts that differ in
+their values alone become the same text.
 """
 
 from __future__ import annotations
@@ -28,12 +31,39 @@ from eyas.privacy.wallets import BECH32, base58check, bech32, checksum_case
 
 WORDED = ("PERSON", "STREET_ADDRESS", "LOCATION")
 EXTENSION = re.compile(r"\s?(?:x|ext)", re.I)
-AREAS = ("202", "206", "303", "312", "404", "415", "503", "512", "602", "617", "702", "713", "804", "919")
+AREAS = (
+    "202",
+    "206",
+    "303",
+    "312",
+    "404",
+    "415",
+    "503",
+    "512",
+    "602",
+    "617",
+    "702",
+    "713",
+    "804",
+    "919",
+)
 # By country, how fictional national numbers begin, without the trunk 0.
 FICTIONAL_PHONES = {
     "US": tuple(f"{area}55501" for area in AREAS),
-    "CA": tuple(f"{area}55501" for area in ("204", "306", "403", "416", "514", "604", "613", "902")),
-    "GB": ("7700900", "2079460", "1632960", "1134960", "1174960", "1214960", "1314960", "1414960", "1614960"),
+    "CA": tuple(
+        f"{area}55501" for area in ("204", "306", "403", "416", "514", "604", "613", "902")
+    ),
+    "GB": (
+        "7700900",
+        "2079460",
+        "1632960",
+        "1134960",
+        "1174960",
+        "1214960",
+        "1314960",
+        "1414960",
+        "1614960",
+    ),
     "AU": ("25550", "35550", "75550", "85550"),
     "FR": ("19900", "26191", "35301", "46571", "53649", "63998"),
     "DE": ("3023125", "6990009", "4066969", "2214710", "8999998"),
@@ -44,10 +74,20 @@ ANYWHERE = "55501"  # for a short number of no known country
 LONG = 9  # digits of a national number that may have an area code in it
 UNUSED = "00"
 SEVEN = [f"{ANYWHERE}{last:02d}" for last in range(100)]
-TEST_CARDS = {"34": "371449", "37": "378282", "35": "353011", "3": "305693", "5": "555555", "2": "555555", "6": "601111"}
+TEST_CARDS = {
+    "34": "371449",
+    "37": "378282",
+    "35": "353011",
+    "3": "305693",
+    "5": "555555",
+    "2": "555555",
+    "6": "601111",
+}
 DEFAULT_TEST_CARD = "424242"
 DOCUMENTATION = ("192.0.2.", "198.51.100.", "203.0.113.")
-RESERVED_MAIL = re.compile(r"@(?:[\w-]+\.)*(?:example\.(?:com|org|net)|example|test|invalid|localhost)$", re.I)
+RESERVED_MAIL = re.compile(
+    r"@(?:[\w-]+\.)*(?:example\.(?:com|org|net)|example|test|invalid|localhost)$", re.I
+)
 KEY_PREFIX = re.compile(r"sk-(?:proj|ant)-|[A-Za-z]{2,6}[-_]|AKIA|ASIA|AIza|eyJ")
 WORD = re.compile(r"[^\W\d_]+|\d+")
 MOST_ATTEMPTS = 50  # before two words are joined to make one that is not taken
@@ -58,7 +98,9 @@ class Draw:
 
     def __init__(self, key: bytes, *seed: str) -> None:
         blocks = (keyed(key, "surrogate", *seed, str(counter)) for counter in itertools.count())
-        self._words = (int.from_bytes(block[at : at + 8], "big") for block in blocks for at in range(0, 32, 8))
+        self._words = (
+            int.from_bytes(block[at : at + 8], "big") for block in blocks for at in range(0, 32, 8)
+        )
 
     def below(self, bound: int) -> int:
         """A number from 0 to bound - 1; of 64 bits, so the lowest are likelier by less than 2^-50."""
@@ -81,7 +123,9 @@ class Draw:
         if letter.isdigit():
             return str(self.below(10))
         if letter.isalpha():
-            return self.choice(string.ascii_uppercase if letter.isupper() else string.ascii_lowercase)
+            return self.choice(
+                string.ascii_uppercase if letter.isupper() else string.ascii_lowercase
+            )
         return letter
 
 
@@ -89,12 +133,16 @@ class Surrogates:
     """The invented values of one conversation."""
 
     def __init__(self, key: bytes, conversation: str, values: Iterable[tuple[str, str]]) -> None:
-        """conversation: what tells it from others, best its text without the values. values: type and value of all that will be
-        replaced; none of them is ever invented.
+        """conversation: what tells it from others, best its text without the values. values: type
+        and value of all that will be replaced; none of them is ever invented.
         """
         self._key, self._conversation = key, conversation
         self._given: dict[tuple[str, str], str] = {}
-        self._taken = {part.casefold() for type, value in values for part in (canonical(type, value), *WORD.findall(value))}
+        self._taken = {
+            part.casefold()
+            for type, value in values
+            for part in (canonical(type, value), *WORD.findall(value))
+        }
         self._num_of: dict[str, int] = {}
 
     def of(self, type: str, value: str) -> str:
@@ -109,7 +157,9 @@ class Surrogates:
             self._num_of[kind] = ordinal = self._num_of.get(kind, 0) + 1
             for attempt in itertools.count():
                 draw = Draw(self._key, self._conversation, kind, str(ordinal), str(attempt))
-                made = make(draw) if attempt < MOST_ATTEMPTS else f"{make(draw)}{make(draw).lower()}"
+                made = (
+                    make(draw) if attempt < MOST_ATTEMPTS else f"{make(draw)}{make(draw).lower()}"
+                )
                 if made.casefold() not in self._taken:
                     break
             self._taken.add(made.casefold())
@@ -117,14 +167,19 @@ class Surrogates:
         return self._given[kind, value]
 
     def _worded(self, type: str, value: str) -> str:
-        """Word by word, so that "Ada Berg" and, later, "Berg" are the same person; a place by itself is replaced whole."""
+        """Word by word, so that "Ada Berg" and, later, "Berg" are the same person; a place by
+        itself is replaced whole.
+        """
         if type == "LOCATION" and not any(letter.isdigit() for letter in value):
             return self._place(value)
         matches = list(WORD.finditer(value))
         parts, end = [], 0
         for number, match in enumerate(matches):
             last = type == "PERSON" and number == len(matches) - 1 > 0
-            parts += [value[end : match.start()], self._word("FAMILY" if last else type, match.group(), match.start(), value)]
+            parts += [
+                value[end : match.start()],
+                self._word("FAMILY" if last else type, match.group(), match.start(), value),
+            ]
             end = match.end()
         return "".join([*parts, value[end:]])
 
@@ -138,7 +193,9 @@ class Surrogates:
     def _word(self, type: str, word: str, start: int, value: str) -> str:
         if word.isdigit():
             return self._known("number", word, lambda draw: number_like(word, draw))
-        if word.casefold() in KEPT or (type == "STREET_ADDRESS" and len(word) <= 2 and word not in STATES):
+        if word.casefold() in KEPT or (
+            type == "STREET_ADDRESS" and len(word) <= 2 and word not in STATES
+        ):
             return word
         if len(word) == 1:
             return cased(self._initial(word.casefold()), word)
@@ -152,12 +209,20 @@ class Surrogates:
 
     def _initial(self, letter: str) -> str:
         """Of the word that it may stand for, where one came before."""
-        words = (made for (kind, value), made in self._given.items() if kind == "word" and value.startswith(letter))
-        return next(words, "")[:1] or self._known("initial", letter, lambda draw: draw.choice(string.ascii_uppercase))
+        words = (
+            made
+            for (kind, value), made in self._given.items()
+            if kind == "word" and value.startswith(letter)
+        )
+        return next(words, "")[:1] or self._known(
+            "initial", letter, lambda draw: draw.choice(string.ascii_uppercase)
+        )
 
 
 def number_like(number: str, draw: Draw) -> str:
-    """As many digits; no leading zero where there was none. One digit more once all of that length are taken."""
+    """As many digits; no leading zero where there was none. One digit more once all of that length
+    are taken.
+    """
     first = str(draw.below(10)) if number[0] == "0" and len(number) > 1 else str(1 + draw.below(9))
     return first + draw.digits(len(number) - 1)
 
@@ -170,39 +235,53 @@ def cased(made: str, mention: str) -> str:
 
 
 def poured(made: str, mention: str) -> str:
-    """The letters and digits of `made` into the mention's form: its separators, its case; an extension's "x" stays.
+    """The letters and digits of `made` into the mention's form: its separators, its case; an
+    extension's "x" stays.
 
     made: as many as the mention has, or digits only for a mention whose letters stay.
     """
     stays = made.isdigit()
     letters = iter(made)
-    return "".join(cased(next(letters, "0"), one) if (one.isdigit() if stays else one.isalnum()) else one for one in mention)
+    return "".join(
+        cased(next(letters, "0"), one) if (one.isdigit() if stays else one.isalnum()) else one
+        for one in mention
+    )
 
 
 def phone(value: str, draw: Draw) -> str:
     """The digits of a fictional number of the same country and length, its extension's too.
 
-    What is valid in several countries is taken for the first one's. Prefix and trunk stay; where nothing was set aside, two
-    zeros follow them, with which no national number begins.
+    What is valid in several countries is taken for the first one's. Prefix and trunk stay; where
+    nothing was set aside, two zeros follow them, with which no national number begins.
     """
     number, *extension = EXTENSION.split(value, maxsplit=1)
     digits = re.sub(r"\D", "", number)
     read = next(readings(number), None)
     national = phonenumbers.national_significant_number(read) if read else digits.removeprefix("0")
     kept = digits.removesuffix(national)
-    start = draw.choice(_set_aside(read) if read and (len(national) >= LONG or number[0] == "+") else (ANYWHERE,))
-    made = (start + draw.digits(max(0, len(digits) - len(kept) - len(start))))[: len(digits) - len(kept)]
+    start = draw.choice(
+        _set_aside(read) if read and (len(national) >= LONG or number[0] == "+") else (ANYWHERE,)
+    )
+    made = (start + draw.digits(max(0, len(digits) - len(kept) - len(start))))[
+        : len(digits) - len(kept)
+    ]
     return kept + made + draw.digits(len(re.findall(r"\d", "".join(extension))))
 
 
 def _set_aside(number: phonenumbers.PhoneNumber) -> tuple[str, ...]:
-    """How fictional numbers of its country begin; a small country's are those of the one whose prefix it shares."""
+    """How fictional numbers of its country begin; a small country's are those of the one whose
+    prefix it shares.
+    """
     main = phonenumbers.region_code_for_country_code(number.country_code or 0)
-    return FICTIONAL_PHONES.get(phonenumbers.region_code_for_number(number) or main) or FICTIONAL_PHONES.get(main, (UNUSED,))
+    return FICTIONAL_PHONES.get(
+        phonenumbers.region_code_for_number(number) or main
+    ) or FICTIONAL_PHONES.get(main, (UNUSED,))
 
 
 def is_nobodys(country_code: int, national: str) -> bool:
-    """Whether a national number, without the trunk 0, is set aside in a country of this code or not valid there."""
+    """Whether a national number, without the trunk 0, is set aside in a country of this code or not
+    valid there.
+    """
     regions = phonenumbers.region_codes_for_country_code(country_code)
     starts = tuple(start for region in regions for start in FICTIONAL_PHONES.get(region, ()))
     if national.startswith(starts):
@@ -218,7 +297,9 @@ def is_nobodys(country_code: int, national: str) -> bool:
 
 
 def card(value: str, draw: Draw) -> str:
-    """A number of the same kind of issuer and length from a range for tests, with a right check digit."""
+    """A number of the same kind of issuer and length from a range for tests, with a right check
+    digit.
+    """
     digits = re.sub(r"\D", "", value)
     start = TEST_CARDS.get(digits[:2]) or TEST_CARDS.get(digits[0]) or DEFAULT_TEST_CARD
     made = start + draw.digits(len(digits) - len(start) - 1)
@@ -226,7 +307,9 @@ def card(value: str, draw: Draw) -> str:
 
 
 def iban(value: str, draw: Draw) -> str:
-    """The same country, a bank that does not exist (XXXX or 0000), invented digits, right check digits (ISO 7064 mod 97)."""
+    """The same country, a bank that does not exist (XXXX or 0000), invented digits, right check
+    digits (ISO 7064 mod 97).
+    """
     letters = re.sub(r"\W", "", value).upper()
     country, bank, account = letters[:2], letters[4:8], letters[8:]
     made = "".join("0" if letter.isdigit() else "X" for letter in bank) + draw.like(account)
@@ -255,7 +338,9 @@ def mail(value: str, draw: Draw) -> str:
 def ip_address(value: str, draw: Draw) -> str:
     """An address for documentation of the same version (RFC 5737, RFC 3849)."""
     if ":" in value:
-        return str(ipaddress.IPv6Address(int(ipaddress.IPv6Address("2001:db8::")) + draw.below(1 << 62)))
+        return str(
+            ipaddress.IPv6Address(int(ipaddress.IPv6Address("2001:db8::")) + draw.below(1 << 62))
+        )
     return f"{draw.choice(DOCUMENTATION)}{1 + draw.below(254)}"
 
 
@@ -279,7 +364,8 @@ def wallet(value: str, draw: Draw) -> str:
         return f"0x{checksum_case(draw.bytes(20).hex())}"
     prefix, separator, _ = value.lower().partition("1")
     if separator and prefix in ("bc", "tb", "ltc"):
-        return bech32(prefix, [0, *(draw.below(len(BECH32)) for _ in range(32))])  # version 0, 160 bits
+        # version 0, 160 bits
+        return bech32(prefix, [0, *(draw.below(len(BECH32)) for _ in range(32))])
     return base58check(b"\0" + draw.bytes(20))
 
 
@@ -323,6 +409,7 @@ def is_fictional(type: str, value: str) -> bool:
     if type == "PHONE_NUMBER":
         number = EXTENSION.split(value, maxsplit=1)[0]
         return digits.endswith(tuple(SEVEN)) or any(
-            phonenumbers.national_significant_number(one).startswith(_set_aside(one)) for one in readings(number)
+            phonenumbers.national_significant_number(one).startswith(_set_aside(one))
+            for one in readings(number)
         )
     return False

@@ -1,10 +1,12 @@
-"""A linear-chain conditional random field over tokens: how likely each is part of a name, an address, a place, a company.
+"""A linear-chain conditional random field over tokens: how likely each is part of a name, an
+address, a place, a company.
 
-Knows tokens, what is said of each (its form, the word lists' bits, cue words) and how weights are summed over them. Knows
-nothing of how the weights were found (recipes/entities.py trains them with CRFsuite on sentences of our own) nor of what is
-done with a finding.
+Knows tokens, what is said of each (its form, the word lists' bits, cue words) and how weights are
+summed over them. Knows nothing of how the weights were found (recipes/entities.py trains them with
+CRFsuite on sentences of our own) nor of what is done with a finding.
 
-    T tokens of a text, L labels, S stretches of tokens that are worth a look, W tokens of the longest of them
+    T tokens of a text, L labels, S stretches of tokens that are worth a look, W tokens of the
+    longest of them
 """
 
 from __future__ import annotations
@@ -53,8 +55,22 @@ MOST_KNOWN = 1 << 16  # tokens whose sums are kept
 NO_PHRASE = (0, "")
 EDGE = ("edge", "edge")  # group and word beyond the text's ends
 
-SIGNS = {sign: sign for sign in ",.:;-()/#\"'%?!"} | dict.fromkeys("$€£", "money") | dict.fromkeys("+*=<>^~", "maths")
-SIGNS |= {"\n": "newline", "'s": "'s", "’s": "'s", "–": "-", "—": "-", "`": "code", "|": "code", "{": "code", "[": "code"}
+SIGNS = (
+    {sign: sign for sign in ",.:;-()/#\"'%?!"}
+    | dict.fromkeys("$€£", "money")
+    | dict.fromkeys("+*=<>^~", "maths")
+)
+SIGNS |= {
+    "\n": "newline",
+    "'s": "'s",
+    "’s": "'s",
+    "–": "-",
+    "—": "-",
+    "`": "code",
+    "|": "code",
+    "{": "code",
+    "[": "code",
+}
 TOKEN = re.compile(
     r"(?:https?://|www\.)\S+|[\w.+-]+@[\w-]+\.[\w.-]+|\n|['’]s\b|\d+(?:[.,:]\d+)+"
     r"|[^\W_]+(?:(?:['’](?!s\b)|[-_])[^\W_]+)*|[^\w\s]|_"
@@ -65,7 +81,8 @@ TOKEN = re.compile(
 class Token:
     """What is said of a token, wherever it stands.
 
-    group: one of some fifty kinds, for rules over neighbours; facts: features by name; active: may be part of what is sought.
+    group: one of some fifty kinds, for rules over neighbours; facts: features by name; active: may
+    be part of what is sought.
     """
 
     group: str
@@ -75,7 +92,9 @@ class Token:
 
 
 def tokenize(text: str) -> list[tuple[str, int, int]]:
-    """Tokens with their places: words, numbers, addresses of the net, line breaks, every other sign by itself."""
+    """Tokens with their places: words, numbers, addresses of the net, line breaks, every other sign
+    by itself.
+    """
     return [(match.group(), match.start(), match.end()) for match in TOKEN.finditer(text)]
 
 
@@ -124,18 +143,34 @@ def _describe_word(token: str, word: str, bits: int, rank: int) -> Token:
     common = "top" if rank in (1, 2) else "known" if rank else "rare"
     if not cue and case not in ("X", "UP") and len(word) > 6 and STREET_END.search(word):
         cue = "street+"
-    kind = ("both" if names and places else "name" if names else "place" if places else "word") if common != "top" else "top"
+    kind = (
+        ("both" if names and places else "name" if names else "place" if places else "word")
+        if common != "top"
+        else "top"
+    )
     group = f"{cue}^" if cue and case != "low" else cue
     if not group:
         group = f"{case}:{kind}" if case != "X" else "X"
     if case == "UP" and token in UPPER_CODES:
         group = "CODE"
     listed = f"{names}/{places}/{common}/{case}"
-    facts = [f"group={group}", f"case={case}", f"listed={listed}", f"cue={cue}", f"rank={rank}{case}"]
+    facts = [
+        f"group={group}",
+        f"case={case}",
+        f"listed={listed}",
+        f"cue={cue}",
+        f"rank={rank}{case}",
+    ]
     if bits & FOREIGN:
         facts.append(f"foreign={case}{'+' if names or places else ''}{'+' if rank else ''}")
     if case != "low" or names or places:
-        facts += [f"end={word[-3:]}", f"end2={word[-2:]}", f"begin={word[:2]}", f"names={names}", f"places={places}"]
+        facts += [
+            f"end={word[-3:]}",
+            f"end2={word[-2:]}",
+            f"begin={word[:2]}",
+            f"names={names}",
+            f"places={places}",
+        ]
     seen = common != "top" and bool(names or places)
     capital = case != "low" and (rank == 0 or bool(names or places))
     active = seen or capital or cue in ("street+", "box", "unit", "name", "postcode")
@@ -144,7 +179,9 @@ def _describe_word(token: str, word: str, bits: int, rank: int) -> Token:
 
 
 def phrases(words: Sequence[str], lists: Gazetteer) -> dict[int, tuple[int, str]]:
-    """Bits and part (`begin` or `in`) of each token within a place of several words, such as New York, by its index."""
+    """Bits and part (`begin` or `in`) of each token within a place of several words, such as New
+    York, by its index.
+    """
     found: dict[int, tuple[int, str]] = {}
     for index, word in enumerate(words):
         if fold(word) in lists.starts and index not in found:
@@ -157,11 +194,15 @@ def phrases(words: Sequence[str], lists: Gazetteer) -> dict[int, tuple[int, str]
 def described(words: Sequence[str], lists: Gazetteer) -> list[Token]:
     """Each token of a text, described with the word lists."""
     within = phrases(words, lists)
-    return [looked_up(word, *within.get(index, NO_PHRASE), lists) for index, word in enumerate(words)]
+    return [
+        looked_up(word, *within.get(index, NO_PHRASE), lists) for index, word in enumerate(words)
+    ]
 
 
 def looked_up(word: str, phrase_bits: int, part: str, lists: Gazetteer) -> Token:
-    """A token described with the word lists; `part` is its part in a listed place of several words, "" = in none."""
+    """A token described with the word lists; `part` is its part in a listed place of several words,
+    "" = in none.
+    """
     bits, rank = lists.look_up(word) if word[0].isalpha() else (0, 0)
     token = describe(word, bits, rank)
     return in_phrase(token, phrase_bits, part) if part else token
@@ -169,12 +210,18 @@ def looked_up(word: str, phrase_bits: int, part: str, lists: Gazetteer) -> Token
 
 def in_phrase(token: Token, bits: int, part: str) -> Token:
     """A token's description where it is part of a listed place of several words."""
-    facts = (*token.facts, f"phrase={part}", f"phrase={part}{_places(bits)}{token.group.partition(':')[0]}")
+    facts = (
+        *token.facts,
+        f"phrase={part}",
+        f"phrase={part}{_places(bits)}{token.group.partition(':')[0]}",
+    )
     return Token(token.group, token.word, facts, active=True)
 
 
 def features(tokens: Sequence[Token]) -> list[list[str]]:
-    """Every feature of each token by name, as the weights are trained on; `Tagger` sums the same without the names."""
+    """Every feature of each token by name, as the weights are trained on; `Tagger` sums the same
+    without the names.
+    """
     padded = [None] * MARGIN + list(tokens) + [None] * MARGIN
     rows = []
     for index in range(MARGIN, len(tokens) + MARGIN):
@@ -184,17 +231,25 @@ def features(tokens: Sequence[Token]) -> list[list[str]]:
 
 
 def names_at(offset: int, token: Token | None) -> list[str]:
-    """The features that a token gives to the one `offset` tokens before it; None = beyond the text's ends."""
+    """The features that a token gives to the one `offset` tokens before it; None = beyond the
+    text's ends.
+    """
     if token is None:
         return [f"{offset}|edge"]
     if abs(offset) == 3:
         return [f"{offset}|group={token.group}"]
-    facts = token.facts if offset == 0 else [fact for fact in token.facts if not fact.startswith(("begin", "end="))]
+    facts = (
+        token.facts
+        if offset == 0
+        else [fact for fact in token.facts if not fact.startswith(("begin", "end="))]
+    )
     return [f"{offset}|{fact}" for fact in facts] + [f"{offset}|w={token.word}"]
 
 
 def joined(tokens: Sequence[Token | None], index: int) -> tuple[str, ...]:
-    """The features of a token that join it with its neighbours: groups (g) and words (w), by how far they are."""
+    """The features of a token that join it with its neighbours: groups (g) and words (w), by how
+    far they are.
+    """
     before2, before, here, after, after2 = tokens[index - 2 : index + 3]
     assert here is not None
     group = here.group
@@ -216,14 +271,18 @@ def joined(tokens: Sequence[Token | None], index: int) -> tuple[str, ...]:
 
 
 class Tagger:
-    """Sums weights over a text's tokens and gives each label's probability; what a token adds is worked out once and kept."""
+    """Sums weights over a text's tokens and gives each label's probability; what a token adds is
+    worked out once and kept.
+    """
 
     def __init__(self, weights: dict[str, Any], lists: Gazetteer) -> None:
         self._lists = lists
         self._transitions_LL = np.exp(np.array(weights["transitions"], np.float32))
         self._facts: dict[str, int] = {}
         self._rules: dict[str, int] = {}
-        self._fact_weights_FOL = np.zeros((len(weights["features"]) + 1, len(OFFSETS), len(LABELS)), np.float32)
+        self._fact_weights_FOL = np.zeros(
+            (len(weights["features"]) + 1, len(OFFSETS), len(LABELS)), np.float32
+        )
         self._rule_weights_RL = np.zeros((len(weights["features"]) + 1, len(LABELS)), np.float32)
         for name, by_label in weights["features"].items():
             labels, values = [int(label) for label in by_label], list(by_label.values())
@@ -232,7 +291,9 @@ class Tagger:
                 row = self._facts.setdefault(fact, len(self._facts) + 1)
                 self._fact_weights_FOL[row, PLACE_OF[offset], labels] = values
             else:
-                self._rule_weights_RL[self._rules.setdefault(name, len(self._rules) + 1), labels] = values
+                self._rule_weights_RL[
+                    self._rules.setdefault(name, len(self._rules) + 1), labels
+                ] = values
         self._fact_weights_FOL = self._fact_weights_FOL[: len(self._facts) + 1].copy()
         self._rule_weights_RL = self._rule_weights_RL[: len(self._rules) + 1].copy()
         self._clear()
@@ -244,14 +305,19 @@ class Tagger:
         self._given_NOL[0] = self._sums(None)
 
     def probabilities(self, words: Sequence[str]) -> Floats:
-        """P(label | text) of each token, [T, L] in the order of LABELS; tokens far from any that may be a name are O."""
+        """P(label | text) of each token, [T, L] in the order of LABELS; tokens far from any that
+        may be a name are O.
+        """
         if len(self._tokens) > MOST_KNOWN:
             self._clear()
         ids_T = self._look_up(words)
         tokens = [self._tokens[id] for id in ids_T]
         result_TL = np.zeros((len(words), len(LABELS)), np.float32)
         result_TL[:, 0] = 1
-        spans = stretches([index for index, token in enumerate(tokens) if token is not None and token.active], len(words))
+        spans = stretches(
+            [index for index, token in enumerate(tokens) if token is not None and token.active],
+            len(words),
+        )
         if spans:
             inside = np.concatenate([np.arange(start, end) for start, end in spans])
             scores_TL = np.zeros_like(result_TL)
@@ -274,9 +340,13 @@ class Tagger:
         return known
 
     def _sums(self, token: Token | None) -> Floats:
-        """What a token adds to the scores of those from MARGIN before it to MARGIN after it, [O, L]."""
+        """What a token adds to the scores of those from MARGIN before it to MARGIN after it, [O,
+        L].
+        """
         facts = ("edge",) if token is None else (*token.facts, f"w={token.word}")
-        sums: Floats = self._fact_weights_FOL[[self._facts.get(fact, 0) for fact in facts]].sum(axis=0)
+        sums: Floats = self._fact_weights_FOL[[self._facts.get(fact, 0) for fact in facts]].sum(
+            axis=0
+        )
         return sums
 
     def _scores(self, ids_T: list[int], tokens: list[Token | None], inside: Ints) -> Floats:
@@ -299,7 +369,9 @@ class Tagger:
 
 
 def stretches(active: Sequence[int], num_tokens: int) -> list[tuple[int, int]]:
-    """Runs of tokens [start, end) that hold the active ones and MARGIN on each side, none longer than LONGEST."""
+    """Runs of tokens [start, end) that hold the active ones and MARGIN on each side, none longer
+    than LONGEST.
+    """
     spans: list[tuple[int, int]] = []
     for index in active:
         start, end = max(index - MARGIN, 0), min(index + MARGIN + 1, num_tokens)
@@ -310,8 +382,11 @@ def stretches(active: Sequence[int], num_tokens: int) -> list[tuple[int, int]]:
     return spans
 
 
-def marginals(scores_TL: Floats, spans: Sequence[tuple[int, int]], transitions_LL: Floats) -> Floats:
-    """Forward and backward over all stretches at once: [S, W, L], rows past a stretch's end without meaning.
+def marginals(
+    scores_TL: Floats, spans: Sequence[tuple[int, int]], transitions_LL: Floats
+) -> Floats:
+    """Forward and backward over all stretches at once: [S, W, L], rows past a stretch's end without
+    meaning.
 
     scores_TL: sums of weights; transitions_LL: exp of the weight from one label to the next.
     """
@@ -343,11 +418,15 @@ def _fill(result_TL: Floats, found_SWL: Floats, spans: Sequence[tuple[int, int]]
 
 
 def read_weights(packed: bytes) -> dict[str, Any]:
-    """From gzip JSON: `transitions` [L][L] and `features`, name -> {label index: weight}. Raises CorruptError if it is not."""
+    """From gzip JSON: `transitions` [L][L] and `features`, name -> {label index: weight}. Raises
+    CorruptError if it is not.
+    """
     try:
         weights: dict[str, Any] = json.loads(gzip.decompress(packed))
     except (OSError, EOFError, ValueError) as error:
-        raise CorruptError("the packed weights of eyas.privacy cannot be read", "install eyas again") from error
+        raise CorruptError(
+            "the packed weights of eyas.privacy cannot be read", "install eyas again"
+        ) from error
     return weights
 
 

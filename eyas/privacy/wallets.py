@@ -1,6 +1,8 @@
-"""Addresses of crypto wallets, each by its own check: Base58Check, Bech32 and Bech32m, Ethereum's mixed case.
+"""Addresses of crypto wallets, each by its own check: Base58Check, Bech32 and Bech32m, Ethereum's
+mixed case.
 
-Knows how such addresses are written. Sources: Bitcoin's Base58Check, BIP 173 and BIP 350, EIP-55, and FIPS 202 for Keccak-f.
+Knows how such addresses are written. Sources: Bitcoin's Base58Check, BIP 173 and BIP 350, EIP-55,
+and FIPS 202 for Keccak-f.
 """
 
 from __future__ import annotations
@@ -22,8 +24,14 @@ ETHEREUM_ADDRESS = re.compile(r"(?<!\w)0x[0-9a-fA-F]{40}(?!\w)")
 
 
 def wallets(text: str) -> Iterator[Place]:
-    """Wallet addresses whose checksum is right. Ethereum's have one only where capitals and small letters are mixed."""
-    for pattern, valid in ((BASE58_ADDRESS, is_base58check), (BECH32_ADDRESS, is_bech32), (ETHEREUM_ADDRESS, is_ethereum)):
+    """Wallet addresses whose checksum is right. Ethereum's have one only where capitals and small
+    letters are mixed.
+    """
+    for pattern, valid in (
+        (BASE58_ADDRESS, is_base58check),
+        (BECH32_ADDRESS, is_bech32),
+        (ETHEREUM_ADDRESS, is_ethereum),
+    ):
         for match in pattern.finditer(text):
             if valid(match.group()):
                 yield "CRYPTO", *match.span()
@@ -56,13 +64,18 @@ def is_bech32(address: str) -> bool:
     prefix, _, data = address.lower().rpartition("1")
     if not prefix or len(data) < 6 or set(data) - set(BECH32):
         return False
-    return _bech32_checksum(prefix, [BECH32.index(letter) for letter in data]) in (BECH32_CONST, BECH32M_CONST)
+    return _bech32_checksum(prefix, [BECH32.index(letter) for letter in data]) in (
+        BECH32_CONST,
+        BECH32M_CONST,
+    )
 
 
 def bech32(prefix: str, values: list[int]) -> str:
     """The BIP 173 address of values of five bits, the first of which is the version."""
     check = _bech32_checksum(prefix, [*values, *[0] * 6]) ^ BECH32_CONST
-    return f"{prefix}1" + "".join(BECH32[value] for value in [*values, *[(check >> 5 * (5 - at)) & 31 for at in range(6)]])
+    return f"{prefix}1" + "".join(
+        BECH32[value] for value in [*values, *[(check >> 5 * (5 - at)) & 31 for at in range(6)]]
+    )
 
 
 def is_ethereum(address: str) -> bool:
@@ -72,7 +85,9 @@ def is_ethereum(address: str) -> bool:
 
 
 def checksum_case(digits: str) -> str:
-    """EIP-55: a letter is a capital where the hex digit of the Keccak-256 of the small ones is 8 or more."""
+    """EIP-55: a letter is a capital where the hex digit of the Keccak-256 of the small ones is 8 or
+    more.
+    """
     small = digits.lower()
     return "".join(
         letter.upper() if int(check, 16) >= 8 else letter
@@ -81,14 +96,19 @@ def checksum_case(digits: str) -> str:
 
 
 def keccak256(data: bytes) -> bytes:
-    """Ethereum's hash: Keccak with the padding from before SHA-3, for inputs of one block (fewer than 136 bytes)."""
+    """Ethereum's hash: Keccak with the padding from before SHA-3, for inputs of one block (fewer
+    than 136 bytes).
+    """
     rate = 136
     assert len(data) < rate
     block = bytearray(data.ljust(rate, b"\0"))
     block[len(data)] ^= 0x01
     block[-1] ^= 0x80
     lanes = [int.from_bytes(block[at : at + 8], "little") for at in range(0, rate, 8)] + [0] * 8
-    return b"".join(lane.to_bytes(8, "little") for lane in _keccak_f([lanes[5 * y : 5 * y + 5] for y in range(5)])[0][:4])
+    return b"".join(
+        lane.to_bytes(8, "little")
+        for lane in _keccak_f([lanes[5 * y : 5 * y + 5] for y in range(5)])[0][:4]
+    )
 
 
 def _keccak_f(rows: list[list[int]]) -> list[list[int]]:
@@ -121,7 +141,12 @@ def _double_sha256(data: bytes) -> bytes:
 def _bech32_checksum(prefix: str, values: list[int]) -> int:
     generator = (0x3B6A57B2, 0x26508E6D, 0x1EA119FA, 0x3D4233DD, 0x2A1462B3)
     check = 1
-    for value in [*(ord(letter) >> 5 for letter in prefix), 0, *(ord(letter) & 31 for letter in prefix), *values]:
+    for value in [
+        *(ord(letter) >> 5 for letter in prefix),
+        0,
+        *(ord(letter) & 31 for letter in prefix),
+        *values,
+    ]:
         top = check >> 25
         check = (check & 0x1FFFFFF) << 5 ^ value
         for bit in range(5):

@@ -1,4 +1,6 @@
-"""`python -m eyas.serve CONFIG`: a server as a process of its own, for `running_server`. CONFIG is a ServeConfig as JSON."""
+"""`python -m eyas.serve CONFIG`: a server as a process of its own, for `running_server`. CONFIG is
+a ServeConfig as JSON.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ from eyas.serve.server import ServeConfig, serve
 if __name__ == "__main__":
     log_to_stderr(logging.WARNING)
     try:
-        serve(ServeConfig.model_validate_json(sys.argv[1]), on_ready=functools.partial(print, flush=True))
+        serve(
+            ServeConfig.model_validate_json(sys.argv[1]),
+            on_ready=functools.partial(print, flush=True),
+        )
     except EyasError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -1,4 +1,6 @@
-"""The body of /v1/chat/completions: messages, tools and what belongs to them. Knows OpenAI's form, no template."""
+"""The body of /v1/chat/completions: messages, tools and what belongs to them. Knows OpenAI's form,
+no template.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class ToolCall(Strict):
 
 
 class ChatMessage(Strict):
-    """One turn; a content of several text parts is their concatenation. Fields that are null are not there."""
+    """One turn; a content of several text parts is their concatenation. Fields that are null are
+    not there.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
@@ -46,16 +50,24 @@ class ChatMessage(Strict):
     def _drop_what_means_nothing(cls, message: Any) -> Any:
         if not isinstance(message, dict):
             return message
-        return {name: value for name, value in message.items() if value is not None and _MEANS_NOTHING.get(name) != value}
+        return {
+            name: value
+            for name, value in message.items()
+            if value is not None and _MEANS_NOTHING.get(name) != value
+        }
 
     @model_validator(mode="after")
     def _belongs_to_its_role(self) -> Self:
         if self.content is None and not self.tool_calls:
             raise ApiError(400, f"a message of the {self.role} has no content", "messages")
         if self.tool_calls and self.role != "assistant":
-            raise ApiError(400, f"tool_calls are the assistant's, not the {self.role}'s", "messages")
+            raise ApiError(
+                400, f"tool_calls are the assistant's, not the {self.role}'s", "messages"
+            )
         if (self.tool_call_id is not None or self.name is not None) and self.role != "tool":
-            raise unsupported("messages", f"tool_call_id and name are for the role tool, not for {self.role}")
+            raise unsupported(
+                "messages", f"tool_call_id and name are for the role tool, not for {self.role}"
+            )
         return self
 
     @property
@@ -69,11 +81,19 @@ class ChatMessage(Strict):
         return self.role == "tool" or bool(self.tool_calls)
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates take it: arguments of calls are objects. Raises ApiError for arguments that are none."""
-        turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        """As chat templates take it: arguments of calls are objects. Raises ApiError for arguments
+        that are none.
+        """
+        turn: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.text,
+        }
         if self.tool_calls:
             turn["tool_calls"] = [
-                {"type": "function", "function": {"name": one.function.name, "arguments": _arguments(one.function)}}
+                {
+                    "type": "function",
+                    "function": {"name": one.function.name, "arguments": _arguments(one.function)},
+                }
                 for one in self.tool_calls
             ]
         return turn if self.name is None else {**turn, "name": self.name}
@@ -90,7 +110,9 @@ def _arguments(called: CalledFunction) -> dict[str, Any]:
 
 
 class Function(Strict):
-    """strict asks for arguments that follow the schema: done where tool_choice names or requires a tool."""
+    """strict asks for arguments that follow the schema: done where tool_choice names or requires a
+    tool.
+    """
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
     description: str | None = None
@@ -104,7 +126,10 @@ class Tool(Strict):
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates take it."""
-        return {"type": "function", "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
+        return {
+            "type": "function",
+            "function": self.function.model_dump(exclude_none=True, exclude={"strict"}),
+        }
 
 
 class NamedFunction(Strict):
@@ -130,8 +155,13 @@ class ChatRequest(SamplingFields):
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise ApiError(400, "max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
+        if (
+            None not in (self.max_tokens, self.max_completion_tokens)
+            and self.max_tokens != self.max_completion_tokens
+        ):
+            raise ApiError(
+                400, "max_tokens and max_completion_tokens differ: give one of them", "max_tokens"
+            )
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs is for logprobs=true only", "top_logprobs")
         if not self.tools and self.tool_choice not in ("none", "auto"):
@@ -160,5 +190,7 @@ class ChatRequest(SamplingFields):
     def demanded_tools(self) -> list[Tool]:
         """The tools of which the model must call one; empty where it may answer in words."""
         if isinstance(self.tool_choice, NamedTool):
-            return [tool for tool in self.tools if tool.function.name == self.tool_choice.function.name]
+            return [
+                tool for tool in self.tools if tool.function.name == self.tool_choice.function.name
+            ]
         return self.tools if self.tool_choice == "required" else []

@@ -1,4 +1,6 @@
-"""Texts of one prompt cleaned as the stage `prompts` does by default: the same detector, policy and key. Knows no file."""
+"""Texts of one prompt cleaned as the stage `prompts` does by default: the same detector, policy and
+key. Knows no file.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from eyas.privacy.policy import PrivacyConfig
 
 
 def cleaner() -> Callable[[Sequence[str]], list[str] | str]:
-    """A function from texts to texts without personal data and secrets, or to the type for which they are dropped.
+    """A function from texts to texts without personal data and secrets, or to the type for which
+    they are dropped.
 
     Raises ConfigError for the key.
     """

@@ -1,4 +1,5 @@
-"""Keeps consented prompts for the next head, in a process of its own. No text reaches a disk before it is cleaned.
+"""Keeps consented prompts for the next head, in a process of its own. No text reaches a disk before
+it is cleaned.
 
     server ── a line of JSON a prompt ─▶ stdin   clean as the stage `prompts` does, append, fsync
     server ◀── "kept", or why not ────── stdout
@@ -6,9 +7,10 @@
     FOLDER/prompts-00000.jsonl ...   {"messages": [system, user, ...]} or {"prompt": ...}; nothing that an assistant said
     FOLDER/prompts.yaml              a run file: `eyas prompts -c FOLDER/prompts.yaml -o OUT` reads the rest as a source
 
-A prompt lies in pipes and memory only, until what the policy masks, replaces or drops is gone. The server that ends, however
-it ends, ends this process too. A line that was cut by a crash is taken off at the next start. When `max_bytes` is reached,
-nothing more is kept. Run as `python -m eyas.serve.collection CONFIG`. Knows no server.
+A prompt lies in pipes and memory only, until what the policy masks, replaces or drops is gone. The
+server that ends, however it ends, ends this process too. A line that was cut by a crash is taken
+off at the next start. When `max_bytes` is reached, nothing more is kept. Run as `python -m
+eyas.serve.collection CONFIG`. Knows no server.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ class Collection:
     def __init__(self, config: CollectConfig, clean: Cleaner) -> None:
         """Makes the folder, writes the run file, mends the last part.
 
-        Raises ConfigError for one that cannot be written, that another server writes, or that holds prompts of another licence
-        or of other writers.
+        Raises ConfigError for one that cannot be written, that another server writes, or that holds
+        prompts of another licence or of other writers.
         """
         self._config, self._clean = config, clean
         self._folder = config.folder.absolute()
@@ -64,7 +66,9 @@ class Collection:
             raise ConfigError(what, "give a folder that can be written") from error
 
     def add(self, row: dict[str, Any]) -> str:
-        """Keep a prompt, {"messages": [[role, text], ...]} or {"prompt": text}; KEPT, or in a word why not."""
+        """Keep a prompt, {"messages": [[role, text], ...]} or {"prompt": text}; KEPT, or in a word
+        why not.
+        """
         turns = row["messages"] if "messages" in row else [["user", row["prompt"]]]
         texts = [text for _, text in turns]
         if not any(role == "user" and text.strip() for role, text in turns):
@@ -76,11 +80,18 @@ class Collection:
             return f"pii.{cleaned.lower()}"
         kept: dict[str, Any] = {"prompt": cleaned[0]}
         if "messages" in row:
-            kept = {"messages": [{"role": role, "content": text} for (role, _), text in zip(turns, cleaned, strict=True)]}
+            kept = {
+                "messages": [
+                    {"role": role, "content": text}
+                    for (role, _), text in zip(turns, cleaned, strict=True)
+                ]
+            }
         return self._append(json.dumps(kept, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
 
     def _locked(self) -> TextIO:
-        """A file that is locked as long as it is open; a process before this one may still keep what it was handed."""
+        """A file that is locked as long as it is open; a process before this one may still keep
+        what it was handed.
+        """
         lock = (self._folder / ".lock").open("w")
         deadline = time.monotonic() + LAST_WORDS_S
         while True:
@@ -104,7 +115,8 @@ class Collection:
         descriptor = os.open(last, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             whole = os.fstat(descriptor).st_size
-            if os.write(descriptor, line) < len(line):  # no room: half a line would spoil the next one too
+            # no room: half a line would spoil the next one too
+            if os.write(descriptor, line) < len(line):
                 os.ftruncate(descriptor, whole)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(descriptor)
@@ -135,10 +147,20 @@ class Collection:
             "licence": self._config.licence,
             "prompts_by": self._config.prompts_by,
         }
-        text = yaml.safe_dump({"prompts": {"sources": [source]}}, sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump(
+            {"prompts": {"sources": [source]}}, sort_keys=False, allow_unicode=True
+        )
         there = self._folder / RUN_FILE
-        if self._parts() and there.is_file() and _terms(there.read_text(encoding="utf-8")) != _terms(text):
-            what = f"{self._config.folder} holds prompts under other terms: {RUN_FILE} has another licence or prompts_by"
+        if (
+            self._parts()
+            and there.is_file()
+            and _terms(there.read_text(encoding="utf-8")) != _terms(text)
+        ):
+            what = (
+                f"{self._config.folder} holds prompts under other terms: {RUN_FILE} has "
+                "another "
+                "licence or prompts_by"
+            )
             raise ConfigError(what, "give those, or another folder")
         partial = self._folder / f".{RUN_FILE}.partial"
         partial.write_text(text, encoding="utf-8")
@@ -148,13 +170,18 @@ class Collection:
 def _terms(run_file: str) -> list[tuple[Any, Any]]:
     """Licence and writers of the sources in a run file; nothing of one that cannot be read."""
     try:
-        return [(source.get("licence"), source.get("prompts_by")) for source in yaml.safe_load(run_file)["prompts"]["sources"]]
+        return [
+            (source.get("licence"), source.get("prompts_by"))
+            for source in yaml.safe_load(run_file)["prompts"]["sources"]
+        ]
     except (yaml.YAMLError, KeyError, TypeError, AttributeError):
         return []
 
 
 def outcomes(collection: Collection, lines: Iterator[str]) -> Iterator[str]:
-    """What became of each line. A bug of the search costs the prompt that it meets, and tells nothing of it."""
+    """What became of each line. A bug of the search costs the prompt that it meets, and tells
+    nothing of it.
+    """
     for line in lines:
         try:
             yield collection.add(json.loads(line))
@@ -164,7 +191,8 @@ def outcomes(collection: Collection, lines: Iterator[str]) -> Iterator[str]:
 
 def main(config: str, lines: Iterator[str], told: TextIO) -> None:
     """Collect until the lines end; the first word told is "ready"."""
-    # Presidio imports torch and transformers where they are installed, for recognisers that nobody asked for: 400 MB.
+    # Presidio imports torch and transformers where they are installed, for recognisers that nobody
+    # asked for: 400 MB.
     sys.modules.update(dict.fromkeys(("torch", "transformers")))  # type: ignore[arg-type]  # None: an import of it fails
     cleaning = importlib.import_module("eyas.serve.cleaning")  # after that
     collection = Collection(CollectConfig.model_validate_json(config), cleaning.cleaner())

@@ -1,6 +1,8 @@
-"""An answer on its way out: the engine's updates become words, calls and counts. Knows no HTTP and no JSON.
+"""An answer on its way out: the engine's updates become words, calls and counts. Knows no HTTP and
+no JSON.
 
-One HTTP request may have several prompts, each of several samples: a choice for each, in the order of the prompts.
+One HTTP request may have several prompts, each of several samples: a choice for each, in the order
+of the prompts.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ Ending = FinishReason | Literal["tool_calls"]
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A round as it is told: the text that each token adds, the last of an answer with what was held back, and the tree; None
-    for a prefill or a plain round. Stop strings and calls are in the texts."""
+    """A round as it is told: the text that each token adds, the last of an answer with what was
+    held back, and the tree; None for a prefill or a plain round. Stop strings and calls are in the
+    texts."""
 
     texts: list[str]
     tree: DraftedTree | None
@@ -30,7 +33,9 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What an update adds to a choice. logprobs are those of the update's tokens; it and round, if they were asked for."""
+    """What an update adds to a choice. logprobs are those of the update's tokens; it and round, if
+    they were asked for.
+    """
 
     choice: int
     text: str
@@ -43,7 +48,9 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How the text of an answer is to be read: stop strings; as words and calls, or as words alone; by rounds as well."""
+    """How the text of an answer is to be read: stop strings; as words and calls, or as words alone;
+    by rounds as well.
+    """
 
     stops: tuple[str, ...] = ()
     reads_calls: bool = False
@@ -54,7 +61,9 @@ class Reading:
 class Choice:
     """What one sample has given so far."""
 
-    def __init__(self, number: int, text_streams: Callable[[], TextStream], reading: Reading) -> None:
+    def __init__(
+        self, number: int, text_streams: Callable[[], TextStream], reading: Reading
+    ) -> None:
         self.ending: Ending | None = None
         self.num_tokens = 0
         self._number = number
@@ -79,8 +88,14 @@ class Choice:
                 text, calls = text + rest, calls + more
         called = self._calls is not None and self._calls.num_calls > 0
         self.ending = "tool_calls" if ending == "stop" and called else ending
-        round_ = None if self._by_token is None else Round(self._texts(self._by_token, update.token_ids, is_last), update.tree)
-        return Piece(self._number, text, update.token_ids, calls, update.logprobs, self.ending, round_)
+        round_ = (
+            None
+            if self._by_token is None
+            else Round(self._texts(self._by_token, update.token_ids, is_last), update.tree)
+        )
+        return Piece(
+            self._number, text, update.token_ids, calls, update.logprobs, self.ending, round_
+        )
 
     def _text(self, token_ids: list[int], is_last: bool) -> str:
         text = self._text_stream.push(token_ids)
@@ -101,8 +116,9 @@ class Choice:
 
 @dataclass
 class Answer:
-    """All choices of one HTTP request, and when they came (perf_counter, seconds). may_draft: whether the client lets it;
-    plain_rounds: in which it does and nothing was drafted, the prompts' own left out."""
+    """All choices of one HTTP request, and when they came (perf_counter, seconds). may_draft:
+    whether the client lets it; plain_rounds: in which it does and nothing was drafted, the prompts'
+    own left out."""
 
     num_prompt_tokens: int
     choices: dict[tuple[str, int], Choice]
@@ -117,7 +133,9 @@ class Answer:
     def to(cls, requests: Sequence[Request], tokenizer: Tokenizer, reading: Reading) -> Answer:
         """An empty answer to the engine's requests of one HTTP request."""
         keys = [(request.id, index) for request in requests for index in range(request.params.n)]
-        choices = {key: Choice(number, tokenizer.stream, reading) for number, key in enumerate(keys)}
+        choices = {
+            key: Choice(number, tokenizer.stream, reading) for number, key in enumerate(keys)
+        }
         may_draft = any(request.speculation for request in requests)
         return cls(sum(len(request.prompt_ids) for request in requests), choices, may_draft)
 
@@ -127,7 +145,8 @@ class Answer:
         self.first_at = self.first_at or self.last_at
         choice = self.choices[update.request_id, update.index]
         if update.num_accepted_drafts is None:
-            self.plain_rounds += self.may_draft and choice.num_tokens > 0  # a sample's first token is its prompt's
+            # a sample's first token is its prompt's
+            self.plain_rounds += self.may_draft and choice.num_tokens > 0
         else:
             missing = update.num_accepted_drafts + 1 - len(self.accept_hist)
             self.accept_hist.extend([0] * missing)
@@ -159,10 +178,16 @@ class Answer:
         return emitted / rounds if rounds else None
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's counts, and under `eyas` those that it has no place for: rounds (propose + verify), accept_hist, tau."""
+        """OpenAI's counts, and under `eyas` those that it has no place for: rounds (propose +
+        verify), accept_hist, tau.
+        """
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_tokens,
-            "eyas": {"rounds": sum(self.accept_hist), "accept_hist": self.accept_hist, "tau": self.tau},
+            "eyas": {
+                "rounds": sum(self.accept_hist),
+                "accept_hist": self.accept_hist,
+                "tau": self.tau,
+            },
         }

@@ -1,6 +1,8 @@
-"""A connection that cannot be held for nothing: limits on their number, on heads, and on time. Knows uvicorn, no application.
+"""A connection that cannot be held for nothing: limits on their number, on heads, and on time.
+Knows uvicorn, no application.
 
-uvicorn waits without end for the head of a first request and for a client that takes nothing of what it is sent. Here
+uvicorn waits without end for the head of a first request and for a client that takes nothing of
+what it is sent. Here
 
     head of a request    read_timeout_s from its first byte, or from the connection's beginning; MAX_HEAD_BYTES
     body                 the application's to limit
@@ -8,8 +10,9 @@ uvicorn waits without end for the head of a first request and for a client that 
     connections          max_connections; a further one takes the place of that which has been idle longest, without a request
                          or between two; where all have one under way it is answered 503 and closed
 
-So silent connections, which cost a stranger nothing, keep nobody out, and no probe of /health. Who is refused is heard out for
-LINGER_S: to close on bytes that nobody read resets the connection, and the client never sees why.
+So silent connections, which cost a stranger nothing, keep nobody out, and no probe of /health. Who
+is refused is heard out for LINGER_S: to close on bytes that nobody read resets the connection, and
+the client never sees why.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ class Connection(HttpToolsProtocol):
     """One client's connection, for any number of requests."""
 
     limits: LimitsConfig
-    idle: dict[Connection, None]  # of all, those without a whole head of a request, in the order in which they became so
+    # of all, those without a whole head of a request, in the order in which they became so
+    idle: dict[Connection, None]
     lingering: set[Connection]  # refused, and heard out: no longer counted
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -50,7 +54,8 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # pause_writing is then called whenever the client takes nothing
+        # pause_writing is then called whenever the client takes nothing
+        transport.set_write_buffer_limits(high=0)
         if len(self.connections) - len(self.lingering) > self.limits.max_connections:
             if not self.idle:
                 self._refuse(_overloaded())
@@ -66,7 +71,9 @@ class Connection(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse(ApiError(431, f"the head of the request is over {MAX_HEAD_BYTES} bytes"))
+                self._refuse(
+                    ApiError(431, f"the head of the request is over {MAX_HEAD_BYTES} bytes")
+                )
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -80,13 +87,16 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.cycle.response_complete and not self._is_refused:  # else the next request was here already
+        # else the next request was here already
+        if self.cycle.response_complete and not self._is_refused:
             self.idle[self] = None
 
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._stall_timer is None:
-            self._stall_timer = self.loop.call_later(self.limits.read_timeout_s, self.transport.abort)
+            self._stall_timer = self.loop.call_later(
+                self.limits.read_timeout_s, self.transport.abort
+            )
 
     def resume_writing(self) -> None:
         self._stop_stalling()
@@ -120,10 +130,18 @@ class Connection(HttpToolsProtocol):
 
     def _give_up_waiting(self) -> None:
         self._head_timer = None
-        self._refuse(ApiError(408, f"the head of the request took more than {self.limits.read_timeout_s:g} s", code="timeout"))
+        self._refuse(
+            ApiError(
+                408,
+                f"the head of the request took more than {self.limits.read_timeout_s:g} s",
+                code="timeout",
+            )
+        )
 
     def _make_room(self) -> None:
-        """Close at once: there is no request whose answer could be lost. Between two requests a client expects it."""
+        """Close at once: there is no request whose answer could be lost. Between two requests a
+        client expects it.
+        """
         self.idle.pop(self, None)
         is_first = self.cycle is None
         self._is_refused = True
@@ -133,7 +151,8 @@ class Connection(HttpToolsProtocol):
         self.transport.close()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer and close; where an answer is on its way, the client's garbage behind its request ends it.
+        """Answer and close; where an answer is on its way, the client's garbage behind its request
+        ends it.
 
         Of those who linger there are max_connections at most: a flood of more is closed at once.
         """
@@ -158,8 +177,15 @@ class Connection(HttpToolsProtocol):
     def _write(self, error: ApiError) -> None:
         body = json.dumps(error.body()).encode()
         status = HTTPStatus(error.status)
-        headers = {**(error.headers or {}), "content-type": "application/json", "content-length": str(len(body))}
-        lines = [f"HTTP/1.1 {status.value} {status.phrase}", *(f"{name}: {value}" for name, value in headers.items())]
+        headers = {
+            **(error.headers or {}),
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+        }
+        lines = [
+            f"HTTP/1.1 {status.value} {status.phrase}",
+            *(f"{name}: {value}" for name, value in headers.items()),
+        ]
         self.transport.write("\r\n".join([*lines, "connection: close", "", ""]).encode() + body)
 
 

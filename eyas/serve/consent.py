@@ -1,7 +1,9 @@
-"""Which prompts may be kept, and the way of those to the process that cleans them (collection.py). Nothing is kept unasked.
+"""Which prompts may be kept, and the way of those to the process that cleans them (collection.py).
+Nothing is kept unasked.
 
-A request consents by the header `x-eyas-consent: yes`, or by OpenAI's field `store: true`. The field is a demand: a server that
-does not collect refuses it. The header is a leave: a server that does not collect makes no use of it. Knows no cleaning.
+A request consents by the header `x-eyas-consent: yes`, or by OpenAI's field `store: true`. The
+field is a demand: a server that does not collect refuses it. The header is a leave: a server that
+does not collect makes no use of it. Knows no cleaning.
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ log = logging.getLogger("eyas.serve")
 
 
 class CollectConfig(BaseModel):
-    """folder: where consented prompts are kept, cleaned. licence, prompts_by: what `eyas prompts` is told of them, by default
-    that their writers agreed; name: what it calls them. max_bytes: of the folder; then nothing more is kept.
+    """folder: where consented prompts are kept, cleaned. licence, prompts_by: what `eyas prompts`
+    is told of them, by default that their writers agreed; name: what it calls them. max_bytes: of
+    the folder; then nothing more is kept.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -47,10 +50,18 @@ class CollectConfig(BaseModel):
 
 
 def prompt_rows(asked: ChatRequest | TextRequest | GenerateRequest) -> list[dict[str, object]]:
-    """What there is to keep of a request: system and user of a chat, the texts of others; no prompt that is given as tokens."""
+    """What there is to keep of a request: system and user of a chat, the texts of others; no prompt
+    that is given as tokens.
+    """
     if isinstance(asked, ChatRequest):
         roles = {"system": "system", "developer": "system", "user": "user"}
-        return [{"messages": [[roles[turn.role], turn.text] for turn in asked.messages if turn.role in roles]}]
+        return [
+            {
+                "messages": [
+                    [roles[turn.role], turn.text] for turn in asked.messages if turn.role in roles
+                ]
+            }
+        ]
     if isinstance(asked, TextRequest):
         return [{"prompt": prompt} for prompt in asked.prompts if isinstance(prompt, str)]
     texts = [asked.text] if isinstance(asked.text, str) else asked.text or []
@@ -67,11 +78,16 @@ class Collector(MetricsOf):
         self._reading: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start the process and wait until it can clean. Raises EyasError when it ends instead; its message is on stderr."""
+        """Start the process and wait until it can clean. Raises EyasError when it ends instead; its
+        message is on stderr.
+        """
         command = (sys.executable, "-m", "eyas.serve.collection", self._config.model_dump_json())
         pipe = asyncio.subprocess.PIPE
-        # A session of its own: an interrupt at the terminal is the server's to pass on, by closing the pipe.
-        self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, start_new_session=True)
+        # A session of its own: an interrupt at the terminal is the server's to pass on, by closing
+        # the pipe.
+        self._process = await asyncio.create_subprocess_exec(
+            *command, stdin=pipe, stdout=pipe, start_new_session=True
+        )
         assert self._process.stdout is not None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(READY_S):
@@ -79,7 +95,9 @@ class Collector(MetricsOf):
                     self._reading = asyncio.ensure_future(self._read(self._process.stdout))
                     return
         await self._end(self._process)
-        raise EyasError("prompts cannot be collected: their process did not start", "its message is above")
+        raise EyasError(
+            "prompts cannot be collected: their process did not start", "its message is above"
+        )
 
     async def stop(self) -> None:
         """Let what waits be cleaned and kept, then end the process."""
@@ -99,10 +117,16 @@ class Collector(MetricsOf):
         await process.wait()
 
     def keep(self, asked: ChatRequest | TextRequest | GenerateRequest) -> None:
-        """Hand the prompts of a request over, which has consented; what cannot be taken now is let go and counted."""
+        """Hand the prompts of a request over, which has consented; what cannot be taken now is let
+        go and counted.
+        """
         for row in prompt_rows(asked):
             stdin = self._process.stdin if self._process is not None else None
-            if stdin is None or stdin.is_closing() or (self._process is not None and self._process.returncode is not None):
+            if (
+                stdin is None
+                or stdin.is_closing()
+                or (self._process is not None and self._process.returncode is not None)
+            ):
                 self.outcomes["gone"] += 1
             elif stdin.transport.get_write_buffer_size() > MOST_WAITING_BYTES:
                 self.outcomes["queue_full"] += 1
@@ -118,7 +142,9 @@ class Collector(MetricsOf):
     def collect(self) -> Iterator[Metric]:
         """For Prometheus' registry."""
         about = "consented prompts by what became of them"
-        family = CounterMetricFamily("eyas:collected_prompts", about, labels=("model_name", "outcome"))
+        family = CounterMetricFamily(
+            "eyas:collected_prompts", about, labels=("model_name", "outcome")
+        )
         for outcome, count in self.outcomes.items():
             family.add_metric([self._model, outcome], count)
         yield family

@@ -1,22 +1,27 @@
-"""Acceptance by slice of traffic over time, and whether it has fallen under what the head's card promises. Knows no text.
+"""Acceptance by slice of traffic over time, and whether it has fallen under what the head's card
+promises. Knows no text.
 
-A request counts in four slices: all, its endpoint, its tag, the length of its prompt. A slice's window closes when it is
-`window_s` old and has `min_requests` that drafted; then its tau is judged:
+A request counts in four slices: all, its endpoint, its tag, the length of its prompt. A slice's
+window closes when it is `window_s` old and has `min_requests` that drafted; then its tau is judged:
 
     limit   (1 - tolerance) x the lower end of the card's interval, at the depth that was drafted (reference.Reference.lowest)
     z       (tau - limit) / se, in [-4, 4]; se of a ratio with the request as the unit, since rounds of one answer are alike,
-            from the spread of requests over the last windows: a low window's own is small, and would make it look lower
+            from the spread of requests over the last windows: a low window's own is small, and
+            would make it look lower
     cusum   max(0, cusum - z - 1/2); above `threshold` the slice drifts, until it is back at 0
 
-At a tau of exactly the limit and threshold 9 that is one false warning in 52,000 windows (Siegmund's approximation of a
-one-sided CUSUM's run length, Sequential Analysis, 1985: (e^b - b - 1) / 0.5 with b = 9 + 1.166), half a year of windows of
-five minutes; at the card's tau, none. A tau four errors under the limit is told after three windows.
+At a tau of exactly the limit and threshold 9 that is one false warning in 52,000 windows
+(Siegmund's approximation of a one-sided CUSUM's run length, Sequential Analysis, 1985: (e^b - b -
+1) / 0.5 with b = 9 + 1.166), half a year of windows of five minutes; at the card's tau, none. A tau
+four errors under the limit is told after three windows.
 
-`auto` stops drafting where it does not pay, and then hardly a request is left to judge. So a slice is looked at apart from its
-windows: where less than a twentieth of the rounds that could have drafted did, in two looks of `window_s` and `min_requests`
-each, it is idle. What little drafts there gathers in its window, which closes with as few as 8 requests when it is twelve times
-`window_s` old. The error is then the largest of three: the window's own, that of the windows before it, and what single rounds
-have at the limit itself, where each token is the last with the same chance: a variance of limit x (limit - 1). Wide, not wrong.
+`auto` stops drafting where it does not pay, and then hardly a request is left to judge. So a slice
+is looked at apart from its windows: where less than a twentieth of the rounds that could have
+drafted did, in two looks of `window_s` and `min_requests` each, it is idle. What little drafts
+there gathers in its window, which closes with as few as 8 requests when it is twelve times
+`window_s` old. The error is then the largest of three: the window's own, that of the windows before
+it, and what single rounds have at the limit itself, where each token is the last with the same
+chance: a variance of limit x (limit - 1). Wide, not wrong.
 """
 
 from __future__ import annotations
@@ -42,15 +47,17 @@ OTHER, UNTAGGED = "other", "none"
 _MOST_Z, _SLACK = 4.0, 0.5
 _NEWEST = 0.1  # weight of a window's spread among those before it
 _KINDS = ("by", "slice")
-_HARDLY, _LOOKS = 0.05, 2  # a slice is idle where under this share of its rounds drafted in so many looks
+# a slice is idle where under this share of its rounds drafted in so many looks
+_HARDLY, _LOOKS = 0.05, 2
 _FEW, _LATE = 8, 12  # requests that drafted, and window_s, with which an idle slice's window closes
 
 log = logging.getLogger("eyas.serve")
 
 
 class DriftConfig(BaseModel):
-    """expect_tau: what is expected in place of what the head's card says. window_s, min_requests: a window has both.
-    tolerance: how far under it is still right, as a share. threshold: of the CUSUM. history: windows told of each slice.
+    """expect_tau: what is expected in place of what the head's card says. window_s, min_requests: a
+    window has both. tolerance: how far under it is still right, as a share. threshold: of the
+    CUSUM. history: windows told of each slice.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -65,7 +72,9 @@ class DriftConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Of one request: its histogram of accepted drafts, and the rounds in which it could have drafted and did not."""
+    """Of one request: its histogram of accepted drafts, and the rounds in which it could have
+    drafted and did not.
+    """
 
     accept_hist: Sequence[int]
     num_plain: int = 0
@@ -77,8 +86,8 @@ class Rounds:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What a slice did in one stretch of time. ended: seconds since 1970; limit, z: None where nothing is expected. requests,
-    rounds: those that drafted."""
+    """What a slice did in one stretch of time. ended: seconds since 1970; limit, z: None where
+    nothing is expected. requests, rounds: those that drafted."""
 
     ended: float
     seconds: float
@@ -92,7 +101,9 @@ class Window:
 
 
 class Ratio:
-    """tau of some requests with its standard error: emitted tokens over rounds, the request as the unit."""
+    """tau of some requests with its standard error: emitted tokens over rounds, the request as the
+    unit.
+    """
 
     def __init__(self) -> None:
         self.requests = self.rounds = self.tokens = 0
@@ -103,7 +114,11 @@ class Ratio:
         """A request by its histogram of accepted drafts."""
         rounds = sum(accept_hist)
         tokens = sum(count * (accepted + 1) for accepted, count in enumerate(accept_hist))
-        self.requests, self.rounds, self.tokens = self.requests + 1, self.rounds + rounds, self.tokens + tokens
+        self.requests, self.rounds, self.tokens = (
+            self.requests + 1,
+            self.rounds + rounds,
+            self.tokens + tokens,
+        )
         for number, square in enumerate((tokens * tokens, tokens * rounds, rounds * rounds)):
             self._squares[number] += square
         self.accept_hist += [0] * (len(accept_hist) - len(self.accept_hist))
@@ -116,7 +131,9 @@ class Ratio:
 
     @property
     def spread(self) -> float:
-        """Variance between requests of tokens - tau x rounds, a round: short requests have less of it than long ones."""
+        """Variance between requests of tokens - tau x rounds, a round: short requests have less of
+        it than long ones.
+        """
         tt, tr, rr = self._squares
         of_requests = max(tt - 2 * self.tau * tr + self.tau**2 * rr, 0.0) / (self.requests - 1)
         return of_requests * self.requests / self.rounds
@@ -146,8 +163,9 @@ class Look:
 
 @dataclass
 class Slice:
-    """One slice of the traffic. spread: of its requests, over the last windows; looks: in how many on end it was idle; total_*:
-    since the start, of requests and rounds that drafted; plain_*: of those that could have and did not."""
+    """One slice of the traffic. spread: of its requests, over the last windows; looks: in how many
+    on end it was idle; total_*: since the start, of requests and rounds that drafted; plain_*: of
+    those that could have and did not."""
 
     opened: float
     history: deque[Window]
@@ -175,7 +193,9 @@ class Slice:
         self.now.add(rounds.accept_hist)
         self.total_requests += 1
         self.total_rounds += rounds.num_drafted
-        self.total_tokens += sum(count * (accepted + 1) for accepted, count in enumerate(rounds.accept_hist))
+        self.total_tokens += sum(
+            count * (accepted + 1) for accepted, count in enumerate(rounds.accept_hist)
+        )
 
     @property
     def is_idle(self) -> bool:
@@ -186,7 +206,11 @@ class Drift(MetricsOf):
     """All slices of one server. Not for several threads."""
 
     def __init__(
-        self, config: DriftConfig, reference: Reference | None, model: str, clock: Callable[[], float] = time.monotonic
+        self,
+        config: DriftConfig,
+        reference: Reference | None,
+        model: str,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.reference = reference
         self._config, self._model, self._clock = config, model, clock
@@ -199,7 +223,12 @@ class Drift(MetricsOf):
         if not rounds.num_drafted and not rounds.num_plain:
             return
         length = next((name for limit, name in LENGTHS if num_prompt_tokens < limit), LONGEST)
-        for key in (("all", "all"), ("endpoint", endpoint), ("tag", self._known(tag)), ("prompt_tokens", length)):
+        for key in (
+            ("all", "all"),
+            ("endpoint", endpoint),
+            ("tag", self._known(tag)),
+            ("prompt_tokens", length),
+        ):
             if key not in self._slices:
                 now = self._clock()
                 self._slices[key] = Slice(now, deque(maxlen=self._config.history), Look(now))
@@ -228,8 +257,14 @@ class Drift(MetricsOf):
         return old_enough and slice_.look.requests >= self._config.min_requests
 
     def close(self, depths: Mapping[int, int]) -> None:
-        """Look, close the windows that are due and judge them. depths: {levels of the tree: samples} of the rounds in them."""
-        limit = None if self.reference is None else (1 - self._config.tolerance) * self.reference.lowest(depths)
+        """Look, close the windows that are due and judge them. depths: {levels of the tree:
+        samples} of the rounds in them.
+        """
+        limit = (
+            None
+            if self.reference is None
+            else (1 - self._config.tolerance) * self.reference.lowest(depths)
+        )
         for key, slice_ in self._slices.items():
             if self._is_seen(slice_):
                 self._look(key, slice_)
@@ -240,11 +275,18 @@ class Drift(MetricsOf):
         look, was_idle = slice_.look, slice_.is_idle
         slice_.look = Look(self._clock())
         slice_.looks = slice_.looks + 1 if look.is_idle else 0
-        facts = {"by": key[0], "slice": key[1], "requests": look.requests, "drafted_rounds": look.drafted}
+        facts = {
+            "by": key[0],
+            "slice": key[1],
+            "requests": look.requests,
+            "drafted_rounds": look.drafted,
+        }
         data = {**facts, "plain_rounds": look.plain}
         if slice_.is_idle and not was_idle:
             log.warning(
-                "auto has stopped drafting: the head does not pay here, because of acceptance or load", extra={"data": data}
+                "auto has stopped drafting: the head does not pay here, because of acceptance or "
+                "load",
+                extra={"data": data},
             )
         elif was_idle and not slice_.is_idle:
             log.info("auto drafts again", extra={"data": data})
@@ -275,14 +317,21 @@ class Drift(MetricsOf):
     def _spread(self, slice_: Slice, limit: float | None) -> float:
         """What the window's requests are taken to have."""
         if slice_.now.requests < self._config.min_requests:
-            return max(slice_.now.spread, slice_.spread, limit * (limit - 1) if limit is not None else 0.0)
+            return max(
+                slice_.now.spread, slice_.spread, limit * (limit - 1) if limit is not None else 0.0
+            )
         slice_.num_windows += 1
         slice_.spread += max(_NEWEST, 1 / slice_.num_windows) * (slice_.now.spread - slice_.spread)
         return slice_.spread
 
     def _judge(self, key: tuple[str, str], slice_: Slice) -> None:
         last = slice_.history[-1]
-        facts = {"by": key[0], "slice": key[1], "tau": round(last.tau, 3), "limit": last.limit and round(last.limit, 3)}
+        facts = {
+            "by": key[0],
+            "slice": key[1],
+            "tau": round(last.tau, 3),
+            "limit": last.limit and round(last.limit, 3),
+        }
         if not slice_.is_low and slice_.cusum > self._config.threshold:
             slice_.is_low = True
             slice_.warnings += 1
@@ -327,8 +376,16 @@ class Drift(MetricsOf):
             ("requests", "requests that were drafted for, by slice", "total_requests"),
             ("rounds", "rounds that their samples drafted in", "total_rounds"),
             ("tokens", "tokens that these rounds emitted", "total_tokens"),
-            ("plain_requests", "requests that could have drafted and never did, by slice", "plain_requests"),
-            ("plain_rounds", "rounds that samples could have drafted in and did not", "plain_rounds"),
+            (
+                "plain_requests",
+                "requests that could have drafted and never did, by slice",
+                "plain_requests",
+            ),
+            (
+                "plain_rounds",
+                "rounds that samples could have drafted in and did not",
+                "plain_rounds",
+            ),
             ("warnings", "times that tau fell under the head's card", "warnings"),
         )
         for name, about, value in counters:
@@ -338,9 +395,17 @@ class Drift(MetricsOf):
             yield family
         gauges: tuple[tuple[str, str, Callable[[Slice], float | None]], ...] = (
             ("accept_length", "tau of the last window", lambda one: one.history[-1].tau),
-            ("accept_length_limit", "under which tau is too low", lambda one: one.history[-1].limit),
+            (
+                "accept_length_limit",
+                "under which tau is too low",
+                lambda one: one.history[-1].limit,
+            ),
             ("cusum", "evidence that it is", lambda one: one.cusum),
-            ("is_low", "1 where tau has fallen under the head's card", lambda one: float(one.is_low)),
+            (
+                "is_low",
+                "1 where tau has fallen under the head's card",
+                lambda one: float(one.is_low),
+            ),
             ("is_idle", "1 where auto has stopped drafting", lambda one: float(one.is_idle)),
         )
         for name, about, get in gauges:

@@ -1,4 +1,6 @@
-"""Sending and waiting while the client is there: streams that end, and work that is cancelled, when it goes away."""
+"""Sending and waiting while the client is there: streams that end, and work that is cancelled, when
+it goes away.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ T = TypeVar("T")
 
 
 class EventStream(Response):
-    """Server-sent events whose source is closed, and its request cancelled, as soon as the client goes away."""
+    """Server-sent events whose source is closed, and its request cancelled, as soon as the client
+    goes away.
+    """
 
     media_type = "text/event-stream"
 
@@ -40,16 +44,25 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         async with aclosing(self._events):
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": self.status_code,
+                    "headers": self.raw_headers,
+                }
+            )
             async for events in self._events:
                 await send({"type": "http.response.body", "body": events, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def while_connected(http: Request, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away. Raises ClientDisconnect and what `work` raises."""
+    """The result of `work`, which is cancelled when the client goes away. Raises ClientDisconnect
+    and what `work` raises.
+    """
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(http.receive())  # the body is read: the next message is the disconnect
+    # the body is read: the next message is the disconnect
+    gone = asyncio.ensure_future(http.receive())
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():

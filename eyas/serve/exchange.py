@@ -1,4 +1,6 @@
-"""One HTTP request from its arrival to its end: who asks, what came of it, and what the log tells of it. No text."""
+"""One HTTP request from its arrival to its end: who asks, what came of it, and what the log tells
+of it. No text.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,11 @@ _TAG = re.compile(TAG)
 
 @dataclass
 class Exchange:
-    """One HTTP request, for the log and the metrics. id: the client's own, if it sent one that can be logged.
+    """One HTTP request, for the log and the metrics. id: the client's own, if it sent one that can
+    be logged.
 
-    answers, tags: one, or one for each instance of a prediction. tag, consents: what the client says of all, by header.
+    answers, tags: one, or one for each instance of a prediction. tag, consents: what the client
+    says of all, by header.
     """
 
     http: HttpRequest
@@ -41,7 +45,11 @@ class Exchange:
     def of(cls, http: HttpRequest) -> Exchange:
         """Of a request that has a route."""
         sent = http.headers.get("x-request-id", "")
-        return cls(http, http.scope["route"].path, sent if _REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex)
+        return cls(
+            http,
+            http.scope["route"].path,
+            sent if _REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex,
+        )
 
     def read_headers(self) -> None:
         """Take tag and consent from the headers. Raises ApiError for values that are none."""
@@ -65,8 +73,13 @@ class Exchange:
         if self.failure is not None:
             facts["failure"] = self.failure
         if self.answers:
-            rounds, emitted = (sum(counts) for counts in zip(*(one.rounds_and_tokens for one in self.answers), strict=True))
-            firsts = [one.first_at - one.started for one in self.answers if one.first_at is not None]
+            rounds, emitted = (
+                sum(counts)
+                for counts in zip(*(one.rounds_and_tokens for one in self.answers), strict=True)
+            )
+            firsts = [
+                one.first_at - one.started for one in self.answers if one.first_at is not None
+            ]
             facts |= {
                 "num_prompt_tokens": sum(one.num_prompt_tokens for one in self.answers),
                 "num_output_tokens": sum(one.num_tokens for one in self.answers),

@@ -1,7 +1,9 @@
-"""What a client may ask of both completion endpoints: OpenAI's sampling fields, and those of vLLM and SGLang that eyas does.
+"""What a client may ask of both completion endpoints: OpenAI's sampling fields, and those of vLLM
+and SGLang that eyas does.
 
-Nothing is ignored. A field that eyas does not do is accepted only with a value that asks for nothing (`OFF`), null asks for
-nothing in every field, and an unknown field is an error. Knows no engine but its parameters.
+Nothing is ignored. A field that eyas does not do is accepted only with a value that asks for
+nothing (`OFF`), null asks for nothing in every field, and an unknown field is an error. Knows no
+engine but its parameters.
 """
 
 from __future__ import annotations
@@ -12,10 +14,17 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from eyas.engine.request import MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_LENGTH, MAX_STOPS, SamplingParams
+from eyas.engine.request import (
+    MAX_LOGPROBS,
+    MAX_SAMPLES,
+    MAX_STOP_LENGTH,
+    MAX_STOPS,
+    SamplingParams,
+)
 from eyas.serve.refusal import ApiError, unsupported
 
-# Fields of OpenAI's, vLLM's and SGLang's that eyas does not do, with the values that ask for nothing.
+# Fields of OpenAI's, vLLM's and SGLang's that eyas does not do, with the values that ask for
+# nothing.
 OFF: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (False,),
@@ -67,12 +76,14 @@ _METACHARACTERS = frozenset("\\.+*?()|[]{}^$#&-~/")  # of Rust's regular express
 class Strict(BaseModel):
     """A form in which every field is known and of its own type."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, regex_engine="rust-regex")
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, regex_engine="rust-regex"
+    )
 
 
 class StreamOptions(Strict):
-    """continuous_usage_stats puts the counts so far into every chunk, as vLLM does. include_rounds is our own: what each
-    round drafted, and where its tokens come from."""
+    """continuous_usage_stats puts the counts so far into every chunk, as vLLM does. include_rounds
+    is our own: what each round drafted, and where its tokens come from."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -106,7 +117,11 @@ class ResponseFormat(Strict):
     @model_validator(mode="after")
     def _has_its_schema(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ApiError(400, "response_format: a json_schema goes with the type json_schema", "response_format")
+            raise ApiError(
+                400,
+                "response_format: a json_schema goes with the type json_schema",
+                "response_format",
+            )
         return self
 
 
@@ -135,7 +150,9 @@ class Metadata(Strict):
 
 
 class Asked(Strict):
-    """A form in which null asks for nothing, and what is not done is taken with a value that asks for nothing (`off`)."""
+    """A form in which null asks for nothing, and what is not done is taken with a value that asks
+    for nothing (`off`).
+    """
 
     off: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
@@ -148,7 +165,9 @@ class Asked(Strict):
         for name in asked.keys() & cls.off.keys():
             if not any(_is_same(asked[name], value) for value in cls.off[name]):
                 off = " or ".join(json.dumps(value) for value in cls.off[name])
-                raise unsupported(name, f"is not supported here; leave it out{f' (or {off})' if off else ''}")
+                raise unsupported(
+                    name, f"is not supported here; leave it out{f' (or {off})' if off else ''}"
+                )
             del asked[name]
         return asked
 
@@ -192,10 +211,13 @@ class SamplingFields(Sampling):
     user: str | None = None  # names the end user, as the next two do; asks for nothing
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    cache_salt: Salt | None = None  # vLLM's: computed prefixes are shared among requests of the same salt alone
+    # vLLM's: computed prefixes are shared among requests of the same salt alone
+    cache_salt: Salt | None = None
     metadata: Metadata = Metadata()
-    store: bool | None = None  # consent to `--collect`, or none whatever the header says; true is refused without
-    request_id: str | None = Field(default=None, max_length=128)  # vLLM's; the header x-request-id is the other way
+    # consent to `--collect`, or none whatever the header says; true is refused without
+    store: bool | None = None
+    # vLLM's; the header x-request-id is the other way
+    request_id: str | None = Field(default=None, max_length=128)
     speculation: bool | None = None  # None: where the server has a head
 
     @model_validator(mode="after")
@@ -203,7 +225,10 @@ class SamplingFields(Sampling):
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is for stream=true only", "stream_options")
         if self.best_of not in (None, self.n):
-            raise unsupported("best_of", f"{self.best_of} of which {self.n} are kept is not done here; leave it out")
+            raise unsupported(
+                "best_of",
+                f"{self.best_of} of which {self.n} are kept is not done here; leave it out",
+            )
         return self
 
     @property
@@ -221,7 +246,9 @@ class SamplingFields(Sampling):
 
     @property
     def num_logprobs(self) -> int | None:
-        """In the engine's terms: None for none, else how many of the best tokens beside the answer's own."""
+        """In the engine's terms: None for none, else how many of the best tokens beside the
+        answer's own.
+        """
         raise NotImplementedError
 
     @property
@@ -241,7 +268,11 @@ class SamplingFields(Sampling):
         """What the answer must follow. Raises ApiError when several fields ask for it."""
         asked = [(name, grammar) for name, grammar in self._grammars() if grammar is not None]
         if len(asked) > 1:
-            raise ApiError(400, f"{asked[0][0]} and {asked[1][0]} both constrain the answer: give one of them", asked[1][0])
+            raise ApiError(
+                400,
+                f"{asked[0][0]} and {asked[1][0]} both constrain the answer: give one of them",
+                asked[1][0],
+            )
         return asked[0][1] if asked else Grammar()
 
     def _grammars(self) -> list[tuple[str, Grammar | None]]:
@@ -256,11 +287,18 @@ class SamplingFields(Sampling):
             ("structured_outputs", _of_schema(vllm.json_) if vllm else None),
             ("structured_outputs", _of_regex(vllm.regex) if vllm else None),
             ("structured_outputs", _of_choice(vllm.choice) if vllm else None),
-            ("structured_outputs", _of_schema({"type": "object"}) if vllm and vllm.json_object else None),
+            (
+                "structured_outputs",
+                _of_schema({"type": "object"}) if vllm and vllm.json_object else None,
+            ),
         ]
 
-    def params(self, max_tokens: int, grammar: Grammar, stops: tuple[str, ...] = ()) -> SamplingParams:
-        """The engine's form. stops: beside the request's own. Raises InputError for what contradicts itself."""
+    def params(
+        self, max_tokens: int, grammar: Grammar, stops: tuple[str, ...] = ()
+    ) -> SamplingParams:
+        """The engine's form. stops: beside the request's own. Raises InputError for what
+        contradicts itself.
+        """
         return SamplingParams(
             temperature=self.temperature,
             top_k=max(self.top_k, 0),
@@ -294,7 +332,9 @@ NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 def _of_format(asked: ResponseFormat | None) -> Grammar | None:
     if asked is None or asked.type == "text":
         return None
-    return _of_schema({"type": "object"} if asked.json_schema is None else asked.json_schema.schema_)
+    return _of_schema(
+        {"type": "object"} if asked.json_schema is None else asked.json_schema.schema_
+    )
 
 
 def _of_schema(schema: dict[str, Any] | str | None) -> Grammar | None:
@@ -310,7 +350,10 @@ def _of_regex(regex: str | None) -> Grammar | None:
 def _of_choice(choices: list[str] | None) -> Grammar | None:
     if choices is None:
         return None
-    escaped = ("".join(f"\\{one}" if one in _METACHARACTERS else one for one in choice) for choice in choices)
+    escaped = (
+        "".join(f"\\{one}" if one in _METACHARACTERS else one for one in choice)
+        for choice in choices
+    )
     return Grammar(regex="|".join(f"({choice})" for choice in escaped))
 
 
@@ -325,9 +368,13 @@ def parse_body(form: type[Form], body: bytes) -> Form:
 def _refusal(error: ValidationError, body: bytes) -> ApiError:
     # Of a union's errors the deepest comes from the member that was meant.
     *_, wrong = sorted(
-        error.errors(include_url=False, include_context=False, include_input=False), key=lambda one: len(one["loc"])
+        error.errors(include_url=False, include_context=False, include_input=False),
+        key=lambda one: len(one["loc"]),
     )
-    param = ".".join(_written_path(wrong["loc"], body, wrong["type"] in ("missing", "extra_forbidden"))) or None
+    param = (
+        ".".join(_written_path(wrong["loc"], body, wrong["type"] in ("missing", "extra_forbidden")))
+        or None
+    )
     if wrong["type"] == "extra_forbidden":
         return ApiError(400, f"unknown field {param}", param, "unknown_parameter")
     return ApiError(400, f"{param or 'the body'}: {wrong['msg']}", param)

@@ -1,4 +1,5 @@
-"""The body of SGLang's own /generate, as `sglang.bench_serving` and SGLang's clients send it. Knows SGLang's form, no engine.
+"""The body of SGLang's own /generate, as `sglang.bench_serving` and SGLang's clients send it. Knows
+SGLang's form, no engine.
 
 It asks for what /v1/completions does under other names, so it becomes a TextRequest.
 """
@@ -14,7 +15,11 @@ from eyas.serve.refusal import ApiError, unsupported
 from eyas.serve.text_request import MAX_PROMPTS, TextRequest, Tokens
 
 DEFAULT_MAX_TOKENS = 128  # SGLang's
-_NAMES = {"prompt": "text", "max_tokens": "sampling_params.max_new_tokens", "min_tokens": "sampling_params.min_new_tokens"}
+_NAMES = {
+    "prompt": "text",
+    "max_tokens": "sampling_params.max_new_tokens",
+    "min_tokens": "sampling_params.min_new_tokens",
+}
 
 
 class GenerateSampling(Sampling):
@@ -22,7 +27,13 @@ class GenerateSampling(Sampling):
 
     off: ClassVar[dict[str, tuple[Any, ...]]] = {
         name: OFF[name]
-        for name in ("custom_params", "ebnf", "no_stop_trim", "skip_special_tokens", "spaces_between_special_tokens")
+        for name in (
+            "custom_params",
+            "ebnf",
+            "no_stop_trim",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+        )
     } | {"stop_regex": ([],), "structural_tag": ()}
 
     max_new_tokens: int = Field(default=DEFAULT_MAX_TOKENS, ge=1, lt=2**31)
@@ -33,7 +44,8 @@ class GenerateSampling(Sampling):
 class GenerateRequest(Asked):
     """The body of a request: one prompt or several, as text or as tokens.
 
-    logprob_start_len is known with -1 only, which asks for no logprobs of the prompt; usage is told in every chunk anyway.
+    logprob_start_len is known with -1 only, which asks for no logprobs of the prompt; usage is told
+    in every chunk anyway.
     """
 
     off: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -52,7 +64,9 @@ class GenerateRequest(Asked):
     }
 
     text: str | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)] | None = None
-    input_ids: Tokens | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS)] | None = None
+    input_ids: (
+        Tokens | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS)] | None
+    ) = None
     sampling_params: GenerateSampling = GenerateSampling()
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -69,15 +83,21 @@ class GenerateRequest(Asked):
         if (self.text is None) == (self.input_ids is None):
             raise ApiError(400, "give text or input_ids, one of them", "text")
         if self.top_logprobs_num and not self.return_logprob:
-            raise ApiError(400, "top_logprobs_num is for return_logprob=true only", "top_logprobs_num")
+            raise ApiError(
+                400, "top_logprobs_num is for return_logprob=true only", "top_logprobs_num"
+            )
         if self.stream_options is not None and self.stream_options.include_rounds:
-            raise unsupported("stream_options.include_rounds", "is for /v1/chat/completions and /v1/completions")
+            raise unsupported(
+                "stream_options.include_rounds", "is for /v1/chat/completions and /v1/completions"
+            )
         return self
 
     @property
     def is_many(self) -> bool:
         """Whether the answer is a list: of several prompts, or of several samples."""
-        many = isinstance(self.text, list) or (self.input_ids is not None and not isinstance(self.input_ids[0], int))
+        many = isinstance(self.text, list) or (
+            self.input_ids is not None and not isinstance(self.input_ids[0], int)
+        )
         return many or self.sampling_params.n > 1
 
     def as_text(self, model: str) -> TextRequest:

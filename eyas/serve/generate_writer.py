@@ -1,4 +1,6 @@
-"""Answers as SGLang's /generate gives them: the whole text so far in every event. Knows no HTTP and no engine."""
+"""Answers as SGLang's /generate gives them: the whole text so far in every event. Knows no HTTP and
+no engine.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class _Said:
 
 
 class GenerateWriter:
-    """/generate. prompt_lengths: tokens of each choice's prompt; is_many: whether the answer is a list; rid: its id."""
+    """/generate. prompt_lengths: tokens of each choice's prompt; is_many: whether the answer is a
+    list; rid: its id.
+    """
 
     def __init__(
         self,
@@ -53,7 +57,9 @@ class GenerateWriter:
         said = self._said.setdefault(piece.choice, _Said())
         said.add(piece)
         answer = self._answer(piece.choice, said)
-        return f"data: {json.dumps(answer | {'index': piece.choice} if self._is_many else answer)}\n\n"
+        return (
+            f"data: {json.dumps(answer | {'index': piece.choice} if self._is_many else answer)}\n\n"
+        )
 
     def usage_chunk(self, usage: Usage) -> str:
         """Nothing: every event has its counts."""
@@ -78,16 +84,23 @@ class GenerateWriter:
         }
         if self._tells_logprobs:
             meta["input_token_logprobs"] = []
-            meta["output_token_logprobs"] = [self._triple(one.logprob, one.token_id) for one in said.logprobs]
+            meta["output_token_logprobs"] = [
+                self._triple(one.logprob, one.token_id) for one in said.logprobs
+            ]
             meta["output_top_logprobs"] = [
-                [self._triple(logprob, token) for token, logprob in one.top] for one in said.logprobs
+                [self._triple(logprob, token) for token, logprob in one.top]
+                for one in said.logprobs
             ]
         return {"text": said.text, "output_ids": said.token_ids, "meta_info": meta}
 
     def _reason(self, said: _Said) -> dict[str, Any] | None:
         if said.ending is None:
             return None
-        return {"type": "length", "length": len(said.token_ids)} if said.ending == "length" else {"type": "stop"}
+        return (
+            {"type": "length", "length": len(said.token_ids)}
+            if said.ending == "length"
+            else {"type": "stop"}
+        )
 
     def _triple(self, logprob: float, token: int) -> list[Any]:
         text = self._tokenizer.piece(token).decode(errors="replace") if self._tells_text else None

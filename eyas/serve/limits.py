@@ -1,4 +1,6 @@
-"""What keeps a server on its feet: who may ask, how often, how much, and for how long. Knows no request and no HTTP library."""
+"""What keeps a server on its feet: who may ask, how often, how much, and for how long. Knows no
+request and no HTTP library.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,15 @@ _MOST_CLIENTS = 10_000  # of whom a rate is remembered
 
 
 class LimitsConfig(BaseModel):
-    """api_keys: a file with a key a line; the variable EYAS_API_KEYS, keys parted by commas, adds to it. Without keys
-    everybody is served who can connect.
+    """api_keys: a file with a key a line; the variable EYAS_API_KEYS, keys parted by commas, adds
+    to it. Without keys everybody is served who can connect.
 
-    requests_per_minute: of one key, or of one address where there are no keys; as many may come at once after a rest.
-    max_queue: samples that may wait beside those that run. max_body_bytes: of a request. max_connections: more take the place
-    of idle ones, or are turned away. read_timeout_s: what a client has for sending a request's head, its body, and for taking
-    what it is sent. request_timeout_s: for a whole answer. shutdown_s: what running requests get to finish after SIGINT or
-    SIGTERM.
+    requests_per_minute: of one key, or of one address where there are no keys; as many may come at
+    once after a rest. max_queue: samples that may wait beside those that run. max_body_bytes: of a
+    request. max_connections: more take the place of idle ones, or are turned away. read_timeout_s:
+    what a client has for sending a request's head, its body, and for taking what it is sent.
+    request_timeout_s: for a whole answer. shutdown_s: what running requests get to finish after
+    SIGINT or SIGTERM.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -43,12 +46,17 @@ class LimitsConfig(BaseModel):
 
 
 class Door:
-    """Lets in who has a key, as often as the rate allows. Keys are held as digests, which is also what logs may name."""
+    """Lets in who has a key, as often as the rate allows. Keys are held as digests, which is also
+    what logs may name.
+    """
 
     def __init__(self, limits: LimitsConfig) -> None:
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in read_keys(limits.api_keys)]
+        self._digests = [
+            hashlib.sha256(key.encode()).digest() for key in read_keys(limits.api_keys)
+        ]
         self._rate = limits.requests_per_minute
-        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # name: requests left, as of when
+        # name: requests left, as of when
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def name(self, authorization: str, address: str) -> str:
         """The name of the client, for the log: of its key, else its address. Raises ApiError 401."""
@@ -75,11 +83,18 @@ class Door:
         self._buckets[name] = (left - 1 if left >= 1 else left, now)
         if left < 1:
             wait = max(1, math.ceil((1 - left) * 60 / rate))
-            raise ApiError(429, f"more than {rate} requests a minute", code="rate_limit_exceeded", retry_after=wait)
+            raise ApiError(
+                429,
+                f"more than {rate} requests a minute",
+                code="rate_limit_exceeded",
+                retry_after=wait,
+            )
 
 
 def read_keys(path: Path | None) -> list[str]:
-    """The keys of the environment and of a file with one a line. Raises MissingInputError, ConfigError."""
+    """The keys of the environment and of a file with one a line. Raises MissingInputError,
+    ConfigError.
+    """
     keys = [key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",")]
     if path is not None:
         try:
@@ -90,6 +105,8 @@ def read_keys(path: Path | None) -> list[str]:
             ) from error
         found = [line.strip() for line in lines if not line.lstrip().startswith("#")]
         if not any(found):
-            raise ConfigError(f"{path} holds no API key", "write one a line; without the setting no key is needed")
+            raise ConfigError(
+                f"{path} holds no API key", "write one a line; without the setting no key is needed"
+            )
         keys += found
     return [key for key in keys if key]

@@ -1,7 +1,8 @@
-"""What Prometheus is told: vLLM's names where vLLM has one, with the prefix `eyas:`, and what speculation adds to them.
+"""What Prometheus is told: vLLM's names where vLLM has one, with the prefix `eyas:`, and what
+speculation adds to them.
 
-Requests are counted here as they end; the engine's own counts are taken when they are asked for. Knows the engine's counters
-and no HTTP. No label and no value holds anything of a request's text.
+Requests are counted here as they end; the engine's own counts are taken when they are asked for.
+Knows the engine's counters and no HTTP. No label and no value holds anything of a request's text.
 """
 
 from __future__ import annotations
@@ -19,17 +20,42 @@ from eyas.engine.policy import RoundRecord
 from eyas.serve.completion import Answer
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_SECONDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    300.0,
+)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _QUANTILES = (0.1, 0.5, 0.9)
 # Of the engine's counters: name here, name there, what it counts.
 _COUNTERS = (
     ("num_preemptions", "preemptions", "samples that gave their pages up and waited again"),
-    ("prefix_cache_queries", "prompt_tokens", "tokens of prompts that were looked up among those kept"),
+    (
+        "prefix_cache_queries",
+        "prompt_tokens",
+        "tokens of prompts that were looked up among those kept",
+    ),
     ("prefix_cache_hits", "prompt_tokens_reused", "tokens of prompts that were found there"),
     ("prefix_cache_evictions", "pages_evicted", "kept pages that were given away"),
     ("spec_decode_num_draft_tokens", "verified_nodes", "drafted tokens that the target judged"),
-    ("spec_decode_num_draft_steps", "draft_steps", "sequential forwards of the draft after its first"),
+    (
+        "spec_decode_num_draft_steps",
+        "draft_steps",
+        "sequential forwards of the draft after its first",
+    ),
     ("spec_explored_rounds", "explored_rounds", "rounds run to learn what the other choice brings"),
     ("device_busy_seconds", "device_busy_s", "seconds in jobs"),
     ("device_idle_seconds", "device_idle_s", "seconds between jobs while there was work"),
@@ -66,23 +92,41 @@ class Metrics(Collector):
         self._accept_hist: list[int] = []
         self._state = EngineState({}, [])
         self._num_samples = 0
-        self._responses = self._counter("http_requests", "HTTP requests by their answer", "endpoint", "status")
-        self._ended = self._counter("request_success", "samples that ended by themselves", "finished_reason")
-        self._failed = self._counter("request_failure", "requests that ended before their answer did", "reason")
+        self._responses = self._counter(
+            "http_requests", "HTTP requests by their answer", "endpoint", "status"
+        )
+        self._ended = self._counter(
+            "request_success", "samples that ended by themselves", "finished_reason"
+        )
+        self._failed = self._counter(
+            "request_failure", "requests that ended before their answer did", "reason"
+        )
         self._prompt_tokens = self._counter("prompt_tokens", "tokens of prompts that were answered")
         self._tokens = self._counter("generation_tokens", "tokens of answers")
-        self._ttft = self._histogram("time_to_first_token_seconds", "from a request's arrival to its first token", _SECONDS)
-        self._tpot = self._histogram("request_time_per_output_token_seconds", "after the first, mean of a sample", _SECONDS)
-        self._e2e = self._histogram("e2e_request_latency_seconds", "from a request's arrival to its last token", _SECONDS)
-        self._num_prompt = self._histogram("request_prompt_tokens", "tokens of a request's prompts", _TOKENS)
-        self._num_answer = self._histogram("request_generation_tokens", "tokens of a request's answers", _TOKENS)
+        self._ttft = self._histogram(
+            "time_to_first_token_seconds", "from a request's arrival to its first token", _SECONDS
+        )
+        self._tpot = self._histogram(
+            "request_time_per_output_token_seconds", "after the first, mean of a sample", _SECONDS
+        )
+        self._e2e = self._histogram(
+            "e2e_request_latency_seconds", "from a request's arrival to its last token", _SECONDS
+        )
+        self._num_prompt = self._histogram(
+            "request_prompt_tokens", "tokens of a request's prompts", _TOKENS
+        )
+        self._num_answer = self._histogram(
+            "request_generation_tokens", "tokens of a request's answers", _TOKENS
+        )
         self._registry.register(self)
 
     def _counter(self, name: str, about: str, *labels: str) -> Counter:
         return Counter(f"eyas:{name}", about, ("model_name", *labels), registry=self._registry)
 
     def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"eyas:{name}", about, ("model_name",), registry=self._registry, buckets=buckets)
+        return Histogram(
+            f"eyas:{name}", about, ("model_name",), registry=self._registry, buckets=buckets
+        )
 
     def also_tell(self, collector: Collector) -> None:
         """Put another's metrics on the page."""
@@ -92,7 +136,11 @@ class Metrics(Collector):
     def tau(self) -> float | None:
         """Since the start, of the answers that are over."""
         rounds = sum(self._accept_hist)
-        return 1 + sum(count * number for number, count in enumerate(self._accept_hist)) / rounds if rounds else None
+        return (
+            1 + sum(count * number for number, count in enumerate(self._accept_hist)) / rounds
+            if rounds
+            else None
+        )
 
     # As requests end
 
@@ -101,7 +149,9 @@ class Metrics(Collector):
         self._responses.labels(**self._labels, endpoint=endpoint, status=str(status)).inc()
 
     def ended(self, answer: Answer, failure: str | None) -> None:
-        """Count an answer that is over. failure: why it ended before its time, in one word, else None."""
+        """Count an answer that is over. failure: why it ended before its time, in one word, else
+        None.
+        """
         if failure is not None:
             self._failed.labels(**self._labels, reason=failure).inc()
         for ending in answer.endings:
@@ -141,8 +191,14 @@ class Metrics(Collector):
         waiting = max(self._num_samples - counters["running"], counters["waiting"])
         yield self._gauge("num_requests_waiting", "samples that wait for one", waiting)
         yield self._gauge("kv_cache_pages", "pages of 16 tokens", self._num_pages)
-        yield self._gauge("kv_cache_pages_available", "pages nobody holds, kept ones among them", counters["pages_available"])
-        yield self._gauge("kv_cache_pages_kept", "pages kept for prompts that begin alike", counters["pages_kept"])
+        yield self._gauge(
+            "kv_cache_pages_available",
+            "pages nobody holds, kept ones among them",
+            counters["pages_available"],
+        )
+        yield self._gauge(
+            "kv_cache_pages_kept", "pages kept for prompts that begin alike", counters["pages_kept"]
+        )
         used = 1 - counters["pages_available"] / self._num_pages
         yield self._gauge("kv_cache_usage_perc", "share of pages that are held, 0 to 1", used)
         for name, counter, about in _COUNTERS:
@@ -152,16 +208,24 @@ class Metrics(Collector):
         for name, counter, scale, about in _OF_ROUNDS:
             family = CounterMetricFamily(f"eyas:{name}", about, labels=("model_name", "kind"))
             for kind in ("plain", "tree"):
-                family.add_metric([*self._labels.values(), kind], scale * counters[f"{kind}_{counter}"])
+                family.add_metric(
+                    [*self._labels.values(), kind], scale * counters[f"{kind}_{counter}"]
+                )
             yield family
         time_s = counters["device_busy_s"] + counters["device_idle_s"]
-        yield self._gauge("device_idle_share", "of the time with work", counters["device_idle_s"] / time_s if time_s else 0.0)
+        yield self._gauge(
+            "device_idle_share",
+            "of the time with work",
+            counters["device_idle_s"] / time_s if time_s else 0.0,
+        )
         yield from self._acceptance()
         yield from self._lately(records)
         yield self._speedups(counters)
 
     def _acceptance(self) -> Iterator[Metric]:
-        """Of the answers that are over: a round accepts at position p when it accepts more than p drafts."""
+        """Of the answers that are over: a round accepts at position p when it accepts more than p
+        drafts.
+        """
         rounds = sum(self._accept_hist)
         accepted = sum(count * number for count, number in enumerate(self._accept_hist))
         for name, value, about in (
@@ -172,13 +236,19 @@ class Metrics(Collector):
             family.add_metric(list(self._labels.values()), value)
             yield family
         per_position = CounterMetricFamily(
-            "eyas:spec_decode_num_accepted_tokens_per_pos", "accepted, by position", labels=("model_name", "position")
+            "eyas:spec_decode_num_accepted_tokens_per_pos",
+            "accepted, by position",
+            labels=("model_name", "position"),
         )
         for position in range(len(self._accept_hist) - 1):
-            per_position.add_metric([*self._labels.values(), str(position)], sum(self._accept_hist[position + 1 :]))
+            per_position.add_metric(
+                [*self._labels.values(), str(position)], sum(self._accept_hist[position + 1 :])
+            )
         yield per_position
         if self.tau is not None:
-            yield self._gauge("spec_accept_length", "tau: tokens a round and sample, since the start", self.tau)
+            yield self._gauge(
+                "spec_accept_length", "tau: tokens a round and sample, since the start", self.tau
+            )
 
     def _lately(self, records: list[RoundRecord]) -> Iterator[Metric]:
         """Of the last rounds that the engine remembers."""
@@ -188,15 +258,27 @@ class Metrics(Collector):
             tau = emitted / sum(one.num_drafting for one in trees)
             yield self._gauge("spec_accept_length_recent", "tau of the last rounds", tau)
             sizes = [one.num_nodes / one.num_drafting for one in trees]
-            yield self._quantiles("spec_tree_nodes", "drafted tokens a sample in the last rounds", sizes)
-            yield self._quantiles("spec_tree_depth", "levels of the last rounds' trees", [one.depth for one in trees])
-        errors = [abs(one.real_ms / one.predicted_ms - 1) for one in records if one.predicted_ms > 0]
+            yield self._quantiles(
+                "spec_tree_nodes", "drafted tokens a sample in the last rounds", sizes
+            )
+            yield self._quantiles(
+                "spec_tree_depth", "levels of the last rounds' trees", [one.depth for one in trees]
+            )
+        errors = [
+            abs(one.real_ms / one.predicted_ms - 1) for one in records if one.predicted_ms > 0
+        ]
         if errors:
-            yield self._quantiles("round_cost_error", "how far off the predicted time of the last rounds was, relative", errors)
+            yield self._quantiles(
+                "round_cost_error",
+                "how far off the predicted time of the last rounds was, relative",
+                errors,
+            )
 
     def _speedups(self, counters: dict[str, float]) -> Metric:
         family = GaugeMetricFamily(
-            "eyas:spec_speedup", "held of speculation over plain rounds", labels=("model_name", "speculating", "requests")
+            "eyas:spec_speedup",
+            "held of speculation over plain rounds",
+            labels=("model_name", "speculating", "requests"),
         )
         for name, value in counters.items():
             if name.startswith("speedup_"):

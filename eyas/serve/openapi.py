@@ -1,4 +1,6 @@
-"""The endpoints as an OpenAPI document, from the forms that judge requests: they cannot say different things. Knows no HTTP."""
+"""The endpoints as an OpenAPI document, from the forms that judge requests: they cannot say
+different things. Knows no HTTP.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ _ERROR = {
 _USAGE = {
     "type": "object",
     "required": ["prompt_tokens", "completion_tokens", "total_tokens"],
-    "properties": {name: {"type": "integer"} for name in ("prompt_tokens", "completion_tokens", "total_tokens")},
+    "properties": {
+        name: {"type": "integer"} for name in ("prompt_tokens", "completion_tokens", "total_tokens")
+    },
 }
 _ANSWER = {
     "type": "object",
@@ -41,12 +45,19 @@ _ANSWER = {
         "object": {"type": "string"},
         "created": {"type": "integer"},
         "model": {"type": "string"},
-        "choices": {"type": "array", "items": {"type": "object", "required": ["index", "finish_reason"]}},
+        "choices": {
+            "type": "array",
+            "items": {"type": "object", "required": ["index", "finish_reason"]},
+        },
         "usage": _USAGE,
     },
 }
 _MODEL = {"type": "object", "required": ["id", "object", "created", "owned_by"]}
-_MODELS = {"type": "object", "required": ["object", "data"], "properties": {"data": {"type": "array", "items": _MODEL}}}
+_MODELS = {
+    "type": "object",
+    "required": ["object", "data"],
+    "properties": {"data": {"type": "array", "items": _MODEL}},
+}
 _HEALTH = {"type": "object", "required": ["status"], "properties": {"status": {"type": "string"}}}
 _PROBLEMS = {
     "400": "the request is wrong or asks for what this server does not do",
@@ -65,7 +76,11 @@ _PROBLEMS = {
 _GENERATED = {"type": "object", "required": ["text", "output_ids", "meta_info"]}
 _INFO = {"type": "object", "required": ["internal_states"]}
 _DRIFT = {"type": "object", "required": ["expected", "rule", "slices"]}
-_PREDICTIONS = {"type": "object", "required": ["predictions"], "properties": {"predictions": {"type": "array"}}}
+_PREDICTIONS = {
+    "type": "object",
+    "required": ["predictions"],
+    "properties": {"predictions": {"type": "array"}},
+}
 _GOOGLES_ERROR = {
     "type": "object",
     "required": ["error"],
@@ -74,26 +89,52 @@ _GOOGLES_ERROR = {
 
 
 def document(model: str, predict_route: str | None = None) -> dict[str, Any]:
-    """OpenAPI 3.1. model: the name that requests must give; predict_route: Vertex AI's, where it is served."""
+    """OpenAPI 3.1. model: the name that requests must give; predict_route: Vertex AI's, where it is
+    served.
+    """
     schemas: dict[str, Any] = {}
     paths = {
-        "/v1/chat/completions": {"post": _completion("a chat's next turn", _form(ChatRequest, model, schemas))},
-        "/v1/completions": {"post": _completion("how texts go on", _form(TextRequest, model, schemas))},
-        "/generate": {"post": _completion("SGLang's own", _form(GenerateRequest, model, schemas), _either(_GENERATED))},
+        "/v1/chat/completions": {
+            "post": _completion("a chat's next turn", _form(ChatRequest, model, schemas))
+        },
+        "/v1/completions": {
+            "post": _completion("how texts go on", _form(TextRequest, model, schemas))
+        },
+        "/generate": {
+            "post": _completion(
+                "SGLang's own", _form(GenerateRequest, model, schemas), _either(_GENERATED)
+            )
+        },
         "/v1/models": {"get": _simple("what is served", _MODELS, "400", "401", "429")},
         "/v1/models/{model}": {
-            "get": {**_simple("one of them", _MODEL, "400", "401", "404", "429"), "parameters": [_parameter(model)]}
+            "get": {
+                **_simple("one of them", _MODEL, "400", "401", "404", "429"),
+                "parameters": [_parameter(model)],
+            }
         },
-        "/drift": {"get": _simple("acceptance by slice of traffic, over time", _DRIFT, "400", "401", "429")},
-        "/server_info": {"get": _simple("what SGLang's benchmark reads", _INFO, "400", "401", "429")},
-        "/get_server_info": {"get": _simple("the same under its older name", _INFO, "400", "401", "429")},
+        "/drift": {
+            "get": _simple("acceptance by slice of traffic, over time", _DRIFT, "400", "401", "429")
+        },
+        "/server_info": {
+            "get": _simple("what SGLang's benchmark reads", _INFO, "400", "401", "429")
+        },
+        "/get_server_info": {
+            "get": _simple("the same under its older name", _INFO, "400", "401", "429")
+        },
         "/health": {"get": _simple("whether requests are taken", _HEALTH, "503")},
-        "/metrics": {"get": {"summary": "for Prometheus", "responses": {"200": _content("text/plain", {"type": "string"})}}},
+        "/metrics": {
+            "get": {
+                "summary": "for Prometheus",
+                "responses": {"200": _content("text/plain", {"type": "string"})},
+            }
+        },
         "/openapi.json": {"get": _simple("this document", {"type": "object"})},
     }
     if predict_route is not None and predict_route not in paths:
         form = _form(Prediction, model, schemas)
-        paths[predict_route] = {"post": _completion("Vertex AI's predictions", form, _PREDICTIONS, _GOOGLES_ERROR)}
+        paths[predict_route] = {
+            "post": _completion("Vertex AI's predictions", form, _PREDICTIONS, _GOOGLES_ERROR)
+        }
     return {
         "openapi": "3.1.0",
         "info": {"title": "eyas", "version": version("eyas"), "description": f"serves {model}"},
@@ -106,8 +147,12 @@ def document(model: str, predict_route: str | None = None) -> dict[str, Any]:
 
 
 def _form(form: type[Asked | Prediction], model: str, schemas: dict[str, Any]) -> dict[str, Any]:
-    """A form's schema, its parts put into `schemas`: null is taken in every field, and what is not done when it is off."""
-    schema = deepcopy(form.model_json_schema(by_alias=True, ref_template="#/components/schemas/{model}"))
+    """A form's schema, its parts put into `schemas`: null is taken in every field, and what is not
+    done when it is off.
+    """
+    schema = deepcopy(
+        form.model_json_schema(by_alias=True, ref_template="#/components/schemas/{model}")
+    )
     schemas |= schema.pop("$defs", {})
     properties = schema["properties"]
     off = form.off if issubclass(form, Asked) else {}
@@ -127,7 +172,10 @@ def _either(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _completion(
-    summary: str, form: dict[str, Any], answers: dict[str, Any] = _ANSWER, error: dict[str, Any] = _ERROR
+    summary: str,
+    form: dict[str, Any],
+    answers: dict[str, Any] = _ANSWER,
+    error: dict[str, Any] = _ERROR,
 ) -> dict[str, Any]:
     answer = _content("application/json", answers)
     answer["content"]["text/event-stream"] = {"schema": {"type": "string"}}
@@ -140,11 +188,17 @@ def _completion(
 
 
 def _simple(summary: str, schema: dict[str, Any], *problems: str) -> dict[str, Any]:
-    return {"summary": summary, "responses": {"200": _content("application/json", schema), **_problems(*problems)}}
+    return {
+        "summary": summary,
+        "responses": {"200": _content("application/json", schema), **_problems(*problems)},
+    }
 
 
 def _problems(*statuses: str, error: dict[str, Any] = _ERROR) -> dict[str, Any]:
-    return {status: {**_content("application/json", error), "description": _PROBLEMS[status]} for status in statuses}
+    return {
+        status: {**_content("application/json", error), "description": _PROBLEMS[status]}
+        for status in statuses
+    }
 
 
 def _content(kind: str, schema: dict[str, Any]) -> dict[str, Any]:
@@ -152,4 +206,10 @@ def _content(kind: str, schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parameter(model: str) -> dict[str, Any]:
-    return {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}, "example": model}
+    return {
+        "name": "model",
+        "in": "path",
+        "required": True,
+        "schema": {"type": "string"},
+        "example": model,
+    }

@@ -1,4 +1,5 @@
-"""The playground at `/`: files as they are, with headers under which a browser runs no other script and asks no other server.
+"""The playground at `/`: files as they are, with headers under which a browser runs no other script
+and asks no other server.
 
 Knows no request: the page asks the same API as everybody, with the key that it is given.
 """
@@ -23,8 +24,10 @@ FILES = {
 }
 # With trusted types nothing on the page can turn a text into HTML, whatever a model says.
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types "
+    "'none'"
 )
 _HEADERS = {
     "content-security-policy": POLICY,
@@ -35,7 +38,9 @@ _HEADERS = {
 
 
 def routes() -> list[Route]:
-    """A route for each file, read once. They need no key: there is nothing in them of model or traffic."""
+    """A route for each file, read once. They need no key: there is nothing in them of model or
+    traffic.
+    """
     return [_route(path, *named) for path, named in FILES.items()]
 
 

@@ -1,4 +1,5 @@
-"""What a head's card promises: tau with its uncertainty, and how it falls with the depth of drafts. Knows files, no server.
+"""What a head's card promises: tau with its uncertainty, and how it falls with the depth of drafts.
+Knows files, no server.
 
 Looked for where stages and people put it, the first that has a tau counts:
 
@@ -19,14 +20,17 @@ from typing import Any
 
 Z95 = 1.96
 _EVAL, _MANIFEST, _CARD = "eval.json", "manifest.json", "README.md"
-_TAU = re.compile(r"\btau (\d+\.\d+)\b(?:[^\d\n]{0,40}?\b(?:95 ?%[^\d\n]{0,20})?(\d+\.\d+) ?(?:-|to|–) ?(\d+\.\d+))?")
+_TAU = re.compile(
+    r"\btau (\d+\.\d+)\b(?:[^\d\n]{0,40}?\b(?:95 ?%[^\d\n]{0,20})?(\d+\.\d+) ?(?:-|to|–) ?(\d+\.\d+))?"
+)
 _HIST = re.compile(r"^accept_hist: (\d+(?:, \d+)*)\s*$", re.M)
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """tau: emitted tokens a round; low: the lower end of its 95 % interval; survival[p]: share of rounds that accept more than
-    p drafts, empty where that is not known; source: where it was found.
+    """tau: emitted tokens a round; low: the lower end of its 95 % interval; survival[p]: share of
+    rounds that accept more than p drafts, empty where that is not known; source: where it was
+    found.
     """
 
     tau: float
@@ -35,14 +39,18 @@ class Reference:
     source: str
 
     def lowest(self, depths: Mapping[int, int]) -> float:
-        """What `low` comes to where the drafts were so deep: {levels: rounds}. The card's own depth where nothing is known.
+        """What `low` comes to where the drafts were so deep: {levels: rounds}. The card's own depth
+        where nothing is known.
 
         A server that drafts less under load emits less a round, and that is no drift.
         """
         rounds = sum(depths.values())
         if not rounds or not self.survival:
             return self.low
-        reached = sum(count * (1 + sum(self.survival[:depth])) for depth, count in depths.items()) / rounds
+        reached = (
+            sum(count * (1 + sum(self.survival[:depth])) for depth, count in depths.items())
+            / rounds
+        )
         return self.low * min(reached / (1 + sum(self.survival)), 1.0)
 
 
@@ -52,7 +60,9 @@ def stated(tau: float) -> Reference:
 
 
 def promised(head: str | Path) -> Reference | None:
-    """What the card of a head's folder says; for an exported form the folder above has the card. None for nothing."""
+    """What the card of a head's folder says; for an exported form the folder above has the card.
+    None for nothing.
+    """
     folder = Path(head)
     for place in (folder, folder.parent) if folder.name in ("sglang", "vllm") else (folder,):
         for name, measured in _found(place):
@@ -97,14 +107,27 @@ def _reference(measured: Mapping[str, Any], source: str) -> Reference | None:
     tau, hist, interval = (measured.get(name) for name in ("tau", "accept_hist", "tau_interval"))
     if not isinstance(tau, int | float) or not math.isfinite(tau) or tau < 1:
         return None
-    hist = hist if isinstance(hist, list) and all(isinstance(count, int) and count >= 0 for count in hist) else []
+    hist = (
+        hist
+        if isinstance(hist, list) and all(isinstance(count, int) and count >= 0 for count in hist)
+        else []
+    )
     rounds = sum(hist)
-    survival = tuple(sum(hist[depth + 1 :]) / rounds for depth in range(len(hist) - 1)) if rounds else ()
+    survival = (
+        tuple(sum(hist[depth + 1 :]) / rounds for depth in range(len(hist) - 1)) if rounds else ()
+    )
     low = float(tau)
-    if isinstance(interval, list) and len(interval) == 2 and isinstance(interval[0], int | float) and 0 < interval[0] <= tau:
+    if (
+        isinstance(interval, list)
+        and len(interval) == 2
+        and isinstance(interval[0], int | float)
+        and 0 < interval[0] <= tau
+    ):
         low = float(interval[0])
     elif rounds:
         mean = sum(count * accepted for accepted, count in enumerate(hist)) / rounds
-        variance = sum(count * (accepted - mean) ** 2 for accepted, count in enumerate(hist)) / rounds
+        variance = (
+            sum(count * (accepted - mean) ** 2 for accepted, count in enumerate(hist)) / rounds
+        )
         low = float(tau) - Z95 * math.sqrt(variance / rounds)
     return Reference(float(tau), low, survival, source)

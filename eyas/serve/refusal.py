@@ -6,14 +6,26 @@ from typing import Any
 
 from eyas.errors import InputError
 
-_KINDS = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error"}
+_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+}
 
 
 class ApiError(Exception):
-    """An answer that is an error: HTTP status and OpenAI's `message`, `type`, `param`, `code`; retry_after in seconds."""
+    """An answer that is an error: HTTP status and OpenAI's `message`, `type`, `param`, `code`;
+    retry_after in seconds.
+    """
 
     def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after: int | None = None
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -27,8 +39,14 @@ class ApiError(Exception):
         return None if self.retry_after is None else {"retry-after": str(self.retry_after)}
 
     def body(self) -> dict[str, Any]:
-        kind = "server_error" if self.status >= 500 else _KINDS.get(self.status, "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        kind = (
+            "server_error"
+            if self.status >= 500
+            else _KINDS.get(self.status, "invalid_request_error")
+        )
+        return {
+            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        }
 
 
 def unsupported(param: str, what: str) -> ApiError:
@@ -37,8 +55,15 @@ def unsupported(param: str, what: str) -> ApiError:
 
 
 def refused_by_engine(error: InputError) -> ApiError:
-    """The engine's refusal; its messages begin with the name of the setting where one setting is at fault."""
+    """The engine's refusal; its messages begin with the name of the setting where one setting is at
+    fault.
+    """
     first = error.what.removeprefix("the ").split(" ", 1)[0]
-    param = first if (first.replace("_", "").isalnum() and "_" in first) or first in ("temperature", "regex", "seed") else None
+    param = (
+        first
+        if (first.replace("_", "").isalnum() and "_" in first)
+        or first in ("temperature", "regex", "seed")
+        else None
+    )
     hint = f": {error.hint}" if error.hint else ""
     return ApiError(400, f"{error.what}{hint}", param)

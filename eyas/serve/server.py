@@ -1,4 +1,6 @@
-"""Runs the application: in this process until a signal, in a thread, or in a process of its own. Knows uvicorn."""
+"""Runs the application: in this process until a signal, in a thread, or in a process of its own.
+Knows uvicorn.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ log = logging.getLogger("eyas.serve")
 
 
 class TrafficConfig(BaseModel):
-    """What a server learns from its traffic: whether acceptance falls; and, of who consents, prompts for the next head."""
+    """What a server learns from its traffic: whether acceptance falls; and, of who consents,
+    prompts for the next head.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -54,8 +58,9 @@ class TrafficConfig(BaseModel):
 class ServeConfig(BaseModel):
     """What is served, how precisely, and where. Port 0 takes a free one. device: cpu, cuda, cuda:1.
 
-    threads: of the engine on a CPU, by default torch's own choice, all cores. On few cores a small model is served faster with
-    one thread less: two that wait for each other at every operator are held up by the event loop and the clients.
+    threads: of the engine on a CPU, by default torch's own choice, all cores. On few cores a small
+    model is served faster with one thread less: two that wait for each other at every operator are
+    held up by the event loop and the clients.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -89,7 +94,9 @@ class ServeConfig(BaseModel):
         return Path(self.target).resolve().name
 
     def folders(self) -> tuple[str, str | None]:
-        """Of target and head, resolved; out of the object store those that are not given. Raises what fetching raises."""
+        """Of target and head, resolved; out of the object store those that are not given. Raises
+        what fetching raises.
+        """
         target, head = self.target, self.head
         if target is None and self.vertex is not None and self.vertex.storage_uri is not None:
             places = fetched(self.vertex.storage_uri, self.vertex.folder)
@@ -99,13 +106,19 @@ class ServeConfig(BaseModel):
 
 
 def build_app(config: ServeConfig) -> Starlette:
-    """Load target, head and tokenizer into an application. Raises InputErrors for what does not fit together."""
+    """Load target, head and tokenizer into an application. Raises InputErrors for what does not fit
+    together.
+    """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     target, head = config.folders()
     chat = Chat(target)
-    engine = Engine.load(target, head, dtype=config.dtype, config=config.engine, device=config.device)
-    served = Served(config.served_model, config.dtype, head is not None, engine.max_length, fingerprint(target))
+    engine = Engine.load(
+        target, head, dtype=config.dtype, config=config.engine, device=config.device
+    )
+    served = Served(
+        config.served_model, config.dtype, head is not None, engine.max_length, fingerprint(target)
+    )
     traffic = config.traffic
     extras = Extras(traffic.drift, _reference(traffic.drift, head), traffic.collect, config.vertex)
     return create_app(Worker(engine), chat, served, config.limits, extras)
@@ -117,27 +130,37 @@ def _reference(config: DriftConfig, head: str | None) -> Reference | None:
         return None if config.expect_tau is None else stated(config.expect_tau)
     found = promised(head)
     if found is None:
-        log.info("the head's card has no tau: give traffic.drift.expect_tau to be warned when it falls")
+        log.info(
+            "the head's card has no tau: give traffic.drift.expect_tau to be warned when it falls"
+        )
     return found
 
 
 def serve(config: ServeConfig, on_ready: Callable[[str], None] = print) -> None:
-    """Serve until SIGINT or SIGTERM, then let running requests finish. `on_ready` gets the URL once it answers."""
+    """Serve until SIGINT or SIGTERM, then let running requests finish. `on_ready` gets the URL once
+    it answers.
+    """
     with _bound(config.host, config.port) as listener, _ends_on_sigterm():
         with answering(listener) if config.vertex is not None else nullcontext():
             app = build_app(config)
         is_local = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
         if config.vertex is None and not is_local and not read_keys(config.limits.api_keys):
-            log.warning("everybody who reaches %s is served: no API keys are given (--api-keys FILE)", config.host)
+            log.warning(
+                "everybody who reaches %s is served: no API keys are given (--api-keys FILE)",
+                config.host,
+            )
         server = _Server(app, listener, on_ready)
-        # uvicorn raises the signal that ended it once more: an end that was asked for is no failure.
+        # uvicorn raises the signal that ended it once more: an end that was asked for is no
+        # failure.
         signal.signal(signal.SIGTERM, lambda *_: None)
         server.run(sockets=[listener])
 
 
 @contextmanager
 def _ends_on_sigterm() -> Iterator[None]:
-    """A server that still loads ends at once: the first process of a container ignores the signal unless it says otherwise."""
+    """A server that still loads ends at once: the first process of a container ignores the signal
+    unless it says otherwise.
+    """
 
     def end(*_: object) -> None:
         raise SystemExit(0)
@@ -151,7 +174,9 @@ def _ends_on_sigterm() -> Iterator[None]:
 
 @contextmanager
 def running_app(app: Starlette) -> Iterator[str]:
-    """The URL of an application served on the loopback by a thread; it stops, gracefully, on leaving."""
+    """The URL of an application served on the loopback by a thread; it stops, gracefully, on
+    leaving.
+    """
     ready = threading.Event()
     with _bound("127.0.0.1", 0) as listener:
         server = _Server(app, listener, lambda _: ready.set())
@@ -174,27 +199,37 @@ def running_server(config: ServeConfig) -> Iterator[str]:
     Raises EyasError when it does not come up; what it has to say about that is on stderr.
     """
     command = [sys.executable, "-m", "eyas.serve", config.model_dump_json()]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
+    ) as process:
         try:
             assert process.stdout is not None
             # Libraries may have something to say first.
-            url = next((line.strip() for line in process.stdout if line.startswith("http://")), None)
+            url = next(
+                (line.strip() for line in process.stdout if line.startswith("http://")), None
+            )
             if url is None:
                 code = process.wait()
-                raise EyasError(f"the server ended with exit code {code} before it was ready", "its message is above")
+                raise EyasError(
+                    f"the server ended with exit code {code} before it was ready",
+                    "its message is above",
+                )
             yield url
         finally:
             process.terminate()
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server on a socket that is bound already, which says when it answers, and ends in two steps.
+    """A uvicorn server on a socket that is bound already, which says when it answers, and ends in
+    two steps.
 
-    Told to end, it takes no more requests and lets those that run finish, for shutdown_s. What has not finished by then is
-    told so, and fails.
+    Told to end, it takes no more requests and lets those that run finish, for shutdown_s. What has
+    not finished by then is told so, and fails.
     """
 
-    def __init__(self, app: Starlette, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
+    def __init__(
+        self, app: Starlette, listener: socket.socket, on_ready: Callable[[str], None]
+    ) -> None:
         self._app, self._limits = app, app.state.limits
         super().__init__(
             uvicorn.Config(
@@ -228,18 +263,22 @@ class _Server(uvicorn.Server):
 
 @contextmanager
 def _bound(host: str, port: int) -> Iterator[socket.socket]:
-    """A bound socket, taken before the model is loaded: a port in use is an error at once, and 0 becomes a number.
+    """A bound socket, taken before the model is loaded: a port in use is an error at once, and 0
+    becomes a number.
 
-    It does not listen yet, so that until the server answers, clients are refused and not left waiting.
+    It does not listen yet, so that until the server answers, clients are refused and not left
+    waiting.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named, asyncio sends small packets at once; else a stream's second chunk waits 40 ms for the first's
-    # receipt.
+    # With the protocol named, asyncio sends small packets at once; else a stream's second chunk
+    # waits 40 ms for the first's receipt.
     with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
         except OSError as error:
             what = f"cannot listen on {host}:{port}: {error.strerror or error}"
-            raise ConfigError(what, "choose another host or port; port 0 takes any free one") from error
+            raise ConfigError(
+                what, "choose another host or port; port 0 takes any free one"
+            ) from error
         yield listener

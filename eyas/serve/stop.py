@@ -8,8 +8,8 @@ from collections.abc import Sequence
 class StopFilter:
     """Lets text through up to the first stop string, holding back what may yet become one.
 
-    All that `push` and `finish` return, joined, is the text before the stop string that is complete first (of two that
-    end together, the longer), however the text was cut into pieces.
+    All that `push` and `finish` return, joined, is the text before the stop string that is complete
+    first (of two that end together, the longer), however the text was cut into pieces.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -24,7 +24,11 @@ class StopFilter:
         if self.hit:
             return ""
         self._held += text
-        ends = [(start + len(stop), start) for stop in self._stops if (start := self._held.find(stop)) >= 0]
+        ends = [
+            (start + len(stop), start)
+            for stop in self._stops
+            if (start := self._held.find(stop)) >= 0
+        ]
         if ends:
             self.hit = True
             end, start = min(ends)
@@ -41,4 +45,11 @@ class StopFilter:
     def _open_length(self) -> int:
         """Length of the longest end of the held text that begins a stop string."""
         longest = min(len(self._held), max(map(len, self._stops), default=1) - 1)
-        return next((n for n in range(longest, 0, -1) if any(stop.startswith(self._held[-n:]) for stop in self._stops)), 0)
+        return next(
+            (
+                n
+                for n in range(longest, 0, -1)
+                if any(stop.startswith(self._held[-n:]) for stop in self._stops)
+            ),
+            0,
+        )

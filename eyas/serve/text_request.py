@@ -1,4 +1,6 @@
-"""The body of /v1/completions: prompts as text or as tokens, no messages. Knows OpenAI's form, no tokenizer and no engine."""
+"""The body of /v1/completions: prompts as text or as tokens, no messages. Knows OpenAI's form, no
+tokenizer and no engine.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,19 @@ Tokens = Annotated[list[TokenId], Field(min_length=1)]
 
 
 class TextRequest(SamplingFields):
-    """The body of a request, with OpenAI's defaults; add_special_tokens is vLLM's, with its default."""
+    """The body of a request, with OpenAI's defaults; add_special_tokens is vLLM's, with its
+    default.
+    """
 
     off: ClassVar[dict[str, tuple[Any, ...]]] = {
-        name: values for name, values in SamplingFields.off.items() if name not in ("add_special_tokens", "echo")
+        name: values
+        for name, values in SamplingFields.off.items()
+        if name not in ("add_special_tokens", "echo")
     }
 
-    prompt: str | Tokens | Annotated[list[str | Tokens], Field(min_length=1, max_length=MAX_PROMPTS)]
+    prompt: (
+        str | Tokens | Annotated[list[str | Tokens], Field(min_length=1, max_length=MAX_PROMPTS)]
+    )
     logprobs: NumLogprobs | None = None
     add_special_tokens: bool = True
     echo: bool = False
@@ -30,7 +38,9 @@ class TextRequest(SamplingFields):
     @model_validator(mode="after")
     def _check_text(self) -> Self:
         if self.echo and self.logprobs is not None:
-            raise unsupported("echo", "with logprobs asks for those of the prompt, which are not computed here")
+            raise unsupported(
+                "echo", "with logprobs asks for those of the prompt, which are not computed here"
+            )
         return self
 
     @property

@@ -1,4 +1,5 @@
-"""Calls of tools in the form of Hermes and Qwen: JSON between <tool_call> tags. Pure text: knows no tokenizer and no server.
+"""Calls of tools in the form of Hermes and Qwen: JSON between <tool_call> tags. Pure text: knows no
+tokenizer and no server.
 
 auto       the answer is words, calls, or both: `CallReader` tells them apart
 demanded   the prompt goes on with the opening tag, a JSON schema (`call_schema`) keeps the answer to one call
@@ -30,11 +31,17 @@ class Call:
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
 
     def to_json(self) -> dict[str, Any]:
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": self.arguments},
+        }
 
 
 class CallReader:
-    """Takes an answer's text apart as it arrives. What looks like a call and cannot be read stays text."""
+    """Takes an answer's text apart as it arrives. What looks like a call and cannot be read stays
+    text.
+    """
 
     def __init__(self, demanded: bool = False) -> None:
         """demanded: the text begins behind an opening tag."""
@@ -92,7 +99,9 @@ class CallReader:
 
 
 def call_schema(tools: Sequence[Tool]) -> str:
-    """The JSON schema of a call of one of the tools. Raises ApiError for definitions that contradict each other."""
+    """The JSON schema of a call of one of the tools. Raises ApiError for definitions that
+    contradict each other.
+    """
     definitions: dict[str, dict[str, Any]] = {}
     calls = []
     for tool in tools:
@@ -103,10 +112,17 @@ def call_schema(tools: Sequence[Tool]) -> str:
                 raise unsupported("tools", f"{name} of a tool's parameters is no object")
             for key, schema in defined.items():
                 if definitions.setdefault(name, {}).setdefault(key, schema) != schema:
-                    raise unsupported("tools", f"two tools define {name} of the same name differently")
+                    raise unsupported(
+                        "tools", f"two tools define {name} of the same name differently"
+                    )
         properties = {"name": {"const": tool.function.name}, "arguments": parameters}
         calls.append(
-            {"type": "object", "properties": properties, "required": ["name", "arguments"], "additionalProperties": False}
+            {
+                "type": "object",
+                "properties": properties,
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
         )
     return json.dumps({**definitions, **(calls[0] if len(calls) == 1 else {"anyOf": calls})})
 
@@ -121,4 +137,8 @@ def _read(block: str) -> Call | None:
     arguments = said.get("arguments", said.get("parameters", {}))
     if isinstance(arguments, str):
         return Call(said["name"], arguments)
-    return Call(said["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+    return (
+        Call(said["name"], json.dumps(arguments, ensure_ascii=False))
+        if isinstance(arguments, dict)
+        else None
+    )

@@ -1,4 +1,6 @@
-"""A client's request in the engine's terms, and how its answer is to be read and written. Knows no HTTP."""
+"""A client's request in the engine's terms, and how its answer is to be read and written. Knows no
+HTTP.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ from eyas.serve.writer import ChatWriter, TextWriter, Writer
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What the server tells about itself: name for requests, precision, the room a request has, and which target it is, for
-    clients that must not mistake it (`eyas generate`)."""
+    """What the server tells about itself: name for requests, precision, the room a request has, and
+    which target it is, for clients that must not mistake it (`eyas generate`)."""
 
     model: str
     dtype: str
@@ -59,22 +61,34 @@ class Translator:
         self._check_model(asked)
         grammar, demanded = asked.grammar(), asked.demanded_tools
         if asked.offered_tools and grammar != Grammar():
-            raise unsupported("tools", "a tool cannot be called in an answer that must follow a grammar; ask for one of them")
+            raise unsupported(
+                "tools",
+                "a tool cannot be called in an answer that must follow a grammar; ask for one of "
+                "them",
+            )
         if demanded:
             grammar = Grammar(json_schema=call_schema(demanded))
         prompt_ids = self._chat_prompt(asked)
         is_last_call = bool(asked.offered_tools) and not asked.parallel_tool_calls and not demanded
         params = self._params(asked, len(prompt_ids), grammar, (CLOSING,) if is_last_call else ())
-        reading = Reading(asked.stops, bool(asked.offered_tools), bool(demanded), asked.tells_rounds)
+        reading = Reading(
+            asked.stops, bool(asked.offered_tools), bool(demanded), asked.tells_rounds
+        )
         writer = ChatWriter(self._served.model, self.tokenizer, asked.usage_in != "none")
         return Work([self._request(asked, prompt_ids, params)], reading, writer, asked.usage_in)
 
     def text(self, asked: TextRequest) -> Work:
         """Raises ApiError for what this server or this target cannot do."""
         requests = self._texts(asked)
-        echoed = [self._shown(prompt) for prompt in asked.prompts for _ in range(asked.n)] if asked.echo else None
+        echoed = (
+            [self._shown(prompt) for prompt in asked.prompts for _ in range(asked.n)]
+            if asked.echo
+            else None
+        )
         writer = TextWriter(self._served.model, self.tokenizer, asked.usage_in != "none", echoed)
-        return Work(requests, Reading(asked.stops, tells_rounds=asked.tells_rounds), writer, asked.usage_in)
+        return Work(
+            requests, Reading(asked.stops, tells_rounds=asked.tells_rounds), writer, asked.usage_in
+        )
 
     def generate(self, asked: GenerateRequest) -> Work:
         """Raises ApiError for what this server or this target cannot do."""
@@ -99,7 +113,11 @@ class Translator:
         grammar = asked.grammar()
         requests = []
         for prompt in asked.prompts:
-            prompt_ids = self._encoded(prompt, asked.add_special_tokens) if isinstance(prompt, str) else prompt
+            prompt_ids = (
+                self._encoded(prompt, asked.add_special_tokens)
+                if isinstance(prompt, str)
+                else prompt
+            )
             params = self._params(asked, len(prompt_ids), grammar, ())
             requests.append(self._request(asked, prompt_ids, params))
         return requests
@@ -115,15 +133,27 @@ class Translator:
             raise unsupported("speculation", "needs a head, and this server has none")
 
     def _chat_prompt(self, asked: ChatRequest) -> list[int]:
-        used = "tools" if asked.offered_tools else "messages" if any(turn.uses_tools for turn in asked.messages) else None
+        used = (
+            "tools"
+            if asked.offered_tools
+            else "messages"
+            if any(turn.uses_tools for turn in asked.messages)
+            else None
+        )
         if used is not None and not self.tokenizer.calls_tools_in_tags:
-            raise unsupported(used, "this target's chat template has no tools, or none that are called in <tool_call> tags")
+            raise unsupported(
+                used,
+                "this target's chat template has no tools, or none that are called in <tool_call> "
+                "tags",
+            )
         self._check_characters(sum(len(turn.text) for turn in asked.messages), "messages")
         chat = self._chat_with(asked.chat_template_kwargs)
         messages = [turn.for_template() for turn in asked.messages]
         try:
             if asked.offered_tools:
-                prompt_ids = chat.prompt_ids(messages, [tool.for_template() for tool in asked.offered_tools])
+                prompt_ids = chat.prompt_ids(
+                    messages, [tool.for_template() for tool in asked.offered_tools]
+                )
             else:
                 prompt_ids = chat.prompt_ids(messages)
         except InputError as error:
@@ -133,7 +163,10 @@ class Translator:
     def _chat_with(self, options: Mapping[str, bool]) -> Chat:
         for name in options:
             if not self.tokenizer.knows_option(name):
-                raise unsupported("chat_template_kwargs", f"this target's chat template has no option {name[:64]!r}")
+                raise unsupported(
+                    "chat_template_kwargs",
+                    f"this target's chat template has no option {name[:64]!r}",
+                )
         try:
             return self.tokenizer.chat(options)
         except InputError as error:
@@ -153,7 +186,11 @@ class Translator:
             raise self._too_long(f"{num_characters} characters are {least} tokens at least", param)
 
     def _params(
-        self, asked: SamplingFields, num_prompt_tokens: int, grammar: Grammar, stops: tuple[str, ...]
+        self,
+        asked: SamplingFields,
+        num_prompt_tokens: int,
+        grammar: Grammar,
+        stops: tuple[str, ...],
     ) -> SamplingParams:
         max_tokens = self._token_limit(asked, num_prompt_tokens)
         try:
@@ -162,7 +199,9 @@ class Translator:
             raise refused_by_engine(error) from error
 
     def _token_limit(self, asked: SamplingFields, num_prompt_tokens: int) -> int:
-        """Tokens an answer may have: what was asked for, which must fit, or the default, as much of it as fits."""
+        """Tokens an answer may have: what was asked for, which must fit, or the default, as much of
+        it as fits.
+        """
         room = self._served.max_length - num_prompt_tokens
         wanted = asked.token_limit or 1
         if wanted > room:
@@ -173,8 +212,22 @@ class Translator:
 
     def _too_long(self, what: str, param: str) -> ApiError:
         holds = f"this server holds {self._served.max_length} tokens a request"
-        return ApiError(400, f"{holds}; {what}: shorten the prompt or lower max_tokens", param, "context_length_exceeded")
+        return ApiError(
+            400,
+            f"{holds}; {what}: shorten the prompt or lower max_tokens",
+            param,
+            "context_length_exceeded",
+        )
 
-    def _request(self, asked: SamplingFields, prompt_ids: Sequence[int], params: SamplingParams) -> Request:
+    def _request(
+        self, asked: SamplingFields, prompt_ids: Sequence[int], params: SamplingParams
+    ) -> Request:
         speculates = self._served.has_head and asked.speculation is not False
-        return Request(uuid.uuid4().hex, tuple(prompt_ids), params, speculates, asked.tells_rounds, asked.cache_salt)
+        return Request(
+            uuid.uuid4().hex,
+            tuple(prompt_ids),
+            params,
+            speculates,
+            asked.tells_rounds,
+            asked.cache_salt,
+        )

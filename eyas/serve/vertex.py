@@ -1,11 +1,13 @@
-"""Vertex AI's contract for custom containers: its environment, {"instances", "parameters"} and the shape of its errors.
+"""Vertex AI's contract for custom containers: its environment, {"instances", "parameters"} and the
+shape of its errors.
 
     AIP_HTTP_PORT                           where to listen, on all addresses
     AIP_HEALTH_ROUTE, AIP_PREDICT_ROUTE     what is asked there, beside the server's own routes
     AIP_STORAGE_URI                         the model's files: target/ and, for speculation, head/ below it
 
-An instance is the body of a chat (it has `messages`) or of a text (`prompt`) without `model`; parameters are fields for all
-instances that do not have them. A prediction is what the endpoint of the instance would answer. Knows no engine.
+An instance is the body of a chat (it has `messages`) or of a text (`prompt`) without `model`;
+parameters are fields for all instances that do not have them. A prediction is what the endpoint of
+the instance would answer. Knows no engine.
 """
 
 from __future__ import annotations
@@ -42,10 +44,11 @@ _STATUSES = {
 
 
 class VertexConfig(BaseModel):
-    """Routes that Vertex AI asks for, and where the model's files are; folder: where they are kept, see storage.place.
+    """Routes that Vertex AI asks for, and where the model's files are; folder: where they are kept,
+    see storage.place.
 
-    With this section a server answers 503 from its first moment on: a container that does not listen is taken for dead after
-    40 seconds.
+    With this section a server answers 503 from its first moment on: a container that does not
+    listen is taken for dead after 40 seconds.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -57,15 +60,22 @@ class VertexConfig(BaseModel):
 
 
 def from_environment(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """What the environment says of a ServeConfig's fields; nothing outside Vertex AI. Raises ConfigError."""
+    """What the environment says of a ServeConfig's fields; nothing outside Vertex AI. Raises
+    ConfigError.
+    """
     if "AIP_HTTP_PORT" not in environment:
         return {}
     port = environment["AIP_HTTP_PORT"]
     if not (port.isascii() and port.isdigit() and 0 <= int(port) < 65536):
-        raise ConfigError("AIP_HTTP_PORT is no port", "Vertex AI sets it; by hand, give a number such as 8080")
+        raise ConfigError(
+            "AIP_HTTP_PORT is no port", "Vertex AI sets it; by hand, give a number such as 8080"
+        )
     routes = {
         name: environment[variable]
-        for name, variable in (("health_route", "AIP_HEALTH_ROUTE"), ("predict_route", "AIP_PREDICT_ROUTE"))
+        for name, variable in (
+            ("health_route", "AIP_HEALTH_ROUTE"),
+            ("predict_route", "AIP_PREDICT_ROUTE"),
+        )
         if environment.get(variable)
     }
     for name, route in routes.items():
@@ -93,16 +103,24 @@ def instances(body: bytes, model: str) -> list[ChatRequest | TextRequest]:
         if name in shared:
             raise ApiError(400, f"parameters.{name}: belongs to an instance", f"parameters.{name}")
     if len(json.dumps(shared)) > MAX_PARAMETERS_BYTES:
-        raise ApiError(400, f"parameters: over {MAX_PARAMETERS_BYTES} bytes, give them with the instances", "parameters")
+        raise ApiError(
+            400,
+            f"parameters: over {MAX_PARAMETERS_BYTES} bytes, give them with the instances",
+            "parameters",
+        )
     return [_instance(number, one, shared, model) for number, one in enumerate(asked.instances)]
 
 
-def _instance(number: int, given: dict[str, Any], shared: dict[str, Any], model: str) -> ChatRequest | TextRequest:
+def _instance(
+    number: int, given: dict[str, Any], shared: dict[str, Any], model: str
+) -> ChatRequest | TextRequest:
     where = f"instances.{number}"
     if ("messages" in given) == ("prompt" in given):
         raise ApiError(400, f"{where}: give messages, for a chat, or prompt, for a text", where)
     merged = {"model": model, **shared, **given}
-    form: type[ChatRequest] | type[TextRequest] = ChatRequest if "messages" in given else TextRequest
+    form: type[ChatRequest] | type[TextRequest] = (
+        ChatRequest if "messages" in given else TextRequest
+    )
     try:
         found = parse_body(form, json.dumps(merged).encode())
         if found.stream:
@@ -112,7 +130,9 @@ def _instance(number: int, given: dict[str, Any], shared: dict[str, Any], model:
     return found
 
 
-def located(error: ApiError, number: int, given: Mapping[str, Any], shared: Mapping[str, Any]) -> ApiError:
+def located(
+    error: ApiError, number: int, given: Mapping[str, Any], shared: Mapping[str, Any]
+) -> ApiError:
     """An error of one instance, with the place of its field in the whole body."""
     first = (error.param or "").partition(".")[0]
     place = "parameters" if first in shared and first not in given else f"instances.{number}"
@@ -127,5 +147,7 @@ def error_body(error: ApiError) -> dict[str, Any]:
     body: dict[str, Any] = {"code": error.status, "message": error.message, "status": status}
     if error.param is not None:
         violation = {"field": error.param, "description": error.message}
-        body["details"] = [{"@type": "type.googleapis.com/google.rpc.BadRequest", "fieldViolations": [violation]}]
+        body["details"] = [
+            {"@type": "type.googleapis.com/google.rpc.BadRequest", "fieldViolations": [violation]}
+        ]
     return {"error": body}

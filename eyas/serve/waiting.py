@@ -1,8 +1,9 @@
-"""Answers 503 to whoever comes while the model is fetched and loaded, on the socket that the server then takes over.
+"""Answers 503 to whoever comes while the model is fetched and loaded, on the socket that the server
+then takes over.
 
-A platform that takes a port nobody listens on for a dead container (Vertex AI after 40 seconds) sees one that is not ready yet.
-One connection at a time, a second each for its head and for its answer: nothing here can be held up or filled. Knows sockets,
-no application.
+A platform that takes a port nobody listens on for a dead container (Vertex AI after 40 seconds)
+sees one that is not ready yet. One connection at a time, a second each for its head and for its
+answer: nothing here can be held up or filled. Knows sockets, no application.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ _LOOKS_EVERY_S = 0.1
 _MOST_HEAD_BYTES = 1 << 16
 _BODY = json.dumps({"status": "loading"}).encode()
 _ANSWER = (
-    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 5\r\nconnection: close\r\n"
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: "
+    b"5\r\nconnection: close\r\n"
     b"content-length: " + str(len(_BODY)).encode() + b"\r\n\r\n" + _BODY
 )
 
 
 @contextmanager
 def answering(listener: socket.socket) -> Iterator[None]:
-    """Answer on a bound socket from here to the end of the block; it goes on listening, and who came last waits."""
+    """Answer on a bound socket from here to the end of the block; it goes on listening, and who
+    came last waits.
+    """
     listener.listen(128)
     listener.setblocking(False)
     is_over = threading.Event()
@@ -52,11 +56,14 @@ def _serve(listener: socket.socket, is_over: threading.Event) -> None:
 
 
 def _answer(connection: socket.socket) -> None:
-    """Read the head of a request, then answer: one that is answered unread may see the connection break instead."""
+    """Read the head of a request, then answer: one that is answered unread may see the connection
+    break instead.
+    """
     until = time.monotonic() + PATIENCE_S
     head = b""
     while b"\r\n\r\n" not in head and len(head) < _MOST_HEAD_BYTES:
-        connection.settimeout(max(until - time.monotonic(), 1e-3))  # of all pieces together: a byte at a time holds nobody up
+        # of all pieces together: a byte at a time holds nobody up
+        connection.settimeout(max(until - time.monotonic(), 1e-3))
         piece = connection.recv(4096)
         if not piece:
             return

@@ -1,4 +1,5 @@
-"""The thread that owns the engine, and how requests and updates cross to and from the event loop. Knows no HTTP.
+"""The thread that owns the engine, and how requests and updates cross to and from the event loop.
+Knows no HTTP.
 
     event loop                                     worker thread
     updates(requests) ── add, cancel ─▶ inbox ─▶ engine.add, engine.cancel
@@ -6,8 +7,9 @@
            ▲                                       engine.step  (without work: waits on the condition)
            └────── one queue a caller ◀─ deliver ◀── call_soon_threadsafe, once for all the updates of a round
 
-An engine that raises in a step is not trusted again: all requests fail with EngineFailure, now and later, and `failure` says
-why. What it raises for one request alone, before anything of it runs, is that request's failure.
+An engine that raises in a step is not trusted again: all requests fail with EngineFailure, now and
+later, and `failure` says why. What it raises for one request alone, before anything of it runs, is
+that request's failure.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ class EngineFailure(EyasError):
     """The engine has raised or has been stopped; the request gets no (further) answer."""
 
     def again(self) -> EngineFailure:
-        """The same failure to raise once more: an exception that is raised twice keeps both tracebacks."""
+        """The same failure to raise once more: an exception that is raised twice keeps both
+        tracebacks.
+        """
         return EngineFailure(self.what, self.hint)
 
 
@@ -54,7 +58,8 @@ class _Question:
     answer: asyncio.Future[Any]
 
 
-Command = Request | str | _Question  # a request to add; the id of one to cancel; something to be answered between rounds
+# a request to add; the id of one to cancel; something to be answered between rounds
+Command = Request | str | _Question
 
 
 class Worker:
@@ -63,12 +68,14 @@ class Worker:
     def __init__(self, engine: Engine) -> None:
         self.failure: EngineFailure | None = None
         self.max_batch = engine.config.max_batch
-        self.num_samples = 0  # under way, waiting or running; touched by the event loop only, as the queues
+        # under way, waiting or running; touched by the event loop only, as the queues
+        self.num_samples = 0
         self._engine = engine
         self._condition = threading.Condition()  # guards the two below
         self._inbox: list[Command] = []
         self._stopping = False
-        self._queues: dict[str, asyncio.Queue[Event]] = {}  # by request; requests that are asked for together share one
+        # by request; requests that are asked for together share one
+        self._queues: dict[str, asyncio.Queue[Event]] = {}
         self._thread: threading.Thread | None = None
 
     @property
@@ -105,11 +112,14 @@ class Worker:
         self._post(_Question(question, answer))
         return await answer
 
-    async def updates(self, requests: Sequence[Request], timeout_s: float | None = None) -> AsyncGenerator[list[Update]]:
-        """The updates of requests to their end, as many at a time as have come; leaving earlier (close the iterator) cancels
-        what still runs.
+    async def updates(
+        self, requests: Sequence[Request], timeout_s: float | None = None
+    ) -> AsyncGenerator[list[Update]]:
+        """The updates of requests to their end, as many at a time as have come; leaving earlier
+        (close the iterator) cancels what still runs.
 
-        Raises InputError when the engine refuses one of the requests, EngineFailure when it fails, TimedOut.
+        Raises InputError when the engine refuses one of the requests, EngineFailure when it fails,
+        TimedOut.
         """
         if self.failure is not None:
             raise self.failure.again()
@@ -178,10 +188,14 @@ class Worker:
                 pass
         except (
             BaseException
-        ) as error:  # whatever it is, and native libraries raise what is no Exception: those who wait must hear
+            # whatever it is, and native libraries raise what is no Exception: those who wait must hear
+        ) as error:
             log.exception("the engine failed")
-            what = f"the engine failed: {type(error).__name__}"  # its message may quote another's request
-            loop.call_soon_threadsafe(self._fail, EngineFailure(what, "restart the server; its log has more"))
+            # its message may quote another's request
+            what = f"the engine failed: {type(error).__name__}"
+            loop.call_soon_threadsafe(
+                self._fail, EngineFailure(what, "restart the server; its log has more")
+            )
 
     def _serve_round(self, loop: asyncio.AbstractEventLoop) -> bool:
         """Take in what came, take one step, hand out what that gave. False when it is time to stop."""
@@ -223,8 +237,12 @@ class Worker:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             self._engine.cancel(request.id)
-            log.error("a request could not be added", extra={"data": {"error": type(error).__name__}})
-            return [(request.id, EngineFailure(f"the request could not be run: {type(error).__name__}"))]
+            log.error(
+                "a request could not be added", extra={"data": {"error": type(error).__name__}}
+            )
+            return [
+                (request.id, EngineFailure(f"the request could not be run: {type(error).__name__}"))
+            ]
         return []
 
 

@@ -1,4 +1,5 @@
-"""Answers as OpenAI's JSON, whole or in server-sent events. Knows no HTTP, no engine and no text but what it is given.
+"""Answers as OpenAI's JSON, whole or in server-sent events. Knows no HTTP, no engine and no text
+but what it is given.
 
 What all chunks of an answer share is written once: a chunk costs one small json.dumps.
 """
@@ -40,11 +41,17 @@ class _Events:
     """Events that share a head; `told` says whether chunks have a field for usage at all."""
 
     def __init__(self, kind: str, prefix: str, model: str, told: bool) -> None:
-        self.shared = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self.shared = {
+            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+        }
         self._head = f'data: {json.dumps({**self.shared, "object": kind})[:-1]}, "choices": ['
         self._tail = '], "usage": null}\n\n' if told else "]}\n\n"
 
-    def event(self, choice: str, usage: Usage | None = None, told: dict[str, Any] | None = None) -> str:
+    def event(
+        self, choice: str, usage: Usage | None = None, told: dict[str, Any] | None = None
+    ) -> str:
         """told: what is added under `eyas`."""
         tail = self._tail if usage is None else f'], "usage": {json.dumps(usage)}}}\n\n'
         if told is not None:
@@ -53,7 +60,9 @@ class _Events:
 
 
 class ChatWriter:
-    """/v1/chat/completions. The first chunk of a choice brings the role along, so that none comes before the first token."""
+    """/v1/chat/completions. The first chunk of a choice brings the role along, so that none comes
+    before the first token.
+    """
 
     def __init__(self, model: str, tokenizer: Tokenizer, tells_usage: bool = False) -> None:
         self._events = _Events("chat.completion.chunk", "chatcmpl", model, tells_usage)
@@ -69,10 +78,16 @@ class ChatWriter:
             delta = f'"role": "assistant", {delta}'
         if piece.calls:
             delta += f', "tool_calls": {json.dumps(self._numbered(piece))}'
-        logprobs = "" if piece.logprobs is None else f', "logprobs": {json.dumps(self._logprobs(piece.logprobs))}'
+        logprobs = (
+            ""
+            if piece.logprobs is None
+            else f', "logprobs": {json.dumps(self._logprobs(piece.logprobs))}'
+        )
         head = f'{{"index": {piece.choice}, "delta": {{'
         told = None if piece.round is None else _round(piece.round, self._tokenizer)
-        event = self._events.event(f'{head}{delta}}}{logprobs}, "finish_reason": null}}', usage, told)
+        event = self._events.event(
+            f'{head}{delta}}}{logprobs}, "finish_reason": null}}', usage, told
+        )
         if piece.ending is None:
             return event
         return event + self._events.event(f'{head}}}, "finish_reason": "{piece.ending}"}}', usage)
@@ -83,10 +98,18 @@ class ChatWriter:
     def whole(self, pieces: Iterable[Piece], usage: Usage) -> dict[str, Any]:
         """The answer in one object."""
         choices = [self._choice(number, of_choice) for number, of_choice in _by_choice(pieces)]
-        return {**self._events.shared, "object": "chat.completion", "choices": choices, "usage": usage}
+        return {
+            **self._events.shared,
+            "object": "chat.completion",
+            "choices": choices,
+            "usage": usage,
+        }
 
     def _choice(self, number: int, pieces: list[Piece]) -> dict[str, Any]:
-        text, calls = "".join(piece.text for piece in pieces), [call for piece in pieces for call in piece.calls]
+        text, calls = (
+            "".join(piece.text for piece in pieces),
+            [call for piece in pieces for call in piece.calls],
+        )
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if calls:
             message |= {"content": text or None, "tool_calls": [call.to_json() for call in calls]}
@@ -102,11 +125,16 @@ class ChatWriter:
         """Clients put the chunks of a call together by its index."""
         first = self._num_calls.get(piece.choice, 0)
         self._num_calls[piece.choice] = first + len(piece.calls)
-        return [{"index": first + number, **call.to_json()} for number, call in enumerate(piece.calls)]
+        return [
+            {"index": first + number, **call.to_json()} for number, call in enumerate(piece.calls)
+        ]
 
     def _logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
         content = [
-            {**self._token(one.token_id, one.logprob), "top_logprobs": [self._token(*pair) for pair in one.top]}
+            {
+                **self._token(one.token_id, one.logprob),
+                "top_logprobs": [self._token(*pair) for pair in one.top],
+            }
             for one in logprobs
         ]
         return {"content": content, "refusal": None}
@@ -117,10 +145,16 @@ class ChatWriter:
 
 
 class TextWriter:
-    """/v1/completions. The last chunk of a choice brings its end along. echoed: what stands before each choice's text."""
+    """/v1/completions. The last chunk of a choice brings its end along. echoed: what stands before
+    each choice's text.
+    """
 
     def __init__(
-        self, model: str, tokenizer: Tokenizer, tells_usage: bool = False, echoed: Sequence[str] | None = None
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        tells_usage: bool = False,
+        echoed: Sequence[str] | None = None,
     ) -> None:
         self._events = _Events("text_completion", "cmpl", model, tells_usage)
         self._tokenizer = tokenizer
@@ -129,12 +163,18 @@ class TextWriter:
 
     def chunk(self, piece: Piece, usage: Usage | None = None) -> str:
         """The event of a piece."""
-        logprobs = "null" if piece.logprobs is None else json.dumps(self._logprobs(piece.choice, piece.logprobs))
+        logprobs = (
+            "null"
+            if piece.logprobs is None
+            else json.dumps(self._logprobs(piece.choice, piece.logprobs))
+        )
         ending = "null" if piece.ending is None else f'"{piece.ending}"'
         said = self._echoed.pop(piece.choice, "") + piece.text
         text = f'"index": {piece.choice}, "text": {json.dumps(said)}'
         told = None if piece.round is None else _round(piece.round, self._tokenizer)
-        return self._events.event(f'{{{text}, "logprobs": {logprobs}, "finish_reason": {ending}}}', usage, told)
+        return self._events.event(
+            f'{{{text}, "logprobs": {logprobs}, "finish_reason": {ending}}}', usage, told
+        )
 
     def usage_chunk(self, usage: Usage) -> str:
         return self._events.event("", usage)
@@ -147,22 +187,32 @@ class TextWriter:
             choices.append(
                 {
                     "index": number,
-                    "text": self._echoed.pop(number, "") + "".join(piece.text for piece in of_choice),
+                    "text": self._echoed.pop(number, "")
+                    + "".join(piece.text for piece in of_choice),
                     "logprobs": None if logprobs is None else self._logprobs(number, logprobs),
                     "finish_reason": of_choice[-1].ending,
                 }
             )
-        return {**self._events.shared, "object": "text_completion", "choices": choices, "usage": usage}
+        return {
+            **self._events.shared,
+            "object": "text_completion",
+            "choices": choices,
+            "usage": usage,
+        }
 
     def _logprobs(self, choice: int, logprobs: list[TokenLogprob]) -> dict[str, Any]:
         offsets = [self._offsets.get(choice, 0)]
         for one in logprobs:
-            offsets.append(offsets[-1] + len(self._tokenizer.piece(one.token_id).decode(errors="replace")))
+            offsets.append(
+                offsets[-1] + len(self._tokenizer.piece(one.token_id).decode(errors="replace"))
+            )
         self._offsets[choice] = offsets.pop()
         return {
             "tokens": [self._name(one.token_id) for one in logprobs],
             "token_logprobs": [one.logprob for one in logprobs],
-            "top_logprobs": [{self._name(token): logprob for token, logprob in one.top} for one in logprobs],
+            "top_logprobs": [
+                {self._name(token): logprob for token, logprob in one.top} for one in logprobs
+            ],
             "text_offset": offsets,
         }
 
@@ -176,10 +226,15 @@ class TextWriter:
 
 
 def _round(one: Round, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Where the tokens of a round come from (drafted and accepted, the target's bonus, or decoded plainly), and its tree."""
+    """Where the tokens of a round come from (drafted and accepted, the target's bonus, or decoded
+    plainly), and its tree.
+    """
     tree, others = one.tree, "plain" if one.tree is None else "bonus"
     num_drafted = 0 if tree is None else len(tree.accepted)
-    tokens = [{"text": text, "origin": "drafted" if place < num_drafted else others} for place, text in enumerate(one.texts)]
+    tokens = [
+        {"text": text, "origin": "drafted" if place < num_drafted else others}
+        for place, text in enumerate(one.texts)
+    ]
     if tree is None:
         return {"round": {"tokens": tokens, "tree": None}}
     nodes = [
@@ -189,7 +244,9 @@ def _round(one: Round, tokenizer: Tokenizer) -> dict[str, Any]:
             "probability": round(probability, 4),
             "accepted": node in tree.accepted,
         }
-        for node, (token, parent, probability) in enumerate(zip(tree.token_ids, tree.parents, tree.probabilities, strict=True))
+        for node, (token, parent, probability) in enumerate(
+            zip(tree.token_ids, tree.parents, tree.probabilities, strict=True)
+        )
     ]
     return {"round": {"tokens": tokens, "tree": nodes}}
 

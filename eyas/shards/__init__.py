@@ -1,4 +1,5 @@
-"""Feature shards: samples with hidden states on disk, read one by one, or many ahead, from any store.
+"""Feature shards: samples with hidden states on disk, read one by one, or many ahead, from any
+store.
 
 Knows the format. Knows no model and no stage's work.
 

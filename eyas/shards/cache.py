@@ -1,14 +1,16 @@
-"""A cache on this machine's disk for what was read from an object store: bounded, and shared by any number of processes.
+"""A cache on this machine's disk for what was read from an object store: bounded, and shared by any
+number of processes.
 
 Knows files, their age and their size. Does not know what is in them: whoever reads verifies.
 
-A file is written beside and moved in place, so none is ever seen half-written. A hit makes a file young; when the folder is
-full the oldest go, down to nine tenths of the bound, under a lock that only those who delete take. A file that another process
-deletes while it is wanted is a miss. Each process counts what it put since it last looked at the folder, and looks again after
-a twentieth of the bound: so n processes stay below it but for n - 1 twentieths.
+A file is written beside and moved in place, so none is ever seen half-written. A hit makes a file
+young; when the folder is full the oldest go, down to nine tenths of the bound, under a lock that
+only those who delete take. A file that another process deletes while it is wanted is a miss. Each
+process counts what it put since it last looked at the folder, and looks again after a twentieth of
+the bound: so n processes stay below it but for n - 1 twentieths.
 
-EYAS_FEATURE_CACHE=200GB in the environment gives every reader of features in a store one, below EYAS_CACHE (~/.cache/eyas): how
-much of a disk may be had is the machine's to say, not a run's.
+EYAS_FEATURE_CACHE=200GB in the environment gives every reader of features in a store one, below
+EYAS_CACHE (~/.cache/eyas): how much of a disk may be had is the machine's to say, not a run's.
 """
 
 from __future__ import annotations
@@ -41,14 +43,18 @@ class Cache:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Cache | None:
-        """The cache that the environment asks for, if it does. Raises ConfigError for a size that is none."""
+        """The cache that the environment asks for, if it does. Raises ConfigError for a size that
+        is none.
+        """
         stated = environment.get(VARIABLE, "").strip()
         if not stated:
             return None
         try:
             max_bytes = TypeAdapter(ByteSize).validate_python(stated)
         except ValidationError as error:
-            raise ConfigError(f"{VARIABLE}={stated} is no size", f"write e.g. {VARIABLE}=200GB, or 0 for no cache") from error
+            raise ConfigError(
+                f"{VARIABLE}={stated} is no size", f"write e.g. {VARIABLE}=200GB, or 0 for no cache"
+            ) from error
         folder = Path(environment.get("EYAS_CACHE") or Path.home() / ".cache" / "eyas") / "features"
         return cls(folder, max_bytes) if max_bytes else None
 
@@ -63,7 +69,9 @@ class Cache:
         return data
 
     def put(self, name: str, data: bytes) -> None:
-        """Keep bytes; those larger than the whole cache are not kept, and a disk without room keeps none."""
+        """Keep bytes; those larger than the whole cache are not kept, and a disk without room keeps
+        none.
+        """
         if len(data) > self._max_bytes * KEEP_SHARE:
             return
         half = self._folder / f".{uuid4().hex}"
@@ -94,7 +102,9 @@ class Cache:
                 total -= size
 
     def _files(self) -> list[tuple[int, int, Path]]:
-        """When each file was last wanted, in ns, its size and its path; halves of killed writers among them."""
+        """When each file was last wanted, in ns, its size and its path; halves of killed writers
+        among them.
+        """
         found = []
         for entry in os.scandir(self._folder):
             if entry.name != ".lock":

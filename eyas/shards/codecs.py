@@ -2,21 +2,23 @@
 
 Knows numbers and their statistics. Knows no file, no checksum and no token.
 
-A sample has four layers of hidden states: three taps of T rows and the last of K rows, K <= T, at `kept` positions.
+A sample has four layers of hidden states: three taps of T rows and the last of K rows, K <= T, at
+`kept` positions.
 
     raw        as they are
     lossless   the byte with the exponent through zstd-1, the other bytes as they are: these are noise
     int8       one fixed scale per layer and channel, what is beyond is cut
     fp8        e4m3, one scale per layer and token
     withinN    N % of error: each channel is rounded to multiples of a step that makes the root mean square of the error N %
-               of the channel's own size; what is rounded is the difference to the layer below, times a fixed weight;
-               zstd-1 after it
+               of the channel's own size; what is rounded is the difference to the layer below,
+               times a fixed weight; zstd-1 after it
 
-Why the last: residual streams of neighbouring taps are alike (r = .87 on the built-in target), so the difference has one bit
-less a number, for one multiplication; and small multiples of a step are common and large ones rare, which an entropy coder
-turns into bits and a plain int8 does not. Values beyond 127 steps are kept exactly, so nothing is ever cut: the activations of
-first tokens, a thousand times the others, come back to the bit. The prediction is from decoded values (DPCM), so errors do
-not add up.
+Why the last: residual streams of neighbouring taps are alike (r = .87 on the built-in target), so
+the difference has one bit less a number, for one multiplication; and small multiples of a step are
+common and large ones rare, which an entropy coder turns into bits and a plain int8 does not. Values
+beyond 127 steps are kept exactly, so nothing is ever cut: the activations of first tokens, a
+thousand times the others, come back to the bit. The prediction is from decoded values (DPCM), so
+errors do not add up.
 
 Letters: T rows of a tap, K of the last hidden state, L the four layers, H hidden size.
 """
@@ -43,7 +45,8 @@ MAX_STEPS = 127
 ESCAPE = -128  # "kept exactly, beside"
 FP8_MAX = 448.0
 FP8_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
-MEDIAN = 0.6745  # of |x| where x is normal of size 1. Unlike the mean square, the median is deaf to a few giants
+# of |x| where x is normal of size 1. Unlike the mean square, the median is deaf to a few giants
+MEDIAN = 0.6745
 SIZED_ROWS = 1024  # are enough to tell a channel's size by
 WITHIN = {"within1": 0.01, "within2": 0.02, "within4": 0.04, "within8": 0.08}
 
@@ -54,9 +57,11 @@ Bits = NDArray[Any]  # uint16 or uint32: the patterns of bfloat16 or float32
 
 @dataclass(frozen=True)
 class Tables:
-    """What a codec knows of each layer and channel before it sees a sample: step and weight, float32 [L, H].
+    """What a codec knows of each layer and channel before it sees a sample: step and weight,
+    float32 [L, H].
 
-    Both are bfloat16 in truth, as they are written down, so that writer and reader count with the same numbers.
+    Both are bfloat16 in truth, as they are written down, so that writer and reader count with the
+    same numbers.
     """
 
     step: Floats
@@ -67,7 +72,9 @@ class Tables:
         return cls(_widened(_upper_half(step)), _widened(_upper_half(weight)))
 
     def to_text(self) -> str:
-        return base64.b64encode(np.stack([_upper_half(self.step), _upper_half(self.weight)]).tobytes()).decode()
+        return base64.b64encode(
+            np.stack([_upper_half(self.step), _upper_half(self.weight)]).tobytes()
+        ).decode()
 
     @classmethod
     def from_text(cls, text: str, hidden_size: int) -> Tables:
@@ -81,11 +88,13 @@ class Codec(Protocol):
     """encode and decode are inverse up to the codec's error."""
 
     def encode(self, layers: Layers, kept: Tensor) -> bytes:
-        """layers: four [rows, H] in the dtype that is stored; kept: bool [T], which rows of the third are beside rows of the
-        fourth. Returns a multiple of 8 bytes."""
+        """layers: four [rows, H] in the dtype that is stored; kept: bool [T], which rows of the
+        third are beside rows of the fourth. Returns a multiple of 8 bytes."""
 
     def decode(self, data: memoryview, kept: Tensor) -> Layers:
-        """Layers that share no memory with `data`. Raises ValueError or zstandard.ZstdError for bytes of another making."""
+        """Layers that share no memory with `data`. Raises ValueError or zstandard.ZstdError for
+        bytes of another making.
+        """
 
 
 def codec_of(meta: FeatureMeta, tables: Tables | None) -> Codec:
@@ -106,23 +115,29 @@ def needs_tables(name: CodecName) -> bool:
 
 def calibrate(name: CodecName, samples: Sequence[tuple[Layers, Tensor]]) -> Tables:
     """Tables from a split's first samples, as pairs of layers and kept (see Codec.encode)."""
-    rows = [torch.cat([layers[number] for layers, _ in samples]).float() for number in range(NUM_LAYERS)]
+    rows = [
+        torch.cat([layers[number] for layers, _ in samples]).float() for number in range(NUM_LAYERS)
+    ]
     beside = torch.cat([layers[2][kept] for layers, kept in samples]).float()
     pairs = [(rows[0], rows[1]), (rows[1], rows[2]), (beside, rows[3])]
     if name == "int8":
         return Tables.of(
-            np.stack([_largest(one) / MAX_STEPS for one in rows]), np.zeros((NUM_LAYERS, rows[0].shape[1]), np.float32)
+            np.stack([_largest(one) / MAX_STEPS for one in rows]),
+            np.zeros((NUM_LAYERS, rows[0].shape[1]), np.float32),
         )
     sizes = [_size(one) for one in rows]
     weights = [np.zeros_like(sizes[0]), *(_slope(below, above) for below, above in pairs)]
-    step = np.stack(sizes) * np.float32(WITHIN[name] * 12**0.5)  # a step's rounding error is step / sqrt(12)
+    # a step's rounding error is step / sqrt(12)
+    step = np.stack(sizes) * np.float32(WITHIN[name] * 12**0.5)
     return Tables.of(step, np.stack(weights))
 
 
 def _largest(rows: Tensor) -> Floats:
     """Of each channel, never zero: [n, H] -> [H]."""
     largest: Floats = (
-        rows.nan_to_num().abs().amax(0).clamp(min=1e-6).numpy() if len(rows) else np.ones(rows.shape[1], np.float32)
+        rows.nan_to_num().abs().amax(0).clamp(min=1e-6).numpy()
+        if len(rows)
+        else np.ones(rows.shape[1], np.float32)
     )
     return largest
 
@@ -139,11 +154,16 @@ def _size(rows: Tensor) -> Floats:
 
 
 def _slope(below: Tensor, above: Tensor) -> Floats:
-    """How much of the layer below to expect in a channel, least squares without the giants: [n, H], [n, H] -> [H]."""
+    """How much of the layer below to expect in a channel, least squares without the giants: [n, H],
+    [n, H] -> [H].
+    """
     if not len(above):
         return np.zeros(above.shape[1], np.float32)
     limits = [6 * torch.from_numpy(_size(rows)) for rows in (below, above)]
-    x, y = (rows.nan_to_num().clamp(-limit, limit) for rows, limit in zip((below, above), limits, strict=True))
+    x, y = (
+        rows.nan_to_num().clamp(-limit, limit)
+        for rows, limit in zip((below, above), limits, strict=True)
+    )
     slope: Floats = ((x * y).sum(0) / x.square().sum(0).clamp(min=1e-12)).numpy()
     return slope
 
@@ -166,7 +186,9 @@ class Raw:
 
 
 class Lossless:
-    """Byte planes: of each number the highest byte (sign and exponent) compressed, the rest as it is."""
+    """Byte planes: of each number the highest byte (sign and exponent) compressed, the rest as it
+    is.
+    """
 
     def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
         self._hidden_size, self._dtype = hidden_size, dtype
@@ -183,7 +205,9 @@ class Lossless:
         for rows in _rows(kept):
             size = rows * self._hidden_size
             high, low = expand(next(parts), size), np.frombuffer(next(parts), dtype=np.uint8)
-            layers.append(_tensor(self._joined(high, low).reshape(rows, self._hidden_size), self._dtype))
+            layers.append(
+                _tensor(self._joined(high, low).reshape(rows, self._hidden_size), self._dtype)
+            )
         return layers
 
     def _joined(self, high: NDArray[np.uint8], low: NDArray[np.uint8]) -> Bits:
@@ -220,7 +244,9 @@ class Int8:
 
 
 class Fp8:
-    """Four bits of exponent and three of mantissa, scaled so that the largest of a layer's row is the largest there is."""
+    """Four bits of exponent and three of mantissa, scaled so that the largest of a layer's row is
+    the largest there is.
+    """
 
     def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
         self._hidden_size, self._dtype = hidden_size, dtype
@@ -256,22 +282,32 @@ class Within:
     def encode(self, layers: Layers, kept: Tensor) -> bytes:
         parts: list[bytes] = []
         below: Floats | None = None
-        with np.errstate(invalid="ignore", over="ignore"):  # of giants and NaN, which are kept beside
+        # of giants and NaN, which are kept beside
+        with np.errstate(invalid="ignore", over="ignore"):
             for number, layer in enumerate(layers):
                 below = below[kept.numpy()] if number == 3 and below is not None else below
                 codes, exact, below = self._encode(number, _floats(layer), below)
                 parts += [squeeze(codes), exact]
         return pack(parts)
 
-    def _encode(self, number: int, values: Floats, below: Floats | None) -> tuple[NDArray[np.int8], bytes, Floats]:
+    def _encode(
+        self, number: int, values: Floats, below: Floats | None
+    ) -> tuple[NDArray[np.int8], bytes, Floats]:
         """Codes [rows, H], the bytes of what is exact, and what `decode` will make of both."""
         codes, decoded = np.empty(values.shape, np.int8), np.empty_like(values)
         for block in _blocks(*values.shape):
             expected = None if below is None else below[block] * self._weight[number]
-            steps = np.rint((values[block] if expected is None else values[block] - expected) * self._per_step[number])
+            steps = np.rint(
+                (values[block] if expected is None else values[block] - expected)
+                * self._per_step[number]
+            )
             steps[~(np.abs(steps) <= MAX_STEPS)] = ESCAPE
             codes[block] = steps
-            decoded[block] = steps * self._step[number] if expected is None else expected + steps * self._step[number]
+            decoded[block] = (
+                steps * self._step[number]
+                if expected is None
+                else expected + steps * self._step[number]
+            )
         escaped = codes == ESCAPE
         decoded[escaped] = values[escaped]
         exact = _bits(torch.from_numpy(values[escaped]).to(self._dtype)).tobytes()
@@ -280,15 +316,25 @@ class Within:
     def decode(self, data: memoryview, kept: Tensor) -> Layers:
         layers, parts, below = [], unpack(data, 2 * NUM_LAYERS), None
         for number, rows in enumerate(_rows(kept)):
-            codes = expand(next(parts), rows * self._step.shape[1]).view(np.int8).reshape(rows, self._step.shape[1])
+            codes = (
+                expand(next(parts), rows * self._step.shape[1])
+                .view(np.int8)
+                .reshape(rows, self._step.shape[1])
+            )
             exact = np.frombuffer(next(parts), dtype=f"<u{self._dtype.itemsize}")
-            below = below[kept.numpy()] if number == 3 and below is not None and rows < len(below) else below
+            below = (
+                below[kept.numpy()]
+                if number == 3 and below is not None and rows < len(below)
+                else below
+            )
             with np.errstate(invalid="ignore", over="ignore"):
                 out, below = self._decode(number, codes, exact, below)
             layers.append(_tensor(out, self._dtype))
         return layers
 
-    def _decode(self, number: int, codes: NDArray[np.int8], exact: Bits, below: Floats | None) -> tuple[Bits, Floats]:
+    def _decode(
+        self, number: int, codes: NDArray[np.int8], exact: Bits, below: Floats | None
+    ) -> tuple[Bits, Floats]:
         """The inverse of `_encode`: a layer as it is stored, and in float32 for the layer above."""
         decoded, out = np.empty(codes.shape, np.float32), _empty(codes.shape, self._dtype)
         for block in _blocks(*codes.shape):
@@ -326,7 +372,9 @@ def unpack(data: memoryview, count: int) -> Iterator[memoryview]:
 
 
 class _Zstd(threading.local):
-    """A compressor and a decompressor for each thread: they are not to be shared, and to make one costs as much as a use."""
+    """A compressor and a decompressor for each thread: they are not to be shared, and to make one
+    costs as much as a use.
+    """
 
     def __init__(self) -> None:
         self.compressor = zstandard.ZstdCompressor(level=LEVEL)
@@ -360,7 +408,13 @@ def _blocks(rows: int, hidden_size: int) -> Iterator[slice]:
 
 
 def _bits(x: Tensor) -> Bits:
-    bits: Bits = x.detach().cpu().contiguous().view(torch.uint16 if x.dtype == torch.bfloat16 else torch.uint32).numpy()
+    bits: Bits = (
+        x.detach()
+        .cpu()
+        .contiguous()
+        .view(torch.uint16 if x.dtype == torch.bfloat16 else torch.uint32)
+        .numpy()
+    )
     return bits
 
 
@@ -382,7 +436,9 @@ def _store(values: Floats, out: Bits) -> None:
 
 
 def _upper_half(x: Floats) -> Bits:
-    """float32 -> bfloat16, halves away from zero: two operations less than to the even one, on what is rounded already."""
+    """float32 -> bfloat16, halves away from zero: two operations less than to the even one, on what
+    is rounded already.
+    """
     bits = np.ascontiguousarray(x).view(np.uint32) + np.uint32(0x8000)
     halves: Bits = np.right_shift(bits, 16, out=bits).astype("<u2")
     return halves

@@ -7,10 +7,10 @@ Knows offsets and headers. Knows no store and does not know how a codec makes by
     shard    [header length, 8 bytes][header, JSON][sample 0][sample 1] ...
     sample   [token_ids i32 T][loss_mask i32 T][hidden states, as the codec makes them]
 
-A sample is one contiguous range of bytes, so one request reads it and nothing else; its length is a multiple of 8,
-which keeps each tensor aligned without gaps (the mask is stored as int32 for that). The index holds range and SHA-256 of each
-sample; a shard's own header holds the same for its samples, so a shard is whole or absent and a killed writer goes on
-after the last one.
+A sample is one contiguous range of bytes, so one request reads it and nothing else; its length is a
+multiple of 8, which keeps each tensor aligned without gaps (the mask is stored as int32 for that).
+The index holds range and SHA-256 of each sample; a shard's own header holds the same for its
+samples, so a shard is whole or absent and a killed writer goes on after the last one.
 
 Letters: T sequence, K tokens whose last hidden state is kept, Ht target hidden size.
 """
@@ -31,7 +31,12 @@ from eyas.shards.sample import DTYPES, FeatureMeta, Sample, taught
 
 FORMAT = 2
 TOKEN_BYTES = 8  # of a token: its id and whether it counts
-_FORMAT_NAMES = {torch.int32: "I32", torch.bfloat16: "BF16", torch.float32: "F32", torch.uint8: "U8"}
+_FORMAT_NAMES = {
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.uint8: "U8",
+}
 
 
 class Entry(BaseModel):
@@ -52,7 +57,9 @@ def kept_of(loss_mask: Tensor, meta: FeatureMeta) -> Tensor:
 
 
 def layers_of(sample: Sample, meta: FeatureMeta) -> tuple[Layers, Tensor]:
-    """What a codec takes: three taps [T, Ht] and the last hidden states [K, Ht] in the dtype of `meta`, and kept bool [T]."""
+    """What a codec takes: three taps [T, Ht] and the last hidden states [K, Ht] in the dtype of
+    `meta`, and kept bool [T].
+    """
     length, hidden, dtype = len(sample.token_ids), meta.hidden_size, DTYPES[meta.dtype]
     assert sample.loss_mask.shape == (length,)
     assert sample.aux_hidden.shape == (length, 3 * hidden)
@@ -70,21 +77,29 @@ def encode_sample(sample: Sample, meta: FeatureMeta, codec: Codec | None = None)
     return tokens.numpy().tobytes() + (codec or codec_of(meta, None)).encode(layers, kept)
 
 
-def decode_sample(data: bytes, entry: Entry, meta: FeatureMeta, codec: Codec | None = None) -> Sample:
-    """The inverse of `encode_sample`, up to the codec's error. Raises ValueError for bytes of another making."""
+def decode_sample(
+    data: bytes, entry: Entry, meta: FeatureMeta, codec: Codec | None = None
+) -> Sample:
+    """The inverse of `encode_sample`, up to the codec's error. Raises ValueError for bytes of
+    another making.
+    """
     assert len(data) == entry.size
     length, hidden = entry.length, meta.hidden_size
     token_ids, loss_mask = decode_tokens(data[: TOKEN_BYTES * length])
     kept = kept_of(loss_mask, meta)
     try:
-        layers = (codec or codec_of(meta, None)).decode(memoryview(data)[TOKEN_BYTES * length :], kept)
+        layers = (codec or codec_of(meta, None)).decode(
+            memoryview(data)[TOKEN_BYTES * length :], kept
+        )
     except zstandard.ZstdError as error:
         raise ValueError(str(error)) from error
     last_hidden = layers[3]
     if meta.teacher == "supervised":
         last_hidden = torch.zeros(length, hidden, dtype=layers[3].dtype)
         last_hidden[kept] = layers[3]
-    return Sample(entry.key, token_ids, loss_mask, torch.cat(layers[:3], dim=1), last_hidden, entry.source)
+    return Sample(
+        entry.key, token_ids, loss_mask, torch.cat(layers[:3], dim=1), last_hidden, entry.source
+    )
 
 
 def decode_tokens(data: bytes) -> tuple[Tensor, Tensor]:
@@ -107,23 +122,35 @@ def shard_head(entries: Sequence[Entry], meta: FeatureMeta, tables: Tables | Non
 
 
 def _tensor_table(entries: Sequence[Entry], meta: FeatureMeta) -> dict[str, Any]:
-    """The safetensors header's table: name -> dtype, shape and bytes relative to the end of the header."""
+    """The safetensors header's table: name -> dtype, shape and bytes relative to the end of the
+    header.
+    """
     table: dict[str, Any] = {}
     for number, entry in enumerate(entries):
         at = entry.start
         for name, kind, shape in _tensors(entry, meta):
             end = at + kind.itemsize * torch.Size(shape).numel()
-            table[f"{number:03d}.{name}"] = {"dtype": _FORMAT_NAMES[kind], "shape": shape, "data_offsets": [at, end]}
+            table[f"{number:03d}.{name}"] = {
+                "dtype": _FORMAT_NAMES[kind],
+                "shape": shape,
+                "data_offsets": [at, end],
+            }
             at = end
         assert at == entry.start + entry.size
     return table
 
 
 def _tensors(entry: Entry, meta: FeatureMeta) -> list[tuple[str, torch.dtype, list[int]]]:
-    """Names, dtypes and shapes of a sample's tensors: of raw features, these themselves; of others, one of bytes."""
+    """Names, dtypes and shapes of a sample's tensors: of raw features, these themselves; of others,
+    one of bytes.
+    """
     length, hidden, dtype = entry.length, meta.hidden_size, DTYPES[meta.dtype]
     tokens = [("token_ids", torch.int32, [length]), ("loss_mask", torch.int32, [length])]
     rest = entry.size - TOKEN_BYTES * length
     if meta.codec != "raw" or meta.teacher != "everywhere":
         return [*tokens, ("features", torch.uint8, [rest])]
-    return [*tokens, ("aux_hidden", dtype, [length, 3 * hidden]), ("last_hidden", dtype, [length, hidden])]
+    return [
+        *tokens,
+        ("aux_hidden", dtype, [length, 3 * hidden]),
+        ("last_hidden", dtype, [length, hidden]),
+    ]

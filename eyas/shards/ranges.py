@@ -1,8 +1,10 @@
-"""Ranges of bytes of an artifact's files, by the fastest client there is. Knows clients of stores, no format.
+"""Ranges of bytes of an artifact's files, by the fastest client there is. Knows clients of stores,
+no format.
 
-obstore reads S3 three times as fast as s3fs (395 against 130-170 MB/s from a server on the same two cores) with half of the
-CPU. It is taken where it is installed and the environment holds the credentials, so that both clients are sure to be the same
-user; for all else, and for all writing, fsspec.
+obstore reads S3 three times as fast as s3fs (395 against 130-170 MB/s from a server on the same two
+cores) with half of the CPU. It is taken where it is installed and the environment holds the
+credentials, so that both clients are sure to be the same user; for all else, and for all writing,
+fsspec.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ ReadRange = Callable[[str, int, int], bytes]
 
 
 def range_reader(artifact: Artifact) -> ReadRange:
-    """read(name, start, end) -> bytes [start, end) of a file, unchecked. Raises FileNotFoundError, EyasError."""
+    """read(name, start, end) -> bytes [start, end) of a file, unchecked. Raises FileNotFoundError,
+    EyasError.
+    """
     folder = artifact.local_path("")
     if folder is not None:
         return functools.partial(read_local, folder)
@@ -45,7 +49,9 @@ def read_local(folder: str, name: str, start: int, end: int) -> bytes:
 
 
 class S3Ranges:
-    """Reads below one prefix of a bucket; endpoint, region and credentials are those of the environment."""
+    """Reads below one prefix of a bucket; endpoint, region and credentials are those of the
+    environment.
+    """
 
     def __init__(self, bucket: str, prefix: str, url: str) -> None:
         client = importlib.import_module("obstore.store")  # an optional part, and slow to load
@@ -54,7 +60,9 @@ class S3Ranges:
             "connect_timeout": "10s",
             "allow_http": os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://"),
         }
-        store = client.S3Store(bucket, prefix=prefix, client_options=options, retry_config={"max_retries": 2})
+        store = client.S3Store(
+            bucket, prefix=prefix, client_options=options, retry_config={"max_retries": 2}
+        )
         self._store = Persistent(store, url)
 
     def read(self, name: str, start: int, end: int) -> bytes:

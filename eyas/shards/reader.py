@@ -22,24 +22,31 @@ from eyas.shards.sample import FeatureMeta, Sample, Split
 from eyas.shards.stream import ahead
 from eyas.shards.writer import index_name
 
-LOCAL_THREADS, REMOTE_THREADS = 2, 16  # one decodes while one reads; many wait while a store far away answers
+# one decodes while one reads; many wait while a store far away answers
+LOCAL_THREADS, REMOTE_THREADS = 2, 16
 AGAIN = "delete the folder and run `eyas capture` again, or restore the shard from a copy"
 
 
 class Features:
     """The samples of one split of a finished `capture` artifact: `len`, `[i]`, iteration.
 
-    Raises MissingInputError or InputError for an artifact that is no finished capture, or one of another version.
+    Raises MissingInputError or InputError for an artifact that is no finished capture, or one of
+    another version.
     """
 
-    def __init__(self, artifact: Artifact, split: Split = "train", cache: Cache | None = None) -> None:
-        """cache: where to keep what was read from a store that is not this machine's disk; by default, what the environment
-        says (see Cache.from_environment)."""
+    def __init__(
+        self, artifact: Artifact, split: Split = "train", cache: Cache | None = None
+    ) -> None:
+        """cache: where to keep what was read from a store that is not this machine's disk; by
+        default, what the environment says (see Cache.from_environment)."""
         made = artifact.manifest("capture")
         self.inputs = {"features": made}
         index = artifact.read_json(index_name(split))
         if index.get("format") != FORMAT:
-            raise InputError(f"{artifact.url} holds features of another version of eyas", "run `eyas capture` again")
+            raise InputError(
+                f"{artifact.url} holds features of another version of eyas",
+                "run `eyas capture` again",
+            )
         self._artifact, self._cache_prefix = artifact, f"{made.identity}-"
         self._read_range = range_reader(artifact)
         is_local = artifact.local_path("") is not None
@@ -48,9 +55,15 @@ class Features:
         try:
             self.meta = FeatureMeta.model_validate(index["meta"])
             self.entries = [Entry.model_validate(entry) for entry in index["samples"]]
-            tables = Tables.from_text(index["tables"], self.meta.hidden_size) if index["tables"] else None
+            tables = (
+                Tables.from_text(index["tables"], self.meta.hidden_size)
+                if index["tables"]
+                else None
+            )
         except (ValidationError, KeyError, ValueError) as error:
-            raise CorruptError(f"{artifact.url}/{index_name(split)} is no index of features", AGAIN) from error
+            raise CorruptError(
+                f"{artifact.url}/{index_name(split)} is no index of features", AGAIN
+            ) from error
         self._codec = codec_of(self.meta, tables) if self.entries else None
 
     def __len__(self) -> int:
@@ -62,7 +75,9 @@ class Features:
         return [entry.length for entry in self.entries]
 
     def tokens(self, number: int) -> tuple[Tensor, Tensor]:
-        """token_ids int32 [T] and loss_mask bool [T] of a sample, 8 bytes a token: for counting, as nothing is verified."""
+        """token_ids int32 [T] and loss_mask bool [T] of a sample, 8 bytes a token: for counting, as
+        nothing is verified.
+        """
         entry = self.entries[number]
         return decode_tokens(self._read(entry, TOKEN_BYTES * entry.length))
 
@@ -72,23 +87,31 @@ class Features:
         return ahead(self.tokens, range(len(self)), sizes.__getitem__, self._num_threads)
 
     def stream(self, numbers: Iterable[int]) -> Iterator[Sample]:
-        """These samples in this order (see `order_of`), read and decoded ahead. Raises what `[number]` raises, in its place."""
+        """These samples in this order (see `order_of`), read and decoded ahead. Raises what
+        `[number]` raises, in its place.
+        """
         sizes = [self.meta.decoded_bytes_per_token * entry.length for entry in self.entries]
         return ahead(self.__getitem__, numbers, sizes.__getitem__, self._num_threads)
 
     def batches(self, batches: Sequence[Sequence[int]]) -> Iterator[list[Sample]]:
-        """The samples of each list of numbers, read ahead; to go on after n batches, give batches[n:]."""
+        """The samples of each list of numbers, read ahead; to go on after n batches, give
+        batches[n:].
+        """
         samples = self.stream(number for numbers in batches for number in numbers)
         return (list(islice(samples, len(numbers))) for numbers in batches)
 
     def __getitem__(self, number: int) -> Sample:
-        """Read one sample and verify its checksum. Raises CorruptError naming shard and sample, MissingInputError."""
+        """Read one sample and verify its checksum. Raises CorruptError naming shard and sample,
+        MissingInputError.
+        """
         entry = self.entries[number]
         data = self._cached(entry) or self._fetched(entry)
         try:
             return decode_sample(data, entry, self.meta, self._codec)
         except ValueError as error:
-            raise CorruptError(f"{self._named(entry)} is not as its codec makes it: {error}", AGAIN) from error
+            raise CorruptError(
+                f"{self._named(entry)} is not as its codec makes it: {error}", AGAIN
+            ) from error
 
     def _cached(self, entry: Entry) -> bytes | None:
         """The sample's bytes from this machine's disk, if they are there and right."""
@@ -111,7 +134,8 @@ class Features:
             return self._read_range(entry.shard, entry.start, entry.start + size)
         except FileNotFoundError as error:
             raise MissingInputError(
-                f"{self._artifact.url} lacks the shard {entry.shard}", "delete the folder and run `eyas capture` again"
+                f"{self._artifact.url} lacks the shard {entry.shard}",
+                "delete the folder and run `eyas capture` again",
             ) from error
 
 

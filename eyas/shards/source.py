@@ -1,4 +1,5 @@
-"""Where features come from, to whoever learns from them: a store, or the target itself at work in the same process.
+"""Where features come from, to whoever learns from them: a store, or the target itself at work in
+the same process.
 
 Knows what is asked of either. Does not know which of them it is.
 """
@@ -17,8 +18,9 @@ from eyas.shards.sample import FeatureMeta, Sample
 class FeatureSource(Protocol):
     """The samples of one split, by number.
 
-    inputs: what they were made from, for the identity of what is made from them: {"features": a manifest of stage `capture`},
-    with the url of the store, or without one where the features were never stored.
+    inputs: what they were made from, for the identity of what is made from them: {"features": a
+    manifest of stage `capture`}, with the url of the store, or without one where the features were
+    never stored.
     """
 
     @property

@@ -1,8 +1,11 @@
-"""The writer: samples of one split into shards, in order; after a killed writer it goes on behind the last whole shard.
+"""The writer: samples of one split into shards, in order; after a killed writer it goes on behind
+the last whole shard.
 
-Knows when a shard is full. Does not know what a store is (artifact) nor what the bytes of a sample are (layout, codecs).
+Knows when a shard is full. Does not know what a store is (artifact) nor what the bytes of a sample
+are (layout, codecs).
 
-It holds one shard in memory, and at the beginning of a split the samples that a codec is calibrated on.
+It holds one shard in memory, and at the beginning of a split the samples that a codec is calibrated
+on.
 """
 
 from __future__ import annotations
@@ -25,11 +28,13 @@ CALIBRATION_TOKENS = 4096
 class ShardWriter:
     """Adds samples, then `close` writes the index.
 
-    The caller adds the same samples in the same order in every run and leaves out those whose key is in `keys`; the
-    files are then the same, byte for byte, however often the work was cut.
+    The caller adds the same samples in the same order in every run and leaves out those whose key
+    is in `keys`; the files are then the same, byte for byte, however often the work was cut.
     """
 
-    def __init__(self, artifact: Artifact, split: Split, meta: FeatureMeta, samples_per_shard: int = 50) -> None:
+    def __init__(
+        self, artifact: Artifact, split: Split, meta: FeatureMeta, samples_per_shard: int = 50
+    ) -> None:
         """Raises CorruptError for a shard that is there and cannot be read."""
         self._artifact, self._split, self.meta = artifact, split, meta
         self._samples_per_shard = samples_per_shard
@@ -80,7 +85,9 @@ class ShardWriter:
 
     def _calibrate(self) -> None:
         """Make the codec from the samples that waited for it, and append them."""
-        self._tables = calibrate(self.meta.codec, [layers_of(sample, self.meta) for sample in self._uncoded])
+        self._tables = calibrate(
+            self.meta.codec, [layers_of(sample, self.meta) for sample in self._uncoded]
+        )
         self._codec = codec_of(self.meta, self._tables)
         waiting, self._uncoded = self._uncoded, []
         for sample in waiting:
@@ -103,17 +110,22 @@ class ShardWriter:
             self._flush()
 
     def _flush(self) -> None:
-        """The shard, then a note of what it is: a run that goes on need not read it again for its checksum."""
+        """The shard, then a note of what it is: a run that goes on need not read it again for its
+        checksum.
+        """
         name, entries = self._shard_name, [entry for entry, _ in self._pending]
         head = shard_head(entries, self.meta, self._tables)
         self._artifact.write(name, b"".join([head, *(data for _, data in self._pending)]))
-        self._artifact.write(_note_name(name), self._artifact.written(name).model_dump_json().encode())
+        self._artifact.write(
+            _note_name(name), self._artifact.written(name).model_dump_json().encode()
+        )
         self._entries += [_moved(entry, len(head)) for entry in entries]
         self._num_shards += 1
         self._pending.clear()
 
     def _found(self, name: str) -> list[Entry] | None:
-        """The samples of a shard that an earlier run wrote; None where there is none, or half of one that a store lets be seen.
+        """The samples of a shard that an earlier run wrote; None where there is none, or half of
+        one that a store lets be seen.
 
         A whole one has a note beside it, unless the run was cut between the two.
         """
@@ -127,18 +139,23 @@ class ShardWriter:
                 log.warning("half a shard will be written again", extra={"data": {"shard": name}})
                 return None
             raise CorruptError(
-                f"{self._artifact.url}/{name} has no readable header, or not the bytes that it speaks of",
+                f"{self._artifact.url}/{name} has no readable header, or not the bytes that it "
+                "speaks of",
                 "delete the file and run `eyas capture` again",
             ) from error
         if noted:
-            self._artifact.remember(name, File.model_validate_json(self._artifact.read(_note_name(name))))
+            self._artifact.remember(
+                name, File.model_validate_json(self._artifact.read(_note_name(name)))
+            )
         return entries
 
     def _read_head(self, name: str) -> list[Entry]:
         """Raises one of four kinds of error for a file that is no whole shard."""
         size = int.from_bytes(self._artifact.read_range(name, 0, 8), "little")
         own = json.loads(self._artifact.read_range(name, 8, 8 + size))["__metadata__"]
-        entries = [_moved(Entry.model_validate(entry), 8 + size) for entry in json.loads(own["samples"])]
+        entries = [
+            _moved(Entry.model_validate(entry), 8 + size) for entry in json.loads(own["samples"])
+        ]
         if self._artifact.size(name) != entries[-1].start + entries[-1].size:
             raise ValueError("the shard has another length than its header says")
         if needs_tables(self.meta.codec):

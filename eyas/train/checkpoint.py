@@ -1,6 +1,8 @@
-"""A run's state, and its checkpoint: one file, whole or not at all, from which the run goes on to the same weights.
+"""A run's state, and its checkpoint: one file, whole or not at all, from which the run goes on to
+the same weights.
 
-Knows the head, the optimizer and the counters. Does not know batches: which come next follows from the number of steps done.
+Knows the head, the optimizer and the counters. Does not know batches: which come next follows from
+the number of steps done.
 
 The best head so far is part of the file: two files could be of two different moments.
 """
@@ -23,10 +25,11 @@ CHECKPOINT, METRICS = "checkpoint.pt", "metrics.jsonl"
 
 @dataclass(slots=True)
 class Run:
-    """What training changes: the head, the optimizer's state, the number of steps done, and what stopping asks.
+    """What training changes: the head, the optimizer's state, the number of steps done, and what
+    stopping asks.
 
-    best: the weights of the best measured head, on the CPU; None before a measurement. metrics: a row a step, on the first
-    rank; the others' begin where they resumed.
+    best: the weights of the best measured head, on the CPU; None before a measurement. metrics: a
+    row a step, on the first rank; the others' begin where they resumed.
     """
 
     head: Head
@@ -39,7 +42,10 @@ class Run:
 
     def keep_best(self) -> None:
         """Remember the weights as they are."""
-        self.best = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.head.state_dict().items()}
+        self.best = {
+            name: tensor.detach().to("cpu", copy=True)
+            for name, tensor in self.head.state_dict().items()
+        }
 
 
 def pack(run: Run) -> bytes:

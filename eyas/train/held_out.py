@@ -1,10 +1,11 @@
-"""What a head would have accepted on a fixed sample of held-out conversations, the work shared by all ranks.
+"""What a head would have accepted on a fixed sample of held-out conversations, the work shared by
+all ranks.
 
-Knows the chain of `model.chain`. Does not know why anybody asks. The unit is a conversation, whose answers depend on each
-other.
+Knows the chain of `model.chain`. Does not know why anybody asks. The unit is a conversation, whose
+answers depend on each other.
 
-The counts are whole numbers and the batches are the same on any number of ranks, so tau is too, as far as equal weights
-give equal drafts.
+The counts are whole numbers and the batches are the same on any number of ranks, so tau is too, as
+far as equal weights give equal drafts.
 """
 
 from __future__ import annotations
@@ -35,28 +36,43 @@ class HeldOut:
 
     @classmethod
     def of(
-        cls, source: FeatureSource, num_samples: int, num_draft_steps: int, batch_tokens: int, dtype: torch.dtype
+        cls,
+        source: FeatureSource,
+        num_samples: int,
+        num_draft_steps: int,
+        batch_tokens: int,
+        dtype: torch.dtype,
     ) -> HeldOut:
         """num_samples conversations of the source, or all there are; always the same ones."""
         numbers = sorted(order_of(len(source), seed=0, epoch=0)[:num_samples])
         return cls(source, tuple(numbers), num_draft_steps, batch_tokens, dtype)
 
     def counts(self, head: Head, vocabulary: TargetVocabulary, ranks: Ranks) -> Tensor:
-        """Emitted tokens and rounds of each conversation, int64 [samples, 2], all of them on every rank."""
+        """Emitted tokens and rounds of each conversation, int64 [samples, 2], all of them on every
+        rank.
+        """
         lengths = [self.source.lengths[number] for number in self.numbers]
         mine = list(ranks.share(plan_batches(lengths, self.batch_tokens, "held out")))
         counted = ranks.together(lambda: self._counted(head, vocabulary, mine))
         totals = torch.tensor(ranks.total(counted.flatten().tolist()), dtype=torch.float64)
         return totals.long().view(-1, 2)
 
-    def _counted(self, head: Head, vocabulary: TargetVocabulary, batches: list[list[int]]) -> Tensor:
-        """Of the conversations in these batches, given by their places in the sample; zeros for the others."""
+    def _counted(
+        self, head: Head, vocabulary: TargetVocabulary, batches: list[list[int]]
+    ) -> Tensor:
+        """Of the conversations in these batches, given by their places in the sample; zeros for the
+        others.
+        """
         counts = torch.zeros(len(self.numbers), 2, dtype=torch.int64)
         device = vocabulary.embed_tokens.device
-        samples_of = self.source.batches([[self.numbers[place] for place in places] for places in batches])
+        samples_of = self.source.batches(
+            [[self.numbers[place] for place in places] for places in batches]
+        )
         for places, samples in zip(batches, samples_of, strict=True):
             with torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
-                measured = measure(head, vocabulary, Batch.of(samples, str(device)), self.num_draft_steps)
+                measured = measure(
+                    head, vocabulary, Batch.of(samples, str(device)), self.num_draft_steps
+                )
             for number, matches in measured.spans:
                 tally = Tally(self.num_draft_steps)
                 tally.walk(matches)

@@ -1,4 +1,5 @@
-"""The weights a head starts from. Knows the head's parts and the target's two matrices, no optimizer.
+"""The weights a head starts from. Knows the head's parts and the target's two matrices, no
+optimizer.
 
 Letters: H hidden, Ht the target's, W draft vocabulary, V target vocabulary, R rows.
 """
@@ -19,9 +20,9 @@ OF_THE_TARGET = ("embed_tokens", "lm_head.weight")
 def initialise(head: Head, vocabulary: TargetVocabulary, seed: int) -> None:
     """Draw all weights in place; equal seeds give equal weights.
 
-    Norms are ones; matrices are normal with variance 1 / fan_in, those that write to the residual are zero; lm_head is the
-    target's own, row by row of the draft vocabulary. A head of another width takes the target's two matrices as far as they
-    go into it.
+    Norms are ones; matrices are normal with variance 1 / fan_in, those that write to the residual
+    are zero; lm_head is the target's own, row by row of the draft vocabulary. A head of another
+    width takes the target's two matrices as far as they go into it.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, weight in head.named_parameters():
@@ -31,13 +32,17 @@ def initialise(head: Head, vocabulary: TargetVocabulary, seed: int) -> None:
             nn.init.zeros_(weight)
         elif name not in OF_THE_TARGET:
             weight.normal_(0.0, weight.shape[1] ** -0.5, generator=generator)
-    head.lm_head.weight.copy_(of_width(vocabulary.lm_head[head.target_ids_W], head.config.hidden_size))
+    head.lm_head.weight.copy_(
+        of_width(vocabulary.lm_head[head.target_ids_W], head.config.hidden_size)
+    )
     if head.embed_tokens is not None:
         head.embed_tokens.copy_(of_width(vocabulary.embed_tokens, head.config.hidden_size))
 
 
 def of_width(rows_RH: Tensor, hidden_size: int) -> Tensor:
-    """Rows [R, Ht] in hidden_size columns: as they are, padded with zeros, or along their hidden_size principal directions."""
+    """Rows [R, Ht] in hidden_size columns: as they are, padded with zeros, or along their
+    hidden_size principal directions.
+    """
     width = rows_RH.shape[1]
     if hidden_size >= width:
         return F.pad(rows_RH, (0, hidden_size - width))

@@ -1,18 +1,22 @@
-"""The training objective: EAGLE-3's reference (EAGLE3.md, section 3) over the unrolled steps, as pure functions.
+"""The training objective: EAGLE-3's reference (EAGLE3.md, section 3) over the unrolled steps, as
+pure functions.
 
-Knows the masks, the teacher and the losses. Does not know optimizers, files or where batches come from.
+Knows the masks, the teacher and the losses. Does not know optimizers, files or where batches come
+from.
 
     tokens      [x0 x1 x2 x3 x4 x5]     loss_mask of an answer x3 x4 x5:  [0 0 0 1 1 1]
     judged      [0  0  0  1  1  0 ]     position s: x_s is the answer's and so is x_{s+1}, which the target predicts there
     slot t at step i is judged at s = t + 1 + i: its draft of x_{t+2+i} against the target's logits at s
 
-At step 0 this is loss_mask[t+1] and loss_mask[t+2], what serving asks of a head: x_{t+1} is the target's own token, x_{t+2} the
-first draft. Every later step is the same set, shifted left by one more. No position is judged from another document's slot.
+At step 0 this is loss_mask[t+1] and loss_mask[t+2], what serving asks of a head: x_{t+1} is the
+target's own token, x_{t+2} the first draft. Every later step is the same set, shifted left by one
+more. No position is judged from another document's slot.
 
-Nothing as wide as a vocabulary is kept: the target's logits are made again where they are needed, some rows at a time.
+Nothing as wide as a vocabulary is kept: the target's logits are made again where they are needed,
+some rows at a time.
 
-Letters: B batch, T sequence, N slots unrolled, P judged positions, S slots with a loss at all steps together, R some rows of P
-or S, H hidden, V target vocabulary, W draft vocabulary.
+Letters: B batch, T sequence, N slots unrolled, P judged positions, S slots with a loss at all steps
+together, R some rows of P or S, H hidden, V target vocabulary, W draft vocabulary.
 """
 
 from __future__ import annotations
@@ -33,7 +37,8 @@ from eyas.model.vocab import TargetVocabulary
 
 TEACHER_ROWS = 1024
 TEACHER_LOGITS = 1 << 23  # 32 MB in float32: rows x part of the whole vocabulary
-LOGITS_AT_ONCE = 1 << 25  # 64 MB in bf16: rows x draft vocabulary; with more rows lm_head's gradient is added up less often
+# 64 MB in bf16: rows x draft vocabulary; with more rows lm_head's gradient is added up less often
+LOGITS_AT_ONCE = 1 << 25
 LOGITS_IN_CACHE = 1 << 18  # on a CPU, what is swept over several times stays in its cache
 LK_ETA = 3.0  # the paper's best
 SLOTS_IN_STEPS_OF = 128  # so that the layer meets few sizes: oneDNN keeps code and buffers for each
@@ -42,9 +47,10 @@ SLOTS_IN_STEPS_OF = 128  # so that the layer meets few sizes: oneDNN keeps code 
 class ObjectiveConfig(BaseModel):
     """What is trained: EAGLE-3's reference by default, but for the loss mask and the normaliser.
 
-    loss_mask: which slots are judged, by the names of chat/supervision.py. out_of_vocabulary: slots whose target argmax is
-    outside the draft vocabulary carry no loss (drop) or do (keep). normaliser: a step's losses are summed and divided by the
-    slots that carry loss (valid) or by all positions of the batch, prompt and padding too (positions). loss: see `loss_rows`.
+    loss_mask: which slots are judged, by the names of chat/supervision.py. out_of_vocabulary: slots
+    whose target argmax is outside the draft vocabulary carry no loss (drop) or do (keep).
+    normaliser: a step's losses are summed and divided by the slots that carry loss (valid) or by
+    all positions of the batch, prompt and padding too (positions). loss: see `loss_rows`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -61,9 +67,10 @@ class ObjectiveConfig(BaseModel):
 class Teacher:
     """What the target says at the P judged positions.
 
-    row_BT: int64, the position's row among the P, -1 where nothing is judged. hidden_PH: the target's last hidden states there.
-    lm_head_WH: its output matrix for the draft's tokens. argmax_P: its own choice in its whole vocabulary. position_mask_P: is
-    it draftable. log_sum_P: log of the sum of exp of all its logits, for the losses that ask it. vocabulary: the target's.
+    row_BT: int64, the position's row among the P, -1 where nothing is judged. hidden_PH: the
+    target's last hidden states there. lm_head_WH: its output matrix for the draft's tokens.
+    argmax_P: its own choice in its whole vocabulary. position_mask_P: is it draftable. log_sum_P:
+    log of the sum of exp of all its logits, for the losses that ask it. vocabulary: the target's.
     """
 
     row_BT: Tensor
@@ -76,7 +83,9 @@ class Teacher:
 
     def taught(self, rows_R: Tensor) -> Taught:
         """What these rows teach."""
-        logits_RW = self.vocabulary.capped(self.hidden_PH.index_select(0, rows_R) @ self.lm_head_WH.T)
+        logits_RW = self.vocabulary.capped(
+            self.hidden_PH.index_select(0, rows_R) @ self.lm_head_WH.T
+        )
         p_RW = logits_RW.softmax(-1)
         if self.log_sum_P is None:
             return Taught(p_RW)
@@ -86,8 +95,9 @@ class Teacher:
 
 @dataclass(frozen=True, slots=True)
 class Taught:
-    """p_RW: the target's softmax over the draft's tokens alone. share_R: of its softmax over all tokens, how much is theirs.
-    certainty_R: sum_w p_w log p_w. The last two for the losses that ask them.
+    """p_RW: the target's softmax over the draft's tokens alone. share_R: of its softmax over all
+    tokens, how much is theirs. certainty_R: sum_w p_w log p_w. The last two for the losses that ask
+    them.
     """
 
     p_RW: Tensor
@@ -96,13 +106,18 @@ class Taught:
 
     def rows(self, of_R: Tensor) -> Taught:
         """Some of the rows, in any order and number."""
-        taken = (None if one is None else one.index_select(0, of_R) for one in (self.share_R, self.certainty_R))
+        taken = (
+            None if one is None else one.index_select(0, of_R)
+            for one in (self.share_R, self.certainty_R)
+        )
         return Taught(self.p_RW.index_select(0, of_R), *taken)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The loss of a batch, and per step: its loss, the slots judged, those that carry loss, and drafts equal to the argmax."""
+    """The loss of a batch, and per step: its loss, the slots judged, those that carry loss, and
+    drafts equal to the argmax.
+    """
 
     loss: Tensor
     step_losses: Tensor
@@ -111,12 +126,17 @@ class Outcome:
     num_hits: Tensor
 
 
-def judged_positions(loss_mask_BT: Tensor, option: MaskOption = "serving", starts_BT: Tensor | None = None) -> Tensor:
-    """bool [B, T]: where the target's prediction x_{s+1} is trained on; the set of `chat.supervision.supervised`, by s + 1.
+def judged_positions(
+    loss_mask_BT: Tensor, option: MaskOption = "serving", starts_BT: Tensor | None = None
+) -> Tensor:
+    """bool [B, T]: where the target's prediction x_{s+1} is trained on; the set of
+    `chat.supervision.supervised`, by s + 1.
 
     starts_BT: as in a Batch; without it every row is one document without padding.
     """
-    starts_BT = torch.zeros_like(loss_mask_BT, dtype=torch.int64) if starts_BT is None else starts_BT
+    starts_BT = (
+        torch.zeros_like(loss_mask_BT, dtype=torch.int64) if starts_BT is None else starts_BT
+    )
     has_next_BT = (starts_BT >= 0) & (shifted(starts_BT + 1, 1) - 1 == starts_BT)
     column_T = torch.arange(loss_mask_BT.shape[1], device=loss_mask_BT.device)
     if option == "t":
@@ -135,18 +155,35 @@ def shifted(x_BT: Tensor, by: int) -> Tensor:
 
 
 @torch.no_grad()
-def teach(batch: Batch, vocabulary: TargetVocabulary, head: Head, config: ObjectiveConfig) -> Teacher:
-    """Run the target's lm_head over the judged positions' last hidden states; call it outside autocast."""
+def teach(
+    batch: Batch, vocabulary: TargetVocabulary, head: Head, config: ObjectiveConfig
+) -> Teacher:
+    """Run the target's lm_head over the judged positions' last hidden states; call it outside
+    autocast.
+    """
     judged_BT = judged_positions(batch.loss_mask_BT, config.loss_mask, batch.starts_BT)
     rank_BT = judged_BT.flatten().cumsum(0).view_as(judged_BT) - 1
     hidden_PH = batch.last_hidden_BTH[judged_BT].to(vocabulary.lm_head.dtype)
-    argmax_P, log_sum_P = over_the_whole_vocabulary(hidden_PH, vocabulary, config.loss != "cross_entropy")
+    argmax_P, log_sum_P = over_the_whole_vocabulary(
+        hidden_PH, vocabulary, config.loss != "cross_entropy"
+    )
     lm_head_WH = vocabulary.lm_head.index_select(0, head.target_ids_W)
-    return Teacher(rank_BT.where(judged_BT, -1), hidden_PH, lm_head_WH, argmax_P, head.t2d[argmax_P], log_sum_P, vocabulary)
+    return Teacher(
+        rank_BT.where(judged_BT, -1),
+        hidden_PH,
+        lm_head_WH,
+        argmax_P,
+        head.t2d[argmax_P],
+        log_sum_P,
+        vocabulary,
+    )
 
 
-def over_the_whole_vocabulary(hidden_PH: Tensor, vocabulary: TargetVocabulary, sums: bool) -> tuple[Tensor, Tensor | None]:
-    """argmax int64 [P] of the logits and, if asked for, the log of the sum of their exp [P]; part of V at a time.
+def over_the_whole_vocabulary(
+    hidden_PH: Tensor, vocabulary: TargetVocabulary, sums: bool
+) -> tuple[Tensor, Tensor | None]:
+    """argmax int64 [P] of the logits and, if asked for, the log of the sum of their exp [P]; part
+    of V at a time.
 
     Of equal logits the smallest id is taken, part by part.
     """
@@ -176,15 +213,18 @@ def over_the_whole_vocabulary(hidden_PH: Tensor, vocabulary: TargetVocabulary, s
 
 
 def loss_rows(logits_RW: Tensor, taught: Taught, loss: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses [R] of draft logits, their gradient by the logits [R, W], and the draft's own choice [R]; float32 or wider.
+    """Losses [R] of draft logits, their gradient by the logits [R, W], and the draft's own choice
+    [R]; float32 or wider.
 
-    With q the draft's softmax, p the target's over the draft vocabulary alone, and p' its softmax over the whole vocabulary,
-    of which alpha = sum_w min(p'_w, q_w) is the chance that a draft is accepted:
+    With q the draft's softmax, p the target's over the draft vocabulary alone, and p' its softmax
+    over the whole vocabulary, of which alpha = sum_w min(p'_w, q_w) is the chance that a draft is
+    accepted:
 
         cross_entropy   -sum_w p_w log q_w                                EAGLE
         lk_alpha        -log alpha                                        arXiv 2602.23881, LK^alpha
         lk_lambda       lambda KL(p || q) + (1 - lambda) (1 - alpha)      the same, LK^lambda, lambda = exp(-eta alpha)
-                                                                          of each slot, a constant to the gradient
+                                                                          of each slot, a constant
+                                                                          to the gradient
     """
     p, q = taught.p_RW, logits_RW.softmax(-1)
     best_R, choice_R = logits_RW.max(-1)
@@ -207,18 +247,27 @@ def loss_rows(logits_RW: Tensor, taught: Taught, loss: str) -> tuple[Tensor, Ten
 
 
 class Distillation(torch.autograd.Function):
-    """lm_head and loss in one: the weighted sum of the rows' losses, each row's loss, and each row's argmax.
+    """lm_head and loss in one: the weighted sum of the rows' losses, each row's loss, and each
+    row's argmax.
 
-    Logits and their gradient are made some rows at a time and thrown away: beside the inputs there are only the two gradients,
-    of the rows and of lm_head, made on the way forward. Rows must come sorted by the teacher's row, whose logits are made
-    once for all steps that share it.
+    Logits and their gradient are made some rows at a time and thrown away: beside the inputs there
+    are only the two gradients, of the rows and of lm_head, made on the way forward. Rows must come
+    sorted by the teacher's row, whose logits are made once for all steps that share it.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, normed_SH: Tensor, lm_head_WH: Tensor, weight_S: Tensor, row_S: Tensor, teacher: Teacher, loss: str
+        ctx: Any,
+        normed_SH: Tensor,
+        lm_head_WH: Tensor,
+        weight_S: Tensor,
+        row_S: Tensor,
+        teacher: Teacher,
+        loss: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """weight_S: of each row in the sum. row_S: which row of the teacher is each row's. The sum alone has a gradient."""
+        """weight_S: of each row in the sum. row_S: which row of the teacher is each row's. The sum
+        alone has a gradient.
+        """
         wide = torch.promote_types(normed_SH.dtype, torch.float32)
         by_rows, by_head = ctx.needs_input_grad[:2]
         grad_SH = torch.empty_like(normed_SH) if by_rows else None
@@ -246,18 +295,28 @@ class Distillation(torch.autograd.Function):
         return (weight_S * losses_S).sum(), losses_S, choices_S
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         """Of the sum's gradient alone."""
         grad_SH, grad_WH = ctx.saved_tensors
         by_rows = None if grad_SH is None else grad_SH * grads[0].to(grad_SH.dtype)
         return by_rows, None if grad_WH is None else grad_WH * grads[0], None, None, None, None
 
 
-def swept(logits_RW: Tensor, weight_R: Tensor, row_R: Tensor, teacher: Teacher, loss: str) -> tuple[Tensor, Tensor]:
-    """Losses and argmax [R] of rows of logits; puts the weighted losses' gradient in place of the logits, block by block."""
+def swept(
+    logits_RW: Tensor, weight_R: Tensor, row_R: Tensor, teacher: Teacher, loss: str
+) -> tuple[Tensor, Tensor]:
+    """Losses and argmax [R] of rows of logits; puts the weighted losses' gradient in place of the
+    logits, block by block.
+    """
     rows_U, of_R = torch.unique_consecutive(row_R, return_inverse=True)
     taught_U = teacher.taught(rows_U)
-    at_once = max(1, LOGITS_IN_CACHE // logits_RW.shape[1]) if logits_RW.device.type == "cpu" else len(row_R)
+    at_once = (
+        max(1, LOGITS_IN_CACHE // logits_RW.shape[1])
+        if logits_RW.device.type == "cpu"
+        else len(row_R)
+    )
     losses, choices = [], []
     for first in range(0, len(row_R), at_once):
         part = slice(first, first + at_once)
@@ -280,17 +339,23 @@ def objective(
     config: ObjectiveConfig,
     divisor_K: Tensor | None = None,
 ) -> Outcome:
-    """loss = sum_i step_decay^i * mean loss of step i over its slots that carry loss (or over all B * T positions).
+    """loss = sum_i step_decay^i * mean loss of step i over its slots that carry loss (or over all B
+    * T positions).
 
-    Slots whose target argmax is outside the draft vocabulary carry none, unless kept, and count as misses. Tokens are
-    teacher-forced; the fed-back state is not detached. embed_tokens [V, H]: the target's, for a head that has none of its own;
-    the unroll starts in its dtype. A batch must hold a judged position. divisor_K: the sum of `divisors` over all batches that
-    the loss is of; its own, if there are no others.
+    Slots whose target argmax is outside the draft vocabulary carry none, unless kept, and count as
+    misses. Tokens are teacher-forced; the fed-back state is not detached. embed_tokens [V, H]: the
+    target's, for a head that has none of its own; the unroll starts in its dtype. A batch must hold
+    a judged position. divisor_K: the sum of `divisors` over all batches that the loss is of; its
+    own, if there are no others.
     """
-    embed_tokens = embed_tokens if head.embed_tokens is None else head.embed_tokens.to(embed_tokens.dtype)
+    embed_tokens = (
+        embed_tokens if head.embed_tokens is None else head.embed_tokens.to(embed_tokens.dtype)
+    )
     steps = range(config.num_ttt_steps)
     row_at_step_BT = [ahead(teacher.row_BT, batch.starts_BT, 1 + step) for step in steps]
-    slots = Slots.where(rounded_up(torch.stack(row_at_step_BT).amax(0) >= 0, batch.starts_BT), batch.starts_BT)
+    slots = Slots.where(
+        rounded_up(torch.stack(row_at_step_BT).amax(0) >= 0, batch.starts_BT), batch.starts_BT
+    )
 
     def true_embeds(step: int, _: Tensor) -> Tensor:
         return F.embedding(slots.take(shifted(batch.tokens_BT, 1 + step)), embed_tokens)
@@ -298,7 +363,9 @@ def objective(
     embeds_BTH = F.embedding(shifted(batch.tokens_BT, 1), embed_tokens)
     aux_hidden_BTA = batch.aux_hidden_BTA.to(embed_tokens.dtype)
     hidden, rows, num_judged = [], [], []
-    for step, hidden_NH in enumerate(unroll(head, aux_hidden_BTA, embeds_BTH, slots, true_embeds, len(steps))):
+    for step, hidden_NH in enumerate(
+        unroll(head, aux_hidden_BTA, embeds_BTH, slots, true_embeds, len(steps))
+    ):
         row_N = slots.take(row_at_step_BT[step])
         trained_R = carries_loss(row_N, teacher, config).nonzero().squeeze(1)
         hidden.append(hidden_NH.index_select(0, trained_R))
@@ -311,15 +378,23 @@ def objective(
 def divisors(batch: Batch, teacher: Teacher, config: ObjectiveConfig) -> Tensor:
     """What the sum of each step's losses is divided by: int64 [K]."""
     if config.normaliser == "positions":
-        return torch.full((config.num_ttt_steps,), batch.tokens_BT.numel(), device=batch.tokens_BT.device)
-    rows = (ahead(teacher.row_BT, batch.starts_BT, 1 + step) for step in range(config.num_ttt_steps))
+        return torch.full(
+            (config.num_ttt_steps,), batch.tokens_BT.numel(), device=batch.tokens_BT.device
+        )
+    rows = (
+        ahead(teacher.row_BT, batch.starts_BT, 1 + step) for step in range(config.num_ttt_steps)
+    )
     return torch.stack([carries_loss(row_BT, teacher, config).sum() for row_BT in rows])
 
 
 def carries_loss(row: Tensor, teacher: Teacher, config: ObjectiveConfig) -> Tensor:
     """bool, of the teacher's rows by slot, -1 where there is none."""
     carries = row >= 0
-    return carries & teacher.position_mask_P[row.clamp(min=0)] if config.out_of_vocabulary == "drop" else carries
+    return (
+        carries & teacher.position_mask_P[row.clamp(min=0)]
+        if config.out_of_vocabulary == "drop"
+        else carries
+    )
 
 
 def ahead(row_BT: Tensor, starts_BT: Tensor, by: int) -> Tensor:
@@ -329,7 +404,9 @@ def ahead(row_BT: Tensor, starts_BT: Tensor, by: int) -> Tensor:
 
 
 def rounded_up(active_BT: Tensor, starts_BT: Tensor) -> Tensor:
-    """Some more slots than are asked for, so that there are few numbers of them; those added carry no loss."""
+    """Some more slots than are asked for, so that there are few numbers of them; those added carry
+    no loss.
+    """
     missing = -int(active_BT.sum()) % SLOTS_IN_STEPS_OF
     others = (~active_BT & (starts_BT >= 0)).flatten().nonzero().squeeze(1)[:missing]
     return active_BT.flatten().index_fill(0, others, True).view_as(active_BT)
@@ -344,7 +421,9 @@ def outcome(
     config: ObjectiveConfig,
     divisor_K: Tensor,
 ) -> Outcome:
-    """From the outputs [R, H] of each step's slots that carry loss, and their rows of the teacher [R]."""
+    """From the outputs [R, H] of each step's slots that carry loss, and their rows of the teacher
+    [R].
+    """
     sizes = [len(row_R) for row_R in rows]
     device = teacher.row_BT.device
     num_trained = torch.tensor(sizes, device=device)

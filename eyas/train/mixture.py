@@ -33,7 +33,10 @@ class Mixture:
     @property
     def inputs(self) -> Mapping[str, Manifest]:
         """Those of both, the old ones' as "old_..."."""
-        return {**self._new.inputs, **{f"old_{name}": made for name, made in self._old.inputs.items()}}
+        return {
+            **self._new.inputs,
+            **{f"old_{name}": made for name, made in self._old.inputs.items()},
+        }
 
     @property
     def lengths(self) -> list[int]:
@@ -50,8 +53,15 @@ class Mixture:
     def batches(self, batches: Sequence[Sequence[int]]) -> Iterator[list[Sample]]:
         """As FeatureSource.batches; each source reads its own part of every batch ahead."""
         first_old = len(self._new)
-        new = self._new.batches([[number for number in numbers if number < first_old] for numbers in batches])
-        old = self._old.batches([[number - first_old for number in numbers if number >= first_old] for numbers in batches])
+        new = self._new.batches(
+            [[number for number in numbers if number < first_old] for numbers in batches]
+        )
+        old = self._old.batches(
+            [
+                [number - first_old for number in numbers if number >= first_old]
+                for numbers in batches
+            ]
+        )
         for numbers, of_new, of_old in zip(batches, new, old, strict=True):
             take_new, take_old = iter(of_new), iter(of_old)
             yield [next(take_new if number < first_old else take_old) for number in numbers]
@@ -59,15 +69,24 @@ class Mixture:
 
 def check_alike(new: FeatureMeta, old: FeatureMeta) -> None:
     """Raise MismatchError unless both are features of one target's same layers."""
-    if (new.lm_head_sha256, new.hidden_size, new.vocab_size) != (old.lm_head_sha256, old.hidden_size, old.vocab_size):
-        raise MismatchError("the old features are of another target", "capture the old mix from this target")
+    if (new.lm_head_sha256, new.hidden_size, new.vocab_size) != (
+        old.lm_head_sha256,
+        old.hidden_size,
+        old.vocab_size,
+    ):
+        raise MismatchError(
+            "the old features are of another target", "capture the old mix from this target"
+        )
     if new.taps != old.taps:
         raise MismatchError(
-            f"the old features are of the layers {old.taps}, the new ones of {new.taps}", "capture both at the same layers"
+            f"the old features are of the layers {old.taps}, the new ones of {new.taps}",
+            "capture both at the same layers",
         )
 
 
 def drawn(old: Sequence[int], num_new: int, share: float, seed: str) -> list[int]:
-    """Which of the old samples join num_new new ones in one epoch, so that they are `share` of all, or as many as there are."""
+    """Which of the old samples join num_new new ones in one epoch, so that they are `share` of all,
+    or as many as there are.
+    """
     wanted = round(num_new * share / (1.0 - share))
     return sorted(random.Random(f"{seed}/old").sample(list(old), min(wanted, len(old))))

@@ -27,7 +27,9 @@ class OptimizerConfig(BaseModel):
 def adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
     """The optimizer of these float32 weights, whatever the precision of the maths."""
     betas = (config.beta1, config.beta2)
-    return torch.optim.AdamW(parameters, config.learning_rate, betas, weight_decay=config.weight_decay, fused=True)
+    return torch.optim.AdamW(
+        parameters, config.learning_rate, betas, weight_decay=config.weight_decay, fused=True
+    )
 
 
 def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:

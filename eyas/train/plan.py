@@ -1,5 +1,5 @@
-"""Which samples a run sees, in which batches and steps. Knows lengths, counts of tokens and a seed, no head and no loss's
-value.
+"""Which samples a run sees, in which batches and steps. Knows lengths, counts of tokens and a seed,
+no head and no loss's value.
 
 Letters: V target vocabulary.
 """
@@ -20,9 +20,9 @@ from eyas.train.loss import ObjectiveConfig, judged_positions
 
 
 class BatchConfig(BaseModel):
-    """What is computed at once. tokens: of one batch, padding included: what one device takes. per_step: batches that one
-    update of the weights sees, shared by the ranks. packed: samples one behind the other in one row, in place of one a row
-    with padding.
+    """What is computed at once. tokens: of one batch, padding included: what one device takes.
+    per_step: batches that one update of the weights sees, shared by the ranks. packed: samples one
+    behind the other in one row, in place of one a row with padding.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -33,7 +33,9 @@ class BatchConfig(BaseModel):
 
 
 def survey(source: FeatureSource, config: ObjectiveConfig) -> tuple[Tensor, list[int]]:
-    """Counts int64 [V] of tokens under the loss mask, and the numbers of the samples with a position to train on."""
+    """Counts int64 [V] of tokens under the loss mask, and the numbers of the samples with a
+    position to train on.
+    """
     counts_V = torch.zeros(source.meta.vocab_size, dtype=torch.int64)
     usable = []
     for number, (token_ids, loss_mask) in enumerate(source.all_tokens()):
@@ -42,25 +44,35 @@ def survey(source: FeatureSource, config: ObjectiveConfig) -> tuple[Tensor, list
             usable.append(number)
     if not usable:
         raise EmptyInputError(
-            "the features hold no answer of two tokens or more", "generate and capture answers with more prompts"
+            "the features hold no answer of two tokens or more",
+            "generate and capture answers with more prompts",
         )
     return counts_V, usable
 
 
-def plan(config: BatchConfig, passes: Sequence[Sequence[int]], lengths: Sequence[int], seed: int) -> list[list[list[int]]]:
-    """Of every step of the run, in order, its batches of sample numbers; the last one may have fewer.
+def plan(
+    config: BatchConfig, passes: Sequence[Sequence[int]], lengths: Sequence[int], seed: int
+) -> list[list[list[int]]]:
+    """Of every step of the run, in order, its batches of sample numbers; the last one may have
+    fewer.
 
-    passes: of each epoch, the samples. Depends on nothing but the arguments, not on how many ranks share a step.
+    passes: of each epoch, the samples. Depends on nothing but the arguments, not on how many ranks
+    share a step.
     """
     batches: list[list[int]] = []
     for epoch, numbers in enumerate(passes):
         planned = plan_packs if config.packed else plan_batches
         places = planned([lengths[number] for number in numbers], config.tokens, f"{seed}/{epoch}")
         batches += [[numbers[place] for place in batch] for batch in places]
-    return [batches[first : first + config.per_step] for first in range(0, len(batches), config.per_step)]
+    return [
+        batches[first : first + config.per_step]
+        for first in range(0, len(batches), config.per_step)
+    ]
 
 
-def read_batches(samples: Iterator[list[Sample]], count: int, config: BatchConfig, device: str) -> list[Batch]:
+def read_batches(
+    samples: Iterator[list[Sample]], count: int, config: BatchConfig, device: str
+) -> list[Batch]:
     """The next so many batches, on the device."""
     following = (next(samples) for _ in range(count))
     if config.packed:

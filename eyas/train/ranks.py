@@ -1,4 +1,5 @@
-"""The processes of one run, as torchrun starts them: what is summed over all of them, and how all stop when one does.
+"""The processes of one run, as torchrun starts them: what is summed over all of them, and how all
+stop when one does.
 
 Knows processes and tensors. Does not know a head, a loss or a file.
 
@@ -8,8 +9,9 @@ Each rank does its own share inside `together`, and sums stand between the share
     rank 1   together(read) -> total -> together(backward) -> add_up -> ...
                      ^ an error here is told to all before anybody waits for a sum that never comes
 
-Gradients are summed in one buffer of fixed layout, not by torch's DistributedDataParallel: that one sorts its buckets anew
-after the first step, so from three ranks on a resumed run would add in another order than one that was never cut.
+Gradients are summed in one buffer of fixed layout, not by torch's DistributedDataParallel: that one
+sorts its buckets anew after the first step, so from three ranks on a resumed run would add in
+another order than one that was never cut.
 """
 
 from __future__ import annotations
@@ -42,15 +44,17 @@ class Ranks:
         return self.rank == 0
 
     def share(self, batches: Sequence[Made]) -> Sequence[Made]:
-        """This rank's among the batches of a step: every size-th, so that which batches a step has depends on no number of
-        ranks.
+        """This rank's among the batches of a step: every size-th, so that which batches a step has
+        depends on no number of ranks.
         """
         return batches[self.rank :: self.size]
 
     def together(self, work: Callable[[], Made]) -> Made:
-        """What `work` returns here, once it has returned on every rank. What it raises on one rank stops all.
+        """What `work` returns here, once it has returned on every rank. What it raises on one rank
+        stops all.
 
-        That rank raises its own error; the others raise an EyasError that names it. `work` must not wait for other ranks.
+        That rank raises its own error; the others raise an EyasError that names it. `work` must not
+        wait for other ranks.
         """
         if self.size == 1:
             return work()
@@ -62,12 +66,16 @@ class Ranks:
             said = self.gathered(_described(error))
             if error is not None:
                 raise error
-            rank, (what, hint) = next((rank, said) for rank, said in enumerate(said) if said is not None)
+            rank, (what, hint) = next(
+                (rank, said) for rank, said in enumerate(said) if said is not None
+            )
             raise EyasError(f"stopped, because rank {rank} failed: {what}", hint)
         return made
 
     def first(self, work: Callable[[], Made]) -> Made:
-        """What `work` returns on the first rank, which alone does it; what it raises there stops all."""
+        """What `work` returns on the first rank, which alone does it; what it raises there stops
+        all.
+        """
         if self.size == 1:
             return work()
         made = self.together(lambda: pickle.dumps(work()) if self.is_first else b"")
@@ -99,7 +107,9 @@ class Ranks:
         flat = torch.cat([tensor.flatten() for tensor in tensors])
         with _somebody_may_be_gone():
             dist.all_reduce(flat)
-        for tensor, summed in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+        for tensor, summed in zip(
+            tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True
+        ):
             tensor.copy_(summed.view_as(tensor))
 
     def _spread(self, data: bytes) -> bytes:
@@ -118,7 +128,8 @@ class Ranks:
 def joined() -> Iterator[Ranks]:
     """This process's rank, by the environment that torchrun sets; without it, a run of one process.
 
-    Each rank has a GPU of its own where there are any. Raises EyasError when there are fewer GPUs than ranks on a machine.
+    Each rank has a GPU of its own where there are any. Raises EyasError when there are fewer GPUs
+    than ranks on a machine.
     """
     size, local = world_size(), int(os.environ.get("LOCAL_RANK", "0"))
     device = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
@@ -153,7 +164,11 @@ def _described(error: Exception | None) -> tuple[str, str] | None:
     """What and hint of an error, for other processes."""
     if error is None:
         return None
-    return (error.what, error.hint) if isinstance(error, EyasError) else (f"{type(error).__name__}: {error}", "")
+    return (
+        (error.what, error.hint)
+        if isinstance(error, EyasError)
+        else (f"{type(error).__name__}: {error}", "")
+    )
 
 
 @contextmanager
@@ -164,5 +179,6 @@ def _somebody_may_be_gone() -> Iterator[None]:
     except RuntimeError as error:
         raise EyasError(
             "another rank of this run is gone",
-            "its own message, if it had one, is above; start all ranks again: they go on from the last checkpoint",
+            "its own message, if it had one, is above; start all ranks again: they go on from the "
+            "last checkpoint",
         ) from error

@@ -1,8 +1,10 @@
-"""The rule that a tuned head must not lose on the old mix what it had. Knows counts of two heads on the same conversations.
+"""The rule that a tuned head must not lose on the old mix what it had. Knows counts of two heads on
+the same conversations.
 
-The figure is the ratio of the taus, new by old, less one. Its interval is a paired bootstrap over conversations (Efron's
-percentiles): both heads are counted on the same drawn ones, so what makes a conversation easy or hard cancels. The rule holds
-when the interval's lower end is above the tolerance: too few conversations to tell is no proof.
+The figure is the ratio of the taus, new by old, less one. Its interval is a paired bootstrap over
+conversations (Efron's percentiles): both heads are counted on the same drawn ones, so what makes a
+conversation easy or hard cancels. The rule holds when the interval's lower end is above the
+tolerance: too few conversations to tell is no proof.
 """
 
 from __future__ import annotations
@@ -37,19 +39,22 @@ class Comparison:
     def __str__(self) -> str:
         low, high = self.interval
         return (
-            f"tau on the old mix {self.tau_before:.3f} -> {self.tau_after:.3f} ({self.change:+.1%}, "
+            f"tau on the old mix {self.tau_before:.3f} -> {self.tau_after:.3f} "
+            f"({self.change:+.1%}, "
             f"{self.level:.0%} interval {low:+.1%} to {high:+.1%}, {self.samples} conversations)"
         )
 
 
 def compared(before: Tensor, after: Tensor) -> Comparison:
-    """Two heads by their counts on the same conversations: emitted tokens and rounds, int64 [samples, 2] each.
+    """Two heads by their counts on the same conversations: emitted tokens and rounds, int64
+    [samples, 2] each.
 
     Raises EmptyInputError where no answer has a round.
     """
     if not (before[:, 1].any() and after[:, 1].any()):
         raise EmptyInputError(
-            "the old mix's held-out conversations have no answer of two tokens or more to compare two heads on",
+            "the old mix's held-out conversations have no answer of two tokens or more to compare "
+            "two heads on",
             "capture the old mix with a larger held_out_share",
         )
     num_samples = len(before)
@@ -57,7 +62,9 @@ def compared(before: Tensor, after: Tensor) -> Comparison:
     drawn = torch.randint(num_samples, (NUM_DRAWS, num_samples), generator=generator)
     ratios = _tau(after.double()[drawn].sum(1)) / _tau(before.double()[drawn].sum(1))
     tail = (1.0 - LEVEL) / 2
-    low, high = (torch.quantile(ratios, torch.tensor([tail, 1.0 - tail], dtype=torch.float64)) - 1.0).tolist()
+    low, high = (
+        torch.quantile(ratios, torch.tensor([tail, 1.0 - tail], dtype=torch.float64)) - 1.0
+    ).tolist()
     old, new = tau_of(before), tau_of(after)
     return Comparison(old, new, new / old - 1.0, (low, high), LEVEL, num_samples)
 
@@ -66,10 +73,20 @@ def refuse_loss(comparison: Comparison, tolerance: float) -> None:
     """Raise EyasError, with the figures, unless the loss is shown to stay within the tolerance."""
     if comparison.interval[0] >= -tolerance:
         return
-    remedy = "mix old features into the training (start.keep_share), train for less long, or allow more (start.keep_tolerance)"
+    remedy = (
+        "mix old features into the training (start.keep_share), train for less long, or "
+        "allow "
+        "more (start.keep_tolerance)"
+    )
     if comparison.change >= -tolerance:
-        what = f"too few conversations to tell that the head loses no more than {tolerance:.1%}: {comparison}"
-        raise EyasError(what, f"capture more held-out conversations of the old mix (start.keep_samples), or {remedy}")
+        what = (
+            f"too few conversations to tell that the head loses no more than {tolerance:.1%}: "
+            f"{comparison}"
+        )
+        raise EyasError(
+            what,
+            f"capture more held-out conversations of the old mix (start.keep_samples), or {remedy}",
+        )
     raise EyasError(f"the head loses more than {tolerance:.1%}: {comparison}", remedy)
 
 

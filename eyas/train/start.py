@@ -1,5 +1,5 @@
-"""What a run starts from: fresh weights, or a head that is there already. Knows heads, counts of tokens, and the target's
-matrices.
+"""What a run starts from: fresh weights, or a head that is there already. Knows heads, counts of
+tokens, and the target's matrices.
 
 Does not know optimizers or batches.
 
@@ -32,12 +32,13 @@ from eyas.train.initial import initialise
 class StartConfig(BaseModel):
     """A head to go on from, and what it must not lose.
 
-    head: folder or URL of a head in any form, an id of the hub, or "builtin". licence: of one that eyas did not make, for
-    the lineage. vocabulary: its draft tokens stay (keep), or are chosen anew by the counts of the features (recount): tokens
-    that were drafted before keep their row of lm_head, others get the target's. other_target: it was trained for another
-    fine-tune of the same shape, and that is meant. keep_mix: features of the mix that it was trained on; on their held-out
-    conversations (keep_samples of them) the new head's tau must not be lower than the old one's by more than keep_tolerance,
-    a share. keep_share: of the training samples, taken from it.
+    head: folder or URL of a head in any form, an id of the hub, or "builtin". licence: of one that
+    eyas did not make, for the lineage. vocabulary: its draft tokens stay (keep), or are chosen anew
+    by the counts of the features (recount): tokens that were drafted before keep their row of
+    lm_head, others get the target's. other_target: it was trained for another fine-tune of the same
+    shape, and that is meant. keep_mix: features of the mix that it was trained on; on their
+    held-out conversations (keep_samples of them) the new head's tau must not be lower than the old
+    one's by more than keep_tolerance, a share. keep_share: of the training samples, taken from it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -55,7 +56,9 @@ class StartConfig(BaseModel):
     @classmethod
     def _short_form(cls, value: Any) -> Any:
         if isinstance(value, dict) and value.get("keep_mix") and not value.get("head"):
-            raise ValueError("keep_mix without a head that learned it: give --start (start.head) as well")
+            raise ValueError(
+                "keep_mix without a head that learned it: give --start (start.head) as well"
+            )
         return {"head": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
@@ -65,7 +68,13 @@ class StartConfig(BaseModel):
         return self
 
 
-def fresh_head(options: HeadOptions, meta: FeatureMeta, vocabulary: TargetVocabulary, counts_V: Tensor, seed: int) -> Head:
+def fresh_head(
+    options: HeadOptions,
+    meta: FeatureMeta,
+    vocabulary: TargetVocabulary,
+    counts_V: Tensor,
+    seed: int,
+) -> Head:
     """A new head for this target, its weights drawn from the seed. Raises ConfigError."""
     shape = HeadConfig.for_target(vocabulary.config, options, meta.taps)
     head = Head(shape.model_copy(update={"target_lm_head_sha256": vocabulary.lm_head_sha256}))
@@ -74,55 +83,79 @@ def fresh_head(options: HeadOptions, meta: FeatureMeta, vocabulary: TargetVocabu
     return head
 
 
-def warm_head(config: StartConfig, options: HeadOptions, meta: FeatureMeta, vocabulary: TargetVocabulary) -> Head:
+def warm_head(
+    config: StartConfig, options: HeadOptions, meta: FeatureMeta, vocabulary: TargetVocabulary
+) -> Head:
     """The head of `config`, in float32, ready to be trained for this target.
 
-    Raises MismatchError for a head of another shape, of other layers, of another target, or of other options than are asked
-    for, and for one that cannot get other draft tokens.
+    Raises MismatchError for a head of another shape, of other layers, of another target, or of
+    other options than are asked for, and for one that cannot get other draft tokens.
     """
     head = given_head(config.head, vocabulary)
     refuse_other(head, config, options, meta, vocabulary)
     if config.vocabulary == "recount" and head.config.owns_embeddings:
         raise MismatchError(
-            "new draft tokens start from the target's lm_head, which has another width than this head's",
+            "new draft tokens start from the target's lm_head, which has another width than this "
+            "head's",
             "set start.vocabulary: keep",
         )
-    head.config = head.config.model_copy(update={"target_lm_head_sha256": vocabulary.lm_head_sha256})
+    head.config = head.config.model_copy(
+        update={"target_lm_head_sha256": vocabulary.lm_head_sha256}
+    )
     return head
 
 
 def given_head(url: str, vocabulary: TargetVocabulary) -> Head:
-    """A head in any form, wherever StartConfig has it. Raises MissingInputError, CorruptError, MismatchError."""
+    """A head in any form, wherever StartConfig has it. Raises MissingInputError, CorruptError,
+    MismatchError.
+    """
     with local_folder(url) as folder:
         return load_head(folder, vocabulary.config, vocabulary.lm_head.cpu())
 
 
 def refuse_other(
-    head: Head, config: StartConfig, options: HeadOptions, meta: FeatureMeta, vocabulary: TargetVocabulary
+    head: Head,
+    config: StartConfig,
+    options: HeadOptions,
+    meta: FeatureMeta,
+    vocabulary: TargetVocabulary,
 ) -> None:
     """Raise one MismatchError that names all that does not fit, if anything does not."""
     shape, faults = head.config, []
     if (shape.target_hidden_size, shape.vocab_size) != (meta.hidden_size, meta.vocab_size):
         faults.append(
-            f"it is for a target of hidden size {shape.target_hidden_size} and a vocabulary of {shape.vocab_size}, "
+            f"it is for a target of hidden size {shape.target_hidden_size} and a vocabulary of "
+            f"{shape.vocab_size}, "
             f"this one has {meta.hidden_size} and {meta.vocab_size}"
         )
     elif head.embed_tokens is not None and not shape.owns_embeddings:
         if not torch.equal(head.embed_tokens, vocabulary.embed_tokens.to(head.embed_tokens)):
-            faults.append("it has embeddings of its own, which are not this target's and would be lost")
+            faults.append(
+                "it has embeddings of its own, which are not this target's and would be lost"
+            )
         head.embed_tokens = None
     if shape.taps != meta.taps:
-        faults.append(f"it reads the outputs of layers {shape.taps}, the features are of {meta.taps}")
-    if shape.target_lm_head_sha256 not in ("", vocabulary.lm_head_sha256) and not config.other_target:
-        faults.append("it was trained for another target of the same shape (set start.other_target: true if that is meant)")
-    for name in sorted(options.model_fields_set):  # said, be it the default; what is not said is the head's own
+        faults.append(
+            f"it reads the outputs of layers {shape.taps}, the features are of {meta.taps}"
+        )
+    if (
+        shape.target_lm_head_sha256 not in ("", vocabulary.lm_head_sha256)
+        and not config.other_target
+    ):
+        faults.append(
+            "it was trained for another target of the same shape (set start.other_target: true if "
+            "that is meant)"
+        )
+    # said, be it the default; what is not said is the head's own
+    for name in sorted(options.model_fields_set):
         asked = getattr(options, name)
         if asked is not None and asked != getattr(shape, name):
             faults.append(f"head.{name} is {asked}, its own is {getattr(shape, name)}")
     if faults:
         raise MismatchError(
             f"{config.head} cannot be gone on from: " + "; ".join(faults),
-            "leave out `head` options and capture features of this target at the head's layers, or start afresh",
+            "leave out `head` options and capture features of this target at the head's layers, or "
+            "start afresh",
         )
 
 
@@ -136,11 +169,15 @@ def recount(head: Head, vocabulary: TargetVocabulary, counts_V: Tensor) -> None:
     ids_W = head.target_ids_W
     was_W = old_row_V[ids_W]
     fresh_WH = vocabulary.lm_head.cpu()[ids_W].to(old_lm_head_WH)
-    head.lm_head.weight.copy_(torch.where((was_W >= 0).unsqueeze(1), old_lm_head_WH[was_W.clamp(min=0)], fresh_WH))
+    head.lm_head.weight.copy_(
+        torch.where((was_W >= 0).unsqueeze(1), old_lm_head_WH[was_W.clamp(min=0)], fresh_WH)
+    )
 
 
 def identity_of(config: StartConfig) -> Manifest:
-    """What a given head is, for identity and lineage of what is made from it: its manifest, or that of a source."""
+    """What a given head is, for identity and lineage of what is made from it: its manifest, or that
+    of a source.
+    """
     artifact = head_artifact(config.head)
     if artifact.is_done():
         return artifact.manifest()
@@ -148,7 +185,9 @@ def identity_of(config: StartConfig) -> Manifest:
 
 
 def head_artifact(head: str) -> Artifact:
-    """The folder or URL of a head that may be named by an id of the hub, or as "builtin". Raises MissingInputError."""
+    """The folder or URL of a head that may be named by an id of the hub, or as "builtin". Raises
+    MissingInputError.
+    """
     return Artifact(place_of_head(head))
 
 
@@ -158,14 +197,17 @@ def head_names(artifact: Artifact) -> list[str]:
     if not names:
         raise MissingInputError(
             f"{artifact.url} is no folder of a head",
-            'give a folder with config.json or eyas_head.json, an id of the hub (OWNER/NAME), or "builtin"',
+            "give a folder with config.json or eyas_head.json, an id of the hub (OWNER/NAME), or "
+            '"builtin"',
         )
     return names
 
 
 @contextmanager
 def local_folder(url: str) -> Iterator[Path]:
-    """A head's files in a folder of this machine: where they are, or copies for as long as they are read."""
+    """A head's files in a folder of this machine: where they are, or copies for as long as they are
+    read.
+    """
     artifact = head_artifact(url)
     names, here = head_names(artifact), artifact.local_path("")
     if here is not None:

@@ -2,8 +2,8 @@
 
 Knows the objective and the ranks. Does not know where batches come from, nor when the run ends.
 
-The losses of a step are divided by what carries loss in all of its batches, on all ranks. So a step of n batches is the
-step of one batch that holds their samples, whoever computes which of them.
+The losses of a step are divided by what carries loss in all of its batches, on all ranks. So a step
+of n batches is the step of one batch that holds their samples, whoever computes which of them.
 
 Letters: B batch, T sequence, M = B T, K steps of the unroll.
 """
@@ -32,7 +32,9 @@ Precision = Literal["bfloat16", "float32"]
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What does not change while a run goes on. embed_tokens [V, H]: the target's, in the precision of the maths."""
+    """What does not change while a run goes on. embed_tokens [V, H]: the target's, in the precision
+    of the maths.
+    """
 
     objective: ObjectiveConfig
     max_grad_norm: float
@@ -42,15 +44,28 @@ class Given:
 
     @classmethod
     def of(
-        cls, objective: ObjectiveConfig, max_grad_norm: float, dtype: Precision, vocabulary: TargetVocabulary, ranks: Ranks
+        cls,
+        objective: ObjectiveConfig,
+        max_grad_norm: float,
+        dtype: Precision,
+        vocabulary: TargetVocabulary,
+        ranks: Ranks,
     ) -> Given:
         """For maths in `dtype`."""
-        return cls(objective, max_grad_norm, vocabulary, vocabulary.embed_tokens.to(getattr(torch, dtype)), ranks)
+        return cls(
+            objective,
+            max_grad_norm,
+            vocabulary,
+            vocabulary.embed_tokens.to(getattr(torch, dtype)),
+            ranks,
+        )
 
 
 @contextmanager
 def teaching_in_tf32(dtype: Precision) -> Iterator[None]:
-    """With maths in bf16, a GPU multiplies the teacher's float32 numbers as TF32: it has all digits of bf16."""
+    """With maths in bf16, a GPU multiplies the teacher's float32 numbers as TF32: it has all digits
+    of bf16.
+    """
     before = torch.backends.cuda.matmul.allow_tf32
     if torch.cuda.is_available():
         torch.backends.cuda.matmul.allow_tf32 = before or dtype == "bfloat16"
@@ -61,10 +76,14 @@ def teaching_in_tf32(dtype: Precision) -> Iterator[None]:
             torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def update(run: Run, batches: Sequence[Batch], given: Given, learning_rate: float) -> dict[str, Any]:
-    """One step on these batches and those of the other ranks; returns its row of metrics, the same on every rank.
+def update(
+    run: Run, batches: Sequence[Batch], given: Given, learning_rate: float
+) -> dict[str, Any]:
+    """One step on these batches and those of the other ranks; returns its row of metrics, the same
+    on every rank.
 
-    Raises EyasError, naming the samples, when loss or gradient is no finite number; the weights are then as they were.
+    Raises EyasError, naming the samples, when loss or gradient is no finite number; the weights are
+    then as they were.
     """
     ranks, head = given.ranks, run.head
     teachers, counts = ranks.together(lambda: taught(head, batches, given))
@@ -96,14 +115,20 @@ def taught(head: Head, batches: Sequence[Batch], given: Given) -> tuple[list[Tea
 
 
 def backward(
-    head: Head, batches: Sequence[Batch], teachers: Sequence[Teacher], divisor_K: Tensor, given: Given
+    head: Head,
+    batches: Sequence[Batch],
+    teachers: Sequence[Teacher],
+    divisor_K: Tensor,
+    given: Given,
 ) -> list[Outcome]:
     """The gradients of these batches' part of the loss, added to the weights'."""
     outcomes = []
     for batch, teacher in zip(batches, teachers, strict=True):
         device, dtype = batch.tokens_BT.device, given.embed_tokens.dtype
         with torch.autocast(device.type, dtype, enabled=dtype in (torch.bfloat16, torch.float16)):
-            outcome = objective(head, given.embed_tokens, batch, teacher, given.objective, divisor_K.to(device))
+            outcome = objective(
+                head, given.embed_tokens, batch, teacher, given.objective, divisor_K.to(device)
+            )
         outcome.loss.backward()  # type: ignore[no-untyped-call]
         outcomes.append(outcome)
     return outcomes
@@ -118,7 +143,9 @@ def totals(outcomes: Sequence[Outcome], batches: Sequence[Batch], given: Given) 
         parts = [one.loss.detach().view(1), *by_step]
         sums += torch.cat([part.to("cpu", torch.float64) for part in parts])
     tokens = sum(int(batch.tokens_BT.numel()) for batch in batches)
-    *summed, num_samples, num_tokens = given.ranks.total([*sums.tolist(), sum(len(batch.keys) for batch in batches), tokens])
+    *summed, num_samples, num_tokens = given.ranks.total(
+        [*sums.tolist(), sum(len(batch.keys) for batch in batches), tokens]
+    )
     losses, judged, trained, hits = (summed[1 + K * part : 1 + K * (part + 1)] for part in range(4))
     return {
         "loss": summed[0],
@@ -131,8 +158,12 @@ def totals(outcomes: Sequence[Outcome], batches: Sequence[Batch], given: Given) 
     }
 
 
-def not_finite(step: int, loss: float, norm: float, batches: Sequence[Batch], ranks: Ranks) -> EyasError:
-    """The error of a step that would have spoilt the weights, naming its samples and those with broken features."""
+def not_finite(
+    step: int, loss: float, norm: float, batches: Sequence[Batch], ranks: Ranks
+) -> EyasError:
+    """The error of a step that would have spoilt the weights, naming its samples and those with
+    broken features.
+    """
     said = ranks.gathered([(batch.keys, broken_samples(batch)) for batch in batches])
     keys = [key for of_rank in said for all_keys, _ in of_rank for key in all_keys]
     broken = [key for of_rank in said for _, broken_keys in of_rank for key in broken_keys]
@@ -141,12 +172,16 @@ def not_finite(step: int, loss: float, norm: float, batches: Sequence[Batch], ra
         if broken
         else "try a lower optimizer.learning_rate"
     )
-    return EyasError(f"step {step + 1} has loss {loss} and gradient norm {norm}; its samples: {', '.join(keys)}", hint)
+    return EyasError(
+        f"step {step + 1} has loss {loss} and gradient norm {norm}; its samples: {', '.join(keys)}",
+        hint,
+    )
 
 
 def broken_samples(batch: Batch) -> list[str]:
     """Keys of the samples with features that are no finite numbers; a row may hold several samples."""
     finite_BT = batch.aux_hidden_BTA.isfinite().all(-1) & batch.last_hidden_BTH.isfinite().all(-1)
     begins_BT = batch.starts_BT == torch.arange(finite_BT.shape[1], device=finite_BT.device)
-    sample_M = begins_BT.flatten().cumsum(0) - 1  # padding counts to the sample before it, and is finite
+    # padding counts to the sample before it, and is finite
+    sample_M = begins_BT.flatten().cumsum(0) - 1
     return [batch.keys[number] for number in sorted(set(sample_M[~finite_BT.flatten()].tolist()))]

@@ -1,4 +1,6 @@
-"""When a run ends before its last step: held-out tau that rises no more, or a loss that runs away. Knows numbers only."""
+"""When a run ends before its last step: held-out tau that rises no more, or a loss that runs away.
+Knows numbers only.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,11 @@ FLOOR = 0.05  # of the first loss: near zero, many times the lowest is still not
 class StopConfig(BaseModel):
     """When tau is measured while training, and when a run stops.
 
-    measurements: how often in a run, at equal distances, on `samples` held-out conversations; 0 measures nothing. patience:
-    stop after so many measurements in a row without a gain of min_gain; null goes on to the end. The head that is
-    kept is the best measured. num_draft_steps: of the chains that are measured. diverged_at: stop when the running mean of
-    the loss is so many times its lowest.
+    measurements: how often in a run, at equal distances, on `samples` held-out conversations; 0
+    measures nothing. patience: stop after so many measurements in a row without a gain of min_gain;
+    null goes on to the end. The head that is kept is the best measured. num_draft_steps: of the
+    chains that are measured. diverged_at: stop when the running mean of the loss is so many times
+    its lowest.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -32,14 +35,18 @@ class StopConfig(BaseModel):
 
 
 def measured_steps(num_steps: int, config: StopConfig) -> set[int]:
-    """The numbers of steps done at which tau is measured: the last one always among them, if any is."""
+    """The numbers of steps done at which tau is measured: the last one always among them, if any
+    is.
+    """
     count = min(config.measurements, num_steps)
     return {math.ceil(num_steps * (number + 1) / count) for number in range(count)}
 
 
 @dataclass(slots=True)
 class Patience:
-    """The best tau so far and the step it was measured at; the tau of the last gain and the measurements since then."""
+    """The best tau so far and the step it was measured at; the tau of the last gain and the
+    measurements since then.
+    """
 
     best: float = 0.0
     best_step: int = 0
@@ -47,7 +54,9 @@ class Patience:
     misses: int = 0
 
     def add(self, step: int, tau: float, min_gain: float) -> bool:
-        """Take a measurement, above 0; is it the best, or as good and later? A gain is a rise of min_gain or more."""
+        """Take a measurement, above 0; is it the best, or as good and later? A gain is a rise of
+        min_gain or more.
+        """
         gains = tau > self.bar and tau >= self.bar + min_gain
         self.bar, self.misses = (tau, 0) if gains else (self.bar, self.misses + 1)
         if tau < self.best:

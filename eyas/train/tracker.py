@@ -1,8 +1,10 @@
-"""Where a run's numbers go besides metrics.jsonl, behind one small interface. Knows four clients, no head and no loss.
+"""Where a run's numbers go besides metrics.jsonl, behind one small interface. Knows four clients,
+no head and no loss.
 
-TensorBoard's files are written by a few lines of our own: a summary of scalars is five fields of a protocol buffer, and
-both packages that write it bring far more than it takes. What they hold is checked with TensorBoard's own reader in the
-tests. The other three are extras: eyas[wandb], eyas[mlflow], eyas[trackio].
+TensorBoard's files are written by a few lines of our own: a summary of scalars is five fields of a
+protocol buffer, and both packages that write it bring far more than it takes. What they hold is
+checked with TensorBoard's own reader in the tests. The other three are extras: eyas[wandb],
+eyas[mlflow], eyas[trackio].
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ IDENTITY_TAG = "eyas_identity"
 class TrackerConfig(BaseModel):
     """Settings of the trackers; they change nothing of what is trained.
 
-    run: the run's name, by default that of the output folder. folder: where files go; TensorBoard's by default below the output
-    folder, if that is on this machine, others' where they choose. server: MLflow's tracking URI, by default what its
-    environment says.
+    run: the run's name, by default that of the output folder. folder: where files go; TensorBoard's
+    by default below the output folder, if that is on this machine, others' where they choose.
+    server: MLflow's tracking URI, by default what its environment says.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -55,7 +57,9 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """Several as one. One that fails is left out from then on, with a warning: a run is worth more than its curves."""
+    """Several as one. One that fails is left out from then on, with a warning: a run is worth more
+    than its curves.
+    """
 
     def __init__(self, trackers: Mapping[str, Tracker]) -> None:
         self._trackers = dict(trackers)
@@ -74,7 +78,8 @@ class Trackers:
                 ask(tracker)
             except Exception as error:  # each client has a tree of errors of its own
                 log.warning(
-                    "a tracker failed and is left out", extra={"data": {"tracker": name, "error": type(error).__name__}}
+                    "a tracker failed and is left out",
+                    extra={"data": {"tracker": name, "error": type(error).__name__}},
                 )
                 del self._trackers[name]
 
@@ -91,7 +96,8 @@ class RunOf:
 
 
 def open_trackers(run: RunOf, output: str | None) -> Trackers:
-    """Begin, or go on with, the run in every tracker that is asked for. output: the run's folder, if on this machine.
+    """Begin, or go on with, the run in every tracker that is asked for. output: the run's folder,
+    if on this machine.
 
     Raises ConfigError for a tracker whose package is not installed, before any work.
     """
@@ -105,23 +111,29 @@ def open_trackers(run: RunOf, output: str | None) -> Trackers:
 
 
 def folder_of(config: TrackerConfig, output: str | None) -> str:
-    """Where TensorBoard's files go. Raises ConfigError for an output that is no folder of this machine."""
+    """Where TensorBoard's files go. Raises ConfigError for an output that is no folder of this
+    machine.
+    """
     if config.folder is None and output is None:
         raise ConfigError(
-            "tracker.folder: TensorBoard's files grow line by line, which an object store cannot do",
+            "tracker.folder: TensorBoard's files grow line by line, which an object store cannot "
+            "do",
             "give a folder of this machine",
         )
     return config.folder or f"{output}/tensorboard"
 
 
 def begun(name: str, package: Any, run: RunOf) -> Tracker:
-    """The run in one tracker. Raises ConfigError when the tracker refuses, whatever its own error is: that may hold a login."""
+    """The run in one tracker. Raises ConfigError when the tracker refuses, whatever its own error
+    is: that may hold a login.
+    """
     try:
         return CLIENTS[name](package, run)
     except Exception as error:
         raise ConfigError(
             f"tracker.to: {name} did not begin a run ({type(error).__name__})",
-            f"see that its server can be reached and you are logged in, or take {name} out of tracker.to",
+            f"see that its server can be reached and you are logged in, or take {name} out of "
+            "tracker.to",
         ) from error
 
 
@@ -131,7 +143,8 @@ def client(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(
-            f"tracker.to: {name} is not installed", f'pip install "eyas[{name}]", or take {name} out of tracker.to'
+            f"tracker.to: {name} is not installed",
+            f'pip install "eyas[{name}]", or take {name} out of tracker.to',
         ) from error
 
 
@@ -156,7 +169,12 @@ class Wandb:
     def __init__(self, package: Any, run: RunOf) -> None:
         config = run.config
         self._run = package.init(
-            project=config.project, name=run.name, id=run.identity, resume="allow", config=run.settings, dir=config.folder
+            project=config.project,
+            name=run.name,
+            id=run.identity,
+            resume="allow",
+            config=run.settings,
+            dir=config.folder,
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -173,7 +191,9 @@ class Trackio:
 
     def __init__(self, package: Any, run: RunOf) -> None:
         name = f"{run.name}-{run.identity}"
-        self._run = package.init(project=run.config.project, name=name, resume="allow", config=run.settings, embed=False)
+        self._run = package.init(
+            project=run.config.project, name=name, resume="allow", config=run.settings, embed=False
+        )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """As Tracker.log."""
@@ -193,12 +213,16 @@ class Mlflow:
         self._sent: Any = None
         found = self._client.get_experiment_by_name(project)
         experiment = found.experiment_id if found else self._client.create_experiment(project)
-        runs = self._client.search_runs([experiment], filter_string=f"tags.{IDENTITY_TAG} = '{run.identity}'", max_results=1)
+        runs = self._client.search_runs(
+            [experiment], filter_string=f"tags.{IDENTITY_TAG} = '{run.identity}'", max_results=1
+        )
         if runs:
             self._id = runs[0].info.run_id
             self._client.update_run(self._id, status="RUNNING")
             return
-        self._id = self._client.create_run(experiment, run_name=run.name, tags={IDENTITY_TAG: run.identity}).info.run_id
+        self._id = self._client.create_run(
+            experiment, run_name=run.name, tags={IDENTITY_TAG: run.identity}
+        ).info.run_id
         for name, value in flattened(run.settings).items():
             self._client.log_param(self._id, name, value)
 
@@ -216,7 +240,11 @@ class Mlflow:
         self._client.set_terminated(self._id)
 
 
-CLIENTS: dict[str, Callable[[Any, RunOf], Tracker]] = {"wandb": Wandb, "mlflow": Mlflow, "trackio": Trackio}
+CLIENTS: dict[str, Callable[[Any, RunOf], Tracker]] = {
+    "wandb": Wandb,
+    "mlflow": Mlflow,
+    "trackio": Trackio,
+}
 
 
 def flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -230,7 +258,8 @@ def flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-# TensorBoard's files: records of TFRecord, each a protocol buffer `Event` (tensorboard/compat/proto/event.proto)
+# TensorBoard's files: records of TFRecord, each a protocol buffer `Event`
+# (tensorboard/compat/proto/event.proto)
 
 CASTAGNOLI = 0x82F63B78
 WALL_TIME, STEP, FILE_VERSION, SUMMARY, SESSION_LOG = 1, 2, 3, 5, 7  # fields of Event
@@ -252,7 +281,9 @@ CRC_TABLE = _crc_table()
 
 
 class TensorBoard:
-    """Scalars as TensorBoard reads them, one file a process; a resumed run tells it to forget the steps from its own on."""
+    """Scalars as TensorBoard reads them, one file a process; a resumed run tells it to forget the
+    steps from its own on.
+    """
 
     def __init__(self, folder: str, step: int) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -264,7 +295,10 @@ class TensorBoard:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """As Tracker.log."""
-        summary = b"".join(_field(VALUE, _field(TAG, name.encode()) + _float(value)) for name, value in values.items())
+        summary = b"".join(
+            _field(VALUE, _field(TAG, name.encode()) + _float(value))
+            for name, value in values.items()
+        )
         self._write(_field(STEP, step) + _field(SUMMARY, summary))
 
     def close(self) -> None:
@@ -272,15 +306,24 @@ class TensorBoard:
         self._stream.close()
 
     def _write(self, event: bytes) -> None:
-        """One record, at once on disk as far as other processes are concerned: TensorBoard shows it while it grows."""
+        """One record, at once on disk as far as other processes are concerned: TensorBoard shows it
+        while it grows.
+        """
         data = bytes([WALL_TIME << 3 | DOUBLE]) + struct.pack("<d", time.time()) + event
         size = struct.pack("<Q", len(data))
-        self._stream.write(size + struct.pack("<I", masked_crc32c(size)) + data + struct.pack("<I", masked_crc32c(data)))
+        self._stream.write(
+            size
+            + struct.pack("<I", masked_crc32c(size))
+            + data
+            + struct.pack("<I", masked_crc32c(data))
+        )
         self._stream.flush()
 
 
 def masked_crc32c(data: bytes) -> int:
-    """TFRecord's checksum: CRC-32C, turned and shifted so that a checksum of checksums is no weak one."""
+    """TFRecord's checksum: CRC-32C, turned and shifted so that a checksum of checksums is no weak
+    one.
+    """
     crc = 0xFFFFFFFF
     for byte in data:
         crc = CRC_TABLE[(crc ^ byte) & 0xFF] ^ (crc >> 8)

@@ -1,7 +1,9 @@
-"""Our vLLM form in the hands of the project that defines it: speculators loads, computes, converts and saves the same head.
+"""Our vLLM form in the hands of the project that defines it: speculators loads, computes, converts
+and saves the same head.
 
-Optional: runs where speculators is installed (requirements.txt beside this file says how; `make test` does it), and skips
-elsewhere. A speculators that is there and cannot be imported is a failure.
+Optional: runs where speculators is installed (requirements.txt beside this file says how; `make
+test` does it), and skips elsewhere. A speculators that is there and cannot be imported is a
+failure.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ from tests.tiny import tiny_target
 from tests.tiny_head import edit_config, head_folder
 
 if importlib.util.find_spec("speculators") is None:
-    pytest.skip("speculators is not installed: see tests/conformance/requirements.txt", allow_module_level=True)
+    pytest.skip(
+        "speculators is not installed: see tests/conformance/requirements.txt",
+        allow_module_level=True,
+    )
 speculators = importlib.import_module("speculators")
 convert = importlib.import_module("speculators.convert.eagle.eagle3_converter")
 
@@ -35,7 +40,8 @@ FLAGS = [
     {"norm_before_fc": True},
     {"fc_norm": True},
     {"norm_output": True},
-    {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},  # what they train by default
+    # what they train by default
+    {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
 ]
 LLAMA3 = {
     "rope_type": "llama3",
@@ -47,7 +53,11 @@ LLAMA3 = {
 }
 
 
-@pytest.fixture(scope="module", params=[{"rope_theta": 1e6, "rope_type": "default"}, LLAMA3], ids=["theta 1e6", "llama3"])
+@pytest.fixture(
+    scope="module",
+    params=[{"rope_theta": 1e6, "rope_type": "default"}, LLAMA3],
+    ids=["theta 1e6", "llama3"],
+)
 def target(request, tmp_path_factory) -> Path:
     return tiny_target(tmp_path_factory.mktemp("target"), rope_parameters=request.param)
 
@@ -60,17 +70,30 @@ def theirs(folder: Path):
 
 
 def their_logits(model, aux_hidden: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """Logits [T, W] of every step, caught on their way out of lm_head; tokens are those that the slots embed at step 0."""
+    """Logits [T, W] of every step, caught on their way out of lm_head; tokens are those that the
+    slots embed at step 0.
+    """
     caught: list[torch.Tensor] = []
-    hook = model.lm_head.register_forward_hook(lambda module, inputs, output: caught.append(output[0].detach()))
+    hook = model.lm_head.register_forward_hook(
+        lambda module, inputs, output: caught.append(output[0].detach())
+    )
     with torch.no_grad():
-        model(hidden_states=aux_hidden, input_ids=tokens, document_ids=torch.zeros_like(tokens), ttt_steps=STEPS)
+        model(
+            hidden_states=aux_hidden,
+            input_ids=tokens,
+            document_ids=torch.zeros_like(tokens),
+            ttt_steps=STEPS,
+        )
     hook.remove()
     return caught
 
 
-def our_logits(folder: Path, target: Path, aux_hidden: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """The same of our Head by our unroll, teacher-forced; beyond the last token, token 0, as they pad."""
+def our_logits(
+    folder: Path, target: Path, aux_hidden: torch.Tensor, tokens: torch.Tensor
+) -> list[torch.Tensor]:
+    """The same of our Head by our unroll, teacher-forced; beyond the last token, token 0, as they
+    pad.
+    """
     head, embed_tokens = load_head(folder), TargetVocabulary.load(target).embed_tokens
     slots = Slots.where(torch.ones_like(tokens, dtype=torch.bool))
 
@@ -78,7 +101,9 @@ def our_logits(folder: Path, target: Path, aux_hidden: torch.Tensor, tokens: tor
         return F.embedding(F.pad(tokens[0, step:], (0, step)), embed_tokens)
 
     with torch.no_grad():
-        steps = unroll(head, aux_hidden, F.embedding(tokens, embed_tokens), slots, next_embeds, STEPS)
+        steps = unroll(
+            head, aux_hidden, F.embedding(tokens, embed_tokens), slots, next_embeds, STEPS
+        )
         return [head.logits(hidden) for hidden in steps]
 
 
@@ -86,11 +111,16 @@ def our_logits(folder: Path, target: Path, aux_hidden: torch.Tensor, tokens: tor
 @pytest.mark.parametrize("draft_vocab_size", [64, 320])
 def test_logits_of_every_step_are_the_same(target, tmp_path, draft_vocab_size, flags):
     """Our export in their model against the same file in ours, in float32."""
-    folder = head_folder(target, tmp_path / "head", "vllm", draft_vocab_size=draft_vocab_size, **flags)
+    folder = head_folder(
+        target, tmp_path / "head", "vllm", draft_vocab_size=draft_vocab_size, **flags
+    )
     generator = torch.Generator().manual_seed(0)
     aux_hidden = torch.randn(1, T, 96, generator=generator)
     tokens = torch.randint(320, (1, T), generator=generator)
-    ours, other = our_logits(folder, target, aux_hidden, tokens), their_logits(theirs(folder), aux_hidden, tokens)
+    ours, other = (
+        our_logits(folder, target, aux_hidden, tokens),
+        their_logits(theirs(folder), aux_hidden, tokens),
+    )
     assert len(ours) == len(other) == STEPS
     for one, two in zip(ours, other, strict=True):
         assert one.shape == two.shape == (T, draft_vocab_size)
@@ -115,12 +145,16 @@ def test_nothing_is_missing_or_left_over_when_they_load_it(target, tmp_path):
 
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
 def test_what_they_save_we_read(target, tmp_path, flags):
-    """Their own config.json and names, as every published speculators head has them, embeddings too."""
+    """Their own config.json and names, as every published speculators head has them, embeddings
+    too.
+    """
     folder = head_folder(target, tmp_path / "head", "vllm", **flags)
     theirs(folder).save_pretrained(str(tmp_path / "saved"))
     edit_config(tmp_path / "saved", target_embed_tokens_sha256=None)  # they carry our key along
     (config, tensors), (config_read, read) = read_head(folder), read_head(tmp_path / "saved")
-    assert config_read == config.model_copy(update={"target_lm_head_sha256": config_read.target_lm_head_sha256})
+    assert config_read == config.model_copy(
+        update={"target_lm_head_sha256": config_read.target_lm_head_sha256}
+    )
     assert torch.equal(read.pop("embed_tokens.weight"), TargetVocabulary.load(target).embed_tokens)
     assert tensors.keys() == read.keys()
     assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
@@ -128,9 +162,9 @@ def test_what_they_save_we_read(target, tmp_path, flags):
 
 def test_what_they_convert_from_our_sglang_form_is_our_vllm_form(target, tmp_path):
     source = head_folder(target, tmp_path / "sglang", "sglang")
-    entering = json.loads((head_folder(target, tmp_path / "vllm", "vllm") / "config.json").read_text())[
-        "eagle_aux_hidden_state_layer_ids"
-    ]
+    entering = json.loads(
+        (head_folder(target, tmp_path / "vllm", "vllm") / "config.json").read_text()
+    )["eagle_aux_hidden_state_layer_ids"]
     convert.Eagle3Converter().convert(
         str(source),
         str(tmp_path / "converted"),
