@@ -23,7 +23,7 @@ from eyas.builtin import resolve_head, resolve_target
 from eyas.builtin.hub import is_hub_id
 from eyas.engine.policy import Speculation
 from eyas.errors import ConfigError, EyasError, InputError, MissingInputError
-from eyas.export.launch import Launch, parse
+from eyas.export.launch import Launch
 from eyas.serve.server import ServeConfig
 
 
@@ -107,17 +107,11 @@ def engine_command(engine: EngineName, config: ServeConfig, extra: str = "") -> 
         config.engine.max_length if "engine.max_length" in given else None,
     )
     head = _exported(engine, Path(resolve_head(config.head)).absolute())
-    written, relative = (
-        (launch.sglang, "./sglang") if engine is EngineName.SGLANG else (launch.vllm, "./vllm")
-    )
-    arguments = [
-        _with_head(one, relative, head) for one in shlex.split(written.replace("\\\n", " "))
-    ]
+    arguments = launch.arguments(engine.value, str(head))
     for name, flag in FLAGS[engine].items():
         if name in given or name in _ALWAYS:
             section = config.engine if name.startswith("engine.") else config
             arguments += [flag, str(getattr(section, name.removeprefix("engine.")))]
-    parse(engine.value, shlex.join(arguments))
     if arguments[0] == "python":
         arguments[0] = sys.executable
     return Started([*arguments, *shlex.split(extra)])
@@ -160,13 +154,6 @@ def _given(config: ServeConfig) -> Iterator[str]:
             yield from (f"engine.{field}" for field in config.engine.model_fields_set)
         else:
             yield name
-
-
-def _with_head(argument: str, relative: str, head: Path) -> str:
-    """An argument with the head's own folder in place of the card's relative one."""
-    if argument == relative:
-        return str(head)
-    return argument.replace(json.dumps(relative), json.dumps(str(head)))
 
 
 def _exported(engine: EngineName, folder: Path) -> Path:

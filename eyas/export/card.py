@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from eyas.artifact import Manifest
-from eyas.export.launch import Launch
+from eyas.export.launch import EngineForm, Launch
 from eyas.export.origin import Origin
 from eyas.lineage import SOURCE, Source, sources, stages
 from eyas.model.checkpoint import FLAGS
@@ -23,7 +23,7 @@ from eyas.model.config import HeadConfig
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_SET = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)")
-ENGINES = {"sglang": "SGLang", "vllm": "vLLM"}
+ENGINES: dict[EngineForm, str] = {"sglang": "SGLang", "vllm": "vLLM"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Card:
         return "\n".join("\n".join(lines) + "\n" for lines in parts)
 
     @property
-    def forms(self) -> list[str]:
+    def forms(self) -> list[EngineForm]:
         """The folders that there are."""
         return [
             form for form in ENGINES if any(name.startswith(f"{form}/") for name in self.hashes)
@@ -130,10 +130,16 @@ class Card:
         yield "It works with this target only, down to the weights: `eyas check` compares."
 
     def _serving(self) -> Iterator[str]:
-        commands = {"sglang": self.launch.sglang, "vllm": self.launch.vllm}
         yield "## Serving"
         for form in self.forms:
-            yield from ("", f"{ENGINES[form]}, in this folder:", "", "```sh", commands[form], "```")
+            yield from (
+                "",
+                f"{ENGINES[form]}, in this folder:",
+                "",
+                "```sh",
+                self.launch.command(form),
+                "```",
+            )
         yield ""
         yield (
             "Each folder is for its engine: the two read the list of tapped layers by different "

@@ -29,7 +29,7 @@ from eyas.builtin.hub import is_hub_id
 from eyas.errors import CorruptError, MismatchError, MissingInputError
 from eyas.export.card import Card
 from eyas.export.check import check
-from eyas.export.launch import DTYPES, Launch
+from eyas.export.launch import DTYPES, EngineForm, Launch
 from eyas.export.origin import Origin
 from eyas.export.replay import DECLARED, Reading, assembled
 from eyas.lineage import SOURCE, head_files, source_manifest
@@ -67,7 +67,7 @@ class ExportConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    forms: tuple[Literal["sglang", "vllm"], ...] = Field(("sglang", "vllm"), min_length=1)
+    forms: tuple[EngineForm, ...] = Field(("sglang", "vllm"), min_length=1)
     target_name: str | None = None
     num_draft_steps: int = Field(4, ge=1, le=16)
     tree_topk: int = Field(4, ge=1)
@@ -78,7 +78,7 @@ class ExportConfig(BaseModel):
     licence: str | None = None
     language: tuple[str, ...] = ()
 
-    def embeds(self, form: Literal["sglang", "vllm"]) -> bool:
+    def embeds(self, form: EngineForm) -> bool:
         """Whether the target's embeddings go into a form."""
         return form == "vllm" if self.embeddings == "usual" else self.embeddings == "with"
 
@@ -148,7 +148,7 @@ def export(
     counts = {"forms": len(config.forms), "tensors": len(tensors), "parameters": num_parameters}
     facts = {
         "target": launch.target,
-        "commands": {form: getattr(launch, form) for form in config.forms},
+        "commands": {form: launch.command(form) for form in config.forms},
         "warnings": [finding.what for finding in findings],
         "measured": {key: measured[key] for key in PROMISED if key in measured}
         if measured is not None
@@ -222,7 +222,7 @@ def launch_of(
 
 def verifier_of(
     config: ExportConfig,
-    form: Literal["sglang", "vllm"],
+    form: EngineForm,
     launch: Launch,
     folder: str,
     vocabulary: TargetVocabulary,
