@@ -80,8 +80,8 @@ class Objectives(BaseModel):
             (self.e2e_ms, row.reply.e2e_ms),
         )
         return row.is_answered and all(
-            None in (most, figure) or figure <= most for most, figure in figures
-        )  # type: ignore[operator]
+            most is None or figure is None or figure <= most for most, figure in figures
+        )
 
 
 @dataclass(frozen=True, slots=True)
