@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 
 from eyas.chat import Chat
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
+from eyas.figure import color, svg_file
 from eyas.records import Message
 
 ATTRIBUTION = {
@@ -94,28 +95,30 @@ def answers(
 def draw_curve(training: dict[str, Any], path: Path) -> None:
     """Training loss per step and held-out perplexity, as SVG."""
     curve = training["curve"]
-    plt.rcParams["svg.hashsalt"] = "eyas"  # the same curve gives the same bytes
-    figure, axes = plt.subplots(figsize=(7, 3.2))
-    axes.plot(
-        [point["tokens"] / 1e6 for point in curve],
-        [point["loss"] for point in curve],
-        label="training loss (all tokens)",
-    )
     measured = [point for point in curve if "held_out_perplexity" in point]
-    right = axes.twinx()
-    right.plot(
-        [point["tokens"] / 1e6 for point in measured],
-        [point["held_out_perplexity"] for point in measured],
-        "o-",
-        color="tab:orange",
-        label="held-out perplexity (assistant tokens)",
-    )
-    right.set_ylim(0, 25)
-    axes.set_xlabel("million tokens")
-    axes.set_ylabel("loss, nats")
-    right.set_ylabel("perplexity")
-    figure.legend(loc="upper right", bbox_to_anchor=(0.9, 0.88))
-    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+
+    def paint(axes: Axes) -> None:
+        axes.plot(
+            [point["tokens"] / 1e6 for point in curve],
+            [point["loss"] for point in curve],
+            color=color("series-1"),
+            label="training loss (all tokens)",
+        )
+        axes.set_xlabel("million tokens")
+        axes.set_ylabel("loss, nats")
+        right = axes.twinx()
+        right.plot(
+            [point["tokens"] / 1e6 for point in measured],
+            [point["held_out_perplexity"] for point in measured],
+            "o-",
+            color=color("series-2"),
+            label="held-out perplexity (assistant tokens)",
+        )
+        right.set_ylim(0, 25)
+        right.set_ylabel("perplexity")
+        right.legend(handles=[*axes.get_lines(), *right.get_lines()], loc="upper right")
+
+    path.write_text(svg_file(paint, "loss and perplexity by tokens", (7, 3.2)), encoding="utf-8")
 
 
 def main() -> None:

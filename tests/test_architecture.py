@@ -15,7 +15,7 @@ PACKAGE = ROOT / "eyas"
 
 # Data goes top to bottom: a file imports only from rows above its own, or from its own package.
 ORDER = (
-    ("errors", "records", "sheet"),
+    ("errors", "records", "page", "figure"),
     ("artifact", "log", "chat", "builtin", "language"),
     ("model", "shards", "lineage", "privacy"),
     ("engine",),

@@ -1,53 +1,21 @@
-"""The report's pictures: matplotlib to SVG that takes its colours from the page, so that light and
-dark are one file.
-
-Knows numbers and names, no benchmark.
+"""The report's pictures: lines over load or position, bars, histograms. Knows numbers and names,
+no benchmark.
 """
 
 from __future__ import annotations
 
-import html
-import io
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import matplotlib
+from markupsafe import Markup
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-# Colours that stand for the page's own: matplotlib writes the left ones, the page shows the right
-# ones.
-INK, LINE = "#0000f1", "#0000f2"
-SERIES = ("#0000a0", "#0000a1", "#0000a2", "#0000a3")
-VARIABLES = {
-    INK: "var(--muted)",
-    LINE: "var(--line)",
-    **{color: f"var(--series-{n})" for n, color in enumerate(SERIES)},
-}
-STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",  # real text: the page's font, small, and found by a search
-    "font.size": 10,
-    "text.color": INK,
-    "axes.edgecolor": LINE,
-    "axes.labelcolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": LINE,
-    "grid.linewidth": 0.7,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "legend.frameon": False,
-}
+from eyas.figure import INK, color, svg
+
+SERIES = tuple(color(f"series-{number}") for number in range(4))
 WIDE = 20  # a range of loads over which a linear axis would put the lowest into one place
-# about a phone's width at one CSS pixel a point, so that text keeps its size there
-INCHES = (4.2, 2.6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,22 +42,22 @@ class Series:
         return SERIES[self.number % len(SERIES)]
 
 
-def against_load(series: Sequence[Series], label: str, x_label: str, even: bool = False) -> str:
+def against_load(series: Sequence[Series], label: str, x_label: str, even: bool = False) -> Markup:
     """A line per series over the load; bars where there is only one. even: of ratios, with a line
     at 1 for no difference.
     """
     if len({point.x for one in series for point in one.points}) == 1:
-        return _draw(lambda axes: _bars(axes, series, label), f"{label} by {x_label}")
+        return svg(lambda axes: _bars(axes, series, label), f"{label} by {x_label}")
 
     def paint(axes: Axes) -> None:
         if even:
             axes.axhline(1, color=INK, linewidth=1, linestyle=(0, (1, 2)))
         _lines(axes, series, x_label, label)
 
-    return _draw(paint, f"{label} by {x_label}")
+    return svg(paint, f"{label} by {x_label}")
 
 
-def histogram(series: Sequence[Series], label: str) -> str:
+def histogram(series: Sequence[Series], label: str) -> Markup:
     """The share of each count, bars of the series side by side."""
 
     def paint(axes: Axes) -> None:
@@ -106,10 +74,10 @@ def histogram(series: Sequence[Series], label: str) -> str:
         _in_percent(axes)
         _legend(axes, series)
 
-    return _draw(paint, label)
+    return svg(paint, label)
 
 
-def by_position(series: Sequence[Series], label: str) -> str:
+def by_position(series: Sequence[Series], label: str) -> Markup:
     """A line per series of shares over positions 1, 2, ..."""
 
     def paint(axes: Axes) -> None:
@@ -117,7 +85,7 @@ def by_position(series: Sequence[Series], label: str) -> str:
         axes.set_ylim(0, 1)
         _in_percent(axes)
 
-    return _draw(paint, label)
+    return svg(paint, label)
 
 
 def _lines(axes: Axes, series: Sequence[Series], x_label: str, y_label: str) -> None:
@@ -183,22 +151,3 @@ def _in_percent(axes: Axes) -> None:
 def _legend(axes: Axes, series: Sequence[Series]) -> None:
     if len(series) > 1:
         axes.legend(loc="best", fontsize=9.5, handlelength=1.6, labelspacing=0.3, borderaxespad=0.2)
-
-
-def _draw(paint: Callable[[Axes], None], label: str) -> str:
-    """The SVG element alone, as wide as its place. The label names it for those who do not see it,
-    and its ids: one a page.
-    """
-    with matplotlib.rc_context({**STYLE, "svg.hashsalt": label}):
-        figure = Figure(figsize=INCHES, layout="constrained")
-        paint(figure.subplots())
-        written = io.StringIO()
-        figure.savefig(
-            written, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
-        )
-    svg = written.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)
-    for color, variable in VARIABLES.items():
-        svg = svg.replace(color, variable)
-    return svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(label)}"', 1)

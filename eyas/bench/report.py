@@ -15,12 +15,13 @@ from typing import Any
 
 from markupsafe import Markup
 
-from eyas import lineage, sheet
+from eyas import lineage
 from eyas.artifact import Artifact, Manifest
 from eyas.bench import figures, tables
 from eyas.bench.figures import Point, Series
 from eyas.bench.summary import check_possible
 from eyas.errors import InputError
+from eyas.page import fill
 
 TEMPLATE = Path(__file__).with_name("report.html")
 NAMES = ("report.html", "report.md", "report.csv")
@@ -57,7 +58,7 @@ SAID_BY = {
 SPECULATIONS = ("auto", "fixed")  # what the engine's ways to speculate begin with
 # of the cores: a load average above this says that something else is, or just was, at work
 BUSY = 1.2
-Picture = tuple[str, str, str]  # heading, SVG, note
+Picture = tuple[str, Markup, str]  # heading, SVG, note
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def render(contents: Contents) -> str:
         check_possible(compared)
     machine = bench["machine"]
     closed, opened = bench["results"], bench["open_loop"]["results"]
-    return sheet.fill(
+    return fill(
         TEMPLATE,
         {
             "number": _number,
@@ -120,7 +121,7 @@ def render(contents: Contents) -> str:
         config=bench["config"],
         turns_note=tables.turns_note(bench),
         cache_note=tables.cache_note(bench).replace("`", ""),
-        pictures=[(name, Markup(svg), note) for name, svg, note in pictures(contents)],
+        pictures=pictures(contents),
         said_by=SAID_BY,
         evaluation=contents.evaluation,
         predictions=predictions(contents),

@@ -17,8 +17,8 @@ from pathlib import Path
 from markupsafe import Markup, escape
 from rich.text import Text
 
-from eyas import sheet
 from eyas.chat.turn import Encoded
+from eyas.page import fill
 
 TEMPLATE = Path(__file__).with_name("audit.html")
 STYLES = {
@@ -141,7 +141,7 @@ def page(
         }
         for sample in samples
     ]
-    return sheet.fill(
+    return fill(
         TEMPLATE,
         title=title,
         lead=lead,

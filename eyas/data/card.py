@@ -16,9 +16,9 @@ from typing import Any
 
 from markupsafe import Markup
 
-from eyas import sheet
 from eyas.data import pictures
 from eyas.data.pictures import Part, Series
+from eyas.page import fill
 
 TEMPLATE = Path(__file__).with_name("card.html")
 MOST_SOURCES = 10  # in the flow; the others are one
@@ -93,7 +93,7 @@ def write_card(contents: CardContents) -> str:
         "percent": lambda value: f"{100 * value:.1f} %",
         "pretty": lambda value: json.dumps(value, indent=1, ensure_ascii=False),
     }
-    return sheet.fill(
+    return fill(
         TEMPLATE,
         filters,
         contents=contents,

@@ -12,7 +12,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from eyas.sheet import STYLESHEET
+from eyas.page import STYLESHEET
 
 FOLDER = Path(__file__).with_name("page")
 FILES = {

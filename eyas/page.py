@@ -1,8 +1,7 @@
-"""How every page that eyas writes looks: one stylesheet, and templates that are filled in one way.
-Knows no page.
+"""The pages that eyas writes: one stylesheet, and one way to fill a template. Knows no page.
 
-A page is one file that needs nothing beside it, so the stylesheet goes into it: `{{ house }}` in
-the template's <style>.
+A page is one HTML file that needs no other file, so the stylesheet goes into it: `{{ house }}` in
+the template's <style>. Pictures come from eyas/figure.py as SVG in the stylesheet's colours.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ def stylesheet() -> str:
 def fill(
     template: Path, filters: Mapping[str, Callable[..., str]] | None = None, **values: Any
 ) -> str:
-    """A template's text with the values in it, escaped. A value that is not given is an error, not
-    an empty string.
+    """The template's text with the values in it, escaped. A missing value is an error, not an
+    empty string.
     """
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
