@@ -37,8 +37,7 @@ from held_out import machine
 from packaged import user_turns
 
 from eyas.artifact import Artifact, identity
-from eyas.features.generate import read_answers, read_origins
-from eyas.records import Prompt
+from eyas.records import Prompt, read_answers, read_origins
 from eyas.serve.server import ServeConfig
 
 TURNS = (1, 1, 2, 3)  # of a conversation, as often as each stands here

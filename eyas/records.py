@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Self, TypedDict
+from collections.abc import Iterator
+from typing import Any, Protocol, Self, TypedDict
 
 
 class Message(TypedDict):
@@ -88,3 +89,28 @@ class Origin(_Row):
     server: str | None
     latency_ms: float
     attempts: int = 1
+
+
+class RowStore(Protocol):
+    """What reads rows: an artifact, of which this file knows nothing else."""
+
+    def manifest(self, stage: str) -> Any:
+        """The manifest. Raises EyasError for an artifact of another stage, or one not finished."""
+
+    def read_rows(self, stem: str) -> Iterator[dict[str, Any]]:
+        """The rows of all files of a name, in order."""
+
+
+def read_answers(answers: RowStore) -> Iterator[Answer]:
+    """All rows of a finished `generate` artifact, marked ones too, a conversation's turns in order.
+
+    Raises EyasError for another artifact.
+    """
+    answers.manifest("generate")
+    return map(Answer.from_json, answers.read_rows("answers"))
+
+
+def read_origins(answers: RowStore) -> Iterator[Origin]:
+    """How each of these rows was made, in the same order."""
+    answers.manifest("generate")
+    return map(Origin.from_json, answers.read_rows("origins"))

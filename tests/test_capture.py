@@ -22,7 +22,7 @@ from eyas.chat import Chat
 from eyas.errors import CorruptError, EmptyInputError, MismatchError, StorageFullError
 from eyas.features.capture import CaptureConfig, Setting, capture, split_of
 from eyas.features.decoder import Beginning, Decoder, OwnDecoder, Streams
-from eyas.features.generate import GenerateConfig, generate, read_answers
+from eyas.features.generate import GenerateConfig, generate
 from eyas.features.hooks import HookedDecoder
 from eyas.features.planned import (
     LEAST_SAVED,
@@ -33,7 +33,7 @@ from eyas.features.planned import (
     shared_groups,
 )
 from eyas.model.target import Target
-from eyas.records import Answer
+from eyas.records import Answer, read_answers
 from eyas.shards import Features, Sample
 from tests.stages import ending_target, prompts_of, run_until_killed, write_prompts
 from tests.tiny import TEMPLATE, tiny_target, tiny_tokenizer

@@ -15,10 +15,10 @@ from eyas.artifact import VERSION, Artifact
 from eyas.chat import Chat
 from eyas.engine.engine import Engine
 from eyas.errors import EmptyInputError, InputError, MissingInputError, TemplateError
-from eyas.features.generate import GenerateConfig, generate, read_answers, read_origins
+from eyas.features.generate import GenerateConfig, generate
 from eyas.privacy.leaks import Leaks
 from eyas.privacy.policy import PrivacyConfig
-from eyas.records import Answer, Prompt
+from eyas.records import Answer, Prompt, read_answers, read_origins
 from tests.stages import prompts_of, run_until_killed, talking_target, write_prompts
 from tests.tiny import TEMPLATE, tiny_target, tiny_tokenizer
 

@@ -23,9 +23,9 @@ from eyas.artifact import WORK, Artifact
 from eyas.errors import InputError, StorageFullError
 from eyas.features import parts
 from eyas.features.backend import Asked, EngineBackend
-from eyas.features.generate import GenerateConfig, generate, read_answers, read_origins
+from eyas.features.generate import GenerateConfig, generate
 from eyas.features.parts import Entry, Journal, claimed
-from eyas.records import Answer, Origin
+from eyas.records import Answer, Origin, read_answers, read_origins
 from tests.stages import prompts_of, talking_target, write_prompts
 
 PROMPTS = prompts_of(60)

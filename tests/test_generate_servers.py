@@ -24,10 +24,10 @@ import pytest
 from eyas.artifact import VERSION, Artifact
 from eyas.errors import ConfigError, EyasError, MismatchError, MissingInputError, TemplateError
 from eyas.features.fleet import Fleet
-from eyas.features.generate import GenerateConfig, generate, read_answers, read_origins
+from eyas.features.generate import GenerateConfig, generate
 from eyas.features.servers import ClientConfig, Expected, server_urls
 from eyas.model.fingerprint import fingerprint
-from eyas.records import Prompt
+from eyas.records import Prompt, read_answers, read_origins
 from eyas.serve.limits import KEYS_VARIABLE
 from eyas.serve.server import ServeConfig
 from tests.faulty_server import FAULTS, faulty

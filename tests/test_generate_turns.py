@@ -20,8 +20,8 @@ from eyas.artifact import Artifact
 from eyas.chat import Chat
 from eyas.engine.engine import Engine
 from eyas.features.conversation import Conversation, Sampling, sampling_of
-from eyas.features.generate import GenerateConfig, generate, read_answers
-from eyas.records import Prompt
+from eyas.features.generate import GenerateConfig, generate
+from eyas.records import Prompt, read_answers
 from tests.chat_folders import like_qwen
 from tests.serving import ScriptedEngine, World
 from tests.stages import prompts_of, talking_target, write_prompts

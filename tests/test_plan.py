@@ -18,7 +18,7 @@ from eyas.cli import run as cli_run
 from eyas.cli.main import build
 from eyas.errors import ConfigError, EmptyInputError, StorageFullError
 from eyas.features.capture import CaptureConfig, capture
-from eyas.features.generate import GenerateConfig, generate, read_answers
+from eyas.features.generate import GenerateConfig, generate
 from eyas.model.config import HeadConfig, HeadOptions
 from eyas.model.foreign import target_shape
 from eyas.model.head import Head
@@ -35,7 +35,7 @@ from eyas.plan.needs import (
     turn_lengths,
 )
 from eyas.plan.speeds import DEVICES, hours, published, stated
-from eyas.records import Prompt
+from eyas.records import Prompt, read_answers
 from eyas.shards import FeatureMeta
 from eyas.shards.sample import SHARES
 from eyas.train.trainer import TrainConfig

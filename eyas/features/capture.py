@@ -25,13 +25,13 @@ from eyas.builtin import resolve_target
 from eyas.chat import Chat
 from eyas.errors import EmptyInputError, MismatchError, StorageFullError
 from eyas.features.decoder import Beginning, Decoder, OwnDecoder, Streams
-from eyas.features.generate import read_answers
 from eyas.features.hooks import HookedDecoder
 from eyas.features.planned import Plan, Planned, Work, batches, plan_samples
 from eyas.log import Track, quiet
 from eyas.model.config import TargetConfig, TargetShape
 from eyas.model.fingerprint import fingerprint
 from eyas.model.foreign import target_shape
+from eyas.records import read_answers
 from eyas.shards import CodecName, FeatureMeta, Sample, ShardWriter, Split
 from eyas.shards.sample import EXACT
 

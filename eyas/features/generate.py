@@ -44,7 +44,7 @@ from eyas.model.fingerprint import fingerprint
 from eyas.model.foreign import target_shape
 from eyas.privacy.leaks import OF_ANSWERS, Leaks
 from eyas.privacy.policy import PrivacyConfig
-from eyas.records import Answer, Message, Origin, Prompt
+from eyas.records import Message, Prompt
 
 # Where the run takes place, and how fast it is. Nothing of it changes an answer.
 PLACES = {"target", "head", "max_batch", "servers", "client"}
@@ -276,17 +276,3 @@ def _counts(prompts: Artifact, output: Artifact) -> dict[str, int]:
     dropped = sum(count for name, count in counts.items() if name.startswith("dropped_"))
     assert counts["turns"] == counts["answers"] + dropped, f"turns do not balance: {dict(counts)}"
     return dict(counts)
-
-
-def read_answers(answers: Artifact) -> Iterator[Answer]:
-    """All rows of a finished `generate` artifact, marked ones included, a conversation's turns one
-    after the other.
-    """
-    answers.manifest("generate")
-    return map(Answer.from_json, answers.read_rows("answers"))
-
-
-def read_origins(answers: Artifact) -> Iterator[Origin]:
-    """How each of these rows came to be, in the same order."""
-    answers.manifest("generate")
-    return map(Origin.from_json, answers.read_rows("origins"))
