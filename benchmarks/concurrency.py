@@ -39,7 +39,7 @@ from eyas.artifact import Artifact
 from eyas.bench.bench import ArmConfig, BenchConfig, bench
 from eyas.bench.report import Contents, write_reports
 from eyas.cli.results import show_table
-from eyas.cli.stage import perform
+from eyas.cli.stage import stage
 from eyas.engine.engine import EngineConfig
 from eyas.errors import EyasError
 from eyas.serve.server import ServeConfig, running_server
@@ -172,18 +172,19 @@ def main() -> None:
             max_tokens=args.max_tokens,
         )
         try:
-            measured = perform("bench", folder, lambda output, track: bench(config, output, track))
+            with stage("bench", folder) as track:
+                bench(config, folder, track)
         except EyasError as error:
             sys.exit(f"error: {error}")
-    summary = measured.read_json("summary.json")
+    summary = folder.read_json("summary.json")
     command = " ".join(["python", "benchmarks/concurrency.py", *sys.argv[1:]])
     contents = Contents(
         bench=summary,
-        manifest=measured.manifest("bench"),
+        manifest=folder.manifest("bench"),
         commands=[command],
         title="The packaged head on a CPU",
     )
-    report = write_reports(measured, contents)
+    report = write_reports(folder, contents)
     show_table(summary)
     print(json.dumps({**figures(summary), "machine": summary["machine"], "report": report}))
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -21,6 +23,7 @@ from rich.progress import (
 )
 
 console = Console(stderr=True)  # stdout is for results: its last line may be one JSON object
+LINE_EVERY_S = 20.0  # between two lines of progress where stderr is no terminal
 
 
 class Track(Protocol):
@@ -34,30 +37,89 @@ def quiet(done: int, total: int | None = None, note: str = "") -> None:
 
 
 @contextmanager
-def progress_bar(stage: str, total: int | None = None) -> Iterator[Track]:
-    """A progress bar for one stage: `track(done, total, note)` moves it to `done` of `total`."""
-    columns = (
+def progress_bar(stage: str) -> Iterator[Track]:
+    """The progress of one stage on stderr: `track(done, total, note)` moves it to `done` of `total`.
+
+    On a terminal a bar, which appears with the first progress. Elsewhere (a log, CI) a line every
+    LINE_EVERY_S seconds with the rate and the time left, also while nothing moves.
+    """
+    with _terminal_bar(stage) if console.is_terminal else _lines(stage) as track:
+        yield track
+
+
+@contextmanager
+def _terminal_bar(stage: str) -> Iterator[Track]:
+    bar = Progress(
         TextColumn("[bold]{task.description:<9}"),
         BarColumn(bar_width=30),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
+        console=console,
     )
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task(stage, total=total, note="")
+    task = bar.add_task(stage, total=None, note="")
 
-        def track(done: int, total: int | None = None, note: str = "") -> None:
-            # a total of None leaves it as it is
-            bar.update(task, completed=done, total=total, note=note)
+    def track(done: int, total: int | None = None, note: str = "") -> None:
+        bar.start()  # does nothing once started
+        bar.update(task, completed=done, total=total, note=note)  # a total of None leaves it
 
+    try:
         yield track
+    finally:
+        bar.stop()
+
+
+@contextmanager
+def _lines(stage: str) -> Iterator[Track]:
+    state = _StageProgress()
+    over = threading.Event()
+
+    def print_lines() -> None:
+        while not over.wait(LINE_EVERY_S):
+            console.print(f"{stage:<9} {state.line(time.monotonic())}", highlight=False)
+
+    printer = threading.Thread(target=print_lines, name=f"progress of {stage}", daemon=True)
+    printer.start()
+    try:
+        yield state.track
+    finally:
+        over.set()
+        printer.join()
+
+
+class _StageProgress:
+    """How far a stage is, as a line: "120 of 1,000, 12.4/s, 1:11 left"."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._first: tuple[float, int] | None = None  # of this process: a resumed stage begins late
+        self._done, self._note = 0, ""
+        self._total: int | None = None
+
+    def track(self, done: int, total: int | None = None, note: str = "") -> None:
+        """A Track."""
+        if self._first is None:
+            self._first = (time.monotonic(), done)
+        self._done, self._total, self._note = done, total or self._total, note
+
+    def line(self, now: float) -> str:
+        """What is printed at the time `now` (of time.monotonic)."""
+        if self._first is None:
+            return f"preparing, {now - self._began:.0f} s"
+        since, first = self._first
+        rate = (self._done - first) / max(now - since, 1e-9)
+        parts = [f"{self._done:,}" + (f" of {self._total:,}" if self._total else "")]
+        if rate > 0:
+            parts.append(f"{rate:,.1f}/s")
+            if self._total:
+                left = timedelta(seconds=round((self._total - self._done) / rate))
+                parts.append(f"{left} left")
+        return ", ".join([*parts, self._note] if self._note else parts)
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, name, message and whatever `extra={"data": {...}}`
-    brings.
-    """
+    """One JSON object a line: time, level, name, message and the fields of `extra={"data": {...}}`."""
 
     def format(self, record: logging.LogRecord) -> str:
         row: dict[str, Any] = {
@@ -73,9 +135,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_to_stderr(level: int = logging.INFO) -> None:
-    """Send the records of `eyas.*` loggers to stderr as JSON lines, in place of what they went to
-    before.
-    """
+    """Send the records of `eyas.*` loggers to stderr as JSON lines, and nowhere else."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
     root = logging.getLogger("eyas")

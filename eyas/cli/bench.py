@@ -23,7 +23,7 @@ from eyas.bench.server import Facts, ask_facts
 from eyas.bench.tables import announced, turns_note
 from eyas.cli.options import Overrides, RunFile, override, read_run_file, stage_config
 from eyas.cli.results import show_table
-from eyas.cli.stage import perform
+from eyas.cli.stage import stage
 from eyas.log import console
 
 CONFIG = BenchConfig
@@ -76,9 +76,9 @@ def command(
         given.append(f"arms={json.dumps(arms_for(url, against))}")
     config = stage_config(BenchConfig, "bench", run_file, given, prompts=prompts, url=url)
     folder = output or f"out/bench-{bench_identity(config, {})[:IDENTITY_DIGITS]}"
-    measured = perform(
-        "bench", Artifact(folder), lambda artifact, track: bench(config, artifact, track)
-    )
+    measured = Artifact(folder)
+    with stage("bench", measured) as track:
+        bench(config, measured, track)
     summary = measured.read_json("summary.json")
     show_table(summary)
     if cut := turns_note(summary):

@@ -8,7 +8,7 @@ import typer
 
 from eyas.artifact import Artifact
 from eyas.cli.options import Output, Overrides, RunFile, Target, stage_config
-from eyas.cli.stage import perform
+from eyas.cli.stage import stage
 from eyas.features.capture import CaptureConfig, capture
 
 CONFIG = CaptureConfig
@@ -27,8 +27,6 @@ def command(
     its own decoder.
     """
     config = stage_config(CaptureConfig, "capture", run_file, overrides, target=target)
-    perform(
-        "capture",
-        Artifact(output),
-        lambda artifact, track: capture(config, Artifact(answers), artifact, track),
-    )
+    artifact = Artifact(output)
+    with stage("capture", artifact) as track:
+        capture(config, Artifact(answers), artifact, track)

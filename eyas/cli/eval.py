@@ -7,15 +7,14 @@ from typing import Annotated
 
 import typer
 
-from eyas.artifact import Artifact, Manifest
+from eyas.artifact import Artifact
 from eyas.bench.workload import read_tasks
 from eyas.cli.evaluation import headline, show_table
 from eyas.cli.options import Output, Overrides, RunFile, Target, stage_config
-from eyas.cli.stage import perform
+from eyas.cli.stage import stage
 from eyas.errors import ConfigError
 from eyas.evaluate.evaluate import EvalConfig, HeldOut, evaluate
 from eyas.evaluate.questions import Question
-from eyas.log import Track
 from eyas.shards import Features
 
 CONFIG = EvalConfig
@@ -61,12 +60,12 @@ def command(
         **{name: given for name, given in lists.items() if given},
     )
 
-    def work(artifact: Artifact, track: Track) -> Manifest:
+    artifact = Artifact(output)
+    with stage("eval", artifact) as track:
         source = Features(Artifact(features), "held_out") if features is not None else None
         questions = questions_of(prompts, config) if prompts is not None else ()
-        return evaluate(config, target, head, HeldOut(source, questions), artifact, track)
-
-    result = perform("eval", Artifact(output), work).read_json("eval.json")
+        evaluate(config, target, head, HeldOut(source, questions), artifact, track)
+    result = artifact.read_json("eval.json")
     show_table(result)
     for row in result.get("predicted", {}).get("by_concurrency", []):
         if "withheld" in row:

@@ -9,7 +9,7 @@ import typer
 from eyas.artifact import Artifact
 from eyas.builtin import place_of_head
 from eyas.cli.options import Output, Overrides, RunFile, Target, stage_config
-from eyas.cli.stage import perform
+from eyas.cli.stage import stage
 from eyas.export.export import ExportConfig, export
 
 CONFIG = ExportConfig
@@ -32,8 +32,6 @@ def command(
     config = stage_config(ExportConfig, "export", run_file, overrides)
     source = Artifact(place_of_head(head))
     measured = None if evaluation is None else Artifact(evaluation)
-    perform(
-        "export",
-        Artifact(output),
-        lambda artifact, track: export(config, target, source, artifact, track, measured),
-    )
+    artifact = Artifact(output)
+    with stage("export", artifact) as track:
+        export(config, target, source, artifact, track, measured)

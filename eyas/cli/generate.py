@@ -8,7 +8,7 @@ import typer
 
 from eyas.artifact import Artifact
 from eyas.cli.options import Output, Overrides, RunFile, Target, stage_config
-from eyas.cli.stage import perform
+from eyas.cli.stage import stage
 from eyas.features.generate import GenerateConfig, generate
 
 CONFIG = GenerateConfig
@@ -38,8 +38,6 @@ def command(
     """
     options = {"target": target, "head": head, "servers": server or None}
     config = stage_config(GenerateConfig, "generate", run_file, overrides, **options)
-    perform(
-        "generate",
-        Artifact(output),
-        lambda artifact, track: generate(config, Artifact(prompts), artifact, track),
-    )
+    artifact = Artifact(output)
+    with stage("generate", artifact) as track:
+        generate(config, Artifact(prompts), artifact, track)

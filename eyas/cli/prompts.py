@@ -11,7 +11,7 @@ import typer
 from eyas.artifact import Artifact
 from eyas.builtin import BUILTIN, demo_prompts
 from eyas.cli.options import Overrides, RunFile, stage_config
-from eyas.cli.stage import perform
+from eyas.cli.stage import stage
 from eyas.data import ledger
 from eyas.data.prompts import PromptsConfig, make_prompts
 from eyas.errors import ConfigError
@@ -69,9 +69,9 @@ def command(
             "give sources, or say it in the run file",
         )
     config = stage_config(PromptsConfig, "prompts", run_file, overrides, sources=given)
-    perform(
-        "prompts", Artifact(output), lambda artifact, track: make_prompts(config, artifact, track)
-    )
+    artifact = Artifact(output)
+    with stage("prompts", artifact) as track:
+        make_prompts(config, artifact, track)
 
 
 def show(output: str | None, folders: list[str], reason: str) -> None:

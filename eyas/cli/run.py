@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +30,7 @@ from eyas.cli.eval import questions_of
 from eyas.cli.evaluation import foretold, in_one_line
 from eyas.cli.options import Overrides, override, read_run_file, validated
 from eyas.cli.results import EAGLE, PLAIN, headline, show_table
-from eyas.cli.stage import perform
+from eyas.cli.stage import stage
 from eyas.data.prompts import PromptsConfig, make_prompts
 from eyas.errors import ConfigError, EmptyInputError, MismatchError
 from eyas.evaluate.decoding import ModelsConfig
@@ -39,7 +40,6 @@ from eyas.export.export import ExportConfig, export
 from eyas.features.capture import CaptureConfig, capture, split_of
 from eyas.features.generate import GenerateConfig, generate
 from eyas.features.online import OnlineTarget
-from eyas.log import Track
 from eyas.model.config import TargetConfig
 from eyas.plan import estimate
 from eyas.plan.estimate import Planner, Work
@@ -243,51 +243,39 @@ def run_stages(config: RunConfig, root: str, anyway: bool = False) -> Made:
     raise.
     """
     target = config.target
-    prompts = perform(
-        "prompts",
-        StageFolder(root, "prompts"),
-        lambda output, track: make_prompts(config.prompts, output, track),
-    )
+    prompts = StageFolder(root, "prompts")
+    with stage("prompts", prompts) as track:
+        make_prompts(config.prompts, prompts, track)
     if not anyway:
         refuse_without_room(config, root, prompts)
-    answers = perform(
-        "generate",
-        StageFolder(root, "generate"),
-        lambda output, track: generate(config.generate, prompts, output, track),
-    )
+    answers = StageFolder(root, "generate")
+    with stage("generate", answers) as track:
+        generate(config.generate, prompts, answers, track)
     kept = (
         config.capture.model_copy(update={"splits": ("held_out",)})
         if config.online
         else config.capture
     )
-    features = perform(
-        "capture",
-        StageFolder(root, "capture"),
-        lambda output, track: capture(kept, answers, output, track),
-    )
-
-    def learn(output: Artifact, track: Track) -> Manifest:
+    features = StageFolder(root, "capture")
+    with stage("capture", features) as track:
+        capture(kept, answers, features, track)
+    head = StageFolder(root, "train")
+    with stage("train", head) as track:
         stored = Features(features, "train")
         source = (
             OnlineTarget(config.capture, answers).features("train") if config.online else stored
         )
-        return train(config.train, target, source, output, track, Features(features, "held_out"))
-
-    head = perform("train", StageFolder(root, "train"), learn)
+        train(config.train, target, source, head, track, Features(features, "held_out"))
     asked = as_served(config)
     held_out = HeldOut(
         Features(features, "held_out"), questions_of(bench_prompts(config, prompts, root), asked)
     )
-    evaluation = perform(
-        "eval",
-        StageFolder(root, "eval"),
-        lambda output, track: evaluate(asked, target, head.url, held_out, output, track),
-    )
-    exported = perform(
-        "export",
-        StageFolder(root, "export"),
-        lambda output, track: export(config.export, target, head, output, track, evaluation),
-    )
+    evaluation = StageFolder(root, "eval")
+    with stage("eval", evaluation) as track:
+        evaluate(asked, target, head.url, held_out, evaluation, track)
+    exported = StageFolder(root, "export")
+    with stage("export", exported) as track:
+        export(config.export, target, head, exported, track, evaluation)
     folders = [check_form(exported, form, target) for form in config.export.forms]
     measured = serve_and_bench(config, root, prompts, exported, folders[0])
     return Made(prompts, answers, features, head, evaluation, exported, measured)
@@ -317,11 +305,13 @@ def serve_and_bench(
     questions = bench_prompts(config, prompts, root)
     asked = BenchConfig(**{**dict(config.bench), "prompts": questions})
     output = Artifact(f"{root}/bench-{bench_identity(asked, made)[:IDENTITY_DIGITS]}")
-    if output.is_done():
-        return perform("bench", output, lambda artifact, track: bench(asked, artifact, track, made))
-    with running_server(served) as url:
-        here = asked.model_copy(update={"url": url})
-        return perform("bench", output, lambda artifact, track: bench(here, artifact, track, made))
+    with ExitStack() as stack:
+        if not output.is_done():
+            url = stack.enter_context(running_server(served))
+            asked = asked.model_copy(update={"url": url})
+        with stage("bench", output) as track:
+            bench(asked, output, track, made)
+    return output
 
 
 def serve_manifest(config: ServeConfig) -> Manifest:

@@ -1,40 +1,28 @@
-"""One stage as people see it: a progress bar while it works, one line when it is done. Knows no
-stage in particular.
-"""
+"""One stage of work as people see it: progress while it works, one line when it is done."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from rich.markup import escape
 
-from eyas.artifact import Artifact, Manifest
+from eyas.artifact import Artifact
 from eyas.log import Track, console, progress_bar
 
-Work = Callable[[Artifact, Track], Manifest]
 
+@contextmanager
+def stage(name: str, output: Artifact) -> Iterator[Track]:
+    """The block does the work of stage `name` into `output`, or finds it done (`Artifact.begin`).
 
-def perform(stage: str, output: Artifact, work: Work) -> Artifact:
-    """Do the work of a stage into `output`, or say that it is done already: the work's `begin`
-    decides which.
-
-    The bar appears with the first progress, so a stage that has nothing to do shows none.
+    Gives the block a Track. Prints the stage's counts, and whether it was done already.
     """
-    with ExitStack() as open_bar:
-        bar: Track | None = None
-
-        def track(done: int, total: int | None = None, note: str = "") -> None:
-            nonlocal bar
-            bar = bar or open_bar.enter_context(progress_bar(stage))
-            bar(done, total, note)
-
-        manifest = work(output, track)
-    counts = ", ".join(f"{name} {count:,}" for name, count in manifest.counts.items())
+    with progress_bar(name) as track:
+        yield track
+    counts = ", ".join(f"{what} {count:,}" for what, count in output.manifest(name).counts.items())
     state = "done already, skipped" if output.was_done else "done"
     console.print(
-        f"{stage:<9} {state}: {escape(output.url)} ({escape(counts)})",
+        f"{name:<9} {state}: {escape(output.url)} ({escape(counts)})",
         highlight=False,
         soft_wrap=True,
     )
-    return output

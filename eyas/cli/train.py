@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Annotated
 
 import typer
 
-from eyas.artifact import Artifact, Manifest
+from eyas.artifact import Artifact
 from eyas.cli.options import Output, Overrides, RunFile, Target, stage_config
-from eyas.cli.stage import perform
+from eyas.cli.stage import stage
 from eyas.features.capture import CaptureConfig
 from eyas.features.online import OnlineTarget
-from eyas.log import Track, quiet
-from eyas.shards import Features
+from eyas.log import quiet
+from eyas.shards import Features, FeatureSource
+from eyas.shards.sample import Split
 from eyas.train.ranks import is_first_rank
 from eyas.train.trainer import TrainConfig, train
 
@@ -59,25 +63,12 @@ def command(
     given = [f"{name}={json.dumps(value)}" for name, value in named.items() if value is not None]
     config = stage_config(TrainConfig, "train", run_file, [*given, *(overrides or ())])
 
-    def work(artifact: Artifact, track: Track) -> Manifest:
-        source = Artifact(features)
+    source, artifact = Artifact(features), Artifact(output)
+    with stage("train", artifact) if is_first_rank() else nullcontext(quiet) as track:
+        open_split: Callable[[Split], FeatureSource]
         if online:
-            at_hand = OnlineTarget(
-                stage_config(CaptureConfig, "capture", run_file, [], target=target), source
-            )
-            return train(
-                config,
-                target,
-                at_hand.features("train"),
-                artifact,
-                track,
-                at_hand.features("held_out"),
-            )
-        return train(
-            config, target, Features(source, "train"), artifact, track, Features(source, "held_out")
-        )
-
-    if is_first_rank():
-        perform("train", Artifact(output), work)
-    else:
-        work(Artifact(output), quiet)
+            capture = stage_config(CaptureConfig, "capture", run_file, [], target=target)
+            open_split = OnlineTarget(capture, source).features
+        else:
+            open_split = partial(Features, source)
+        train(config, target, open_split("train"), artifact, track, open_split("held_out"))

@@ -1,0 +1,252 @@
+"""The size of this code base: files, functions, settings, call frames, and what each command imports.
+
+    python benchmarks/house.py [--root CHECKOUT] [--frames]
+
+The counts are read from the source. The frames are those of a real run: two commands and a server
+work on the packaged model for about a minute, and the call stack is read when the loss and the
+target's forward are entered. `--root` counts another checkout, for example of an earlier commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PORT = 18431
+# A command started with a hook on every call: the stack is written when WHERE is entered.
+DRIVER = """
+import json, sys, threading
+ends, out, argv = json.loads(sys.argv[1]), sys.argv[2], sys.argv[3:]
+written = set()
+def hook(frame, event, arg):
+    code = frame.f_code
+    if event != "call" or "/eyas/" not in code.co_filename:
+        return
+    end = code.co_filename.split("/eyas/")[-1] + ":" + code.co_name
+    if end not in ends or end in written:
+        return
+    stack = []
+    while frame is not None:
+        if "/eyas/" in frame.f_code.co_filename:
+            stack.append(frame.f_code.co_filename.split("/eyas/")[-1] + ":" + frame.f_code.co_name)
+        frame = frame.f_back
+    if end.startswith("model/") and not any("/worker.py:" in one for one in stack):
+        return
+    written.add(end)
+    with open(out, "a") as file:
+        file.write(json.dumps([end, stack[::-1]]) + chr(10))
+sys.setprofile(hook)
+threading.setprofile(hook)
+from eyas.cli.main import main
+sys.argv = ["eyas", *argv]
+main()
+"""
+LOSS_ENDS = ("train/loss.py:objective", "train/loss.py:loss_rows")
+FORWARD_ENDS = ("model/target.py:verify", "model/target.py:forward")
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """The package's modules by dotted name."""
+    found = {}
+    for path in sorted((root / "eyas").rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(tree: ast.Module, known: dict[str, Path]) -> set[str]:
+    """The modules of ours that a source imports."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names & set(known)
+
+
+def closure(name: str, graph: dict[str, set[str]]) -> set[str]:
+    """A module and all that importing it loads, packages' `__init__` included."""
+    seen: set[str] = set()
+    todo = [name]
+    while todo:
+        current = todo.pop()
+        if current not in seen:
+            seen.add(current)
+            todo += graph.get(current, ())
+            parts = current.split(".")
+            todo += [".".join(parts[:depth]) for depth in range(1, len(parts))]
+    return seen & set(graph)
+
+
+def settings_of(trees: dict[str, ast.Module]) -> dict[str, list[str]]:
+    """Each stage's settings: the fields of classes named *Config, by class.
+
+    Left out: the shapes of models (eyas/model), which are no settings, and the run file's sections.
+    """
+    found = {}
+    for name, tree in trees.items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ClassDef) or not node.name.endswith("Config"):
+                continue
+            if name.startswith("eyas.model.") or node.name == "RunConfig":
+                continue
+            found[f"{name.removeprefix('eyas.')}.{node.name}"] = [
+                one.target.id
+                for one in node.body
+                if isinstance(one, ast.AnnAssign)
+                and isinstance(one.target, ast.Name)
+                and not one.target.id.startswith(("_", "model_config"))
+                and "ClassVar" not in ast.unparse(one.annotation)
+            ]
+    return found
+
+
+def counts(root: Path) -> dict[str, Any]:
+    """The counts that are read from the source of the checkout at `root`."""
+    known = modules(root)
+    texts = {name: path.read_text(encoding="utf-8") for name, path in known.items()}
+    trees = {name: ast.parse(text) for name, text in texts.items()}
+    graph = {name: imports(tree, known) for name, tree in trees.items()}
+    functions, classes, lengths = 0, 0, []
+    homes: dict[str, set[str]] = defaultdict(set)
+    for name, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                functions += 1
+                lengths.append((node.end_lineno or node.lineno) - node.lineno + 1)
+            elif isinstance(node, ast.ClassDef):
+                classes += 1
+                homes[node.name.lstrip("_")].add(name)
+    settings = settings_of(trees)
+    commands = sorted(name for name in known if hasattr_command(trees[name], name))
+    return {
+        "files": len(known),
+        "megabytes": round(sum(len(text.encode()) for text in texts.values()) / 1e6, 2),
+        "lines": sum(text.count("\n") for text in texts.values()),
+        "functions": functions,
+        "classes": classes,
+        "mean_function_lines": round(sum(lengths) / len(lengths), 1),
+        "class_names_with_two_meanings": sum(len(at) > 1 for at in homes.values()),
+        "columns": max(len(line) for text in texts.values() for line in text.splitlines()),
+        "settings": sum(len(fields) for fields in settings.values()),
+        "settings_by_config": {name: len(fields) for name, fields in settings.items() if fields},
+        "files_imported": {
+            name.removeprefix("eyas.cli."): len(closure(name, graph)) for name in commands
+        },
+    }
+
+
+def hasattr_command(tree: ast.Module, name: str) -> bool:
+    """Is this module one of the command line's commands?"""
+    return name.startswith("eyas.cli.") and any(
+        isinstance(node, ast.FunctionDef) and node.name == "command" for node in tree.body
+    )
+
+
+def traced(root: Path, ends: tuple[str, ...], out: Path, arguments: list[str]) -> subprocess.Popen:
+    """Start `eyas ARGUMENTS` of the checkout at `root` with the hook of DRIVER."""
+    return subprocess.Popen(
+        [sys.executable, "-c", DRIVER, json.dumps(ends), str(out), *arguments],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        cwd=out.parent,
+        stdout=subprocess.DEVNULL,
+    )
+
+
+def eyas(root: Path, *arguments: str) -> None:
+    """Run one command of the checkout at `root`."""
+    subprocess.run(
+        [sys.executable, "-m", "eyas.cli.main", *arguments],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+
+
+def frames(root: Path) -> dict[str, list[str]]:
+    """Call stacks of a real run: from `eyas train` to the loss, from the server's worker to the forward."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        out = folder / "stacks.jsonl"
+        prompts = folder / "prompts.jsonl"
+        prompts.write_text(
+            "".join(
+                json.dumps(
+                    {"messages": [{"role": "user", "content": f"Find me a hotel in {city}."}]}
+                )
+                + "\n"
+                for city in ("Oslo", "Rome", "Lima", "Cairo", "Quito", "Bern", "Riga", "Seoul")
+            )
+        )
+        (folder / "run.yaml").write_text(
+            "prompts:\n  sources:\n"
+            f"    - {{path: {prompts}, licence: CC0-1.0, prompts_by: human, answers_by: none}}\n"
+        )
+        eyas(root, "prompts", "-c", f"{folder}/run.yaml", "-o", f"{folder}/p")
+        few = ["-s", "max_tokens=128"]
+        eyas(root, "generate", f"{folder}/p", "-t", "builtin", "-o", f"{folder}/g", *few)
+        eyas(root, "capture", f"{folder}/g", "-t", "builtin", "-o", f"{folder}/c")
+        train = ["train", f"{folder}/c", "-t", "builtin", "-o", f"{folder}/h", "-s", "epochs=1"]
+        traced(root, LOSS_ENDS, out, train).wait()
+        serve = ["serve", "--target", "builtin", "--head", "builtin", "--port", str(PORT)]
+        server = traced(root, FORWARD_ENDS, out, serve)
+        try:
+            ask(f"http://127.0.0.1:{PORT}")
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.wait()
+        return dict(map(json.loads, out.read_text().splitlines()))
+
+
+def ask(url: str) -> None:
+    """One answer of the server at `url`, which may still be loading."""
+    body = {"model": "eyas", "messages": [{"role": "user", "content": "Find me a hotel."}]}
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions",
+        json.dumps(body | {"max_tokens": 32}).encode(),
+        {"content-type": "application/json"},
+    )
+    for _ in range(240):
+        try:
+            urllib.request.urlopen(request, timeout=60).read()
+            return
+        except OSError:
+            time.sleep(0.5)
+    raise SystemExit("the server did not answer within two minutes")
+
+
+def main() -> None:
+    """Print the counts, and one JSON object as the last line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--root", type=Path, default=ROOT, help="the checkout to count")
+    parser.add_argument(
+        "--frames", action="store_true", help="run the packaged model, for the frames"
+    )
+    parser.add_argument("--quick", action="store_true", help="the same: it takes a second")
+    arguments = parser.parse_args()
+    found = counts(arguments.root.resolve())
+    if arguments.frames:
+        for end, stack in frames(arguments.root.resolve()).items():
+            print(f"{len(stack)} frames to {end}: {' > '.join(stack)}")
+            found[f"frames to {end}"] = len(stack)
+    for name, value in found.items():
+        print(f"{name}: {value}")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
