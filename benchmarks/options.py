@@ -38,11 +38,12 @@ from eyas.bench.machine import machine
 from eyas.builtin import resolve_target
 from eyas.log import progress_bar
 from eyas.model.batch import Batch, plan_batches
-from eyas.model.chain import Tally, measure
+from eyas.model.chain import measure
 from eyas.model.config import HeadOptions
 from eyas.model.head import load_head
 from eyas.model.vocab import TargetVocabulary
 from eyas.shards import Features
+from eyas.tau import RoundCounts
 from eyas.train.loss import ObjectiveConfig
 from eyas.train.optimizer import OptimizerConfig
 from eyas.train.plan import BatchConfig
@@ -109,8 +110,8 @@ def counted(folder: str, held_out: Features, vocabulary: TargetVocabulary) -> di
             measured = measure(head, vocabulary, Batch.of(samples), max(CHAINS))
         for place, matches in measured.spans:
             for steps in CHAINS:
-                tally = Tally(steps)
-                tally.walk(matches)
+                tally = RoundCounts(steps)
+                tally.add_answer(matches)
                 row = counts[str(steps)][numbers[place]]
                 row[0] += tally.emitted
                 row[1] += tally.rounds

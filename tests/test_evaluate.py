@@ -15,7 +15,7 @@ from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
 from eyas.errors import EmptyInputError, MismatchError
 from eyas.evaluate.evaluate import EvalConfig, HeldOut, evaluate
-from eyas.model.chain import Tally, leading_matches, runs
+from eyas.model.chain import leading_matches, runs
 from eyas.model.head import load_head
 from eyas.model.target import Target
 from eyas.model.ttt import Slots
@@ -152,48 +152,6 @@ def test_nothing_held_out(made, tmp_path):
         evaluate(
             EvalConfig(), str(folder), head.url, held_out(features), Artifact(str(tmp_path / "out"))
         )
-
-
-@given(st.data())
-@settings(max_examples=60, deadline=None)
-def test_the_walk_equals_serving_an_answer(data):
-    """Serve with made-up drafts: which of them equal the answer is drawn for every slot and
-    position.
-    """
-    n, steps = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 6))
-    right = data.draw(
-        st.lists(st.lists(st.booleans(), min_size=steps, max_size=steps), min_size=n, max_size=n)
-    )
-    matches = []
-    for bonus in range(n - 1):
-        following = right[bonus][: n - 1 - bonus]
-        matches.append(
-            next((count for count, equal in enumerate(following) if not equal), len(following))
-        )
-    tally = Tally(steps)
-    tally.walk(matches)
-
-    at, rounds, hist, judged, accepted = 0, 0, [0] * (steps + 1), [0] * steps, [0] * steps
-    while at < n - 1:  # y_at is emitted: a round
-        rounds += 1
-        emitted = 0
-        for position in range(steps):
-            if at + emitted == n - 1:
-                break
-            judged[position] += 1
-            if not right[at][position]:
-                break
-            accepted[position] += 1
-            emitted += 1
-        if at + emitted < n - 1:
-            emitted += 1  # the target's own
-        hist[emitted - 1] += 1
-        at += emitted
-    assert tally.accept_hist == hist
-    assert tally.rounds == rounds
-    assert tally.emitted == n - 1
-    assert (tally.judged, tally.accepted) == (judged, accepted)
-    assert tally.tau == ((n - 1) / rounds if rounds else 0)
 
 
 def test_leading_matches_stop_at_a_miss_and_at_the_end_of_the_answer():

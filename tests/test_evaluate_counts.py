@@ -6,57 +6,15 @@ from __future__ import annotations
 
 from functools import cache
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.evaluate.coverage import ceilings, leading_runs, share, tau_ceiling
-from eyas.evaluate.intervals import LEAST_PROMPTS, tau_interval
 from eyas.evaluate.slices import Unit, by_language, by_source, figures
-from eyas.model.chain import Tally
+from eyas.tau import RoundCounts
 
 Answers = list[list[bool]]
-
-
-class TestIntervals:
-    def test_holds_what_is_true_about_as_often_as_it_says(self):
-        """Prompts of which each has an acceptance of its own: the interval over prompts holds the
-        true tau, that over rounds would not."""
-        rng = np.random.default_rng(0)
-        true_tau, held, too_narrow = 3.0, 0, 0
-        for draw in range(200):
-            level = rng.gamma(2.0, 1.0, size=40)  # mean 2 accepted drafts
-            accepted = rng.poisson(level[:, None], size=(40, 8))
-            emitted, rounds = (accepted + 1).sum(1).tolist(), [8] * 40
-            low, high = tau_interval(emitted, rounds, seed=draw)
-            held += low <= true_tau <= high
-            each = (accepted + 1).ravel().tolist()
-            low, high = tau_interval(each, [1] * len(each), seed=draw)
-            too_narrow += low <= true_tau <= high
-        assert 175 <= held <= 200
-        assert too_narrow < 150
-
-    @given(
-        st.lists(
-            st.tuples(st.integers(1, 60), st.integers(1, 9)), min_size=LEAST_PROMPTS, max_size=30
-        )
-    )
-    @settings(deadline=None, max_examples=30)
-    def test_lies_within_the_prompts_own(self, counts):
-        emitted, rounds = (
-            [count[0] * count[1] for count in counts],
-            [count[1] for count in counts],
-        )
-        low, high = tau_interval(emitted, rounds)
-        own = [tokens / number for tokens, number in zip(emitted, rounds, strict=True)]
-        assert min(own) - 1e-9 <= low <= high <= max(own) + 1e-9
-        assert (low, high) == tau_interval(emitted, rounds), "the same counts, the same interval"
-
-    def test_needs_some_prompts_and_rounds(self):
-        assert tau_interval([3] * (LEAST_PROMPTS - 1), [1] * (LEAST_PROMPTS - 1)) is None
-        assert tau_interval([0] * 10, [0] * 10) is None
-        assert tau_interval([3] * LEAST_PROMPTS, [1] * LEAST_PROMPTS) == (3, 3)
 
 
 class TestCoverage:
@@ -101,8 +59,8 @@ class TestCoverage:
 
 
 def unit(source: str, language: str, accepted: list[int]) -> Unit:
-    tally = Tally(3)
-    tally.served(accepted)
+    tally = RoundCounts(3)
+    tally.add_rounds(accepted)
     return Unit(source, language, tally)
 
 
@@ -121,17 +79,3 @@ class TestSlices:
             "de": 3,
             "en": 2,
         }
-
-    @given(st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=8))
-    @settings(deadline=None, max_examples=60)
-    def test_rounds_of_an_engine_are_judged_up_to_the_first_miss_but_for_the_last(self, hits):
-        accepted = [next((at for at, hit in enumerate(row) if not hit), 3) for row in hits]
-        tally = Tally(3)
-        tally.served(accepted)
-        for position in range(3):
-            reached = [row for row in accepted if row >= position]
-            more = [row for row in accepted if row > position]
-            unknown = accepted[-1] == position
-            assert tally.accepted[position] == len(more)
-            assert tally.judged[position] == len(reached) - unknown
-        assert tally.emitted == sum(accepted) + len(accepted)

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from eyas.bench import metrics
 from eyas.bench.client import Client
+from eyas.tau import acceptance_of_positions
 
 KINDS = {"eyas": "eyas", "vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}  # by owned_by
 DTYPES = {
@@ -182,9 +182,7 @@ def speculation(counted: Counters) -> dict[str, Any]:
     if drafts > 0:
         told |= {"num_rounds": drafts, "tau": 1 + accepted / drafts, "nodes_mean": nodes / drafts}
         by_position = _series(counted, "spec_decode_num_accepted_tokens_per_pos_total")
-        told["acceptance_by_position"] = metrics.acceptance_of_positions(
-            drafts, list(by_position.values())
-        )
+        told["acceptance_by_position"] = acceptance_of_positions(drafts, list(by_position.values()))
         if quantiles := _series(counted, "spec_tree_nodes"):
             told["nodes_quantiles"] = {
                 str(quantile): value for quantile, value in quantiles.items()

@@ -35,6 +35,18 @@ from eyas.bench import metrics
 from eyas.bench.server import Counters, speculation
 from eyas.bench.stream import Reply
 from eyas.errors import EyasError
+from eyas.tau import (
+    LEAST_ROWS,
+    Interval,
+    acceptance_by_position,
+    bootstrap,
+    num_emitted,
+    ratio_of_medians,
+    ratio_of_sums,
+    sum_hists,
+    tau_of,
+    tokens_per_forward,
+)
 
 RARE = 0.3  # of an arm's tokens: if no more came from rounds, it decoded plain
 NOISE = 1.1  # how far two arms that decode alike may seem apart on a machine that others use
@@ -140,7 +152,7 @@ def summarise(
 
     results, comparisons and by_task are of closed loops, by concurrency; open_loop has the same
     three by rate. counted: what the servers' counters said of each arm and load; engines: who
-    serves each arm. by_task leaves out tasks of fewer than metrics.ENOUGH prompts.
+    serves each arm. by_task leaves out tasks of fewer than LEAST_ROWS prompts.
     """
     known = _Known(list(arms), is_greedy, counted or {}, objectives or Objectives(), engines or {})
     closed, opened = (
@@ -182,7 +194,7 @@ def _summarised(rows: Sequence[Row], known: _Known) -> dict[str, list[dict[str, 
                     [row for row in of_arm[one] if row.category == category]
                     for one in (baseline, arm)
                 )
-                if min(len(base), len(other)) >= metrics.ENOUGH:
+                if min(len(base), len(other)) >= LEAST_ROWS:
                     both = compared_task(base, other, known.is_greedy, same)
                     by_task.append({**names, "category": category, **both})
     return {"results": results, "comparisons": comparisons, "by_task": by_task}
@@ -200,7 +212,7 @@ def result(
     """The figures of one arm at one load. told: `speculation` of the server's counters."""
     told = told or {}
     answered = [row for row in rows if row.is_answered]
-    accept_hist = metrics.sum_hists(row.reply.accept_hist for row in answered)
+    accept_hist = sum_hists(row.reply.accept_hist for row in answered)
     chunks = [
         (row.reply.num_output_tokens, row.reply.num_chunks)
         for row in answered
@@ -226,9 +238,9 @@ def result(
         "goodput_rps": kept / seconds
         if seconds and objectives not in (None, Objectives())
         else None,
-        "tokens_per_chunk": float(metrics.ratio_of_sums(_table(chunks))) if chunks else None,
+        "tokens_per_chunk": float(ratio_of_sums(_table(chunks))) if chunks else None,
         "accept_hist": accept_hist,
-        "acceptance_by_position": metrics.acceptance_by_position(accept_hist)
+        "acceptance_by_position": acceptance_by_position(accept_hist)
         or told.get("acceptance_by_position", []),
         "speculation": dict(told),
         **_tau(answered, told),
@@ -243,7 +255,7 @@ def _tau(answered: Sequence[Row], told: Mapping[str, Any]) -> dict[str, Any]:
     its speed.
     """
     replies = [row.reply for row in answered]
-    accept_hist = metrics.sum_hists(reply.accept_hist for reply in replies)
+    accept_hist = sum_hists(reply.accept_hist for reply in replies)
     num_decoded = sum(row.num_decoded for row in answered)
     found: dict[str, Any] = {
         "tau": None,
@@ -253,22 +265,22 @@ def _tau(answered: Sequence[Row], told: Mapping[str, Any]) -> dict[str, Any]:
         "num_plain_steps": 0,
     }
     if any(reply.tells_rounds or reply.accept_hist for reply in replies):
-        emitted = metrics.num_emitted(accept_hist)
+        emitted = num_emitted(accept_hist)
         found |= {
             "tau_from": "usage",
-            "tokens_per_forward": metrics.tokens_per_forward(num_decoded, accept_hist),
+            "tokens_per_forward": tokens_per_forward(num_decoded, accept_hist),
             "num_plain_steps": max(num_decoded - emitted, 0),
         }
         if emitted <= RARE * num_decoded:
             return found
         rounds = [
-            (metrics.num_emitted(hist), sum(hist))
+            (num_emitted(hist), sum(hist))
             for hist in (reply.accept_hist for reply in replies)
             if sum(hist)
         ]
         return found | {
-            "tau": metrics.tau(accept_hist),
-            "tau_interval": metrics.bootstrap_interval(rounds, metrics.ratio_of_sums),
+            "tau": tau_of(accept_hist),
+            "tau_interval": bootstrap(rounds, ratio_of_sums),
         }
     if "tau" in told:
         return found | {"tau": told["tau"], "tau_from": "metrics"}
@@ -277,8 +289,8 @@ def _tau(answered: Sequence[Row], told: Mapping[str, Any]) -> dict[str, Any]:
         for row in answered
     ]
     if any(reply.num_accepted_drafts is not None for reply in replies) and num_decoded:
-        rounds_tau = float(metrics.ratio_of_sums(_table(forwards)))
-        interval = metrics.bootstrap_interval(forwards, metrics.ratio_of_sums)
+        rounds_tau = float(ratio_of_sums(_table(forwards)))
+        interval = bootstrap(forwards, ratio_of_sums)
         return found | {
             "tau": rounds_tau,
             "tau_from": "timings",
@@ -291,7 +303,7 @@ def _tau(answered: Sequence[Row], told: Mapping[str, Any]) -> dict[str, Any]:
         if row.reply.num_chunks > 1 and row.num_decoded
     ]
     if chunks:
-        return found | {"tau": float(metrics.ratio_of_sums(_table(chunks))), "tau_from": "chunks"}
+        return found | {"tau": float(ratio_of_sums(_table(chunks))), "tau_from": "chunks"}
     return found
 
 
@@ -343,8 +355,8 @@ def _compared(
         "identical": sum(_is_same(*pair) for pair in pairs) if is_greedy else None,
         "tpot_ms_baseline": metrics.median([base for base, _ in tpots_ms]) if tpots_ms else None,
         "tpot_ms": metrics.median([own for _, own in tpots_ms]) if tpots_ms else None,
-        "speedup": float(metrics.ratio_of_medians(_table(tpots_ms))) if tpots_ms else None,
-        "speedup_interval": metrics.bootstrap_interval(tpots_ms, metrics.ratio_of_medians),
+        "speedup": float(ratio_of_medians(_table(tpots_ms))) if tpots_ms else None,
+        "speedup_interval": bootstrap(tpots_ms, ratio_of_medians),
         "withheld": None,
         "paired_speedup": metrics.spread([base / own for base, own in tpots_ms]),
         "round_cost": metrics.spread(costs) if rounds["tau"] is not None else None,
@@ -441,7 +453,7 @@ def _decode_tau(row: Row) -> float | None:
     round is told of.
     """
     hist = row.reply.accept_hist
-    return metrics.tokens_per_forward(row.num_decoded, hist) if sum(hist) else None
+    return tokens_per_forward(row.num_decoded, hist) if sum(hist) else None
 
 
 def _is_same(base: Row, row: Row) -> bool:
@@ -479,12 +491,12 @@ def _throughput_tps(rows: Sequence[Row]) -> float | None:
     )
 
 
-def _throughput_interval(answered: Sequence[Row]) -> metrics.Interval | None:
+def _throughput_interval(answered: Sequence[Row]) -> Interval | None:
     """Bootstrap over requests: tokens of a request over its seconds, times the requests that were
     under way on average.
     """
     requests = [(row.reply.num_output_tokens, row.reply.e2e_ms / 1000) for row in answered]
-    interval = metrics.bootstrap_interval(requests, metrics.ratio_of_sums)
+    interval = bootstrap(requests, ratio_of_sums)
     seconds = _busy_s(answered)
     if interval is None or not seconds or not any(tokens for tokens, _ in requests):
         return None

@@ -15,11 +15,12 @@ from eyas.evaluate.coverage import ceilings, share
 from eyas.evaluate.slices import Unit, by_language, by_source, figures
 from eyas.language import language
 from eyas.model.batch import Batch
-from eyas.model.chain import Tally, measure, runs
+from eyas.model.chain import measure, runs
 from eyas.model.config import HeadConfig
 from eyas.model.head import Head
 from eyas.model.vocab import TargetVocabulary
 from eyas.shards import FeatureMeta, Sample
+from eyas.tau import RoundCounts
 
 ASSUMES = (
     "greedy answers; a chain of num_draft_steps drafts every round, never cut short; "
@@ -64,7 +65,7 @@ class Chains:
     ) -> None:
         self.units: list[Unit] = []
         self._head, self._vocabulary, self._text_of = head, vocabulary, text_of
-        self._by_length = [Tally(steps) for steps in range(1, num_draft_steps + 1)]
+        self._by_length = [RoundCounts(steps) for steps in range(1, num_draft_steps + 1)]
         self._drafted: list[list[bool]] = []
         self._num_greedy = 0
 
@@ -86,9 +87,9 @@ class Chains:
         for number, matches in measured.spans:
             sample = samples[number]
             answer = self._text_of(sample.token_ids[sample.loss_mask].tolist())
-            unit = Unit(sample.source, language(answer), Tally(len(self._by_length)))
+            unit = Unit(sample.source, language(answer), RoundCounts(len(self._by_length)))
             for tally in (unit.tally, *self._by_length):
-                tally.walk(matches)
+                tally.add_answer(matches)
             self.units.append(unit)
 
     def to_json(self) -> dict[str, Any]:

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from eyas.model.chain import Tally
+from eyas.tau import RoundCounts
 
 
 def leading_runs(drafted: Sequence[bool]) -> list[int]:
     """Of an answer of n tokens, of which some are in the draft vocabulary: how many in a row follow
-    each of the first n - 1 that are. [n - 1], as `Tally.walk` takes them."""
+    each of the first n - 1 that are. [n - 1], as `RoundCounts.add_answer` takes them."""
     found, length = [], 0
     for is_drafted in reversed(drafted[1:]):
         length = length + 1 if is_drafted else 0
@@ -31,9 +31,9 @@ def tau_ceiling(answers: Iterable[Sequence[bool]], num_draft_steps: int) -> floa
     """The highest tau on these answers (bool for each of their tokens: it is in the draft
     vocabulary); see above.
     """
-    tally = Tally(num_draft_steps)
+    tally = RoundCounts(num_draft_steps)
     for drafted in answers:
-        tally.walk(leading_runs(drafted))
+        tally.add_answer(leading_runs(drafted))
     return tally.tau
 
 

@@ -19,9 +19,9 @@ from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request
 from eyas.log import Track
-from eyas.model.chain import Tally
 from eyas.model.checkpoint import read_head
 from eyas.model.target import Target
+from eyas.tau import RoundCounts
 
 
 class ModelsConfig(BaseModel):
@@ -83,10 +83,10 @@ class Decoded:
     token_ids: list[int]
     accepted: list[int]
 
-    def tally(self, num_draft_steps: int) -> Tally:
+    def tally(self, num_draft_steps: int) -> RoundCounts:
         """Its rounds counted."""
-        tally = Tally(num_draft_steps)
-        tally.served(self.accepted)
+        tally = RoundCounts(num_draft_steps)
+        tally.add_rounds(self.accepted)
         return tally
 
 

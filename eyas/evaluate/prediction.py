@@ -34,7 +34,7 @@ from eyas.evaluate.overheads import Overheads, overheads
 from eyas.evaluate.recording import Recording, record
 from eyas.evaluate.replay import Pace, Played, Theatre
 from eyas.log import Track
-from eyas.model.chain import Tally
+from eyas.tau import RoundCounts
 
 PLAIN, HEAD = "plain", "head"
 AUTO = "auto"
@@ -266,9 +266,9 @@ def compared(plain: Mapping[str, Played], head: Mapping[str, Played]) -> dict[st
 
     A figure is None where nothing was drafted, or no answer has two tokens.
     """
-    tally = Tally(max((count for one in head.values() for count in one.accepted), default=0))
+    tally = RoundCounts(max((count for one in head.values() for count in one.accepted), default=0))
     for one in head.values():
-        tally.served(one.accepted)
+        tally.add_rounds(one.accepted)
     times = [(plain[name].tpot_ms, one.tpot_ms) for name, one in head.items()]
     pairs = [(before, after) for before, after in times if before is not None and after is not None]
     found: dict[str, Any] = dict.fromkeys(("tau", "tpot_ms_plain", "tpot_ms", "speedup"))

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eyas.evaluate.intervals import tau_interval
-from eyas.model.chain import Tally
+from eyas.tau import RoundCounts, tau_interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +20,12 @@ class Unit:
 
     source: str
     language: str
-    tally: Tally
+    tally: RoundCounts
 
 
-def total(tallies: Sequence[Tally], num_draft_steps: int) -> Tally:
+def total(tallies: Sequence[RoundCounts], num_draft_steps: int) -> RoundCounts:
     """All rounds together."""
-    whole = Tally(num_draft_steps)
+    whole = RoundCounts(num_draft_steps)
     for tally in tallies:
         whole.add(tally)
     return whole

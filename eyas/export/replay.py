@@ -23,13 +23,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 from eyas.export.answers import Answered
 from eyas.model.batch import Batch
-from eyas.model.chain import Tally, measure
+from eyas.model.chain import measure
 from eyas.model.checkpoint import EMBED_TOKENS, FC_NORMS, INPUT_NORM, LAYER
 from eyas.model.config import HeadConfig, Taps
 from eyas.model.head import Head
 from eyas.model.match import EAGLE_ROPE, same_rotation
 from eyas.model.target import Target
 from eyas.model.vocab import TargetVocabulary
+from eyas.tau import RoundCounts
 
 DECLARED = "as declared"
 NUM_DRAFT_STEPS = 4
@@ -147,7 +148,7 @@ def acceptance(
     """What a reading accepts on the answers, or on the first of them if it is left far behind the
     declared one.
     """
-    head, tally = assembled(reading), Tally(NUM_DRAFT_STEPS)
+    head, tally = assembled(reading), RoundCounts(NUM_DRAFT_STEPS)
     accepted: list[int] = []
     places: list[int] = []
     for part in parts:
@@ -155,7 +156,7 @@ def acceptance(
         for row, matches in measure(
             head, vocabulary, part.batch(reading.config.taps), NUM_DRAFT_STEPS
         ).spans:
-            tally.walk(matches)
+            tally.add_answer(matches)
             of_row[row] += sum(matches)
             places_of_row[row] += len(matches)
         accepted += [of_row[row] for row in places_of_row]

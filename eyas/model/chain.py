@@ -4,10 +4,8 @@ Knows the unroll and the walk. Does not know where features come from, nor what 
 counts: the trainer judges a head by them, the eval stage reports them.
 
 Every slot of an answer is unrolled at once, fed with its own drafts; how many of them equal the
-answer's own tokens is all that a round begun there can depend on. Then each answer is walked as
-serving walks it, here with rounds that accept 3, 1, 0:
-
-    answer   [y0] [y1 y2 y3 y4] [y5 y6] [y7] ...        y0 comes with the prefill, which is no round
+answer's own tokens is all that a round begun there can depend on. `tau.RoundCounts.add_answer`
+walks these numbers as serving walks the answer.
 
 Letters: B batch, T sequence, N slots unrolled, P answer tokens, K draft steps, H hidden, V target
 vocabulary.
@@ -31,85 +29,11 @@ from eyas.model.vocab import TargetVocabulary
 ROWS_AT_ONCE = 512  # of logits over the whole target vocabulary
 
 
-class Tally:
-    """Counts of rounds of K drafts: accept_hist [K + 1]; drafts judged and accepted at each
-    position [K].
-
-    A draft is judged when all before it were accepted and the answer goes on to it.
-    """
-
-    def __init__(self, num_draft_steps: int) -> None:
-        self.accept_hist = [0] * (num_draft_steps + 1)
-        self.judged = [0] * num_draft_steps
-        self.accepted = [0] * num_draft_steps
-
-    @property
-    def rounds(self) -> int:
-        return sum(self.accept_hist)
-
-    @property
-    def emitted(self) -> int:
-        return sum(
-            (num_accepted_drafts + 1) * rounds
-            for num_accepted_drafts, rounds in enumerate(self.accept_hist)
-        )
-
-    @property
-    def tau(self) -> float:
-        return self.emitted / max(self.rounds, 1)
-
-    @property
-    def acceptance_by_position(self) -> list[float]:
-        return [
-            accepted / max(judged, 1)
-            for accepted, judged in zip(self.accepted, self.judged, strict=True)
-        ]
-
-    def add(self, other: Tally) -> None:
-        """Take over the counts of other rounds, of as many drafts."""
-        for own, more in (
-            (self.accept_hist, other.accept_hist),
-            (self.judged, other.judged),
-            (self.accepted, other.accepted),
-        ):
-            own[:] = [count + added for count, added in zip(own, more, strict=True)]
-
-    def served(self, accepted: Sequence[int]) -> None:
-        """Add the rounds of one answer as an engine tells them: num_accepted_drafts of each, in
-        order.
-
-        Whether the last token of an answer was drafted is not told: the last round's is counted as
-        not judged.
-        """
-        for left, count in zip(range(len(accepted) - 1, -1, -1), accepted, strict=True):
-            self.accept_hist[count] += 1
-            for position in range(min(len(self.judged), count + (left > 0))):
-                self.judged[position] += 1
-                self.accepted[position] += position < count
-
-    def walk(self, matches: Sequence[int]) -> None:
-        """Add the rounds of one answer of n tokens y_0 .. y_{n-1}.
-
-        matches [n - 1]: of a round with bonus token y_j, how many drafts equal the answer, n - 1 -
-        j at most. A round emits these and one token of the target's own. An accepted end of the
-        answer has none after it and is counted as it.
-        """
-        K, at, left = len(self.judged), 0, len(matches)
-        while left > 0:
-            accepted = min(matches[at], K)
-            for position in range(min(K, left, accepted + 1)):
-                self.judged[position] += 1
-                self.accepted[position] += position < accepted
-            emitted = min(accepted + 1, left)
-            self.accept_hist[emitted - 1] += 1
-            at, left = at + emitted, left - emitted
-
-
 @dataclass(frozen=True, slots=True)
 class Measured:
     """What the head and the target said about one batch.
 
-    spans: of each answer, its sample's number in the batch and its `matches` (see Tally.walk). Of
+    spans: of each answer, its sample's number in the batch and its `matches` (see RoundCounts.add_answer). Of
     the P answer tokens, how many are in the draft vocabulary and how many are the target's argmax
     by the features.
     """

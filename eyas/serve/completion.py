@@ -17,6 +17,7 @@ from eyas.engine.request import DraftedTree, FinishReason, Request, TokenLogprob
 from eyas.serve.stop import StopFilter
 from eyas.serve.tokenizer import Tokenizer
 from eyas.serve.tools import Call, CallReader
+from eyas.tau import count_round, num_emitted, tau_of
 
 Ending = FinishReason | Literal["tool_calls"]
 
@@ -148,9 +149,7 @@ class Answer:
             # a sample's first token is its prompt's
             self.plain_rounds += self.may_draft and choice.num_tokens > 0
         else:
-            missing = update.num_accepted_drafts + 1 - len(self.accept_hist)
-            self.accept_hist.extend([0] * missing)
-            self.accept_hist[update.num_accepted_drafts] += 1
+            count_round(self.accept_hist, update.num_accepted_drafts)
         return choice.push(update)
 
     @property
@@ -168,14 +167,12 @@ class Answer:
     @property
     def rounds_and_tokens(self) -> tuple[int, int]:
         """Of its speculative rounds."""
-        emitted = sum((accepted + 1) * count for accepted, count in enumerate(self.accept_hist))
-        return sum(self.accept_hist), emitted
+        return sum(self.accept_hist), num_emitted(self.accept_hist)
 
     @property
     def tau(self) -> float | None:
         """Emitted tokens a speculative round; None where there was none."""
-        rounds, emitted = self.rounds_and_tokens
-        return emitted / rounds if rounds else None
+        return tau_of(self.accept_hist)
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's counts, and under `eyas` those that it has no place for: rounds (propose +

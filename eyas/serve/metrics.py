@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from eyas.engine.engine import Engine
 from eyas.engine.policy import RoundRecord
 from eyas.serve.completion import Answer
+from eyas.tau import accepted_by_position, num_accepted, sum_hists, tau_of
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (
@@ -135,12 +136,7 @@ class Metrics(Collector):
     @property
     def tau(self) -> float | None:
         """Since the start, of the answers that are over."""
-        rounds = sum(self._accept_hist)
-        return (
-            1 + sum(count * number for number, count in enumerate(self._accept_hist)) / rounds
-            if rounds
-            else None
-        )
+        return tau_of(self._accept_hist)
 
     # As requests end
 
@@ -160,9 +156,7 @@ class Metrics(Collector):
         if answer.first_at is not None:  # else the engine refused it, or nobody waited for it
             self._prompt_tokens.labels(**self._labels).inc(answer.num_prompt_tokens)
         self._tokens.labels(**self._labels).inc(answer.num_tokens)
-        self._accept_hist.extend([0] * (len(answer.accept_hist) - len(self._accept_hist)))
-        for accepted, count in enumerate(answer.accept_hist):
-            self._accept_hist[accepted] += count
+        self._accept_hist = sum_hists((self._accept_hist, answer.accept_hist))
         if failure is None and answer.first_at is not None and answer.last_at is not None:
             self._times(answer, answer.first_at, answer.last_at)
 
@@ -227,7 +221,7 @@ class Metrics(Collector):
         drafts.
         """
         rounds = sum(self._accept_hist)
-        accepted = sum(count * number for count, number in enumerate(self._accept_hist))
+        accepted = num_accepted(self._accept_hist)
         for name, value, about in (
             ("spec_decode_num_drafts", rounds, "rounds that a sample drafted in"),
             ("spec_decode_num_accepted_tokens", accepted, "drafted tokens that were accepted"),
@@ -240,10 +234,8 @@ class Metrics(Collector):
             "accepted, by position",
             labels=("model_name", "position"),
         )
-        for position in range(len(self._accept_hist) - 1):
-            per_position.add_metric(
-                [*self._labels.values(), str(position)], sum(self._accept_hist[position + 1 :])
-            )
+        for position, count in enumerate(accepted_by_position(self._accept_hist)):
+            per_position.add_metric([*self._labels.values(), str(position)], count)
         yield per_position
         if self.tau is not None:
             yield self._gauge(

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from eyas.model.batch import Batch, plan_batches
-from eyas.model.chain import Tally, measure
+from eyas.model.chain import measure
 from eyas.model.head import Head
 from eyas.model.vocab import TargetVocabulary
 from eyas.shards import order_of
 from eyas.shards.source import FeatureSource
+from eyas.tau import RoundCounts, ratio_of_sums
 from eyas.train.ranks import Ranks
 
 
@@ -74,13 +75,12 @@ class HeldOut:
                     head, vocabulary, Batch.of(samples, str(device)), self.num_draft_steps
                 )
             for number, matches in measured.spans:
-                tally = Tally(self.num_draft_steps)
-                tally.walk(matches)
-                counts[places[number]] += torch.tensor([tally.emitted, tally.rounds])
+                rounds = RoundCounts(self.num_draft_steps)
+                rounds.add_answer(matches)
+                counts[places[number]] += torch.tensor([rounds.emitted, rounds.rounds])
         return counts
 
 
 def tau_of(counts: Tensor) -> float:
     """Emitted tokens by rounds over all conversations [samples, 2]; 0 where no answer has a round."""
-    emitted, rounds = counts.sum(0).tolist()
-    return float(emitted) / rounds if rounds else 0.0
+    return float(ratio_of_sums(counts.numpy()))

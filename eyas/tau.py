@@ -1,0 +1,198 @@
+"""What follows from the numbers of accepted drafts: tau, acceptance by position, intervals.
+
+The raw statistic is a histogram: accept_hist[a] counts the rounds (one propose, one verify) that
+accepted a drafts. Such a round emits a + 1 tokens, the bonus token included. Pure functions of
+counts: no model, no file, no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise, zip_longest
+
+import numpy as np
+
+Interval = tuple[float, float]
+
+# Below six values not even (lowest, highest) holds a median with 95 % confidence, and percentiles
+# of resamples say as little.
+LEAST_ROWS = 6
+NUM_RESAMPLES = 2000
+RESAMPLES_AT_ONCE = 100  # bounds the memory for thousands of rows
+
+
+def sum_hists(hists: Iterable[Sequence[int]]) -> list[int]:
+    """The sum of histograms of any lengths."""
+    return [sum(counts) for counts in zip_longest(*hists, fillvalue=0)]
+
+
+def count_round(accept_hist: list[int], num_accepted_drafts: int) -> None:
+    """Add one round in place; the histogram grows as needed."""
+    accept_hist.extend([0] * (num_accepted_drafts + 1 - len(accept_hist)))
+    accept_hist[num_accepted_drafts] += 1
+
+
+def num_accepted(accept_hist: Sequence[int]) -> int:
+    """Accepted drafts of all rounds, without bonus tokens."""
+    return sum(accepted * count for accepted, count in enumerate(accept_hist))
+
+
+def num_emitted(accept_hist: Sequence[int]) -> int:
+    """Tokens emitted by all rounds: accepted drafts, and the bonus token of each round."""
+    return num_accepted(accept_hist) + sum(accept_hist)
+
+
+def tau_of(accept_hist: Sequence[int]) -> float | None:
+    """Emitted tokens / rounds over all rounds; None without rounds."""
+    rounds = sum(accept_hist)
+    return num_emitted(accept_hist) / rounds if rounds else None
+
+
+def accepted_by_position(accept_hist: Sequence[int]) -> list[int]:
+    """[i]: the rounds that accepted more than i drafts. One entry for each draft step counted."""
+    return [sum(accept_hist[accepted:]) for accepted in range(1, len(accept_hist))]
+
+
+def acceptance_by_position(accept_hist: Sequence[int]) -> list[float]:
+    """[i]: the share of the rounds that accepted i drafts or more which accepted one more.
+
+    Ends where no round is left.
+    """
+    return acceptance_of_positions(sum(accept_hist), accepted_by_position(accept_hist))
+
+
+def acceptance_of_positions(num_rounds: float, accepted: Sequence[float]) -> list[float]:
+    """As `acceptance_by_position`, from what servers count: rounds, and accepted drafts [i]."""
+    return [more / reached for reached, more in pairwise([num_rounds, *accepted]) if reached]
+
+
+def tokens_per_forward(num_decoded: int, accept_hist: Sequence[int]) -> float | None:
+    """Decoded tokens (all but the first of an answer) for each forward of the target.
+
+    A token that no round emitted took one forward of its own. Lies between 1 and tau, and equals
+    tau where every token came from a round; None without tokens.
+    """
+    num_forwards = sum(accept_hist) + max(num_decoded - num_emitted(accept_hist), 0)
+    return num_decoded / num_forwards if num_forwards else None
+
+
+class RoundCounts:
+    """Counts of rounds with K drafts: accept_hist [K + 1]; judged and accepted drafts [K].
+
+    A draft is judged when all drafts before it were accepted and the answer goes on to it, so a
+    round that the end of an answer cuts short does not count against the positions behind the end.
+    """
+
+    def __init__(self, num_draft_steps: int) -> None:
+        self.accept_hist = [0] * (num_draft_steps + 1)
+        self.judged = [0] * num_draft_steps
+        self.accepted = [0] * num_draft_steps
+
+    @property
+    def rounds(self) -> int:
+        return sum(self.accept_hist)
+
+    @property
+    def emitted(self) -> int:
+        return num_emitted(self.accept_hist)
+
+    @property
+    def tau(self) -> float:
+        """0 without rounds."""
+        return tau_of(self.accept_hist) or 0.0
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        return [
+            accepted / max(judged, 1)
+            for accepted, judged in zip(self.accepted, self.judged, strict=True)
+        ]
+
+    def add(self, other: RoundCounts) -> None:
+        """Add the counts of other rounds of as many drafts."""
+        for own, more in (
+            (self.accept_hist, other.accept_hist),
+            (self.judged, other.judged),
+            (self.accepted, other.accepted),
+        ):
+            own[:] = [count + added for count, added in zip(own, more, strict=True)]
+
+    def add_rounds(self, accepted: Sequence[int]) -> None:
+        """Add an answer's rounds as an engine reports them: num_accepted_drafts each, in order.
+
+        An engine does not report whether the last token of an answer was a draft: the position
+        after the last round's accepted drafts counts as not judged.
+        """
+        for left, count in zip(range(len(accepted) - 1, -1, -1), accepted, strict=True):
+            self.accept_hist[count] += 1
+            for position in range(min(len(self.judged), count + (left > 0))):
+                self.judged[position] += 1
+                self.accepted[position] += position < count
+
+    def add_answer(self, matches: Sequence[int]) -> None:
+        """Add the rounds of a chain over an answer of n tokens y_0 .. y_{n-1}.
+
+        matches [n - 1]: of a round whose bonus token is y_j, how many drafts equal the answer, at
+        most n - 1 - j. A round emits these and one token of the target. Where the answer ends with
+        an accepted draft, that draft takes the place of the target's token.
+
+            answer   [y0] [y1 y2 y3 y4] [y5 y6] [y7]     rounds that accept 3, 1, 0
+        """
+        K, at, left = len(self.judged), 0, len(matches)
+        while left > 0:
+            accepted = min(matches[at], K)
+            for position in range(min(K, left, accepted + 1)):
+                self.judged[position] += 1
+                self.accepted[position] += position < accepted
+            emitted = min(accepted + 1, left)
+            self.accept_hist[emitted - 1] += 1
+            at, left = at + emitted, left - emitted
+
+
+def bootstrap(
+    rows: Sequence[Sequence[float]] | np.ndarray,
+    figure: Callable[[np.ndarray], np.ndarray],
+    confidence: float = 0.95,
+    least: int = LEAST_ROWS,
+    seed: int = 0,
+) -> Interval | None:
+    """Percentile bootstrap of a figure over rows [n, k]; None for fewer than `least` rows.
+
+    figure: resamples [..., n, k] -> values [...]. A row is what is known of one prompt (request,
+    conversation): the rounds of one answer go up and down together, so resampled rounds would give
+    an interval that is too narrow. The same rows give the same interval. Efron, Tibshirani 1993,
+    chapter 13.
+    """
+    table = np.asarray(rows, dtype=np.float64)
+    if len(table) < max(least, 1):
+        return None
+    rng = np.random.default_rng(seed)
+    values = [
+        figure(table[rng.integers(len(table), size=(RESAMPLES_AT_ONCE, len(table)))])
+        for _ in range(NUM_RESAMPLES // RESAMPLES_AT_ONCE)
+    ]
+    ends = [(1 - confidence) / 2, (1 + confidence) / 2]
+    low, high = np.quantile(np.concatenate(values), ends).tolist()
+    return low, high
+
+
+def tau_interval(
+    emitted: Sequence[int], rounds: Sequence[int], confidence: float = 0.95, seed: int = 0
+) -> Interval | None:
+    """Interval of sum(emitted) / sum(rounds), counts of each prompt [n]; None without a round."""
+    if not sum(rounds):
+        return None
+    rows = list(zip(emitted, rounds, strict=True))
+    return bootstrap(rows, ratio_of_sums, confidence, seed=seed)
+
+
+def ratio_of_medians(table: np.ndarray) -> np.ndarray:
+    """[..., n, 2] -> [...]: median of the first column over that of the second."""
+    medians = np.median(table, axis=-2)
+    return np.asarray(medians[..., 0] / medians[..., 1])
+
+
+def ratio_of_sums(table: np.ndarray) -> np.ndarray:
+    """[..., n, 2] -> [...]: sum of the first column over that of the second; 0 / 0 is 0."""
+    sums = table.sum(axis=-2)
+    return np.asarray(sums[..., 0] / np.maximum(sums[..., 1], np.finfo(float).tiny))
