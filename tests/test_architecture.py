@@ -15,8 +15,8 @@ PACKAGE = ROOT / "eyas"
 
 # Data goes top to bottom: a file imports only from rows above its own, or from its own package.
 ORDER = (
-    ("errors", "records", "page", "figure", "tau"),
-    ("artifact", "log", "chat", "builtin", "language"),
+    ("errors", "records", "page", "tau"),
+    ("artifact", "log", "chat", "builtin", "language", "figure"),
     ("model", "shards", "lineage", "privacy"),
     ("engine",),
     ("data", "features", "train", "evaluate", "export", "serve"),
