@@ -13,11 +13,23 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from transformers import AutoTokenizer
 
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.model.target import Target
 from eyas.serve.limits import LimitsConfig
-from tests.serving import MAX_LENGTH, MESSAGES, MODEL, ScriptedEngine, World, ask, complete, post
+from eyas.serve.server import ServeConfig, build_app, running_app
+from tests.serving import (
+    MAX_LENGTH,
+    MESSAGES,
+    MODEL,
+    ScriptedEngine,
+    World,
+    ask,
+    complete,
+    connected,
+    post,
+)
 from tests.tiny import tiny_target
 from tests.tiny_head import head_folder
 
@@ -870,3 +882,18 @@ def test_tools_that_cannot_be_used_are_refused(caller, params, param):
     with pytest.raises(openai.BadRequestError) as refused:
         ask(caller, **params)
     assert refused.value.param.startswith(param)
+
+
+def test_the_tokenizer_is_read_once(world, monkeypatch):
+    """For templates with other options, stop strings and grammars as well."""
+    reads = []
+    read = AutoTokenizer.from_pretrained
+    monkeypatch.setattr(
+        AutoTokenizer, "from_pretrained", lambda *a, **k: reads.append(a) or read(*a, **k)
+    )
+    config = ServeConfig(target=str(world.folder), model=MODEL)
+    with running_app(build_app(config)) as url, connected(url) as client:
+        ask(client, stop=["never said"], max_tokens=4)
+        with pytest.raises(openai.BadRequestError):  # the target has no end token
+            ask(client, extra_body={"regex": "a"})
+    assert len(reads) == 1

@@ -9,7 +9,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.serve.stop import StopFilter
+from eyas.engine.stop import StopFilter
 
 TEXT = st.text(alphabet="ab", max_size=30)
 STOPS = st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=4)

@@ -58,9 +58,10 @@ class Chat:
         folder: str | Path,
         date: datetime.date | None = None,
         options: Mapping[str, Any] | None = None,
+        tokens: Tokens | None = None,
     ) -> None:
         self.folder = str(folder)
-        self._tokens = Tokens(self.folder)
+        self._tokens = tokens or Tokens(self.folder)
         self.eos_token_ids = self._tokens.end_ids
         self._template = Template(self._tokens.tokenizer, self.folder, date, options or {})
         try:
@@ -73,6 +74,15 @@ class Chat:
             examine(self._turn, self._tokens.bos_id)
         except Untrusted as what:
             raise self._distrust(what) from what
+
+    def with_options(self, options: Mapping[str, Any]) -> Chat:
+        """The same tokenizer, and its template with other options. Raises what Chat raises."""
+        return Chat(self.folder, options=options, tokens=self._tokens)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The target's, of transformers: for those that must not load it a second time."""
+        return self._tokens.tokenizer
 
     @property
     def needs_a_date(self) -> bool:

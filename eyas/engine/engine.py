@@ -16,12 +16,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field, model_validator
-from transformers import AutoTokenizer
 
 from eyas.engine.draft import Draft, Growth
-from eyas.engine.grammar import Grammars
+from eyas.engine.grammar import Grammars, load_tokenizer
 from eyas.engine.pages import PagePool
 from eyas.engine.policy import Policy, Speculation
 from eyas.engine.request import FinishReason, Request, Result, TokenLogprob, Update
@@ -83,8 +83,11 @@ class Engine:
         draft: Draft | None = None,
         config: EngineConfig | None = None,
         folder: str | Path | None = None,
+        tokenizer: Any = None,
     ) -> None:
-        """folder: the target's, for the tokenizer that stop strings and grammars need."""
+        """folder: the target's, for the tokenizer that stop strings and grammars need; it is read
+        for the first of them, unless the caller gives one of transformers.
+        """
         config = config or EngineConfig()
         speculation = config.parsed()
         sizes = {
@@ -120,10 +123,11 @@ class Engine:
         costs = round_costs(self.rounds) if speculation.mode == "auto" else None
         self.policy = self.rounds.policy = Policy(speculation, costs, native=target.is_native)
         self._folder = folder
+        self._given_tokenizer = tokenizer
         self._end_tokens = frozenset(target.config.eos_token_ids)
         self._grammars = (
-            Grammars(folder, target.config.vocab_size, self._end_tokens)
-            if folder is not None
+            Grammars(lambda: self._tokenizer, target.config.vocab_size, self._end_tokens)
+            if folder is not None or tokenizer is not None
             else None
         )
         self._loop = self.overlap_loop if config.overlap else self.normal_loop
@@ -141,6 +145,7 @@ class Engine:
         dtype: str = "float32",
         config: EngineConfig | None = None,
         device: str = "cpu",
+        tokenizer: Any = None,
     ) -> Engine:
         """Load a target folder and, optionally, a head folder in any form that `read_head` knows.
         device: cpu, cuda, cuda:1.
@@ -151,6 +156,7 @@ class Engine:
             Draft(*read_head(head, loaded.config), loaded) if head is not None else None,
             config,
             target,
+            tokenizer,
         )
 
     @staticmethod
@@ -308,6 +314,7 @@ class Engine:
             running.index,
             outcome.logprobs,
             outcome.tree,
+            outcome.text,
         )
 
     def _watch(self, accept_length: int) -> None:
@@ -348,10 +355,13 @@ class Engine:
     @cached_property
     def _decode(self) -> Callable[[list[int]], str]:
         """Tokens to text, as clients see it."""
-        tokenizer = AutoTokenizer.from_pretrained(str(self._folder), local_files_only=True)
         return partial(
-            tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            self._tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return self._given_tokenizer or load_tokenizer(str(self._folder))
 
 
 @dataclass(slots=True)

@@ -7,9 +7,10 @@ ignoring it. Whoever draws must pass each token drawn to `advance`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
@@ -25,13 +26,31 @@ _MAX_SOURCE_LENGTH = 65536  # characters of a schema or a regular expression
 _BLANKS = r"[ \t\n\r]{0,20}"
 
 
+def load_tokenizer(folder: str | Path) -> Any:
+    """The fast tokenizer of transformers in a target's folder. Raises MissingInputError."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise MissingInputError(
+            f"{folder} has no tokenizer that can be read: {str(error).splitlines()[0]}",
+            "put the target's tokenizer files beside its weights",
+        ) from error
+    if not tokenizer.is_fast:
+        raise MissingInputError(
+            f"{folder} has no fast tokenizer", "add its tokenizer.json: grammars need it"
+        )
+    return tokenizer
+
+
 class Grammars:
-    """Compiles the grammars of requests for the target in `folder`, each once; the tokenizer is
-    read for the first of them.
+    """Compiles the grammars of requests, each once; the target's tokenizer is asked for with the
+    first of them.
     """
 
-    def __init__(self, folder: str | Path, vocab_size: int, end_tokens: Iterable[int]) -> None:
-        self._folder = Path(folder)
+    def __init__(
+        self, tokenizer: Callable[[], Any], vocab_size: int, end_tokens: Iterable[int]
+    ) -> None:
+        self._target_tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._end_tokens = sorted(token for token in end_tokens if token < vocab_size)
         self._cached = lru_cache(maxsize=_CACHED_GRAMMARS)(self._compile)
@@ -45,7 +64,7 @@ class Grammars:
     def _compile(self, json_schema: str | None, regex: str | None) -> Grammar:
         if not self._end_tokens:
             raise InputError(
-                f"{self._folder} names no end token",
+                "the target names no end token",
                 "set eos_token_id in its config.json: a grammar ends by it",
             )
         name, source = ("regex", regex) if regex is not None else ("json_schema", json_schema)
@@ -71,17 +90,7 @@ class Grammars:
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(str(self._folder), local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise MissingInputError(
-                f"{self._folder} has no tokenizer that can be read: {str(error).splitlines()[0]}",
-                "put the target's tokenizer files beside its weights",
-            ) from error
-        if not tokenizer.is_fast:
-            raise MissingInputError(
-                f"{self._folder} has no fast tokenizer", "add its tokenizer.json: grammars need it"
-            )
+        tokenizer = self._target_tokenizer()
         size = max(self._vocab_size, len(tokenizer))
         return LLTokenizer(
             tokenizer.backend_tokenizer.to_str(), n_vocab=size, eos_token=self._end_tokens

@@ -219,7 +219,8 @@ class Update:
     """What one step gave one request. num_accepted_drafts is None for a prefill or a plain round.
 
     index says which of the request's n samples it is; logprobs has one entry a token where they
-    were asked for. tree: of a speculative round, where it was asked for.
+    were asked for. tree: of a speculative round, where it was asked for. text: of requests with
+    stop strings, the new text that is certain; it ends before the first stop string.
     """
 
     request_id: str
@@ -229,6 +230,7 @@ class Update:
     index: int = 0
     logprobs: list[TokenLogprob] | None = None
     tree: DraftedTree | None = None
+    text: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

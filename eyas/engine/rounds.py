@@ -319,4 +319,5 @@ class Rounds:
             num_accepted_drafts,
             None if logprobs is None else logprobs[first : first + len(tokens)],
             tree,
+            None if running.stops is None or not tokens else running.stops.take_text(),
         )

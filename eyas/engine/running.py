@@ -39,7 +39,7 @@ class Running:
             sampler,
             max_tokens,
         )
-        self._stops = stops
+        self.stops = stops
         # The scheduler's
         self.slot = -1
         self.pages: list[int] = []
@@ -91,6 +91,8 @@ class Running:
             elif self.num_emitted >= self.max_tokens:
                 self.finish_reason = "length"
             if self.finish_reason is not None:
+                if self.stops is not None and self.stops.finish():
+                    self.finish_reason = "stop"
                 return tokens[:count]
         return tokens
 
@@ -100,7 +102,7 @@ class Running:
         return (
             is_end
             or token in params.stop_token_ids
-            or (self._stops is not None and self._stops.push(token))
+            or (self.stops is not None and self.stops.push(token))
         )
 
 
@@ -115,3 +117,4 @@ class Outcome:
     num_accepted_drafts: int | None = None
     logprobs: list[TokenLogprob] | None = None
     tree: DraftedTree | None = None
+    text: str | None = None  # of requests with stop strings

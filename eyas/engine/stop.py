@@ -1,5 +1,6 @@
-"""Where an answer ends by a stop string: the token that completes it in the decoded text. Knows no
-server and no sampler.
+"""Stop strings: the token that completes one in the decoded text, and the text before it.
+
+The only place where stop strings are matched. Knows no server and no sampler.
 """
 
 from __future__ import annotations
@@ -9,23 +10,79 @@ from collections.abc import Callable, Sequence
 from eyas.chat import TextStream
 
 
-class StopChecker:
-    """Fed with an answer's tokens, one by one; says after which of them a stop string is complete
-    in their text.
+class StopFilter:
+    """Passes text through up to the first stop string and holds back what may become one.
 
-    Only the new text and as much before it as a stop string may reach back is searched. The bytes
-    of an unfinished character are no text yet, so a stop string never matches half a character.
+    All that `push` and `finish` return, joined, is the text before the stop string that is complete
+    first (of two that end together, the longer), however the text was cut into pieces.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        assert all(stops), "an empty stop string stops everything"
+        self.hit = False
+        self.rest = ""  # after a hit: what came behind the stop string in the same piece
+        self._stops = tuple(stops)
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """The text that cannot become part of a stop string; after a hit, nothing."""
+        if self.hit:
+            return ""
+        self._held += text
+        ends = [
+            (start + len(stop), start)
+            for stop in self._stops
+            if (start := self._held.find(stop)) >= 0
+        ]
+        if ends:
+            self.hit = True
+            end, start = min(ends)
+            self.rest = self._held[end:]
+            return self._held[:start]
+        certain = len(self._held) - self._open_length()
+        text, self._held = self._held[:certain], self._held[certain:]
+        return text
+
+    def finish(self) -> str:
+        """What was held back, when the text ended without a stop string."""
+        return "" if self.hit else self._held
+
+    def _open_length(self) -> int:
+        """Length of the longest end of the held text that begins a stop string."""
+        longest = min(len(self._held), max(map(len, self._stops), default=1) - 1)
+        return next(
+            (
+                n
+                for n in range(longest, 0, -1)
+                if any(stop.startswith(self._held[-n:]) for stop in self._stops)
+            ),
+            0,
+        )
+
+
+class StopChecker:
+    """Decodes the tokens of a sample one by one and ends its text before the first stop string.
+
+    The bytes of an unfinished character are no text yet, so a stop string never matches half a
+    character.
     """
 
     def __init__(self, stops: Sequence[str], decode: Callable[[list[int]], str]) -> None:
-        assert all(stops), "an empty stop string stops everything"
-        self._stops = tuple(stops)
         self._stream = TextStream(decode)
-        self._reach = max(map(len, self._stops), default=1) - 1
-        self._tail = ""
+        self._filter = StopFilter(stops)
+        self._text = ""
 
     def push(self, token: int) -> bool:
-        """Whether this token completes a stop string. Not to be asked again after True."""
-        text = self._tail + self._stream.push([token])
-        self._tail = text[max(len(text) - self._reach, 0) :]
-        return any(stop in text for stop in self._stops)
+        """Whether this token completes a stop string."""
+        self._text += self._filter.push(self._stream.push([token]))
+        return self._filter.hit
+
+    def finish(self) -> bool:
+        """To be called after the last token: whether the bytes that waited complete a stop string."""
+        self._text += self._filter.push(self._stream.finish()) + self._filter.finish()
+        return self._filter.hit
+
+    def take_text(self) -> str:
+        """The text that is certain and has not been taken yet."""
+        text, self._text = self._text, ""
+        return text

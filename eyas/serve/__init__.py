@@ -4,7 +4,7 @@ connection, limits            who gets in, and for how long
 fields, chat_request, text_request, generate_request, vertex, refusal   what may be asked, and the error of what may not
 translation, tokenizer, tools   a request in the engine's terms
 worker                        the thread that owns the engine
-completion, stop, writer, generate_writer   updates become text, calls and events
+completion, writer, generate_writer   updates become text, calls and events
 metrics, openapi              what the server tells of itself
 drift, reference              whether acceptance is what the head's card promises
 consent, collection, cleaning   prompts that may be kept, cleaned, for the next head

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 from eyas.chat import TextStream
 from eyas.engine.request import DraftedTree, FinishReason, Request, TokenLogprob, Update
-from eyas.serve.stop import StopFilter
 from eyas.serve.tokenizer import Tokenizer
 from eyas.serve.tools import Call, CallReader
 from eyas.tau import count_round, num_emitted, tau_of
@@ -49,11 +48,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How the text of an answer is to be read: stop strings; as words and calls, or as words alone;
-    by rounds as well.
+    """How the text of an answer is to be read: as words and calls, or as words alone; by rounds as
+    well.
     """
 
-    stops: tuple[str, ...] = ()
     reads_calls: bool = False
     demands_call: bool = False
     tells_rounds: bool = False
@@ -70,7 +68,6 @@ class Choice:
         self._number = number
         self._text_stream = text_streams()
         self._by_token = text_streams() if reading.tells_rounds else None
-        self._stop = StopFilter(reading.stops) if reading.stops else None
         self._calls = CallReader(reading.demands_call) if reading.reads_calls else None
 
     def push(self, update: Update) -> Piece:
@@ -78,10 +75,8 @@ class Choice:
         assert self.ending is None, "an update after the end"
         self.num_tokens += len(update.token_ids)
         is_last = update.finish_reason is not None
-        text, ending = self._text(update.token_ids, is_last), update.finish_reason
+        text, ending = self._text(update, is_last), update.finish_reason
         calls: list[Call] = []
-        if self._stop is not None and self._stop.hit:
-            ending = "stop"
         if self._calls is not None:
             text, calls = self._calls.push(text)
             if is_last:
@@ -98,14 +93,11 @@ class Choice:
             self._number, text, update.token_ids, calls, update.logprobs, self.ending, round_
         )
 
-    def _text(self, token_ids: list[int], is_last: bool) -> str:
-        text = self._text_stream.push(token_ids)
-        if is_last:
-            text += self._text_stream.finish()
-        if self._stop is None:
-            return text
-        text = self._stop.push(text)
-        return text + self._stop.finish() if is_last else text
+    def _text(self, update: Update, is_last: bool) -> str:
+        if update.text is not None:  # the engine decodes what it searches for stop strings
+            return update.text
+        text = self._text_stream.push(update.token_ids)
+        return text + self._text_stream.finish() if is_last else text
 
     @staticmethod
     def _texts(stream: TextStream, token_ids: list[int], is_last: bool) -> list[str]:

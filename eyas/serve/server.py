@@ -114,7 +114,12 @@ def build_app(config: ServeConfig) -> Starlette:
     target, head = config.folders()
     chat = Chat(target)
     engine = Engine.load(
-        target, head, dtype=config.dtype, config=config.engine, device=config.device
+        target,
+        head,
+        dtype=config.dtype,
+        config=config.engine,
+        device=config.device,
+        tokenizer=chat.tokenizer,
     )
     served = Served(
         config.served_model, config.dtype, head is not None, engine.max_length, fingerprint(target)

@@ -11,8 +11,6 @@ import re
 from collections.abc import Mapping
 from functools import cached_property
 
-from transformers import AutoTokenizer
-
 from eyas.chat import Chat, TextStream
 from eyas.errors import InputError, TemplateError
 
@@ -31,10 +29,8 @@ class Tokenizer:
 
     def __init__(self, chat: Chat) -> None:
         self._chats: dict[Options, Chat] = {(): chat}
-        self._tokenizer = AutoTokenizer.from_pretrained(chat.folder, local_files_only=True)
+        self._tokenizer = chat.tokenizer
         self._backend = self._tokenizer.backend_tokenizer
-        self._backend.no_truncation()
-        self._backend.no_padding()
         self._longest_token = max(map(len, self._backend.get_vocab()))
 
     # Text to tokens
@@ -53,7 +49,7 @@ class Tokenizer:
                     "chat_template_kwargs were given in too many combinations",
                     "use those in use already",
                 )
-            self._chats[key] = Chat(self._chats[()].folder, options=options)
+            self._chats[key] = self._chats[()].with_options(options)
         return self._chats[key]
 
     def knows_option(self, name: str) -> bool:

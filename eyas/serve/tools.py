@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from eyas.engine.stop import StopFilter
 from eyas.serve.chat_request import Tool
 from eyas.serve.refusal import unsupported
-from eyas.serve.stop import StopFilter
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 DEMAND = f"{OPENING}\n"  # what the prompt of a demanded call ends with

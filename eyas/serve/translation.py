@@ -71,9 +71,7 @@ class Translator:
         prompt_ids = self._chat_prompt(asked)
         is_last_call = bool(asked.offered_tools) and not asked.parallel_tool_calls and not demanded
         params = self._params(asked, len(prompt_ids), grammar, (CLOSING,) if is_last_call else ())
-        reading = Reading(
-            asked.stops, bool(asked.offered_tools), bool(demanded), asked.tells_rounds
-        )
+        reading = Reading(bool(asked.offered_tools), bool(demanded), asked.tells_rounds)
         writer = ChatWriter(self._served.model, self.tokenizer, asked.usage_in != "none")
         return Work([self._request(asked, prompt_ids, params)], reading, writer, asked.usage_in)
 
@@ -86,9 +84,7 @@ class Translator:
             else None
         )
         writer = TextWriter(self._served.model, self.tokenizer, asked.usage_in != "none", echoed)
-        return Work(
-            requests, Reading(asked.stops, tells_rounds=asked.tells_rounds), writer, asked.usage_in
-        )
+        return Work(requests, Reading(tells_rounds=asked.tells_rounds), writer, asked.usage_in)
 
     def generate(self, asked: GenerateRequest) -> Work:
         """Raises ApiError for what this server or this target cannot do."""
@@ -106,7 +102,7 @@ class Translator:
             with_text=asked.return_text_in_logprobs,
             rid=asked.rid,
         )
-        return Work(requests, Reading(text.stops), writer)
+        return Work(requests, Reading(), writer)
 
     def _texts(self, asked: TextRequest) -> list[Request]:
         self._check_model(asked)
