@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from eyas import builtin
+from eyas import builtin, hub
 from eyas.artifact import Artifact
 from eyas.cli.main import build
 from eyas.errors import EmptyInputError, EyasError, MismatchError, MissingInputError
@@ -297,7 +297,7 @@ def test_the_command_line_names_start_and_old_mix(world):
 def test_a_start_may_be_the_packaged_head_or_one_of_the_hub(monkeypatch):
     vocabulary = TargetVocabulary.load(builtin.target_folder())
     packaged = str(builtin.head_folder())
-    monkeypatch.setattr(builtin, "hub_folder", {"owner/head": packaged}.__getitem__)
+    monkeypatch.setattr(hub, "hub_folder", {"owner/head": packaged}.__getitem__)
     by_folder = given_head(packaged, vocabulary)
     for name in ("builtin", "owner/head"):
         assert (

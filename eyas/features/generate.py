@@ -29,7 +29,6 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from eyas.artifact import Artifact, Manifest, identity
-from eyas.builtin import resolve_head, resolve_target
 from eyas.chat import Chat
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.errors import ConfigError, EmptyInputError, TemplateError
@@ -39,6 +38,7 @@ from eyas.features.conversation import Conversation, Questioner, Sampling, check
 from eyas.features.fleet import Fleet
 from eyas.features.parts import AnswerParts, claimed
 from eyas.features.servers import ClientConfig, Expected
+from eyas.hub import resolve_head, resolve_target
 from eyas.log import Track, quiet
 from eyas.model.fingerprint import fingerprint
 from eyas.model.foreign import target_shape
