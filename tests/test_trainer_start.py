@@ -144,7 +144,7 @@ def test_draft_tokens_chosen_anew_keep_the_rows_they_had(world):
 
 
 def test_what_does_not_fit_is_refused(world, tmp_path):
-    with pytest.raises(MissingInputError, match="no folder of a head"):
+    with pytest.raises(MissingInputError, match="no head folder at"):
         world.tune("a", str(tmp_path / "nothing"))
     with pytest.raises(MismatchError, match=r"head\.norm_output is True, its own is False"):
         world.tune("b", world.head.url, head={"norm_output": True})
