@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from eyas import builtin, hub
-from eyas.artifact import Artifact
+from eyas.artifact import DONE, IDENTITY, MANIFEST, Artifact
 from eyas.cli.main import build
 from eyas.errors import EmptyInputError, EyasError, MismatchError, MissingInputError
 from eyas.lineage import sources
@@ -155,6 +155,8 @@ def test_what_does_not_fit_is_refused(world, tmp_path):
     with pytest.raises(MismatchError, match=r"head\.train_lm_head is True, its own is False"):
         world.tune("f", str(frozen), head={"train_lm_head": True})
     other = shutil.copytree(world.folder / "head", tmp_path / "other")
+    for name in (MANIFEST, DONE, IDENTITY):  # without them the files may be edited
+        (other / name).unlink()
     settings = json.loads((other / "eyas_head.json").read_text())
     for changed, words in (
         (
