@@ -26,9 +26,9 @@ from pathlib import Path
 import held_out
 import torch
 
-from eyas import hub
-from eyas.bench.client import Client
+from eyas import builtin
 from eyas.bench.stream import read_reply
+from eyas.client import Client
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
 from eyas.serve.server import ServeConfig, running_server
@@ -53,7 +53,7 @@ def engine_tpot_ms(engine: Engine, requests: list[Request]) -> float:
 async def server_tpot_ms(client: Client, bodies: list[dict[str, object]]) -> float:
     """Mean over the requests, all of them at once. Ends the program where one fails."""
     replies = [
-        read_reply(received) for received in await asyncio.gather(*map(client.complete, bodies))
+        read_reply(received) for received in await asyncio.gather(*map(client.stream, bodies))
     ]
     for reply in replies:
         if reply.error:
@@ -155,7 +155,7 @@ def main() -> None:
         engine=config,
     )
     engine = Engine.load(
-        hub.resolve_target(args.target), hub.resolve_head(args.head), args.dtype, config
+        builtin.resolve_target(args.target), builtin.resolve_head(args.head), args.dtype, config
     )
     with running_server(serve) as url:
         figures = asyncio.run(measured(args, engine, url))

@@ -14,9 +14,9 @@ PACKAGE = ROOT / "eyas"
 # Data goes top to bottom: a file imports only from rows above its own, or from its own package.
 ORDER = (
     ("errors", "records", "page", "tau"),
-    ("artifact", "log", "chat", "builtin", "language", "figure"),
-    ("hub", "model", "shards", "privacy"),
-    ("lineage", "engine"),
+    ("artifact", "log", "chat", "builtin", "language", "figure", "client"),
+    ("model", "shards", "lineage", "privacy"),
+    ("engine",),
     ("data", "features", "train", "evaluate", "export", "serve"),
     ("bench", "plan"),
     ("cli",),

@@ -16,12 +16,12 @@ import pytest
 
 from eyas.artifact import Artifact, Manifest
 from eyas.bench.bench import ArmConfig, BenchConfig, _read, bench, bench_identity
-from eyas.bench.client import Client
-from eyas.bench.stream import Received, Reply, events, read_reply
+from eyas.bench.stream import Reply, events, read_reply
 from eyas.bench.summary import compared_task, comparison, result, summarise
 from eyas.bench.workload import Task, read_tasks
-from eyas.builtin import BUILTIN
+from eyas.builtin import BUILTIN, resolve_head, resolve_target
 from eyas.chat import Chat
+from eyas.client import Client, StreamRecord
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.errors import (
     ConfigError,
@@ -32,7 +32,6 @@ from eyas.errors import (
     MismatchError,
     MissingInputError,
 )
-from eyas.hub import resolve_head, resolve_target
 from eyas.serve.app import Served, create_app
 from eyas.serve.server import running_app
 from eyas.serve.worker import Worker
@@ -186,14 +185,14 @@ def test_first_token_is_the_first_text_and_the_end_is_the_last_choice():
         (9.0, delta(None, "stop")),
         (11.0, USAGE + b"data: [DONE]\n\n"),
     ]
-    reply = read_reply(Received(0.0, pieces))
+    reply = read_reply(StreamRecord(0.0, pieces))
     assert reply == Reply(
         4.0, 9.0, [2.0], 3, 5, "stop", "Hello", [1, 1], num_chunks=2, tells_rounds=True
     )
 
 
 def test_an_answer_without_text_has_its_end_for_a_first_token():
-    assert read_reply(Received(0.0, [(7.0, delta(None, "stop") + USAGE)])).ttft_ms == 7.0
+    assert read_reply(StreamRecord(0.0, [(7.0, delta(None, "stop") + USAGE)])).ttft_ms == 7.0
 
 
 @pytest.mark.parametrize(
@@ -209,7 +208,7 @@ def test_an_answer_without_text_has_its_end_for_a_first_token():
     ],
 )
 def test_a_broken_stream_is_an_error_and_no_figure(pieces, words):
-    reply = read_reply(Received(0.0, pieces))
+    reply = read_reply(StreamRecord(0.0, pieces))
     assert words in reply.error
     assert reply == Reply(error=reply.error)
 
@@ -713,7 +712,7 @@ def test_however_the_kernel_tells_of_a_stale_connection_the_request_is_sent_agai
 
         async with Client("http://server", timeout_s=5.0) as client:
             client._http._transport = httpx.MockTransport(answer)
-            return await client.complete({})
+            return await client.stream({})
 
     assert not asyncio.run(asked([kind("")])).error
     # once: then it is the server's failure

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from eyas.bench.server import parse_metrics, precision, speculation, speculation_of
-from eyas.bench.stream import Received, read_reply
+from eyas.bench.stream import read_reply
+from eyas.client import StreamRecord
 
 STREAMS = Path(__file__).with_name("streams")
 # what the packaged target says in 12 tokens, whoever serves it
@@ -22,7 +23,7 @@ def recorded(name):
 
 
 def received(stream):
-    return Received(0.0, [(at, text.encode()) for at, text in stream["pieces"]])
+    return StreamRecord(0.0, [(at, text.encode()) for at, text in stream["pieces"]])
 
 
 @pytest.mark.parametrize("name", ["llama_cpp", "llama_cpp_eagle3", "vllm_eagle3"])
@@ -70,7 +71,7 @@ def test_where_reads_cut_a_stream_does_not_matter(name, size):
     stream = recorded(name)["streams"]["usage"]
     whole = "".join(text for _, text in stream["pieces"]).encode()
     cut = [(float(at), whole[at : at + size]) for at in range(0, len(whole), size)]
-    reply = read_reply(Received(0.0, cut))
+    reply = read_reply(StreamRecord(0.0, cut))
     assert (reply.text, reply.num_output_tokens) == (ANSWER, 12)
 
 
@@ -125,14 +126,14 @@ def sglang(**changes):
 
 
 def test_reasoning_and_calls_are_text_and_what_is_empty_is_not():
-    reply = read_reply(Received(0.0, [*sglang(), (9.0, b"data: [DONE]\r\n\r\n")]))
+    reply = read_reply(StreamRecord(0.0, [*sglang(), (9.0, b"data: [DONE]\r\n\r\n")]))
     assert reply.text == "They want Thai food.How about Bonchon?book{}"
     assert (reply.ttft_ms, reply.e2e_ms, reply.itl_ms) == (2.0, 6.0, [1.0, 1.0, 1.0])
     assert (reply.num_prompt_tokens, reply.num_output_tokens, reply.num_chunks) == (9, 14, 4)
 
 
 def test_the_last_chunk_may_have_no_choices_at_all():
-    assert read_reply(Received(0.0, sglang(choices=None))).num_output_tokens == 14
+    assert read_reply(StreamRecord(0.0, sglang(choices=None))).num_output_tokens == 14
 
 
 def test_counters_of_all_servers_have_one_form():

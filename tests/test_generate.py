@@ -4,6 +4,7 @@ on resume.
 
 import collections
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from eyas.artifact import VERSION, Artifact
 from eyas.chat import Chat
 from eyas.engine.engine import Engine
 from eyas.errors import EmptyInputError, InputError, MissingInputError, TemplateError
+from eyas.features import generate as stage
 from eyas.features.generate import GenerateConfig, generate
 from eyas.privacy.leaks import Leaks
 from eyas.privacy.policy import PrivacyConfig
@@ -31,10 +33,16 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return talking_target(tmp_path_factory.mktemp("target"))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def small_parts() -> Iterator[None]:
+    """Several parts of few prompts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage, "ROWS_PER_PART", 4)
+        yield
+
+
 def config_of(target: Path, **settings: Any) -> GenerateConfig:
-    return GenerateConfig(
-        **{"target": str(target), "max_tokens": 12, "max_batch": 5, "rows_per_part": 4, **settings}
-    )
+    return GenerateConfig(**{"target": str(target), "max_tokens": 12, "max_batch": 5, **settings})
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +166,9 @@ def test_a_killed_run_goes_on_and_ends_the_same(
     prompts = write_prompts(tmp_path / "prompts", PROMPTS)
     config, output = config_of(target), Artifact(str(tmp_path / "cut"))
     code = f"""
+import eyas.features.generate as stage
 from eyas.features.generate import GenerateConfig, generate
+stage.ROWS_PER_PART = 4
 generate(GenerateConfig.model_validate_json({config.model_dump_json()!r}), Artifact({prompts.url!r}), Artifact({output.url!r}))
 """
     run_until_killed(code, last="answers-00003.jsonl")

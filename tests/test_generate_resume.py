@@ -12,7 +12,7 @@ import random
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,23 @@ import pytest
 
 from eyas.artifact import WORK, Artifact
 from eyas.errors import InputError, StorageFullError
-from eyas.features import parts
-from eyas.features.backend import Asked, EngineBackend
+from eyas.features import answers as on_disk
+from eyas.features import generate as stage
+from eyas.features.answers import Journal, JournalEntry, folder_lock
+from eyas.features.backend import EngineBackend, TurnRequest
 from eyas.features.generate import GenerateConfig, generate
-from eyas.features.parts import Entry, Journal, claimed
 from eyas.records import Answer, Origin, read_answers, read_origins
 from tests.stages import prompts_of, talking_target, write_prompts
 
 PROMPTS = prompts_of(60)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_parts() -> Iterator[None]:
+    """Several parts of few prompts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage, "ROWS_PER_PART", 7)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +53,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 @pytest.fixture(scope="module")
 def config(target: Path) -> GenerateConfig:
     mix = [{"share": 0.7}, {"share": 0.3, "temperature": 1.0}]
-    return GenerateConfig(
-        target=str(target), max_tokens=12, max_batch=5, rows_per_part=7, sampling=mix
-    )
+    return GenerateConfig(target=str(target), max_tokens=12, max_batch=5, sampling=mix)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +122,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A file to which every process adds the ids that it asks for."""
     log, add = tmp_path / "asked", EngineBackend.add
 
-    def add_and_tell(self: EngineBackend, request: Asked) -> None:
+    def add_and_tell(self: EngineBackend, request: TurnRequest) -> None:
         with log.open("a") as file:
             file.write(request.id + "\n")
         add(self, request)
@@ -189,7 +196,7 @@ def test_killed_at_the_worst_moment(
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def add_or_die(self: Journal, entry: Entry) -> None:
+    def add_or_die(self: Journal, entry: JournalEntry) -> None:
         count[0] += 1
         is_time = count[0] == 11 and when != "part"
         if is_time and when == "before":
@@ -237,7 +244,9 @@ def test_a_damaged_line_is_asked_for_again_with_what_stood_on_it(
 ) -> None:
     output = tmp_path / "answers"
     with monkeypatch.context() as patch:
-        patch.setattr(parts.AnswerParts, "_write", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        patch.setattr(
+            on_disk.AnswerParts, "_write", lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        )
         assert (
             ended(in_a_process(lambda: generate(config, prompts, Artifact(str(output)))))
             == -signal.SIGKILL
@@ -264,7 +273,7 @@ def test_a_damaged_line_is_asked_for_again_with_what_stood_on_it(
     again = asked_for(asked)
     assert {(later["prompt_id"], 0), (later["prompt_id"], 1)} <= again
     assert not again & before
-    assert [record.data["lines"] for record in caplog.records if "not whole" in record.message] == [
+    assert [record.data["lines"] for record in caplog.records if "damaged" in record.message] == [
         1
     ] * 2
     assert contents(Artifact(str(output))) == contents(whole[0])
@@ -301,7 +310,7 @@ def test_two_processes_do_not_write_into_one_folder(
     config: GenerateConfig, prompts: Artifact, tmp_path: Path
 ) -> None:
     output = Artifact(str(tmp_path / "answers"))
-    with claimed(output):
+    with folder_lock(output):
         with pytest.raises(InputError, match="another process is writing into"):
             generate(config, prompts, output)
         assert not output.is_done()
@@ -320,7 +329,7 @@ def test_in_an_object_store_a_journal_is_segments(
     """No line can be added to an object. What waits for its segment to be full is lost with the
     process, no more.
     """
-    monkeypatch.setattr(parts, "SEGMENT_LINES", 3)
+    monkeypatch.setattr(on_disk, "SEGMENT_LINES", 3)
     url = f"memory://{tmp_path}/answers"
     store = fsspec.filesystem("memory")
 
@@ -379,10 +388,10 @@ def test_a_full_disk_says_so_and_keeps_what_there_is(
 # The journal by itself
 
 
-def entry(at: int, turn: int, text: str = "Yes") -> Entry:
+def entry(at: int, turn: int, text: str = "Yes") -> JournalEntry:
     messages = ({"role": "user", "content": "?"}, {"role": "assistant", "content": text})
     answer = Answer(f"k{turn}", f"p{at}", "s", "l", turn, messages, "stop", 0.0, 3, 2)  # type: ignore[arg-type]
-    return Entry(at, answer, Origin(answer.key, answer.prompt_id, turn, "eyas", None, 1.5))
+    return JournalEntry(at, answer, Origin(answer.key, answer.prompt_id, turn, "eyas", None, 1.5))
 
 
 @pytest.mark.parametrize(
@@ -391,14 +400,14 @@ def entry(at: int, turn: int, text: str = "Yes") -> Entry:
 def test_a_line_is_what_was_written(text: str) -> None:
     line = entry(3, 0, text).to_line()
     assert line.count(b"\n") == 1
-    assert Entry.from_line(line[:-1]) == entry(3, 0, text)
+    assert JournalEntry.from_line(line[:-1]) == entry(3, 0, text)
 
 
 def test_any_damage_to_a_line_is_seen() -> None:
     line = entry(3, 0).to_line()[:-1]
     for at in range(len(line)):
-        assert Entry.from_line(line[:at]) is None
-        assert Entry.from_line(line[:at] + bytes([line[at] ^ 1]) + line[at + 1 :]) is None
+        assert JournalEntry.from_line(line[:at]) is None
+        assert JournalEntry.from_line(line[:at] + bytes([line[at] ^ 1]) + line[at + 1 :]) is None
 
 
 def test_only_what_follows_on_what_was_told_counts(tmp_path: Path) -> None:
@@ -418,7 +427,7 @@ def test_only_what_follows_on_what_was_told_counts(tmp_path: Path) -> None:
         journal.add(one)
     told = Journal(output, 0).entries()
     assert told == [entry(1, 0), entry(0, 0), entry(1, 1), entry(0, 1)]
-    dropped = Entry(0, dropped=[{"prompt_id": "p0", "turn": 2, "reason": "r", "detail": ""}])
+    dropped = JournalEntry(0, dropped=[{"prompt_id": "p0", "turn": 2, "reason": "r", "detail": ""}])
     journal.add(dropped)
     journal.add(entry(0, 2, "after the end"))
     assert Journal(output, 0).entries() == [*told, dropped]

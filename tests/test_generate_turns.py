@@ -208,7 +208,8 @@ def test_memory_holds_one_part_and_what_is_running(
         most[0] = max(most[0], len(alive))
 
     monkeypatch.setattr(Conversation, "__init__", counted)
-    config = GenerateConfig(target=str(target), max_tokens=4, max_batch=4, rows_per_part=10)
+    monkeypatch.setattr("eyas.features.generate.ROWS_PER_PART", 10)
+    config = GenerateConfig(target=str(target), max_tokens=4, max_batch=4)
     generate(
         config,
         write_prompts(tmp_path / "prompts", prompts_of(300)),

@@ -26,14 +26,14 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from eyas.artifact import Artifact, Manifest, file_identity, identity
 from eyas.bench import comparability, server
 from eyas.bench.arrivals import OpenLoop, arrival_times_s
-from eyas.bench.client import Client
 from eyas.bench.machine import machine
 from eyas.bench.server import Counters, Facts
-from eyas.bench.stream import Received, Reply, read_reply
+from eyas.bench.stream import Reply, read_reply
 from eyas.bench.summary import Load, Objectives, Row, summarise
 from eyas.bench.synthetic import lengths_of, synthetic_tasks
 from eyas.bench.workload import Task, read_tasks
 from eyas.builtin import BUILTIN, demo_prompts
+from eyas.client import Client, StreamRecord
 from eyas.errors import ConfigError, EyasError
 from eyas.log import Track, quiet
 from eyas.records import Message
@@ -310,7 +310,7 @@ class _Run:
         """Tokens of a prompt, by the first arm's server. Raises EyasError where it does not tell."""
         arm = next(iter(self._config.arms))
         body = {**self._config.body(arm, messages, self._facts[arm].model), "max_tokens": 1}
-        reply = read_reply(await self._clients[arm].complete(body))
+        reply = read_reply(await self._clients[arm].stream(body))
         if reply.error or not reply.num_prompt_tokens:
             what = f"the server does not tell how long a prompt is: {reply.error or 'no usage'}"
             raise EyasError(what, "give prompts in a file instead of synthetic ones")
@@ -418,7 +418,7 @@ class _Run:
 
     async def _ask(
         self, bodies: Sequence[dict[str, Any]], arm: str, load: Load, block: int
-    ) -> list[Received]:
+    ) -> list[StreamRecord]:
         if load.rate is None:
             return await _ask_all(self._clients[arm], bodies, load.concurrency)
         times_s = arrival_times_s(
@@ -445,14 +445,14 @@ def _in_turn(arms: list[str], block: int) -> list[str]:
 
 async def _ask_all(
     client: Client, bodies: Sequence[dict[str, Any]], concurrency: int
-) -> list[Received]:
+) -> list[StreamRecord]:
     """Ask for all, `concurrency` at a time, in order."""
-    received: list[Received | None] = [None] * len(bodies)
+    received: list[StreamRecord | None] = [None] * len(bodies)
     waiting = iter(enumerate(bodies))
 
     async def slot() -> None:
         for place, body in waiting:
-            received[place] = await client.complete(body)
+            received[place] = await client.stream(body)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(concurrency):
@@ -463,13 +463,13 @@ async def _ask_all(
 
 async def _ask_when(
     client: Client, bodies: Sequence[dict[str, Any]], times_s: Sequence[float]
-) -> list[Received]:
+) -> list[StreamRecord]:
     """Ask for each when its time has come, however many are under way."""
     begin = time.perf_counter()
 
-    async def later(body: dict[str, Any], at_s: float) -> Received:
+    async def later(body: dict[str, Any], at_s: float) -> StreamRecord:
         await asyncio.sleep(at_s - (time.perf_counter() - begin))
-        return await client.complete(body)
+        return await client.stream(body)
 
     async with asyncio.TaskGroup() as group:
         asked = [

@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from eyas.bench.client import Client
+from eyas.client import KEY_VARIABLE, Client, RequestFailure
+from eyas.errors import EyasError, MissingInputError
 from eyas.tau import acceptance_of_positions
 
 KINDS = {"eyas": "eyas", "vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}  # by owned_by
@@ -68,15 +69,25 @@ class Facts:
 
 
 async def ask_facts(client: Client) -> Facts:
-    """Whatever the server tells. Raises what Client.card raises."""
-    card = await client.card()
+    """Whatever the server tells of itself and of the first model that it lists. Raises
+    MissingInputError (no server), EyasError (no model).
+    """
+    try:
+        card, *_ = await client.cards()
+    except RequestFailure as failure:
+        if failure.kind == "lost":
+            hint = "start it first, e.g. `eyas serve`, or check the address"
+            raise MissingInputError(f"no server at {client.url}: {failure.what}", hint) from failure
+        hint = f"give an OpenAI-compatible server, and a key that it asks for in {KEY_VARIABLE}"
+        what = f"{client.url}/v1/models does not list a model: {failure.what}"
+        raise EyasError(what, hint) from failure
     kind = KINDS.get(str(card.get("owned_by")), "other")
     own: Mapping[str, Any] = card.get("eyas") or {}
     meta: Mapping[str, Any] = card.get("meta") or {}
     info = (
         {}
         if own or meta
-        else _object(await client.text("/server_info") or await client.text("/get_server_info"))
+        else _object(await client.page("/server_info") or await client.page("/get_server_info"))
     )
     version = info.get("version") or await _version(client, kind)
     head = own.get("has_head", info.get("speculative_algorithm") is not None if info else None)
@@ -93,8 +104,8 @@ async def ask_facts(client: Client) -> Facts:
 
 async def _version(client: Client, kind: str) -> str | None:
     if kind == "eyas":
-        return (_object(await client.text("/openapi.json")).get("info") or {}).get("version")
-    return _object(await client.text("/version")).get("version")
+        return (_object(await client.page("/openapi.json")).get("info") or {}).get("version")
+    return _object(await client.page("/version")).get("version")
 
 
 def speculation_of(info: Mapping[str, Any]) -> str | None:
@@ -131,7 +142,7 @@ def precision(
 
 async def count(client: Client) -> Counters:
     """The server's counters now; empty where it has no /metrics."""
-    return parse_metrics(await client.text("/metrics"))
+    return parse_metrics(await client.page("/metrics"))
 
 
 def parse_metrics(page: str) -> Counters:

@@ -15,21 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eyas.bench import metrics
+from eyas.client import StreamPiece, StreamRecord, error_message
 
-Piece = tuple[float, bytes]  # ms since the request was sent, bytes as they came
 # of a delta, in the order in which a reader sees them
 TEXTS = ("reasoning_content", "reasoning", "content")
-
-
-@dataclass(frozen=True, slots=True)
-class Received:
-    """One answer as it came: when it was asked for (perf_counter, seconds), its pieces, and what
-    went wrong.
-    """
-
-    sent: float
-    pieces: list[Piece]
-    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +46,7 @@ class Reply:
     num_accepted_drafts: int | None = None
 
 
-def read_reply(received: Received) -> Reply:
+def read_reply(received: StreamRecord) -> Reply:
     """The reply in a stream of server-sent events. The first token is timed by the first text, not
     by the first chunk.
     """
@@ -75,7 +64,7 @@ def _reply(timed_events: Iterable[tuple[float, dict[str, Any]]]) -> Reply:
     timings: Mapping[str, Any] = {}
     for at, event in timed_events:
         if "error" in event or event.get("object") == "error":
-            return Reply(error=message(json.dumps(event).encode()))
+            return Reply(error=error_message(json.dumps(event).encode()))
         usage, timings = event.get("usage") or usage, event.get("timings") or timings
         for choice in event.get("choices") or ():
             text = _text(choice.get("delta") or {})
@@ -124,7 +113,7 @@ def _counts(usage: Mapping[str, Any], timings: Mapping[str, Any]) -> tuple[int, 
     return 0, 0, ""
 
 
-def events(pieces: Iterable[Piece]) -> Iterator[tuple[float, dict[str, Any]]]:
+def events(pieces: Iterable[StreamPiece]) -> Iterator[tuple[float, dict[str, Any]]]:
     """The JSON of each `data:` line but [DONE], with the time of the piece that completed the line."""
     rest = b""
     for at, piece in pieces:
@@ -133,15 +122,3 @@ def events(pieces: Iterable[Piece]) -> Iterator[tuple[float, dict[str, Any]]]:
             data = line.removeprefix(b"data:").strip()
             if data and len(data) < len(line.strip()) and data != b"[DONE]":
                 yield at, json.loads(data)
-
-
-def message(body: bytes) -> str:
-    """The message of an error in OpenAI's shape or vLLM's older one, or the beginning of whatever
-    came.
-    """
-    try:
-        told = json.loads(body)
-        error = told.get("error", told)
-        return str(error if isinstance(error, str) else error["message"])
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return body[:200].decode(errors="replace")

@@ -17,13 +17,13 @@ from rich.markup import escape
 
 from eyas.artifact import Artifact
 from eyas.bench.bench import BenchConfig, bench, bench_identity
-from eyas.bench.client import Client
 from eyas.bench.report import Contents, write_reports
 from eyas.bench.server import Facts, ask_facts
 from eyas.bench.tables import announced, turns_note
 from eyas.cli.options import Overrides, RunFile, override, read_run_file, stage_config
 from eyas.cli.results import show_table
 from eyas.cli.stage import stage
+from eyas.client import Client
 from eyas.log import console
 
 CONFIG = BenchConfig
@@ -60,7 +60,7 @@ def command(
 
     Without --against: a server of eyas that has a head is measured with and without it, any other
     by itself. Writes rows.jsonl, summary.json, report.html, report.md and report.csv.
-    EYAS_BENCH_API_KEY holds a key, where servers want one.
+    EYAS_API_KEY holds a key, where servers want one.
     """
     given = [*(overrides or [])]
     given += (

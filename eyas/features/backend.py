@@ -1,8 +1,7 @@
-"""What answers: requests in, answers out, in whatever order they are ready. The engine in this
-process is one; see `fleet`.
+"""What answers turns: requests in, answers out, in whatever order they are ready. The engine in
+this process is one backend, a fleet of servers is the other.
 
-Knows requests for one assistant turn and the engine. Does not know conversations, rows or how
-servers are spoken to.
+Knows requests for one assistant turn and the engine. Does not know conversations, rows or HTTP.
 """
 
 from __future__ import annotations
@@ -19,13 +18,12 @@ from eyas.engine.request import FinishReason, Request, SamplingParams
 from eyas.records import Message
 
 ENGINE = f"eyas {VERSION}"
-Failure = Literal["server_refused", "server_failed", "server_saw_other_tokens"]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One assistant turn to be written. messages are what was said so far, prompt_ids their tokens
-    by the target's template.
+class TurnRequest:
+    """One assistant turn to be written. messages: the conversation so far; prompt_ids: its tokens by
+    the target's template.
     """
 
     id: str
@@ -35,9 +33,9 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Replied:
-    """What the target wrote, end token left out of the text and counted in num_tokens. latency_ms:
-    since it was asked for.
+class TurnAnswer:
+    """What the target wrote, without the end token, which num_tokens counts. latency_ms: since the
+    request was added.
     """
 
     id: str
@@ -51,44 +49,42 @@ class Replied:
 
 
 @dataclass(frozen=True, slots=True)
-class Unanswered:
-    """A turn that nobody answers, and why."""
+class TurnFailure:
+    """A turn without an answer, for good, and why."""
 
     id: str
-    reason: Failure
+    reason: Literal["server_refused", "server_failed", "server_saw_other_tokens"]
     detail: str
 
 
 class Backend(Protocol):
-    """Answers turns. capacity: how many are worth asking for at once."""
+    """Answers turns. capacity: requests at once that keep it busy."""
 
     capacity: int
 
-    def add(self, asked: Asked) -> None:
+    def add(self, request: TurnRequest) -> None:
         """Ask for a turn."""
         ...
 
-    def wait(self) -> Sequence[Replied | Unanswered]:
-        """What has been answered since: after a second at the latest where nothing is, then empty."""
+    def wait(self) -> Sequence[TurnAnswer | TurnFailure]:
+        """What is ready; after a second at most without anything an empty list."""
         ...
 
     def status(self) -> str:
-        """In a few words for people who watch; empty when there is nothing to say."""
+        """Its health in a few words, for the progress line; empty when there is nothing to say."""
         ...
 
     def facts(self) -> dict[str, Any]:
-        """Who answers and how it went, for the manifest."""
+        """What answered and how it went, for the manifest."""
         ...
 
     def close(self) -> None:
-        """Give back what is held."""
+        """Release what is held."""
         ...
 
 
 @dataclass(slots=True)
-class _Writing:
-    """An answer on its way."""
-
+class _PartialAnswer:
     started: float
     token_ids: list[int] = field(default_factory=list)
 
@@ -99,38 +95,38 @@ class EngineBackend:
     def __init__(self, engine: Engine, chat: Chat, head: str | None) -> None:
         self.capacity = engine.config.max_batch
         self._engine, self._chat, self._head = engine, chat, head
-        self._running: dict[str, _Writing] = {}
+        self._running: dict[str, _PartialAnswer] = {}
 
-    def add(self, asked: Asked) -> None:
+    def add(self, request: TurnRequest) -> None:
         """Ask for a turn. Raises InputError when it does not fit into the engine."""
-        self._engine.add(Request(asked.id, asked.prompt_ids, asked.params))
-        self._running[asked.id] = _Writing(time.perf_counter())
+        self._engine.add(Request(request.id, request.prompt_ids, request.params))
+        self._running[request.id] = _PartialAnswer(time.perf_counter())
 
-    def wait(self) -> list[Replied]:
+    def wait(self) -> list[TurnAnswer]:
         """Step until an answer is whole."""
-        done: list[Replied] = []
+        done: list[TurnAnswer] = []
         while self._running and not done:
             for update in self._engine.step():
-                writing = self._running[update.request_id]
-                writing.token_ids += update.token_ids
+                partial = self._running[update.request_id]
+                partial.token_ids += update.token_ids
                 if update.finish_reason is not None:
-                    done.append(self._reply(update.request_id, update.finish_reason))
+                    done.append(self._answer(update.request_id, update.finish_reason))
         return done
 
-    def _reply(self, request_id: str, finish_reason: FinishReason) -> Replied:
-        writing = self._running.pop(request_id)
-        ids = writing.token_ids
+    def _answer(self, request_id: str, finish_reason: FinishReason) -> TurnAnswer:
+        partial = self._running.pop(request_id)
+        ids = partial.token_ids
         text = self._chat.decode(ids[:-1] if finish_reason == "stop" else ids)
-        latency_ms = 1000 * (time.perf_counter() - writing.started)
-        return Replied(request_id, text, finish_reason, len(ids), ENGINE, None, latency_ms)
+        latency_ms = 1000 * (time.perf_counter() - partial.started)
+        return TurnAnswer(request_id, text, finish_reason, len(ids), ENGINE, None, latency_ms)
 
     def status(self) -> str:
-        """The engine is well or the process is dead."""
+        """Nothing: the engine works or the process ends."""
         return ""
 
     def facts(self) -> dict[str, Any]:
-        """The engine and the head it speculates with; neither changes an answer."""
+        """The engine and its head; neither changes an answer."""
         return {"engine": ENGINE, "head": self._head}
 
     def close(self) -> None:
-        """Nothing is held that Python does not give back."""
+        """Nothing is held that Python does not release."""

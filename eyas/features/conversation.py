@@ -1,6 +1,6 @@
-"""Conversations on their way: the next turn to ask for, and what becomes of its answer.
+"""Conversations while they are answered: the next turn to ask for, and what becomes of its answer.
 
-Knows prompts, the target's template and the rules of the data. Does not know who answers or how
+Knows prompts, the target's template and the rules of the data. Does not know what answers, or how
 rows lie on disk.
 """
 
@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from eyas.chat import Chat
 from eyas.engine.request import SamplingParams
-from eyas.errors import ConfigError, InputError, TemplateError
-from eyas.features.backend import Asked, Replied, Unanswered
+from eyas.errors import InputError, TemplateError
+from eyas.features.answers import JournalEntry
+from eyas.features.backend import TurnAnswer, TurnFailure, TurnRequest
 from eyas.features.marks import mark
-from eyas.features.parts import Entry
-from eyas.privacy.finding import Finding
 from eyas.privacy.leaks import Leaks
 from eyas.privacy.policy import RANK
 from eyas.records import Answer, Message, Origin, Prompt
 
-# Of turns without an answer. "pii.<type>" for an answer with what was not in its prompt, and what
-# `backend.Failure` lists.
-Reason = Literal[
+# Why a turn has no answer; besides "pii.<type>" (personal data that was not in its prompt) and the
+# reasons of TurnFailure.
+DropReason = Literal[
     "context_full",
     "template_refused",
     "control_text",
@@ -33,9 +33,9 @@ Reason = Literal[
     "earlier_turn_marked",
     "earlier_turn_dropped",
 ]
-# After a refusal users do go on, and the target's words in that context are its own. From the
-# others nobody goes on.
-ENDS: dict[str, Reason] = {
+# Marks that end a conversation. After a refusal users do go on, and the target's words in that
+# context are its own.
+ENDS: dict[str, DropReason] = {
     "truncated": "earlier_turn_cut",
     "looping": "earlier_turn_marked",
     "empty": "earlier_turn_marked",
@@ -64,7 +64,7 @@ class Sampling(BaseModel):
         return self
 
     def params(self, max_tokens: int, seed: int | None) -> SamplingParams:
-        """In the engine's terms: of a greedy answer nothing else matters."""
+        """In the engine's terms; a greedy answer has no other parameters."""
         if self.temperature == 0:
             return SamplingParams(max_tokens=max_tokens)
         return SamplingParams(
@@ -72,19 +72,8 @@ class Sampling(BaseModel):
         )
 
 
-def check_shares(samplings: Sequence[Sampling]) -> None:
-    """Raises ConfigError unless the shares are all there is."""
-    total = sum(one.share for one in samplings)
-    if abs(total - 1) > 1e-6:
-        raise ConfigError(
-            f"sampling: the shares sum to {total:g}", "let them sum to 1, e.g. 0.7 and 0.3"
-        )
-
-
 def sampling_of(prompt: Prompt, samplings: Sequence[Sampling]) -> Sampling:
-    """The share that a conversation falls into: by a hash of what its user says, whatever else
-    there is and whoever asks.
-    """
+    """The share that a conversation falls into: by a hash of its user's turns alone."""
     digest = hashlib.sha256(
         repr((prompt.system, prompt.turns)).encode("utf-8", "surrogatepass")
     ).digest()
@@ -97,8 +86,8 @@ def sampling_of(prompt: Prompt, samplings: Sequence[Sampling]) -> Sampling:
 
 
 class Conversation:
-    """A prompt on its way: what has been said, and what came of its turns since they were last
-    written down.
+    """A prompt and what has become of its turns; what is new since the last `take_entry` is still
+    to be written down.
     """
 
     def __init__(self, prompt: Prompt, part: int, at: int) -> None:
@@ -109,36 +98,36 @@ class Conversation:
         )
         self.turn = 0  # the next one, which is the number of those answered
         self._num_dropped = 0
-        self._news = Entry(at)
+        self._entry = JournalEntry(at)
 
     @property
     def is_over(self) -> bool:
         return self.turn + self._num_dropped == len(self.prompt.turns)
 
     def add(self, answer: Answer, origin: Origin) -> None:
-        """Go on behind an answer."""
-        assert self._news.answer is None, "an answer is written down before the next is asked for"
-        self._news.answer, self._news.origin = answer, origin
+        """Append an answer."""
+        assert self._entry.answer is None, "an answer is written down before the next is asked for"
+        self._entry.answer, self._entry.origin = answer, origin
         self.messages = list(answer.messages)
         self.turn += 1
 
     def drop_rest(self, reason: str, detail: str = "") -> None:
-        """Give up the turns that are left, each as a row of its own."""
+        """Give up all turns that are left, each as a row."""
         for turn in range(self.turn + self._num_dropped, len(self.prompt.turns)):
             self._drop(turn, reason, detail)
 
     def drop_turn(self, reason: str, detail: str) -> None:
-        """Leave out the answer to this turn, and give up the rest, which would stand on it."""
+        """Give up this turn, and the rest, which would build on it."""
         self._drop(self.turn, reason, detail)
         self.drop_rest("earlier_turn_dropped")
 
-    def news(self) -> Entry:
-        """What is to be written down; it is forgotten here."""
-        news, self._news = self._news, Entry(self.at)
-        return news
+    def take_entry(self) -> JournalEntry:
+        """What is new, for the journal; nothing is new afterwards."""
+        entry, self._entry = self._entry, JournalEntry(self.at)
+        return entry
 
-    def restore(self, entry: Entry) -> None:
-        """Take it that this has happened."""
+    def restore(self, entry: JournalEntry) -> None:
+        """Apply an entry that an earlier run wrote."""
         if entry.answer is not None:
             assert (entry.answer.prompt_id, entry.answer.turn) == (self.prompt.id, self.turn)
             self.messages = list(entry.answer.messages)
@@ -146,40 +135,31 @@ class Conversation:
         self._num_dropped += len(entry.dropped)
 
     def _drop(self, turn: int, reason: str, detail: str) -> None:
-        row: dict[str, Any] = {
-            "prompt_id": self.prompt.id,
-            "turn": turn,
-            "reason": reason,
-            "detail": detail,
-        }
-        self._news.dropped.append(row)
+        where = {"prompt_id": self.prompt.id, "turn": turn}
+        self._entry.dropped.append({**where, "reason": reason, "detail": detail})
         self._num_dropped += 1
 
 
-class Questioner:
-    """Turns conversations into requests and answers into rows."""
+@dataclass(frozen=True)
+class TurnRules:
+    """How conversations become requests, and answers rows.
 
-    def __init__(
-        self,
-        chat: Chat,
-        target: str,
-        samplings: Sequence[Sampling],
-        limits: tuple[int, int],
-        leaks: Leaks,
-        is_templated: bool,
-    ) -> None:
-        """target: its fingerprint, part of each row's key. limits: tokens of an answer, and of
-        prompt and answer together.
+    target: the fingerprint, part of each row's key. max_tokens: of an answer; max_length: of prompt
+    and answer together. sends_messages: the backend renders messages itself, and so obeys control
+    tokens in them.
+    """
 
-        is_templated: who answers is sent messages and renders them itself, and so obeys control
-        tokens in them."""
-        self._chat, self._target, self._samplings, self._leaks = chat, target, samplings, leaks
-        self._max_tokens, self._max_length = limits
-        self._is_templated = is_templated
+    chat: Chat
+    target: str
+    samplings: Sequence[Sampling]
+    max_tokens: int
+    max_length: int
+    leaks: Leaks
+    sends_messages: bool
 
-    def ask(self, conversation: Conversation) -> Asked | None:
-        """The request for the next turn; None when there is none, with what is left counted as
-        dropped.
+    def request(self, conversation: Conversation) -> TurnRequest | None:
+        """The request for the next turn; None when there is none, and turns that cannot be asked
+        for are dropped.
         """
         prompt = conversation.prompt
         if conversation.is_over:
@@ -189,45 +169,52 @@ class Questioner:
             {"role": "user", "content": prompt.turns[conversation.turn]},
         ]
         try:
-            control = self._chat.control_text(messages) if self._is_templated else []
-            prompt_ids = self._chat.prompt_ids(messages)
+            control = self.chat.control_text(messages) if self.sends_messages else []
+            prompt_ids = self.chat.prompt_ids(messages)
         except TemplateError as error:
             conversation.drop_rest("template_refused", error.what)
             return None
         if control:
             conversation.drop_rest("control_text", ", ".join(control))
             return None
-        if len(prompt_ids) >= self._max_length:
+        if len(prompt_ids) >= self.max_length:
             conversation.drop_rest(
-                "context_full", f"{len(prompt_ids)} tokens, the limit is {self._max_length - 1}"
+                "context_full", f"{len(prompt_ids)} tokens, the limit is {self.max_length - 1}"
             )
             return None
-        sampling = sampling_of(prompt, self._samplings)
+        sampling = sampling_of(prompt, self.samplings)
         seed = int(self._key(prompt_ids, sampling), 16) % 2**SEED_BITS
-        params = sampling.params(min(self._max_tokens, self._max_length - len(prompt_ids)), seed)
-        return Asked(f"{prompt.id}/{conversation.turn}", tuple(messages), tuple(prompt_ids), params)
+        params = sampling.params(min(self.max_tokens, self.max_length - len(prompt_ids)), seed)
+        return TurnRequest(
+            f"{prompt.id}/{conversation.turn}", tuple(messages), tuple(prompt_ids), params
+        )
 
-    def take(self, conversation: Conversation, asked: Asked, reply: Replied | Unanswered) -> None:
-        """Add the answer as a row, marked or not, or drop it for what it holds or for not being
-        there.
+    def accept(
+        self, conversation: Conversation, request: TurnRequest, reply: TurnAnswer | TurnFailure
+    ) -> None:
+        """Add the answer as a row, marked or not, or drop the turn: it has none, or one with
+        personal data that was not in its prompt.
         """
-        if isinstance(reply, Unanswered):
+        if isinstance(reply, TurnFailure):
             conversation.drop_turn(reply.reason, reply.detail)
             return
-        if leaked := self._leaks([message["content"] for message in asked.messages], reply.text):
-            conversation.drop_turn(*_told(leaked))
+        found = self.leaks([message["content"] for message in request.messages], reply.text)
+        if found:
+            gravest = min((one.type for one in found), key=RANK.__getitem__)
+            places = ", ".join(f"{one.type} at {one.start}-{one.end}" for one in found)
+            conversation.drop_turn(f"pii.{gravest.lower()}", places)
             return
-        prompt, params = conversation.prompt, asked.params
+        prompt, params = conversation.prompt, request.params
         answer = Answer(
-            key=self._key(asked.prompt_ids, sampling_of(prompt, self._samplings)),
+            key=self._key(request.prompt_ids, sampling_of(prompt, self.samplings)),
             prompt_id=prompt.id,
             source=prompt.source,
             licence=prompt.licence,
             turn=conversation.turn,
-            messages=(*asked.messages, {"role": "assistant", "content": reply.text}),
+            messages=(*request.messages, {"role": "assistant", "content": reply.text}),
             finish_reason=reply.finish_reason,
             temperature=params.temperature,
-            num_prompt_tokens=len(asked.prompt_ids),
+            num_prompt_tokens=len(request.prompt_ids),
             num_answer_tokens=reply.num_tokens,
             top_p=params.top_p,
             top_k=params.top_k,
@@ -252,9 +239,9 @@ class Questioner:
         """Equal keys are equal work: the same target, the same tokens before the answer by its
         template, the same sampling.
         """
-        params = sampling.params(self._max_tokens, None)
+        params = sampling.params(self.max_tokens, None)
         what = (
-            self._target,
+            self.target,
             list(prompt_ids),
             params.temperature,
             params.top_p,
@@ -262,11 +249,3 @@ class Questioner:
             params.max_tokens,
         )
         return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
-
-
-def _told(found: Sequence[Finding]) -> tuple[str, str]:
-    """Reason and detail of an answer left out for what was found in it: by type and place."""
-    gravest = min((one.type for one in found), key=RANK.__getitem__)
-    return f"pii.{gravest.lower()}", ", ".join(
-        f"{one.type} at {one.start}-{one.end}" for one in found
-    )

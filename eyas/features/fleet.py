@@ -1,19 +1,22 @@
-"""Any number of servers as one backend: who is asked next, who is well, and when to ask again.
+"""Any number of OpenAI-compatible servers (SGLang, vLLM, ours) as one backend: which one is asked
+next, which ones are healthy, and when to ask again.
 
-    healthy    is asked, up to `concurrency` requests at once, fewer while it says that it has too many (429)
-    failing    is not asked; it is looked at again and again, with pauses that double, until it answers as it did at the start
+    healthy    is asked, up to `concurrency` requests at once, fewer while it answers 429
+    failing    is not asked; it is checked again, with pauses that double, until it passes as at the start
     retired    is not asked any more: failing for patience_s, or serving something else
 
-A request that came to nothing goes to the front of the queue, for whoever is free. It is given up
-only where it is the request that fails: refused for good, or failing again and again at servers
-that answer others. Without a server left the run ends, and everything that was answered is kept.
+A request that failed goes to the front of the queue, for any free server. It is given up only where
+the request itself fails: refused for good, or failing again and again at servers that answer
+others. Without a server left the run ends, and every answer is kept.
 
-Knows health and order. Does not know HTTP (servers) or what is asked.
+Knows health and order, and what a server of the target must show. Does not know HTTP (eyas/client.py)
+or conversations.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import random
 import time
@@ -22,159 +25,290 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from eyas.errors import EyasError, MismatchError, MissingInputError
-from eyas.features.backend import Asked, Failure, Replied, Unanswered
-from eyas.features.servers import (
-    ClientConfig,
-    Expected,
-    Kind,
-    Server,
-    Trouble,
-    Written,
-    api_key,
-    server_urls,
-)
+from pydantic import BaseModel, ConfigDict, Field
 
-State = Literal["healthy", "failing", "retired"]
+from eyas.client import Client, Completion, FailureKind, RequestFailure, server_url
+from eyas.engine.request import SamplingParams
+from eyas.errors import ConfigError, EyasError, MismatchError, MissingInputError
+from eyas.features.backend import TurnAnswer, TurnFailure, TurnRequest
+
+ServerState = Literal["healthy", "failing", "retired"]
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-LOOK_S = 1.0  # that `wait` waits at most
-# A request is given up at so many strikes: five answers that are none, or 25 connections that broke
+WAIT_S = 1.0  # of `wait`, at most
+# A request is given up at so many strikes: five answers in no form, or 25 connections that broke
 # under it.
 BROKEN_STRIKES, LOST_STRIKES, MOST_STRIKES = 5, 1, 25
+# Where an engine tells its version, by the `owned_by` of its model card.
+VERSION_PATHS = {"vllm": "/version", "sglang": "/get_server_info", "eyas": "/openapi.json"}
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class Job:
-    """A request, since when it is asked for, how often it was, and what speaks against it."""
+class ClientConfig(BaseModel):
+    """How servers are asked. concurrency: requests at once, of each. timeout_s: for a whole answer.
+    patience_s: a server that fails for so long is given up.
 
-    asked: Asked
+    model: its name at the servers; by default the only one that they list. send: `messages`
+    (/v1/chat/completions: the server renders its own template, and its token counts must be ours),
+    or `tokens` (/v1/completions with token ids, which SGLang, vLLM and eyas take: the server sees
+    our tokens, whatever they spell).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    concurrency: int = Field(default=32, ge=1)
+    timeout_s: float = Field(default=600.0, gt=0)
+    patience_s: float = Field(default=300.0, ge=0)
+    model: str | None = None
+    send: Literal["messages", "tokens"] = "messages"
+
+
+@dataclass(frozen=True, slots=True)
+class TargetProof:
+    """What a server must show before it is asked: the target's fingerprint, room for max_length
+    tokens, and on each of `probes` our own number of prompt tokens.
+    """
+
+    fingerprint: str
+    max_length: int
+    probes: tuple[TurnRequest, ...]
+
+
+class PromptMismatch(RequestFailure):
+    """The server counts other prompt tokens than the target's template gives."""
+
+    def __init__(self, theirs: int, ours: int) -> None:
+        what = f"saw {theirs} prompt tokens where the target's template gives {ours}"
+        super().__init__("refused", what)
+
+
+class TargetServer:
+    """A server of the target. model and engine are known once `check` has passed."""
+
+    def __init__(self, url: str, config: ClientConfig) -> None:
+        self.url, self.model, self.engine = url, config.model or "", "unknown"
+        self._config, self._client = config, Client(url, config.timeout_s)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.close()
+
+    async def check(self, proof: TargetProof) -> None:
+        """Raises RequestFailure, "unfit" where something else than the target is served."""
+        card = await self._card()
+        self.model = card["id"]
+        self.engine = await self._engine(str(card.get("owned_by", "")))
+        own = card.get("eyas")
+        served = own.get("target_fingerprint") if isinstance(own, dict) else None
+        if served and served != proof.fingerprint:
+            what = f"serves another target ({served}, not {proof.fingerprint})"
+            raise RequestFailure("unfit", what)
+        room = card.get("max_model_len")
+        if isinstance(room, int) and room < proof.max_length:
+            what = f"holds {room} tokens a request, fewer than max_length {proof.max_length}"
+            raise RequestFailure("unfit", what)
+        for probe in proof.probes:
+            try:
+                await self.answer(probe)
+            except RequestFailure as failure:
+                if failure.kind != "refused":
+                    raise
+                what = f"{failure.what}, when asked to say a word"
+                raise RequestFailure("unfit", what) from failure
+
+    async def answer(self, request: TurnRequest) -> Completion:
+        """The answer to one turn. Raises RequestFailure."""
+        body: dict[str, Any] = {"model": self.model, **_openai_fields(request.params)}
+        if self._config.send == "tokens":
+            body["prompt"] = list(request.prompt_ids)
+        else:
+            body["messages"] = list(request.messages)
+        completion = await self._client.complete(body)
+        if completion.num_prompt_tokens != len(request.prompt_ids):
+            raise PromptMismatch(completion.num_prompt_tokens, len(request.prompt_ids))
+        return completion
+
+    async def _card(self) -> dict[str, Any]:
+        """The model card of the target, by its name or as the only one."""
+        cards, wanted = await self._client.cards(), self._config.model
+        found = [card for card in cards if wanted in (None, card["id"])]
+        if len(found) != 1:
+            names = ", ".join(card["id"][:80] for card in cards[:5])
+            several = f"serves {len(cards)} models ({names}): name one as client.model"
+            what = f"does not serve {wanted}, only {names}" if wanted else several
+            raise RequestFailure("unfit", what)
+        return found[0]
+
+    async def _engine(self, owner: str) -> str:
+        """The engine's name and version, as far as the server tells."""
+        version: Any = None
+        if owner in VERSION_PATHS:
+            try:
+                told = json.loads(await self._client.page(VERSION_PATHS[owner]))
+                version = told.get("info", told).get("version")
+            except (ValueError, AttributeError, RecursionError):
+                version = None
+        name = owner[:40] if owner.isprintable() and owner else "unknown"
+        return f"{name} {version[:40]}" if isinstance(version, str) else name
+
+
+def server_urls(urls: Sequence[str]) -> list[str]:
+    """The addresses without /v1. Raises ConfigError for what is no address, holds a password, or is
+    there twice.
+    """
+    found = [server_url(url) for url in urls]
+    if len({*found}) < len(found):
+        raise ConfigError(
+            "servers: one address is there twice",
+            "raise client.concurrency to send a server more at once",
+        )
+    return found
+
+
+def _openai_fields(params: SamplingParams) -> dict[str, Any]:
+    """In OpenAI's form, without what changes nothing: a server may not know every field."""
+    fields: dict[str, Any] = {"temperature": params.temperature, "max_tokens": params.max_tokens}
+    if params.temperature > 0:
+        fields["seed"] = params.seed
+        fields |= {"top_p": params.top_p} if params.top_p < 1 else {}
+        fields |= {"top_k": params.top_k} if params.top_k > 0 else {}
+    return fields
+
+
+@dataclass(slots=True)
+class TurnJob:
+    """A request with its history. started: perf_counter, seconds."""
+
+    request: TurnRequest
     started: float
     attempts: int = 0
     strikes: int = 0
-    last: Member | None = None  # who failed it
+    last: Member | None = None  # where it failed
 
 
 @dataclass(eq=False)
 class Member:
-    """A server and how it is. allowed: requests at once, which follows what the server takes."""
+    """A server and its health. allowed: requests at once, which follows what the server takes."""
 
-    server: Server
+    server: TargetServer
     allowed: float
-    state: State = "failing"
+    state: ServerState = "failing"
     reason: str = ""
-    last_kind: Kind | None = None  # of trouble, when it was looked at
-    since: float = field(default_factory=time.monotonic)  # it is what it is
+    last_kind: FailureKind | None = None  # at the last check
+    since: float = field(default_factory=time.monotonic)  # in this state
     last_good: float = field(default_factory=time.monotonic)
-    not_before: float = 0.0  # by its own wish
+    not_before: float = 0.0  # as it asked for by Retry-After
     num_running: int = 0
     num_answers: int = 0
     num_busy: int = 0
     num_failures: int = 0
 
-    def become(self, state: State, reason: str = "") -> None:
-        """Change state, and say so in the log."""
+    def become(self, state: ServerState, reason: str = "") -> None:
+        """Change state, with a line in the log."""
         if state != self.state:
             self.state, self.since = state, time.monotonic()
             data = {"server": self.server.url, "state": state, "reason": reason}
-            log.log(
-                logging.INFO if state == "healthy" else logging.WARNING,
-                "a server is %s",
-                state,
-                extra={"data": data},
-            )
+            level = logging.INFO if state == "healthy" else logging.WARNING
+            log.log(level, "a server is %s", state, extra={"data": data})
         self.reason = reason
 
     @property
     def is_free(self) -> bool:
-        return (
-            self.state == "healthy"
-            and self.num_running < int(self.allowed)
-            and time.monotonic() >= self.not_before
-        )
+        has_room = self.num_running < int(self.allowed)
+        return self.state == "healthy" and has_room and time.monotonic() >= self.not_before
+
+    def facts(self) -> dict[str, Any]:
+        """What it is and how it went, for the manifest."""
+        return {
+            "url": self.server.url,
+            "model": self.server.model,
+            "engine": self.server.engine,
+            "state": self.state,
+            "for_s": round(time.monotonic() - self.since),
+            "reason": self.reason,
+            "answers": self.num_answers,
+            "busy": self.num_busy,
+            "failures": self.num_failures,
+        }
 
 
 class Fleet:
-    """The servers. Everything of theirs runs on a loop of this object's own, while `wait` waits."""
+    """The servers as a Backend. All requests run on an event loop of this object, which runs while
+    `wait` waits.
+    """
 
-    def __init__(self, urls: Sequence[str], config: ClientConfig, expected: Expected) -> None:
-        """Look at all of them. Raises ConfigError, MissingInputError (nobody answers),
-        MismatchError (one serves something else: a mistake that somebody has to mend)."""
-        key = api_key(config.api_key_env)
+    def __init__(self, urls: Sequence[str], config: ClientConfig, proof: TargetProof) -> None:
+        """Check all servers. Raises ConfigError, MissingInputError (none answers), MismatchError
+        (one serves something else: a mistake in the settings).
+        """
         addresses = server_urls(urls)
         self.capacity = len(addresses) * config.concurrency
-        self._config, self._expected = config, expected
-        self._pending: deque[Job] = deque()
-        self._done: list[Replied | Unanswered] = []
+        self._config, self._proof = config, proof
+        self._pending: deque[TurnJob] = deque()
+        self._done: list[TurnAnswer | TurnFailure] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._bug: BaseException | None = None
         self._news = asyncio.Event()
+        self._members = [Member(TargetServer(url, config), config.concurrency) for url in addresses]
         self._runner = asyncio.Runner()
-        self._members = [Member(Server(url, config, key), config.concurrency) for url in addresses]
         try:
-            self._runner.run(self._muster())
+            self._runner.run(self._check_all())
         except BaseException:
             self.close()
             raise
 
-    def add(self, asked: Asked) -> None:
+    def add(self, request: TurnRequest) -> None:
         """Ask for a turn."""
-        self._pending.append(Job(asked, time.perf_counter()))
+        self._pending.append(TurnJob(request, time.perf_counter()))
 
-    def wait(self) -> list[Replied | Unanswered]:
-        """What has come since, after a second at the latest. Raises EyasError when no server is
-        left.
-        """
+    def wait(self) -> list[TurnAnswer | TurnFailure]:
+        """What is ready, after a second at most. Raises EyasError when no server is left."""
         return self._runner.run(self._wait())
 
     def status(self) -> str:
-        """How many are well, and since when others are not."""
+        """How many are healthy, and since when others are not."""
         now = time.monotonic()
         ill = [
             f"{one.server.url} {one.state} for {now - one.since:.0f} s"
             for one in self._members
             if one.state != "healthy"
         ]
-        well = len(self._members) - len(ill)
-        told = "; ".join(ill[:3] + ["..."] * (len(ill) > 3))
-        return f"{well} of {len(self._members)} servers" + (f" ({told})" if ill else "")
+        shown = "; ".join(ill[:3] + ["..."] * (len(ill) > 3))
+        healthy = f"{len(self._members) - len(ill)} of {len(self._members)} servers"
+        return healthy + (f" ({shown})" if ill else "")
 
     def facts(self) -> dict[str, Any]:
         """Every server with what it is and how it went."""
-        return {"servers": [self._facts(one) for one in self._members]}
+        return {"servers": [one.facts() for one in self._members]}
 
     def close(self) -> None:
-        """Stop asking and close all connections."""
+        """Stop all requests and close all connections."""
         self._runner.run(self._stop())
         self._runner.close()
 
     # On the loop
 
-    async def _muster(self) -> None:
-        """The first look at everybody."""
-        await asyncio.gather(*(self._look(one) for one in self._members))
-        unfit = [
-            f"{one.server.url} {one.reason}" for one in self._members if one.state == "retired"
-        ]
+    async def _check_all(self) -> None:
+        await asyncio.gather(*(self._check(one) for one in self._members))
+        unfit = [one for one in self._members if one.state == "retired"]
         if unfit:
             raise MismatchError(
-                "; ".join(unfit),
+                _reasons(unfit),
                 "give servers of this target, with its own tokenizer and chat template",
             )
         if all(one.state == "failing" and one.last_kind != "busy" for one in self._members):
             hint = "start one, e.g. with `eyas serve`, or check the address"
-            raise MissingInputError(f"no server answers: {self._reasons()}", hint)
+            raise MissingInputError(f"no server answers: {_reasons(self._members)}", hint)
         for one in self._members:
             if one.state == "failing":
                 self._start(self._revive(one))
 
-    async def _wait(self) -> list[Replied | Unanswered]:
+    async def _wait(self) -> list[TurnAnswer | TurnFailure]:
         self._hand_out()
         if not self._done and self._bug is None:
             self._news.clear()
             try:
-                async with asyncio.timeout(LOOK_S):
+                async with asyncio.timeout(WAIT_S):
                     await self._news.wait()
             except TimeoutError:
                 self._hand_out()
@@ -185,114 +319,101 @@ class Fleet:
             one.state == "retired" and not one.num_running for one in self._members
         ):
             raise EyasError(
-                f"no server is left: {self._reasons()}",
-                "all that was answered is kept: see to the servers and run the same command again",
+                f"no server is left: {_reasons(self._members)}",
+                "every answer is kept: repair the servers and run the same command again",
             )
         return done
 
     def _hand_out(self) -> None:
-        """Give what waits to those that are free: the least busy first, somebody else than who
-        failed it if there is one.
+        """Give pending requests to free servers: the least busy first, and another one than where
+        the request failed, if there is one.
         """
         while self._pending:
             free = [one for one in self._members if one.is_free]
             if not free:
                 return
             job = self._pending.popleft()
-            free.sort(key=lambda one: (one is job.last, one.num_running / one.allowed))
-            free[0].num_running += 1
-            self._start(self._ask(free[0], job))
+            member = min(free, key=lambda one: (one is job.last, one.num_running / one.allowed))
+            member.num_running += 1
+            self._start(self._ask(member, job))
 
-    async def _ask(self, member: Member, job: Job) -> None:
+    async def _ask(self, member: Member, job: TurnJob) -> None:
         job.attempts += 1
         try:
-            written = await member.server.answer(job.asked)
-        except Trouble as trouble:
-            self._trouble(member, job, trouble)
+            completion = await member.server.answer(job.request)
+        except RequestFailure as failure:
+            self._fail(member, job, failure)
         else:
-            self._good(member, job, written)
+            self._finish(member, job, completion)
         finally:
             member.num_running -= 1
             self._hand_out()
             self._news.set()
 
-    def _good(self, member: Member, job: Job, written: Written) -> None:
+    def _finish(self, member: Member, job: TurnJob, completion: Completion) -> None:
         member.num_answers += 1
         member.last_good = time.monotonic()
         member.allowed = min(self._config.concurrency, member.allowed + 1 / member.allowed)
-        latency_ms = 1000 * (time.perf_counter() - job.started)
-        server = member.server
-        self._done.append(
-            Replied(
-                job.asked.id,
-                written.text,
-                written.finish_reason,
-                written.num_tokens,
-                server.engine,
-                server.url,
-                latency_ms,
-                job.attempts,
-            )
+        answer = TurnAnswer(
+            job.request.id,
+            completion.text,
+            completion.finish_reason,
+            completion.num_tokens,
+            member.server.engine,
+            member.server.url,
+            latency_ms=1000 * (time.perf_counter() - job.started),
+            attempts=job.attempts,
         )
+        self._done.append(answer)
 
-    def _trouble(self, member: Member, job: Job, trouble: Trouble) -> None:
-        """What becomes of the request, and what of the server."""
-        if trouble.kind in ("refused", "other_tokens"):
-            reason: Failure = (
-                "server_refused" if trouble.kind == "refused" else "server_saw_other_tokens"
-            )
+    def _fail(self, member: Member, job: TurnJob, failure: RequestFailure) -> None:
+        """Decide on the request, and on the server."""
+        if failure.kind == "refused":
             self._done.append(
-                Unanswered(job.asked.id, reason, f"{member.server.url} {trouble.what}")
-            )
-            return
-        if trouble.kind == "busy":
-            self._be_patient(member, trouble)
-        else:
-            member.num_failures += 1
-            if trouble.was_heard:
-                job.strikes += BROKEN_STRIKES if trouble.kind == "broken" else LOST_STRIKES
-            self._distrust(member, trouble)
-        job.last = member
-        if job.strikes >= MOST_STRIKES:
-            self._done.append(
-                Unanswered(
-                    job.asked.id,
-                    "server_failed",
-                    f"{job.attempts} attempts; the last: {trouble.what}",
+                TurnFailure(
+                    job.request.id,
+                    "server_saw_other_tokens"
+                    if isinstance(failure, PromptMismatch)
+                    else "server_refused",
+                    f"{member.server.url} {failure.what}",
                 )
             )
+            return
+        if failure.kind == "busy":
+            self._slow_down(member, failure)
+        else:
+            member.num_failures += 1
+            if failure.was_received:
+                job.strikes += BROKEN_STRIKES if failure.kind == "broken" else LOST_STRIKES
+            if failure.kind == "unfit":
+                member.become("retired", failure.what)
+            elif member.state == "healthy":
+                member.become("failing", failure.what)
+                self._start(self._revive(member, failure.retry_after_s or 0.0))
+        job.last = member
+        if job.strikes >= MOST_STRIKES:
+            detail = f"{job.attempts} attempts; the last: {failure.what}"
+            self._done.append(TurnFailure(job.request.id, "server_failed", detail))
         else:
             self._pending.appendleft(job)
 
-    def _be_patient(self, member: Member, trouble: Trouble) -> None:
-        """A server that has too much to do gets less, later."""
+    def _slow_down(self, member: Member, failure: RequestFailure) -> None:
+        """A server that answers 429 gets fewer requests, later."""
+        patience_s = self._config.patience_s
         member.num_busy += 1
         member.allowed = max(1, min(member.allowed, member.num_running - 1))
-        pause = (
-            FIRST_PAUSE_S
-            if trouble.retry_after_s is None
-            else min(trouble.retry_after_s, self._config.patience_s)
-        )
+        told_s = failure.retry_after_s
+        pause = FIRST_PAUSE_S if told_s is None else min(told_s, patience_s)
         member.not_before = time.monotonic() + pause
         asyncio.get_running_loop().call_later(pause, self._hand_out)
-        if (
-            time.monotonic() - member.last_good > self._config.patience_s
-            and member.num_running == 1
-        ):
-            member.become("retired", f"{trouble.what} for {self._config.patience_s:g} s")
-
-    def _distrust(self, member: Member, trouble: Trouble) -> None:
-        if trouble.kind == "unfit":
-            member.become("retired", trouble.what)
-        elif member.state == "healthy":
-            member.become("failing", trouble.what)
-            self._start(self._revive(member, trouble.retry_after_s or 0.0))
+        if time.monotonic() - member.last_good > patience_s and member.num_running == 1:
+            member.become("retired", f"{failure.what} for {patience_s:g} s")
 
     async def _revive(self, member: Member, pause: float = FIRST_PAUSE_S) -> None:
-        """Look at a failing server until it is well, or given up."""
+        """Check a failing server until it passes, or is given up."""
         await asyncio.sleep(min(pause, LONGEST_PAUSE_S))
         pause = FIRST_PAUSE_S
-        while await self._look(member) == "failing":
+        while await self._check(member) == "failing":
             if time.monotonic() - member.since > self._config.patience_s:
                 member.become("retired", f"{member.reason}, for {self._config.patience_s:g} s")
                 break
@@ -301,13 +422,12 @@ class Fleet:
         self._hand_out()
         self._news.set()
 
-    async def _look(self, member: Member) -> State:
-        """The state in which it shows itself."""
+    async def _check(self, member: Member) -> ServerState:
         try:
-            await member.server.look(self._expected)
-        except Trouble as trouble:
-            member.last_kind = trouble.kind
-            member.become("retired" if trouble.kind == "unfit" else "failing", trouble.what)
+            await member.server.check(self._proof)
+        except RequestFailure as failure:
+            member.last_kind = failure.kind
+            member.become("retired" if failure.kind == "unfit" else "failing", failure.what)
         else:
             member.become("healthy")
             member.last_good = time.monotonic()
@@ -322,28 +442,15 @@ class Fleet:
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._note_end)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        """A task that raises is a fault of ours, which is not to be lost."""
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        """An exception in a task is a fault of ours: `wait` raises it."""
         self._tasks.discard(task)
         if not task.cancelled() and (bug := task.exception()) is not None:
             self._bug = bug
             self._news.set()
 
-    def _reasons(self) -> str:
-        return "; ".join(f"{one.server.url} {one.reason}" for one in self._members)
 
-    @staticmethod
-    def _facts(member: Member) -> dict[str, Any]:
-        return {
-            "url": member.server.url,
-            "model": member.server.model,
-            "engine": member.server.engine,
-            "state": member.state,
-            "for_s": round(time.monotonic() - member.since),
-            "reason": member.reason,
-            "answers": member.num_answers,
-            "busy": member.num_busy,
-            "failures": member.num_failures,
-        }
+def _reasons(members: Sequence[Member]) -> str:
+    return "; ".join(f"{one.server.url} {one.reason}" for one in members)

@@ -1,18 +1,18 @@
 """Stage `generate`: the target answers every user turn of every prompt, one row per assistant turn.
 
-Knows the stage: what is asked of whom, and what was done already. Does not know how an engine
-decodes, how servers are spoken to, how rows lie on disk (parts), nor what a role token is.
+Knows the stage: what is asked of which backend, and what is done already. Does not know how an
+engine decodes, how servers are spoken to (fleet), how rows lie on disk (answers), or what a role
+token is.
 
-Conversations go on independently: as soon as a turn is answered the next one is asked, with the
-target's own answers as its context, so whoever answers always has enough to do. An answer that was
-cut, loops or is empty ends its conversation, since nobody would go on from it; after a refusal it
-goes on. All of these are marked and kept. An answer that holds personal data or a secret that
-nobody told the target is never written down: it is counted under its type, and ends its
-conversation too.
+Conversations run independently: as soon as a turn is answered the next one is asked, with the
+target's own answers as its context, so that the backend always has enough to do. An answer that was
+cut, loops or is empty ends its conversation; after a refusal it goes on. All of these are marked and
+kept. An answer with personal data or a secret that was not in its prompt is never written: it is
+counted by type, and ends its conversation too.
 
-A run that is killed, or whose servers have all died, goes on where it was: see parts. Which servers
-answer, how many at once, and whether a head speculates changes no answer, and is not part of the
-work's identity.
+A run that is killed, or whose servers have all died, resumes where it was (see answers). Which
+servers answer, how many requests run at once, and whether a head speculates changes no answer, and
+is not part of the identity.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from typing import Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from eyas.artifact import Artifact, Manifest, identity
+from eyas.builtin import resolve_head, resolve_target
 from eyas.chat import Chat
 from eyas.engine.engine import Engine, EngineConfig
-from eyas.errors import ConfigError, EmptyInputError, TemplateError
+from eyas.errors import EmptyInputError, TemplateError
 from eyas.features import marks
-from eyas.features.backend import Asked, Backend, EngineBackend, Replied
-from eyas.features.conversation import Conversation, Questioner, Sampling, check_shares
-from eyas.features.fleet import Fleet
-from eyas.features.parts import AnswerParts, claimed
-from eyas.features.servers import ClientConfig, Expected
-from eyas.hub import resolve_head, resolve_target
+from eyas.features.answers import AnswerParts, folder_lock
+from eyas.features.backend import Backend, EngineBackend, TurnAnswer, TurnRequest
+from eyas.features.conversation import Conversation, Sampling, TurnRules
+from eyas.features.fleet import ClientConfig, Fleet, TargetProof
 from eyas.log import Track, quiet
 from eyas.model.fingerprint import fingerprint
 from eyas.model.foreign import target_shape
@@ -46,10 +46,10 @@ from eyas.privacy.leaks import OF_ANSWERS, Leaks
 from eyas.privacy.policy import PrivacyConfig
 from eyas.records import Message, Prompt
 
-# Where the run takes place, and how fast it is. Nothing of it changes an answer.
+ROWS_PER_PART = 200  # prompts in a file of answers
+# Where the run takes place, and how fast it is: no part of the identity.
 PLACES = {"target", "head", "max_batch", "servers", "client"}
-# What servers are asked before anything else: do they see as many tokens as the target's template
-# gives?
+# What servers are asked first: do they count as many tokens as the target's template gives?
 PROBES: tuple[tuple[Message, ...], ...] = (
     ({"role": "user", "content": "Name a colour."},),
     (
@@ -65,12 +65,12 @@ class GenerateConfig(BaseModel):
     """Settings of the stage.
 
     `max_length` bounds prompt and answer together, in tokens, as does the target's context.
-    `sampling` is how conversations are sampled, a share of them each, assigned by a hash of what
-    they say. `date` is the day that a chat template prints where it prints today's (Granite, Llama
-    3): fixed, so that the same prompts have the same tokens on another day and in `capture`.
-    `personal` says what is looked for in answers: an answer with a type that is not kept is left
-    out, unless it stood in the prompt. `head` speeds up the engine in this process, which answers
-    where no `servers` are given; `client` says how those are asked. `rows_per_part` counts prompts.
+    `sampling`: how conversations are sampled, a share of them each, assigned by a hash of their user
+    turns. `date`: the day that a chat template prints where it prints today's (Granite, Llama 3);
+    fixed, so that the same prompts have the same tokens on another day and in `capture`.
+    `personal`: what is looked for in answers; an answer with a type that is not kept is left out,
+    unless it stood in the prompt. `head` speeds up the engine in this process, which answers where
+    `servers` is empty; `client` says how servers are asked.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -82,7 +82,6 @@ class GenerateConfig(BaseModel):
     sampling: tuple[Sampling, ...] = Field(default=(Sampling(),), min_length=1)
     max_batch: int = Field(default=32, ge=1)
     max_length: int = Field(default=1024, ge=2)
-    rows_per_part: int = Field(default=200, ge=1)
     date: datetime.date = datetime.date(2026, 1, 1)
     personal: PrivacyConfig = OF_ANSWERS
     servers: tuple[str, ...] = ()
@@ -90,21 +89,24 @@ class GenerateConfig(BaseModel):
 
     @model_validator(mode="after")
     def _fits(self) -> GenerateConfig:
-        try:
-            check_shares(self.sampling)
-        except ConfigError as error:
-            raise ValueError(f"{error.what}: {error.hint}") from error
+        total = sum(one.share for one in self.sampling)
+        if abs(total - 1) > 1e-6:
+            raise ValueError(f"sampling: the shares sum to {total:g}: let them sum to 1")
         if self.servers and self.head is not None:
-            raise ValueError(
-                "head: servers have their own; give it to them, or leave `servers` out"
-            )
+            raise ValueError("head: servers have their own; give it to them, or leave it out")
         return self
 
     @property
     def answered_by(self) -> str:
-        """Part of the identity: the engine and a server may differ in an answer's last bits, and
-        messages that hold a control token's name are left out where a server renders them."""
+        """Part of the identity: engine and server may differ in an answer's last bits, and messages
+        that spell a control token are left out where a server renders them.
+        """
         return f"servers, sent {self.client.send}" if self.servers else "engine"
+
+    @property
+    def sends_messages(self) -> bool:
+        """Whether servers render the chat template themselves."""
+        return bool(self.servers) and self.client.send == "messages"
 
 
 def generate(
@@ -112,8 +114,7 @@ def generate(
 ) -> Manifest:
     """Answer all prompts into `output`; resumes.
 
-    Raises EmptyInputError, TemplateError, what loading a target raises, and what `Fleet` raises
-    where there are servers.
+    Raises EmptyInputError, TemplateError, and what loading a target or `Fleet` raises.
     """
     made = prompts.manifest("prompts")
     num_prompts = sum(1 for _ in prompts.read_rows("prompts"))
@@ -132,19 +133,18 @@ def generate(
     if not output.begin(identity("generate", settings, {"prompts": made})):
         return output.manifest()
     max_length = min(config.max_length, target_shape(folder).max_position_embeddings)
-    limits = (config.max_tokens, max_length)
-    is_templated = bool(config.servers) and config.client.send == "messages"
-    questioner = Questioner(
-        chat, target, config.sampling, limits, Leaks(config.personal), is_templated
+    rules = TurnRules(
+        chat,
+        target,
+        config.sampling,
+        config.max_tokens,
+        max_length,
+        Leaks(config.personal),
+        config.sends_messages,
     )
-    with claimed(output), closing(open_backend(config, chat, folder, max_length)) as backend:
-        answer_all(
-            backend,
-            questioner,
-            Conversations(prompts, output, config.rows_per_part),
-            num_prompts,
-            track,
-        )
+    conversations = Conversations(prompts, output)
+    with folder_lock(output), closing(open_backend(config, chat, folder, max_length)) as backend:
+        answer_all(backend, rules, conversations, num_prompts, track)
         facts = {"target": config.target, **backend.facts()}
     counts = _counts(prompts, output)
     if counts["answers"] == 0:
@@ -157,53 +157,53 @@ def generate(
 
 
 def open_backend(config: GenerateConfig, chat: Chat, folder: str, max_length: int) -> Backend:
-    """Who answers. Raises what loading the engine or looking at servers raises."""
+    """The engine, on a GPU where there is one, or the servers. Raises what loading the engine or
+    checking servers raises.
+    """
     if not config.servers:
         head = resolve_head(config.head) if config.head is not None else None
         sizes = EngineConfig(max_batch=config.max_batch, max_length=max_length)
-        return EngineBackend(Engine.load(folder, head, config.dtype, sizes), chat, config.head)
-    if config.client.send == "messages" and Chat(folder).needs_a_date:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        engine = Engine.load(folder, head, config.dtype, sizes, device)
+        return EngineBackend(engine, chat, config.head)
+    if config.sends_messages and Chat(folder).needs_a_date:
         raise TemplateError(
             f"the chat template of {folder} prints today's date, and servers would print another "
             f"than {config.date}",
             "set client.send=tokens where the servers take token ids (SGLang, vLLM, eyas), or "
             "leave `servers` out",
         )
-    return Fleet(
-        config.servers,
-        config.client,
-        Expected(fingerprint(folder), max_length, probes(chat, config.sampling)),
-    )
+    proof = TargetProof(fingerprint(folder), max_length, probes(chat, config.sampling))
+    return Fleet(config.servers, config.client, proof)
 
 
-def probes(chat: Chat, samplings: Sequence[Sampling]) -> tuple[Asked, ...]:
-    """What servers are asked before anything else: every way of sampling, and a conversation that
-    goes on.
-    """
-    found: list[Asked] = []
+def probes(chat: Chat, samplings: Sequence[Sampling]) -> tuple[TurnRequest, ...]:
+    """What servers are asked first: each way of sampling, and a conversation of several turns."""
+    first, *others = PROBES
+    found: list[TurnRequest] = []
     for messages, sampling in [
-        *((PROBES[0], one) for one in samplings),
-        *((probe, samplings[0]) for probe in PROBES[1:]),
+        *((first, one) for one in samplings),
+        *((probe, samplings[0]) for probe in others),
     ]:
-        with contextlib.suppress(TemplateError):  # some take no system prompt
+        with contextlib.suppress(TemplateError):  # some templates take no system prompt
             ids = tuple(chat.prompt_ids(messages))
-            found.append(Asked(f"probe-{len(found)}", messages, ids, sampling.params(1, 1)))
+            params = sampling.params(max_tokens=1, seed=1)
+            found.append(TurnRequest(f"probe-{len(found)}", messages, ids, params))
     return tuple(found)
 
 
 class Conversations:
-    """The conversations of an artifact that are not over, and the rows of those that go on."""
+    """The conversations of an artifact that are not over, read part by part, and their rows."""
 
-    def __init__(self, prompts: Artifact, output: Artifact, rows_per_part: int) -> None:
+    def __init__(self, prompts: Artifact, output: Artifact) -> None:
         self.num_done = 0
-        self._prompts, self._rows_per_part = prompts, rows_per_part
-        self._parts = AnswerParts(output)
+        self._prompts, self._parts = prompts, AnswerParts(output)
 
     def __iter__(self) -> Iterator[Conversation]:
-        """In the prompts' order, from where an earlier run left them; one part's prompts in memory."""
+        """In the prompts' order, each as an earlier run left it; holds one part's prompts."""
         rows = self._prompts.read_rows("prompts")
         for part in itertools.count():
-            prompts = [Prompt.from_json(row) for row in itertools.islice(rows, self._rows_per_part)]
+            prompts = [Prompt.from_json(row) for row in itertools.islice(rows, ROWS_PER_PART)]
             if not prompts:
                 return
             if self._parts.is_whole(part):
@@ -218,8 +218,8 @@ class Conversations:
             yield from (one for one in conversations if not one.is_over)
 
     def keep(self, conversation: Conversation) -> None:
-        """Write down what has come of it since the last time."""
-        self._parts.add(conversation.part, conversation.news())
+        """Write what is new of it."""
+        self._parts.add(conversation.part, conversation.take_entry())
         if conversation.is_over:
             self._end(conversation)
 
@@ -230,37 +230,36 @@ class Conversations:
 
 def answer_all(
     backend: Backend,
-    questioner: Questioner,
+    rules: TurnRules,
     conversations: Conversations,
     num_prompts: int,
     track: Track = quiet,
 ) -> None:
-    """Carry on as many conversations as are worth it, each at its own pace, until all are over."""
+    """Run as many conversations as the backend has room for, each at its own pace, to their ends."""
     waiting = iter(conversations)
-    running: dict[str, tuple[Conversation, Asked]] = {}
+    running: dict[str, tuple[Conversation, TurnRequest]] = {}
     started, num_tokens = time.monotonic(), 0
 
-    def go_on(conversation: Conversation) -> None:
-        asked = questioner.ask(conversation)
+    def ask(conversation: Conversation) -> None:
+        request = rules.request(conversation)
         conversations.keep(conversation)
-        if asked is not None:
-            backend.add(asked)
-            running[asked.id] = conversation, asked
+        if request is not None:
+            backend.add(request)
+            running[request.id] = conversation, request
 
     while True:
         while len(running) < backend.capacity and (conversation := next(waiting, None)) is not None:
-            go_on(conversation)
+            ask(conversation)
         if not running:
             return
         for reply in backend.wait():
-            num_tokens += reply.num_tokens if isinstance(reply, Replied) else 0
-            conversation, asked = running.pop(reply.id)
-            questioner.take(conversation, asked, reply)
-            go_on(conversation)
+            num_tokens += reply.num_tokens if isinstance(reply, TurnAnswer) else 0
+            conversation, request = running.pop(reply.id)
+            rules.accept(conversation, request, reply)
+            ask(conversation)
         speed = f"{num_tokens / (time.monotonic() - started):.0f} tokens/s"
-        track(
-            conversations.num_done, num_prompts, ", ".join(filter(None, (speed, backend.status())))
-        )
+        note = ", ".join(filter(None, (speed, backend.status())))
+        track(conversations.num_done, num_prompts, note)
 
 
 def _counts(prompts: Artifact, output: Artifact) -> dict[str, int]:

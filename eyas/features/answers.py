@@ -1,17 +1,17 @@
-"""The rows of `generate` on disk: parts of the prompts' order, and for a part that is not whole yet
-a journal of its answers.
+"""The answers of `generate` on disk: parts in the prompts' order, and for a part that is not whole
+yet a journal of its answers.
 
     answers-00000.jsonl      records.Answer of `rows_per_part` prompts, in the prompts' order; written last: the part is whole
     dropped-00000.jsonl      the turns of the same prompts that got no answer, each with its reason
     origins-00000.jsonl      records.Origin of the same answers, line by line: what differs from run to run
-    work/part-00000.journal  what has come of the part so far, a line an event, in whatever order
+    work/part-00000.journal  the part's events so far, a line each, in order of time
 
-A line of the journal is a checksum and JSON, and is with the system before the next turn is asked
-for: a kill loses what was being answered and nothing else. A line that is torn or damaged counts as
-not there. On a disk lines are appended; an object store takes segments of a journal
-(part-00000-00003.journal), each of what came in SEGMENT_S or SEGMENT_LINES.
+A line of the journal is a checksum and JSON, written before the next turn is asked for: a kill loses
+the answers that are being written and nothing else. A torn or damaged line counts as missing. On a
+disk lines are appended; an object store takes segments (part-00000-00003.journal) of SEGMENT_LINES
+lines or SEGMENT_S seconds.
 
-Knows rows and files. Does not know what is asked, or who answers.
+Knows rows and files. Does not know what is asked, or what answers.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _DIGITS = 16  # of a line's checksum
 
 
 @dataclass(slots=True)
-class Entry:
-    """What came of a conversation in one go: an answer, turns given up, or both. at: the prompt's
-    place in its part.
+class JournalEntry:
+    """An event of a conversation: an answer, turns given up, or both. at: the prompt's place in its
+    part.
     """
 
     at: int
@@ -54,7 +54,7 @@ class Entry:
 
     @property
     def turn(self) -> int:
-        """The first one that it tells of."""
+        """The first turn of the entry."""
         return self.answer.turn if self.answer else int(self.dropped[0]["turn"])
 
     @property
@@ -67,7 +67,7 @@ class Entry:
         return _checksum(text) + b" " + text + b"\n"
 
     @classmethod
-    def from_line(cls, line: bytes) -> Entry | None:
+    def from_line(cls, line: bytes) -> JournalEntry | None:
         """None for a line that is not whole."""
         checksum, _, text = line.partition(b" ")
         if _checksum(text) != checksum:
@@ -98,7 +98,7 @@ class Journal:
             and not self._path.read_bytes().endswith(b"\n")
         )
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: JournalEntry) -> None:
         """Keep an entry. Raises StorageFullError."""
         line = entry.to_line()
         if self._path is None:
@@ -110,9 +110,9 @@ class Journal:
                 file.write(b"\n" + line if self._is_torn else line)
         self._is_torn = False
 
-    def entries(self) -> list[Entry]:
-        """All that was added, also by a process before this one; of a conversation what follows a
-        lost line is lost as well.
+    def entries(self) -> list[JournalEntry]:
+        """All that was added, by earlier processes too; after a lost line the rest of its
+        conversation is lost as well.
         """
         if self._path is not None:
             content = self._path.read_bytes() if self._path.exists() else b""
@@ -121,17 +121,17 @@ class Journal:
                 self._output.read(self._segment(number)) for number in range(self._num_segments)
             ]
             content = b"".join([*segments, *self._waiting])
-        found = [Entry.from_line(line) for line in content.split(b"\n") if line]
+        found = [JournalEntry.from_line(line) for line in content.split(b"\n") if line]
         if None in found:
             data = {"journal": f"{self._output.url}/{self._stem}", "lines": found.count(None)}
             log.warning(
-                "lines of a journal are not whole: what they told is asked for again",
+                "a journal has damaged lines: their turns are asked for again",
                 extra={"data": data},
             )
         return _in_turn(entry for entry in found if entry is not None)
 
     def delete(self) -> None:
-        """Forget all: the part is whole."""
+        """Delete the journal: its part is whole."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
         for number in range(self._num_segments):
@@ -163,14 +163,14 @@ class AnswerParts:
         """True when nothing is left to do for a part."""
         return self._output.exists(answers_name(part))
 
-    def open(self, part: int, num_prompts: int) -> list[Entry]:
-        """Begin with a part, or go on: what has come of it, a turn after those before it."""
+    def open(self, part: int, num_prompts: int) -> list[JournalEntry]:
+        """Begin a part, or resume it: its entries so far, each turn after those before it."""
         self._journals[part] = Journal(self._output, part)
         self._left[part] = num_prompts
         return self._journals[part].entries()
 
-    def add(self, part: int, entry: Entry) -> None:
-        """Keep what came of one of its conversations."""
+    def add(self, part: int, entry: JournalEntry) -> None:
+        """Keep an event of one of its conversations."""
         if not entry.is_empty:
             self._journals[part].add(entry)
 
@@ -182,7 +182,7 @@ class AnswerParts:
             self._write(part, self._journals.pop(part))
 
     def _write(self, part: int, journal: Journal) -> None:
-        """The answers last: their file is what says that the part is whole."""
+        """The answers last: their file marks the part as whole."""
         entries = sorted(journal.entries(), key=lambda entry: (entry.at, entry.turn))
         answers = [entry.answer.to_json() for entry in entries if entry.answer]
         origins = [entry.origin.to_json() for entry in entries if entry.origin]
@@ -201,12 +201,11 @@ def answers_name(part: int) -> str:
 
 
 @contextmanager
-def claimed(output: Artifact) -> Iterator[None]:
-    """Nobody else writes into this folder meanwhile: two that do would answer everything twice,
-    into the same journals.
+def folder_lock(output: Artifact) -> Iterator[None]:
+    """Hold the folder alone: two processes would answer everything twice, into the same journals.
 
-    The system lets go of the claim when the process ends, however it ends. Raises InputError. In an
-    object store there is nothing to hold on to, and nothing is claimed.
+    The system releases the lock when the process ends, however it ends. Raises InputError. An object
+    store has no locks: nothing is held there.
     """
     path = output.local_path(f"{WORK}/claim")
     if path is None:
@@ -224,8 +223,8 @@ def claimed(output: Artifact) -> Iterator[None]:
         yield
 
 
-def _in_turn(entries: Iterable[Entry]) -> list[Entry]:
-    """Those that follow on what was told of their conversation before."""
+def _in_turn(entries: Iterable[JournalEntry]) -> list[JournalEntry]:
+    """The entries that follow on those before them of the same conversation."""
     next_turn: Counter[int] = Counter()
     kept = []
     for entry in entries:

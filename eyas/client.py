@@ -1,0 +1,340 @@
+"""The client of OpenAI-compatible servers: what they list, a whole answer, a streamed answer with
+arrival times.
+
+Knows HTTP, OpenAI's form, and what can go wrong with one request. Knows no engine and no stage, and
+leaves it to the caller when to ask again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import email.utils
+import json
+import os
+import time
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, Self
+from urllib.parse import urlsplit
+
+import httpx
+from pydantic import BaseModel, Field, ValidationError
+
+from eyas.errors import ConfigError
+
+KEY_VARIABLE = "EYAS_API_KEY"
+CONNECT_S = 10.0
+ASIDE_S = 10.0  # for pages that are not answers
+MAX_BODY = 32 << 20  # bytes of a whole answer
+# busy: come again later. lost: no connection, or it broke. broken: no answer in OpenAI's form.
+# refused: this request, for good. unfit: any request, for good (a key or model is missing, ...).
+FailureKind = Literal["busy", "lost", "broken", "refused", "unfit"]
+AnswerEnd = Literal["stop", "length"]
+# A server may close an idle connection just when it is taken: then nothing was asked, and it is asked
+# again. Whether that reads as an end or as a reset is up to the kernel.
+STALE = ("RemoteProtocolError", "ReadError", "WriteError")
+StreamPiece = tuple[float, bytes]  # ms since the request was sent, bytes as they came
+
+
+class RequestFailure(Exception):
+    """A request without an answer. `what` can be shown: it holds no part of prompt or answer."""
+
+    def __init__(
+        self,
+        kind: FailureKind,
+        what: str,
+        retry_after_s: float | None = None,
+        was_received: bool = True,
+    ) -> None:
+        """was_received: the server may have begun with the request."""
+        super().__init__(what)
+        self.kind, self.what = kind, what
+        self.retry_after_s, self.was_received = retry_after_s, was_received
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole answer. num_tokens counts its end token."""
+
+    text: str
+    finish_reason: AnswerEnd
+    num_prompt_tokens: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRecord:
+    """A streamed answer as it came: when it was sent for (perf_counter, seconds), its pieces, and
+    what went wrong.
+    """
+
+    sent: float
+    pieces: list[StreamPiece]
+    error: str = ""
+
+
+def server_url(url: str) -> str:
+    """The address without /v1. Raises ConfigError for one that is no address, or holds a password."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(
+            f"{url!r} is not the address of a server", "write e.g. http://10.0.0.5:8000"
+        )
+    if parts.username or parts.password or parts.query:
+        raise ConfigError(
+            f"the address of {parts.hostname} holds a password or a query",
+            f"give the key in the environment variable {KEY_VARIABLE}",
+        )
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def api_key() -> str | None:
+    """The key in EYAS_API_KEY. Raises ConfigError for one that no header can carry.
+
+    In the environment alone: settings and command lines end up in manifests and reports.
+    """
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(
+            f"the API key in {KEY_VARIABLE} has characters that no header takes",
+            "set it again, without line breaks",
+        )
+    return key or None
+
+
+class Client:
+    """A connection pool to one server; an async context. Methods raise RequestFailure."""
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        """timeout_s: for a whole answer, or between two pieces of a streamed one. Raises ConfigError
+        for the address or the key.
+        """
+        self.url, self._timeout_s = server_url(url), timeout_s
+        headers = {"accept-encoding": "identity"}
+        if key := api_key():
+            headers["authorization"] = f"Bearer {key}"
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            headers=headers,
+            timeout=httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s)),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            trust_env=False,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def cards(self) -> list[dict[str, Any]]:
+        """What the server says of the models that it lists, one at least; `id` is a model's name."""
+        content = await self.request("/v1/models")
+        try:
+            cards = json.loads(content)["data"]
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            raise RequestFailure("broken", "lists no models") from error
+        is_list = isinstance(cards, list) and cards
+        if not is_list or not all(isinstance(one, dict) and "id" in one for one in cards):
+            raise RequestFailure("broken", "lists no models")
+        return [{**card, "id": str(card["id"])} for card in cards]
+
+    async def page(self, path: str) -> str:
+        """The text of a page, "" where the server has none."""
+        try:
+            content = await self.request(path, timeout_s=ASIDE_S)
+        except RequestFailure:
+            return ""
+        return content.decode(errors="replace")
+
+    async def num_tokens(self, model: str, text: str) -> int | None:
+        """Tokens of a text by the server's /tokenize (the form of vLLM and SGLang, or that of
+        llama.cpp); None without one.
+        """
+        of_vllm = {"model": model, "prompt": text, "add_special_tokens": False}
+        for body in (of_vllm, {"content": text}):
+            try:
+                tokens = json.loads(await self.request("/tokenize", body, ASIDE_S))["tokens"]
+            except (RequestFailure, ValueError, LookupError, TypeError):
+                continue
+            if tokens or not text:  # llama.cpp takes the other form for an empty text
+                return len(tokens)
+        return None
+
+    async def complete(self, body: dict[str, Any]) -> Completion:
+        """A whole answer, of a chat (`messages`) or a completion (`prompt`)."""
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        return _completion(await self.request(path, body))
+
+    async def stream(self, body: dict[str, Any]) -> StreamRecord:
+        """A streamed answer of a chat. A failure is part of the record: nothing is raised.
+
+        Pieces are stored and not read, so that the client takes as little as possible from a server
+        on the same machine.
+        """
+        record = await self._streamed(body)
+        is_stale = record.error.startswith(STALE) and not record.pieces
+        return await self._streamed(body) if is_stale else record
+
+    async def _streamed(self, body: dict[str, Any]) -> StreamRecord:
+        pieces: list[StreamPiece] = []
+        sent = time.perf_counter()
+        try:
+            async with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
+                async for piece in response.aiter_raw():
+                    pieces.append((1000 * (time.perf_counter() - sent), piece))
+        except httpx.TransportError as error:
+            return StreamRecord(sent, pieces, f"{type(error).__name__}: {error}")
+        if response.status_code != httpx.codes.OK:
+            told = error_message(b"".join(piece for _, piece in pieces))
+            return StreamRecord(sent, pieces, f"HTTP {response.status_code}: {told}")
+        return StreamRecord(sent, pieces)
+
+    async def request(
+        self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
+    ) -> bytes:
+        """The content of a 200, of MAX_BODY bytes at most."""
+        limit_s = timeout_s or self._timeout_s
+        try:
+            async with (
+                asyncio.timeout(limit_s),
+                self._http.stream("GET" if body is None else "POST", path, json=body) as response,
+            ):
+                content = bytearray()
+                async for piece in response.aiter_bytes():
+                    content += piece
+                    if len(content) > MAX_BODY:
+                        raise RequestFailure("broken", f"answers more than {MAX_BODY >> 20} MiB")
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise RequestFailure("lost", "takes no connection", was_received=False) from error
+        except (httpx.TimeoutException, TimeoutError) as error:
+            raise RequestFailure("broken", f"does not answer within {limit_s:g} s") from error
+        except httpx.TransportError as error:
+            what = f"breaks the connection ({type(error).__name__})"
+            raise RequestFailure("lost", what) from error
+        except httpx.RequestError as error:
+            what = f"sends what cannot be read ({type(error).__name__})"
+            raise RequestFailure("broken", what) from error
+        if response.status_code != httpx.codes.OK:
+            raise _failure(response, bytes(content))
+        return bytes(content)
+
+
+def error_message(content: bytes) -> str:
+    """The message of an error in OpenAI's form or vLLM's older one, or the beginning of the body."""
+    try:
+        told = json.loads(content)
+        error = told.get("error", told)
+        return str(error if isinstance(error, str) else error["message"])
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return content[:200].decode(errors="replace")
+
+
+def _failure(response: httpx.Response, content: bytes) -> RequestFailure:
+    """What a status other than 200 means. Of its text only a code is shown: a message may quote
+    the prompt.
+    """
+    status = response.status_code
+    what = f"answers HTTP {status}{_error_code(content)}"
+    if status == 429:
+        return RequestFailure("busy", what, _retry_after_s(response))
+    if status in (408, 502, 503, 504):
+        return RequestFailure("lost", what, _retry_after_s(response))
+    if status >= 500:
+        return RequestFailure("broken", what)
+    return RequestFailure("refused" if status in (400, 413, 422) else "unfit", what)
+
+
+def _error_code(content: bytes) -> str:
+    """The code or type of an error in OpenAI's form, in brackets."""
+    try:
+        told = json.loads(content)
+        error = told.get("error", told)
+        code = error.get("code") or error.get("type")
+    except (ValueError, AttributeError, RecursionError):
+        return ""
+    is_code = isinstance(code, str) and len(code) <= 64 and code.replace("_", "").isalnum()
+    return f" ({code})" if is_code else ""
+
+
+def _retry_after_s(response: httpx.Response) -> float | None:
+    """Seconds of a Retry-After, given as a number or as a date."""
+    told = response.headers.get("retry-after", "").strip()
+    if not told:
+        return None
+    try:
+        if told.isdigit():
+            return float(told)
+        until = email.utils.parsedate_to_datetime(told)
+        return max(0.0, (until - datetime.datetime.now(datetime.UTC)).total_seconds())
+    except (ValueError, TypeError):
+        return None
+
+
+class CompletionMessage(BaseModel):
+    """The `message` of a chat's answer."""
+
+    content: str | None = None
+    reasoning: Any = None
+    reasoning_content: Any = None
+    tool_calls: Any = None
+
+
+class CompletionChoice(BaseModel):
+    """The one choice of an answer; a completion has `text`, a chat `message`."""
+
+    finish_reason: str | None
+    message: CompletionMessage | None = None
+    text: str | None = None
+
+
+class CompletionUsage(BaseModel):
+    """Tokens of prompt and answer."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class CompletionBody(BaseModel):
+    """An answer in OpenAI's form, as far as it is read."""
+
+    choices: list[CompletionChoice] = Field(min_length=1, max_length=1)
+    usage: CompletionUsage
+
+
+def _completion(content: bytes) -> Completion:
+    """Raises RequestFailure for what is no answer, or one that the server has split up."""
+    try:
+        body = CompletionBody.model_validate_json(content)
+    except ValidationError as error:
+        raise RequestFailure("broken", "answers what is no completion with its usage") from error
+    choice, usage = body.choices[0], body.usage
+    message = choice.message or CompletionMessage(content=choice.text)
+    if message.reasoning or message.reasoning_content or message.tool_calls:
+        raise RequestFailure(
+            "unfit", "splits answers up: start it without a parser for reasoning or tool calls"
+        )
+    text = message.content
+    if text is None or not _is_text(text) or choice.finish_reason not in ("stop", "length"):
+        raise RequestFailure("broken", "answers without a text, or without an end")
+    reason: AnswerEnd = "stop" if choice.finish_reason == "stop" else "length"
+    return Completion(text, reason, usage.prompt_tokens, usage.completion_tokens)
+
+
+def _is_text(text: str) -> bool:
+    """Halves of a surrogate pair can be written in JSON and are no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
