@@ -34,12 +34,13 @@ import numpy as np
 import torch
 
 from eyas.bench.machine import machine
-from eyas.builtin import demo_prompts, resolve_target
+from eyas.builtin import demo_prompts
 from eyas.chat import Chat
 from eyas.features.capture import Forwards
 from eyas.features.decoder import Decoder, OwnDecoder
 from eyas.features.hooks import HookedDecoder
 from eyas.features.planned import WINDOW, Planned, batches, plan_samples, shared_groups
+from eyas.hub import resolve_target
 from eyas.plan.needs import FILLER
 from eyas.records import Answer, Message
 

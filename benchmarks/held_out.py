@@ -13,7 +13,7 @@ from pathlib import Path
 import fsspec
 import torch
 
-from eyas import builtin
+from eyas import hub
 from eyas.chat import Chat
 from eyas.engine.request import Request, SamplingParams
 
@@ -54,7 +54,7 @@ def dialogues(path: Path, count: int, seed: int = 0) -> list[list[dict[str, str]
 
 def requests(args: argparse.Namespace, max_length: int = 1024) -> list[Request]:
     """Greedy requests over held-out dialogues, those that leave no room for an answer excluded."""
-    chat = Chat(builtin.resolve_target(args.target))
+    chat = Chat(hub.resolve_target(args.target))
     params = SamplingParams(max_tokens=args.max_tokens)
     made = []
     for index, messages in enumerate(dialogues(args.data, args.prompts)):

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import held_out
 import torch
 
-from eyas import builtin
+from eyas import hub
 from eyas.chat import Chat
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
@@ -58,7 +58,7 @@ class Stressed:
 
 def prompts(args: argparse.Namespace) -> list[Request]:
     """Dialogues cut before two of their answers, one after the other; every tenth twice."""
-    chat = Chat(builtin.resolve_target(args.target))
+    chat = Chat(hub.resolve_target(args.target))
     made: list[Request] = []
     for messages in held_out.dialogues(args.data, args.prompts):
         for cut in (len(messages) - 2, len(messages)):
@@ -135,8 +135,8 @@ def main() -> None:
     if args.quick:
         args.prompts = min(args.prompts, 60)
     requests = prompts(args)
-    target = Target.load(builtin.resolve_target(args.target), args.dtype)
-    draft = Draft(*read_head(builtin.resolve_head(args.head)), target)
+    target = Target.load(hub.resolve_target(args.target), args.dtype)
+    draft = Draft(*read_head(hub.resolve_head(args.head)), target)
     started = time.perf_counter()
     alone = Engine(
         target,

@@ -20,7 +20,7 @@ import statistics
 import held_out
 from speedup import Measured, turn
 
-from eyas import builtin
+from eyas import hub
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request
@@ -80,9 +80,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.turns = min(args.turns, 2)
-    folder = builtin.resolve_target(args.target)
+    folder = hub.resolve_target(args.target)
     target = Target.load(folder, args.dtype)
-    draft = Draft(*read_head(builtin.resolve_head(args.head)), target)
+    draft = Draft(*read_head(hub.resolve_head(args.head)), target)
     engines = {
         name: Engine(
             target,

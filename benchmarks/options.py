@@ -35,7 +35,7 @@ from torch import Tensor
 
 from eyas.artifact import Artifact, identity
 from eyas.bench.machine import machine
-from eyas.builtin import resolve_target
+from eyas.hub import resolve_target
 from eyas.log import progress_bar
 from eyas.model.batch import Batch, plan_batches
 from eyas.model.chain import measure

@@ -44,7 +44,7 @@ import held_out
 import safetensors.torch
 import torch
 
-from eyas import builtin
+from eyas import hub
 from eyas.model.checkpoint import Verifier, read_head, write_head
 from eyas.model.config import HeadConfig, RopeConfig, read_config
 from eyas.model.weights import read_tensors
@@ -215,10 +215,10 @@ def head_folders(
 
 
 def builtin_models(args: argparse.Namespace, work: Path) -> dict[str, str]:
-    target = builtin.resolve_target(args.target)
+    target = hub.resolve_target(args.target)
     return {
         "target": target,
-        **head_folders(*read_head(builtin.resolve_head(args.head)), target, work, "builtin"),
+        **head_folders(*read_head(hub.resolve_head(args.head)), target, work, "builtin"),
     }
 
 
@@ -227,7 +227,7 @@ def shape_models(work: Path) -> dict[str, str]:
     built-in tokenizer.
     """
     layers, H, intermediate, heads, V, W = 12, 768, 2048, 12, 32_000, SHAPE_DRAFT_VOCABULARY
-    source, target = Path(builtin.resolve_target("builtin")), work / "shape"
+    source, target = Path(hub.resolve_target("builtin")), work / "shape"
     settings = json.loads((source / "config.json").read_text())
     settings |= {
         "hidden_size": H,

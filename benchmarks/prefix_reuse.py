@@ -23,7 +23,7 @@ from collections.abc import Iterator
 
 import held_out
 
-from eyas import builtin
+from eyas import hub
 from eyas.chat import Chat
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
@@ -107,10 +107,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.prompts = min(args.prompts, 8)
-    folder = builtin.resolve_target(args.target)
+    folder = hub.resolve_target(args.target)
     dialogues = questions(args, Chat(folder))
     target = Target.load(folder, args.dtype)
-    draft = Draft(*read_head(builtin.resolve_head(args.head)), target)
+    draft = Draft(*read_head(hub.resolve_head(args.head)), target)
     # nothing is evicted: a miss is the engine's own
     num_pages = args.prompts * MAX_LENGTH // PAGE_SIZE
 

@@ -26,7 +26,7 @@ from pathlib import Path
 import held_out
 import torch
 
-from eyas import builtin
+from eyas import hub
 from eyas.bench.stream import read_reply
 from eyas.client import Client
 from eyas.engine.engine import Engine, EngineConfig
@@ -155,7 +155,7 @@ def main() -> None:
         engine=config,
     )
     engine = Engine.load(
-        builtin.resolve_target(args.target), builtin.resolve_head(args.head), args.dtype, config
+        hub.resolve_target(args.target), hub.resolve_head(args.head), args.dtype, config
     )
     with running_server(serve) as url:
         figures = asyncio.run(measured(args, engine, url))

@@ -34,7 +34,7 @@ from pathlib import Path
 import held_out
 import numpy as np
 
-from eyas import builtin
+from eyas import hub
 from eyas.chat import Chat
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
@@ -359,13 +359,13 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    folder = builtin.resolve_target(args.target)
+    folder = hub.resolve_target(args.target)
     chat, rng, record = Chat(folder), random.Random(args.seed), Record()
     prompts = [
         chat.prompt_ids(messages) for messages in held_out.dialogues(args.data, args.prompts)
     ]
     target = Target.load(folder, args.dtype)
-    draft = Draft(*read_head(builtin.resolve_head(args.head)), target)
+    draft = Draft(*read_head(hub.resolve_head(args.head)), target)
     sizes = {"max_length": MAX_LENGTH, "num_pages": NUM_PAGES, "prefill_chunk": 64}
     plain = Engine(
         target,

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import held_out
 
-from eyas import builtin
+from eyas import hub
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request
@@ -128,9 +128,9 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    folder = builtin.resolve_target(args.target)
+    folder = hub.resolve_target(args.target)
     target = Target.load(folder, args.dtype, native=not args.no_native)
-    draft = Draft(*read_head(builtin.resolve_head(args.head)), target)
+    draft = Draft(*read_head(hub.resolve_head(args.head)), target)
     most = max(args.concurrency)
     shared = {"max_batch": most, "overlap": args.overlap}
     plain = Engine(target, None, EngineConfig(speculation="off", **shared), folder)

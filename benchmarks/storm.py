@@ -33,7 +33,7 @@ import held_out
 import httpx
 import numpy as np
 
-from eyas import builtin
+from eyas import hub
 from eyas.chat import Chat
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
@@ -333,9 +333,9 @@ def resident_mib(pid: int) -> float:
 
 def questions(args: argparse.Namespace, config: ServeConfig) -> list[Asked]:
     """Greedy questions of random sizes, answered by an engine with room for everything."""
-    rng, chat = random.Random(args.seed), Chat(builtin.resolve_target(args.target))
+    rng, chat = random.Random(args.seed), Chat(hub.resolve_target(args.target))
     engine = Engine.load(
-        builtin.resolve_target(args.target),
+        hub.resolve_target(args.target),
         None,
         config.dtype,
         EngineConfig(max_length=MAX_LENGTH, prefix_reuse=False),

@@ -13,7 +13,7 @@ import statistics
 
 import held_out
 
-from eyas import builtin
+from eyas import hub
 from eyas.engine.engine import Engine, EngineConfig
 
 
@@ -21,7 +21,7 @@ def main() -> None:
     args = held_out.arguments(__doc__, prompts=400).parse_args()
     if args.quick:
         args.prompts = min(args.prompts, 60)
-    engine = Engine.load(builtin.resolve_target(args.target), config=EngineConfig(max_batch=16))
+    engine = Engine.load(hub.resolve_target(args.target), config=EngineConfig(max_batch=16))
     results = list(engine.run(held_out.requests(args)))
     lengths = [len(result.token_ids) for result in results]
     figures = {

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -91,6 +92,15 @@ def file_identity(url: str) -> str:
     return digest.hexdigest()
 
 
+def cache_folder(name: str) -> Path:
+    """Where this machine keeps what can be made or fetched again: $EYAS_CACHE/name, else below
+    $XDG_CACHE_HOME or ~/.cache.
+    """
+    root = os.environ.get("EYAS_CACHE")
+    user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return (Path(root) if root else Path(user, "eyas")) / name
+
+
 @contextmanager
 def storage_errors(url: str) -> Iterator[None]:
     """Turn a full disk into the one error that says so."""
@@ -152,7 +162,13 @@ class Artifact:
 
     def __init__(self, url: str) -> None:
         self.url = str(url).rstrip("/")
-        store, self._root = url_to_fs(self.url)
+        try:
+            store, self._root = url_to_fs(self.url)
+        except (ImportError, ValueError) as error:
+            raise InputError(
+                f"{url} cannot be opened: {error}",
+                "check the URL; install eyas[gcs] for gs://, eyas[s3] for s3://",
+            ) from error
         self._local = "file" in (
             store.protocol if isinstance(store.protocol, tuple) else (store.protocol,)
         )
@@ -253,6 +269,10 @@ class Artifact:
         """Bytes of a file, as the store has them now."""
         self._fs.invalidate_cache()
         return int(self._fs.info(self._path(name))["size"])
+
+    def version(self, name: str) -> str:
+        """Of a file, hex: changes whenever the store holds another one under this name."""
+        return str(self._fs.ukey(self._path(name)))[:16]
 
     def read_json(self, name: str) -> Any:
         return json.loads(self.read(name))

@@ -14,7 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from eyas.artifact import MANIFEST, Artifact, Manifest
+from eyas.artifact import IDENTITY, MANIFEST, Artifact, Manifest
+from eyas.errors import CorruptError, MissingInputError
+from eyas.hub import locate, resolve_head
 
 SOURCE = "source"
 HEAD_FILES = (".json", ".safetensors", ".bin")
@@ -72,6 +74,31 @@ def source_manifest(folder: Artifact, names: Iterable[str], config: Mapping[str,
 def head_files(folder: Artifact) -> list[str]:
     """The files of a head directly in a folder that eyas did not make, by name."""
     return sorted(name for name in folder.names() if name.endswith(HEAD_FILES) and name != MANIFEST)
+
+
+def head_manifest(name: str, config: Mapping[str, Any]) -> Manifest:
+    """The manifest of a head by any name (see eyas.hub): the training stage's, its files checked;
+    of a head that eyas did not train, a source's with this config.
+
+    Raises MissingInputError, and CorruptError for files that are not what the manifest says.
+    """
+    place = locate(name)
+    folder = Artifact(resolve_head(place))
+    if folder.exists(MANIFEST) or folder.exists(IDENTITY):
+        manifest = folder.manifest("train")
+        for file in head_files(folder):
+            if file in manifest.files and folder.checksummed(file) != manifest.files[file]:
+                raise CorruptError(
+                    f"{place}/{file} does not match its checksum",
+                    "delete the folder and run its stage again",
+                )
+        return manifest
+    names = head_files(folder)
+    if not {"config.json", "eyas_head.json"} & set(names):
+        raise MissingInputError(
+            f"no head at {place}", "give the output of `eyas train`, or the folder of a head"
+        )
+    return source_manifest(folder, names, config).model_copy(update={"url": place})
 
 
 def stages(manifest: Manifest) -> list[Manifest]:

@@ -15,8 +15,8 @@ PACKAGE = ROOT / "eyas"
 ORDER = (
     ("errors", "records", "page", "tau"),
     ("artifact", "log", "chat", "builtin", "language", "figure", "client"),
-    ("model", "shards", "lineage", "privacy"),
-    ("engine",),
+    ("hub", "model", "shards", "privacy"),
+    ("lineage", "engine"),
     ("data", "features", "train", "evaluate", "export", "serve"),
     ("bench", "plan"),
     ("cli",),

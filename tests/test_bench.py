@@ -19,7 +19,7 @@ from eyas.bench.bench import ArmConfig, BenchConfig, _read, bench, bench_identit
 from eyas.bench.stream import Reply, events, read_reply
 from eyas.bench.summary import compared_task, comparison, result, summarise
 from eyas.bench.workload import Task, read_tasks
-from eyas.builtin import BUILTIN, resolve_head, resolve_target
+from eyas.builtin import BUILTIN
 from eyas.chat import Chat
 from eyas.client import Client, StreamRecord
 from eyas.engine.engine import Engine, EngineConfig
@@ -32,6 +32,7 @@ from eyas.errors import (
     MismatchError,
     MissingInputError,
 )
+from eyas.hub import resolve_head, resolve_target
 from eyas.serve.app import Served, create_app
 from eyas.serve.server import running_app
 from eyas.serve.worker import Worker

@@ -15,11 +15,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from eyas.artifact import cache_folder
 from eyas.cli import serve as serve_command
 from eyas.cli.main import build
 from eyas.serve.limits import LimitsConfig
 from eyas.serve.server import LAST_WORDS_S
-from eyas.serve.storage import place
 from tests.containerfile import Image, instructions
 from tests.object_stores import free_port
 from tests.serving import MESSAGES, World
@@ -119,7 +119,8 @@ def test_on_vertex_ai_the_image_needs_no_arguments(monkeypatch):
         XDG_CACHE_HOME="/models",
     )
     assert (config.port, config.target, config.vertex.storage_uri) == (8080, None, uri)
-    assert str(place(uri)).startswith("/models/")
+    monkeypatch.delenv("EYAS_CACHE", raising=False)
+    assert cache_folder("models") == Path("/models/eyas/models")
 
 
 def test_steps_that_would_leave_the_folder_are_not_run(tmp_path):

@@ -72,7 +72,7 @@ def target(request: pytest.FixtureRequest, folder: Path) -> Target:
 
 @pytest.fixture(autouse=True)
 def costs_of_this_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eyas.engine.costs.cache_folder", lambda: tmp_path)
+    monkeypatch.setattr("eyas.engine.costs.cache_folder", lambda _: tmp_path)
 
 
 def engine(target: Target, head: bool = True, **config: object) -> Engine:

@@ -11,12 +11,10 @@ import pytest
 
 from eyas.artifact import Artifact
 from eyas.cli.evaluation import foretold, in_one_line
-from eyas.evaluate.heads import head_folder
-from eyas.lineage import SOURCE
 from tests.test_cli import assert_one_clear_error, run_eyas
 from tests.tiny import tiny_target
-from tests.tiny_head import head_folder as tiny_head_folder
-from tests.tiny_questions import learned_head, questions
+from tests.tiny_head import head_folder
+from tests.tiny_questions import questions
 
 SMALL = ("-s", "max_tokens=12", "-s", "models.max_length=200", "-s", "predict.concurrencies=[]")
 
@@ -38,7 +36,7 @@ def prompts(tmp_path_factory):
 
 
 def test_from_prompts_alone(target, prompts, tmp_path):
-    head = tiny_head_folder(target, tmp_path / "head", form="sglang")
+    head = head_folder(target, tmp_path / "head", form="sglang")
     options = (
         "--trees",
         "fixed(2,2,4) fixed(2,1,3)",
@@ -75,7 +73,7 @@ def test_from_prompts_alone(target, prompts, tmp_path):
 
 def test_predicts(target, prompts, tmp_path, monkeypatch):
     monkeypatch.setenv("EYAS_CACHE", str(tmp_path / "cache"))
-    head = tiny_head_folder(target, tmp_path / "head")
+    head = head_folder(target, tmp_path / "head")
     options = (
         "--trees",
         "fixed(2,2,4)",
@@ -107,7 +105,7 @@ def test_predicts(target, prompts, tmp_path, monkeypatch):
 
 
 def test_bad_input_is_one_clear_error(target, prompts, tmp_path):
-    head = tiny_head_folder(target, tmp_path / "head")
+    head = head_folder(target, tmp_path / "head")
     base = ("eval", head, "-t", target, "-o", tmp_path / "out")
     empty, other = tmp_path / "empty.jsonl", tmp_path / "other.jsonl"
     empty.write_text("")
@@ -137,27 +135,6 @@ def test_bad_input_is_one_clear_error(target, prompts, tmp_path):
     foreign = run_eyas("eval", head, "-t", elsewhere, "-o", tmp_path / "out", "--prompts", prompts)
     assert_one_clear_error(foreign, "lm_head")
     assert not (tmp_path / "out").exists(), "bad input claims no folder"
-
-
-def test_heads_are_known_by_their_files(target, tmp_path):
-    trained = learned_head(target, 4, tmp_path)
-    with head_folder(trained.url) as (files, manifest):
-        assert (files / "eyas_head.json").exists()
-        assert manifest == trained.manifest("train")
-    with head_folder(f"file://{trained.url}") as (files, manifest):
-        assert manifest.identity == trained.manifest().identity
-    one, same = (
-        tiny_head_folder(target, tmp_path / "one"),
-        tiny_head_folder(target, tmp_path / "same"),
-    )
-    other = tiny_head_folder(target, tmp_path / "other", seed=1)
-    identities = []
-    for folder in (one, same, other):
-        with head_folder(str(folder)) as (files, manifest):
-            assert files == folder
-            assert manifest.stage == SOURCE
-            identities.append(manifest.identity)
-    assert identities[0] == identities[1] != identities[2]
 
 
 def measured(**changes):

@@ -19,10 +19,10 @@ from eyas.artifact import Artifact, Manifest, identity
 from eyas.data.licence import judge
 from eyas.data.policy import shipped
 from eyas.errors import CorruptError, MismatchError, MissingInputError
-from eyas.evaluate import heads
 from eyas.export.check import check
-from eyas.export.export import ExportConfig, export, foreign_manifest, made_up_logits, prove_equal
+from eyas.export.export import ExportConfig, export, made_up_logits, manifest_of, prove_equal
 from eyas.export.origin import Origin
+from eyas.lineage import head_manifest
 from eyas.model.checkpoint import read_head, write_head
 from eyas.model.head import load_head
 from eyas.model.vocab import TargetVocabulary
@@ -214,10 +214,10 @@ def test_a_head_of_somebody_else_s_is_the_same_to_every_stage(target, tmp_path):
     )
     for form in ("sglang", "vllm"):
         folder = Artifact(str(tmp_path / "export" / form))
-        with heads.head_folder(folder.url) as (_, measured_by):
-            exported_as = foreign_manifest(folder)
-            gone_on_from = identity_of(StartConfig(head=folder.url))
-            assert measured_by.identity == exported_as.identity == gone_on_from.identity
+        measured_by = head_manifest(folder.url, {})
+        exported_as = manifest_of(folder, Path(folder.url))
+        started_from = identity_of(StartConfig(head=folder.url))
+        assert measured_by.identity == exported_as.identity == started_from.identity
 
 
 def test_norm_flags_go_into_every_form_and_onto_the_card(target, tmp_path):

@@ -1,400 +1,402 @@
-"""Sets of the hub, from a server on this machine that answers as the hub does, and from the cache
-where none answers.
+"""Names of targets and heads: every kind of name leads to the same folder, of a store to a whole
+and checked copy of it.
 """
 
-import gzip
-import hashlib
-import http.server
-import io
+from __future__ import annotations
+
 import json
-import threading
-import urllib.parse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
+import fsspec
+import httpx
+import huggingface_hub
 import pytest
-from huggingface_hub import constants
+import torch
+from transformers import AutoModelForCausalLM
 
-from eyas.data import hub
-from eyas.data.hub import Asked, Listing, asked_for, chosen_files, configurations, matching
-from eyas.data.sources import SourceConfig, describe, files, read_source
-from eyas.errors import InputError, MissingInputError
-
-PAGE = 2  # entries of a listing in one answer
-
-
-class Hub(http.server.ThreadingHTTPServer):
-    """Sets by id: {revision: (commit, {name: bytes})}. Remembers what was asked."""
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Answers)
-        self.sets, self.gated, self.asked, self.fails = {}, set(), [], False
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_port}"
-
-    def add(self, id, revision, contents):
-        commit = hashlib.sha1(repr((id, revision, sorted(contents.items()))).encode()).hexdigest()
-        revisions = self.sets.setdefault(id, {})
-        revisions[revision] = revisions[commit] = (commit, contents)
-        return commit
+from eyas import artifact as artifact_module
+from eyas import builtin, hub
+from eyas.artifact import Artifact, cache_folder
+from eyas.errors import CorruptError, EyasError, InputError, MissingInputError
+from eyas.hub import fetch, locate, resolve_head, resolve_target
+from eyas.lineage import SOURCE, head_manifest
+from eyas.model.head import load_head
+from eyas.model.vocab import TargetVocabulary
+from tests.object_stores import BUCKET, GcsServer, Line, environment, forget_clients, free_port
+from tests.serving import MESSAGES, World
+from tests.test_cli import run_eyas
+from tests.tiny import tiny_target
+from tests.tiny_head import head_folder
+from tests.tiny_questions import learned_head, questions
 
 
-class Answers(http.server.BaseHTTPRequestHandler):
-    def log_message(self, *arguments):
-        pass
-
-    def do_HEAD(self):
-        self.do_GET()
-
-    def do_GET(self):
-        url = urllib.parse.urlsplit(self.path)
-        self.server.asked.append(f"{self.command} {url.path}")
-        if self.server.fails:
-            return self.answer(500, b"")
-        parts = [urllib.parse.unquote(part) for part in url.path.split("/")[1:]]
-        if parts[:2] == ["api", "datasets"]:
-            return self.facts(
-                "/".join(parts[2:4]), parts[4], parts[5], urllib.parse.parse_qs(url.query)
-            )
-        return self.file("/".join(parts[1:3]), parts[4], "/".join(parts[5:]))
-
-    def found(self, id, revision):
-        """The commit and files, or None once it is said that there is none."""
-        if id in self.server.gated:
-            return self.answer(
-                403,
-                b"",
-                {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access to it is restricted."},
-            )
-        if id not in self.server.sets:
-            return self.answer(404, b"", {"X-Error-Code": "RepoNotFound"})
-        if revision not in self.server.sets[id]:
-            return self.answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
-        return self.server.sets[id][revision]
-
-    def facts(self, id, what, revision, query):
-        found = self.found(id, revision)
-        if found is None:
-            return None
-        commit, contents = found
-        if what == "revision":
-            return self.answer(200, json.dumps({"id": id, "sha": commit, "siblings": []}).encode())
-        assert what == "tree"
-        assert query["recursive"] in (["True"], ["true"])
-        start = int(query.get("cursor", ["0"])[0])
-        entries = [{"type": "directory", "path": "data", "oid": "0" * 40}]
-        entries += [
-            {"type": "file", "path": name, "size": len(data), "oid": "0" * 40}
-            for name, data in contents.items()
-        ]
-        more = f'<{self.server.url}{self.path.split("?")[0]}?recursive=True&cursor={start + PAGE}>; rel="next"'
-        headers = {"Link": more} if start + PAGE < len(entries) else {}
-        return self.answer(200, json.dumps(entries[start : start + PAGE]).encode(), headers)
-
-    def file(self, id, revision, name):
-        found = self.found(id, revision)
-        if found is None:
-            return None
-        commit, contents = found
-        if name not in contents:
-            return self.answer(404, b"", {"X-Error-Code": "EntryNotFound"})
-        data = contents[name]
-        return self.answer(
-            200, data, {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha1(data).hexdigest()}"'}
-        )
-
-    def answer(self, status, data, headers=None):
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(data)), **(headers or {})}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(data)
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("EYAS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
-@pytest.fixture
-def server(tmp_path, monkeypatch):
-    """A hub, and an empty cache."""
-    server = Hub()
-    thread = threading.Thread(
-        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
-    )
-    thread.start()
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return tiny_target(tmp_path_factory.mktemp("target"), num_hidden_layers=8)
+
+
+# Names
+
+
+def test_a_packaged_name_is_the_packaged_folder():
+    assert resolve_target("builtin") == str(builtin.target_folder())
+    assert resolve_head("builtin") == str(builtin.head_folder())
+    assert set(hub.PACKAGED) == {"builtin"}
+
+
+def test_a_folder_is_used_where_it_is(target):
+    assert resolve_target(str(target)) == str(target)
+    assert resolve_target(f"file://{target}") == str(target)
+    for resolve in (resolve_target, resolve_head):
+        with pytest.raises(MissingInputError, match="folder at"):
+            resolve(str(target / "none"))
+
+
+def test_a_url_is_located_without_being_opened():
+    assert locate("gs://nowhere/head") == "gs://nowhere/head"
+    assert locate("builtin", "target") == str(builtin.target_folder())
+
+
+def cached(hub: Path, name: str, folder: Path) -> Path:
+    """The folder as a model of a hub cache."""
+    model = hub / f"models--{name.replace('/', '--')}"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text("abc")
+    return Path(shutil.copytree(folder, model / "snapshots" / "abc"))
+
+
+def test_a_hub_id_is_found_in_the_cache_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    folder = tiny_target(tmp_path / "target")
+    snapshot = cached(tmp_path / "hub", "org/tiny-1.0", folder)
+    assert Path(resolve_target("org/tiny-1.0")) == snapshot
+    assert Path(resolve_head("org/tiny-1.0")) == snapshot
+    (snapshot / "model.safetensors").unlink()  # as when another tool has read the config only
+    for name in ("org/tiny-1.0", "org/absent"):
+        with pytest.raises(MissingInputError, match="in full in the hub's cache"):
+            resolve_target(name)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_ENDPOINT", server.url)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    hub._listing.cache_clear()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
-    hub._listing.cache_clear()
+    (tmp_path / "org" / "tiny-1.0").mkdir(parents=True)
+    assert resolve_target("org/tiny-1.0") == "org/tiny-1.0"  # a folder goes before the hub
 
 
-@pytest.fixture(params=["nobody listens", "the hub is ill", "offline by choice"])
-def goes_away(request, server, monkeypatch):
-    """Call it, and the hub does not answer any more, to a process that has asked for nothing yet."""
+def test_a_hub_id_is_downloaded_when_it_is_not_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the cache holds a part of it; weights in PyTorch's own format and files below
+    folders are left.
+    """
+    asked = []
 
-    def go_away():
-        if request.param == "nobody listens":
-            monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-        elif request.param == "the hub is ill":
-            server.fails = True
-        else:
-            monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-        hub._listing.cache_clear()
+    def download(name: str, local_files_only: bool, **patterns: list[str]) -> str:
+        asked.append((name, local_files_only))
+        assert "*/*" in patterns["ignore_patterns"]
+        assert "*.safetensors" in patterns["allow_patterns"]
+        return str(tmp_path / ("part" if local_files_only else "whole"))
 
-    return go_away
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    tiny_target(tmp_path / "whole")
+    shards = tmp_path / "part"
+    AutoModelForCausalLM.from_pretrained(tmp_path / "whole").save_pretrained(
+        shards, max_shard_size="60KB"
+    )
+    assert resolve_target("org/tiny") == str(shards)
+    max(shards.glob("*.safetensors")).unlink()
+    assert resolve_target("org/tiny") == str(tmp_path / "whole")
+    assert asked == [("org/tiny", True), ("org/tiny", True), ("org/tiny", False)]
 
 
-def lines(*prompts):
-    return "".join(
-        json.dumps({"prompt": prompt, "answer": "SAID-BY-ASSISTANT"}) + "\n" for prompt in prompts
-    ).encode()
+# Heads by any name
 
 
-README = b"""---
-license: mit
-configs:
-- config_name: easy
-  data_files:
-  - split: train
-    path: data/easy-*
-  - {split: test, path: [data/other.jsonl]}
-- config_name: hard
-  default: true
-  data_files: "data/hard/*.jsonl.gz"
----
-# A set
-"""
-CONTENTS = {
-    "README.md": README,
-    ".gitattributes": b"*",
-    "data/easy-00000-of-00002.jsonl": lines("One"),
-    "data/easy-00001-of-00002.jsonl": lines("Two"),
-    "data/other.jsonl": lines("Three"),
-    "data/hard/a.jsonl.gz": gzip.compress(lines("Four")),
+def in_memory(folder: Path, tmp_path: Path) -> str:
+    """The URL of a copy of a folder in a store."""
+    url = f"memory://{tmp_path.name}/{folder.name}"
+    upload(url, held(folder))
+    return url
+
+
+@pytest.mark.parametrize("kind", ["trained", "sglang"])
+def test_a_head_in_a_store_is_the_head_of_its_folder(target, tmp_path, kind):
+    trained = learned_head(target, 4, tmp_path / "trained")
+    folder = (
+        Path(trained.url)
+        if kind == "trained"
+        else head_folder(target, tmp_path / "head", form="sglang")
+    )
+    url = in_memory(folder, tmp_path)
+    by_folder, by_url = head_manifest(str(folder), {}), head_manifest(url, {})
+    assert by_url.identity == by_folder.identity
+    assert by_url.stage == by_folder.stage == ("train" if kind == "trained" else SOURCE)
+    assert by_url.url == (by_folder.url if kind == "trained" else url)
+    vocabulary = TargetVocabulary.load(target)
+    heads = [
+        load_head(resolve_head(name), vocabulary.config, vocabulary.lm_head)
+        for name in (str(folder), url)
+    ]
+    assert torch.equal(*(head.fc.weight for head in heads))
+
+
+def test_a_source_is_known_by_its_files_and_a_trained_head_is_checked(target, tmp_path):
+    one, same, other = (
+        head_manifest(str(head_folder(target, tmp_path / name, seed=seed)), {}).identity
+        for name, seed in (("one", 0), ("same", 0), ("other", 1))
+    )
+    assert one == same != other
+    trained = learned_head(target, 4, tmp_path / "trained")
+    weights = Path(trained.url, "model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    with pytest.raises(CorruptError, match=r"model\.safetensors does not match"):
+        head_manifest(trained.url, {})
+    with pytest.raises(MissingInputError, match="no head at"):
+        head_manifest(str(tmp_path), {})
+
+
+def test_eval_takes_a_head_and_a_target_from_a_store(target, tmp_path):
+    """`eyas eval` once refused every URL of a head that `eyas train` had not made."""
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"id": one.id, "messages": list(one.messages)} for one in questions(3)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    head = head_folder(target, tmp_path / "head", form="sglang")
+    options = ("--prompts", prompts, "--trees", "fixed(2,2,4)", "--temperatures", "0")
+    small = ("-s", "max_tokens=8", "-s", "models.max_length=200", "-s", "predict.concurrencies=[]")
+    taus = []
+    for place in (lambda folder: str(folder), lambda folder: in_memory(folder, tmp_path)):
+        output = tmp_path / f"out{len(taus)}"
+        words = ("eval", place(head), "-t", place(target), "-o", output, *options, *small)
+        result = run_eyas(*words)
+        assert result.exit_code == 0, result.output
+        taus.append(Artifact(str(output)).read_json("eval.json")["tau"])
+    assert taus[0] == taus[1]
+
+
+# Folders in stores
+
+FILES = {
+    "config.json": b"{}",
+    "model.safetensors": os.urandom(300_000),
+    "tokenizer.json": b"a",
 }
 
 
-def read(path, **stated):
-    rows = list(read_source(SourceConfig(path=path, **stated)))
-    assert "SAID-BY-ASSISTANT" not in repr(rows)
-    return [row.turns[0] for row in rows]
+def upload(url, files):
+    store, root = fsspec.core.url_to_fs(url)
+    for name, data in files.items():
+        store.pipe_file(f"{root}/{name}", data)
 
 
-@pytest.mark.parametrize(
-    ("path", "stated", "prompts"),
-    [
-        ("owner/set", {}, ["Four"]),
-        ("owner/set", {"subset": "hard"}, ["Four"]),
-        ("owner/set", {"subset": "easy"}, ["One", "Two"]),
-        ("owner/set@main", {"subset": "easy", "split": "test"}, ["Three"]),
-        ("hf://datasets/owner/set", {"subset": "easy", "split": "train"}, ["One", "Two"]),
-        ("hf://datasets/owner/set/data/other.jsonl", {}, ["Three"]),
-        ("hf://datasets/owner/set@main/data/*.jsonl", {}, ["One", "Two", "Three"]),
-        ("hf://datasets/owner/set/**/*.gz", {}, ["Four"]),
-        ("hf://datasets/owner/set/data", {}, ["One", "Two", "Four", "Three"]),
-        ("owner/set@refs/convert/parquet", {}, ["Five"]),
-        ("hf://datasets/owner/set@refs/convert/parquet/train", {}, ["Five"]),
-    ],
-)
-def test_a_set_of_the_hub(server, path, stated, prompts):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    stream = io.BytesIO()
-    parquet.write_table(
-        pyarrow.table({"prompt": ["Five"], "answer": ["SAID-BY-ASSISTANT"]}), stream
-    )
-    server.add("owner/set", "main", CONTENTS)
-    server.add(
-        "owner/set",
-        "refs/convert/parquet",
-        {"train/0000.parquet": stream.getvalue(), "test/0000.parquet": b""},
-    )
-    assert read(path, **stated) == prompts
-    source = SourceConfig(path=path, **stated)
-    assert source.label == "owner/set"
-    assert len(files(source)) == len(describe(source).files) == len(prompts)
+def held(folder):
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and hub.VERSIONS not in path.parts
+    }
 
 
-def test_the_commit_is_recorded_and_does_not_change_in_a_run(server):
-    commit = server.add("owner/set", "main", CONTENTS)
-    made = describe(SourceConfig(path="owner/set", subset="easy"))
-    assert made.facts == {"commit": commit}
-    assert list(made.files) == ["easy-00000-of-00002.jsonl", "easy-00001-of-00002.jsonl"]
-    server.add("owner/set", "main", {"train.jsonl": lines("Another")})
-    server.asked.clear()
-    assert read("owner/set", subset="easy") == ["One", "Two"]
-    assert server.asked == []  # fetched once
-    hub._listing.cache_clear()
-    assert read("owner/set") == ["Another"]
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    pytest.importorskip("gcsfs", reason="the extra gcs is not installed")
+    pytest.importorskip("gcp_storage_emulator", reason="gcp-storage-emulator is not installed")
+    server = GcsServer(tmp_path_factory.mktemp("gcs"))
+    server.start()
+    yield server
+    server.kill()
 
 
-def test_where_rows_come_from(server):
-    server.add("owner/set", "main", CONTENTS)
-    rows = list(read_source(SourceConfig(path="owner/set", subset="easy")))
-    assert [(row.where, row.source) for row in rows] == [
-        ("easy-00000-of-00002.jsonl:1", "owner/set"),
-        ("easy-00001-of-00002.jsonl:1", "owner/set"),
-    ]
+@pytest.fixture
+def line(server):
+    line = Line(server.port)
+    with environment(
+        STORAGE_EMULATOR_HOST=f"http://127.0.0.1:{line.port}",
+        GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT="false",
+    ):
+        forget_clients()
+        yield line
+    line.close()
+    forget_clients()
 
 
-def test_without_a_network_the_cache_has_to_do(server, goes_away):
-    commit = server.add("owner/set", "main", CONTENTS)
-    online = describe(SourceConfig(path="owner/set", subset="easy"))
-    goes_away()
-    assert read("owner/set", subset="easy") == ["One", "Two"]
-    assert read(f"owner/set@{commit}", subset="easy") == ["One", "Two"]
-    assert describe(SourceConfig(path="owner/set", subset="easy")) == online
-    with pytest.raises(MissingInputError, match="none of the files of its split test"):
-        read("owner/set", subset="easy", split="test")
-    with pytest.raises(MissingInputError, match="no such set on the hub"):
-        read("owner/other")
+@pytest.fixture
+def uri(line, tmp_path):
+    return f"gs://{BUCKET}/{tmp_path.name}"
 
 
-def test_a_part_of_a_set_is_not_taken_for_all_of_it(server, goes_away):
-    server.add("owner/set", "main", CONTENTS)
-    assert read("hf://datasets/owner/set/data/easy-00000-of-00002.jsonl") == ["One"]
-    goes_away()
-    with pytest.raises(InputError, match="only a part of owner/set"):
-        read("hf://datasets/owner/set/data")
-    with pytest.raises(InputError, match="only a part of owner/set"):
-        read("hf://datasets/owner/set/data/easy-00000-of-00002.jsonl")
+@pytest.fixture(params=["memory", "gs"])
+def url(request, tmp_path):
+    """A folder in either kind of store."""
+    if request.param == "gs":
+        return request.getfixturevalue("uri")
+    return f"memory://{tmp_path.name}"
 
 
-@pytest.mark.parametrize(
-    ("path", "stated", "says"),
-    [
-        ("owner/none", {}, "no such set on the hub"),
-        ("owner/set@v2", {}, "no such set on the hub"),
-        ("owner/gated", {}, "is a gated set"),
-        ("owner/set", {"subset": "none"}, "no subset none"),
-        ("owner/set", {"split": "none"}, "no split none"),
-        ("owner/set", {"subset": "easy", "split": "none"}, "no split none"),
-        ("owner/plain", {"subset": "any"}, "states no subsets"),
-        ("owner/plain", {"split": "test"}, "no split test"),
-        ("owner/empty", {}, "no data file"),
-        ("hf://datasets/owner/set/none.jsonl", {}, "no file none"),
-        (
-            "hf://datasets/owner/set/data",
-            {"split": "test"},
-            "a path, and a subset or split besides",
-        ),
-        ("hf://spaces/owner", {}, "names no set of the hub"),
-    ],
-)
-def test_what_the_hub_does_not_have(server, path, stated, says):
-    server.add("owner/set", "main", CONTENTS)
-    server.add("owner/plain", "main", {"rows.jsonl": lines("One")})
-    server.add("owner/empty", "main", {"README.md": b"# Nothing", "set.py": b""})
-    server.gated.add("owner/gated")
-    with pytest.raises(InputError, match=says) as raised:
-        read(path, **stated)
-    assert raised.value.hint
+def test_files_of_a_model_are_fetched_and_nothing_else(url, tmp_path, cache):
+    upload(url, {**FILES, "notes.md": b"not of a model", "last/optimizer.safetensors": b"nor this"})
+    assert fetch(url, tmp_path / "model") == tmp_path / "model"
+    assert held(tmp_path / "model") == FILES
+    assert held(fetch(url)) == FILES
+    assert fetch(url).parent == cache / "models"
+    assert fetch(url) == fetch(f"{url}/") != fetch(url, tmp_path / "model")
 
 
-def test_a_file_that_cannot_be_fetched(server):
-    server.add("owner/set", "main", CONTENTS)
-    asked = Asked("owner/set", path="data/other.jsonl")
-    hub._listing(asked.id, asked.revision, server.url)
-    server.sets["owner/set"]["main"][1].pop("data/other.jsonl")
-    with pytest.raises(InputError, match="cannot be fetched"):
-        hub.files(asked)
+def test_what_is_current_is_kept_and_what_changed_is_fetched_again(url, tmp_path):
+    """A file that changed may be as long as before: a head that was trained again is."""
+    upload(url, FILES)
+    fetch(url, tmp_path)
+    before = (tmp_path / "model.safetensors").stat().st_mtime_ns
+    upload(url, {"config.json": b"[]"})
+    store, root = fsspec.core.url_to_fs(url)
+    store.rm_file(f"{root}/tokenizer.json")
+    (tmp_path / "model.safetensors.partial-123").write_bytes(b"of another version")
+    (tmp_path / "notes.txt").write_text("of the user")
+    fetch(url, tmp_path)
+    kept = {"model.safetensors": FILES["model.safetensors"], "notes.txt": b"of the user"}
+    partial = {"model.safetensors.partial-123": b"of another version"}
+    assert held(tmp_path) == {"config.json": b"[]", **kept, **partial}
+    assert (tmp_path / "model.safetensors").stat().st_mtime_ns == before
+    upload(url, {"model.safetensors": b"x"})
+    fetch(url, tmp_path)
+    assert held(tmp_path) == {"config.json": b"[]", **kept, "model.safetensors": b"x"}
 
 
-@pytest.mark.parametrize(
-    ("path", "asked"),
-    [
-        ("owner/set", Asked("owner/set")),
-        ("owner/set@v1.0", Asked("owner/set", "v1.0")),
-        ("owner/set@refs/pr/7", Asked("owner/set", "refs/pr/7")),
-        ("hf://datasets/owner/set@v1/a/b.jsonl", Asked("owner/set", "v1", "a/b.jsonl")),
-        (
-            "hf://datasets/owner/set@refs/convert/parquet/default/train",
-            Asked("owner/set", "refs/convert/parquet", "default/train"),
-        ),
-        ("data/set.jsonl", None),
-        ("data/set.parquet", None),
-        ("data/set.csv.gz", None),
-        ("a/b/c", None),
-        ("set", None),
-        ("data/*", None),
-        ("/data/set", None),
-        ("s3://bucket/set", None),
-    ],
-)
-def test_what_is_asked_of_the_hub(path, asked):
-    assert asked_for(path) == asked
+def test_a_download_that_was_cut_is_resumed(uri, tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "BLOCK_BYTES", 50_000)
+    monkeypatch.setattr(artifact_module, "PATIENCE_S", 0.5)
+    upload(uri, {"model.safetensors": FILES["model.safetensors"]})
+    read = []
+    whole = artifact_module.Persistent._ask
+
+    def watched(self, method, *args, **options):
+        if "start" in options:
+            if len(read) == 3:
+                read.append("cut")
+                raise EyasError("the line is gone")
+            read.append(options["start"])
+        return whole(self, method, *args, **options)
+
+    monkeypatch.setattr(artifact_module.Persistent, "_ask", watched)
+    with pytest.raises(EyasError, match="gone"):
+        fetch(uri, tmp_path)
+    (name,) = held(tmp_path)
+    assert name.startswith("model.safetensors.partial-")
+    assert (tmp_path / name).stat().st_size == 150_000
+    fetch(uri, tmp_path)
+    assert read == [0, 50_000, 100_000, "cut", 150_000, 200_000, 250_000]
+    assert held(tmp_path) == {"model.safetensors": FILES["model.safetensors"]}
 
 
-@pytest.mark.parametrize(
-    ("names", "split", "chosen"),
-    [
-        (["a.jsonl", "b/c.jsonl"], None, ["a.jsonl", "b/c.jsonl"]),
-        (["train.csv", "test.csv", "other.csv"], None, ["train.csv"]),
-        (
-            ["data/train-0.parquet", "data/train-1.parquet", "data/validation-0.parquet"],
-            None,
-            ["data/train-0.parquet", "data/train-1.parquet"],
-        ),
-        (["train/a.json", "dev/a.json"], "validation", ["dev/a.json"]),
-        (["my_training.json", "restraint.json", "my_eval.json"], None, ["my_training.json"]),
-        (["my_eval.json", "latest.json"], "test", ["my_eval.json"]),
-        (
-            ["train.parquet", "train-2.parquet", "train.csv"],
-            None,
-            ["train-2.parquet", "train.parquet"],
-        ),
-        (["dataset_infos.json", ".x/train.json", "README.md", "a.txt"], None, ["a.txt"]),
-    ],
-)
-def test_splits_by_the_words_in_names(names, split, chosen):
-    assert chosen_files(Listing("o/s", "c", tuple(names)), {}, None, split) == chosen
+def test_a_line_that_breaks_for_a_while_costs_a_pause(uri, line, tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "BLOCK_BYTES", 50_000)
+    upload(uri, {"model.safetensors": FILES["model.safetensors"]})
+    line.fault("cut", after=20_000, times=2)
+    fetch(uri, tmp_path)
+    assert line.num_faults >= 1
+    assert held(tmp_path) == {"model.safetensors": FILES["model.safetensors"]}
 
 
-@pytest.mark.parametrize(
-    ("head", "stated"),
-    [
-        (
-            "configs:\n- config_name: a\n  data_files: a.json\n- config_name: b\n  data_dir: b",
-            {"a": {"train": ["a.json"]}, "b": {"": ["b"]}},
-        ),
-        (
-            "configs:\n- data_dir: d\n  data_files: [x/*, y.json]",
-            {"default": {"train": ["d/x/*", "d/y.json"]}},
-        ),
-        (
-            "configs:\n- config_name: a\n- 7\n- {config_name: b, data_files: [{split: s, path: "
-            "[7]}]}",
-            {},
-        ),
-        ("configs: 7", {}),
-        ("[7]", {}),
-        ("a: [", {}),
-    ],
-)
-def test_what_a_readme_states(head, stated):
-    assert configurations(f"---\n{head}\n---\n# Set") == stated
-    assert configurations(f"# Set\n{head}") == {}
+def test_an_artifact_s_files_are_those_of_its_manifest(url, tmp_path):
+    made = Artifact(str(tmp_path / "made"))
+    made.begin("0")
+    upload(url, held(tmp_path / "made"))
+    with pytest.raises(MissingInputError, match="unfinished"):
+        fetch(url, tmp_path / "model")
+    made.write("model.safetensors", b"weights")
+    made.write("config.json", b"{}")
+    made.finish("train", {}, {}, {})
+    upload(url, held(tmp_path / "made"))
+    model = fetch(url, tmp_path / "model")
+    assert Artifact(str(model)).manifest() == made.manifest()
+    (model / "model.safetensors").write_bytes(b"damaged")  # as long as before: by the disk
+    fetch(url, model)
+    assert (model / "model.safetensors").read_bytes() == b"weights"
+    upload(url, {"model.safetensors": b"otherly"})
+    with pytest.raises(CorruptError, match=r"model\.safetensors does not match"):
+        fetch(url, model)
+    upload(url, {"model.safetensors": b"weights"})
+    fetch(url, model)
+    store, root = fsspec.core.url_to_fs(url)
+    store.rm_file(f"{root}/config.json")
+    with pytest.raises(MissingInputError, match=r"no config\.json"):
+        fetch(url, model)
 
 
-def test_several_subsets_and_no_default():
-    stated = configurations(
-        "---\nconfigs:\n- {config_name: a, data_files: a.json}\n- {config_name: b, data_dir: "
-        "b}\n---"
-    )
-    listing = Listing("o/s", "c", ("a.json", "b/train.json", "b/test.json"))
-    with pytest.raises(MissingInputError, match="several subsets") as raised:
-        chosen_files(listing, stated, None, None)
-    assert "a, b" in raised.value.hint
-    assert chosen_files(listing, stated, "a", None) == ["a.json"]
-    assert chosen_files(listing, stated, "b", None) == ["b/train.json"]
+def test_what_is_no_store_or_no_model_is_one_clear_error(tmp_path):
+    with pytest.raises(InputError, match="cannot be opened"):
+        resolve_head("nostore://x")
+    with pytest.raises(MissingInputError, match="no files of a model"):
+        resolve_head(f"memory://{tmp_path.name}/none")
 
 
-def test_patterns_match_as_the_hub_s_do():
-    names = ["a.json", "b/a.json", "b/c/a.json", "b/c/notes.md"]
-    assert matching(names, ["*.json"]) == ["a.json"]
-    assert matching(names, ["**/*.json"]) == ["a.json", "b/a.json", "b/c/a.json"]
-    assert matching(names, ["b/*"]) == ["b/a.json"]
-    assert matching(names, ["b"]) == ["b/a.json", "b/c/a.json"]
-    assert matching(names, ["b/c/notes.md"]) == ["b/c/notes.md"]
+def test_caches_follow_the_environment(monkeypatch):
+    monkeypatch.setenv("EYAS_CACHE", "/ours")
+    assert cache_folder("models") == Path("/ours/models")
+    monkeypatch.delenv("EYAS_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/user")
+    assert cache_folder("models") == Path("/user/eyas/models")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder("models") == Path.home() / ".cache" / "eyas" / "models"
+
+
+def test_a_container_fetches_its_model_and_is_healthy_only_then(uri, tmp_path):
+    """`eyas serve` with nothing but Vertex AI's environment."""
+    world = World.make(tmp_path / "target")
+    head = head_folder(world.folder, tmp_path / "head")
+    for name, folder in (("target", world.folder), ("head", head)):
+        upload(uri, {f"{name}/{path.name}": path.read_bytes() for path in Path(folder).iterdir()})
+    port = free_port()
+    routes = {
+        "AIP_HEALTH_ROUTE": "/healthy",
+        "AIP_PREDICT_ROUTE": "/models/1:predict",
+        "AIP_STORAGE_URI": uri,
+    }
+    env = {
+        **os.environ,
+        **routes,
+        "AIP_HTTP_PORT": str(port),
+        "EYAS_CACHE": str(tmp_path / "cache"),
+    }
+    command = [sys.executable, "-m", "eyas.cli.main", "serve", "--speculation", "fixed(2,2,4)"]
+    with subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        try:
+            seen = statuses(port, process)
+            assert seen[-1] == 200
+            assert 503 in seen
+            body = {"instances": [{"messages": MESSAGES, "max_tokens": 24, "temperature": 0}]}
+            (prediction,) = httpx.post(
+                f"http://127.0.0.1:{port}/models/1:predict", json=body, timeout=60
+            ).json()["predictions"]
+            assert prediction["choices"][0]["message"]["content"] == world.truth(max_tokens=24)[0]
+            assert prediction["usage"]["eyas"]["rounds"] >= 0
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+
+
+def statuses(port, process):
+    """What health says until it is 200."""
+    seen = []
+    while process.poll() is None and (not seen or seen[-1] != 200):
+        try:
+            seen.append(httpx.get(f"http://127.0.0.1:{port}/healthy", timeout=10).status_code)
+        except httpx.TransportError:
+            time.sleep(0.05)
+            continue
+        time.sleep(0.1)
+    return seen

@@ -3,15 +3,12 @@ the layouts of Linear.
 """
 
 import json
-import shutil
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from eyas.builtin import resolve_head, resolve_target
 from eyas.errors import CorruptError, MismatchError, MissingInputError
 from eyas.model.config import TargetConfig
 from eyas.model.linear import Linear
@@ -151,63 +148,6 @@ def test_weights_are_mapped_not_copied(tmp_path: Path) -> None:
         any(start <= tensor.data_ptr() < end for start, end in ranges)
         for tensor in tensors.values()
     )
-
-
-def cached(hub: Path, name: str, folder: Path) -> Path:
-    """The folder as a model of a hub cache."""
-    model = hub / f"models--{name.replace('/', '--')}"
-    (model / "refs").mkdir(parents=True)
-    (model / "refs" / "main").write_text("abc")
-    return Path(shutil.copytree(folder, model / "snapshots" / "abc"))
-
-
-def test_a_hub_id_is_found_in_the_cache_without_a_network(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    folder = tiny_target(tmp_path / "target")
-    snapshot = cached(tmp_path / "hub", "org/tiny-1.0", folder)
-    assert Path(resolve_target("org/tiny-1.0")) == snapshot
-    assert Path(resolve_head("org/tiny-1.0")) == snapshot
-    tokens_BT = torch.randint(0, 320, (1, 9))
-    assert torch.equal(
-        Target.load(resolve_target("org/tiny-1.0")).logits(tokens_BT),
-        Target.load(folder).logits(tokens_BT),
-    )
-    (snapshot / "model.safetensors").unlink()  # as when another tool has read the config only
-    for name in ("org/tiny-1.0", "org/absent"):
-        with pytest.raises(MissingInputError, match="in full in the hub's cache"):
-            resolve_target(name)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "org" / "tiny-1.0").mkdir(parents=True)
-    assert resolve_target("org/tiny-1.0") == "org/tiny-1.0"  # a folder goes before the hub
-
-
-def test_a_hub_id_is_downloaded_when_it_is_not_cached(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also when the cache holds a part of it; weights in PyTorch's own format and files below
-    folders are left.
-    """
-    asked = []
-
-    def download(name: str, local_files_only: bool, **patterns: list[str]) -> str:
-        asked.append((name, local_files_only))
-        assert "*/*" in patterns["ignore_patterns"]
-        assert "*.safetensors" in patterns["allow_patterns"]
-        return str(tmp_path / ("part" if local_files_only else "whole"))
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    tiny_target(tmp_path / "whole")
-    shards = tmp_path / "part"
-    AutoModelForCausalLM.from_pretrained(tmp_path / "whole").save_pretrained(
-        shards, max_shard_size="60KB"
-    )
-    assert resolve_target("org/tiny") == str(shards)
-    max(shards.glob("*.safetensors")).unlink()
-    assert resolve_target("org/tiny") == str(tmp_path / "whole")
-    assert asked == [("org/tiny", True), ("org/tiny", True), ("org/tiny", False)]
 
 
 def test_bfloat16_is_near_float32(tmp_path: Path) -> None:

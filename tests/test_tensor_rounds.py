@@ -49,7 +49,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 @pytest.fixture(autouse=True)
 def costs_of_this_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eyas.engine.costs.cache_folder", lambda: tmp_path)
+    monkeypatch.setattr("eyas.engine.costs.cache_folder", lambda _: tmp_path)
 
 
 class TensorEngine(Engine):

@@ -21,12 +21,12 @@ from rich.table import Table
 from rich.text import Text
 
 from eyas.artifact import storage_errors
-from eyas.builtin import resolve_target
 from eyas.chat import Chat, Turn
 from eyas.chat.picture import Sample, page, painted, visible
 from eyas.chat.supervision import MEANING, OPTIONS, MaskOption, kinds
 from eyas.cli.options import override
 from eyas.errors import CorruptError, EmptyInputError, MissingInputError, TemplateError
+from eyas.hub import resolve_target
 from eyas.log import progress_bar
 
 EXAMPLES = Path(__file__).with_name("audit.yaml")

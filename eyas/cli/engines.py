@@ -19,11 +19,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from eyas.builtin import resolve_head, resolve_target
-from eyas.builtin.hub import is_hub_id
 from eyas.engine.policy import Speculation
 from eyas.errors import ConfigError, EyasError, InputError, MissingInputError
 from eyas.export.launch import Launch
+from eyas.hub import is_hub_id, resolve_head, resolve_target
 from eyas.serve.server import ServeConfig
 
 

@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 from eyas.artifact import Artifact
-from eyas.builtin import place_of_head
 from eyas.cli.options import Output, Overrides, RunFile, Target, stage_config
 from eyas.cli.stage import stage
 from eyas.export.export import ExportConfig, export
+from eyas.hub import locate
 
 CONFIG = ExportConfig
 
@@ -30,7 +30,7 @@ def command(
 ) -> None:
     """Write a head in the forms that SGLang and vLLM load, with the commands that launch them."""
     config = stage_config(ExportConfig, "export", run_file, overrides)
-    source = Artifact(place_of_head(head))
+    source = Artifact(locate(head))
     measured = None if evaluation is None else Artifact(evaluation)
     artifact = Artifact(output)
     with stage("export", artifact) as track:

@@ -20,35 +20,33 @@ from eyas.cli.options import settings
 from eyas.errors import EyasError, StorageFullError
 
 COMMANDS = {
-    "demo": "the whole pipeline on the built-in target, on a CPU, in minutes",
+    "demo": "the whole pipeline on the packaged model, on a CPU, in minutes",
     "run": "all stages of one run file; skips what is done, resumes what was cut",
-    "plan": "what a run file will need: tokens, bytes",
-    "prompts": "raw conversation sets -> cleaned user prompts and a ledger",
-    "generate": "prompts -> conversations answered by the target",
-    "capture": "conversations -> feature shards",
+    "plan": "what a run file will need: tokens, bytes, hours",
+    "prompts": "conversation sets -> cleaned prompts, a ledger, a data card",
+    "generate": "prompts -> the target's own answers",
+    "capture": "answers -> hidden-state features",
     "train": "features -> head",
-    "eval": "head + held-out prompts or features -> tau, and what a server will give",
-    "export": "head -> SGLang and vLLM forms",
+    "eval": "head + held-out prompts or features -> tau, expected speed-up",
+    "export": "head -> SGLang and vLLM forms, launch commands, model card",
     "check": "lint and replay a head against its target",
-    "audit": "which tokens of conversations are supervised, in colours",
+    "audit": "which tokens of a conversation a head learns, in colours",
     "serve": "target + head -> OpenAI-compatible server",
     "bench": "a running server -> TTFT, TPOT, throughput, report",
     "report": "the report of a benchmark again, as a page, Markdown and CSV",
-    "lineage": "walk back from an artifact to every source and filter that made it",
+    "lineage": "from a head or any artifact back to its sources and licences",
     "doctor": "what this machine can do",
 }
 INTERRUPTED = 130  # 128 + SIGINT, what shells expect
 
 
 def build(arguments: Sequence[str]) -> typer.Typer:
-    """The typer app, with the command named in `arguments` loaded and the others as lines of the
-    help.
-    """
+    """The typer app with the command named in `arguments` loaded, the others as lines of help."""
     wanted = next((word for word in arguments if not word.startswith("-")), None)
     app = typer.Typer(
         name="eyas",
-        help="Raise an EAGLE-3 draft head for the model you serve, prove it, and decode faster "
-        "without changing an output.",
+        help="Train an EAGLE-3 draft head for the model you serve, and decode faster without "
+        "changing an output.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,

@@ -1,5 +1,4 @@
-"""Options that several commands share, and how a stage's config comes together: run file, then
-`--set`, then options.
+"""Options that several commands share, and a stage's config: run file, then `--set`, then options.
 
 Knows pydantic and YAML, no stage.
 """
@@ -79,9 +78,7 @@ def override(values: Mapping[str, Any], assignments: Sequence[str]) -> dict[str,
 
 
 def validated(kind: type[ConfigT], values: Mapping[str, Any], where: str) -> ConfigT:
-    """`values` as a config of this kind. Raises ConfigError that names each wrong field and what
-    was expected.
-    """
+    """`values` as a config of this kind. Raises ConfigError that names each wrong field."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -102,9 +99,7 @@ def stage_config(
     overrides: Sequence[str] | None,
     **options: Any,
 ) -> ConfigT:
-    """The config of one stage: its section of the run file, changed by `--set`, changed by the
-    options that were given.
-    """
+    """The config of one stage: its section of the run file, then `--set`, then given options."""
     content = read_run_file(run_file) if run_file else {}
     section = content.get(stage) or {}
     if run_file and stage not in content:
@@ -114,21 +109,26 @@ def stage_config(
 
 
 def settings(kind: type[BaseModel]) -> str:
-    """The fields of a config with their defaults, on one line, for a command's help."""
-    fields = []
+    """The fields of a config with their defaults as `--set` takes them, a line per section."""
+    lines = ["Settings, for --set and for a run file:", *_lines(kind, "", None)]
+    return escape("\n\n".join(lines))
+
+
+def _lines(kind: type[BaseModel], prefix: str, section: BaseModel | None) -> list[str]:
+    own, sections = [], []
     for name, field in kind.model_fields.items():
         default = (
-            ""
-            if field.is_required()
-            else f"={_plain(field.get_default(call_default_factory=True))}"
+            getattr(section, name) if section else field.get_default(call_default_factory=True)
         )
-        fields.append(f"{name}{default}")
-    return escape("Settings, for --set and for a run file: " + ", ".join(fields))
+        if isinstance(default, BaseModel):
+            sections += _lines(type(default), f"{prefix}{name}.", default)
+        else:
+            own.append(f"{prefix}{name}" + ("" if field.is_required() else f"={_plain(default)}"))
+    return ["  ".join(own), *sections] if own else sections
 
 
 def _plain(value: Any) -> str:
-    """A default as YAML would have it, on one line."""
-    text = yaml.safe_dump(
-        to_jsonable_python(value), default_flow_style=True, width=10**6, sort_keys=False
-    )
+    """A default as YAML on one line."""
+    plain = to_jsonable_python(value)
+    text = yaml.safe_dump(plain, default_flow_style=True, width=10**6, sort_keys=False)
     return text.removesuffix("\n...\n").strip()

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from eyas.artifact import Artifact, Manifest, identity
 from eyas.bench.bench import BenchConfig, bench, bench_identity
 from eyas.bench.report import Contents, write_reports
-from eyas.builtin import BUILTIN, demo_prompts, resolve_target
+from eyas.builtin import BUILTIN, demo_prompts
 from eyas.cli.check import show
 from eyas.cli.eval import questions_of
 from eyas.cli.evaluation import foretold, in_one_line
@@ -40,6 +40,7 @@ from eyas.export.export import ExportConfig, export
 from eyas.features.capture import CaptureConfig, capture, split_of
 from eyas.features.generate import GenerateConfig, generate
 from eyas.features.online import OnlineTarget
+from eyas.hub import resolve_target
 from eyas.model.config import TargetConfig
 from eyas.plan import estimate
 from eyas.plan.estimate import Planner, Work

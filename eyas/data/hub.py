@@ -24,9 +24,9 @@ import yaml
 from fsspec.utils import glob_translate
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
 
-from eyas.builtin.hub import FAULTS
 from eyas.data.formats import ending
 from eyas.errors import InputError, MissingInputError
+from eyas.hub import FAULTS
 
 URL = "hf://"
 SET = re.compile(

@@ -27,6 +27,8 @@ from typing import Any
 
 import numpy as np
 
+from eyas.artifact import cache_folder
+
 # entries that are made together with the root's; of more the root's comes apart: the others need no
 # output
 AT_ONCE = 8
@@ -192,12 +194,6 @@ def measure(
     )
 
 
-def cache_folder() -> Path:
-    """Where tables are kept: $EYAS_CACHE/costs, or ~/.cache/eyas/costs."""
-    root = os.environ.get("EYAS_CACHE")
-    return (Path(root) if root else Path.home() / ".cache" / "eyas") / "costs"
-
-
 def kept_or_measured(
     identity: CostIdentity,
     measure_now: Callable[[], CostTable],
@@ -209,7 +205,7 @@ def kept_or_measured(
     A file that cannot be read or is of an older form is as good as none, and so is one that
     `is_stale`. A folder that cannot be written costs the next start two seconds, no more.
     """
-    path = (folder or cache_folder()) / f"{identity.key}.json"
+    path = (folder or cache_folder("costs")) / f"{identity.key}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):
         kept = CostTable.from_json(json.loads(path.read_text(encoding="utf-8")))
         if not is_stale(kept):

@@ -18,15 +18,15 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from eyas.artifact import Artifact, Manifest, file_identity, identity
-from eyas.builtin import resolve_target
 from eyas.chat import Chat
 from eyas.errors import ConfigError, EmptyInputError
 from eyas.evaluate.chains import Chains, check_belongs
 from eyas.evaluate.decoding import Models, ModelsConfig, threads
-from eyas.evaluate.heads import head_folder
 from eyas.evaluate.prediction import PredictConfig, predict, read_costs, speculating
 from eyas.evaluate.questions import Asked, Question, questions_identity
 from eyas.evaluate.served import serve
+from eyas.hub import resolve_head, resolve_target
+from eyas.lineage import head_manifest
 from eyas.log import Track, quiet
 from eyas.model.batch import plan_batches
 from eyas.model.fingerprint import fingerprint
@@ -104,7 +104,8 @@ def evaluate(
             "there is nothing held out to measure with", "give features, prompts, or both"
         )
     # Weights are laid out for the number of threads that there is when they are loaded.
-    with head_folder(head) as (files, made), threads(config.models.threads):
+    files, made = Path(resolve_head(head)), head_manifest(head, {})
+    with threads(config.models.threads):
         settings = described(config, folder, questions)
         inputs = {
             "head": made,

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eyas.builtin import demo_prompts, resolve_head, resolve_target
+from eyas.builtin import demo_prompts
 from eyas.errors import EmptyInputError, MismatchError, TemplateError
 from eyas.export.answers import answered
 from eyas.export.damage import damage_findings
 from eyas.export.files import check_is_head, file_findings
 from eyas.export.finding import Finding, in_order
 from eyas.export.replay import DECLARED, ERROR, LEAST_TAU, WARNING, Bar, Reading, Replayed, replay
+from eyas.hub import resolve_head, resolve_target
 from eyas.model.checkpoint import (
     EMBED_TOKENS,
     EMBED_TOKENS_SHA256,

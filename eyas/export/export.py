@@ -13,7 +13,7 @@ bad (check).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
@@ -23,19 +23,17 @@ import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from eyas.artifact import IDENTITY, MANIFEST, Artifact, Manifest, identity
-from eyas.builtin import resolve_target
-from eyas.builtin.hub import is_hub_id
-from eyas.errors import CorruptError, MismatchError, MissingInputError
+from eyas.artifact import Artifact, Manifest, identity
+from eyas.errors import CorruptError, MismatchError
 from eyas.export.card import Card
 from eyas.export.check import check
 from eyas.export.launch import DTYPES, EngineForm, Launch
 from eyas.export.origin import Origin
 from eyas.export.replay import DECLARED, Reading, assembled
-from eyas.lineage import SOURCE, head_files, source_manifest
+from eyas.hub import fetch, is_hub_id, resolve_head, resolve_target
+from eyas.lineage import SOURCE, head_manifest
 from eyas.log import Track, quiet
 from eyas.model.checkpoint import (
-    CONFIG_JSON,
     EMBED_TOKENS,
     HEAD_JSON,
     LM_HEAD,
@@ -49,7 +47,6 @@ from eyas.model.config import FAMILIES, HeadConfig, RopeConfig, read_config
 from eyas.model.fingerprint import fingerprint
 from eyas.model.head import Head, load_head
 from eyas.model.vocab import TargetVocabulary
-from eyas.model.weights import SINGLE
 
 CARD = "README.md"
 PROMISED = ("tau", "tau_interval", "accept_hist")  # what a server holds its traffic against
@@ -98,7 +95,8 @@ def export(
     "builtin". Raises MismatchError for a head that would serve badly or is another target's, and
     CorruptError when what was written does not read back as it was.
     """
-    inputs = {"head": head.manifest("train") if is_artifact(head) else foreign_manifest(head)}
+    source = Path(resolve_head(head.url))
+    inputs = {"head": manifest_of(head, source)}
     if evaluation is not None:
         inputs["eval"] = evaluation_of(evaluation, inputs["head"])
     folder = str(Path(resolve_target(target)).resolve())
@@ -108,8 +106,6 @@ def export(
         return output.manifest("export")
     measured = evaluation.read_json("eval.json") if evaluation is not None else None
     with TemporaryDirectory() as scratch:
-        names = (HEAD_JSON, SINGLE) if inputs["head"].stage != SOURCE else inputs["head"].files
-        source = local_folder(head, names, Path(scratch, "head"))
         findings = check(source, folder)
         refuse(
             head.url,
@@ -131,10 +127,7 @@ def export(
             for name, data in files.items():
                 output.write(f"{form}/{name}", data)
                 hashes[f"{form}/{name}"] = hashlib.sha256(data).hexdigest()
-            written = (
-                local_folder(output, [f"{form}/{name}" for name in files], Path(scratch, form))
-                / form
-            )
+            written = fetch(f"{output.url}/{form}", Path(scratch, form))
             prove_equal(shape, tensors, written, vocabulary)
     track(len(config.forms), len(config.forms))
     num_parameters = sum(
@@ -157,30 +150,20 @@ def export(
     return output.finish("export", settings, inputs, counts, facts)
 
 
-def is_artifact(head: Artifact) -> bool:
-    """Whether eyas made it, finished or not."""
-    return head.exists(MANIFEST) or head.exists(IDENTITY)
-
-
-def foreign_manifest(head: Artifact) -> Manifest:
-    """A head that eyas did not train, as a source: its files by their checksums. Raises
-    MissingInputError.
-    """
-    names = head_files(head)
-    if not any(name in names for name in (CONFIG_JSON, HEAD_JSON)):
-        raise MissingInputError(
-            f"no head at {head.url}", "give the output of `eyas train`, or the folder of a head"
-        )
+def manifest_of(head: Artifact, folder: Path) -> Manifest:
+    """The head's manifest; of one that eyas did not train its form and licence are the config."""
+    manifest = head_manifest(head.url, {})
+    if manifest.stage != SOURCE:
+        return manifest
     form = (
         "eyas"
-        if HEAD_JSON in names
+        if HEAD_JSON in manifest.files
         else "vllm"
-        if "speculators_model_type" in head.read_json(CONFIG_JSON)
+        if "speculators_model_type" in read_config(folder)
         else "sglang"
     )
-    return source_manifest(
-        head, names, {"form": form, "licence": origin_of(head).licence or "not given"}
-    )
+    config = {"form": form, "licence": origin_of(head).licence or "not given"}
+    return manifest.model_copy(update={"config": config})
 
 
 def origin_of(head: Artifact) -> Origin:
@@ -249,19 +232,6 @@ def evaluation_of(evaluation: Artifact, head: Manifest) -> Manifest:
             "run `eyas eval` on the head that is exported",
         )
     return manifest
-
-
-def local_folder(artifact: Artifact, names: Iterable[str], scratch: Path) -> Path:
-    """A folder on this machine's disk with these files of an artifact, each read once to verify it:
-    its own, or a copy.
-    """
-    for name in names:
-        data, path = artifact.read(name), artifact.local_path(name)
-        if path is None:
-            (scratch / name).parent.mkdir(parents=True, exist_ok=True)
-            (scratch / name).write_bytes(data)
-    own = artifact.local_path(CONFIG_JSON)
-    return scratch if own is None else Path(own).parent
 
 
 def prove_equal(

@@ -21,12 +21,12 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from eyas.artifact import Artifact, Manifest, identity
-from eyas.builtin import resolve_target
 from eyas.chat import Chat
 from eyas.errors import EmptyInputError, MismatchError, StorageFullError
 from eyas.features.decoder import Beginning, Decoder, OwnDecoder, Streams
 from eyas.features.hooks import HookedDecoder
 from eyas.features.planned import Plan, Planned, Work, batches, plan_samples
+from eyas.hub import resolve_target
 from eyas.log import Track, quiet
 from eyas.model.config import TargetConfig, TargetShape
 from eyas.model.fingerprint import fingerprint

@@ -30,7 +30,6 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from eyas.artifact import Artifact, Manifest, identity
-from eyas.builtin import resolve_head, resolve_target
 from eyas.chat import Chat
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.errors import EmptyInputError, TemplateError
@@ -39,6 +38,7 @@ from eyas.features.answers import AnswerParts, folder_lock
 from eyas.features.backend import Backend, EngineBackend, TurnAnswer, TurnRequest
 from eyas.features.conversation import Conversation, Sampling, TurnRules
 from eyas.features.fleet import ClientConfig, Fleet, TargetProof
+from eyas.hub import resolve_head, resolve_target
 from eyas.log import Track, quiet
 from eyas.model.fingerprint import fingerprint
 from eyas.model.foreign import target_shape

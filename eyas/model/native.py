@@ -31,6 +31,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from eyas.artifact import cache_folder
 from eyas.model.cache import FeatureCache, PagedCache
 from eyas.model.config import DecoderConfig, HeadConfig, Taps, TargetConfig
 from eyas.model.outputs import Chosen, Proposals, TargetOutput
@@ -126,7 +127,7 @@ def _built(compiler: str) -> Path:
     ).stdout
     parts = [*(source.read_text() for source in sources), *FLAGS, version, _cpu()]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
-    folder = Path(os.environ.get("EYAS_CACHE") or Path.home() / ".cache" / "eyas") / "native"
+    folder = cache_folder("native")
     built = folder / f"decoder-{key}.so"
     if built.exists():
         return built

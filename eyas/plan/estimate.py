@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from eyas.artifact import Artifact
-from eyas.builtin import resolve_target
 from eyas.chat import Chat
 from eyas.errors import StorageFullError
 from eyas.features.capture import CaptureConfig, meta_of, resolved_decoder, resolved_dtype
 from eyas.features.decoder import OwnDecoder
 from eyas.features.generate import GenerateConfig
 from eyas.features.hooks import HookedDecoder
+from eyas.hub import resolve_target
 from eyas.model.config import TargetConfig, TargetShape
 from eyas.model.foreign import target_shape
 from eyas.model.weights import read_shapes

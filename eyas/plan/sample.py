@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from eyas.artifact import Artifact, Manifest
-from eyas.builtin import resolve_target
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
 from eyas.features.decoder import Decoder
 from eyas.features.generate import GenerateConfig
+from eyas.hub import resolve_target
 from eyas.model.vocab import TargetVocabulary
 from eyas.plan.speeds import Speed
 from eyas.shards import FeatureMeta, Sample

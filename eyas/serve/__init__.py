@@ -10,5 +10,5 @@ drift, reference              whether acceptance is what the head's card promise
 consent, collection, cleaning   prompts that may be kept, cleaned, for the next head
 exchange, events, app         one request, how it is sent, the endpoints
 playground, page/             the page at /
-storage, waiting, server      the model's files, the time until they are loaded, the process
+waiting, server               the time until the model is loaded, the process
 """

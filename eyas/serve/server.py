@@ -22,10 +22,12 @@ import uvicorn
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.applications import Starlette
 
-from eyas.builtin import BUILTIN, resolve_head, resolve_target
+from eyas.artifact import Artifact
+from eyas.builtin import BUILTIN
 from eyas.chat import Chat
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.errors import ConfigError, EyasError
+from eyas.hub import resolve_head, resolve_target
 from eyas.model.fingerprint import fingerprint
 from eyas.serve.app import Extras, Served, create_app
 from eyas.serve.connection import guarded
@@ -33,7 +35,6 @@ from eyas.serve.consent import CollectConfig
 from eyas.serve.drift import DriftConfig
 from eyas.serve.limits import LimitsConfig, read_keys
 from eyas.serve.reference import Reference, promised, stated
-from eyas.serve.storage import fetched
 from eyas.serve.vertex import VertexConfig
 from eyas.serve.waiting import answering
 from eyas.serve.worker import Worker
@@ -94,13 +95,16 @@ class ServeConfig(BaseModel):
         return Path(self.target).resolve().name
 
     def folders(self) -> tuple[str, str | None]:
-        """Of target and head, resolved; out of the object store those that are not given. Raises
-        what fetching raises.
+        """Of target and head, resolved; from below `vertex.storage_uri` those that are not given.
+        Raises what resolving raises.
         """
         target, head = self.target, self.head
         if target is None and self.vertex is not None and self.vertex.storage_uri is not None:
-            places = fetched(self.vertex.storage_uri, self.vertex.folder)
-            target, head = str(places[0]), head or (str(places[1]) if places[1] else None)
+            target, stored_head = (
+                f"{self.vertex.storage_uri.rstrip('/')}/{part}" for part in ("target", "head")
+            )
+            if head is None and Artifact(stored_head).names():
+                head = stored_head
         assert target is not None
         return resolve_target(target), None if head is None else resolve_head(head)
 

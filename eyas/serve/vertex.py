@@ -16,7 +16,6 @@ import json
 import os
 from collections.abc import Mapping
 from http import HTTPStatus
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -44,8 +43,7 @@ _STATUSES = {
 
 
 class VertexConfig(BaseModel):
-    """Routes that Vertex AI asks for, and where the model's files are; folder: where they are kept,
-    see storage.place.
+    """Routes that Vertex AI asks for, and where the model's files are (fetched by eyas.hub).
 
     With this section a server answers 503 from its first moment on: a container that does not
     listen is taken for dead after 40 seconds.
@@ -56,7 +54,6 @@ class VertexConfig(BaseModel):
     health_route: str = Field("/health", pattern="^/")
     predict_route: str = Field("/predict", pattern="^/")
     storage_uri: str | None = Field(None, min_length=1)
-    folder: Path | None = None
 
 
 def from_environment(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:

@@ -19,12 +19,12 @@ import contextlib
 import fcntl
 import os
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from uuid import uuid4
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
+from eyas.artifact import cache_folder
 from eyas.errors import ConfigError
 
 VARIABLE = "EYAS_FEATURE_CACHE"
@@ -42,11 +42,11 @@ class Cache:
         self._guard = threading.Lock()
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Cache | None:
+    def from_environment(cls) -> Cache | None:
         """The cache that the environment asks for, if it does. Raises ConfigError for a size that
         is none.
         """
-        stated = environment.get(VARIABLE, "").strip()
+        stated = os.environ.get(VARIABLE, "").strip()
         if not stated:
             return None
         try:
@@ -55,8 +55,7 @@ class Cache:
             raise ConfigError(
                 f"{VARIABLE}={stated} is no size", f"write e.g. {VARIABLE}=200GB, or 0 for no cache"
             ) from error
-        folder = Path(environment.get("EYAS_CACHE") or Path.home() / ".cache" / "eyas") / "features"
-        return cls(folder, max_bytes) if max_bytes else None
+        return cls(cache_folder("features"), max_bytes) if max_bytes else None
 
     def get(self, name: str) -> bytes | None:
         """The bytes put under a name, or None; they may be wrong, as a disk may be."""

@@ -8,20 +8,16 @@ Letters: V target vocabulary, W draft vocabulary, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
-from eyas.artifact import Artifact, Manifest
-from eyas.builtin import place_of_head
-from eyas.errors import MismatchError, MissingInputError
-from eyas.lineage import head_files, source_manifest
+from eyas.artifact import Manifest
+from eyas.errors import MismatchError
+from eyas.hub import resolve_head
+from eyas.lineage import head_manifest
 from eyas.model.config import HeadConfig, HeadOptions
 from eyas.model.head import Head, load_head
 from eyas.model.vocab import TargetVocabulary, draft_vocabulary
@@ -109,8 +105,7 @@ def given_head(url: str, vocabulary: TargetVocabulary) -> Head:
     """A head in any form, wherever StartConfig has it. Raises MissingInputError, CorruptError,
     MismatchError.
     """
-    with local_folder(url) as folder:
-        return load_head(folder, vocabulary.config, vocabulary.lm_head.cpu())
+    return load_head(resolve_head(url), vocabulary.config, vocabulary.lm_head.cpu())
 
 
 def refuse_other(
@@ -175,45 +170,5 @@ def recount(head: Head, vocabulary: TargetVocabulary, counts_V: Tensor) -> None:
 
 
 def identity_of(config: StartConfig) -> Manifest:
-    """What a given head is, for identity and lineage of what is made from it: its manifest, or that
-    of a source.
-    """
-    artifact = head_artifact(config.head)
-    if artifact.is_done():
-        return artifact.manifest()
-    return source_manifest(artifact, head_names(artifact), {"licence": config.licence})
-
-
-def head_artifact(head: str) -> Artifact:
-    """The folder or URL of a head that may be named by an id of the hub, or as "builtin". Raises
-    MissingInputError.
-    """
-    return Artifact(place_of_head(head))
-
-
-def head_names(artifact: Artifact) -> list[str]:
-    """The files of a head directly in a folder. Raises MissingInputError where there is none."""
-    names = head_files(artifact)
-    if not names:
-        raise MissingInputError(
-            f"{artifact.url} is no folder of a head",
-            "give a folder with config.json or eyas_head.json, an id of the hub (OWNER/NAME), or "
-            '"builtin"',
-        )
-    return names
-
-
-@contextmanager
-def local_folder(url: str) -> Iterator[Path]:
-    """A head's files in a folder of this machine: where they are, or copies for as long as they are
-    read.
-    """
-    artifact = head_artifact(url)
-    names, here = head_names(artifact), artifact.local_path("")
-    if here is not None:
-        yield Path(here)
-        return
-    with TemporaryDirectory() as folder:
-        for name in names:
-            Path(folder, name).write_bytes(artifact.read(name))
-        yield Path(folder)
+    """The manifest of the head of `config`, for identity and lineage of what is made from it."""
+    return head_manifest(config.head, {"licence": config.licence})

@@ -23,8 +23,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from eyas.artifact import Artifact, Manifest, identity
-from eyas.builtin import resolve_target
 from eyas.errors import ConfigError, EmptyInputError, EyasError, MismatchError
+from eyas.hub import resolve_target
 from eyas.log import Track, quiet
 from eyas.model.batch import Batch
 from eyas.model.config import HeadOptions

@@ -1,0 +1,243 @@
+"""Names of models: from whatever names a target or a head to a folder on this machine.
+
+    builtin             a model in the package (PACKAGED)
+    OWNER/NAME          an id of the Hugging Face hub: its snapshot in the hub's cache, downloaded
+                        when the cache does not hold all of it
+    SCHEME://...        a folder in any store that fsspec opens: copied into a cache, checked
+    anything else       a folder here, used where it is
+
+Knows names of files, not what is in them. The network is asked only when a model is resolved.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import glob
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import huggingface_hub
+from huggingface_hub.errors import HfHubHTTPError
+
+from eyas import builtin
+from eyas.artifact import (
+    BLOCK_BYTES,
+    DONE,
+    IDENTITY,
+    MANIFEST,
+    Artifact,
+    File,
+    cache_folder,
+    file_identity,
+    storage_errors,
+)
+from eyas.builtin import BUILTIN
+from eyas.errors import CorruptError, MissingInputError
+
+
+class PackagedModel(NamedTuple):
+    """Where a model that needs no download lies: functions that return its folders."""
+
+    target: Callable[[], Path]
+    head: Callable[[], Path]
+
+
+# Ids beside folders, URLs and hub ids. A model that comes with a package is one more line here.
+PACKAGED = {BUILTIN: PackagedModel(builtin.target_folder, builtin.head_folder)}
+
+# The hub client's own errors, and those of its HTTP client, which differ between its versions.
+HTTP_FAULTS = cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__)
+FAULTS: tuple[type[Exception], ...] = (OSError, ValueError, *HTTP_FAULTS)
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+CONFIGS, WEIGHTS = ("config.json", "eyas_head.json"), ("model.safetensors", "pytorch_model.bin")
+# What belongs to a model, directly in its folder: all else (checkpoints, other formats) stays.
+FILES = [
+    *("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "pytorch_model*.bin"),
+    "README.md",
+]
+# In a fetched folder: the version of the object that each of its files is.
+VERSIONS, LOCK = ".versions", ".lock"
+
+
+def resolve_target(name: str) -> str:
+    """The folder of a target. Raises MissingInputError, CorruptError."""
+    hint = (
+        f'give a folder or URL with config.json, *.safetensors and a tokenizer, "{BUILTIN}", or an '
+        "id of the hub (OWNER/NAME)"
+    )
+    return _folder(locate(name, "target"), "target", hint)
+
+
+def resolve_head(name: str) -> str:
+    """The folder of a head, in any form. Raises MissingInputError, CorruptError."""
+    hint = (
+        "give the output of `eyas train`, the folder or URL of a head in any form, "
+        f'"{BUILTIN}", or an id of the hub (OWNER/NAME)'
+    )
+    return _folder(locate(name, "head"), "head", hint)
+
+
+def locate(name: str, role: str = "head") -> str:
+    """The folder or URL that a name of a target or head (role) stands for; no URL is opened.
+
+    Raises MissingInputError for a packaged or hub model that cannot be had.
+    """
+    if name in PACKAGED:
+        model = PACKAGED[name]
+        return str(model.target() if role == "target" else model.head())
+    return hub_folder(name) if is_hub_id(name) else name
+
+
+def _folder(place: str, role: str, hint: str) -> str:
+    if "://" in place:
+        return str(fetch(place))
+    if not Path(place).is_dir():
+        raise MissingInputError(f"no {role} folder at {place}", hint)
+    return place
+
+
+# The Hugging Face hub
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether this can be a model of the hub: `owner/name`, and no folder of that path here."""
+    return HUB_ID.fullmatch(name) is not None and not Path(name).exists()
+
+
+def hub_folder(name: str) -> str:
+    """The folder of a hub model, in the cache's latest snapshot. Raises MissingInputError when it
+    is neither cached nor can be downloaded.
+    """
+    cached = _snapshot(name, local_files_only=True)
+    if isinstance(cached, str) and _is_complete(Path(cached)):
+        return cached
+    loaded = _snapshot(name, local_files_only=False)
+    if isinstance(loaded, str) and _is_complete(Path(loaded)):
+        return loaded
+    # Without a network the hub's own answer is what is cached, complete or not.
+    reason = (
+        "only a part of it is cached"
+        if isinstance(loaded, str)
+        else next(iter(str(loaded).strip().splitlines()), "")
+    )
+    raise MissingInputError(
+        f"no folder {name} here, and no model of this name in full in the hub's cache; the "
+        f"download failed: {reason}",
+        f"`hf download {name}` where there is a network (HF_TOKEN for a gated model), or give a "
+        "folder",
+    )
+
+
+def _snapshot(name: str, local_files_only: bool) -> str | Exception:
+    """The snapshot's folder, or why there is none."""
+    try:
+        found = huggingface_hub.snapshot_download(
+            name, allow_patterns=FILES, ignore_patterns=["*/*"], local_files_only=local_files_only
+        )
+    except FAULTS as error:
+        return error
+    return str(found)
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether config and weights are all there: another tool may have cached some files only."""
+    if not any((folder / name).exists() for name in CONFIGS):
+        return False
+    for weights in WEIGHTS:
+        index = folder / f"{weights}.index.json"
+        if index.exists():
+            return all(
+                (folder / shard).exists()
+                for shard in json.loads(index.read_text())["weight_map"].values()
+            )
+        if (folder / weights).exists():
+            return True
+    return False
+
+
+# Object stores
+
+
+def fetch(url: str, folder: Path | None = None) -> Path:
+    """Copy a model's files from a store into a folder of this machine, by default one in the cache.
+
+    Files that are there already are kept where the manifest's checksum (of an artifact) or the
+    store's version of the object says that they are right; a download that was cut is resumed; what
+    the store no longer has is deleted. A folder on this machine's disk is returned itself.
+
+    Raises MissingInputError (no files, an unfinished artifact), CorruptError (not what the manifest
+    says), InputError (no client for the store), EyasError (a store that does not answer),
+    StorageFullError.
+    """
+    source = Artifact(url)
+    here = source.local_path("")
+    if here is not None:
+        return Path(here)
+    is_artifact = source.exists(IDENTITY) or source.is_done()
+    known = source.manifest().files if is_artifact else {}
+    names = [name for name in source.names() if name == DONE or _is_of_a_model(name)]
+    gone = [name for name in known if _is_of_a_model(name) and name not in names]
+    if gone or not names:
+        raise MissingInputError(
+            f"{url} has no {gone[0]}" if gone else f"{url} has no files of a model",
+            "check the URL, or upload the folder again, all of it",
+        )
+    folder = folder or cache_folder("models") / hashlib.sha256(source.url.encode()).hexdigest()[:16]
+    with storage_errors(str(folder)), _locked(folder):
+        for name in names:
+            _fetch_file(source, name, folder, known.get(name))
+        for version in (folder / VERSIONS).iterdir():
+            if version.name not in (*names, LOCK):
+                (folder / version.name).unlink(missing_ok=True)
+                version.unlink()
+    return folder
+
+
+def _is_of_a_model(name: str) -> bool:
+    return "/" not in name and any(fnmatch(name, pattern) for pattern in FILES)
+
+
+def _fetch_file(source: Artifact, name: str, folder: Path, known: File | None) -> None:
+    local, version = folder / name, folder / VERSIONS / name
+    size, current = source.size(name), source.version(name)
+    if (
+        version.is_file()
+        and version.read_text() == current
+        and local.is_file()
+        and local.stat().st_size == size
+        and (known is None or file_identity(str(local)) == known.sha256)
+    ):
+        return
+    partial = folder / f"{name}.partial-{current}"
+    for other in folder.glob(f"{glob.escape(name)}.partial-*"):
+        if other != partial:  # of a version that the store no longer has
+            other.unlink()
+    with open(partial, "ab") as stream:
+        for start in range(stream.tell(), size, BLOCK_BYTES):
+            stream.write(source.read_range(name, start, min(start + BLOCK_BYTES, size)))
+        os.fsync(stream.fileno())
+    if known is not None and file_identity(str(partial)) != known.sha256:
+        partial.unlink()
+        raise CorruptError(
+            f"{source.url}/{name} does not match the checksum in its {MANIFEST}",
+            "run the same command again; if it stays so, upload the folder again",
+        )
+    version.unlink(missing_ok=True)
+    os.replace(partial, local)
+    version.write_text(current)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time: the ranks of a training run fetch the same head at once."""
+    (folder / VERSIONS).mkdir(parents=True, exist_ok=True)
+    with open(folder / VERSIONS / LOCK, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
