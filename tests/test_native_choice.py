@@ -11,7 +11,7 @@ from eyas.engine import native_choice
 from eyas.engine.acceptance import Acceptance, RequestAcceptance, path_probs
 from eyas.engine.budget import choose, choose_plainly
 from eyas.model import native
-from eyas.model.outputs import Proposals
+from eyas.model.rows import Proposals
 from tests.test_budget import costs, forest
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))

@@ -20,9 +20,7 @@ import torch
 from eyas.engine.costs import AT_ONCE
 from eyas.engine.draft import Draft, Growth
 from eyas.engine.scheduler import Job
-from eyas.model.cache import FeatureCache
-from eyas.model.outputs import Proposals
-from eyas.model.rows import Roots
+from eyas.model.rows import FeatureCache, Proposals, Roots
 
 
 class Entries:

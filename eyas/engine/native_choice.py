@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from eyas.model.native import address, library
-from eyas.model.outputs import Proposals
+from eyas.model.rows import Proposals
 
 
 def calibrate(

@@ -29,7 +29,7 @@ from eyas.engine.budget import MAX_NODES, Choice, choose, most_probable, values_
 from eyas.engine.costs import AT_ONCE, TRIALS, Correction, CostTable
 from eyas.engine.forecast import Forecast
 from eyas.errors import ConfigError
-from eyas.model.outputs import Proposals
+from eyas.model.rows import Proposals
 
 Mode = Literal["off", "fixed", "auto"]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from eyas.engine.request import DraftedTree
-from eyas.model.outputs import Proposals
+from eyas.model.rows import Proposals
 
 
 @dataclass(slots=True)
