@@ -41,9 +41,9 @@ import numpy as np
 import torch
 
 from eyas.engine.cuda import Graphs
-from eyas.engine.draft import Draft, Growth
+from eyas.engine.draft import Draft
 from eyas.engine.pages import PagePool
-from eyas.engine.policy import Policy, Speculation
+from eyas.engine.policy import Policy
 from eyas.engine.request import Request, SamplingParams
 from eyas.engine.running import Outcome, Running
 from eyas.engine.sampler import Sampler
@@ -51,8 +51,10 @@ from eyas.engine.scheduler import Limits, Scheduler
 from eyas.engine.tensor_rounds import Pending, TensorRounds
 from eyas.engine.tensor_tree import Trees, Walked
 from eyas.engine.trace import Trace
+from eyas.engine.tree import Speculation
+from eyas.model.cache import PagedCache
 from eyas.model.config import HeadConfig, HeadOptions, TargetConfig
-from eyas.model.rows import PagedCache, Rows, rows_of
+from eyas.model.rows import Rows, rows_of
 from eyas.model.target import PAGE_SIZE, Target
 
 ACCEPT_HIST = (2, 3, 4, 5, 4, 3, 3)
@@ -226,7 +228,7 @@ class Loop:
             B, 512, K + 1 if draft is not None else 1, columns if draft is not None else 1
         )
         pool = PagePool(B * -(-(length + columns + 2 * K + 2) // PAGE_SIZE), PAGE_SIZE)
-        rounds = kind(target, draft, Growth(num_draft_steps=K, tree_topk=k), (B, pool.num_pages))
+        rounds = kind(target, draft, Speculation("fixed", K, k), (B, pool.num_pages))
         rounds.policy = Policy(speculation)
         return cls(rounds, pool, limits, overlaps)
 

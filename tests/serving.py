@@ -120,12 +120,13 @@ class GatedEngine(Engine):
         self.gate = threading.Semaphore(0)
         self.error = None
         self.is_empty = threading.Event()
+        self._turn, self.step = self.step, self._gated
 
-    def step(self):
+    def _gated(self):
         self.gate.acquire()
         if self.error is not None:
             raise self.error
-        return super().step()
+        return self._turn()
 
     def cancel(self, request_id):
         super().cancel(request_id)
@@ -143,6 +144,7 @@ class ScriptedEngine(Engine):
         super().__init__(*args, **settings)
         self.asked = []
         self._left = deque()
+        self.step = self._say
 
     @property
     def has_work(self):
@@ -155,7 +157,7 @@ class ScriptedEngine(Engine):
     def cancel(self, request_id):
         self._left = deque(one for one in self._left if one[0] != request_id)
 
-    def step(self):
+    def _say(self):
         updates = []
         for _ in range(len(self._left)):
             request_id, index, tokens = self._left.popleft()

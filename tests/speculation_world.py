@@ -14,8 +14,9 @@ import numpy as np
 
 from eyas.engine.acceptance import RequestAcceptance, levels, path_probs
 from eyas.engine.costs import CostTable, Curve
-from eyas.engine.policy import Policy, Speculation
-from eyas.model.rows import Proposals
+from eyas.engine.policy import Policy
+from eyas.engine.tree import Speculation
+from eyas.model.outputs import Proposals
 
 K, TOPK, MOST = 6, 3, 12  # draft steps, branches, tokens judged
 POINTS = [1, 2, 4, 8, 12, 16, 24, 32, 64, 128, 256, 512]

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyas.engine.costs import (
-    Correction,
     CostIdentity,
     CostTable,
     Curve,
@@ -20,6 +19,7 @@ from eyas.engine.costs import (
     measure,
     monotone,
 )
+from eyas.engine.forecast import Correction
 
 IDENTITY = CostIdentity("target", "head", "bfloat16", "cpu of a kind", 2, "2.13.0", True)
 

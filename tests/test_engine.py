@@ -416,6 +416,27 @@ def test_a_speculation_that_cannot_be_is_refused() -> None:
             EngineConfig(speculation=wrong)
 
 
+def test_sizes_of_speculation_are_said_in_one_place() -> None:
+    """`fixed(4,1,5)` used to win silently over num_draft_steps=6."""
+    assert str(EngineConfig(speculation="fixed(4,1,5)").parsed()) == "fixed(4,1,5)"
+    assert str(EngineConfig(speculation="auto").parsed()) == "auto(6,3,12)"
+    for name in ("num_draft_steps", "tree_topk", "num_verify_tokens"):
+        with pytest.raises(ValueError, match="Extra inputs are not permitted"):
+            EngineConfig(**{"speculation": "fixed(4,1,5)", name: 6})
+
+
+def test_loops_overlap_by_default_on_cuda_and_not_on_a_cpu(target: Target) -> None:
+    assert [EngineConfig().overlaps_on(device) for device in ("cuda", "cuda:1", "cpu")] == [
+        True,
+        True,
+        False,
+    ]
+    assert not EngineConfig(overlap=False).overlaps_on("cuda")
+    assert EngineConfig(overlap=True).overlaps_on("cpu")
+    loops = [engine(target, **config).step for config in ({}, {"overlap": True})]
+    assert [loop.__name__ for loop in loops] == ["normal_loop", "overlap_loop"]
+
+
 def test_a_head_for_another_target_is_refused(target: Target) -> None:
     config, tensors = random_head(target)
     with pytest.raises(MismatchError, match="hidden size 16"):

@@ -12,8 +12,7 @@ import torch
 from eyas.artifact import Artifact
 from eyas.chat import Chat
 from eyas.engine.costs import CostTable, Curve
-from eyas.engine.policy import Speculation
-from eyas.engine.tree import Tree
+from eyas.engine.tree import Speculation, Tree
 from eyas.errors import ConfigError, CorruptError, EmptyInputError, EyasError, MissingInputError
 from eyas.evaluate.decoding import decode, stretch
 from eyas.evaluate.evaluate import EvalConfig, HeldOut, evaluate

@@ -7,12 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.engine import native_choice
 from eyas.engine.acceptance import Acceptance, RequestAcceptance, path_probs
-from eyas.engine.budget import choose, choose_plainly
+from eyas.engine.tree import choose, choose_natively
 from eyas.model import native
-from eyas.model.rows import Proposals
-from tests.test_budget import costs, forest
+from eyas.model.outputs import Proposals
+from tests.test_budget import choose_plainly, costs, forest
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
 
@@ -68,8 +67,9 @@ def test_the_choice_is_worth_the_same(seed: int, B: int, k: int, num_levels: int
         float(rng.uniform(0.1, 3.0)),
     )
     expected = choose(probs, ms, num_tokens, 0.3, max_nodes, rate)
-    kept, count, tokens, cost = native_choice.choose(probs, ms, (num_tokens, max_nodes), 0.3, rate)
-    assert kept.sum() == count
+    found = choose_natively(probs, ms, num_tokens, 0.3, max_nodes, rate)
+    kept, tokens, cost = found.kept, found.expected_tokens, found.predicted_ms
+    assert kept.sum() == found.num_nodes
     assert kept.sum(1).max() <= max_nodes
     assert all(
         parents[b, c] < 0 or kept[b, parents[b, c]] for b, c in zip(*kept.nonzero(), strict=True)

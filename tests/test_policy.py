@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from eyas.engine.acceptance import RequestAcceptance
-from eyas.engine.policy import Policy, Round, Speculation
+from eyas.engine.policy import Policy, RoundPlan
+from eyas.engine.tree import Speculation
 from eyas.errors import ConfigError
 from tests.speculation_world import MACHINES, TOPK, K, World
 
@@ -21,17 +22,17 @@ CPU, GPU = "small model on a CPU", "GPU"
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("off", Speculation("off", 5, 4, 10)),
-        ("auto", Speculation("auto", 5, 4, 10)),
-        ("fixed", Speculation("fixed", 5, 4, 10)),
+        ("off", Speculation("off")),
+        ("auto", Speculation("auto", 6, 3, 12)),
+        ("fixed", Speculation("fixed", 6, 3, 12)),
         ("fixed(6,3,12)", Speculation("fixed", 6, 3, 12)),
         (" auto( 8, 2 ,16 ) ", Speculation("auto", 8, 2, 16)),
     ],
 )
 def test_mode_is_read_and_written(text, expected):
-    speculation = Speculation.parse(text, (5, 4, 10))
+    speculation = Speculation.parse(text)
     assert speculation == expected
-    assert Speculation.parse(str(speculation), (5, 4, 10)) == speculation
+    assert Speculation.parse(str(speculation)) == speculation
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def test_what_is_no_mode_is_refused(text):
 
 
 def one_round(
-    policy: Policy, world: World, picked: list[int], round_: Round
+    policy: Policy, world: World, picked: list[int], round_: RoundPlan
 ) -> tuple[np.ndarray, list[list[int]]]:
     """Draft the picked trees of a world, choose, and observe 1 ms."""
     proposals = world.propose(np.array(picked), round_.thresholds)
@@ -115,10 +116,10 @@ def test_auto_keeps_connected_trees_within_the_limit():
 
 def test_without_requests_that_may_speculate_a_round_is_plain():
     policy = Policy(Speculation("auto"), MACHINES[CPU].table((1, 1, 1)))
-    round_ = policy.plan([], num_plain=4, prompt_rows=100)
+    round_ = policy.plan([], num_plain=4)
     assert not round_.drafts
     policy.observe(round_, [], 8.0)
-    assert policy.records[-1].predicted_ms == pytest.approx(MACHINES[CPU].target(104))
+    assert policy.records[-1].predicted_ms == pytest.approx(MACHINES[CPU].target(4))
 
 
 def test_a_request_far_behind_is_not_caught_up():

@@ -111,8 +111,6 @@ def test_the_model_has_the_name_that_our_server_gives_it(target, head):
     [
         {"speculation": "fixed(3,4,8)"},
         {"speculation": "auto(3,1,8)"},
-        {"speculation": "fixed", "tree_topk": 2},
-        {"num_draft_steps": 3, "num_verify_tokens": 12},
     ],
 )
 def test_a_tree_is_refused_for_vllm(target, head, engine):
@@ -125,8 +123,7 @@ def test_a_tree_is_refused_for_vllm(target, head, engine):
     ("engine", "steps"),
     [
         ({}, 6),
-        ({"num_draft_steps": 3}, 3),
-        ({"speculation": "auto", "num_draft_steps": 3, "num_verify_tokens": 4}, 3),
+        ({"speculation": "auto(3,1,4)"}, 3),
     ],
 )
 def test_our_own_defaults_are_no_tree_that_was_asked_for(target, head, engine, steps):

@@ -287,7 +287,7 @@ def test_small_chunks_are_sent_at_once():
 
 
 def test_config_survives_its_journey_to_another_process():
-    config = ServeConfig(target="t", head="h", engine=EngineConfig(tree_topk=2))
+    config = ServeConfig(target="t", head="h", engine=EngineConfig(speculation="auto(4,2,8)"))
     assert ServeConfig.model_validate(json.loads(config.model_dump_json())) == config
 
 

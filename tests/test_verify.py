@@ -9,9 +9,9 @@ from scipy.stats import chisquare
 
 from eyas.engine.request import SamplingParams
 from eyas.engine.sampling import adjusted_probs, draw
-from eyas.engine.tree import Tree, best_candidates, tree_of
+from eyas.engine.tree import Tree, most_probable, tree_of
 from eyas.engine.verify import accept
-from eyas.model.rows import Proposals
+from eyas.model.outputs import Proposals
 
 VOCAB = 5
 
@@ -159,7 +159,7 @@ def test_the_kept_tree_hangs_together_and_holds_the_best_paths(data: st.DataObje
     tokens = np.arange(12, dtype=np.int64)[None]
     proposals = Proposals(tokens, scores, parents, np.array([1] * 3 + [2] * 9, dtype=np.int32))
     count = data.draw(st.integers(1, 12))
-    kept = best_candidates(scores[0], count)
+    kept = most_probable(scores, count)[0].nonzero()[0].tolist()
     assert sorted(scores[0][kept]) == sorted(scores[0])[-count:]
     tree = tree_of(99, proposals, 0, kept)
     assert (tree.tokens[0], tree.parents[0], len(tree)) == (99, -1, count + 1)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from eyas.engine.policy import Speculation
+from eyas.engine.tree import Speculation
 from eyas.errors import ConfigError, EyasError, InputError, MissingInputError
 from eyas.export.launch import Launch
 from eyas.hub import is_hub_id, resolve_head, resolve_target
@@ -49,7 +49,7 @@ FLAGS = {
     },
 }
 _ALWAYS = ("host", "port", "served_model")
-_SIZES = ("speculation", "num_draft_steps", "tree_topk", "num_verify_tokens", "max_length")
+_SIZES = ("speculation", "max_length")
 _IN_LAUNCH = {"target", "head", "dtype", "model", *(f"engine.{name}" for name in _SIZES)}
 _TITLES = {EngineName.SGLANG: "SGLang", EngineName.VLLM: "vLLM"}
 
@@ -134,14 +134,9 @@ def _refuse_tree(config: ServeConfig, sizes: Speculation) -> None:
     """Raises ConfigError for a tree that was asked for; those that are our defaults were not."""
     given = config.engine.model_fields_set
     is_stated = "speculation" in given and "(" in config.engine.speculation
-    branches = sizes.tree_topk if is_stated or "tree_topk" in given else 1
-    nodes = (
-        sizes.num_verify_tokens
-        if is_stated or "num_verify_tokens" in given
-        else sizes.num_draft_steps + 1
-    )
-    if branches > 1 or nodes != sizes.num_draft_steps + 1:
-        chain = f"fixed({sizes.num_draft_steps},1,{sizes.num_draft_steps + 1})"
+    steps = sizes.num_draft_steps
+    if is_stated and (sizes.tree_topk > 1 or sizes.num_verify_tokens != steps + 1):
+        chain = f"fixed({steps},1,{steps + 1})"
         raise ConfigError(
             f"vLLM drafts chains: {sizes} is a tree", f"ask for a chain of as many steps: {chain}"
         )

@@ -1,59 +1,55 @@
-"""How likely the target is to follow the draft: the draft's own probability, corrected by what was
-seen so far.
+"""How likely the target accepts a draft: the draft's own probability, corrected by experience.
 
-    conditional      P(candidate drawn | its parent drawn), from the draft's conditional probability and the depth
-    path             the product of the conditionals from the root: never above the parent's
+    conditional  P(candidate drawn | its parent drawn), from the draft's own and the depth
+    path         the product of the conditionals from the root: never above the parent's
 
 A candidate is judged when its parent was drawn, whether it was verified or not: the next token
 drawn says which child it was, if any. At temperature above 0 the draw follows the target's
-distribution, so greedy and sampled requests are counted apart. Knows proposals and emitted tokens;
-no model, no clock.
+distribution, so greedy and sampled requests are counted apart. Knows proposals and emitted tokens,
+no model and no clock.
 
 Letters: B requests, C candidates a request.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
-from eyas.engine import native_choice
-from eyas.model.rows import Proposals
+from eyas.model.native import address, library
+from eyas.model.outputs import Proposals
 
 _NUM_BINS, _BINS_PER_UNIT = 20, 7.0  # of sqrt(-log p): fine near p = 1, where trees are decided
 _NUM_DEPTHS = 6  # the last one holds all deeper
 _PRIOR_SHRINK = 0.9  # a draft is surer of itself than the target is of it
-# weight of the draft's own word; of the same bin at all depths
+# weight of the draft's own probability; of the same bin pooled over all depths
 _PRIOR_COUNT, _POOLED_COUNT = 6.0, 12.0
 _LARGEST = 0.995
-# at first every round counts at once, later eight are counted together
+_MEMORY = 0.998  # what is kept of the counts from one round to the next
+# at first every round is counted at once, later eight are counted together
 _EAGER_ROUNDS, _COUNT_EVERY = 32, 8
-_FEW_REQUESTS = 4  # up to here a loop is faster than arrays
 
 
 @dataclass(slots=True)
 class RequestAcceptance:
-    """How one request differs from the rest: log of a factor on the odds of being accepted, shrunk
-    to 0.
-    """
+    """How one request differs from the rest: log of a factor on its odds of acceptance."""
 
     greedy: bool
     log_odds: float = 0.0
 
     def observe(self, surplus: float) -> None:
-        """surplus: accepted less expected, over the round's judged candidates."""
+        """surplus: accepted minus expected, over the round's judged candidates."""
         self.log_odds = max(-1.5, min(1.5, 0.98 * self.log_odds + 0.1 * surplus))
 
 
 @dataclass(frozen=True, slots=True)
-class Calibrated:
-    """What is expected of a round's candidates, float64 [B, C]: given the parent, and of the whole
-    path from the root.
-
-    cells: where each one is counted.
+class Calibration:
+    """What is expected of a round's candidates, float64 [B, C]: conditional on the parent, and of
+    the whole path from the root. cells int64 [B, C]: where each is counted.
     """
 
     conditional: np.ndarray
@@ -66,11 +62,11 @@ class Acceptance:
     forgotten.
     """
 
-    def __init__(self, memory: float = 0.998, native: bool = False) -> None:
-        """memory: what is kept of the counts from one round to the next; native: in the library,
-        which there is then.
+    def __init__(self, native: bool = False) -> None:
+        """native: compute in the native library, which must be available. A round has few
+        candidates: array operations take longer there than the arithmetic.
         """
-        self._memory, self._native = memory, native
+        self._native = native
         shape = (2, _NUM_DEPTHS, _NUM_BINS)
         self._judged, self._drawn = np.zeros(shape), np.zeros(shape)
         middles = (np.arange(_NUM_BINS) + 0.5) / _BINS_PER_UNIT
@@ -80,46 +76,43 @@ class Acceptance:
         self._waiting: list[tuple[np.ndarray, np.ndarray]] = []
         self._num_rounds = 0
 
-    def calibrate(self, proposals: Proposals, requests: Sequence[RequestAcceptance]) -> Calibrated:
+    def calibrate(self, proposals: Proposals, requests: Sequence[RequestAcceptance]) -> Calibration:
         """All probabilities are within (0, 1), and a path's is below its parent's."""
         if self._native:
-            greedy, log_odds = [one.greedy for one in requests], [one.log_odds for one in requests]
-            bins = _NUM_DEPTHS, _NUM_BINS, _BINS_PER_UNIT
-            return Calibrated(
-                *native_choice.calibrate(proposals, self._table, bins, greedy, log_odds)
-            )
-        above = _above(proposals.parents)
-        cells = self._cells(proposals, above, requests)
+            return _calibrate_natively(proposals, self._table, requests)
+        cells = self._cells(proposals, requests)
         conditional: np.ndarray = self._table[cells]
         factors = [request.log_odds for request in requests]
         if any(factors):
             factor = np.exp(np.array(factors))[:, None]
             odds = factor * conditional
             conditional = odds / (1.0 - conditional + odds)
-        return Calibrated(conditional, _paths(conditional, above, proposals.depths), cells)
+        paths = path_probs(conditional, proposals.parents, proposals.depths)
+        return Calibration(conditional, paths, cells)
 
     def observe(
         self,
         proposals: Proposals,
-        calibrated: Calibrated,
+        calibration: Calibration,
         emitted: Sequence[Sequence[int]],
         requests: Sequence[RequestAcceptance],
     ) -> None:
-        """emitted: the tokens that each request drew in the round; calibrated: what was expected."""
+        """emitted: the tokens of each request in this round; calibration: what was expected."""
+        conditional = calibration.conditional
         if self._native:
-            judged, drawn, surplus = native_choice.judge(proposals, calibrated.conditional, emitted)
+            judged, drawn, surplus = _judge_natively(proposals, conditional, emitted)
         else:
             judged, drawn = judge(proposals, emitted)
-            surplus = (drawn.sum(1) - (calibrated.conditional * judged).sum(1)).tolist()
+            surplus = (drawn.sum(1) - (conditional * judged).sum(1)).tolist()
         for request, value in zip(requests, surplus, strict=True):
             request.observe(value)
-        self._waiting.append((calibrated.cells[judged], calibrated.cells[drawn]))
+        self._waiting.append((calibration.cells[judged], calibration.cells[drawn]))
         self._num_rounds += 1
         if self._num_rounds < _EAGER_ROUNDS or len(self._waiting) == _COUNT_EVERY:
             self._count()
 
     def _count(self) -> None:
-        kept, size = self._memory ** len(self._waiting), self._judged.size
+        kept, size = _MEMORY ** len(self._waiting), self._judged.size
         for counts, cells in zip(
             (self._judged, self._drawn), zip(*self._waiting, strict=True), strict=True
         ):
@@ -133,14 +126,10 @@ class Acceptance:
             (self._drawn + _POOLED_COUNT * pooled) / (self._judged + _POOLED_COUNT), _LARGEST
         ).reshape(-1)
 
-    def _cells(
-        self, proposals: Proposals, above: np.ndarray, requests: Sequence[RequestAcceptance]
-    ) -> np.ndarray:
+    def _cells(self, proposals: Proposals, requests: Sequence[RequestAcceptance]) -> np.ndarray:
         """Where in the flat table each candidate is, int64 [B, C]."""
-        bins = (
-            np.sqrt(np.maximum(_rooted(proposals.scores, 0.0).take(above) - proposals.scores, 0.0))
-            * _BINS_PER_UNIT
-        )
+        above = _rooted(proposals.scores, 0.0).take(_above(proposals.parents))
+        bins = np.sqrt(np.maximum(above - proposals.scores, 0.0)) * _BINS_PER_UNIT
         start = (np.minimum(proposals.depths, _NUM_DEPTHS) - 1) * _NUM_BINS
         greedy = np.array([[request.greedy * _NUM_DEPTHS * _NUM_BINS] for request in requests])
         cells: np.ndarray = np.minimum(bins, _NUM_BINS - 1).astype(np.int64) + start + greedy
@@ -153,11 +142,6 @@ def levels(depths: np.ndarray) -> list[slice]:
         np.searchsorted(depths, np.arange(1, int(depths[-1]) + 2)).tolist() if len(depths) else [0]
     )
     return [slice(start, stop) for start, stop in pairwise(bounds)]
-
-
-def path_probs(conditional: np.ndarray, parents: np.ndarray, depths: np.ndarray) -> np.ndarray:
-    """Conditionals [B, C] to probabilities of whole paths [B, C]."""
-    return _paths(conditional, _above(parents), depths)
 
 
 def _above(parents: np.ndarray) -> np.ndarray:
@@ -178,11 +162,14 @@ def _rooted(values: np.ndarray, root: float) -> np.ndarray:
     return rooted
 
 
-def _paths(conditional: np.ndarray, above: np.ndarray, depths: np.ndarray) -> np.ndarray:
-    """Each step doubles how much of its path a candidate has multiplied up."""
+def path_probs(conditional: np.ndarray, parents: np.ndarray, depths: np.ndarray) -> np.ndarray:
+    """Conditionals [B, C] to probabilities of whole paths [B, C].
+
+    Each step doubles how much of its path a candidate has multiplied up.
+    """
     B, C = conditional.shape
     paths, jump = _rooted(conditional, 1.0), np.empty((B, C + 1), dtype=np.int64)
-    jump[:, :C] = above
+    jump[:, :C] = _above(parents)
     jump[:, C] = np.arange(C, B * (C + 1), C + 1)  # the root is above itself
     for step in range((int(depths[-1]) - 1).bit_length() if len(depths) else 0):
         if step:
@@ -192,41 +179,7 @@ def _paths(conditional: np.ndarray, above: np.ndarray, depths: np.ndarray) -> np
 
 
 def judge(proposals: Proposals, emitted: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """bool [B, C] twice: the candidates whose parent was drawn, and those that were drawn
-    themselves.
-    """
-    return (_judge_one_by_one if len(emitted) <= _FEW_REQUESTS else _judge_together)(
-        proposals, emitted
-    )
-
-
-def _judge_one_by_one(
-    proposals: Proposals, emitted: Sequence[Sequence[int]]
-) -> tuple[np.ndarray, np.ndarray]:
-    judged, drawn = (
-        np.zeros(proposals.tokens.shape, dtype=bool),
-        np.zeros(proposals.tokens.shape, dtype=bool),
-    )
-    for b, (tokens, parents, row) in enumerate(
-        zip(proposals.tokens.tolist(), proposals.parents.tolist(), emitted, strict=True)
-    ):
-        at, k = -1, parents.count(-1)
-        for token in row:
-            if at not in parents:
-                break
-            first = parents.index(at)  # the children of a node stand together
-            judged[b, first : first + k] = True
-            children = tokens[first : first + k]
-            if token not in children:
-                break
-            at = first + children.index(token)
-            drawn[b, at] = True
-    return judged, drawn
-
-
-def _judge_together(
-    proposals: Proposals, emitted: Sequence[Sequence[int]]
-) -> tuple[np.ndarray, np.ndarray]:
+    """bool [B, C] twice: candidates whose parent was drawn, and those drawn themselves."""
     tokens, parents = proposals.tokens, proposals.parents
     judged, drawn = np.zeros(tokens.shape, dtype=bool), np.zeros(tokens.shape, dtype=bool)
     bounds = levels(proposals.depths)
@@ -243,3 +196,47 @@ def _judge_together(
         judged[:, level], drawn[:, level] = children, hits
         at = np.where(hits.any(1), hits.argmax(1) + level.start, -2)[:, None]
     return judged, drawn
+
+
+# The same in the native library
+
+
+def pointers(*arrays: np.ndarray) -> ctypes.Array[ctypes.c_void_p]:
+    """The arrays' addresses, as the library's functions take them; contiguous arrays only."""
+    return (ctypes.c_void_p * len(arrays))(*map(address, arrays))
+
+
+def _calibrate_natively(
+    proposals: Proposals, table: np.ndarray, requests: Sequence[RequestAcceptance]
+) -> Calibration:
+    """table float64 [2 * depths * bins]."""
+    B, C = proposals.scores.shape
+    inputs = (
+        np.ascontiguousarray(proposals.scores),
+        np.ascontiguousarray(proposals.parents),
+        np.ascontiguousarray(proposals.depths),
+        table,
+        np.array([one.greedy for one in requests], dtype=np.uint8),
+        np.array([one.log_odds for one in requests]),
+    )
+    conditional, paths, cells = np.empty((B, C)), np.empty((B, C)), np.empty((B, C), dtype=np.int64)
+    sizes = (ctypes.c_int64 * 4)(B, C, _NUM_DEPTHS, _NUM_BINS)
+    library().eyas_calibrate(sizes, _BINS_PER_UNIT, pointers(*inputs, conditional, paths, cells))
+    return Calibration(conditional, paths, cells)
+
+
+def _judge_natively(
+    proposals: Proposals, conditional: np.ndarray, emitted: Sequence[Sequence[int]]
+) -> tuple[np.ndarray, np.ndarray, list[float]]:
+    """`judge`, and of each request how many more were drawn than expected."""
+    B, C = proposals.tokens.shape
+    judged, drawn, surplus = np.empty((B, C), dtype=bool), np.empty((B, C), dtype=bool), np.empty(B)
+    inputs = (
+        np.ascontiguousarray(proposals.tokens),
+        np.ascontiguousarray(proposals.parents),
+        np.array([token for row in emitted for token in row], dtype=np.int64),
+        np.array(list(map(len, emitted)), dtype=np.int64),
+        conditional,
+    )
+    library().eyas_judge((ctypes.c_int64 * 2)(B, C), pointers(*inputs, judged, drawn, surplus))
+    return judged, drawn, surplus.tolist()

@@ -36,7 +36,6 @@ AT_ONCE = 8
 _FORMAT = 4
 _DENSE = 1024  # rows up to which a curve is kept as a table
 _FEW = 16
-TRIALS = 5  # rounds of a kind at a load, before what they take is borrowed from nowhere else
 _WORKS = ("target", "decode", "step", "extend", "enter")
 _MIN_POINTS, _MIN_REPEATS, _MAX_REPEATS = 3, 3, 9
 
@@ -102,6 +101,10 @@ class CostTable:
     def prefixes(self, num_requests: int) -> float:
         """What the prefixes of so many requests take in place of one's."""
         return max(0.0, self.decode(num_requests) - self.target(num_requests))
+
+    def forwards(self, num_requests: int, max_nodes: int) -> np.ndarray:
+        """Target forwards of the requests' roots with 0, 1, .. max_nodes nodes, float64."""
+        return self.target.span(num_requests, max_nodes + 1) + self.prefixes(num_requests)
 
     def to_json(self) -> dict[str, Any]:
         curves = {name: getattr(self, name) for name in _WORKS}
@@ -219,76 +222,3 @@ def kept_or_measured(
             json.dump({"identity": asdict(identity)} | table.to_json(), part)
         os.replace(part.name, path)
     return table, False
-
-
-class Correction:
-    """The ratio real / predicted of rounds, by their kind and load, followed slowly.
-
-    A ratio is the exponential of a drift that all kinds share (another program on the machine slows
-    all of them, also the kind that is not running now) and an offset of its own (what the table
-    does not know: Python, sampling). Until a few were observed an offset is borrowed: the first
-    trees meet cold caches, and one that took twice its time would be the last. Then their middle
-    sets it; later ones move mostly the drift.
-    """
-
-    def __init__(
-        self, drift_gain: float = 0.05, offset_gain: float = 0.01, largest_jump: float = 0.4
-    ) -> None:
-        self._drift_gain, self._offset_gain, self._largest_jump = (
-            drift_gain,
-            offset_gain,
-            largest_jump,
-        )
-        self._drift = 0.0
-        self._offsets: dict[tuple[str, int], float] = {}  # by kind and load
-        self._counts: dict[tuple[str, int], int] = {}
-        self._firsts: dict[tuple[str, int], list[float]] = {}
-        self._latest: dict[str, float] = {}  # kind -> the offset last moved
-
-    def ratio(self, kind: str, load: int) -> float:
-        return self.drift * self.offset(kind, load)
-
-    @property
-    def drift(self) -> float:
-        """What all kinds share: the machine against the table, without what the table does not
-        know.
-        """
-        return math.exp(self._drift)
-
-    def offset(self, kind: str, load: int) -> float:
-        return math.exp(self._offset(kind, load))
-
-    def observe(self, kind: str, load: int, predicted_ms: float, real_ms: float) -> None:
-        """Both above 0."""
-        count = self.count(kind, load)
-        self._counts[kind, load] = count + 1
-        if count < TRIALS:
-            firsts = self._firsts.setdefault((kind, load), [])
-            firsts.append(math.log(real_ms / predicted_ms) - self._drift)
-            if len(firsts) < TRIALS:
-                return
-            offset = sorted(firsts)[TRIALS // 2]
-        else:
-            # From here on one pause of the machine is not to be believed in full.
-            offset = self._offsets[kind, load]
-            error = math.log(real_ms / predicted_ms) - self._drift - offset
-            error = max(-self._largest_jump, min(self._largest_jump, error))
-            gain = max(self._offset_gain, 1 / (count + 2))
-            self._drift += self._drift_gain * (1 - gain) * error
-            offset += gain * error
-        self._offsets[kind, load] = self._latest[kind] = offset
-
-    def count(self, kind: str, load: int) -> int:
-        """How many of this kind and load were observed."""
-        return self._counts.get((kind, load), 0)
-
-    def _offset(self, kind: str, load: int) -> float:
-        """A load hardly seen borrows from another of its kind, a kind hardly seen from another
-        kind: the table's own error.
-        """
-        own = self._offsets.get((kind, load))
-        return (
-            own
-            if own is not None
-            else self._latest.get(kind, next(iter(self._latest.values()), 0.0))
-        )

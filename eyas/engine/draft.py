@@ -22,40 +22,21 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field
 
 from eyas.engine.futures import to_device
+from eyas.engine.tree import Speculation
 from eyas.errors import MismatchError
-from eyas.model.block import Block, Linear, Rope, rms_norm
-from eyas.model.config import HeadConfig, check_head
+from eyas.model.block import Block, Rope, rms_norm
+from eyas.model.cache import FeatureCache, PagedCache
+from eyas.model.config import HeadConfig
+from eyas.model.linear import Linear
+from eyas.model.match import check_head
 from eyas.model.native import NativeDraft
-from eyas.model.rows import (
-    FeatureCache,
-    PagedCache,
-    Proposals,
-    Roots,
-    Rows,
-    prompt_rows,
-    rows_of,
-    slots_of,
-)
+from eyas.model.outputs import Proposals
+from eyas.model.rows import Roots, Rows, prompt_rows, rows_of, slots_of
 from eyas.model.target import PAGE_SIZE, Target
 
 NOT_TENSORS_OF_THE_LAYER = ("d2t", "t2d")
-
-
-class Growth(BaseModel):
-    """How far a tree may grow: so many levels, so many branches a node (1: a chain)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    num_draft_steps: int = Field(6, ge=1, le=16)
-    tree_topk: int = Field(3, ge=1, le=16)
-
-    @property
-    def num_columns(self) -> int:
-        """Columns behind the root that growing a tree writes to."""
-        return (self.num_draft_steps - 1) * self.tree_topk
 
 
 class DraftLayers:
@@ -230,17 +211,18 @@ class Draft:
         roots: Roots,
         cache: PagedCache,
         features: FeatureCache,
-        growth: Growth,
+        speculation: Speculation,
         thresholds: Sequence[float],
     ) -> Proposals:
         """`catch_up`, then `propose` from the best of what it gives."""
+        k = speculation.tree_topk
         if self._native is not None:
             return self._native.grow(
-                roots, cache, features, (growth.num_draft_steps, growth.tree_topk), thresholds
+                roots, cache, features, (speculation.num_draft_steps, k), thresholds
             )
         h = self.catch_up(roots, cache, features)
-        first = self.proposals(h, growth.tree_topk)
-        return self.propose(roots.lens, h, first, roots.page_table, cache, growth, thresholds)
+        first = self.proposals(h, k)
+        return self.propose(roots.lens, h, first, roots.page_table, cache, speculation, thresholds)
 
     def propose(
         self,
@@ -249,7 +231,7 @@ class Draft:
         first: tuple[torch.Tensor, torch.Tensor],
         page_table: np.ndarray,
         cache: PagedCache,
-        growth: Growth,
+        speculation: Speculation,
         thresholds: Sequence[float],
     ) -> Proposals:
         """Grow B trees by up to K - 1 levels behind the entries of columns 1 .. lens[b], the last
@@ -260,7 +242,7 @@ class Draft:
         while the sum over requests of the probability of their best path is thresholds[l] [K - 1]
         or more. Source: EAGLE-2, arXiv 2406.16858, section 4.1.
         """
-        K, k = growth.num_draft_steps, growth.tree_topk
+        K, k = speculation.num_draft_steps, speculation.tree_topk
         if self._native is not None:
             return self._native.propose(lens, h_BH, first, page_table, cache, (K, k), thresholds)
         ids_Bk, log_probs_Bk = first[0].cpu().numpy(), first[1].cpu().numpy()

@@ -18,12 +18,12 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from eyas.engine.draft import Draft, Growth
+from eyas.engine.draft import Draft
 from eyas.engine.grammar import Grammars, load_tokenizer
 from eyas.engine.pages import PagePool
-from eyas.engine.policy import Policy, Speculation
+from eyas.engine.policy import Policy
 from eyas.engine.request import FinishReason, Request, Result, TokenLogprob, Update
 from eyas.engine.round_costs import round_costs
 from eyas.engine.rounds import Rounds
@@ -32,10 +32,10 @@ from eyas.engine.sampler import Sampler
 from eyas.engine.scheduler import Job, Limits, Scheduler
 from eyas.engine.stop import StopChecker
 from eyas.engine.tensor_rounds import Pending, TensorRounds
+from eyas.engine.tree import Speculation
 from eyas.errors import InputError
 from eyas.log import Track, quiet
 from eyas.model.checkpoint import read_head
-from eyas.model.rows import MAX_TREE_COLUMNS
 from eyas.model.target import PAGE_SIZE, Target
 
 log = logging.getLogger("eyas.engine")
@@ -43,35 +43,38 @@ log = logging.getLogger("eyas.engine")
 LEAST_TAU, TAU_WINDOW = 1.3, 256
 
 
-class EngineConfig(Growth):
+class EngineConfig(BaseModel):
     """Sizes of the engine and how it speculates.
 
-    num_verify_tokens counts the root and is per request. num_pages (of 16 tokens) None: as many as
-    max_batch requests of max_length need. speculation: off, auto, or fixed(num_draft_steps,
-    tree_topk, num_verify_tokens).
+    num_pages (of 16 tokens) None: as many as max_batch requests of max_length need. speculation:
+    off, auto or fixed, the latter two with sizes where the defaults do not fit: fixed(6,3,12) are
+    num_draft_steps, tree_topk and num_verify_tokens, root included. overlap None: the overlapped
+    loop on CUDA, the normal one on a CPU, whose cores have nothing left to overlap.
     """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_batch: int = Field(8, ge=1)
     max_length: int = Field(1024, ge=2)
     num_pages: int | None = Field(None, ge=1)
     prefill_chunk: int = Field(256, ge=16)
-    num_verify_tokens: int = Field(12, ge=2, le=MAX_TREE_COLUMNS)
     speculation: str = "auto"
-    overlap: bool = False
+    overlap: bool | None = None
     prefix_reuse: bool = True
 
-    @model_validator(mode="after")
-    def _fits(self) -> EngineConfig:
-        self.parsed()
-        return self
+    @field_validator("speculation")
+    @classmethod
+    def _is_speculation(cls, text: str) -> str:
+        Speculation.parse(text)
+        return text
+
+    def overlaps_on(self, device: str) -> bool:
+        """Whether the overlapped loop runs on this device: cpu, cuda, cuda:1."""
+        return device != "cpu" if self.overlap is None else self.overlap
 
     def parsed(self) -> Speculation:
-        """`speculation` with its sizes; those it does not state are the config's. Raises
-        ConfigError.
-        """
-        return Speculation.parse(
-            self.speculation, (self.num_draft_steps, self.tree_topk, self.num_verify_tokens)
-        )
+        """`speculation` as its mode and sizes."""
+        return Speculation.parse(self.speculation)
 
 
 class Engine:
@@ -88,24 +91,21 @@ class Engine:
         """folder: the target's, for the tokenizer that stop strings and grammars need; it is read
         for the first of them, unless the caller gives one of transformers.
         """
-        config = config or EngineConfig()
-        speculation = config.parsed()
-        sizes = {
-            name: getattr(speculation, name)
-            for name in ("num_draft_steps", "tree_topk", "num_verify_tokens")
-        }
-        self.config = config = config.model_copy(update=sizes)
+        self.config = config = config or EngineConfig()
+        self.speculation = speculation = config.parsed()
         self.target = target
         self.draft = draft if speculation.mode != "off" else None
         self.max_length = min(config.max_length, target.config.max_position_embeddings)
         limits = Limits(
             config.max_batch,
             config.prefill_chunk,
-            max_emitted=config.num_draft_steps + 1 if self.draft is not None else 1,
+            max_emitted=speculation.num_draft_steps + 1 if self.draft is not None else 1,
             # What a tree writes behind its root; and on CUDA the entry of the next root, made at
             # the end of the round.
             tree_columns=max(
-                config.num_verify_tokens, 1 + config.num_columns, config.num_draft_steps + 2
+                speculation.num_verify_tokens,
+                1 + speculation.num_columns,
+                speculation.num_draft_steps + 2,
             )
             if self.draft
             else 1,
@@ -116,7 +116,7 @@ class Engine:
         self._pool = PagePool(config.num_pages or config.max_batch * most, PAGE_SIZE)
         self._scheduler = Scheduler(self._pool, limits, config.prefix_reuse)
         self.rounds = self.kind_of_rounds(target)(
-            target, self.draft, config, (config.max_batch, self._pool.num_pages)
+            target, self.draft, speculation, (config.max_batch, self._pool.num_pages)
         )
         if self.draft is None:
             speculation = replace(speculation, mode="off")
@@ -130,8 +130,10 @@ class Engine:
             if folder is not None or tokenizer is not None
             else None
         )
-        self._loop = self.overlap_loop if config.overlap else self.normal_loop
-        needs_thread = config.overlap and not isinstance(self.rounds, TensorRounds)
+        overlaps = config.overlaps_on(target.device)
+        # One turn of the loop: what it emitted. Empty when idle, and sometimes when not.
+        self.step: Callable[[], list[Update]] = self.overlap_loop if overlaps else self.normal_loop
+        needs_thread = overlaps and not isinstance(self.rounds, TensorRounds)
         self._device = ThreadPoolExecutor(1, "device") if needs_thread else None
         self._in_flight: Pending | Future[list[Outcome]] | None = None
         self._accept_lengths: deque[int] = deque(maxlen=TAU_WINDOW)
@@ -226,16 +228,14 @@ class Engine:
         while self.has_work:
             for update in self.step():
                 key = update.request_id, update.index
-                answer = answers.setdefault(key, _Answer([0] * (self.config.num_draft_steps + 1)))
+                answer = answers.setdefault(
+                    key, _Answer([0] * (self.speculation.num_draft_steps + 1))
+                )
                 answer.add(update)
                 if update.finish_reason is not None:
                     done += 1
                     track(done, total)
                     yield answers.pop(key).result(update, update.finish_reason)
-
-    def step(self) -> list[Update]:
-        """One turn of the loop: what it emitted. Empty when idle, and now and then when not."""
-        return self._loop()
 
     def check(self) -> None:
         """Raise AssertionError unless every page and slot is accounted for; for idle moments and

@@ -18,9 +18,12 @@ import numpy as np
 import torch
 
 from eyas.engine.costs import AT_ONCE
-from eyas.engine.draft import Draft, Growth
+from eyas.engine.draft import Draft
 from eyas.engine.scheduler import Job
-from eyas.model.rows import FeatureCache, Proposals, Roots
+from eyas.engine.tree import Speculation
+from eyas.model.cache import FeatureCache
+from eyas.model.outputs import Proposals
+from eyas.model.rows import Roots
 
 
 class Entries:
@@ -60,11 +63,11 @@ class Entries:
         return self.draft.catch_up(self._up_to_roots(job, who), self.cache, self.features)
 
     def grow(
-        self, job: Job, who: list[int], growth: Growth, thresholds: Sequence[float]
+        self, job: Job, who: list[int], speculation: Speculation, thresholds: Sequence[float]
     ) -> Proposals:
         """Make the entries up to the roots', and grow trees from there."""
         return self.draft.grow(
-            self._up_to_roots(job, who), self.cache, self.features, growth, thresholds
+            self._up_to_roots(job, who), self.cache, self.features, speculation, thresholds
         )
 
     def enter(self, job: Job, who: list[int]) -> None:

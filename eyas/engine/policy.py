@@ -1,10 +1,10 @@
-"""How much to speculate, decided anew every round: whether, for whom, how deep, and which nodes.
+"""How much to speculate, decided every round: whether, for which requests, how deep, which nodes.
 
-Knows costs, acceptance and past rounds; no model and no clock: real times are told. The same inputs
-give the same choices, and a choice looks at what the draft proposed and at past rounds only, never
-at what the target is about to draw: outputs stay exact.
+Knows costs, acceptance and past rounds; no model and no clock: the caller gives real times. The
+same inputs give the same choices, and a choice looks at the draft's proposals and at past rounds
+only, never at what the target is about to draw: outputs stay exact.
 
-    plan      before drafting: who drafts, and when to stop going deeper         -> Round
+    plan      before drafting: who drafts, and when to stop going deeper         -> RoundPlan
     choose    after drafting: which candidates the target verifies               -> kept
     observe   after the round: what was emitted and how long it took
 
@@ -15,104 +15,43 @@ tree_topk.
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
 
 import numpy as np
 
-from eyas.engine import native_choice
-from eyas.engine.acceptance import Acceptance, Calibrated, RequestAcceptance, levels
-from eyas.engine.budget import MAX_NODES, Choice, choose, most_probable, values_by_depth
-from eyas.engine.costs import AT_ONCE, TRIALS, Correction, CostTable
-from eyas.engine.forecast import Forecast
-from eyas.errors import ConfigError
-from eyas.model.rows import Proposals
+from eyas.engine.acceptance import Acceptance, Calibration, RequestAcceptance, levels
+from eyas.engine.costs import AT_ONCE, CostTable
+from eyas.engine.forecast import FIRST_PERIOD, TRIALS, Correction, Forecast, LoadState
+from eyas.engine.tree import (
+    Speculation,
+    choose,
+    choose_natively,
+    most_probable,
+    values_by_depth,
+)
+from eyas.model.outputs import Proposals
 
-Mode = Literal["off", "fixed", "auto"]
-
-# the speed-up to begin with, and to stay with: no flipping between equals
-_ENTER, _LEAVE = 1.02, 1.0
-_PATIENCE = 0.1  # by how much it may miss that after one round; after n, by 1 / sqrt(n) of it
 _HOPELESS = 0.7  # a forecast that spares the trials of trees
-_UNKNOWN_SPEEDUP = 1.2  # before anything was drafted: try
-_FORECAST_ROUNDS = 16.0  # weight of the forecast against measured rounds
 _EXPLORED_SHARE = 0.005  # of all time, for rounds that are expected to lose
-_FIRST_PERIOD, _LAST_PERIOD = 8, 2048  # rounds from one exploration of a load to the next
 _REFRESH = 64  # rounds from one forecast of a load to the next
 # a round that takes longer than so many times its prediction was held up by something else
 _BELIEVED = 1.5
 _MEMORY = 1024  # tokens over which prompts are compared with answers
-# tokens that a request is expected to live on, for what catching up its draft may cost
-_HORIZON = 64
-_WELL_KNOWN = 256  # trees, from which on one in so many as _KEEP_EVERY says is judged
+_HORIZON = 64  # tokens left to a request, for what catching up its draft may cost
+_WELL_KNOWN = 256  # trees after which only one in _KEEP_EVERY is judged
 _MANY = 64  # entries of a prompt, for what one of them costs
 # every so many trees: keep one to forecast; learn what depth brings; go deeper
 _KEEP_EVERY, _LEARN_DEPTH, _DEEPER = 4, 8, 64
 # tokens that a level brings for a frontier of probability 1, before it is learned
 _GAIN, _GAIN_WEIGHT = 0.4, 0.4
-
-
-@dataclass(frozen=True, slots=True)
-class Speculation:
-    """The mode and its sizes. In auto they are limits. num_verify_tokens counts the root."""
-
-    mode: Mode = "auto"
-    num_draft_steps: int = 6
-    tree_topk: int = 3
-    num_verify_tokens: int = 12
-
-    def __post_init__(self) -> None:
-        hint = (
-            "for example fixed(6,3,12): draft steps, branches a step, tokens the target "
-            "judges, "
-            "root included"
-        )
-        for name, least, most in (
-            ("num_draft_steps", 1, 16),
-            ("tree_topk", 1, 16),
-            ("num_verify_tokens", 2, MAX_NODES + 1),
-        ):
-            if not least <= getattr(self, name) <= most:
-                raise ConfigError(
-                    f"speculation: {name} is {getattr(self, name)}, not between {least} and {most}",
-                    hint,
-                )
-        if (self.num_draft_steps - 1) * self.tree_topk > MAX_NODES + 1:
-            raise ConfigError(
-                f"speculation: {self} drafts more than {MAX_NODES + 1} nodes",
-                "take fewer draft steps or branches",
-            )
-
-    @classmethod
-    def parse(cls, text: str, sizes: tuple[int, int, int] = (6, 3, 12)) -> Speculation:
-        """`off`, `auto`, `fixed`, or one of the last two with sizes: `fixed(6,3,12)`. Raises
-        ConfigError.
-        """
-        match = re.fullmatch(
-            r"\s*(off|fixed|auto)\s*(?:\(\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*\))?\s*", text
-        )
-        mode: Mode | None = next((one for one in get_args(Mode) if match and match[1] == one), None)
-        if match is None or mode is None or (mode == "off" and match[2]):
-            raise ConfigError(
-                f"speculation is {text!r}",
-                "write off, auto, fixed or fixed(6,3,12): draft steps, branches, tokens judged",
-            )
-        steps, topk, tokens = (int(match[2]), int(match[3]), int(match[4])) if match[2] else sizes
-        return cls(mode, steps, topk, tokens)
-
-    def __str__(self) -> str:
-        sizes = f"({self.num_draft_steps},{self.tree_topk},{self.num_verify_tokens})"
-        return self.mode if self.mode == "off" else self.mode + sizes
+_NUM_RECORDS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class RoundRecord:
-    """One round: what was chosen, what was expected of it, what came. tokens and ms are those of
-    the whole batch.
-    """
+    """One round: what was chosen, expected and observed. tokens and ms are of the whole batch."""
 
     num_requests: int
     num_drafting: int
@@ -126,27 +65,23 @@ class RoundRecord:
 
 
 @dataclass(slots=True)
-class Round:
-    """A round between `plan` and `observe`. Several may be under way: nothing of a round is in the
-    policy.
+class RoundPlan:
+    """A round between `plan` and `observe`. Several may be under way: the policy holds none.
 
-    drafting bool [S]; thresholds: one for each level after the first, for `Draft.propose`. The rest
-    is `choose`'s.
+    drafting bool [S]; thresholds: one for each level after the first, for `Draft.propose`. `choose`
+    fills in the rest.
     """
 
     pending: np.ndarray
     num_requests: int
-    prompt_rows: int
     load: tuple[int, int]  # octaves of S and B
     drafting: np.ndarray
     thresholds: list[float] = field(default_factory=list)
-    # of a plain round of these requests, corrected; without the prompts' rows, which any round
-    # would run
-    plain_ms: float = 0.0
+    plain_ms: float = 0.0  # of a plain round of these requests, corrected
     explores: bool = False
     rate: float = 0.0  # tokens/ms that a node must beat
     proposals: Proposals | None = None
-    calibrated: Calibrated | None = None
+    calibration: Calibration | None = None
     requests: Sequence[RequestAcceptance] = ()
     depth: int = 0
     num_nodes: int = 0
@@ -157,74 +92,22 @@ class Round:
 
     @property
     def drafts(self) -> bool:
-        # a list: of few numbers that takes a fraction of the time
-        return any(self.drafting.tolist())
-
-
-class _Load:
-    """What is known of speculation at one load: forecast, measured, and when the other way was last
-    tried.
-
-    The speed-up over a plain round that takes what the table says; the plain rounds' own offset is
-    known better with every one that is run, so it is multiplied on when the speed-up is asked for.
-    The drift of both cancels.
-    """
-
-    def __init__(self) -> None:
-        self.speculates = True
-        self.forecast: float | None = None
-        self.age = self.num_rounds = 0  # rounds since the forecast, and in all
-        # of the last speculative rounds, in plain rounds: by tokens, by time
-        self.worth = self.spent = 0.0
-        self.num_measured = 0
-        self.since, self.period = 0, _FIRST_PERIOD
-
-    def speedup(self, plain_offset: float) -> float:
-        """Of a speculative round over plain rounds with as many tokens."""
-        if self.forecast is None:
-            return _UNKNOWN_SPEEDUP
-        return (
-            plain_offset
-            * (self.worth + _FORECAST_ROUNDS * self.forecast)
-            / (self.spent + _FORECAST_ROUNDS)
-        )
-
-    def decide(self, speedup: float) -> bool:
-        patience = _PATIENCE / math.sqrt(1 + self.num_measured) if self.speculates else 0.0
-        speculates = speedup >= (_LEAVE - patience if self.speculates else _ENTER)
-        if speculates != self.speculates:
-            self.speculates, self.since, self.period = speculates, 0, 2 * _FIRST_PERIOD
-        return speculates
-
-    def explored(self) -> None:
-        self.since, self.period = 0, min(2 * self.period, _LAST_PERIOD)
-
-    def measured(self, worth: float, spent: float) -> None:
-        self.worth, self.spent = 0.99 * self.worth + worth, 0.99 * self.spent + spent
-        self.num_measured += 1
-
-    def rested(self) -> None:
-        """A round that did not measure speculation: what was measured grows old, slowly."""
-        self.worth, self.spent = 0.999 * self.worth, 0.999 * self.spent
+        return any(self.drafting.tolist())  # of few numbers, faster than an array operation
 
 
 class Policy:
     """Decides for one engine. `costs` are needed in auto only."""
 
     def __init__(
-        self,
-        speculation: Speculation,
-        costs: CostTable | None = None,
-        num_records: int = 1024,
-        native: bool = False,
+        self, speculation: Speculation, costs: CostTable | None = None, native: bool = False
     ) -> None:
-        """native: compute in the native library, which must be there."""
+        """native: compute in the native library, which must be available."""
         assert costs is not None or speculation.mode != "auto", "auto speculation needs the costs"
         self.speculation, self.costs = speculation, costs
-        self.records: deque[RoundRecord] = deque(maxlen=num_records)
+        self.records: deque[RoundRecord] = deque(maxlen=_NUM_RECORDS)
         self.acceptance, self.correction = Acceptance(native=native), Correction()
         self._forecast = Forecast(speculation.num_verify_tokens - 1)
-        self._loads: dict[tuple[int, int], _Load] = {}
+        self._loads: dict[tuple[int, int], LoadState] = {}
         self._credit = 0.0  # ms that may be spent on exploring
         self._num_trees = 0
         self._drafted_last, self._native = True, native
@@ -243,19 +126,16 @@ class Policy:
         return self.speculation.mode != "off" and self._drafted_last
 
     def prefilled(self, num_rows: int) -> None:
-        """Take note of entries that prompts lack: they have to be made before anything is drafted."""
+        """Count entries that prompts lack: they have to be made before anything is drafted."""
         self._prompt_rows += num_rows
 
-    def plan(self, pending: Sequence[int], num_plain: int = 0, prompt_rows: int = 0) -> Round:
-        """pending [S]: tokens that the draft must extend before it can propose for each request
-        that may speculate.
-
-        num_plain: requests that decode without; prompt_rows: rows of prompts in the same forward,
-        which emit nothing.
+    def plan(self, pending: Sequence[int], num_plain: int = 0) -> RoundPlan:
+        """pending [S]: tokens that the draft must extend before it can propose, for each request
+        that may speculate; num_plain: requests that decode without.
         """
         waiting = np.asarray(pending, dtype=np.int64)
         S, B = len(pending), len(pending) + num_plain
-        round_ = Round(waiting, B, prompt_rows, (_octave(S), _octave(B)), np.zeros(S, dtype=bool))
+        round_ = RoundPlan(waiting, B, (_octave(S), _octave(B)), np.zeros(S, dtype=bool))
         if self.speculation.mode == "fixed":
             round_.drafting[:] = True
             round_.thresholds = [0.0] * (self.speculation.num_draft_steps - 1)
@@ -263,19 +143,15 @@ class Policy:
             self._plan(round_)
         if not round_.drafts:
             round_.expected_tokens = round_.num_requests
-            round_.predicted_ms = self._table.forward(B, B + prompt_rows) if self.costs else 0.0
+            round_.predicted_ms = self._table.forward(B, B) if self.costs else 0.0
         return round_
 
-    def _plan(self, round_: Round) -> None:
+    def _plan(self, round_: RoundPlan) -> None:
         B = round_.num_requests
-        load, plain_ms = (
-            self._load(round_),
-            self._table.forward(B, B) * self._ratio("plain", round_),
-        )
-        round_.plain_ms = plain_ms
-        if load.forecast is None or load.age >= min(
-            _REFRESH, max(_FIRST_PERIOD, load.num_rounds // 2)
-        ):
+        load = self._load(round_)
+        round_.plain_ms = plain_ms = self._table.forward(B, B) * self._ratio("plain", round_)
+        refresh_after = min(_REFRESH, max(FIRST_PERIOD, load.num_rounds // 2))
+        if load.forecast is None or load.age >= refresh_after:
             self._refresh(load, round_)
         load.age += 1
         load.num_rounds += 1
@@ -287,8 +163,8 @@ class Policy:
         self._drafted_last = speculates = load.decide(speedup) or is_trial
         if speculates:
             round_.drafting = round_.pending <= self._worth_catching_up(speedup, round_)
-        # whose time would be taken for the exploration's
-        if load.since >= load.period and not round_.prompt_rows:
+        # Explore when the credit pays for what the round loses by it.
+        if load.since >= load.period:
             if speculates and self._credit >= plain_ms * (speedup - 1):
                 round_.explores, round_.drafting = True, np.zeros_like(round_.drafting)
             elif not speculates:
@@ -299,8 +175,8 @@ class Policy:
         if round_.drafts:
             round_.thresholds = self._thresholds(round_)
 
-    def _worth_catching_up(self, speedup: float, round_: Round) -> float:
-        """Tokens that a request's draft may be behind: what it saves until its end pays for them."""
+    def _worth_catching_up(self, speedup: float, round_: RoundPlan) -> float:
+        """Tokens that a draft may be behind: what it still saves its request pays for them."""
         S = len(round_.pending)
         saved_ms = _HORIZON * round_.plain_ms * max(0.0, 1 - 1 / speedup) / S
         row_ms = self._entry_ms * self._ratio("tree", round_)
@@ -313,11 +189,11 @@ class Policy:
         """Of one entry among many."""
         return self._table.enter(_MANY) / _MANY
 
-    def _explore(self, round_: Round) -> None:
+    def _explore(self, round_: RoundPlan) -> None:
         """Draft for a few requests, those that are least behind, if the credit pays for it even
         when nothing is accepted.
         """
-        ratio, B = self._ratio("tree", round_), round_.num_requests + round_.prompt_rows
+        ratio, B = self._ratio("tree", round_), round_.num_requests
         K, k, N = self._sizes
         nearest = np.argsort(round_.pending, kind="stable")
         for count in (4, 1):
@@ -331,13 +207,12 @@ class Policy:
                 round_.drafting[few] = True
                 return
 
-    def _thresholds(self, round_: Round) -> list[float]:
+    def _thresholds(self, round_: RoundPlan) -> list[float]:
         """A level is drafted while the tokens that it brings (a frontier's probability times what a
         level brought for it so far) are worth its time at the rate of the average round."""
         num_drafting = int(np.count_nonzero(round_.drafting))
-        step_ms = (
-            self._table.step(num_drafting * self.speculation.tree_topk) * self.correction.drift
-        )
+        rows = num_drafting * self.speculation.tree_topk
+        step_ms = self._table.step(rows) * self.correction.drift
         deeper = 0.25 if self._num_trees % _DEEPER == _DEEPER - 1 else 1.0
         cost = deeper * round_.rate * step_ms
         return [
@@ -348,7 +223,7 @@ class Policy:
     # After drafting
 
     def choose(
-        self, round_: Round, proposals: Proposals, requests: Sequence[RequestAcceptance]
+        self, round_: RoundPlan, proposals: Proposals, requests: Sequence[RequestAcceptance]
     ) -> np.ndarray:
         """kept bool [B', C] over the proposals of the B' drafting requests, in their order; their
         states likewise.
@@ -363,42 +238,37 @@ class Policy:
         self._num_trees += 1
         return kept
 
-    def _fixed(self, round_: Round, proposals: Proposals) -> np.ndarray:
-        """The tree of the size that was asked for. What is expected of it is for the metrics alone:
-        now and then is enough.
+    def _fixed(self, round_: RoundPlan, proposals: Proposals) -> np.ndarray:
+        """The tree of the configured size. What is expected of it is for the metrics alone:
+        sometimes is enough.
         """
         B, C = proposals.scores.shape
         most = self.speculation.num_verify_tokens - 1
         kept = most_probable(proposals.scores, most) if most < C else np.ones((B, C), dtype=bool)
         round_.num_nodes = B * min(C, most)
         if self._num_trees % _KEEP_EVERY == 0:
-            round_.calibrated = self.acceptance.calibrate(proposals, round_.requests)
+            round_.calibration = self.acceptance.calibrate(proposals, round_.requests)
             round_.expected_tokens = round_.num_requests + float(
-                round_.calibrated.paths[kept].sum()
+                round_.calibration.paths[kept].sum()
             )
         else:
             round_.expected_tokens = round_.num_requests + B * (self._accept_length - 1)
         if self.costs is not None:
             before_ms, _ = self._before(round_)
-            rows = round_.num_requests + round_.prompt_rows + round_.num_nodes
+            rows = round_.num_requests + round_.num_nodes
             round_.predicted_ms = before_ms + self.costs.forward(round_.num_requests, rows)
         return kept
 
-    def _choose(self, round_: Round, proposals: Proposals) -> np.ndarray:
-        round_.calibrated = self.acceptance.calibrate(proposals, round_.requests)
-        paths = round_.calibrated.paths
+    def _choose(self, round_: RoundPlan, proposals: Proposals) -> np.ndarray:
+        round_.calibration = self.acceptance.calibrate(proposals, round_.requests)
+        paths = round_.calibration.paths
         max_nodes = self.speculation.num_verify_tokens - 1
         before_ms, round_.catch_up_ms = self._before(round_)
-        rows = round_.num_requests + round_.prompt_rows
-        ms_of_nodes = self._table.target.span(
-            rows, len(paths) * max_nodes + 1
-        ) + self._table.prefixes(round_.num_requests)
+        B = round_.num_requests
+        ms_of_nodes = self._table.forwards(B, len(paths) * max_nodes)
         rate = round_.rate * self._ratio("tree", round_)  # of the table's ms
-        if self._native:
-            sizes = round_.num_requests, max_nodes
-            choice = Choice(*native_choice.choose(paths, ms_of_nodes, sizes, before_ms, rate))
-        else:
-            choice = choose(paths, ms_of_nodes, round_.num_requests, before_ms, max_nodes, rate)
+        pick = choose_natively if self._native else choose
+        choice = pick(paths, ms_of_nodes, B, before_ms, max_nodes, rate)
         round_.num_nodes, round_.expected_tokens, round_.predicted_ms = (
             choice.num_nodes,
             choice.expected_tokens,
@@ -412,9 +282,9 @@ class Policy:
             )
         return choice.kept
 
-    def _before(self, round_: Round) -> tuple[float, float]:
-        """ms by the table of extend and draft steps; and how much of it is catching up, not every
-        round's.
+    def _before(self, round_: RoundPlan) -> tuple[float, float]:
+        """ms of extend and draft steps by the table; and how much of it is catching up after rounds
+        without drafting.
         """
         # Lists: of few numbers they take a fraction of the time of arrays.
         behind, most = (
@@ -450,7 +320,7 @@ class Policy:
 
     # After the round
 
-    def observe(self, round_: Round, emitted: Sequence[Sequence[int]], real_ms: float) -> None:
+    def observe(self, round_: RoundPlan, emitted: Sequence[Sequence[int]], real_ms: float) -> None:
         """emitted: the tokens of the drafting requests, in the order of `choose`; the others
         emitted one each.
         """
@@ -462,8 +332,8 @@ class Policy:
                 sum(map(len, emitted)) / len(emitted) - self._accept_length
             )
         is_judged = self._num_trees < _WELL_KNOWN or self._num_trees % _KEEP_EVERY == 0
-        if round_.proposals is not None and round_.calibrated is not None and is_judged:
-            self.acceptance.observe(round_.proposals, round_.calibrated, emitted, round_.requests)
+        if round_.proposals is not None and round_.calibration is not None and is_judged:
+            self.acceptance.observe(round_.proposals, round_.calibration, emitted, round_.requests)
         self._answer_tokens += tokens
         if self._answer_tokens > _MEMORY:
             self._prompt_rows, self._answer_tokens = self._prompt_rows / 2, self._answer_tokens / 2
@@ -486,7 +356,7 @@ class Policy:
         self.records.append(record)
         self._count(kind, record)
 
-    def _account(self, round_: Round, kind: str, tokens: int, real_ms: float) -> None:
+    def _account(self, round_: RoundPlan, kind: str, tokens: int, real_ms: float) -> None:
         """Pay for exploring, and measure speculation at this load."""
         if self.speculation.mode != "auto":
             return
@@ -496,13 +366,13 @@ class Policy:
             worth_ms = tokens * plain_ms / round_.num_requests
             fair_ms = worth_ms if kind == "tree" else plain_ms / max(1.0, self._speedup(round_))
             if real_ms < fair_ms:  # it may be the better way after all: look again soon
-                self._load(round_).period = _FIRST_PERIOD
+                self._load(round_).period = FIRST_PERIOD
             self._credit -= max(0.0, real_ms - fair_ms)
             self._sums["explored_ms"] += max(0.0, real_ms - fair_ms)
         # The first trees of a load meet cold caches and code that never ran: they say little of
         # those to come.
         is_warm = self.correction.count("tree", round_.load[1]) > TRIALS
-        if kind == "tree" and is_warm and round_.drafting.all() and not round_.prompt_rows:
+        if kind == "tree" and is_warm and round_.drafting.all():
             usual_ms = real_ms * (1 - round_.catch_up_ms / round_.predicted_ms)
             plain_table_ms = (
                 self._table.forward(round_.num_requests, round_.num_requests)
@@ -553,13 +423,13 @@ class Policy:
             self.speculation.num_verify_tokens,
         )
 
-    def _load(self, round_: Round) -> _Load:
-        return self._loads.setdefault(round_.load, _Load())
+    def _load(self, round_: RoundPlan) -> LoadState:
+        return self._loads.setdefault(round_.load, LoadState())
 
-    def _ratio(self, kind: str, round_: Round) -> float:
+    def _ratio(self, kind: str, round_: RoundPlan) -> float:
         return self.correction.ratio(kind, round_.load[1])
 
-    def _speedup(self, round_: Round) -> float:
+    def _speedup(self, round_: RoundPlan) -> float:
         """Of speculation over plain rounds, with what the entries of prompts cost for every token
         of an answer.
         """
@@ -570,14 +440,14 @@ class Policy:
         )
         return 1 / (1 / of_rounds + entries_ms / token_ms)
 
-    def _refresh(self, load: _Load, round_: Round) -> None:
+    def _refresh(self, load: LoadState, round_: RoundPlan) -> None:
         """Forecast this load from the trees seen last."""
         load.age = 0
         if not self._forecast.num_seen:
             return
         K, k, N = self._sizes
         S, B = len(round_.pending), round_.num_requests
-        ms_of_nodes = self._table.target.span(B, S * (N - 1) + 1) + self._table.prefixes(B)
+        ms_of_nodes = self._table.forwards(B, S * (N - 1))
         step_ms = self._table.step(S * k)
         ms_of_depth = self._table.extend(round(S * self._accept_length)) + step_ms * np.arange(K)
         tokens, ms = self._forecast.predict(S, B, ms_of_nodes, ms_of_depth)

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from eyas.engine.costs import CostIdentity, CostTable, Curve, kept_or_measured, measure
-from eyas.engine.draft import Growth
 from eyas.engine.rounds import Rounds, one_torch_thread
+from eyas.engine.tree import Speculation
 from eyas.model.rows import Roots, Rows, rows_of, slots_of
 
 POINTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
@@ -105,7 +105,7 @@ class _Works:
 
     def extend(self, M: int) -> None:
         h = self._draft.catch_up(self._entries(M), self._draft_cache, self._features)
-        self._draft.proposals(h[-1:], self._rounds.growth.tree_topk)[0].tolist()
+        self._draft.proposals(h[-1:], self._rounds.speculation.tree_topk)[0].tolist()
 
     def enter(self, M: int) -> None:
         """Of a prompt: consecutive columns of one request."""
@@ -122,12 +122,12 @@ class _Works:
 
     def steps(self, R: int) -> None:
         """NUM_LEVELS levels of trees: R rows each, k of them to a request."""
-        k = self._rounds.growth.tree_topk
+        k = self._rounds.speculation.tree_topk
         B = max(1, R // k)
         h, first, tables = self._roots(B, k)
         lens = [min(self._length, self._num_slots - NUM_LEVELS * k - 2)] * B
-        growth = Growth(num_draft_steps=1 + NUM_LEVELS, tree_topk=k)
-        self._draft.propose(lens, h, first, tables, self._draft_cache, growth, [0.0] * NUM_LEVELS)
+        tree = Speculation("fixed", 1 + NUM_LEVELS, k)
+        self._draft.propose(lens, h, first, tables, self._draft_cache, tree, [0.0] * NUM_LEVELS)
 
     @cache  # noqa: B019  (lives as long as the measurement)
     def _roots(

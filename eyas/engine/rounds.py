@@ -20,26 +20,19 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from eyas.engine.draft import Draft, Growth
+from eyas.engine.draft import Draft
 from eyas.engine.entries import Entries
 from eyas.engine.futures import to_device
-from eyas.engine.policy import Policy, Round, Speculation
+from eyas.engine.policy import Policy, RoundPlan
 from eyas.engine.request import DraftedTree
 from eyas.engine.running import Outcome, Running
 from eyas.engine.scheduler import Job
 from eyas.engine.trace import Trace
-from eyas.engine.tree import Tree, drafted_tree, tree_of
+from eyas.engine.tree import Speculation, Tree, drafted_tree, tree_of
 from eyas.engine.verify import accept
-from eyas.model.rows import (
-    Chosen,
-    FeatureCache,
-    Proposals,
-    Roots,
-    Rows,
-    prompt_rows,
-    rows_of,
-    slots_of,
-)
+from eyas.model.cache import FeatureCache
+from eyas.model.outputs import Chosen, Proposals
+from eyas.model.rows import Roots, Rows, prompt_rows, rows_of, slots_of
 from eyas.model.target import Target
 
 NOTHING = Proposals(
@@ -68,12 +61,12 @@ class Rounds:
     """Runs jobs on a target, with the draft's proposals where there is a draft."""
 
     def __init__(
-        self, target: Target, draft: Draft | None, growth: Growth, sizes: tuple[int, int]
+        self, target: Target, draft: Draft | None, speculation: Speculation, sizes: tuple[int, int]
     ) -> None:
         """sizes: (max_batch, num_pages). Drafts nothing until it is given another policy."""
         _, num_pages = sizes
         self.trace = Trace()
-        self.target, self.draft, self.growth = target, draft, growth
+        self.target, self.draft, self.speculation = target, draft, speculation
         self.policy = Policy(Speculation("off"))
         self._end_tokens = frozenset(target.config.eos_token_ids)
         self._device = target.device
@@ -187,12 +180,14 @@ class Rounds:
         able = [b for b in alive if job.runnings[b].request.speculation]
         return able, [job.runnings[b].num_missing for b in able]
 
-    def _propose(self, job: Job, drafting: list[int], plan: Round) -> tuple[Proposals, np.ndarray]:
+    def _propose(
+        self, job: Job, drafting: list[int], plan: RoundPlan
+    ) -> tuple[Proposals, np.ndarray]:
         """What the draft proposes to the samples that draft, and which of it is to be judged."""
         if not drafting:
             return NOTHING, np.empty((0, 0), dtype=bool)
         assert self.entries is not None
-        proposals = self.entries.grow(job, drafting, self.growth, plan.thresholds)
+        proposals = self.entries.grow(job, drafting, self.speculation, plan.thresholds)
         return proposals, self.policy.choose(
             plan, proposals, [job.runnings[b].acceptance for b in drafting]
         )

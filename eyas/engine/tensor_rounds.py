@@ -30,11 +30,11 @@ import numpy as np
 import torch
 
 from eyas.engine.cuda import DeviceTrace, Events, Graphs, HostCopies
-from eyas.engine.draft import Draft, Growth
+from eyas.engine.draft import Draft
 from eyas.engine.entries import Entries
 from eyas.engine.foresight import Foresight
 from eyas.engine.futures import FutureMap, to_device
-from eyas.engine.policy import Round
+from eyas.engine.policy import RoundPlan
 from eyas.engine.request import DraftedTree
 from eyas.engine.rounds import Rounds
 from eyas.engine.running import Outcome, Running
@@ -53,9 +53,9 @@ from eyas.engine.tensor_tree import (
     trees_of,
     walk,
 )
-from eyas.engine.tree import drafted_tree
+from eyas.engine.tree import Speculation, drafted_tree
 from eyas.engine.uniform import uniforms
-from eyas.model.rows import Proposals, TargetOutput
+from eyas.model.outputs import Proposals, TargetOutput
 from eyas.model.target import Target
 
 GREEDY, SAMPLED, CUT = range(3)
@@ -108,7 +108,7 @@ class Flight:
     job: Job
     alive: list[int]
     drafting: list[int]
-    plan: Round
+    plan: RoundPlan
     shape: Shape
     copies: HostCopies
     took: Events | float  # on a CPU ms, and over when the launch returns
@@ -123,18 +123,18 @@ class TensorRounds(Rounds):
     """
 
     def __init__(
-        self, target: Target, draft: Draft | None, growth: Growth, sizes: tuple[int, int]
+        self, target: Target, draft: Draft | None, speculation: Speculation, sizes: tuple[int, int]
     ) -> None:
         assert not target.is_native, "rounds in tensors take the models in PyTorch operators"
         max_batch, num_pages = sizes
-        super().__init__(target, draft, growth, (max_batch + 1, num_pages + 1))
+        super().__init__(target, draft, speculation, (max_batch + 1, num_pages + 1))
         self._void_slot, self._void_page = max_batch, num_pages
         width = draft.config.hidden_size if draft is not None else 0
         self.futures = FutureMap(max_batch + 1, width, target.dtype, target.device)
         # whose state a slot of the FutureMap holds
         self._owners: list[Running | None] = [None] * max_batch
         self.num_in_flight = 0
-        self._foresight = Foresight(growth.num_draft_steps)
+        self._foresight = Foresight(speculation.num_draft_steps)
         # Without the kernel attention plans on the host: it works, but neither as a graph nor
         # without waiting.
         self._graphs = Graphs(target.device.startswith("cuda") and find_spec("triton") is not None)
@@ -209,16 +209,16 @@ class TensorRounds(Rounds):
     def _num_due(self, running: Running, num_missing: int) -> int:
         """Entries to make for a sample in this round."""
         is_ours = self._owners[running.slot] is running
-        return self.growth.num_draft_steps + 1 if is_ours else num_missing
+        return self.speculation.num_draft_steps + 1 if is_ours else num_missing
 
-    def _shape(self, job: Job, alive: list[int], num_drafting: int, plan: Round) -> Shape:
+    def _shape(self, job: Job, alive: list[int], num_drafting: int, plan: RoundPlan) -> Shape:
         drawing = max(_drawing(job.runnings[b]) for b in alive)
         num_lines = _power_of_2(len(alive))
         num_pages = max(LEAST_PAGES, _power_of_2(job.page_table.shape[1]))
         if not num_drafting:
             return Shape(num_lines, num_pages, 0, 0, drawing)
         depth = self._foresight.depth(plan.thresholds, num_drafting)
-        most = min(num_candidates(depth, self.growth.tree_topk), self._max_nodes)
+        most = min(num_candidates(depth, self.speculation.tree_topk), self._max_nodes)
         wanted = min(self._foresight.num_nodes(num_drafting, self._max_nodes), num_drafting * most)
         quarters = -(-wanted * QUARTERS // (num_lines * most))
         return Shape(
@@ -322,7 +322,7 @@ class TensorRounds(Rounds):
         assert self.draft is not None
         assert self.entries is not None
         candidates = grow(
-            self.draft, self.entries.cache, lines, h_BH, (shape.depth, self.growth.tree_topk)
+            self.draft, self.entries.cache, lines, h_BH, (shape.depth, self.speculation.tree_topk)
         )
         chosen = choose(candidates.scores, drafts, self._max_nodes, shape.num_nodes)
         return trees_of(lines, candidates, chosen, shape.depth), candidates
@@ -411,7 +411,7 @@ class TensorRounds(Rounds):
         kept = np.zeros(scores.size + 1, dtype=bool)  # the last place is the void's
         kept[chosen_N] = True
         kept_BC = kept[:-1].reshape(scores.shape)
-        depths = _depths(flight.shape.depth, self.growth.tree_topk)
+        depths = _depths(flight.shape.depth, self.speculation.tree_topk)
         proposals = Proposals(tokens, scores, parents.astype(np.int32), depths)
         return {
             b: drafted_tree(proposals, line_of[b], kept_BC[line_of[b]], emitted[b]) for b in told
@@ -430,7 +430,7 @@ class TensorRounds(Rounds):
         plan, drafting = flight.plan, flight.drafting
         if drafting:
             lines = [flight.alive.index(b) for b in drafting]
-            depths = _depths(flight.shape.depth, self.growth.tree_topk)
+            depths = _depths(flight.shape.depth, self.speculation.tree_topk)
             tokens, scores, parents = (array[lines] for array in arrays[2:])
             proposals = Proposals(tokens, scores, parents.astype(np.int32), depths)
             self.policy.choose(
@@ -442,7 +442,7 @@ class TensorRounds(Rounds):
             plan, [emitted.get(b, []) for b in drafting], max(_ms(flight.took), 1e-6)
         )
 
-    def _charge(self, plan: Round, num_nodes: int) -> None:
+    def _charge(self, plan: RoundPlan, num_nodes: int) -> None:
         """The round had its own number of nodes, whatever the policy would have wanted."""
         if self.policy.costs is not None:
             target, rows = self.policy.costs.target, plan.num_requests

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 import torch
 
 from eyas.engine.draft import Draft
-from eyas.model.rows import PagedCache, Rows
+from eyas.model.cache import PagedCache
+from eyas.model.rows import Rows
 
 
 @dataclass(frozen=True, slots=True)

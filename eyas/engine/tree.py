@@ -1,20 +1,210 @@
-"""The trees that a round verifies: chosen candidates as nodes, requests beside each other. Pure
-functions; know no model.
+"""Trees of drafts: which candidates the target verifies, and the tree that they form.
 
-candidates, level by level        tree of N nodes, the root being the last emitted token
-(every child of every frontier)   node 0, then the kept candidates in their order: parents come first
+Pure functions; know no model.
+
+    candidates, level by level       tree of N nodes: node 0, the root, is the last emitted token;
+    (all children of all frontiers)  the kept candidates follow in their order, parents first
+
+A node's path probability is the chance that it is emitted because it is in the tree, and a sum of
+them is the expected number of extra tokens, whatever the tree. The best n nodes of all requests are
+therefore the n of highest path probability, and the only question is n: each more brings fewer
+tokens, and costs what the machine's curve says. So one sort gives one budget over all requests.
+
+Letters: B requests, C candidates a request, n nodes kept in all, N nodes of a tree.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 
+from eyas.engine.acceptance import pointers
 from eyas.engine.request import DraftedTree
-from eyas.model.rows import Proposals
+from eyas.errors import ConfigError
+from eyas.model.native import library
+from eyas.model.outputs import Proposals
+
+MAX_NODES = 63  # of a request, root excluded: the bits of a row's mask
+
+Mode = Literal["off", "fixed", "auto"]
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """Whether trees are drafted, and how large they may be: exactly so in fixed, at most in auto.
+
+    num_draft_steps: levels; tree_topk: branches of a node, 1 for a chain; num_verify_tokens: tokens
+    that the target judges, root included.
+    """
+
+    mode: Mode = "auto"
+    num_draft_steps: int = 6
+    tree_topk: int = 3
+    num_verify_tokens: int = 12
+
+    def __post_init__(self) -> None:
+        hint = (
+            "for example fixed(6,3,12): draft steps, branches a step, tokens that the target "
+            "judges, root included"
+        )
+        for name, least, most in (
+            ("num_draft_steps", 1, 16),
+            ("tree_topk", 1, 16),
+            ("num_verify_tokens", 2, MAX_NODES + 1),
+        ):
+            if not least <= getattr(self, name) <= most:
+                raise ConfigError(
+                    f"speculation: {name} is {getattr(self, name)}, not between {least} and {most}",
+                    hint,
+                )
+        if self.num_columns > MAX_NODES + 1:
+            raise ConfigError(
+                f"speculation: {self} drafts more than {MAX_NODES + 1} nodes",
+                "take fewer draft steps or branches",
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> Speculation:
+        """`off`, `auto`, `fixed`, or one of the last two with sizes: `fixed(6,3,12)`. Without sizes
+        they are the defaults. Raises ConfigError.
+        """
+        match = re.fullmatch(
+            r"\s*(off|fixed|auto)\s*(?:\(\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*\))?\s*", text
+        )
+        mode: Mode | None = next((one for one in get_args(Mode) if match and match[1] == one), None)
+        if match is None or mode is None or (mode == "off" and match[2]):
+            raise ConfigError(
+                f"speculation is {text!r}",
+                "write off, auto, fixed or fixed(6,3,12): draft steps, branches, tokens judged",
+            )
+        return cls(mode, int(match[2]), int(match[3]), int(match[4])) if match[2] else cls(mode)
+
+    @property
+    def num_columns(self) -> int:
+        """Columns behind the root that growing a tree writes to."""
+        return (self.num_draft_steps - 1) * self.tree_topk
+
+    def __str__(self) -> str:
+        sizes = f"({self.num_draft_steps},{self.tree_topk},{self.num_verify_tokens})"
+        return self.mode if self.mode == "off" else self.mode + sizes
+
+
+# Which candidates are verified
+
+
+@dataclass(frozen=True, slots=True)
+class NodeChoice:
+    """kept bool [B, C] is connected: a kept node's parent is kept. expected_tokens includes one
+    token a request in the forward.
+    """
+
+    kept: np.ndarray
+    num_nodes: int
+    expected_tokens: float
+    predicted_ms: float
+
+
+def choose(
+    path_probs: np.ndarray,
+    ms_of_nodes: np.ndarray,
+    num_tokens: int,
+    fixed_ms: float,
+    max_nodes: int,
+    rate: float,
+) -> NodeChoice:
+    """The prefix of the sorted candidates that is worth most: the highest tokens - rate * ms.
+
+    path_probs [B, C]: level by level, a child at most its parent's. ms_of_nodes[n]: cost of the
+    verifying forward with n nodes besides the roots; its length limits n. num_tokens: emitted
+    without any node, one a request in the forward. max_nodes: per request. rate: the long-run
+    tokens/ms. Rounds differ, and the tokens of all rounds over the time of all rounds are highest
+    when each round stops where a node earns less than the average round does.
+    """
+    B, C = path_probs.shape
+    width = min(C, max_nodes)
+    # Stable sorts: at equal scores the lower index goes first, and a parent's index is below its
+    # child's.
+    order = np.argsort(-path_probs, axis=1, kind="stable")[:, :width]
+    if B == 1:
+        best = path_probs[0, order[0]]
+        flat = order[0]
+    else:
+        ranked = np.take_along_axis(path_probs, order, 1).ravel()
+        pooled = np.argsort(-ranked, kind="stable")
+        best = ranked[pooled]
+        flat = (order + C * np.arange(B)[:, None]).ravel()[pooled]
+    limit = min(best.size, len(ms_of_nodes) - 1)
+    tokens = np.empty(limit + 1)
+    tokens[0] = num_tokens
+    tokens[1:] = best[:limit]
+    # one after the other, as the library adds them: a tie here is a tie there
+    np.cumsum(tokens, out=tokens)
+    ms = ms_of_nodes[: limit + 1] + fixed_ms
+    n = int((tokens - rate * ms).argmax())
+    kept = np.zeros(B * C, dtype=bool)
+    kept[flat[:n]] = True
+    return NodeChoice(kept.reshape(B, C), n, float(tokens[n]), float(ms[n]))
+
+
+def choose_natively(
+    path_probs: np.ndarray,
+    ms_of_nodes: np.ndarray,
+    num_tokens: int,
+    fixed_ms: float,
+    max_nodes: int,
+    rate: float,
+) -> NodeChoice:
+    """`choose` in the native library, for the few candidates of a round. path_probs contiguous."""
+    B, C = path_probs.shape
+    kept, expected = np.empty((B, C), dtype=bool), np.empty(2)
+    sizes = (ctypes.c_int64 * 5)(B, C, len(ms_of_nodes) - 1, max_nodes, num_tokens)
+    arrays = pointers(
+        path_probs, np.ascontiguousarray(ms_of_nodes), kept, expected[:1], expected[1:]
+    )
+    num_nodes: int = library().eyas_choose(sizes, fixed_ms, rate, arrays)
+    tokens, ms = expected.tolist()
+    return NodeChoice(kept, num_nodes, tokens, ms)
+
+
+def most_probable(scores: np.ndarray, num_nodes: int) -> np.ndarray:
+    """The tree of a fixed size, kept bool [B, C]: each request's `num_nodes` best (EAGLE-2, arXiv
+    2406.16858, section 4.2).
+
+    A child never scores above its parent and stands behind it, so at equal scores too the kept
+    nodes are connected.
+    """
+    kept = np.zeros(scores.shape, dtype=bool)
+    np.put_along_axis(kept, np.argsort(-scores, axis=1, kind="stable")[:, :num_nodes], True, axis=1)
+    return kept
+
+
+def values_by_depth(
+    path_probs: np.ndarray,
+    depths: np.ndarray,
+    ms_of_nodes: np.ndarray,
+    rate: float,
+    max_nodes: int,
+) -> np.ndarray:
+    """Worth in tokens, above verifying nothing, of the best tree of depth at most d: float64 [D +
+    1], d = 0 .. D.
+    """
+    deepest = int(depths[-1]) if len(depths) else 0
+    values = np.zeros(deepest + 1)
+    for depth in range(1, deepest + 1):
+        shallow = path_probs[:, : int(np.searchsorted(depths, depth, side="right"))]
+        choice = choose(shallow, ms_of_nodes, 0, 0.0, max_nodes, rate)
+        extra_ms = choice.predicted_ms - float(ms_of_nodes[0])
+        values[depth] = choice.expected_tokens - rate * extra_ms
+    return values
+
+
+# The tree that they form
 
 
 @dataclass(slots=True)
@@ -38,7 +228,7 @@ class Tree:
 
 
 def tree_of(root: int, proposals: Proposals, b: int, kept: Sequence[int]) -> Tree:
-    """The tree of request b's candidates `kept`, ascending indices that hang together."""
+    """The tree of request b's candidates `kept`, ascending indices that are connected."""
     tree = Tree.of_root(root)
     tokens, parents, depths = proposals.tokens[b], proposals.parents[b], proposals.depths
     node_of = {-1: 0}
@@ -55,9 +245,7 @@ def tree_of(root: int, proposals: Proposals, b: int, kept: Sequence[int]) -> Tre
 def drafted_tree(
     proposals: Proposals, b: int, kept_C: np.ndarray, emitted: Sequence[int]
 ) -> DraftedTree:
-    """Request b's candidates `kept`, bool [C], as they are told, and which of them became the
-    tokens that were emitted.
-    """
+    """The update's form of request b's candidates `kept_C`, bool [C]: which became tokens."""
     kept = kept_C.nonzero()[0].tolist()
     tree, scores = tree_of(-1, proposals, b, kept), [0.0, *proposals.scores[b, kept].tolist()]
     parents = tree.parents[1:]
@@ -75,14 +263,3 @@ def drafted_tree(
         math.exp(score - scores[parent]) for score, parent in zip(scores[1:], parents, strict=True)
     ]
     return DraftedTree(tree.tokens[1:], [parent - 1 for parent in parents], probabilities, accepted)
-
-
-def best_candidates(scores_C: np.ndarray, count: int) -> list[int]:
-    """The `count` candidates of the most probable paths, ascending: the rerank of EAGLE-2 (arXiv
-    2406.16858, section 4.2).
-
-    A child never scores above its parent and stands behind it, so at equal scores too the kept
-    nodes hang together.
-    """
-    kept: list[int] = np.sort(np.argsort(-scores_C, kind="stable")[:count]).tolist()
-    return kept

@@ -19,8 +19,9 @@ import numpy as np
 
 from eyas.engine.costs import CostTable
 from eyas.engine.engine import Engine
-from eyas.engine.policy import Policy, Round, Speculation
+from eyas.engine.policy import Policy, RoundPlan
 from eyas.engine.request import Request
+from eyas.engine.tree import Speculation
 from eyas.evaluate.decoding import Models
 
 NUM_PREFILLS, NUM_TURNS = 12, 5
@@ -58,7 +59,7 @@ class WatchedPolicy(Policy):
     def forget(self) -> None:
         self.last = None
 
-    def observe(self, round_: Round, emitted: Sequence[Sequence[int]], real_ms: float) -> None:
+    def observe(self, round_: RoundPlan, emitted: Sequence[Sequence[int]], real_ms: float) -> None:
         self.last = ("tree" if emitted else "plain", round_.num_requests, round_.predicted_ms)
         super().observe(round_, emitted, real_ms)
 

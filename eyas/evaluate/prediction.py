@@ -25,9 +25,9 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from eyas.engine.costs import CostTable
-from eyas.engine.policy import Speculation
 from eyas.engine.request import Request
 from eyas.engine.round_costs import device_name, round_costs
+from eyas.engine.tree import Speculation
 from eyas.errors import ConfigError, CorruptError, EyasError, MissingInputError
 from eyas.evaluate.decoding import Models
 from eyas.evaluate.overheads import Overheads, overheads

@@ -18,14 +18,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from eyas.engine.engine import Engine
-from eyas.engine.policy import Round
+from eyas.engine.policy import RoundPlan
 from eyas.engine.request import Request
 from eyas.engine.rounds import Rounds
 from eyas.engine.running import Outcome
 from eyas.engine.scheduler import Job
 from eyas.evaluate.decoding import Models
 from eyas.log import Track
-from eyas.model.rows import Proposals
+from eyas.model.outputs import Proposals
 from eyas.model.target import Target
 
 
@@ -70,10 +70,12 @@ class RecordingRounds(Rounds):
         self.candidates: dict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
         self.depths = np.empty(0, dtype=np.int32)
 
-    def _propose(self, job: Job, drafting: list[int], plan: Round) -> tuple[Proposals, np.ndarray]:
+    def _propose(
+        self, job: Job, drafting: list[int], plan: RoundPlan
+    ) -> tuple[Proposals, np.ndarray]:
         assert self.entries is not None
         assert drafting, "all requests draft in every round"
-        proposals = self.entries.grow(job, drafting, self.growth, plan.thresholds)
+        proposals = self.entries.grow(job, drafting, self.speculation, plan.thresholds)
         self.depths = proposals.depths
         for line, b in enumerate(drafting):
             row = (

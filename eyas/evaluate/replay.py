@@ -17,21 +17,22 @@ from typing import Any, cast
 import numpy as np
 
 from eyas.engine.costs import CostTable
-from eyas.engine.draft import Draft, Growth
+from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine
 from eyas.engine.entries import Entries
-from eyas.engine.policy import Policy, Round, Speculation
+from eyas.engine.policy import Policy, RoundPlan
 from eyas.engine.request import Request, SamplingParams
 from eyas.engine.rounds import Rounds
 from eyas.engine.running import Outcome, Running
 from eyas.engine.scheduler import Job
 from eyas.engine.trace import Trace
-from eyas.engine.tree import Tree, tree_of
+from eyas.engine.tree import Speculation, Tree, tree_of
 from eyas.engine.verify import accept
 from eyas.evaluate.decoding import Models
 from eyas.evaluate.overheads import Overheads
 from eyas.evaluate.recording import Recording
-from eyas.model.rows import Chosen, Proposals, Roots
+from eyas.model.outputs import Chosen, Proposals
+from eyas.model.rows import Roots
 from eyas.model.target import PAGE_SIZE, Target
 
 
@@ -79,7 +80,7 @@ class PlayedPolicy(Policy):
     # of rounds with trees: what they took, and plain ones of the same requests would have
     tree_ms = as_plain_ms = 0.0
 
-    def observe(self, round_: Round, emitted: Sequence[Sequence[int]], real_ms: float) -> None:
+    def observe(self, round_: RoundPlan, emitted: Sequence[Sequence[int]], real_ms: float) -> None:
         ms = plain_ms = self.pace.plain_ms(round_.num_requests)
         if emitted:
             ms = self.pace.tree_ms(round_.num_requests, round_.predicted_ms)
@@ -109,13 +110,13 @@ class PlayedDraft:
         roots: Roots,
         cache: object,
         features: object,
-        growth: Growth,
+        speculation: Speculation,
         thresholds: Sequence[float],
     ) -> Proposals:
         """As far as a draft would have gone: level l while the best paths sum up to thresholds[l]
         or more.
         """
-        whole = self.recording.proposals(self.roots, growth.num_draft_steps)
+        whole = self.recording.proposals(self.roots, speculation.num_draft_steps)
         return self.recording.proposals(self.roots, depth_reached(whole, thresholds))
 
 
@@ -139,11 +140,11 @@ class PlayedRounds(Rounds):
     pace: Pace
 
     def __init__(
-        self, target: Target, draft: Draft | None, growth: Growth, sizes: tuple[int, int]
+        self, target: Target, draft: Draft | None, speculation: Speculation, sizes: tuple[int, int]
     ) -> None:
         assert draft is not None
         self.trace = Trace()
-        self.target, self.draft, self.growth = target, draft, growth
+        self.target, self.draft, self.speculation = target, draft, speculation
         self.policy = Policy(Speculation("off"))
         self._end_tokens = frozenset(target.config.eos_token_ids)
         self._num_pages = sizes[1]
@@ -175,7 +176,7 @@ class PlayedRounds(Rounds):
             self._outcome(running, emitted.get(b, [])) for b, running in enumerate(job.runnings)
         ]
 
-    def _propose(self, job: Job, drafting: list[int], plan: Round) -> tuple[Proposals, Any]:
+    def _propose(self, job: Job, drafting: list[int], plan: RoundPlan) -> tuple[Proposals, Any]:
         self.player.roots = [
             (_name(job.runnings[b]), job.runnings[b].num_emitted - 1) for b in drafting
         ]

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from eyas.engine.policy import Speculation
+from eyas.engine.tree import Speculation
 from eyas.evaluate.coverage import ceilings, share
 from eyas.evaluate.decoding import Decoded, Models, decode, stretch
 from eyas.evaluate.questions import Asked
