@@ -36,16 +36,17 @@ from eyas.data.duplicates import (
     NONE,
     SHINGLE,
     exact,
-    fingerprint,
-    key,
+    jaccard,
     near,
-    said,
+    plain_words,
+    row_text,
+    shingles,
     signature,
+    text_hash,
+    text_key,
 )
-from eyas.data.language import spoken
-from eyas.data.quality import Quality, QualityConfig
-from eyas.data.rows import Drop, Row
-from eyas.data.shingles import jaccard, plain_words, shingles
+from eyas.data.filters import Quality, QualityConfig, row_language
+from eyas.data.ledger import Drop, SourceRow
 from eyas.data.sources import SourceConfig
 from eyas.language import language
 
@@ -59,11 +60,11 @@ PROMPT = 1000  # characters
 Edit = Callable[[str], str]
 
 
-def row(*turns: str) -> Row:
-    return Row("set", "MIT", "set.jsonl:1", None, turns)
+def row(*turns: str) -> SourceRow:
+    return SourceRow("set", "MIT", "set.jsonl:1", None, turns)
 
 
-def read(folder: Path, name: str, limit: int | None) -> list[Row]:
+def read(folder: Path, name: str, limit: int | None) -> list[SourceRow]:
     """The user's side of the first conversations of a set."""
     path = folder / (name if name.endswith(".jsonl") else f"{name}.jsonl.gz")
     if not path.exists():
@@ -125,12 +126,12 @@ def edits(rng: random.Random, vocabulary: Sequence[str]) -> dict[str, Edit]:
     }
 
 
-def likeness(rows: Sequence[Row]) -> np.ndarray:
+def likeness(rows: Sequence[SourceRow]) -> np.ndarray:
     bands = np.stack([signature(one) for one in rows])
-    return near(bands, lambda index: said(rows[index]), np.ones(len(rows), bool), THRESHOLD)
+    return near(bands, lambda index: row_text(rows[index]), np.ones(len(rows), bool), THRESHOLD)
 
 
-def planted_duplicates(rows: Sequence[Row], ways: dict[str, Edit]) -> dict[str, Any]:
+def planted_duplicates(rows: Sequence[SourceRow], ways: dict[str, Edit]) -> dict[str, Any]:
     """Per edit: the share of copies that are alike enough, the share found, and the recall of those
     alike enough.
     """
@@ -152,18 +153,18 @@ def planted_duplicates(rows: Sequence[Row], ways: dict[str, Edit]) -> dict[str, 
     return figures
 
 
-def similarity(one: Row, other: Row) -> float:
+def similarity(one: SourceRow, other: SourceRow) -> float:
     return jaccard(
         shingles("\n".join(one.turns), SHINGLE), shingles("\n".join(other.turns), SHINGLE)
     )
 
 
-def unplanted_duplicates(rows: Sequence[Row]) -> dict[str, int]:
+def unplanted_duplicates(rows: Sequence[SourceRow]) -> dict[str, int]:
     """How many rows of a set go as they are, by threshold."""
-    same = exact(np.stack([key(fingerprint(one)) for one in rows])) != NONE
+    same = exact(np.stack([text_key(text_hash(one)) for one in rows])) != NONE
     bands = np.stack([signature(one) for one in rows])
     found = {
-        one: near(bands, lambda index: said(rows[index]), ~same, one) != NONE
+        one: near(bands, lambda index: row_text(rows[index]), ~same, one) != NONE
         for one in (0.9, 0.85, 0.8, 0.7)
     }
     return {
@@ -173,10 +174,10 @@ def unplanted_duplicates(rows: Sequence[Row]) -> dict[str, int]:
     }
 
 
-def any_gram(items: Iterable[Row], size: int) -> Callable[[Row], bool]:
+def any_gram(items: Iterable[SourceRow], size: int) -> Callable[[SourceRow], bool]:
     """The rule of others: a row goes if it shares a run of so many words with an item."""
 
-    def grams(one: Row) -> set[tuple[str, ...]]:
+    def grams(one: SourceRow) -> set[tuple[str, ...]]:
         found = [plain_words(turn) for turn in one.turns]
         return {
             tuple(words[start : start + size])
@@ -188,7 +189,7 @@ def any_gram(items: Iterable[Row], size: int) -> Callable[[Row], bool]:
     return lambda one: not known.isdisjoint(grams(one))
 
 
-def rules(path: Path) -> dict[str, Callable[[Row], bool]]:
+def rules(path: Path) -> dict[str, Callable[[SourceRow], bool]]:
     """Ours and others' over an evaluation set."""
     ours = Contamination([SourceConfig(path=str(path), name="exam")])
     items = [row(*json.loads(line)["turns"]) for line in path.open(encoding="utf-8")]
@@ -200,7 +201,7 @@ def rules(path: Path) -> dict[str, Callable[[Row], bool]]:
 
 
 def contamination(
-    folder: Path, sets: dict[str, list[Row]], ways: dict[str, Edit]
+    folder: Path, sets: dict[str, list[SourceRow]], ways: dict[str, Edit]
 ) -> dict[str, Any]:
     """Planted turns that are found by each rule, and rows of ordinary sets that go."""
     bench = read(folder, SPEC_BENCH, None)
@@ -229,7 +230,7 @@ def contamination(
     return figures
 
 
-def families(rows: Sequence[Row], rng: random.Random, show: bool) -> dict[str, Any]:
+def families(rows: Sequence[SourceRow], rng: random.Random, show: bool) -> dict[str, Any]:
     """GSM8K's training half against 1,319 problems of itself."""
     shuffled = rng.sample(rows, len(rows))
     with tempfile.TemporaryDirectory() as folder:
@@ -248,7 +249,7 @@ def families(rows: Sequence[Row], rng: random.Random, show: bool) -> dict[str, A
         return {"rows": len(rest), **{rule: sum(map(test, rest)) for rule, test in tests.items()}}
 
 
-def speeds(rows: Sequence[Row], folder: Path) -> dict[str, int]:
+def speeds(rows: Sequence[SourceRow], folder: Path) -> dict[str, int]:
     """Microseconds of CPU time for a prompt of 1,000 characters, the best of three rounds."""
     text = " ".join(turn for one in rows for turn in one.turns)
     prompts = [
@@ -260,7 +261,7 @@ def speeds(rows: Sequence[Row], folder: Path) -> dict[str, int]:
         "quality": Quality(QualityConfig()),
         "language": lambda one: language.__wrapped__(one.turns[0]),
         "contamination": clean,
-        "fingerprint": fingerprint,
+        "text_hash": text_hash,
         "signature": signature,
     }
     best = dict.fromkeys(steps, float("inf"))
@@ -292,7 +293,7 @@ def crowd(count: int) -> dict[str, Any]:
         bands.flush()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         started = time.process_time()
-        found = near(bands, lambda index: said(row(texts[index])), np.ones(count, bool))
+        found = near(bands, lambda index: row_text(row(texts[index])), np.ones(count, bool))
         seconds = time.process_time() - started
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         biggest = int(np.unique(bands[:, 0], return_counts=True)[1].max())
@@ -335,7 +336,7 @@ def main() -> None:
         name: sum(isinstance(keep(one), Drop) for one in rows) for name, rows in sets.items()
     }
     figures["language"] = {
-        name: dict(Counter(map(spoken, rows)).most_common(4)) for name, rows in sets.items()
+        name: dict(Counter(map(row_language, rows)).most_common(4)) for name, rows in sets.items()
     }
     figures["crowd"] = crowd(5_000 if args.quick else 100_000)
     print(json.dumps(figures))

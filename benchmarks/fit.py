@@ -24,8 +24,8 @@ import numpy as np
 
 from eyas.bench.machine import machine
 from eyas.data import fit
-from eyas.data.fit import Block, Bools, Importance, Profile
-from eyas.data.rows import Row
+from eyas.data.fit import GramBlock, Importance, Profile, RowMask
+from eyas.data.ledger import SourceRow
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 SETS = ("sgd_train", "sgd_dev", "star", "self_dialogue", "gsm8k_train", "tldr", "taskmaster4")
@@ -33,7 +33,7 @@ TRAFFIC = {"sgd": {"sgd_dev": 1049}, "mixed": {"sgd_dev": 500, "tldr": 300, "gsm
 BLOCK = 1000  # rows
 
 
-def rows_of(name: str) -> Iterator[Row]:
+def rows_of(name: str) -> Iterator[SourceRow]:
     """The user's turns of a set."""
     path = SHARED / f"{name}.jsonl.gz"
     if not path.exists():
@@ -45,10 +45,12 @@ def rows_of(name: str) -> Iterator[Row]:
                 for message in json.loads(line)["messages"]
                 if message["role"] == "user"
             )
-            yield Row(source=name, licence="", where=f"{path.name}:{number}", id=None, turns=turns)
+            yield SourceRow(
+                source=name, licence="", where=f"{path.name}:{number}", id=None, turns=turns
+            )
 
 
-def split(rows: list[Row], parts: dict[str, int]) -> tuple[list[Row], list[Row]]:
+def split(rows: list[SourceRow], parts: dict[str, int]) -> tuple[list[SourceRow], list[SourceRow]]:
     """(traffic, pool): so many rows of each set for the traffic, all others for the pool."""
     rng = random.Random(0)
     places = {
@@ -60,21 +62,21 @@ def split(rows: list[Row], parts: dict[str, int]) -> tuple[list[Row], list[Row]]
     ]
 
 
-def measure(name: str, rows: list[Row], num: int, seed: int) -> dict[str, object]:
+def measure(name: str, rows: list[SourceRow], num: int, seed: int) -> dict[str, object]:
     """The report of one traffic, with the other ways to select beside it."""
     traffic, pool = split(rows, TRAFFIC[name])
     started = time.perf_counter()
-    blocks = [fit.digest(pool[start : start + BLOCK]) for start in range(0, len(pool), BLOCK)]
+    blocks = [fit.gram_digest(pool[start : start + BLOCK]) for start in range(0, len(pool), BLOCK)]
     digest_s = time.perf_counter() - started
     fitted, measured = fit.traffic_halves(traffic)
     keys = np.array([zlib.crc32(row.where.encode()) for row in pool], np.uint64)
     alive = np.ones(len(pool), np.bool_)
 
-    def pick(log_weights: np.ndarray) -> Bools:
+    def pick(log_weights: np.ndarray) -> RowMask:
         return fit.sample(log_weights, keys, num, seed)
 
     started = time.perf_counter()
-    chosen = fit.select(lambda: blocks, alive, fitted.grams, pick)
+    chosen = fit.select_like(lambda: blocks, alive, fitted.grams, pick)
     select_s = time.perf_counter() - started
     ways = {
         "random": pick(np.zeros(len(pool))),
@@ -83,7 +85,7 @@ def measure(name: str, rows: list[Row], num: int, seed: int) -> dict[str, object
     }
     before = described(blocks, pool, alive)
     reports = {
-        way: fit.report(before, described(blocks, pool, keep), fitted, measured)
+        way: fit.fit_report(before, described(blocks, pool, keep), fitted, measured)
         for way, keep in ways.items()
     }
     for way, one in reports.items():
@@ -100,7 +102,7 @@ def measure(name: str, rows: list[Row], num: int, seed: int) -> dict[str, object
     }
 
 
-def published(blocks: list[Block], fitted: Profile, alive: Bools) -> np.ndarray:
+def published(blocks: list[GramBlock], fitted: Profile, alive: RowMask) -> np.ndarray:
     """Log-weights by the paper: the sum of the log-ratios of a row's n-grams."""
     importance = Importance(fitted.grams, fit.gram_counts(lambda: blocks, alive))
     weights = [
@@ -114,7 +116,7 @@ def published(blocks: list[Block], fitted: Profile, alive: Bools) -> np.ndarray:
     return np.concatenate(weights)
 
 
-def described(blocks: list[Block], pool: list[Row], keep: Bools) -> Profile:
+def described(blocks: list[GramBlock], pool: list[SourceRow], keep: RowMask) -> Profile:
     """A profile with its sources."""
     made = fit.profile(lambda: blocks, keep)
     made.sources = Counter(pool[place].source for place in np.flatnonzero(keep))

@@ -30,8 +30,8 @@ import tldextract
 from presidio_analyzer import AnalyzerEngine, RecognizerRegistry
 from presidio_analyzer.nlp_engine import NoOpNlpEngine
 
-from eyas.data.personal import PersonalData
-from eyas.data.rows import Drop, Row
+from eyas.data.filters import PersonalData
+from eyas.data.ledger import Drop, SourceRow
 from eyas.privacy.detector import Detector
 from eyas.privacy.finding import Finding
 from eyas.privacy.policy import TYPES, PrivacyConfig
@@ -200,17 +200,17 @@ def column(one: dict[str, float]) -> str:
     return f"{one['share']:8.3f}{one['low']:10.3f}-{one['high']:.3f}{one['of']:7}"
 
 
-def rows_of(path: Path, limit: int | None) -> Iterator[Row]:
+def rows_of(path: Path, limit: int | None) -> Iterator[SourceRow]:
     """The user turns of a set."""
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         for number, line in enumerate(itertools.islice(lines, limit)):
             turns = tuple(
                 one["content"] for one in json.loads(line)["messages"] if one["role"] == "user"
             )
-            yield Row(path.name, "", f"{path.name}:{number}", None, turns)
+            yield SourceRow(path.name, "", f"{path.name}:{number}", None, turns)
 
 
-def ordinary(rows: list[Row]) -> dict[str, Any]:
+def ordinary(rows: list[SourceRow]) -> dict[str, Any]:
     """What each policy makes of rows, with the default action of each type; all look for the same
     types.
     """
@@ -232,13 +232,15 @@ def ordinary(rows: list[Row]) -> dict[str, Any]:
     return report
 
 
-def speed(rows: Iterable[Row]) -> dict[str, float]:
+def speed(rows: Iterable[SourceRow]) -> dict[str, float]:
     """The row filter on texts of SPEED_CHARACTERS characters, everything on."""
     text = " ".join(turn for row in rows for turn in row.turns)
     starts = range(
         0, min(len(text), SPEED_CHARACTERS * SPEED_TEXTS) - SPEED_CHARACTERS + 1, SPEED_CHARACTERS
     )
-    made = [Row("", "", "", None, (text[start : start + SPEED_CHARACTERS],)) for start in starts]
+    made = [
+        SourceRow("", "", "", None, (text[start : start + SPEED_CHARACTERS],)) for start in starts
+    ]
     keep = PersonalData(PrivacyConfig(actions=dict.fromkeys(TYPES, "mask")), KEY)
     for row in made[:10]:
         keep(row)

@@ -38,13 +38,19 @@ from packaged import user_turns
 
 from eyas.data import fit
 from eyas.data.contamination import Contamination
-from eyas.data.language import Language, LanguageConfig, spoken
-from eyas.data.personal import PersonalData
+from eyas.data.filters import (
+    Empty,
+    Language,
+    LanguageConfig,
+    PersonalData,
+    Quality,
+    QualityConfig,
+    TooLong,
+    row_language,
+)
+from eyas.data.ledger import SourceRow
 from eyas.data.prompts import SELECTION
-from eyas.data.quality import Quality, QualityConfig
-from eyas.data.rows import Row
 from eyas.data.selection import row_digests
-from eyas.data.sieve import Empty, TooLong
 from eyas.data.sources import SourceConfig, read_source
 from eyas.privacy.policy import PrivacyConfig
 
@@ -110,8 +116,8 @@ def timed_by_filter(section: dict[str, Any], count: int) -> dict[str, float]:
             read_source(SourceConfig(**section["sources"][0])), range(count), strict=False
         )
     ]
-    kept = [row for row in rows if isinstance(row, Row)]
-    filters: dict[str, Callable[[Row], Any]] = {
+    kept = [row for row in rows if isinstance(row, SourceRow)]
+    filters: dict[str, Callable[[SourceRow], Any]] = {
         "empty": Empty(),
         "too_long": TooLong(8000),
         "quality": Quality(QualityConfig()),
@@ -125,11 +131,11 @@ def timed_by_filter(section: dict[str, Any], count: int) -> dict[str, float]:
         started = time.process_time()
         results = [keep(row) for row in kept]
         spent[name] = (time.process_time() - started) / len(kept)
-        kept = [one for one in results if isinstance(one, Row)]
-    digests: dict[str, Callable[[Row], Any]] = {
-        "language of what is left": spoken,
+        kept = [one for one in results if isinstance(one, SourceRow)]
+    digests: dict[str, Callable[[SourceRow], Any]] = {
+        "language of what is left": row_language,
         "fingerprint and signature": lambda row: row_digests([row]),
-        "n-grams for the fit": lambda row: fit.digest([row]),
+        "n-grams for the fit": lambda row: fit.gram_digest([row]),
     }
     for name, digest in digests.items():
         started = time.process_time()

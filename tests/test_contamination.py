@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.data.contamination import MANY, Contamination
-from eyas.data.rows import Drop, Row
+from eyas.data.ledger import Drop, SourceRow
 from eyas.data.sources import SourceConfig
 from eyas.errors import CorruptError, MissingInputError
 
@@ -72,7 +72,7 @@ DISGUISES = {
 
 
 def row(*turns, system=None):
-    return Row(
+    return SourceRow(
         source="set", licence="MIT", where="set.jsonl:1", id=None, turns=turns, system=system
     )
 

@@ -26,10 +26,9 @@ from eyas.data.card import (
     reasons,
     write_card,
 )
-from eyas.data.fit import LENGTHS, Block, Profile
-from eyas.data.ledger import Ledger, entry
+from eyas.data.fit import GramBlock, Profile
+from eyas.data.ledger import LENGTHS, DamagedRow, Drop, Ledger, SourceRow, dropped_line
 from eyas.data.pictures import Part, Series
-from eyas.data.rows import Damaged, Drop, Row
 from eyas.privacy.finding import Finding
 from tests.browser import CHROMIUM, needs_chromium
 from tests.page_tags import Tags
@@ -78,7 +77,7 @@ VERDICTS = [
 
 
 def row(source="chat", characters=40, masked=(), id=None):
-    return Row(
+    return SourceRow(
         source=source,
         licence="MIT",
         where="set.jsonl:1",
@@ -105,11 +104,11 @@ def ledger(kept, dropped, sources=("chat", "code"), verdicts=VERDICTS):
         for _ in range(count):
             found = (Finding("PHONE_NUMBER", 0, 9, 0),) if reason.startswith("pii") else ()
             gone = (
-                Damaged(sources[0], "set.jsonl:2", Drop(reason))
+                DamagedRow(sources[0], "set.jsonl:2", Drop(reason))
                 if reason == "malformed"
                 else row(sources[0])
             )
-            made.dropped(entry(gone, Drop(reason, "", found), lambda text: []))
+            made.dropped(dropped_line(gone, Drop(reason, "", found), lambda text: []))
     return made.to_json()
 
 
@@ -132,7 +131,7 @@ def fit_report():
         made = Profile(sources=Counter(chat=rows, code=2 * rows), languages=Counter(en=rows))
         counts = rng.integers(1, 9, rows)
         made.add(
-            Block(
+            GramBlock(
                 rng.integers(0, 60, counts.sum()).astype(np.uint16),
                 counts,
                 rng.integers(0, 900, rows),
@@ -140,7 +139,7 @@ def fit_report():
         )
         return made
 
-    return fit.report(profile(400), profile(100), profile(60), profile(62))
+    return fit.fit_report(profile(400), profile(100), profile(60), profile(62))
 
 
 def full(**changes):
@@ -239,8 +238,10 @@ def test_no_found_value_can_reach_it():
     value = "+1 415 555 0134"
     made = Ledger()
     found = Finding("PHONE_NUMBER", 5, 5 + len(value), 0, "5f00")
-    one = Row(source="chat", licence="MIT", where="set.jsonl:1", id="a", turns=(f"call {value}",))
-    line = entry(one, Drop("pii.phone_number", "", (found,)), lambda text: [found])
+    one = SourceRow(
+        source="chat", licence="MIT", where="set.jsonl:1", id="a", turns=(f"call {value}",)
+    )
+    line = dropped_line(one, Drop("pii.phone_number", "", (found,)), lambda text: [found])
     made.came_in("chat")
     made.dropped(line)
     page = write_card(CardContents(made.to_json()))

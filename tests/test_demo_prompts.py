@@ -14,7 +14,7 @@ import yaml
 
 from eyas import builtin
 from eyas.artifact import Artifact
-from eyas.data.personal import find
+from eyas.data.filters import find_all_types
 from eyas.data.prompts import PromptsConfig, make_prompts
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "demo_prompts.py"
@@ -59,7 +59,7 @@ def test_cleaning_finds_what_was_put_in(cleaned, monkeypatch):
         def with_personal_data(self, turns, kind):
             changed = super().with_personal_data(turns, kind)
             planted["rows"] += 1
-            assert any(find(turn) for turn in changed), changed
+            assert any(find_all_types(turn) for turn in changed), changed
             return changed
 
     monkeypatch.setattr(recipe, "Author", Counting)

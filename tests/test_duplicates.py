@@ -20,14 +20,18 @@ from eyas.data.duplicates import (
     SHINGLE,
     DuplicatesConfig,
     exact,
-    fingerprint,
-    key,
+    jaccard,
+    mixed,
     near,
-    said,
+    normalised,
+    row_text,
+    runs,
+    shingles,
     signature,
+    text_hash,
+    text_key,
 )
-from eyas.data.rows import Row
-from eyas.data.shingles import jaccard, mixed, normalised, runs, shingles
+from eyas.data.ledger import SourceRow
 
 THRESHOLD = 0.85
 LONG = (
@@ -40,7 +44,7 @@ GOLDEN = (8134291289113321708, 17356417945627057592)  # first and last band of L
 
 
 def row(*turns, system=None, line=1):
-    return Row(
+    return SourceRow(
         source="set", licence="MIT", where=f"set.jsonl:{line}", id=None, turns=turns, system=system
     )
 
@@ -49,7 +53,7 @@ def likeness(rows, threshold=THRESHOLD, alive=None, bands=None):
     """`near` over rows that are all held in memory."""
     bands = np.stack([signature(one) for one in rows]) if bands is None else bands
     alive = np.ones(len(rows), bool) if alive is None else np.array(alive)
-    return near(bands, lambda index: said(rows[index]), alive, threshold)
+    return near(bands, lambda index: row_text(rows[index]), alive, threshold)
 
 
 def similarity(one, other):
@@ -82,7 +86,7 @@ def texts(rng, count, length=60):
     "again", ["WHERE is it?", "  Where\n\tis   it? ", "\uff37here is it?", "Where\u00a0is it?"]
 )
 def test_the_same_in_other_spelling(again):
-    assert fingerprint(row(again, line=2)) == fingerprint(row("Where is it?"))
+    assert text_hash(row(again, line=2)) == text_hash(row("Where is it?"))
 
 
 @pytest.mark.parametrize(
@@ -95,21 +99,19 @@ def test_the_same_in_other_spelling(again):
     ],
 )
 def test_not_the_same(other):
-    assert fingerprint(other) != fingerprint(row("Where is it?"))
+    assert text_hash(other) != text_hash(row("Where is it?"))
 
 
 @given(st.lists(st.text(), min_size=1, max_size=3))
 def test_normalising_is_done_once_and_for_all(turns):
     assert [normalised(normalised(turn)) for turn in turns] == [normalised(turn) for turn in turns]
-    assert fingerprint(row(*turns)) == fingerprint(
-        row(*(f" {normalised(turn)}\n" for turn in turns))
-    )
+    assert text_hash(row(*turns)) == text_hash(row(*(f" {normalised(turn)}\n" for turn in turns)))
 
 
 def test_a_key_is_the_beginning_of_its_fingerprint():
-    found = fingerprint(row("Where is it?"))
-    assert key(found).dtype == np.uint64
-    assert "".join(f"{part:016x}" for part in key(found).tolist()) == found[:32]
+    found = text_hash(row("Where is it?"))
+    assert text_key(found).dtype == np.uint64
+    assert "".join(f"{part:016x}" for part in text_key(found).tolist()) == found[:32]
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2))))
@@ -331,7 +333,12 @@ def test_work_grows_with_the_rows_however_many_share_a_bucket(count):
     bands = np.stack([signature(one) for one in rows])
     assert max(np.unique(column, return_counts=True)[1].max() for column in bands.T) > count // 10
     asked = []
-    near(bands, lambda index: asked.append(index) or said(rows[index]), np.ones(count, bool), 0.99)
+    near(
+        bands,
+        lambda index: asked.append(index) or row_text(rows[index]),
+        np.ones(count, bool),
+        0.99,
+    )
     assert len(asked) <= (CANDIDATES + 1) * count
 
 

@@ -15,9 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from eyas.data import ray_executor
-from eyas.data.executor import IN_FLIGHT, LocalExecutor
-from eyas.data.ray_executor import RayExecutor
+from eyas.data import executor as executors
+from eyas.data.executor import IN_FLIGHT, LocalExecutor, RayExecutor
 from eyas.errors import ConfigError, CorruptError, EyasError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -181,7 +180,7 @@ def runs(process: int) -> bool:
 
 
 def test_without_ray_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(ray_executor, "find_spec", lambda name: None)
+    monkeypatch.setattr(executors, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"eyas\[ray\]"):
         RayExecutor(Times(1), 2)
 

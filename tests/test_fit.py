@@ -20,8 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.data import fit
-from eyas.data.fit import LENGTHS, NUM_BUCKETS, STRENGTH, Block, Importance, Profile
-from eyas.data.rows import Row
+from eyas.data.duplicates import scrambled
+from eyas.data.fit import NUM_BUCKETS, STRENGTH, GramBlock, Importance, Profile
+from eyas.data.ledger import LENGTHS, SourceRow, length_class
 from eyas.errors import EmptyInputError
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -37,7 +38,7 @@ STOP = "the a to of and is in it i you"
 
 
 def row(*turns, source="set"):
-    return Row(source=source, licence="MIT", where="set.jsonl:1", id=None, turns=turns)
+    return SourceRow(source=source, licence="MIT", where="set.jsonl:1", id=None, turns=turns)
 
 
 def talk(topic, rng, num_words):
@@ -61,15 +62,15 @@ def rows(shares, num_words, seed):
 
 
 def keys(count):
-    return fit.scrambled(np.arange(1, count + 1, dtype=np.uint64))
+    return scrambled(np.arange(1, count + 1, dtype=np.uint64))
 
 
 def selected(pool, traffic, num, block=50, seed=SEED):
     """What `select` takes of the pool, the halves of the traffic, and the pool's blocks."""
-    blocks = [fit.digest(pool[start : start + block]) for start in range(0, len(pool), block)]
+    blocks = [fit.gram_digest(pool[start : start + block]) for start in range(0, len(pool), block)]
     halves = fit.traffic_halves(traffic)
     alive = np.ones(len(pool), bool)
-    chosen = fit.select(
+    chosen = fit.select_like(
         lambda: blocks,
         alive,
         halves[0].grams,
@@ -106,14 +107,14 @@ GOLDEN = [9470, 4652, 810, 3634, 5112, 1242, 511, 1752, 6499, 9626, 5494]
 
 @given(st.lists(st.text(max_size=60), max_size=5))
 def test_a_digest_holds_each_row_by_itself(texts):
-    block = fit.digest([row(text, "twice") for text in texts])
+    block = fit.gram_digest([row(text, "twice") for text in texts])
     assert block.counts.sum() == len(block.grams)
     assert block.characters.tolist() == [len(text) + 5 for text in texts]
     start = 0
     for text, count in zip(texts, block.counts, strict=True):
         alone = [*fit.buckets(text), *fit.buckets("twice")]
         assert block.grams[start : start + count].tolist() == alone
-        assert fit.digest([row(text, "twice")]).grams.tolist() == alone
+        assert fit.gram_digest([row(text, "twice")]).grams.tolist() == alone
         start += count
 
 
@@ -132,25 +133,27 @@ def test_log_weight_by_hand():
     importance = Importance(traffic, pool)
     more = math.log(10 / 10_009) - math.log(2 / 10_009)
     less = math.log(1 / 10_009) - math.log(9 / 10_009)
-    assert importance.log_weight(np.array([3])) == pytest.approx(STRENGTH * more)
-    assert importance.log_weight(np.array([3, 3, 4])) == pytest.approx(
-        STRENGTH * (2 * more + less) / 3
-    )
-    assert importance.log_weight(np.zeros(0, np.int64)) == 0
-    block = Block(
-        np.array([3, 4, 3, 3], np.uint16), np.array([2, 0, 2], np.int32), np.zeros(3, np.int32)
+    block = GramBlock(
+        np.array([3, 4, 3, 3, 3, 4], np.uint16),
+        np.array([2, 0, 1, 3], np.int32),
+        np.zeros(4, np.int32),
     )
     assert importance.log_weights(block).tolist() == pytest.approx(
-        [STRENGTH * (more + less) / 2, 0, STRENGTH * more]
+        [
+            STRENGTH * (more + less) / 2,
+            0,
+            STRENGTH * more,
+            STRENGTH * (2 * more + less) / 3,
+        ]
     )
 
 
 def test_a_rows_weight_depends_on_no_other_row():
     made = rows({"food": 20, "code": 20}, 12, seed=1)
-    together = fit.digest(made)
+    together = fit.gram_digest(made)
     rng = np.random.default_rng(0)
     importance = Importance(rng.integers(0, 99, NUM_BUCKETS), rng.integers(0, 99, NUM_BUCKETS))
-    alone = [float(importance.log_weights(fit.digest([one]))[0]) for one in made]
+    alone = [float(importance.log_weights(fit.gram_digest([one]))[0]) for one in made]
     assert importance.log_weights(together).tolist() == alone  # to the bit
 
 
@@ -209,7 +212,7 @@ def test_a_selection_comes_near_to_traffic_that_it_never_saw():
     chosen, (fitted, held_out), blocks = selected(pool, traffic, 200)
     before = fit.profile(lambda: blocks, np.ones(len(pool), bool))
     after = fit.profile(lambda: blocks, chosen)
-    found = fit.report(before, after, fitted, held_out)
+    found = fit.fit_report(before, after, fitted, held_out)
     assert after.num_rows == 200
     assert found["kl"]["after"] < found["kl"]["before"] / 4
     assert found["js"]["after"] < 2 * found["js"]["floor"]
@@ -249,14 +252,14 @@ def test_selection_is_the_same_for_any_blocks_and_another_for_another_seed():
 def test_the_round_that_came_nearest_counts():
     pool, traffic = (
         rows({"food": 40, "code": 40}, 12, seed=1),
-        fit.digest(rows({"food": 30}, 12, seed=2)),
+        fit.gram_digest(rows({"food": 30}, 12, seed=2)),
     )
     counts = np.bincount(traffic.grams, minlength=NUM_BUCKETS)
     food = np.array([one.source == "food" for one in pool])
     for good in range(fit.ROUNDS):
         answers = iter([food if number == good else ~food for number in range(fit.ROUNDS)])
-        chosen = fit.select(
-            lambda: [fit.digest(pool)],
+        chosen = fit.select_like(
+            lambda: [fit.gram_digest(pool)],
             np.ones(80, bool),
             counts,
             lambda weights: next(answers),  # noqa: B023
@@ -268,7 +271,7 @@ def test_each_round_corrects_the_one_before():
     """What was picked too much of loses weight, by as much as its n-grams are too many."""
     pool, traffic = (
         rows({"food": 40, "code": 40}, 12, seed=1),
-        fit.digest(rows({"food": 30, "code": 30}, 12, seed=2)),
+        fit.gram_digest(rows({"food": 30, "code": 30}, 12, seed=2)),
     )
     food = np.array([one.source == "food" for one in pool])
     seen = []
@@ -277,8 +280,8 @@ def test_each_round_corrects_the_one_before():
         seen.append(weights.copy())
         return food
 
-    fit.select(
-        lambda: [fit.digest(pool)],
+    fit.select_like(
+        lambda: [fit.gram_digest(pool)],
         np.ones(80, bool),
         np.bincount(traffic.grams, minlength=NUM_BUCKETS),
         only_food,
@@ -293,7 +296,7 @@ def test_a_pool_ten_times_as_large_weighs_the_same():
     """What is smoothed away must not depend on how much there is to choose from."""
     pool, traffic = (
         rows({"food": 40, "code": 40}, 12, seed=1),
-        fit.digest(rows({"food": 9}, 12, seed=2)),
+        fit.gram_digest(rows({"food": 9}, 12, seed=2)),
     )
     counts, seen = np.bincount(traffic.grams, minlength=NUM_BUCKETS), []
 
@@ -302,8 +305,8 @@ def test_a_pool_ten_times_as_large_weighs_the_same():
         return np.ones(len(weights), bool)
 
     for times in (1, 10):
-        block = fit.digest(pool * times)
-        fit.select(lambda: [block], np.ones(80 * times, bool), counts, pick)  # noqa: B023
+        block = fit.gram_digest(pool * times)
+        fit.select_like(lambda: [block], np.ones(80 * times, bool), counts, pick)  # noqa: B023
     assert seen[fit.ROUNDS][:80] == pytest.approx(seen[0])
 
 
@@ -312,12 +315,12 @@ def test_dead_rows_are_not_selected_and_do_not_count():
     alive = np.arange(300) % 3 != 0
     alone = [one for one, lives in zip(pool, alive, strict=True) if lives]
     fitted, _ = fit.traffic_halves(traffic)
-    whole, few = [fit.digest(pool)], [fit.digest(alone)]
+    whole, few = [fit.gram_digest(pool)], [fit.gram_digest(alone)]
     names = keys(300)
-    chosen = fit.select(
+    chosen = fit.select_like(
         lambda: whole, alive, fitted.grams, lambda weights: fit.sample(weights, names, 50, SEED)
     )
-    expected = fit.select(
+    expected = fit.select_like(
         lambda: few,
         np.ones(200, bool),
         fitted.grams,
@@ -359,7 +362,7 @@ def test_report_holds_counts_and_no_words():
     )
     before.sources, after.sources = Counter(food=150, code=150), Counter(food=60)
     held_out.languages, before.languages = Counter(en=3), Counter(de=2)
-    found = fit.report(before, after, fitted, held_out)
+    found = fit.fit_report(before, after, fitted, held_out)
     assert found["num_prompts"] == {
         "traffic_fitted": fitted.num_rows,
         "traffic": held_out.num_rows,
@@ -394,7 +397,7 @@ def test_real_traffic():
         fit.profile(lambda: blocks, np.ones(len(pool), bool)),
         fit.profile(lambda: blocks, chosen),
     )
-    found = fit.report(before, after, fitted, held_out)
+    found = fit.fit_report(before, after, fitted, held_out)
     assert found["kl"]["after"] < found["kl"]["before"] / 3
     assert found["js"]["after"] < 1.1 * found["js"]["floor"]
     assert found["length_js"]["after"] < found["length_js"]["before"] / 5
@@ -414,19 +417,14 @@ def real_rows(name):
 
 def test_length_classes_are_half_open():
     assert LENGTHS[0] == 0
-    assert fit.length_classes([0, 24, 25, 49, 50, 6399, 6400, 10**6]).tolist() == [
-        0,
-        0,
-        1,
-        1,
-        2,
-        8,
-        9,
-        9,
-    ]
+    ends = [0, 24, 25, 49, 50, 6399, 6400, 10**6]
+    assert list(map(length_class, ends)) == [0, 0, 1, 1, 2, 8, 9, 9]
+    made = Profile()
+    made.add(GramBlock(np.zeros(0, np.uint16), np.zeros(8, np.int32), np.array(ends)))
+    assert made.lengths.tolist() == [2, 2, 1, 0, 0, 0, 0, 0, 1, 2]
     made = Profile()
     made.add(
-        Block(np.zeros(3, np.uint16), np.array([1, 2, 0]), np.array([3, 30, 7000])),
+        GramBlock(np.zeros(3, np.uint16), np.array([1, 2, 0]), np.array([3, 30, 7000])),
         np.array([True, False, True]),
     )
     assert (made.num_rows, made.lengths.tolist()) == (2, [1, 0, 0, 0, 0, 0, 0, 0, 0, 1])

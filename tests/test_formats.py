@@ -16,9 +16,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from eyas.data import formats, streams, tables
+from eyas.data import formats, streams
 from eyas.data.formats import values
-from eyas.data.streams import TOO_LONG, Stored, Unreadable
+from eyas.data.streams import TOO_LONG, StoreFile, Unreadable
 from eyas.errors import InputError
 
 pyarrow = pytest.importorskip("pyarrow", reason="the extra `parquet` is not installed")
@@ -31,7 +31,7 @@ LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in THREE)
 
 def read(data, name="set", texts=None):
     """(line, value) of each row, what is wrong with a row as a text beginning with "!"."""
-    stored = Stored(io.BytesIO(data if isinstance(data, bytes) else data.encode()), name)
+    stored = StoreFile(io.BytesIO(data if isinstance(data, bytes) else data.encode()), name)
     return [
         (line, f"!{value}" if isinstance(value, Unreadable) else value)
         for line, value in values(stored, name, KEYS, texts)
@@ -157,7 +157,7 @@ def test_endings(name, kind):
     ],
 )
 def test_what_a_file_is(text, name, kind):
-    assert formats.looked(text.encode(), name, KEYS) == kind
+    assert formats.text_format(text.encode(), name, KEYS) == kind
 
 
 JSON = st.recursive(
@@ -171,7 +171,7 @@ JSON = st.recursive(
 
 def half(value):
     """Whether a JSON text has half a character in it that no escape hides."""
-    return not formats.is_whole(json.dumps(value, ensure_ascii=False))
+    return not formats.is_encodable(json.dumps(value, ensure_ascii=False))
 
 
 @given(st.lists(JSON, max_size=5), st.integers(1, 9), st.sampled_from([None, 1]), st.booleans())
@@ -202,10 +202,12 @@ def test_csv_comes_back_as_it_was_written(cells, delimiter, quoting, doubled):
     rows = [dict(zip(("prompt", "text", "other"), row, strict=True)) for row in cells]
     escape = {} if doubled else {"doublequote": False, "escapechar": "\\"}
     data = as_csv(rows, delimiter=delimiter, quoting=quoting, **escape)
-    plain = tables.Dialect(delimiter, escape=not doubled)
-    found = tables.csv_rows(streams.Lines(io.BufferedReader(io.BytesIO(data.encode()))), plain)
+    plain = formats.CsvDialect(delimiter, escape=not doubled)
+    found = formats.csv_rows(
+        streams.LineReader(io.BufferedReader(io.BytesIO(data.encode()))), plain
+    )
     assert [row for _, row in found] == rows
-    assert tables.dialect_of(data.encode(), KEYS).delimiter == delimiter
+    assert formats.dialect_of(data.encode(), KEYS).delimiter == delimiter
 
 
 # What is damaged.
@@ -391,7 +393,7 @@ LONG = "x" * 5000
 
 @pytest.fixture
 def _small_limit(monkeypatch):
-    for module in (formats, streams, tables):
+    for module in (formats, streams):
         monkeypatch.setattr(module, "LIMIT", 1000)
 
 
@@ -470,9 +472,9 @@ class Endless(io.RawIOBase):
     ],
 )
 def test_memory_stays_within_a_few_limits(monkeypatch, head, tail, name):
-    for module in (formats, streams, tables):
+    for module in (formats, streams):
         monkeypatch.setattr(module, "LIMIT", 1 << 20)
-    stored = Stored(Endless(head, b"x" * 65536, tail, 1000), name)
+    stored = StoreFile(Endless(head, b"x" * 65536, tail, 1000), name)
     tracemalloc.start()
     try:
         (_, first), (_, second) = values(stored, name, KEYS)
@@ -498,7 +500,7 @@ def test_parquet_gives_the_columns_that_matter():
 
 
 def test_parquet_is_read_in_batches(monkeypatch):
-    monkeypatch.setattr(tables, "BATCH_BYTES", 1000)
+    monkeypatch.setattr(formats, "BATCH_BYTES", 1000)
     assert only_values(as_parquet(MANY, row_group_size=700)) == MANY
 
 
@@ -567,7 +569,7 @@ def test_a_store_that_fails_is_no_damage(form):
         "parquet": as_parquet(MANY, compression="none", use_dictionary=False),
     }[form]
     with pytest.raises(InputError, match="connection reset"):
-        list(values(Stored(Failing(data), "set"), "set", KEYS))
+        list(values(StoreFile(Failing(data), "set"), "set", KEYS))
 
 
 WHOLE = {
@@ -615,7 +617,7 @@ def test_no_damage_is_a_crash(name, damages, small):
         place %= len(data) + 1
         data = data[:place] + junk + data[place + count :]
     with pytest.MonkeyPatch.context() as patch:
-        for module in (formats, streams, tables) if small else ():
+        for module in (formats, streams) if small else ():
             patch.setattr(module, "LIMIT", 60)
         found = read(data, {"csv": "set.csv", "text": "set.txt"}.get(name, "set"))
     assert all(line >= 1 and value != "" for line, value in found)

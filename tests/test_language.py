@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.data.language import Language, LanguageConfig, spoken
-from eyas.data.rows import Drop, Row
+from eyas.data.filters import Language, LanguageConfig, row_language
+from eyas.data.ledger import Drop, SourceRow
 from eyas.errors import ConfigError
 from eyas.language import UNKNOWN, language
 
@@ -47,13 +47,13 @@ NOTHING = [
 
 
 def row(*turns):
-    return Row(source="set", licence="MIT", where="set.jsonl:1", id=None, turns=turns)
+    return SourceRow(source="set", licence="MIT", where="set.jsonl:1", id=None, turns=turns)
 
 
 @pytest.mark.parametrize("code", PROMPTS)
 def test_the_language_is_told(code):
     assert language(PROMPTS[code]) == code
-    assert spoken(row(PROMPTS[code], "OK")) == code
+    assert row_language(row(PROMPTS[code], "OK")) == code
 
 
 @pytest.mark.parametrize("code", ["en", "de", "fr", "ru", "zh"])
@@ -81,7 +81,7 @@ def test_where_nothing_is_said_it_is_left_open(text):
 def test_only_what_is_asked_for_is_kept():
     keep = Language(LanguageConfig(keep=["en", "de"]))
     found = {code: keep(row(text)) for code, text in PROMPTS.items()}
-    assert {code for code, result in found.items() if isinstance(result, Row)} == {"en", "de"}
+    assert {code for code, result in found.items() if isinstance(result, SourceRow)} == {"en", "de"}
     assert found["fr"] == Drop("language", "it is in 'fr'")
 
 

@@ -11,9 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.data.fit import LENGTHS
-from eyas.data.ledger import EXCERPT, LOOK, Ledger, entry, excerpt, show_dropped
-from eyas.data.rows import Damaged, Drop, Row
+from eyas.data.ledger import (
+    EXCERPT,
+    LENGTHS,
+    LOOK,
+    DamagedRow,
+    Drop,
+    Ledger,
+    SourceRow,
+    dropped_line,
+    excerpt,
+    show_dropped,
+)
 from eyas.privacy.finding import Finding
 
 SECRET = re.compile(r"SECRET-\d+")
@@ -33,7 +42,7 @@ def find(text):
 
 
 def row(*turns, source="set", where="set.jsonl:1", id=None, masked=()):
-    return Row(source=source, licence="MIT", where=where, id=id, turns=turns, masked=masked)
+    return SourceRow(source=source, licence="MIT", where=where, id=id, turns=turns, masked=masked)
 
 
 def drop(reason="pii.phone_number", *found):
@@ -52,9 +61,9 @@ def test_counts_by_hand():
     made.went_out(row("abc", "defg", masked=masked), language="en")
     made.went_out(row("x" * 60, source="other"))
     found = (Finding("PHONE_NUMBER", 0, 8, 0, "5f"), Finding("IBAN_CODE", 9, 12, None))
-    gone = entry(row("SECRET-1 x", id="a"), drop("pii.iban_code", *found), find)
-    broken = entry(
-        Damaged("set", "set.jsonl:2", Drop("malformed", "not JSON")),
+    gone = dropped_line(row("SECRET-1 x", id="a"), drop("pii.iban_code", *found), find)
+    broken = dropped_line(
+        DamagedRow("set", "set.jsonl:2", Drop("malformed", "not JSON")),
         Drop("malformed", "not JSON"),
         find,
     )
@@ -131,7 +140,7 @@ def test_a_row_lost_or_made_up_is_noticed(came_in, message):
     made = Ledger()
     made.came_in("set", came_in)
     made.went_out(row("a"))
-    made.dropped(entry(row("b"), drop(), find))
+    made.dropped(dropped_line(row("b"), drop(), find))
     for written in (made.check, made.to_json, made.facts):
         with pytest.raises(AssertionError, match=f"set is out of balance: {message}"):
             written()
@@ -155,8 +164,8 @@ def test_it_balances_to_the_row_and_source_whatever_comes(rows):
         made.came_in(source)
         one = row(*turns, source=source, where=f"{source}.jsonl:{number}")
         if reason:
-            gone = Damaged(source, one.where, Drop(reason)) if reason == "malformed" else one
-            lines.append(entry(gone, drop(reason), find))
+            gone = DamagedRow(source, one.where, Drop(reason)) if reason == "malformed" else one
+            lines.append(dropped_line(gone, drop(reason), find))
             made.dropped(lines[-1])
         else:
             made.went_out(one)
@@ -177,7 +186,7 @@ def test_it_balances_to_the_row_and_source_whatever_comes(rows):
 
 def test_memory_does_not_grow_with_the_rows():
     made = Ledger()
-    gone, kept = entry(row("SECRET-1"), drop(), find), row("abc")
+    gone, kept = dropped_line(row("SECRET-1"), drop(), find), row("abc")
 
     def count(number):
         made.came_in("set", 2 * number)
@@ -237,14 +246,16 @@ def test_short_texts_are_shown_whole_and_long_ones_searched_in_part():
 
 def dropped_lines():
     return [
-        entry(
+        dropped_line(
             row("SECRET-1", id="a"),
             drop("pii.phone_number", Finding("PHONE_NUMBER", 0, 8, 0, "5f00")),
             find,
         ),
-        entry(row("SECRET-2 and\nmore", "b"), drop("pii.person", Finding("PERSON", 0, 8)), find),
-        entry(row("c"), Drop("duplicate.near", "like set.jsonl:9 of set"), find),
-        entry(Damaged("set", "set.jsonl:4", Drop("malformed")), Drop("malformed"), find),
+        dropped_line(
+            row("SECRET-2 and\nmore", "b"), drop("pii.person", Finding("PERSON", 0, 8)), find
+        ),
+        dropped_line(row("c"), Drop("duplicate.near", "like set.jsonl:9 of set"), find),
+        dropped_line(DamagedRow("set", "set.jsonl:4", Drop("malformed")), Drop("malformed"), find),
     ]
 
 
@@ -286,7 +297,9 @@ def test_nothing_dropped_is_said():
 
 
 def test_a_terminal_is_not_steered():
-    line = entry(row("a\x1b[2Jb\x9b31mc\u202ed\re", source="s\x1bet"), Drop("empty", "n\x07"), find)
+    line = dropped_line(
+        row("a\x1b[2Jb\x9b31mc\u202ed\re", source="s\x1bet"), Drop("empty", "n\x07"), find
+    )
     for text in show_dropped([line], "empty"):
         assert text.isprintable()
 
@@ -297,7 +310,7 @@ def test_rows_are_shown_one_at_a_time():
     def endless():
         for number in range(3):
             asked.append(number)
-            yield entry(row("c"), Drop("empty"), find)
+            yield dropped_line(row("c"), Drop("empty"), find)
 
     shown = show_dropped(endless(), "empty")
     next(shown)

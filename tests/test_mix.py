@@ -10,7 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from eyas.data import fit
-from eyas.data.mix import Draw, counts_for
+from eyas.data.duplicates import scrambled
+from eyas.data.fit import MixDraw, mix_counts
 from eyas.errors import ConfigError, EmptyInputError
 
 NAMES = ["chat", "code", "sums"]
@@ -31,7 +32,7 @@ NAMES = ["chat", "code", "sums"]
     ],
 )
 def test_counts_by_hand(mix, available, limit, expected):
-    assert counts_for(mix, available, limit) == expected
+    assert mix_counts(mix, available, limit) == expected
 
 
 @settings(deadline=None, max_examples=300)
@@ -45,7 +46,7 @@ def test_counts_by_hand(mix, available, limit, expected):
 @example({"a": 1.4, "b": 2.3, "c": 0.4}, [9, 14, 2, 1, 1], None)
 def test_counts_are_shares_to_the_row_and_no_larger_total_is(mix, numbers, limit):
     available = dict(zip("abcde", numbers, strict=True))
-    counts = counts_for(mix, available, limit)
+    counts = mix_counts(mix, available, limit)
     total = sum(counts.values())
     exact = {name: Fraction(str(share)) for name, share in mix.items()}
     share = {name: one / sum(exact.values()) for name, one in exact.items()}
@@ -59,31 +60,31 @@ def test_counts_are_shares_to_the_row_and_no_larger_total_is(mix, numbers, limit
         total + 1, min(sum(numbers), limit if limit is not None else sum(numbers)) + 1
     ):
         assert any(larger * share[name] > available[name] - 1 for name in mix)
-        capped = counts_for(mix, dict.fromkeys(available, 10**6), larger)
+        capped = mix_counts(mix, dict.fromkeys(available, 10**6), larger)
         assert any(capped[name] > available[name] for name in mix)
 
 
 @pytest.mark.parametrize("share", [0, -1, float("nan"), float("inf")])
 def test_a_share_is_above_zero(share):
     with pytest.raises(ConfigError, match="the mix gives 'b' a share of"):
-        counts_for({"a": 1, "b": share}, {"a": 5, "b": 5})
+        mix_counts({"a": 1, "b": share}, {"a": 5, "b": 5})
 
 
 def test_a_share_of_what_is_not_there_is_an_error_that_names_it():
     with pytest.raises(ConfigError, match="to 'web', which is no source") as raised:
-        counts_for({"a": 1, "web": 1}, {"a": 5, "b": 5})
+        mix_counts({"a": 1, "web": 1}, {"a": 5, "b": 5})
     assert raised.value.hint == "the sources are a, b"
     with pytest.raises(EmptyInputError, match="a share to 'b', 'c', of which no row is left"):
-        counts_for({"a": 1, "c": 1, "b": 1}, {"a": 5, "b": 0, "c": 0})
+        mix_counts({"a": 1, "c": 1, "b": 1}, {"a": 5, "b": 0, "c": 0})
     with pytest.raises(ConfigError, match="names no source"):
-        counts_for({}, {"a": 5})
+        mix_counts({}, {"a": 5})
 
 
 def draw(count, counts, seed=3):
     rng = np.random.default_rng(0)
     sources = rng.integers(0, 3, count)
-    return Draw(
-        NAMES, sources, fit.scrambled(np.arange(1, count + 1, dtype=np.uint64)), counts, seed
+    return MixDraw(
+        NAMES, sources, scrambled(np.arange(1, count + 1, dtype=np.uint64)), counts, seed
     )
 
 
@@ -110,11 +111,11 @@ def test_a_draw_follows_the_weights_within_a_source():
 def test_a_mix_and_a_match_together_keep_the_shares():
     rng = np.random.default_rng(1)
     grams = rng.integers(0, 50, (300, 4)).astype(np.uint16)
-    block = fit.Block(grams.reshape(-1), np.full(300, 4, np.int32), np.full(300, 20, np.int32))
+    block = fit.GramBlock(grams.reshape(-1), np.full(300, 4, np.int32), np.full(300, 20, np.int32))
     traffic = np.zeros(fit.NUM_BUCKETS, np.int64)
     traffic[:10] = 40
     made = draw(300, {"chat": 20, "code": 10})
-    chosen = fit.select(lambda: [block], np.ones(300, bool), traffic, made)
+    chosen = fit.select_like(lambda: [block], np.ones(300, bool), traffic, made)
     assert [int((chosen & (made.sources == place)).sum()) for place in range(3)] == [20, 10, 0]
     wanted = (grams < 10).mean(axis=1)
     assert wanted[chosen].mean() > 2 * wanted.mean()

@@ -5,8 +5,8 @@ every turn.
 import dataclasses
 import pickle
 
-from eyas.data.personal import PersonalData, find
-from eyas.data.rows import Drop, Row
+from eyas.data.filters import PersonalData, find_all_types
+from eyas.data.ledger import Drop, SourceRow
 from eyas.privacy.finding import Finding
 from eyas.privacy.key import value_hash
 from eyas.privacy.policy import TYPES, PrivacyConfig
@@ -16,7 +16,7 @@ NO_NAMES = {"person": "keep", "street_address": "keep", "location": "keep"}
 
 
 def row(*turns, system=None):
-    return Row(
+    return SourceRow(
         source="set", licence="MIT", where="set.jsonl:1", id=None, turns=turns, system=system
     )
 
@@ -136,8 +136,8 @@ def test_configs_travel_between_processes():
 
 
 def test_people_are_shown_no_type_at_all():
-    assert {one.type for one in find("see https://www.python.org, ana@python.org")} == {
+    assert {one.type for one in find_all_types("see https://www.python.org, ana@python.org")} == {
         "URL",
         "EMAIL_ADDRESS",
     }
-    assert {one.type for one in find("I live in Paris")} <= set(TYPES)
+    assert {one.type for one in find_all_types("I live in Paris")} <= set(TYPES)

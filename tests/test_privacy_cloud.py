@@ -12,8 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from eyas.data.personal import PersonalData
-from eyas.data.rows import Drop, Row
+from eyas.data.filters import PersonalData
+from eyas.data.ledger import Drop, SourceRow
 from eyas.errors import ConfigError, EyasError
 from eyas.privacy import cloud
 from eyas.privacy.cloud import INFO_TYPES, MOST_BYTES, OVERLAP, CloudDlp, batches, cut
@@ -272,7 +272,7 @@ def test_default_credentials_are_renewed(monkeypatch, service):
 
 def test_rows_are_asked_about_together(service):
     rows = [
-        Row("set", "MIT", f"set.jsonl:{number}", None, (f"I am u{number}@python.org", "Hi"))
+        SourceRow("set", "MIT", f"set.jsonl:{number}", None, (f"I am u{number}@python.org", "Hi"))
         for number in range(50)
     ]
     results = PersonalData(config_of(service), b"key").many(rows)

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.artifact import Artifact
-from eyas.data import blocks
+from eyas.data import selection
+from eyas.data.filters import TooLong
+from eyas.data.ledger import Drop, SourceRow
 from eyas.data.prompts import PromptsConfig, make_prompts
-from eyas.data.rows import Drop, Row
-from eyas.data.sieve import TooLong
 from eyas.errors import ConfigError, CorruptError, EmptyInputError, InputError
 from eyas.records import Prompt
 
@@ -194,7 +194,7 @@ def test_interrupted_work_is_done_from_the_start(tmp_path, monkeypatch):
 
 
 def test_max_prompts_ends_the_reading(tmp_path, monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_ROWS", 2)
+    monkeypatch.setattr(selection, "BLOCK_ROWS", 2)
     rows = [openai(f"Question {number}") for number in range(10)]
     output = run(tmp_path, [rows[0], *rows], max_prompts=3)
     assert [one.turns[0] for one in prompts(output)] == ["Question 0", "Question 1", "Question 2"]
@@ -207,7 +207,7 @@ def test_max_prompts_ends_the_reading(tmp_path, monkeypatch):
 
 
 def test_reading_goes_on_for_near_duplicates(tmp_path, monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_ROWS", 2)
+    monkeypatch.setattr(selection, "BLOCK_ROWS", 2)
     said = " ".join(f"word{number}" for number in range(40))
     rows = [openai(f"{said} {number}") for number in range(5)] + [
         openai("One"),
@@ -274,7 +274,7 @@ def rows_about(things, count, start=0):
 
 
 def test_a_match_takes_what_resembles_the_traffic_and_says_how_well(tmp_path, monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_ROWS", 30)
+    monkeypatch.setattr(selection, "BLOCK_ROWS", 30)
     food, trains = ["bread and soup", "rice with beans"], ["a train to Rome", "the night train"]
     traffic = written(tmp_path / "traffic.jsonl", rows_about(food, 60, 500))
     settings = {
@@ -345,7 +345,7 @@ def test_a_licence_that_is_not_stated_is_the_registry_s(tmp_path):
 
 
 def test_length_counts_the_system_prompt_too():
-    row = Row(
+    row = SourceRow(
         source="set", licence="MIT", where="set.jsonl:1", id=None, turns=("abc", "de"), system="fg"
     )
     assert TooLong(7)(row) is row

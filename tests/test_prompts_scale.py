@@ -18,11 +18,10 @@ from typing import Any
 import pytest
 
 from eyas.artifact import WORK, Artifact
-from eyas.data import blocks as blocks_of
+from eyas.data import filters, selection
 from eyas.data import prompts as stage
-from eyas.data import sieve
+from eyas.data.ledger import SourceRow
 from eyas.data.prompts import PromptsConfig, make_prompts
-from eyas.data.rows import Row
 from eyas.errors import EyasError
 from tests.stages import ROOT
 
@@ -103,7 +102,7 @@ def sources(tmp_path_factory) -> list[dict]:
 
 @pytest.fixture(autouse=True)
 def small_portions(monkeypatch):
-    monkeypatch.setattr(blocks_of, "BLOCK_ROWS", BLOCK_ROWS)
+    monkeypatch.setattr(selection, "BLOCK_ROWS", BLOCK_ROWS)
     monkeypatch.setattr(stage, "ROWS_PER_PART", ROWS_PER_PART)
 
 
@@ -136,7 +135,7 @@ def contents(output: Artifact) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def undisturbed(sources, tmp_path_factory) -> dict[str, bytes]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks_of, "BLOCK_ROWS", BLOCK_ROWS)
+        patch.setattr(selection, "BLOCK_ROWS", BLOCK_ROWS)
         patch.setattr(stage, "ROWS_PER_PART", ROWS_PER_PART)
         return contents(made(tmp_path_factory.mktemp("undisturbed"), sources))
 
@@ -201,7 +200,7 @@ def test_where_the_work_runs_is_no_part_of_the_identity(sources):
 
 @pytest.mark.parametrize("block_rows", [1, 7, 1000])
 def test_portions_change_nothing(sources, undisturbed, tmp_path, monkeypatch, block_rows):
-    monkeypatch.setattr(blocks_of, "BLOCK_ROWS", block_rows)
+    monkeypatch.setattr(selection, "BLOCK_ROWS", block_rows)
     assert contents(made(tmp_path, sources)) == undisturbed
 
 
@@ -303,8 +302,8 @@ def test_a_run_killed_while_it_tidies_up_is_done(sources, undisturbed, tmp_path)
 
 KILLED = """
 from eyas.artifact import Artifact
-from eyas.data import blocks, prompts
-blocks.BLOCK_ROWS, prompts.ROWS_PER_PART = {block_rows}, {rows_per_part}
+from eyas.data import prompts, selection
+selection.BLOCK_ROWS, prompts.ROWS_PER_PART = {block_rows}, {rows_per_part}
 if __name__ == "__main__":
     prompts.make_prompts(prompts.PromptsConfig(**{settings!r}, workers=2), Artifact({url!r}))
 """
@@ -340,19 +339,19 @@ def test_a_failing_filter_is_told_by_place_and_quotes_nothing(monkeypatch):
     def failing(row):
         raise ValueError(f"cannot do {row.turns[0]}")
 
-    row = Row("set", "MIT", "set.jsonl:3", None, (MARKER,))
+    row = SourceRow("set", "MIT", "set.jsonl:3", None, (MARKER,))
     with pytest.raises(
         EyasError, match=r"failed on set.jsonl:3 of set: ValueError at .*test_prompts_scale.py:\d+"
     ) as raised:
-        sieve.passed(row, [failing])
+        filters.filtered(row, [failing])
     assert MARKER not in str(raised.value)
     assert raised.value.__suppress_context__
 
 
 def test_a_block_of_long_rows_is_shorter(monkeypatch):
-    monkeypatch.setattr(blocks_of, "BLOCK_CHARACTERS", 100)
+    monkeypatch.setattr(selection, "BLOCK_CHARACTERS", 100)
     rows = [
-        Row("set", "MIT", f"set:{number}", None, ("x" * size,))
+        SourceRow("set", "MIT", f"set:{number}", None, ("x" * size,))
         for number, size in enumerate([60, 60, 250, 1, 1])
     ]
-    assert [len(block.rows) for block in blocks_of.cut(rows)] == [2, 1, 2]
+    assert [len(block.rows) for block in selection.cut(rows)] == [2, 1, 2]

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from eyas.data.quality import CHECKS, ENOUGH, Quality, QualityConfig
-from eyas.data.rows import Drop, Row
+from eyas.data.filters import ENOUGH, QUALITY_CHECKS, Quality, QualityConfig
+from eyas.data.ledger import Drop, SourceRow
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -77,7 +77,7 @@ UNFIT = {
 
 
 def row(*turns, system=None):
-    return Row(
+    return SourceRow(
         source="set", licence="MIT", where="set.jsonl:1", id=None, turns=turns, system=system
     )
 
@@ -102,7 +102,7 @@ def test_what_is_unfit_goes_for_its_reason(check, text):
 
 
 def test_every_check_has_its_cases():
-    assert set(UNFIT) == set(CHECKS)
+    assert set(UNFIT) == set(QUALITY_CHECKS)
 
 
 @pytest.mark.parametrize(
@@ -147,8 +147,12 @@ def test_a_system_prompt_must_be_writable_too():
 @given(st.lists(st.text(st.characters(), max_size=400), max_size=4))
 def test_any_row_is_kept_as_it_is_or_dropped(turns):
     found = quality()(row(*turns))
-    assert found == row(*turns) if isinstance(found, Row) else found.reason.startswith("quality.")
-    if isinstance(found, Row):
+    assert (
+        found == row(*turns)
+        if isinstance(found, SourceRow)
+        else found.reason.startswith("quality.")
+    )
+    if isinstance(found, SourceRow):
         "".join(found.turns).encode()
 
 

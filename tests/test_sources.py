@@ -19,15 +19,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from eyas.data.rows import Damaged, Row
+from eyas.data.ledger import DamagedRow, SourceRow
 from eyas.data.shapes import TREE_MESSAGES, is_transcript
 from eyas.data.sources import (
     NOT_STATED,
     SourceConfig,
     content_identity,
     describe,
-    files,
     read_source,
+    source_files,
 )
 from eyas.errors import CorruptError, EmptyInputError, InputError, MissingInputError
 
@@ -177,7 +177,7 @@ def read(source):
 def test_shapes(tmp_path, name):
     value, turns, system = SHAPES[name]
     (row,) = read(write(tmp_path / "set.jsonl", json.dumps({"id": 7, **value})))
-    assert row == Row(
+    assert row == SourceRow(
         source="set", licence="CC0-1.0", where="set.jsonl:1", id="7", turns=turns, system=system
     )
     assert SAID_BY_ASSISTANT not in repr(row)
@@ -365,7 +365,7 @@ def test_a_shape_that_is_given_holds(tmp_path, shape, turns):
     source = write(tmp_path / "set.jsonl", json.dumps(value) + "\n" + json.dumps({"other": 1}))
     row, damaged = read(source.model_copy(update={"shape": shape}))
     assert row.turns == (turns,)
-    assert isinstance(damaged, Damaged)
+    assert isinstance(damaged, DamagedRow)
 
 
 @pytest.mark.parametrize(
@@ -434,7 +434,7 @@ BROKEN_LINES = {
 def test_a_broken_line_harms_no_other(tmp_path, line):
     before, broken, after = read(write(tmp_path / "set.jsonl", f"{GOOD}\n{line}\n{GOOD}\n"))
     assert before.turns == after.turns == ("Fine.",)
-    assert isinstance(broken, Damaged)
+    assert isinstance(broken, DamagedRow)
     assert broken.where == "set.jsonl:2"
     assert broken.drop.reason == "malformed"
     assert BROKEN_LINES[line] in broken.drop.note
@@ -476,7 +476,7 @@ def test_looking_for_both_sides_takes_linear_time():
 def test_an_assistant_s_line_among_plain_texts(tmp_path, lines):
     rows = read(write(tmp_path / "set.txt", "\n".join(["What is this?", *lines])))
     assert rows[0].turns == ("What is this?",)
-    assert isinstance(rows[-1], Damaged)
+    assert isinstance(rows[-1], DamagedRow)
     assert SAID_BY_ASSISTANT not in repr(rows)
 
 
@@ -614,7 +614,7 @@ PACKED = gzip.compress("".join(json.dumps({"prompt": text}) + "\n" for text in M
 def test_a_cut_gzip_gives_what_comes_before_the_cut(tmp_path_factory, length):
     """And one damaged row that names the place; an error if nothing comes before."""
     *rows, last = all_of(write(tmp_path_factory.getbasetemp() / "cut.jsonl.gz", PACKED[:length]))
-    if isinstance(last, Damaged):
+    if isinstance(last, DamagedRow):
         assert last.where == f"cut.jsonl.gz:{len(rows) + 1}"
         assert [row.turns for row in rows] == [(text,) for text in MANY[: len(rows)]]
         assert rows
@@ -751,7 +751,7 @@ def test_folders_and_globs(folder, pattern, names):
     assert [row.where.rsplit(":")[0] for row in rows] == names
     assert all(row.turns[0].endswith(name) for row, name in zip(rows, names, strict=True))
     assert SAID_BY_ASSISTANT not in repr(rows)
-    found = files(source)
+    found = [file.url for file in source_files(source)]
     assert [row.turns for path in found for row in read(SourceConfig(path=path))] == [
         row.turns for row in read(source)
     ]

@@ -1,10 +1,10 @@
-"""Prompts that overlap evaluation sets go, with the name of the item that they overlap.
+"""Drops prompts that overlap evaluation sets, and names the item that they overlap.
 
-A row goes if it holds half of what makes up a turn of an item (word 4-grams), or 13 words of one in
-a row; in whatever order of turns, case, white space, punctuation, Unicode form or simple markup.
-Knows how to ask for the rows of a file; knows no benchmark.
-docs/decisions/duplicates-and-contamination.md says what other rules did. G grams of the index, T
-words of a text.
+A row is dropped if it holds half of the word 4-grams of a turn of an item, or 13 words of one in a
+row, whatever the order of turns, case, white space, punctuation, Unicode form or simple markup.
+docs/decisions/duplicates-and-contamination.md compares other rules. Knows no particular benchmark.
+
+Letters: G grams of the index, T words of a text.
 """
 
 from __future__ import annotations
@@ -17,34 +17,32 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from eyas.data.rows import Damaged, Drop, Row
-from eyas.data.shingles import Hashes, hashed, normalised, plain_words, runs
+from eyas.data.duplicates import HashArray, hashed, normalised, plain_words, runs
+from eyas.data.ledger import DamagedRow, Drop, SourceRow
 from eyas.data.sources import SourceConfig, read_source
 from eyas.errors import CorruptError
 
 GRAM, RUN = 4, 13  # words
 SHARE = 0.5  # of a turn's 4-grams
-LEAST = 4  # 4-grams, or all of a shorter turn's: a few words are no trace of a benchmark
-MANY = 8  # items; what more of them have in common is the benchmark's form, not an item
-# A run of digits or of one word repeated is in many texts: so many of a gram's words tell
-# something, and differ.
-TELLING = {GRAM: 1, RUN: 5}
+LEAST = 4  # 4-grams, or all of a shorter turn: a few words prove no contamination
+MANY = 8  # items: a gram in more of them is the form of the benchmark, not an item
+# Runs of digits or of one repeated word are in many texts: so many words of a gram must be
+# distinctive (no number, no single letter) and different.
+DISTINCTIVE = {GRAM: 1, RUN: 5}
 
-Grams = dict[int, Hashes]  # by size, each once
-NO_GRAMS: Hashes = np.zeros(0, np.uint64)
+TurnGrams = dict[int, HashArray]  # by size, each once
+NO_GRAMS: HashArray = np.zeros(0, np.uint64)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Item:
-    """A row of an evaluation set: where it is found, a digest of all that it says, and the grams of
-    each of its turns.
-    """
+class EvaluationItem:
+    """A row of an evaluation set: its place, a digest of all its turns, the grams of each turn."""
 
     set: str
     where: str
     id: str | None
     digest: bytes
-    turns: tuple[Grams, ...]
+    turns: tuple[TurnGrams, ...]
 
     def __str__(self) -> str:
         return f"{self.where} (id {self.id})" if self.id else self.where
@@ -52,17 +50,17 @@ class Item:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Postings:
-    """Which turns hold which gram: grams sorted, uint64 [G]; gram g is in turns[starts[g]:starts[g
-    + 1]].
+    """Which turns hold which gram: `grams` sorted, uint64 [G]; gram g is in
+    turns[starts[g]:starts[g + 1]].
     """
 
-    grams: Hashes
+    grams: HashArray
     starts: NDArray[np.int64]
     turns: NDArray[np.int64]
 
     @classmethod
-    def of(cls, grams_of_turns: Sequence[Hashes]) -> Self:
-        """The postings of turns 0, 1, ... with these grams, each once."""
+    def of(cls, grams_of_turns: Sequence[HashArray]) -> Self:
+        """The postings of turns 0, 1, ... with these grams, each gram once a turn."""
         sizes = [len(grams) for grams in grams_of_turns]
         every = np.concatenate([NO_GRAMS, *grams_of_turns])
         turns = np.repeat(np.arange(len(sizes)), sizes)
@@ -70,8 +68,8 @@ class Postings:
         grams, starts = np.unique(every[order], return_index=True)
         return cls(grams, np.append(starts, len(every)), turns[order])
 
-    def found(self, grams: Hashes) -> NDArray[np.int64]:
-        """The turns that hold grams of a text, once for each different gram."""
+    def found(self, grams: HashArray) -> NDArray[np.int64]:
+        """The turns that hold grams of a text, repeated for each different gram."""
         if not len(self.grams):
             return np.zeros(0, np.int64)
         places = np.minimum(np.searchsorted(self.grams, grams), len(self.grams) - 1)
@@ -85,17 +83,17 @@ class Postings:
 
 
 class Contamination:
-    """Drops a row that overlaps an item of the evaluation sets: reason `contamination.<set>`, the
-    item in the note.
+    """Drops a row that overlaps an item of the evaluation sets: reason `contamination.<set>`, with
+    the item in the note.
     """
 
     def __init__(self, sets: Sequence[SourceConfig]) -> None:
-        """Reads the sets and builds the index: some 30 bytes for each of their words.
+        """Read the sets and build the index: about 30 bytes for each of their words.
 
-        Raises MissingInputError, EmptyInputError, CorruptError, InputError: a set that is read in
-        part protects in part.
+        Raises MissingInputError, EmptyInputError, CorruptError (a damaged row too: a set that is
+        read in part protects in part), InputError.
         """
-        items = _distinctive([item for source in sets for item in _items(source)])
+        items = _without_common([item for source in sets for item in _items(source)])
         turns = [turn for item in items for turn in item.turns]
         self._postings = {size: Postings.of([turn[size] for turn in turns]) for size in (GRAM, RUN)}
         self._size = np.array([len(turn[GRAM]) for turn in turns], np.int64)
@@ -103,15 +101,15 @@ class Contamination:
         self._item = [item for item in items for _ in item.turns]
         self._whole = {item.digest: item for item in reversed(items)}
 
-    def __call__(self, row: Row) -> Row | Drop:
+    def __call__(self, row: SourceRow) -> SourceRow | Drop:
         said = hashed(_words(row.turns))
         if item := self._whole.get(_digest(said)):
             return Drop(f"contamination.{item.set}", f"says the same as {item}")
         texts = [said, hashed(plain_words(row.system))] if row.system else [said]
         return self._shared(texts) or self._run(texts) or row
 
-    def _shared(self, texts: Iterable[Hashes]) -> Drop | None:
-        """The drop for the turn of which most is found in the texts, if that is enough."""
+    def _shared(self, texts: Iterable[HashArray]) -> Drop | None:
+        """The drop for the turn with the largest share found in the texts, if it is large enough."""
         turns, counts = np.unique(self._found(texts, GRAM), return_counts=True)
         enough = counts >= self._needed[turns]
         if not enough.any():
@@ -123,25 +121,23 @@ class Contamination:
             f"contamination.{item.set}", f"holds {shares[best]:.0%} of the {GRAM}-grams of {item}"
         )
 
-    def _run(self, texts: Iterable[Hashes]) -> Drop | None:
-        """The drop for the first turn that has a long run of words in common with the texts, if one
-        has.
-        """
+    def _run(self, texts: Iterable[HashArray]) -> Drop | None:
+        """The drop for the first turn that shares a run of RUN words with the texts."""
         turns = self._found(texts, RUN)
         if not len(turns):
             return None
         item = self._item[turns.min()]
         return Drop(f"contamination.{item.set}", f"holds {RUN} words in a row of {item}")
 
-    def _found(self, texts: Iterable[Hashes], size: int) -> NDArray[np.int64]:
+    def _found(self, texts: Iterable[HashArray], size: int) -> NDArray[np.int64]:
         return self._postings[size].found(
             np.concatenate([NO_GRAMS, *(runs(text, size) for text in texts)])
         )
 
 
-def _items(source: SourceConfig) -> Iterator[Item]:
+def _items(source: SourceConfig) -> Iterator[EvaluationItem]:
     for row in read_source(source):
-        if isinstance(row, Damaged):
+        if isinstance(row, DamagedRow):
             raise CorruptError(
                 f"the evaluation set {row.source} cannot be read whole: {row.where}: "
                 f"{row.drop.note or row.drop.reason}",
@@ -149,7 +145,7 @@ def _items(source: SourceConfig) -> Iterator[Item]:
             )
         if row.turns:
             digest = _digest(hashed(_words(row.turns)))
-            yield Item(
+            yield EvaluationItem(
                 row.source,
                 row.where,
                 row.id,
@@ -159,42 +155,40 @@ def _items(source: SourceConfig) -> Iterator[Item]:
 
 
 def _words(turns: Sequence[str]) -> list[str]:
-    """The words of the turns one after the other, as if they were one, or what they have instead."""
+    """The words of all turns as one text; where it has none, the text itself."""
     text = "\n".join(turns)
     return plain_words(text) or [normalised(text)]
 
 
-def _digest(text: Hashes) -> bytes:
+def _digest(text: HashArray) -> bytes:
     return hashlib.blake2b(text.tobytes(), digest_size=16).digest()
 
 
-def _grams(words: Sequence[str]) -> Grams:
-    """The grams of a turn that could tell it from other texts; if none of the short ones could, all
-    of those.
-    """
+def _grams(words: Sequence[str]) -> TurnGrams:
+    """The distinctive grams of a turn; all short ones, if none of them is distinctive."""
     hashes = hashed(words)
-    told = np.where(
+    distinct = np.where(
         [not word.isdecimal() and (len(word) > 1 or not word.isascii()) for word in words],
         hashes,
         0,
     )
     found = {}
-    for size, least in TELLING.items():
+    for size, least in DISTINCTIVE.items():
         grams = runs(hashes, size)
         if len(grams):
-            windows = np.sort(np.lib.stride_tricks.sliding_window_view(told, size), axis=1)
-            num_told = (
+            windows = np.sort(np.lib.stride_tricks.sliding_window_view(distinct, size), axis=1)
+            num_distinct = (
                 np.diff(windows, axis=1, prepend=np.zeros((len(windows), 1), np.uint64)) != 0
             ).sum(axis=1)
-            telling = grams[num_told >= least]
-            grams = grams if size == GRAM and not len(telling) else telling
+            chosen = grams[num_distinct >= least]
+            grams = grams if size == GRAM and not len(chosen) else chosen
         found[size] = np.unique(grams)
     return found
 
 
-def _distinctive(items: list[Item]) -> list[Item]:
-    """The items without the grams that many share; turns made of such are left out, unless their
-    item has no other.
+def _without_common(items: list[EvaluationItem]) -> list[EvaluationItem]:
+    """The items without grams that many items share. Turns made of such grams are left out, unless
+    their item has no other.
     """
     common = {
         size: _common([[turn[size] for turn in item.turns] for item in items])
@@ -214,11 +208,11 @@ def _distinctive(items: list[Item]) -> list[Item]:
     return kept
 
 
-def _common(items: list[list[Hashes]]) -> Hashes:
+def _common(items: list[list[HashArray]]) -> HashArray:
     """The grams that more than MANY items have."""
     grams, counts = np.unique(np.concatenate([NO_GRAMS, *map(_union, items)]), return_counts=True)
     return grams[counts > MANY]
 
 
-def _union(sets: list[Hashes]) -> Hashes:
+def _union(sets: list[HashArray]) -> HashArray:
     return np.unique(np.concatenate(sets))

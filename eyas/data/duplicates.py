@@ -1,46 +1,51 @@
-"""Rows that say what an earlier row says: exactly after normalisation, or nearly so by MinHash and
-then exact Jaccard.
+"""Rows that repeat an earlier row: exactly after normalisation, or nearly, by MinHash and then the
+exact Jaccard of word pairs.
 
-Knows rows one at a time, to make their digests, and then digests only; of the texts themselves a
-few are asked for again, to verify what the digests suggest. Knows neither benchmarks nor sources. R
-rows, B bands, P permutations, S shingles.
+Texts become sets of hashed runs of words (shingles), which are the same in every process, on every
+machine and in every version of a library. Rows are seen one at a time, to make their digests; then
+only digests, but for the few texts that verify what the digests suggest.
+
+Letters: R rows, B bands, P permutations, S shingles, T words.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import html
 import json
-from collections.abc import Callable, Iterator
+import re
+import unicodedata
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from eyas.data.rows import Row
-from eyas.data.shingles import Hashes, jaccard, mixed, normalised, shingles
+from eyas.data.ledger import SourceRow
 
-Places = NDArray[np.int64]  # [R]: an earlier row's index, or NONE
+HashArray = NDArray[np.uint64]
+IndexArray = NDArray[np.int64]  # [R]: the index of an earlier row, or NONE
 NONE = -1
 
-# words and signs: pairs outlast sentences in another order, and at .85 forgive no more than triples
-# at .8
+# Words and signs a shingle. Pairs find sentences in another order, and at .85 forgive no more than
+# triples at .8.
 SHINGLE = 2
-# rows of Jaccard .85 share two bands or more with probability .99999, of .8 with .999, of .7 with
-# .90
+# Rows of Jaccard .85 share two bands or more with probability .99999, of .8 with .999, of .7 with
+# .90.
 BANDS, BAND_SIZE = 32, 6
-SCALE, SHIFT = mixed(np.arange(2 * BANDS * BAND_SIZE)).reshape(2, -1)  # [P]
-SCALE = SCALE | np.uint64(1)  # odd: multiplication permutes the 64-bit numbers
-PIECE = 1024  # shingles or rows at a time, so that no long text and no large set needs much memory
+PIECE = 1024  # shingles or rows at a time: no long text and no large set needs much memory
 
-CANDIDATES = 4  # that are remembered for each row: those which share most bands
+CANDIDATES = 4  # remembered for each row: those that share most bands
 LEAST_SHARED = 2  # bands: of rows of Jaccard .5 nine in ten share fewer
 REMEMBERED = 1024  # texts whose shingles are kept while candidates are verified
-SYSTEM_END = "\x1e"  # between system prompt and turns in what a row said
+SYSTEM_END = "\x1e"  # between system prompt and turns in the text of a row
 
 
 class DuplicatesConfig(BaseModel):
-    """How much alike two rows may be."""
+    """How similar two rows may be."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -48,35 +53,121 @@ class DuplicatesConfig(BaseModel):
         default=0.85,
         ge=0.7,
         le=1,
-        description="Jaccard of word pairs from which the later row goes; None: only exact ones go",
+        description="Jaccard of word pairs from which the later row is dropped; None: only exact "
+        "duplicates",
     )
 
 
-def fingerprint(row: Row) -> str:
-    """SHA-256 (hex) over the normalised turns and system prompt: equal for duplicates, independent
-    of all other rows.
+# Words and their hashes.
+
+# Scripts without spaces between words: one character counts as a word.
+UNSPACED = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+    "\U00020000-\U0003ffff"
+)
+# Sentence punctuation says little; code and formulas differ in operators and brackets.
+SIGNS = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+|[^\w\s.,;:!?'\"`\u2018\u2019\u201c\u201d]")
+WORDS = re.compile(rf"[{UNSPACED}]|[^\W_{UNSPACED}]+")
+TAG = re.compile(r"</?[a-z][^<>]{0,200}>")
+INVISIBLE = re.compile("[\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufeff]")
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def normalised(text: str) -> str:
+    """One spelling for texts that differ only in case, white space or compatible Unicode forms."""
+    return " ".join(
+        unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold()).split()
+    )
+
+
+def signs(text: str) -> list[str]:
+    """The normalised words of a text, and its signs other than sentence punctuation."""
+    return SIGNS.findall(normalised(text))
+
+
+def plain_words(text: str) -> list[str]:
+    """The normalised words of a text: no punctuation, HTML tags or invisible characters."""
+    return WORDS.findall(TAG.sub(" ", INVISIBLE.sub("", normalised(html.unescape(text)))))
+
+
+def scrambled(values: HashArray) -> HashArray:
+    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014): every output bit depends on every
+    input bit; 0 stays 0.
     """
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def mixed(values: NDArray[Any]) -> HashArray:
+    """One step of splitmix64, 64 bits for each value."""
+    return scrambled(values.astype(np.uint64) + GOLDEN)
+
+
+def hashed(words: Sequence[str]) -> HashArray:
+    """A hash for each word, uint64 [T]. CRC-32 beneath: a forged word gains nothing."""
+    parts = "\n".join(words).encode("utf-8", "surrogatepass").split(b"\n") if words else []
+    return mixed(np.fromiter(map(zlib.crc32, parts), np.uint64, len(parts)))
+
+
+def runs(hashes: HashArray, size: int) -> HashArray:
+    """A hash for each run of `size` words, in the order of the text: uint64 [T - size + 1], empty
+    for a shorter text.
+    """
+    num_runs = max(0, len(hashes) - size + 1)
+    total = np.zeros(num_runs, np.uint64)
+    for offset in range(size):
+        total = total * GOLDEN + hashes[offset : offset + num_runs]
+    return mixed(total)
+
+
+def shingles(text: str, size: int) -> HashArray:
+    """The set of a text's runs of `size` words and signs: sorted uint64 [S].
+
+    Both ends are padded, so that every word is in `size` runs: the last word of a question counts
+    like any other.
+    """
+    # A text of sentence punctuation only counts as one word.
+    words = hashed(signs(text) or [normalised(text)])
+    edge = np.zeros(size - 1, np.uint64)
+    return np.unique(runs(np.concatenate([edge, words, edge]), size))
+
+
+def jaccard(one: HashArray, other: HashArray) -> float:
+    """Shared members of two sorted sets over all members; 0 where both are empty."""
+    both = len(np.intersect1d(one, other, assume_unique=True))
+    return both / max(1, len(one) + len(other) - both)
+
+
+# Digests of a row.
+
+SCALE, SHIFT = mixed(np.arange(2 * BANDS * BAND_SIZE)).reshape(2, -1)  # [P]
+SCALE = SCALE | np.uint64(1)  # odd: multiplication permutes the 64-bit numbers
+
+
+def text_hash(row: SourceRow) -> str:
+    """SHA-256 (hex) of the normalised turns and system prompt: equal for exact duplicates."""
     said = [normalised(row.system or ""), *map(normalised, row.turns)]
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
-def key(fingerprint: str) -> Hashes:
-    """The first 128 bits of a fingerprint, uint64 [2]: what `exact` compares."""
-    return np.frombuffer(bytes.fromhex(fingerprint[:32]), ">u8").astype(np.uint64)
+def text_key(text_hash: str) -> HashArray:
+    """The first 128 bits of a text hash, uint64 [2]: what `exact` compares."""
+    return np.frombuffer(bytes.fromhex(text_hash[:32]), ">u8").astype(np.uint64)
 
 
-def said(row: Row) -> str:
-    """The text of a row that `near` asks for: system prompt and turns, told apart."""
+def row_text(row: SourceRow) -> str:
+    """The text of a row that `near` asks for: system prompt, SYSTEM_END, turns."""
     return f"{(row.system or '').replace(SYSTEM_END, ' ')}{SYSTEM_END}{chr(10).join(row.turns)}"
 
 
-def signature(row: Row) -> Hashes:
+def signature(row: SourceRow) -> HashArray:
     """MinHash of the turns in bands, uint64 [B]: two rows of Jaccard J share a band with
     probability J ** BAND_SIZE.
 
-    The system prompt is left out: where all rows of a source have the same long one, it would make
-    them all alike. Broder 1997; bands after Leskovec, Rajaraman and Ullman, Mining of Massive
-    Datasets, 3.4.
+    Without the system prompt: a long one before all rows of a source would make them all alike.
+    Broder 1997; bands after Leskovec, Rajaraman and Ullman, Mining of Massive Datasets, 3.4.
     """
     members = shingles("\n".join(row.turns), SHINGLE)
     least = np.full(BANDS * BAND_SIZE, np.iinfo(np.uint64).max, np.uint64)
@@ -89,26 +180,28 @@ def signature(row: Row) -> Hashes:
     return bands
 
 
-def exact(fingerprints: Hashes) -> Places:
-    """For each of the keys uint64 [R, 2] the first row with the same, else NONE."""
-    # stable: equal keys stay in the order of rows
-    order = np.lexsort((fingerprints[:, 1], fingerprints[:, 0]))
+# Decisions on all rows.
+
+
+def exact(keys: HashArray) -> IndexArray:
+    """For each of the keys uint64 [R, 2] the first row with the same key, else NONE."""
+    order = np.lexsort((keys[:, 1], keys[:, 0]))  # stable: equal keys stay in the order of rows
     same = np.zeros(len(order), bool)
-    same[1:] = (fingerprints[order[1:]] == fingerprints[order[:-1]]).all(axis=1)
+    same[1:] = (keys[order[1:]] == keys[order[:-1]]).all(axis=1)
     places = np.full(len(order), NONE, np.int64)
     places[order[same]] = order[_firsts(same)[same]]
     return places
 
 
 def near(
-    bands: Hashes, text: Callable[[int], str], alive: NDArray[np.bool_], threshold: float = 0.85
-) -> Places:
-    """For each row an earlier one that is kept and is like it, else NONE.
+    bands: HashArray, text: Callable[[int], str], alive: NDArray[np.bool_], threshold: float = 0.85
+) -> IndexArray:
+    """For each row an earlier, kept row that is similar, else NONE.
 
-    bands: signatures uint64 [R, B], a memmap where they are many; text: what row i said (see
-    `said`); alive: bool [R], rows that are not dropped for another reason. A row goes if its turns
-    and its system prompt each have a Jaccard of at least `threshold` with the kept row's. In each
-    bucket a row meets its first member and the one before it, so time is linear in R (but for
+    bands: signatures uint64 [R, B], a memmap where they are many; text: the `row_text` of row i;
+    alive: bool [R], rows that are not dropped for another reason. A row is dropped if its turns and
+    its system prompt each have a Jaccard of at least `threshold` with the kept row's. In each
+    bucket a row meets the first member and the one before it, so time is linear in R (but for
     sorting) however many rows share a bucket. Memory: about 60 bytes a row besides the texts'
     shingles.
     """
@@ -126,22 +219,22 @@ def near(
     return places
 
 
-def _parts(text: str) -> tuple[Hashes, Hashes]:
-    """The shingles of what a row said: of the system prompt, and of the turns."""
+def _parts(text: str) -> tuple[HashArray, HashArray]:
+    """The shingles of a row's text: of the system prompt, and of the turns."""
     system, _, turns = text.partition(SYSTEM_END)
     return shingles(system, SHINGLE), shingles(turns, SHINGLE)
 
 
-def _kept(candidates: list[int], places: Places) -> Iterator[int]:
-    """The candidates, each once; one that goes itself is stood for by the row it is like."""
+def _kept(candidates: list[int], places: IndexArray) -> Iterator[int]:
+    """The candidates, each once; a dropped one is replaced by the row that it repeats."""
     stand_ins = (
         int(places[one]) if places[one] != NONE else one for one in candidates if one != NONE
     )
     return iter(dict.fromkeys(stand_ins))
 
 
-def _candidates(bands: Hashes, alive: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """For each row the earlier rows that share most bands with it, of those it meets in its
+def _candidates(bands: HashArray, alive: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """For each row the earlier rows that share most bands with it, of those that it meets in its
     buckets: int32 [R, CANDIDATES].
     """
     candidates = np.full((len(bands), CANDIDATES), NONE, np.int32)
@@ -162,15 +255,13 @@ def _candidates(bands: Hashes, alive: NDArray[np.bool_]) -> NDArray[np.int32]:
 
 
 def _offer(
-    bands: Hashes,
+    bands: HashArray,
     candidates: NDArray[np.int32],
     shared: NDArray[np.uint8],
     rows: NDArray[np.int32],
     met: NDArray[np.int32],
 ) -> None:
-    """Remember the row that each row met, in place of the weakest candidate, if it shares more
-    bands.
-    """
+    """Replace the weakest candidate of each row by the row that it met, if that shares more bands."""
     new = (candidates[rows] != met[:, None]).all(axis=1)
     rows, met = rows[new], met[new]
     count = (bands[rows] == bands[met]).sum(axis=1)
@@ -180,8 +271,8 @@ def _offer(
     shared[rows[better], weakest[better]] = count[better]
 
 
-def _firsts(same: NDArray[np.bool_]) -> Places:
-    """Of a sorted column, where `same` says which members equal the one before: the index of the
-    first equal one, [R].
+def _firsts(same: NDArray[np.bool_]) -> IndexArray:
+    """The index of the first equal member, [R], of a sorted column in which `same` marks members
+    equal to the one before.
     """
     return np.maximum.accumulate(np.where(same, 0, np.arange(len(same))))

@@ -1,11 +1,11 @@
-"""Sets of the Hugging Face hub: which files are meant by an id, a subset and a split, and their
-copies in the local cache.
+"""Sets of the Hugging Face hub: the files of an id, subset and split, and their copies in the local
+cache.
 
-    owner/name[@revision]                              the files of the default subset and split
-    hf://datasets/owner/name[@revision][/path]         one file, those of a folder, or those that match a glob
+    owner/name[@revision]                        the files of the default subset and split
+    hf://datasets/owner/name[@revision][/path]   a file, those of a folder, or those of a glob
 
-The hub is asked once per process and set, so that all of a run sees one commit. Without a network
-the cache has to do. Knows no row. HF_ENDPOINT names another hub, HF_TOKEN opens gated sets.
+The hub is asked once per process and set, so that a whole run sees one commit. Without a network the
+cache is used. HF_ENDPOINT names another hub, HF_TOKEN opens gated sets. Knows no row.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ SPLITS = {
     "test": "test|testing|eval|evaluation",
 }
 PART_OF = re.compile(r"(\d+)[-_]of[-_](\d+)")
-MAGIC = frozenset("*?[")
+GLOB_SIGNS = frozenset("*?[")
 
-Stated = dict[str, dict[str, list[str]]]  # patterns of files by subset and split
+SplitPatterns = dict[str, dict[str, list[str]]]  # patterns of files by subset and split
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a path of a run file asks of the hub. path: in the repository; "" leaves the choice to
-    subset and split.
+class HubPath:
+    """A path of a run file that names a set. path: in the repository; "" leaves the choice to subset
+    and split.
     """
 
     id: str
@@ -60,7 +60,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of a set at one commit. folder: where they lie, if only the cache could be asked."""
+    """The files of a set at one commit. folder: their place, if only the cache was available."""
 
     id: str
     commit: str
@@ -68,9 +68,9 @@ class Listing:
     folder: str | None = None
 
 
-def asked_for(path: str) -> Asked | None:
-    """What is asked of the hub, or None for a path of another kind. Raises InputError for an hf://
-    URL of no set.
+def hub_path(path: str) -> HubPath | None:
+    """The set that a path names, or None for another kind of path. Raises InputError (an hf:// URL
+    of no set).
     """
     if path.startswith(URL):
         found = SET.fullmatch(path.removeprefix(f"{URL}datasets/"))
@@ -79,18 +79,18 @@ def asked_for(path: str) -> Asked | None:
                 f"{path} names no set of the hub",
                 "write hf://datasets/owner/name[@revision][/path]",
             )
-        return Asked(found["id"], found["revision"] or "main", (found["path"] or "").strip("/"))
+        return HubPath(found["id"], found["revision"] or "main", (found["path"] or "").strip("/"))
     found = SET.fullmatch(path)
     if found is None or found["path"] is not None or ending(path) or Path(path).exists():
         return None
-    return Asked(found["id"], found["revision"] or "main")
+    return HubPath(found["id"], found["revision"] or "main")
 
 
-def files(asked: Asked, subset: str | None = None, split: str | None = None) -> list[str]:
-    """The local copies of the files that are asked for, fetched where they are not cached yet.
+def files(asked: HubPath, subset: str | None = None, split: str | None = None) -> list[str]:
+    """Local copies of the files, downloaded if they are not cached.
 
-    Raises MissingInputError (no such set, file, subset or split), InputError (the hub refuses, or a
-    part of a set is cached).
+    Raises MissingInputError (no such set, file, subset or split), InputError (the hub refuses, or
+    only a part of the set is cached).
     """
     listing = _listing(asked.id, asked.revision, os.environ.get("HF_ENDPOINT"))
     if asked.path:
@@ -117,24 +117,24 @@ def files(asked: Asked, subset: str | None = None, split: str | None = None) -> 
 
 
 def commit(path: str) -> str | None:
-    """The commit at which a set is read; None for a path of another kind."""
-    asked = asked_for(path)
+    """The commit at which a set is read; None for another kind of path."""
+    asked = hub_path(path)
     return (
         _listing(asked.id, asked.revision, os.environ.get("HF_ENDPOINT")).commit if asked else None
     )
 
 
-# Which files are meant.
+# Which files.
 
 
 def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
-    """The names that match a pattern as the hub has them: a file, or the data files of a folder or
-    a glob; sorted.
+    """The names that match a pattern of the hub: a file, or the data files of a folder or glob;
+    sorted.
     """
     found: set[str] = set()
     for pattern in patterns:
         pattern = pattern.strip("/")
-        if MAGIC & set(pattern):
+        if GLOB_SIGNS & set(pattern):
             match = re.compile(glob_translate(pattern)).match
             found.update(name for name in names if match(name) and _is_data(name))
         else:
@@ -146,9 +146,9 @@ def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
     return sorted(found)
 
 
-def configurations(readme: str) -> Stated:
-    """{subset: {split: patterns}} as the head of a set's README states them, also under "default"
-    the one so marked.
+def configurations(readme: str) -> SplitPatterns:
+    """{subset: {split: patterns}} of the YAML in a set's README; the subset marked as default also
+    under "default".
     """
     head = re.match(r"\ufeff?---\r?\n(.*?)\r?\n---", readme, re.S)
     try:
@@ -167,11 +167,11 @@ def configurations(readme: str) -> Stated:
 
 
 def _patterns(config: Mapping[str, Any]) -> dict[str, list[str]]:
-    """{split: patterns} of one configuration: a pattern, several, or some for each split."""
+    """{split: patterns} of one configuration: a pattern, a list, or a list by split."""
     data, folder = config.get("data_files"), str(config.get("data_dir") or "").strip("/")
     found: dict[str, list[str]] = defaultdict(list)
     if data is None and folder:
-        return {"": [folder]}  # the splits are told by the names below it
+        return {"": [folder]}  # the splits follow from the names below it
     for one in data if isinstance(data, list) else [data] if data else []:
         split, paths = (
             (one.get("split", "train"), one.get("path"))
@@ -185,12 +185,10 @@ def _patterns(config: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def chosen_files(
-    listing: Listing, stated: Stated, subset: str | None, split: str | None
+    listing: Listing, stated: SplitPatterns, subset: str | None, split: str | None
 ) -> list[str]:
-    """The files of a subset and a split: as the README states them, else by the words in their
-    names.
-
-    Raises MissingInputError (not there, or one has to be chosen).
+    """The files of a subset and a split: by the README, else by the words in their names. Raises
+    MissingInputError (not there, or one has to be chosen).
     """
     wanted = split or "train"
     if not stated:
@@ -215,8 +213,8 @@ def chosen_files(
     return found
 
 
-def _of_subset(id: str, stated: Stated, subset: str | None) -> dict[str, list[str]]:
-    """The patterns of a subset; without one given, of the default, or of the only one."""
+def _of_subset(id: str, stated: SplitPatterns, subset: str | None) -> dict[str, list[str]]:
+    """The patterns of a subset; without a name, of the default or of the only one."""
     if subset is None and len(stated) > 1 and "default" not in stated:
         raise MissingInputError(
             f"{id} has several subsets", f"give a `subset`: {', '.join(stated)}"
@@ -228,7 +226,7 @@ def _of_subset(id: str, stated: Stated, subset: str | None) -> dict[str, list[st
 
 
 def _of_split(id: str, names: list[str], wanted: str) -> list[str]:
-    """The files whose names have the split's word in them; all where no name has any."""
+    """The files with the word of the split in their name; all files if no name has such a word."""
     if not names:
         raise MissingInputError(
             f"{id} has no data file that can be read",
@@ -243,13 +241,13 @@ def _of_split(id: str, names: list[str], wanted: str) -> list[str]:
         raise MissingInputError(
             f"{id} has no split {wanted}", f"give a `split`: {', '.join(filter(None, by_split))}"
         )
-    # The same rows may be there in several formats.
+    # The same rows may be there in several formats: the most common one.
     most_common = Counter(ending(name) for name in by_split[wanted]).most_common(1)[0][0]
     return sorted(name for name in by_split[wanted] if ending(name) == most_common)
 
 
 def _split_of(name: str) -> str:
-    """The split whose word stands in a path between anything but letters; "" for none."""
+    """The split whose word is in a path, not as part of a longer word; "" for none."""
     found = (
         split
         for split, words in SPLITS.items()
@@ -277,7 +275,7 @@ def _choice(names: tuple[str, ...]) -> str:
 
 
 def _check_parts(id: str, names: list[str]) -> None:
-    """Raise InputError where names say that there are more parts of a set than the cache has."""
+    """Raise InputError where the names (1-of-3) say that the cache lacks parts of the set."""
     parts: dict[str, int] = Counter(PART_OF.sub(r"\2", name) for name in names)
     for name in names:
         part = PART_OF.search(name)
@@ -323,7 +321,7 @@ def _listing(id: str, revision: str, endpoint: str | None) -> Listing:
 
 
 def _cached(id: str, revision: str) -> Listing | None:
-    """What the cache has of a set at a revision, which may be a part of it."""
+    """The files of a set in the cache, possibly only a part."""
     try:
         folder = huggingface_hub.snapshot_download(
             id, repo_type="dataset", revision=revision, local_files_only=True
@@ -337,7 +335,7 @@ def _cached(id: str, revision: str) -> Listing | None:
 
 
 def _fetched(listing: Listing, name: str) -> str:
-    """The local copy of a file, from the cache where that has it. Raises InputError."""
+    """The local copy of a file, from the cache if it is there. Raises InputError."""
     if listing.folder is not None:
         return f"{listing.folder}/{name}"
     endpoint = os.environ.get("HF_ENDPOINT")
@@ -357,8 +355,8 @@ def _fetched(listing: Listing, name: str) -> str:
 
 
 def _remember(path: str, revision: str, commit: str) -> None:
-    """Note in the cache what a revision's commit is, as the hub's client does when it fetches by
-    revision, not by commit.
+    """Record the commit of a revision in the cache, as the hub's client does for downloads by
+    revision.
     """
     if revision != commit:
         snapshots = next(folder for folder in Path(path).parents if folder.name == commit).parent

@@ -1,85 +1,136 @@
-"""Where every row went: rows in = rows out + drops, per source and reason, with a redacted line for
-each dropped row.
+"""Rows, and where each one went: rows in = rows out + drops, per source and reason.
 
-Knows no filter, and holds counts alone: the lines are for whoever writes them. What was found in a
-row is kept by type, place and keyed hash only; what is kept of its text has all personal data
-masked, whatever the policy.
+Defines what flows through the cleaning (SourceRow, DamagedRow, Drop, RowFilter) and counts it. Knows
+no filter and no file format, and holds counts only: the stage writes the lines of dropped rows. A
+value found in a row is kept by type, place and keyed hash; the excerpt of a dropped row has all
+personal data masked, whatever the policy says.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from eyas.data.fit import LENGTHS, length_class
-from eyas.data.rows import Damaged, Drop, Row
 from eyas.privacy.finding import Finding
 
-EXCERPT_TURNS = 4  # of a dropped row that are kept for people to read
-EXCERPT = 240  # characters of a turn
-LOOK = (
-    # characters searched for what begins in an excerpt: a private key has three thousand, and later
-    # names tell of earlier
-    8000
-)
+LENGTHS = (0, 25, 50, 100, 200, 400, 800, 1600, 3200, 6400)  # characters where a class begins
+EXCERPT_TURNS = 4  # turns of a dropped row that are kept for people to read
+EXCERPT = 240  # characters of each
+# Characters that are searched for what begins inside an excerpt: a private key has 3,000, and a
+# name is easier to find when it occurs again later.
+LOOK = 8000
 
-Find = Callable[[str], Iterable[Finding]]
+FindPersonalData = Callable[[str], Iterable[Finding]]
 
 
-def entry(row: Row | Damaged, drop: Drop, find: Find) -> dict[str, Any]:
-    """The line of a dropped row: its place and id, the reason, what was found, and its redacted
-    beginning.
+@dataclasses.dataclass(frozen=True, slots=True)
+class SourceRow:
+    """The user's side of one conversation.
 
-    `find` looks for every type that there is, whatever the policy says of it. Depends on the row
-    and the drop alone.
+    where: name and line of its file. masked: what filters replaced in it.
+    """
+
+    source: str
+    licence: str
+    where: str
+    id: str | None
+    turns: tuple[str, ...]
+    system: str | None = None
+    masked: tuple[Finding, ...] = ()
+
+    @property
+    def characters(self) -> int:
+        """Characters of the user's turns."""
+        return sum(map(len, self.turns))
+
+    @property
+    def all_characters(self) -> int:
+        """Characters of the turns and of the system prompt."""
+        return self.characters + len(self.system or "")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Drop:
+    """Why a row is dropped. reason: what is counted; note: for the reader, quotes nothing."""
+
+    reason: str
+    note: str = ""
+    found: tuple[Finding, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DamagedRow:
+    """A row that cannot be read. Only its place is kept."""
+
+    source: str
+    where: str
+    drop: Drop
+
+
+class RowFilter(Protocol):
+    """Drops or changes rows for one reason. Depends on the row alone."""
+
+    def __call__(self, row: SourceRow) -> SourceRow | Drop: ...
+
+
+def length_class(characters: int) -> int:
+    """The index in LENGTHS of a number of characters."""
+    return bisect.bisect_right(LENGTHS, characters) - 1
+
+
+# Lines of dropped rows.
+
+
+def dropped_line(row: SourceRow | DamagedRow, drop: Drop, find: FindPersonalData) -> dict[str, Any]:
+    """The line of a dropped row: place, id, reason, what was found, and its redacted beginning.
+
+    find: must find every type of personal data, whatever the policy. Depends on the row and the
+    drop alone.
     """
     line: dict[str, Any] = {
         "source": row.source,
         "where": row.where,
-        "id": row.id if isinstance(row, Row) else None,
+        "id": row.id if isinstance(row, SourceRow) else None,
         "reason": drop.reason,
         "note": drop.note,
     }
     if drop.found:
         line["found"] = [dataclasses.asdict(finding) for finding in drop.found]
-    if isinstance(row, Row):
-        line["characters"] = characters(row)
+    if isinstance(row, SourceRow):
+        line["characters"] = row.characters
         line["turns"] = [excerpt(turn, find) for turn in row.turns[:EXCERPT_TURNS]]
     return line
 
 
-def characters(row: Row) -> int:
-    """What the user says in a row, in characters."""
-    return sum(map(len, row.turns))
-
-
-def excerpt(text: str, find: Find) -> str:
-    """The beginning of a text with all that `find` finds replaced by its type, such as
-    <EMAIL_ADDRESS>.
-    """
+def excerpt(text: str, find: FindPersonalData) -> str:
+    """The beginning of a text, each finding replaced by its type, such as <EMAIL_ADDRESS>."""
     found = sorted(
         (one for one in find(text[:LOOK]) if one.start < EXCERPT),
         key=lambda one: (one.start, one.end),
     )
-    shown, at = [], 0
+    parts, at = [], 0
     for finding in found:
-        # else it lies in one before it, of which at least the beginning is masked
+        # An overlapping finding needs no mark of its own: the one before masks its beginning.
         if finding.start >= at:
-            shown += [text[at : finding.start], f"<{finding.type}>"]
+            parts += [text[at : finding.start], f"<{finding.type}>"]
         at = max(at, finding.end)
-    shown += [text[at : max(EXCERPT, at)], "..." if max(EXCERPT, at) < len(text) else ""]
-    return "".join(shown)
+    end = max(EXCERPT, at)
+    return "".join([*parts, text[at:end], "..." if end < len(text) else ""])
+
+
+# Counts.
 
 
 @dataclasses.dataclass
-class Account:
-    """One source's counts.
+class SourceCounts:
+    """The counts of one source.
 
-    masked: values replaced in rows out, by type; rows_masked: the rows out that had any.
-    found_in_dropped: values in rows that were dropped for such. lengths_in, lengths_out: readable
-    rows by classes of fit.LENGTHS. languages: of rows out.
+    masked: values replaced in rows out, by type; rows_masked: rows out with such a value.
+    found_in_dropped: values in rows that were dropped for them. lengths_in, lengths_out: readable
+    rows by class of LENGTHS. languages: of rows out.
     """
 
     rows_in: int = 0
@@ -92,13 +143,13 @@ class Account:
     lengths_out: Counter[int] = dataclasses.field(default_factory=Counter)
     languages: Counter[str] = dataclasses.field(default_factory=Counter)
 
-    def __iadd__(self, other: Account) -> Account:
+    def __iadd__(self, other: SourceCounts) -> SourceCounts:
         for one in dataclasses.fields(self):
             setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
         return self
 
     def to_json(self) -> dict[str, Any]:
-        """All counts. Lengths as a list, by classes."""
+        """All counts. Lengths as a list, by class."""
         return {
             **self.facts(),
             "lengths_in": [self.lengths_in[place] for place in range(len(LENGTHS))],
@@ -107,7 +158,7 @@ class Account:
         }
 
     def facts(self) -> dict[str, Any]:
-        """What a manifest holds of it."""
+        """The counts that go into the manifest."""
         return {
             "rows_in": self.rows_in,
             "rows_out": self.rows_out,
@@ -119,11 +170,10 @@ class Account:
 
 
 class Ledger:
-    """Counts rows in, out and dropped. Its size depends on the sources and reasons, not on the
-    rows.
+    """Counts rows in, out and dropped. Its size depends on the sources and reasons, not on rows.
 
-    `versions` by filter and library, `policies` by filter, and the licence gate's `verdicts` stand
-    in it as they are given.
+    versions (of filters and libraries), policies (settings by filter) and verdicts (of the licence
+    gate) are copied into it.
     """
 
     def __init__(
@@ -137,55 +187,55 @@ class Ledger:
             "policies": dict(policies or {}),
             "licences": list(verdicts),
         }
-        self._accounts: dict[str, Account] = {}
+        self._sources: dict[str, SourceCounts] = {}
 
     def came_in(self, source: str, count: int = 1) -> None:
-        """Count rows read, readable or not. To be told by whoever reads them, or `check` compares a
-        count with itself.
+        """Count rows read, readable or not. Call it where rows are read: `check` compares it with
+        the other counts.
         """
-        self._account(source).rows_in += count
+        self._of(source).rows_in += count
 
-    def went_out(self, row: Row, language: str = "") -> None:
-        """Count a row kept, what was masked in it, its length, and its language if it is known."""
-        account = self._account(row.source)
-        account.rows_out += 1
-        account.rows_masked += bool(row.masked)
-        account.masked.update(finding.type for finding in row.masked)
-        place = length_class(characters(row))
-        account.lengths_in[place] += 1
-        account.lengths_out[place] += 1
+    def went_out(self, row: SourceRow, language: str = "") -> None:
+        """Count a kept row: what was masked in it, its length, its language if known."""
+        counts = self._of(row.source)
+        counts.rows_out += 1
+        counts.rows_masked += bool(row.masked)
+        counts.masked.update(finding.type for finding in row.masked)
+        place = length_class(row.characters)
+        counts.lengths_in[place] += 1
+        counts.lengths_out[place] += 1
         if language:
-            account.languages[language] += 1
+            counts.languages[language] += 1
 
     def dropped(self, line: Mapping[str, Any]) -> None:
-        """Count a row that goes, by its `entry`."""
-        account = self._account(line["source"])
-        account.dropped[line["reason"]] += 1
-        account.found_in_dropped.update(finding["type"] for finding in line.get("found", ()))
+        """Count a dropped row by its `dropped_line`."""
+        counts = self._of(line["source"])
+        counts.dropped[line["reason"]] += 1
+        counts.found_in_dropped.update(finding["type"] for finding in line.get("found", ()))
         if "characters" in line:
-            account.lengths_in[length_class(line["characters"])] += 1
+            counts.lengths_in[length_class(line["characters"])] += 1
 
     @property
-    def total(self) -> Account:
+    def total(self) -> SourceCounts:
         """The sum over all sources."""
-        total = Account()
-        for account in self._accounts.values():
-            total += account
+        total = SourceCounts()
+        for counts in self._sources.values():
+            total += counts
         return total
 
     def check(self) -> None:
-        """Our own invariant: no row vanished and none was made up, in any source."""
-        for name, account in self._accounts.items():
-            gone = account.dropped.total()
-            assert account.rows_in == account.rows_out + gone, (
-                f"{name} is out of balance: {account.rows_in} rows in, {account.rows_out} out, "
+        """Assert that in every source no row is lost and none is invented."""
+        for name, counts in self._sources.items():
+            gone = counts.dropped.total()
+            assert counts.rows_in == counts.rows_out + gone, (
+                f"{name} is out of balance: {counts.rows_in} rows in, {counts.rows_out} out, "
                 f"{gone} dropped"
             )
 
     def to_json(self) -> dict[str, Any]:
-        """What ledger.json holds: the total, then each source, then what decided."""
+        """The content of ledger.json: the total, each source, versions, policies, verdicts."""
         self.check()
-        sources = {name: account.to_json() for name, account in self._accounts.items()}
+        sources = {name: counts.to_json() for name, counts in self._sources.items()}
         return {
             **self.total.to_json(),
             "lengths_from": list(LENGTHS),
@@ -194,22 +244,23 @@ class Ledger:
         }
 
     def facts(self) -> dict[str, Any]:
-        """What a manifest holds of it, and those of all later stages: as much for a million rows as
-        for ten.
-        """
+        """What the manifest and those of all later stages hold: no larger for more rows."""
         self.check()
-        sources = {name: account.facts() for name, account in self._accounts.items()}
+        sources = {name: counts.facts() for name, counts in self._sources.items()}
         return {**self.total.facts(), "sources": sources, **self._about}
 
-    def _account(self, source: str) -> Account:
-        return self._accounts.setdefault(source, Account())
+    def _of(self, source: str) -> SourceCounts:
+        return self._sources.setdefault(source, SourceCounts())
+
+
+# For people.
 
 
 def show_dropped(lines: Iterable[Mapping[str, Any]], reason: str) -> Iterator[str]:
-    """The dropped rows whose reason begins so ("pii", "pii.phone"; "" for all), as text for people;
-    a count at the end.
+    """Dropped rows whose reason begins with `reason` ("pii", "pii.phone"; "" for all), as text,
+    with a count at the end.
 
-    Signs that steer a terminal are left out. Holds one row at a time.
+    Holds one row at a time. Characters that control a terminal are replaced by spaces.
     """
     wanted = reason.strip().lower()
     shown, others = Counter[str](), Counter[str]()

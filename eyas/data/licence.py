@@ -1,10 +1,9 @@
-"""The gate before any row is read: which sources may be used, by licence, by terms, and by who
-wrote their prompts.
+"""The licence gate: which sources may be used, by licence, by terms, and by who wrote their prompts.
 
-Knows the registry of known sets (registry.yaml) and asks a policy. What a run file states counts
-for more than the registry, and where the two differ the policy hears of it. Answers are dropped
-when a source is read, so who wrote them refuses nothing; a verdict notes it. Reads no source, and
-knows of a source only what is stated.
+It runs before any row is read and knows only what is stated of a source. The registry of known sets
+(registry.yaml) fills in what a run file does not state; where the two differ, that is a trait of its
+own, and the policy decides. Answers are dropped when a source is read, so their authors refuse
+nothing; a verdict notes them. SPDX expressions are parsed by `license-expression`.
 """
 
 from __future__ import annotations
@@ -18,28 +17,39 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import yaml
+from license_expression import AND, OR, ExpressionError, Licensing
 from pydantic import BaseModel, ConfigDict, HttpUrl
 
 from eyas import builtin
-from eyas.data import spdx
-from eyas.data.policy import CONTRADICTED, UNKNOWN, UNVERIFIED, Policy, Subject, spelled
+from eyas.data.policy import (
+    CONTRADICTED,
+    UNKNOWN,
+    UNVERIFIED,
+    LicencePolicy,
+    TermField,
+    author_key,
+)
 from eyas.errors import InputError
 
 REGISTRY = Path(__file__).with_name("registry.yaml")
 PACKAGED = (builtin.BUILTIN, str(Path(builtin.__file__).with_name("demo_prompts.jsonl.gz")))
 NO_LICENCE = "NONE"  # SPDX: the author gives none
 PLACEHOLDER = "<why this use is allowed>"
-COMPARED: tuple[Subject, ...] = ("licence", "prompts_by", "answers_by")
+COMPARED: tuple[TermField, ...] = ("licence", "prompts_by", "answers_by")
 
-# owner/name on the Hugging Face hub: alone or with a revision, or after a prefix and before a
+# owner/name of the Hugging Face hub: alone or with a revision, or after a prefix and before a
 # revision or a file.
 HUB_ID = re.compile(
-    r"([\w.-]+/[\w.-]+)(?:@.*)?|(?:hf://(?:datasets/)?|https://huggingface\.co/datasets/)([\w.-]+/[\w.-]+)(?:[@/].*)?"
+    r"([\w.-]+/[\w.-]+)(?:@.*)?"
+    r"|(?:hf://(?:datasets/)?|https://huggingface\.co/datasets/)([\w.-]+/[\w.-]+)(?:[@/].*)?"
 )
+SPDX = Licensing()  # without a list of licences: the policy says which ids are known
+SPDX_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9.:-]*\+?")
+LONGEST_EXPRESSION = 300  # characters
 
 
-class Stated(Protocol):
-    """What the gate reads of a source's config."""
+class SourceStatement(Protocol):
+    """What a run file states of a source: the part of SourceConfig that the gate reads."""
 
     @property
     def label(self) -> str: ...
@@ -58,8 +68,8 @@ class Stated(Protocol):
 
 
 class KnownSet(BaseModel):
-    """An entry of the registry. unverified: fields that are believed, and were not read where
-    `source` says.
+    """An entry of the registry. source: where its facts were read; unverified: fields that were not
+    read there.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -79,8 +89,8 @@ class KnownSet(BaseModel):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Terms:
-    """What holds for a source: as stated, and where nothing is stated, as the registry has it."""
+class SourceTerms:
+    """The terms of a source: as stated, else as in the registry."""
 
     licence: str | None
     prompts_by: str | None
@@ -90,12 +100,12 @@ class Terms:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Mark:
-    """One trait of a source: in which field, of which value, what it means there, and what to state
+class SourceTrait:
+    """A trait of a source: the field and value that have it, what it means, and what to state
     instead, if anything.
     """
 
-    field: Subject
+    field: TermField
     trait: str
     value: str
     meaning: str
@@ -105,7 +115,7 @@ class Mark:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Objection:
     """A rule that fires. remedy: what to state instead, if anything; reason: why it was overruled,
-    "" where it stands.
+    "" if it was not.
     """
 
     rule: str
@@ -118,10 +128,8 @@ class Objection:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the policy says of one source. duties: text by trait; mistakes: overrules that mean
-    nothing.
-
-    known_as, facts_from: the registry's entry, and where its facts come from.
+    """The policy's decision on one source. duties: text by trait; mistakes: overrules without
+    effect or reason; known_as, facts_from: the registry's entry and its URL.
     """
 
     source: str
@@ -143,9 +151,7 @@ class Verdict:
 
     @property
     def terms(self) -> dict[str, str]:
-        """What holds, from run file and registry: the fields of a source's config that readers and
-        manifests pass on.
-        """
+        """Licence and authors, from run file and registry, as readers and manifests pass them on."""
         return {
             "licence": self.licence,
             "prompts_by": self.prompts_by,
@@ -153,8 +159,8 @@ class Verdict:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """What ledger, manifest and model card keep of a verdict: {"verdict": "allowed",
-        "overruled" or "refused", ...}.
+        """What ledger, manifest and model card keep: {"verdict": "allowed", "overruled" or
+        "refused", ...}.
         """
         verdict = "refused" if not self.allowed else "overruled" if self.overruled else "allowed"
         fields = dataclasses.asdict(self)
@@ -169,22 +175,22 @@ class Verdict:
 
 @functools.cache
 def registry() -> dict[str, KnownSet]:
-    """The known sets by each of their names, all in one spelling."""
+    """The known sets by each of their names, in one spelling."""
     entries = [
         KnownSet.model_validate(entry)
         for entry in yaml.safe_load(REGISTRY.read_text(encoding="utf-8"))
     ]
-    return {_spelled(name): entry for entry in entries for name in (entry.id, *entry.aliases)}
+    return {_set_key(name): entry for entry in entries for name in (entry.id, *entry.aliases)}
 
 
-def gate(sources: Sequence[Stated], policy: Policy) -> list[Verdict]:
-    """A verdict on each source, in order. Refuses nothing by itself: see `require`."""
+def gate(sources: Sequence[SourceStatement], policy: LicencePolicy) -> list[Verdict]:
+    """A verdict on each source, in order. Raises nothing: see `require`."""
     return [judge(source, policy) for source in sources]
 
 
 def require(verdicts: Sequence[Verdict]) -> None:
-    """Raise one InputError that lists every refused source, each rule with its field, and what to
-    state to overrule it.
+    """Raise one InputError that lists every refused source, with each rule, its field, and what to
+    state instead or to overrule it.
     """
     refused = [verdict for verdict in verdicts if not verdict.allowed]
     if refused:
@@ -198,11 +204,11 @@ def require(verdicts: Sequence[Verdict]) -> None:
         )
 
 
-def judge(source: Stated, policy: Policy) -> Verdict:
-    """What the policy says of one source."""
+def judge(source: SourceStatement, policy: LicencePolicy) -> Verdict:
+    """The verdict on one source."""
     holds = _terms(source)
-    marks = [*_marks(source, holds, policy), *_contradictions(source, holds, policy)]
-    objections = list(_objections(marks, policy))
+    traits = [*_traits_of(source, holds, policy), *_contradictions(source, holds, policy)]
+    objections = list(_objections(traits, policy))
     reasons = {
         rule: " ".join(str(reason or "").split()) for rule, reason in source.overrule.items()
     }
@@ -219,8 +225,8 @@ def judge(source: Stated, policy: Policy) -> Verdict:
             for one in objections
             if one.rule in valid
         ),
-        duties=_duties(marks, policy, known),
-        notes=tuple(_notes(source, holds, marks, policy)),
+        duties=_duties(traits, policy, known),
+        notes=tuple(_notes(source, holds, traits, policy)),
         mistakes=tuple(_mistakes(reasons, valid, {one.rule for one in objections}, policy)),
         policy=policy.title,
         known_as=known.id if known else "",
@@ -228,24 +234,60 @@ def judge(source: Stated, policy: Policy) -> Verdict:
     )
 
 
-def find(source: Stated) -> KnownSet | None:
-    """The registry's entry of a source: by its hub id, or by the name that the run file gives it;
-    never by a file's name.
+def find(source: SourceStatement) -> KnownSet | None:
+    """The registry's entry of a source: by its hub id, or by the name that the run file gives it,
+    never by the name of a file.
     """
     packaged = builtin.BUILTIN if source.path in PACKAGED else None
     names = (_hub_id(source.path), packaged, source.name)
     return next(
-        (registry()[_spelled(name)] for name in names if name and _spelled(name) in registry()),
+        (registry()[_set_key(name)] for name in names if name and _set_key(name) in registry()),
         None,
     )
+
+
+# SPDX expressions.
+
+
+def parsed_licence(text: str) -> Any:
+    """The tree of an SPDX expression, of `AND`, `OR` and licence symbols of license_expression.
+
+    Ids keep their spelling. Raises ValueError that says what is wrong with the text.
+    """
+    if len(text) > LONGEST_EXPRESSION:
+        raise ValueError(f"longer than {LONGEST_EXPRESSION} characters")
+    try:
+        tree = SPDX.parse(text)
+    except ExpressionError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    except (IndexError, TypeError, AttributeError) as error:  # the parser's answer to "MIT)", "()"
+        raise ValueError("its brackets do not match") from error
+    if tree is None:
+        raise ValueError("it is empty")
+    for symbol in SPDX.license_symbols(tree):
+        # The parser takes words with spaces between them for one id.
+        if not SPDX_ID.fullmatch(symbol.key):
+            raise ValueError(f"{symbol.key!r} is no licence id")
+    return tree
+
+
+def _id(symbol: Any) -> str:
+    """The licence id of a symbol, without its exception."""
+    return str(getattr(symbol, "license_symbol", symbol).key)
+
+
+def _ordered(tree: Any) -> str:
+    if isinstance(tree, AND | OR):
+        return f"({tree.operator.join(sorted(map(_ordered, tree.args)))})"
+    return str(tree).casefold()
 
 
 # From a source to its traits.
 
 
-def _terms(source: Stated) -> Terms:
+def _terms(source: SourceStatement) -> SourceTerms:
     known = find(source)
-    return Terms(
+    return SourceTerms(
         licence=source.licence or (known.licence if known else None),
         prompts_by=source.prompts_by or (known.prompts_by if known else None),
         answers_by=source.answers_by or (known.answers_by if known else None),
@@ -254,44 +296,49 @@ def _terms(source: Stated) -> Terms:
     )
 
 
-def _marks(source: Stated, holds: Terms, policy: Policy) -> Iterator[Mark]:
-    yield from _licence_marks(source, holds.licence, policy)
+def _traits_of(
+    source: SourceStatement, holds: SourceTerms, policy: LicencePolicy
+) -> Iterator[SourceTrait]:
+    yield from _licence_traits(source, holds.licence, policy)
     for trait in holds.terms:
-        yield Mark("terms", trait, trait, policy.traits.get(trait, "asked by its publisher"))
-    yield from _author_marks("prompts_by", holds.prompts_by, policy)
-    yield from _author_marks("answers_by", holds.answers_by, policy)
+        yield SourceTrait("terms", trait, trait, policy.traits.get(trait, "asked by its publisher"))
+    yield from _author_traits("prompts_by", holds.prompts_by, policy)
+    yield from _author_traits("answers_by", holds.answers_by, policy)
 
 
-def _licence_marks(source: Stated, text: str | None, policy: Policy) -> list[Mark]:
+def _licence_traits(
+    source: SourceStatement, text: str | None, policy: LicencePolicy
+) -> list[SourceTrait]:
     if not text or text.upper() == NO_LICENCE:
-        alike = None if find(source) else registry().get(_spelled(source.label))
+        alike = None if find(source) else registry().get(_set_key(source.label))
         remedy = "licence: <SPDX id>" + (
             f", or name: {alike.id}, if it is the set that is known by that name" if alike else ""
         )
-        return [Mark("licence", UNKNOWN, "not given", "no licence is stated", remedy)]
+        return [SourceTrait("licence", UNKNOWN, "not given", "no licence is stated", remedy)]
     try:
-        return _traits(spdx.parse(text), policy)
+        return _traits(parsed_licence(text), policy)
     except ValueError as error:
         return [
-            Mark("licence", UNKNOWN, text, f"no SPDX expression: {error}", "licence: <SPDX id>")
+            SourceTrait(
+                "licence", UNKNOWN, text, f"no SPDX expression: {error}", "licence: <SPDX id>"
+            )
         ]
 
 
-def _traits(tree: spdx.Expression, policy: Policy) -> list[Mark]:
-    """Of licences that all hold, everything; of a choice, the first part with the fewest traits
-    that are refused.
-    """
-    if isinstance(tree, spdx.AllOf):
-        return [mark for part in tree.parts for mark in _traits(part, policy)]
-    if isinstance(tree, spdx.OneOf):
-        choices = [_traits(part, policy) for part in tree.parts]
+def _traits(tree: Any, policy: LicencePolicy) -> list[SourceTrait]:
+    """Of A AND B the traits of both; of A OR B those of the part with the fewest refused ones."""
+    if isinstance(tree, AND):
+        return [trait for part in tree.args for trait in _traits(part, policy)]
+    if isinstance(tree, OR):
+        choices = [_traits(part, policy) for part in tree.args]
         return min(
-            choices, key=lambda marks: sum(policy.refuses(mark.field, mark.trait) for mark in marks)
+            choices,
+            key=lambda traits: sum(policy.refuses(trait.field, trait.trait) for trait in traits),
         )
-    entry = policy.licence(tree.id)
+    entry = policy.licence(_id(tree))
     if entry is None:
         return [
-            Mark(
+            SourceTrait(
                 "licence",
                 UNKNOWN,
                 str(tree),
@@ -299,36 +346,40 @@ def _traits(tree: spdx.Expression, policy: Policy) -> list[Mark]:
                 "licence: <SPDX id that it has>",
             )
         ]
-    return [Mark("licence", trait, str(tree), policy.traits[trait]) for trait in entry.traits]
+    return [
+        SourceTrait("licence", trait, str(tree), policy.traits[trait]) for trait in entry.traits
+    ]
 
 
-def _author_marks(field: Subject, text: str | None, policy: Policy) -> Iterator[Mark]:
+def _author_traits(
+    field: TermField, text: str | None, policy: LicencePolicy
+) -> Iterator[SourceTrait]:
     names = _authors(text)
     if not names:
-        yield Mark(
+        yield SourceTrait(
             field,
             UNKNOWN,
             "not given",
-            "nobody is named",
+            "no author is named",
             f"{field}: human, or {field}: <the model's name>",
         )
     for name in names:
         entry = policy.author(name)
         if entry is None:
             remedy = f"{field}: human, or {field}: <the model's name and version>"
-            yield Mark(field, UNKNOWN, name, "the policy has no entry for it", remedy)
+            yield SourceTrait(field, UNKNOWN, name, "the policy has no entry for it", remedy)
             continue
         for trait in entry.traits:
             details = "; ".join(
                 part for part in (policy.traits[trait], entry.note, entry.url) if part
             )
-            yield Mark(field, trait, name, f"{entry.family}: {details}")
+            yield SourceTrait(field, trait, name, f"{entry.family}: {details}")
 
 
-def _contradictions(source: Stated, holds: Terms, policy: Policy) -> Iterator[Mark]:
-    """Where the run file says something else than the registry; and what of the registry was not
-    verified.
-    """
+def _contradictions(
+    source: SourceStatement, holds: SourceTerms, policy: LicencePolicy
+) -> Iterator[SourceTrait]:
+    """Fields in which the run file differs from the registry, and unverified facts of the registry."""
     known = holds.known
     if known is None:
         return
@@ -336,70 +387,77 @@ def _contradictions(source: Stated, holds: Terms, policy: Policy) -> Iterator[Ma
         stated, recorded = getattr(source, field), getattr(known, field)
         if stated and recorded and _differ(field, stated, recorded, policy):
             meaning = f"the registry has {recorded} for {known.id}, {known.url}"
-            yield Mark(
+            yield SourceTrait(
                 field, CONTRADICTED, stated, meaning, f"no {field}, so that the registry's counts"
             )
         elif recorded and not stated and field in known.unverified:
-            yield Mark(field, UNVERIFIED, recorded, f"believed, not verified: look at {known.url}")
+            yield SourceTrait(
+                field, UNVERIFIED, recorded, f"believed, not verified: look at {known.url}"
+            )
 
 
-def _differ(field: str, stated: str, recorded: str, policy: Policy) -> bool:
-    """Whether a licence is another one, or whether authors are left out whose terms are not those
-    of the ones stated.
-    """
+def _differ(field: str, stated: str, recorded: str, policy: LicencePolicy) -> bool:
+    """Whether the licence differs, or authors with other terms than the stated ones are left out."""
     if field == "licence":
-        return _key(stated) != _key(recorded)
+        return licence_key(stated) != licence_key(recorded)
     return bool(_families(recorded, policy) - _families(stated, policy))
 
 
-def _families(text: str, policy: Policy) -> set[str]:
+def _families(text: str, policy: LicencePolicy) -> set[str]:
     entries = {name: policy.author(name) for name in _authors(text)}
-    return {entry.family if entry else spelled(name) for name, entry in entries.items()}
+    return {entry.family if entry else author_key(name) for name, entry in entries.items()}
 
 
 # From traits to a verdict.
 
 
-def _objections(marks: Sequence[Mark], policy: Policy) -> Iterator[Objection]:
+def _objections(traits: Sequence[SourceTrait], policy: LicencePolicy) -> Iterator[Objection]:
     for rule in policy.rules:
-        for mark in marks:
-            if mark.field in rule.fields and mark.trait in rule.refuse:
+        for trait in traits:
+            if trait.field in rule.fields and trait.trait in rule.refuse:
                 yield Objection(
                     rule.name,
-                    mark.field,
-                    mark.value,
-                    f"{mark.meaning}; {rule.because}",
-                    mark.remedy,
+                    trait.field,
+                    trait.value,
+                    f"{trait.meaning}; {rule.because}",
+                    trait.remedy,
                 )
 
 
-def _duties(marks: Sequence[Mark], policy: Policy, known: KnownSet | None) -> dict[str, str]:
-    """What goes with the prompts: traits that no rule refuses. Answers are dropped, and with them
-    what they ask.
+def _duties(
+    traits: Sequence[SourceTrait], policy: LicencePolicy, known: KnownSet | None
+) -> dict[str, str]:
+    """Traits that no rule refuses, which go with the prompts. Those of answers are dropped with
+    the answers.
     """
     duties: dict[str, str] = {}
-    for mark in marks:
+    for trait in traits:
         if (
-            mark.field != "answers_by"
-            and not policy.refuses(mark.field, mark.trait)
-            and mark.trait not in duties
+            trait.field != "answers_by"
+            and not policy.refuses(trait.field, trait.trait)
+            and trait.trait not in duties
         ):
-            duties[mark.trait] = f"{mark.value}: {mark.meaning}"
+            duties[trait.trait] = f"{trait.value}: {trait.meaning}"
     if "attribution" in duties and known:
         duties["attribution"] += f" ({known.credit or known.id}, {known.url})"
     return duties
 
 
-def _notes(source: Stated, holds: Terms, marks: Sequence[Mark], policy: Policy) -> Iterator[str]:
-    for mark in marks:
-        if mark.field == "answers_by" and mark.trait == UNKNOWN:
+def _notes(
+    source: SourceStatement,
+    holds: SourceTerms,
+    traits: Sequence[SourceTrait],
+    policy: LicencePolicy,
+) -> Iterator[str]:
+    for trait in traits:
+        if trait.field == "answers_by" and trait.trait == UNKNOWN:
             yield (
-                f"who wrote the answers is not known ({mark.value}); they are dropped when the "
+                f"who wrote the answers is not known ({trait.value}); they are dropped when the "
                 "source is read"
             )
-        elif mark.field == "answers_by" and policy.refuses("prompts_by", mark.trait):
+        elif trait.field == "answers_by" and policy.refuses("prompts_by", trait.trait):
             yield (
-                f"answers by {mark.value} would be refused ({mark.meaning}); they are dropped "
+                f"answers by {trait.value} would be refused ({trait.meaning}); they are dropped "
                 "when the source is read"
             )
     if holds.known is not None:
@@ -416,7 +474,7 @@ def _notes(source: Stated, holds: Terms, marks: Sequence[Mark], policy: Policy) 
 
 
 def _mistakes(
-    reasons: Mapping[str, str], valid: Mapping[str, str], fired: set[str], policy: Policy
+    reasons: Mapping[str, str], valid: Mapping[str, str], fired: set[str], policy: LicencePolicy
 ) -> Iterator[str]:
     for rule in reasons:
         if rule not in fired:
@@ -450,20 +508,21 @@ def _hub_id(path: str) -> str | None:
     if found is None:
         return None
     bare, prefixed = found.groups()
-    # a folder of one's own is read in the hub's stead
+    # a local folder of that name is read instead of the hub
     return prefixed or (None if Path(path).exists() else bare)
 
 
 def _canonical(text: str | None) -> str:
     try:
-        return str(spdx.parse(text)) if text else ""
+        return str(parsed_licence(text)) if text else ""
     except ValueError:
         return text or ""
 
 
-def _key(text: str) -> str:
+def licence_key(text: str) -> str:
+    """The same for expressions that differ only in case, spaces or the order of their parts."""
     try:
-        return spdx.key(spdx.parse(text))
+        return _ordered(parsed_licence(text))
     except ValueError:
         return text.strip().casefold()
 
@@ -472,6 +531,6 @@ def _authors(text: str | None) -> list[str]:
     return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
-def _spelled(name: str) -> str:
+def _set_key(name: str) -> str:
     """One spelling of a set's name."""
     return re.sub(r"[\s_.-]+", "-", name.strip().casefold())

@@ -1,10 +1,9 @@
-"""The policy: which licences, terms and authors let a set of prompts be used, and which do not.
-Rules, as data, from YAML.
+"""The licence policy: rules, as YAML data, that say which licences, terms and authors are refused.
 
 A licence or a model has traits (`non-commercial`, `attribution`), and a rule refuses a source that
-has one of its traits in one of its fields. A trait that no rule refuses is a duty: it goes with the
-prompts. Knows no source. What is shipped is in policy.yaml; a user's own file adds to it, replaces
-rules of the same name, and removes.
+has one of its traits in one of its fields. A trait that no rule refuses is a duty that goes with the
+prompts. The shipped policy is policy.yaml; a user's file adds to it, replaces rules of the same name
+and removes entries. Knows no source.
 """
 
 from __future__ import annotations
@@ -26,37 +25,37 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from eyas.errors import ConfigError, MissingInputError
 
 SHIPPED = Path(__file__).with_name("policy.yaml")
-Subject = Literal["licence", "terms", "prompts_by", "answers_by"]
+TermField = Literal["licence", "terms", "prompts_by", "answers_by"]
 
-# Traits that no table gives: the gate finds them where a value is missing or in no table, differs
-# from what the registry of known sets says, or stands in the registry without having been verified.
+# Traits of no table, which the gate finds: a value is missing or in no table, differs from the
+# registry of known sets, or stands in the registry without having been verified.
 UNKNOWN, CONTRADICTED, UNVERIFIED = "unknown", "contradicted", "unverified"
 FOUND_BY_GATE = frozenset({UNKNOWN, CONTRADICTED, UNVERIFIED})
 
 
-class _Part(BaseModel):
+class _PolicyModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Rule(_Part):
+class PolicyRule(_PolicyModel):
     """Refuses a source with one of these traits in one of these fields."""
 
     name: str = Field(pattern=r"^[a-z][a-z0-9-]*$")
-    fields: tuple[Subject, ...] = Field(min_length=1)
+    fields: tuple[TermField, ...] = Field(min_length=1)
     refuse: tuple[str, ...] = Field(min_length=1)
     because: str = Field(min_length=1)
 
 
-class LicenceEntry(_Part):
+class LicenceEntry(_PolicyModel):
     """Licences with the same traits. ids: SPDX ids; `*` stands for any ending."""
 
     ids: tuple[str, ...] = Field(min_length=1)
     traits: tuple[str, ...] = ()
 
 
-class AuthorEntry(_Part):
-    """Authors under the same terms. names: in small letters, without the owner's name; `*` stands
-    for any ending.
+class AuthorEntry(_PolicyModel):
+    """Authors under the same terms. names: in lower case, without the owner; `*` stands for any
+    ending.
     """
 
     family: str
@@ -66,9 +65,9 @@ class AuthorEntry(_Part):
     note: str = ""
 
 
-class Policy(_Part):
-    """A policy as it was read, or, after `resolved`, as it holds. Of the tables' entries the first
-    that fits counts.
+class LicencePolicy(_PolicyModel):
+    """A policy as read from a file, or as it applies after `read_policy`. In each table the first
+    entry that fits counts.
     """
 
     name: str = Field(min_length=1)
@@ -77,13 +76,13 @@ class Policy(_Part):
     remove_rules: tuple[str, ...] = ()
     remove_licences: tuple[str, ...] = ()
     traits: dict[str, str] = {}
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[PolicyRule, ...] = ()
     licences: tuple[LicenceEntry, ...] = ()
     authors: tuple[AuthorEntry, ...] = ()
 
     @functools.cached_property
     def identity(self) -> str:
-        """16 hex digits over all that the policy says."""
+        """16 hex digits of the hash of its content."""
         return hashlib.sha256(
             json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()
         ).hexdigest()[:16]
@@ -93,41 +92,37 @@ class Policy(_Part):
         return f"{self.name} {self.version} ({self.identity})"
 
     def licence(self, id: str) -> LicenceEntry | None:
-        """The entry of an SPDX id; `GPL-2.0+` is found under its id without the plus too."""
+        """The entry of an SPDX id; `GPL-2.0+` is also found under `GPL-2.0`."""
         ids = (id.casefold(), id.casefold().removesuffix("+"))
         return next(
             (entry for entry in self.licences for one in ids if _fits(one, entry.ids)), None
         )
 
     def author(self, name: str) -> AuthorEntry | None:
-        """The entry of who wrote something: `human`, `program`, or a model by any usual spelling of
-        its name.
-        """
-        return next((entry for entry in self.authors if _fits(spelled(name), entry.names)), None)
+        """The entry of an author: `human`, `program`, or a model in any usual spelling."""
+        return next((entry for entry in self.authors if _fits(author_key(name), entry.names)), None)
 
     def refuses(self, field: str, trait: str) -> bool:
         return any(field in rule.fields and trait in rule.refuse for rule in self.rules)
 
 
-def spelled(author: str) -> str:
+def author_key(author: str) -> str:
     """One spelling of an author's name: `OpenAI/GPT 4`, `gpt_4` and `gpt-4` are one."""
     return re.sub(r"[\s_]+", "-", author.strip().casefold().rsplit("/", 1)[-1])
 
 
 @functools.cache
-def shipped() -> Policy:
-    """The policy that ships in the package."""
+def shipped() -> LicencePolicy:
+    """The policy of the package."""
     return _checked(
         _parsed(SHIPPED.read_text(encoding="utf-8"), "the shipped policy"), "the shipped policy"
     )
 
 
-def read_policy(path: str | None) -> Policy:
-    """A user's policy, put over the shipped one unless it extends nothing; without a path, the
-    shipped one.
-
-    Raises MissingInputError, ConfigError (names each wrong field, and a trait, rule or licence that
-    does not exist).
+def read_policy(path: str | None) -> LicencePolicy:
+    """A user's policy on top of the shipped one, unless it extends nothing; without a path the
+    shipped one. Raises MissingInputError, ConfigError (a wrong field, an unknown trait, rule or
+    licence).
     """
     if path is None:
         return shipped()
@@ -142,25 +137,25 @@ def read_policy(path: str | None) -> Policy:
     return _checked(own if own.extends == "nothing" else _over(shipped(), own, path), path)
 
 
-def _parsed(text: str, where: str) -> Policy:
+def _parsed(text: str, where: str) -> LicencePolicy:
     try:
         content = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"the policy {where} is not YAML: {error}", "mend the file") from error
+        raise ConfigError(f"the policy {where} is not YAML: {error}", "correct the file") from error
     try:
-        return Policy.model_validate(content if isinstance(content, dict) else {})
+        return LicencePolicy.model_validate(content if isinstance(content, dict) else {})
     except ValidationError as error:
         wrong = "; ".join(
             f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()
         )
         raise ConfigError(
             f"the policy {where} does not fit: {wrong}",
-            f"its fields are {', '.join(Policy.model_fields)}",
+            f"its fields are {', '.join(LicencePolicy.model_fields)}",
         ) from error
 
 
-def _over(base: Policy, own: Policy, where: str) -> Policy:
-    """`own` put over `base`: what it removes is gone, its rules replace those of their names, its
+def _over(base: LicencePolicy, own: LicencePolicy, where: str) -> LicencePolicy:
+    """`own` on top of `base`: removed entries are gone, rules of the same name are replaced, own
     entries come first.
     """
     _all_known(own.remove_rules, {rule.name for rule in base.rules}, "rule", where)
@@ -184,8 +179,8 @@ def _without(entry: LicenceEntry, removed: Iterable[str]) -> LicenceEntry | None
     return entry.model_copy(update={"ids": kept}) if kept else None
 
 
-def _checked(policy: Policy, where: str) -> Policy:
-    """The policy, if it is whole: rules' names differ, and every trait is declared. Raises
+def _checked(policy: LicencePolicy, where: str) -> LicencePolicy:
+    """The policy, if the names of its rules differ and every trait is declared. Raises
     ConfigError.
     """
     twice = [
@@ -204,7 +199,7 @@ def _checked(policy: Policy, where: str) -> Policy:
     return policy
 
 
-def _traits_used(policy: Policy) -> Iterator[str]:
+def _traits_used(policy: LicencePolicy) -> Iterator[str]:
     for rule in policy.rules:
         yield from rule.refuse
     entries: list[Any] = [*policy.licences, *policy.authors]

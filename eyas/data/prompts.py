@@ -1,24 +1,20 @@
-"""The stage `prompts`: raw conversation sets -> cleaned user prompts, a ledger, and every dropped
-row with its reason.
-
-Knows the flow. Knows no file format, no pattern and no model.
+"""The stage `prompts`: raw conversation sets -> cleaned user prompts, a ledger and a data card.
 
     prompts-00000.jsonl   records.Prompt, in the order of the sources
     dropped-00000.jsonl   a redacted line per dropped row
     ledger.json           rows in = rows out + drops, by source and reason
     card.html             the same for the person who signs
-    fit.json              how near the prompts are to the traffic, where they are to match it
-    work/                 finished blocks and the selection, until all is written
+    fit.json              how near the prompts are to the traffic, if `match` is set
+    work/                 finished blocks and the selection, until everything is written
 
-Three steps, of which a killed run repeats none that it finished: blocks of rows go through the
-filters, in any number of processes; what depends on other rows is decided on digests of those that
-are left; what is taken is written.
+Three steps, and a killed run repeats none that it finished: blocks of rows go through the filters in
+any number of processes; what depends on other rows is decided on digests of the rows that remain;
+what is taken is written. Knows the flow; knows no file format, no pattern and no model.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.metadata
 import itertools
 from collections import Counter
@@ -28,19 +24,24 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from eyas.artifact import VERSION, WORK, Artifact, Manifest, Parts, identity
-from eyas.data import fit, mix
-from eyas.data.blocks import BLOCK_ROWS, Blocks, cut
+from eyas.data import fit
 from eyas.data.card import CardContents, write_card
 from eyas.data.duplicates import DuplicatesConfig
-from eyas.data.executor import Executor, LocalExecutor
-from eyas.data.language import LanguageConfig
-from eyas.data.ledger import Ledger
+from eyas.data.executor import Executor, LocalExecutor, RayExecutor
+from eyas.data.filters import CleaningTask, LanguageConfig, LateDrops, QualityConfig
+from eyas.data.ledger import Ledger, SourceRow
 from eyas.data.licence import gate, require
 from eyas.data.policy import read_policy
-from eyas.data.quality import QualityConfig
-from eyas.data.rows import Row
-from eyas.data.selection import Match, Rows, Selection, Wanted, select
-from eyas.data.sieve import Cleaning, Gone
+from eyas.data.selection import (
+    BLOCK_ROWS,
+    BlockStore,
+    RemainingRows,
+    Selection,
+    SelectionRules,
+    TrafficMatch,
+    cut,
+    select,
+)
 from eyas.data.sources import SourceConfig, describe, read_source
 from eyas.errors import ConfigError, EmptyInputError
 from eyas.log import Track, quiet
@@ -55,8 +56,8 @@ LIBRARIES = ("numpy", "py3langid")  # that results depend on, besides those of t
 
 
 class PromptsConfig(BaseModel):
-    """What to read and what to let through. `executor` and `workers` say where the work runs, and
-    change nothing of it.
+    """What to read and what to keep. `executor` and `workers` change where the work runs, not its
+    result.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -89,22 +90,21 @@ class PromptsConfig(BaseModel):
     @model_validator(mode="after")
     def _names_differ(self) -> PromptsConfig:
         for sources in (self.sources, self.evaluation):
-            twice = [
-                name
-                for name, count in Counter(source.label for source in sources).items()
-                if count > 1
-            ]
+            counts = Counter(source.label for source in sources)
+            twice = [name for name, count in counts.items() if count > 1]
             if twice:
                 raise ConfigError(
                     f"two sources are called {twice[0]!r}", "give each a `name` of its own"
                 )
         return self
 
-    def settings(self, key: bytes) -> dict[str, Any]:
-        """What the result depends on besides the sources: the config with what files hold in place
-        of where they lie.
+    @property
+    def labels(self) -> list[str]:
+        return [source.label for source in self.sources]
 
-        Raises what reading those files raises.
+    def settings(self, key: bytes) -> dict[str, Any]:
+        """What the result depends on besides the sources: the config, with the contents of files in
+        place of their paths. Raises what reading those files raises.
         """
         places = {"sources", "policy", "evaluation", "executor", "workers"}
         settings = self.model_dump(mode="json", exclude=places)
@@ -117,9 +117,9 @@ class PromptsConfig(BaseModel):
             "key": fingerprint(key),
         }
 
-    def work(self, key: bytes) -> Cleaning:
-        """What is to be done with each row."""
-        return Cleaning(
+    def task(self, key: bytes) -> CleaningTask:
+        """The work on each row."""
+        return CleaningTask(
             labels=tuple(self.labels),
             key=key,
             max_characters=self.max_characters,
@@ -130,22 +130,17 @@ class PromptsConfig(BaseModel):
             grams=self.match is not None,
         )
 
-    @property
-    def labels(self) -> list[str]:
-        return [source.label for source in self.sources]
-
 
 def traffic_source(config: fit.MatchConfig) -> SourceConfig:
-    """The sample of production prompts. Nothing of it is kept, so nobody asks for its licence."""
+    """The sample of production prompts. No licence is asked: none of it is kept."""
     return SourceConfig(path=config.traffic, name="traffic")
 
 
-# The flow
+# The flow.
 
 
 def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) -> Manifest:
-    """Read the sources, clean them, and write the artifact `prompts`; at once if that is done, from
-    where it was cut if not.
+    """Read the sources, clean them, and write the artifact `prompts`; resumes an unfinished one.
 
     Raises InputError that lists every source that the policy refuses, before a row is read;
     MissingInputError, CorruptError, InputError (a source, an evaluation set, a policy, the
@@ -156,24 +151,22 @@ def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) 
     key = privacy_key()
     inputs = {source.label: describe(source) for source in config.sources}
     settings = config.settings(key)
-    work = identity("prompts", settings, inputs)
-    if not output.begin(work):
+    made_by = identity("prompts", settings, inputs)
+    if not output.begin(made_by):
         return output.manifest("prompts")
-    _same_versions(output)
-    with _executor(config, key) as executor:
+    _restart_if_versions_differ(output)
+    ledger = Ledger(versions(), policies(config, key), [verdict.to_json() for verdict in verdicts])
+    licences = {verdict.source: verdict.licence for verdict in verdicts}
+    executor: Executor = (
+        LocalExecutor(config.task(key), config.workers)
+        if config.executor == "local"
+        else RayExecutor(config.task(key), config.workers)
+    )
+    with executor:
         if not output.exists(SELECTION):
-            decide(config, output, finished_blocks(config, Blocks(output), executor, track))
-        ledger = Ledger(
-            versions(), policies(config, key), [verdict.to_json() for verdict in verdicts]
-        )
-        write(
-            config,
-            output,
-            ledger,
-            {verdict.source: verdict.licence for verdict in verdicts},
-            executor,
-        )
-    sum_up(config, output, ledger, work)
+            decide(config, output, finished_blocks(config, BlockStore(output), executor, track))
+        write(config, output, ledger, licences, executor)
+    write_summaries(config, output, ledger, made_by)
     total = ledger.total
     track(total.rows_in, total.rows_in)
     if not total.rows_out:
@@ -191,20 +184,8 @@ def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) 
     return output.finish("prompts", settings, inputs, counts, facts={"ledger": ledger.facts()})
 
 
-def _executor(config: PromptsConfig, key: bytes) -> Executor:
-    """Where the work runs. Ray is loaded when it is asked for: half a second and 55 MB."""
-    if config.executor == "local":
-        return LocalExecutor(config.work(key), config.workers)
-    made: Executor = importlib.import_module("eyas.data.ray_executor").RayExecutor(
-        config.work(key), config.workers
-    )
-    return made
-
-
-def _same_versions(output: Artifact) -> None:
-    """Throw away what another version of eyas or of a library began: half of one and half of the
-    other is neither.
-    """
+def _restart_if_versions_differ(output: Artifact) -> None:
+    """Delete what another version of eyas or of a library began: its blocks may differ from ours."""
     now = versions()
     if not output.exists(VERSIONS) or output.read_json(VERSIONS) != now:
         for name in (*output.parts("prompts"), *output.parts("dropped")):
@@ -216,87 +197,101 @@ def _same_versions(output: Artifact) -> None:
 def versions() -> dict[str, Any]:
     """Of eyas, of its parts that count theirs, and of the libraries that results depend on."""
     libraries = {name: importlib.metadata.version(name) for name in LIBRARIES}
-    return {
-        "eyas": VERSION,
-        "fit": fit.VERSION,
-        "mix": mix.VERSION,
-        **libraries,
-        **detector.versions(),
-    }
+    return {"eyas": VERSION, "fit": fit.VERSION, **libraries, **detector.versions()}
 
 
 def policies(config: PromptsConfig, key: bytes) -> dict[str, Any]:
-    """What each filter was told, for the ledger."""
+    """The settings of each filter, for the ledger."""
     kept = {"max_characters", "quality", "language", "personal", "duplicates"}
     return {**config.model_dump(mode="json", include=kept), "key": fingerprint(key)}
 
 
-def decide(config: PromptsConfig, output: Artifact, finished: Generator[int]) -> None:
-    """Wait for the blocks, and write the decisions on their rows; and how near those taken are to
-    the traffic, if asked.
+# Step 1: blocks.
+
+
+def finished_blocks(
+    config: PromptsConfig, store: BlockStore, executor: Executor, track: Track
+) -> Generator[int]:
+    """The number of finished blocks, each time one is added: those of an earlier run at once, then
+    the others in order.
     """
-    halves = None
+    number = 0
+    while store.has(number):
+        number += 1
+        yield number
+    rows = (row for source in config.sources for row in read_source(source))
+    missing = itertools.islice(cut(rows), number, None)
+    with contextlib.closing(executor.map(missing)) as results:
+        for result in results:
+            assert result.number == number, "blocks come in order, so finished ones have no gap"
+            store.write(result)
+            number += 1
+            track(number * BLOCK_ROWS)
+            yield number
+
+
+# Step 2: decisions.
+
+
+def decide(config: PromptsConfig, output: Artifact, finished: Generator[int]) -> None:
+    """Wait for the blocks, and write the selection; with `match` also the fit report."""
+    match, halves = None, None
     if config.match:
-        halves = fit.traffic_halves(
-            row for row in read_source(traffic_source(config.match)) if isinstance(row, Row)
-        )
-    match = Match(halves[0].grams, config.match.num_prompts) if config.match and halves else None
-    wanted = Wanted(
+        rows_of_traffic = read_source(traffic_source(config.match))
+        halves = fit.traffic_halves(row for row in rows_of_traffic if isinstance(row, SourceRow))
+        match = TrafficMatch(halves[0].grams, config.match.num_prompts)
+    rules = SelectionRules(
         config.labels, config.duplicates.near, match, config.mix, config.max_prompts, config.seed
     )
-    blocks = Blocks(output)
-    selection = chosen(config, blocks, wanted, finished)
+    store = BlockStore(output)
+    selection = selected(store, rules, finished)
     if halves:
-        rows = Rows(blocks, selection.num_blocks)
-        profiles = (
-            rows.profile(config.labels, selection.unrepeated),
-            rows.profile(config.labels, selection.taken),
-        )
-        output.write_json(FIT, fit.report(*profiles, *halves))
+        rows = RemainingRows(store, selection.num_blocks)
+        before = rows.profile(config.labels, selection.unrepeated)
+        after = rows.profile(config.labels, selection.taken)
+        output.write_json(FIT, fit.fit_report(before, after, *halves))
     output.write(SELECTION, selection.to_bytes())
 
 
-def chosen(
-    config: PromptsConfig, blocks: Blocks, wanted: Wanted, finished: Generator[int]
-) -> Selection:
-    """The decisions on all rows; where `max_prompts` ends the reading, on the rows of as many
-    blocks as give so many.
+def selected(store: BlockStore, rules: SelectionRules, finished: Generator[int]) -> Selection:
+    """The decisions on all rows; with a limit, on the rows of as many blocks as give so many.
 
-    How far is read follows from the rows alone, not from how many blocks were on their way.
+    How far is read follows from the rows alone, not from how many blocks were in flight. `match`
+    and `mix` draw from all rows.
     """
-    drawn = config.match is not None or config.mix is not None  # from all there is
+    draws = rules.match is not None or rules.mix is not None
+    enough = None if draws else rules.limit
     with contextlib.closing(finished):
-        reading = Reading(blocks, finished)
-        enough = None if drawn else config.max_prompts
+        reader = BlockReader(store, finished)
         while True:
-            reading.go_on(enough)
-            selection = select(Rows(blocks, reading.num_blocks), wanted)
+            reader.read_on(enough)
+            selection = select(RemainingRows(store, reader.num_blocks), rules)
             if (
                 enough is None
-                or config.max_prompts is None
-                or reading.ended
-                or selection.num_taken == config.max_prompts
+                or rules.limit is None
+                or reader.ended
+                or selection.num_taken == rules.limit
             ):
                 return selection
-            # for the near-duplicates among them
-            enough = reading.num_different + config.max_prompts - selection.num_taken
+            # Some of the different rows are near-duplicates: read as many more.
+            enough = reader.num_different + rules.limit - selection.num_taken
 
 
-class Reading:
-    """Blocks as they are finished, and how many different rows are left in them."""
+class BlockReader:
+    """Counts blocks as they are finished, and the different texts in them."""
 
-    def __init__(self, blocks: Blocks, finished: Iterator[int]) -> None:
+    def __init__(self, store: BlockStore, finished: Iterator[int]) -> None:
         self.num_blocks = 0
         self.ended = False
-        self._blocks, self._finished = blocks, finished
-        self._fingerprints: set[bytes] = set()
+        self._store, self._finished = store, finished
+        self._keys: set[bytes] = set()
 
     @property
     def num_different(self) -> int:
-        return len(self._fingerprints)
+        return len(self._keys)
 
-    def go_on(self, enough: int | None) -> None:
-        """Wait for more blocks, until so many different rows are left, or to the end."""
+    def read_on(self, enough: int | None) -> None:
+        """Wait for more blocks, until so many different texts remain; None: to the end."""
         while not self.ended and (enough is None or self.num_different < enough):
             number = next(self._finished, None)
             if number is None:
@@ -304,30 +299,11 @@ class Reading:
                 break
             self.num_blocks = number
             if enough is not None:
-                self._fingerprints.update(
-                    map(bytes, self._blocks.digests(number - 1, "fingerprint")["fingerprint"])
-                )
+                keys = self._store.arrays(number - 1, "text_key")["text_key"]
+                self._keys.update(map(bytes, keys))
 
 
-def finished_blocks(
-    config: PromptsConfig, blocks: Blocks, executor: Executor, track: Track
-) -> Generator[int]:
-    """How many blocks are finished, each time one more is: those of an earlier run at once, the
-    others as they come.
-    """
-    number = 0
-    while blocks.has(number):
-        number += 1
-        yield number
-    rows = (row for source in config.sources for row in read_source(source))
-    missing = itertools.islice(cut(rows), number, None)
-    with contextlib.closing(executor.map(missing)) as sifted:
-        for block in sifted:
-            assert block.number == number, "blocks come in order, so that finished ones have no gap"
-            blocks.write(block)
-            number += 1
-            track(number * BLOCK_ROWS)
-            yield number
+# Step 3: prompts, dropped rows, ledger and card.
 
 
 def write(
@@ -337,38 +313,32 @@ def write(
     licences: Mapping[str, str],
     executor: Executor,
 ) -> None:
-    """Write the rows that were taken and the entries of those that were not, and count both.
+    """Write the rows that were taken and the lines of the others, and count both.
 
-    licences: what holds for each source, stated or known.
+    licences: of each source, stated or known.
     """
-    blocks = Blocks(output)
+    store = BlockStore(output)
     selection = Selection.from_bytes(output.read(SELECTION))
-    rows = Rows(blocks, selection.num_blocks)
-    prompts, dropped = (
-        Parts(output, "prompts", ROWS_PER_PART),
-        Parts(output, "dropped", ROWS_PER_PART),
-    )
-    jobs = (not_taken(rows, selection, block) for block in range(selection.num_blocks))
+    rows = RemainingRows(store, selection.num_blocks)
+    prompts = Parts(output, "prompts", ROWS_PER_PART)
+    dropped = Parts(output, "dropped", ROWS_PER_PART)
+    jobs = (late_drops(rows, selection, block) for block in range(selection.num_blocks))
     with contextlib.closing(executor.map(jobs)) as redacted:
-        for block, entries in enumerate(redacted):
-            digests = blocks.digests(block, "rows_in", "language")
-            for label, count in zip(config.labels, digests["rows_in"].tolist(), strict=True):
+        for block, late_lines in enumerate(redacted):
+            arrays = store.arrays(block, "rows_in", "language")
+            for label, count in zip(config.labels, arrays["rows_in"].tolist(), strict=True):
                 ledger.came_in(label, count)
-            numbers, languages = (
-                itertools.count(rows.first(block)),
-                iter(digests["language"].tolist()),
-            )
-            late = iter(entries)
-            for one in blocks.entries(block):
+            numbers = itertools.count(rows.first(block))
+            languages, late = iter(arrays["language"].tolist()), iter(late_lines)
+            for one in store.lines(block):
                 line = one if isinstance(one, dict) else None
-                if isinstance(one, Row):
+                if isinstance(one, SourceRow):
                     number, language = next(numbers), next(languages)
                     if selection.taken[number]:
                         ledger.went_out(one, language)
                         id, licence = selection.id(number, one), licences[one.source]
-                        prompts.add(
-                            Prompt(id, one.source, licence, one.turns, one.system).to_json()
-                        )
+                        prompt = Prompt(id, one.source, licence, one.turns, one.system)
+                        prompts.add(prompt.to_json())
                     else:
                         line = next(late)
                 if line is not None:
@@ -378,23 +348,23 @@ def write(
     dropped.close()
 
 
-def sum_up(config: PromptsConfig, output: Artifact, ledger: Ledger, identity: str) -> None:
-    """Write the ledger, and the card for people."""
-    output.write_json("ledger.json", ledger.to_json())
-    fitted = output.read_json(FIT) if config.match else None
-    if fitted:
-        output.write_json("fit.json", fitted)
-    contents = CardContents(
-        ledger.to_json(), fitted, [source.label for source in config.evaluation], identity=identity
-    )
-    output.write("card.html", write_card(contents).encode())
-
-
-def not_taken(rows: Rows, selection: Selection, block: int) -> Gone:
-    """The rows of a block that passed the filters and go all the same."""
-    left = (one for one in rows.blocks.entries(block) if isinstance(one, Row))
+def late_drops(rows: RemainingRows, selection: Selection, block: int) -> LateDrops:
+    """The rows of a block that passed the filters and are not taken."""
+    remaining = (one for one in rows.store.lines(block) if isinstance(one, SourceRow))
     drops = (
         (row, selection.drop(number, rows))
-        for number, row in enumerate(left, start=rows.first(block))
+        for number, row in enumerate(remaining, start=rows.first(block))
     )
     return tuple((row, drop) for row, drop in drops if drop is not None)
+
+
+def write_summaries(config: PromptsConfig, output: Artifact, ledger: Ledger, identity: str) -> None:
+    """Write ledger.json, fit.json and card.html."""
+    output.write_json("ledger.json", ledger.to_json())
+    report = output.read_json(FIT) if config.match else None
+    if report:
+        output.write_json("fit.json", report)
+    contents = CardContents(
+        ledger.to_json(), report, [source.label for source in config.evaluation], identity=identity
+    )
+    output.write("card.html", write_card(contents).encode())

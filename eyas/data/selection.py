@@ -1,9 +1,15 @@
-"""Which of the rows that passed the filters are taken, and what they are called: all that depends
-on other rows.
+"""Blocks of rows on disk, and the selection: which of the remaining rows are taken, and their ids.
 
-Knows numbers and hashes of rows, and how to look one up; knows no filter and no file.
+Rows are read in blocks of a fixed size; a finished block is on disk whole or not at all. What
+depends on other rows (duplicates, match, mix, limit, ids) is decided on digests of all remaining
+rows. Knows no filter and no file format of a source.
 
-Letters: R rows that are left, in the order of the sources; a row is known by its number among them.
+    work/block-00000.npz     arrays over the remaining rows, in order: what decisions are made from
+    work/block-00000.jsonl   a line per row in: {"row": ...} as the filters changed it, or
+                             {"drop": ...}, its redacted line; written last, so that a block is
+                             finished when this file exists
+
+Letters: R remaining rows, in the order of the sources; a row is known by its number among them.
 """
 
 from __future__ import annotations
@@ -13,19 +19,47 @@ import functools
 import hashlib
 import io
 import itertools
+import json
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eyas.data import fit
-from eyas.data.blocks import Blocks, Digests
-from eyas.data.duplicates import BANDS, NONE, exact, fingerprint, key, near, said, signature
-from eyas.data.mix import Draw, counts_for
-from eyas.data.rows import Drop, Row
+from eyas.artifact import WORK, Artifact
+from eyas.data.duplicates import (
+    BANDS,
+    NONE,
+    HashArray,
+    IndexArray,
+    exact,
+    near,
+    row_text,
+    signature,
+    text_hash,
+    text_key,
+)
+from eyas.data.fit import (
+    CountArray,
+    GramBlock,
+    MixDraw,
+    PickRows,
+    Profile,
+    RowMask,
+    mix_counts,
+    profile,
+    sample,
+    select_like,
+)
+from eyas.data.ledger import DamagedRow, Drop, SourceRow
+from eyas.privacy.finding import Finding
+
+BLOCK_ROWS = 500
+# A block ends early at so many: 500 rows of megabytes each would fill the memory.
+BLOCK_CHARACTERS = 4_000_000
 
 REASONS = ("", "duplicate.exact", "duplicate.near", "match", "mix", "limit")  # "": taken
 TAKEN, EXACT, NEAR, MATCH, MIX, LIMIT = range(len(REASONS))
@@ -36,58 +70,160 @@ NOTES = {
     "mix": "its source has its share",
     "limit": "there are enough",
 }
-ID_DIGITS = 16  # of the fingerprint, in hex
+ID_DIGITS = 16  # of the text hash, in hex
 NO_ID = 0
 HASH_ID = re.compile(rf"[0-9a-f]{{{ID_DIGITS}}}")
 
-Bools = NDArray[np.bool_]
-Ints = NDArray[np.int64]
-Hashes = NDArray[np.uint64]
+BlockArrays = dict[str, NDArray[Any]]
 
 
-def row_digests(rows: Sequence[Row]) -> Digests:
-    """What the decisions need of rows: fingerprints [R, 2], signatures [R, B], and hashes of the
-    ids they came with [R].
+# Blocks.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowBlock:
+    """Consecutive rows, across the end of a source."""
+
+    number: int
+    rows: tuple[SourceRow | DamagedRow, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockResult:
+    """A cleaned block. lines: JSON lines, one per row in; arrays: over the remaining rows, by
+    name.
     """
+
+    number: int
+    lines: bytes
+    arrays: BlockArrays
+
+
+def cut(rows: Iterable[SourceRow | DamagedRow]) -> Iterator[RowBlock]:
+    """The rows as blocks. Where they are cut depends on the rows alone."""
+    number, held, characters = 0, list[SourceRow | DamagedRow](), 0
+    for row in rows:
+        held.append(row)
+        characters += row.all_characters if isinstance(row, SourceRow) else 0
+        if len(held) == BLOCK_ROWS or characters >= BLOCK_CHARACTERS:
+            yield RowBlock(number, tuple(held))
+            number, held, characters = number + 1, [], 0
+    if held:
+        yield RowBlock(number, tuple(held))
+
+
+class BlockLines:
+    """The lines of a block while it is cleaned, and the places of its remaining rows."""
+
+    def __init__(self) -> None:
+        self._lines: list[bytes] = []
+        self._places: list[tuple[int, int]] = []
+        self._size = 0
+
+    def keep(self, row: SourceRow) -> None:
+        """Add a row that remains."""
+        start = self._size
+        self._add({"row": dataclasses.asdict(row)})
+        self._places.append((start, self._size))
+
+    def drop(self, line: dict[str, Any]) -> None:
+        """Add the line of a dropped row."""
+        self._add({"drop": line})
+
+    def text(self) -> bytes:
+        return b"".join(self._lines)
+
+    def places(self) -> NDArray[np.uint32]:
+        """First byte, and the one after the last, of each remaining row: [rows, 2]."""
+        return np.array(self._places, dtype=np.uint32).reshape(-1, 2)
+
+    def _add(self, value: dict[str, Any]) -> None:
+        self._lines.append(json.dumps(value, ensure_ascii=False).encode() + b"\n")
+        self._size += len(self._lines[-1])
+
+
+class BlockStore:
+    """The finished blocks of an artifact."""
+
+    def __init__(self, artifact: Artifact) -> None:
+        self._artifact = artifact
+
+    def has(self, number: int) -> bool:
+        """Whether a block is finished."""
+        return self._artifact.exists(_file(number, "jsonl"))
+
+    def write(self, result: BlockResult) -> None:
+        """Store a finished block, its lines last."""
+        stream = io.BytesIO()
+        np.savez(stream, allow_pickle=False, **result.arrays)
+        self._artifact.write(_file(result.number, "npz"), stream.getvalue())
+        self._artifact.write(_file(result.number, "jsonl"), result.lines)
+
+    def arrays(self, number: int, *names: str) -> BlockArrays:
+        """Arrays of a finished block, by name."""
+        data = io.BytesIO(self._artifact.read(_file(number, "npz")))
+        with np.load(data, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in names}
+
+    def lines(self, number: int) -> Iterator[SourceRow | dict[str, Any]]:
+        """A finished block row by row: the row if it remains, else its line as a dropped row."""
+        for line in self._artifact.read(_file(number, "jsonl")).splitlines():
+            value = json.loads(line)
+            yield _row(value["row"]) if "row" in value else value["drop"]
+
+    def row(self, number: int, start: int, end: int) -> SourceRow:
+        """The row whose line is bytes [start, end) of a finished block."""
+        line = self._artifact.read_range(_file(number, "jsonl"), start, end)
+        return _row(json.loads(line)["row"])
+
+
+def _file(number: int, kind: str) -> str:
+    return f"{WORK}/block-{number:05d}.{kind}"
+
+
+def _row(value: dict[str, Any]) -> SourceRow:
+    masked = tuple(Finding(**finding) for finding in value["masked"])
+    return SourceRow(**{**value, "turns": tuple(value["turns"]), "masked": masked})
+
+
+# Digests of all remaining rows.
+
+
+def row_digests(rows: Sequence[SourceRow]) -> BlockArrays:
+    """Keys of the texts [R, 2], signatures [R, B], and hashes of the rows' own ids [R]."""
+    keys = [text_key(text_hash(row)) for row in rows]
+    bands = [signature(row) for row in rows]
+    ids = [NO_ID if row.id is None else id_hash(row.id) for row in rows]
     return {
-        "fingerprint": _stacked([key(fingerprint(row)) for row in rows], 2),
-        "bands": _stacked([signature(row) for row in rows], BANDS),
-        "id": np.array(
-            [NO_ID if row.id is None else id_hash(row.id) for row in rows], dtype=np.uint64
-        ),
+        "text_key": np.array(keys, dtype=np.uint64).reshape(-1, 2),
+        "bands": np.array(bands, dtype=np.uint64).reshape(-1, BANDS),
+        "id": np.array(ids, dtype=np.uint64),
     }
 
 
-def _stacked(rows: Sequence[Hashes], width: int) -> Hashes:
-    return np.array(rows, dtype=np.uint64).reshape(-1, width)
-
-
 def id_hash(id: str) -> int:
-    """64 bits for an id, never NO_ID: its own digits, if it looks like one that was made from a
-    fingerprint.
-    """
+    """64 bits for an id, never NO_ID: its own digits, if it looks like one made from a text hash."""
     if HASH_ID.fullmatch(id):
         return int(id, 16) or 1
     return int.from_bytes(hashlib.blake2b(id.encode(), digest_size=8).digest(), "big") or 1
 
 
-class Rows:
-    """The rows that are left in the first `count` blocks: their digests as one, and each by its
+class RemainingRows:
+    """The rows that remain in the first `count` blocks: their digests together, each row by
     number.
     """
 
-    def __init__(self, blocks: Blocks, count: int) -> None:
+    def __init__(self, store: BlockStore, count: int) -> None:
         self.num_blocks = count
-        self.blocks = blocks
-        digests = [
-            blocks.digests(number, "id", "place", "fingerprint", "source")
-            for number in range(count)
+        self.store = store
+        arrays = [
+            store.arrays(number, "id", "place", "text_key", "source") for number in range(count)
         ]
-        self._ends = np.cumsum([len(one["id"]) for one in digests])
-        self._places = np.concatenate([one["place"] for one in digests])
-        self.fingerprints: Hashes = np.concatenate([one["fingerprint"] for one in digests])
-        self.ids: Hashes = np.concatenate([one["id"] for one in digests])
-        self.sources: NDArray[np.uint16] = np.concatenate([one["source"] for one in digests])
+        self._ends = np.cumsum([len(one["id"]) for one in arrays])
+        self._places = np.concatenate([one["place"] for one in arrays])
+        self.text_keys: HashArray = np.concatenate([one["text_key"] for one in arrays])
+        self.ids: HashArray = np.concatenate([one["id"] for one in arrays])
+        self.sources: NDArray[np.uint16] = np.concatenate([one["source"] for one in arrays])
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -96,18 +232,18 @@ class Rows:
         """The number of a block's first row."""
         return int(self._ends[block - 1]) if block else 0
 
-    def row(self, number: int) -> Row:
+    def row(self, number: int) -> SourceRow:
         """A row by its number, read from its block."""
         block = int(np.searchsorted(self._ends, number, side="right"))
         start, end = self._places[number]
-        return self.blocks.row(block, int(start), int(end))
+        return self.store.row(block, int(start), int(end))
 
     @contextmanager
-    def bands(self) -> Iterator[Hashes]:
-        """The signatures [R, B], in a temporary file, since they are large."""
+    def bands(self) -> Iterator[HashArray]:
+        """The signatures [R, B], in a temporary file because they are large."""
         with tempfile.TemporaryFile() as file:
             for number in range(self.num_blocks):
-                file.write(self.blocks.digests(number, "bands")["bands"].tobytes())
+                file.write(self.store.arrays(number, "bands")["bands"].tobytes())
             file.flush()
             yield (
                 np.memmap(file, np.uint64, "r", shape=(len(self), BANDS))
@@ -115,43 +251,42 @@ class Rows:
                 else np.empty((0, BANDS), np.uint64)
             )
 
-    def grams(self) -> Iterator[fit.Block]:
-        """What the fit to the traffic needs of the rows, block by block."""
+    def grams(self) -> Iterator[GramBlock]:
+        """The digests for the match with traffic, block by block."""
         for number in range(self.num_blocks):
-            yield fit.Block(**self.blocks.digests(number, "grams", "counts", "characters"))
+            yield GramBlock(**self.store.arrays(number, "grams", "counts", "characters"))
 
-    def profile(self, labels: Sequence[str], keep: Bools) -> fit.Profile:
-        """What the rows in `keep` [R] are like together. labels: names of the sources."""
-        made = fit.profile(self.grams, keep)
-        made.sources.update(
-            {
-                labels[place]: count
-                for place, count in enumerate(np.bincount(self.sources[keep]).tolist())
-            }
-        )
+    def profile(self, labels: Sequence[str], keep: RowMask) -> Profile:
+        """The profile of the rows in `keep`. labels: names of the sources."""
+        made = profile(self.grams, keep)
+        counts = np.bincount(self.sources[keep]).tolist()
+        made.sources.update({labels[place]: count for place, count in enumerate(counts)})
         for number in range(self.num_blocks):
-            languages = self.blocks.digests(number, "language")["language"]
+            languages = self.store.arrays(number, "language")["language"]
             made.languages.update(languages[keep[self.first(number) :][: len(languages)]].tolist())
         return made
 
 
+# The decisions.
+
+
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """What was decided on each row.
+    """The decision on each row.
 
-    reason [R]: its place in REASONS. same_as [R]: the earlier row that it is a duplicate of, or
-    NONE. keeps_id [R]: whether it is called as in its source; else by its fingerprint, or by its
-    name in `names` where that is taken.
+    reason: [R], index in REASONS. same_as: [R], the earlier row that it repeats, or NONE.
+    keeps_id: [R], whether it keeps the id of its source; otherwise its id is the beginning of its
+    text hash, or, where that is taken, its name in `names`.
     """
 
     num_blocks: int
     reason: NDArray[np.uint8]
-    same_as: Ints
-    keeps_id: Bools
+    same_as: IndexArray
+    keeps_id: RowMask
     names: Mapping[int, str]
 
     def to_bytes(self) -> bytes:
-        """As it is kept on disk."""
+        """For the disk."""
         stream = io.BytesIO()
         np.savez(
             stream,
@@ -166,7 +301,7 @@ class Selection:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Selection:
-        """As it was kept."""
+        """The reverse of to_bytes."""
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
             names = dict(zip(arrays["named"].tolist(), arrays["names"].tolist(), strict=True))
             return cls(
@@ -178,21 +313,21 @@ class Selection:
             )
 
     @functools.cached_property
-    def taken(self) -> Bools:
+    def taken(self) -> RowMask:
         """Which rows are taken: [R]."""
         return np.equal(self.reason, TAKEN)
 
     @property
-    def unrepeated(self) -> Bools:
-        """Which rows there are to take from: [R]."""
+    def unrepeated(self) -> RowMask:
+        """Which rows are no duplicates: [R]."""
         return ~np.isin(self.reason, (EXACT, NEAR))
 
     @property
     def num_taken(self) -> int:
         return int(self.taken.sum())
 
-    def drop(self, number: int, rows: Rows) -> Drop | None:
-        """Why a row goes, or None if it is taken."""
+    def drop(self, number: int, rows: RemainingRows) -> Drop | None:
+        """Why a row is dropped, or None if it is taken."""
         reason = REASONS[self.reason[number]]
         if not reason:
             return None
@@ -201,98 +336,100 @@ class Selection:
         earlier = rows.row(int(self.same_as[number]))
         return Drop(reason, note=f"{NOTES[reason]} {earlier.where} of {earlier.source}")
 
-    def id(self, number: int, row: Row) -> str:
-        """What a row that is taken is called."""
+    def id(self, number: int, row: SourceRow) -> str:
+        """The id of a row that is taken."""
         if self.keeps_id[number]:
             assert row.id is not None, "a row without an id keeps none"
             return row.id
-        return self.names.get(number) or fingerprint(row)[:ID_DIGITS]
+        return self.names.get(number) or text_hash(row)[:ID_DIGITS]
 
 
 @dataclasses.dataclass(frozen=True)
-class Match:
+class TrafficMatch:
     """Take `num_prompts` rows whose n-grams are distributed as in `traffic`, counts [B]."""
 
-    traffic: Ints
+    traffic: CountArray
     num_prompts: int
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
-    """What to take of the rows. labels: the sources' names, by the numbers that `Rows.sources` has.
-    near: a Jaccard.
+class SelectionRules:
+    """What to take. labels: names of the sources, in the order of `RemainingRows.sources`; near: a
+    Jaccard; mix: shares by source; limit: of all rows.
     """
 
     labels: Sequence[str]
     near: float | None = None
-    match: Match | None = None
+    match: TrafficMatch | None = None
     mix: Mapping[str, float] | None = None
     limit: int | None = None
     seed: int = 0
 
 
-def select(rows: Rows, wanted: Wanted) -> Selection:
-    """Decide on every row. Raises ConfigError and EmptyInputError (a mix that cannot be)."""
-    same_as = exact(rows.fingerprints) if len(rows) else np.empty(0, np.int64)
+def select(rows: RemainingRows, rules: SelectionRules) -> Selection:
+    """Decide on every row. Raises ConfigError and EmptyInputError (an impossible mix)."""
+    same_as = exact(rows.text_keys) if len(rows) else np.empty(0, np.int64)
     reason = np.where(same_as == NONE, TAKEN, EXACT).astype(np.uint8)
-    if wanted.near is not None:
+    if rules.near is not None:
         with rows.bands() as bands:
-            like = near(bands, lambda number: said(rows.row(number)), reason == TAKEN, wanted.near)
+            like = near(
+                bands, lambda number: row_text(rows.row(number)), reason == TAKEN, rules.near
+            )
         reason[like != NONE] = NEAR
         same_as = np.where(like == NONE, same_as, like)
-    if wanted.match is not None or wanted.mix is not None:
-        _draw(rows, wanted, reason)
-    reason[np.flatnonzero(reason == TAKEN)[wanted.limit :] if wanted.limit is not None else []] = (
-        LIMIT
-    )
-    keeps_id, names = named(rows.ids, rows.fingerprints, reason == TAKEN)
+    if rules.match is not None or rules.mix is not None:
+        _draw(rows, rules, reason)
+    if rules.limit is not None:
+        reason[np.flatnonzero(reason == TAKEN)[rules.limit :]] = LIMIT
+    keeps_id, names = unique_names(rows.ids, rows.text_keys, reason == TAKEN)
     return Selection(rows.num_blocks, reason, same_as, keeps_id, names)
 
 
-def _draw(rows: Rows, wanted: Wanted, reason: NDArray[np.uint8]) -> None:
-    """Draw the rows that resemble the traffic, or have the sources' shares, or both; the reasons of
-    the others are put in.
+def _draw(rows: RemainingRows, rules: SelectionRules, reason: NDArray[np.uint8]) -> None:
+    """Draw the rows that resemble the traffic, or have the shares of the mix, or both; set the
+    reason of the others.
     """
     alive = reason == TAKEN
-    keys = rows.fingerprints[:, 0]
-    limits = [wanted.match.num_prompts] if wanted.match else []
-    limits += [wanted.limit] if wanted.limit is not None else []
-    if wanted.mix is None:
-        pick: fit.Pick = functools.partial(fit.sample, keys=keys, num=min(limits), seed=wanted.seed)
+    keys = rows.text_keys[:, 0]
+    limits = [rules.match.num_prompts] if rules.match else []
+    limits += [rules.limit] if rules.limit is not None else []
+    if rules.mix is None:
+        pick: PickRows = functools.partial(sample, keys=keys, num=min(limits), seed=rules.seed)
     else:
-        available = np.bincount(rows.sources[alive], minlength=len(wanted.labels))
-        counts = counts_for(
-            wanted.mix,
-            dict(zip(wanted.labels, available.tolist(), strict=True)),
+        available = np.bincount(rows.sources[alive], minlength=len(rules.labels))
+        counts = mix_counts(
+            rules.mix,
+            dict(zip(rules.labels, available.tolist(), strict=True)),
             min(limits, default=None),
         )
-        pick = Draw(wanted.labels, rows.sources, keys, counts, wanted.seed)
-        reason[
-            alive & ~np.isin(rows.sources, [wanted.labels.index(name) for name in wanted.mix])
-        ] = MIX
-    if wanted.match is None:
+        pick = MixDraw(rules.labels, rows.sources, keys, counts, rules.seed)
+        in_mix = np.isin(rows.sources, [rules.labels.index(name) for name in rules.mix])
+        reason[alive & ~in_mix] = MIX
+    if rules.match is None:
         chosen = pick(np.where(alive, 0.0, -np.inf))
     else:
-        chosen = fit.select(rows.grams, alive, wanted.match.traffic, pick)
-    reason[(reason == TAKEN) & ~chosen] = MIX if wanted.match is None else MATCH
+        chosen = select_like(rows.grams, alive, rules.match.traffic, pick)
+    reason[(reason == TAKEN) & ~chosen] = MIX if rules.match is None else MATCH
 
 
-def named(ids: Hashes, fingerprints: Hashes, taken: Bools) -> tuple[Bools, dict[int, str]]:
-    """Unique names for the rows taken: which keep the id that they came with [R], the first row of
-    each id, and names for those that cannot be called by their fingerprint's first digits.
+def unique_names(
+    ids: HashArray, text_keys: HashArray, taken: RowMask
+) -> tuple[RowMask, dict[int, str]]:
+    """Which taken rows keep their id, [R]: the first of each id; and names for those whose text
+    hash begins like another name.
     """
     keeps = np.zeros(len(ids), np.bool_)
     with_id = np.flatnonzero(taken & (ids != NO_ID))
     keeps[with_id[np.unique(ids[with_id], return_index=True)[1]]] = True
     others = np.flatnonzero(taken & ~keeps)
-    made = fingerprints[others, 0]
+    made = text_keys[others, 0]
     first = np.zeros(len(others), np.bool_)
     first[np.unique(made, return_index=True)[1]] = True
     clashing = others[~first | np.isin(made, ids[keeps])]
     used = set(ids[keeps].tolist()) if len(clashing) else set()
     names: dict[int, str] = {}
     for number in clashing.tolist():
-        longer = "".join(f"{half:0{ID_DIGITS}x}" for half in fingerprints[number].tolist())
+        longer = "".join(f"{half:0{ID_DIGITS}x}" for half in text_keys[number].tolist())
         names[number] = next(
             name for count in itertools.count() if id_hash(name := f"{longer}.{count}") not in used
         )

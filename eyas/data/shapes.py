@@ -1,14 +1,16 @@
-"""What the user said, in whichever shape a set writes its rows down. Nothing that an assistant said
-leaves this file.
+"""The user's side of a row, in any of the shapes in which sets are published. Nothing that an
+assistant said leaves this file.
 
-Knows the shapes below and tells them apart by their keys. Where a row does not say who speaks, it
-is Unreadable. Knows no file format.
+Recognises the shapes below by their keys. A row that does not say who speaks is Unreadable. Knows
+no file format.
 
-    openai    {"messages": [{"role": "user", "content": ...}, ...]}; LMSYS, WildChat: the same under `conversation`
+    openai    {"messages": [{"role": "user", "content": ...}, ...]}; LMSYS, WildChat: the same
+              under `conversation`
     sharegpt  {"conversations": [{"from": "human", "value": ...}, ...]}
     alpaca    {"instruction": ..., "input": ...}; Dolly: `context`
     prompt    {"prompt": ...}, or `question`, `text`, `query`; Spec-Bench: {"turns": [..., ...]}
-    oasst     {"message_tree_id": ..., "prompt": {"text": ..., "role": "prompter", "replies": [...]}}, or a table of messages
+    oasst     {"message_tree_id": ..., "prompt": {"text": ..., "role": "prompter",
+              "replies": [...]}}, or a table of messages
     strings   "..."
 """
 
@@ -22,8 +24,10 @@ from typing import Any, Literal, TypeGuard
 
 from eyas.data.streams import LIMIT, Unreadable
 
-Shape = Literal["openai", "sharegpt", "alpaca", "prompt", "oasst", "strings", "lines", "paragraphs"]
-Said = tuple[tuple[str, ...], str | None]  # the user's turns, the system prompt
+RowShape = Literal[
+    "openai", "sharegpt", "alpaca", "prompt", "oasst", "strings", "lines", "paragraphs"
+]
+UserSide = tuple[tuple[str, ...], str | None]  # turns, system prompt
 
 LIST_KEYS = ("messages", "conversations", "conversation", "conversation_a")
 TEXT_KEYS = ("prompt", "question", "text", "query")
@@ -62,18 +66,18 @@ TOOL_ROLES = frozenset(
     {"tool", "tool_call", "tool_response", "function", "function_call", "observation", "ipython"}
 )
 ROLES = USER_ROLES | SYSTEM_ROLES | ASSISTANT_ROLES | TOOL_ROLES
-# One text that holds both sides: a reserved token of some template, or a line by the assistant
-# after one by the user.
+# A text that holds both sides: a reserved token of some template, or a line of the assistant after
+# one of the user.
 RESERVED = re.compile(r"<\|\w+\|>|\[/INST\]")
 BY_USER = re.compile(r"^[#*> \t]*(?:human|user|prompter|instruction)[* \t]*:", re.I | re.M)
 BY_ASSISTANT = re.compile(r"^[#*> \t]*(?:assistant|bot|response|chatgpt|gpt)[* \t]*:", re.I | re.M)
-# An id is kept only if it looks like one: a set that uses e-mail addresses as ids is given others.
+# An id is kept only if it looks like one: e-mail addresses as ids are replaced.
 PLAIN_ID = re.compile(r"[\w.:/-]{1,100}")
-TREE_MESSAGES = 10_000  # of one tree that is written as a table
+TREE_MESSAGES = 10_000  # of one tree in a table
 
 
-def said(value: Any, shape: Shape | None = None) -> Said:
-    """What the user said in a row, found out by looking or by the shape given. Raises Unreadable."""
+def user_side(value: Any, shape: RowShape | None = None) -> UserSide:
+    """The user side of a row, by the given shape or a recognised one. Raises Unreadable."""
     if shape is not None:
         turns, system = _BY_SHAPE[shape](value)
     elif isinstance(value, str):
@@ -88,13 +92,12 @@ def said(value: Any, shape: Shape | None = None) -> Said:
         "".join((*turns, system or "")).encode()
     except UnicodeEncodeError as error:
         raise Unreadable("half a character (a lone surrogate)") from error
-    return tuple(
-        turn.strip() for turn in turns if turn.strip()
-    ), system.strip() or None if system else None
+    spoken = tuple(turn.strip() for turn in turns if turn.strip())
+    return spoken, system.strip() or None if system else None
 
 
-def given_id(value: Any) -> str | None:
-    """The row's own id, where it has one that looks like an id."""
+def row_id(value: Any) -> str | None:
+    """The id in a row, if it looks like one."""
     for key in ID_KEYS if isinstance(value, dict) else ():
         if isinstance(value.get(key), str | int) and PLAIN_ID.fullmatch(str(value[key])):
             return str(value[key])
@@ -102,14 +105,14 @@ def given_id(value: Any) -> str | None:
 
 
 def is_transcript(text: str) -> bool:
-    """Whether one text holds both sides of a conversation. Linear in its length."""
+    """Whether a text holds both sides of a conversation. Linear in its length."""
     if RESERVED.search(text):
         return True
     by_user = BY_USER.search(text)
     return by_user is not None and BY_ASSISTANT.search(text, by_user.end()) is not None
 
 
-def _looked(value: dict[str, Any]) -> Said:
+def _looked(value: dict[str, Any]) -> UserSide:
     for key in LIST_KEYS:
         if isinstance(value.get(key), list) or _is_list_as_text(value.get(key)):
             return _conversation(value, (key,))
@@ -122,10 +125,10 @@ def _looked(value: dict[str, Any]) -> Said:
     return _prompt(value)
 
 
-# The shapes one by one; each takes a whole row, and is Unreadable where it does not fit.
+# The shapes. Each function takes a whole row and raises Unreadable where it does not fit.
 
 
-def _openai(value: Any) -> Said:
+def _openai(value: Any) -> UserSide:
     return (
         _messages(value, "the row")
         if isinstance(value, list)
@@ -133,11 +136,11 @@ def _openai(value: Any) -> Said:
     )
 
 
-def _sharegpt(value: Any) -> Said:
+def _sharegpt(value: Any) -> UserSide:
     return _conversation(_object(value), ("conversations", *LIST_KEYS))
 
 
-def _conversation(value: dict[str, Any], keys: tuple[str, ...]) -> Said:
+def _conversation(value: dict[str, Any], keys: tuple[str, ...]) -> UserSide:
     for key in keys:
         items = value.get(key)
         if _is_list_as_text(items):
@@ -149,7 +152,7 @@ def _conversation(value: dict[str, Any], keys: tuple[str, ...]) -> Said:
 
 
 def _is_list_as_text(value: Any) -> TypeGuard[str]:
-    # tables write lists in their cells as JSON
+    # tables hold lists as JSON in a cell
     return isinstance(value, str) and value.lstrip().startswith("[")
 
 
@@ -160,8 +163,8 @@ def _list_in(text: str, key: str) -> Any:
         raise Unreadable(f"{key} is a text, not a list of messages") from error
 
 
-def _messages(items: list[Any], key: str) -> Said:
-    """Turns of user and system of a list of messages, OpenAI's or ShareGPT's."""
+def _messages(items: list[Any], key: str) -> UserSide:
+    """The user and system turns of a list of messages, OpenAI's or ShareGPT's."""
     turns: list[str] = []
     systems: list[str] = []
     for item in items:
@@ -177,7 +180,7 @@ def _messages(items: list[Any], key: str) -> Said:
     return tuple(turns), "\n\n".join(text for text in systems if text)
 
 
-def _alpaca(value: Any) -> Said:
+def _alpaca(value: Any) -> UserSide:
     value = _object(value)
     if value.get("instruction") is None:
         raise Unreadable("no instruction")
@@ -188,9 +191,9 @@ def _alpaca(value: Any) -> Said:
     ), _system(value)
 
 
-def _prompt(value: Any) -> Said:
-    """The user's texts, alone: one text, a list of them under `turns`, or a list of messages under
-    a text's key.
+def _prompt(value: Any) -> UserSide:
+    """Texts of the user only: one text, a list under `turns`, or a list of messages under the key
+    of a text.
     """
     value = _object(value)
     turns = value.get("turns")
@@ -210,13 +213,11 @@ def _prompt(value: Any) -> Said:
     )
 
 
-def _tree(value: Any) -> Said:
-    """The user's turns along the best-ranked replies of a tree of Open Assistant, so that a tree is
-    one row.
+def _tree(value: Any) -> UserSide:
+    """The user's turns along the best replies of an Open Assistant tree: a tree is one row.
 
-    Of several replies the one of the lowest rank is followed, those without a rank last, and no
-    deleted or machine-written one. Other branches repeat the beginning, or say the same in other
-    words.
+    The reply with the lowest rank is followed, those without a rank last, never a deleted or
+    machine-written one. Other branches repeat the beginning, or say the same in other words.
     """
     message = _object(value).get("prompt", value)
     turns: list[str] = []
@@ -248,10 +249,10 @@ def _rank(reply: dict[str, Any]) -> float:
         rank = float(_first(reply, "rank"))
     except (TypeError, ValueError, OverflowError):
         return float("inf")
-    return rank if rank == rank else float("inf")  # Pandas writes no rank as NaN
+    return rank if rank == rank else float("inf")  # pandas writes a missing rank as NaN
 
 
-def _string(value: Any) -> Said:
+def _string(value: Any) -> UserSide:
     if not isinstance(value, str):
         raise Unreadable("not a text")
     if BY_ASSISTANT.match(value.lstrip()):
@@ -259,7 +260,7 @@ def _string(value: Any) -> Said:
     return (_one_side(value, "the text"),), None
 
 
-_BY_SHAPE: dict[Shape, Callable[[Any], Said]] = {
+_BY_SHAPE: dict[RowShape, Callable[[Any], UserSide]] = {
     "openai": _openai,
     "sharegpt": _sharegpt,
     "alpaca": _alpaca,
@@ -271,7 +272,7 @@ _BY_SHAPE: dict[Shape, Callable[[Any], Said]] = {
 }
 
 
-# What rows and messages are made of.
+# Parts of rows and messages.
 
 
 def _object(value: Any) -> dict[str, Any]:
@@ -281,7 +282,7 @@ def _object(value: Any) -> dict[str, Any]:
 
 
 def _first(value: dict[str, Any], *keys: str) -> Any:
-    """The first of the keys that has a value; tables have all keys in all rows."""
+    """The value of the first key that has one; in tables every row has all keys."""
     return next((value[key] for key in keys if value.get(key) is not None), None)
 
 
@@ -294,8 +295,8 @@ def _role(message: dict[str, Any]) -> str:
 
 
 def _by_user(value: dict[str, Any]) -> None:
-    """Let a row pass that says of no one that he speaks, or that the user does: a table of messages
-    has all sides' rows.
+    """Raise Unreadable for a row with the role of another side: a table of messages has rows of
+    both.
     """
     if _first(value, "role", "from") is not None and _role(value) not in USER_ROLES:
         raise Unreadable("the row is a single message, and not the user's")
@@ -312,7 +313,7 @@ def _system(value: dict[str, Any]) -> str:
 
 
 def _text(content: Any) -> str:
-    """A message's text: a string, nothing, or OpenAI's list of parts, all of them text."""
+    """The text of a message: a string, None, or OpenAI's list of parts, if all are text."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -324,11 +325,11 @@ def _text(content: Any) -> str:
     raise Unreadable("a message is not text")
 
 
-# Open Assistant's messages as a table: consecutive rows of a tree become the tree.
+# Open Assistant trees as a table of messages: consecutive rows of a tree become one value.
 
 
 @dataclass
-class _Tree:
+class MessageTree:
     """The messages of one tree: at most TREE_MESSAGES, of LIMIT characters together."""
 
     id: str
@@ -338,10 +339,9 @@ class _Tree:
     too_large: bool = False
 
     def add(self, message: dict[str, Any]) -> None:
-        # The assistant's words are not even kept; whose reply is whose is all that is asked of his
-        # messages.
+        # Of the assistant's messages only their place in the tree is kept, not the text.
         kept = {key: message.get(key) for key in MESSAGE_KEYS}
-        if _is_said(message):
+        if _is_by_user(message):
             kept["text"] = message["text"]
             self.characters += len(message["text"])
         self.too_large = (
@@ -351,7 +351,7 @@ class _Tree:
             self.messages.append(kept)
 
     def value(self) -> Any:
-        """The tree in Open Assistant's nested form, or why it is none."""
+        """The tree in Open Assistant's nested form, or Unreadable."""
         if self.too_large:
             return Unreadable(
                 f"a tree of more than {TREE_MESSAGES} messages, or of more than {LIMIT >> 20} MiB"
@@ -371,11 +371,11 @@ class _Tree:
         return {"message_tree_id": self.id, "prompt": roots[0]}
 
 
-def grouped(values: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
-    """The values with consecutive messages of a tree (`message_tree_id`) put together as one, on
-    the line of the first.
+def join_trees(values: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+    """The values, with consecutive messages of a tree (`message_tree_id`) joined into one on the
+    line of the first.
     """
-    tree: _Tree | None = None
+    tree: MessageTree | None = None
     for line, value in values:
         is_message = (
             isinstance(value, dict)
@@ -386,7 +386,7 @@ def grouped(values: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
             yield tree.line, tree.value()
             tree = None
         if is_message:
-            tree = tree or _Tree(value["message_tree_id"], line)
+            tree = tree or MessageTree(value["message_tree_id"], line)
             tree.add(value)
         else:
             yield line, value
@@ -394,7 +394,7 @@ def grouped(values: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
         yield tree.line, tree.value()
 
 
-def _is_said(message: dict[str, Any]) -> bool:
+def _is_by_user(message: dict[str, Any]) -> bool:
     role = _first(message, "role", "from")
     return (
         isinstance(message.get("text"), str)

@@ -1,8 +1,8 @@
-"""The bytes of one file, as UTF-8: fetched from any store, unpacked, decoded by their byte order
-mark, cut into lines.
+"""The bytes of one file as UTF-8: from any store, decompressed, decoded by their byte order mark,
+split into lines.
 
-Tells the store's failures (InputError: try again) from the data's (Broken: what follows is lost).
-Knows no row.
+Distinguishes failures of the store (InputError: try again) from damage in the data (BrokenStream:
+the rest is lost). Knows no row.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any
 
 from eyas.errors import EyasError, InputError
 
-LOOK = 1 << 16  # bytes of a file's beginning that can be looked at
-LIMIT = 8 << 20  # bytes of one row: far beyond any conversation, small beside any memory
+LOOK = 1 << 16  # bytes at the beginning of a file that its format is recognised by
+LIMIT = 8 << 20  # bytes of one row: more than any conversation, little memory
 
 PARQUET_MAGIC = b"PAR1"
 TOO_LONG = f"too long to read (more than {LIMIT >> 20} MiB)"
 WEB = re.compile(r"(?:\w+://[^/]*::)?https?://")
-UTF_16_32 = (  # the longer marks first: one begins like another
+UTF_16_32 = (  # the longer marks first: UTF-32-LE begins like UTF-16-LE
     (codecs.BOM_UTF32_LE, "utf-32-le"),
     (codecs.BOM_UTF32_BE, "utf-32-be"),
     (codecs.BOM_UTF16_LE, "utf-16-le"),
@@ -35,27 +35,23 @@ UTF_16_32 = (  # the longer marks first: one begins like another
 )
 
 
-def shown(url: str) -> str:
-    """A URL as it may be written down: without what gives access, a password or the query of a
-    signed one.
-    """
+def public_url(url: str) -> str:
+    """A URL without what gives access: a password, or the query of a signed URL."""
     if not WEB.match(url):
         return url
     return re.sub(r"://[^/@]*@", "://", url.split("?", 1)[0])
 
 
 class Unreadable(ValueError):
-    """What is wrong with a row; says nothing of what the row holds."""
+    """What is wrong with a row. The message never quotes the row."""
 
 
-class Broken(Unreadable):
+class BrokenStream(Unreadable):
     """The file cannot be read beyond this place."""
 
 
-class Stored(io.RawIOBase):
-    """A file as its store gives it. What goes wrong there is an InputError, whichever exceptions
-    the store has.
-    """
+class StoreFile(io.RawIOBase):
+    """A file of a store. Any failure of the store is an InputError."""
 
     def __init__(self, file: Any, url: str) -> None:
         self._file, self._url = file, url
@@ -80,17 +76,18 @@ class Stored(io.RawIOBase):
             return act(*arguments)
         except EyasError:
             raise
-        # stores share no class of errors: OSError, but also those of their HTTP clients
+        # Stores have no common class of errors: OSError, and those of their HTTP clients.
         except Exception as error:
-            reason = str(error).replace(self._url, shown(self._url))
+            reason = str(error).replace(self._url, public_url(self._url))
             raise InputError(
-                f"{shown(self._url)} cannot be read: {reason}", "try again; finished parts are kept"
+                f"{public_url(self._url)} cannot be read: {reason}",
+                "try again; finished parts are kept",
             ) from error
 
 
-class Unpacked(io.RawIOBase):
-    """What a compressed stream holds, up to where it is cut or damaged; reading on from there
-    raises Broken.
+class Decompressor(io.RawIOBase):
+    """The content of a compressed stream up to where it is cut or damaged; reading on raises
+    BrokenStream.
     """
 
     def __init__(self, packed: Any, kind: str) -> None:
@@ -103,19 +100,19 @@ class Unpacked(io.RawIOBase):
         return _fill(buffer, self._next)
 
     def _next(self, size: int) -> bytes:
-        # A decoder says that it is at fault once, or for ever; a decoder behind a loop of reads
-        # would lose what it had.
+        # Some decoders report a fault once, others at each read. `read1` returns what came before
+        # the fault; a loop of reads would lose it.
         if not self._broken:
             try:
                 return bytes(self._packed.read1(size))
             except (OSError, EOFError, zlib.error, lzma.LZMAError):
                 self._broken = True
-        raise Broken(f"the {self._kind} data are cut or damaged here; what follows is lost")
+        raise BrokenStream(f"the {self._kind} data are cut or damaged here; what follows is lost")
 
 
-class Transcoded(io.RawIOBase):
-    """UTF-16 or UTF-32 as UTF-8. Half a character becomes bytes that are no UTF-8, so that its row
-    alone is unreadable.
+class Utf8Transcoder(io.RawIOBase):
+    """UTF-16 or UTF-32 as UTF-8. Half a character becomes invalid UTF-8, so that only its row is
+    unreadable.
     """
 
     def __init__(self, stream: io.BufferedReader, encoding: str) -> None:
@@ -132,7 +129,7 @@ class Transcoded(io.RawIOBase):
         while not self._rest and not self._broken and (block := self._stream.read1(LOOK)):
             self._rest = self._encoded(block)
         if self._broken:
-            raise Broken(f"not {self._encoding} from here on; what follows is lost")
+            raise BrokenStream(f"not {self._encoding} from here on; what follows is lost")
         if not self._rest:
             self._rest = self._encoded(b"", final=True)
         data, self._rest = self._rest[:size], self._rest[size:]
@@ -147,12 +144,11 @@ class Transcoded(io.RawIOBase):
             return b"\xff" if final else b""
 
 
-class Lines:
-    """The lines of a stream; None in place of one longer than LIMIT, of which no more than that is
-    held.
+class LineReader:
+    """The lines of a stream; None for one longer than LIMIT, of which no more than that is held.
 
-    `line` is the number of the line that is being read, from 1; `quotes` counts the double quotes
-    of the last one too long.
+    line: number of the current line, from 1; quotes: double quotes in the last line that was too
+    long.
     """
 
     def __init__(self, stream: io.BufferedReader) -> None:
@@ -176,21 +172,21 @@ class Lines:
             self.quotes += text.count(b'"')
 
 
-def unpacked(stored: Stored) -> io.BufferedReader:
-    """The bytes of a file, unpacked if they begin as gzip, bzip2, xz or Zstandard do, whatever its
-    name says.
+def decompressed(stored: StoreFile) -> io.BufferedReader:
+    """The bytes of a file, decompressed if they begin like gzip, bzip2, xz or Zstandard, whatever
+    its name.
     """
     raw: io.BufferedReader = io.BufferedReader(stored, LOOK)
     head = raw.peek(16)[:16]
-    for kind, magic, unpack in PACKED:
+    for kind, magic, unpack in COMPRESSIONS:
         if re.match(magic, head):
-            return io.BufferedReader(Unpacked(unpack(raw), kind), LOOK)
+            return io.BufferedReader(Decompressor(unpack(raw), kind), LOOK)
     return raw
 
 
 def as_utf8(stream: io.BufferedReader) -> io.BufferedReader:
-    """The same text in UTF-8 without a byte order mark, if it has one of UTF-8, UTF-16 or UTF-32.
-    Raises Broken.
+    """The same text in UTF-8, without its byte order mark of UTF-8, UTF-16 or UTF-32. Raises
+    BrokenStream.
     """
     head = stream.peek(4)
     if head.startswith(codecs.BOM_UTF8):
@@ -198,14 +194,12 @@ def as_utf8(stream: io.BufferedReader) -> io.BufferedReader:
     for mark, encoding in UTF_16_32:
         if head.startswith(mark):
             stream.read(len(mark))
-            return io.BufferedReader(Transcoded(stream, encoding), LOOK)
+            return io.BufferedReader(Utf8Transcoder(stream, encoding), LOOK)
     return stream
 
 
 def arrow(part: str, wanted_by: str) -> ModuleType:
-    """The module `pyarrow` or `pyarrow.{part}`, loaded when a file asks for it. Raises InputError
-    where it is absent.
-    """
+    """The module `pyarrow` or `pyarrow.{part}`, an optional extra. Raises InputError without it."""
     try:
         return importlib.import_module(f"pyarrow.{part}" if part else "pyarrow")
     except ImportError as error:
@@ -219,8 +213,8 @@ def _zstd(raw: io.BufferedReader) -> Any:
     return pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
 
 
-# What it is called, how it begins (a pattern) and what reads it.
-PACKED: tuple[tuple[str, bytes, Callable[[io.BufferedReader], Any]], ...] = (
+# Name, first bytes (a pattern) and reader.
+COMPRESSIONS: tuple[tuple[str, bytes, Callable[[io.BufferedReader], Any]], ...] = (
     ("gzip", b"\x1f\x8b", lambda raw: gzip.GzipFile(fileobj=raw)),
     ("bzip2", rb"BZh[1-9]1AY&SY", bz2.BZ2File),
     ("xz", b"\xfd7zXZ\x00", lzma.LZMAFile),
@@ -229,14 +223,14 @@ PACKED: tuple[tuple[str, bytes, Callable[[io.BufferedReader], Any]], ...] = (
 
 
 def _fill(buffer: Any, read: Callable[[int], bytes]) -> int:
-    """Fill a buffer by as many reads as it takes. What came before a fault is given; the next call
+    """Fill a buffer by as many reads as needed. Data before a fault are returned; the next call
     meets the fault again.
     """
     filled = 0
     while filled < len(buffer):
         try:
             data = read(len(buffer) - filled)
-        except Broken:
+        except BrokenStream:
             if filled:
                 break
             raise

@@ -1,0 +1,436 @@
+"""The row filters in their order, and what they make of a block of rows.
+
+Filters drop or change one row at a time: empty, too long, no usable text, another language, overlap
+with an evaluation set, personal data. None depends on other rows, so a block can be cleaned in any
+process. The quality limits are wide: ordinary prompts, code, tables of numbers and pasted logs pass.
+No note of a drop quotes the row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import re
+import traceback
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from eyas.data.contamination import Contamination
+from eyas.data.duplicates import hashed, plain_words, runs
+from eyas.data.fit import gram_digest
+from eyas.data.ledger import DamagedRow, Drop, RowFilter, SourceRow, dropped_line
+from eyas.data.selection import BlockArrays, BlockLines, BlockResult, RowBlock, row_digests
+from eyas.data.sources import SourceConfig
+from eyas.errors import ConfigError, EyasError
+from eyas.language import UNKNOWN, codes, language
+from eyas.privacy.cleaning import cleaned
+from eyas.privacy.detector import Detector
+from eyas.privacy.finding import Finding
+from eyas.privacy.policy import PrivacyConfig
+
+LateDrops = tuple[tuple[SourceRow, Drop], ...]  # rows that passed the filters and are dropped later
+
+
+class Empty:
+    """Drops a row in which the user says nothing."""
+
+    def __call__(self, row: SourceRow) -> SourceRow | Drop:
+        return row if row.turns else Drop("empty", note="no user turn with text")
+
+
+class TooLong:
+    """Drops a row of more than `limit` characters. First of the filters that search the text."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+
+    def __call__(self, row: SourceRow) -> SourceRow | Drop:
+        count = row.all_characters
+        if count <= self._limit:
+            return row
+        return Drop("too_long", note=f"{count} characters, allowed are {self._limit}")
+
+
+# Quality.
+
+ENOUGH = 200  # characters: a share of less says little
+REPEATED_RUN = 5  # words
+# Prose of 1,000 characters compresses 2 times, code 3 times: only more is looked at closely.
+SUSPICIOUS_COMPRESSION = 4
+
+SURROGATE = re.compile("[\ud800-\udfff]")
+# The replacement character, controls other than white space and escape, and UTF-8 read as Latin-1
+# or Windows-1252: the letter that a lead byte becomes, before as many signs as it has continuation
+# bytes.
+LOST = "\ufffd\ufffe\uffff\x00-\x08\x0e-\x1a\x1c-\x1f\x7f-\x84\x86-\x9f"
+SIGN = f"[\x80-\xbf{bytes(range(0x80, 0xC0)).decode('cp1252', 'ignore')}]"
+DAMAGED = re.compile(rf"[\xc2-\xdf]{SIGN}|[\xe0-\xef]{SIGN}{{2}}|[\xf0-\xf4]{SIGN}{{3}}|[{LOST}]")
+MAYBE_DAMAGED = re.compile(rf"[\xc2-\xf4{LOST}]")
+# Lines of base64 have 64 or 76 characters; a drawn line and a strand of DNA have fewer different
+# ones.
+ENCODED, ENCODED_ALPHABET = re.compile(r"[A-Za-z0-9+/_=-]{60,}"), 10
+SAME = re.compile(r"(.)\1{19,}", re.S)
+
+
+class QualityConfig(BaseModel):
+    """Limits on what is no usable text; shares are of the characters that are not white space.
+
+    Texts of less than ENOUGH characters are judged by length and encoding only. Repetition is
+    looked at closely only where zlib compresses SUSPICIOUS_COMPRESSION times.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    min_characters: int = Field(
+        default=2, ge=1, description="that are not white space, in all user turns together"
+    )
+    max_damaged: float = Field(
+        default=0.02,
+        ge=0,
+        le=1,
+        description="share in broken encoding; lone surrogates are always dropped",
+    )
+    min_words: float = Field(default=0.25, ge=0, le=1, description="share of letters and digits")
+    max_encoded: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="share in unbroken runs such as base64 and hexadecimal have",
+    )
+    max_repeated: float = Field(
+        default=0.9, ge=0, le=1, description="share of 5-word runs that repeat an earlier one"
+    )
+    max_same: float = Field(
+        default=0.5, ge=0, le=1, description="share in runs of 20 or more of one character"
+    )
+    max_compression: float = Field(
+        default=20, ge=1, description="length over length compressed by zlib"
+    )
+
+
+def length(text: str, config: QualityConfig) -> str | None:
+    """What is wrong with the length, or None."""
+    count = len("".join(text.split()))
+    if count >= config.min_characters:
+        return None
+    return f"{count} characters, needed are {config.min_characters}"
+
+
+def encoding(text: str, config: QualityConfig) -> str | None:
+    """What is wrong with the encoding, or None."""
+    if SURROGATE.search(text):
+        return "half of a surrogate pair, which UTF-8 cannot hold"
+    share = _share(DAMAGED, text) if MAYBE_DAMAGED.search(text) else 0
+    return f"{share:.0%} of its characters are damaged" if share > config.max_damaged else None
+
+
+def non_text(text: str, config: QualityConfig) -> str | None:
+    """Why it is no text, or None."""
+    if len(text) < ENOUGH:
+        return None
+    if (share := sum(map(str.isalnum, text)) / _solid(text)) < config.min_words:
+        return f"{share:.0%} of its characters are letters or digits"
+    unbroken = (
+        match[0] for match in ENCODED.finditer(text) if len(set(match[0])) >= ENCODED_ALPHABET
+    )
+    if (share := sum(map(len, unbroken)) / _solid(text)) > config.max_encoded:
+        return f"{share:.0%} of its characters are in unbroken runs such as base64 has"
+    return None
+
+
+def repetition(text: str, config: QualityConfig) -> str | None:
+    """What it repeats too much, or None."""
+    raw = text.encode("utf-8", "surrogatepass")
+    ratio = len(raw) / len(zlib.compress(raw, 1))
+    if len(text) < ENOUGH or ratio < min(SUSPICIOUS_COMPRESSION, config.max_compression):
+        return None
+    if ratio > config.max_compression:
+        return f"it compresses to 1/{ratio:.0f}"
+    if (share := _share(SAME, text)) > config.max_same:
+        return f"{share:.0%} of its characters are in runs of one character"
+    found = runs(hashed(plain_words(text)), REPEATED_RUN)
+    share = 1 - len(np.unique(found)) / max(1, len(found))
+    if share <= config.max_repeated:
+        return None
+    return f"{share:.0%} of its {REPEATED_RUN}-word runs were there before"
+
+
+QUALITY_CHECKS: dict[str, Callable[[str, QualityConfig], str | None]] = {
+    "length": length,
+    "encoding": encoding,
+    "non_text": non_text,
+    "repetition": repetition,
+}
+
+
+class Quality:
+    """Drops a row for the first check that its turns, taken as one text, fail: reason
+    `quality.<check>`.
+    """
+
+    def __init__(self, config: QualityConfig) -> None:
+        self._config = config
+
+    def __call__(self, row: SourceRow) -> SourceRow | Drop:
+        text = "\n".join(row.turns)
+        for name, check in QUALITY_CHECKS.items():
+            if note := check(text, self._config):
+                return Drop(f"quality.{name}", note)
+        if row.system and SURROGATE.search(row.system):
+            return Drop("quality.encoding", "half of a surrogate pair in the system prompt")
+        return row
+
+
+def _solid(text: str) -> int:
+    """The number of characters that are not white space, at least 1."""
+    return max(1, len("".join(text.split())))
+
+
+def _share(pattern: re.Pattern[str], text: str) -> float:
+    """The share of a text's characters, white space aside, that a pattern matches."""
+    return sum(_solid(match[0]) for match in pattern.finditer(text)) / _solid(text)
+
+
+# Language.
+
+
+class LanguageConfig(BaseModel):
+    """Which languages to keep."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    keep: tuple[str, ...] | None = Field(
+        default=None, description="ISO 639-1 codes, such as [en, de]; None keeps all"
+    )
+
+    @model_validator(mode="after")
+    def _are_known(self) -> LanguageConfig:
+        known = sorted(codes())
+        unknown = [code for code in self.keep or () if code not in known]
+        if unknown:
+            raise ConfigError(
+                f"no language has the code {unknown[0]!r} here", f"one of {', '.join(known)}"
+            )
+        return self
+
+
+class Language:
+    """Drops a row in a language that is not kept; one in an undetermined language stays."""
+
+    def __init__(self, config: LanguageConfig) -> None:
+        self._keep = config.keep and frozenset(config.keep)
+
+    def __call__(self, row: SourceRow) -> SourceRow | Drop:
+        if self._keep is None or (found := row_language(row)) in self._keep or found == UNKNOWN:
+            return row
+        return Drop("language", f"it is in {found!r}")
+
+
+def row_language(row: SourceRow) -> str:
+    """The language of a row's turns taken together: see `eyas.language.language`."""
+    return language("\n".join(row.turns))
+
+
+# Personal data. What is found and how it is replaced is eyas.privacy's.
+
+
+class PersonalData:
+    """Replaces personal data and secrets as the policy says, or drops the row.
+
+    The result of a row depends on the row, the config and the key alone.
+    """
+
+    def __init__(self, config: PrivacyConfig, key: bytes) -> None:
+        """key: of hashes and surrogates. Raises ConfigError (a missing backend or recogniser)."""
+        self._config, self._key = config, key
+        self._detector = Detector(config, key)
+
+    def __call__(self, row: SourceRow) -> SourceRow | Drop:
+        return self.many([row])[0]
+
+    def many(self, rows: Sequence[SourceRow]) -> list[SourceRow | Drop]:
+        """The result of each row. A remote service is asked about all of them in one call."""
+        texts = [[row.system or "", *row.turns] for row in rows]
+        found = iter(self._detector.find_all([text for of_row in texts for text in of_row]))
+        return [
+            self._result(row, of_row, [next(found) for _ in of_row])
+            for row, of_row in zip(rows, texts, strict=True)
+        ]
+
+    def _result(
+        self, row: SourceRow, texts: list[str], found: list[list[Finding]]
+    ) -> SourceRow | Drop:
+        # Text 0 is the system prompt.
+        every = tuple(
+            dataclasses.replace(one, turn=number - 1 if number else None)
+            for number, findings in enumerate(found)
+            for one in findings
+        )
+        if not every:
+            return row
+        if dropping := self._config.first_that_drops(one.type for one in every):
+            return Drop(
+                f"pii.{dropping.lower()}",
+                note="the policy drops rows that hold this type",
+                found=every,
+            )
+        system, *turns = cleaned(texts, found, self._config, self._key)
+        return dataclasses.replace(
+            row,
+            system=system if row.system is not None else None,
+            turns=tuple(turns),
+            masked=row.masked + every,
+        )
+
+
+@functools.cache
+def _default_detector() -> Detector:
+    return Detector(PrivacyConfig())
+
+
+def find_all_types(text: str) -> list[Finding]:
+    """The findings of every type, by place, without hashes: for excerpts that people read."""
+    return _default_detector().find_every(text)
+
+
+# All filters on a block.
+
+
+@dataclasses.dataclass(frozen=True)
+class CleaningTask:
+    """The work on rows, as it is sent to a process.
+
+    labels: names of the sources; key: of eyas.privacy; grams: whether rows are matched to traffic.
+    """
+
+    labels: tuple[str, ...]
+    key: bytes = dataclasses.field(repr=False)
+    max_characters: int
+    quality: QualityConfig
+    language: LanguageConfig
+    evaluation: tuple[SourceConfig, ...]
+    personal: PrivacyConfig
+    grams: bool
+
+    @property
+    def without(self) -> tuple[str, ...]:
+        """Presidio loads both where they are installed, for recognisers that are not used: 400 MB a
+        process.
+        """
+        return () if self.personal.ner else ("torch", "transformers")
+
+    def ready(self) -> RowCleaner:
+        """The function on blocks and on late drops, with its filters built."""
+        return RowCleaner(self)
+
+
+class RowCleaner:
+    """The filters, built. The result of a block depends on the block alone."""
+
+    def __init__(self, task: CleaningTask) -> None:
+        """Raises what a broken evaluation set, backend or recogniser raises."""
+        self._task = task
+        self._personal = PersonalData(task.personal, task.key)
+        self._filters: list[RowFilter] = [
+            Empty(),
+            TooLong(task.max_characters),
+            Quality(task.quality),
+            Language(task.language),
+        ]
+        self._filters += [Contamination(task.evaluation)] if task.evaluation else []
+
+    def __call__(self, job: RowBlock | LateDrops) -> BlockResult | list[dict[str, Any]]:
+        """A cleaned block; or the lines of late drops."""
+        if isinstance(job, RowBlock):
+            return self.clean(job)
+        return [dropped_line(row, drop, find_all_types) for row, drop in job]
+
+    def clean(self, block: RowBlock) -> BlockResult:
+        """What becomes of each row of a block, and the digests of the rows that remain."""
+        results: list[SourceRow | Drop] = []
+        languages: list[str] = []
+        for row in block.rows:
+            result = row.drop if isinstance(row, DamagedRow) else filtered(row, self._filters)
+            results.append(result)
+            # At once: `language` remembers the last texts, and the filter has just asked for this.
+            languages.append(row_language(result) if isinstance(result, SourceRow) else "")
+        passed = [one for one in results if isinstance(one, SourceRow)]
+        searched = iter(self._without_personal_data(passed))
+        lines = BlockLines()
+        remaining: list[tuple[SourceRow, str]] = []
+        for row, so_far, spoken in zip(block.rows, results, languages, strict=True):
+            result = next(searched) if isinstance(so_far, SourceRow) else so_far
+            if isinstance(result, Drop):
+                lines.drop(dropped_line(row, result, find_all_types))
+            else:
+                lines.keep(result)
+                remaining.append((result, spoken))
+        rows_in = Counter(row.source for row in block.rows)
+        arrays = {
+            **self._digests(remaining),
+            "place": lines.places(),
+            "rows_in": np.array([rows_in[label] for label in self._task.labels], dtype=np.int64),
+        }
+        return BlockResult(block.number, lines.text(), arrays)
+
+    def _without_personal_data(self, rows: list[SourceRow]) -> list[SourceRow | Drop]:
+        if not rows:
+            return []
+        with without_quotes(
+            f"PersonalData failed between {rows[0].where} and {rows[-1].where} of {rows[-1].source}"
+        ):
+            return self._personal.many(rows)
+
+    def _digests(self, remaining: list[tuple[SourceRow, str]]) -> BlockArrays:
+        """The arrays over rows with their languages that decisions and ledger need."""
+        rows = [row for row, _ in remaining]
+        digests = row_digests(rows)
+        digests["source"] = np.array(
+            [self._task.labels.index(row.source) for row in rows], dtype=np.uint16
+        )
+        digests["language"] = np.array([spoken for _, spoken in remaining], dtype=np.str_)
+        if self._task.grams:
+            grams = gram_digest(rows)
+            digests |= {
+                "grams": grams.grams,
+                "counts": grams.counts,
+                "characters": grams.characters,
+            }
+        return digests
+
+
+def filtered(row: SourceRow, filters: Sequence[RowFilter]) -> SourceRow | Drop:
+    """What the filters make of a row; the first drop ends it. Raises EyasError where a filter
+    fails.
+    """
+    result: SourceRow | Drop = row
+    for keep in filters:
+        if isinstance(result, Drop):
+            break
+        with without_quotes(f"{type(keep).__name__} failed on {row.where} of {row.source}"):
+            result = keep(result)
+    return result
+
+
+@contextlib.contextmanager
+def without_quotes(what: str) -> Iterator[None]:
+    """Turn a failure into an EyasError with its place in the code only: the message of the
+    exception may quote a row.
+    """
+    try:
+        yield
+    except EyasError:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise EyasError(
+            f"{what}: {type(error).__name__} at {frame.filename}:{frame.lineno}",
+            "a bug of eyas or of a library: leave the row out, and run again: what is finished is "
+            "kept",
+        ) from None
