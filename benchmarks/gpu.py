@@ -52,9 +52,8 @@ from eyas.engine.tensor_rounds import Pending, TensorRounds
 from eyas.engine.tensor_tree import Trees, Walked
 from eyas.engine.trace import Trace
 from eyas.engine.tree import Speculation
-from eyas.model.cache import PagedCache
 from eyas.model.config import HeadConfig, HeadOptions, TargetConfig
-from eyas.model.rows import Rows, rows_of
+from eyas.model.rows import PagedCache, Rows, rows_of
 from eyas.model.target import PAGE_SIZE, Target
 
 ACCEPT_HIST = (2, 3, 4, 5, 4, 3, 3)

@@ -22,9 +22,8 @@ import numpy as np
 import torch
 
 from eyas.model import native
-from eyas.model.cache import PagedCache
 from eyas.model.config import HeadConfig, HeadOptions, RopeConfig, TargetConfig
-from eyas.model.rows import Rows, prompt_rows, rows_of, slots_of
+from eyas.model.rows import PagedCache, Rows, prompt_rows, rows_of, slots_of
 
 # hidden, intermediate, layers, query heads, key heads, head dimension, vocabulary, draft vocabulary
 SHAPES = {

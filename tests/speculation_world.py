@@ -16,7 +16,7 @@ from eyas.engine.acceptance import RequestAcceptance, levels, path_probs
 from eyas.engine.costs import CostTable, Curve
 from eyas.engine.policy import Policy
 from eyas.engine.tree import Speculation
-from eyas.model.outputs import Proposals
+from eyas.model.rows import Proposals
 
 K, TOPK, MOST = 6, 3, 12  # draft steps, branches, tokens judged
 POINTS = [1, 2, 4, 8, 12, 16, 24, 32, 64, 128, 256, 512]

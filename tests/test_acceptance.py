@@ -9,7 +9,7 @@ from eyas.engine.acceptance import (
     judge,
     path_probs,
 )
-from eyas.model.outputs import Proposals
+from eyas.model.rows import Proposals
 
 
 def tree() -> Proposals:

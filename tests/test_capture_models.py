@@ -18,9 +18,8 @@ from eyas.features import hooks
 from eyas.features.decoder import Decoder, OwnDecoder, Streams
 from eyas.features.hooks import HookedDecoder, decoder_layers
 from eyas.model.config import TargetConfig
-from eyas.model.foreign import shape_of, target_shape
 from eyas.model.target import Target
-from eyas.model.vocab import TargetVocabulary
+from eyas.model.vocab import TargetVocabulary, shape_of, target_shape
 from tests.foreign import CONFIGS, foreign_target
 from tests.tiny import FAMILIES, tiny_target
 

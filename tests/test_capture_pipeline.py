@@ -21,7 +21,7 @@ from eyas.export.check import check
 from eyas.export.export import ExportConfig, export
 from eyas.features.capture import CaptureConfig, capture
 from eyas.features.online import OnlineTarget
-from eyas.model.fingerprint import fingerprint
+from eyas.model.weights import fingerprint
 from eyas.records import Answer
 from eyas.shards import Features
 from eyas.train.trainer import TrainConfig, train

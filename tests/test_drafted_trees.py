@@ -17,7 +17,7 @@ from eyas.engine.request import DraftedTree
 from eyas.engine.rounds import Rounds
 from eyas.engine.tensor_rounds import TensorRounds
 from eyas.engine.tree import drafted_tree
-from eyas.model.outputs import Proposals
+from eyas.model.rows import Proposals
 from eyas.model.target import Target
 from tests.serving import MODEL, World, ask, complete, post
 from tests.test_engine import VOCAB, random_head, requests

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from eyas.errors import MissingInputError
-from eyas.model.fingerprint import fingerprint
+from eyas.model.weights import fingerprint
 
 FILES = {
     "config.json": b"{}",

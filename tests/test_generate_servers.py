@@ -26,7 +26,7 @@ from eyas.errors import ConfigError, EyasError, MismatchError, MissingInputError
 from eyas.features import generate as stage
 from eyas.features.fleet import ClientConfig, Fleet, TargetProof, server_urls
 from eyas.features.generate import GenerateConfig, generate
-from eyas.model.fingerprint import fingerprint
+from eyas.model.weights import fingerprint
 from eyas.records import Prompt, read_answers, read_origins
 from eyas.serve.limits import KEYS_VARIABLE
 from eyas.serve.server import ServeConfig

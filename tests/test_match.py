@@ -7,8 +7,14 @@ from __future__ import annotations
 import pytest
 
 from eyas.errors import MismatchError
-from eyas.model.config import HeadConfig, HeadOptions, RopeConfig
-from eyas.model.match import check_head, match_faults, same_rotation
+from eyas.model.config import (
+    HeadConfig,
+    HeadOptions,
+    RopeConfig,
+    check_head,
+    match_faults,
+    same_rotation,
+)
 from tests.tiny_batch import TINY_TARGET
 
 LLAMA3 = RopeConfig(theta=5e5, kind="llama3", factor=8.0)

@@ -20,11 +20,19 @@ from transformers import AutoModelForCausalLM
 from eyas.engine.tree import tree_of
 from eyas.engine.verify import accept
 from eyas.model import native
-from eyas.model.cache import FeatureCache, PagedCache
 from eyas.model.config import HeadConfig, TargetConfig
 from eyas.model.native import NativeDraft, NativeTarget
-from eyas.model.outputs import Chosen, Proposals
-from eyas.model.rows import Roots, Rows, prompt_rows, rows_of, slots_of
+from eyas.model.rows import (
+    Chosen,
+    FeatureCache,
+    PagedCache,
+    Proposals,
+    Roots,
+    Rows,
+    prompt_rows,
+    rows_of,
+    slots_of,
+)
 from eyas.model.weights import read_tensors
 from tests.plain_eagle import Example, PlainHead
 from tests.tiny import tiny_target

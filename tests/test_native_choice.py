@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from eyas.engine.acceptance import Acceptance, RequestAcceptance, path_probs
 from eyas.engine.tree import choose, choose_natively
 from eyas.model import native
-from eyas.model.outputs import Proposals
+from eyas.model.rows import Proposals
 from tests.test_budget import choose_plainly, costs, forest
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))

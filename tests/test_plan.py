@@ -20,8 +20,8 @@ from eyas.errors import ConfigError, EmptyInputError, StorageFullError
 from eyas.features.capture import CaptureConfig, capture
 from eyas.features.generate import GenerateConfig, generate
 from eyas.model.config import HeadConfig, HeadOptions
-from eyas.model.foreign import target_shape
 from eyas.model.head import Head
+from eyas.model.vocab import target_shape
 from eyas.plan import needs as counting
 from eyas.plan.estimate import Planner, Work, refuse_without_room
 from eyas.plan.needs import (

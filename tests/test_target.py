@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from eyas.errors import CorruptError, MismatchError, MissingInputError
+from eyas.model.block import Linear
 from eyas.model.config import TargetConfig
-from eyas.model.linear import Linear
 from eyas.model.target import Target
 from eyas.model.weights import read_tensors
 from tests.tiny import FAMILIES, tiny_target

@@ -29,8 +29,7 @@ from eyas.engine.tensor_sampling import Cuts, sampled
 from eyas.engine.tensor_tree import Candidates, Lines, choose, trees_of, walk
 from eyas.engine.tree import tree_of
 from eyas.engine.verify import accept
-from eyas.model.outputs import Proposals
-from eyas.model.rows import Rows
+from eyas.model.rows import Proposals, Rows
 from eyas.model.target import Target
 from tests.test_engine import decoded, idle, random_head, requests
 from tests.tiny import tiny_target

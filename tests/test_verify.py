@@ -11,7 +11,7 @@ from eyas.engine.request import SamplingParams
 from eyas.engine.sampling import adjusted_probs, draw
 from eyas.engine.tree import Tree, most_probable, tree_of
 from eyas.engine.verify import accept
-from eyas.model.outputs import Proposals
+from eyas.model.rows import Proposals
 
 VOCAB = 5
 

@@ -21,7 +21,7 @@ from itertools import pairwise
 import numpy as np
 
 from eyas.model.native import address, library
-from eyas.model.outputs import Proposals
+from eyas.model.rows import Proposals
 
 _NUM_BINS, _BINS_PER_UNIT = 20, 7.0  # of sqrt(-log p): fine near p = 1, where trees are decided
 _NUM_DEPTHS = 6  # the last one holds all deeper

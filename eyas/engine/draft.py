@@ -26,14 +26,19 @@ import torch.nn.functional as F
 from eyas.engine.futures import to_device
 from eyas.engine.tree import Speculation
 from eyas.errors import MismatchError
-from eyas.model.block import Block, Rope, rms_norm
-from eyas.model.cache import FeatureCache, PagedCache
-from eyas.model.config import HeadConfig
-from eyas.model.linear import Linear
-from eyas.model.match import check_head
+from eyas.model.block import Block, Linear, Rope, rms_norm
+from eyas.model.config import HeadConfig, check_head
 from eyas.model.native import NativeDraft
-from eyas.model.outputs import Proposals
-from eyas.model.rows import Roots, Rows, prompt_rows, rows_of, slots_of
+from eyas.model.rows import (
+    FeatureCache,
+    PagedCache,
+    Proposals,
+    Roots,
+    Rows,
+    prompt_rows,
+    rows_of,
+    slots_of,
+)
 from eyas.model.target import PAGE_SIZE, Target
 
 NOT_TENSORS_OF_THE_LAYER = ("d2t", "t2d")

@@ -21,9 +21,7 @@ from eyas.engine.costs import AT_ONCE
 from eyas.engine.draft import Draft
 from eyas.engine.scheduler import Job
 from eyas.engine.tree import Speculation
-from eyas.model.cache import FeatureCache
-from eyas.model.outputs import Proposals
-from eyas.model.rows import Roots
+from eyas.model.rows import FeatureCache, Proposals, Roots
 
 
 class Entries:

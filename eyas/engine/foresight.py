@@ -13,7 +13,7 @@ import math
 
 import numpy as np
 
-from eyas.model.outputs import Proposals
+from eyas.model.rows import Proposals
 
 _WEIGHT = 0.1  # of the newest round
 

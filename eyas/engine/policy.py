@@ -31,7 +31,7 @@ from eyas.engine.tree import (
     most_probable,
     values_by_depth,
 )
-from eyas.model.outputs import Proposals
+from eyas.model.rows import Proposals
 
 _HOPELESS = 0.7  # a forecast that spares the trials of trees
 _EXPLORED_SHARE = 0.005  # of all time, for rounds that are expected to lose

@@ -30,9 +30,16 @@ from eyas.engine.scheduler import Job
 from eyas.engine.trace import Trace
 from eyas.engine.tree import Speculation, Tree, drafted_tree, tree_of
 from eyas.engine.verify import accept
-from eyas.model.cache import FeatureCache
-from eyas.model.outputs import Chosen, Proposals
-from eyas.model.rows import Roots, Rows, prompt_rows, rows_of, slots_of
+from eyas.model.rows import (
+    Chosen,
+    FeatureCache,
+    Proposals,
+    Roots,
+    Rows,
+    prompt_rows,
+    rows_of,
+    slots_of,
+)
 from eyas.model.target import Target
 
 NOTHING = Proposals(

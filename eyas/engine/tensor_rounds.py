@@ -55,7 +55,7 @@ from eyas.engine.tensor_tree import (
 )
 from eyas.engine.tree import Speculation, drafted_tree
 from eyas.engine.uniform import uniforms
-from eyas.model.outputs import Proposals, TargetOutput
+from eyas.model.rows import Proposals, TargetOutput
 from eyas.model.target import Target
 
 GREEDY, SAMPLED, CUT = range(3)

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from eyas.engine.draft import Draft
-from eyas.model.cache import PagedCache
-from eyas.model.rows import Rows
+from eyas.model.rows import PagedCache, Rows
 
 
 @dataclass(frozen=True, slots=True)

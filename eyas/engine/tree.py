@@ -28,7 +28,7 @@ from eyas.engine.acceptance import pointers
 from eyas.engine.request import DraftedTree
 from eyas.errors import ConfigError
 from eyas.model.native import library
-from eyas.model.outputs import Proposals
+from eyas.model.rows import Proposals
 
 MAX_NODES = 63  # of a request, root excluded: the bits of a row's mask
 

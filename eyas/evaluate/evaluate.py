@@ -29,9 +29,9 @@ from eyas.hub import resolve_head, resolve_target
 from eyas.lineage import head_manifest
 from eyas.log import Track, quiet
 from eyas.model.batch import plan_batches
-from eyas.model.fingerprint import fingerprint
 from eyas.model.head import load_head
 from eyas.model.vocab import TargetVocabulary
+from eyas.model.weights import fingerprint
 from eyas.shards.source import FeatureSource
 
 DEFAULT_TREES = ("fixed(6,3,12)", "fixed(4,1,5)")  # the engine's own sizes, and a chain

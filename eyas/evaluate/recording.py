@@ -25,7 +25,7 @@ from eyas.engine.running import Outcome
 from eyas.engine.scheduler import Job
 from eyas.evaluate.decoding import Models
 from eyas.log import Track
-from eyas.model.outputs import Proposals
+from eyas.model.rows import Proposals
 from eyas.model.target import Target
 
 

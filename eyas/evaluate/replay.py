@@ -31,8 +31,7 @@ from eyas.engine.verify import accept
 from eyas.evaluate.decoding import Models
 from eyas.evaluate.overheads import Overheads
 from eyas.evaluate.recording import Recording
-from eyas.model.outputs import Chosen, Proposals
-from eyas.model.rows import Roots
+from eyas.model.rows import Chosen, Proposals, Roots
 from eyas.model.target import PAGE_SIZE, Target
 
 

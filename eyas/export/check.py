@@ -45,8 +45,17 @@ from eyas.model.checkpoint import (
     setting_faults,
     tensor_faults,
 )
-from eyas.model.config import HeadConfig, TargetConfig, TargetShape, read_config
-from eyas.model.match import match_faults, rope_faults, same_rotation, shape_faults, spelled
+from eyas.model.config import (
+    HeadConfig,
+    TargetConfig,
+    TargetShape,
+    match_faults,
+    read_config,
+    rope_faults,
+    same_rotation,
+    shape_faults,
+    spelled,
+)
 from eyas.model.target import Target
 from eyas.model.vocab import TargetVocabulary
 

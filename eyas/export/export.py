@@ -44,9 +44,9 @@ from eyas.model.checkpoint import (
     write_head,
 )
 from eyas.model.config import FAMILIES, HeadConfig, RopeConfig, read_config
-from eyas.model.fingerprint import fingerprint
 from eyas.model.head import Head, load_head
 from eyas.model.vocab import TargetVocabulary
+from eyas.model.weights import fingerprint
 
 CARD = "README.md"
 PROMISED = ("tau", "tau_interval", "accept_hist")  # what a server holds its traffic against

@@ -29,8 +29,8 @@ from eyas.features.planned import Plan, Planned, Work, batches, plan_samples
 from eyas.hub import resolve_target
 from eyas.log import Track, quiet
 from eyas.model.config import TargetConfig, TargetShape
-from eyas.model.fingerprint import fingerprint
-from eyas.model.foreign import target_shape
+from eyas.model.vocab import target_shape
+from eyas.model.weights import fingerprint
 from eyas.records import read_answers
 from eyas.shards import CodecName, FeatureMeta, Sample, ShardWriter, Split
 from eyas.shards.sample import EXACT

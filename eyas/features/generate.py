@@ -40,8 +40,8 @@ from eyas.features.conversation import Conversation, Sampling, TurnRules
 from eyas.features.fleet import ClientConfig, Fleet, TargetProof
 from eyas.hub import resolve_head, resolve_target
 from eyas.log import Track, quiet
-from eyas.model.fingerprint import fingerprint
-from eyas.model.foreign import target_shape
+from eyas.model.vocab import target_shape
+from eyas.model.weights import fingerprint
 from eyas.privacy.leaks import OF_ANSWERS, Leaks
 from eyas.privacy.policy import PrivacyConfig
 from eyas.records import Message, Prompt

@@ -23,7 +23,13 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from eyas.errors import ConfigError, MismatchError
 from eyas.features.decoder import Beginning, Streams
 from eyas.model.config import Taps, TargetShape
-from eyas.model.foreign import ANOTHER, first_line, foreign_config, matrices, shape_of
+from eyas.model.vocab import (
+    ANOTHER,
+    first_line,
+    shape_of,
+    transformers_config,
+    transformers_matrices,
+)
 from eyas.model.weights import tensor_sha256
 
 PROOF_TOKENS = 40  # of each of two made-up rows
@@ -64,9 +70,9 @@ class HookedDecoder:
                 f"device_map: {device_map} needs accelerate, which is not installed",
                 "pip install 'eyas[large]', or leave it out",
             )
-        config = foreign_config(folder)
+        config = transformers_config(folder)
         shape = shape_of(config, folder)
-        _, lm_head = matrices(folder, shape)
+        _, lm_head = transformers_matrices(folder, shape)
         capped = (
             getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
             is not None

@@ -1,5 +1,5 @@
-"""One decoder layer for inference, shared by targets and draft heads: fused projections, cache,
-tree attention.
+"""One decoder layer for inference, shared by targets and draft heads, and its parts: products with
+weights, rotary embedding, norm.
 
 Knows the Llama family's layer in PyTorch operators, on any device; its twin for a CPU is `native`.
 Does not know where its input comes from: a target gives it normed hidden states, a head gives it
@@ -10,20 +10,109 @@ Letters: M rows of one forward, H hidden, Hq and Hk heads, D head dimension, I i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from eyas.model.attention import AttentionPlan, attention_plan, tree_attention
-from eyas.model.cache import PagedCache
-from eyas.model.config import DecoderConfig
-from eyas.model.linear import Linear
-from eyas.model.rope import rope_table
-from eyas.model.rows import Rows
+from eyas.model.config import DecoderConfig, RopeConfig
+from eyas.model.rows import PagedCache, Rows
 
-Tensors = Mapping[str, torch.Tensor]
+Tensors = Mapping[str, Tensor]
+_HAS_ONEDNN = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+
+
+class Linear:
+    """y = x W^T + b for x [M, in], W [out, in], b [out] or None, all of one dtype and device.
+
+    On a CPU the time of a decode step is the reading of weights, and a product that lays its weight
+    out anew on every call reads it twice: the weight is kept in oneDNN's blocked layout, one copy
+    for any number of rows. Other devices and dtypes take `F.linear`.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.bias = bias
+        self._weight = weight
+        self._blocked: Tensor | None = None
+        if (
+            _HAS_ONEDNN
+            and weight.device.type == "cpu"
+            and weight.dtype in (torch.bfloat16, torch.float32)
+        ):
+            self._blocked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[M, in] -> [M, out]."""
+        if self._blocked is not None:
+            y: Tensor = torch.ops.mkldnn._linear_pointwise(
+                x, self._blocked, self.bias, "none", [], ""
+            )
+            return y
+        return F.linear(x, self._weight, self.bias)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """[M, in], [M, out] -> residual + self(x), in one operator where there is one."""
+        if self._blocked is not None and self.bias is None:
+            y: Tensor = torch.ops.mkldnn._linear_pointwise(x, residual, self._blocked, None, "add")
+            return y
+        return self(x).add_(residual)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x * weight / sqrt(mean(x^2) + eps) over the last dimension, computed in fp32."""
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+# Rotary embedding, in Llama's convention: channel d turns with channel d + D / 2
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Radians per position of each channel pair, float32 [D / 2].
+
+    linear: all divided by `factor`. llama3 (Llama 3.1's published scaling): waves that fit
+    `high_freq_factor` times or more into the original context stay, those that fit
+    `low_freq_factor` times or fewer are divided by `factor`, and those between are interpolated.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / rope.theta**exponents
+    if rope.kind == "linear":
+        return frequencies / rope.factor
+    if rope.kind == "llama3":
+        waves_in_context = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
+        kept = (waves_in_context - rope.low_freq_factor) / (
+            rope.high_freq_factor - rope.low_freq_factor
+        )
+        kept = kept.clamp(0.0, 1.0)
+        return frequencies * (kept + (1.0 - kept) / rope.factor)
+    return frequencies
+
+
+def rotation(rope: RopeConfig, head_dim: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of integer positions [...], float32 [..., D] each; the second half of D
+    repeats the first.
+    """
+    angles = positions.to(torch.float32).unsqueeze(-1) * inverse_frequencies(rope, head_dim).to(
+        positions.device
+    )
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+
+
+def rope_table(rope: RopeConfig, head_dim: int, length: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of positions 0 .. length - 1, float32 [length, D] each."""
+    return rotation(rope, head_dim, torch.arange(length))
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn x [..., D] by cos, sin broadcastable to it; the result has the dtype of x times that of
+    the table.
+    """
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +123,9 @@ class Placement:
     sin is negated. slot [M] int64: where keys and values go. plan: what each row sees.
     """
 
-    cos: torch.Tensor
-    sin: torch.Tensor
-    slot: torch.Tensor
+    cos: Tensor
+    sin: Tensor
+    slot: Tensor
     plan: AttentionPlan
 
 
@@ -57,9 +146,7 @@ class Rope:
         return Placement(cos, sin, rows.slot, attention_plan(rows, page_size))
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x * weight / sqrt(mean(x^2) + eps) over the last dimension, computed in fp32."""
-    return F.rms_norm(x, weight.shape, weight, eps)
+# The layer
 
 
 class Block:
@@ -95,9 +182,7 @@ class Block:
     def linears(self) -> tuple[Linear, ...]:
         return (self._qkv, self._out, self._gate_up, self._down)
 
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor, at: Placement, cache: PagedCache
-    ) -> torch.Tensor:
+    def __call__(self, x: Tensor, residual: Tensor, at: Placement, cache: PagedCache) -> Tensor:
         """x [M, in] (normed), residual [M, H] -> the layer's output [M, H]. Writes the rows' keys
         and values.
         """

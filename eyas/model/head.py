@@ -34,9 +34,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.errors import MismatchError
+from eyas.model.block import apply_rope, rotation
 from eyas.model.checkpoint import EMBED_TOKENS, LM_HEAD, read_head, write_head
 from eyas.model.config import HeadConfig, TargetShape
-from eyas.model.rope import apply_rope, rotation
 
 Rotation = tuple[Tensor, Tensor]  # cosines, sines
 KeysValues = tuple[Tensor, Tensor]  # [B, S, Hk, D] each

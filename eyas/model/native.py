@@ -32,11 +32,18 @@ import numpy as np
 import torch
 
 from eyas.artifact import cache_folder
-from eyas.model.cache import FeatureCache, PagedCache
+from eyas.model.block import rope_table
 from eyas.model.config import DecoderConfig, HeadConfig, Taps, TargetConfig
-from eyas.model.outputs import Chosen, Proposals, TargetOutput
-from eyas.model.rope import rope_table
-from eyas.model.rows import MAX_TREE_COLUMNS, Roots, Rows
+from eyas.model.rows import (
+    MAX_TREE_COLUMNS,
+    Chosen,
+    FeatureCache,
+    PagedCache,
+    Proposals,
+    Roots,
+    Rows,
+    TargetOutput,
+)
 
 SOURCES = Path(__file__).parent / "cpp"
 FLAGS = (

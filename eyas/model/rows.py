@@ -1,8 +1,14 @@
-"""The tokens of one forward and where they sit in a paged cache. Knows no model and no request.
+"""What one forward reads and writes: its rows, the paged cache that they sit in, and what comes
+out. Knows no model and no request.
 
-A request's keys and values lie in columns 0, 1, 2, ... of its own; column c is slot page_table[b, c
-// page_size] * page_size + c % page_size. A row sees a dense prefix of its request's columns and,
-behind it, the columns of its tree that its bits name:
+    PagedCache.data [L, num_slots, 2, Hk, D]    slot = page * page_size + offset; 2 = key, value
+    FeatureCache.data [num_slots, A]            the target's features of the same tokens
+
+A slot is the place of one token, a page is page_size slots in a row; the allocator knows who owns
+which page. A target's cache, its features and its draft's cache share one page table: a request's
+keys and values lie in columns 0, 1, 2, ... of its own, and column c is slot
+page_table[b, c // page_size] * page_size + c % page_size. A row sees a dense prefix of its
+request's columns and, behind it, the columns of its tree that its bits name:
 
     columns   first_column ....... prefix_len-1 | prefix_len + 0, + 1, ... + 63
     row m     all seen                          | those whose bit is set in seen[m], its own among them
@@ -11,7 +17,9 @@ A token of a prompt sees its prefix with itself (prefix_len = column + 1, no bit
 its ancestors' bits. Read in this order, prefix first and bits ascending, a row's keys stand in the
 order of plain decoding.
 
-Letters: M rows, B requests, P pages of the longest request.
+Letters: M rows, R rows whose logits are asked for, B requests, P pages of the longest request, C
+candidates, L layers, Hk key heads, D head dimension, A = 3 * Ht, Ht target hidden size, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -26,6 +34,10 @@ MAX_TREE_COLUMNS = 64
 
 # token, request, position, slot, prefix_len, seen: int64 [M] each
 RowArrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+SlotNumbers = list[int] | torch.Tensor  # int64 [n]; a list where the host knows them
+
+
+# Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,3 +129,102 @@ def rows_of(
         joined, pages = joined.to(device, non_blocking=True), pages.to(device, non_blocking=True)
     token, request, position, slot, prefix_len, seen = joined.unbind()
     return Rows(token, request, position, slot, prefix_len, seen, pages, first_column)
+
+
+# The cache
+
+
+class PagedCache:
+    """Keys and values of `num_layers` layers for num_pages * page_size tokens."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        heads: tuple[int, int],
+        dtype: torch.dtype,
+        device: str = "cpu",
+    ) -> None:
+        """heads: (Hk, D). Memory: num_layers * num_pages * page_size * 2 * Hk * D elements,
+        allocated here, once.
+        """
+        self.num_pages, self.page_size = num_pages, page_size
+        # Zeros, not empty: a masked slot may still take part in a product, and 0 * NaN is NaN.
+        self.data = torch.zeros(
+            num_layers, num_pages * page_size, 2, *heads, dtype=dtype, device=device
+        )
+        # The same memory for moves on a CPU, where NumPy's indexing takes a fifth of the time that
+        # PyTorch's does.
+        self._bytes = self.data.view(torch.uint8).numpy() if device == "cpu" else None
+
+    def write(self, layer: int, slot_M: torch.Tensor, kv: torch.Tensor) -> None:
+        """Put kv [M, 2, Hk, D] into slots int64 [M]."""
+        self.data[layer].index_copy_(0, slot_M, kv)
+
+    def move(self, sources: SlotNumbers, destinations: SlotNumbers) -> None:
+        """Copy slots to slots in every layer; the sources are read before anything is written."""
+        if self._bytes is not None and isinstance(sources, list):
+            self._bytes[:, destinations] = self._bytes[:, sources]
+        else:
+            self.data[:, destinations] = self.data[:, sources]
+
+
+class FeatureCache:
+    """The target's features of every cached token. Like keys and values they follow from the tokens
+    up to their own.
+    """
+
+    def __init__(self, num_slots: int, width: int, dtype: torch.dtype, device: str = "cpu") -> None:
+        """Memory: num_slots * width elements, allocated here, once."""
+        self.data = torch.zeros(num_slots, width, dtype=dtype, device=device)
+
+    def write(self, slots: torch.Tensor, features: torch.Tensor) -> None:
+        """Put features [M, A] into slots int64 [M]."""
+        self.data.index_copy_(0, slots, features)
+
+    def read(self, slots: torch.Tensor) -> torch.Tensor:
+        """The features [M, A] in slots int64 [M], copied."""
+        return self.data.index_select(0, slots)
+
+    def move(self, sources: SlotNumbers, destinations: SlotNumbers) -> None:
+        """Copy slots to slots; the sources are read before anything is written."""
+        self.data[destinations] = self.data[sources]
+
+
+# Results
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOutput:
+    """logits [R, V]; best int64 [R], their argmax (ties: the smallest id); aux_hidden [M, 3 * Ht]
+    when taps were given, and no cache to put their outputs."""
+
+    aux_hidden: torch.Tensor | None
+    logits: torch.Tensor
+    best: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Proposals:
+    """All candidates of B trees, level by level: C = k, then k * k for every further level.
+
+    tokens int64 [B, C]; scores fp32 [B, C]: log-probability of the whole path; parents int32 [B,
+    C]: a candidate's index, -1 for the root; depths int32 [C], from 1. The children of the
+    frontier's place j in one level stand at j * k .. j * k + k - 1 of the level's candidates.
+    """
+
+    tokens: np.ndarray
+    scores: np.ndarray
+    parents: np.ndarray
+    depths: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The trees of B requests, as candidates: of request b those kept, bool [B', C], at line[b] of
+    the proposals; at -1 none."""
+
+    line: list[int]
+    proposals: Proposals
+    kept: np.ndarray

@@ -18,13 +18,10 @@ import torch
 import torch.nn.functional as F
 
 from eyas.errors import MismatchError
-from eyas.model.block import Block, Rope, rms_norm
-from eyas.model.cache import FeatureCache, PagedCache
+from eyas.model.block import Block, Linear, Rope, rms_norm
 from eyas.model.config import Taps, TargetConfig
-from eyas.model.linear import Linear
 from eyas.model.native import NativeTarget, unavailable
-from eyas.model.outputs import Chosen, TargetOutput
-from eyas.model.rows import Roots, Rows, prompt_rows
+from eyas.model.rows import Chosen, FeatureCache, PagedCache, Roots, Rows, TargetOutput, prompt_rows
 from eyas.model.weights import read_tensors, tensor_sha256
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

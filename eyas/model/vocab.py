@@ -1,23 +1,40 @@
-"""The two vocabularies: the target's embedding and output matrices, and the draft's choice among
-its tokens.
+"""The two vocabularies, the target's embedding and output matrices and the draft's choice among its
+tokens; and the shape of any target, also of one that our own decoder does not run.
 
-Knows counts and matrices. Does not know text, tokenizers or how the counts were made.
+Of other architectures, shape and matrices are found through transformers' code: it builds the model
+without memory, only to name its parts. Nothing is run and no layer is loaded. Knows counts and
+matrices. Does not know text, tokenizers or how the counts were made.
 
 Letters: V target vocabulary, W draft vocabulary, Ht target hidden size.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from eyas.errors import ConfigError, MismatchError
-from eyas.model.config import TargetConfig, TargetShape
-from eyas.model.foreign import matrices, target_shape
-from eyas.model.weights import read_tensors, tensor_sha256
+from eyas.model.config import RopeConfig, TargetConfig, TargetShape, read_config
+from eyas.model.weights import read_shapes, read_tensors, tensor_sha256
+
+WITHOUT_ROPE_THETA = 10000.0
+NORM_EPSILONS = (
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "layer_norm_epsilon",
+    "norm_eps",
+    "layernorm_epsilon",
+)
+ANOTHER = (
+    "eyas captures decoder-only language models that the installed transformers knows, "
+    "without code of their own"
+)
 
 
 def draft_vocabulary(counts_V: Tensor, draft_vocab_size: int) -> tuple[Tensor, Tensor]:
@@ -60,7 +77,7 @@ class TargetVocabulary:
         embed_tokens, stored = (
             own_matrices(folder, config)
             if isinstance(config, TargetConfig)
-            else matrices(folder, config)
+            else transformers_matrices(folder, config)
         )
         lm_head = (
             stored.to(dtype) if config.logit_scale == 1.0 else stored.to(dtype) * config.logit_scale
@@ -95,3 +112,158 @@ def own_matrices(folder: str | Path, config: TargetConfig) -> tuple[Tensor, Tens
             f"{folder} lacks {embed_name} or {head_name}", "restore the checkpoint from its source"
         )
     return tensors[embed_name], tensors[head_name]
+
+
+# Any target, through transformers
+
+
+def target_shape(folder: str | Path) -> TargetShape:
+    """A target's shape: a TargetConfig where our own decoder runs it. Raises MissingInputError,
+    CorruptError, MismatchError.
+    """
+    try:
+        return TargetConfig.from_folder(folder)
+    except MismatchError:
+        return shape_of(transformers_config(folder), folder)
+
+
+def transformers_config(folder: str | Path) -> Any:
+    """transformers' config of a folder, with nothing downloaded and no code of the model's own run.
+    Raises MismatchError.
+    """
+    stated = read_config(folder)
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (ValueError, KeyError, OSError, TypeError) as error:
+        what = (
+            f"{folder} is a {stated.get('model_type')!r} model, which the installed "
+            "transformers does not load"
+        )
+        raise MismatchError(f"{what}: {first_line(error)}", ANOTHER) from error
+
+
+def shape_of(config: Any, folder: str | Path) -> TargetShape:
+    """The shape that a transformers config tells, in one spelling. Raises MismatchError for what is
+    no decoder of layers.
+    """
+    text = config.get_text_config(decoder=True)
+    given: dict[str, Any] = {
+        name: getattr(text, name, None)
+        for name in ("hidden_size", "num_hidden_layers", "vocab_size")
+    }
+    if not all(isinstance(size, int) for size in given.values()):
+        lacking = ", ".join(name for name, size in given.items() if not isinstance(size, int))
+        raise MismatchError(
+            f"{folder}: the config of a {config.model_type!r} model tells no {lacking}", ANOTHER
+        )
+    hidden: int = given["hidden_size"]
+    heads = getattr(text, "num_attention_heads", None) or max(1, hidden // 64)
+    return TargetShape(
+        **given,
+        family=config.model_type,
+        intermediate_size=_number(text, "intermediate_size") or 4 * hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=_number(text, "num_key_value_heads") or heads,
+        head_dim=_number(text, "head_dim") or hidden // heads,
+        rms_norm_eps=next(
+            (eps for name in NORM_EPSILONS if (eps := getattr(text, name, None)) is not None), 1e-6
+        ),
+        max_position_embeddings=_number(text, "max_position_embeddings") or 2048,
+        rope=head_rope(getattr(text, "rope_parameters", None)),
+        tie_word_embeddings=bool(config.tie_word_embeddings),
+        eos_token_ids=end_tokens(text, folder),
+        dtype=str(config.dtype or torch.float32).removeprefix("torch."),
+        logit_scale=logit_scale(text),
+        logit_softcap=getattr(text, "final_logit_softcapping", None),
+    )
+
+
+def head_rope(parameters: Any) -> RopeConfig:
+    """What a head of such a target turns by: the target's own, or with its base alone where heads
+    have no such thing.
+
+    parameters: transformers' `rope_parameters`; of a target with several kinds of layers, those of
+    full attention are taken.
+    """
+    if not parameters:
+        return RopeConfig(theta=WITHOUT_ROPE_THETA)
+    by_kind = [value for value in parameters.values() if isinstance(value, dict)]
+    own = parameters.get("full_attention") or (by_kind[0] if by_kind else parameters)
+    theta = own.get("rope_theta") or WITHOUT_ROPE_THETA
+    if own.get("partial_rotary_factor") not in (None, 1, 1.0):
+        return RopeConfig(theta=theta)
+    try:
+        return RopeConfig.from_hf({"rope_parameters": own})
+    except MismatchError:
+        return RopeConfig(theta=theta)
+
+
+def logit_scale(text: Any) -> float:
+    """By what lm_head's output is multiplied: Cohere's `logit_scale`, one by Granite's
+    `logits_scaling`; capture proves it.
+    """
+    return float(getattr(text, "logit_scale", None) or 1.0) / float(
+        getattr(text, "logits_scaling", None) or 1.0
+    )
+
+
+def end_tokens(text: Any, folder: str | Path) -> tuple[int, ...]:
+    """The tokens that end an answer."""
+    path = Path(folder) / "generation_config.json"
+    ends = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+    ends = ends if ends is not None else text.eos_token_id
+    return tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
+
+
+def transformers_matrices(folder: str | Path, shape: TargetShape) -> tuple[Tensor, Tensor]:
+    """embed_tokens and lm_head [V, Ht] as stored. Raises MismatchError, MissingInputError,
+    CorruptError.
+
+    They are known by their shape, and told apart by the names that the model itself gives them: of
+    names on disk that transformers would change while it loads them, one at most may be another
+    than the model's.
+    """
+    wanted = (shape.vocab_size, shape.hidden_size)
+    found = sorted(name for name, size in read_shapes(folder).items() if size == wanted)
+    embed_name, head_name = _names(transformers_config(folder))
+    if embed_name not in found and len(rest := [name for name in found if name != head_name]) == 1:
+        embed_name = rest[0]
+    if shape.tie_word_embeddings and embed_name in found:
+        head_name = embed_name
+    if head_name not in found and len(rest := [name for name in found if name != embed_name]) == 1:
+        head_name = rest[0]
+    if not {embed_name, head_name} <= set(found):
+        raise MismatchError(
+            f"{folder} has no embeddings and lm_head of {wanted} that could be told: the model "
+            f"calls them {embed_name} and "
+            f"{head_name}, tensors of this shape are {', '.join(found) or 'not there'}",
+            "save the model by the installed transformers (save_pretrained), or restore the "
+            "checkpoint from its source",
+        )
+    tensors = read_tensors(folder, {embed_name, head_name})
+    return tensors[embed_name], tensors[head_name]
+
+
+def _names(config: Any) -> tuple[str, str]:
+    """What the model calls its embeddings and its lm_head. Raises MismatchError for one without."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    owners = {id(module): name for name, module in model.named_modules()}
+    found = [
+        owners.get(id(module))
+        for module in (model.get_input_embeddings(), model.get_output_embeddings())
+    ]
+    if None in found:
+        raise MismatchError(f"{type(model).__name__} has no embeddings or no lm_head", ANOTHER)
+    return f"{found[0]}.weight", f"{found[1]}.weight"
+
+
+def first_line(error: Exception) -> str:
+    """What an exception of another library says, in brief."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _number(text: Any, name: str) -> int | None:
+    """A whole number of a config; some keep a list with one for each layer."""
+    value = getattr(text, name, None)
+    return max(value) if isinstance(value, list) else value

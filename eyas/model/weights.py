@@ -1,4 +1,6 @@
-"""Weights on disk: safetensors, single or sharded, and EAGLE's pickled tensors. Knows no model."""
+"""Weights on disk: safetensors, single or sharded, EAGLE's pickled tensors, and the hashes that
+identify them. Knows no model.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,9 @@ from eyas.errors import CorruptError, MissingInputError
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLE_INDEX, PICKLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
 RESTORE = "restore the file from its source"
+# What of a target's folder `fingerprint` reads in full, and its samples of each weight file.
+CONFIG_SUFFIXES = (".json", ".jinja", ".txt", ".model")
+SAMPLE_BYTES, NUM_SAMPLES = 1 << 16, 256
 
 
 def read_tensors(
@@ -177,3 +182,34 @@ def tensor_sha256(tensor: torch.Tensor) -> str:
     return hashlib.sha256(
         tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()
     ).hexdigest()
+
+
+def fingerprint(folder: str | Path) -> str:
+    """Which target a folder holds: 16 hex digits over config, tokenizer and template in full, and
+    over 256 even samples of each weight file.
+
+    Stages put it into their identity in place of the folder's path, so that a moved target is the
+    same and a retrained one is another. Weight files up to 16 MiB are read whole; of a larger one
+    64 KiB at 256 places, so an 8B target takes well under a second. A single changed value can
+    escape, a training step cannot. Raises MissingInputError.
+    """
+    root = Path(folder)
+    weights = sorted(root.glob("*.safetensors"))
+    if not weights:
+        hint = "give a folder in Hugging Face's form (config.json, *.safetensors)"
+        raise MissingInputError(f"{folder} has no safetensors weights", hint)
+    digest = hashlib.sha256()
+    for path in sorted(path for path in root.iterdir() if path.suffix in CONFIG_SUFFIXES):
+        digest.update(f"{path.name} ".encode() + hashlib.sha256(path.read_bytes()).digest())
+    for path in weights:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as stream:
+            for number in range(NUM_SAMPLES):
+                stream.seek(
+                    number
+                    * max(size - SAMPLE_BYTES, SAMPLE_BYTES * (NUM_SAMPLES - 1))
+                    // (NUM_SAMPLES - 1)
+                )
+                digest.update(stream.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:16]

@@ -20,7 +20,7 @@ from eyas.features.generate import GenerateConfig
 from eyas.features.hooks import HookedDecoder
 from eyas.hub import resolve_target
 from eyas.model.config import TargetConfig, TargetShape
-from eyas.model.foreign import target_shape
+from eyas.model.vocab import target_shape
 from eyas.model.weights import read_shapes
 from eyas.plan import needs as counting
 from eyas.plan.needs import Needs, Room

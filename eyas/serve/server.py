@@ -28,7 +28,7 @@ from eyas.chat import Chat
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.errors import ConfigError, EyasError
 from eyas.hub import resolve_head, resolve_target
-from eyas.model.fingerprint import fingerprint
+from eyas.model.weights import fingerprint
 from eyas.serve.app import Extras, Served, create_app
 from eyas.serve.connection import guarded
 from eyas.serve.consent import CollectConfig
