@@ -40,9 +40,9 @@ import pycrfsuite
 import spellchecker
 import yaml
 
-from eyas.privacy import gazetteer as bits
-from eyas.privacy.gazetteer import Gazetteer, fold, read_gazetteer
-from eyas.privacy.tagger import LABELS, described, features, tokenize
+from eyas.privacy import lexicon as bits
+from eyas.privacy.lexicon import Gazetteer, describe_all, fold, read_gazetteer, tokenize
+from eyas.privacy.tagger import LABELS, features
 
 TEMPLATES = Path(__file__).with_suffix(".txt")
 SEED, NUM_TEXTS = 11, 26_000
@@ -86,6 +86,8 @@ def _words(name: str) -> tuple[str, ...]:
 
 def latin(word: str) -> str | None:
     """A word in Latin letters, Cyrillic and Greek ones transliterated; None = other letters."""
+    if word.isascii():
+        return word if any(map(str.isalpha, word)) else None
     word = unicodedata.normalize("NFC", word)
     if any(letter in LETTERS for letter in word.lower()):
         parts = unicodedata.normalize("NFD", word.replace("й", "y").replace("Й", "Y"))
@@ -226,7 +228,7 @@ def _symspell(name: str) -> list[str]:
 
 
 def word_lists(known: World) -> bytes:
-    """The packed lists: see `eyas.privacy.gazetteer.read_gazetteer`."""
+    """The packed lists: see `eyas.privacy.lexicon.read_gazetteer`."""
     found: Counter[str] = Counter()
     _add_names(found, known)
     _add_places(found, known)
@@ -1016,7 +1018,7 @@ def train(known: World, lists: Gazetteer, num_texts: int, seed: int) -> dict[str
         words, labels = labelled(writer.text(sections))
         if words:
             trainer.append(
-                features(described(words, forgetful(lists, words, labels, chance))), labels
+                features(describe_all(words, forgetful(lists, words, labels, chance))), labels
             )
     trainer.set_params({"c1": 0.6, "c2": 0.01, "max_iterations": 120, "feature.minfreq": 4})
     with tempfile.TemporaryDirectory() as folder:

@@ -29,7 +29,7 @@ from eyas.data.card import (
 from eyas.data.fit import GramBlock, Profile
 from eyas.data.ledger import LENGTHS, DamagedRow, Drop, Ledger, SourceRow, dropped_line
 from eyas.data.pictures import Part, Series
-from eyas.privacy.finding import Finding
+from eyas.privacy.policy import Finding
 from tests.browser import CHROMIUM, needs_chromium
 from tests.page_tags import Tags
 

@@ -18,7 +18,7 @@ from eyas.engine.engine import Engine
 from eyas.errors import EmptyInputError, InputError, MissingInputError, TemplateError
 from eyas.features import generate as stage
 from eyas.features.generate import GenerateConfig, generate
-from eyas.privacy.leaks import Leaks
+from eyas.privacy.detector import LeakDetector
 from eyas.privacy.policy import PrivacyConfig
 from eyas.records import Answer, Prompt, read_answers, read_origins
 from tests.stages import prompts_of, run_until_killed, talking_target, write_prompts
@@ -335,7 +335,7 @@ def test_an_answer_with_what_nobody_told_the_target_is_left_out(
     ],
 )
 def test_leaks(before: str, answer: str, types: list[str]) -> None:
-    found = Leaks()(["You are kind.", before], answer)
+    found = LeakDetector()(["You are kind.", before], answer)
     assert [one.type for one in found] == types
     assert all(one.hash == "" for one in found)
 

@@ -23,7 +23,7 @@ from eyas.data.ledger import (
     excerpt,
     show_dropped,
 )
-from eyas.privacy.finding import Finding
+from eyas.privacy.policy import Finding
 
 SECRET = re.compile(r"SECRET-\d+")
 REASONS = [

@@ -7,9 +7,8 @@ import pickle
 
 from eyas.data.filters import PersonalData, find_all_types
 from eyas.data.ledger import Drop, SourceRow
-from eyas.privacy.finding import Finding
 from eyas.privacy.key import value_hash
-from eyas.privacy.policy import TYPES, PrivacyConfig
+from eyas.privacy.policy import TYPES, Finding, PrivacyConfig
 
 KEY = b"k" * 32
 NO_NAMES = {"person": "keep", "street_address": "keep", "location": "keep"}

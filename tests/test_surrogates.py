@@ -1,4 +1,4 @@
-"""Surrogates: of the same kind and form, consistent in a conversation, and nobody's."""
+"""Surrogates: of the same kind and form, consistent in a conversation, assigned to nobody."""
 
 import ipaddress
 import re
@@ -8,25 +8,34 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.privacy.cleaning import cleaned
 from eyas.privacy.detector import Detector
 from eyas.privacy.identifiers import is_national_id
 from eyas.privacy.key import NUMBERED, canonical
-from eyas.privacy.patterns import CARD_ISSUER, luhn
-from eyas.privacy.phones import PHONE_REGIONS, readings
+from eyas.privacy.patterns import (
+    CARD_ISSUER,
+    PHONE_REGIONS,
+    is_base58check,
+    is_bech32,
+    luhn,
+    parse_phone,
+)
 from eyas.privacy.policy import TYPES, PrivacyConfig
-from eyas.privacy.pseudonyms import CITIES, COUNTRIES, FAMILY, GIVEN, STREETS
 from eyas.privacy.surrogates import (
+    CITIES,
+    COUNTRIES,
+    FAMILY,
     FICTIONAL_PHONES,
+    GIVEN,
+    STREETS,
     WORDED,
-    Draw,
+    KeyedRandom,
     Surrogates,
     cased,
+    clean,
     is_fictional,
-    is_nobodys,
+    is_unassigned,
     poured,
 )
-from eyas.privacy.wallets import is_base58check, is_bech32, is_ethereum
 
 KEY = b"k" * 32
 EXAMPLES = {
@@ -81,59 +90,53 @@ def digits(text):
     return re.sub(r"\D", "", text)
 
 
-@pytest.mark.parametrize("type", TYPES)
-def test_every_type_has_one_of_its_kind(type):
-    value = EXAMPLES[type]
-    surrogate = made(type, value)
-    assert canonical(type, surrogate) != canonical(type, value)
-    assert surrogate == made(type, value), "the same every time"
-    assert surrogate != made(type, value, conversation="another")
-    assert len(surrogate.splitlines()) == len(value.splitlines())
+def test_every_type_has_one_of_its_kind():
+    assert set(EXAMPLES) == set(TYPES)
+    for type, value in EXAMPLES.items():
+        surrogate = made(type, value)
+        assert canonical(type, surrogate) != canonical(type, value)
+        assert surrogate == made(type, value), "the same every time"
+        assert surrogate != made(type, value, conversation="another")
+        assert len(surrogate.splitlines()) == len(value.splitlines())
+        if type in NUMBERED:
+            assert re.sub(r"\w", "0", surrogate) == re.sub(r"\w", "0", value), "its separators"
 
 
-@pytest.mark.parametrize("type", [type for type in TYPES if type in NUMBERED])
-def test_numbers_keep_their_separators(type):
-    shape = re.sub(r"\w", "0", EXAMPLES[type])
-    assert re.sub(r"\w", "0", made(type, EXAMPLES[type])) == shape
+def test_cards_pass_their_check_in_a_test_range():
+    for value in CARDS:
+        surrogate = made("CREDIT_CARD", value)
+        assert len(surrogate) == len(value)
+        assert luhn(surrogate)
+        assert CARD_ISSUER.match(surrogate)
+        assert surrogate[0] == value[0] or value[:4] in ("1800", "2223") or value[0] in "25"
+        assert is_fictional("CREDIT_CARD", surrogate)
 
 
-@pytest.mark.parametrize("value", CARDS)
-def test_cards_pass_their_check_in_a_test_range(value):
-    surrogate = made("CREDIT_CARD", value)
-    assert len(surrogate) == len(value)
-    assert luhn(surrogate)
-    assert CARD_ISSUER.match(surrogate)
-    assert surrogate[0] == value[0] or value[:4] in ("1800", "2223") or value[0] in "25"
-    assert is_fictional("CREDIT_CARD", surrogate)
+def test_accounts_pass_their_check_at_a_bank_that_does_not_exist():
+    for value in IBANS:
+        surrogate = made("IBAN_CODE", value)
+        letters = re.sub(r"\W", "", surrogate).upper()
+        assert int("".join(str(int(one, 36)) for one in letters[4:] + letters[:4])) % 97 == 1
+        assert letters[:2] == value[:2].upper()
+        assert set(letters[4:8]) <= {"X", "0"}
+        assert surrogate.islower() == value.islower()
 
 
-@pytest.mark.parametrize("value", IBANS)
-def test_accounts_pass_their_check_at_a_bank_that_does_not_exist(value):
-    surrogate = made("IBAN_CODE", value)
-    letters = re.sub(r"\W", "", surrogate).upper()
-    assert int("".join(str(int(one, 36)) for one in letters[4:] + letters[:4])) % 97 == 1
-    assert letters[:2] == value[:2].upper()
-    assert set(letters[4:8]) <= {"X", "0"}
-    assert surrogate.islower() == value.islower()
-
-
-@pytest.mark.parametrize(
-    ("region", "value"), [(region, value) for region, values in PHONES.items() for value in values]
-)
-def test_phones_stay_in_their_country_and_reach_nobody(region, value):
-    surrogate = made("PHONE_NUMBER", value)
-    assert re.sub(r"\d", "0", surrogate) == re.sub(r"\d", "0", value)
-    read = next(readings(re.split("x", value)[0]))
-    country = phonenumbers.region_code_for_country_code(read.country_code)
-    number = phonenumbers.parse(
-        re.split("x", surrogate.replace("(0)", ""))[0].replace("001-", "+1-"), country
-    )
-    assert number.country_code == read.country_code
-    assert region == country or not value.startswith("+")
-    assert is_nobodys(number.country_code, phonenumbers.national_significant_number(number))
-    if value.startswith("+") and region in FICTIONAL_PHONES:
-        assert str(number.national_number).startswith(FICTIONAL_PHONES[region])
-        assert is_fictional("PHONE_NUMBER", surrogate)
+def test_phones_stay_in_their_country_and_reach_nobody():
+    for region, value in [(region, value) for region, values in PHONES.items() for value in values]:
+        surrogate = made("PHONE_NUMBER", value)
+        assert re.sub(r"\d", "0", surrogate) == re.sub(r"\d", "0", value)
+        read = next(parse_phone(re.split("x", value)[0]))
+        country = phonenumbers.region_code_for_country_code(read.country_code)
+        number = phonenumbers.parse(
+            re.split("x", surrogate.replace("(0)", ""))[0].replace("001-", "+1-"), country
+        )
+        assert number.country_code == read.country_code
+        assert region == country or not value.startswith("+")
+        assert is_unassigned(number.country_code, phonenumbers.national_significant_number(number))
+        if value.startswith("+") and region in FICTIONAL_PHONES:
+            assert str(number.national_number).startswith(FICTIONAL_PHONES[region])
+            assert is_fictional("PHONE_NUMBER", surrogate)
 
 
 @settings(deadline=None)
@@ -143,8 +146,8 @@ def test_every_countrys_example_number_becomes_one_that_is_not_valid_or_set_asid
         phonenumbers.example_number(region), phonenumbers.PhoneNumberFormat.INTERNATIONAL
     )
     number = phonenumbers.parse(made("PHONE_NUMBER", example))
-    assert is_nobodys(number.country_code, phonenumbers.national_significant_number(number))
-    assert not is_nobodys(
+    assert is_unassigned(number.country_code, phonenumbers.national_significant_number(number))
+    assert not is_unassigned(
         phonenumbers.parse(example).country_code, digits(example)[len(str(number.country_code)) :]
     )
 
@@ -156,12 +159,10 @@ def test_social_security_numbers_were_never_given(key):
     assert 1 <= int(group) < 50
 
 
-@pytest.mark.parametrize(
-    "value", ["54362315K", "390.533.447-05", "756.9217.0769.85", "RCCMNL83S18D969H", "S1234567D"]
-)
-def test_identity_numbers_fail_their_check(value):
-    assert is_national_id(value)
-    assert not is_national_id(made("NATIONAL_ID", value))
+def test_identity_numbers_fail_their_check():
+    for value in ("54362315K", "390.533.447-05", "756.9217.0769.85", "RCCMNL83S18D969H"):
+        assert is_national_id(value)
+        assert not is_national_id(made("NATIONAL_ID", value))
 
 
 def test_addresses_on_the_net_are_those_for_documentation():
@@ -186,16 +187,17 @@ def test_addresses_on_the_net_are_those_for_documentation():
 
 
 @pytest.mark.parametrize(
-    ("value", "valid"),
+    ("value", "valid", "form"),
     [
-        ("1A1zP1eP5QGefi2DMPTfTL5SLmv7DivfNa", is_base58check),
-        ("bc1qw508d6qejxtdg4y5r3zarvary0c5xw7kv8f3t4", is_bech32),
-        ("0x5aAeb6053F3E94C9b9A09f33669435E7Ef1BeAed", is_ethereum),
+        ("1A1zP1eP5QGefi2DMPTfTL5SLmv7DivfNa", is_base58check, "1[1-9A-HJ-NP-Za-km-z]{33}"),
+        ("bc1qw508d6qejxtdg4y5r3zarvary0c5xw7kv8f3t4", is_bech32, "bc1q[02-9ac-hj-np-z]{38}"),
+        ("0x5aAeb6053F3E94C9b9A09f33669435E7Ef1BeAed", None, "0x[0-9a-f]{40}"),
     ],
 )
-def test_wallets_pass_their_check(value, valid):
-    assert valid(made("CRYPTO", value))
-    assert made("CRYPTO", value)[:2] == value[:2] or value[0] == "1"
+def test_wallets_keep_their_form_and_fail_their_check(value, valid, form):
+    """Ethereum's in small letters have no check."""
+    assert re.fullmatch(form, made("CRYPTO", value))
+    assert valid is None or not valid(made("CRYPTO", value))
 
 
 def test_keys_keep_their_makers_prefix_and_form():
@@ -240,7 +242,7 @@ def test_places_and_addresses_keep_their_form():
 @given(st.sampled_from([type for type in TYPES if type != "PRIVATE_KEY"]), st.integers(2, 40))
 def test_different_values_have_different_surrogates(type, count):
     """And none is a value of the conversation."""
-    values = [Draw(KEY, str(number)).like(EXAMPLES[type]) for number in range(count)]
+    values = [KeyedRandom(KEY, str(number)).like(EXAMPLES[type]) for number in range(count)]
     values = list({canonical(type, value): value for value in values}.values())
     surrogates = Surrogates(KEY, "c", [(type, value) for value in values])
     results = [canonical(type, surrogates.of(type, value)) for value in values]
@@ -259,14 +261,14 @@ def test_names_do_not_run_out():
 
 @given(st.binary(max_size=40), st.text(max_size=10), st.integers(1, 1000))
 def test_draws_are_repeatable_and_in_range(key, seed, bound):
-    first, again = Draw(key, seed), Draw(key, seed)
+    first, again = KeyedRandom(key, seed), KeyedRandom(key, seed)
     numbers = [first.below(bound) for _ in range(20)]
     assert numbers == [again.below(bound) for _ in range(20)]
     assert all(0 <= number < bound for number in numbers)
 
 
 def test_draws_are_even():
-    draw = Draw(KEY, "even")
+    draw = KeyedRandom(KEY, "even")
     counts = [0] * 10
     for _ in range(10_000):
         counts[draw.below(10)] += 1
@@ -279,22 +281,22 @@ def test_forms():
     assert poured("gb12xxxx", "GB-99 AbCd") == "GB-12 XxXx"
 
 
-@pytest.mark.parametrize(
-    ("type", "value", "fictional"),
-    [
-        ("EMAIL_ADDRESS", "a@mail.example.com", True),
-        ("EMAIL_ADDRESS", "a@example.com.evil.org", False),
-        ("EMAIL_ADDRESS", "a@notexample.com", False),
-        ("PHONE_NUMBER", "+44 7700 900123", True),
-        ("PHONE_NUMBER", "(415) 555-0134", True),
-        ("PHONE_NUMBER", "(212) 736-5000", False),
-        ("CREDIT_CARD", "4242 4242 4242 4242", True),
-        ("CREDIT_CARD", "4929 1234 5678 9015", False),
-        ("IP_ADDRESS", "8.8.8.8", False),
-    ],
-)
-def test_what_is_fictional(type, value, fictional):
-    assert is_fictional(type, value) == fictional
+FICTIONAL = [
+    ("EMAIL_ADDRESS", "a@mail.example.com", True),
+    ("EMAIL_ADDRESS", "a@example.com.evil.org", False),
+    ("EMAIL_ADDRESS", "a@notexample.com", False),
+    ("PHONE_NUMBER", "+44 7700 900123", True),
+    ("PHONE_NUMBER", "(415) 555-0134", True),
+    ("PHONE_NUMBER", "(212) 736-5000", False),
+    ("CREDIT_CARD", "4242 4242 4242 4242", True),
+    ("CREDIT_CARD", "4929 1234 5678 9015", False),
+    ("IP_ADDRESS", "8.8.8.8", False),
+]
+
+
+def test_what_is_fictional():
+    for type, value, fictional in FICTIONAL:
+        assert is_fictional(type, value) == fictional, value
 
 
 def test_a_whole_conversation():
@@ -303,7 +305,7 @@ def test_a_whole_conversation():
     detector = Detector(config)
     texts = [f"{type.lower()}: {value}" for type, value in EXAMPLES.items() if type not in WORDED]
     texts[-1] += f" and again {EXAMPLES['EMAIL_ADDRESS']}"
-    result = cleaned(texts, detector.find_all(texts), config, KEY)
+    result = clean(texts, detector.find_all(texts), config, KEY)
     assert len(result) == len(texts)
     assert not [value for value in EXAMPLES.values() if value in "".join(result)]
     mail = re.search(r"\S+@example\.\w+", result[list(EXAMPLES).index("EMAIL_ADDRESS")])

@@ -29,10 +29,9 @@ from eyas.data.selection import BlockArrays, BlockLines, BlockResult, RowBlock, 
 from eyas.data.sources import SourceConfig
 from eyas.errors import ConfigError, EyasError
 from eyas.language import UNKNOWN, codes, language
-from eyas.privacy.cleaning import cleaned
 from eyas.privacy.detector import Detector
-from eyas.privacy.finding import Finding
-from eyas.privacy.policy import PrivacyConfig
+from eyas.privacy.policy import EVERY_TYPE, Finding, PrivacyConfig
+from eyas.privacy.surrogates import clean
 
 LateDrops = tuple[tuple[SourceRow, Drop], ...]  # rows that passed the filters and are dropped later
 
@@ -280,7 +279,7 @@ class PersonalData:
                 note="the policy drops rows that hold this type",
                 found=every,
             )
-        system, *turns = cleaned(texts, found, self._config, self._key)
+        system, *turns = clean(texts, found, self._config, self._key)
         return dataclasses.replace(
             row,
             system=system if row.system is not None else None,
@@ -291,12 +290,12 @@ class PersonalData:
 
 @functools.cache
 def _default_detector() -> Detector:
-    return Detector(PrivacyConfig())
+    return Detector(EVERY_TYPE)
 
 
 def find_all_types(text: str) -> list[Finding]:
     """The findings of every type, by place, without hashes: for excerpts that people read."""
-    return _default_detector().find_every(text)
+    return _default_detector().find(text)
 
 
 # All filters on a block.

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from eyas.privacy.finding import Finding
+from eyas.privacy.policy import Finding
 
 LENGTHS = (0, 25, 50, 100, 200, 400, 800, 1600, 3200, 6400)  # characters where a class begins
 EXCERPT_TURNS = 4  # turns of a dropped row that are kept for people to read

@@ -46,7 +46,7 @@ from eyas.data.sources import SourceConfig, describe, read_source
 from eyas.errors import ConfigError, EmptyInputError
 from eyas.log import Track, quiet
 from eyas.privacy import detector
-from eyas.privacy.key import fingerprint, privacy_key
+from eyas.privacy.key import key_id, privacy_key
 from eyas.privacy.policy import PrivacyConfig
 from eyas.records import Prompt
 
@@ -114,7 +114,7 @@ class PromptsConfig(BaseModel):
             **settings,
             "policy": read_policy(self.policy).title,
             "evaluation": {source.label: describe(source).identity for source in self.evaluation},
-            "key": fingerprint(key),
+            "key": key_id(key),
         }
 
     def task(self, key: bytes) -> CleaningTask:
@@ -203,7 +203,7 @@ def versions() -> dict[str, Any]:
 def policies(config: PromptsConfig, key: bytes) -> dict[str, Any]:
     """The settings of each filter, for the ledger."""
     kept = {"max_characters", "quality", "language", "personal", "duplicates"}
-    return {**config.model_dump(mode="json", include=kept), "key": fingerprint(key)}
+    return {**config.model_dump(mode="json", include=kept), "key": key_id(key)}
 
 
 # Step 1: blocks.

@@ -19,7 +19,7 @@ from eyas.errors import InputError, TemplateError
 from eyas.features.answers import JournalEntry
 from eyas.features.backend import TurnAnswer, TurnFailure, TurnRequest
 from eyas.features.marks import mark
-from eyas.privacy.leaks import Leaks
+from eyas.privacy.detector import LeakDetector
 from eyas.privacy.policy import RANK
 from eyas.records import Answer, Message, Origin, Prompt
 
@@ -154,7 +154,7 @@ class TurnRules:
     samplings: Sequence[Sampling]
     max_tokens: int
     max_length: int
-    leaks: Leaks
+    leaks: LeakDetector
     sends_messages: bool
 
     def request(self, conversation: Conversation) -> TurnRequest | None:

@@ -42,8 +42,8 @@ from eyas.hub import resolve_head, resolve_target
 from eyas.log import Track, quiet
 from eyas.model.vocab import target_shape
 from eyas.model.weights import fingerprint
-from eyas.privacy.leaks import OF_ANSWERS, Leaks
-from eyas.privacy.policy import PrivacyConfig
+from eyas.privacy.detector import LeakDetector
+from eyas.privacy.policy import ANSWER_POLICY, PrivacyConfig
 from eyas.records import Message, Prompt
 
 ROWS_PER_PART = 200  # prompts in a file of answers
@@ -83,7 +83,7 @@ class GenerateConfig(BaseModel):
     max_batch: int = Field(default=32, ge=1)
     max_length: int = Field(default=1024, ge=2)
     date: datetime.date = datetime.date(2026, 1, 1)
-    personal: PrivacyConfig = OF_ANSWERS
+    personal: PrivacyConfig = ANSWER_POLICY
     servers: tuple[str, ...] = ()
     client: ClientConfig = ClientConfig()
 
@@ -139,7 +139,7 @@ def generate(
         config.sampling,
         config.max_tokens,
         max_length,
-        Leaks(config.personal),
+        LeakDetector(config.personal),
         config.sends_messages,
     )
     conversations = Conversations(prompts, output)

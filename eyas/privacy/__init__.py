@@ -1,3 +1,11 @@
-"""Personal data and secrets in texts: found, and what is done about them. Knows texts and findings,
-neither rows nor models.
+"""Personal data and secrets in texts: found, and masked or replaced. Knows texts, neither rows nor
+models.
+
+    policy       types, what is done about each, findings, masking
+    detector     Detector, LeakDetector; loads Presidio
+    patterns, identifiers, secrets    functions that find values by a pattern and a check
+    entities     names, addresses and places: lexicon (words) -> tagger (probabilities) -> entities
+    cloud        Google Cloud DLP
+    surrogates   invented values in place of real ones
+    key          the secret key of hashes and surrogates
 """

@@ -1,29 +1,30 @@
-"""Google Cloud's DLP (Sensitive Data Protection) as what finds: the texts leave this machine.
+"""Google Cloud DLP (Sensitive Data Protection) as a detector: the texts leave this machine.
 
-Knows its REST method content:inspect, its limits, and its names for our types. Knows neither rows
-nor policies.
+Knows its REST method content:inspect, its limits, and its names for our types.
 
 A text is a row of a table, so that one request carries many: at most 0.5 MB, and 3,000 findings in
-its answer. An answer that was cut is asked for again in halves. Values are not asked back
-(includeQuote is false), and no error repeats what was sent.
+the answer. A truncated answer is requested again in halves. Values are not sent back (includeQuote
+is false), and no error repeats what was sent.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import httpx
 
 from eyas.errors import ConfigError, EyasError
-from eyas.privacy.finding import Finding
-from eyas.privacy.policy import PrivacyConfig
+from eyas.privacy.policy import Finding, PrivacyConfig
 
 TOKEN_VARIABLE = "EYAS_DLP_TOKEN"
+URL = "https://dlp.googleapis.com"
+LIKELIHOOD = "POSSIBLE"  # the least at which a finding counts
 SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 MOST_BYTES = 500_000  # of a request; the limit is 0.5 MB
 # what JSON adds to a text, and what a request holds besides its texts
@@ -35,13 +36,18 @@ ATTEMPTS = 7
 RETRIED = (429, 500, 502, 503, 504)
 TIMEOUT_S = 60.0
 
-NATIONAL_IDS = """AUSTRALIA_TAX_FILE_NUMBER BELGIUM_NATIONAL_ID_CARD_NUMBER BRAZIL_CPF_NUMBER CANADA_SOCIAL_INSURANCE_NUMBER
-    CHILE_CDI_NUMBER CHINA_RESIDENT_ID_NUMBER CROATIA_PERSONAL_ID_NUMBER DENMARK_CPR_NUMBER FINLAND_NATIONAL_ID_NUMBER
-    FRANCE_CNI FRANCE_NIR GERMANY_IDENTITY_CARD_NUMBER GERMANY_TAXPAYER_IDENTIFICATION_NUMBER INDIA_AADHAAR_INDIVIDUAL
-    INDIA_PAN_INDIVIDUAL IRELAND_PPSN ISRAEL_IDENTITY_CARD_NUMBER ITALY_FISCAL_CODE JAPAN_INDIVIDUAL_NUMBER KOREA_RRN
-    MEXICO_CURP_NUMBER NETHERLANDS_BSN_NUMBER NORWAY_NI_NUMBER PASSPORT POLAND_PESEL_NUMBER SPAIN_NIE_NUMBER
-    SPAIN_NIF_NUMBER SWEDEN_NATIONAL_ID_NUMBER UK_NATIONAL_HEALTH_SERVICE_NUMBER UK_NATIONAL_INSURANCE_NUMBER
-    US_DRIVERS_LICENSE_NUMBER US_INDIVIDUAL_TAXPAYER_IDENTIFICATION_NUMBER"""
+NATIONAL_IDS = """
+    AUSTRALIA_TAX_FILE_NUMBER BELGIUM_NATIONAL_ID_CARD_NUMBER BRAZIL_CPF_NUMBER
+    CANADA_SOCIAL_INSURANCE_NUMBER CHILE_CDI_NUMBER CHINA_RESIDENT_ID_NUMBER
+    CROATIA_PERSONAL_ID_NUMBER DENMARK_CPR_NUMBER FINLAND_NATIONAL_ID_NUMBER FRANCE_CNI
+    FRANCE_NIR GERMANY_IDENTITY_CARD_NUMBER GERMANY_TAXPAYER_IDENTIFICATION_NUMBER
+    INDIA_AADHAAR_INDIVIDUAL INDIA_PAN_INDIVIDUAL IRELAND_PPSN ISRAEL_IDENTITY_CARD_NUMBER
+    ITALY_FISCAL_CODE JAPAN_INDIVIDUAL_NUMBER KOREA_RRN MEXICO_CURP_NUMBER
+    NETHERLANDS_BSN_NUMBER NORWAY_NI_NUMBER PASSPORT POLAND_PESEL_NUMBER SPAIN_NIE_NUMBER
+    SPAIN_NIF_NUMBER SWEDEN_NATIONAL_ID_NUMBER UK_NATIONAL_HEALTH_SERVICE_NUMBER
+    UK_NATIONAL_INSURANCE_NUMBER US_DRIVERS_LICENSE_NUMBER
+    US_INDIVIDUAL_TAXPAYER_IDENTIFICATION_NUMBER
+"""
 INFO_TYPES = {
     **dict.fromkeys(NATIONAL_IDS.split(), "NATIONAL_ID"),
     "EMAIL_ADDRESS": "EMAIL_ADDRESS",
@@ -67,29 +73,23 @@ INFO_TYPES = {
 
 
 class CloudDlp:
-    """Asks the service. One connection, kept open; made in the process that uses it."""
+    """Finds the types of INFO_TYPES that the policy does not keep."""
 
     def __init__(self, config: PrivacyConfig) -> None:
-        """Raises ConfigError without a project or credentials."""
-        if config.cloud_project is None:
-            raise ConfigError(
-                "Cloud DLP needs a project",
-                "set personal.cloud_project to the Google Cloud project that pays",
-            )
+        """Raises ConfigError without credentials."""
         self._types = {info: type for info, type in INFO_TYPES.items() if type in config.types}
         where = f"projects/{config.cloud_project}/locations/{config.cloud_location}"
-        self._url = f"{config.cloud_url.rstrip('/')}/v2/{where}/content:inspect"
+        self._url = f"{URL}/v2/{where}/content:inspect"
         self._inspect = {
             "infoTypes": [{"name": info} for info in self._types],
-            "minLikelihood": config.cloud_likelihood,
+            "minLikelihood": LIKELIHOOD,
             "limits": {"maxFindingsPerRequest": MOST_FINDINGS},
             "includeQuote": False,
         }
-        self._token = Token()
-        self._client = httpx.Client(timeout=TIMEOUT_S)
+        self._token = BearerToken()
 
     def __call__(self, texts: Sequence[str]) -> list[list[Finding]]:
-        """Places by type for each text. Raises EyasError when the service does not answer,
+        """Findings in each text, in any order. Raises EyasError when the service does not answer,
         ConfigError when it refuses.
         """
         found: list[list[Finding]] = [[] for _ in texts]
@@ -98,62 +98,58 @@ class CloudDlp:
             for number, text in enumerate(texts)
             for start, piece in cut(text, PIECE)
         ]
-        for batch in batches([piece for _, _, piece in pieces]):
-            for at, findings in zip(
-                batch, self._batch([pieces[at][2] for at in batch]), strict=True
-            ):
-                number, offset, _ = pieces[at]
-                found[number] += [
-                    Finding(one.type, one.start + offset, one.end + offset) for one in findings
-                ]
+        with httpx.Client(timeout=TIMEOUT_S) as client:
+            for batch in batches([piece for _, _, piece in pieces]):
+                of_batch = self._batch(client, [pieces[at][2] for at in batch])
+                for at, findings in zip(batch, of_batch, strict=True):
+                    number, start, _ = pieces[at]
+                    found[number] += _shifted(findings, start)
         return found
 
-    def _batch(self, texts: list[str]) -> list[list[Finding]]:
-        """The answer for texts that fit one request; where it was cut, for each half, down to
-        halves of a text.
+    def _batch(self, client: httpx.Client, texts: list[str]) -> list[list[Finding]]:
+        """The findings in texts that fit one request; where the answer was truncated, of each half,
+        down to halves of a text.
         """
-        answer = (
-            self._post({"item": _table(texts), "inspectConfig": self._inspect}).get("result") or {}
-        )
+        rows = [{"values": [{"stringValue": text}]} for text in texts]
+        item = {"table": {"headers": [{"name": "text"}], "rows": rows}}
+        body = {"item": item, "inspectConfig": self._inspect}
+        answer = self._post(client, body).get("result") or {}
         findings = answer.get("findings") or []
         if not answer.get("findingsTruncated") and len(findings) < MOST_FINDINGS:
             return self._read(findings, len(texts))
         if len(texts) > 1:
             middle = len(texts) // 2
-            return self._batch(texts[:middle]) + self._batch(texts[middle:])
+            return self._batch(client, texts[:middle]) + self._batch(client, texts[middle:])
         if len(texts[0]) <= SMALLEST:
             return self._read(findings, 1)
-        halves = list(cut(texts[0], len(texts[0]) // 2 + OVERLAP))
-        return [
-            [
-                Finding(one.type, one.start + start, one.end + start)
-                for start, half in halves
-                for one in self._batch([half])[0]
-            ]
-        ]
+        halves = cut(texts[0], len(texts[0]) // 2 + OVERLAP)
+        found = [_shifted(self._batch(client, [half])[0], start) for start, half in halves]
+        return [list(itertools.chain.from_iterable(found))]
 
     def _read(self, findings: list[dict[str, Any]], num_texts: int) -> list[list[Finding]]:
         """Zeros are left out of JSON made from protocol buffers, and 64-bit numbers are strings."""
         found: list[list[Finding]] = [[] for _ in range(num_texts)]
         for one in findings:
             location = one.get("location") or {}
-            place, content = (
-                location.get("codepointRange") or {},
-                (location.get("contentLocations") or [{}])[0],
-            )
-            row = ((content.get("recordLocation") or {}).get("tableLocation") or {}).get(
-                "rowIndex", 0
-            )
+            place = location.get("codepointRange") or {}
+            content = (location.get("contentLocations") or [{}])[0].get("recordLocation") or {}
+            row = (content.get("tableLocation") or {}).get("rowIndex", 0)
             type = self._types.get((one.get("infoType") or {}).get("name", ""))
-            if type and int(place.get("end", 0)) > int(place.get("start", 0)):
-                found[int(row)].append(Finding(type, int(place.get("start", 0)), int(place["end"])))
+            start, end = int(place.get("start", 0)), int(place.get("end", 0))
+            if type and end > start:
+                found[int(row)].append(Finding(type, start, end))
         return found
 
-    def _post(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _post(self, client: httpx.Client, body: dict[str, Any]) -> dict[str, Any]:
         data = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
         status = 0
         for attempt in range(ATTEMPTS):
-            response = self._send(data)
+            headers = {"Authorization": f"Bearer {self._token()}"}
+            headers["Content-Type"] = "application/json"
+            try:
+                response = client.post(self._url, content=data, headers=headers)
+            except httpx.TransportError:
+                response = None
             if response is not None and response.status_code == httpx.codes.OK:
                 return dict(response.json())
             status = response.status_code if response is not None else 0
@@ -173,18 +169,9 @@ class CloudDlp:
             "run the same command again later: finished parts are kept",
         )
 
-    def _send(self, data: bytes) -> httpx.Response | None:
-        headers = {"Authorization": f"Bearer {self._token()}", "Content-Type": "application/json"}
-        try:
-            return self._client.post(self._url, content=data, headers=headers)
-        except httpx.TransportError:
-            return None
 
-
-class Token:
-    """The bearer token: EYAS_DLP_TOKEN, else google-auth's default credentials, renewed when they
-    end.
-    """
+class BearerToken:
+    """EYAS_DLP_TOKEN, else google-auth's default credentials, renewed when they expire."""
 
     def __init__(self) -> None:
         self._credentials: Any = None
@@ -237,12 +224,11 @@ def batches(texts: Sequence[str]) -> Iterator[list[int]]:
         yield batch
 
 
-def _table(texts: list[str]) -> dict[str, Any]:
-    rows = [{"values": [{"stringValue": text}]} for text in texts]
-    return {"table": {"headers": [{"name": "text"}], "rows": rows}}
+def _shifted(findings: Iterable[Finding], start: int) -> list[Finding]:
+    return [Finding(one.type, one.start + start, one.end + start) for one in findings]
 
 
 def _pause_s(response: httpx.Response | None, attempt: int) -> float:
-    """What the service asks for, else doubling from half a second to 30."""
+    """What the service asks for in Retry-After, else doubling from half a second to 30."""
     asked = response.headers.get("retry-after", "") if response is not None else ""
     return float(asked) if asked.isdigit() else min(0.5 * 2**attempt, 30.0)

@@ -1,9 +1,7 @@
-"""Names of people, street addresses and places in a text, as a Presidio recogniser that downloads
-nothing.
+"""Names of people, street addresses and places in a text.
 
-Knows what becomes of the tagger's probabilities: spans, their scores, addresses whose lines are one
-finding, names that come again in the same text. Knows neither weights nor word lists, nor what is
-done with a finding.
+Makes entities of the tagger's probabilities: runs of tokens, addresses whose lines are one entity,
+names that come again in the same text. Knows nothing of weights, nor what is done with a finding.
 """
 
 from __future__ import annotations
@@ -12,16 +10,15 @@ import bisect
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-from presidio_analyzer import EntityRecognizer, LocalRecognizer, RecognizerResult
+from numpy.typing import NDArray
 
-from eyas.privacy.gazetteer import fold, gazetteer
-from eyas.privacy.tagger import LABELS, TYPES, Floats, tagger, tokenize
+from eyas.privacy import tagger
+from eyas.privacy.lexicon import fold, gazetteer, tokenize
+from eyas.privacy.policy import NAME_THRESHOLD
 
-ENTITIES = ("PERSON", "STREET_ADDRESS", "LOCATION")
-THRESHOLD = 0.3  # of a token's probability; lower finds more and is wrong more often
+TYPES = ("PERSON", "STREET_ADDRESS", "LOCATION")
 BY_ITSELF = 0.6  # score from which a full name's parts are looked for elsewhere in the text
 PIECE = 4000  # characters; longer texts are tagged piece by piece, cut at a line's or a word's end
 
@@ -32,11 +29,15 @@ WITHIN_ADDRESS = re.compile(r"[\s,;.\-–|>]{0,12}")
 AFTER_STREET = re.compile(r"[\s,.\-|(]{0,6}(?:(?=[^\Wa-z_])[^\W_]{1,16}[\s,\-|()]{1,6}){0,3}")
 WITHIN_STREET = re.compile(r" ?[^\W_]{1,12}[ .]{1,2}")
 POSTCODE = re.compile(r"[ ,\n]{1,3}(?:[A-Z]{1,2}-)?\d{4,6}(?=\s*(?:[\n.,;]|$))")
-# What the tagger takes for (part of) an address now and then and is none: times, measures,
-# ordinals, short numbers alone.
-MEASURE = r"[ap]\.?m\b|[cmk]?m\b|k?g\b|sq\b|ft\b|feet|foot|inch|mile|hour|minute|day|week|month|year|bath|bed"
+# What the tagger sometimes takes for a part of an address: times, measures, ordinals, short numbers
+# alone.
+MEASURE = (
+    r"[ap]\.?m\b|[cmk]?m\b|k?g\b|sq\b|ft\b|feet|foot|inch|mile|hour|minute|day|week|month|year"
+    r"|bath|bed"
+)
 NO_ADDRESS = re.compile(
-    rf"\d{{1,3}}\W*|the\b\D*|\d+(?:st|nd|rd|th)|(?:id|chapter|no) ?\d+|(?:the )?[\d.,:/]+ ?(?:{MEASURE})[\w .]{{0,6}}",
+    r"\d{1,3}\W*|the\b\D*|\d+(?:st|nd|rd|th)|(?:id|chapter|no) ?\d+"
+    rf"|(?:the )?[\d.,:/]+ ?(?:{MEASURE})[\w .]{{0,6}}",
     re.I,
 )
 NO_NAME = frozenset("[]{}=`_|\\")  # signs that stand in code
@@ -47,7 +48,7 @@ PART = re.compile(r"[^\W\d_]{3,}")  # of a name, long enough to be looked for el
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Span:
+class Entity:
     """Characters [start, end) of a text that are a `type`, with a probability."""
 
     type: str
@@ -56,18 +57,17 @@ class Span:
     score: float
 
 
-def find(text: str, threshold: float = THRESHOLD) -> list[Span]:
+def find_entities(text: str, threshold: float = NAME_THRESHOLD) -> list[Entity]:
     """Names, street addresses and places of a text by place, without overlaps.
 
     threshold: the least probability of a token's type. A street address takes in the town, the
     postcode and the country that follow it; a place by itself is a LOCATION. Texts mostly in other
-    scripts than Latin are not searched. Linear-chain CRF of Lafferty et al. (2001), marginals by
-    forward-backward.
+    scripts than Latin are not searched.
     """
-    spans: list[Span] = []
+    found: list[Entity] = []
     for start, end in pieces(text):
-        spans += _find(text[start:end], start, threshold)
-    return again(text, addresses(text, spans))
+        found += _find_in_piece(text[start:end], start, threshold)
+    return repeat_names(text, join_addresses(text, found))
 
 
 def pieces(text: str) -> list[tuple[int, int]]:
@@ -85,21 +85,21 @@ def pieces(text: str) -> list[tuple[int, int]]:
     return found
 
 
-def _find(text: str, offset: int, threshold: float) -> list[Span]:
+def _find_in_piece(text: str, offset: int, threshold: float) -> list[Entity]:
     tokens = tokenize(text)
     if not tokens or _in_other_script(text):
         return []
     words = [word for word, _, _ in tokens]
-    probabilities_TL = tagger().probabilities(words)
+    probabilities_TL = tagger.tagger().probabilities(words)
     found = []
     for type, first, last, score in runs(probabilities_TL, threshold):
-        first, last = trimmed(words, first, last)
+        first, last = _trim(words, first, last)
         if (
-            type in ENTITIES
+            type in TYPES
             and words[first][0].isalnum()
             and NO_NAME.isdisjoint(words[first : last + 1])
         ):
-            found.append(Span(type, offset + tokens[first][1], offset + tokens[last][2], score))
+            found.append(Entity(type, offset + tokens[first][1], offset + tokens[last][2], score))
     return found
 
 
@@ -107,7 +107,7 @@ def _in_other_script(text: str) -> bool:
     return not text.isascii() and 2 * len(OTHER_SCRIPT.findall(text)) > sum(map(str.isalpha, text))
 
 
-def trimmed(words: Sequence[str], first: int, last: int) -> tuple[int, int]:
+def _trim(words: Sequence[str], first: int, last: int) -> tuple[int, int]:
     """A run without the signs at its ends; a full stop stays after a short word, as in `St.` and
     `Jr.`.
     """
@@ -120,7 +120,9 @@ def trimmed(words: Sequence[str], first: int, last: int) -> tuple[int, int]:
     return first, last
 
 
-def runs(probabilities_TL: Floats, threshold: float) -> list[tuple[str, int, int, float]]:
+def runs(
+    probabilities_TL: NDArray[np.float32], threshold: float
+) -> list[tuple[str, int, int, float]]:
     """Runs of tokens of one type: (type, first token, last token, mean probability).
 
     A token is of the likeliest type that reaches the threshold, beginning or going on with an
@@ -141,18 +143,18 @@ def runs(probabilities_TL: Floats, threshold: float) -> list[tuple[str, int, int
         )
         scores = [*(scores if goes_on else []), float(of_type[index, type])]
         first = found.pop()[1] if goes_on else index
-        found.append((TYPES[type], first, index, sum(scores) / len(scores)))
+        found.append((tagger.TYPES[type], first, index, sum(scores) / len(scores)))
         last_type = type
     return found
 
 
-def addresses(text: str, spans: Sequence[Span]) -> list[Span]:
+def join_addresses(text: str, spans: Sequence[Entity]) -> list[Entity]:
     """Spans where a street address and the parts of addresses and places beside it are one."""
-    joined: list[Span] = []
+    joined: list[Entity] = []
     for span in spans:
         last = joined[-1] if joined else None
         if last and _are_one(text, last, span):
-            joined[-1] = Span("STREET_ADDRESS", last.start, span.end, max(last.score, span.score))
+            joined[-1] = Entity("STREET_ADDRESS", last.start, span.end, max(last.score, span.score))
         else:
             joined.append(span)
     found = [
@@ -165,12 +167,12 @@ def addresses(text: str, spans: Sequence[Span]) -> list[Span]:
     ]
 
 
-def _with_postcode(text: str, span: Span) -> Span:
+def _with_postcode(text: str, span: Entity) -> Entity:
     follows = POSTCODE.match(text, span.end)
     return dataclasses.replace(span, end=follows.end()) if follows else span
 
 
-def _are_one(text: str, first: Span, second: Span) -> bool:
+def _are_one(text: str, first: Entity, second: Entity) -> bool:
     types = {first.type, second.type}
     if "STREET_ADDRESS" not in types:
         return False
@@ -184,7 +186,7 @@ def _are_one(text: str, first: Span, second: Span) -> bool:
     return bool(within or WITHIN_ADDRESS.fullmatch(between) or AFTER_STREET.fullmatch(between))
 
 
-def again(text: str, spans: list[Span]) -> list[Span]:
+def repeat_names(text: str, spans: list[Entity]) -> list[Entity]:
     """The spans, with the parts of a full name wherever else they stand with a capital: Ada Berg
     ... Berg ... Ada's.
     """
@@ -198,7 +200,7 @@ def again(text: str, spans: list[Span]) -> list[Span]:
     if not parts:
         return spans
     more = [
-        Span("PERSON", match.start(), match.end(), parts[match.group()])
+        Entity("PERSON", match.start(), match.end(), parts[match.group()])
         for match in PART.finditer(text)
         if match.group() in parts
     ]
@@ -211,44 +213,7 @@ def _is_ordinary(word: str) -> bool:
     return 0 < gazetteer().words.get(fold(word), (0, 0))[1] <= 2
 
 
-def _overlaps(one: Span, spans: Sequence[Span]) -> bool:
+def _overlaps(one: Entity, spans: Sequence[Entity]) -> bool:
     """Whether a span overlaps any of others that lie one after the other."""
     before = bisect.bisect_left(spans, one.end, key=lambda other: other.start)
     return before > 0 and spans[before - 1].end > one.start
-
-
-class NamesAndPlaces(LocalRecognizer):  # type: ignore[misc]
-    """PERSON, STREET_ADDRESS and LOCATION by `find`, in one pass; weights are read at the first
-    text, once a process.
-    """
-
-    def __init__(self, threshold: float = THRESHOLD) -> None:
-        assert 0 < threshold < 1
-        self._threshold = threshold
-        super().__init__(supported_entities=list(ENTITIES), name="NamesAndPlaces")
-
-    def load(self) -> None:
-        """Nothing to load: see `tagger`."""
-
-    def analyze(
-        self, text: str, entities: list[str], nlp_artifacts: Any = None
-    ) -> list[RecognizerResult]:
-        """Presidio's interface: findings of the types asked for, a token's mean probability as the
-        score.
-        """
-        spans = find(text, self._threshold)
-        return [
-            RecognizerResult(one.type, one.start, one.end, min(one.score, 1.0))
-            for one in spans
-            if one.type in entities
-        ]
-
-
-def recognizers(threshold: float = THRESHOLD) -> list[EntityRecognizer]:
-    """What Presidio's registry takes. threshold: see `find`; the default rather masks too much than
-    too little.
-    """
-    return [NamesAndPlaces(threshold)]
-
-
-assert len(LABELS) == 2 * len(TYPES) + 1

@@ -1,8 +1,7 @@
-"""National identity, tax, social security and health numbers of some thirty countries.
+"""National identity, tax, social security and health numbers of 36 countries.
 
-Knows how each is written, its check (python-stdnum's), and the words beside which digits alone are
-taken for one. A number whose form and check are loose enough for ordinary prompts to hold it by
-chance needs such a word within CUE_DISTANCE.
+Knows how each is written, its check (python-stdnum's), and its cue words. A number whose form and
+check are so loose that ordinary prompts hold it by chance needs a cue word within CUE_DISTANCE.
 """
 
 from __future__ import annotations
@@ -48,23 +47,20 @@ from stdnum.tr import tckimlik
 from stdnum.us import itin
 from stdnum.za import idnr as za_id
 
-from eyas.privacy.recognizer import Place
+from eyas.privacy.policy import Finding
 
 CUE_DISTANCE = 40  # characters between a cue and the number after it
 CLOSE = 24  # the same behind the number
 SG_WEIGHTS = (2, 7, 6, 5, 4, 3, 2)
 SG_LETTERS = {"ST": "JZIHGFEDCBA", "FG": "XWUTRQPNMLK"}
 
-# Most texts hold no five digits so close together (letters and separators may stand between), nor
-# India's four.
+# Five digits so close together (letters and separators may stand between), or India's four.
 MAYBE = re.compile(r"\d(?:[A-Za-z]?[ ./+-]?\d){4}|[A-Z]\d{4}[A-Z]")
 
 
 @dataclass(frozen=True, slots=True)
 class Identifier:
-    """A kind of number: how it is written, what is true of it, and the words that it needs beside
-    it, if any.
-    """
+    """A kind of number: its form, its check, and the cue words that it needs beside it, if any."""
 
     name: str
     pattern: re.Pattern[str]
@@ -80,9 +76,7 @@ def _kind(name: str, written: str, valid: Callable[[str], bool], cue: str = "") 
 
 
 def is_nric(value: str) -> bool:
-    """Singapore's check letter: weighted digits modulo 11, with an offset of 4 for those of this
-    century.
-    """
+    """Singapore's check letter: weighted digits modulo 11, plus 4 for those issued since 2000."""
     series, digits, letter = value[0].upper(), value[1:-1], value[-1].upper()
     total = sum(
         int(digit) * weight for digit, weight in zip(digits, SG_WEIGHTS, strict=True)
@@ -92,7 +86,7 @@ def is_nric(value: str) -> bool:
 
 
 def is_nino(value: str) -> bool:
-    """The UK's prefixes that are never given are ruled out; it has no check digit."""
+    """Not a prefix that the UK never issues; there is no check digit."""
     return value[:2].upper() not in ("BG", "GB", "NK", "KN", "TN", "NT", "ZZ")
 
 
@@ -103,14 +97,15 @@ def is_aadhaar(value: str) -> bool:
 
 
 def is_document(value: str) -> bool:
-    """Passports and licences have no check that is public: four digits at least, beside their cue."""
+    """At least four digits: passports and licences have no public check, and need their cue."""
     return sum(letter.isdigit() for letter in value) >= 4
 
 
 DOCUMENT_CUE = (
-    r"passport(?: (?:number|no\.?))?|driv(?:er'?s?|ing) licen[cs]e(?: (?:number|no\.?))?|licen[cs]e (?:number|no\.?)"
-    r"|(?:identity|id) card(?: (?:number|no\.?))?|national id(?: (?:number|no\.?))?|personalausweis|reisepass"
-    r"|medical record(?: number)?|mrn|health (?:insurance|card)(?: (?:number|no\.?))?|medicare(?: (?:number|no\.?))?"
+    r"passport(?: (?:number|no\.?))?|driv(?:er'?s?|ing) licen[cs]e(?: (?:number|no\.?))?"
+    r"|licen[cs]e (?:number|no\.?)|(?:identity|id) card(?: (?:number|no\.?))?"
+    r"|national id(?: (?:number|no\.?))?|personalausweis|reisepass|medical record(?: number)?|mrn"
+    r"|health (?:insurance|card)(?: (?:number|no\.?))?|medicare(?: (?:number|no\.?))?"
 )
 IDENTIFIERS = (
     _kind("US ITIN", r"9\d\d-\d\d-\d{4}", itin.is_valid),
@@ -129,7 +124,8 @@ IDENTIFIERS = (
         "DE Steuer-ID",
         r"\d\d ?\d{3} ?\d{3} ?\d{3}",
         steuer_id.is_valid,
-        r"steuer(?:liche)?[ -]?(?:id|identifikation\w*|nummer)|idnr|tin|tax (?:id|number|identification)\w*",
+        r"steuer(?:liche)?[ -]?(?:id|identifikation\w*|nummer)|idnr|tin"
+        r"|tax (?:id|number|identification)\w*",
     ),
     _kind("CH AHV", r"756\.?\d{4}\.?\d{4}\.?\d\d", ahv.is_valid),
     _kind(
@@ -185,12 +181,23 @@ IDENTIFIERS = (
 )
 
 
-def national_ids(text: str) -> Iterator[Place]:
+def national_ids(text: str) -> Iterator[Finding]:
     """Every national number of a text, of one type for all countries."""
-    if MAYBE.search(text):
-        for kind in IDENTIFIERS:
-            if kind.cue is None or kind.cue.search(text):
-                yield from (("NATIONAL_ID", *span) for span in _found(kind, text))
+    if not MAYBE.search(text):
+        return
+    for kind in IDENTIFIERS:
+        if kind.cue is not None and not kind.cue.search(text):
+            continue
+        for match in kind.pattern.finditer(text):
+            if _has_cue(kind, text, *match.span()) and kind.valid(match.group()):
+                yield Finding("NATIONAL_ID", *match.span())
+
+
+def _has_cue(kind: Identifier, text: str, start: int, end: int) -> bool:
+    cue = kind.cue
+    return cue is None or bool(
+        cue.search(text, max(0, start - CUE_DISTANCE), start) or cue.search(text, end, end + CLOSE)
+    )
 
 
 def is_national_id(value: str) -> bool:
@@ -200,13 +207,3 @@ def is_national_id(value: str) -> bool:
         for kind in IDENTIFIERS
         if kind.name != "document"
     )
-
-
-def _found(kind: Identifier, text: str) -> Iterator[tuple[int, int]]:
-    for match in kind.pattern.finditer(text):
-        start, end = match.span()
-        near = kind.cue is None or kind.cue.search(text, max(0, start - CUE_DISTANCE), start)
-        if (near or (kind.cue and kind.cue.search(text, end, end + CLOSE))) and kind.valid(
-            match.group()
-        ):
-            yield start, end

@@ -1,8 +1,8 @@
-"""The secret that hashes and surrogates are derived from. Knows where it lies; shows no more of it
-than a fingerprint.
+"""The secret key that hashes and surrogates are derived from: where it is kept, its id, keyed
+hashes.
 
-With the key, whoever suspects a value can confirm it in a ledger; without it, a hash says nothing
-but which values are equal.
+With the key, a suspected value can be confirmed in a ledger; without it, a hash says nothing but
+which values are equal.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def key_path() -> Path:
 
 
 def privacy_key() -> bytes:
-    """The key: from EYAS_PRIVACY_KEY, else from the key file, which the first use makes for this
-    user alone (mode 0600).
+    """The key: from EYAS_PRIVACY_KEY, else from the key file, which is made at the first use and
+    readable by this user alone (mode 0600).
 
     Raises ConfigError for a key that can be guessed and for a file that others can read.
     """
@@ -40,7 +40,7 @@ def privacy_key() -> bytes:
         if len(given) < SHORTEST:
             raise ConfigError(
                 f"{VARIABLE} is shorter than {SHORTEST} characters",
-                "give one that nobody can guess",
+                "give a random one (openssl rand -hex 32)",
             )
         return hashlib.sha256(given.encode()).digest()
     path = key_path()
@@ -57,13 +57,13 @@ def privacy_key() -> bytes:
     if len(key) != NUM_BYTES:
         raise ConfigError(
             f"the key file {path} is damaged",
-            "restore it, or delete it: hashes and surrogates will be others",
+            "restore it, or delete it for a new key (hashes and surrogates change)",
         )
     return key
 
 
 def _make(path: Path) -> None:
-    """Whole or not at all, and the same for all who come at once: the first link wins."""
+    """Write the file whole or not at all. Of several processes, the first to link it wins."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -77,23 +77,25 @@ def _make(path: Path) -> None:
         partial.unlink()
 
 
-def keyed(key: bytes, *what: str) -> bytes:
+def keyed(key: bytes, *parts: str) -> bytes:
     """HMAC-SHA256 over the parts, each with its length, so that no two lists of parts are the same
     bytes.
     """
-    parts = [part.encode("utf-8", "surrogatepass") for part in what]
+    encoded = [part.encode("utf-8", "surrogatepass") for part in parts]
     return hmac.digest(
-        key, b"".join(len(part).to_bytes(8, "big") + part for part in parts), "sha256"
+        key, b"".join(len(part).to_bytes(8, "big") + part for part in encoded), "sha256"
     )
 
 
-def fingerprint(key: bytes) -> str:
-    """What may be written down to tell one key from another; enters identities."""
-    return keyed(key, "fingerprint").hex()[:HASH_DIGITS]
+def key_id(key: bytes) -> str:
+    """Tells one key from another without showing it; part of artifacts' identities."""
+    return keyed(key, "key id").hex()[:HASH_DIGITS]
 
 
 def canonical(type: str, value: str) -> str:
-    """What makes two mentions the same value: case, width and, in numbers, separators do not count."""
+    """The form in which two mentions of a value are equal: without case, width and, in numbers,
+    separators.
+    """
     value = unicodedata.normalize("NFKC", value).casefold()
     if type in NUMBERED:
         return "".join(letter for letter in value if letter.isalnum())

@@ -1,23 +1,23 @@
-"""Values that a pattern and a check find: mail, IP and web addresses, cards, accounts, US social
-security numbers.
+"""Values that a pattern and a check find: cards, US social security numbers, telephone numbers,
+wallets, links.
 
-Mail, IBAN and IP are Presidio's recognisers, each behind a cheap look at the text, since most
-prompts hold none. Loads no model and opens no connection: the list of public suffixes is the one
-that is installed.
+Each function takes a text and yields findings. A cheap look at the text comes first, since most
+prompts hold none. Mail addresses, accounts and IP addresses are Presidio's (see detector).
 """
 
 from __future__ import annotations
 
-import ipaddress
+import functools
+import hashlib
 import re
 from collections.abc import Iterator
-from typing import Any
 
-import tldextract
-from presidio_analyzer import RecognizerResult
-from presidio_analyzer.predefined_recognizers import EmailRecognizer, IbanRecognizer, IpRecognizer
+import phonenumbers
+from stdnum import bitcoin
 
-from eyas.privacy.recognizer import Place
+from eyas.privacy.policy import Finding
+
+CUE_DISTANCE = 40  # characters between a cue word and what it speaks of
 
 # By issuer: Visa 4, Mastercard 51-55 and 2221-2720, American Express 34 and 37, Diners 30, 36, 38
 # and 39, JCB 35, 1800 and 2131, Discover, UnionPay and Maestro 6, Maestro 50 and 56-58.
@@ -39,23 +39,67 @@ MAYBE_CARD = re.compile(r"\d{4}[ -]?\d{4}")
 SSN = re.compile(r"(?<![\w.-])(\d{3})([- .])(\d{2})\2(\d{4})(?![\w-]|\.\d)")
 BARE_SSN = re.compile(r"(?<![\w.-])(\d{3})(\d{2})(\d{4})(?![\w-]|\.\d)")
 SSN_CUE = re.compile(r"\bssn\b|\bsocial[ -]security\b", re.I)
-WEAKEST = 0.4  # score of Presidio's own patterns
-CUE_DISTANCE = 40  # characters between a cue and what it speaks of
+
+# Countries whose national numbering is tried; any country's number is found in international form
+# or beside a cue word.
+PHONE_REGIONS = (
+    "US", "GB", "IE", "AU", "NZ", "ZA", "IN", "DE", "AT",
+    "CH", "FR", "BE", "NL", "ES", "IT", "SE", "BR", "MX",
+)  # fmt: skip
+MAYBE_PHONE = re.compile(r"\d(?:\D{0,3}\d){6}")  # seven digits that stand together
+PHONE = re.compile(
+    r"(?<![\w#$€£+])(?<!\d[.,:/-])[+(]?\d(?:[ \u00a0().-]{0,2}\d){6,63}"
+    r"(?:\s?(?:x|ext\.?)\s?\d{1,6})?(?![\w%/]|[.,:-]\d)",
+    re.I,
+)
+PHONE_CUE = re.compile(
+    r"\b(?:(?:tele)?phone|tel|mobile|cell|landline|fax|office|my number"
+    r"|call(?:ing|ed)?|dial|ring|text|sms|whatsapp|reach|answering)\b",
+    re.I,
+)
+# Written without a cue, a national number shows itself by a trunk 0, by North America's 3-3-4, or
+# by four groups or more.
+PHONE_FORM = re.compile(r"\(?0.*|(?:1[ .-]?)?\(?\d{3}\)?[ .-]?\d{3}[ .-]?\d{4}|\d+(?:[.-]\d+){3,}")
+# Runs of digits that are something else: dates (with a time), spans of years, dotted quads, ISBN.
+NO_PHONE = re.compile(
+    r"(?:19|20)\d\d[-. ]\d{1,2}[-. ]\d{1,2}(?: .*)?|\d{1,2}[-. ]\d{1,2}[-. ](?:19|20)\d\d(?: .*)?"
+    r"|\(?(?:1\d|20)\d\d(?: |-| - )(?:1\d|20)\d\d|\d{1,3}(?:\.\d{1,3}){3}|97[89][ -].*"
+)
+# Where one number of a run may end and the next begin.
+PHONE_BREAK = re.compile(r"\d[).-]?[ \u00a0]|\d(?=[(+])")
+NEAR_BEFORE, NEAR_AFTER = 32, 12  # characters in which a telephone's cue counts
+
+BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+BECH32 = "qpzry9x8gf2tvdw0s3jn54khce6mua7l"
+BECH32_CONST, BECH32M_CONST = 1, 0x2BC830A3  # BIP 173, BIP 350
+# Bitcoin 1 and 3, Litecoin L and M, Dogecoin D, Tron T, Zcash t.
+BASE58_ADDRESS = re.compile(rf"(?<![\w+/])[13LMDTt][{BASE58}]{{24,34}}(?![\w+/])")
+BECH32_ADDRESS = re.compile(r"(?<!\w)(?:bc|tb|ltc)1[02-9ac-hj-np-z]{11,87}(?!\w)", re.I)
+ETHEREUM_ADDRESS = re.compile(r"(?<!\w)0x[0-9a-fA-F]{40}(?!\w)")
 
 URL = re.compile(r"(?<![\w@])(?:(?:https?|ftp|wss?)://[\w\[]|www\.\w)[^\s<>\"'`{}|\\^]*", re.I)
 AFTER_URL = ".,;:!?)]*_"  # what ends a sentence or a bracket rather than a link
 CREDENTIALS = re.compile(
-    r"(?<![\w+.-])[a-z][a-z0-9+.-]{1,20}://[^\s/@:<>\"'`{}]{0,64}:[^\s/@<>{}\"'`]{1,128}@[^\s<>\"'`{}]+",
+    r"(?<![\w+.-])[a-z][a-z0-9+.-]{1,20}://[^\s/@:<>\"'`{}]{0,64}:[^\s/@<>{}\"'`]{1,128}"
+    r"@[^\s<>\"'`{}]+",
     re.I,
 )
 TOKEN_IN_URL = re.compile(
-    r"[?&;#](?:(?:access|auth|id|refresh|session|sas)?_?token|api[_-]?key|sig|signature|pass(?:word|wd)?|pwd|secret"
-    r"|client_secret|x-amz-signature|code)=(?=[^&\s]*\d)[^&\s]{8,}",
+    r"[?&;#](?:(?:access|auth|id|refresh|session|sas)?_?token|api[_-]?key|sig|signature"
+    r"|pass(?:word|wd)?|pwd|secret|client_secret|x-amz-signature|code)=(?=[^&\s]*\d)[^&\s]{8,}",
     re.I,
 )
 
-MAYBE_IBAN = re.compile(r"[A-Za-z]{2}\d\d")
-MAYBE_IP = re.compile(r"\d\.\d{1,3}\.\d{1,3}\.\d|[0-9a-fA-F]?:[0-9a-fA-F]{0,4}:")
+
+def cards(text: str) -> Iterator[Finding]:
+    """12 to 19 digits of a known issuer with a right check digit."""
+    if not MAYBE_CARD.search(text):
+        return
+    for layout in CARDS:
+        for match in layout.finditer(text):
+            digits = re.sub(r"\D", "", match.group())
+            if 12 <= len(digits) <= 19 and CARD_ISSUER.match(digits) and luhn(digits):
+                yield Finding("CREDIT_CARD", *match.span())
 
 
 def luhn(digits: str) -> bool:
@@ -67,93 +111,132 @@ def luhn(digits: str) -> bool:
     ) % 10 == 0
 
 
-def cards(text: str) -> Iterator[Place]:
-    """12 to 19 digits of a known issuer with a right check digit."""
-    if not MAYBE_CARD.search(text):
-        return
-    for layout in CARDS:
-        for match in layout.finditer(text):
-            digits = re.sub(r"\D", "", match.group())
-            if 12 <= len(digits) <= 19 and CARD_ISSUER.match(digits) and luhn(digits):
-                yield "CREDIT_CARD", *match.span()
-
-
-def social_security_numbers(text: str) -> Iterator[Place]:
-    """US numbers in three groups, and nine bare digits beside a cue; areas 000, 666 and 9xx were
-    never given to anybody.
+def social_security_numbers(text: str) -> Iterator[Finding]:
+    """US numbers in three groups, and nine bare digits behind a cue word. Areas 000, 666 and 9xx
+    are never given.
     """
-    cue = SSN_CUE.search(text)
-    for pattern in (SSN, BARE_SSN) if cue else (SSN,):
+    for pattern in (SSN, BARE_SSN) if SSN_CUE.search(text) else (SSN,):
         for match in pattern.finditer(text):
-            area, serial = match.group(1), match.groups()[-1]
-            group = match.groups()[-2]
-            given = (
-                area not in ("000", "666") and area[0] != "9" and group != "00" and serial != "0000"
-            )
-            if given and (
-                pattern is SSN
-                or SSN_CUE.search(text, max(0, match.start() - CUE_DISTANCE), match.start())
-            ):
-                yield "US_SSN", *match.span()
+            area, group, serial = match.group(1), *match.groups()[-2:]
+            if area in ("000", "666") or area[0] == "9" or group == "00" or serial == "0000":
+                continue
+            before = max(0, match.start() - CUE_DISTANCE)
+            if pattern is SSN or SSN_CUE.search(text, before, match.start()):
+                yield Finding("US_SSN", *match.span())
 
 
-def links(text: str) -> Iterator[Place]:
-    """Web addresses that say so (a scheme or www), and those that hold a password or a token."""
+def phones(text: str) -> Iterator[Finding]:
+    """Telephone numbers: international, national of many countries, and short ones beside a word
+    such as "call".
+    """
+    if MAYBE_PHONE.search(text):
+        for run in PHONE.finditer(text):
+            for start, end in _phones_in(text, *run.span()):
+                yield Finding("PHONE_NUMBER", start, end)
+
+
+def _phones_in(text: str, start: int, end: int) -> list[tuple[int, int]]:
+    """The telephone numbers in the run of digits at [start, end): from the left, the longest each
+    time.
+
+    One begins where the run does, after a space, or with a bracket or plus; it ends where the next
+    could begin.
+    """
+    starts = [start, *(match.end() for match in PHONE_BREAK.finditer(text, start, end))]
+    ends = [*(len(text[:begin].rstrip(" \u00a0.-")) for begin in starts[1:]), end]
+    found: list[tuple[int, int]] = []
+    for first, begin in enumerate(starts):
+        if not found or begin >= found[-1][1]:
+            longest = (last for last in reversed(ends[first:]) if _is_phone(text, begin, last))
+            found += [(begin, last) for last in longest][:1]
+    return found
+
+
+def _is_phone(text: str, start: int, end: int) -> bool:
+    """Whether the digits at [start, end) are a telephone number.
+
+    Yes if written internationally (`+` and 8 to 15 digits), if a cue word stands beside them (7 to
+    15 digits), or if they look like a number and are a valid one in some country of PHONE_REGIONS;
+    bare ten digits count as American only.
+    """
+    value = re.split(r"\s?(?:x|ext)", text[start:end], flags=re.I)[0]
+    num_digits = len(re.findall(r"\d", value))
+    if value.startswith("+"):
+        return 8 <= num_digits <= 15
+    if NO_PHONE.fullmatch(value):
+        return False
+    beside = f"{text[max(0, start - NEAR_BEFORE) : start]} {text[end : end + NEAR_AFTER]}"
+    if PHONE_CUE.search(beside):
+        return 7 <= num_digits <= 15
+    return (
+        8 <= num_digits <= 15
+        and PHONE_FORM.fullmatch(value) is not None
+        and next(parse_phone(value), None) is not None
+    )
+
+
+def parse_phone(value: str) -> Iterator[phonenumbers.PhoneNumber]:
+    """The numbers that a value may be: by its prefix, else each valid one of PHONE_REGIONS."""
+    if value.startswith("+"):
+        number = _parsed("", value)
+        if number is not None:
+            yield number
+        return
+    for region in ("US",) if value.isdigit() and value[0] != "0" else PHONE_REGIONS:
+        number = _parsed(region, value)
+        if number is not None and phonenumbers.is_valid_number(number):
+            yield number
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _parsed(region: str, value: str) -> phonenumbers.PhoneNumber | None:
+    try:
+        return phonenumbers.parse(value, region or None)
+    except phonenumbers.NumberParseException:
+        return None
+
+
+def wallets(text: str) -> Iterator[Finding]:
+    """Wallet addresses: Base58Check and Bech32 with a right check, Ethereum's by its form alone
+    (its check is in the case of letters, and needs Keccak-256).
+    """
+    for pattern, valid in (
+        (BASE58_ADDRESS, is_base58check),
+        (BECH32_ADDRESS, is_bech32),
+        (ETHEREUM_ADDRESS, None),
+    ):
+        for match in pattern.finditer(text):
+            if valid is None or valid(match.group()):
+                yield Finding("CRYPTO", *match.span())
+
+
+def is_base58check(address: str) -> bool:
+    """Whether it is a version, 20 bytes of hash, and four bytes of their double SHA-256."""
+    data = bitcoin.b58decode(address)
+    check = hashlib.sha256(hashlib.sha256(data[:-4]).digest()).digest()[:4]
+    return len(data) in (25, 26) and check == data[-4:]
+
+
+def is_bech32(address: str) -> bool:
+    """Whether the last six letters are the check of BIP 173 or of BIP 350."""
+    if address not in (address.lower(), address.upper()):
+        return False
+    prefix, _, data = address.lower().rpartition("1")
+    if not prefix or len(data) < 6 or set(data) - set(BECH32):
+        return False
+    expanded = [*(ord(letter) >> 5 for letter in prefix), 0, *(ord(one) & 31 for one in prefix)]
+    check = bitcoin.bech32_checksum([*expanded, *map(BECH32.index, data)])
+    return check in (BECH32_CONST, BECH32M_CONST)
+
+
+def links(text: str) -> Iterator[Finding]:
+    """Web addresses with a scheme or www, and those that hold a password or a token."""
     if "://" not in text and "www." not in text.lower():
         return
     for match in CREDENTIALS.finditer(text):
-        yield "URL_CREDENTIALS", match.start(), match.start() + len(match.group().rstrip(AFTER_URL))
+        end = match.start() + len(match.group().rstrip(AFTER_URL))
+        yield Finding("URL_CREDENTIALS", match.start(), end)
     for match in URL.finditer(text):
         link = match.group().rstrip(AFTER_URL)
-        yield (
-            "URL_CREDENTIALS" if TOKEN_IN_URL.search(link) else "URL",
-            match.start(),
-            match.start() + len(link),
-        )
-
-
-def sure(results: list[RecognizerResult]) -> list[RecognizerResult]:
-    """Without the patterns that Presidio wants confirmed by words beside them."""
-    return [result for result in results if result.score >= WEAKEST]
-
-
-class Emails(EmailRecognizer):  # type: ignore[misc]
-    """Presidio's, with the installed list of public suffixes in place of one fetched and cached."""
-
-    _extract = tldextract.TLDExtract(suffix_list_urls=(), cache_dir=None)
-
-    def analyze(self, text: str, *args: Any, **kwargs: Any) -> list[RecognizerResult]:
-        return sure(super().analyze(text, *args, **kwargs)) if "@" in text else []
-
-    def validate_result(self, pattern_text: str) -> bool:
-        return bool(self._extract(pattern_text).suffix)
-
-
-class Ibans(IbanRecognizer):  # type: ignore[misc]
-    """Presidio's, in either case; letters beyond ASCII would make it log the value."""
-
-    def __init__(self) -> None:
-        super().__init__(regex_flags=re.IGNORECASE)
-
-    def analyze(self, text: str, *args: Any, **kwargs: Any) -> list[RecognizerResult]:
-        return sure(super().analyze(text, *args, **kwargs)) if MAYBE_IBAN.search(text) else []
-
-    def validate_result(self, pattern_text: str) -> bool | None:
-        valid: bool | None = (
-            super().validate_result(pattern_text) if pattern_text.isascii() else False
-        )
-        return valid
-
-
-class IpAddresses(IpRecognizer):  # type: ignore[misc]
-    """Presidio's, without private, local and documentation addresses, which are nobody's, and names
-    such as `bad::cafe`.
-    """
-
-    def analyze(self, text: str, *args: Any, **kwargs: Any) -> list[RecognizerResult]:
-        return sure(super().analyze(text, *args, **kwargs)) if MAYBE_IP.search(text) else []
-
-    def invalidate_result(self, pattern_text: str) -> bool:
-        if super().invalidate_result(pattern_text) or not re.search(r"\d", pattern_text):
-            return True
-        return not ipaddress.ip_interface(pattern_text).ip.is_global
+        type = "URL_CREDENTIALS" if TOKEN_IN_URL.search(link) else "URL"
+        yield Finding(type, match.start(), match.start() + len(link))

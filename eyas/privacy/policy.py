@@ -1,31 +1,32 @@
-"""What is looked for in a text, and what is done about each type of it. Knows no way of finding
-anything.
+"""What is searched for in a text, what a finding is, and what is done about each type. Knows no way
+of finding anything.
 
     drop        the row goes, and is counted
-    surrogate   the value gives way to an invented one of the same kind, the same one throughout a conversation
-    mask        the value gives way to its type, such as <EMAIL_ADDRESS>
-    keep        the type is not looked for
+    surrogate   an invented value of the same kind takes its place, the same one throughout a
+                conversation
+    mask        its type takes its place, such as <EMAIL_ADDRESS>
+    keep        the type is not searched for
 
-Whoever writes down an account, a card or a key seldom leaves it at that, and nothing finds all of
-what stands beside it: those rows go. Surrogates are the default for what reaches a person: the text
-stays like the traffic that the head will see, and a name that was missed is hidden among invented
-ones (Carrell et al., "Hiding in plain sight", JAMIA 2013). A place or a link alone is nobody's.
+A row that holds an account, a card or a key seldom holds nothing else, and no detector finds all of
+the rest: those rows go. Surrogates are the default for what reaches a person: the text stays like
+the traffic that the head will see, and a name that was missed is hidden among invented ones
+(Carrell et al., "Hiding in plain sight", JAMIA 2013). A place or a link alone identifies nobody.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from eyas.errors import ConfigError
-from eyas.privacy.entities import THRESHOLD
 
 Action = Literal["drop", "surrogate", "mask", "keep"]
 
 # The order is a rank: findings that overlap become one of the type that comes first, and a row that
-# goes is counted under it.
+# is dropped is counted under it.
 DEFAULT_ACTIONS: Mapping[str, Action | None] = {
     "PRIVATE_KEY": "drop",
     "URL_CREDENTIALS": "drop",
@@ -46,6 +47,7 @@ DEFAULT_ACTIONS: Mapping[str, Action | None] = {
 }
 TYPES = tuple(DEFAULT_ACTIONS)
 RANK = {type: rank for rank, type in enumerate(TYPES)}
+NAME_THRESHOLD = 0.3  # of a token's probability: rather masks too much than too little
 
 
 class PrivacyConfig(BaseModel):
@@ -53,24 +55,19 @@ class PrivacyConfig(BaseModel):
 
     `actions` names types that are treated otherwise than by default (any case). `names` is the
     least probability at which a word is taken for a name or a part of an address: lower finds more
-    and is wrong more often. `ner` is a recogniser that is installed already, `spacy:NAME` or
-    `transformers:FOLDER`, which finds names and places besides our own, from `ner_score` on.
-    `backend: cloud` asks Google Cloud DLP in place of everything local: the texts leave this
-    machine.
+    and is wrong more often. `ner` adds an installed recogniser of names and places, `spacy:NAME` or
+    `transformers:FOLDER`. `cloud_project` asks Google Cloud DLP, paid by this project and run at
+    `cloud_location`, in place of our own detectors: the texts leave this machine.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     policy: Literal["surrogate", "mask", "drop"] = "surrogate"
     actions: Mapping[str, Action] = {}
-    backend: Literal["local", "cloud"] = "local"
-    names: float = Field(default=THRESHOLD, gt=0, lt=1)
+    names: float = Field(default=NAME_THRESHOLD, gt=0, lt=1)
     ner: str | None = None
-    ner_score: float = Field(default=0.5, ge=0, le=1)
     cloud_project: str | None = None
     cloud_location: str = "global"
-    cloud_url: str = "https://dlp.googleapis.com"
-    cloud_likelihood: Literal["UNLIKELY", "POSSIBLE", "LIKELY", "VERY_LIKELY"] = "POSSIBLE"
 
     @field_validator("actions")
     @classmethod
@@ -85,12 +82,12 @@ class PrivacyConfig(BaseModel):
         return dict(sorted(named.items()))
 
     def action(self, type: str) -> Action:
-        """What becomes of a value of this type."""
+        """What is done about a value of this type."""
         return self.actions.get(type) or DEFAULT_ACTIONS[type] or self.policy
 
     @property
     def types(self) -> tuple[str, ...]:
-        """The types that are looked for, by rank."""
+        """The types that are searched for, by rank."""
         return tuple(type for type in TYPES if self.action(type) != "keep")
 
     def first_that_drops(self, types: Iterable[str]) -> str | None:
@@ -100,3 +97,55 @@ class PrivacyConfig(BaseModel):
             key=RANK.__getitem__,
             default=None,
         )
+
+
+EVERY_TYPE = PrivacyConfig(actions=dict.fromkeys(TYPES, "mask"))
+# Answers name public people and places, as they should; an e-mail address or a number that the
+# conversation does not hold is real somewhere.
+ANSWER_POLICY = PrivacyConfig(
+    policy="drop", actions={"street_address": "keep", "person": "keep", "location": "keep"}
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finding:
+    """Where something was found: characters [start, end) of a turn as it was read, or of the system
+    prompt (turn None).
+
+    hash: equal for equal values under the same key, and useless without the key; "" where none was
+    asked for. The value itself is kept nowhere, in no form.
+    """
+
+    type: str
+    start: int
+    end: int
+    turn: int | None = None
+    hash: str = ""
+
+
+def join_overlaps(findings: Iterable[Finding]) -> list[Finding]:
+    """Findings by place, overlapping ones joined under the type of the highest rank, so that
+    replacing them leaves no rest of either.
+    """
+    joined: list[Finding] = []
+    for finding in sorted(findings, key=lambda one: (one.start, one.end, RANK[one.type])):
+        if joined and finding.start < joined[-1].end:
+            last = joined.pop()
+            type = min(last.type, finding.type, key=RANK.__getitem__)
+            finding = dataclasses.replace(last, type=type, end=max(last.end, finding.end))
+        joined.append(finding)
+    return joined
+
+
+def replace(text: str, findings: Iterable[Finding], values: Iterable[str]) -> str:
+    """The text with a value in place of each finding; findings by place, without overlaps."""
+    parts, end = [], 0
+    for finding, value in zip(findings, values, strict=True):
+        parts += [text[end : finding.start], value]
+        end = finding.end
+    return "".join([*parts, text[end:]])
+
+
+def mask(text: str, findings: Sequence[Finding]) -> str:
+    """The text with each finding replaced by its type, such as <EMAIL_ADDRESS>."""
+    return replace(text, findings, (f"<{finding.type}>" for finding in findings))

@@ -2,7 +2,7 @@
 
 Knows detect-secrets' plugins that are patterns (its entropy plugins flag every ordinary prompt, and
 its keyword plugin takes code for passwords) and patterns of ours for what they lack. Verifies
-nothing with anybody.
+nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import importlib
 import re
 from collections.abc import Iterator
 
-from eyas.privacy.recognizer import Place
+from eyas.privacy.policy import Finding
 
 # detect-secrets' modules and classes. Not among them: JWT (leaves the signature), private keys
 # (only the heading), basic authentication (only the password; links are found whole), IP addresses,
@@ -76,30 +76,35 @@ RUN = re.compile(r"[\w+/=~.:-]{16,}")
 IN_SECRET = re.compile(r"[\w+/=~-]")
 
 NAMED = re.compile(
-    r"(?<![A-Za-z])(?:[a-z]+[_-])?(?:api[ _-]?(?:key|token)|apikey|secret[ _-]?(?:access[ _-]?)?key|access[ _-]?(?:key|token)"
-    r"|auth[ _-]?(?:key|token)|bearer[ _-]?token|client[ _-]?secret|account[ _-]?key|encryption[ _-]?key|(?:bot|github|gitlab"
-    r"|hf|openai|slack|refresh|session|personal access)[ _-]?token)"
+    r"(?<![A-Za-z])(?:[a-z]+[_-])?(?:api[ _-]?(?:key|token)|apikey|secret[ _-]?(?:access[ _-]?)?key"
+    r"|access[ _-]?(?:key|token)|auth[ _-]?(?:key|token)|bearer[ _-]?token|client[ _-]?secret"
+    r"|account[ _-]?key|encryption[ _-]?key|(?:bot|github|gitlab|hf|openai|slack|refresh|session"
+    r"|personal access)[ _-]?token)"
     r"[\"'\])]{0,2}\s{0,3}(?:is|=>|[:=]{1,2})\s{0,3}[\"'`]?(?P<value>[\w+/=~.-]{16,512})",
     re.I,
 )
 BEARER = re.compile(
-    r"\bauthorization[\"']?\s{0,2}[:=]\s{0,2}[\"']?(?:bearer|basic|token)\s+(?P<value>[\w+/=~.-]{12,4000})",
+    r"\bauthorization[\"']?\s{0,2}[:=]\s{0,2}[\"']?(?:bearer|basic|token)\s+"
+    r"(?P<value>[\w+/=~.-]{12,4000})",
     re.I,
 )
 MAYBE_NAMED = re.compile(r"key|token|secret|authorization", re.I)
 
 PASSWORD = re.compile(
-    r"(?<![A-Za-z])(?:[a-z]+[_-])?(?:password|passwd|passphrase|passcode|pwd|kennwort|passwort|contraseña|mot de passe"
-    r"|wachtwoord|senha)(?:[_-][a-z]+)?[\"'\])]{0,2}(?: (?:for|to|of|on) [^\n:=\"]{1,40})?"
+    r"(?<![A-Za-z])(?:[a-z]+[_-])?(?:password|passwd|passphrase|passcode|pwd|kennwort|passwort"
+    r"|contraseña|mot de passe|wachtwoord|senha)(?:[_-][a-z]+)?[\"'\])]{0,2}"
+    r"(?: (?:for|to|of|on) [^\n:=\"]{1,40})?"
     r"(?:\s{1,3}(?:is now|is|was|ist|es|est)\s{1,3}|\s{0,3}(?:=>|[:=]{1,2})\s{0,3})"
-    r"(?:(?P<quote>[\"'`])(?P<quoted>[^\s\"'`]{4,64})(?P=quote)|(?P<bare>[^\s\"'`<>{}()\[\],;]{4,64}))",
+    r"(?:(?P<quote>[\"'`])(?P<quoted>[^\s\"'`]{4,64})(?P=quote)"
+    r"|(?P<bare>[^\s\"'`<>{}()\[\],;]{4,64}))",
     re.I,
 )
 MAYBE_PASSWORD = re.compile(r"pass|pwd|wort|contrase|wachtw|senha", re.I)
-# Somebody's example, or code that fetches the password from elsewhere.
+# An example, or code that fetches the password from elsewhere.
 PLACEHOLDER = re.compile(
-    r"(?:your|my|the|some|new|old|user|example|sample|dummy|test)?[_-]?(?:password|passwd|pass|pwd|secret|string|key)\w{0,3}"
-    r"|x{3,}|[*.•_-]{3,}|none|null|true|false|str(?:ing)?|required|incorrect|wrong|changeme|placeholder|redacted|[$%^<&]\S*",
+    r"(?:your|my|the|some|new|old|user|example|sample|dummy|test)?[_-]?"
+    r"(?:password|passwd|pass|pwd|secret|string|key)\w{0,3}|x{3,}|[*.•_-]{3,}|none|null|true|false|str(?:ing)?|required|incorrect|wrong|changeme|placeholder|redacted"
+    r"|[$%^<&]\S*",
     re.I,
 )
 
@@ -111,7 +116,7 @@ PUTTY_KEY = re.compile(r"Private-Lines: \d+\s+(?P<value>[A-Za-z0-9+/=\s]{40,})")
 SHORTEST_KEY = 40  # characters of a block; less is talk of keys
 
 
-def api_keys(text: str) -> Iterator[Place]:
+def api_keys(text: str) -> Iterator[Finding]:
     """Keys and tokens by their makers' prefixes and layouts, and long values behind a name such as
     `api_key`.
     """
@@ -120,19 +125,16 @@ def api_keys(text: str) -> Iterator[Place]:
             for match in pattern.finditer(text):
                 start, end = _secret(match)
                 if _has_digit(text[start:end]):
-                    yield "API_KEY", *_whole(text, start, end)
+                    yield Finding("API_KEY", *_whole(text, start, end))
     if MAYBE_NAMED.search(text):
         for pattern in (NAMED, BEARER):
             for match in pattern.finditer(text):
-                if _has_digit(match["value"]) and re.search("[A-Za-z]", match["value"]):
-                    yield (
-                        "API_KEY",
-                        match.start("value"),
-                        match.start("value") + len(match["value"].rstrip(".-")),
-                    )
+                value, start = match["value"], match.start("value")
+                if _has_digit(value) and re.search("[A-Za-z]", value):
+                    yield Finding("API_KEY", start, start + len(value.rstrip(".-")))
 
 
-def passwords(text: str) -> Iterator[Place]:
+def passwords(text: str) -> Iterator[Finding]:
     """What stands behind "password is", "pwd:" and the like, if it looks like one rather than like
     a word or code.
     """
@@ -141,27 +143,22 @@ def passwords(text: str) -> Iterator[Place]:
             group = "quoted" if match["quoted"] else "bare"
             value = match[group] if group == "quoted" else match[group].rstrip(".,:")
             if _is_password(value, quoted=group == "quoted"):
-                yield "PASSWORD", match.start(group), match.start(group) + len(value)
+                start = match.start(group)
+                yield Finding("PASSWORD", start, start + len(value))
 
 
-def private_keys(text: str) -> Iterator[Place]:
+def private_keys(text: str) -> Iterator[Finding]:
     """Blocks of private keys from heading to end; of one that was cut, all that is left of it."""
     for heading in KEY_BLOCK.finditer(text):
         body = KEY_BODY.match(text, heading.end())
         assert body is not None, "it may be empty"
         if len(body.group().strip()) >= SHORTEST_KEY:
             closing = KEY_END.match(text, body.end())
-            yield (
-                "PRIVATE_KEY",
-                heading.start(),
-                closing.end() if closing else heading.end() + len(body.group().rstrip()),
-            )
+            end = closing.end() if closing else heading.end() + len(body.group().rstrip())
+            yield Finding("PRIVATE_KEY", heading.start(), end)
     for match in PUTTY_KEY.finditer(text):
-        yield (
-            "PRIVATE_KEY",
-            match.start("value"),
-            match.start("value") + len(match["value"].rstrip()),
-        )
+        start = match.start("value")
+        yield Finding("PRIVATE_KEY", start, start + len(match["value"].rstrip()))
 
 
 @functools.cache
@@ -182,8 +179,8 @@ def _secret(match: re.Match[str]) -> tuple[int, int]:
 
 
 def _whole(text: str, start: int, end: int) -> tuple[int, int]:
-    """A pattern of fixed length may end within a longer secret: on to where the run of such
-    characters ends.
+    """The span widened to where the run of such characters ends: a pattern of fixed length may end
+    within a longer secret.
     """
     while not IN_SECRET.match(text[start : start + 1]):
         start += 1

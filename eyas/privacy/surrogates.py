@@ -1,14 +1,14 @@
-"""Invented values in place of real ones: of the same kind and form, the same throughout a
-conversation, and nobody's.
+"""Texts with their findings masked or replaced by invented values: of the same kind and form, the
+same throughout a conversation, and assigned to nobody.
 
-Knows ranges that were set aside or never given out: telephone numbers of Ofcom, ACMA, ARCEP,
-BNetzA, ComReg, PTS and the North American 555-01xx, addresses of RFC 2606, 5737 and 3849, card
-numbers for tests, SSN areas from 900, banks that do not exist. Where a country set nothing aside, a
-number that no plan has (two zeros after the trunk). Identity numbers fail their check.
+Knows ranges that are set aside or never assigned: telephone numbers of Ofcom, ACMA, ARCEP, BNetzA,
+ComReg, PTS and the North American 555-01xx, addresses of RFC 2606, 5737 and 3849, test cards, SSN
+areas from 900, banks that do not exist. Where a country sets nothing aside, a number outside its
+plan (two zeros after the trunk). Identity numbers and wallets fail their check.
 
-What a value gives way to is drawn from HMAC-SHA256(key, conversation, type, which of the type it
-is), never from the value: the surrogate says nothing of what it hides, and texts that differ in
-their values alone become the same text.
+A surrogate is drawn from HMAC-SHA256(key, conversation, type, which of the type it is), never from
+the value: it says nothing of what it hides, and texts that differ in their values alone become the
+same text.
 """
 
 from __future__ import annotations
@@ -18,57 +18,31 @@ import itertools
 import re
 import string
 from collections.abc import Callable, Iterable, Sequence
+from importlib import resources
 
 import phonenumbers
+import yaml
 
 from eyas.privacy.identifiers import is_national_id
 from eyas.privacy.key import NUMBERED, canonical, keyed
-from eyas.privacy.patterns import luhn
-from eyas.privacy.phones import readings
-from eyas.privacy.policy import TYPES
-from eyas.privacy.pseudonyms import CITIES, COUNTRIES, FAMILY, GIVEN, KEPT, STATES, STREETS
-from eyas.privacy.wallets import BECH32, base58check, bech32, checksum_case
+from eyas.privacy.patterns import BASE58, BECH32, luhn, parse_phone
+from eyas.privacy.policy import TYPES, Finding, PrivacyConfig, mask, replace
 
+_WORDS = yaml.safe_load(
+    (resources.files("eyas.privacy") / "pseudonyms.yaml").read_text(encoding="utf-8")
+)
+GIVEN, FAMILY, STREETS, CITIES, COUNTRIES, STATES = (
+    tuple(_WORDS[kind].split())
+    for kind in ("given", "family", "streets", "cities", "countries", "states")
+)
+KEPT = frozenset(_WORDS["kept"].split())
+
+BETWEEN = "\x1e"  # record separator
 WORDED = ("PERSON", "STREET_ADDRESS", "LOCATION")
 EXTENSION = re.compile(r"\s?(?:x|ext)", re.I)
-AREAS = (
-    "202",
-    "206",
-    "303",
-    "312",
-    "404",
-    "415",
-    "503",
-    "512",
-    "602",
-    "617",
-    "702",
-    "713",
-    "804",
-    "919",
-)
 # By country, how fictional national numbers begin, without the trunk 0.
 FICTIONAL_PHONES = {
-    "US": tuple(f"{area}55501" for area in AREAS),
-    "CA": tuple(
-        f"{area}55501" for area in ("204", "306", "403", "416", "514", "604", "613", "902")
-    ),
-    "GB": (
-        "7700900",
-        "2079460",
-        "1632960",
-        "1134960",
-        "1174960",
-        "1214960",
-        "1314960",
-        "1414960",
-        "1614960",
-    ),
-    "AU": ("25550", "35550", "75550", "85550"),
-    "FR": ("19900", "26191", "35301", "46571", "53649", "63998"),
-    "DE": ("3023125", "6990009", "4066969", "2214710", "8999998"),
-    "IE": ("2091",),
-    "SE": ("8465004", "3139006", "4062804", "7017406"),
+    region: tuple(starts.split()) for region, starts in _WORDS["fictional_phones"].items()
 }
 ANYWHERE = "55501"  # for a short number of no known country
 LONG = 9  # digits of a national number that may have an area code in it
@@ -93,7 +67,39 @@ WORD = re.compile(r"[^\W\d_]+|\d+")
 MOST_ATTEMPTS = 50  # before two words are joined to make one that is not taken
 
 
-class Draw:
+def clean(
+    texts: Sequence[str], found: Sequence[Sequence[Finding]], config: PrivacyConfig, key: bytes
+) -> list[str]:
+    """Each text of one conversation without its findings, none of which is of a type that drops.
+
+    A value has one surrogate in all the texts, drawn for the conversation as it reads with every
+    value masked: conversations that differ in their values alone become the same one, and are found
+    to be duplicates.
+    """
+    conversation = BETWEEN.join(
+        mask(text, findings) for text, findings in zip(texts, found, strict=True)
+    )
+    values = [
+        (one.type, text[one.start : one.end])
+        for text, findings in zip(texts, found, strict=True)
+        for one in findings
+    ]
+    surrogates = Surrogates(key, conversation, values)
+
+    def replacement(type: str, value: str) -> str:
+        action = config.action(type)
+        assert action in ("mask", "surrogate"), f"{type} is not to be replaced"
+        return f"<{type}>" if action == "mask" else surrogates.of(type, value)
+
+    return [
+        replace(
+            text, findings, [replacement(one.type, text[one.start : one.end]) for one in findings]
+        )
+        for text, findings in zip(texts, found, strict=True)
+    ]
+
+
+class KeyedRandom:
     """Numbers from HMAC-SHA256 in counter mode: the same for the same key and seed, anywhere."""
 
     def __init__(self, key: bytes, *seed: str) -> None:
@@ -103,7 +109,7 @@ class Draw:
         )
 
     def below(self, bound: int) -> int:
-        """A number from 0 to bound - 1; of 64 bits, so the lowest are likelier by less than 2^-50."""
+        """A number from 0 to bound - 1. Of 64 bits: the bias is below 2^-50 for our bounds."""
         return next(self._words) % bound
 
     def choice(self, options: Sequence[str]) -> str:
@@ -111,9 +117,6 @@ class Draw:
 
     def digits(self, count: int) -> str:
         return "".join(str(self.below(10)) for _ in range(count))
-
-    def bytes(self, count: int) -> bytes:
-        return b"".join(next(self._words).to_bytes(8, "big") for _ in range(-(-count // 8)))[:count]
 
     def like(self, value: str) -> str:
         """A digit for a digit, a letter for a letter of the same case; all else stays."""
@@ -146,17 +149,17 @@ class Surrogates:
         self._num_of: dict[str, int] = {}
 
     def of(self, type: str, value: str) -> str:
-        """What stands for this value, here and wherever it comes again."""
+        """The surrogate of this value, here and wherever it comes again."""
         if type in WORDED:
             return self._worded(type, value)
         made = self._known(type, canonical(type, value), lambda draw: MAKERS[type](value, draw))
         return poured(made, value) if type in NUMBERED else made
 
-    def _known(self, kind: str, value: str, make: Callable[[Draw], str]) -> str:
+    def _known(self, kind: str, value: str, make: Callable[[KeyedRandom], str]) -> str:
         if (kind, value) not in self._given:
             self._num_of[kind] = ordinal = self._num_of.get(kind, 0) + 1
             for attempt in itertools.count():
-                draw = Draw(self._key, self._conversation, kind, str(ordinal), str(attempt))
+                draw = KeyedRandom(self._key, self._conversation, kind, str(ordinal), str(attempt))
                 made = (
                     make(draw) if attempt < MOST_ATTEMPTS else f"{make(draw)}{make(draw).lower()}"
                 )
@@ -219,7 +222,7 @@ class Surrogates:
         )
 
 
-def number_like(number: str, draw: Draw) -> str:
+def number_like(number: str, draw: KeyedRandom) -> str:
     """As many digits; no leading zero where there was none. One digit more once all of that length
     are taken.
     """
@@ -248,7 +251,7 @@ def poured(made: str, mention: str) -> str:
     )
 
 
-def phone(value: str, draw: Draw) -> str:
+def phone(value: str, draw: KeyedRandom) -> str:
     """The digits of a fictional number of the same country and length, its extension's too.
 
     What is valid in several countries is taken for the first one's. Prefix and trunk stay; where
@@ -256,7 +259,7 @@ def phone(value: str, draw: Draw) -> str:
     """
     number, *extension = EXTENSION.split(value, maxsplit=1)
     digits = re.sub(r"\D", "", number)
-    read = next(readings(number), None)
+    read = next(parse_phone(number), None)
     national = phonenumbers.national_significant_number(read) if read else digits.removeprefix("0")
     kept = digits.removesuffix(national)
     start = draw.choice(
@@ -278,7 +281,7 @@ def _set_aside(number: phonenumbers.PhoneNumber) -> tuple[str, ...]:
     ) or FICTIONAL_PHONES.get(main, (UNUSED,))
 
 
-def is_nobodys(country_code: int, national: str) -> bool:
+def is_unassigned(country_code: int, national: str) -> bool:
     """Whether a national number, without the trunk 0, is set aside in a country of this code or not
     valid there.
     """
@@ -296,7 +299,7 @@ def is_nobodys(country_code: int, national: str) -> bool:
     return not phonenumbers.is_valid_number(number)
 
 
-def card(value: str, draw: Draw) -> str:
+def card(value: str, draw: KeyedRandom) -> str:
     """A number of the same kind of issuer and length from a range for tests, with a right check
     digit.
     """
@@ -306,7 +309,7 @@ def card(value: str, draw: Draw) -> str:
     return made + next(check for check in string.digits if luhn(made + check))
 
 
-def iban(value: str, draw: Draw) -> str:
+def iban(value: str, draw: KeyedRandom) -> str:
     """The same country, a bank that does not exist (XXXX or 0000), invented digits, right check
     digits (ISO 7064 mod 97).
     """
@@ -317,25 +320,25 @@ def iban(value: str, draw: Draw) -> str:
     return f"{country}{98 - int(rearranged) % 97:02d}{made}"
 
 
-def social_security_number(value: str, draw: Draw) -> str:
+def social_security_number(value: str, draw: KeyedRandom) -> str:
     """An area from 900, which is no SSN's, and a group below 50, which is no ITIN's."""
     return f"9{draw.digits(2)}{1 + draw.below(49):02d}{draw.digits(4)}"
 
 
-def national_id(value: str, draw: Draw) -> str:
-    """A number of the same form that passes no check."""
+def national_id(value: str, draw: KeyedRandom) -> str:
+    """A number of the same form that fails every check."""
     letters = "".join(letter for letter in value if letter.isalnum())
     made = (draw.like(letters) for _ in itertools.count())
     return next(one for one in made if not is_national_id(poured(one, value)))
 
 
-def mail(value: str, draw: Draw) -> str:
+def mail(value: str, draw: KeyedRandom) -> str:
     """An invented name at one of RFC 2606's domains."""
     host = draw.choice(("example.com", "example.org", "example.net"))
     return f"{draw.choice(GIVEN)}.{draw.choice(FAMILY)}{draw.digits(2)}@{host}".lower()
 
 
-def ip_address(value: str, draw: Draw) -> str:
+def ip_address(value: str, draw: KeyedRandom) -> str:
     """An address for documentation of the same version (RFC 5737, RFC 3849)."""
     if ":" in value:
         return str(
@@ -344,44 +347,44 @@ def ip_address(value: str, draw: Draw) -> str:
     return f"{draw.choice(DOCUMENTATION)}{1 + draw.below(254)}"
 
 
-def link(value: str, draw: Draw) -> str:
+def link(value: str, draw: KeyedRandom) -> str:
     """A page below example.com (RFC 2606) with the value's scheme."""
     scheme, separator, _ = value.partition("://")
     start = f"{scheme}://{draw.choice(STREETS).lower()}" if separator else "www"
     return f"{start}.example.com/{draw.choice(STREETS).lower()}{draw.digits(3)}"
 
 
-def link_with_credentials(value: str, draw: Draw) -> str:
+def link_with_credentials(value: str, draw: KeyedRandom) -> str:
     """The same with an invented user and password."""
     scheme = value.partition("://")[0] if "://" in value else "https"
     user, password = draw.choice(GIVEN).lower(), draw.like("aaaa0000aaaa")
     return f"{scheme}://{user}:{password}@{draw.choice(STREETS).lower()}.example.com/"
 
 
-def wallet(value: str, draw: Draw) -> str:
-    """An address with a right check whose key nobody has: the hash is drawn, not made from a key."""
-    if value[:2].lower() == "0x":
-        return f"0x{checksum_case(draw.bytes(20).hex())}"
-    prefix, separator, _ = value.lower().partition("1")
-    if separator and prefix in ("bc", "tb", "ltc"):
-        # version 0, 160 bits
-        return bech32(prefix, [0, *(draw.below(len(BECH32)) for _ in range(32))])
-    return base58check(b"\0" + draw.bytes(20))
+def wallet(value: str, draw: KeyedRandom) -> str:
+    """An address of the same form for which no key exists. Its letters are drawn, so that a Base58
+    or Bech32 check fails.
+    """
+    hexadecimal, bech32 = value[:2].lower() == "0x", re.match("(?:bc|tb|ltc)1.", value, re.I)
+    start = 2 if hexadecimal else bech32.end() if bech32 else 1
+    letters = string.hexdigits[:16] if hexadecimal else BECH32 if bech32 else BASE58
+    kept = value[:start].lower() if bech32 else value[:start]
+    return kept + "".join(draw.choice(letters) for _ in value[start:])
 
 
-def api_key(value: str, draw: Draw) -> str:
+def api_key(value: str, draw: KeyedRandom) -> str:
     """The maker's prefix, and letters and digits like the rest."""
     prefix = KEY_PREFIX.match(value)
     kept = prefix.end() if prefix else 0
     return value[:kept] + draw.like(value[kept:])
 
 
-def private_key(value: str, draw: Draw) -> str:
+def private_key(value: str, draw: KeyedRandom) -> str:
     """The heading and the end, and lines like the rest."""
     return "\n".join(line if "-----" in line else draw.like(line) for line in value.split("\n"))
 
 
-MAKERS: dict[str, Callable[[str, Draw], str]] = {
+MAKERS: dict[str, Callable[[str, KeyedRandom], str]] = {
     "PRIVATE_KEY": private_key,
     "URL_CREDENTIALS": link_with_credentials,
     "API_KEY": api_key,
@@ -400,7 +403,7 @@ assert {*MAKERS, *WORDED} == set(TYPES)
 
 
 def is_fictional(type: str, value: str) -> bool:
-    """Whether a value is one of those set aside, and so nobody's."""
+    """Whether a value is one of those set aside for examples and tests."""
     if type == "EMAIL_ADDRESS":
         return RESERVED_MAIL.search(value) is not None
     digits = re.sub(r"\D", "", EXTENSION.split(value, maxsplit=1)[0])
@@ -410,6 +413,6 @@ def is_fictional(type: str, value: str) -> bool:
         number = EXTENSION.split(value, maxsplit=1)[0]
         return digits.endswith(tuple(SEVEN)) or any(
             phonenumbers.national_significant_number(one).startswith(_set_aside(one))
-            for one in readings(number)
+            for one in parse_phone(number)
         )
     return False

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from eyas.privacy.cleaning import cleaned
 from eyas.privacy.detector import Detector
 from eyas.privacy.key import privacy_key
 from eyas.privacy.policy import PrivacyConfig
+from eyas.privacy.surrogates import clean as without_findings
 
 
 def cleaner() -> Callable[[Sequence[str]], list[str] | str]:
@@ -24,6 +24,6 @@ def cleaner() -> Callable[[Sequence[str]], list[str] | str]:
     def clean(texts: Sequence[str]) -> list[str] | str:
         found = detector.find_all(texts)
         dropping = config.first_that_drops(one.type for findings in found for one in findings)
-        return dropping or cleaned(texts, found, config, key)
+        return dropping or without_findings(texts, found, config, key)
 
     return clean
