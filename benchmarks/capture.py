@@ -36,10 +36,15 @@ import torch
 from eyas.bench.machine import machine
 from eyas.builtin import demo_prompts
 from eyas.chat import Chat
-from eyas.features.capture import Forwards
-from eyas.features.decoder import Decoder, OwnDecoder
-from eyas.features.hooks import HookedDecoder
-from eyas.features.planned import WINDOW, Planned, batches, plan_samples, shared_groups
+from eyas.features.capture import FeatureForward
+from eyas.features.decoder import FeatureDecoder, HookedDecoder, OwnDecoder
+from eyas.features.samples import (
+    WINDOW,
+    SamplePlan,
+    forward_batches,
+    plan_samples,
+    shared_groups,
+)
 from eyas.hub import resolve_target
 from eyas.plan.needs import FILLER
 from eyas.records import Answer, Message
@@ -49,7 +54,7 @@ SHARD = 50  # samples
 ANSWER = FILLER * 4
 
 
-def made_samples(chat: Chat, count: int, system_tokens: int) -> list[Planned]:
+def made_samples(chat: Chat, count: int, system_tokens: int) -> list[SamplePlan]:
     """Real prompts behind a system prompt of about so many tokens, each with an answer."""
     with gzip.open(demo_prompts(), "rt", encoding="utf-8") as lines:
         questions = (first_question(line) for line in lines)
@@ -67,7 +72,7 @@ def made_samples(chat: Chat, count: int, system_tokens: int) -> list[Planned]:
         messages += [{"role": "user", "content": text}, {"role": "assistant", "content": ANSWER}]
         ids, mask = chat.answered(messages)
         made.append(
-            Planned(
+            SamplePlan(
                 str(number),
                 "",
                 str(number),
@@ -92,11 +97,11 @@ def first_question(line: str) -> str:
     )
 
 
-def tokens_per_s(decoder: Decoder, samples: Sequence[Planned], shares: bool) -> float:
+def tokens_per_s(decoder: FeatureDecoder, samples: Sequence[SamplePlan], shares: bool) -> float:
     """Tokens of samples a second, of one pass over all of them."""
-    forwards, started = Forwards(decoder), time.perf_counter()
-    for work in batches(samples, BATCH_TOKENS, shares=shares):
-        for sample in forwards(work):
+    forward, started = FeatureForward(decoder), time.perf_counter()
+    for batch in forward_batches(samples, BATCH_TOKENS, shares):
+        for sample in forward(batch):
             assert len(sample.last_hidden)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -107,7 +112,7 @@ def speeds(args: argparse.Namespace) -> dict[str, Any]:
     """By length of the system prompt and method."""
     folder = resolve_target(args.target)
     chat = Chat(folder)
-    decoders: dict[str, Decoder] = {
+    decoders: dict[str, FeatureDecoder] = {
         "own": OwnDecoder.load(folder, args.dtype),
         "hooks": HookedDecoder.load(folder, args.dtype),
     }
@@ -153,7 +158,7 @@ def answers_of(path: Path, count: int) -> Iterator[Answer]:
                 turn += 1
 
 
-def saved_share(samples: Sequence[Planned], window: int) -> float:
+def saved_share(samples: Sequence[SamplePlan], window: int) -> float:
     """Tokens that need not be done again, by all tokens, when common beginnings are done once in
     every `window` samples.
     """

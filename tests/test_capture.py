@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 from collections import namedtuple
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,21 @@ from transformers import AutoModelForCausalLM
 from eyas.artifact import Artifact
 from eyas.chat import Chat
 from eyas.errors import CorruptError, EmptyInputError, MismatchError, StorageFullError
-from eyas.features.capture import CaptureConfig, Setting, capture, split_of
-from eyas.features.decoder import Beginning, Decoder, OwnDecoder, Streams
+from eyas.features import capture as stage
+from eyas.features.capture import CaptureConfig, CaptureTask, capture, split_of
+from eyas.features.decoder import (
+    FeatureDecoder,
+    HiddenStates,
+    HookedDecoder,
+    OwnDecoder,
+    SharedPrefix,
+)
 from eyas.features.generate import GenerateConfig, generate
-from eyas.features.hooks import HookedDecoder
-from eyas.features.planned import (
+from eyas.features.samples import (
     LEAST_SAVED,
     SHARED_STEP,
-    Planned,
-    batches,
+    SamplePlan,
+    forward_batches,
     plan_samples,
     shared_groups,
 )
@@ -46,6 +53,14 @@ FORGETS = TEMPLATE.replace(
 )
 
 
+@pytest.fixture(autouse=True, scope="module")
+def small_shards() -> Iterator[None]:
+    """Several shards of few samples."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage, "SAMPLES_PER_SHARD", 4)
+        yield
+
+
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return ending_target(tmp_path_factory.mktemp("target"))
@@ -55,7 +70,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answers(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     root = tmp_path_factory.mktemp("answers")
     output = Artifact(str(root / "answers"))
-    config = GenerateConfig(target=str(target), max_tokens=12, max_batch=16, rows_per_part=8)
+    config = GenerateConfig(target=str(target), max_tokens=12, max_batch=16)
     generate(config, write_prompts(root / "prompts", PROMPTS), output)
     return output
 
@@ -65,7 +80,6 @@ def config_of(target: Path, **settings: Any) -> CaptureConfig:
         "target": str(target),
         "store_dtype": "float32",
         "codec": "lossless",
-        "samples_per_shard": 4,
         "held_out_share": 0.3,
     }
     return CaptureConfig(**{**defaults, **settings})
@@ -244,10 +258,12 @@ def test_batches_hold_every_sample_once_within_the_budget(
     lengths: list[int], batch_tokens: int, window: int
 ) -> None:
     samples = [
-        Planned(str(at), "", "", np.zeros(length), np.zeros(length))
+        SamplePlan(str(at), "", "", np.zeros(length), np.zeros(length))
         for at, length in enumerate(lengths)
     ]
-    made = [work.samples for work in batches(samples, batch_tokens, window, shares=False)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("eyas.features.samples.WINDOW", window)
+        made = [batch.samples for batch in forward_batches(samples, batch_tokens, shares=False)]
     assert all(made)
     assert sorted(int(one.key) for batch in made for one in batch) == list(range(len(lengths)))
     for batch in made:
@@ -284,7 +300,9 @@ def test_a_killed_run_goes_on_and_ends_the_same(
 ) -> None:
     config, output = config_of(target), Artifact(str(tmp_path / "cut"))
     code = f"""
+import eyas.features.capture as stage
 from eyas.features.capture import CaptureConfig, capture
+stage.SAMPLES_PER_SHARD = 4
 capture(CaptureConfig.model_validate_json({config.model_dump_json()!r}), Artifact({answers.url!r}), Artifact({output.url!r}))
 """
     run_until_killed(code, last="train-00001.safetensors")
@@ -338,7 +356,7 @@ def test_a_disk_too_small_is_said_before_the_work(
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "disk_usage", lambda _: usage(0, 0, needed - 1))
         patched.setattr(
-            OwnDecoder, "streams", lambda *_: pytest.fail("works although there is no room")
+            OwnDecoder, "states", lambda *_: pytest.fail("works although there is no room")
         )
         with pytest.raises(StorageFullError, match=r"need 0\.00 GB"):
             capture(config_of(target), answers, output)
@@ -385,8 +403,8 @@ def test_finished_work_is_not_done_again(
     assert again.was_done
 
 
-def planned(token_ids: list[int], number: int = 0) -> Planned:
-    return Planned(
+def planned(token_ids: list[int], number: int = 0) -> SamplePlan:
+    return SamplePlan(
         str(number),
         "",
         "",
@@ -462,26 +480,29 @@ def test_a_common_system_prompt_is_computed_once_and_changes_nothing(
 ) -> None:
     kind = {"own": OwnDecoder, "transformers": HookedDecoder}[decoder]
     computed: list[int] = []
-    begin, streams = kind.begin, kind.streams
+    begin, states = kind.begin, kind.states
 
-    def counted_begin(self: Decoder, tokens: list[int]) -> Beginning:
+    def counted_begin(self: FeatureDecoder, tokens: list[int]) -> SharedPrefix:
         computed.append(len(tokens))
         return begin(self, tokens)
 
-    def counted_streams(
-        self: Decoder, tokens: list[list[int]], after: Beginning | None = None
-    ) -> Streams:
+    def counted_states(
+        self: FeatureDecoder, tokens: list[list[int]], after: SharedPrefix | None = None
+    ) -> HiddenStates:
         computed.append(sum(map(len, tokens)))
-        return streams(self, tokens, after)
+        return states(self, tokens, after)
 
     made, sums = {}, {}
     for shares in (False, True):
         output = Artifact(str(tmp_path / str(shares)))
         with monkeypatch.context() as patched:
             patched.setattr(kind, "begin", counted_begin)
-            patched.setattr(kind, "streams", counted_streams)
-            patched.setattr(HookedDecoder, "_goes_on_alike", lambda _: True)  # it computes too
-            capture(config_of(target, decoder=decoder, share_beginnings=shares), briefed, output)
+            patched.setattr(kind, "states", counted_states)
+            patched.setattr(HookedDecoder, "_continues_alike", lambda _: True)  # it computes too
+            if not shares:
+                patched.setattr(kind, "reuses", False, raising=False)
+                patched.setattr(HookedDecoder, "_continues_alike", lambda _: False)
+            capture(config_of(target, decoder=decoder), briefed, output)
         made[shares], sums[shares] = all_samples(output), sum(computed)
         computed.clear()
     assert made[True].keys() == made[False].keys()
@@ -512,7 +533,7 @@ def test_alone_a_samples_values_depend_on_nothing_beside_it(
     decoder = OwnDecoder(Target.load(target))
     every = all_samples(whole)
     for key, sample in all_samples(part).items():
-        alone = decoder.streams([sample.token_ids.tolist()])
+        alone = decoder.states([sample.token_ids.tolist()])
         for other in (
             every[key],
             Sample(
@@ -528,6 +549,6 @@ def test_auto_is_our_own_decoder_where_it_knows_the_target(
 ) -> None:
     stated = captured.manifest().config
     assert (stated["decoder"], stated["dtype"]) == ("own", "float32")
-    spread = Setting.of(config_of(target, device_map="auto"), answers)
+    spread = CaptureTask(config_of(target, device_map="auto"), answers)
     assert spread.settings["decoder"] == "transformers"
     assert "device_map" not in spread.settings

@@ -14,9 +14,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from eyas.errors import ConfigError, MismatchError
-from eyas.features import hooks
-from eyas.features.decoder import Decoder, OwnDecoder, Streams
-from eyas.features.hooks import HookedDecoder, decoder_layers
+from eyas.features import decoder as features_decoder
+from eyas.features.decoder import (
+    FeatureDecoder,
+    HiddenStates,
+    HookedDecoder,
+    OwnDecoder,
+    decoder_layers,
+)
 from eyas.model.config import TargetConfig
 from eyas.model.target import Target
 from eyas.model.vocab import TargetVocabulary, shape_of, target_shape
@@ -53,7 +58,7 @@ def stated(folder: Path, tokens_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.cat([states[at] for at in (2, n // 2, n - 3)], dim=-1), states[-1], output.logits
 
 
-def assert_close(one: Streams, aux_hidden: Tensor, last_hidden: Tensor) -> None:
+def assert_close(one: HiddenStates, aux_hidden: Tensor, last_hidden: Tensor) -> None:
     torch.testing.assert_close(one.aux_hidden, aux_hidden, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(one.last_hidden, last_hidden, rtol=1e-4, atol=1e-4)
 
@@ -63,7 +68,7 @@ def test_streams_are_the_hidden_states_that_the_model_puts_out(
     family: str, folders: dict[str, Path], decoders: dict[str, HookedDecoder]
 ) -> None:
     aux_hidden, last_hidden, _ = stated(folders[family], TOKENS)
-    assert_close(decoders[family].streams(TOKENS.tolist()), aux_hidden, last_hidden)
+    assert_close(decoders[family].states(TOKENS.tolist()), aux_hidden, last_hidden)
 
 
 @pytest.mark.parametrize("family", EVERY)
@@ -71,32 +76,32 @@ def test_what_is_beyond_a_rows_end_changes_nothing_before_it(
     family: str, decoders: dict[str, HookedDecoder]
 ) -> None:
     rows = [TOKENS[0, :40].tolist(), TOKENS[1, :23].tolist()]
-    together, alone = decoders[family].streams(rows), decoders[family].streams(rows[1:])
+    together, alone = decoders[family].states(rows), decoders[family].states(rows[1:])
     assert_close(
-        Streams(together.aux_hidden[1:, :23], together.last_hidden[1:, :23]),
+        HiddenStates(together.aux_hidden[1:, :23], together.last_hidden[1:, :23]),
         alone.aux_hidden,
         alone.last_hidden,
     )
 
 
-@pytest.mark.parametrize("num_shared", [16, 32])
 @pytest.mark.parametrize("family", ["own", *EVERY])
 def test_a_shared_beginning_gives_the_streams_of_the_whole(
-    family: str, num_shared: int, folders: dict[str, Path], decoders: dict[str, HookedDecoder]
+    family: str, folders: dict[str, Path], decoders: dict[str, HookedDecoder]
 ) -> None:
     """Twice from one beginning: the first use leaves it as it was. Past a sliding window too."""
-    decoder: Decoder = (
+    num_shared = 32
+    decoder: FeatureDecoder = (
         OwnDecoder(Target.load(folders["qwen3"])) if family == "own" else decoders[family]
     )
     assert decoder.reuses
     tokens = TOKENS.clone()
     tokens[:, :num_shared] = tokens[0, :num_shared]
-    whole = decoder.streams(tokens.tolist())
+    whole = decoder.states(tokens.tolist())
     begun = decoder.begin(tokens[0, :num_shared].tolist())
     for rows in (tokens[:2], tokens):
-        rest = decoder.streams(rows[:, num_shared:].tolist(), begun)
+        rest = decoder.states(rows[:, num_shared:].tolist(), begun)
         assert_close(
-            begun.streams, whole.aux_hidden[0, :num_shared], whole.last_hidden[0, :num_shared]
+            begun.states, whole.aux_hidden[0, :num_shared], whole.last_hidden[0, :num_shared]
         )
         assert_close(
             rest,
@@ -111,8 +116,8 @@ def test_our_own_decoder_and_transformers_agree(
 ) -> None:
     own = OwnDecoder(Target.load(folders[family]))
     hooked = decoders[family]
-    theirs = hooked.streams(TOKENS.tolist())
-    assert_close(own.streams(TOKENS.tolist()), theirs.aux_hidden, theirs.last_hidden)
+    theirs = hooked.states(TOKENS.tolist())
+    assert_close(own.states(TOKENS.tolist()), theirs.aux_hidden, theirs.last_hidden)
     assert own.lm_head_sha256 == hooked.lm_head_sha256
     assert own.shape == target_shape(folders[family])
 
@@ -162,7 +167,7 @@ def test_a_window_or_a_rope_that_our_own_decoder_lacks_goes_by_transformers(tmp_
         assert "transformers" in raised.value.hint
         aux_hidden, last_hidden, _ = stated(folder, TOKENS)
         assert_close(
-            HookedDecoder.load(folder, "float32").streams(TOKENS.tolist()), aux_hidden, last_hidden
+            HookedDecoder.load(folder, "float32").states(TOKENS.tolist()), aux_hidden, last_hidden
         )
     assert target_shape(yarn).rope.theta == 5000.0
 
@@ -176,8 +181,8 @@ def test_a_family_that_is_not_served_says_what_still_works(folders: dict[str, Pa
 
 
 def test_bfloat16_stays_bfloat16(folders: dict[str, Path]) -> None:
-    streams = HookedDecoder.load(folders["gemma2"], "bfloat16").streams(TOKENS.tolist())
-    assert streams.aux_hidden.dtype == streams.last_hidden.dtype == torch.bfloat16
+    states = HookedDecoder.load(folders["gemma2"], "bfloat16").states(TOKENS.tolist())
+    assert states.aux_hidden.dtype == states.last_hidden.dtype == torch.bfloat16
 
 
 def test_an_lm_head_with_a_bias_is_refused(tmp_path: Path) -> None:
@@ -230,12 +235,12 @@ def test_a_model_whose_past_cannot_be_shared_is_computed_whole(
 ) -> None:
     """A past that says nothing: what comes behind it does not see the beginning."""
 
-    class Forgetful(hooks.DynamicCache):  # type: ignore[misc, name-defined]
+    class Forgetful(features_decoder.DynamicCache):  # type: ignore[misc, name-defined]
         def batch_repeat_interleave(self, repeats: int) -> None:
             self.reset()
             super().batch_repeat_interleave(repeats)
 
-    monkeypatch.setattr(hooks, "DynamicCache", Forgetful)
+    monkeypatch.setattr(features_decoder, "DynamicCache", Forgetful)
     assert not HookedDecoder.load(folders["llama"], "float32").reuses
 
 
@@ -252,4 +257,4 @@ def test_device_map_spreads_a_target(folders: dict[str, Path]) -> None:
     pytest.importorskip("accelerate", reason="the extra large is not installed")
     spread = HookedDecoder.load(folders["gpt_neox"], "float32", "cpu")
     aux_hidden, last_hidden, _ = stated(folders["gpt_neox"], TOKENS)
-    assert_close(spread.streams(TOKENS.tolist()), aux_hidden, last_hidden)
+    assert_close(spread.states(TOKENS.tolist()), aux_hidden, last_hidden)

@@ -77,7 +77,7 @@ def both(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Artifact, OnlineTarget]:
     """A lossless store and the target at hand, of the same settings."""
-    config = config_of(target, store_dtype=request.param, samples_per_shard=4)
+    config = config_of(target, store_dtype=request.param)
     store = Artifact(str(tmp_path_factory.mktemp("store") / "features"))
     capture(config, answers, store)
     return store, OnlineTarget(config, answers)
@@ -214,7 +214,7 @@ def test_from_the_command_line(
     target: Path, answers: Artifact, both: tuple[Artifact, OnlineTarget], tmp_path: Path
 ) -> None:
     """`eyas train ANSWERS --online` makes the head of `eyas train FEATURES`."""
-    setting = both[1].setting.config.model_dump(mode="json", exclude={"target"})
+    setting = both[1].task.config.model_dump(mode="json", exclude={"target"})
     run_file = tmp_path / "run.yaml"
     run_file.write_text(json.dumps({"capture": setting, "train": TRAIN.model_dump(mode="json")}))
     heads = [tmp_path / "online", tmp_path / "stored"]

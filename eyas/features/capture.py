@@ -1,9 +1,9 @@
 """Stage `capture`: finished conversations become feature samples: tokens, loss mask, three taps,
 last hidden state.
 
-Knows the stage: in which split a sample goes, what is done already, whether there is room. Does not
-know which answers become samples (planned), what computes features (decoder, hooks), nor how
-samples lie on disk (shards).
+Knows the stage: the split of a sample, what is done already, whether there is room. Does not know
+which answers become samples (samples), what computes features (decoder), nor how samples lie on disk
+(shards).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import hashlib
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -23,9 +22,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from eyas.artifact import Artifact, Manifest, identity
 from eyas.chat import Chat
 from eyas.errors import EmptyInputError, MismatchError, StorageFullError
-from eyas.features.decoder import Beginning, Decoder, OwnDecoder, Streams
-from eyas.features.hooks import HookedDecoder
-from eyas.features.planned import Plan, Planned, Work, batches, plan_samples
+from eyas.features.decoder import FeatureDecoder, HookedDecoder, OwnDecoder, SharedPrefix
+from eyas.features.samples import (
+    CapturePlan,
+    ForwardBatch,
+    SamplePlan,
+    forward_batches,
+    plan_samples,
+)
 from eyas.hub import resolve_target
 from eyas.log import Track, quiet
 from eyas.model.config import TargetConfig, TargetShape
@@ -36,7 +40,8 @@ from eyas.shards import CodecName, FeatureMeta, Sample, ShardWriter, Split
 from eyas.shards.sample import EXACT
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-# where it takes place; nothing of it is part of the work's identity
+SAMPLES_PER_SHARD = 50
+# Where the run takes place: no part of the identity.
 PLACES = {"target", "device_map"}
 
 
@@ -46,11 +51,10 @@ class CaptureConfig(BaseModel):
     `decoder` computes: our own, or transformers', which knows many more models; "auto" is our own
     where it knows the target. `dtype` is what it computes in; "auto" is float32 for our own and the
     checkpoint's for transformers'. `device_map` spreads a large target over devices ("auto": see
-    accelerate; transformers' decoder only). `store_dtype` is what is kept, `codec` and `teacher`
-    how (see shards.FeatureMeta); samples held out are kept exactly, since a server has no rounded
+    accelerate; transformers' decoder only). `store_dtype` is what is stored, `codec` and `teacher`
+    how (see shards.FeatureMeta); held-out samples are stored exactly, since a server has no rounded
     features. `batch_tokens` counts the padding of a forward; with 1 every sample is computed alone,
-    so that its values, to the last bit, depend on nothing beside it. `splits`: which of them are
-    kept.
+    and its values, to the last bit, depend on nothing beside it. `splits`: which of them are stored.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -60,34 +64,60 @@ class CaptureConfig(BaseModel):
     dtype: Literal["auto", Dtype] = "auto"
     device_map: str | None = None
     batch_tokens: int = Field(default=4096, ge=1)
-    share_beginnings: bool = True
     store_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     codec: CodecName = "within4"
     teacher: Literal["everywhere", "supervised"] = "everywhere"
-    samples_per_shard: int = Field(default=50, ge=1)
     held_out_share: float = Field(default=0.05, ge=0, lt=1)
     splits: tuple[Split, ...] = Field(default=("train", "held_out"), min_length=1)
 
+    def decoder_of(self, shape: TargetShape) -> str:
+        """`decoder` without "auto": transformers' where our own does not know the target, or where
+        the target is spread over devices.
+        """
+        if self.decoder != "auto":
+            return self.decoder
+        is_ours = isinstance(shape, TargetConfig) and self.device_map is None
+        return "own" if is_ours else "transformers"
 
-@dataclass(frozen=True)
-class Setting:
+    def dtype_of(self, shape: TargetShape) -> str:
+        """`dtype` without "auto"."""
+        if self.dtype != "auto":
+            return self.dtype
+        is_stated = shape.dtype in get_args(Dtype)
+        return shape.dtype if is_stated and self.decoder_of(shape) == "transformers" else "float32"
+
+    def meta_of(self, shape: TargetShape) -> FeatureMeta:
+        """What features of this target are of, but for the hash of its lm_head. Raises MismatchError
+        for a target of too few layers.
+        """
+        return FeatureMeta(
+            taps=shape.default_taps,
+            hidden_size=shape.hidden_size,
+            vocab_size=shape.vocab_size,
+            lm_head_sha256="",
+            dtype=self.store_dtype,
+            codec=self.codec,
+            teacher=self.teacher,
+        )
+
+
+def held_out_meta(meta: FeatureMeta) -> FeatureMeta:
+    """Held-out samples are stored exactly, so that a head is judged by the features that a server
+    has.
+    """
+    return meta if meta.codec in EXACT else meta.model_copy(update={"codec": "lossless"})
+
+
+class CaptureTask:
     """What is captured from what: the answers, the target in its folder, and the settings that
     decide on values.
 
     settings: the config as it enters an identity, with what "auto" stands for.
     """
 
-    config: CaptureConfig
-    folder: str
-    shape: TargetShape
-    answers: Artifact
-    made: Manifest
-    settings: dict[str, Any]
-
-    @classmethod
-    def of(cls, config: CaptureConfig, answers: Artifact) -> Setting:
-        """Raises MismatchError (another target wrote the answers, or one that the decoder asked for
-        does not run).
+    def __init__(self, config: CaptureConfig, answers: Artifact) -> None:
+        """Raises MismatchError: another target wrote the answers, or the decoder in the settings
+        does not run it.
         """
         made, folder = answers.manifest("generate"), resolve_target(config.target)
         target_fingerprint = fingerprint(folder)
@@ -97,24 +127,17 @@ class Setting:
                 f"give the same target ({made.facts['target']}), or run `eyas generate` with this "
                 "one",
             )
-        shape = (
-            TargetConfig.from_folder(folder) if config.decoder == "own" else target_shape(folder)
-        )
-        decoder = resolved_decoder(config, shape)
-        settings = {
+        is_own = config.decoder == "own"
+        self.config, self.folder, self.answers, self.made = config, folder, answers, made
+        self.shape = TargetConfig.from_folder(folder) if is_own else target_shape(folder)
+        self.settings: dict[str, Any] = {
             **config.model_dump(mode="json", exclude=PLACES),
-            "decoder": decoder,
-            "dtype": resolved_dtype(config, shape, decoder),
+            "decoder": config.decoder_of(self.shape),
+            "dtype": config.dtype_of(self.shape),
             "target_fingerprint": target_fingerprint,
         }
-        return cls(config, folder, shape, answers, made, settings)
 
-    @property
-    def meta(self) -> FeatureMeta:
-        """Of the features, but for the hash of lm_head, which is known when the target is loaded."""
-        return meta_of(self.config, self.shape)
-
-    def plan(self) -> Plan:
+    def plan(self) -> CapturePlan:
         """What becomes of the answers. Raises EmptyInputError when none can be used."""
         chat = Chat(self.folder, datetime.date.fromisoformat(self.made.config["date"]))
         plan = plan_samples(read_answers(self.answers), chat, self.shape.max_position_embeddings)
@@ -126,89 +149,42 @@ class Setting:
             )
         return plan
 
-    def decoder(self) -> Decoder:
+    def load_decoder(self) -> FeatureDecoder:
         """Load the target. Raises what loading raises."""
-        if self.settings["decoder"] == "own":
-            return OwnDecoder.load(self.folder, self.settings["dtype"])
-        return HookedDecoder.load(self.folder, self.settings["dtype"], self.config.device_map)
+        return load_decoder(self.config, self.shape, self.folder)
 
-    def of_split(self, plan: Plan, split: Split) -> list[Planned]:
+    def samples(self, plan: CapturePlan, split: Split) -> list[SamplePlan]:
         """The plan's samples of a split."""
-        return [
-            one
-            for one in plan.samples
-            if split_of(one.prompt_id, self.config.held_out_share) == split
-        ]
+        share = self.config.held_out_share
+        return [one for one in plan.samples if split_of(one.prompt_id, share) == split]
 
-    def works(self, plan: Plan, split: Split, decoder: Decoder) -> list[Work]:
-        """The samples of a split forward by forward: what the other split holds changes no value of
-        this one.
-        """
-        shares = self.config.share_beginnings and decoder.reuses
-        return list(batches(self.of_split(plan, split), self.config.batch_tokens, shares=shares))
+    def batches(
+        self, plan: CapturePlan, split: Split, decoder: FeatureDecoder
+    ) -> list[ForwardBatch]:
+        """The forwards of a split: what the other split holds changes no value of this one."""
+        samples = self.samples(plan, split)
+        return list(forward_batches(samples, self.config.batch_tokens, decoder.reuses))
 
-    def counts(self, plan: Plan) -> dict[str, int]:
-        """What a manifest counts: all answers, and the samples and tokens of the splits that are
-        kept.
-        """
-        dropped = {f"dropped_{reason}": count for reason, count in plan.reasons.items()}
-        kept = {
-            split: self.of_split(plan, split) if split in self.config.splits else []
+    def counts(self, plan: CapturePlan) -> dict[str, int]:
+        """For the manifest: all answers, and the samples and tokens of the splits that are stored."""
+        stored = {
+            split: self.samples(plan, split) if split in self.config.splits else []
             for split in get_args(Split)
         }
-        sizes = {split: len(samples) for split, samples in kept.items()}
-        tokens = sum(len(one) for samples in kept.values() for one in samples)
         return {
             "answers": plan.num_answers,
             "merged": plan.num_merged,
-            **dropped,
-            **sizes,
-            "tokens": tokens,
+            **{f"dropped_{reason}": count for reason, count in plan.reasons.items()},
+            **{split: len(samples) for split, samples in stored.items()},
+            "tokens": sum(len(one) for samples in stored.values() for one in samples),
         }
 
 
-def meta_of(config: CaptureConfig, shape: TargetShape) -> FeatureMeta:
-    """What features of this target are of, but for the hash of its lm_head. Raises MismatchError
-    for too few layers.
-    """
-    return FeatureMeta(
-        taps=shape.default_taps,
-        hidden_size=shape.hidden_size,
-        vocab_size=shape.vocab_size,
-        lm_head_sha256="",
-        dtype=config.store_dtype,
-        codec=config.codec,
-        teacher=config.teacher,
-    )
-
-
-def meta_of_split(meta: FeatureMeta, split: Split) -> FeatureMeta:
-    """How a split is kept: what is held out is kept exactly, so that a head is judged by the
-    features that a server has.
-    """
-    if split == "held_out" and meta.codec not in EXACT:
-        return meta.model_copy(update={"codec": "lossless"})
-    return meta
-
-
-def resolved_decoder(config: CaptureConfig, shape: TargetShape) -> str:
-    """What "auto" stands for: transformers' where our own does not know the target, or where the
-    target is to be spread.
-    """
-    if config.decoder != "auto":
-        return config.decoder
-    return (
-        "own" if isinstance(shape, TargetConfig) and config.device_map is None else "transformers"
-    )
-
-
-def resolved_dtype(config: CaptureConfig, shape: TargetShape, decoder: str) -> str:
-    """What "auto" stands for."""
-    if config.dtype != "auto":
-        return config.dtype
-    return (
-        shape.dtype if decoder == "transformers" and shape.dtype in get_args(Dtype) else "float32"
-    )
+def load_decoder(config: CaptureConfig, shape: TargetShape, folder: str) -> FeatureDecoder:
+    """The decoder of the settings with the target loaded. Raises what loading raises."""
+    if config.decoder_of(shape) == "own":
+        return OwnDecoder.load(folder, config.dtype_of(shape))
+    return HookedDecoder.load(folder, config.dtype_of(shape), config.device_map)
 
 
 def split_of(prompt_id: str, held_out_share: float) -> Split:
@@ -219,42 +195,36 @@ def split_of(prompt_id: str, held_out_share: float) -> Split:
     return "held_out" if number < held_out_share * 2**64 else "train"
 
 
-class Forwards:
-    """Computes works one after the other, in the decoder's dtype; a beginning that several share is
-    computed once in a row.
+class FeatureForward:
+    """Computes batches one after the other, in the decoder's dtype; a prefix that several batches in
+    a row share is computed once.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: FeatureDecoder) -> None:
         self._decoder = decoder
-        self._begun: tuple[bytes, Beginning] | None = None
+        self._prefix: tuple[bytes, SharedPrefix] | None = None
 
-    def __call__(self, work: Work) -> Iterator[Sample]:
-        """The samples of one work."""
-        after = self._beginning(work)
-        streams = self._decoder.streams(
-            [one.token_ids[work.num_shared :].tolist() for one in work.samples], after
-        )
-        for row, one in enumerate(work.samples):
-            end = len(one) - work.num_shared
-            own = Streams(streams.aux_hidden[row, :end], streams.last_hidden[row, :end])
-            whole = own if after is None else _joined(after.streams, own)
+    def __call__(self, batch: ForwardBatch) -> Iterator[Sample]:
+        """The samples of one batch."""
+        prefix = self._computed_prefix(batch)
+        rows = [one.token_ids[batch.num_shared :].tolist() for one in batch.samples]
+        states = self._decoder.states(rows, prefix)
+        for row, one in enumerate(batch.samples):
+            end = len(one) - batch.num_shared
+            aux_hidden, last_hidden = states.aux_hidden[row, :end], states.last_hidden[row, :end]
+            if prefix is not None:
+                aux_hidden = torch.cat([prefix.states.aux_hidden, aux_hidden])
+                last_hidden = torch.cat([prefix.states.last_hidden, last_hidden])
             ids, mask = torch.from_numpy(one.token_ids), torch.from_numpy(one.loss_mask)
-            yield Sample(one.key, ids, mask, whole.aux_hidden, whole.last_hidden, one.source)
+            yield Sample(one.key, ids, mask, aux_hidden, last_hidden, one.source)
 
-    def _beginning(self, work: Work) -> Beginning | None:
-        if not work.num_shared:
+    def _computed_prefix(self, batch: ForwardBatch) -> SharedPrefix | None:
+        if not batch.num_shared:
             return None
-        name = work.beginning.tobytes()
-        if self._begun is None or self._begun[0] != name:
-            self._begun = name, self._decoder.begin(work.beginning.tolist())
-        return self._begun[1]
-
-
-def _joined(first: Streams, second: Streams) -> Streams:
-    return Streams(
-        torch.cat([first.aux_hidden, second.aux_hidden]),
-        torch.cat([first.last_hidden, second.last_hidden]),
-    )
+        name = batch.prefix.tobytes()
+        if self._prefix is None or self._prefix[0] != name:
+            self._prefix = name, self._decoder.begin(batch.prefix.tolist())
+        return self._prefix[1]
 
 
 def capture(
@@ -265,31 +235,32 @@ def capture(
     Raises MismatchError (another target wrote the answers), EmptyInputError, StorageFullError, and
     what loading raises.
     """
-    setting = Setting.of(config, answers)
-    inputs = {"answers": setting.made}
-    if not output.begin(identity("capture", setting.settings, inputs)):
+    task = CaptureTask(config, answers)
+    inputs = {"answers": task.made}
+    if not output.begin(identity("capture", task.settings, inputs)):
         return output.manifest()
-    plan = setting.plan()
+    plan = task.plan()
     output.write_jsonl("dropped.jsonl", plan.dropped)
-    decoder = setting.decoder()
-    meta = setting.meta.model_copy(update={"lm_head_sha256": decoder.lm_head_sha256})
-    metas = {split: meta_of_split(meta, split) for split in get_args(Split)}
+    decoder = task.load_decoder()
+    of_target = {"lm_head_sha256": decoder.lm_head_sha256}
+    meta = config.meta_of(task.shape).model_copy(update=of_target)
+    metas: dict[Split, FeatureMeta] = {"train": meta, "held_out": held_out_meta(meta)}
     writers = {
-        split: ShardWriter(output, split, metas[split], config.samples_per_shard) for split in metas
+        split: ShardWriter(output, split, meta, SAMPLES_PER_SHARD) for split, meta in metas.items()
     }
-    works = [
-        (writers[split], work)
+    work = [
+        (writers[split], batch)
         for split in config.splits
-        for work in setting.works(plan, split, decoder)
+        for batch in task.batches(plan, split, decoder)
     ]
     missing = (
-        (writer, len(one))
-        for writer, work in works
-        for one in work.samples
+        len(one) * writer.meta.bytes_per_token
+        for writer, batch in work
+        for one in batch.samples
         if one.key not in writer.keys
     )
-    check_room(output, sum(length * writer.meta.bytes_per_token for writer, length in missing))
-    _capture_missing(Forwards(decoder), works, track)
+    check_room(output, sum(missing))
+    _capture_missing(FeatureForward(decoder), work, track)
     for writer in writers.values():
         writer.close()
     facts = {
@@ -297,13 +268,11 @@ def capture(
         "features": meta.model_dump(mode="json"),
         "num_retokenised": plan.num_retokenised,
     }
-    return output.finish("capture", setting.settings, inputs, setting.counts(plan), facts)
+    return output.finish("capture", task.settings, inputs, task.counts(plan), facts)
 
 
 def check_room(output: Artifact, num_bytes: int) -> None:
-    """Refuse work that the disk cannot hold before it begins. Object stores have no end that can be
-    asked for.
-    """
+    """Raises StorageFullError for features that the disk cannot hold. Object stores tell no limit."""
     free = room_at(output)
     if free is not None and num_bytes > free:
         raise StorageFullError(
@@ -328,22 +297,19 @@ def room_at(output: Artifact) -> int | None:
 
 
 def _capture_missing(
-    forwards: Forwards, works: list[tuple[ShardWriter, Work]], track: Track
+    forward: FeatureForward, work: list[tuple[ShardWriter, ForwardBatch]], track: Track
 ) -> None:
-    """All samples that no whole shard holds yet. A work is computed as a whole or not at all, so
-    that its values, down to the last bit, do not depend on where an earlier run was cut."""
-    done, total, started, num_tokens = (
-        0,
-        sum(len(work.samples) for _, work in works),
-        time.monotonic(),
-        0,
-    )
-    for writer, work in works:
-        missing = {one.key for one in work.samples} - writer.keys
+    """All samples that no whole shard holds yet. A batch is computed whole or not at all, so that
+    its values, to the last bit, do not depend on where an earlier run was cut.
+    """
+    total = sum(len(batch.samples) for _, batch in work)
+    done, num_tokens, started = 0, 0, time.monotonic()
+    for writer, batch in work:
+        missing = {one.key for one in batch.samples} - writer.keys
         if missing:
-            num_tokens += sum(map(len, work.samples))
-            for sample in forwards(work):
+            num_tokens += sum(map(len, batch.samples))
+            for sample in forward(batch):
                 if sample.key in missing:
                     writer.add(sample)
-        done += len(work.samples)
+        done += len(batch.samples)
         track(done, total, f"{num_tokens / (time.monotonic() - started):.0f} tokens/s")

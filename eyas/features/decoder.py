@@ -1,13 +1,20 @@
-"""What computes features: our own decoder, or transformers' (see hooks), asked alike.
+"""What computes features: our own decoder, or any causal language model of transformers by hooks
+on its layers. One protocol, so that capture does not know which.
 
-Knows forwards of token ids and the reuse of a common beginning. Does not know samples, masks or
-where features go.
+Knows forwards of token ids and the reuse of a shared prefix. Does not know samples, masks or where
+features go. Of transformers' models it knows the structure (a list of decoder layers, and an lm_head
+that something feeds) and no family by its name: what the hooks see is checked against the model's own
+`output_hidden_states` and logits before anything is captured.
 
-Letters: B batch, T longest of it, P tokens of a common beginning, H the target's hidden size.
+Letters: B batch, T longest of it, P tokens of a shared prefix, H the target's hidden size, V its
+vocabulary.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,36 +22,48 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, DynamicCache
 
+from eyas.errors import ConfigError, MismatchError
 from eyas.model.config import TargetShape
 from eyas.model.rows import prompt_rows
 from eyas.model.target import PAGE_SIZE, Target
+from eyas.model.vocab import (
+    ANOTHER,
+    first_line,
+    shape_of,
+    transformers_config,
+    transformers_matrices,
+)
+from eyas.model.weights import tensor_sha256
+
+PROOF_TOKENS = 40  # of each of two random rows
+# Relative to a stream's own size.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 
 
 @dataclass(frozen=True, slots=True)
-class Streams:
-    """What a target thought: aux_hidden [..., 3 * H], the taps side by side, and last_hidden [...,
-    H], which feeds lm_head.
-    """
+class HiddenStates:
+    """aux_hidden [..., 3 * H], the taps side by side, and last_hidden [..., H], which feeds lm_head."""
 
     aux_hidden: Tensor
     last_hidden: Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
-    """The first P tokens of several samples, computed: their streams [P, ...], and what attention
-    to them needs.
+class SharedPrefix:
+    """The first P tokens of several samples, computed: their states [P, ...], and what attention to
+    them needs.
     """
 
     num_tokens: int
-    streams: Streams
+    states: HiddenStates
     kept: Any  # the decoder's own
 
 
-class Decoder(Protocol):
-    """A target that tells what it thinks."""
+class FeatureDecoder(Protocol):
+    """A target that gives its hidden states."""
 
     @property
     def shape(self) -> TargetShape:
@@ -56,15 +75,22 @@ class Decoder(Protocol):
 
     @property
     def reuses(self) -> bool:
-        """Can it go on from a Beginning?"""
+        """Whether it can go on from a SharedPrefix."""
 
-    def begin(self, tokens: Sequence[int]) -> Beginning:
-        """Compute a common beginning, a multiple of planned.SHARED_STEP tokens."""
+    def begin(self, tokens: Sequence[int]) -> SharedPrefix:
+        """Compute a shared prefix, a multiple of samples.SHARED_STEP tokens."""
 
-    def streams(self, tokens: Sequence[Sequence[int]], after: Beginning | None = None) -> Streams:
-        """B x T of these tokens, each row behind the beginning if one is given; what is beyond a
-        row's end is of no meaning.
+    def states(
+        self, tokens: Sequence[Sequence[int]], after: SharedPrefix | None = None
+    ) -> HiddenStates:
+        """B x T states of these tokens, each row behind the prefix if one is given; positions beyond
+        a row's end hold no meaning.
         """
+
+
+def default_device() -> str:
+    """A GPU where there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class OwnDecoder:
@@ -78,7 +104,7 @@ class OwnDecoder:
     @classmethod
     def load(cls, folder: str | Path, dtype: str) -> OwnDecoder:
         """On a GPU where there is one. Raises what Target.load raises."""
-        return cls(Target.load(folder, dtype, "cuda" if torch.cuda.is_available() else "cpu"))
+        return cls(Target.load(folder, dtype, default_device()))
 
     @property
     def shape(self) -> TargetShape:
@@ -89,20 +115,24 @@ class OwnDecoder:
         return self._target.lm_head_sha256
 
     @torch.inference_mode()
-    def begin(self, tokens: Sequence[int]) -> Beginning:
+    def begin(self, tokens: Sequence[int]) -> SharedPrefix:
         assert len(tokens) % PAGE_SIZE == 0
-        streams, kept = self._forward([tokens], None)
-        return Beginning(len(tokens), Streams(streams.aux_hidden[0], streams.last_hidden[0]), kept)
+        states, kept = self._forward([tokens], None)
+        return SharedPrefix(
+            len(tokens), HiddenStates(states.aux_hidden[0], states.last_hidden[0]), kept
+        )
 
     @torch.inference_mode()
-    def streams(self, tokens: Sequence[Sequence[int]], after: Beginning | None = None) -> Streams:
+    def states(
+        self, tokens: Sequence[Sequence[int]], after: SharedPrefix | None = None
+    ) -> HiddenStates:
         return self._forward(tokens, after)[0]
 
     def _forward(
-        self, tokens: Sequence[Sequence[int]], after: Beginning | None
-    ) -> tuple[Streams, Tensor]:
-        """The streams, and keys and values of all slots. The pages of the beginning come first, and
-        are every row's.
+        self, tokens: Sequence[Sequence[int]], after: SharedPrefix | None
+    ) -> tuple[HiddenStates, Tensor]:
+        """The states, and keys and values of all slots. The prefix's pages come first, and every
+        row has them in its page table.
         """
         target, B, T = self._target, len(tokens), max(map(len, tokens))
         num_before = after.num_tokens if after else 0
@@ -117,4 +147,228 @@ class OwnDecoder:
         rows = prompt_rows(padded, [num_before] * B, page_table, PAGE_SIZE, target.device)
         last_hidden, aux_hidden = target.layers.hidden(rows, cache, target.config.default_taps)
         assert aux_hidden is not None
-        return Streams(aux_hidden.view(B, T, -1), last_hidden.view(B, T, -1)), cache.data
+        return HiddenStates(aux_hidden.view(B, T, -1), last_hidden.view(B, T, -1)), cache.data
+
+
+class HookedDecoder:
+    """A model of transformers, with hooks on the tapped layers and on lm_head."""
+
+    def __init__(self, model: Any, shape: TargetShape, lm_head: Tensor) -> None:
+        """lm_head: [V, H] as stored. Raises MismatchError where it is not certain which states are
+        the layers'.
+        """
+        self._model, self.shape = model.eval().requires_grad_(False), shape
+        self.lm_head_sha256 = tensor_sha256(lm_head)
+        self._lm_head = model.get_output_embeddings()
+        if self._lm_head is None:
+            raise MismatchError(f"{type(model).__name__} has no lm_head", ANOTHER)
+        self._device = model.get_input_embeddings().weight.device
+        # kept on the disk or in host memory by accelerate, which moves the input itself
+        if self._device.type == "meta":
+            self._device = torch.device(default_device())
+        self._layers = decoder_layers(model, shape, self._proof_tokens())
+        self._prove(lm_head)
+        self.reuses = self._continues_alike()
+
+    @classmethod
+    def load(cls, folder: str | Path, dtype: str, device_map: str | None = None) -> HookedDecoder:
+        """Load a folder by AutoModelForCausalLM. device_map: accelerate's, for a model larger than
+        one device.
+
+        Raises ConfigError where accelerate is asked for and absent, MismatchError,
+        MissingInputError, CorruptError.
+        """
+        if device_map is not None and importlib.util.find_spec("accelerate") is None:
+            raise ConfigError(
+                f"device_map: {device_map} needs accelerate, which is not installed",
+                "pip install 'eyas[large]', or leave it out",
+            )
+        config = transformers_config(folder)
+        shape = shape_of(config, folder)
+        _, lm_head = transformers_matrices(folder, shape)
+        capped = (
+            getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
+            is not None
+        )
+        # the others leave the soft cap out
+        options = {"attn_implementation": "eager"} if capped else {}
+        if device_map is not None:
+            options["device_map"] = device_map
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=getattr(torch, dtype),
+                local_files_only=True,
+                trust_remote_code=False,
+                **options,
+            )
+        except (ValueError, ImportError, KeyError, OSError) as error:
+            raise MismatchError(
+                f"transformers does not load {folder}: {first_line(error)}", ANOTHER
+            ) from error
+        if device_map is None:
+            model = model.to(default_device())
+        return cls(model, shape, lm_head)
+
+    def begin(self, tokens: Sequence[int]) -> SharedPrefix:
+        cache = DynamicCache(config=self._model.config)
+        states, _ = self._forward(
+            torch.tensor([list(tokens)]), past_key_values=cache, use_cache=True
+        )
+        return SharedPrefix(
+            len(tokens), HiddenStates(states.aux_hidden[0], states.last_hidden[0]), cache
+        )
+
+    def states(
+        self, tokens: Sequence[Sequence[int]], after: SharedPrefix | None = None
+    ) -> HiddenStates:
+        T = max(map(len, tokens))
+        # causal: padding on the right is not seen
+        tokens_BT = torch.tensor([[*row, *[0] * (T - len(row))] for row in tokens])
+        if after is None:
+            return self._forward(tokens_BT, use_cache=False)[0]
+        cache = copy.deepcopy(after.kept)
+        cache.batch_repeat_interleave(len(tokens))
+        return self._forward(tokens_BT, past_key_values=cache, use_cache=True)[0]
+
+    @torch.inference_mode()
+    def _forward(
+        self, tokens_BT: Tensor, all_logits: bool = False, **options: Any
+    ) -> tuple[HiddenStates, Any]:
+        """The states and the model's own output. lm_head computes the last position alone, unless
+        all are asked for.
+        """
+        tapped: dict[int, Tensor] = {}
+        fed: list[Tensor] = []
+
+        def tap(number: int, output: Any) -> None:
+            tapped[number] = output[0] if isinstance(output, tuple) else output
+
+        def feed(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+            fed.append(given[0])
+            return None if all_logits else (given[0][:, -1:], *given[1:])
+
+        with contextlib.ExitStack() as hooks:
+            for number in self.shape.default_taps:
+                handle = self._layers[number].register_forward_hook(
+                    lambda _m, _i, output, at=number: tap(at, output)
+                )
+                hooks.callback(handle.remove)
+            hooks.callback(self._lm_head.register_forward_pre_hook(feed).remove)
+            output = self._model(input_ids=tokens_BT.to(self._device), **options)
+        assert len(fed) == 1
+        assert len(tapped) == 3
+        device = fed[0].device
+        return HiddenStates(
+            torch.cat([tapped[number].to(device) for number in self.shape.default_taps], dim=-1),
+            fed[0],
+        ), output
+
+    def _proof_tokens(self) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        length = min(PROOF_TOKENS, self.shape.max_position_embeddings)
+        return torch.randint(self.shape.vocab_size, (2, length), generator=generator).to(
+            self._device
+        )
+
+    def _prove(self, lm_head: Tensor) -> None:
+        """Check what the hooks see against what the model says of itself. Raises MismatchError."""
+        name = type(self._model).__name__
+        hooked, output = self._forward(
+            self._proof_tokens(), all_logits=True, use_cache=False, output_hidden_states=True
+        )
+        layers = output.hidden_states
+        if layers is None or len(layers) != self.shape.num_hidden_layers + 1:
+            raise MismatchError(
+                f"{name} does not put out a hidden state of each of its {len(self._layers)} layers",
+                ANOTHER,
+            )
+        device = hooked.aux_hidden.device
+        stated = torch.cat([layers[tap + 1].to(device) for tap in self.shape.default_taps], dim=-1)
+        if not alike(hooked.aux_hidden, stated):
+            raise MismatchError(
+                f"{name}: the layers' outputs are not the hidden states that it puts out", ANOTHER
+            )
+        rows = hooked.last_hidden[:, -1].float().cpu()
+        logits = rows @ lm_head.float().T * self.shape.logit_scale
+        if (cap := self.shape.logit_softcap) is not None:
+            logits = cap * torch.tanh(logits / cap)
+        bias = " (it has a bias)" if getattr(self._lm_head, "bias", None) is not None else ""
+        if bias or not alike(logits, output.logits[:, -1].float().cpu(), hooked.last_hidden.dtype):
+            raise MismatchError(
+                f"{name}: its logits are not lm_head{bias} times what feeds it",
+                "a head is trained against lm_head's matrix, a scale and a soft cap alone",
+            )
+
+    def _continues_alike(self) -> bool:
+        """Whether it computes the same behind a prefix as in one go: not every model keeps its past
+        so that it can be shared.
+        """
+        tokens = self._proof_tokens().cpu()
+        tokens[1, :16] = tokens[0, :16]
+        whole = self.states(tokens.tolist())
+        try:
+            rest = self.states(tokens[:, 16:].tolist(), self.begin(tokens[0, :16].tolist()))
+        except (
+            TypeError,
+            ValueError,
+            AttributeError,
+            NotImplementedError,
+            RuntimeError,
+            IndexError,
+        ):
+            return False  # whatever it says: it has its own kind of past
+        return alike(whole.aux_hidden[:, 16:], rest.aux_hidden) and alike(
+            whole.last_hidden[:, 16:], rest.last_hidden
+        )
+
+
+def alike(one: Tensor, other: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Whether they differ by rounding in this precision alone: row by row, relative to the norm."""
+    limit = TOLERANCE[dtype or one.dtype]
+    error, size = (one.float() - other.float()).norm(dim=-1), other.float().norm(dim=-1)
+    return bool((error <= limit * size + 1e-6).all())
+
+
+def decoder_layers(model: Any, shape: TargetShape, tokens_BT: Tensor) -> nn.ModuleList:
+    """The list of decoder layers: as long as the config says, each called once, in order, with
+    output [B, T, H].
+
+    tokens_BT: int64, for a trial run. Raises MismatchError, with what was looked for and found.
+    """
+    lists = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)
+    }
+    candidates = {
+        name: module for name, module in lists.items() if len(module) == shape.num_hidden_layers
+    }
+    expected = (*tokens_BT.shape, shape.hidden_size)
+    called: dict[str, list[int]] = {name: [] for name in candidates}
+
+    def note(name: str, number: int, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if isinstance(hidden, Tensor) and tuple(hidden.shape) == expected:
+            called[name].append(number)
+
+    with contextlib.ExitStack() as hooks, torch.inference_mode():
+        for name, layers in candidates.items():
+            for number, layer in enumerate(layers):
+                handle = layer.register_forward_hook(
+                    lambda _m, _i, output, of=name, at=number: note(of, at, output)
+                )
+                hooks.callback(handle.remove)
+        model(input_ids=tokens_BT, use_cache=False)
+    found = [
+        name for name, numbers in called.items() if numbers == list(range(shape.num_hidden_layers))
+    ]
+    if len(found) != 1:
+        there = ", ".join(f"{name} of {len(module)}" for name, module in list(lists.items())[:8])
+        raise MismatchError(
+            f"{type(model).__name__}: looked for one list (nn.ModuleList) of "
+            f"{shape.num_hidden_layers} decoder layers, each of "
+            f"which is called once and puts out [batch, length, {shape.hidden_size}], and found "
+            f"{len(found)}; "
+            f"its lists: {there or 'none'}",
+            ANOTHER,
+        )
+    return candidates[found[0]]

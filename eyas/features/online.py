@@ -1,12 +1,12 @@
-"""Features straight from the target, in the process that learns from them: nothing is stored.
+"""Features straight from the target, in the process that trains on them: nothing is stored.
 
-Knows which samples there are and asks for each as it is wanted. Does not know how they are computed
-(capture, decoder), nor who wants them.
+Knows which samples there are, and computes each when it is read. Does not know how (capture,
+decoder), nor what reads them.
 
 Samples have the numbers that they have in a store. With `batch_tokens` 1 each is computed alone, as
 `capture` would: the values are the store's to the bit, so the source has the store's identity, and
-what was learnt from either is the same work. With more, those of a batch are computed together,
-which is faster on a GPU, and values may differ in their last bits: another identity.
+training on either is the same work. With more, those of a batch are computed together, which is
+faster on a GPU, and values may differ in their last bits: another identity.
 """
 
 from __future__ import annotations
@@ -18,66 +18,60 @@ import torch
 from torch import Tensor
 
 from eyas.artifact import Artifact, Manifest, identity
-from eyas.features.capture import CaptureConfig, Forwards, Setting
-from eyas.features.decoder import Decoder
-from eyas.features.planned import Plan, Work, packed
+from eyas.features.capture import CaptureConfig, CaptureTask, FeatureForward
+from eyas.features.decoder import FeatureDecoder
+from eyas.features.samples import CapturePlan, ForwardBatch, packed
 from eyas.model.vocab import TargetVocabulary
 from eyas.shards import FeatureMeta, Sample, Split
 from eyas.shards.sample import DTYPES, EXACT
 
 
 class OnlineTarget:
-    """A target at hand and the answers that it is to think about; it is loaded when the first
-    features are wanted.
-    """
+    """A target and the answers to capture; it is loaded when the first features are read."""
 
     def __init__(self, config: CaptureConfig, answers: Artifact) -> None:
-        """Raises MismatchError: another target wrote the answers, or the decoder asked for does not
-        run this one.
-        """
-        self.setting = Setting.of(config, answers)
-        self.forwards_alone = config.batch_tokens == 1
+        """Raises what CaptureTask raises."""
+        self.task = CaptureTask(config, answers)
 
     def features(self, split: Split) -> OnlineFeatures:
         """The samples of a split."""
         return OnlineFeatures(self, split)
 
     @cached_property
-    def plan(self) -> Plan:
+    def plan(self) -> CapturePlan:
         """What becomes of the answers. Raises EmptyInputError."""
-        return self.setting.plan()
+        return self.task.plan()
 
     @cached_property
-    def decoder(self) -> Decoder:
+    def decoder(self) -> FeatureDecoder:
         """The target, loaded."""
-        return self.setting.decoder()
+        return self.task.load_decoder()
 
     @cached_property
-    def forwards(self) -> Forwards:
+    def forward(self) -> FeatureForward:
         """What computes samples."""
-        return Forwards(self.decoder)
+        return FeatureForward(self.decoder)
 
     @cached_property
     def meta(self) -> FeatureMeta:
-        """As the store's, where what is kept is exact."""
-        lm_head_sha256 = TargetVocabulary.load(self.setting.folder).lm_head_sha256
+        """As a store's that is exact."""
+        lm_head_sha256 = TargetVocabulary.load(self.task.folder).lm_head_sha256
         exact = {"codec": "raw", "teacher": "everywhere", "lm_head_sha256": lm_head_sha256}
-        return self.setting.meta.model_copy(update=exact)
+        return self.task.config.meta_of(self.task.shape).model_copy(update=exact)
 
     @cached_property
     def manifest(self) -> Manifest:
-        """What a store of these features would say of itself, or says where the values are the
-        same.
-        """
-        config, settings = self.setting.config, self.setting.settings
-        if not self.forwards_alone or config.codec not in EXACT or config.teacher != "everywhere":
+        """A store's manifest, with the same identity where the values are the same."""
+        config, settings = self.task.config, self.task.settings
+        is_alone, is_whole = config.batch_tokens == 1, config.teacher == "everywhere"
+        if not (is_alone and is_whole and config.codec in EXACT):
             settings = {**settings, "codec": "raw", "teacher": "everywhere", "online": True}
-        inputs = {"answers": self.setting.made}
+        inputs = {"answers": self.task.made}
         return Manifest(
             stage="capture",
             identity=identity("capture", settings, inputs),
             config=settings,
-            counts=self.setting.counts(self.plan),
+            counts=self.task.counts(self.plan),
             files={},
             inputs=inputs,
             facts={
@@ -89,7 +83,7 @@ class OnlineTarget:
 
 
 class OnlineFeatures:
-    """A FeatureSource: the samples of one split, computed as they are asked for."""
+    """A FeatureSource: the samples of one split, computed when they are read."""
 
     def __init__(self, target: OnlineTarget, split: Split) -> None:
         self._target, self._split = target, split
@@ -105,45 +99,47 @@ class OnlineFeatures:
         return {"features": self._target.manifest}
 
     @cached_property
-    def _works(self) -> list[Work]:
-        """One for each sample, in the order of a store."""
-        works = self._target.setting.works(self._target.plan, self._split, self._target.decoder)
-        return [Work([one], work.num_shared) for work in works for one in work.samples]
+    def _singles(self) -> list[ForwardBatch]:
+        """A batch for each sample, in the order of a store."""
+        batches = self._target.task.batches(self._target.plan, self._split, self._target.decoder)
+        return [ForwardBatch([one], batch.num_shared) for batch in batches for one in batch.samples]
 
     @property
     def lengths(self) -> list[int]:
         """T of each sample, without computing one."""
-        return [len(work.samples[0]) for work in self._works]
+        return [len(single.samples[0]) for single in self._singles]
 
     def __len__(self) -> int:
-        return len(self._target.setting.of_split(self._target.plan, self._split))
+        return len(self._target.task.samples(self._target.plan, self._split))
 
     def all_tokens(self) -> Iterator[tuple[Tensor, Tensor]]:
         """As FeatureSource.all_tokens."""
-        samples = (work.samples[0] for work in self._works)
+        samples = (single.samples[0] for single in self._singles)
         return (
             (torch.from_numpy(one.token_ids), torch.from_numpy(one.loss_mask)) for one in samples
         )
 
     def batches(self, batches: Sequence[Sequence[int]]) -> Iterator[list[Sample]]:
         """As FeatureSource.batches; nothing is computed ahead."""
-        return (self._computed([self._works[number] for number in numbers]) for numbers in batches)
+        return (
+            self._computed([self._singles[number] for number in numbers]) for numbers in batches
+        )
 
-    def _computed(self, works: list[Work]) -> list[Sample]:
-        """The samples of these works, in their order and in the dtype that a store would give them."""
+    def _computed(self, singles: list[ForwardBatch]) -> list[Sample]:
+        """Their samples, in order and in the dtype that a store would give them."""
         dtype = DTYPES[self.meta.dtype]
         made = {
             sample.key: sample
-            for work in self._together(works)
-            for sample in self._target.forwards(work)
+            for batch in self._joined(singles)
+            for sample in self._target.forward(batch)
         }
-        samples = [made[work.samples[0].key] for work in works]
+        samples = [made[single.samples[0].key] for single in singles]
         return [
             Sample(
                 one.key,
                 one.token_ids,
                 one.loss_mask,
-                # copies: what inference mode made cannot be learnt from
+                # Copies: tensors of inference mode have no gradient.
                 one.aux_hidden.to(dtype, copy=True),
                 one.last_hidden.to(dtype, copy=True),
                 one.source,
@@ -151,17 +147,16 @@ class OnlineFeatures:
             for one in samples
         ]
 
-    def _together(self, works: list[Work]) -> Iterator[Work]:
-        """The same samples in as few forwards as the settings allow: those of one beginning and of
+    def _joined(self, singles: list[ForwardBatch]) -> Iterator[ForwardBatch]:
+        """The same samples in as few forwards as the settings allow: those of one prefix and of
         similar lengths.
         """
-        by_beginning: dict[bytes, list[Work]] = {}
-        for work in works:
-            by_beginning.setdefault(work.beginning.tobytes(), []).append(work)
-        for alike in by_beginning.values():
+        batch_tokens = self._target.task.config.batch_tokens
+        by_prefix: dict[bytes, list[ForwardBatch]] = {}
+        for single in singles:
+            by_prefix.setdefault(single.prefix.tobytes(), []).append(single)
+        for alike in by_prefix.values():
             num_shared = alike[0].num_shared
-            samples = [work.samples[0] for work in alike]
-            yield from (
-                Work(batch, num_shared)
-                for batch in packed(samples, self._target.setting.config.batch_tokens, num_shared)
-            )
+            samples = [single.samples[0] for single in alike]
+            for batch in packed(samples, batch_tokens, num_shared):
+                yield ForwardBatch(batch, num_shared)

@@ -14,10 +14,8 @@ from typing import Any
 from eyas.artifact import Artifact
 from eyas.chat import Chat
 from eyas.errors import StorageFullError
-from eyas.features.capture import CaptureConfig, meta_of, resolved_decoder, resolved_dtype
-from eyas.features.decoder import OwnDecoder
+from eyas.features.capture import CaptureConfig, load_decoder
 from eyas.features.generate import GenerateConfig
-from eyas.features.hooks import HookedDecoder
 from eyas.hub import resolve_target
 from eyas.model.config import TargetConfig, TargetShape
 from eyas.model.vocab import target_shape
@@ -84,7 +82,7 @@ class Planner:
         self.work, self.folder = work, resolve_target(work.target)
         self.shape: TargetShape = target_shape(self.folder)
         self.chat = Chat(self.folder, work.generate.date)
-        self.meta: FeatureMeta = meta_of(work.capture, self.shape)
+        self.meta: FeatureMeta = work.capture.meta_of(self.shape)
         self.head_parameters = counting.head_parameters(self.shape, work.train.head)
 
     def needs(
@@ -152,13 +150,7 @@ class Planner:
             )
         else:
             speeds["generate"] = generate_speed(work.generate, self.folder, fitting, seconds)
-        decoder = resolved_decoder(work.capture, self.shape)
-        dtype = resolved_dtype(work.capture, self.shape, decoder)
-        loaded = (
-            OwnDecoder.load(self.folder, dtype)
-            if decoder == "own"
-            else HookedDecoder.load(self.folder, dtype, work.capture.device_map)
-        )
+        loaded = load_decoder(work.capture, self.shape, self.folder)
         row = (fitting[0] * (length // len(fitting[0]) + 1))[:length]
         speeds["capture"] = capture_speed(loaded, row, work.capture.batch_tokens, seconds)
         del loaded

@@ -16,7 +16,7 @@ from itertools import islice
 from eyas.artifact import Artifact
 from eyas.chat import Chat
 from eyas.errors import EmptyInputError, TemplateError
-from eyas.features.capture import CaptureConfig, meta_of_split, room_at
+from eyas.features.capture import CaptureConfig, held_out_meta, room_at
 from eyas.features.generate import GenerateConfig
 from eyas.model.checkpoint import expected_shapes
 from eyas.model.config import HeadConfig, HeadOptions, TargetShape
@@ -179,7 +179,7 @@ def feature_bytes(needs: Needs, meta: FeatureMeta, held_out_share: float) -> dic
     codecs: Iterable[CodecName] = SHARES
     for name in codecs:
         trained = meta.model_copy(update={"codec": name})
-        held_out = meta_of_split(trained, "held_out").bytes_per_token
+        held_out = held_out_meta(trained).bytes_per_token
         per_token = (1 - held_out_share) * trained.bytes_per_token + held_out_share * held_out
         sizes[name] = round(needs.feature_tokens * per_token)
     return sizes
@@ -207,7 +207,7 @@ def room_for(
     kept.
     """
     if online:
-        held_out = meta_of_split(meta, "held_out").bytes_per_token
+        held_out = held_out_meta(meta).bytes_per_token
         features = round(needs.feature_tokens * capture.held_out_share * held_out)
     else:
         features = feature_bytes(needs, meta, capture.held_out_share)[meta.codec]

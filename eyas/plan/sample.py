@@ -16,7 +16,7 @@ from torch import Tensor
 from eyas.artifact import Artifact, Manifest
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
-from eyas.features.decoder import Decoder
+from eyas.features.decoder import FeatureDecoder
 from eyas.features.generate import GenerateConfig
 from eyas.hub import resolve_target
 from eyas.model.vocab import TargetVocabulary
@@ -57,13 +57,15 @@ def generate_speed(
     return Speed(emitted / (time.monotonic() - started), f"measured here for {seconds:g} s")
 
 
-def capture_speed(decoder: Decoder, tokens: list[int], batch_tokens: int, seconds: float) -> Speed:
+def capture_speed(
+    decoder: FeatureDecoder, tokens: list[int], batch_tokens: int, seconds: float
+) -> Speed:
     """Tokens of features a second, computed in batches of rows such as this one."""
     rows = [tokens] * max(1, batch_tokens // len(tokens))
-    decoder.streams(rows[:1])  # what is done once
+    decoder.states(rows[:1])  # what is done once
     started, done = time.monotonic(), 0
     while time.monotonic() - started < seconds or not done:
-        decoder.streams(rows)
+        decoder.states(rows)
         done += len(rows) * len(tokens)
         if torch.cuda.is_available():
             torch.cuda.synchronize()

@@ -1,9 +1,9 @@
-"""What is to be captured: which answers become samples, and which samples are computed together.
-Pure but for the template.
+"""Which answers become samples of features, and which samples are computed together. Pure but for
+the template.
 
-Knows tokens and masks. Does not know what computes them, nor where features go.
+Knows tokens and masks. Does not know what computes features, nor where they go.
 
-Only answers that the target ended by itself and that nothing marks are taken. Where a
+Only answers that the target ended by itself and that have no mark are taken. Where a
 conversation's next turn begins with the very tokens of the turn before, the two are one sample with
 two spans in its mask: attention is causal, so the features are the same, and task dialogues of six
 turns cost a quarter of the time and of the disk. Where a template rewrites the past (Qwen3 drops
@@ -25,7 +25,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -33,16 +33,14 @@ from eyas.chat import Chat
 from eyas.errors import TemplateError
 from eyas.records import Answer
 
-# and what an answer is marked with
-Reason = Literal["truncated", "template", "too_long", "no_supervised_slot"]
-# samples among which those of a similar length, or with a common beginning, are put together
+# Samples among which those of a similar length, or with a common beginning, are put together.
 WINDOW = 256
 SHARED_STEP = 16  # tokens: a page of our own decoder's cache, so that shared pages are whole
 LEAST_SAVED = 512  # tokens that are not computed again: less does not pay for a forward more
 
 
 @dataclass(slots=True)
-class Planned:
+class SamplePlan:
     """A sample before its features: token_ids int32 [T], loss_mask bool [T]."""
 
     key: str
@@ -54,7 +52,7 @@ class Planned:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def continues(self, other: Planned) -> bool:
+    def continues(self, other: SamplePlan) -> bool:
         """True when this one begins with all tokens of the other, of the same conversation."""
         return self.prompt_id == other.prompt_id and np.array_equal(
             self.token_ids[: len(other)], other.token_ids
@@ -62,14 +60,14 @@ class Planned:
 
 
 @dataclass(slots=True)
-class Plan:
+class CapturePlan:
     """What is to be captured, in the answers' order, and what became of the other answers.
 
     answers = samples + merged + dropped. `retokenised` counts answers whose text has other tokens
     than the target wrote.
     """
 
-    samples: list[Planned] = field(default_factory=list)
+    samples: list[SamplePlan] = field(default_factory=list)
     dropped: list[dict[str, Any]] = field(default_factory=list)
     num_answers: int = 0
     num_merged: int = 0
@@ -86,24 +84,24 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class ForwardBatch:
     """Samples of one forward; their first `num_shared` tokens are the same, and are computed once."""
 
-    samples: list[Planned]
+    samples: list[SamplePlan]
     num_shared: int = 0
 
     @property
-    def beginning(self) -> np.ndarray:
-        """The tokens that all share, int32."""
+    def prefix(self) -> np.ndarray:
+        """The shared tokens, int32."""
         return self.samples[0].token_ids[: self.num_shared]
 
 
-def plan_samples(answers: Iterable[Answer], chat: Chat, max_length: int) -> Plan:
+def plan_samples(answers: Iterable[Answer], chat: Chat, max_length: int) -> CapturePlan:
     """Decide on every answer. max_length: the target's context in tokens."""
-    plan = Plan()
+    plan = CapturePlan()
     for answer in answers:
         plan.num_answers += 1
-        taken = _planned(answer, chat, max_length)
+        taken = _sample_plan(answer, chat, max_length)
         if isinstance(taken, str):
             plan.dropped.append(
                 {"prompt_id": answer.prompt_id, "turn": answer.turn, "reason": taken}
@@ -119,53 +117,47 @@ def plan_samples(answers: Iterable[Answer], chat: Chat, max_length: int) -> Plan
     return plan
 
 
-def _planned(answer: Answer, chat: Chat, max_length: int) -> Planned | str:
-    """The sample of an answer, or why there is none."""
-    reason: Reason
+def _sample_plan(answer: Answer, chat: Chat, max_length: int) -> SamplePlan | str:
+    """The sample of an answer, or the reason why there is none: its mark, or what follows."""
     if answer.marked is not None:
         return answer.marked
     if answer.finish_reason != "stop":
-        reason = "truncated"
-        return reason
+        return "truncated"
     try:
         token_ids, loss_mask = chat.answered(answer.messages, answer.finish_reason)
     except TemplateError:
-        reason = "template"
-        return reason
+        return "template"
     mask = np.array(loss_mask, dtype=bool)
     if len(token_ids) > max_length:
-        reason = "too_long"
-        return reason
-    # slot t predicts x_{t+2} after x_{t+1}: both are to be the target's
+        return "too_long"
+    # Slot t predicts x_{t+2} after x_{t+1}: both are to be the target's.
     if not (mask[1:-1] & mask[2:]).any():
-        reason = "no_supervised_slot"
-        return reason
+        return "no_supervised_slot"
     key = f"{answer.prompt_id}/{answer.turn}"
-    return Planned(key, answer.source, answer.prompt_id, np.array(token_ids, dtype=np.int32), mask)
+    return SamplePlan(key, answer.source, answer.prompt_id, np.array(token_ids, np.int32), mask)
 
 
-def batches(
-    samples: Sequence[Planned], batch_tokens: int, window: int = WINDOW, shares: bool = True
-) -> Iterator[Work]:
-    """Every sample once, those of a similar length or a common beginning together: sorted within
-    each window.
+def forward_batches(
+    samples: Sequence[SamplePlan], batch_tokens: int, shares: bool = True
+) -> Iterator[ForwardBatch]:
+    """Every sample once, within each window those of a common beginning or a similar length
+    together.
 
     A batch has batch_tokens at most, padding included and shared tokens not, unless it is one
     sample.
     """
-    for at in range(0, len(samples), window):
-        here = samples[at : at + window]
+    for at in range(0, len(samples), WINDOW):
+        here = samples[at : at + WINDOW]
         for num_shared, group in shared_groups(here) if shares else [(0, list(here))]:
-            yield from (
-                Work(batch, num_shared) for batch in packed(group, batch_tokens, num_shared)
-            )
+            for batch in packed(group, batch_tokens, num_shared):
+                yield ForwardBatch(batch, num_shared)
 
 
 def packed(
-    samples: Sequence[Planned], batch_tokens: int, num_shared: int
-) -> Iterator[list[Planned]]:
-    """Those of a similar length together, batch_tokens at most behind what all share."""
-    batch: list[Planned] = []
+    samples: Sequence[SamplePlan], batch_tokens: int, num_shared: int
+) -> Iterator[list[SamplePlan]]:
+    """Samples of similar lengths together, batch_tokens at most behind the shared tokens."""
+    batch: list[SamplePlan] = []
     for sample in sorted(samples, key=len):
         if batch and (len(batch) + 1) * (len(sample) - num_shared) > batch_tokens:
             yield batch
@@ -175,7 +167,7 @@ def packed(
         yield batch
 
 
-def shared_groups(samples: Sequence[Planned]) -> list[tuple[int, list[Planned]]]:
+def shared_groups(samples: Sequence[SamplePlan]) -> list[tuple[int, list[SamplePlan]]]:
     """Samples by their common beginnings, such that as few tokens as possible are computed: (its
     length, who begins so).
 
@@ -195,7 +187,7 @@ def shared_groups(samples: Sequence[Planned]) -> list[tuple[int, list[Planned]]]
     ]
 
 
-def _common(one: Planned, other: Planned) -> int:
+def _common(one: SamplePlan, other: SamplePlan) -> int:
     """How many first tokens two samples share, in whole steps, one token of each left out."""
     length = min(len(one), len(other)) - 1
     differs = np.flatnonzero(one.token_ids[:length] != other.token_ids[:length])
