@@ -27,7 +27,7 @@ import real_features
 
 from eyas.artifact import Artifact, identity
 from eyas.bench.machine import machine
-from eyas.evaluate.evaluate import EvalConfig, HeldOut, evaluate
+from eyas.evaluate.evaluate import EvalConfig, evaluate
 from eyas.log import progress_bar
 from eyas.shards import FeatureMeta, Features, ShardWriter
 from eyas.train.optimizer import OptimizerConfig
@@ -82,7 +82,7 @@ def tau_of(
     with progress_bar(f"{codec} {seed}") as track:
         train(config, args.target, Features(features), Artifact(f"{folder}/head"), track)
     head, output = Artifact(f"{folder}/head"), Artifact(f"{folder}/eval")
-    evaluate(EvalConfig(), args.target, head.url, HeldOut(Features(exact, "held_out")), output)
+    evaluate(EvalConfig(), args.target, head.url, output, Features(exact, "held_out"))
     return float(output.read_json("eval.json")["tau"])
 
 

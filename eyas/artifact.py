@@ -302,6 +302,27 @@ class Artifact:
 
     # Writing
 
+    def is_done_for(self, identity: str) -> bool:
+        """Whether the work of this identity is done here, asked before anything is loaded for it.
+
+        Claims nothing. Raises InputError when the folder holds another identity.
+        """
+        self.was_done = self.is_done()
+        if not (self.was_done or self.exists(IDENTITY)):
+            return False
+        held = (
+            self.manifest().identity
+            if self.was_done
+            else self._fs.cat_file(self._path(IDENTITY)).decode()
+        )
+        if held != identity:
+            raise InputError(
+                f"{self.url} holds other work (identity {held}, now {identity}: its config or "
+                "inputs changed)",
+                "choose another output folder, or delete this one",
+            )
+        return self.was_done
+
     def begin(self, identity: str) -> bool:
         """Claim the folder for this identity. False when that work is done already; True when there
         is work to do.
@@ -309,21 +330,9 @@ class Artifact:
         Parts of an interrupted run of the same identity stay, to be resumed. Raises InputError when
         the folder holds another identity: nothing is overwritten.
         """
-        if self.is_done() or self.exists(IDENTITY):
-            held = (
-                self.manifest().identity
-                if self.is_done()
-                else self._fs.cat_file(self._path(IDENTITY)).decode()
-            )
-            if held != identity:
-                raise InputError(
-                    f"{self.url} holds other work (identity {held}, now {identity}: its config or "
-                    "inputs changed)",
-                    "choose another output folder, or delete this one",
-                )
-            self.was_done = self.is_done()
-            if self.was_done:
-                self.delete_work()
+        if self.is_done_for(identity):
+            self.delete_work()
+        if self.was_done or self.exists(IDENTITY):
             self._delete_halves()
             return not self.was_done
         self._delete_halves(IDENTITY)  # nothing else can have been begun here

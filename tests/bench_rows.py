@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from eyas.artifact import Artifact, identity
+from eyas.bench.bench import ArmConfig, BenchConfig
 from eyas.bench.stream import Reply
-from eyas.bench.summary import Row
+from eyas.bench.summary import Row, summarise
 
 
 def row(
@@ -33,3 +35,19 @@ def row(
         **fields,
     )
     return Row(arm, concurrency, block, prompt_id, category, started_s, reply, rate)
+
+
+def bench_output(folder, rows):
+    """A finished output of `eyas bench` with these rows, as far as eval reads it; its URL."""
+    arms = list(dict.fromkeys(one.arm for one in rows))
+    output = Artifact(str(folder))
+    output.begin(identity("bench", {}, {}))
+    summary = {
+        **summarise(rows, arms, is_greedy=True),
+        "config": BenchConfig(arms=dict.fromkeys(arms, ArmConfig())).model_dump(mode="json"),
+        "machine": {"cores": 2},
+        "servers": {"plain": {"model": "a"}},
+    }
+    output.write_json("summary.json", summary)
+    output.finish("bench", {}, {}, {})
+    return output.url

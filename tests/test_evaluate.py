@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -14,12 +15,15 @@ from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
 from eyas.errors import EmptyInputError, MismatchError
-from eyas.evaluate.evaluate import EvalConfig, HeldOut, evaluate
+from eyas.evaluate import chains
+from eyas.evaluate.breakdown import AnswerCounts, figures, tau_ceiling, vocabulary_figures
+from eyas.evaluate.evaluate import EvalConfig, evaluate
 from eyas.model.chain import leading_matches, runs
 from eyas.model.head import load_head
 from eyas.model.target import Target
 from eyas.model.ttt import Slots
 from eyas.shards import Features
+from eyas.tau import RoundCounts
 from eyas.train.trainer import TrainConfig, train
 from tests.tiny import tiny_target
 from tests.tiny_batch import made_up_batch
@@ -52,7 +56,7 @@ def made(tmp_path_factory):
 
 
 def held_out(features):
-    return HeldOut(Features(features, "held_out"))
+    return Features(features, "held_out")
 
 
 def test_predicts_what_the_engine_does(made, tmp_path):
@@ -60,7 +64,7 @@ def test_predicts_what_the_engine_does(made, tmp_path):
     folder, target, conversations, features, head = made
     output = Artifact(str(tmp_path))
     manifest = evaluate(
-        EvalConfig(num_draft_steps=K), str(folder), head.url, held_out(features), output
+        EvalConfig(num_draft_steps=K), str(folder), head.url, output, held_out(features)
     )
     result = output.read_json("eval.json")
     loaded = load_head(head.local_path(""))
@@ -102,24 +106,25 @@ def test_predicts_what_the_engine_does(made, tmp_path):
             EvalConfig(num_draft_steps=K),
             str(folder),
             head.url,
-            held_out(features),
             Artifact(str(tmp_path)),
+            held_out(features),
         )
         == manifest
     )
 
 
-def test_a_shorter_chain_is_the_same_as_evaluating_it(made, tmp_path):
+def test_a_shorter_chain_is_the_same_as_evaluating_it(made, tmp_path, monkeypatch):
     folder, _, _, features, head = made
+    monkeypatch.setattr(chains, "BATCH_TOKENS", 100)
     results = {}
     for steps in (2, K):
         output = Artifact(str(tmp_path / str(steps)))
         evaluate(
-            EvalConfig(num_draft_steps=steps, batch_tokens=100),
+            EvalConfig(num_draft_steps=steps),
             str(folder),
             head.url,
-            held_out(features),
             output,
+            held_out(features),
         )
         results[steps] = output.read_json("eval.json")
     assert results[K]["tau_by_num_draft_steps"][1] == results[2]["tau"]
@@ -130,7 +135,7 @@ def test_what_does_not_belong_together_is_refused(made, tmp_path):
     other = tiny_target(tmp_path / "other", num_hidden_layers=8, seed=1)
     with pytest.raises(MismatchError, match="not of one target"):
         evaluate(
-            EvalConfig(), str(other), head.url, held_out(features), Artifact(str(tmp_path / "out"))
+            EvalConfig(), str(other), head.url, Artifact(str(tmp_path / "out")), held_out(features)
         )
     loaded = Target.load(other)
     others = write_features(
@@ -138,7 +143,7 @@ def test_what_does_not_belong_together_is_refused(made, tmp_path):
     )
     with pytest.raises(MismatchError, match="not of one target"):
         evaluate(
-            EvalConfig(), str(folder), head.url, held_out(others), Artifact(str(tmp_path / "out"))
+            EvalConfig(), str(folder), head.url, Artifact(str(tmp_path / "out")), held_out(others)
         )
     assert not (tmp_path / "out").exists()
 
@@ -150,7 +155,7 @@ def test_nothing_held_out(made, tmp_path):
     )
     with pytest.raises(EmptyInputError, match="no answer of two tokens"):
         evaluate(
-            EvalConfig(), str(folder), head.url, held_out(features), Artifact(str(tmp_path / "out"))
+            EvalConfig(), str(folder), head.url, Artifact(str(tmp_path / "out")), held_out(features)
         )
 
 
@@ -182,3 +187,59 @@ def test_runs_are_the_true_stretches(flags):
         at for at, flag in enumerate(flags) if flag
     ]
     assert all(end < start for (_, end), (start, _) in pairwise(found))
+
+
+@given(
+    st.lists(st.lists(st.booleans(), min_size=2, max_size=9), min_size=1, max_size=3),
+    st.integers(1, 4),
+)
+@settings(deadline=None, max_examples=100)
+def test_the_ceiling_on_tau_is_the_best_of_all_ways_to_go_through_the_answers(answers, steps):
+    """By trying them all: a round may accept any number of drafts up to what the vocabulary
+    allows.
+    """
+
+    def fewest(answer):
+        @cache
+        def rounds_from(at):  # tokens up to and including `at` are emitted
+            if at == len(answer) - 1:
+                return 0
+            reached, options = at + 1, [rounds_from(at + 1)]
+            while reached - at <= steps and answer[reached] and reached < len(answer) - 1:
+                reached += 1
+                options.append(rounds_from(reached))
+            return 1 + min(options)
+
+        return rounds_from(0)
+
+    emitted = sum(len(answer) - 1 for answer in answers)
+    assert tau_ceiling(answers, steps) == pytest.approx(emitted / sum(map(fewest, answers)))
+
+
+def test_what_the_vocabulary_allows_pictured():
+    answer = [True, True, True, False, True, True, True, True, True]
+    assert tau_ceiling([answer], 3) == pytest.approx(8 / 3)
+    assert vocabulary_figures([answer, [False]], 3) == {
+        "draft_vocabulary_coverage": 0.8,
+        "tau_ceiling": pytest.approx(8 / 3),
+        "tau_ceiling_full_vocabulary": 4.0,
+    }
+    assert vocabulary_figures([], 3)["draft_vocabulary_coverage"] == 0
+
+
+def test_figures_of_parts_add_up_to_the_whole():
+    answers = []
+    for source, language, accepted in (
+        ("a", "en", [3, 0]),
+        ("b", "de", [1, 1, 2]),
+        ("a", "de", []),
+    ):
+        answers.append(AnswerCounts(source, language, RoundCounts(3)))
+        answers[-1].counts.add_rounds(accepted)
+    whole = figures(answers, 3)
+    assert whole["accept_hist"] == [1, 2, 1, 1]
+    assert whole["tau"] == pytest.approx(12 / 5)
+    assert (whole["rounds"], whole["answers"], whole["tau_interval"]) == (5, 3, None)
+    by_source = {name: (one["tau"], one["answers"]) for name, one in whole["by_source"].items()}
+    assert by_source == {"a": (2.5, 2), "b": (7 / 3, 1)}
+    assert {name: one["rounds"] for name, one in whole["by_language"].items()} == {"de": 3, "en": 2}

@@ -10,13 +10,16 @@ import json
 import pytest
 
 from eyas.artifact import Artifact
-from eyas.cli.evaluation import foretold, in_one_line
+from eyas.cli.eval import foretold, in_one_line
+from eyas.cli.options import validated
+from eyas.cli.run import RunConfig, as_served
+from tests.bench_rows import bench_output, row
 from tests.test_cli import assert_one_clear_error, run_eyas
 from tests.tiny import tiny_target
 from tests.tiny_head import head_folder
-from tests.tiny_questions import questions
+from tests.tiny_prompts import eval_prompts
 
-SMALL = ("-s", "max_tokens=12", "-s", "models.max_length=200", "-s", "predict.concurrencies=[]")
+SMALL = ("-s", "max_tokens=12", "-s", "models.max_length=200")
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +32,8 @@ def prompts(tmp_path_factory):
     """In a conversation's form, packed."""
     path = tmp_path_factory.mktemp("prompts") / "held_out.jsonl.gz"
     rows = [
-        {"id": one.id, "source": one.source, "messages": list(one.messages)} for one in questions(9)
+        {"id": one.id, "source": one.source, "messages": list(one.messages)}
+        for one in eval_prompts(9)
     ]
     path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
     return path
@@ -37,6 +41,11 @@ def prompts(tmp_path_factory):
 
 def test_from_prompts_alone(target, prompts, tmp_path):
     head = head_folder(target, tmp_path / "head", form="sglang")
+    measured_rows = [
+        row("plain", str(number), tpot_ms=10.0 + load, concurrency=load)
+        for load in (1, 4)
+        for number in range(6)
+    ]
     options = (
         "--trees",
         "fixed(2,2,4) fixed(2,1,3)",
@@ -44,6 +53,8 @@ def test_from_prompts_alone(target, prompts, tmp_path):
         "0 0.7",
         "-s",
         "num_prompts=7",
+        "--costs",
+        bench_output(tmp_path / "bench", measured_rows),
         *SMALL,
     )
     result = run_eyas(
@@ -57,51 +68,27 @@ def test_from_prompts_alone(target, prompts, tmp_path):
         ("fixed(2,2,4)", 0.7),
         ("fixed(2,1,3)", 0.7),
     ]
-    assert told["predicted"] == []
+    speedups = {
+        (one["speculation"], one["concurrency"]): one["speedup"] for one in told["predicted"]
+    }
+    assert speedups.keys() == {
+        (tree, load) for tree in ("fixed(2,2,4)", "fixed(2,1,3)") for load in (1, 4)
+    }
+    assert 0 < speedups["fixed(2,2,4)", 1] <= told["tau"]
+    assert speedups["fixed(2,2,4)", 4] is None
+    assert "no speed-up of fixed(2,2,4) at 4 at a time: TPOT at 16 requests" in " ".join(
+        result.stdout.split()
+    )
     assert "fixed(2,1,3)" in result.stdout
     assert "numbers" in result.stdout
     written = Artifact(str(tmp_path / "out")).read_json("eval.json")
     assert written["tau"] == told["tau"]
     assert written["answers"] == 7
-    assert "predicted" not in written
     again = run_eyas(
         "eval", head, "-t", target, "-o", tmp_path / "out", "--prompts", prompts, *options
     )
     assert "done already" in again.stderr
     assert again.stdout == result.stdout
-
-
-def test_predicts(target, prompts, tmp_path, monkeypatch):
-    monkeypatch.setenv("EYAS_CACHE", str(tmp_path / "cache"))
-    head = head_folder(target, tmp_path / "head")
-    options = (
-        "--trees",
-        "fixed(2,2,4)",
-        "--temperatures",
-        "0",
-        "-s",
-        "max_tokens=12",
-        "-s",
-        "models.max_length=200",
-    )
-    predict = "predict={concurrencies: [1, 2], overhead_s: 0.02, speculations: []}"
-    result = run_eyas(
-        "eval",
-        head,
-        "-t",
-        target,
-        "-o",
-        tmp_path / "out",
-        "--prompts",
-        prompts,
-        *options,
-        "-s",
-        predict,
-    )
-    assert result.exit_code == 0, result.output
-    rows = json.loads(result.stdout.splitlines()[-1])["predicted"]
-    assert [row["concurrency"] for row in rows] == [1, 2]
-    assert all(row["tpot_ms_plain"] > 0 for row in rows)
 
 
 def test_bad_input_is_one_clear_error(target, prompts, tmp_path):
@@ -123,7 +110,8 @@ def test_bad_input_is_one_clear_error(target, prompts, tmp_path):
         ("--prompts", prompts, "-s", "models.max_length=20", "-s", "max_tokens=12"): (
             "none of the 9 held-out prompts",
         ),
-        ("--prompts", prompts, "-s", f"predict.costs={empty}"): ("no cost table",),
+        ("--prompts", prompts, "--costs", tmp_path / "absent"): ("does not exist",),
+        ("--prompts", prompts, "--draft-ms", "-1"): ("draft_step_ms",),
         ("--features", tmp_path / "absent"): ("does not exist",),
     }.items():
         assert_one_clear_error(run_eyas(*base, *options), *words)
@@ -144,16 +132,36 @@ def measured(**changes):
 
 def test_a_run_ends_with_what_was_foretold():
     rows = [
+        {"speculation": "fixed(6,3,12)", "speedup": 1.7},
         {"speculation": "fixed(4,1,5)", "speedup": 1.5},
-        {"speculation": "auto(6,3,12)", "speedup": 1.7},
     ]
     assert foretold(measured()) == {"tau_foretold": 3.0, "tau_interval": [2.8, 3.2]}
-    assert foretold(measured(predicted={"by_concurrency": rows[:1]}))["speedup_foretold"] == 1.5
-    assert foretold(measured(predicted={"by_concurrency": rows}))["speedup_foretold"] == 1.7
+    assert foretold(measured(predicted={"by_concurrency": rows[:1]})) == foretold(measured())
+    assert foretold(measured(predicted={"by_concurrency": rows}))["speedup_foretold"] == 1.5
     line = in_one_line(measured(predicted={"by_concurrency": rows}))
-    assert (
-        line
-        == "foretold by eval, before serving: tau 3.00 (2.80 - 3.20) with fixed(4,1,5); speed-up "
-        "1.70"
-    )
+    assert line == "eval, before serving: tau 3.00 (2.80 - 3.20) with fixed(4,1,5); speed-up 1.50"
     assert in_one_line(measured(trees=[])).endswith("tau 9.00 (-) with a chain of 7")
+
+
+def test_a_run_measures_as_it_serves():
+    """The device was once left out: eval of a run on a GPU ran on the CPU."""
+    serve = {"dtype": "bfloat16", "device": "cuda:1", "threads": 3, "engine": {"max_length": 99}}
+    config = validated(
+        RunConfig,
+        {
+            "target": "builtin",
+            "output": "out",
+            "prompts": {"sources": [{"path": "builtin", "licence": "CC0-1.0"}]},
+            "serve": serve,
+            "bench": {"seed": 7, "max_tokens": 33},
+        },
+        "run.yaml",
+    )
+    asked = as_served(config)
+    assert asked.models.model_dump(include={"dtype", "device", "threads", "max_length"}) == {
+        "dtype": "bfloat16",
+        "device": "cuda:1",
+        "threads": 3,
+        "max_length": 99,
+    }
+    assert (asked.seed, asked.max_tokens) == (7, 33)

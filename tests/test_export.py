@@ -628,7 +628,7 @@ def test_every_table_of_an_evaluation_is_on_the_card_with_its_intervals(target, 
         "predicted": {
             "by_concurrency": [
                 {"concurrency": 8, "speedup": 1.5, "tpot_ms": 4.0},
-                {"concurrency": 9, "speedup": None, "withheld": "3.00 would be above"},
+                {"concurrency": 9, "speedup": None, "missing": "TPOT at 108 requests"},
             ],
             "costs": {"a": 1},
             "machine": {
@@ -657,10 +657,10 @@ def test_every_table_of_an_evaluation_is_on_the_card_with_its_intervals(target, 
     assert "| 4 | 16 | 3.50 | 3.25-3.75 |" in text
     assert (
         "On Abacus 5, 2 cores, 1 threads, bfloat16.\n\n| concurrency | speedup | tpot ms | "
-        "withheld |" in text
+        "missing |" in text
     )
     assert "| 8 | 1.50 | 4.00 |" in text
-    assert "| 9 |  |  | 3.00 would be above |" in text
+    assert "| 9 |  |  | TPOT at 108 requests |" in text
     assert "Measured in bfloat16; **the commands above serve in float32**" in text
     assert "eyas eval -s models.dtype=float32" in text
     assert "| sgd | 3.00 | 2.50-3.50 |\n| gsm8k | 2.00 |  |" in text

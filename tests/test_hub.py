@@ -33,7 +33,7 @@ from tests.serving import MESSAGES, World
 from tests.test_cli import run_eyas
 from tests.tiny import tiny_target
 from tests.tiny_head import head_folder
-from tests.tiny_questions import learned_head, questions
+from tests.tiny_prompts import eval_prompts, learned_head
 
 
 @pytest.fixture(autouse=True)
@@ -170,11 +170,11 @@ def test_a_source_is_known_by_its_files_and_a_trained_head_is_checked(target, tm
 def test_eval_takes_a_head_and_a_target_from_a_store(target, tmp_path):
     """`eyas eval` once refused every URL of a head that `eyas train` had not made."""
     prompts = tmp_path / "prompts.jsonl"
-    rows = [{"id": one.id, "messages": list(one.messages)} for one in questions(3)]
+    rows = [{"id": one.id, "messages": list(one.messages)} for one in eval_prompts(3)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     head = head_folder(target, tmp_path / "head", form="sglang")
     options = ("--prompts", prompts, "--trees", "fixed(2,2,4)", "--temperatures", "0")
-    small = ("-s", "max_tokens=8", "-s", "models.max_length=200", "-s", "predict.concurrencies=[]")
+    small = ("-s", "max_tokens=8", "-s", "models.max_length=200")
     taus = []
     for place in (lambda folder: str(folder), lambda folder: in_memory(folder, tmp_path)):
         output = tmp_path / f"out{len(taus)}"

@@ -1,20 +1,24 @@
-"""`eyas eval`: a head on what it has not seen -> tau, and what a server will give, before one runs."""
+"""`eyas eval`: a head on what it has not seen -> tau, and speed-up where costs are given, before any
+server runs it. Also the tables and lines that show an eval.json.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from eyas.artifact import Artifact
 from eyas.bench.workload import read_tasks
-from eyas.cli.evaluation import headline, show_table
 from eyas.cli.options import Output, Overrides, RunFile, Target, stage_config
 from eyas.cli.stage import stage
 from eyas.errors import ConfigError
-from eyas.evaluate.evaluate import EvalConfig, HeldOut, evaluate
-from eyas.evaluate.questions import Question
+from eyas.evaluate.evaluate import EvalConfig, evaluate
+from eyas.evaluate.trees import EvalPrompt
 from eyas.shards import Features
 
 CONFIG = EvalConfig
@@ -37,48 +41,149 @@ def command(
         str | None, typer.Option(help='such as "fixed(6,3,12) fixed(4,1,5) auto"')
     ] = None,
     temperatures: Annotated[str | None, typer.Option(help='such as "0 1"')] = None,
+    costs: Annotated[
+        str | None,
+        typer.Option(help="output of `eyas bench` with a plain arm: predict speed-up from it"),
+    ] = None,
+    draft_ms: Annotated[
+        float | None, typer.Option(help="ms of one draft step there, if known")
+    ] = None,
     run_file: RunFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Measure tau with its interval, by source, language, tree and temperature, and predict time
-    per token by concurrency.
+    """Measure tau with its interval, by source, language, tree and temperature.
+
+    With --costs also predict time per token and speed-up by concurrency, for the engine that the
+    benchmark measured.
     """
     if features is None and prompts is None:
         raise ConfigError(
             "there is nothing to measure with",
             "give --prompts FILE, or --features, the output of `eyas capture`",
         )
-    lists = {
+    options = {
         "trees": trees and trees.split(),
         "temperatures": temperatures and temperatures.split(),
+        "costs": costs,
+        "draft_step_ms": draft_ms,
     }
-    config = stage_config(
-        EvalConfig,
-        "eval",
-        run_file,
-        overrides,
-        **{name: given for name, given in lists.items() if given},
-    )
-
+    given = {name: value for name, value in options.items() if value is not None}
+    config = stage_config(EvalConfig, "eval", run_file, overrides, **given)
     artifact = Artifact(output)
     with stage("eval", artifact) as track:
         source = Features(Artifact(features), "held_out") if features is not None else None
-        questions = questions_of(prompts, config) if prompts is not None else ()
-        evaluate(config, target, head, HeldOut(source, questions), artifact, track)
+        asked = eval_prompts(prompts, config) if prompts is not None else ()
+        evaluate(config, target, head, artifact, source, asked, track)
     result = artifact.read_json("eval.json")
     show_table(result)
-    for row in result.get("predicted", {}).get("by_concurrency", []):
-        if "withheld" in row:
-            print(
-                f"no speed-up of {row['speculation']} with {row['concurrency']} at a time: "
-                f"{row['withheld']}"
-            )
     print(json.dumps({**headline(result), "output": output}))
 
 
-def questions_of(prompts: str, config: EvalConfig) -> list[Question]:
-    """The prompts that `eyas bench` would draw from a file with the same number and seed. Raises
-    what `read_tasks` raises.
+def eval_prompts(path: str, config: EvalConfig) -> list[EvalPrompt]:
+    """The prompts that `eyas bench` draws from a file with the same number and seed. Raises what
+    `read_tasks` raises.
     """
-    tasks = read_tasks(prompts, config.num_prompts, config.seed)
-    return [Question(task.prompt_id, task.category, task.messages) for task in tasks]
+    tasks = read_tasks(path, config.num_prompts, config.seed)
+    return [EvalPrompt(task.prompt_id, task.category, task.messages) for task in tasks]
+
+
+def headline(result: dict[str, Any]) -> dict[str, Any]:
+    """tau with its interval, in all and of each tree and temperature; predictions."""
+    names = "speculation", "temperature", "tau", "tau_interval", "tau_ceiling"
+    return {
+        "tau": result["tau"],
+        "tau_interval": result["tau_interval"],
+        "accept_hist": result["accept_hist"],
+        "trees": [{name: one[name] for name in names} for one in result.get("trees", [])],
+        "predicted": result.get("predicted", {}).get("by_concurrency", []),
+    }
+
+
+def foretold(result: dict[str, Any]) -> dict[str, Any]:
+    """For the last line of a run: tau of the first tree with its interval; if it was predicted, its
+    speed-up at the lowest concurrency.
+    """
+    first = (result.get("trees") or [result])[0]
+    told = {"tau_foretold": first["tau"], "tau_interval": first["tau_interval"]}
+    for row in result.get("predicted", {}).get("by_concurrency", []):
+        if row["speculation"] == first["speculation"]:
+            return {**told, "speedup_foretold": row["speedup"]}
+    return told
+
+
+def in_one_line(result: dict[str, Any]) -> str:
+    """`foretold`, for people."""
+    told, first = foretold(result), (result.get("trees") or [result])[0]
+    how = first.get("speculation", f"a chain of {result['num_draft_steps']}")
+    speedup = told.get("speedup_foretold")
+    faster = "" if speedup is None else f"; speed-up {speedup:.2f}"
+    return (
+        f"eval, before serving: tau {told['tau_foretold']:.2f} ({_interval(first)}) with "
+        f"{how}{faster}"
+    )
+
+
+def show_table(result: dict[str, Any]) -> None:
+    """Print to stdout: tau of all that was measured, of its parts, and predictions."""
+    out = Console()
+    measured = Table(
+        *("", "tau", "95 %", "ceiling", "acceptance by position", "answers"),
+        title="tokens per round",
+    )
+    if "tau_by_num_draft_steps" in result:
+        measured.add_row(f"chain of {result['num_draft_steps']}, on features", *_cells(result))
+    for one in result.get("trees", []):
+        measured.add_row(f"{one['speculation']}, temperature {one['temperature']:g}", *_cells(one))
+    out.print(measured)
+    for name in ("source", "language"):
+        table = Table(name, "tau", "95 %", "answers", "rounds")
+        for value, one in result[f"by_{name}"].items():
+            counts = str(one["answers"]), str(one["rounds"])
+            table.add_row(value or "-", f"{one['tau']:.2f}", _interval(one), *counts)
+        out.print(table)
+    out.print(
+        f"{result['draft_vocabulary_coverage']:.1%} of the answers' tokens are in the draft "
+        f"vocabulary: tau is at most {result['tau_ceiling']:.2f} (with a full vocabulary "
+        f"{result['tau_ceiling_full_vocabulary']:.2f})"
+    )
+    if "predicted" in result:
+        _show_predicted(out, result["predicted"]["by_concurrency"])
+
+
+def _show_predicted(out: Console, rows: Sequence[dict[str, Any]]) -> None:
+    table = Table(
+        *("at a time", "speculation", "tau", "TPOT plain, ms", "TPOT, ms", "speed-up"),
+        title="predicted, of the server that was measured",
+    )
+    for row in rows:
+        if row["speedup"] is not None:
+            numbers = (row[name] for name in ("tau", "tpot_ms_plain", "tpot_ms", "speedup"))
+            table.add_row(
+                str(row["concurrency"]), row["speculation"], *(f"{one:.2f}" for one in numbers)
+            )
+    if table.row_count:
+        out.print(table)
+    for speculation in dict.fromkeys(row["speculation"] for row in rows):
+        missing = [row for row in rows if row["speculation"] == speculation and "missing" in row]
+        if missing:
+            loads = ", ".join(str(row["concurrency"]) for row in missing)
+            out.print(
+                f"no speed-up of {speculation} at {loads} at a time: {missing[0]['missing']} is "
+                "missing"
+            )
+
+
+def _cells(one: dict[str, Any]) -> tuple[str, ...]:
+    positions = " ".join(f"{share:.2f}" for share in one["acceptance_by_position"])
+    return (
+        f"{one['tau']:.2f}",
+        _interval(one),
+        f"{one['tau_ceiling']:.2f}",
+        positions,
+        str(one["answers"]),
+    )
+
+
+def _interval(one: dict[str, Any]) -> str:
+    interval = one["tau_interval"]
+    return "-" if interval is None else f"{interval[0]:.2f} - {interval[1]:.2f}"

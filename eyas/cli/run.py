@@ -26,15 +26,14 @@ from eyas.bench.bench import BenchConfig, bench, bench_identity
 from eyas.bench.report import Contents, write_reports
 from eyas.builtin import BUILTIN, demo_prompts
 from eyas.cli.check import show
-from eyas.cli.eval import questions_of
-from eyas.cli.evaluation import foretold, in_one_line
+from eyas.cli.eval import eval_prompts, foretold, in_one_line
 from eyas.cli.options import Overrides, override, read_run_file, validated
 from eyas.cli.results import EAGLE, PLAIN, headline, show_table
 from eyas.cli.stage import stage
 from eyas.data.prompts import PromptsConfig, make_prompts
 from eyas.errors import ConfigError, EmptyInputError, MismatchError
-from eyas.evaluate.decoding import ModelsConfig
-from eyas.evaluate.evaluate import DEFAULT_TREES, EvalConfig, HeldOut, evaluate
+from eyas.evaluate.evaluate import DEFAULT_TREES, EvalConfig, evaluate
+from eyas.evaluate.trees import ModelsConfig
 from eyas.export.check import check
 from eyas.export.export import ExportConfig, export
 from eyas.features.capture import CaptureConfig, capture, split_of
@@ -128,15 +127,16 @@ class RunConfig(BaseModel):
 
 
 class StageFolder(Artifact):
-    """An artifact below a run's output that takes its place when the stage has stated its identity."""
+    """An artifact below a run's output whose folder is named by the stage and its identity."""
 
     def __init__(self, root: str, stage: str) -> None:
         super().__init__(f"{root}/{stage}")
+        self._stem = self.url
 
-    def begin(self, identity: str) -> bool:
-        """As Artifact.begin, in the folder of this identity."""
-        super().__init__(f"{self.url}-{identity[:IDENTITY_DIGITS]}")
-        return super().begin(identity)
+    def is_done_for(self, identity: str) -> bool:
+        """As Artifact.is_done_for (which `begin` asks first), in the folder of this identity."""
+        super().__init__(f"{self._stem}-{identity[:IDENTITY_DIGITS]}")
+        return super().is_done_for(identity)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,12 +268,11 @@ def run_stages(config: RunConfig, root: str, anyway: bool = False) -> Made:
         )
         train(config.train, target, source, head, track, Features(features, "held_out"))
     asked = as_served(config)
-    held_out = HeldOut(
-        Features(features, "held_out"), questions_of(bench_prompts(config, prompts, root), asked)
-    )
+    held_out = Features(features, "held_out")
+    to_ask = eval_prompts(bench_prompts(config, prompts, root), asked)
     evaluation = StageFolder(root, "eval")
     with stage("eval", evaluation) as track:
-        evaluate(asked, target, head.url, held_out, evaluation, track)
+        evaluate(asked, target, head.url, evaluation, held_out, to_ask, track)
     exported = StageFolder(root, "export")
     with stage("export", exported) as track:
         export(config.export, target, head, exported, track, evaluation)
@@ -329,19 +328,16 @@ def serve_manifest(config: ServeConfig) -> Manifest:
 
 def as_served(config: RunConfig) -> EvalConfig:
     """The settings of eval; what they leave open is as the run will serve and measure: precision,
-    threads, trees, loads.
+    device, threads, trees, and how prompts are asked.
     """
     asked, served, measured = config.eval, config.serve, config.bench
     speculation = served.engine.parsed()
-    ways = () if speculation.mode == "off" else (str(speculation),)
     trees = (
         () if speculation.mode == "off" else (str(dataclasses.replace(speculation, mode="fixed")),)
     )
-    predict = asked.predict.model_copy(
-        update={"speculations": ways, "concurrencies": measured.concurrencies}
-    )
     sizes = {
         "dtype": served.dtype,
+        "device": served.device,
         "threads": served.threads,
         "max_length": served.engine.max_length,
     }
@@ -349,7 +345,7 @@ def as_served(config: RunConfig) -> EvalConfig:
         "models": validated(ModelsConfig, sizes, "serve"),
         "trees": tuple(dict.fromkeys((*trees, *DEFAULT_TREES))),
         "max_tokens": max(2, measured.max_tokens),
-        "predict": predict,
+        "seed": measured.seed,
     }
     return asked.model_copy(
         update={

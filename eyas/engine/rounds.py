@@ -14,7 +14,7 @@ drafted a head costs next to nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -42,6 +42,8 @@ from eyas.model.rows import (
 )
 from eyas.model.target import Target
 
+# ids of the samples' requests, and what the draft proposes to each
+Recorder = Callable[[list[str], Proposals], None]
 NOTHING = Proposals(
     np.empty((0, 0), dtype=np.int64),
     np.empty((0, 0), dtype=np.float32),
@@ -75,6 +77,8 @@ class Rounds:
         self.trace = Trace()
         self.target, self.draft, self.speculation = target, draft, speculation
         self.policy = Policy(Speculation("off"))
+        # Gets the proposals of every round; nothing is verified then, so every token is a root.
+        self.recorder: Recorder | None = None
         self._end_tokens = frozenset(target.config.eos_token_ids)
         self._device = target.device
         self.cache = target.new_cache(num_pages)
@@ -158,6 +162,9 @@ class Rounds:
         plan = self.policy.plan(missing, len(alive) - len(able))
         drafting = [b for b, drafts in zip(able, plan.drafting, strict=True) if drafts]
         proposals, kept = self._propose(job, drafting, plan)
+        if self.recorder is not None:
+            self.recorder([job.runnings[b].request.id for b in drafting], proposals)
+            kept = np.zeros_like(kept)
         lines = {b: line for line, b in enumerate(drafting)}
         emitted = self._verify(
             job, alive, Chosen([lines.get(b, -1) for b in alive], proposals, kept)
@@ -174,7 +181,7 @@ class Rounds:
             self._outcome(
                 running,
                 emitted.get(b, []),
-                len(emitted[b]) - 1 if b in lines else None,
+                len(emitted[b]) - 1 if b in lines and self.recorder is None else None,
                 trees.get(b),
             )
             for b, running in enumerate(job.runnings)

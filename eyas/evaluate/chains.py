@@ -1,27 +1,30 @@
-"""Chains on stored features: quick, and all there is where nobody can run the target. Knows
-features and `chain`.
+"""Chains on stored features: quick, and all there is where the target cannot run here.
 
-Does not know an engine. Rounds are those of a chain that drafts in every round and is never cut
-short, on the answers as they were given.
+Knows features and `model.chain`; no engine. Rounds are those of a chain that drafts in every round
+and is never cut short, on the answers as they were given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from eyas.errors import MismatchError
-from eyas.evaluate.coverage import ceilings, share
-from eyas.evaluate.slices import Unit, by_language, by_source, figures
+from eyas.chat import Chat
+from eyas.errors import EmptyInputError, MismatchError
+from eyas.evaluate.breakdown import AnswerCounts, figures, vocabulary_figures
 from eyas.language import language
-from eyas.model.batch import Batch
+from eyas.log import Track
+from eyas.model.batch import Batch, plan_batches
 from eyas.model.chain import measure, runs
 from eyas.model.config import HeadConfig
-from eyas.model.head import Head
+from eyas.model.head import Head, load_head
 from eyas.model.vocab import TargetVocabulary
 from eyas.shards import FeatureMeta, Sample
+from eyas.shards.source import FeatureSource
 from eyas.tau import RoundCounts
 
+BATCH_TOKENS = 8192  # of a batch, padding included: under a GB for a head of a 70 B target
 ASSUMES = (
     "greedy answers; a chain of num_draft_steps drafts every round, never cut short; "
     "features in the precision served"
@@ -52,59 +55,71 @@ def check_belongs(head: HeadConfig, meta: FeatureMeta, vocabulary: TargetVocabul
 
 
 class Chains:
-    """Counts of a head's chains on samples; text_of: tokens to text, to tell the language of an
-    answer.
-    """
+    """A head and a source of features, and counts of its chains of 1 to K drafts on them."""
 
     def __init__(
-        self,
-        head: Head,
-        vocabulary: TargetVocabulary,
-        num_draft_steps: int,
-        text_of: Callable[[list[int]], str],
+        self, head: Head, vocabulary: TargetVocabulary, source: FeatureSource, num_draft_steps: int
     ) -> None:
-        self.units: list[Unit] = []
-        self._head, self._vocabulary, self._text_of = head, vocabulary, text_of
+        self._head, self._vocabulary, self._source = head, vocabulary, source
         self._by_length = [RoundCounts(steps) for steps in range(1, num_draft_steps + 1)]
-        self._drafted: list[list[bool]] = []
+        self._answers: list[AnswerCounts] = []
+        self._is_known: list[list[bool]] = []  # of each answer's tokens: in the draft vocabulary
         self._num_greedy = 0
 
-    @property
-    def tau(self) -> float:
-        return self._by_length[-1].tau
+    @classmethod
+    def load(cls, folder: str, head: Path, source: FeatureSource, num_draft_steps: int) -> Chains:
+        """Raises what loading raises, and MismatchError for what is not of one target."""
+        vocabulary = TargetVocabulary.load(folder)
+        loaded = load_head(head, vocabulary.config, vocabulary.lm_head)
+        check_belongs(loaded.config, source.meta, vocabulary)
+        return cls(loaded, vocabulary, source, num_draft_steps)
 
-    @property
-    def rounds(self) -> int:
-        return self._by_length[-1].rounds
+    def measure(self, chat: Chat, track: Track) -> dict[str, Any]:
+        """The part of eval.json that all features give; chat: to read the answers' language.
 
-    def add(self, samples: Sequence[Sample]) -> None:
-        """Count a batch of samples."""
-        measured = measure(self._head, self._vocabulary, Batch.of(samples), len(self._by_length))
+        Raises EmptyInputError where no answer has two tokens.
+        """
+        done, longest = 0, self._by_length[-1]
+        for samples in self._source.batches(
+            plan_batches(self._source.lengths, BATCH_TOKENS, "eval")
+        ):
+            self._add(samples, chat)
+            done += len(samples)
+            track(done, len(self._source), f"tau {longest.tau:.3f}")
+        if not longest.rounds:
+            raise EmptyInputError(
+                "the held-out features hold no answer of two tokens or more",
+                "capture with more prompts",
+            )
+        return self._to_json()
+
+    def _add(self, samples: Sequence[Sample], chat: Chat) -> None:
+        K = len(self._by_length)
+        measured = measure(self._head, self._vocabulary, Batch.of(samples), K)
         self._num_greedy += measured.num_greedy
         for sample in samples:
-            drafted = self._head.t2d[sample.token_ids.long()].tolist()
-            self._drafted += [drafted[first:end] for first, end in runs(sample.loss_mask.tolist())]
+            is_known = self._head.t2d[sample.token_ids.long()].tolist()
+            self._is_known += [
+                is_known[first:end] for first, end in runs(sample.loss_mask.tolist())
+            ]
         for number, matches in measured.spans:
             sample = samples[number]
-            answer = self._text_of(sample.token_ids[sample.loss_mask].tolist())
-            unit = Unit(sample.source, language(answer), RoundCounts(len(self._by_length)))
-            for tally in (unit.tally, *self._by_length):
-                tally.add_answer(matches)
-            self.units.append(unit)
+            text = chat.decode(sample.token_ids[sample.loss_mask].tolist())
+            answer = AnswerCounts(sample.source, language(text), RoundCounts(K))
+            for counts in (answer.counts, *self._by_length):
+                counts.add_answer(matches)
+            self._answers.append(answer)
 
-    def to_json(self) -> dict[str, Any]:
-        """The part of eval.json that features give."""
-        num_tokens, sources = sum(map(len, self._drafted)), by_source(self.units)
+    def _to_json(self) -> dict[str, Any]:
+        K, num_tokens = len(self._by_length), sum(map(len, self._is_known))
+        told = figures(self._answers, K)
         return {
-            **figures(self.units, len(self._by_length)),
-            "num_draft_steps": len(self._by_length),
-            "tau_by_num_draft_steps": [tally.tau for tally in self._by_length],
-            "tau_by_source": {name: one["tau"] for name, one in sources.items()},
-            "by_source": sources,
-            "by_language": by_language(self.units),
+            **told,
+            "num_draft_steps": K,
+            "tau_by_num_draft_steps": [counts.tau for counts in self._by_length],
+            "tau_by_source": {name: one["tau"] for name, one in told["by_source"].items()},
             "language_of": "answers",
-            "draft_vocabulary_coverage": share(self._drafted),
-            **ceilings(self._drafted, len(self._by_length)),
+            **vocabulary_figures(self._is_known, K),
             "greedy_share": self._num_greedy / num_tokens,
             "tokens": num_tokens,
             "assumes": ASSUMES,

@@ -1,36 +1,36 @@
-"""The eval stage: what a head brings on answers and prompts that it has not seen, into eval.json.
+"""The eval stage: what a head brings on answers and prompts that it has not seen, in eval.json.
 
-    features    chains, counted on what `capture` held out: seconds, and no target is run          -> tau, ...
-    questions   trees and chains at several temperatures, through the engine's own code            -> trees
-                the same answers played back at any load, with the costs of this machine or another
-                -> predicted
-
-Knows the order of things and the file. Does not know how rounds are counted, nor a server.
+features    chains, on the answers that `capture` held out; no target runs          -> tau, ...
+prompts     trees at several temperatures, through the engine                       -> trees
+            with the costs of forwards from an `eyas bench`: speed-up by load       -> predicted
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from eyas.artifact import Artifact, Manifest, file_identity, identity
+from eyas.artifact import Artifact, Manifest, identity
 from eyas.chat import Chat
+from eyas.engine.tree import Speculation
 from eyas.errors import ConfigError, EmptyInputError
-from eyas.evaluate.chains import Chains, check_belongs
-from eyas.evaluate.decoding import Models, ModelsConfig, threads
-from eyas.evaluate.prediction import PredictConfig, predict, read_costs, speculating
-from eyas.evaluate.questions import Asked, Question, questions_identity
-from eyas.evaluate.served import serve
+from eyas.evaluate.chains import Chains
+from eyas.evaluate.speedup import DraftCost, predictions, read_bench
+from eyas.evaluate.trees import (
+    EvalPrompt,
+    Models,
+    ModelsConfig,
+    PromptSet,
+    measure_tree,
+    prompts_digest,
+    torch_threads,
+)
 from eyas.hub import resolve_head, resolve_target
 from eyas.lineage import head_manifest
 from eyas.log import Track, quiet
-from eyas.model.batch import plan_batches
-from eyas.model.head import load_head
-from eyas.model.vocab import TargetVocabulary
 from eyas.model.weights import fingerprint
 from eyas.shards.source import FeatureSource
 
@@ -40,29 +40,35 @@ DEFAULT_TREES = ("fixed(6,3,12)", "fixed(4,1,5)")  # the engine's own sizes, and
 class EvalConfig(BaseModel):
     """Settings of the eval stage.
 
-    Of chains on features: num_draft_steps, and batch_tokens, which counts padding. Of prompts
-    through the engine: trees as `eyas serve` takes them,
-    fixed(num_draft_steps,tree_topk,num_verify_tokens) with one branch for a chain, or auto; the
-    first tree at the first temperature is what is told first, and predicted is for the first
-    temperature.
+    Chains on features: num_draft_steps. Prompts through the engine: trees as `eyas serve` takes
+    them, fixed(num_draft_steps,tree_topk,num_verify_tokens) with one branch for a chain, or auto;
+    the first tree at the first temperature gives the headline, and the first temperature the
+    speed-ups. costs: a finished `eyas bench` with an arm that does not speculate, of any engine;
+    draft_step_ms: a draft step there, where it is known (else it follows from the weights).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     num_draft_steps: int = Field(7, ge=1, le=16)
-    batch_tokens: int = Field(8192, ge=1)
     trees: tuple[str, ...] = Field(DEFAULT_TREES, min_length=1)
     temperatures: tuple[float, ...] = Field((0.0, 1.0), min_length=1)
     num_prompts: int = Field(200, ge=1)
     max_tokens: int = Field(128, ge=2)
     seed: int = 0
     models: ModelsConfig = ModelsConfig()
-    predict: PredictConfig = PredictConfig()
+    costs: str | None = None
+    draft_step_ms: float | None = Field(None, ge=0)
 
     @field_validator("trees")
     @classmethod
     def _are_trees(cls, trees: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(map(str, map(speculating, trees)))
+        parsed = [Speculation.parse(tree) for tree in trees]
+        if any(tree.mode == "off" for tree in parsed):
+            raise ConfigError(
+                "with speculation off there is no tau",
+                "give fixed(6,3,12), a chain such as fixed(4,1,5), or auto",
+            )
+        return tuple(map(str, parsed))
 
     @field_validator("temperatures")
     @classmethod
@@ -74,156 +80,130 @@ class EvalConfig(BaseModel):
         return temperatures
 
 
-@dataclass(frozen=True)
-class HeldOut:
-    """What the head has not seen: features of answers, prompts to be answered, or both. The first
-    num_prompts are asked.
-    """
-
-    features: FeatureSource | None = None
-    questions: Sequence[Question] = ()
-
-
 def evaluate(
     config: EvalConfig,
     target: str,
     head: str,
-    held_out: HeldOut,
     output: Artifact,
+    features: FeatureSource | None = None,
+    prompts: Sequence[EvalPrompt] = (),
     track: Track = quiet,
 ) -> Manifest:
-    """Measure a head on what is held out and write eval.json. head: the output of `train`, or a
-    head of any form.
+    """Measure a head on held-out features, prompts (the first num_prompts), or both; write eval.json.
 
-    Raises MismatchError when head, features and target do not belong together, EmptyInputError
-    without an answer of two tokens, EyasError for a prediction that cannot be.
+    target, head: any name that `eyas.hub` resolves. Raises MismatchError when head, features and
+    target do not belong together, EmptyInputError where no round drafts, ConfigError for costs
+    without a plain arm.
     """
-    folder, questions = resolve_target(target), held_out.questions[: config.num_prompts]
-    if held_out.features is None and not questions:
+    if features is None and not prompts:
         raise EmptyInputError(
             "there is nothing held out to measure with", "give features, prompts, or both"
         )
+    if config.costs is not None and not prompts:
+        raise ConfigError("costs are for trees, which take prompts", "give prompts")
+    folder, files = resolve_target(target), Path(resolve_head(head))
+    prompts = prompts[: config.num_prompts]
+    settings = described(config, folder, prompts)
+    inputs = {"head": head_manifest(head, {}), **(features.inputs if features is not None else {})}
+    work = identity("eval", settings, inputs)
+    if output.is_done_for(work):
+        return output.manifest("eval")
     # Weights are laid out for the number of threads that there is when they are loaded.
-    files, made = Path(resolve_head(head)), head_manifest(head, {})
-    with threads(config.models.threads):
-        settings = described(config, folder, questions)
-        inputs = {
-            "head": made,
-            **(held_out.features.inputs if held_out.features is not None else {}),
-        }
-        # What does not fit is refused before the folder is claimed.
-        work = (
-            None
-            if output.is_done()
-            else Work.of(config, folder, files, HeldOut(held_out.features, questions))
-        )
-        if not output.begin(identity("eval", settings, inputs)):
-            return output.manifest("eval")
-        assert work is not None, "a folder is not done, or holds other work"
-        result = work.done(track)
+    with torch_threads(config.models.threads):
+        chains = trees = None
+        if features is not None:
+            chains = Chains.load(folder, files, features, config.num_draft_steps)
+        if prompts:
+            trees = Trees(config, folder, files, prompts)
+        output.begin(work)  # not before: what does not fit takes no folder
+        of_features = chains.measure(Chat(folder), track) if chains is not None else {}
+        of_prompts = trees.measure(track) if trees is not None else {}
+        result = {**of_prompts, **of_features}
     output.write_json("eval.json", result)
     counts = {"answers": result["answers"], "tokens": result["tokens"], "rounds": result["rounds"]}
     facts = {name: result[name] for name in ("tau", "tau_interval", "accept_hist")}
     return output.finish("eval", settings, inputs, counts, facts)
 
 
-def described(config: EvalConfig, folder: str, questions: Sequence[Question]) -> dict[str, Any]:
-    """The config as far as it says what is measured, with what is asked and of whom; contents in
-    place of paths.
-    """
-    if not questions:
-        return config.model_dump(mode="json", include={"num_draft_steps", "batch_tokens"})
+def described(config: EvalConfig, folder: str, prompts: Sequence[EvalPrompt]) -> dict[str, Any]:
+    """The settings that decide on the result, with contents in place of paths."""
+    if not prompts:
+        return config.model_dump(mode="json", include={"num_draft_steps"})
     settings = config.model_dump(mode="json")
-    if config.predict.costs is not None:
-        settings["predict"]["costs"] = file_identity(config.predict.costs)
+    if config.costs is not None:
+        settings["costs"] = Artifact(config.costs).manifest("bench").identity
     return {
         **settings,
-        "questions": questions_identity(questions),
+        "prompts": prompts_digest(prompts),
         "target_fingerprint": fingerprint(folder),
     }
 
 
-@dataclass(frozen=True)
-class Work:
-    """All that is loaded to measure with: of features, of prompts, or of both."""
+class Trees:
+    """Models, prompts and costs of forwards, loaded to measure trees with."""
 
-    config: EvalConfig
-    source: FeatureSource | None = None
-    chains: Chains | None = None
-    models: Models | None = None
-    asked: Asked | None = None
-
-    @classmethod
-    def of(cls, config: EvalConfig, folder: str, head: Path, held_out: HeldOut) -> Work:
-        """Raises what loading raises, and MismatchError for what does not belong together."""
-        chains = models = asked = None
-        if held_out.features is not None:
-            vocabulary = TargetVocabulary.load(folder)
-            loaded = load_head(head, vocabulary.config, vocabulary.lm_head)
-            check_belongs(loaded.config, held_out.features.meta, vocabulary)
-            chains = Chains(loaded, vocabulary, config.num_draft_steps, Chat(folder).decode)
-        if held_out.questions:
-            asked = Asked.of(
-                held_out.questions, Chat(folder), config.models.max_length - config.max_tokens
-            )
-            if config.predict.costs is not None:
-                read_costs(config.predict.costs)
-            models = Models.load(folder, head, config.models)
-        return cls(config, held_out.features, chains, models, asked)
-
-    def done(self, track: Track) -> dict[str, Any]:
-        """The content of eval.json. Raises EmptyInputError where there is no round to tell of."""
-        told: dict[str, Any] = {}
-        if self.source is not None and self.chains is not None:
-            count(self.chains, self.source, self.config.batch_tokens, track)
-            told = self.chains.to_json()
-        if self.models is not None and self.asked is not None:
-            told = {**of_prompts(self.config, self.models, self.asked, track), **told}
-        return told
-
-
-def count(chains: Chains, source: FeatureSource, batch_tokens: int, track: Track) -> None:
-    """All samples of the source. Raises EmptyInputError where no answer has two tokens."""
-    done = 0
-    for samples in source.batches(plan_batches(source.lengths, batch_tokens, "eval")):
-        chains.add(samples)
-        done += len(samples)
-        track(done, len(source), f"tau {chains.tau:.3f}")
-    if chains.rounds == 0:
-        raise EmptyInputError(
-            "the held-out features hold no answer of two tokens or more",
-            "capture with more prompts",
+    def __init__(
+        self, config: EvalConfig, folder: str, head: Path, prompts: Sequence[EvalPrompt]
+    ) -> None:
+        """Raises what loading raises, and EmptyInputError where no prompt can be asked."""
+        self._config = config
+        self._prompts = PromptSet.of(
+            prompts, Chat(folder), config.models.max_length - config.max_tokens
         )
+        self._bench = read_bench(config.costs) if config.costs is not None else None
+        self._models = Models.load(folder, head, config.models)
+
+    def measure(self, track: Track) -> dict[str, Any]:
+        """The part of eval.json that prompts give. Raises EmptyInputError where nothing drafts."""
+        config, measured = self._config, []
+        for temperature in config.temperatures:
+            requests = self._prompts.requests(config.max_tokens, temperature, config.seed)
+            for name in config.trees:
+                bar = _part_of(track, len(measured), len(config.temperatures) * len(config.trees))
+                tree = Speculation.parse(name)
+                measured.append(measure_tree(self._models, self._prompts, tree, requests, bar))
+        first = measured[0]
+        if not first["rounds"]:
+            raise EmptyInputError(
+                f"no round of {first['speculation']} drafted anything",
+                "give prompts with longer answers, or a fixed tree first",
+            )
+        result = {
+            **first,
+            "tau_by_source": {name: one["tau"] for name, one in first["by_source"].items()},
+            "assumes": f"{first['speculation']} in {config.models.dtype} at temperature "
+            f"{first['temperature']:g}",
+            "dtype": config.models.dtype,
+            "trees": measured,
+            "temperatures": list(config.temperatures),
+            "languages": sorted(first["by_language"]),
+            "left_out": self._prompts.num_left_out,
+        }
+        return result if self._bench is None else {**result, "predicted": self._predicted(measured)}
+
+    def _predicted(self, measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        assert self._bench is not None
+        curve, source = self._bench
+        draft = DraftCost(self._models.weights_share, self._config.draft_step_ms)
+        temperature = self._config.temperatures[0]
+        taus = [
+            (Speculation.parse(one["speculation"]), one["tau"])
+            for one in measured
+            if one["temperature"] == temperature
+        ]
+        return {
+            "by_concurrency": predictions(curve, draft, taus),
+            "temperature": temperature,
+            "draft_step_ms": draft.step_ms,
+            "draft_weights_share": draft.weights_share,
+            **source,
+        }
 
 
-def of_prompts(config: EvalConfig, models: Models, asked: Asked, track: Track) -> dict[str, Any]:
-    """The part of eval.json that prompts give. Raises EmptyInputError where nothing was drafted."""
-    speculations = [speculating(tree) for tree in config.trees]
-    ways = [
-        (speculation, temperature)
-        for temperature in config.temperatures
-        for speculation in speculations
-    ]
-    served = serve(models, asked, ways, (config.max_tokens, config.seed), track)
-    trees = [one.to_json(asked, models.t2d_V) for one in served]
-    if not trees[0]["rounds"]:
-        hint = "give prompts with longer answers, or a fixed tree first"
-        raise EmptyInputError(f"no round of {trees[0]['speculation']} drafted anything", hint)
-    told = {**trees[0], **in_short(config, trees), "left_out": asked.num_left_out}
-    if config.predict.concurrencies:
-        requests = asked.requests(config.max_tokens, config.temperatures[0], config.seed)
-        told["predicted"] = predict(config.predict, models, speculations, requests, track)
-    return told
+def _part_of(track: Track, number: int, count: int) -> Track:
+    """A Track for one of `count` equal parts of the work."""
 
+    def moved(done: int, total: int | None = None, note: str = "") -> None:
+        track(number * (total or 0) + done, count * total if total else None, note)
 
-def in_short(config: EvalConfig, trees: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What the first of the trees is told with, and the trees."""
-    return {
-        "tau_by_source": {name: one["tau"] for name, one in trees[0]["by_source"].items()},
-        "assumes": f"{trees[0]['speculation']} in {config.models.dtype} at temperature "
-        f"{trees[0]['temperature']:g}",
-        "dtype": config.models.dtype,
-        "trees": list(trees),
-        "temperatures": list(config.temperatures),
-        "languages": sorted(trees[0]["by_language"]),
-    }
+    return moved

@@ -1,39 +1,39 @@
-"""Answers with all that the head would have proposed at every place of them: enough to replay any
-tree of as many branches.
+"""Recorded rounds: answers with the draft's proposals at every token, on which any rule of drafting
+can be played without a model.
 
     answer       y0      y1      y2      y3 ...        the target's own, one token a round
-    proposals    of y1   of y2   of y3   of y4         all levels, nothing verified, so that every token is once a root
+    proposals    of y1   of y2   of y3   of y4         all levels; nothing is verified, so every
+                                                       token but the last is once a root
 
-What a tree proposes at a root depends on the tokens up to it alone, and with the same seed an
-answer is the same whatever was proposed (docs/decisions/one-draw-a-token.md). So a round of any
-depth, size or policy that begins there emits what these two say: a walk down the kept candidates
-along the answer. Knows the engine's rounds; no time.
+What a draft proposes at a root depends on the tokens up to it alone, and with one seed an answer is
+the same whatever was proposed (docs/decisions/one-draw-a-token.md). So a round of any depth, size
+or rule that begins there emits what these two give: the longest path of kept candidates along the
+answer, and one token of the target. Knows the engine; no time.
+
+Letters: B requests, C candidates of a root.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from eyas.engine.engine import Engine
-from eyas.engine.policy import RoundPlan
 from eyas.engine.request import Request
-from eyas.engine.rounds import Rounds
-from eyas.engine.running import Outcome
-from eyas.engine.scheduler import Job
-from eyas.evaluate.decoding import Models
+from eyas.errors import ConfigError
+from eyas.evaluate.trees import Models
 from eyas.log import Track
 from eyas.model.rows import Proposals
-from eyas.model.target import Target
+
+# ids of B answers and their roots' proposals -> which candidates are verified, bool [B, C]. Parents
+# of a kept candidate must be kept.
+DraftingRule = Callable[[list[str], Proposals], np.ndarray]
 
 
 @dataclass(slots=True)
-class Recorded:
-    """One answer. Of its n tokens: tokens, scores and parents [C] of the candidates behind each but
-    the last.
-    """
+class RecordedAnswer:
+    """n tokens; tokens, scores and parents [C] of the candidates behind each of the first n - 1."""
 
     prompt_ids: tuple[int, ...]
     token_ids: list[int] = field(default_factory=list)
@@ -41,74 +41,85 @@ class Recorded:
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
-    """Answers by the request's id, with the growth of their proposals; depths [C] as in Proposals."""
+class RecordedRounds:
+    """Answers by the request's id; depths [C] as in Proposals, the same for every root."""
 
-    num_draft_steps: int
-    tree_topk: int
-    temperature: float
     depths: np.ndarray
-    answers: dict[str, Recorded]
+    answers: dict[str, RecordedAnswer]
 
-    def proposals(self, roots: Sequence[tuple[str, int]], depth: int) -> Proposals:
-        """Of the answers' tokens by number (request's id, number of the root), cut after `depth`
-        levels.
-        """
-        end = int(np.searchsorted(self.depths, depth, side="right"))
+    def proposals(self, roots: Sequence[tuple[str, int]], num_draft_steps: int) -> Proposals:
+        """Of B roots (id, number of the token in the answer), cut after num_draft_steps levels."""
+        end = int(np.searchsorted(self.depths, num_draft_steps, side="right"))
         rows = [self.answers[name].candidates[number] for name, number in roots]
         tokens, scores, parents = (np.stack([row[part][:end] for row in rows]) for part in range(3))
         return Proposals(
             tokens.astype(np.int64), scores, parents.astype(np.int32), self.depths[:end]
         )
 
-
-class RecordingRounds(Rounds):
-    """Rounds that grow whole trees and keep what is in them; of which nothing is verified."""
-
-    def __init__(self, *given: object) -> None:
-        super().__init__(*given)  # type: ignore[arg-type]
-        self.candidates: dict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
-        self.depths = np.empty(0, dtype=np.int32)
-
-    def _propose(
-        self, job: Job, drafting: list[int], plan: RoundPlan
-    ) -> tuple[Proposals, np.ndarray]:
-        assert self.entries is not None
-        assert drafting, "all requests draft in every round"
-        proposals = self.entries.grow(job, drafting, self.speculation, plan.thresholds)
-        self.depths = proposals.depths
-        for line, b in enumerate(drafting):
-            row = (
-                proposals.tokens[line].astype(np.int32),
-                proposals.scores[line],
-                proposals.parents[line].astype(np.int16),
-            )
-            self.candidates.setdefault(job.runnings[b].request.id, []).append(row)
-        return proposals, np.zeros(proposals.tokens.shape, dtype=bool)
-
-    def _decode(self, job: Job) -> list[Outcome]:
-        """Nothing was offered, so nothing was refused."""
-        return [replace(outcome, num_accepted_drafts=None) for outcome in super()._decode(job)]
+    def play(
+        self, rule: DraftingRule, num_draft_steps: int, concurrency: int = 1
+    ) -> dict[str, list[int]]:
+        """Accepted drafts of each round of each answer, with so many answers at a time."""
+        accepted: dict[str, list[int]] = {name: [] for name in self.answers}
+        waiting = [name for name, one in self.answers.items() if len(one.token_ids) > 1][::-1]
+        at: dict[str, int] = {}  # of the answers under way: the number of the root
+        while waiting or at:
+            while waiting and len(at) < concurrency:
+                at[waiting.pop()] = 0
+            proposals = self.proposals(list(at.items()), num_draft_steps)
+            kept = rule(list(at), proposals)
+            for line, (name, root) in enumerate(list(at.items())):
+                left = self.answers[name].token_ids[root + 1 :]
+                count = num_accepted(proposals, line, kept[line], left)
+                accepted[name].append(min(count, len(left) - 1))
+                at[name] += count + 1
+                if count + 1 >= len(left):
+                    del at[name]
+        return accepted
 
 
-class RecordingEngine(Engine):
-    """An engine whose rounds are recorded."""
-
-    @staticmethod
-    def kind_of_rounds(target: Target) -> type[Rounds]:
-        return RecordingRounds
+def num_accepted(
+    proposals: Proposals, line: int, kept_C: np.ndarray, following: Sequence[int]
+) -> int:
+    """How many tokens that follow the root are a path of kept candidates."""
+    tokens, parents = proposals.tokens[line], proposals.parents[line]
+    node, count = -1, 0
+    for token in following:
+        children = np.flatnonzero(kept_C & (parents == node) & (tokens == token))
+        if not len(children):
+            break
+        node, count = int(children[0]), count + 1
+    return count
 
 
 def record(
-    models: Models, sizes: tuple[int, int], requests: Sequence[Request], track: Track
-) -> Recording:
-    """Decode all requests and keep what a head of `sizes` (num_draft_steps, tree_topk) proposes at
-    each of their tokens.
+    models: Models, num_draft_steps: int, tree_topk: int, requests: Sequence[Request], track: Track
+) -> RecordedRounds:
+    """Decode all requests, and keep what the head proposes at each of their tokens.
+
+    Raises ConfigError for a device whose rounds are not recorded.
     """
-    num_draft_steps, tree_topk = sizes
-    engine = models.engine(f"fixed({num_draft_steps},{tree_topk},2)", RecordingEngine)
-    assert isinstance(engine.rounds, RecordingRounds)
-    answers = {request.id: Recorded(request.prompt_ids) for request in requests}
+    if models.config.device != "cpu":
+        raise ConfigError(
+            f"rounds on {models.config.device} are not recorded", "take models.device=cpu"
+        )
+    engine = models.engine(f"fixed({num_draft_steps},{tree_topk},2)")
+    answers = {request.id: RecordedAnswer(request.prompt_ids) for request in requests}
+    depths = np.empty(0, dtype=np.int32)
+
+    def keep(names: list[str], proposals: Proposals) -> None:
+        nonlocal depths
+        depths = proposals.depths
+        columns = zip(
+            proposals.tokens.astype(np.int32),
+            proposals.scores.copy(),
+            proposals.parents.astype(np.int16),
+            strict=True,
+        )
+        for name, row in zip(names, columns, strict=True):
+            answers[name].candidates.append(row)
+
+    engine.rounds.recorder = keep
     done = 0
     for request in requests:
         engine.add(request)
@@ -118,10 +129,6 @@ def record(
             if update.finish_reason is not None:
                 done += 1
                 track(done, len(requests))
-    for name, answer in answers.items():
-        answer.candidates = engine.rounds.candidates.get(name, [])
-        assert len(answer.candidates) == len(answer.token_ids) - 1, (
-            "every token but the last is a root"
-        )
-    temperature = requests[0].params.temperature
-    return Recording(num_draft_steps, tree_topk, temperature, engine.rounds.depths, answers)
+    for answer in answers.values():
+        assert len(answer.candidates) == len(answer.token_ids) - 1, "every token but one is a root"
+    return RecordedRounds(depths, answers)

@@ -102,7 +102,7 @@ def export(
     folder = str(Path(resolve_target(target)).resolve())
     settings = {**config.model_dump(mode="json"), "target_fingerprint": fingerprint(folder)}
     work = identity("export", settings, inputs)
-    if output.is_done() and not output.begin(work):
+    if output.is_done_for(work):
         return output.manifest("export")
     measured = evaluation.read_json("eval.json") if evaluation is not None else None
     with TemporaryDirectory() as scratch:

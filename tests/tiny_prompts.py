@@ -7,8 +7,7 @@ from pathlib import Path
 from eyas.artifact import Artifact
 from eyas.chat import Chat
 from eyas.engine.engine import Engine
-from eyas.evaluate.decoding import Models, ModelsConfig
-from eyas.evaluate.questions import Asked, Question
+from eyas.evaluate.trees import EvalPrompt, Models, ModelsConfig, PromptSet
 from eyas.model.target import Target
 from eyas.shards import Features
 from eyas.train.trainer import TrainConfig, train
@@ -30,23 +29,23 @@ TRAIN = TrainConfig(
 )
 
 
-def questions(count: int) -> list[Question]:
+def eval_prompts(count: int) -> list[EvalPrompt]:
     """So many different ones, of three sources in turn."""
     named = [(number, SOURCES[number % 3]) for number in range(count)]
     return [
-        Question(str(number), source, ({"role": "user", "content": SAID[source].format(number)},))
+        EvalPrompt(str(number), source, ({"role": "user", "content": SAID[source].format(number)},))
         for number, source in named
     ]
 
 
-def asked(folder: Path, count: int) -> Asked:
-    """Questions as the target in a folder is asked them."""
-    return Asked.of(questions(count), Chat(folder), 150)
+def prompt_set(folder: Path, count: int) -> PromptSet:
+    """The same, tokenized for the target in a folder."""
+    return PromptSet.of(eval_prompts(count), Chat(folder), 150)
 
 
 def learned_head(folder: Path, count: int, output: Path) -> Artifact:
     """A head that was trained, too long, on the target's greedy answers to so many questions."""
-    requests = asked(folder, count).requests(24, 0.0, 0)
+    requests = prompt_set(folder, count).requests(24, 0.0, 0)
     answers = {result.request_id: result.token_ids for result in Engine.load(folder).run(requests)}
     conversations = [(list(request.prompt_ids), answers[request.id]) for request in requests]
     target = Target.load(folder)

@@ -1,0 +1,102 @@
+"""Figures of answers and of parts of them (by source, by language), and what the draft vocabulary
+alone allows. Knows counts of rounds; no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from eyas.tau import RoundCounts, tau_interval
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerCounts:
+    """The rounds of one answer, and what its prompt was."""
+
+    source: str
+    language: str
+    counts: RoundCounts
+
+
+def figures(answers: Sequence[AnswerCounts], num_draft_steps: int) -> dict[str, Any]:
+    """tau with its interval over answers, accepted drafts, and acceptance by position given all
+    positions before.
+    """
+    total = RoundCounts(num_draft_steps)
+    for answer in answers:
+        total.add(answer.counts)
+    return {
+        "tau": total.tau,
+        "tau_interval": _interval(answers),
+        "accept_hist": total.accept_hist,
+        "acceptance_by_position": total.acceptance_by_position,
+        "rounds": total.rounds,
+        "answers": len(answers),
+        "by_source": _by(answers, lambda answer: answer.source),
+        "by_language": _by(answers, lambda answer: answer.language),
+    }
+
+
+def _by(
+    answers: Sequence[AnswerCounts], name_of: Callable[[AnswerCounts], str]
+) -> dict[str, dict[str, Any]]:
+    groups: dict[str, list[AnswerCounts]] = {}
+    for answer in answers:
+        groups.setdefault(name_of(answer), []).append(answer)
+    return {name: _short(group) for name, group in sorted(groups.items())}
+
+
+def _short(answers: Sequence[AnswerCounts]) -> dict[str, Any]:
+    rounds = sum(answer.counts.rounds for answer in answers)
+    return {
+        "tau": sum(answer.counts.emitted for answer in answers) / max(rounds, 1),
+        "tau_interval": _interval(answers),
+        "rounds": rounds,
+        "answers": len(answers),
+    }
+
+
+def _interval(answers: Sequence[AnswerCounts]) -> list[float] | None:
+    found = tau_interval(
+        [answer.counts.emitted for answer in answers], [answer.counts.rounds for answer in answers]
+    )
+    return None if found is None else list(found)
+
+
+# The draft vocabulary. An answer is a list of bool: whether each token is in the vocabulary.
+
+
+def vocabulary_figures(answers: Sequence[Sequence[bool]], num_draft_steps: int) -> dict[str, float]:
+    """Share of tokens in the draft vocabulary, its ceiling on tau, and that of a full vocabulary,
+    which the ends of answers keep below num_draft_steps + 1.
+    """
+    known, count = sum(map(sum, answers)), sum(map(len, answers))
+    return {
+        "draft_vocabulary_coverage": known / max(count, 1),
+        "tau_ceiling": tau_ceiling(answers, num_draft_steps),
+        "tau_ceiling_full_vocabulary": tau_ceiling(
+            [[True] * len(answer) for answer in answers], num_draft_steps
+        ),
+    }
+
+
+def tau_ceiling(answers: Iterable[Sequence[bool]], num_draft_steps: int) -> float:
+    """The highest tau on these answers: a draft that is right wherever its vocabulary allows.
+
+    Every round accepts num_draft_steps drafts up to the first token that the vocabulary lacks,
+    which the target adds itself. No draft with this vocabulary and as many steps needs fewer
+    rounds, chain or tree: from a later token of an answer a round never ends earlier.
+
+        in the vocabulary   y  y  y  n  y  y  y  y  y        3 draft steps
+        rounds              0  [1  2  3] [4  5  6  7] [8]    the first token is the prefill's
+    """
+    counts = RoundCounts(num_draft_steps)
+    for answer in answers:
+        matches, length = [], 0
+        for is_known in reversed(answer[1:]):
+            length = length + 1 if is_known else 0
+            matches.append(length)
+        counts.add_answer(matches[::-1])
+    return counts.tau

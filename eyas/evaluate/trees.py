@@ -1,0 +1,226 @@
+"""Held-out prompts through the engine, tree by tree and temperature by temperature: tau as serving
+will have it. No server and no clock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from eyas.chat import Chat
+from eyas.engine.draft import Draft
+from eyas.engine.engine import Engine, EngineConfig
+from eyas.engine.request import Request, SamplingParams
+from eyas.engine.tree import Speculation
+from eyas.errors import EmptyInputError, TemplateError
+from eyas.evaluate.breakdown import AnswerCounts, figures, vocabulary_figures
+from eyas.language import language
+from eyas.log import Track
+from eyas.model.checkpoint import read_head
+from eyas.model.target import Target
+from eyas.model.weights import read_shapes
+from eyas.records import Message
+from eyas.tau import RoundCounts
+
+
+class ModelsConfig(BaseModel):
+    """How target and head run; they should run as they will be served. threads None: torch's own
+    choice.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: str = "cpu"
+    threads: int | None = Field(None, ge=1)
+    max_batch: int = Field(16, ge=1)
+    max_length: int = Field(1024, ge=2)
+
+
+@contextmanager
+def torch_threads(count: int | None) -> Iterator[None]:
+    """Set the number of torch's threads, and restore it afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """A target and its head, loaded once for engines of any speculation.
+
+    t2d_V bool: in the draft vocabulary. weights_share: weights that a draft step reads, by those
+    that a forward of the target reads.
+    """
+
+    target: Target
+    draft: Draft
+    folder: str
+    config: ModelsConfig
+    t2d_V: Tensor
+    weights_share: float
+
+    @classmethod
+    def load(cls, folder: str, head: str | Path, config: ModelsConfig) -> Models:
+        """Raises MissingInputError, CorruptError, and MismatchError for a head of another target."""
+        target = Target.load(folder, config.dtype, config.device)
+        shape, tensors = read_head(head, target.config)
+        share = weights_share(
+            read_shapes(folder), {name: tuple(t.shape) for name, t in tensors.items()}
+        )
+        return cls(target, Draft(shape, tensors, target), folder, config, tensors["t2d"], share)
+
+    def engine(self, speculation: Speculation | str) -> Engine:
+        """An engine of its own, with an empty cache."""
+        config = EngineConfig(
+            speculation=str(speculation),
+            max_batch=self.config.max_batch,
+            max_length=self.config.max_length,
+        )
+        return Engine(self.target, self.draft, config, self.folder)
+
+
+def weights_share(target: dict[str, tuple[int, ...]], head: dict[str, tuple[int, ...]]) -> float:
+    """Weights that a draft step reads by those that a target's forward reads, from tensors' shapes.
+
+    Of embeddings a forward reads a row a token, which counts as nothing. An lm_head that is not
+    there is another's: the target's embeddings, or for a head the target's lm_head.
+    """
+
+    def count(shapes: dict[str, tuple[int, ...]], left_out: str) -> int:
+        return sum(math.prod(shape) for name, shape in shapes.items() if left_out not in name)
+
+    is_tied = "lm_head.weight" not in target
+    lm_head = next(
+        math.prod(shape)
+        for name, shape in target.items()
+        if name.endswith("embed_tokens.weight" if is_tied else "lm_head.weight")
+    )
+    of_target = count(target, "embed_tokens.weight") + (lm_head if is_tied else 0)
+    maps = {name: shape for name, shape in head.items() if name not in ("d2t", "t2d")}
+    of_head = count(maps, "embed_tokens.weight")
+    return (of_head + (lm_head if "lm_head.weight" not in head else 0)) / of_target
+
+
+@dataclass(frozen=True)
+class EvalPrompt:
+    """A prompt that the head was not trained on. source: the domain that it counts for."""
+
+    id: str
+    source: str
+    messages: tuple[Message, ...]
+
+    @cached_property
+    def language(self) -> str:
+        """Language of what users say in it."""
+        return language(
+            "\n".join(message["content"] for message in self.messages if message["role"] == "user")
+        )
+
+
+def prompts_digest(prompts: Sequence[EvalPrompt]) -> str:
+    """16 hex digits over all prompts, in their order."""
+    digest = hashlib.sha256()
+    for one in prompts:
+        row = json.dumps([one.id, one.source, one.messages], sort_keys=True)
+        digest.update(row.encode() + b"\n")
+    return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """Prompts with their tokens. num_left_out: those too long, or refused by the template."""
+
+    prompts: list[EvalPrompt]
+    prompt_ids: list[tuple[int, ...]]
+    num_left_out: int
+
+    @classmethod
+    def of(cls, prompts: Sequence[EvalPrompt], chat: Chat, max_prompt_tokens: int) -> PromptSet:
+        """Raises EmptyInputError when none is left."""
+        kept, prompt_ids = [], []
+        for prompt in prompts:
+            try:
+                ids = tuple(chat.prompt_ids(prompt.messages))
+            except TemplateError:
+                continue
+            if len(ids) <= max_prompt_tokens:
+                kept.append(prompt)
+                prompt_ids.append(ids)
+        if not kept:
+            raise EmptyInputError(
+                f"none of the {len(prompts)} held-out prompts can be asked: too long, or refused "
+                "by the chat template",
+                f"give prompts of {max_prompt_tokens} tokens or fewer, or a larger "
+                "models.max_length",
+            )
+        return cls(kept, prompt_ids, len(prompts) - len(kept))
+
+    def requests(self, max_tokens: int, temperature: float, seed: int) -> list[Request]:
+        """A request for each, with the prompt's id. All have the same seed, as in `eyas bench`."""
+        params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
+        return [
+            Request(prompt.id, ids, params)
+            for prompt, ids in zip(self.prompts, self.prompt_ids, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedAnswer:
+    """Tokens of an answer, and the accepted drafts of each of its speculative rounds, in order."""
+
+    token_ids: list[int]
+    accepted: list[int]
+
+
+def decode(engine: Engine, requests: Sequence[Request], track: Track) -> list[DecodedAnswer]:
+    """All answers, in the order of the requests; `track` counts those that are done."""
+    answers = {request.id: DecodedAnswer([], []) for request in requests}
+    for request in requests:
+        engine.add(request)
+    done = 0
+    while engine.has_work:
+        for update in engine.step():
+            answer = answers[update.request_id]
+            answer.token_ids.extend(update.token_ids)
+            if update.num_accepted_drafts is not None:
+                answer.accepted.append(update.num_accepted_drafts)
+            if update.finish_reason is not None:
+                done += 1
+                track(done, len(requests))
+    return list(answers.values())
+
+
+def measure_tree(
+    models: Models, prompts: PromptSet, tree: Speculation, requests: Sequence[Request], track: Track
+) -> dict[str, Any]:
+    """An entry of eval.json's `trees`. Rounds without drafts, which only auto has, do not count."""
+    steps, answers = tree.num_draft_steps, []
+    decoded = decode(models.engine(tree), requests, track)
+    for prompt, answer in zip(prompts.prompts, decoded, strict=True):
+        counts = RoundCounts(steps)
+        counts.add_rounds(answer.accepted)
+        answers.append(AnswerCounts(prompt.source, prompt.language, counts))
+    return {
+        "speculation": str(tree),
+        "temperature": requests[0].params.temperature,
+        "num_draft_steps": steps,
+        **figures(answers, steps),
+        **vocabulary_figures([models.t2d_V[one.token_ids].tolist() for one in decoded], steps),
+        "tokens": sum(len(answer.token_ids) for answer in decoded),
+        "language_of": "prompts",
+    }
