@@ -155,7 +155,7 @@ class Trees:
 
     def measure(self, track: Track) -> dict[str, Any]:
         """The part of eval.json that prompts give. Raises EmptyInputError where nothing drafts."""
-        config, measured = self._config, []
+        config, measured = self._config, list[dict[str, Any]]()
         for temperature in config.temperatures:
             requests = self._prompts.requests(config.max_tokens, temperature, config.seed)
             for name in config.trees:
