@@ -15,6 +15,7 @@ import hashlib
 import html
 import io
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,11 @@ from eyas.page import stylesheet
 INCHES = (4.2, 2.6)
 _VARIABLES: dict[str, str] = {}  # the colour that matplotlib writes -> the page's variable
 _HINT = "hint: "
+# What an SVG inside a page does not need: a namespace, a licence, and a style for the whole page.
+_FOR_FILES = re.compile(
+    r' xmlns(?::\w+)?="[^"]*"|<metadata>.*?</metadata>|<defs>\s*<style.*?</defs>', re.S
+)
+_NAMESPACE = 'xmlns="http://www.w3.org/2000/svg"'
 
 
 def color(variable: str) -> str:
@@ -75,11 +81,14 @@ def svg(paint: Callable[[Axes], None], label: str, inches: tuple[float, float] =
         figure = Figure(figsize=inches, layout="constrained")
         paint(figure.subplots())
         written = io.StringIO()
-        figure.savefig(
-            written, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
-        )
+        with warnings.catch_warnings():
+            # The page's font draws the text: what matplotlib's own font lacks does not matter.
+            warnings.filterwarnings("ignore", "Glyph .* missing from font")
+            figure.savefig(
+                written, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
+            )
     text = written.getvalue()
-    text = text[text.index("<svg") :]
+    text = _FOR_FILES.sub("", text[text.index("<svg") :]).replace("xlink:href", "href")
     text = re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
     text = re.sub(f'<g id="{_HINT}(.*?)">', r"<g><title>\1</title>", text)
     for placeholder, variable in _VARIABLES.items():
@@ -94,4 +103,4 @@ def svg_file(
     colors = re.findall(r"^:root \{.*?^\}|^@media \(prefers.*?^\}", stylesheet(), re.DOTALL | re.M)
     style = f"<style>{''.join(colors)} svg {{ background: var(--paper); }}</style>"
     opening, rest = svg(paint, label, inches).split(">", 1)
-    return f"{opening}>{style}{rest}"
+    return f"{opening} {_NAMESPACE}>{style}{rest}"

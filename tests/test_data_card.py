@@ -13,6 +13,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.patches import PathPatch, Rectangle
 
 from eyas.data import fit, pictures
 from eyas.data.card import (
@@ -28,7 +30,7 @@ from eyas.data.card import (
 )
 from eyas.data.fit import GramBlock, Profile
 from eyas.data.ledger import LENGTHS, DamagedRow, Drop, Ledger, SourceRow, dropped_line
-from eyas.data.pictures import Part, Series
+from eyas.data.pictures import ClassCounts, Segment
 from eyas.privacy.policy import Finding
 from tests.browser import CHROMIUM, needs_chromium
 from tests.page_tags import Tags
@@ -188,7 +190,7 @@ def test_parts_that_are_not_given_are_left_out():
         assert heading not in page
     assert "No row was dropped." in page
     assert "None was found." in page
-    assert "overlap was not looked for" in page
+    assert "overlap was not searched" in page
     assert Tags(page).count("svg") == 3
 
 
@@ -318,56 +320,55 @@ def test_every_colour_is_declared_for_light_and_dark():
         assert page.count(f"--{variable}: ") == 2, variable
 
 
-def rectangles(svg):
-    return [attrs for tag, attrs in Tags(str(svg)).all if tag == "rect"]
+def painted(paint, *given):
+    axes = Figure().subplots()
+    paint(axes, *given)
+    return axes
+
+
+def rectangles(axes):
+    return [patch for patch in axes.patches if isinstance(patch, Rectangle)]
 
 
 def test_the_flow_is_as_thick_as_the_rows_are_many():
-    parts = {
-        "a": [Part("kept", 60, "fate-kept"), Part("pii", 20, "fate-pii")],
-        "b": [Part("kept", 20, "fate-kept"), Part("pii", 0, "fate-pii")],
+    segments = {
+        "a": [Segment("kept", 60, "fate-kept"), Segment("pii", 20, "fate-pii")],
+        "b": [Segment("kept", 20, "fate-kept"), Segment("pii", 0, "fate-pii")],
     }
-    svg = pictures.flow(parts, "rows")
-    heights = [float(one["height"]) for one in rectangles(svg)]
-    assert heights == pytest.approx(
-        [0.8 * pictures.FLOW, 0.2 * pictures.FLOW, 0.8 * pictures.FLOW, 0.2 * pictures.FLOW],
-        abs=0.1,
-    )
-    assert str(svg).count("<path") == 3
+    axes = painted(pictures.paint_flow, segments)
+    ends = rectangles(axes)
+    assert [one.get_height() for one in ends] == pytest.approx([0.8, 0.2, 0.8, 0.2])
+    ribbons = [patch.get_path().vertices for patch in axes.patches if isinstance(patch, PathPatch)]
+    thick = [(one[7][1] - one[0][1], one[4][1] - one[3][1]) for one in ribbons]
+    assert np.array(thick) == pytest.approx(np.array([[0.6, 0.6], [0.2, 0.2], [0.2, 0.2]]))
     # Nothing overlaps: each end begins below the one above it.
-    for side in (0, pictures.WIDTH - pictures.BAR):
-        ends = [
-            (float(one["y"]), float(one["height"]))
-            for one in rectangles(svg)
-            if float(one["x"]) == side
-        ]
-        assert all(y + height < below for (y, height), (below, _) in itertools.pairwise(ends))
+    for side in (0, 1 - pictures.END):
+        places = [(one.get_y(), one.get_height()) for one in ends if one.get_x() == side]
+        assert len(places) == 2
+        assert all(y + height < below for (y, height), (below, _) in itertools.pairwise(places))
 
 
 def test_a_bar_is_cut_in_proportion():
-    svg = pictures.shares(
-        {"a": [Part("kept", 3, "fate-kept"), Part("pii", 1, "fate-pii")], "b": []}, {}, "rows"
-    )
-    assert [float(one["width"]) for one in rectangles(svg)] == [300, 100]
-    rows = {"a": [Part("x", 3, "type-0"), Part("y", 1, "type-1")], "b": [Part("x", 8, "type-0")]}
-    assert [
-        float(one["width"]) for one in rectangles(pictures.shares(rows, {}, "values", longest=8))
-    ] == [150, 50, 400]
-    (only,) = rectangles(pictures.bars([Part("en", 5, "fate-kept")], "languages"))
-    assert float(only["width"]) == pictures.WIDTH
+    rows = {"a": [Segment("x", 3, "type-0"), Segment("y", 1, "type-1")], "b": []}
+    axes = painted(pictures.paint_shares, rows, {})
+    assert [one.get_width() for one in rectangles(axes)] == [0.75, 0.25]
+    axes = painted(pictures.paint_shares, {**rows, "b": [Segment("x", 8, "type-0")]}, {}, 8)
+    assert [one.get_width() for one in rectangles(axes)] == [3 / 8, 1 / 8, 1]
+    (only,) = rectangles(painted(pictures.paint_bars, [Segment("en", 5, "fate-kept")]))
+    assert only.get_width() == 1
 
 
 def test_a_histogram_shows_shares():
     classes = [str(begin) for begin in LENGTHS]
-    svg = pictures.histogram(
-        classes, [Series("a", [1] * 10, "ink"), Series("b", [0] * 10, "muted")], "lengths"
-    )
-    heights = {float(one["height"]) for one in rectangles(svg)}
-    assert heights == {pictures.CHART, 0}  # each has a tenth, and a tenth is the top
-    drawn = pictures.lines(classes, [Series("a", [0] * 9 + [4], "ink", dashed=True)], "lengths")
-    (line,) = [attrs for tag, attrs in Tags(str(drawn)).all if tag == "polyline"]
-    assert len(line["points"].split()) == 10
-    assert line["points"].split()[-1].endswith(",6")
+    series = [ClassCounts("a", [1] * 10, "ink"), ClassCounts("b", [0] * 10, "muted")]
+    axes = painted(pictures.paint_histogram, classes, series)
+    assert {one.get_height() for one in rectangles(axes)} == {0.1, 0}
+    assert axes.get_ylim() == (0, 0.1)
+    last = [ClassCounts("a", [0] * 9 + [4], "ink", dashed=True)]
+    axes = painted(pictures.paint_lines, classes, last)
+    (line,) = axes.lines
+    assert list(line.get_ydata()) == [0] * 9 + [1]
+    assert axes.get_ylim() == (0, 1)
 
 
 def test_many_sources_are_drawn_as_few():

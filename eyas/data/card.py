@@ -1,7 +1,7 @@
-"""The data card: where the rows went and why, for the person who is to sign. One HTML file that
-needs nothing beside it.
+"""The data card: where the rows went and why, for the person who signs. One HTML file that needs no
+other file.
 
-Takes what ledger.json holds and the report of the fit, as plain JSON. Knows what the counts mean;
+Takes the content of ledger.json and the fit report as plain JSON. Knows the meaning of the counts;
 knows no row and no value that was found.
 """
 
@@ -17,62 +17,58 @@ from typing import Any
 from markupsafe import Markup
 
 from eyas.data import pictures
-from eyas.data.pictures import Part, Series
+from eyas.data.pictures import ClassCounts, Segment
 from eyas.page import fill
 
 TEMPLATE = Path(__file__).with_name("card.html")
-MOST_SOURCES = 10  # in the flow; the others are one
+MOST_SOURCES = 10  # in the flow; the others are shown as one
 MOST_LANGUAGES = 12
-TOLD = {"und": "not told", "zxx": "code only"}  # ISO 639-2 for what is no language
-NUM_TYPE_COLORS = 7  # of types of personal data; rarer ones share one more
+NO_LANGUAGE = {"und": "undetermined", "zxx": "code only"}  # codes of ISO 639-2
+NUM_TYPE_COLORS = 7  # of types of personal data; rarer types share one more
 OTHERS = "others"
 
-# What becomes of a row, by the head of its reason, in the order of the stage, with what that means.
-# Each has its colour.
+# What becomes of a row, by the head of its reason, in the order of the stage, with its meaning.
 FATES = {
     "kept": "a prompt",
-    "malformed": "could not be read: no JSON, no shape that is known, or not UTF-8",
+    "malformed": "could not be read: no JSON, no known shape, or not UTF-8",
     "empty": "the user says nothing in it",
     "too_long": "longer than the limit",
-    "quality": "no text that a person would write: repetition, broken encoding, or hardly a letter",
-    "language": "not in a language that was asked for",
-    "contamination": "overlaps an evaluation set, which a model is not to be trained on",
-    "pii": "holds personal data or a secret of a type for which the policy drops the row",
+    "quality": "no usable text: repetition, broken encoding, or hardly a letter",
+    "language": "not in one of the languages to keep",
+    "contamination": "overlaps an evaluation set, which must not be trained on",
+    "pii": "holds personal data or a secret of a type that the policy drops",
     "duplicate": "says the same as an earlier row, or nearly",
     "match": "not drawn: others resemble the traffic more",
     "mix": "not drawn: more than its source's share",
-    "limit": "more than the prompts that were asked for",
+    "limit": "more than `max_prompts`",
 }
 
 WEAKNESSES = (
     "Names, street addresses and places are found without a language model. On noisy text (lower "
-    "case, misspelt, without "
-    "punctuation, transcribed speech) no more than about half of the names are found: the others "
-    "are still in the prompts.",
+    "case, misspelt, without punctuation, transcribed speech) no more than about half of the names "
+    "are found: the others are still in the prompts.",
     "How well names are found was measured on English texts. In other languages and scripts expect "
     "less.",
-    "What has no form is not found at all: a nickname, an employer, an illness, a story by which "
-    "those who know someone would "
-    "know them.",
+    "Data without a form is not found: a nickname, an employer, an illness, a story by which "
+    "somebody can be recognised.",
     "Some of what was replaced or dropped was no personal data: a form or a checksum can fit by "
     "chance.",
     "Overlap with evaluation sets is found by their words. A translated or reworded item passes, "
-    "and so does a set that was "
-    "not given.",
-    "Near-duplicates are told by their words: the same request in other words stays.",
+    "and so does a set that was not given.",
+    "Near-duplicates are found by their words: the same request in other words stays.",
     "Licences, terms and authors are what the run file states or the registry of known sets "
-    "records. Nobody read the terms row "
-    "by row, and a source may hold what its owner had no right to give.",
+    "records. The terms of single rows were not read, and a source may hold what its owner had no "
+    "right to give.",
     "No person read the prompts.",
 )
 
 
 @dataclass(frozen=True)
 class CardContents:
-    """What a card shows. Only the ledger is needed; a part that is absent is left out.
+    """What a card shows. Only the ledger is required; absent parts are left out.
 
-    ledger is ledger.json; fit is `fit.report`; evaluation names the sets that overlap was looked
-    for with; folder is what `eyas prompts` is to be given so that it shows the dropped rows.
+    ledger: ledger.json; fit: `fit.fit_report`; evaluation: names of the evaluation sets; folder:
+    the argument with which `eyas prompts` shows the dropped rows.
     """
 
     ledger: Mapping[str, Any]
@@ -85,7 +81,7 @@ class CardContents:
 
 
 def write_card(contents: CardContents) -> str:
-    """The card as HTML: the same text for the same contents."""
+    """The card as HTML. The same contents give the same text."""
     ledger = contents.ledger
     listed, found = reasons(ledger), personal_data(ledger)
     filters = {
@@ -121,26 +117,24 @@ def write_card(contents: CardContents) -> str:
 
 
 def color(reason: str) -> str:
-    """The page's colour (a CSS variable's name) for a reason, or for "kept"."""
+    """The CSS variable of the colour of a reason, or of "kept"."""
     head = reason.partition(".")[0]
     return f"fate-{head.replace('_', '-')}" if head in FATES else "fate-other"
 
 
-def fates(account: Mapping[str, Any]) -> list[Part]:
-    """What became of an account's rows by the heads of the reasons, kept first, then in the order
-    of the stage.
+def fates(account: Mapping[str, Any]) -> list[Segment]:
+    """The rows of a source or of all by the head of their reason: kept first, then in the order of
+    the stage.
     """
     counts = {**dict.fromkeys([*FATES, OTHERS], 0), "kept": account["rows_out"]}
     for reason, count in account["dropped"].items():
         head = reason.partition(".")[0]
         counts[head if head in FATES else OTHERS] += count
-    return [Part(name, count, color(name)) for name, count in counts.items() if count]
+    return [Segment(name, count, color(name)) for name, count in counts.items() if count]
 
 
 def reasons(ledger: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Every reason with its count and meaning, in the order of the stage, most frequent first under
-    each head.
-    """
+    """Every reason with its count, in the order of the stage, the most frequent of a head first."""
     order = [*FATES, OTHERS]
     rows = [
         {
@@ -154,7 +148,7 @@ def reasons(ledger: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _examples(listed: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A reason to ask for, personal data if there was any, and all of its kind."""
+    """A reason and its head as examples for --show-dropped, personal data first."""
     first = next(
         (reason for reason in listed if reason["head"] == "pii"), listed[0] if listed else None
     )
@@ -162,8 +156,8 @@ def _examples(listed: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def personal_data(ledger: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Values found by type, most first: how many were replaced, how many lay in rows dropped for
-    such, and both by source.
+    """Values found by type, most frequent first: how many were replaced, how many were in rows
+    dropped for them, and both by source.
     """
     types = {*ledger["masked"], *ledger["found_in_dropped"]}
     rows = []
@@ -200,7 +194,7 @@ def _personal_picture(ledger: Mapping[str, Any], found: Sequence[Mapping[str, An
         summed = [*counts[:NUM_TYPE_COLORS], sum(counts[NUM_TYPE_COLORS:])]
         names = [row["type"] for row in found[:NUM_TYPE_COLORS]] + [OTHERS]
         rows[name] = [
-            Part(type, count / thousands, f"type-{place}")
+            Segment(type, count / thousands, f"type-{place}")
             for place, (type, count) in enumerate(zip(names, summed, strict=True))
             if count
         ]
@@ -210,7 +204,7 @@ def _personal_picture(ledger: Mapping[str, Any], found: Sequence[Mapping[str, An
 
 
 def overlaps(ledger: Mapping[str, Any], evaluation: Sequence[str]) -> dict[str, int]:
-    """Rows dropped by evaluation set, those without any too."""
+    """Rows dropped by evaluation set, sets without any included."""
     found = {
         reason.partition(".")[2]: count
         for reason, count in ledger["dropped"].items()
@@ -220,17 +214,17 @@ def overlaps(ledger: Mapping[str, Any], evaluation: Sequence[str]) -> dict[str, 
 
 
 def _flow(sources: Mapping[str, Mapping[str, Any]]) -> Markup:
-    """The sources in the order in which they were read, the small ones of many as one."""
+    """The sources in the order of reading, the small ones of many as one."""
     by_size = sorted(sources, key=lambda name: -sources[name]["rows_in"])
     shown = set(by_size if len(by_size) <= MOST_SOURCES + 1 else by_size[:MOST_SOURCES])
-    parts: dict[str, list[Part]] = {
+    parts: dict[str, list[Segment]] = {
         name: fates(one) for name, one in sources.items() if name in shown
     }
     if len(shown) < len(sources):
         parts[f"{len(sources) - len(shown)} others"] = fates(
             _sum(one for name, one in sources.items() if name not in shown)
         )
-    # Each source with all the fates that there are: the right side then has the order of the stage.
+    # Every source with every fate: then the right side has the order of the stage.
     found = {part.name for of_source in parts.values() for part in of_source}
     order = [fate for fate in (*FATES, OTHERS) if fate in found]
     complete = {
@@ -247,8 +241,8 @@ def _sum(accounts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {"rows_out": rows_out, "dropped": dropped}
 
 
-def _part(parts: Iterable[Part], name: str) -> Part:
-    return next((part for part in parts if part.name == name), Part(name, 0, color(name)))
+def _part(parts: Iterable[Segment], name: str) -> Segment:
+    return next((part for part in parts if part.name == name), Segment(name, 0, color(name)))
 
 
 def _by_source(sources: Mapping[str, Mapping[str, Any]]) -> Markup:
@@ -266,8 +260,8 @@ def _lengths(ledger: Mapping[str, Any]) -> Markup | None:
     if not sum(ledger["lengths_in"]):
         return None
     series = [
-        Series("rows in", ledger["lengths_in"], "muted"),
-        Series("prompts", ledger["lengths_out"], "fate-kept"),
+        ClassCounts("rows in", ledger["lengths_in"], "muted"),
+        ClassCounts("prompts", ledger["lengths_out"], "fate-kept"),
     ]
     return pictures.histogram(
         _classes(ledger["lengths_from"]), series, "share of rows by characters that the user says"
@@ -282,9 +276,10 @@ def _languages(ledger: Mapping[str, Any]) -> Markup | None:
     found = sorted(ledger["languages"].items(), key=lambda item: (-item[1], item[0]))
     rest = sum(count for _, count in found[MOST_LANGUAGES:])
     parts = [
-        Part(TOLD.get(name, name), count, "fate-kept") for name, count in found[:MOST_LANGUAGES]
+        Segment(NO_LANGUAGE.get(name, name), count, "fate-kept")
+        for name, count in found[:MOST_LANGUAGES]
     ]
-    parts += [Part(OTHERS, rest, "muted")] if rest else []
+    parts += [Segment(OTHERS, rest, "muted")] if rest else []
     return pictures.bars(parts, "prompts by language") if parts else None
 
 
@@ -296,9 +291,9 @@ def _fit_pictures(fit: Mapping[str, Any]) -> list[tuple[str, Markup, str]]:
     }
     lengths = fit["lengths"]
     series = [
-        Series("rows to choose from", lengths["before"], "fit-before"),
-        Series("prompts", lengths["after"], "fit-after"),
-        Series("traffic", lengths["traffic"], "ink", dashed=True),
+        ClassCounts("rows to choose from", lengths["before"], "fit-before"),
+        ClassCounts("prompts", lengths["after"], "fit-after"),
+        ClassCounts("traffic", lengths["traffic"], "ink", dashed=True),
     ]
     return [
         (
@@ -315,12 +310,11 @@ def _fit_pictures(fit: Mapping[str, Any]) -> list[tuple[str, Markup, str]]:
 
 
 DISTANCE_NOTE = (
-    "In nats, 0 for no difference, to a half of the traffic that the selection never saw. The bar "
-    "across is the floor: how far "
-    "the traffic's two halves are from each other. A large selection may come nearer than that, "
-    "having less noise of its own."
+    "In nats, 0 for no difference, to the half of the traffic that the selection never saw. The "
+    "vertical bar is the floor: the distance between the two halves of the traffic. A large "
+    "selection may come nearer than that, because it has less noise of its own."
 )
 LENGTH_NOTE = (
-    "Share of prompts by the characters that the user says in them, each class from the "
+    "Share of prompts by the number of characters of the user's turns; each class begins at the "
     "number below it."
 )

@@ -260,7 +260,8 @@ def parsed_licence(text: str) -> Any:
         tree = SPDX.parse(text)
     except ExpressionError as error:
         raise ValueError(" ".join(str(error).split())) from error
-    except (IndexError, TypeError, AttributeError) as error:  # the parser's answer to "MIT)", "()"
+    # The parser's own failures on brackets that do not match, such as "()" and "( AND MIT".
+    except (AssertionError, AttributeError, IndexError, TypeError) as error:
         raise ValueError("its brackets do not match") from error
     if tree is None:
         raise ValueError("it is empty")

@@ -1,8 +1,7 @@
-"""The data card's pictures: SVG that takes its colours from the page, so that light and dark are
-one file.
+"""The pictures of the data card, painted with matplotlib in the colours of the page.
 
-Knows names and numbers, and nothing of rows. Drawn as wide as a phone at one CSS pixel a unit, so
-that text keeps its size there.
+Each `paint_*` function draws on axes; the function without the prefix returns the SVG. Knows names
+and numbers, and nothing of rows.
 """
 
 from __future__ import annotations
@@ -11,75 +10,107 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.patches import PathPatch, Rectangle
+from matplotlib.path import Path
+from matplotlib.text import Text
+from matplotlib.ticker import PercentFormatter
 
-WIDTH = 400.0
-BAR = 9.0  # thickness of the flow's two ends
-GAP = 15.0  # between two ends of it: a line of text
-FLOW = 220.0  # height that all rows have together
-LINE, STEP = 18.0, 38.0  # height of a line of text; of a bar with a line above it
-CHART = 170.0  # height of a chart's area
+from eyas.figure import INCHES, INK, LINE, color, hint, svg
+
+WIDE = 4.2  # inches, as all pictures
+ROW = 0.48  # inches of a bar with a line of text above it
+# The flow, in units of the height that all rows have together.
+GAP = 0.075  # between two ends, the height of a line of text
+END = 0.03  # width of the bars at both ends, in units of the picture's width
+FLOW_INCHES = 2.4
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A share of something: what it is called, how much it is, and the page's colour for it (a CSS
-    variable's name).
-    """
+class Segment:
+    """A part of something: its name, its count, and the CSS variable of its colour."""
 
     name: str
     count: float
     color: str
 
 
-def flow(sources: Mapping[str, Sequence[Part]], label: str) -> Markup:
-    """Ribbons from each source at the left to its parts at the right, as thick as they are many.
-    Parts are told by name.
+@dataclass(frozen=True, slots=True)
+class ClassCounts:
+    """Counts by class, drawn as shares of their sum. dashed: for what others are compared with."""
+
+    name: str
+    counts: Sequence[float]
+    color: str
+    dashed: bool = False
+
+    @property
+    def shares(self) -> list[float]:
+        total = sum(self.counts) or 1
+        return [count / total for count in self.counts]
+
+
+# From sources to fates.
+
+
+def flow(sources: Mapping[str, Sequence[Segment]], label: str) -> Markup:
+    """Ribbons from each source on the left to its segments, by name, on the right."""
+    ends = max(len(sources), len(_summed(sources.values())), 1)
+    return svg(
+        lambda axes: paint_flow(axes, sources), label, (WIDE, FLOW_INCHES * (1 + GAP * ends))
+    )
+
+
+def paint_flow(axes: Axes, sources: Mapping[str, Sequence[Segment]]) -> None:
+    """Ribbons and ends are as thick as their share of all rows; all of them together have height
+    1.
     """
     fates = _summed(sources.values())
-    total = sum(part.count for part in fates) or 1
-    sizes = {name: sum(part.count for part in parts) for name, parts in sources.items()}
-    height = FLOW + GAP * max(len(sources), len(fates))
-    left = _stacked({name: FLOW * size / total for name, size in sizes.items()}, height)
-    right = _stacked({part.name: FLOW * part.count / total for part in fates}, height)
-    drawn = list(_ribbons(sources, dict(left), dict(right), total))
+    total = sum(one.count for one in fates) or 1
+    sizes = {name: sum(one.count for one in segments) for name, segments in sources.items()}
+    height = 1 + GAP * max(len(sources), len(fates), 1)
+    left = _stacked({name: size / total for name, size in sizes.items()}, height)
+    right = _stacked({one.name: one.count / total for one in fates}, height)
+    axes.set_axis_off()
+    axes.set_xlim(0, 1)
+    axes.set_ylim(height, 0)
+    starts, ends = dict(left), dict(right)  # of the next ribbon
+    for name, segments in sources.items():
+        for one in segments:
+            if one.count:
+                thick = one.count / total
+                ribbon = _ribbon(starts[name], ends[one.name], thick)
+                patch = PathPatch(ribbon, facecolor=color(one.color), alpha=0.38, linewidth=0)
+                _hint(patch, f"{name}, {one.name}: {one.count:,.0f}")
+                axes.add_patch(patch).set_clip_on(False)
+                starts[name] += thick
+                ends[one.name] += thick
     for name, y in left.items():
-        drawn.append(_rect(0, y, BAR, max(FLOW * sizes[name] / total, 1), "muted"))
-    for part in fates:
-        drawn.append(
-            _rect(WIDTH - BAR, right[part.name], BAR, max(FLOW * part.count / total, 1), part.color)
+        thick = sizes[name] / total
+        _rectangle(axes, (0, y), END, thick, INK)
+        _label(axes, END + 0.015, y + thick / 2, f"{_short(name)} {sizes[name]:,.0f}", "left")
+    for one in fates:
+        thick, y = one.count / total, right[one.name]
+        _rectangle(axes, (1 - END, y), END, thick, color(one.color))
+        _label(
+            axes, 1 - END - 0.015, y + thick / 2, f"{_short(one.name)} {one.count:,.0f}", "right"
         )
-    for name, y in left.items():
-        middle = y + FLOW * sizes[name] / total / 2
-        drawn.append(
-            _text(BAR + 5, middle + 4, f"{_short(name)} {_number(sizes[name])}", halo=True)
-        )
-    for part in fates:
-        middle = right[part.name] + FLOW * part.count / total / 2
-        drawn.append(
-            _text(
-                WIDTH - BAR - 5,
-                middle + 4,
-                f"{_short(part.name)} {_number(part.count)}",
-                anchor="end",
-                halo=True,
-            )
-        )
-    return _svg(drawn, height, label)
 
 
-def _summed(sources: Iterable[Sequence[Part]]) -> list[Part]:
-    """The parts of all sources, equal names added up, in the order in which they first come."""
-    summed: dict[str, Part] = {}
-    for part in (part for parts in sources for part in parts):
-        before = summed[part.name].count if part.name in summed else 0
-        summed[part.name] = Part(part.name, before + part.count, part.color)
+def _summed(sources: Iterable[Sequence[Segment]]) -> list[Segment]:
+    """The segments of all sources, equal names added up, in the order of their first place."""
+    summed: dict[str, Segment] = {}
+    for one in (segment for segments in sources for segment in segments):
+        before = summed[one.name].count if one.name in summed else 0
+        summed[one.name] = Segment(one.name, before + one.count, one.color)
     return list(summed.values())
 
 
 def _stacked(heights: Mapping[str, float], height: float) -> dict[str, float]:
-    """Where each begins, one below the other with a gap, in the middle of the height together."""
-    gap = (height - FLOW) / max(len(heights), 1)
+    """Where each begins, one below the other with equal gaps."""
+    gap = (height - sum(heights.values())) / max(len(heights), 1)
     y, begins = gap / 2, {}
     for name, own in heights.items():
         begins[name] = y
@@ -87,221 +118,196 @@ def _stacked(heights: Mapping[str, float], height: float) -> dict[str, float]:
     return begins
 
 
-def _ribbons(
-    sources: Mapping[str, Sequence[Part]],
-    left: dict[str, float],
-    right: dict[str, float],
-    total: float,
-) -> Iterable[Markup]:
-    """`left` and `right` say where the next ribbon begins, and move on with each."""
-    middle = WIDTH / 2
-    for name, parts in sources.items():
-        for part in parts:
-            if not part.count:
-                continue
-            thick = FLOW * part.count / total
-            a, b = left[name], right[part.name]
-            left[name], right[part.name] = a + thick, b + thick
-            yield Markup(
-                '<path style="fill:var(--{})" opacity=".38" d="M{} {}C{} {} {} {} {} {}V{}C{} {} '
-                '{} {} {} {}Z">'
-                "<title>{}</title></path>"
-            ).format(
-                part.color,
-                *map(_round, (BAR, a, middle, a, middle, b, WIDTH - BAR, b, b + max(thick, 0.4))),
-                *map(_round, (middle, b + thick, middle, a + thick, BAR, a + max(thick, 0.4))),
-                f"{name}, {part.name}: {_number(part.count)}",
-            )
+def _ribbon(start: float, end: float, thick: float) -> Path:
+    left, middle, right = END, 0.5, 1 - END
+    points = [(left, start), (middle, start), (middle, end), (right, end), (right, end + thick)]
+    points += [(middle, end + thick), (middle, start + thick), (left, start + thick), (left, start)]
+    curve = [Path.CURVE4] * 3
+    return Path(points, [Path.MOVETO, *curve, Path.LINETO, *curve, Path.CLOSEPOLY])
+
+
+# Bars.
 
 
 def shares(
-    rows: Mapping[str, Sequence[Part]],
+    rows: Mapping[str, Sequence[Segment]],
     notes: Mapping[str, str],
     label: str,
     longest: float | None = None,
 ) -> Markup:
-    """A bar per row cut into its parts; above each its name and, at the right, a note.
+    """A bar per row cut into its segments; above it the name and, on the right, a note.
 
-    All are of one length, or where `longest` is given, in proportion to their sum: as long as the
-    picture is wide for so many.
+    All bars have one length; with `longest`, which is the width of the picture, the length of their
+    sum.
     """
-    drawn, y = [], 0.0
-    for name, parts in rows.items():
-        total = longest or sum(part.count for part in parts) or 1
-        drawn += [
-            _text(0, y + 12, _short(name, 34), "ink"),
-            _text(WIDTH, y + 12, notes.get(name, ""), anchor="end"),
-        ]
-        x = 0.0
-        for part in parts:
-            width = WIDTH * part.count / total
-            drawn.append(
-                _rect(x, y + LINE, width, 11, part.color, f"{part.name}: {_number(part.count)}")
-            )
-            x += width
-        y += STEP
-    return _svg(drawn, max(y, 1), label)
-
-
-def bars(parts: Sequence[Part], label: str) -> Markup:
-    """A bar per part, as long as its share of the largest, with its count and its share of all."""
-    most, total = (
-        max((part.count for part in parts), default=1) or 1,
-        sum(part.count for part in parts) or 1,
+    return svg(
+        lambda axes: paint_shares(axes, rows, notes, longest), label, (WIDE, _height(len(rows)))
     )
-    drawn, y = [], 0.0
-    for part in parts:
-        note = f"{_number(part.count)} ({100 * part.count / total:.1f} %)"
-        drawn += [
-            _text(0, y + 12, _short(part.name, 30), "ink"),
-            _text(WIDTH, y + 12, note, anchor="end"),
-        ]
-        drawn.append(_rect(0, y + LINE, max(WIDTH * part.count / most, 1), 8, part.color))
-        y += STEP - 4
-    return _svg(drawn, max(y, 1), label)
 
 
-@dataclass(frozen=True, slots=True)
-class Series:
-    """Counts by class, shown as shares of their sum. dashed: for what the others are compared with."""
-
-    name: str
-    counts: Sequence[float]
-    color: str
-    dashed: bool = False
-
-
-def histogram(classes: Sequence[str], series: Sequence[Series], label: str) -> Markup:
-    """Bars by class, those of the series side by side."""
-    tall, axis = _axis(series, classes)
-    slot = (WIDTH - 30) / len(classes)
-    width = slot * 0.8 / max(len(series), 1)
-    drawn = list(axis)
-    for place, one in enumerate(series):
-        for number, share in enumerate(_of_sum(one.counts)):
-            height = CHART * share / tall
-            x = 30 + slot * (number + 0.1) + width * place
-            hint = (
-                f"{one.name}, from {classes[number]}: {_number(one.counts[number])} "
-                f"({100 * share:.1f} %)"
-            )
-            drawn.append(_rect(x, 6 + CHART - height, width * 0.92, height, one.color, hint))
-    return _svg(drawn, CHART + 40, label)
+def paint_shares(
+    axes: Axes,
+    rows: Mapping[str, Sequence[Segment]],
+    notes: Mapping[str, str],
+    longest: float | None = None,
+) -> None:
+    """See `shares`; the bar of row i lies at y = i, the picture is 1 wide."""
+    _rows(axes, len(rows))
+    for y, (name, segments) in enumerate(rows.items()):
+        total = longest or sum(one.count for one in segments) or 1
+        _above(axes, y, _short(name, 34), notes.get(name, ""))
+        x = 0.0
+        for one in segments:
+            bar = _bar(axes, x, y, one.count / total, color(one.color))
+            _hint(bar, f"{one.name}: {one.count:,.0f}")
+            x += one.count / total
 
 
-def lines(classes: Sequence[str], series: Sequence[Series], label: str) -> Markup:
-    """A line per series over the classes."""
-    tall, axis = _axis(series, classes)
-    slot = (WIDTH - 30) / len(classes)
-    drawn = list(axis)
-    for one in series:
-        points = [
-            (30 + slot * (number + 0.5), 6 + CHART * (1 - share / tall))
-            for number, share in enumerate(_of_sum(one.counts))
-        ]
-        path = " ".join(f"{_round(x)},{_round(y)}" for x, y in points)
-        dash = ' stroke-dasharray="5 4"' if one.dashed else ""
-        drawn.append(
-            Markup(
-                f'<polyline points="{path}" fill="none" stroke-width="2.2" '
-                f'stroke-linejoin="round"{dash}'
-                ' style="stroke:var(--{})"><title>{}</title></polyline>'
-            ).format(one.color, one.name)
-        )
-    return _svg(drawn, CHART + 40, label)
+def bars(segments: Sequence[Segment], label: str) -> Markup:
+    """A bar per segment, relative to the largest, with its count and its share of all."""
+    return svg(lambda axes: paint_bars(axes, segments), label, (WIDE, _height(len(segments))))
+
+
+def paint_bars(axes: Axes, segments: Sequence[Segment]) -> None:
+    """See `bars`."""
+    most = max((one.count for one in segments), default=1) or 1
+    total = sum(one.count for one in segments) or 1
+    _rows(axes, len(segments))
+    for y, one in enumerate(segments):
+        note = f"{one.count:,.0f} ({100 * one.count / total:.1f} %)"
+        _above(axes, y, _short(one.name, 30), note)
+        _bar(axes, 0, y, one.count / most, color(one.color))
 
 
 def distances(rows: Mapping[str, tuple[float, float, float]], label: str) -> Markup:
-    """For each row how far apart two things were and are, with the floor below which no difference
-    can be told.
+    """For each row the distance before and after, and the floor below which no difference can be
+    seen.
     """
-    drawn, y = [], 0.0
-    for name, (before, after, floor) in rows.items():
-        scale = (WIDTH - 20) / (max(before, after, floor) or 1)
-        x = [10 + scale * value for value in (before, after, floor)]
-        drawn += [
-            _text(0, y + 12, name, "ink"),
-            _text(WIDTH, y + 12, f"{before:.3f} → {after:.3f}, floor {floor:.3f}", anchor="end"),
-            _line(10, y + 32, WIDTH - 10, y + 32, "line", 1),
-            _line(x[0], y + 32, x[1], y + 32, "fit-after", 3),
-            _line(x[2], y + 24, x[2], y + 40, "ink", 2),
-            _dot(x[0], y + 32, "fit-before"),
-            _dot(x[1], y + 32, "fit-after"),
-        ]
-        y += 52
-    return _svg(drawn, max(y, 1), label)
+    return svg(lambda axes: paint_distances(axes, rows), label, (WIDE, _height(len(rows))))
 
 
-def _axis(series: Sequence[Series], classes: Sequence[str]) -> tuple[float, list[Markup]]:
-    """The share at the top of the chart, and its grid and names."""
-    most = max((share for one in series for share in _of_sum(one.counts)), default=0)
-    tall = max(math.ceil(most * 10) / 10, 0.1)
-    drawn = []
-    for quarter in range(5):
-        y = 6 + CHART * (1 - quarter / 4)
-        drawn += [
-            _line(30, y, WIDTH, y, "line", 1),
-            _text(25, y + 4, f"{100 * tall * quarter / 4:.0f}%", anchor="end"),
-        ]
-    slot = (WIDTH - 30) / max(len(classes), 1)
-    drawn += [
-        _text(30 + slot * number, CHART + 22, name, anchor="middle")
-        for number, name in enumerate(classes)
-    ]
-    return tall, drawn
+def paint_distances(axes: Axes, rows: Mapping[str, tuple[float, float, float]]) -> None:
+    """See `distances`."""
+    _rows(axes, len(rows))
+    axes.set_xlim(-0.03, 1.03)
+    for y, (name, values) in enumerate(rows.items()):
+        before, after, floor = values
+        scale = 1 / (max(values) or 1)
+        _above(axes, y, name, f"{before:.3f} → {after:.3f}, floor {floor:.3f}")
+        _line(axes, (0, 1), (y, y), LINE, 1)
+        _line(axes, (before * scale, after * scale), (y, y), color("fit-after"), 3)
+        _line(axes, (floor * scale,) * 2, (y - 0.2, y + 0.2), color("ink"), 2)
+        for value, variable in ((before, "fit-before"), (after, "fit-after")):
+            # A dot: almost no line, with round ends.
+            _line(axes, (value * scale,) * 2, (y, y + 0.001), color(variable), 9)
 
 
-def _of_sum(counts: Sequence[float]) -> list[float]:
-    total = sum(counts) or 1
-    return [count / total for count in counts]
+# Over classes.
 
 
-# Shapes
+def histogram(classes: Sequence[str], series: Sequence[ClassCounts], label: str) -> Markup:
+    """Shares by class, the bars of the series side by side."""
+    return svg(lambda axes: paint_histogram(axes, classes, series), label, INCHES)
 
 
-def _svg(drawn: Iterable[Markup], height: float, label: str) -> Markup:
-    opening = f'<svg viewBox="0 0 {WIDTH:.0f} {_round(height + 2)}" role="img" aria-label="'
-    return (
-        Markup(opening) + escape(label) + Markup('">') + Markup("").join(drawn) + Markup("</svg>")
-    )
+def paint_histogram(axes: Axes, classes: Sequence[str], series: Sequence[ClassCounts]) -> None:
+    """See `histogram`; class i has its left edge at x = i."""
+    width = 0.8 / max(len(series), 1)
+    for place, one in enumerate(series):
+        left = [number + 0.1 + width * place for number in range(len(classes))]
+        drawn = axes.bar(
+            left, one.shares, width * 0.92, align="edge", color=color(one.color), clip_on=False
+        )
+        for bar, name, count, share in zip(drawn, classes, one.counts, one.shares, strict=True):
+            _hint(bar, f"{one.name}, from {name}: {count:,.0f} ({100 * share:.1f} %)")
+    _percent_by_class(axes, classes, series)
 
 
-def _rect(x: float, y: float, width: float, height: float, color: str, hint: str = "") -> Markup:
-    title = Markup("<title>{}</title>").format(hint) if hint else ""
-    shape = Markup('<rect x="{}" y="{}" width="{}" height="{}" style="fill:var(--{})">{}</rect>')
-    return shape.format(_round(x), _round(y), _round(width), _round(height), color, title)
+def lines(classes: Sequence[str], series: Sequence[ClassCounts], label: str) -> Markup:
+    """Shares by class, a line per series."""
+    return svg(lambda axes: paint_lines(axes, classes, series), label, INCHES)
 
 
-def _line(x: float, y: float, x2: float, y2: float, color: str, width: float) -> Markup:
-    shape = Markup(
-        '<line x1="{}" y1="{}" x2="{}" y2="{}" stroke-width="{}" style="stroke:var(--{})"/>'
-    )
-    return shape.format(*map(_round, (x, y, x2, y2, width)), color)
+def paint_lines(axes: Axes, classes: Sequence[str], series: Sequence[ClassCounts]) -> None:
+    """See `lines`."""
+    middle = [number + 0.5 for number in range(len(classes))]
+    for one in series:
+        style = (0, (5, 4)) if one.dashed else "-"
+        (line,) = axes.plot(
+            middle,
+            one.shares,
+            color=color(one.color),
+            linewidth=2.2,
+            linestyle=style,
+            clip_on=False,
+        )
+        _hint(line, one.name)
+    _percent_by_class(axes, classes, series)
 
 
-def _dot(x: float, y: float, color: str) -> Markup:
-    return Markup('<circle cx="{}" cy="{}" r="6" style="fill:var(--{})"/>').format(
-        _round(x), _round(y), color
-    )
+def _percent_by_class(axes: Axes, classes: Sequence[str], series: Sequence[ClassCounts]) -> None:
+    most = max((share for one in series for share in one.shares), default=0)
+    axes.set_ylim(0, max(math.ceil(most * 10) / 10, 0.1))
+    axes.set_xlim(0, max(len(classes), 1))
+    axes.set_xticks(range(len(classes)), classes)
+    axes.yaxis.set_major_formatter(PercentFormatter(1))
+    axes.grid(False, axis="x")
+    for line in axes.get_ygridlines():
+        line.set_clip_on(False)
 
 
-def _text(
-    x: float, y: float, text: str, color: str = "muted", anchor: str = "start", halo: bool = False
-) -> Markup:
-    kind = "halo" if halo else "plain"
-    shape = Markup(
-        '<text x="{}" y="{}" class="{}" text-anchor="{}" style="fill:var(--{})">{}</text>'
-    )
-    return shape.format(_round(x), _round(y), kind, anchor, "ink" if halo else color, text)
+# Shapes.
+
+
+def _height(num_rows: int) -> float:
+    return ROW * max(num_rows, 1)
+
+
+def _rows(axes: Axes, num_rows: int) -> None:
+    axes.set_axis_off()
+    axes.set_xlim(0, 1)
+    axes.set_ylim(max(num_rows, 1) - 0.5 + 0.1, -0.7)
+
+
+def _above(axes: Axes, y: float, name: str, note: str) -> None:
+    """The line of text above the bar of a row."""
+    _text(axes, 0, y - 0.28, name, color=color("ink"), va="bottom")
+    _text(axes, 1, y - 0.28, note, ha="right", va="bottom")
+
+
+def _bar(axes: Axes, x: float, y: float, width: float, colour: str) -> Rectangle:
+    return _rectangle(axes, (x, y - 0.14), width, 0.28, colour)
+
+
+def _rectangle(
+    axes: Axes, place: tuple[float, float], width: float, height: float, colour: str
+) -> Rectangle:
+    drawn = Rectangle(place, width, height, facecolor=colour, linewidth=0, clip_on=False)
+    axes.add_patch(drawn)
+    return drawn
+
+
+def _hint(artist: Artist, text: str) -> None:
+    hint(artist, " ".join(text.split()))
+
+
+def _line(
+    axes: Axes, x: tuple[float, ...], y: tuple[float, ...], colour: str, width: float
+) -> None:
+    axes.plot(x, y, color=colour, linewidth=width, solid_capstyle="round", clip_on=False)
+
+
+def _label(axes: Axes, x: float, y: float, text: str, side: str) -> None:
+    """A text on the flow, readable above the ribbons."""
+    written = _text(axes, x, y, text, color=color("ink"), ha=side, va="center")
+    box = {"facecolor": color("card"), "alpha": 0.6, "linewidth": 0, "boxstyle": "square,pad=.1"}
+    written.set_bbox(box)
+
+
+def _text(axes: Axes, x: float, y: float, text: str, **style: object) -> Text:
+    # Names come from run files and data: `$` in them is no formula.
+    return axes.text(x, y, text, parse_math=False, **style)  # type: ignore[arg-type]
 
 
 def _short(name: str, limit: int = 24) -> str:
     return name if len(name) <= limit else f"{name[: limit - 1]}…"
-
-
-def _number(count: float) -> str:
-    return f"{count:,.0f}"
-
-
-def _round(value: float) -> str:
-    return f"{value:.1f}".removesuffix(".0")
