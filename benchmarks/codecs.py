@@ -30,8 +30,8 @@ from eyas.bench.machine import machine
 from eyas.evaluate.evaluate import EvalConfig, evaluate
 from eyas.log import progress_bar
 from eyas.shards import FeatureMeta, Features, ShardWriter
-from eyas.train.optimizer import OptimizerConfig
-from eyas.train.stopping import StopConfig
+from eyas.train.state import StopConfig
+from eyas.train.step import OptimizerConfig
 from eyas.train.trainer import TrainConfig, train
 
 CODECS = "lossless,int8,fp8,within1,within2,within4,within8,within2/supervised"
@@ -77,7 +77,12 @@ def tau_of(
     folder = args.folder / "heads" / f"{args.epochs}-{codec.replace('/', '-')}-{seed}"
     optimizer = OptimizerConfig(learning_rate=args.learning_rate)
     config = TrainConfig(
-        epochs=args.epochs, optimizer=optimizer, stop=NOT_MEASURED, seed=seed, **args.training
+        head={"draft_vocab_size": 2048},
+        epochs=args.epochs,
+        optimizer=optimizer,
+        stop=NOT_MEASURED,
+        seed=seed,
+        **args.training,
     )
     with progress_bar(f"{codec} {seed}") as track:
         train(config, args.target, Features(features), Artifact(f"{folder}/head"), track)
@@ -111,7 +116,7 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=2.5e-3)
     parser.add_argument("--held-out-share", type=float, default=0.15)
     args = parser.parse_args()
-    args.training = {}
+    args.training = {"head": {"draft_vocab_size": 2048}}
     if args.quick:
         args.prompts, args.seeds, args.epochs = min(args.prompts, 120), 1, 2
         args.training = {

@@ -44,10 +44,10 @@ from eyas.model.head import load_head
 from eyas.model.vocab import TargetVocabulary
 from eyas.shards import Features
 from eyas.tau import RoundCounts
+from eyas.train.batches import BatchConfig
 from eyas.train.loss import ObjectiveConfig
-from eyas.train.optimizer import OptimizerConfig
-from eyas.train.plan import BatchConfig
-from eyas.train.stopping import StopConfig
+from eyas.train.state import StopConfig
+from eyas.train.step import OptimizerConfig
 from eyas.train.trainer import TrainConfig, train
 
 DEFAULT = "default"
@@ -90,7 +90,7 @@ def configured(
     if head.get("hidden_size") == 0:
         head["hidden_size"] = max(1, target.hidden_size // target.head_dim // 2) * target.head_dim
     return TrainConfig(
-        head=HeadOptions(**head),
+        head=HeadOptions(**{"draft_vocab_size": 2048, **head}),
         objective=ObjectiveConfig(**changes.get("objective", {})),
         epochs=args.epochs,
         batches=BatchConfig(tokens=args.batch_tokens, **changes.get("batches", {})),

@@ -39,12 +39,17 @@ from eyas.model.config import HeadConfig, HeadOptions, RopeConfig, TargetConfig
 from eyas.model.head import Head
 from eyas.model.vocab import TargetVocabulary
 from eyas.shards import Sample
-from eyas.train.checkpoint import Run
-from eyas.train.initial import initialise
 from eyas.train.loss import ObjectiveConfig, judged_positions
-from eyas.train.optimizer import OptimizerConfig, adamw
 from eyas.train.ranks import Ranks
-from eyas.train.step import Given, teaching_in_tf32, update
+from eyas.train.start import initialise
+from eyas.train.state import TrainingState
+from eyas.train.step import (
+    DraftObjective,
+    OptimizerConfig,
+    adamw,
+    teaching_in_tf32,
+    training_step,
+)
 
 DIALOGUES = 0.46  # the share of answers in the tokens of the built-in dialogues
 TURN = 128  # tokens of an answer
@@ -132,17 +137,18 @@ def our_step(made: World, device: str) -> Any:
     baseline's normaliser.
     """
     optimizer = OptimizerConfig(learning_rate=LEARNING_RATE)
-    run = Run(made.head, adamw(made.head.parameters(), optimizer))
+    state = TrainingState(made.head, adamw(made.head, optimizer))
     config = ObjectiveConfig(normaliser="positions")
-    given = Given.of(
-        config, optimizer.max_grad_norm, "bfloat16", made.vocabulary, Ranks(device=device)
-    )
-    return lambda: update(run, [made.batch], given, LEARNING_RATE)["loss"]
+    objective = DraftObjective(made.head, made.vocabulary, config, "bfloat16")
+    ranks, most = Ranks(device=device), optimizer.max_grad_norm
+    return lambda: training_step(state, objective, [made.batch], ranks, LEARNING_RATE, most)["loss"]
 
 
 def plain_step(made: World) -> Any:
     """The same of the plain one."""
-    optimizer = adamw(made.head.parameters(), OptimizerConfig(learning_rate=LEARNING_RATE))
+    optimizer = adamw(made.head, OptimizerConfig())
+    for group in optimizer.param_groups:
+        group["lr"] = LEARNING_RATE
     matrix = made.vocabulary.lm_head.bfloat16()
     step, batch = PlainStep(made.head, optimizer, matrix, matrix), made.batch
     mask_T = judged_positions(batch.loss_mask_BT, "serving", batch.starts_BT)[0]

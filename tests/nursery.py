@@ -100,10 +100,10 @@ def _forked(asked: dict[str, Any], number: int, rank: int, port: int) -> int:
 
 
 def _rank(asked: dict[str, Any], number: int, rank: int, folder: Path) -> int:
-    update, kill = trainer.update, asked.get("kill") or {}
+    step, kill = trainer.training_step, asked.get("kill") or {}
 
-    def watched(run: Any, batches: Any, *rest: Any) -> dict[str, Any]:
-        row = update(run, batches, *rest)
+    def watched(state: Any, objective: Any, batches: Any, *rest: Any) -> dict[str, Any]:
+        row = step(state, objective, batches, *rest)
         keys = {
             "step": row["step"],
             "rank": rank,
@@ -116,7 +116,7 @@ def _rank(asked: dict[str, Any], number: int, rank: int, folder: Path) -> int:
             os.kill(os.getpid(), signal.SIGKILL)
         return row
 
-    trainer.update = watched  # type: ignore[assignment]
+    trainer.training_step = watched  # type: ignore[assignment]
     features = Artifact(asked["features"])
     sources = [Features(features, split) for split in ("train", "held_out")]
     try:

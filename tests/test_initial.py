@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from eyas.train.initial import initialise, of_width
+from eyas.train.start import initialise, of_width
 from tests.tiny_batch import tiny_vocabulary, wavy_head
 
 

@@ -21,7 +21,7 @@ from eyas.model.batch import Batch, plan_packs
 from eyas.train import loss as loss_module
 from eyas.train.loss import (
     ObjectiveConfig,
-    Taught,
+    TeacherRows,
     judged_positions,
     loss_rows,
     objective,
@@ -331,10 +331,10 @@ def test_the_teacher_is_the_target_at_the_judged_positions():
     logits_PV = batch.last_hidden_BTH[0, 1:8] @ vocabulary.lm_head.T
     rows = torch.tensor([5, 0, 5])
     torch.testing.assert_close(
-        teacher.taught(rows).p_RW, logits_PV[rows][:, head.target_ids_W].softmax(-1)
+        teacher.rows(rows).p_RW, logits_PV[rows][:, head.target_ids_W].softmax(-1)
     )
     share_P = logits_PV.softmax(-1)[:, head.target_ids_W].sum(-1)
-    torch.testing.assert_close(teacher.taught(rows).share_R, share_P[rows])
+    torch.testing.assert_close(teacher.rows(rows).share_R, share_P[rows])
     torch.testing.assert_close(teacher.log_sum_P, logits_PV.logsumexp(-1))
     assert torch.equal(teacher.argmax_P, logits_PV.argmax(-1))
     assert torch.equal(teacher.position_mask_P, torch.isin(teacher.argmax_P, head.target_ids_W))
@@ -368,7 +368,9 @@ def test_pieces_of_the_vocabulary_change_nothing(monkeypatch, at_once):
 
 def taught_by(teacher_RV, kept):
     p_RW = teacher_RV[:, kept].softmax(-1)
-    return Taught(p_RW, teacher_RV.softmax(-1)[:, kept].sum(-1), torch.xlogy(p_RW, p_RW).sum(-1))
+    return TeacherRows(
+        p_RW, teacher_RV.softmax(-1)[:, kept].sum(-1), torch.xlogy(p_RW, p_RW).sum(-1)
+    )
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "lk_alpha", "lk_lambda"])
@@ -399,7 +401,7 @@ def test_a_target_that_cuts_its_logits_teaches_what_it_says():
     teacher = teach(batch, cutting, head, ObjectiveConfig(loss="lk_alpha"))
     logits_PV = 2 * torch.tanh(batch.last_hidden_BTH[0, 1:8] @ vocabulary.lm_head.T / 2)
     torch.testing.assert_close(
-        teacher.taught(torch.arange(7)).p_RW, logits_PV[:, head.target_ids_W].softmax(-1)
+        teacher.rows(torch.arange(7)).p_RW, logits_PV[:, head.target_ids_W].softmax(-1)
     )
     torch.testing.assert_close(teacher.log_sum_P, logits_PV.logsumexp(-1))
 

@@ -24,14 +24,20 @@ from eyas.model.config import HeadOptions
 from eyas.model.head import load_head
 from eyas.model.target import Target
 from eyas.shards import Features
-from eyas.train.checkpoint import CHECKPOINT, METRICS, Run
+from eyas.train.batches import BatchConfig
 from eyas.train.loss import ObjectiveConfig
-from eyas.train.optimizer import OptimizerConfig, adamw, learning_rate
-from eyas.train.plan import BatchConfig
 from eyas.train.ranks import Ranks
-from eyas.train.start import StartConfig
-from eyas.train.step import Given, teaching_in_tf32, update
-from eyas.train.stopping import StopConfig
+from eyas.train.start import StartConfig, covering_size
+from eyas.train.state import CHECKPOINT, METRICS, StopConfig, TrainingState
+from eyas.train.step import (
+    DraftObjective,
+    OptimizerConfig,
+    adamw,
+    learning_rate,
+    teaching_in_tf32,
+    training_step,
+    usual_learning_rate,
+)
 from eyas.train.tracker import TrackerConfig
 from eyas.train.trainer import TrainConfig, train
 from tests.stages import run_until_killed
@@ -242,6 +248,31 @@ def test_settings_are_checked():
         assert len(section.model_fields) <= 12
 
 
+def test_the_learning_rate_follows_the_head_by_default(made, features, tmp_path):
+    assert usual_learning_rate(4096) == pytest.approx(1e-4)
+    assert usual_learning_rate(8192) == pytest.approx(5e-5)
+    assert usual_learning_rate(320) == usual_learning_rate(32) == 1e-3
+    config = CONFIG.model_copy(update={"epochs": 1, "optimizer": OptimizerConfig()})
+    manifest = train(config, str(made[0]), Features(features), Artifact(str(tmp_path)))
+    assert manifest.config["optimizer"]["learning_rate"] == 1e-3
+    rows = list(Artifact(str(tmp_path)).read_jsonl(METRICS))
+    assert max(row["learning_rate"] for row in rows) <= 1e-3
+
+
+def test_the_draft_vocabulary_covers_the_answers_by_default(made, features, tmp_path):
+    counts_V = torch.zeros(1000, dtype=torch.int64)
+    counts_V[:300] = torch.arange(300, 0, -1)
+    covered = counts_V[: covering_size(counts_V)].sum() / counts_V.sum()
+    assert covered >= 0.99
+    assert covering_size(counts_V) == 384  # 271 tokens, in steps of 128
+    assert covering_size(torch.ones(200, dtype=torch.int64)) == 200
+    assert covering_size(torch.ones(128_256, dtype=torch.int64)) == 32_000
+    config = CONFIG.model_copy(update={"epochs": 1, "head": HeadOptions()})
+    manifest = train(config, str(made[0]), Features(features), Artifact(str(tmp_path)))
+    assert manifest.facts["draft_vocabulary_coverage"] >= 0.99
+    assert manifest.facts["draft_vocab_size"] == load_head(tmp_path).config.draft_vocab_size
+
+
 def test_schedule_warms_up_and_falls_to_zero():
     config = OptimizerConfig(learning_rate=1.0, warmup_share=0.1)
     rates = [learning_rate(step, 100, config) for step in range(100)]
@@ -303,14 +334,13 @@ def golden_step() -> dict[str, object]:
     weights after it.
     """
     head, vocabulary = wavy_head(), tiny_vocabulary()
-    run = Run(head, adamw(head.parameters(), OptimizerConfig()))
+    state = TrainingState(head, adamw(head, OptimizerConfig()))
+    objective = DraftObjective(head, vocabulary, ObjectiveConfig(), "float32")
     batch: Batch = made_up_batch(
         [[False] * 4 + [True] * 14, [False, True, True, True, False, False, True, True, True]],
         seed=1,
     )
-    row = update(
-        run, [batch], Given.of(ObjectiveConfig(), 0.5, "float32", vocabulary, Ranks()), 1e-3
-    )
+    row = training_step(state, objective, [batch], Ranks(), 1e-3, 0.5)
     sums = {
         name: [float(weight.sum()), float(weight.norm())]
         for name, weight in head.double().requires_grad_(False).named_parameters()

@@ -17,16 +17,16 @@ from eyas import builtin, hub
 from eyas.artifact import DONE, IDENTITY, MANIFEST, Artifact
 from eyas.cli.main import build
 from eyas.errors import EmptyInputError, EyasError, MismatchError, MissingInputError
-from eyas.lineage import sources
+from eyas.lineage import head_manifest, sources
 from eyas.model.checkpoint import write_head
 from eyas.model.head import load_head
 from eyas.model.target import Target
 from eyas.model.vocab import TargetVocabulary
 from eyas.shards import Features
-from eyas.train.checkpoint import CHECKPOINT, METRICS
-from eyas.train.mixture import Mixture, drawn
-from eyas.train.regression import compared, refuse_loss
-from eyas.train.start import StartConfig, given_head, identity_of
+from eyas.train.batches import MixedSource, old_samples
+from eyas.train.held_out import compare_heads, refuse_loss
+from eyas.train.start import given_head
+from eyas.train.state import CHECKPOINT, METRICS
 from eyas.train.trainer import KEEP, TrainConfig, train
 from tests.tiny import tiny_target
 from tests.tiny_features import greedy_answers, samples_of, write_features
@@ -302,15 +302,12 @@ def test_a_start_may_be_the_packaged_head_or_one_of_the_hub(monkeypatch):
     monkeypatch.setattr(hub, "hub_folder", {"owner/head": packaged}.__getitem__)
     by_folder = given_head(packaged, vocabulary)
     for name in ("builtin", "owner/head"):
-        assert (
-            identity_of(StartConfig(head=name)).identity
-            == identity_of(StartConfig(head=packaged)).identity
-        )
+        assert head_manifest(name, {}).identity == head_manifest(packaged, {}).identity
         assert torch.equal(given_head(name, vocabulary).lm_head.weight, by_folder.lm_head.weight)
 
 
 def test_a_mixture_is_both_sources_in_the_order_asked(world):
-    mixed = Mixture(Features(world.new), Features(world.old))
+    mixed = MixedSource(Features(world.new), Features(world.old))
     assert len(mixed) == len(mixed.lengths) == 36
     assert set(mixed.inputs) == {"features", "old_features"}
     keys = [[sample.key for sample in batch] for batch in mixed.batches([[13, 0, 12], [1], [35]])]
@@ -322,16 +319,20 @@ def test_a_mixture_is_both_sources_in_the_order_asked(world):
 
 def test_old_samples_are_drawn_by_the_seed_alone():
     old = list(range(100, 200))
-    assert len(drawn(old, 30, 0.25, "0/0")) == 10
-    assert drawn(old, 30, 0.25, "0/0") == drawn(old, 30, 0.25, "0/0") != drawn(old, 30, 0.25, "0/1")
-    assert drawn(old, 1000, 0.9, "0/0") == old
-    assert drawn(old, 30, 0.0, "0/0") == []
+    assert len(old_samples(old, 30, 0.25, "0/0")) == 10
+    assert (
+        old_samples(old, 30, 0.25, "0/0")
+        == old_samples(old, 30, 0.25, "0/0")
+        != old_samples(old, 30, 0.25, "0/1")
+    )
+    assert old_samples(old, 1000, 0.9, "0/0") == old
+    assert old_samples(old, 30, 0.0, "0/0") == []
 
 
 def test_conversations_without_a_round_compare_nothing():
     silent = torch.zeros(3, 2, dtype=torch.int64)
     with pytest.raises(EmptyInputError, match="no answer of two tokens"):
-        compared(silent, silent)
+        compare_heads(silent, silent)
 
 
 def test_the_interval_is_of_the_ratio_over_conversations():
@@ -340,17 +341,17 @@ def test_the_interval_is_of_the_ratio_over_conversations():
     # conversations differ by far more than the heads
     ease = 1.5 + 2 * torch.rand(400, generator=generator)
     before = torch.stack(((rounds * ease).long(), rounds), dim=1)
-    same = compared(before, before)
+    same = compare_heads(before, before)
     assert (same.change, same.interval) == (0.0, (0.0, 0.0))
     refuse_loss(same, 0.0)
     worse = torch.stack(((rounds * ease * 0.95).long(), rounds), dim=1)
-    found = compared(before, worse)
+    found = compare_heads(before, worse)
     assert found.interval[0] < found.change < found.interval[1]
     assert -0.08 < found.interval[0] < found.interval[1] < -0.03
     refuse_loss(found, 0.1)
     with pytest.raises(EyasError, match=r"loses more than 2\.0%"):
         refuse_loss(found, 0.02)
-    few = compared(before[:4], (before[:4] + torch.tensor([[9, 0], [-9, 0], [9, 0], [-9, 0]])))
+    few = compare_heads(before[:4], (before[:4] + torch.tensor([[9, 0], [-9, 0], [9, 0], [-9, 0]])))
     assert few.change > -0.03 > few.interval[0]
     with pytest.raises(EyasError, match="too few conversations to tell") as raised:
         refuse_loss(few, 0.03)

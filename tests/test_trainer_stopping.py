@@ -12,8 +12,15 @@ from eyas.errors import ConfigError, EyasError
 from eyas.model.target import Target
 from eyas.shards import Features
 from eyas.train import trainer
-from eyas.train.checkpoint import CHECKPOINT, METRICS
-from eyas.train.stopping import SETTLED, Drift, Patience, StopConfig, measured_steps
+from eyas.train.state import (
+    CHECKPOINT,
+    METRICS,
+    SETTLED,
+    LossTrend,
+    Patience,
+    StopConfig,
+    measured_steps,
+)
 from eyas.train.trainer import TrainConfig, train
 from tests.tiny import tiny_target
 from tests.tiny_features import greedy_answers, samples_of, write_features
@@ -80,8 +87,8 @@ def test_a_run_stops_when_tau_rises_no_more_and_keeps_the_best(made, tmp_path, m
             at_best.update({name: weight.clone() for name, weight in head.state_dict().items()})
         return tau
 
-    monkeypatch.setattr(trainer.HeldOut, "counts", measured)
-    monkeypatch.setattr(trainer, "tau_of", lambda counts: counts)
+    monkeypatch.setattr(trainer.HeldOutSample, "counts", measured)
+    monkeypatch.setattr(trainer, "tau_of_counts", lambda counts: counts)
     output = run(made, changed(stop={**CONFIG.stop.model_dump(), "patience": 2}), tmp_path)
     rows = list(output.read_jsonl(METRICS))
     facts = output.manifest().facts
@@ -164,32 +171,32 @@ def test_a_loss_that_runs_away_stops_the_run_and_names_its_samples(made, tmp_pat
 
 def test_drift_waits_until_it_is_settled_and_forgives_next_to_nothing():
     config = StopConfig(diverged_at=2.0)
-    rising = Drift()
+    rising = LossTrend()
     for loss in (1.0, 50.0):
         rising.add(loss)
-        assert not rising.is_away(config)  # a beginning has no lowest yet
-    tiny = Drift()
+        assert not rising.has_diverged(config)  # a beginning has no lowest yet
+    tiny = LossTrend()
     for loss in [10.0] * 5 + [1e-4] * 200 + [1e-2] * 50:
         tiny.add(loss)
-        assert not tiny.is_away(config)
+        assert not tiny.has_diverged(config)
     for _ in range(30):
         tiny.add(5.0)
-    assert tiny.is_away(config)
+    assert tiny.has_diverged(config)
 
 
 def test_an_error_keeps_what_was_done(made, tmp_path, monkeypatch):
     """A step that cannot be done: the state is that of the step before, whatever checkpoint_every
     says.
     """
-    update = trainer.update
+    step = trainer.training_step
 
-    def failing(run, *rest):
-        if run.step == 8:
+    def failing(state, *rest):
+        if state.step == 8:
             raise EyasError("made up")
-        return update(run, *rest)
+        return step(state, *rest)
 
     with monkeypatch.context() as patched:
-        patched.setattr(trainer, "update", failing)
+        patched.setattr(trainer, "training_step", failing)
         with pytest.raises(EyasError, match="made up"):
             run(made, CONFIG, tmp_path / "cut")
     steps = []

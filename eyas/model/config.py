@@ -190,17 +190,22 @@ def _rope(folder: str | Path, config: dict[str, Any]) -> RopeConfig:
         ) from error
 
 
+# The published heads for targets of 128,000 and more tokens (EAGLE-3, SpecForge) have these many.
+MOST_DRAFT_TOKENS = 32_000
+
+
 class HeadOptions(BaseModel):
     """What of a new head is chosen; the rest is its target's. Every choice is written into the
     checkpoint.
 
-    hidden_size: a width of its own, with embeddings of its own; None is the target's, whose
-    embeddings it shares.
+    draft_vocab_size: None is as many tokens as cover the training answers (train/start.py), at most
+    MOST_DRAFT_TOKENS. hidden_size: a width of its own, with embeddings of its own; None is the
+    target's, whose embeddings it shares.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    draft_vocab_size: int = Field(2048, ge=1)
+    draft_vocab_size: int | None = Field(None, ge=1)
     hidden_size: int | None = Field(None, ge=1)
     train_lm_head: bool = True
     norm_before_residual: bool = False
@@ -247,8 +252,13 @@ class HeadConfig(DecoderConfig):
     ) -> HeadConfig:
         """A new head: one layer of the target's own shape, or of its shape at another width. Raises
         ConfigError.
+
+        Without a draft_vocab_size it has the largest that the default can be.
         """
         chosen = options.model_dump(exclude={"hidden_size"})
+        chosen["draft_vocab_size"] = options.draft_vocab_size or min(
+            target.vocab_size, MOST_DRAFT_TOKENS
+        )
         shape = target.model_dump(include=set(DecoderConfig.model_fields)) | own_shape(
             target, options.hidden_size
         )

@@ -1,19 +1,20 @@
-"""The training objective: EAGLE-3's reference (EAGLE3.md, section 3) over the unrolled steps, as
-pure functions.
+"""The training objective: EAGLE-3's reference over the unrolled steps, as pure functions.
 
 Knows the masks, the teacher and the losses. Does not know optimizers, files or where batches come
-from.
+from. docs/decisions/training-objective.md says where the reference leaves a choice.
 
     tokens      [x0 x1 x2 x3 x4 x5]     loss_mask of an answer x3 x4 x5:  [0 0 0 1 1 1]
-    judged      [0  0  0  1  1  0 ]     position s: x_s is the answer's and so is x_{s+1}, which the target predicts there
-    slot t at step i is judged at s = t + 1 + i: its draft of x_{t+2+i} against the target's logits at s
+    judged      [0  0  0  1  1  0 ]     position s: x_s is the answer's, and so is x_{s+1}, which
+                                        the target predicts at s
+    slot t at step i is judged at s = t + 1 + i: its draft of x_{t+2+i} against the target's logits
+    at s
 
 At step 0 this is loss_mask[t+1] and loss_mask[t+2], what serving asks of a head: x_{t+1} is the
 target's own token, x_{t+2} the first draft. Every later step is the same set, shifted left by one
 more. No position is judged from another document's slot.
 
-Nothing as wide as a vocabulary is kept: the target's logits are made again where they are needed,
-some rows at a time.
+Nothing as wide as a vocabulary is kept: the target's logits are computed again where they are
+needed, some rows at a time.
 
 Letters: B batch, T sequence, N slots unrolled, P judged positions, S slots with a loss at all steps
 together, R some rows of P or S, H hidden, V target vocabulary, W draft vocabulary.
@@ -22,7 +23,7 @@ together, R some rows of P or S, H hidden, V target vocabulary, W draft vocabula
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,19 +38,19 @@ from eyas.model.vocab import TargetVocabulary
 
 TEACHER_ROWS = 1024
 TEACHER_LOGITS = 1 << 23  # 32 MB in float32: rows x part of the whole vocabulary
-# 64 MB in bf16: rows x draft vocabulary; with more rows lm_head's gradient is added up less often
+# 64 MB in bf16: rows x draft vocabulary; with more rows lm_head's gradient is summed less often
 LOGITS_AT_ONCE = 1 << 25
-LOGITS_IN_CACHE = 1 << 18  # on a CPU, what is swept over several times stays in its cache
+LOGITS_IN_CACHE = 1 << 18  # on a CPU, what is read several times stays in its cache
 LK_ETA = 3.0  # the paper's best
-SLOTS_IN_STEPS_OF = 128  # so that the layer meets few sizes: oneDNN keeps code and buffers for each
+SLOTS_IN_STEPS_OF = 128  # few sizes for the layer: oneDNN keeps code and buffers for each
 
 
 class ObjectiveConfig(BaseModel):
     """What is trained: EAGLE-3's reference by default, but for the loss mask and the normaliser.
 
     loss_mask: which slots are judged, by the names of chat/supervision.py. out_of_vocabulary: slots
-    whose target argmax is outside the draft vocabulary carry no loss (drop) or do (keep).
-    normaliser: a step's losses are summed and divided by the slots that carry loss (valid) or by
+    whose target argmax is outside the draft vocabulary carry no loss (drop), or do (keep).
+    normaliser: a step's losses are summed and divided by the slots that carry loss (valid), or by
     all positions of the batch, prompt and padding too (positions). loss: see `loss_rows`.
     """
 
@@ -65,12 +66,12 @@ class ObjectiveConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
-    """What the target says at the P judged positions.
+    """The target at the P judged positions.
 
     row_BT: int64, the position's row among the P, -1 where nothing is judged. hidden_PH: the
     target's last hidden states there. lm_head_WH: its output matrix for the draft's tokens.
-    argmax_P: its own choice in its whole vocabulary. position_mask_P: is it draftable. log_sum_P:
-    log of the sum of exp of all its logits, for the losses that ask it. vocabulary: the target's.
+    argmax_P: its choice in its whole vocabulary. position_mask_P: whether that can be drafted.
+    log_sum_P: log of the sum of exp of all its logits, for the losses that need it.
     """
 
     row_BT: Tensor
@@ -81,42 +82,43 @@ class Teacher:
     log_sum_P: Tensor | None
     vocabulary: TargetVocabulary
 
-    def taught(self, rows_R: Tensor) -> Taught:
-        """What these rows teach."""
+    def rows(self, rows_R: Tensor) -> TeacherRows:
+        """The distributions at these rows."""
         logits_RW = self.vocabulary.capped(
             self.hidden_PH.index_select(0, rows_R) @ self.lm_head_WH.T
         )
         p_RW = logits_RW.softmax(-1)
         if self.log_sum_P is None:
-            return Taught(p_RW)
+            return TeacherRows(p_RW)
         share_R = (logits_RW.logsumexp(-1) - self.log_sum_P[rows_R]).exp()
-        return Taught(p_RW, share_R, -torch.special.entr(p_RW).sum(-1))
+        return TeacherRows(p_RW, share_R, -torch.special.entr(p_RW).sum(-1))
 
 
 @dataclass(frozen=True, slots=True)
-class Taught:
-    """p_RW: the target's softmax over the draft's tokens alone. share_R: of its softmax over all
-    tokens, how much is theirs. certainty_R: sum_w p_w log p_w. The last two for the losses that ask
-    them.
+class TeacherRows:
+    """Some rows of a teacher. p_RW: the target's softmax over the draft's tokens alone. For the
+    losses that need them: share_R, how much of its softmax over all tokens is theirs, and
+    certainty_R, sum_w p_w log p_w.
     """
 
     p_RW: Tensor
     share_R: Tensor | None = None
     certainty_R: Tensor | None = None
 
-    def rows(self, of_R: Tensor) -> Taught:
+    def take(self, of_R: Tensor) -> TeacherRows:
         """Some of the rows, in any order and number."""
         taken = (
             None if one is None else one.index_select(0, of_R)
             for one in (self.share_R, self.certainty_R)
         )
-        return Taught(self.p_RW.index_select(0, of_R), *taken)
+        return TeacherRows(self.p_RW.index_select(0, of_R), *taken)
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The loss of a batch, and per step: its loss, the slots judged, those that carry loss, and
+class BatchLoss(NamedTuple):
+    """The loss of a batch, and per step [K]: its loss, the slots judged, those that carry loss, and
     drafts equal to the argmax.
+
+    A tuple, so that FSDP2 finds the loss in it and hooks into its backward.
     """
 
     loss: Tensor
@@ -151,22 +153,17 @@ def shifted(x_BT: Tensor, by: int) -> Tensor:
     return F.pad(x_BT[:, by:], (0, min(by, x_BT.shape[1])))
 
 
-# The teacher
-
-
 @torch.no_grad()
 def teach(
     batch: Batch, vocabulary: TargetVocabulary, head: Head, config: ObjectiveConfig
 ) -> Teacher:
-    """Run the target's lm_head over the judged positions' last hidden states; call it outside
+    """The target's lm_head over its last hidden states at the judged positions; call it outside
     autocast.
     """
     judged_BT = judged_positions(batch.loss_mask_BT, config.loss_mask, batch.starts_BT)
     rank_BT = judged_BT.flatten().cumsum(0).view_as(judged_BT) - 1
     hidden_PH = batch.last_hidden_BTH[judged_BT].to(vocabulary.lm_head.dtype)
-    argmax_P, log_sum_P = over_the_whole_vocabulary(
-        hidden_PH, vocabulary, config.loss != "cross_entropy"
-    )
+    argmax_P, log_sum_P = full_vocabulary(hidden_PH, vocabulary, config.loss != "cross_entropy")
     lm_head_WH = vocabulary.lm_head.index_select(0, head.target_ids_W)
     return Teacher(
         rank_BT.where(judged_BT, -1),
@@ -179,13 +176,12 @@ def teach(
     )
 
 
-def over_the_whole_vocabulary(
+def full_vocabulary(
     hidden_PH: Tensor, vocabulary: TargetVocabulary, sums: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """argmax int64 [P] of the logits and, if asked for, the log of the sum of their exp [P]; part
-    of V at a time.
+    """argmax int64 [P] of the logits and, if asked for, the log of the sum of their exp [P].
 
-    Of equal logits the smallest id is taken, part by part.
+    V is taken part by part. Of equal logits the smallest id wins.
     """
     lm_head_VH, rows = vocabulary.lm_head, max(1, min(len(hidden_PH), TEACHER_ROWS))
     columns = max(1, TEACHER_LOGITS // rows)
@@ -209,10 +205,7 @@ def over_the_whole_vocabulary(
     return torch.cat(argmax), torch.cat(log_sums) if sums else None  # type: ignore[arg-type]
 
 
-# The loss of rows of logits
-
-
-def loss_rows(logits_RW: Tensor, taught: Taught, loss: str) -> tuple[Tensor, Tensor, Tensor]:
+def loss_rows(logits_RW: Tensor, teacher: TeacherRows, loss: str) -> tuple[Tensor, Tensor, Tensor]:
     """Losses [R] of draft logits, their gradient by the logits [R, W], and the draft's own choice
     [R]; float32 or wider.
 
@@ -222,37 +215,36 @@ def loss_rows(logits_RW: Tensor, taught: Taught, loss: str) -> tuple[Tensor, Ten
 
         cross_entropy   -sum_w p_w log q_w                                EAGLE
         lk_alpha        -log alpha                                        arXiv 2602.23881, LK^alpha
-        lk_lambda       lambda KL(p || q) + (1 - lambda) (1 - alpha)      the same, LK^lambda, lambda = exp(-eta alpha)
-                                                                          of each slot, a constant
-                                                                          to the gradient
+        lk_lambda       lambda KL(p || q) + (1 - lambda) (1 - alpha)      the same, LK^lambda
+
+    lambda = exp(-eta alpha) is each slot's own, a constant to the gradient.
     """
-    p, q = taught.p_RW, logits_RW.softmax(-1)
+    p, q = teacher.p_RW, logits_RW.softmax(-1)
     best_R, choice_R = logits_RW.max(-1)
     log_sum_R = best_R - q.gather(-1, choice_R.unsqueeze(-1)).squeeze(-1).log()
     entropy_R = log_sum_R - torch.linalg.vecdot(p, logits_RW)
     if loss == "cross_entropy":
         return entropy_R, q.sub_(p), choice_R
-    assert taught.share_R is not None, "the teacher made no sums"
-    assert taught.certainty_R is not None, "the teacher made no sums"
-    accepted = p * taught.share_R.unsqueeze(-1)
+    assert teacher.share_R is not None, "the teacher has no sums"
+    assert teacher.certainty_R is not None, "the teacher has no sums"
+    accepted = p * teacher.share_R.unsqueeze(-1)
     alpha_R = torch.minimum(accepted, q).sum(-1).clamp(min=torch.finfo(q.dtype).tiny)
     short = q * (q < accepted)  # where more of q is more acceptance
     rise = short - q * short.sum(-1, keepdim=True)  # alpha's gradient
     if loss == "lk_alpha":
         return -alpha_R.log(), rise.div_(-alpha_R.unsqueeze(-1)), choice_R
     weight_R = (-LK_ETA * alpha_R).exp()
-    losses_R = weight_R * (taught.certainty_R + entropy_R) + (1 - weight_R) * (1 - alpha_R)
+    losses_R = weight_R * (teacher.certainty_R + entropy_R) + (1 - weight_R) * (1 - alpha_R)
     grad = weight_R.unsqueeze(-1) * (q - p) - (1 - weight_R).unsqueeze(-1) * rise
     return losses_R, grad, choice_R
 
 
 class Distillation(torch.autograd.Function):
-    """lm_head and loss in one: the weighted sum of the rows' losses, each row's loss, and each
-    row's argmax.
+    """lm_head and loss in one: the weighted sum of the rows' losses, each row's loss and argmax.
 
-    Logits and their gradient are made some rows at a time and thrown away: beside the inputs there
-    are only the two gradients, of the rows and of lm_head, made on the way forward. Rows must come
-    sorted by the teacher's row, whose logits are made once for all steps that share it.
+    Logits and their gradient exist for some rows at a time: beside the inputs only the two
+    gradients are kept, of the rows and of lm_head, computed in the forward. Rows must be sorted by
+    the teacher's row, whose logits are computed once for all steps that share it.
     """
 
     @staticmethod
@@ -280,7 +272,9 @@ class Distillation(torch.autograd.Function):
             normed_RH, R = normed_SH[part], len(normed_SH[part])
             normed_RH = F.pad(normed_RH, (0, 0, 0, -R % step)) if R % step else normed_RH
             logits_RW = normed_RH @ lm_head_WH.T
-            losses_R, choices_R = swept(logits_RW[:R], weight_S[part], row_S[part], teacher, loss)
+            losses_R, choices_R = block_losses(
+                logits_RW[:R], weight_S[part], row_S[part], teacher, loss
+            )
             grad_RW = logits_RW
             grad_RW[R:] = 0
             losses.append(losses_R)
@@ -304,14 +298,15 @@ class Distillation(torch.autograd.Function):
         return by_rows, None if grad_WH is None else grad_WH * grads[0], None, None, None, None
 
 
-def swept(
+def block_losses(
     logits_RW: Tensor, weight_R: Tensor, row_R: Tensor, teacher: Teacher, loss: str
 ) -> tuple[Tensor, Tensor]:
-    """Losses and argmax [R] of rows of logits; puts the weighted losses' gradient in place of the
-    logits, block by block.
+    """Losses and argmax [R] of rows of logits, block by block.
+
+    The logits are overwritten by the gradient of the weighted losses.
     """
     rows_U, of_R = torch.unique_consecutive(row_R, return_inverse=True)
-    taught_U = teacher.taught(rows_U)
+    teacher_U = teacher.rows(rows_U)
     at_once = (
         max(1, LOGITS_IN_CACHE // logits_RW.shape[1])
         if logits_RW.device.type == "cpu"
@@ -320,15 +315,12 @@ def swept(
     losses, choices = [], []
     for first in range(0, len(row_R), at_once):
         part = slice(first, first + at_once)
-        taught = taught_U.rows(of_R[part])
-        losses_R, grad, choice_R = loss_rows(logits_RW[part].to(taught.p_RW.dtype), taught, loss)
+        rows = teacher_U.take(of_R[part])
+        losses_R, grad, choice_R = loss_rows(logits_RW[part].to(rows.p_RW.dtype), rows, loss)
         choices.append(choice_R)
         losses.append(losses_R)
         torch.mul(grad, weight_R[part].unsqueeze(-1), out=logits_RW[part])
     return torch.cat(losses), torch.cat(choices)
-
-
-# The whole
 
 
 def objective(
@@ -338,15 +330,15 @@ def objective(
     teacher: Teacher,
     config: ObjectiveConfig,
     divisor_K: Tensor | None = None,
-) -> Outcome:
-    """loss = sum_i step_decay^i * mean loss of step i over its slots that carry loss (or over all B
-    * T positions).
+) -> BatchLoss:
+    """loss = sum_i step_decay^i * mean loss of step i, over its slots that carry loss or, by the
+    normaliser, over all B * T positions.
 
     Slots whose target argmax is outside the draft vocabulary carry none, unless kept, and count as
     misses. Tokens are teacher-forced; the fed-back state is not detached. embed_tokens [V, H]: the
     target's, for a head that has none of its own; the unroll starts in its dtype. A batch must hold
-    a judged position. divisor_K: the sum of `divisors` over all batches that the loss is of; its
-    own, if there are no others.
+    a judged position. divisor_K: the sum of `divisors` over all batches that the loss is of; by
+    default this batch's own.
     """
     embed_tokens = (
         embed_tokens if head.embed_tokens is None else head.embed_tokens.to(embed_tokens.dtype)
@@ -372,7 +364,7 @@ def objective(
         rows.append(row_N[trained_R])
         num_judged.append((row_N >= 0).sum())
     divisor_K = divisors(batch, teacher, config) if divisor_K is None else divisor_K
-    return outcome(head, hidden, rows, torch.stack(num_judged), teacher, config, divisor_K)
+    return slot_losses(head, hidden, rows, torch.stack(num_judged), teacher, config, divisor_K)
 
 
 def divisors(batch: Batch, teacher: Teacher, config: ObjectiveConfig) -> Tensor:
@@ -404,15 +396,13 @@ def ahead(row_BT: Tensor, starts_BT: Tensor, by: int) -> Tensor:
 
 
 def rounded_up(active_BT: Tensor, starts_BT: Tensor) -> Tensor:
-    """Some more slots than are asked for, so that there are few numbers of them; those added carry
-    no loss.
-    """
+    """The active slots, and some more that carry no loss: a multiple of SLOTS_IN_STEPS_OF."""
     missing = -int(active_BT.sum()) % SLOTS_IN_STEPS_OF
     others = (~active_BT & (starts_BT >= 0)).flatten().nonzero().squeeze(1)[:missing]
     return active_BT.flatten().index_fill(0, others, True).view_as(active_BT)
 
 
-def outcome(
+def slot_losses(
     head: Head,
     hidden: list[Tensor],
     rows: list[Tensor],
@@ -420,10 +410,8 @@ def outcome(
     teacher: Teacher,
     config: ObjectiveConfig,
     divisor_K: Tensor,
-) -> Outcome:
-    """From the outputs [R, H] of each step's slots that carry loss, and their rows of the teacher
-    [R].
-    """
+) -> BatchLoss:
+    """The loss, from each step's slots that carry loss: outputs [R, H] and teacher's rows [R]."""
     sizes = [len(row_R) for row_R in rows]
     device = teacher.row_BT.device
     num_trained = torch.tensor(sizes, device=device)
@@ -443,7 +431,7 @@ def outcome(
             normed_SH, lm_head_WH, (decay / divisor_K)[step_S], row_S, teacher, config.loss
         )
     hit_S = head.target_ids_W[choice_S] == teacher.argmax_P[row_S]
-    return Outcome(
+    return BatchLoss(
         loss=loss,
         step_losses=loss_S.new_zeros(len(sizes)).index_add(0, step_S, loss_S) / divisor_K,
         num_judged=num_judged,

@@ -1,9 +1,8 @@
-"""What a run starts from: fresh weights, or a head that is there already. Knows heads, counts of
-tokens, and the target's matrices.
+"""What a run starts from: fresh weights, or an existing head.
 
-Does not know optimizers or batches.
+Knows heads, counts of tokens and the target's two matrices. Does not know optimizers or batches.
 
-Letters: V target vocabulary, W draft vocabulary, H hidden.
+Letters: V target vocabulary, W draft vocabulary, H hidden, Ht the target's, R rows.
 """
 
 from __future__ import annotations
@@ -11,30 +10,33 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from torch import Tensor
+from torch import Tensor, nn
 
-from eyas.artifact import Manifest
 from eyas.errors import MismatchError
 from eyas.hub import resolve_head
-from eyas.lineage import head_manifest
-from eyas.model.config import HeadConfig, HeadOptions
+from eyas.model.config import MOST_DRAFT_TOKENS, HeadConfig, HeadOptions
 from eyas.model.head import Head, load_head
 from eyas.model.vocab import TargetVocabulary, draft_vocabulary
 from eyas.shards import FeatureMeta
-from eyas.train.initial import initialise
+
+COVERAGE = 0.99  # of the answers' tokens, by the default draft vocabulary
+W_IN_STEPS_OF = 128  # rows of a matrix that all devices multiply well
+FROM_TARGET = ("embed_tokens", "lm_head.weight")
 
 
 class StartConfig(BaseModel):
-    """A head to go on from, and what it must not lose.
+    """An existing head to continue from, and what it must not lose.
 
-    head: folder or URL of a head in any form, an id of the hub, or "builtin". licence: of one that
-    eyas did not make, for the lineage. vocabulary: its draft tokens stay (keep), or are chosen anew
+    head: folder or URL of a head in any form, an id of the hub, or "builtin". licence: of a head
+    that eyas did not make, for the lineage. vocabulary: its draft tokens stay (keep), or are chosen
     by the counts of the features (recount): tokens that were drafted before keep their row of
-    lm_head, others get the target's. other_target: it was trained for another fine-tune of the same
-    shape, and that is meant. keep_mix: features of the mix that it was trained on; on their
-    held-out conversations (keep_samples of them) the new head's tau must not be lower than the old
-    one's by more than keep_tolerance, a share. keep_share: of the training samples, taken from it.
+    lm_head, others get the target's. other_target: the head was trained for another fine-tune of
+    the same shape, and that is intended. keep_mix: features of the mix that it was trained on; on
+    their held-out conversations (keep_samples of them) the new head's tau must not be lower than
+    the old one's by more than keep_tolerance, a share. keep_share: the share of the training
+    samples that is taken from it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -71,15 +73,66 @@ def fresh_head(
     counts_V: Tensor,
     seed: int,
 ) -> Head:
-    """A new head for this target, its weights drawn from the seed. Raises ConfigError."""
+    """A new head for this target, its weights drawn from the seed. Raises ConfigError.
+
+    Without a size of its own, the draft vocabulary has as many tokens as cover the answers: see
+    `covering_size`.
+    """
+    W = options.draft_vocab_size or covering_size(counts_V)
+    options = options.model_copy(update={"draft_vocab_size": W})
     shape = HeadConfig.for_target(vocabulary.config, options, meta.taps)
     head = Head(shape.model_copy(update={"target_lm_head_sha256": vocabulary.lm_head_sha256}))
-    head.set_vocabulary(*draft_vocabulary(counts_V, options.draft_vocab_size))
+    head.set_vocabulary(*draft_vocabulary(counts_V, W))
     initialise(head, vocabulary, seed)
     return head
 
 
-def warm_head(
+def covering_size(counts_V: Tensor) -> int:
+    """The fewest tokens that cover COVERAGE of the counts, in steps of W_IN_STEPS_OF.
+
+    At most MOST_DRAFT_TOKENS, the size of the published heads for vocabularies of 128,000 and more.
+    """
+    covered_V = counts_V.sort(descending=True).values.double().cumsum(0) / counts_V.sum()
+    fewest = int((covered_V < COVERAGE).sum()) + 1
+    return min(-(-fewest // W_IN_STEPS_OF) * W_IN_STEPS_OF, len(counts_V), MOST_DRAFT_TOKENS)
+
+
+@torch.no_grad()
+def initialise(head: Head, vocabulary: TargetVocabulary, seed: int) -> None:
+    """Draw all weights in place; equal seeds give equal weights.
+
+    Norms are ones; matrices are normal with variance 1 / fan_in, those that write to the residual
+    are zero; lm_head is the target's own, row by row of the draft vocabulary. A head of another
+    width takes the target's two matrices as far as they go into it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in head.named_parameters():
+        if weight.ndim == 1:
+            nn.init.ones_(weight)
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            nn.init.zeros_(weight)
+        elif name not in FROM_TARGET:
+            weight.normal_(0.0, weight.shape[1] ** -0.5, generator=generator)
+    head.lm_head.weight.copy_(
+        of_width(vocabulary.lm_head[head.target_ids_W], head.config.hidden_size)
+    )
+    if head.embed_tokens is not None:
+        head.embed_tokens.copy_(of_width(vocabulary.embed_tokens, head.config.hidden_size))
+
+
+def of_width(rows_RH: Tensor, hidden_size: int) -> Tensor:
+    """Rows [R, Ht] in H = hidden_size columns: as they are, padded with zeros, or along their H
+    principal directions.
+    """
+    width = rows_RH.shape[1]
+    if hidden_size >= width:
+        return F.pad(rows_RH, (0, hidden_size - width))
+    wide = rows_RH.double()
+    directions: Tensor = torch.linalg.eigh(wide.T @ wide).eigenvectors[:, -hidden_size:]
+    return (wide @ directions).to(rows_RH.dtype)
+
+
+def existing_head(
     config: StartConfig, options: HeadOptions, meta: FeatureMeta, vocabulary: TargetVocabulary
 ) -> Head:
     """The head of `config`, in float32, ready to be trained for this target.
@@ -148,7 +201,7 @@ def refuse_other(
             faults.append(f"head.{name} is {asked}, its own is {getattr(shape, name)}")
     if faults:
         raise MismatchError(
-            f"{config.head} cannot be gone on from: " + "; ".join(faults),
+            f"{config.head} cannot be the start: " + "; ".join(faults),
             "leave out `head` options and capture features of this target at the head's layers, or "
             "start afresh",
         )
@@ -167,8 +220,3 @@ def recount(head: Head, vocabulary: TargetVocabulary, counts_V: Tensor) -> None:
     head.lm_head.weight.copy_(
         torch.where((was_W >= 0).unsqueeze(1), old_lm_head_WH[was_W.clamp(min=0)], fresh_WH)
     )
-
-
-def identity_of(config: StartConfig) -> Manifest:
-    """The manifest of the head of `config`, for identity and lineage of what is made from it."""
-    return head_manifest(config.head, {"licence": config.licence})

@@ -1,11 +1,12 @@
-"""One step: the batches of all ranks, one loss over them, one update of the weights.
+"""One training step: batches, teachers, objective, backward, update of the weights.
 
-Knows the objective and the ranks. Does not know where batches come from, nor when the run ends.
+Knows the objective, the optimizer and the ranks. Does not know where batches come from, nor when
+the run ends.
 
 The losses of a step are divided by what carries loss in all of its batches, on all ranks. So a step
-of n batches is the step of one batch that holds their samples, whoever computes which of them.
+of n batches is the step of one batch that holds their samples, whichever rank computes them.
 
-Letters: B batch, T sequence, M = B T, K steps of the unroll.
+Letters: B batch, T sequence, M = B T, V target vocabulary, H hidden, K steps of the unroll.
 """
 
 from __future__ import annotations
@@ -13,52 +14,103 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from eyas.errors import EyasError
 from eyas.model.batch import Batch
 from eyas.model.head import Head
 from eyas.model.vocab import TargetVocabulary
-from eyas.train.checkpoint import Run
-from eyas.train.loss import ObjectiveConfig, Outcome, Teacher, divisors, objective, teach
-from eyas.train.ranks import Ranks
+from eyas.train.loss import BatchLoss, ObjectiveConfig, Teacher, divisors, objective, teach
+from eyas.train.ranks import Ranks, reduce_gradients
+from eyas.train.state import TrainingState
 
 Precision = Literal["bfloat16", "float32"]
+# The default learning rate: see `usual_learning_rate`.
+MOST_LEARNING_RATE, PUBLISHED_RATE, PUBLISHED_HIDDEN_SIZE = 1e-3, 1e-4, 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
-    """What does not change while a run goes on. embed_tokens [V, H]: the target's, in the precision
-    of the maths.
+class OptimizerConfig(BaseModel):
+    """AdamW with a linear warm-up and half a cosine down to `final_share` of the learning rate.
+
+    learning_rate: None is `usual_learning_rate` of the head's hidden size.
     """
 
-    objective: ObjectiveConfig
-    max_grad_norm: float
-    vocabulary: TargetVocabulary
-    embed_tokens: Tensor
-    ranks: Ranks
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
-    @classmethod
-    def of(
-        cls,
-        objective: ObjectiveConfig,
-        max_grad_norm: float,
-        dtype: Precision,
-        vocabulary: TargetVocabulary,
-        ranks: Ranks,
-    ) -> Given:
-        """For maths in `dtype`."""
-        return cls(
-            objective,
-            max_grad_norm,
-            vocabulary,
-            vocabulary.embed_tokens.to(getattr(torch, dtype)),
-            ranks,
-        )
+    learning_rate: float | None = Field(None, gt=0)
+    warmup_share: float = Field(0.03, ge=0, lt=1)
+    final_share: float = Field(0.0, ge=0, le=1)
+    max_grad_norm: float = Field(0.5, gt=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0)
+
+
+def usual_learning_rate(hidden_size: int) -> float:
+    """SpecForge's 1e-4 at hidden size 4096 (EAGLE: 5e-5), in inverse proportion at others.
+
+    That is how Adam's rate goes with the width (Yang et al., arXiv 2203.03466). At most 1e-3, which
+    was good at hidden size 320 (docs/decisions/training-objective.md).
+    """
+    return min(MOST_LEARNING_RATE, PUBLISHED_RATE * PUBLISHED_HIDDEN_SIZE / hidden_size)
+
+
+def adamw(head: Head, config: OptimizerConfig) -> torch.optim.AdamW:
+    """The optimizer of the head's float32 weights, whatever the precision of the maths."""
+    weights = [weight for weight in head.parameters() if weight.requires_grad]
+    betas = (config.beta1, config.beta2)
+    # `training_step` sets the rate before every update
+    return torch.optim.AdamW(weights, betas=betas, weight_decay=config.weight_decay, fused=True)
+
+
+def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:
+    """The rate of a step, counted from 0, of a config that states its learning_rate."""
+    assert config.learning_rate is not None, "the default rate depends on the head"
+    warmup = max(1, round(config.warmup_share * num_steps))
+    if step < warmup:
+        return config.learning_rate * (step + 1) / warmup
+    cosine = 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / max(1, num_steps - warmup)))
+    return config.learning_rate * (config.final_share + (1.0 - config.final_share) * cosine)
+
+
+class DraftObjective(nn.Module):
+    """The head and the loss of a batch as one module: torch's sharding works around its forward.
+
+    embed_tokens [V, H]: the target's, in the precision of the maths.
+    """
+
+    def __init__(
+        self, head: Head, vocabulary: TargetVocabulary, config: ObjectiveConfig, dtype: Precision
+    ) -> None:
+        super().__init__()
+        self.head, self.vocabulary, self.config = head, vocabulary, config
+        self.embed_tokens = vocabulary.embed_tokens.to(getattr(torch, dtype))
+
+    def teach(self, batch: Batch) -> Teacher:
+        """The target at the batch's judged positions."""
+        return teach(batch, self.vocabulary, self.head, self.config)
+
+    def divisors(self, batches: Sequence[Batch], teachers: Sequence[Teacher]) -> Tensor:
+        """What the losses of these batches are divided by, int64 [K] on the CPU."""
+        counts_K = torch.zeros(self.config.num_ttt_steps, dtype=torch.int64)
+        for batch, teacher in zip(batches, teachers, strict=True):
+            counts_K += divisors(batch, teacher, self.config).cpu()
+        return counts_K
+
+    def forward(self, batch: Batch | None, teacher: Teacher | None, divisor_K: Tensor) -> BatchLoss:
+        """The batch's part of the loss of the step, whose divisors these are; 0 of no batch."""
+        if batch is None or teacher is None:
+            zero = sum((0.0 * weight.sum() for weight in self.head.parameters()), torch.zeros(()))
+            return BatchLoss(zero, *(torch.zeros_like(divisor_K) for _ in range(4)))
+        device, dtype = batch.tokens_BT.device, self.embed_tokens.dtype
+        divisor_K = divisor_K.to(device)
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            return objective(self.head, self.embed_tokens, batch, teacher, self.config, divisor_K)
 
 
 @contextmanager
@@ -76,8 +128,13 @@ def teaching_in_tf32(dtype: Precision) -> Iterator[None]:
             torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def update(
-    run: Run, batches: Sequence[Batch], given: Given, learning_rate: float
+def training_step(
+    state: TrainingState,
+    objective: DraftObjective,
+    batches: Sequence[Batch],
+    ranks: Ranks,
+    rate: float,
+    max_grad_norm: float,
 ) -> dict[str, Any]:
     """One step on these batches and those of the other ranks; returns its row of metrics, the same
     on every rank.
@@ -85,71 +142,53 @@ def update(
     Raises EyasError, naming the samples, when loss or gradient is no finite number; the weights are
     then as they were.
     """
-    ranks, head = given.ranks, run.head
-    teachers, counts = ranks.together(lambda: taught(head, batches, given))
-    divisor_K = torch.tensor(ranks.total(counts))
-    outcomes = ranks.together(lambda: backward(head, batches, teachers, divisor_K, given))
-    trained = [weight for group in run.optimizer.param_groups for weight in group["params"]]
-    for weight in trained:
-        weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-    ranks.add_up([weight.grad for weight in trained])
-    norm = float(torch.nn.utils.clip_grad_norm_(trained, given.max_grad_norm))
-    row = totals(outcomes, batches, given)
+    teachers = [objective.teach(batch) for batch in batches]
+    divisor_K = torch.tensor(ranks.total(objective.divisors(batches, teachers).tolist()))
+
+    # in the last step of a run a rank may have no batch: it takes part in the sums with a loss of 0
+    pairs: list[tuple[Batch | None, Teacher | None]]
+    pairs = [*zip(batches, teachers, strict=True)] or [(None, None)]
+    losses: list[BatchLoss] = []
+    for number, (batch, teacher) in enumerate(pairs, 1):
+        reduce_gradients(objective, now=number == len(pairs))
+        loss: BatchLoss = objective(batch, teacher, divisor_K)
+        loss.loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(loss)
+
+    row = metrics_row(losses, batches, ranks)
+    norm = gradient_norm(state.optimizer, max_grad_norm)
     if not math.isfinite(row["loss"] + norm):
-        raise not_finite(run.step, row["loss"], norm, batches, ranks)
-    for group in run.optimizer.param_groups:
-        group["lr"] = learning_rate
-    run.optimizer.step()
-    run.optimizer.zero_grad(set_to_none=True)
-    run.step += 1
-    return {"step": run.step, **row, "learning_rate": learning_rate, "grad_norm": norm}
+        raise not_finite(state.step, row["loss"], norm, batches, ranks)
+    for group in state.optimizer.param_groups:
+        group["lr"] = rate
+    state.optimizer.step()
+    state.optimizer.zero_grad(set_to_none=True)
+    state.step += 1
+    return {"step": state.step, **row, "learning_rate": rate, "grad_norm": norm}
 
 
-def taught(head: Head, batches: Sequence[Batch], given: Given) -> tuple[list[Teacher], list[float]]:
-    """The teacher of each batch, and what carries loss in all of them, by step [K]."""
-    teachers = [teach(batch, given.vocabulary, head, given.objective) for batch in batches]
-    counts_K = torch.zeros(given.objective.num_ttt_steps, dtype=torch.int64)
-    for batch, teacher in zip(batches, teachers, strict=True):
-        counts_K += divisors(batch, teacher, given.objective).cpu()
-    return teachers, counts_K.tolist()
+def gradient_norm(optimizer: torch.optim.Optimizer, most: float) -> float:
+    """The norm of the whole gradient, which is scaled down in place to at most `most`."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    norm = nn.utils.clip_grad_norm_(weights, most)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
-def backward(
-    head: Head,
-    batches: Sequence[Batch],
-    teachers: Sequence[Teacher],
-    divisor_K: Tensor,
-    given: Given,
-) -> list[Outcome]:
-    """The gradients of these batches' part of the loss, added to the weights'."""
-    outcomes = []
-    for batch, teacher in zip(batches, teachers, strict=True):
-        device, dtype = batch.tokens_BT.device, given.embed_tokens.dtype
-        with torch.autocast(device.type, dtype, enabled=dtype in (torch.bfloat16, torch.float16)):
-            outcome = objective(
-                head, given.embed_tokens, batch, teacher, given.objective, divisor_K.to(device)
-            )
-        outcome.loss.backward()  # type: ignore[no-untyped-call]
-        outcomes.append(outcome)
-    return outcomes
-
-
-def totals(outcomes: Sequence[Outcome], batches: Sequence[Batch], given: Given) -> dict[str, Any]:
+def metrics_row(
+    losses: Sequence[BatchLoss], batches: Sequence[Batch], ranks: Ranks
+) -> dict[str, Any]:
     """What a row of metrics says of the batches of all ranks."""
-    K = given.objective.num_ttt_steps
+    K = len(losses[0].step_losses)
     sums = torch.zeros(1 + 4 * K, dtype=torch.float64)
-    for one in outcomes:
-        by_step = (one.step_losses, one.num_judged, one.num_trained, one.num_hits)
-        parts = [one.loss.detach().view(1), *by_step]
+    for one in losses:
+        parts = (one.loss.detach().view(1), *one[1:])
         sums += torch.cat([part.to("cpu", torch.float64) for part in parts])
-    tokens = sum(int(batch.tokens_BT.numel()) for batch in batches)
-    *summed, num_samples, num_tokens = given.ranks.total(
-        [*sums.tolist(), sum(len(batch.keys) for batch in batches), tokens]
-    )
-    losses, judged, trained, hits = (summed[1 + K * part : 1 + K * (part + 1)] for part in range(4))
+    sizes = [sum(len(batch.keys) for batch in batches), sum(b.tokens_BT.numel() for b in batches)]
+    *summed, num_samples, num_tokens = ranks.total([*sums.tolist(), *sizes])
+    by_step, judged, trained, hits = (summed[1 + K * part :][:K] for part in range(4))
     return {
         "loss": summed[0],
-        "step_losses": losses,
+        "step_losses": by_step,
         "accuracy": [hit / max(count, 1.0) for hit, count in zip(hits, judged, strict=True)],
         "samples": int(num_samples),
         "tokens": int(num_tokens),
@@ -161,12 +200,12 @@ def totals(outcomes: Sequence[Outcome], batches: Sequence[Batch], given: Given) 
 def not_finite(
     step: int, loss: float, norm: float, batches: Sequence[Batch], ranks: Ranks
 ) -> EyasError:
-    """The error of a step that would have spoilt the weights, naming its samples and those with
-    broken features.
+    """The error of a step that would spoil the weights, naming its samples and those with broken
+    features. All ranks call it.
     """
-    said = ranks.gathered([(batch.keys, broken_samples(batch)) for batch in batches])
-    keys = [key for of_rank in said for all_keys, _ in of_rank for key in all_keys]
-    broken = [key for of_rank in said for _, broken_keys in of_rank for key in broken_keys]
+    found = ranks.gathered([(batch.keys, broken_samples(batch)) for batch in batches])
+    keys = [key for of_rank in found for all_keys, _ in of_rank for key in all_keys]
+    broken = [key for of_rank in found for _, broken_keys in of_rank for key in broken_keys]
     hint = (
         f"the features of {', '.join(broken)} are not finite: capture them again"
         if broken
@@ -179,7 +218,7 @@ def not_finite(
 
 
 def broken_samples(batch: Batch) -> list[str]:
-    """Keys of the samples with features that are no finite numbers; a row may hold several samples."""
+    """Keys of the samples with features that are not finite; a row may hold several samples."""
     finite_BT = batch.aux_hidden_BTA.isfinite().all(-1) & batch.last_hidden_BTH.isfinite().all(-1)
     begins_BT = batch.starts_BT == torch.arange(finite_BT.shape[1], device=finite_BT.device)
     # padding counts to the sample before it, and is finite

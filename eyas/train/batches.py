@@ -1,0 +1,157 @@
+"""Which samples a run sees, in which batches and steps.
+
+Knows sources, lengths, counts of tokens and a seed. Does not know a head or a loss's value.
+
+Letters: V target vocabulary.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from eyas.artifact import Manifest
+from eyas.errors import EmptyInputError, MismatchError
+from eyas.model.batch import Batch, plan_batches, plan_packs
+from eyas.shards import FeatureMeta, Sample
+from eyas.shards.source import FeatureSource
+from eyas.train.loss import ObjectiveConfig, judged_positions
+
+
+class BatchConfig(BaseModel):
+    """What is computed at once. tokens: of one batch, padding included: what one device takes.
+    per_step: batches that one update of the weights sees, shared by the ranks. packed: samples one
+    behind the other in one row, in place of one a row with padding.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tokens: int = Field(4096, ge=1)
+    per_step: int = Field(1, ge=1)
+    packed: bool = False
+
+
+class MixedSource:
+    """A FeatureSource of the samples of `new`, and after them those of `old`, by number."""
+
+    def __init__(self, new: FeatureSource, old: FeatureSource) -> None:
+        """Raises MismatchError for features of two targets or of other layers."""
+        check_alike(new.meta, old.meta)
+        self._new, self._old = new, old
+
+    @property
+    def meta(self) -> FeatureMeta:
+        """Of the new ones: target and layers are the old ones' too."""
+        return self._new.meta
+
+    @property
+    def inputs(self) -> Mapping[str, Manifest]:
+        """Those of both, the old ones' as "old_..."."""
+        old = {f"old_{name}": manifest for name, manifest in self._old.inputs.items()}
+        return {**self._new.inputs, **old}
+
+    @property
+    def lengths(self) -> list[int]:
+        """T of each sample."""
+        return [*self._new.lengths, *self._old.lengths]
+
+    def __len__(self) -> int:
+        return len(self._new) + len(self._old)
+
+    def all_tokens(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """As FeatureSource.all_tokens."""
+        return chain(self._new.all_tokens(), self._old.all_tokens())
+
+    def batches(self, batches: Sequence[Sequence[int]]) -> Iterator[list[Sample]]:
+        """As FeatureSource.batches; each source reads its own part of every batch ahead."""
+        first_old = len(self._new)
+        new = self._new.batches(
+            [[number for number in numbers if number < first_old] for numbers in batches]
+        )
+        old = self._old.batches(
+            [
+                [number - first_old for number in numbers if number >= first_old]
+                for numbers in batches
+            ]
+        )
+        for numbers, of_new, of_old in zip(batches, new, old, strict=True):
+            next_new, next_old = iter(of_new), iter(of_old)
+            yield [next(next_new if number < first_old else next_old) for number in numbers]
+
+
+def check_alike(new: FeatureMeta, old: FeatureMeta) -> None:
+    """Raise MismatchError unless both are features of one target's same layers."""
+    if (new.lm_head_sha256, new.hidden_size, new.vocab_size) != (
+        old.lm_head_sha256,
+        old.hidden_size,
+        old.vocab_size,
+    ):
+        raise MismatchError(
+            "the old features are of another target", "capture the old mix from this target"
+        )
+    if new.taps != old.taps:
+        raise MismatchError(
+            f"the old features are of the layers {old.taps}, the new ones of {new.taps}",
+            "capture both at the same layers",
+        )
+
+
+def survey(source: FeatureSource, config: ObjectiveConfig) -> tuple[Tensor, list[int]]:
+    """Counts int64 [V] of tokens under the loss mask, and the numbers of the samples with a
+    position to train on. Raises EmptyInputError without any.
+    """
+    counts_V = torch.zeros(source.meta.vocab_size, dtype=torch.int64)
+    usable = []
+    for number, (token_ids, loss_mask) in enumerate(source.all_tokens()):
+        counts_V += torch.bincount(token_ids[loss_mask], minlength=len(counts_V))
+        if judged_positions(loss_mask[None], config.loss_mask).any():
+            usable.append(number)
+    if not usable:
+        raise EmptyInputError(
+            "the features hold no answer of two tokens or more",
+            "generate and capture answers with more prompts",
+        )
+    return counts_V, usable
+
+
+def old_samples(old: Sequence[int], num_new: int, share: float, seed: str) -> list[int]:
+    """Which of the old samples join num_new new ones in one epoch, so that they are `share` of all,
+    or as many as there are.
+    """
+    wanted = round(num_new * share / (1.0 - share))
+    return sorted(random.Random(f"{seed}/old").sample(list(old), min(wanted, len(old))))
+
+
+def plan_steps(
+    config: BatchConfig, epochs: Sequence[Sequence[int]], lengths: Sequence[int], seed: int
+) -> list[list[list[int]]]:
+    """The batches of sample numbers of every step of the run, in order; the last step may have
+    fewer.
+
+    epochs: the samples of each. Depends on nothing but the arguments, not on how many ranks share a
+    step.
+    """
+    planned = plan_packs if config.packed else plan_batches
+    batches: list[list[int]] = []
+    for epoch, numbers in enumerate(epochs):
+        places = planned([lengths[number] for number in numbers], config.tokens, f"{seed}/{epoch}")
+        batches += [[numbers[place] for place in batch] for batch in places]
+    return [
+        batches[first : first + config.per_step]
+        for first in range(0, len(batches), config.per_step)
+    ]
+
+
+def read_batches(
+    samples: Iterator[list[Sample]], count: int, config: BatchConfig, device: str
+) -> list[Batch]:
+    """The next `count` batches, on the device."""
+    following = (next(samples) for _ in range(count))
+    if config.packed:
+        return [Batch.packed(one, config.tokens, device) for one in following]
+    return [Batch.of(one, device) for one in following]

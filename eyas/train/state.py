@@ -1,0 +1,195 @@
+"""What training changes, and its checkpoint: one file, for a resume to the same weights.
+
+Knows the head, the optimizer, the counters, and the rules that end a run early. Does not know
+batches: which come next follows from the number of steps done.
+
+The best head so far is part of the file: two files could be of two different moments. The file
+holds whole tensors, whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any, cast
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from eyas.artifact import Artifact
+from eyas.model.head import Head
+from eyas.train.ranks import Ranks
+
+CHECKPOINT, METRICS = "checkpoint.pt", "metrics.jsonl"
+MEMORY = 0.9  # of the running mean of the loss
+SETTLED = 20  # steps before a running mean is one
+FLOOR = 0.05  # of the first loss: near zero, many times the lowest is still nothing
+
+
+class StopConfig(BaseModel):
+    """When tau is measured while training, and when a run stops before its last step.
+
+    measurements: how often in a run, at equal distances, on `samples` held-out conversations; 0
+    measures nothing. patience: stop after so many measurements in a row without a gain of min_gain;
+    null never stops. The head that is kept is the best measured. num_draft_steps: of the chains
+    that are measured. diverged_at: stop when the running mean of the loss is so many times its
+    lowest.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    measurements: int = Field(8, ge=0)
+    samples: int = Field(48, ge=1)
+    num_draft_steps: int = Field(7, ge=1, le=16)
+    patience: int | None = Field(None, ge=1)
+    min_gain: float = Field(0.0, ge=0)
+    diverged_at: float = Field(3.0, gt=1)
+
+
+def measured_steps(num_steps: int, config: StopConfig) -> set[int]:
+    """The numbers of steps done at which tau is measured; the last one is among them, if any is."""
+    count = min(config.measurements, num_steps)
+    return {math.ceil(num_steps * (number + 1) / count) for number in range(count)}
+
+
+@dataclass(slots=True)
+class Patience:
+    """The best tau so far and the step it was measured at; the tau of the last gain (bar) and the
+    measurements since then (misses).
+    """
+
+    best: float = 0.0
+    best_step: int = 0
+    bar: float = 0.0
+    misses: int = 0
+
+    def add(self, step: int, tau: float, min_gain: float) -> bool:
+        """Count a measurement, above 0. Is it the best, or as good and later?
+
+        A gain is a rise of min_gain or more above the last gain.
+        """
+        gains = tau > self.bar and tau >= self.bar + min_gain
+        self.bar, self.misses = (tau, 0) if gains else (self.bar, self.misses + 1)
+        if tau < self.best:
+            return False
+        self.best, self.best_step = tau, step
+        return True
+
+    def is_over(self, config: StopConfig) -> bool:
+        """Whether the run stops."""
+        return config.patience is not None and self.misses >= config.patience
+
+
+@dataclass(slots=True)
+class LossTrend:
+    """The first loss, the running mean of all, and its lowest value once it was settled."""
+
+    num_losses: int = 0
+    first: float = 0.0
+    mean: float = 0.0
+    lowest: float = math.inf
+
+    def add(self, loss: float) -> None:
+        """Count the loss of one more step."""
+        if self.num_losses == 0:
+            self.first = self.mean = loss
+        self.mean = MEMORY * self.mean + (1.0 - MEMORY) * loss
+        self.num_losses += 1
+        if self.num_losses >= SETTLED:
+            self.lowest = min(self.lowest, self.mean)
+
+    def has_diverged(self, config: StopConfig) -> bool:
+        """Whether the loss runs away."""
+        return self.mean > config.diverged_at * max(self.lowest, FLOOR * self.first)
+
+
+@dataclass(slots=True)
+class TrainingState:
+    """The head, the optimizer's state, the number of steps done, and what the stop rules remember.
+
+    best: the weights of the best measured head, on the CPU of the first rank; None before a
+    measurement. metrics: a row a step, on the first rank; the others' begin where they resumed.
+    """
+
+    head: Head
+    optimizer: torch.optim.AdamW
+    step: int = 0
+    patience: Patience = field(default_factory=Patience)
+    trend: LossTrend = field(default_factory=LossTrend)
+    best: dict[str, Tensor] | None = None
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+
+    def keep_best(self) -> None:
+        """Remember the weights as they are. All ranks call it."""
+        weights = cast("dict[str, Tensor]", get_model_state_dict(self.head, options=_WHOLE))
+        self.best = {name: tensor.clone() for name, tensor in weights.items()}
+
+    def restore_best(self, ranks: Ranks) -> None:
+        """Take the best weights back. All ranks call it."""
+        assert self.best is not None, "no head was measured"
+        set_model_state_dict(
+            self.head, cast("dict[str, Any]", self.best), options=_given_by_first(ranks)
+        )
+
+    def save(self, output: Artifact, ranks: Ranks) -> None:
+        """Write the checkpoint and the metrics. All ranks call it, the first one writes.
+
+        Metrics first: a checkpoint never lies beside fewer rows than it has steps.
+        """
+        content = {
+            "head": get_model_state_dict(self.head, options=_WHOLE),
+            "optimizer": get_optimizer_state_dict(self.head, self.optimizer, options=_WHOLE),
+            "best": self.best,
+            **self._counters(),
+        }
+        with ranks.together():
+            if ranks.is_first:
+                stream = io.BytesIO()
+                torch.save(content, stream)
+                output.write_jsonl(METRICS, self.metrics)
+                output.write(CHECKPOINT, stream.getvalue())
+
+    def resume(self, output: Artifact, ranks: Ranks) -> None:
+        """Continue from the folder's checkpoint, if there is one. All ranks call it."""
+        content: dict[str, Any] = {}
+        with ranks.together():
+            if ranks.is_first and output.exists(CHECKPOINT):
+                stream = io.BytesIO(output.read(CHECKPOINT))
+                content = torch.load(stream, map_location="cpu", weights_only=True)
+        names = ("step", "patience", "trend")
+        counters = ranks.first(lambda: {name: content[name] for name in names if content})
+        if not counters:
+            return
+        options = _given_by_first(ranks)
+        set_model_state_dict(self.head, content.get("head", {}), options=options)
+        state = content.get("optimizer", {})
+        set_optimizer_state_dict(self.head, self.optimizer, state, options=options)
+        self.step, self.best = counters["step"], content.get("best")
+        self.patience = Patience(**counters["patience"])
+        self.trend = LossTrend(**counters["trend"])
+        if self.patience.best_step and self.best is None:
+            self.best = {}  # the first rank has them
+        if ranks.is_first:
+            self.metrics = [row for row in output.read_jsonl(METRICS) if row["step"] <= self.step]
+
+    def _counters(self) -> dict[str, Any]:
+        patience, trend = asdict(self.patience), asdict(self.trend)
+        return {"step": self.step, "patience": patience, "trend": trend}
+
+
+# Whole tensors on the CPU of the first rank; of other ranks nothing.
+_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def _given_by_first(ranks: Ranks) -> StateDictOptions:
+    """The first rank has the tensors, the others take their part of them."""
+    return StateDictOptions(full_state_dict=True, broadcast_from_rank0=ranks.size > 1)
