@@ -84,7 +84,9 @@ def measure(name: str, folder: str, rows: list[list[dict[str, Any]]]) -> dict[st
             reasons[error.what.removeprefix(f"the chat template of {folder} ")] += 1
         else:
             written = [token for token, kept in zip(ids, mask, strict=True) if kept]
-            spelled = chat.decode(written) == chat.decode(chat._encode(messages[-1]["content"]))
+            spelled = chat.decode(written) == chat.decode(
+                chat.tokenizer.encode(messages[-1]["content"], add_special_tokens=False)
+            )
             outcome["agree" if spelled and written[-1] in chat.eos_token_ids else "wrong"] += 1
             num_tokens += len(ids)
     seconds = time.perf_counter() - started
@@ -114,9 +116,11 @@ def main() -> None:
     measured = []
     for name, folder in tokenizers(args.data).items():
         measured.append(measure(name, folder, rows))
-        print("{tokenizer}: {agree} of {rows} agree, {differ} differ, {wrong} wrong, {refused} "
-              "refused, "
-              "{rows_per_s} rows/s".format(**measured[-1]), measured[-1]["reasons"], flush=True)  # fmt: skip
+        line = (
+            "{tokenizer}: {agree} of {rows} agree, {differ} differ, {wrong} wrong, "
+            "{refused} refused, {rows_per_s} rows/s"
+        )
+        print(line.format(**measured[-1]), measured[-1]["reasons"], flush=True)
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for fault in FAULTS:

@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 from eyas.chat import Chat, MaskDisagreement
-from eyas.chat.turn import Encoded
+from eyas.chat.turn import TokenizedText
 from eyas.errors import EyasError
 from tests.chat_folders import (
     LIKE_GEMMA,
@@ -76,8 +76,9 @@ def caught(fault: Fault, folder: Path) -> str:
                 for at, text in enumerate(row)
             ]
             try:
-                for _ in chat.turns(messages):
-                    pass
+                for at, message in enumerate(messages):
+                    if message["role"] == "assistant":
+                        chat.turn(messages[: at + 1])
             except MaskDisagreement as error:
                 return f"differ: {_words(error, folder)}"
             except EyasError as error:
@@ -100,9 +101,9 @@ def _words(error: EyasError, folder: Path) -> str:
     return error.what.replace(str(folder), "").replace("the chat template of  ", "")
 
 
-def _with_offsets(change: Callable[[Encoded], list[tuple[int, int]]]) -> Plant:
-    def plant(encode: Callable[..., Encoded]) -> Callable[..., Encoded]:
-        def wrong(*args: Any) -> Encoded:
+def _with_offsets(change: Callable[[TokenizedText], list[tuple[int, int]]]) -> Plant:
+    def plant(encode: Callable[..., TokenizedText]) -> Callable[..., TokenizedText]:
+        def wrong(*args: Any) -> TokenizedText:
             made = encode(*args)
             return replace(made, offsets=change(made))
 
@@ -111,7 +112,7 @@ def _with_offsets(change: Callable[[Encoded], list[tuple[int, int]]]) -> Plant:
     return plant
 
 
-def _in_bytes(made: Encoded) -> list[tuple[int, int]]:
+def _in_bytes(made: TokenizedText) -> list[tuple[int, int]]:
     return [
         (len(made.text[:start].encode()), len(made.text[:stop].encode()))
         for start, stop in made.offsets
@@ -264,14 +265,14 @@ FAULTS = (
     Fault(
         "offsets count bytes",
         TEMPLATE,
-        plant=("eyas.chat.tokens.Tokens.encode", _with_offsets(_in_bytes)),
+        plant=("eyas.chat.tokenizer.TargetTokenizer.encode", _with_offsets(_in_bytes)),
         where="differ",
     ),
     Fault(
         "offsets one character on",
         TEMPLATE,
         plant=(
-            "eyas.chat.tokens.Tokens.encode",
+            "eyas.chat.tokenizer.TargetTokenizer.encode",
             _with_offsets(lambda made: [(start + 1, stop + 1) for start, stop in made.offsets]),
         ),
         where="row",

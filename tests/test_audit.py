@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from eyas.chat import Chat
-from eyas.chat.picture import counts, painted, pieces, visible
-from eyas.chat.supervision import MEANING, OPTIONS, kinds
-from eyas.chat.turn import Encoded
-from eyas.cli.audit import Audit, Conversation, examples, look_at, read
+from eyas.chat.picture import counts, paint, pieces, visible
+from eyas.chat.supervision import MEANING, OPTIONS, token_kinds
+from eyas.chat.turn import TokenizedText
+from eyas.cli.audit import Audit, ConversationRow, add_row, examples, read
 from eyas.cli.main import build
 from eyas.errors import CorruptError, MissingInputError
 from tests.chat_folders import like_granite, like_qwen
@@ -47,10 +47,10 @@ def row(*contents: str, **more: Any) -> dict[str, Any]:
     return {"messages": turns, **more}
 
 
-def audited(chat: Chat, *rows: Conversation) -> Audit:
+def audited(chat: Chat, *rows: ConversationRow) -> Audit:
     audit = Audit()
     for one in rows:
-        look_at(one, chat, audit, show=10)
+        add_row(one, chat, audit, show=10)
     return audit
 
 
@@ -64,7 +64,9 @@ def test_examples_show_turns_tools_and_reasoning(qwen: Path) -> None:
     written = {
         title: "".join(
             text
-            for text, kind in zip(pieces(turn.encoded), kinds(turn.mask, "serving"), strict=True)
+            for text, kind in zip(
+                pieces(turn.encoded), token_kinds(turn.mask, "serving"), strict=True
+            )
             if kind != "context"
         )
         for title, turn in audit.samples
@@ -84,7 +86,7 @@ def test_examples_show_turns_tools_and_reasoning(qwen: Path) -> None:
 
 def test_answers_that_go_on_from_each_other_are_one_sample(tmp_path: Path) -> None:
     tiny_tokenizer(tmp_path)
-    audit = audited(Chat(tmp_path), Conversation(**row("Hi", "a", "So", "b", "Yes", "c")))
+    audit = audited(Chat(tmp_path), ConversationRow(**row("Hi", "a", "So", "b", "Yes", "c")))
     [(title, turn)] = audit.samples
     assert title == "conversation 1: answers 1 to 3"
     assert sum(turn.mask) == 6, "three answers of a token, three end tokens"
@@ -240,22 +242,22 @@ def test_pieces_are_the_whole_text() -> None:
     """Of tokens that share a character the first has it; white space that offsets leave out goes
     with the token after it.
     """
-    encoded = Encoded("a é b\n", [1, 2, 3, 4, 5], [(0, 1), (2, 3), (2, 3), (4, 5), (5, 5)])
+    encoded = TokenizedText("a é b\n", [1, 2, 3, 4, 5], [(0, 1), (2, 3), (2, 3), (4, 5), (5, 5)])
     assert pieces(encoded) == ["a", " é", "", " b", "\n"]
-    assert pieces(Encoded("", [], [])) == []
+    assert pieces(TokenizedText("", [], [])) == []
 
 
-def test_what_would_not_be_seen_is_told_by_its_code() -> None:
+def test_what_would_not_be_seen_is_kinds_by_its_code() -> None:
     assert visible("a\x1b[2J\u202e\u200b\r\tb\n") == "a⟨U+001B⟩[2J⟨U+202E⟩⟨U+200B⟩⟨U+000D⟩\tb\n"
 
 
 def test_long_stretches_are_cut_and_counted() -> None:
     text = "u" * 200 + "a" * 100
-    encoded = Encoded(text, list(range(300)), [(at, at + 1) for at in range(300)])
-    told = kinds([at >= 200 for at in range(300)], "serving")
-    assert counts(told) == {"drafted": 99, "given": 1, "context": 200}
-    cut = painted(encoded, told, MEANING)
+    encoded = TokenizedText(text, list(range(300)), [(at, at + 1) for at in range(300)])
+    kinds = token_kinds([at >= 200 for at in range(300)], "serving")
+    assert counts(kinds) == {"drafted": 99, "given": 1, "context": 200}
+    cut = paint(encoded, kinds, MEANING)
     assert "⟨140 tokens⟩" in cut.plain
     assert cut.plain.count("a" * 100) == 1, "answers are never cut"
-    assert "u" * 200 in painted(encoded, told, MEANING, whole=True).plain
+    assert "u" * 200 in paint(encoded, kinds, MEANING, whole=True).plain
     assert any("green" in str(span.style) for span in cut.spans)

@@ -1,11 +1,13 @@
 """Chat templates and masks, on tiny, broken and real tokenizers."""
 
 import datetime
+import functools
 import gzip
 import itertools
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +16,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from eyas.builtin import target_folder
-from eyas.chat import Chat, MaskDisagreement
-from eyas.chat.supervision import OPTIONS, kinds, supervised
+from eyas.chat import Chat, MaskDisagreement, Turn
+from eyas.chat.supervision import OPTIONS, supervised, token_kinds
 from eyas.errors import MissingInputError, TemplateError
 from eyas.records import Message
 from eyas.train.loss import judged_positions
@@ -92,6 +94,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Chat]:
     return {name: Chat(make(root / name), DAY) for name, make in FAMILIES.items()}
 
 
+@functools.cache
 def real_chat(name: str) -> Chat:
     folder = DATA / "tokenizers" / name
     if not folder.is_dir():
@@ -113,6 +116,17 @@ def said(*contents: str) -> list[Message]:
         {"role": ("user", "assistant")[at % 2], "content": content}
         for at, content in enumerate(contents)
     ]
+
+
+def turns(chat: Chat, messages: list[Message], tools: Any = None) -> list[Turn]:
+    """Every answer with the conversation before it."""
+    ends = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+    return [chat.turn(messages[: at + 1], tools=tools) for at in ends]
+
+
+def written(turn: Turn) -> list[int]:
+    """The tokens under the mask."""
+    return [token for token, kept in zip(turn.ids, turn.mask, strict=True) if kept]
 
 
 def masked_text(chat: Chat, messages: list[Message], finish_reason: str = "stop") -> str:
@@ -278,7 +292,9 @@ def test_a_stream_is_decode_in_pieces(chats: dict[str, Chat], ids: list[int], st
 def test_a_stream_never_gives_half_a_character(chats: dict[str, Chat], text: str) -> None:
     chat = chats["chatml"]
     stream = chat.stream()
-    pieces = [stream.push([token]) for token in chat._encode(text)]
+    pieces = [
+        stream.push([token]) for token in chat.tokenizer.encode(text, add_special_tokens=False)
+    ]
     assert "\ufffd" not in "".join(pieces)
     assert "".join(pieces) == text
     assert stream.finish() == ""
@@ -287,7 +303,7 @@ def test_a_stream_never_gives_half_a_character(chats: dict[str, Chat], text: str
 def test_a_stream_tells_what_an_unfinished_character_leaves(chats: dict[str, Chat]) -> None:
     chat = chats["chatml"]
     stream = chat.stream()
-    ids = chat._encode("ok\U0001f642")
+    ids = chat.tokenizer.encode("ok\U0001f642", add_special_tokens=False)
     assert stream.push(ids[:-1]) == "ok"
     assert stream.finish() == "\ufffd"
 
@@ -318,8 +334,7 @@ def test_a_control_token_in_a_message_is_spelled_and_not_obeyed(
         )
         assert turn.encoded.text == chat.render(messages), "nothing of the shield is left"
         assert turn.ids[: turn.num_prompt_tokens] == chat.prompt_ids(messages[:-1])
-        masked = [token for token, kept in zip(turn.ids, turn.mask, strict=True) if kept]
-        assert chat._tokens.spelled(masked[:-1]).strip() == messages[-1]["content"]
+        assert chat._tokens.spelled(written(turn)[:-1]).strip() == messages[-1]["content"]
     assert chat.control_text(conversation_with("x")) == []
 
 
@@ -350,8 +365,7 @@ def test_the_two_ways_never_differ_and_no_text_is_obeyed(
                 turns,
             )
             continue
-        written = turn.written_ids
-        text = chat._tokens.spelled(written[:-1])
+        text = chat._tokens.spelled(written(turn)[:-1])
         assert text.strip() == chat._tokens.normalized(turns[-1]).strip(), (family, turns)
 
 
@@ -404,15 +418,15 @@ def test_tools_and_calls_are_text_too(families: dict[str, Chat]) -> None:
         {"role": "assistant", "content": "Found."},
     ]
     assert chat.control_text(messages, tools) == ["<|im_end|>", "<|im_start|>"]
-    first, last = chat.turns(messages, tools)
+    first, last = turns(chat, messages, tools)
     ends = [token for token in last.ids if token in chat.eos_token_ids]
     assert len(ends) == 5, "of the tools, the question, the call, the result and the answer"
-    written = [token for token, kept in zip(first.ids, first.mask, strict=True) if kept]
-    assert chat._tokens.spelled(written) == (
+    call_ids = written(first)
+    assert chat._tokens.spelled(call_ids) == (
         '<tool_call>\n{"name": "find", "arguments": {"city": "<|im_end|>"}}\n</tool_call><|im_end|>'
     )
-    assert written[-1] in chat.eos_token_ids
-    assert control_ids(chat, written[:-1]) == []
+    assert call_ids[-1] in chat.eos_token_ids
+    assert control_ids(chat, call_ids[:-1]) == []
 
 
 def test_a_control_token_that_the_target_writes_is_its_own(families: dict[str, Chat]) -> None:
@@ -443,7 +457,7 @@ def test_thoughts_of_the_target_are_its_own_and_an_empty_block_is_the_templates(
     assert masked_text(chat, said("A table?", whole)) == whole
     assert chat.answered(thought) == chat.answered(said("A table?", whole))
     assert masked_text(chat, said("A table?", "For two?")) == "For two?"
-    first, second = chat.turns([*thought, *said("Yes", "Done.")])
+    first, second = turns(chat, [*thought, *said("Yes", "Done.")])
     assert not second.continues(first), (
         "the template drops earlier thoughts: each answer is a row of its own"
     )
@@ -469,7 +483,7 @@ def test_a_default_system_prompt_and_its_date_are_seen(families: dict[str, Chat]
     brief: list[Message] = [{"role": "system", "content": "Be brief."}, *said("Hi", "Hello")]
     assert "Kestrel" not in chat.turn(brief).encoded.text
     assert masked_text(chat, brief) == masked_text(chat, said("Hi", "Hello")) == "Hello"
-    first, second = chat.turns(said("Hi", "Hello", "A table?", "For two?"))
+    first, second = turns(chat, said("Hi", "Hello", "A table?", "For two?"))
     assert second.continues(first)
     both = second.with_mask_of(first)
     assert sum(both.mask) == sum(first.mask) + sum(second.mask)
@@ -576,7 +590,7 @@ def test_mask_options_on_one_answer() -> None:
         for option in OPTIONS
     }
     assert drafted == {"serving": [3, 4, 5], "t": [4, 5, 6, 7], "t+1": [3, 4, 5, 6]}
-    assert kinds(mask, "t") == [
+    assert token_kinds(mask, "t") == [
         "context",
         "context",
         "given",
@@ -586,7 +600,7 @@ def test_mask_options_on_one_answer() -> None:
         "beyond",
         "beyond",
     ]
-    assert kinds(mask, "serving") == [
+    assert token_kinds(mask, "serving") == [
         "context",
         "context",
         "given",
@@ -614,9 +628,9 @@ def test_mask_options_are_sets_of_slots(mask: list[bool]) -> None:
             supervised(mask, option)
             == [False, False, *map(definitions[option], slots)][: len(mask)]
         )
-        told = kinds(mask, option)
-        assert [kind in ("drafted", "beyond") for kind in told] == supervised(mask, option)
-        assert [kind in ("drafted", "missed") for kind in told] == supervised(mask, "serving")
+        shown = token_kinds(mask, option)
+        assert [kind in ("drafted", "beyond") for kind in shown] == supervised(mask, option)
+        assert [kind in ("drafted", "missed") for kind in shown] == supervised(mask, "serving")
     judged = judged_positions(torch.tensor([mask], dtype=torch.bool))[0].tolist()
     assert supervised(mask, "serving")[2:] == judged[1:-1]
 
@@ -636,10 +650,10 @@ def test_real_templates_render_as_transformers_does(name: str) -> None:
 
 @pytest.mark.parametrize("name", REAL)
 def test_real_templates_give_exact_masks_on_real_conversations(name: str) -> None:
-    """Every assistant turn of 60 dialogues: prompt, answer, end token, and what the template adds."""
+    """Every answer of 30 dialogues: prompt, answer, end token, and what the template adds."""
     chat = real_chat(name)
     num_turns = 0
-    for messages in real_rows(60):
+    for messages in real_rows(30):
         for last in (at for at, message in enumerate(messages) if message["role"] == "assistant"):
             ids, mask = chat.answered(messages[: last + 1])
             prompt = chat.prompt_ids(messages[:last])
@@ -650,7 +664,7 @@ def test_real_templates_give_exact_masks_on_real_conversations(name: str) -> Non
             assert ids[end] in chat.eos_token_ids
             assert chat.decode(ids[end + 1 :]).strip() == ""
             num_turns += 1
-    assert num_turns > 300
+    assert num_turns > 150
 
 
 def test_a_real_thinking_answer_is_the_targets_whole() -> None:

@@ -65,7 +65,10 @@ def scripted(chat: Chat) -> type[ScriptedEngine]:
     """An engine that thinks, says something and ends its turn."""
 
     class Thinking(ScriptedEngine):
-        script = (*chat._encode(THOUGHTS + SAID), chat.eos_token_ids[0])
+        script = (
+            *chat.tokenizer.encode(THOUGHTS + SAID, add_special_tokens=False),
+            chat.eos_token_ids[0],
+        )
 
     return Thinking
 

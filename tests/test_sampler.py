@@ -258,7 +258,7 @@ def completing(chat, text, stops):
     """The place of the token that completes a stop string, and the place by decoding every
     beginning anew.
     """
-    ids = chat._encode(text)
+    ids = chat.tokenizer.encode(text, add_special_tokens=False)
     checker = StopChecker(stops, chat.decode)
     got = next((at for at, token in enumerate(ids) if checker.push(token)), None)
     plain = next(
@@ -298,6 +298,9 @@ def test_a_stop_string_costs_no_more_in_a_long_answer(chat):
 
     checker = StopChecker(("§§",), decode)
     assert not any(
-        checker.push(token) for token in chat._encode("a few words more, and more. " * 40)
+        checker.push(token)
+        for token in chat.tokenizer.encode(
+            "a few words more, and more. " * 40, add_special_tokens=False
+        )
     )
     assert longest < 12

@@ -526,7 +526,7 @@ def test_without_logprobs_there_are_none(client):
 
 
 def prompt_ids(world, text="I would like"):
-    return world.chat._encode(text)
+    return world.chat.tokenizer.encode(text, add_special_tokens=False)
 
 
 def test_a_text_goes_on_as_the_engine_goes_on(client, world):
@@ -741,7 +741,10 @@ def caller(tooled):
 def saying(world, text, per_step=1):
     """A client of a server whose target says a text; and the engine, which knows what it was asked."""
     engine = world.engine(ScriptedEngine, max_length=1024)
-    engine.script, engine.per_step = (*world.chat._encode(text), 2), per_step
+    engine.script, engine.per_step = (
+        (*world.chat.tokenizer.encode(text, add_special_tokens=False), 2),
+        per_step,
+    )
     with world.served(engine) as client:
         yield client, engine
 

@@ -94,7 +94,7 @@ def test_sglang_s_benchmark_without_streams_and_with_tokens(client, world, text)
     assert len(whole["output_ids"]) == whole["meta_info"]["completion_tokens"] == 12
     assert whole["meta_info"]["finish_reason"] == {"type": "length", "length": 12}
     assert whole["meta_info"]["spec_verify_ct"] > 0
-    ids = world.chat._encode(PROMPT)
+    ids = world.chat.tokenizer.encode(PROMPT, add_special_tokens=False)
     by_tokens = generate(client, **bench_body(ids, stream=False)).json()
     assert (
         by_tokens["output_ids"] == world.results(ids, max_tokens=12, ignore_eos=True)[0].token_ids
@@ -200,7 +200,7 @@ def test_the_prompt_stands_before_its_text_where_it_is_asked_for(client, text, e
 
 
 def test_each_choice_echoes_its_own_prompt(client, world):
-    ids = world.chat._encode("you")
+    ids = world.chat.tokenizer.encode("you", add_special_tokens=False)
     reply = client.completions.create(
         model=MODEL, prompt=["I would", "well"], n=2, max_tokens=3, echo=True
     )
@@ -212,7 +212,7 @@ def test_each_choice_echoes_its_own_prompt(client, world):
 def test_prompts_as_tokens_of_vllm_s_benchmark(client, world):
     body = {
         "model": MODEL,
-        "prompt": world.chat._encode(PROMPT),
+        "prompt": world.chat.tokenizer.encode(PROMPT, add_special_tokens=False),
         "repetition_penalty": 1.0,
         "max_tokens": 4,
         "logprobs": None,

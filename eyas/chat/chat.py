@@ -1,9 +1,9 @@
 """Chat: the tokenizer and the chat template of a target, and the exact mask of an answer or the
 reason why there is none.
 
-Stock templates carry no generation tag (EAGLE3.md, section 3), so the answer is found in two ways
-that have nothing but the rendered text in common; they must agree token for token, on every answer.
-Knows no model and no stage.
+Stock templates carry no generation tag, so the answer is found in two ways that have only the
+rendered text in common; they must agree token for token, on every answer. Knows no model and no
+stage.
 """
 
 from __future__ import annotations
@@ -16,13 +16,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eyas.chat.disagreement import MaskDisagreement
-from eyas.chat.examination import examine, frame_of
-from eyas.chat.prefixes import Find, by_another, by_spelling, everything, mask_by_prefixes
+from eyas.chat.picture import MaskDisagreement
+from eyas.chat.prefixes import FindAnswer, by_another, by_spelling, everything, mask_by_prefixes
 from eyas.chat.spans import mask_by_spans
-from eyas.chat.stream import TextStream
-from eyas.chat.template import Template
-from eyas.chat.tokens import Rendered, Tokens, Untrusted, pattern_of, shield_for, shielded, strings
+from eyas.chat.template import Template, examine, frame_of
+from eyas.chat.tokenizer import (
+    RenderedText,
+    TargetTokenizer,
+    TemplateProblem,
+    TextStream,
+    pattern_of,
+    shield_for,
+    shielded,
+    strings,
+)
 from eyas.chat.turn import Turn, Wording
 from eyas.errors import TemplateError
 
@@ -31,9 +38,9 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Talk:
-    """What goes into the template; shield: what breaks the control tokens' names in it, None where
-    there are none.
+class _TemplateInput:
+    """What goes into the template. shield: the character that breaks control tokens' names in it,
+    None where it holds none.
     """
 
     messages: Messages
@@ -45,12 +52,12 @@ class Chat:
     """Tokenizer and chat template of the target in `folder` (Hugging Face's form, local files
     only).
 
-    `date`: what a template that prints today's date is to print; None is the clock, as a server has
-    it. Data stages fix it, or the same conversation would have other tokens tomorrow. `options`:
-    variables that the template looks at (enable_thinking), as a server is given them.
+    `date`: what a template that prints today's date prints; None is the clock, as in a server. Data
+    stages fix it, or the same conversation would have other tokens tomorrow. `options`: variables
+    of the template (enable_thinking). `tokens`: the folder's tokenizer, where it is loaded already.
 
     Raises MissingInputError (no tokenizer), TemplateError (no chat template, or one that cannot be
-    trusted: see `examination`) and MaskDisagreement.
+    trusted: see `eyas.chat.template`) and MaskDisagreement.
     """
 
     def __init__(
@@ -58,10 +65,10 @@ class Chat:
         folder: str | Path,
         date: datetime.date | None = None,
         options: Mapping[str, Any] | None = None,
-        tokens: Tokens | None = None,
+        tokens: TargetTokenizer | None = None,
     ) -> None:
         self.folder = str(folder)
-        self._tokens = tokens or Tokens(self.folder)
+        self._tokens = tokens or TargetTokenizer(self.folder)
         self.eos_token_ids = self._tokens.end_ids
         self._template = Template(self._tokens.tokenizer, self.folder, date, options or {})
         try:
@@ -72,8 +79,8 @@ class Chat:
             targets = {name for name in self._tokens.names if self._template.names(name)} - framing
             self._not_the_targets = pattern_of({*self._tokens.names} - targets)
             examine(self._turn, self._tokens.bos_id)
-        except Untrusted as what:
-            raise self._distrust(what) from what
+        except TemplateProblem as problem:
+            raise self._error(problem) from problem
 
     def with_options(self, options: Mapping[str, Any]) -> Chat:
         """The same tokenizer, and its template with other options. Raises what Chat raises."""
@@ -81,14 +88,12 @@ class Chat:
 
     @property
     def tokenizer(self) -> Any:
-        """The target's, of transformers: for those that must not load it a second time."""
+        """The tokenizer as transformers has it, so that nothing loads it a second time."""
         return self._tokens.tokenizer
 
     @property
     def needs_a_date(self) -> bool:
-        """True when the template may print today's date, and none was given: a server's clock
-        decides.
-        """
+        """True when the template may print today's date and no date is fixed."""
         return self._template.needs_a_date
 
     # Messages to tokens
@@ -102,24 +107,23 @@ class Chat:
         return self._template.render(messages, add_generation_prompt, tools)
 
     def prompt_ids(self, messages: Messages, tools: Tools | None = None) -> list[int]:
-        """The tokens that the target goes on from: all messages and the opening of the assistant's
+        """The tokens that the target continues: all messages and the opening of the assistant's
         turn.
 
-        What messages say is text: a control token's name in them is spelled, not obeyed (see
+        Messages are text: a control token's name in them is spelled, not obeyed (see
         `control_text`). Raises TemplateError: the template refuses the messages, or does not let
         such a name be kept apart from a token.
         """
         try:
-            talk = self._talk(messages, tools)
-            return self._tokens.encode(self._rendered(talk, talk.messages, True)).ids
-        except Untrusted as what:
-            raise self._distrust(what) from what
+            given = self._shielded(messages, tools)
+            return self._tokens.encode(self._rendered(given, given.messages, True)).ids
+        except TemplateProblem as problem:
+            raise self._error(problem) from problem
 
     def control_text(self, messages: Messages, tools: Tools | None = None) -> list[str]:
         """The control tokens whose names messages hold as text, sorted; nearly always none.
 
-        Other servers (SGLang, vLLM) obey them. An answer of theirs to such messages is not an
-        answer to these tokens.
+        SGLang and vLLM obey them: their answer to such messages is not an answer to these tokens.
         """
         of_tools = [
             name
@@ -141,8 +145,8 @@ class Chat:
     def answered(
         self, messages: Messages, finish_reason: str = "stop", tools: Tools | None = None
     ) -> tuple[list[int], list[bool]]:
-        """Tokens [T] and loss mask [T] of a conversation whose last message is the target's answer;
-        see `turn`.
+        """Tokens [T] and loss mask [T] of a conversation that ends with the target's answer; see
+        `turn`.
         """
         turn = self.turn(messages, finish_reason, tools)
         return turn.ids, turn.mask
@@ -150,7 +154,7 @@ class Chat:
     def turn(
         self, messages: Messages, finish_reason: str = "stop", tools: Tools | None = None
     ) -> Turn:
-        """A conversation whose last message is the target's answer, as the server saw it.
+        """A conversation that ends with the target's answer, as the server saw it.
 
         The mask is true on the answer's tokens and, with finish_reason "stop", on its end-of-turn
         token; what the template adds around them (a line break after the turn, an empty thinking
@@ -158,8 +162,8 @@ class Chat:
 
         Raises TemplateError when there is no exact mask: the rendered text does not hold the answer
         as written, or some turn before it; the tokens before it are not `prompt_ids`; the template
-        prints today's date and none was given. Raises MaskDisagreement when the two ways give two
-        masks: a fault of ours, at which a run is to stop.
+        prints today's date and none is fixed. Raises MaskDisagreement when the two ways give two
+        masks: a fault of ours, which stops a run.
         """
         if self._template.needs_a_date:
             raise TemplateError(
@@ -169,79 +173,73 @@ class Chat:
             )
         try:
             turn = self._turn(messages, tools)
-        except Untrusted as what:
-            raise self._distrust(what) from what
+        except TemplateProblem as problem:
+            raise self._error(problem) from problem
         if finish_reason != "stop":
             turn.mask[len(turn.mask) - 1 - turn.mask[::-1].index(True)] = False
         return turn
 
-    def turns(self, messages: Messages, tools: Tools | None = None) -> Iterable[Turn]:
-        """Every answer of a conversation with what came before it, one after the other. Raises what
-        `turn` raises.
-        """
-        for at, message in enumerate(messages):
-            if message["role"] == "assistant":
-                yield self.turn(messages[: at + 1], tools=tools)
-
     def _turn(self, messages: Messages, tools: Tools | None = None) -> Turn:
         assert messages[-1]["role"] == "assistant"
         if not isinstance(messages[-1].get("content") or "", str):
-            raise Untrusted("has no one text for an answer in several parts")
-        talk = self._talk(messages, tools)
-        wording = Wording.of(talk.messages[-1])
-        prompt = self._rendered(talk, talk.messages[:-1], True)
-        whole = self._rendered(talk, talk.messages, False)
-        _expect_every_turn(talk.messages[:-1], prompt.text)
+            raise TemplateProblem("has no one text for an answer in several parts")
+        given = self._shielded(messages, tools)
+        wording = Wording.of(given.messages[-1])
+        prompt = self._rendered(given, given.messages[:-1], True)
+        whole = self._rendered(given, given.messages, False)
+        _expect_every_turn(given.messages[:-1], prompt.text)
         prompt_ids = self._tokens.encode(prompt).ids
         encoded = self._tokens.encode(whole)
         first = mask_by_spans(prompt, whole, encoded, wording, self._frame)
-        find = self._finder(talk, wording, prompt_ids)
+        find = self._finder(given, wording, prompt_ids)
         second = mask_by_prefixes(prompt_ids, encoded.ids, tuple(self._tokens.ends), find)
         if first != second:
             raise MaskDisagreement(self.folder, encoded, first, second)
         return Turn(encoded, first, len(prompt_ids))
 
-    def _finder(self, talk: _Talk, wording: Wording, prompt_ids: list[int]) -> Find:
+    def _finder(self, given: _TemplateInput, wording: Wording, prompt_ids: list[int]) -> FindAnswer:
         """How the second way finds this answer among the tokens after the prompt."""
         if wording.text is not None:
-            text = wording.text.replace(talk.shield, "") if talk.shield else wording.text
+            text = wording.text.replace(given.shield, "") if given.shield else wording.text
             return by_spelling((text, self._tokens.normalized(text)), self._tokens.spelled)
         if wording.has_reasoning:
             return everything
         said = "No" if any(part.startswith("Y") for part in wording.parts) else "Yes"
-        other = [*talk.messages[:-1], {"role": "assistant", "content": said}]
-        ids = self._tokens.encode(self._rendered(talk, other, False)).ids
+        other = [*given.messages[:-1], {"role": "assistant", "content": said}]
+        ids = self._tokens.encode(self._rendered(given, other, False)).ids
         return by_another(ids[len(prompt_ids) :], tuple(self._tokens.ends))
 
-    def _rendered(self, talk: _Talk, messages: Messages, add_generation_prompt: bool) -> Rendered:
-        return Rendered(
-            self._template.render(messages, add_generation_prompt, talk.tools), talk.shield
+    def _rendered(
+        self, given: _TemplateInput, messages: Messages, add_generation_prompt: bool
+    ) -> RenderedText:
+        return RenderedText(
+            self._template.render(messages, add_generation_prompt, given.tools), given.shield
         )
 
-    def _talk(self, messages: Messages, tools: Tools | None) -> _Talk:
-        """Messages and tools with no control token's name whole. Raises Untrusted when the template
-        does more with a text than to write it, and so would write another one than without the
-        shield."""
+    def _shielded(self, messages: Messages, tools: Tools | None) -> _TemplateInput:
+        """Messages and tools with no control token's name whole. Raises TemplateProblem when the
+        template does more with a text than write it, so that the shield changes its output.
+        """
         if not self.control_text(messages, tools):
-            return _Talk(messages, tools)
+            return _TemplateInput(messages, tools)
         shield = shield_for(
             text for value in (*messages, *(tools or ())) for text in strings(value)
         )
         guarded = [
             shielded(message, self._names_that_are_text(message), shield) for message in messages
         ]
-        talk = _Talk(
+        given = _TemplateInput(
             guarded, shielded(tools, self._tokens.control, shield) if tools else tools, shield
         )
         is_asked = messages[-1]["role"] != "assistant"
         plain = self._template.render(messages, is_asked, tools)
-        if self._rendered(talk, guarded, is_asked).text.replace(shield, "") != plain:
-            raise Untrusted("changes a message that holds a control token's name")
-        return talk
+        if self._rendered(given, guarded, is_asked).text.replace(shield, "") != plain:
+            raise TemplateProblem("changes a message that holds a control token's name")
+        return given
 
-    def _distrust(self, what: Untrusted) -> TemplateError:
+    def _error(self, problem: TemplateProblem) -> TemplateError:
         return TemplateError(
-            f"the chat template of {self.folder} {what}",
+            f"the chat template of {self.folder} {problem}",
             "check chat_template in that folder, and eos_token_id in its generation_config.json or "
             "config.json",
         )
@@ -256,16 +254,14 @@ class Chat:
         """A new incremental `decode`."""
         return TextStream(self.decode)
 
-    def _encode(self, text: str) -> list[int]:
-        return self._tokens.encode(Rendered(text)).ids
-
 
 def _expect_every_turn(messages: Messages, prompt: str) -> None:
-    """Raise Untrusted unless the prompt holds all that users and tools said, in its order, and
-    every system prompt.
+    """Raise TemplateProblem unless the prompt holds the texts of users and tools, in their order,
+    and every system prompt.
 
     White space around a text may go (Llama 3 trims), and a tool's result may be written as JSON.
-    Answers of earlier turns may lose their thoughts: they are checked where they are last."""
+    Answers of earlier turns may lose their reasoning: they are checked where they are last.
+    """
     at = 0
     for message in messages:
         text = message.get("content")
@@ -278,6 +274,6 @@ def _expect_every_turn(messages: Messages, prompt: str) -> None:
         ]
         begin, length = next(((begin, length) for begin, length in found if begin >= 0), (-1, 0))
         if begin < 0:
-            raise Untrusted("leaves out a message, changes it, or moves it")
+            raise TemplateProblem("leaves out a message, changes it, or moves it")
         if message["role"] != "system":
             at = begin + length

@@ -13,44 +13,45 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from eyas.chat.tokens import Untrusted
+from eyas.chat.tokenizer import TemplateProblem
 
-Spell = Callable[[list[int]], str]
-Find = Callable[[list[int]], tuple[int, int]]
+SpellTokens = Callable[[list[int]], str]
+FindAnswer = Callable[[list[int]], tuple[int, int]]
 
 
 def mask_by_prefixes(
-    prompt: list[int], ids: list[int], ends: Sequence[int], find: Find
+    prompt: list[int], ids: list[int], ends: Sequence[int], find: FindAnswer
 ) -> list[bool]:
     """Mask [T] of the answer that ends the conversation `ids`, and of its end token.
 
-    prompt: the tokens that the target went on from. find: where the answer is among the tokens
-    after the prompt and before its end token. Raises Untrusted when `ids` do not begin with the
-    prompt's tokens, or has no end token after them.
+    prompt: the tokens that the target continues. find: where the answer is among the tokens after
+    the prompt and before its end token. Raises TemplateProblem when `ids` do not begin with the
+    prompt's tokens, or have no end token after them.
     """
     first = len(prompt)
     if ids[:first] != prompt:
-        raise Untrusted("joins the prompt and the answer into one token")
+        raise TemplateProblem("joins the prompt and the answer into one token")
     end = next((at for at in range(first, len(ids)) if ids[at] in ends), None)
     if end is None:
-        raise Untrusted(
+        raise TemplateProblem(
             "does not end an answer with a token that ends the target's output (eos_token_id)"
         )
     start, stop = find(ids[first:end])
     return [first + start <= at < first + stop or at == end for at in range(len(ids))]
 
 
-def by_spelling(answers: tuple[str, ...], spell: Spell) -> Find:
+def by_spelling(answers: tuple[str, ...], spell: SpellTokens) -> FindAnswer:
     """Finds the fewest tokens that spell one of `answers` (as written, and as the tokenizer
     normalizes it), with nothing but white space after them. A token that spells the answer's
-    beginning and the end of what is before it counts too."""
+    beginning and the end of what is before it counts too.
+    """
 
     def find(ids: list[int]) -> tuple[int, int]:
         stop = len(ids)
         while not spell(ids[:stop]).endswith(answers):
             stop -= 1
             if stop < 0 or spell(ids[stop:]).strip():
-                raise Untrusted("does not render an answer as the target wrote it")
+                raise TemplateProblem("does not render an answer as the target wrote it")
         start = _where_it_begins(ids, stop, answers, spell)
         return (_last_that_spells(ids, stop, answers, spell) if start is None else start), stop
 
@@ -58,7 +59,7 @@ def by_spelling(answers: tuple[str, ...], spell: Spell) -> Find:
 
 
 def _where_it_begins(
-    ids: list[int], stop: int, answers: tuple[str, ...], spell: Spell
+    ids: list[int], stop: int, answers: tuple[str, ...], spell: SpellTokens
 ) -> int | None:
     """The last place between two tokens where what is before it and an answer spell the whole; None
     inside of a token.
@@ -73,7 +74,9 @@ def _where_it_begins(
     return found
 
 
-def _last_that_spells(ids: list[int], stop: int, answers: tuple[str, ...], spell: Spell) -> int:
+def _last_that_spells(
+    ids: list[int], stop: int, answers: tuple[str, ...], spell: SpellTokens
+) -> int:
     """The last start from which tokens to `stop` end in an answer: one token holds its beginning
     and what is before it.
     """
@@ -83,7 +86,7 @@ def _last_that_spells(ids: list[int], stop: int, answers: tuple[str, ...], spell
     return start
 
 
-def by_another(another: Sequence[int], ends: Sequence[int]) -> Find:
+def by_another(another: Sequence[int], ends: Sequence[int]) -> FindAnswer:
     """Finds what is not the same when another answer is in its place; for answers whose text the
     template makes up.
 

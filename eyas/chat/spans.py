@@ -15,8 +15,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from eyas.chat.tokens import Rendered, Untrusted
-from eyas.chat.turn import Encoded, Wording
+from eyas.chat.tokenizer import RenderedText, TemplateProblem
+from eyas.chat.turn import TokenizedText, Wording
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,22 +31,26 @@ class Frame:
 
 
 def mask_by_spans(
-    prompt: Rendered, whole: Rendered, encoded: Encoded, wording: Wording, frame: Frame
+    prompt: RenderedText,
+    whole: RenderedText,
+    encoded: TokenizedText,
+    wording: Wording,
+    frame: Frame,
 ) -> list[bool]:
     """Mask [T] of the answer that ends `whole`, and of its end token.
 
-    prompt: the text that the target went on from. encoded: the tokens of `whole`, without its
-    shields. Raises Untrusted when the text does not hold the answer in its place as it was written,
-    or when a token stands for the answer and for more.
+    prompt: the text that the target continues. encoded: the tokens of `whole`, without its shields.
+    Raises TemplateProblem when the text does not hold the answer in its place as the target wrote
+    it, or when a token stands for the answer and for more.
     """
     if not whole.text.startswith(prompt.text):
-        raise Untrusted("rewrites the prompt once an answer follows")
+        raise TemplateProblem("rewrites the prompt once an answer follows")
     begin = len(prompt.text)
     end = min(
         (at for name in frame.ends if (at := whole.text.find(name, begin)) >= 0), default=None
     )
     if end is None:
-        raise Untrusted(
+        raise TemplateProblem(
             "does not end an answer with a token that ends the target's output (eos_token_id)"
         )
     start, stop = _answer(whole.text[begin:end], wording, frame)
@@ -57,13 +61,13 @@ def mask_by_spans(
 def _answer(body: str, wording: Wording, frame: Frame) -> tuple[int, int]:
     """Where the answer is in what lies between the prompt and the end token."""
     if not all(part in body for part in wording.parts):
-        raise Untrusted("leaves out reasoning or a tool call of an answer")
+        raise TemplateProblem("leaves out reasoning or a tool call of an answer")
     if wording.text is None:
         start = (
             0 if wording.has_reasoning or not body.startswith(frame.opening) else len(frame.opening)
         )
         if not body.endswith(frame.closing):
-            raise Untrusted("does not render an answer as the target wrote it")
+            raise TemplateProblem("does not render an answer as the target wrote it")
         return start, len(body) - len(frame.closing)
     # right after the prompt, or after what the template opens every answer with
     for opening in ("", frame.opening):
@@ -71,16 +75,16 @@ def _answer(body: str, wording: Wording, frame: Frame) -> tuple[int, int]:
             if (opening[-1:].isspace() and wording.text[:1].isspace()) or (
                 frame.closing and wording.text[-1:].isspace()
             ):
-                raise Untrusted("puts its own white space beside that of an answer")
+                raise TemplateProblem("puts its own white space beside that of an answer")
             return len(opening), len(opening) + len(wording.text)
-    raise Untrusted("does not render an answer as the target wrote it")
+    raise TemplateProblem("does not render an answer as the target wrote it")
 
 
-def _unshielded(rendered: Rendered, at: int) -> int:
+def _unshielded(rendered: RenderedText, at: int) -> int:
     return at - rendered.text.count(rendered.shield, 0, at) if rendered.shield else at
 
 
-def _tokens_of(encoded: Encoded, start: int, stop: int, end: int) -> list[bool]:
+def _tokens_of(encoded: TokenizedText, start: int, stop: int, end: int) -> list[bool]:
     """The tokens that overlap characters [start, stop), and the one that starts at `end`."""
     mask = [False] * len(encoded.ids)
     spans = encoded.offsets
@@ -89,12 +93,12 @@ def _tokens_of(encoded: Encoded, start: int, stop: int, end: int) -> list[bool]:
         at += 1
     while at < len(spans) and spans[at][0] < stop:
         if spans[at][1] > stop:
-            raise Untrusted("joins the answer and the end of its turn into one token")
+            raise TemplateProblem("joins the answer and the end of its turn into one token")
         mask[at] = True
         at += 1
     while at < len(spans) and spans[at][0] < end:
         at += 1
     if at == len(spans) or spans[at][0] != end:
-        raise Untrusted("joins the answer and the end of its turn into one token")
+        raise TemplateProblem("joins the answer and the end of its turn into one token")
     mask[at] = True
     return mask

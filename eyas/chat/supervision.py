@@ -2,13 +2,13 @@
 functions over lists.
 
 Slot t of a head takes the feature of x_t and the token x_{t+1}, and drafts x_{t+2}. Three sets of
-slots are in use (EAGLE3.md, section 3); here each is told by the tokens drafted, s = t + 2.
+slots are in use; here each is shown by the tokens drafted, s = t + 2.
 
-    tokens              [u  :  a1 a2 a3 e  n  u ]       a1 a2 a3 e: written by the target
-    mask                [0  0  1  1  1  1  0  0 ]
-    serving             [.  .  .  a2 a3 e  .  . ]       mask[t+1] and mask[t+2]: what serving asks of a head
-    t                   [.  .  .  .  a3 e  n  u ]       EAGLE, SpecForge: the first draft of every answer is missed
-    t+1                 [.  .  .  a2 a3 e  n  . ]       NeMo, speculators: one token more than the target wrote
+    tokens     [u  :  a1 a2 a3 e  n  u ]   a1 a2 a3 e: written by the target
+    mask       [0  0  1  1  1  1  0  0 ]
+    serving    [.  .  .  a2 a3 e  .  . ]   mask[t+1] and mask[t+2]: what a head drafts when serving
+    t          [.  .  .  .  a3 e  n  u ]   EAGLE, SpecForge: the first draft of an answer is missed
+    t+1        [.  .  .  a2 a3 e  n  . ]   NeMo, speculators: one token more than the target wrote
 
 The first token of an answer is never drafted: the target's prefill gives it.
 """
@@ -19,7 +19,7 @@ from typing import Literal, get_args
 
 MaskOption = Literal["serving", "t", "t+1"]
 OPTIONS: tuple[MaskOption, ...] = get_args(MaskOption)
-Kind = Literal["drafted", "missed", "beyond", "given", "context"]
+TokenKind = Literal["drafted", "missed", "beyond", "given", "context"]
 MEANING: dict[str, str] = {  # of each kind
     "drafted": "supervised, and drafted when serving",
     "missed": "drafted when serving, but not supervised",
@@ -42,10 +42,10 @@ def supervised(mask: list[bool], option: MaskOption) -> list[bool]:
     return [one and own and can for one, own, can in zip(before, mask, can_be_drafted, strict=True)]
 
 
-def kinds(mask: list[bool], option: MaskOption) -> list[Kind]:
-    """What each token [T] is to a head trained under this option, measured by what serving asks."""
+def token_kinds(mask: list[bool], option: MaskOption) -> list[TokenKind]:
+    """What each token [T] is to a head trained under this option, compared with serving."""
 
-    def kind(own: bool, asked: bool, trained: bool) -> Kind:
+    def kind(own: bool, asked: bool, trained: bool) -> TokenKind:
         if asked:
             return "drafted" if trained else "missed"
         if trained:

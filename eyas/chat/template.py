@@ -1,19 +1,29 @@
 """The target's chat template: messages to text, as transformers renders it, on a day that can be
-fixed. Knows no tokens.
+fixed; and what it must do to be trusted.
 
-the template shows today's date     with a day given: that day, at midnight; else the clock, as a server has it
-tools, default system prompts       the template's own affair: they are in the text as a server has them
+A template that prints today's date prints the given day, at midnight; without one the clock, as a
+server does. Tools and default system prompts are the template's own: they are in the text as a
+server has them.
+
+A template is examined on made-up conversations before the first real one. It must not refuse one
+question and one answer (several turns and a system prompt it may). An answer must follow the prompt
+that the target continues, which ends where the target begins to write; it must stand there as
+written and end with a token that ends the target's output, with nothing after it. Every message
+must be there once, in its order, and no BOS doubled.
 """
 
 from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jinja2
 
+from eyas.chat.spans import Frame
+from eyas.chat.tokenizer import TargetTokenizer, TemplateProblem
+from eyas.chat.turn import Turn
 from eyas.errors import TemplateError
 
 _CLOCK = "strftime_now"
@@ -22,10 +32,34 @@ _CODES = (*"aAbBcCdDeFgGhHIjmMpPrRSTuUVwWxXyY", *(f"-{code}" for code in "dHIjmM
 _FORMAT = re.compile(_CLOCK + r"""\(\s*(?:format\s*=\s*)?(["'])(?P<format>.*?)\1""")
 _CODE = re.compile(r"%(-?.)")
 
+_MARKER = "the-answer-goes-here"
+_EARLIER = 'Earlier, I said: it\'s "4" & <b>2</b>'
+_AWKWARD = 'It\'s "4" & <b>that</b>:\n\n1.  x > y'
 
-class Refused(TemplateError):
-    """The template itself refuses a conversation: roles that do not alternate, a system prompt it
-    has no place for.
+
+def _user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def _assistant(content: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": content}
+
+
+PROBES = (
+    [_user("What's 2 + 2 & <i>why</i>?"), _assistant(_AWKWARD)],
+    [
+        _user("First\nquestion"),
+        _assistant(_EARLIER),
+        _user("Second question"),
+        _assistant(_AWKWARD),
+    ],
+    [{"role": "system", "content": "Be brief."}, _user("Hello"), _assistant(_AWKWARD)],
+)
+
+
+class TemplateRefusal(TemplateError):
+    """The template itself refuses a conversation: roles that do not alternate, a system prompt that
+    it has no place for.
     """
 
 
@@ -69,7 +103,7 @@ class Template:
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None,
     ) -> str:
-        """The conversation as text. Raises Refused."""
+        """The conversation as text. Raises TemplateRefusal."""
         try:
             text = self._tokenizer.apply_chat_template(
                 list(messages),
@@ -80,7 +114,7 @@ class Template:
                 **self._options,
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            raise Refused(
+            raise TemplateRefusal(
                 f"the chat template of {self._folder} refuses a conversation: {error}",
                 "check the conversation's roles and contents",
             ) from error
@@ -118,3 +152,67 @@ def _on_a_day(template: str, date: datetime.date, folder: str) -> str:
     return (
         f"{{%- macro strftime_now(format) -%}}{{{{ format{filled} }}}}{{%- endmacro +%}}{template}"
     )
+
+
+# The examination
+
+
+def frame_of(template: Template, tokenizer: TargetTokenizer) -> tuple[Frame, set[str]]:
+    """What the template puts around an answer, and the control tokens that it writes. Raises
+    TemplateProblem, TemplateRefusal.
+    """
+    prompt = template.render([_user("Hello")], True, None)
+    whole = template.render([_user("Hello"), _assistant(_MARKER)], False, None)
+    if not whole.startswith(prompt):
+        raise TemplateProblem("rewrites the prompt once an answer follows")
+    if whole.count(_MARKER) != 1:
+        raise TemplateProblem("does not render an answer as the target wrote it")
+    opening, _, rest = whole[len(prompt) :].partition(_MARKER)
+    is_prompted = prompt != template.render([_user("Hello")], False, None)
+    if tokenizer.control.search(opening) or (opening.strip() and not is_prompted):
+        raise TemplateProblem("opens an answer with a role token that its generation prompt lacks")
+    if not opening.strip() and "\n" in opening:
+        raise TemplateProblem(
+            "breaks the line before an answer, and its generation prompt does not"
+        )
+    ends = tuple(tokenizer.ends.values())
+    end = min((at for name in ends if (at := rest.find(name)) >= 0), default=None)
+    if end is None or rest[:end].strip():
+        raise TemplateProblem(
+            "does not end an answer with a token that ends the target's output (eos_token_id)"
+        )
+    after = rest[end:]
+    for name in ends:
+        after = after.replace(name, "")
+    if after.strip():
+        raise TemplateProblem("goes on after the end of the last answer")
+    return Frame(opening, rest[:end], ends), {
+        found.group() for found in tokenizer.control.finditer(whole)
+    }
+
+
+def examine(turn: Callable[[Sequence[Mapping[str, Any]]], Turn], bos_id: int | None) -> None:
+    """Try the template on made-up conversations. turn: the mask of an answer, both ways; raises
+    TemplateProblem.
+    """
+    for probe in PROBES:
+        try:
+            made = turn(probe)
+        except TemplateRefusal:
+            if probe is PROBES[0]:
+                raise
+            # one question at a time, or no place for a system prompt: rows that have more are
+            # refused one by one
+            continue
+        except TemplateProblem:
+            if probe is not PROBES[2]:
+                raise
+            # the system prompt is lost, or stands in the last question (Mistral): rows that have
+            # one are refused
+            continue
+        if bos_id is not None and made.ids[:2] == [bos_id, bos_id]:
+            raise TemplateProblem("begins with two BOS tokens")
+        if probe is PROBES[1] and _EARLIER not in made.encoded.text:
+            raise TemplateProblem(
+                "leaves out earlier answers, or does not render them as the target wrote them"
+            )

@@ -1,4 +1,4 @@
-"""One answer of the target with all that came before it, as tokens. Knows neither templates nor
+"""One answer of the target with everything before it, as tokens. Knows neither templates nor
 tokenizers.
 """
 
@@ -12,10 +12,8 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
-    """A text and its tokens [T]: their ids, and for each the characters [start, stop) of `text`
-    that it stands for.
-    """
+class TokenizedText:
+    """A text and its tokens [T]: their ids, and for each its characters [start, stop) of `text`."""
 
     text: str
     ids: list[int]
@@ -24,11 +22,12 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A conversation up to one answer. mask [T]: the tokens that the target wrote.
-    num_prompt_tokens: those that it saw.
+    """A conversation up to one answer.
+
+    mask [T]: the tokens that the target wrote. num_prompt_tokens: those that it saw.
     """
 
-    encoded: Encoded
+    encoded: TokenizedText
     mask: list[bool]
     num_prompt_tokens: int
 
@@ -36,21 +35,12 @@ class Turn:
     def ids(self) -> list[int]:
         return self.encoded.ids
 
-    @property
-    def written_ids(self) -> list[int]:
-        """The tokens under the mask: where the target's own are known, other ones here mean that
-        its text has two spellings.
-        """
-        return [token for token, kept in zip(self.ids, self.mask, strict=True) if kept]
-
     def continues(self, other: Turn) -> bool:
         """True when this one begins with all tokens of the other."""
         return self.ids[: len(other.ids)] == other.ids
 
     def with_mask_of(self, other: Turn) -> Turn:
-        """This turn with the tokens that the target wrote in the other, which it continues, under
-        its mask too.
-        """
+        """This turn, the mask of the other, which it continues, added to its own."""
         mask = [
             mine or theirs for mine, theirs in zip(self.mask, other.mask, strict=False)
         ] + self.mask[len(other.mask) :]
@@ -59,12 +49,12 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Wording:
-    """An answer as it went into the template.
+    """An answer as it goes into the template.
 
-    text: what the target wrote, where the message says so in one string; None where the template
+    text: what the target wrote, where the message has it in one string; None where the template
     puts it together from reasoning and tool calls. parts: strings that the rendered answer must
-    hold in any case. has_reasoning: the thoughts are given, so a thinking block is the target's and
-    not the template's.
+    hold. has_reasoning: the message has the reasoning, so a thinking block is the target's and not
+    the template's.
     """
 
     text: str | None

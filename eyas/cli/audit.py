@@ -22,8 +22,8 @@ from rich.text import Text
 
 from eyas.artifact import storage_errors
 from eyas.chat import Chat, Turn
-from eyas.chat.picture import Sample, page, painted, visible
-from eyas.chat.supervision import MEANING, OPTIONS, MaskOption, kinds
+from eyas.chat.picture import PageSample, page, paint, visible
+from eyas.chat.supervision import MEANING, OPTIONS, MaskOption, token_kinds
 from eyas.cli.options import override
 from eyas.errors import CorruptError, EmptyInputError, MissingInputError, TemplateError
 from eyas.hub import resolve_target
@@ -31,17 +31,14 @@ from eyas.log import progress_bar
 
 EXAMPLES = Path(__file__).with_name("audit.yaml")
 NOTE = (
-    "A head's slot t takes the target's feature of token t and token t + 1, and drafts token t + "
-    "2: colours are on the token "
-    "drafted."
+    "A head's slot t takes the target's feature of token t and token t + 1, and drafts token t + 2. "
+    "Colours are on the token drafted."
 )
-DAY = "2026-01-01"  # that of `eyas generate`
+DAY = "2026-01-01"  # the default of `eyas generate`
 
 
-class Conversation(BaseModel):
-    """A line of input; whatever else it holds is ignored, so that rows of `eyas generate` are read
-    too.
-    """
+class ConversationRow(BaseModel):
+    """A line of input. Other fields are ignored, so that rows of `eyas generate` are read too."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -50,7 +47,7 @@ class Conversation(BaseModel):
 
 @dataclass
 class Audit:
-    """What was found: answers by what became of them, tokens by mask option and kind, and the first
+    """Counts of answers (with a mask, refused), of tokens by mask option and kind, and the first
     samples.
     """
 
@@ -64,7 +61,7 @@ class Audit:
 
     @property
     def num_masked(self) -> int:
-        """Answers for which both ways gave the same mask: one that differs ends the audit."""
+        """Answers with a mask: both ways agree, since a disagreement ends the audit."""
         return self.num_answers - self.refused.total()
 
 
@@ -74,7 +71,9 @@ def command(
     ],
     conversations: Annotated[
         Path | None,
-        typer.Argument(help="JSON lines (.gz too) with messages, perhaps tools; else made-up ones"),
+        typer.Argument(
+            help="JSON lines (.gz too) with messages, perhaps tools; default: built-in examples"
+        ),
     ] = None,
     html: Annotated[
         Path | None, typer.Option("--html", help="write the picture as a page, too")
@@ -89,7 +88,7 @@ def command(
         bool, typer.Option("--whole", help="do not cut long stretches between answers")
     ] = False,
     date: Annotated[
-        str, typer.Option("--date", help="what a template that prints today's date is to print")
+        str, typer.Option("--date", help="the date for a template that prints today's")
     ] = DAY,
     options: Annotated[
         list[str] | None,
@@ -105,7 +104,7 @@ def command(
         chat = Chat(resolve_target(target), _day(date), override({}, options or ()))
         audit = Audit()
         for row in read(conversations) if conversations else examples():
-            look_at(row, chat, audit, show)
+            add_row(row, chat, audit, show)
             track(audit.num_conversations, None, f"{audit.num_answers} answers")
     if not audit.num_masked:
         reasons = (
@@ -126,9 +125,9 @@ def command(
         )
 
 
-def read(path: Path) -> Iterator[Conversation]:
-    """The conversations of a file. Raises MissingInputError, CorruptError, which says the line,
-    never what is in it.
+def read(path: Path) -> Iterator[ConversationRow]:
+    """The conversations of a file. Raises MissingInputError, and CorruptError that names the line,
+    never its text.
     """
     if not path.is_file():
         raise MissingInputError(
@@ -137,7 +136,7 @@ def read(path: Path) -> Iterator[Conversation]:
     with fsspec.open(str(path), "rt", encoding="utf-8", compression="infer") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                row = Conversation.model_validate(json.loads(line))
+                row = ConversationRow.model_validate(json.loads(line))
                 wrong = [one for one in row.messages if not isinstance(one.get("role"), str)]
             except (json.JSONDecodeError, ValidationError):
                 wrong = [{}]
@@ -149,33 +148,30 @@ def read(path: Path) -> Iterator[Conversation]:
             yield row
 
 
-def examples() -> list[Conversation]:
-    """A few conversations of ours: several turns, a system prompt, tools, reasoning."""
-    return TypeAdapter(list[Conversation]).validate_python(
+def examples() -> list[ConversationRow]:
+    """Built-in conversations: several turns, a system prompt, tools, reasoning."""
+    return TypeAdapter(list[ConversationRow]).validate_python(
         yaml.safe_load(EXAMPLES.read_text(encoding="utf-8"))
     )
 
 
-def look_at(row: Conversation, chat: Chat, audit: Audit, show: int) -> None:
-    """Find the masks of all answers of a conversation and count them. Raises MaskDisagreement."""
+def add_row(row: ConversationRow, chat: Chat, audit: Audit, show: int) -> None:
+    """Find the masks of all answers of a conversation, and count. Raises MaskDisagreement."""
     audit.num_conversations += 1
     name = row.id or f"conversation {audit.num_conversations}"
     for first, last, turn in samples(row, chat, audit):
         for option in OPTIONS:
-            audit.tokens[option].update(kinds(turn.mask, option))
+            audit.tokens[option].update(token_kinds(turn.mask, option))
         if len(audit.samples) < show:
-            audit.samples.append(
-                (
-                    f"{name}: {f'answer {last}' if first == last else f'answers {first} to {last}'}",
-                    turn,
-                )
-            )
+            answers = f"answer {last}" if first == last else f"answers {first} to {last}"
+            audit.samples.append((f"{name}: {answers}", turn))
 
 
-def samples(row: Conversation, chat: Chat, audit: Audit) -> Iterator[tuple[int, int, Turn]]:
-    """Rows as training has them, with the numbers of their first and last answer: an answer that
-    goes on from all tokens of the one before is one row with it; where the template rewrites the
-    past, each is a row of its own."""
+def samples(row: ConversationRow, chat: Chat, audit: Audit) -> Iterator[tuple[int, int, Turn]]:
+    """Training samples, with the numbers of their first and last answer. An answer that continues
+    all tokens of the one before is in the same sample; where the template rewrites the past, each
+    has its own.
+    """
     waiting: tuple[int, int, Turn] | None = None
     ends = [at for at, message in enumerate(row.messages) if message["role"] == "assistant"]
     for number, at in enumerate(ends, 1):
@@ -201,12 +197,12 @@ def print_samples(audit: Audit, options: Iterable[MaskOption], whole: bool) -> N
     for title, turn in audit.samples:
         for option in options:
             console.rule(Text(f"{visible(title)} · mask {option}"), align="left", style="dim")
-            console.print(painted(turn.encoded, kinds(turn.mask, option), MEANING, whole))
+            console.print(paint(turn.encoded, token_kinds(turn.mask, option), MEANING, whole))
             console.print()
 
 
 def print_summary(audit: Audit, options: Iterable[MaskOption]) -> None:
-    """What all answers came to, to stdout."""
+    """Counts over all answers, to stdout."""
     table = Table("mask", "supervised", *MEANING, title="tokens of all samples")
     for option in options:
         tokens = audit.tokens[option]
@@ -217,7 +213,7 @@ def print_summary(audit: Audit, options: Iterable[MaskOption]) -> None:
         )
     console = Console(highlight=False, soft_wrap=True)
     console.print(table)
-    console.print(_said(audit), markup=False)
+    console.print(_summary(audit), markup=False)
     for reason, count in audit.refused.most_common():
         console.print(f"refused {count:,}: the template {reason}", markup=False)
 
@@ -225,8 +221,10 @@ def print_summary(audit: Audit, options: Iterable[MaskOption]) -> None:
 def as_page(audit: Audit, target: str, options: Sequence[MaskOption]) -> str:
     """The samples as HTML, one view for each option."""
     drawn = [
-        Sample(
-            visible(title), turn.encoded, {option: kinds(turn.mask, option) for option in options}
+        PageSample(
+            visible(title),
+            turn.encoded,
+            {option: token_kinds(turn.mask, option) for option in options},
         )
         for title, turn in audit.samples
     ]
@@ -239,14 +237,14 @@ def as_page(audit: Audit, target: str, options: Sequence[MaskOption]) -> str:
         for reason, count in audit.refused.most_common()
     }
     facts = {"target": target, **tokens, **refused}
-    return page("eyas audit", _said(audit), drawn, dict.fromkeys(options, MEANING), facts, NOTE)
+    return page("eyas audit", _summary(audit), drawn, dict.fromkeys(options, MEANING), facts, NOTE)
 
 
-def _said(audit: Audit) -> str:
+def _summary(audit: Audit) -> str:
     return (
         f"{audit.num_answers:,} answers of {audit.num_conversations:,} conversations: both ways to "
-        "the mask agree on "
-        f"{audit.num_masked:,}; {audit.refused.total():,} have none and are kept out of training."
+        f"the mask agree on {audit.num_masked:,}; {audit.refused.total():,} have none and are kept "
+        "out of training."
     )
 
 

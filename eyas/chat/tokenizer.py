@@ -1,13 +1,12 @@
-"""The target's tokenizer: text to tokens with their characters, and tokens to text. Knows no
-template and no role.
+"""The target's tokenizer: text to tokens with their characters, and tokens to text, streamed too.
+Knows no template and no role.
 
 A control token is one that the tokenizer marks as special. The template writes them as text, so a
-user's `<end of turn>` would be read as the real one. Here it is not: what people wrote is
-`shielded` before it goes into the template, by a character that is no character (Unicode's
-non-characters) inside each control token's name. What the template then writes has its own control
-tokens whole: they get other names, the shields go, and a tokenizer that knows control tokens by
-those other names alone takes all the rest for plain text. Added tokens that are not special (a
-thinking tag, say) are words like others: servers read them so, and so does this.
+user's `<end of turn>` would be read as the real one. Here it is not: messages are `shielded` before
+they go into the template, by a Unicode non-character inside each control token's name. The text
+from the template then has only its own control tokens whole: they get other names, the shields go,
+and a tokenizer that knows control tokens by those other names alone takes all the rest for plain
+text. Added tokens that are not special (a thinking tag, say) are words like others, as in servers.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,31 +23,34 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer
 
-from eyas.chat.turn import Encoded
+from eyas.chat.turn import TokenizedText
 from eyas.errors import MissingInputError
 
 _SHIELDS = tuple(chr(code) for code in range(0xFDD0, 0xFDEF))
 _STAND_IN = "\ufdef"  # a non-character, too
 _PRIVATE = 0xF0000  # the first character of a plane for private use
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_UNCERTAIN = 4  # the last tokens may be the beginning of a character of at most so many bytes
+_MANY_PENDING = 32  # tokens without a whole character: no longer a character's beginning
 
 
-class Untrusted(Exception):
-    """What is wrong with a template or a text, as the end of a sentence about the template. Chat
-    makes an error of it.
+class TemplateProblem(Exception):
+    """What is wrong with a template or a text, as the end of a sentence that begins with "the chat
+    template". Chat raises it as a TemplateError.
     """
 
 
 @dataclass(frozen=True, slots=True)
-class Rendered:
-    """A text from the template. shield: what breaks the control tokens that people wrote; None
-    where there are none.
+class RenderedText:
+    """A text from the template. shield: the character that breaks control tokens' names in
+    messages; None where messages hold none.
     """
 
     text: str
     shield: str | None = None
 
 
-class Tokens:
+class TargetTokenizer:
     """The tokenizer in `folder`. Raises MissingInputError."""
 
     def __init__(self, folder: str) -> None:
@@ -101,30 +103,30 @@ class Tokens:
 
     # Text to tokens
 
-    def encode(self, rendered: Rendered) -> Encoded:
+    def encode(self, rendered: RenderedText) -> TokenizedText:
         """Its tokens, and their characters in the text without shields.
 
-        Raises Untrusted when a control token comes out that nobody wrote, or when the text between
-        control tokens is not tokenized on its own, so that it cannot be kept from being read as
-        one.
+        Raises TemplateProblem when a control token comes out that the text does not hold, or when
+        the text between control tokens is not tokenized on its own, so that it cannot be kept from
+        being read as one.
         """
         if rendered.shield is None:
             encoding = self._backend.encode(rendered.text, add_special_tokens=False)
             found = sum(map(self.control_ids.__contains__, encoding.ids))
             if found > len(self.control.findall(rendered.text)):
-                raise Untrusted("meets a tokenizer that makes control tokens of other text")
-            return Encoded(rendered.text, encoding.ids, encoding.offsets)
+                raise TemplateProblem("meets a tokenizer that makes control tokens of other text")
+            return TokenizedText(rendered.text, encoding.ids, encoding.offsets)
         expected = self._backend.encode(rendered.text, add_special_tokens=False).ids
         if _STAND_IN in rendered.text or self._standing_in(rendered.text).ids != expected:
-            raise Untrusted(
+            raise TemplateProblem(
                 "meets a tokenizer that cannot take a control token's name in a message for plain "
                 "text"
             )
-        # The template's control tokens change names while the shields go, and what people wrote
-        # becomes plain text.
+        # The template's control tokens change names while the shields go, and messages become plain
+        # text.
         return self._standing_in(rendered.text, rendered.shield)
 
-    def _standing_in(self, text: str, without: str = "") -> Encoded:
+    def _standing_in(self, text: str, without: str = "") -> TokenizedText:
         """The text without a character, and its tokens, control tokens being those that were whole
         before.
         """
@@ -134,13 +136,13 @@ class Tokens:
         encoding = self._plain_backend.encode(replaced, add_special_tokens=False)
         back = {stand_in: name for name, stand_in in self._stand_ins.items()}
         plain = pattern_of(back).sub(lambda found: back[found.group()], replaced)
-        return Encoded(
+        return TokenizedText(
             plain, [self._meant.get(number, number) for number in encoding.ids], encoding.offsets
         )
 
     @cached_property
     def _stand_ins(self) -> dict[str, str]:
-        """For each control token's name another of the same length, which nobody writes."""
+        """For each control token's name another of the same length, which no text holds."""
         return {
             name: _STAND_IN * (len(name) - 1) + chr(_PRIVATE + at)
             for at, name in enumerate(self.names)
@@ -177,6 +179,70 @@ class Tokens:
         )
 
 
+class TextStream:
+    """Text as tokens arrive: what `push` and `finish` return, joined, is `decode` of all tokens.
+
+    Only the tokens since the last text but one are decoded again, so a long answer costs no more
+    per token than a short one. Bytes that never become a character do not pile up: they are
+    returned as soon as the tokens after them cannot change them, which is tried every so many
+    tokens.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._window: list[int] = []  # the last tokens that gave text, then those that have not yet
+        self._num_returned = 0  # how many tokens of the window have given text
+        self._returned = ""
+        self._try_at = _MANY_PENDING
+
+    def push(self, ids: Iterable[int]) -> str:
+        """The new text of these tokens; the bytes of an unfinished character wait for the next
+        push.
+        """
+        ids = list(ids)
+        self._window += ids
+        text = self._decode(self._window)
+        if not text.endswith(_REPLACEMENT):
+            return self._return(text) if len(text) > len(self._returned) else ""
+        if len(ids) > 1:  # only the last character is unfinished
+            return self._push_one_by_one(ids)
+        return (
+            self._settle_bytes(text)
+            if len(self._window) - self._num_returned >= self._try_at
+            else ""
+        )
+
+    def finish(self) -> str:
+        """What still waits, when no more tokens come."""
+        rest = self._decode(self._window)[len(self._returned) :]
+        self._window, self._num_returned, self._returned = [], 0, ""
+        return rest
+
+    def _push_one_by_one(self, ids: list[int]) -> str:
+        del self._window[-len(ids) :]
+        return "".join(self.push([token]) for token in ids)
+
+    def _return(self, text: str) -> str:
+        new = text[len(self._returned) :]
+        del self._window[: self._num_returned]
+        self._num_returned = len(self._window)
+        self._returned, self._try_at = self._decode(self._window), _MANY_PENDING
+        return new
+
+    def _settle_bytes(self, text: str) -> str:
+        """Text of all but the last pending tokens, if it is the same with and without those; else
+        try again later.
+        """
+        last = self._window[-_UNCERTAIN:]
+        settled = self._decode(self._window[:-_UNCERTAIN])
+        if len(settled) <= len(self._returned) or settled + self._decode(last) != text:
+            self._try_at *= 2
+            return ""
+        new = settled[len(self._returned) :]
+        self._window, self._num_returned, self._returned, self._try_at = last, 0, "", _MANY_PENDING
+        return new
+
+
 def pattern_of(names: Iterable[str]) -> re.Pattern[str]:
     """Matches any of the names, the longest first; nothing where there are none."""
     ordered = sorted((name for name in names if name), key=len, reverse=True)
@@ -197,13 +263,11 @@ def strings(value: Any) -> Iterator[str]:
 
 
 def shield_for(texts: Iterable[str]) -> str:
-    """A character that none of the texts holds. Raises Untrusted where they hold all that could
-    serve.
-    """
+    """A non-character that none of the texts holds. Raises TemplateProblem where they hold all."""
     used = set().union(*map(set, texts))
     free = next((shield for shield in _SHIELDS if shield not in used), None)
     if free is None:
-        raise Untrusted(
+        raise TemplateProblem(
             "cannot keep apart control tokens from a text with every non-character of Unicode"
         )
     return free
@@ -216,7 +280,7 @@ def shielded(value: Any, control: re.Pattern[str], shield: str) -> Any:
     if isinstance(value, str):
         while found := control.findall(value):
             if min(map(len, found)) == 1:
-                raise Untrusted("has a control token of one character, which a message holds")
+                raise TemplateProblem("has a control token of one character, which a message holds")
             value = control.sub(lambda name: name.group()[0] + shield + name.group()[1:], value)
         return value
     if isinstance(value, Mapping):
