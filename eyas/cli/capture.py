@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from eyas.artifact import Artifact
-from eyas.cli.options import Output, Overrides, RunFile, Target, stage_config
+from eyas.cli.options import Output, Overrides, RunFile, TargetOption, stage_config
 from eyas.cli.stage import stage
 from eyas.features.capture import CaptureConfig, capture
 
@@ -16,7 +16,7 @@ CONFIG = CaptureConfig
 
 def command(
     answers: Annotated[str, typer.Argument(help="output of `eyas generate`")],
-    target: Target,
+    target: TargetOption,
     output: Output,
     run_file: RunFile = None,
     overrides: Overrides = None,

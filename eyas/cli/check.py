@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from eyas.cli.options import Target
+from eyas.cli.options import TargetOption
 from eyas.errors import EyasError
 from eyas.export.check import check, judged, replay_head
 from eyas.export.finding import Finding, exit_code
@@ -33,7 +33,7 @@ def command(
     head: Annotated[
         str, typer.Argument(help='folder of a head, in any form, a hub id, or "builtin"')
     ],
-    target: Target,
+    target: TargetOption,
     text: Text = None,
     replay: Annotated[
         bool, typer.Option(help="run the target on text and the head in every reading of it")

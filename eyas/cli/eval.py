@@ -14,7 +14,7 @@ from rich.table import Table
 
 from eyas.artifact import Artifact
 from eyas.bench.workload import read_tasks
-from eyas.cli.options import Output, Overrides, RunFile, Target, stage_config
+from eyas.cli.options import Output, Overrides, RunFile, TargetOption, stage_config
 from eyas.cli.stage import stage
 from eyas.errors import ConfigError
 from eyas.evaluate.evaluate import EvalConfig, evaluate
@@ -29,7 +29,7 @@ def command(
         str,
         typer.Argument(help='output of `eyas train`, a head of any form, a hub id, or "builtin"'),
     ],
-    target: Target,
+    target: TargetOption,
     output: Output,
     features: Annotated[
         str | None, typer.Option(help="output of `eyas capture`: chains on its held-out answers")

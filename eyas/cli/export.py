@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from eyas.artifact import Artifact
-from eyas.cli.options import Output, Overrides, RunFile, Target, stage_config
+from eyas.cli.options import Output, Overrides, RunFile, TargetOption, stage_config
 from eyas.cli.stage import stage
 from eyas.export.export import ExportConfig, export
 from eyas.hub import locate
@@ -20,7 +20,7 @@ def command(
         str,
         typer.Argument(help="output of `eyas train`, or a head in any form: a folder or hub id"),
     ],
-    target: Target,
+    target: TargetOption,
     output: Output,
     evaluation: Annotated[
         str | None, typer.Option(help="output of `eyas eval` on this head, for its card")

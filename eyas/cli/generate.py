@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from eyas.artifact import Artifact
-from eyas.cli.options import Output, Overrides, RunFile, Target, stage_config
+from eyas.cli.options import Output, Overrides, RunFile, TargetOption, stage_config
 from eyas.cli.stage import stage
 from eyas.features.generate import GenerateConfig, generate
 
@@ -16,7 +16,7 @@ CONFIG = GenerateConfig
 
 def command(
     prompts: Annotated[str, typer.Argument(help="output of `eyas prompts`")],
-    target: Target,
+    target: TargetOption,
     output: Output,
     head: Annotated[
         str | None, typer.Option(help='head to speculate with, or "builtin": faster, same answers')

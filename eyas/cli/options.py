@@ -19,7 +19,9 @@ from eyas.errors import ConfigError, MissingInputError
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
-Target = Annotated[str, typer.Option("--target", "-t", help='folder of the target, or "builtin"')]
+TargetOption = Annotated[
+    str, typer.Option("--target", "-t", help='folder of the target, or "builtin"')
+]
 Output = Annotated[str, typer.Option("--output", "-o", help="folder or URL of the result")]
 RunFile = Annotated[
     Path | None,

@@ -1,5 +1,4 @@
-"""`eyas run FILE`: all stages of one run file in order, each into a folder of its own below the
-file's `output`.
+"""`eyas run FILE`: all stages of one run file in order, each into its own folder below `output`.
 
     runs/mine/prompts-1f0c2d3e  generate-...  capture-...  train-...  eval-...  export-...
     bench-...  report.html
@@ -53,9 +52,7 @@ IDENTITY_DIGITS = 8  # of a folder's name
 
 
 class RunBenchConfig(BenchConfig):
-    """A benchmark within a run: `prompts` are, unless given, those that `capture` held out of
-    training.
-    """
+    """A benchmark within a run; by default on the prompts that `capture` held out of training."""
 
     prompts: str = ""
 
@@ -69,8 +66,7 @@ class RunBenchConfig(BenchConfig):
 class RunConfig(BaseModel):
     """A run file, section by section in the order of the work. `target` stands once, at the top.
 
-    online: the head learns from features computed as they are wanted; only those that are held out
-    are stored, for `eval`.
+    online: train on features as they are computed; only held-out ones are stored, for `eval`.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -140,7 +136,7 @@ class StageFolder(Artifact):
 
 
 @dataclasses.dataclass(frozen=True)
-class Made:
+class RunArtifacts:
     """The artifacts of a finished run."""
 
     prompts: Artifact
@@ -168,11 +164,10 @@ def command(
 
 
 def run(content: dict[str, Any], command_line: str, anyway: bool = False) -> None:
-    """Validate a run file's content, run its stages, show its results. Raises what the stages
-    raise.
+    """Validate a run file's content, run its stages, print table, report and one JSON line.
 
-    command_line: the command that does this, for messages and for the report. anyway: do not look
-    whether there is room.
+    command_line: the command that does this, for messages and the report. anyway: start even if
+    there may be no room. Raises what the stages raise.
     """
     started = time.monotonic()
     if world_size() > 1:
@@ -183,39 +178,26 @@ def run(content: dict[str, Any], command_line: str, anyway: bool = False) -> Non
         )
     config = validated(RunConfig, content, command_line)
     root = local_output(config.output)
-    # a run serves: what cannot be served is told now
-    TargetConfig.from_folder(resolve_target(config.target))
-    made = run_stages(config, root, anyway)
-    summary, evaluation = (
-        made.bench.read_json("summary.json"),
-        made.evaluation.read_json("eval.json"),
+    TargetConfig.from_folder(resolve_target(config.target))  # a model that cannot be served: now
+    artifacts = run_stages(config, root, anyway)
+    summary = artifacts.bench.read_json("summary.json")
+    evaluation = artifacts.evaluation.read_json("eval.json")
+    report = write_reports(
+        Artifact(root),
+        Contents(
+            bench=summary,
+            evaluation=evaluation,
+            ledger=artifacts.prompts.read_json("ledger.json"),
+            manifest=artifacts.bench.manifest(),
+            commands=[command_line, *artifacts.exported.manifest().facts["commands"].values()],
+        ),
     )
-    report = write_reports(Artifact(root), contents(made, command_line))
-    seconds = time.monotonic() - started
+    seconds = round(time.monotonic() - started, 1)
     show_table(summary)
     print(in_one_line(evaluation))
     print(f"report: {report}")
-    print(
-        json.dumps(
-            {
-                **headline(summary),
-                **foretold(evaluation),
-                "seconds": round(seconds, 1),
-                "report": report,
-            }
-        )
-    )
-
-
-def contents(made: Made, command_line: str) -> Contents:
-    """What the report of a run shows: its benchmark and the stages before it."""
-    return Contents(
-        bench=made.bench.read_json("summary.json"),
-        evaluation=made.evaluation.read_json("eval.json"),
-        ledger=made.prompts.read_json("ledger.json"),
-        manifest=made.bench.manifest(),
-        commands=[command_line, *made.exported.manifest().facts["commands"].values()],
-    )
+    figures = {**headline(summary), **foretold(evaluation)}
+    print(json.dumps({**figures, "seconds": seconds, "report": report}))
 
 
 def local_output(url: str) -> str:
@@ -239,7 +221,7 @@ def refuse_without_room(config: RunConfig, root: str, prompts: Artifact) -> None
     estimate.refuse_without_room(planner.room(planner.needs(*read_prompts(prompts))), root)
 
 
-def run_stages(config: RunConfig, root: str, anyway: bool = False) -> Made:
+def run_stages(config: RunConfig, root: str, anyway: bool = False) -> RunArtifacts:
     """Do, or find done, every stage of a run, into folders below `root`. Raises what the stages
     raise.
     """
@@ -267,18 +249,18 @@ def run_stages(config: RunConfig, root: str, anyway: bool = False) -> Made:
             OnlineTarget(config.capture, answers).features("train") if config.online else stored
         )
         train(config.train, target, source, head, track, Features(features, "held_out"))
-    asked = as_served(config)
+    settings = as_served(config)
     held_out = Features(features, "held_out")
-    to_ask = eval_prompts(bench_prompts(config, prompts, root), asked)
+    questions = eval_prompts(bench_prompts(config, prompts, root), settings)
     evaluation = StageFolder(root, "eval")
     with stage("eval", evaluation) as track:
-        evaluate(asked, target, head.url, evaluation, held_out, to_ask, track)
+        evaluate(settings, target, head.url, evaluation, held_out, questions, track)
     exported = StageFolder(root, "export")
     with stage("export", exported) as track:
         export(config.export, target, head, exported, track, evaluation)
     folders = [check_form(exported, form, target) for form in config.export.forms]
     measured = serve_and_bench(config, root, prompts, exported, folders[0])
-    return Made(prompts, answers, features, head, evaluation, exported, measured)
+    return RunArtifacts(prompts, answers, features, head, evaluation, exported, measured)
 
 
 def check_form(exported: Artifact, form: str, target: str) -> str:
@@ -301,16 +283,16 @@ def serve_and_bench(
     done already.
     """
     served = config.serve.model_copy(update={"head": head, "port": 0})
-    made = {"head": exported.manifest(), "serve": serve_manifest(served)}
+    inputs = {"head": exported.manifest(), "serve": serve_manifest(served)}
     questions = bench_prompts(config, prompts, root)
-    asked = BenchConfig(**{**dict(config.bench), "prompts": questions})
-    output = Artifact(f"{root}/bench-{bench_identity(asked, made)[:IDENTITY_DIGITS]}")
+    settings = BenchConfig(**{**dict(config.bench), "prompts": questions})
+    output = Artifact(f"{root}/bench-{bench_identity(settings, inputs)[:IDENTITY_DIGITS]}")
     with ExitStack() as stack:
         if not output.is_done():
             url = stack.enter_context(running_server(served))
-            asked = asked.model_copy(update={"url": url})
+            settings = settings.model_copy(update={"url": url})
         with stage("bench", output) as track:
-            bench(asked, output, track, made)
+            bench(settings, output, track, inputs)
     return output
 
 
@@ -327,33 +309,29 @@ def serve_manifest(config: ServeConfig) -> Manifest:
 
 
 def as_served(config: RunConfig) -> EvalConfig:
-    """The settings of eval; what they leave open is as the run will serve and measure: precision,
-    device, threads, trees, and how prompts are asked.
-    """
-    asked, served, measured = config.eval, config.serve, config.bench
-    speculation = served.engine.parsed()
-    trees = (
-        () if speculation.mode == "off" else (str(dataclasses.replace(speculation, mode="fixed")),)
-    )
-    sizes = {
+    """The settings of eval; what they leave open is as the run will serve and measure."""
+    served = config.serve
+    models = {
         "dtype": served.dtype,
         "device": served.device,
         "threads": served.threads,
         "max_length": served.engine.max_length,
     }
-    as_elsewhere = {
-        "models": validated(ModelsConfig, sizes, "serve"),
-        "trees": tuple(dict.fromkeys((*trees, *DEFAULT_TREES))),
-        "max_tokens": max(2, measured.max_tokens),
-        "seed": measured.seed,
+    speculation = served.engine.parsed()
+    fixed = str(dataclasses.replace(speculation, mode="fixed"))
+    trees = DEFAULT_TREES if speculation.mode == "off" else (fixed, *DEFAULT_TREES)
+    from_elsewhere = {
+        "models": validated(ModelsConfig, models, "serve"),
+        "trees": tuple(dict.fromkeys(trees)),
+        "max_tokens": max(2, config.bench.max_tokens),
+        "seed": config.bench.seed,
     }
-    return asked.model_copy(
-        update={
-            name: value
-            for name, value in as_elsewhere.items()
-            if name not in asked.model_fields_set
-        }
-    )
+    left_open = {
+        name: value
+        for name, value in from_elsewhere.items()
+        if name not in config.eval.model_fields_set
+    }
+    return config.eval.model_copy(update=left_open)
 
 
 def bench_prompts(config: RunConfig, prompts: Artifact, root: str) -> str:

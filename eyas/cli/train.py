@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from eyas.artifact import Artifact
-from eyas.cli.options import Output, Overrides, RunFile, Target, stage_config
+from eyas.cli.options import Output, Overrides, RunFile, TargetOption, stage_config
 from eyas.cli.stage import stage
 from eyas.features.capture import CaptureConfig
 from eyas.features.online import OnlineTarget
@@ -28,7 +28,7 @@ def command(
     features: Annotated[
         str, typer.Argument(help="output of `eyas capture`; of `eyas generate` with --online")
     ],
-    target: Target,
+    target: TargetOption,
     output: Output,
     start: Annotated[
         str | None,
