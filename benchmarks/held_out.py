@@ -52,10 +52,12 @@ def dialogues(path: Path, count: int, seed: int = 0) -> list[list[dict[str, str]
     return cut
 
 
-def requests(args: argparse.Namespace, max_length: int = 1024) -> list[Request]:
-    """Greedy requests over held-out dialogues, those that leave no room for an answer excluded."""
+def requests(
+    args: argparse.Namespace, max_length: int = 1024, temperature: float = 0.0
+) -> list[Request]:
+    """Requests over held-out dialogues, those that leave no room for an answer excluded."""
     chat = Chat(hub.resolve_target(args.target))
-    params = SamplingParams(max_tokens=args.max_tokens)
+    params = SamplingParams(max_tokens=args.max_tokens, temperature=temperature)
     made = []
     for index, messages in enumerate(dialogues(args.data, args.prompts)):
         ids = chat.prompt_ids(messages)
