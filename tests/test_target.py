@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from eyas.errors import CorruptError, MismatchError, MissingInputError
+from eyas.model import target as target_module
 from eyas.model.block import Linear
 from eyas.model.config import TargetConfig
-from eyas.model.target import Target
+from eyas.model.target import Target, resolve_dtype, stored_dtype
 from eyas.model.weights import read_tensors
 from tests.tiny import FAMILIES, tiny_target
 
@@ -55,6 +57,55 @@ def test_logits_and_taps_equal_transformers(tmp_path: Path, family: str, overrid
     streams = torch.cat([expected.hidden_states[i] for i in (2, n // 2, n - 3)], dim=-1)
     torch.testing.assert_close(aux_hidden, streams, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(last_hidden, expected.hidden_states[-1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("stored", "device", "native", "chosen"),
+    [
+        ("bfloat16", "cpu", True, "bfloat16"),
+        ("bfloat16", "cpu", False, "float32"),
+        ("float16", "cpu", True, "float32"),  # the native decoder runs none
+        ("float32", "cpu", True, "float32"),
+        ("float16", "cuda", False, "float16"),
+        ("bfloat16", "cuda:1", False, "bfloat16"),
+        ("float8_e4m3fn", "cuda", True, "float32"),
+    ],
+)
+def test_auto_is_the_checkpoints_precision_where_it_runs_fast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored, device, native, chosen
+) -> None:
+    monkeypatch.setattr(target_module, "unavailable", lambda: None if native else "no compiler")
+    shape = TargetConfig.from_folder(tiny_target(tmp_path)).model_copy(update={"dtype": stored})
+    assert resolve_dtype("auto", shape, device) == chosen
+    assert resolve_dtype("float16", shape, device) == "float16"
+    assert stored_dtype(shape) == (stored if stored != "float8_e4m3fn" else "float32")
+    assert Target.load(tmp_path, native=False).dtype == torch.float32
+
+
+class _Copies(TorchDispatchMode):
+    """Which tensors are copied to the meta device, by their place in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sources: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and result.is_meta and not args[0].is_meta:
+            self.sources.append(args[0].data_ptr())
+        return result
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_are_copied_to_the_device_once(tmp_path: Path, tied: bool) -> None:
+    """The meta device stands for a GPU: each copy there would take its memory and its time."""
+    folder = tiny_target(tmp_path, tie_word_embeddings=tied)
+    tensors = read_tensors(folder)
+    with _Copies() as copies:
+        target = Target(TargetConfig.from_folder(folder), tensors, "float32", "meta")
+        assert target.layers.head is not None
+    for name, tensor in tensors.items():
+        assert copies.sources.count(tensor.data_ptr()) == 1, name
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])

@@ -36,7 +36,7 @@ from eyas.engine.tree import Speculation
 from eyas.errors import InputError
 from eyas.log import Track, quiet
 from eyas.model.checkpoint import read_head
-from eyas.model.target import PAGE_SIZE, Target
+from eyas.model.target import PAGE_SIZE, Dtype, Target
 
 log = logging.getLogger("eyas.engine")
 
@@ -144,7 +144,7 @@ class Engine:
         cls,
         target: str | Path,
         head: str | Path | None = None,
-        dtype: str = "float32",
+        dtype: Dtype = "auto",
         config: EngineConfig | None = None,
         device: str = "cpu",
         tokenizer: Any = None,

@@ -31,6 +31,8 @@ from eyas.evaluate.trees import (
 from eyas.hub import resolve_head, resolve_target
 from eyas.lineage import head_manifest
 from eyas.log import Track, quiet
+from eyas.model.config import TargetConfig
+from eyas.model.target import resolve_dtype
 from eyas.model.weights import fingerprint
 from eyas.shards.source import FeatureSource
 
@@ -103,6 +105,8 @@ def evaluate(
         raise ConfigError("costs are for trees, which take prompts", "give prompts")
     folder, files = resolve_target(target), Path(resolve_head(head))
     prompts = prompts[: config.num_prompts]
+    if prompts:
+        config = with_dtype(config, folder)
     settings = described(config, folder, prompts)
     inputs = {"head": head_manifest(head, {}), **(features.inputs if features is not None else {})}
     work = identity("eval", settings, inputs)
@@ -123,6 +127,13 @@ def evaluate(
     counts = {"answers": result["answers"], "tokens": result["tokens"], "rounds": result["rounds"]}
     facts = {name: result[name] for name in ("tau", "tau_interval", "accept_hist")}
     return output.finish("eval", settings, inputs, counts, facts)
+
+
+def with_dtype(config: EvalConfig, folder: str) -> EvalConfig:
+    """The config with the precision that "auto" stands for on this machine."""
+    models = config.models
+    dtype = resolve_dtype(models.dtype, TargetConfig.from_folder(folder), models.device)
+    return config.model_copy(update={"models": models.model_copy(update={"dtype": dtype})})
 
 
 def described(config: EvalConfig, folder: str, prompts: Sequence[EvalPrompt]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -28,7 +28,7 @@ from eyas.evaluate.breakdown import AnswerCounts, figures, vocabulary_figures
 from eyas.language import language
 from eyas.log import Track
 from eyas.model.checkpoint import read_head
-from eyas.model.target import Target
+from eyas.model.target import Dtype, Target
 from eyas.model.weights import read_shapes
 from eyas.records import Message
 from eyas.tau import RoundCounts
@@ -41,7 +41,7 @@ class ModelsConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Dtype = "auto"
     device: str = "cpu"
     threads: int | None = Field(None, ge=1)
     max_batch: int = Field(16, ge=1)

@@ -56,7 +56,7 @@ from eyas.model.config import (
     shape_faults,
     spelled,
 )
-from eyas.model.target import Target
+from eyas.model.target import Target, stored_dtype
 from eyas.model.vocab import TargetVocabulary
 
 MEANINGS = "; "  # between the names of meanings that are taken together
@@ -112,7 +112,7 @@ def replay_head(
         ways = meanings(resolve_head(str(head)), vocabulary.config)
     except MismatchError as fault:
         return [], f"it cannot be read: {fault.what}"
-    loaded = Target.load(folder, vocabulary.config.dtype)
+    loaded = Target.load(folder, stored_dtype(vocabulary.config))
     for way in ways:
         way.tensors.setdefault(LM_HEAD, loaded.lm_head)
     try:

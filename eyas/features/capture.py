@@ -33,13 +33,13 @@ from eyas.features.samples import (
 from eyas.hub import resolve_target
 from eyas.log import Track, quiet
 from eyas.model.config import TargetConfig, TargetShape
+from eyas.model.target import Dtype, default_device, resolve_dtype, stored_dtype
 from eyas.model.vocab import target_shape
 from eyas.model.weights import fingerprint
 from eyas.records import read_answers
 from eyas.shards import CodecName, FeatureMeta, Sample, ShardWriter, Split
 from eyas.shards.sample import EXACT
 
-Dtype = Literal["float32", "bfloat16", "float16"]
 SAMPLES_PER_SHARD = 50
 # Where the run takes place: no part of the identity.
 PLACES = {"target", "device_map"}
@@ -49,9 +49,9 @@ class CaptureConfig(BaseModel):
     """Settings of the stage.
 
     `decoder` computes: our own, or transformers', which knows many more models; "auto" is our own
-    where it knows the target. `dtype` is what it computes in; "auto" is float32 for our own and the
-    checkpoint's for transformers'. `device_map` spreads a large target over devices ("auto": see
-    accelerate; transformers' decoder only). `store_dtype` is what is stored, `codec` and `teacher`
+    where it knows the target. `dtype` is what it computes in; "auto" is the checkpoint's own
+    for transformers' decoder, and for ours as for every stage (`resolve_dtype`). `device_map`
+    spreads a large target over devices ("auto": see accelerate; transformers' decoder only). `store_dtype` is what is stored, `codec` and `teacher`
     how (see shards.FeatureMeta); held-out samples are stored exactly, since a server has no rounded
     features. `batch_tokens` counts the padding of a forward; with 1 every sample is computed alone,
     and its values, to the last bit, depend on nothing beside it. `splits`: which of them are stored.
@@ -61,7 +61,7 @@ class CaptureConfig(BaseModel):
 
     target: str
     decoder: Literal["auto", "own", "transformers"] = "auto"
-    dtype: Literal["auto", Dtype] = "auto"
+    dtype: Dtype = "auto"
     device_map: str | None = None
     batch_tokens: int = Field(default=4096, ge=1)
     store_dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -79,12 +79,11 @@ class CaptureConfig(BaseModel):
         is_ours = isinstance(shape, TargetConfig) and self.device_map is None
         return "own" if is_ours else "transformers"
 
-    def dtype_of(self, shape: TargetShape) -> str:
+    def dtype_of(self, shape: TargetShape) -> Dtype:
         """`dtype` without "auto"."""
-        if self.dtype != "auto":
-            return self.dtype
-        is_stated = shape.dtype in get_args(Dtype)
-        return shape.dtype if is_stated and self.decoder_of(shape) == "transformers" else "float32"
+        if self.dtype == "auto" and self.decoder_of(shape) == "transformers":
+            return stored_dtype(shape)
+        return resolve_dtype(self.dtype, shape, default_device())
 
     def meta_of(self, shape: TargetShape) -> FeatureMeta:
         """What features of this target are of, but for the hash of its lm_head. Raises MismatchError

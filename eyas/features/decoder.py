@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from eyas.errors import ConfigError, MismatchError
 from eyas.model.config import TargetShape
 from eyas.model.rows import prompt_rows
-from eyas.model.target import PAGE_SIZE, Target
+from eyas.model.target import PAGE_SIZE, Dtype, Target, default_device
 from eyas.model.vocab import (
     ANOTHER,
     first_line,
@@ -88,11 +88,6 @@ class FeatureDecoder(Protocol):
         """
 
 
-def default_device() -> str:
-    """A GPU where there is one."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 class OwnDecoder:
     """Our own decoder: the values that the built-in engine computes."""
 
@@ -102,7 +97,7 @@ class OwnDecoder:
         self._target = target
 
     @classmethod
-    def load(cls, folder: str | Path, dtype: str) -> OwnDecoder:
+    def load(cls, folder: str | Path, dtype: Dtype) -> OwnDecoder:
         """On a GPU where there is one. Raises what Target.load raises."""
         return cls(Target.load(folder, dtype, default_device()))
 

@@ -24,9 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from typing import Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from eyas.artifact import Artifact, Manifest, identity
@@ -40,6 +38,7 @@ from eyas.features.conversation import Conversation, Sampling, TurnRules
 from eyas.features.fleet import ClientConfig, Fleet, TargetProof
 from eyas.hub import resolve_head, resolve_target
 from eyas.log import Track, quiet
+from eyas.model.target import Dtype, default_device, resolve_dtype
 from eyas.model.vocab import target_shape
 from eyas.model.weights import fingerprint
 from eyas.privacy.detector import LeakDetector
@@ -77,7 +76,7 @@ class GenerateConfig(BaseModel):
 
     target: str
     head: str | None = None
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Dtype = "auto"
     max_tokens: int = Field(default=128, ge=1)
     sampling: tuple[Sampling, ...] = Field(default=(Sampling(),), min_length=1)
     max_batch: int = Field(default=32, ge=1)
@@ -124,6 +123,10 @@ def generate(
         )
     folder = resolve_target(config.target)
     chat, target = Chat(folder, config.date), fingerprint(folder)
+    shape = target_shape(folder)
+    if not config.servers:
+        dtype = resolve_dtype(config.dtype, shape, default_device())
+        config = config.model_copy(update={"dtype": dtype})
     settings = {
         **config.model_dump(mode="json", exclude=PLACES),
         "target_fingerprint": target,
@@ -132,7 +135,7 @@ def generate(
     }
     if not output.begin(identity("generate", settings, {"prompts": made})):
         return output.manifest()
-    max_length = min(config.max_length, target_shape(folder).max_position_embeddings)
+    max_length = min(config.max_length, shape.max_position_embeddings)
     rules = TurnRules(
         chat,
         target,
@@ -163,8 +166,7 @@ def open_backend(config: GenerateConfig, chat: Chat, folder: str, max_length: in
     if not config.servers:
         head = resolve_head(config.head) if config.head is not None else None
         sizes = EngineConfig(max_batch=config.max_batch, max_length=max_length)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        engine = Engine.load(folder, head, config.dtype, sizes, device)
+        engine = Engine.load(folder, head, config.dtype, sizes, default_device())
         return EngineBackend(engine, chat, config.head)
     if config.sends_messages and Chat(folder).needs_a_date:
         raise TemplateError(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -19,13 +20,39 @@ import torch.nn.functional as F
 
 from eyas.errors import MismatchError
 from eyas.model.block import Block, Linear, Rope, rms_norm
-from eyas.model.config import Taps, TargetConfig
+from eyas.model.config import Taps, TargetConfig, TargetShape
 from eyas.model.native import NativeTarget, unavailable
 from eyas.model.rows import Chosen, FeatureCache, PagedCache, Roots, Rows, TargetOutput, prompt_rows
 from eyas.model.weights import read_tensors, tensor_sha256
 
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PAGE_SIZE = 16
+
+
+def default_device() -> str:
+    """Where a stage computes that is given no device: a GPU where there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def stored_dtype(shape: TargetShape) -> Dtype:
+    """The checkpoint's own precision, float32 where it is none of DTYPES."""
+    return cast(Dtype, shape.dtype) if shape.dtype in DTYPES else "float32"
+
+
+def resolve_dtype(dtype: Dtype, shape: TargetShape, device: str = "cpu") -> Dtype:
+    """The precision that a target runs in: a key of DTYPES.
+
+    "auto" is the checkpoint's own where this machine computes in it at full speed, on CUDA and by
+    the native decoder, which runs no float16: the answers and features are then those of the engine
+    that serves the model, at half the bytes of float32. Elsewhere it is float32: PyTorch's bfloat16
+    on other processors is slower than float32 and less exact.
+    """
+    if dtype != "auto":
+        return dtype
+    is_cuda = device.startswith("cuda")
+    is_fast = is_cuda or (shape.dtype == "bfloat16" and unavailable() is None)
+    return stored_dtype(shape) if is_fast else "float32"
 
 
 class Layers:
@@ -77,16 +104,17 @@ class Target:
         self,
         config: TargetConfig,
         tensors: dict[str, torch.Tensor],
-        dtype: str,
+        dtype: Dtype = "auto",
         device: str = "cpu",
         native: bool = True,
     ) -> None:
-        """tensors: as in a Hugging Face checkpoint. Raises MismatchError when one is missing or has
-        another shape.
+        """tensors: as in a Hugging Face checkpoint. dtype: see `resolve_dtype`. Raises MismatchError
+        when a tensor is missing or has another shape.
 
         native=False keeps to PyTorch operators where the CPU path could be had.
         """
-        self.config, self.dtype, self.device = config, DTYPES[dtype], device
+        self.config, self.device = config, device
+        self.dtype = DTYPES[resolve_dtype(dtype, config, device)]
         check_tensors(config, tensors)
         stored_head = tensors[
             "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
@@ -94,21 +122,20 @@ class Target:
         self.lm_head_sha256 = tensor_sha256(stored_head)
         # as stored, mapped from the files: another precision is made where it is needed
         self._tensors = tensors
-        cast = self._cast()
-        self.embed_tokens = cast["model.embed_tokens.weight"]
-        self.lm_head = self.embed_tokens if config.tie_word_embeddings else cast["lm_head.weight"]
+        self.embed_tokens = tensors["model.embed_tokens.weight"].to(device, self.dtype)
+        self.lm_head = (
+            self.embed_tokens if config.tie_word_embeddings else stored_head.to(device, self.dtype)
+        )
         self.is_native = (
             native and device == "cpu" and self.dtype != torch.float16 and unavailable() is None
         )
-        self._native = NativeTarget(config, cast, self.dtype) if self.is_native else None
+        self._native = NativeTarget(config, self._cast(), self.dtype) if self.is_native else None
 
     @classmethod
     def load(
-        cls, folder: str | Path, dtype: str = "float32", device: str = "cpu", native: bool = True
+        cls, folder: str | Path, dtype: Dtype = "auto", device: str = "cpu", native: bool = True
     ) -> Target:
-        """Load a Hugging Face folder. dtype: a key of DTYPES. Raises MissingInputError,
-        CorruptError, MismatchError.
-        """
+        """Load a Hugging Face folder. Raises MissingInputError, CorruptError, MismatchError."""
         return cls(TargetConfig.from_folder(folder), read_tensors(folder), dtype, device, native)
 
     @property
@@ -122,8 +149,14 @@ class Target:
         return Layers(self.config, self._cast(), self.lm_head)
 
     def _cast(self) -> dict[str, torch.Tensor]:
-        """The tensors in this target's precision and on its device."""
-        return {name: tensor.to(self.device, self.dtype) for name, tensor in self._tensors.items()}
+        """The tensors in this target's precision and on its device; those it holds already are
+        not copied again.
+        """
+        held = {"model.embed_tokens.weight": self.embed_tokens, "lm_head.weight": self.lm_head}
+        return {
+            name: held[name] if name in held else tensor.to(self.device, self.dtype)
+            for name, tensor in self._tensors.items()
+        }
 
     def new_cache(self, num_pages: int, page_size: int = PAGE_SIZE) -> PagedCache:
         heads = (self.config.num_key_value_heads, self.config.head_dim)

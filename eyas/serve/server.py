@@ -28,6 +28,7 @@ from eyas.chat import Chat
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.errors import ConfigError, EyasError
 from eyas.hub import resolve_head, resolve_target
+from eyas.model.target import Dtype
 from eyas.model.weights import fingerprint
 from eyas.serve.app import Extras, Served, create_app
 from eyas.serve.connection import guarded
@@ -68,7 +69,7 @@ class ServeConfig(BaseModel):
 
     target: str | None = None
     head: str | None = None
-    dtype: str = "float32"
+    dtype: Dtype = "auto"
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
     model: str | None = None  # the name in requests; by default that of the target's folder
     host: str = "127.0.0.1"
@@ -125,8 +126,9 @@ def build_app(config: ServeConfig) -> Starlette:
         device=config.device,
         tokenizer=chat.tokenizer,
     )
+    dtype = str(engine.target.dtype).removeprefix("torch.")
     served = Served(
-        config.served_model, config.dtype, head is not None, engine.max_length, fingerprint(target)
+        config.served_model, dtype, head is not None, engine.max_length, fingerprint(target)
     )
     traffic = config.traffic
     extras = Extras(traffic.drift, _reference(traffic.drift, head), traffic.collect, config.vertex)
