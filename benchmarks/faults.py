@@ -33,16 +33,10 @@ from eyas.export.answers import NUM_CONVERSATIONS, Answered, answered
 from eyas.export.check import check, judged, meanings
 from eyas.export.finding import Finding, exit_code
 from eyas.export.replay import exchanged, paired, reordered, replay, swapped_inputs
-from eyas.model.checkpoint import (
-    EMBED_TOKENS,
-    LAYER,
-    LM_HEAD,
-    Form,
-    Verifier,
-    read_head,
-    write_head,
-)
+from eyas.model.checkpoint import read_head
 from eyas.model.config import HeadConfig, TargetConfig
+from eyas.model.dialects import EMBED_TOKENS, LAYER, LM_HEAD, Form
+from eyas.model.forms import Verifier, write_head
 from eyas.model.target import Target
 from eyas.model.vocab import TargetVocabulary
 from eyas.model.weights import weight_files

@@ -45,8 +45,9 @@ import safetensors.torch
 import torch
 
 from eyas import hub
-from eyas.model.checkpoint import Verifier, read_head, write_head
+from eyas.model.checkpoint import read_head
 from eyas.model.config import HeadConfig, RopeConfig, read_config
+from eyas.model.forms import Verifier, write_head
 from eyas.model.weights import read_tensors
 
 WORKERS = Path(__file__).parent / "peers"

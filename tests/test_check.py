@@ -17,8 +17,10 @@ from eyas.export.check import check
 from eyas.export.damage import RANDOM, above_random
 from eyas.export.files import check_is_head
 from eyas.export.finding import Finding, exit_code, in_order
-from eyas.model.checkpoint import LAYER, read_head, write_head
+from eyas.model.checkpoint import read_head
 from eyas.model.config import RopeConfig
+from eyas.model.dialects import LAYER
+from eyas.model.forms import write_head
 from eyas.model.vocab import TargetVocabulary
 from tests.tiny import tiny_target
 from tests.tiny_head import edit_config, edit_tensors, head_folder, tiny_head, write_folder

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, LlamaConfig
 
 from eyas.errors import CorruptError, MismatchError, MissingInputError
-from eyas.model.checkpoint import Verifier, map_faults, open_checkpoint, read_head, write_head
+from eyas.model.checkpoint import map_faults, open_checkpoint, read_head
 from eyas.model.config import RopeConfig, TargetConfig
+from eyas.model.forms import Verifier, write_head
 from eyas.model.vocab import TargetVocabulary, draft_vocabulary
 from tests.tiny import tiny_target
 from tests.tiny_head import edit_config, edit_tensors, head_folder, tiny_head, write_folder

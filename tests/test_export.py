@@ -23,7 +23,8 @@ from eyas.export.check import check
 from eyas.export.export import ExportConfig, export, made_up_logits, manifest_of, prove_equal
 from eyas.export.origin import Origin
 from eyas.lineage import head_manifest
-from eyas.model.checkpoint import read_head, write_head
+from eyas.model.checkpoint import read_head
+from eyas.model.forms import write_head
 from eyas.model.head import load_head
 from eyas.model.vocab import TargetVocabulary
 from tests.stated import Source

@@ -33,8 +33,9 @@ from eyas.export.replay import (
     replay,
     swapped_inputs,
 )
-from eyas.model.checkpoint import read_head, write_head
+from eyas.model.checkpoint import read_head
 from eyas.model.config import RopeConfig
+from eyas.model.forms import write_head
 from eyas.model.head import Head
 from eyas.model.target import Target
 from eyas.model.ttt import Slots, unroll

@@ -18,7 +18,7 @@ from eyas.artifact import DONE, IDENTITY, MANIFEST, Artifact
 from eyas.cli.main import build
 from eyas.errors import EmptyInputError, EyasError, MismatchError, MissingInputError
 from eyas.lineage import head_manifest, sources
-from eyas.model.checkpoint import write_head
+from eyas.model.forms import write_head
 from eyas.model.head import load_head
 from eyas.model.target import Target
 from eyas.model.vocab import TargetVocabulary

@@ -10,8 +10,10 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from eyas.model.checkpoint import EMBED_TOKENS, Form, Verifier, expected_shapes, write_head
+from eyas.model.checkpoint import expected_shapes
 from eyas.model.config import HeadConfig, HeadOptions, TargetConfig
+from eyas.model.dialects import EMBED_TOKENS, Form
+from eyas.model.forms import Verifier, write_head
 from eyas.model.vocab import TargetVocabulary, draft_vocabulary
 
 

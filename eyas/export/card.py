@@ -18,8 +18,8 @@ from eyas.artifact import Manifest
 from eyas.export.launch import EngineForm, Launch
 from eyas.export.origin import Origin
 from eyas.lineage import SOURCE, Source, sources, stages
-from eyas.model.checkpoint import FLAGS
 from eyas.model.config import HeadConfig
+from eyas.model.dialects import FLAGS
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_SET = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)")

@@ -28,21 +28,12 @@ from eyas.export.finding import Finding, in_order
 from eyas.export.replay import DECLARED, ERROR, LEAST_TAU, WARNING, Bar, Reading, Replayed, replay
 from eyas.hub import resolve_head, resolve_target
 from eyas.model.checkpoint import (
-    EMBED_TOKENS,
-    EMBED_TOKENS_SHA256,
-    FED_BACK,
-    LM_HEAD,
-    SGLANG_ARCHITECTURE,
-    Checkpoint,
-    ambiguities,
-    decisions,
     embedding_faults,
     head_config,
     judged_head,
     open_checkpoint,
     own_tensors,
     refuse,
-    setting_faults,
     tensor_faults,
 )
 from eyas.model.config import (
@@ -55,6 +46,17 @@ from eyas.model.config import (
     same_rotation,
     shape_faults,
     spelled,
+)
+from eyas.model.dialects import (
+    EMBED_TOKENS,
+    EMBED_TOKENS_SHA256,
+    FED_BACK,
+    LM_HEAD,
+    SGLANG_ARCHITECTURE,
+    Checkpoint,
+    ambiguities,
+    decisions,
+    setting_faults,
 )
 from eyas.model.target import Target, stored_dtype
 from eyas.model.vocab import TargetVocabulary

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from eyas.export.finding import Finding
-from eyas.model.checkpoint import LAYER
+from eyas.model.dialects import LAYER
 
 # between the least and the greatest weight of a norm that was trained: some steps of bfloat16 at 1
 MOVED = 2**-5

@@ -33,17 +33,10 @@ from eyas.export.replay import DECLARED, Reading, assembled
 from eyas.hub import fetch, is_hub_id, resolve_head, resolve_target
 from eyas.lineage import SOURCE, head_manifest
 from eyas.log import Track, quiet
-from eyas.model.checkpoint import (
-    EMBED_TOKENS,
-    HEAD_JSON,
-    LM_HEAD,
-    Verifier,
-    form_faults,
-    read_head,
-    refuse,
-    write_head,
-)
+from eyas.model.checkpoint import read_head, refuse
 from eyas.model.config import FAMILIES, HeadConfig, RopeConfig, read_config
+from eyas.model.dialects import EMBED_TOKENS, HEAD_JSON, LM_HEAD
+from eyas.model.forms import Verifier, form_faults, write_head
 from eyas.model.head import Head, load_head
 from eyas.model.vocab import TargetVocabulary
 from eyas.model.weights import fingerprint

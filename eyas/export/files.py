@@ -17,7 +17,7 @@ from eyas.artifact import MANIFEST, Manifest, file_identity
 from eyas.errors import EyasError, MissingInputError
 from eyas.export.finding import Finding
 from eyas.lineage import HEAD_FILES
-from eyas.model.checkpoint import CONFIG_JSON, HEAD_JSON, INV_FREQ
+from eyas.model.dialects import CONFIG_JSON, HEAD_JSON, INV_FREQ
 from eyas.model.weights import INDEX, PICKLE, PICKLE_INDEX, SINGLE, file_tensors, sharded_tensors
 
 STAGES = ("train", "export")  # whose output is a head

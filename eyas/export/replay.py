@@ -24,8 +24,8 @@ from torch.nn.utils.rnn import pad_sequence
 from eyas.export.answers import Answered
 from eyas.model.batch import Batch
 from eyas.model.chain import measure
-from eyas.model.checkpoint import EMBED_TOKENS, FC_NORMS, INPUT_NORM, LAYER
 from eyas.model.config import EAGLE_ROPE, HeadConfig, Taps, same_rotation
+from eyas.model.dialects import EMBED_TOKENS, FC_NORMS, INPUT_NORM, LAYER
 from eyas.model.head import Head
 from eyas.model.target import Target
 from eyas.model.vocab import TargetVocabulary

@@ -35,8 +35,10 @@ from torch import Tensor, nn
 
 from eyas.errors import MismatchError
 from eyas.model.block import apply_rope, rotation
-from eyas.model.checkpoint import EMBED_TOKENS, LM_HEAD, read_head, write_head
+from eyas.model.checkpoint import read_head
 from eyas.model.config import HeadConfig, TargetShape
+from eyas.model.dialects import EMBED_TOKENS, LM_HEAD
+from eyas.model.forms import write_head
 
 Rotation = tuple[Tensor, Tensor]  # cosines, sines
 KeysValues = tuple[Tensor, Tensor]  # [B, S, Hk, D] each

@@ -1,0 +1,214 @@
+"""Draft heads on disk, written in three forms: our own, SGLang's and vLLM's (see `checkpoint`).
+
+Knows the config keys and tensor names that each engine reads, and what it has no word for. Equal
+heads give equal bytes.
+
+Letters: H hidden size of the head, Ht of the target, V target vocabulary, W draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from eyas.errors import MismatchError
+from eyas.model.checkpoint import refuse, tensor_faults
+from eyas.model.config import DecoderConfig, HeadConfig
+from eyas.model.dialects import (
+    CONFIG_JSON,
+    EMBED_TOKENS,
+    EMBED_TOKENS_SHA256,
+    FED_BACK,
+    FORMAT,
+    HEAD_JSON,
+    LAYER,
+    LAYER_IDS,
+    LM_HEAD,
+    LM_HEAD_SHA256,
+    MAPS,
+    OWN_ROPE,
+    SGLANG_ARCHITECTURE,
+    SPECULATORS_LAYER,
+    VLLM_ARCHITECTURE,
+    Form,
+)
+from eyas.model.weights import tensor_sha256, weight_files
+
+
+@dataclass(frozen=True, slots=True)
+class Verifier:
+    """What the vLLM form says of the target beside the head: its place, and a default for the
+    length of drafts.
+    """
+
+    name_or_path: str | None = None
+    architectures: tuple[str, ...] = ()
+    embed_tokens: Tensor | None = None  # [V, Ht], written beside the head when given
+    num_draft_steps: int = 4
+
+
+def write_head(
+    config: HeadConfig,
+    tensors: Mapping[str, Tensor],
+    form: Form,
+    verifier: Verifier | None = None,
+    max_shard_bytes: int | None = None,
+) -> dict[str, bytes]:
+    """The files of a head in one form, by name; equal heads give equal bytes. tensors: by EAGLE's
+    names, maps included.
+
+    Weights keep their dtype. `verifier` is for the engines' forms; max_shard_bytes as in
+    `weight_files`. Raises MismatchError for a head that does not fit its config, and for what the
+    form cannot say.
+    """
+    refuse("the head", tensor_faults(config, tensors))
+    refuse("the head", form_faults(config, tensors, form))
+    verifier = verifier or Verifier()
+    written = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    if form == "eyas":
+        usual = {
+            name: field.default
+            for name, field in HeadConfig.model_fields.items()
+            if isinstance(field.default, bool)
+        }
+        stated = {
+            key: value
+            for key, value in config.model_dump(mode="json").items()
+            if value is not usual.get(key)
+        }
+        stated["taps"] = {"after_layer": list(config.taps)}
+        return _settings_file(HEAD_JSON, {"format": FORMAT, **stated}) | weight_files(
+            written, max_shard_bytes
+        )
+    if config.draft_vocab_size == config.vocab_size:  # vLLM fails on maps that map nothing
+        written = {name: tensor for name, tensor in written.items() if name not in MAPS}
+    dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
+    settings = (
+        _sglang_settings(config, dtype)
+        if form == "sglang"
+        else _vllm_settings(config, dtype, verifier)
+    )
+    if LM_HEAD not in written:
+        # SGLang takes the target's lm_head then, and random numbers otherwise
+        settings["draft_vocab_size"] = None
+    if EMBED_TOKENS not in written and verifier.embed_tokens is not None:
+        written[EMBED_TOKENS] = verifier.embed_tokens.detach().cpu().contiguous()
+        settings[EMBED_TOKENS_SHA256] = tensor_sha256(verifier.embed_tokens)
+    if form == "vllm":
+        written = {
+            name.replace(LAYER, SPECULATORS_LAYER): tensor for name, tensor in written.items()
+        }
+    return _settings_file(CONFIG_JSON, settings) | weight_files(written, max_shard_bytes)
+
+
+def form_faults(
+    config: HeadConfig, tensors: Mapping[str, Tensor], form: Form
+) -> list[MismatchError]:
+    """What of a sound head a form, or the engine that it is for, has no word for."""
+    faults = []
+    if form == "sglang" and config.norm_before_residual:
+        what = (
+            "norm_before_residual is set: SGLang does not read it, and would take the residual "
+            "before the norm"
+        )
+        faults.append(MismatchError(what, "export for vLLM only, or train a head without it"))
+    if form == "sglang" and config.taps[0] != 1:  # the default taps of every target begin with 1
+        what = (
+            f"taps {config.taps} cannot be written for SGLang: it has two readings of a list "
+            "that does not begin with 1"
+        )
+        faults.append(MismatchError(what, "train on the default taps, or export for vLLM only"))
+    if form == "sglang" and EMBED_TOKENS in tensors and not config.owns_embeddings:
+        what = "the head has embeddings of its own: SGLang uses the target's in their place"
+        faults.append(MismatchError(what, "export for vLLM only"))
+    if form == "vllm" and LM_HEAD not in tensors:
+        what = "the head uses its target's lm_head: speculators' form needs one in the file"
+        faults.append(MismatchError(what, "export for SGLang only"))
+    return faults
+
+
+def _layer_keys(config: HeadConfig) -> dict[str, Any]:
+    """The decoder layer's shape under Hugging Face's keys."""
+    shape = config.model_dump(include=set(DecoderConfig.model_fields) - {"rope"})
+    fixed = {
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+    }
+    return {**fixed, **shape, **config.rope.to_hf()}
+
+
+def _sglang_settings(config: HeadConfig, dtype: str) -> dict[str, Any]:
+    """Layers are listed as outputs, as SpecForge does: read alike by every SGLang as long as the
+    first is 1 (form_faults).
+
+    No norm_output unless it is on: left out, it means the same to SGLang (not fed back) and to
+    SpecForge.
+    """
+    eagle = {LAYER_IDS: list(config.taps), "use_aux_hidden_state": True}
+    if config.norm_before_fc:
+        eagle["norm_before_fc"] = True  # SGLang and NVIDIA's heads keep it here
+    fed_back = {"norm_output": True, FED_BACK: True} if config.norm_output else {}
+    return {
+        "architectures": [SGLANG_ARCHITECTURE],
+        **_layer_keys(config),
+        "torch_dtype": dtype,
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        "eagle_config": eagle,
+        **_flags(config),
+        **fed_back,
+        **_own_rope(config),
+        LM_HEAD_SHA256: config.target_lm_head_sha256,
+    }
+
+
+def _vllm_settings(config: HeadConfig, dtype: str, verifier: Verifier) -> dict[str, Any]:
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": verifier.num_draft_steps,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "architectures": [VLLM_ARCHITECTURE],
+        "speculators_model_type": "eagle3",
+        "torch_dtype": dtype,
+        "tie_word_embeddings": False,
+        "draft_vocab_size": config.draft_vocab_size,
+        # null means the head's own
+        "target_hidden_size": config.target_hidden_size if config.owns_embeddings else None,
+        LAYER_IDS: [tap + 1 for tap in config.taps],
+        **_flags(config),
+        "norm_output": config.norm_output,
+        **_own_rope(config),
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {
+                "name_or_path": verifier.name_or_path,
+                "architectures": list(verifier.architectures),
+            },
+        },
+        "transformer_layer_config": {**_layer_keys(config), "torch_dtype": dtype},
+        LM_HEAD_SHA256: config.target_lm_head_sha256,
+    }
+
+
+def _flags(config: HeadConfig) -> dict[str, bool]:
+    return config.model_dump(include={"norm_before_residual", "norm_before_fc", "fc_norm"})
+
+
+def _own_rope(config: HeadConfig) -> dict[str, bool]:
+    return {OWN_ROPE: True} if config.own_rope else {}
+
+
+def _settings_file(name: str, settings: Mapping[str, Any]) -> dict[str, bytes]:
+    return {name: (json.dumps(settings, indent=1, ensure_ascii=False) + "\n").encode()}
