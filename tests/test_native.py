@@ -8,7 +8,9 @@ import functools
 import math
 import os
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -87,11 +89,22 @@ def folder_of(shape: str) -> Path:
     return tiny_target(Path(tempfile.mkdtemp(prefix="eyas-test-")), **SHAPES[shape])
 
 
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Weights are packed for, and forwards run on, the number of threads at construction."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @functools.cache
-def target_of(shape: str, dtype: str) -> NativeTarget:
-    return new_target(
-        TargetConfig.from_folder(folder_of(shape)), read_tensors(folder_of(shape)), dtype
-    )
+def target_of(shape: str, dtype: str, threads: int = 1) -> NativeTarget:
+    folder = folder_of(shape)
+    with torch_threads(threads):
+        return new_target(TargetConfig.from_folder(folder), read_tensors(folder), dtype)
 
 
 def new_target(
@@ -244,8 +257,7 @@ def test_positions_beyond_the_first_table(monkeypatch):
 def test_chunks_give_the_bits_of_single_tokens(
     shape: str, dtype: str, sizes: list[int], page_table: np.ndarray, threads: int
 ):
-    target, cache = target_of(shape, dtype), new_cache(shape, dtype)
-    target.set_threads(threads)
+    target, cache = target_of(shape, dtype, threads), new_cache(shape, dtype)
     done, outputs = 0, []
     for size in sizes:
         outputs.append(run(target, cache, chunk(TOKENS[done : done + size], done, page_table)))
@@ -265,8 +277,7 @@ def test_chunks_give_the_bits_of_single_tokens(
 def test_a_path_in_a_tree_gives_the_bits_of_plain_decoding(
     shape: str, dtype: str, prefix: int, threads: int
 ):
-    target, cache = target_of(shape, dtype), new_cache(shape, dtype)
-    target.set_threads(threads)
+    target, cache = target_of(shape, dtype, threads), new_cache(shape, dtype)
     run(target, cache, chunk(TOKENS[:prefix], 0, SHUFFLED))
     path = TOKENS[prefix : prefix + 6]
     tokens = [path[0], 7, path[1], 9, path[2], 11, path[3], path[4], 13, path[5]]
@@ -376,15 +387,14 @@ def test_what_is_not_there_is_refused():
 
 @needs_native
 def test_two_decoders_on_two_python_threads():
-    other = new_target(
-        TargetConfig.from_folder(folder_of("llama")),
-        read_tensors(folder_of("llama")),
-        squeezed=False,
-    )
-    targets = [other, target_of("llama", "float32")]
+    with torch_threads(2):
+        other = new_target(
+            TargetConfig.from_folder(folder_of("llama")),
+            read_tensors(folder_of("llama")),
+            squeezed=False,
+        )
+    targets = [other, target_of("llama", "float32", 2)]
     expected = one_by_one("llama", "float32")[1]
-    for target in targets:
-        target.set_threads(2)
 
     def decode(target: NativeTarget) -> bool:
         cache = new_cache("llama", "float32")
@@ -398,8 +408,7 @@ def test_two_decoders_on_two_python_threads():
 
 @needs_native
 def test_a_forked_child_has_threads_of_its_own():
-    target = target_of("llama", "float32")
-    target.set_threads(2)
+    target = target_of("llama", "float32", 2)
     expected = run(target, new_cache("llama", "float32"), chunk(TOKENS, 0))[1]
     child = os.fork()
     if child == 0:
@@ -441,17 +450,18 @@ def head_of(flags: tuple[str, ...] = ()) -> tuple[HeadConfig, dict[str, Tensor]]
     return tiny_head(folder_of("llama"), **dict.fromkeys(flags, True))
 
 
-def draft_of(flags: tuple[str, ...], dtype: str, **others: Tensor) -> NativeDraft:
+def draft_of(flags: tuple[str, ...], dtype: str, threads: int = 1, **others: Tensor) -> NativeDraft:
     config, tensors = head_of(flags)
     target = read_tensors(folder_of("llama"))
     tensors = {**tensors, **others}
-    return NativeDraft(
-        config,
-        tensors,
-        target["model.embed_tokens.weight"],
-        target["lm_head.weight"],
-        DTYPES[dtype],
-    )
+    with torch_threads(threads):
+        return NativeDraft(
+            config,
+            tensors,
+            target["model.embed_tokens.weight"],
+            target["lm_head.weight"],
+            DTYPES[dtype],
+        )
 
 
 def draft_cache(dtype: str) -> PagedCache:
@@ -503,7 +513,7 @@ def test_extend_step_and_proposals_are_the_plain_heads(flags: tuple[str, ...], d
 def test_a_drafts_rows_depend_on_nothing_beside_them(dtype: str):
     draft, aux = draft_of(("norm_before_residual", "fc_norm"), dtype), features(dtype)
     together = draft.extend(chunk(TOKENS[1:], 1, first_column=1), aux[:-1], draft_cache(dtype))
-    draft.set_threads(2)
+    draft = draft_of(("norm_before_residual", "fc_norm"), dtype, threads=2)
     cache = draft_cache(dtype)
     alone = [
         draft.extend(chunk([token], c, SHUFFLED, first_column=1), aux[c - 1 : c], cache)
@@ -617,8 +627,7 @@ def grown_plainly(
 def test_propose_is_the_plain_growth_to_the_bit(
     dtype: str, growth: tuple[int, int], least: float, flags: tuple[str, ...]
 ):
-    draft, cache, aux = draft_of(flags, dtype), draft_cache(dtype), features(dtype)
-    draft.set_threads(2)
+    draft, cache, aux = draft_of(flags, dtype, 2), draft_cache(dtype), features(dtype)
     page_table, lens = SHUFFLED.reshape(2, -1), [7, 12]
     h = torch.cat(
         [

@@ -1,5 +1,5 @@
-"""The decoder of `cpp/` for x86-64 with AVX-512: built when first used, and a target's and a
-draft's forwards through it.
+"""The decoder of `cpp/` for x86-64 with AVX-512, built when first used, and the forwards of targets
+and drafts through it.
 
 One call is one forward of the whole model (or the growth of whole trees), on threads of its own.
 Every row's bits depend on the row alone, not on the rows beside it, the pages or the number of
@@ -25,14 +25,15 @@ import shutil
 import subprocess
 import tempfile
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from eyas.artifact import cache_folder
-from eyas.model.block import rope_table
+from eyas.model.block import Tensors, rope_table
 from eyas.model.config import DecoderConfig, HeadConfig, Taps, TargetConfig
 from eyas.model.rows import (
     MAX_TREE_COLUMNS,
@@ -70,7 +71,6 @@ WRONG = {
 BAD_POSITION = 2
 
 logger = logging.getLogger(__name__)
-Tensors = Mapping[str, torch.Tensor]
 
 
 # The library
@@ -164,7 +164,6 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
         ),
         "eyas_free": (None, [pointer]),
         "eyas_set_rope": (None, [pointer, pointer, pointer, integer]),
-        "eyas_set_threads": (None, [pointer, integer]),
         "eyas_forward": (integer, [*[pointer] * 5, integer, pointer, integer, pointer, pointer]),
         "eyas_verify": (integer, [pointer] * 3),
         "eyas_extend": (integer, [pointer] * 5),
@@ -286,7 +285,19 @@ def _layer_linears(
 # Decoders
 
 
-class _Decoder:
+@dataclass(frozen=True, slots=True)
+class DecoderRole:
+    """What a decoder of the library is for, beside its layers' shape. num_logits: rows of lm_head;
+    the flags are those of HeadConfig.
+    """
+
+    num_logits: int
+    is_draft: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+
+
+class NativeDecoder:
     """What targets and drafts have in common: weights in the library, rotation, and the arguments
     of a call.
     """
@@ -295,15 +306,13 @@ class _Decoder:
         self,
         config: DecoderConfig,
         dtype: torch.dtype,
-        sizes: tuple[int, bool, bool, bool],
+        role: DecoderRole,
         linears: Sequence[PackedLinear | None],
         norms: Sequence[torch.Tensor | None],
         embed_tokens: torch.Tensor,
         target_ids_W: torch.Tensor | None = None,
     ) -> None:
-        """sizes: outputs of the head; is it a draft; norm_before_residual; norm_output."""
         lib, self.dtype = library(), dtype
-        vocab, is_draft, norm_before_residual, norm_output = sizes
         self._config, self._lib = config, lib
         self._linears = list(linears)
         self._norms = [
@@ -319,12 +328,12 @@ class _Decoder:
             config.num_attention_heads,
             config.num_key_value_heads,
             config.head_dim,
-            vocab,
+            role.num_logits,
             len(self._embed),
             self._embed.dtype == torch.bfloat16,
-            is_draft,
-            norm_before_residual,
-            norm_output,
+            role.is_draft,
+            role.norm_before_residual,
+            role.norm_output,
             torch.get_num_threads(),
         )
         linear_handles = [None if linear is None else linear.handle for linear in self._linears]
@@ -347,12 +356,6 @@ class _Decoder:
     def num_bytes(self) -> int:
         """Bytes of packed weights: what a forward with logits reads at least."""
         return sum(linear.num_bytes for linear in self._linears if linear is not None)
-
-    def set_threads(self, threads: int) -> None:
-        """Work on so many threads from now on. Weights stay packed for the number at construction:
-        best shares are its own.
-        """
-        self._lib.eyas_set_threads(self._handle, threads)
 
     def _set_positions(self, length: int) -> None:
         half = self._config.head_dim // 2
@@ -395,19 +398,15 @@ class _Decoder:
         return False
 
 
-class NativeTarget(_Decoder):
+class NativeTarget(NativeDecoder):
     """A target's forward. What it returns may lie in buffers that its next forward overwrites: copy
     what must live longer.
     """
 
     def __init__(self, config: TargetConfig, tensors: Tensors, dtype: torch.dtype) -> None:
         """tensors as in a Hugging Face checkpoint, checked; dtype float32 or bfloat16."""
-        threads, linears, norms, squeezed = (
-            torch.get_num_threads(),
-            [],
-            [],
-            _is_large(tensors.values()),
-        )
+        threads, squeezed = torch.get_num_threads(), _is_large(tensors.values())
+        linears, norms = [], []
         for layer in range(config.num_hidden_layers):
             prefix = f"model.layers.{layer}."
             linears += _layer_linears(tensors, prefix, dtype, threads, squeezed)
@@ -422,10 +421,8 @@ class NativeTarget(_Decoder):
         lm_head = embed_tokens if config.tie_word_embeddings else tensors["lm_head.weight"]
         linears.append(PackedLinear([lm_head], [], dtype, threads, squeezed))
         norms.append(tensors["model.norm.weight"])
-        sizes = (config.vocab_size, False, False, False)
-        super().__init__(
-            config, dtype, sizes, [*linears, None], [*norms, *[None] * 5], embed_tokens
-        )
+        role = DecoderRole(config.vocab_size)
+        super().__init__(config, dtype, role, [*linears, None], [*norms, *[None] * 5], embed_tokens)
         self._logits, self._aux = torch.empty(0, dtype=torch.float32), torch.empty(0, dtype=dtype)
 
     def forward(
@@ -509,7 +506,7 @@ class NativeTarget(_Decoder):
         return [row[:count] for row, count in zip(emitted.tolist(), counts.tolist(), strict=True)]
 
 
-class NativeDraft(_Decoder):
+class NativeDraft(NativeDecoder):
     """A draft head's extend, step, proposals and growth of trees. Hidden states are float32, and
     fresh with every call.
     """
@@ -552,9 +549,9 @@ class NativeDraft(_Decoder):
         target_ids_W = (
             None if d2t_offset is None else (torch.arange(self._W) + d2t_offset.cpu()).contiguous()
         )
-        sizes = (self._W, True, config.norm_before_residual, config.norm_output)
+        role = DecoderRole(self._W, True, config.norm_before_residual, config.norm_output)
         embed_tokens = tensors.get("embed_tokens.weight", embed_tokens)
-        super().__init__(config, dtype, sizes, linears, norms, embed_tokens, target_ids_W)
+        super().__init__(config, dtype, role, linears, norms, embed_tokens, target_ids_W)
 
     def extend(self, rows: Rows, aux_hidden: torch.Tensor, cache: PagedCache) -> torch.Tensor:
         """The target's features [M, 3 * Ht] of the columns before the rows' -> outputs [M, H].

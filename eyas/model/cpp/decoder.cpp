@@ -854,11 +854,6 @@ void eyas_set_rope(Decoder* decoder, const float* cos, const float* sin, int64_t
   decoder->set_rope(cos, sin, length);
 }
 
-void eyas_set_threads(Decoder* decoder, int64_t threads) {
-  const Guard guard(calls());
-  decoder->set_threads(static_cast<int>(threads));
-}
-
 int64_t eyas_forward(Decoder* decoder, const int64_t* ints, void* const* pointers, const int64_t* taps, void* aux, int64_t by_slot,
                      const int64_t* logits_of, int64_t R, float* logits, int64_t* best) {
   const Guard guard(calls());
