@@ -67,7 +67,7 @@ def _unloaded() -> None:
 
 
 def reporting_errors(function: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a command: errors meant for the user become one message on stderr and their exit code."""
+    """Wrap a command: an error for the user is one message on stderr and its exit code."""
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> None:

@@ -201,7 +201,7 @@ def run(content: dict[str, Any], command_line: str, anyway: bool = False) -> Non
 
 
 def local_output(url: str) -> str:
-    """The path of a run's output. Raises ConfigError, before any work, for one in an object store."""
+    """The path of a run's output. Raises ConfigError for one in an object store."""
     path = Artifact(url).local_path("")
     if path is None:
         raise ConfigError(
