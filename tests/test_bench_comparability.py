@@ -6,12 +6,16 @@ import dataclasses
 
 import pytest
 
-from eyas.bench.comparability import check_comparable, of_answers, of_servers
-from eyas.bench.server import Facts
+from eyas.bench.server import (
+    ServerFacts,
+    check_comparable,
+    differences_of_answers,
+    differences_of_servers,
+)
 from eyas.bench.stream import Reply
 from eyas.errors import MismatchError
 
-HERE = Facts("http://here", "m", "eyas", None, "bfloat16")
+HERE = ServerFacts("http://here", "m", "eyas", None, "bfloat16")
 
 
 def served(**changes):
@@ -28,25 +32,25 @@ def refused(differences):
 
 
 def test_one_server_is_like_itself_whatever_it_does_not_tell():
-    silent = Facts("http://here", "m", "vllm")
-    assert of_servers(silent, silent) == []
+    silent = ServerFacts("http://here", "m", "vllm")
+    assert differences_of_servers(silent, silent) == []
 
 
 def test_another_precision_is_refused_and_silence_is_said():
-    assert refused(of_servers(HERE, served(precision="float32"))) == ["precision"]
-    (said,) = of_servers(HERE, served(precision=None))
+    assert refused(differences_of_servers(HERE, served(precision="float32"))) == ["precision"]
+    (said,) = differences_of_servers(HERE, served(precision=None))
     assert (said.what, said.refused) == ("precision", False)
-    assert of_servers(HERE, served()) == []
+    assert differences_of_servers(HERE, served()) == []
 
 
 def test_another_engine_is_said():
-    (said,) = of_servers(HERE, served(kind="vllm", version="0.32"))
+    (said,) = differences_of_servers(HERE, served(kind="vllm", version="0.32"))
     assert (said.what, said.refused) == ("engine", False)
     assert "eyas at here against vllm 0.32 at here" in said.text
 
 
 def test_the_same_engine_on_another_host_is_another():
-    (said,) = of_servers(HERE, served(url="http://there"))
+    (said,) = differences_of_servers(HERE, served(url="http://there"))
     assert (said.what, said.refused) == ("engine", False)
     assert "eyas at here against eyas at there" in said.text
 
@@ -65,19 +69,19 @@ def test_the_same_engine_on_another_host_is_another():
 )
 def test_answers_that_are_not_to_the_same_question_are_refused(change, what):
     pairs = list(zip(replies(), replies(**change), strict=True))
-    assert refused(of_answers(pairs, is_greedy=True)) == what
+    assert refused(differences_of_answers(pairs, is_greedy=True)) == what
     if change != {"num_prompt_tokens": 0}:
-        assert of_answers(pairs, is_greedy=True)
+        assert differences_of_answers(pairs, is_greedy=True)
 
 
 def test_sampled_answers_may_differ():
     pairs = list(zip(replies(), replies(text="Another"), strict=True))
-    assert of_answers(pairs, is_greedy=False) == []
-    assert of_answers([], is_greedy=True) == []
+    assert differences_of_answers(pairs, is_greedy=False) == []
+    assert differences_of_answers([], is_greedy=True) == []
 
 
 def test_who_insists_is_let_through():
-    differences = of_servers(HERE, served(precision="float32"))
+    differences = differences_of_servers(HERE, served(precision="float32"))
     with pytest.raises(MismatchError, match="bfloat16 against float32") as error:
         check_comparable("b", "a", differences, compare_anyway=False)
     assert "--compare-anyway" in error.value.hint

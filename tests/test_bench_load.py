@@ -1,6 +1,4 @@
-"""What a server is put under: arrivals by seed, prompts of given lengths, and who keeps to the
-objectives.
-"""
+"""The load: arrivals by seed, and prompts of given lengths."""
 
 from __future__ import annotations
 
@@ -11,49 +9,32 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from eyas.bench.arrivals import OpenLoop, arrival_times_s
 from eyas.bench.bench import BenchConfig
-from eyas.bench.summary import Load, Objectives, summarise
-from eyas.bench.synthetic import lengths_of, synthetic_tasks
+from eyas.bench.summary import RequestLoad
+from eyas.bench.workload import arrival_times_s, lengths_of, synthetic_tasks
 from eyas.errors import ConfigError
-from tests.bench_rows import row
 
 
-def gaps(count=20_000, rate=4.0, seed=0, **loop):
-    times = arrival_times_s(OpenLoop(**loop), rate, count, seed)
+# The squared coefficient of variation of exponential gaps is 1; constant ones have none.
+@pytest.mark.parametrize(("arrivals", "variation"), [("constant", 0), ("poisson", 1)])
+def test_arrivals_have_the_rate_and_the_law_they_are_named_for(arrivals, variation):
+    times = arrival_times_s(arrivals, 4.0, 20_000, seed=0)
     assert times[0] == 0
-    assert len(times) == count
-    return np.array([after - before for before, after in pairwise(times)])
-
-
-# The squared coefficient of variation of a gamma law of shape k is 1 / k; the constant has none.
-@pytest.mark.parametrize(
-    ("loop", "variation"),
-    [
-        ({"process": "constant"}, 0),
-        ({}, 1),
-        ({"process": "gamma"}, 4),
-        ({"process": "gamma", "burstiness": 2.0}, 0.5),
-    ],
-)
-def test_arrivals_have_the_rate_and_the_law_they_are_named_for(loop, variation):
-    drawn = gaps(**loop)
-    assert drawn.min() >= 0
-    assert drawn.mean() == pytest.approx(1 / 4, rel=0.05)
-    assert drawn.var() / drawn.mean() ** 2 == pytest.approx(variation, rel=0.15, abs=1e-9)
+    assert len(times) == 20_000
+    gaps = np.array([after - before for before, after in pairwise(times)])
+    assert gaps.min() >= 0
+    assert gaps.mean() == pytest.approx(1 / 4, rel=0.05)
+    assert gaps.var() / gaps.mean() ** 2 == pytest.approx(variation, rel=0.15, abs=1e-9)
 
 
 def test_arrivals_are_the_seeds():
-    assert (
-        arrival_times_s(OpenLoop(), 2.0, 9, 1)
-        == arrival_times_s(OpenLoop(), 2.0, 9, 1)
-        != arrival_times_s(OpenLoop(), 2.0, 9, 2)
-    )
-    assert arrival_times_s(OpenLoop(), 2.0, 1, 0) == [0]
+    first, again, other = (arrival_times_s("poisson", 2.0, 9, seed) for seed in (1, 1, 2))
+    assert first == again != other
+    assert arrival_times_s("poisson", 2.0, 1, 0) == [0]
 
 
 @pytest.mark.parametrize(
-    "changes", [{"concurrencies": ()}, {"concurrencies": (0,)}, {"open_loop": {"rates": (-1,)}}]
+    "changes", [{"concurrencies": ()}, {"concurrencies": (0,)}, {"rates": (-1,)}]
 )
 def test_a_benchmark_needs_a_load(changes):
     with pytest.raises(ValidationError):
@@ -61,8 +42,8 @@ def test_a_benchmark_needs_a_load(changes):
 
 
 def test_loads_are_closed_and_open():
-    config = BenchConfig(concurrencies=(1, 64), open_loop={"rates": (0.5,)}, num_prompts=40)
-    assert config.loads == [Load(1), Load(64), Load(rate=0.5)]
+    config = BenchConfig(concurrencies=(1, 64), rates=(0.5,), num_prompts=40)
+    assert config.loads == [RequestLoad(1), RequestLoad(64), RequestLoad(rate=0.5)]
     assert [str(load) for load in config.loads] == ["1 at a time", "64 at a time", "0.5 a second"]
     assert [config.num_at(load) for load in config.loads] == [40, 256, 40]
 
@@ -128,21 +109,3 @@ def test_one_length_is_kept_to():
 def test_a_length_below_the_template_is_refused():
     with pytest.raises(ConfigError, match="no prompt of 5 tokens"):
         asyncio.run(synthetic_tasks((5, 5), 1, 0, Tokenizer(9).count))
-
-
-def test_goodput_counts_what_keeps_every_objective():
-    rows = [
-        row("a", "good", ttft_ms=100, tpot_ms=10),
-        row("a", "late", ttft_ms=900, tpot_ms=10),
-        row("a", "slow", ttft_ms=100, tpot_ms=90),
-        row("a", "lost", error="HTTP 500"),
-    ]
-
-    def goodput(**objectives):
-        (result,) = summarise(rows, ["a"], True, objectives=Objectives(**objectives))["results"]
-        return result["goodput_rps"] and result["goodput_rps"] / result["requests_per_s"]
-
-    assert goodput() is None
-    assert goodput(ttft_ms=500) == pytest.approx(2 / 3)
-    assert goodput(ttft_ms=500, tpot_ms=20) == pytest.approx(1 / 3)
-    assert goodput(e2e_ms=50) == 0

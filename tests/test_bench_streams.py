@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from eyas.bench.server import parse_metrics, precision, speculation, speculation_of
+from eyas.bench.server import parse_metrics, precision, rounds_of, speculation_of
 from eyas.bench.stream import read_reply
 from eyas.client import StreamRecord
 
@@ -160,15 +160,15 @@ def test_what_counters_say_of_rounds():
         "spec_decode_num_accepted_tokens_per_pos_total|0": 10.0,
         "spec_decode_num_accepted_tokens_per_pos_total|2": 0.0,
     }
-    told = speculation(counted)
+    told = rounds_of(counted)
     assert told == {
         "num_rounds": 10,
         "tau": 2.5,
         "nodes_mean": 4,
         "acceptance_by_position": [1, 0.5, 0],
     }
-    assert speculation({"spec_accept_length": 2.9}) == {"tau": 2.9}  # SGLang's gauge
-    assert speculation({"spec_decode_num_drafts_total": 0.0}) == speculation({}) == {}
+    assert rounds_of({"spec_accept_length": 2.9}) == {"tau": 2.9}  # SGLang's gauge
+    assert rounds_of({"spec_decode_num_drafts_total": 0.0}) == rounds_of({}) == {}
 
 
 def test_how_a_server_speculates_is_what_sglang_tells():

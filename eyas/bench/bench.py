@@ -2,11 +2,11 @@
 all arms alike.
 
     concurrency c:   block 0: plain eagle   block 1: eagle plain   block 2: plain eagle   ...      up to 4c prompts, c at a time
-    rate r:          the same, but requests are sent when their time has come, the same times for every arm
+    rate r:          the same, but requests are sent at given times, the same for every arm
 
-Every arm asks at every load under a cache salt of its own, where its server takes one: else what
-one arm asked would be in the cache for the next. Knows the order of things; the client measures,
-`summary` counts. An arm is a way to ask: with or without speculation, at one server or another.
+An arm is a way to ask: with or without speculation, at one server or another. At every load each
+arm asks under a cache salt of its own, where its server takes one: else its prompts would be in the
+cache for the next arm. Knows the order of requests; the client measures, `summary` counts.
 """
 
 from __future__ import annotations
@@ -24,26 +24,41 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from eyas.artifact import Artifact, Manifest, file_identity, identity
-from eyas.bench import comparability, server
-from eyas.bench.arrivals import OpenLoop, arrival_times_s
 from eyas.bench.machine import machine
-from eyas.bench.server import Counters, Facts
+from eyas.bench.server import (
+    Counters,
+    ServerFacts,
+    add_counters,
+    ask_facts,
+    check_comparable,
+    counted_between,
+    differences_of_answers,
+    differences_of_servers,
+    read_counters,
+)
 from eyas.bench.stream import Reply, read_reply
-from eyas.bench.summary import Load, Objectives, Row, summarise
-from eyas.bench.synthetic import lengths_of, synthetic_tasks
-from eyas.bench.workload import Task, read_tasks
+from eyas.bench.summary import BenchRow, RequestLoad, RunContext, summarise
+from eyas.bench.workload import (
+    Arrivals,
+    Task,
+    arrival_times_s,
+    lengths_of,
+    read_tasks,
+    synthetic_tasks,
+)
 from eyas.builtin import BUILTIN, demo_prompts
 from eyas.client import Client, StreamRecord
 from eyas.errors import ConfigError, EyasError
 from eyas.log import Track, quiet
 from eyas.records import Message
 
-# prompts per slot of concurrency in a block: short enough to share the weather, long enough to fill
-# the slots
+PLAIN, EAGLE = "plain", "eagle"  # the arms of a server that has a head
+# Prompts per slot of concurrency in a block: few, so that all arms meet the same busy minutes, and
+# enough to fill the slots.
 BLOCK = 4
-NUM_BLOCKS = 4  # so many at least, where that leaves two prompts for a slot: arms are to take turns
-T = TypeVar("T")
+NUM_BLOCKS = 4  # at least, where that leaves two prompts for a slot: arms are to take turns
 SETTLE_S = 0.05  # servers count an answer just after its last byte
+T = TypeVar("T")
 
 
 class ArmConfig(BaseModel):
@@ -59,7 +74,7 @@ class ArmConfig(BaseModel):
 
 
 class BenchConfig(BaseModel):
-    """What is asked, how often and how many at a time, or how many a second. The first arm is the
+    """What is asked, and at which loads: requests at a time, or a second. The first arm is the
     baseline of comparisons.
     """
 
@@ -69,13 +84,13 @@ class BenchConfig(BaseModel):
     prompts: str = BUILTIN
     url: str = "http://127.0.0.1:8000"
     arms: dict[str, ArmConfig] = Field(
-        default={"plain": ArmConfig(speculation=False), "eagle": ArmConfig(speculation=True)},
+        default={PLAIN: ArmConfig(speculation=False), EAGLE: ArmConfig(speculation=True)},
         min_length=1,
     )
     num_prompts: int = Field(default=40, ge=1)
     concurrencies: tuple[int, ...] = (1,)
-    open_loop: OpenLoop = OpenLoop()
-    objectives: Objectives = Objectives()
+    rates: tuple[float, ...] = ()  # of open loops: requests a second, answered or not
+    arrivals: Arrivals = "poisson"
     max_tokens: int = Field(default=128, ge=1)
     temperature: float = Field(default=0.0, ge=0)
     seed: int = 0
@@ -85,22 +100,22 @@ class BenchConfig(BaseModel):
     @model_validator(mode="after")
     def _some_load(self) -> BenchConfig:
         if not self.loads or any(load.value <= 0 for load in self.loads):
-            raise ValueError("concurrencies, open_loop.rates: give one at least, all above 0")
+            raise ValueError("concurrencies, rates: give one at least, all above 0")
         lengths_of(self.prompts)
         return self
 
     @property
-    def loads(self) -> list[Load]:
-        closed = [Load(concurrency=concurrency) for concurrency in self.concurrencies]
-        return closed + [Load(rate=rate) for rate in self.open_loop.rates]
+    def loads(self) -> list[RequestLoad]:
+        closed = [RequestLoad(concurrency=concurrency) for concurrency in self.concurrencies]
+        return closed + [RequestLoad(rate=rate) for rate in self.rates]
 
-    def num_at(self, load: Load) -> int:
+    def num_at(self, load: RequestLoad) -> int:
         """Prompts for one load: a block of two for each slot, twice over, is the least that says
         something of it.
         """
         return max(self.num_prompts, 4 * load.concurrency)
 
-    def num_warm_up(self, load: Load) -> int:
+    def num_warm_up(self, load: RequestLoad) -> int:
         """Requests that warm up for a load: one for each slot."""
         return max(load.concurrency, 2)
 
@@ -109,7 +124,7 @@ class BenchConfig(BaseModel):
         """Prompts to look for: those of the heaviest load, and others to warm up with."""
         return max(map(self.num_at, self.loads)) + max(map(self.num_warm_up, self.loads))
 
-    def is_salted(self, arm: str, facts: Facts) -> bool:
+    def is_salted(self, arm: str, facts: ServerFacts) -> bool:
         """Whether an arm asks under salts of the benchmark's own."""
         return facts.takes_cache_salt and "cache_salt" not in self.arms[arm].fields
 
@@ -151,13 +166,12 @@ def bench(
     """
     served = served or {}
     read = None if lengths_of(config.prompts) else _read(config)
-    # Servers are looked for first: a wrong address must not claim the folder for a benchmark that
-    # never was.
-    facts = {} if output.is_done() else _awaited(_facts(config))
+    # Servers are asked first: a wrong address must not claim the folder.
+    facts = {} if output.is_done() else _run(_ask_servers(config))
     if not output.begin(bench_identity(config, served)):
         return output.manifest("bench")
     before = machine()
-    run = _awaited(_measured(config, facts, read, track))
+    run = _run(_measure(config, facts, read, track))
     output.write_jsonl("rows.jsonl", [row.to_json() for row in run.rows])
     _check_answered(run.rows)
     differences = run.differences()
@@ -166,11 +180,7 @@ def bench(
     summary = {
         **summarise(
             run.rows,
-            list(config.arms),
-            config.temperature == 0,
-            run.counted,
-            config.objectives,
-            engines,
+            RunContext(list(config.arms), config.temperature == 0, run.counted, engines),
         ),
         "differences": differences,
         "num_cut_prompts": len(cut & {row.prompt_id for row in run.rows}),
@@ -197,10 +207,8 @@ def bench(
     )
 
 
-def _awaited(work: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine returns; in a notebook, where a loop runs already, by a thread with a loop
-    of its own.
-    """
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    """The coroutine's result; in a notebook, where a loop runs already, by a thread with its own."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -230,7 +238,7 @@ def _path(config: BenchConfig) -> str:
 def _read(config: BenchConfig) -> list[Task]:
     """As many tasks as the loads take. Raises ConfigError where there are too few for the heaviest."""
     tasks = read_tasks(
-        _path(config), config.num_tasks, config.seed, pass_over=config.prompts == BUILTIN
+        _path(config), config.num_tasks, config.seed, skip_bad=config.prompts == BUILTIN
     )
     most = max((load.concurrency for load in config.loads), default=0)
     if len(tasks) < most:
@@ -241,7 +249,7 @@ def _read(config: BenchConfig) -> list[Task]:
     return tasks
 
 
-def _check_answered(rows: Sequence[Row]) -> None:
+def _check_answered(rows: Sequence[BenchRow]) -> None:
     """Raises EyasError when some arm at some load has no answer at all: there is nothing to
     summarise.
     """
@@ -252,31 +260,31 @@ def _check_answered(rows: Sequence[Row]) -> None:
             raise EyasError(what, "mend that, and run it again; rows.jsonl has every error")
 
 
-async def _facts(config: BenchConfig) -> dict[str, Facts]:
+async def _ask_servers(config: BenchConfig) -> dict[str, ServerFacts]:
     """What each arm's server tells. Raises MissingInputError, EyasError, and MismatchError for
     different precisions.
     """
-    facts: dict[str, Facts] = {}
+    facts: dict[str, ServerFacts] = {}
     for name, arm in config.arms.items():
         async with Client(arm.url or config.url, config.timeout_s) as client:
-            facts[name] = await server.ask_facts(client)
+            facts[name] = await ask_facts(client)
     baseline, *others = facts
     for other in others:
-        differences = comparability.of_servers(facts[baseline], facts[other])
-        comparability.check_comparable(other, baseline, differences, config.compare_anyway)
+        differences = differences_of_servers(facts[baseline], facts[other])
+        check_comparable(other, baseline, differences, config.compare_anyway)
     return facts
 
 
-async def _measured(
-    config: BenchConfig, facts: Mapping[str, Facts], tasks: list[Task] | None, track: Track
-) -> _Run:
-    """A run, run."""
+async def _measure(
+    config: BenchConfig, facts: Mapping[str, ServerFacts], tasks: list[Task] | None, track: Track
+) -> BenchRun:
+    """Warm up and measure all loads."""
     async with AsyncExitStack() as stack:
         clients = {
             name: await stack.enter_async_context(Client(arm.url or config.url, config.timeout_s))
             for name, arm in config.arms.items()
         }
-        run = _Run(config, facts, clients)
+        run = BenchRun(config, facts, clients)
         if tasks is None:
             lengths = lengths_of(config.prompts)
             assert lengths is not None
@@ -293,16 +301,16 @@ async def _measured(
         return run
 
 
-class _Run:
+class BenchRun:
     """The rows of a benchmark, in the order they were asked for, and what servers counted at each
     load.
     """
 
     def __init__(
-        self, config: BenchConfig, facts: Mapping[str, Facts], clients: Mapping[str, Client]
+        self, config: BenchConfig, facts: Mapping[str, ServerFacts], clients: Mapping[str, Client]
     ) -> None:
-        self.rows: list[Row] = []
-        self.counted: dict[tuple[str, Load], Counters] = {}
+        self.rows: list[BenchRow] = []
+        self.counted: dict[tuple[str, RequestLoad], Counters] = {}
         self._config, self._facts, self._clients = config, facts, clients
         self._begin = time.perf_counter()
 
@@ -316,28 +324,30 @@ class _Run:
             raise EyasError(what, "give prompts in a file instead of synthetic ones")
         return reply.num_prompt_tokens
 
-    async def measure(self, load: Load, tasks: Sequence[Task], track: Any) -> None:
+    async def measure(self, load: RequestLoad, tasks: Sequence[Task], track: Any) -> None:
         """All arms at one load, in turns."""
         salts = self._fresh_salts()
         arms, size = list(self._config.arms), _block_size(len(tasks), load)
         for block, start in enumerate(range(0, len(tasks), size)):
             some = tasks[start : start + size]
             for arm in _in_turn(arms, block):
-                before = await server.count(self._clients[arm])
+                before = await read_counters(self._clients[arm])
                 received = await self._ask(self._bodies(arm, some, salts[arm]), arm, load, block)
                 await asyncio.sleep(SETTLE_S)
-                own = server.difference(before, await server.count(self._clients[arm]))
-                self.counted[arm, load] = server.added(self.counted.get((arm, load), {}), own)
+                own = counted_between(before, await read_counters(self._clients[arm]))
+                self.counted[arm, load] = add_counters(self.counted.get((arm, load), {}), own)
                 for task, got in zip(some, received, strict=True):
-                    where = (
-                        arm,
-                        load.concurrency,
-                        block,
-                        task.prompt_id,
-                        task.category,
-                        got.sent - self._begin,
+                    row = BenchRow(
+                        arm=arm,
+                        concurrency=load.concurrency,
+                        block=block,
+                        prompt_id=task.prompt_id,
+                        category=task.category,
+                        started_s=got.sent - self._begin,
+                        reply=read_reply(got),
+                        rate=load.rate,
                     )
-                    self.rows.append(Row(*where, read_reply(got), load.rate))
+                    self.rows.append(row)
                 track(len(self.rows), f"{arm}, {load}")
 
     async def count_tokens(self) -> None:
@@ -363,9 +373,9 @@ class _Run:
         found = []
         for arm in others:
             pairs = self._pairs(baseline, arm)
-            differences = comparability.of_servers(self._facts[baseline], self._facts[arm])
-            differences += comparability.of_answers(pairs, self._config.temperature == 0)
-            comparability.check_comparable(arm, baseline, differences, self._config.compare_anyway)
+            differences = differences_of_servers(self._facts[baseline], self._facts[arm])
+            differences += differences_of_answers(pairs, self._config.temperature == 0)
+            check_comparable(arm, baseline, differences, self._config.compare_anyway)
             found += [{"arm": arm, "baseline": baseline, **one.to_json()} for one in differences]
         return found
 
@@ -383,7 +393,7 @@ class _Run:
         ]
         return [(first[row.load, row.prompt_id], row.reply) for row in own]
 
-    async def warm_up(self, load: Load, tasks: Sequence[Task]) -> None:
+    async def warm_up(self, load: RequestLoad, tasks: Sequence[Task]) -> None:
         """Ask all arms, count nothing; the answers tell whether the arms read the same prompts:
         MismatchError if not.
         """
@@ -400,13 +410,13 @@ class _Run:
             pairs = [pair for pair in both if not (pair[0].error or pair[1].error)]
             refused = [
                 one
-                for one in comparability.of_answers(pairs, is_greedy=False)
+                for one in differences_of_answers(pairs, is_greedy=False)
                 if one.what in ("prompts", "counts")
             ]
-            comparability.check_comparable(arm, baseline, refused, self._config.compare_anyway)
+            check_comparable(arm, baseline, refused, self._config.compare_anyway)
 
     def _fresh_salts(self) -> dict[str, str]:
-        """A salt for each arm that no server has seen."""
+        """A new salt for each arm."""
         return {arm: secrets.token_hex(8) for arm in self._config.arms}
 
     def _bodies(self, arm: str, tasks: Sequence[Task], salt: str) -> list[dict[str, Any]]:
@@ -417,17 +427,17 @@ class _Run:
         ]
 
     async def _ask(
-        self, bodies: Sequence[dict[str, Any]], arm: str, load: Load, block: int
+        self, bodies: Sequence[dict[str, Any]], arm: str, load: RequestLoad, block: int
     ) -> list[StreamRecord]:
         if load.rate is None:
             return await _ask_all(self._clients[arm], bodies, load.concurrency)
         times_s = arrival_times_s(
-            self._config.open_loop, load.rate, len(bodies), self._config.seed + block
+            self._config.arrivals, load.rate, len(bodies), self._config.seed + block
         )
         return await _ask_when(self._clients[arm], bodies, times_s)
 
 
-def _block_size(number: int, load: Load) -> int:
+def _block_size(number: int, load: RequestLoad) -> int:
     """Prompts in a block: BLOCK a slot, or fewer for NUM_BLOCKS blocks, but not below two a slot."""
     fair = math.ceil(number / NUM_BLOCKS)
     return (

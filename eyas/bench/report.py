@@ -19,6 +19,7 @@ from eyas import lineage
 from eyas.artifact import Artifact, Manifest
 from eyas.bench import figures, tables
 from eyas.bench.figures import Point, Series
+from eyas.bench.headline import at_lowest_load, headlines, not_drafting
 from eyas.bench.summary import check_possible
 from eyas.errors import InputError
 from eyas.page import fill
@@ -113,7 +114,7 @@ def render(contents: Contents) -> str:
             "pretty": lambda value: json.dumps(value, indent=1, ensure_ascii=False),
         },
         title=contents.title,
-        headlines=[headline(bench, compared) for compared in _at_fewest(bench["comparisons"])],
+        headlines=headlines(bench),
         results=[*closed, *opened],
         comparisons=[*bench["comparisons"], *bench["open_loop"]["comparisons"]],
         tasks=tasks(bench),
@@ -126,8 +127,8 @@ def render(contents: Contents) -> str:
         evaluation=contents.evaluation,
         predictions=predictions(contents),
         ledger=contents.ledger,
-        drafting=tables.drafting,
-        told_by=tables.told_by,
+        not_drafting=not_drafting,
+        server_line=tables.server_line,
         head_is_stated=tables.STATED if contents.head_is_stated else "",
         fates=fates(contents.ledger) if contents.ledger else [],
         stages=lineage.stages(contents.manifest) if contents.manifest else [],
@@ -136,17 +137,6 @@ def render(contents: Contents) -> str:
         is_busy=machine["load_average"][0] > BUSY * machine["cores"],
         commands=contents.commands,
     )
-
-
-def headline(bench: Mapping[str, Any], compared: Mapping[str, Any]) -> dict[str, Any]:
-    """One comparison, as it may be quoted, with the results of its two arms."""
-    of_arm = {(result["arm"], result["concurrency"]): result for result in bench["results"]}
-    concurrency = compared["concurrency"]
-    return {
-        "compared": tables.announced(compared),
-        "baseline": of_arm[compared["baseline"], concurrency],
-        "arm": of_arm[compared["arm"], concurrency],
-    }
 
 
 def tasks(bench: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -333,7 +323,7 @@ def _of_rounds(
 ) -> list[Picture]:
     """Pictures of what rounds accepted, at the lowest load."""
     # of the others, a few rounds say nothing
-    first = [one for one in _at_fewest(results) if one["tau"] is not None]
+    first = [one for one in at_lowest_load(results) if one["tau"] is not None]
     hists = [
         Series(one["arm"], arms[one["arm"]], _numbered(one["accept_hist"], 0))
         for one in first
@@ -374,15 +364,6 @@ def fates(ledger: Mapping[str, Any]) -> list[dict[str, Any]]:
         {"name": name, "count": count, "share": count / max(ledger["rows_in"], 1)}
         for name, count in counts
     ]
-
-
-def _at_fewest(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The rows with the fewest requests at a time, or a second: where a single user's wait is
-    measured.
-    """
-    loads = [row.get("concurrency", row.get("rate")) for row in rows]
-    fewest = min(loads, default=0)
-    return [row for row, load in zip(rows, loads, strict=True) if load == fewest]
 
 
 def _spread(x: float, spread: Mapping[str, Any] | None) -> Point | None:

@@ -1,23 +1,33 @@
-"""What a server tells about itself over HTTP: who it is, in what precision it computes, what it
-counts. Knows no figure.
+"""What a server tells about itself over HTTP, what its counters say of a stretch, and whether two
+arms did the same work. Knows no figure of time.
 
-All of it is voluntary, and each server tells something else: eyas in its model card, and its
-version in its OpenAPI document, SGLang at /server_info, llama.cpp in its model card's `meta`, vLLM
-its version and no precision. Counters are read from /metrics, where eyas, vLLM and llama.cpp have
-the same names for speculation, each with a prefix of its own; SGLang has a gauge.
+All of it is voluntary, and each server tells something else: eyas in its model card, and its version
+in its OpenAPI document, SGLang at /server_info, llama.cpp in its model card's `meta`, vLLM its
+version and no precision. Counters are read from /metrics, where eyas, vLLM and llama.cpp have the
+same names for speculation, each with its own prefix; SGLang has a gauge.
+
+What differs between two arms is refused, unless the user insists, or only reported:
+
+    engine      which engine, version and host                  reported: a ratio of engines or hosts
+    precision   what the servers compute in                     refused where both tell it
+    prompts     tokens of one prompt                            refused: another tokenizer or template
+    counts      what counted the answers' tokens                refused
+    lengths     tokens of all answers                           refused where more than a tenth apart
+    answers     greedy ones begin with the same characters      refused below half of the prompts: another model
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from eyas.bench.stream import Reply
 from eyas.client import KEY_VARIABLE, Client, RequestFailure
-from eyas.errors import EyasError, MissingInputError
+from eyas.errors import EyasError, MismatchError, MissingInputError
 from eyas.tau import acceptance_of_positions
 
 KINDS = {"eyas": "eyas", "vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}  # by owned_by
@@ -35,10 +45,14 @@ Counters = dict[str, float]  # name without prefix, with the labels in LABELS: "
 LABELS = ("position", "kind", "quantile")
 _SAMPLE = re.compile(r"^(?:\w+:)?(\w+)(?:\{(.*)\})? (\S+)(?: \d+)?$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+LENGTHS_APART = 0.1
+BEGINNING = 16  # characters
+ALIKE = 0.5
+ENOUGH = 4  # pairs of greedy answers, to say that the models differ
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ServerFacts:
     """One server; a fact that it does not tell is None."""
 
     url: str
@@ -53,8 +67,8 @@ class Facts:
 
     @property
     def engine(self) -> str:
-        """Who serves, and on which host: where it is not the same, a ratio of times is no speed-up
-        by speculation.
+        """Engine, version and host. Between two of them a ratio of times is no speed-up by
+        speculation.
         """
         return (
             f"{' '.join(filter(None, (self.kind, self.version)))} at {urlsplit(self.url).hostname}"
@@ -68,8 +82,8 @@ class Facts:
         return asdict(self)
 
 
-async def ask_facts(client: Client) -> Facts:
-    """Whatever the server tells of itself and of the first model that it lists. Raises
+async def ask_facts(client: Client) -> ServerFacts:
+    """What the server tells of itself and of the first model that it lists. Raises
     MissingInputError (no server), EyasError (no model).
     """
     try:
@@ -92,14 +106,17 @@ async def ask_facts(client: Client) -> Facts:
     version = info.get("version") or await _version(client, kind)
     head = own.get("has_head", info.get("speculative_algorithm") is not None if info else None)
     length = card.get("max_model_len") or meta.get("n_ctx") or info.get("context_length")
-    told = (
-        precision(own, meta, info),
-        length,
-        head,
-        speculation_of(info),
-        own.get("target_fingerprint"),
+    return ServerFacts(
+        url=client.url,
+        model=card["id"],
+        kind=kind,
+        version=version,
+        precision=precision(own, meta, info),
+        max_length=length,
+        has_head=head,
+        speculation=speculation_of(info),
+        target_fingerprint=own.get("target_fingerprint"),
     )
-    return Facts(client.url, card["id"], kind, version, *told)
 
 
 async def _version(client: Client, kind: str) -> str | None:
@@ -140,7 +157,7 @@ def precision(
     return "/".join(str(part) for part in (DTYPES.get(told, told), quantized) if part)
 
 
-async def count(client: Client) -> Counters:
+async def read_counters(client: Client) -> Counters:
     """The server's counters now; empty where it has no /metrics."""
     return parse_metrics(await client.page("/metrics"))
 
@@ -161,16 +178,16 @@ def parse_metrics(page: str) -> Counters:
     return found
 
 
-def difference(before: Counters, after: Counters) -> Counters:
-    """What was counted in between; gauges (no `_total`) as they are at the end."""
+def counted_between(before: Counters, after: Counters) -> Counters:
+    """Counts from one reading to the next; gauges (no `_total`) as they are at the end."""
     return {
         name: value - before.get(name, 0.0) if "_total" in name else value
         for name, value in after.items()
     }
 
 
-def added(one: Counters, other: Counters) -> Counters:
-    """Two differences as one; of gauges the later."""
+def add_counters(one: Counters, other: Counters) -> Counters:
+    """Two stretches as one; of gauges the later."""
     summed = {
         name: value + one.get(name, 0.0) if "_total" in name else value
         for name, value in other.items()
@@ -178,8 +195,8 @@ def added(one: Counters, other: Counters) -> Counters:
     return {**one, **summed}
 
 
-def speculation(counted: Counters) -> dict[str, Any]:
-    """What the counters of a stretch say of its rounds; a figure that they do not say is left out.
+def rounds_of(counted: Counters) -> dict[str, Any]:
+    """What the counters of a stretch say of its rounds; a figure that they lack is left out.
 
     nodes_mean: drafted tokens that the target judged, a sample and round. plain_share: of the
     engine's rounds, those without drafts. predicted_over_real: of the rounds' time.
@@ -195,9 +212,7 @@ def speculation(counted: Counters) -> dict[str, Any]:
         by_position = _series(counted, "spec_decode_num_accepted_tokens_per_pos_total")
         told["acceptance_by_position"] = acceptance_of_positions(drafts, list(by_position.values()))
         if quantiles := _series(counted, "spec_tree_nodes"):
-            told["nodes_quantiles"] = {
-                str(quantile): value for quantile, value in quantiles.items()
-            }
+            told["nodes_quantiles"] = quantiles
     elif (
         "spec_decode_num_drafts_total" not in counted and counted.get("spec_accept_length", 0.0) > 0
     ):
@@ -206,29 +221,23 @@ def speculation(counted: Counters) -> dict[str, Any]:
     if plain + tree > 0:
         told["plain_share"] = plain / (plain + tree)
     predicted, real = (
-        sum(_series(counted, f"round_{what}_seconds_total", float_keys=False).values())
-        for what in _TIMES
+        sum(_series(counted, f"round_{what}_seconds_total").values())
+        for what in ("predicted", "real")
     )
     if predicted > 0 and real > 0:
         told["predicted_over_real"] = predicted / real
     return told
 
 
-_TIMES = ("predicted", "real")
-
-
-def _series(counted: Counters, name: str, float_keys: bool = True) -> dict[Any, float]:
-    """The samples of one name by their label, in order."""
-    own = {
-        key.partition("|")[2]: value
-        for key, value in counted.items()
-        if key.partition("|")[0] == name
-    }
-    return dict(
-        sorted(
-            (float(label) if float_keys else label, value) for label, value in own.items() if label
-        )
-    )
+def _series(counted: Counters, name: str) -> dict[str, float]:
+    """The samples of one name by their label; labels that are numbers in their order."""
+    own = {}
+    for key, value in counted.items():
+        sample, _, label = key.partition("|")
+        if sample == name and label:
+            own[label] = value
+    are_numbers = all(label[0].isdigit() for label in own)
+    return dict(sorted(own.items(), key=lambda one: float(one[0]) if are_numbers else 0))
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -238,3 +247,120 @@ def _object(text: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing in which an arm is not like its baseline; `refused` unless the user insists."""
+
+    what: str
+    text: str
+    refused: bool
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def differences_of_servers(baseline: ServerFacts, arm: ServerFacts) -> list[Difference]:
+    """What two servers tell that differs, or do not tell."""
+    if baseline.url == arm.url:
+        return []
+    return [*_engines(baseline, arm), *_precisions(baseline, arm)]
+
+
+def _engines(baseline: ServerFacts, arm: ServerFacts) -> Iterable[Difference]:
+    if baseline.engine != arm.engine:
+        what = f"{baseline.engine} against {arm.engine}: the ratio of two engines or hosts"
+        yield Difference(
+            "engine", f"{what}, which is no speed-up by speculation and may be above tau", False
+        )
+
+
+def _precisions(baseline: ServerFacts, arm: ServerFacts) -> Iterable[Difference]:
+    ours, theirs = baseline.precision, arm.precision
+    if ours is None or theirs is None:
+        silent = " and ".join(
+            sorted({one.kind for one in (baseline, arm) if one.precision is None})
+        )
+        yield Difference(
+            "precision", f"not told by {silent}: whether both have the same is not known", False
+        )
+    elif ours != theirs:
+        yield Difference("precision", f"{ours} against {theirs}", True)
+
+
+def differences_of_answers(
+    pairs: Sequence[tuple[Reply, Reply]], is_greedy: bool
+) -> list[Difference]:
+    """What differs in the answers of two arms to the same prompts."""
+    if not pairs:
+        return []
+    return [
+        *_prompts(pairs),
+        *_counters(pairs),
+        *_lengths(pairs),
+        *(_texts(pairs) if is_greedy else ()),
+    ]
+
+
+def _prompts(pairs: Sequence[tuple[Reply, Reply]]) -> Iterable[Difference]:
+    counted = [
+        (a.num_prompt_tokens, b.num_prompt_tokens)
+        for a, b in pairs
+        if a.num_prompt_tokens and b.num_prompt_tokens
+    ]
+    others = [pair for pair in counted if pair[0] != pair[1]]
+    if others:
+        what = (
+            f"{len(others)} of {len(counted)} prompts are not of the same length, e.g. "
+            f"{others[0][0]} and {others[0][1]} tokens"
+        )
+        yield Difference("prompts", f"{what}: another tokenizer or chat template", True)
+
+
+def _counters(pairs: Sequence[tuple[Reply, Reply]]) -> Iterable[Difference]:
+    ways = [
+        sorted({reply.counted_by or "nobody" for reply in side})
+        for side in zip(*pairs, strict=True)
+    ]
+    if ways[0] != ways[1]:
+        yield Difference(
+            "counts",
+            f"tokens are counted by {', '.join(ways[0])} and by {', '.join(ways[1])}",
+            True,
+        )
+
+
+def _lengths(pairs: Sequence[tuple[Reply, Reply]]) -> Iterable[Difference]:
+    ours, theirs = (
+        sum(reply.num_output_tokens for reply in side) for side in zip(*pairs, strict=True)
+    )
+    apart = abs(ours - theirs) / max(ours, theirs, 1)
+    if ours != theirs:
+        yield Difference(
+            "lengths", f"{ours:,} and {theirs:,} tokens of answers", apart > LENGTHS_APART
+        )
+
+
+def _texts(pairs: Sequence[tuple[Reply, Reply]]) -> Iterable[Difference]:
+    others = [pair for pair in pairs if pair[0].text != pair[1].text]
+    if not others:
+        return
+    alike = sum(one.text[:BEGINNING] == other.text[:BEGINNING] for one, other in pairs) / len(pairs)
+    what = (
+        f"{len(others)} of {len(pairs)} greedy answers are not the same, {1 - alike:.0%} from "
+        "their first words on"
+    )
+    yield Difference("answers", what, alike < ALIKE and len(pairs) >= ENOUGH)
+
+
+def check_comparable(
+    arm: str, baseline: str, differences: Iterable[Difference], compare_anyway: bool
+) -> None:
+    """Raises MismatchError for a difference that is refused, unless the user insists."""
+    refused = [f"{one.what}: {one.text}" for one in differences if one.refused]
+    if refused and not compare_anyway:
+        raise MismatchError(
+            f"{arm!r} and {baseline!r} did not do the same work; " + "; ".join(refused),
+            "serve both alike, or give --compare-anyway: the report will say what differs",
+        )

@@ -46,14 +46,14 @@ class Reply:
     num_accepted_drafts: int | None = None
 
 
-def read_reply(received: StreamRecord) -> Reply:
+def read_reply(record: StreamRecord) -> Reply:
     """The reply in a stream of server-sent events. The first token is timed by the first text, not
     by the first chunk.
     """
-    if received.error:
-        return Reply(error=received.error)
+    if record.error:
+        return Reply(error=record.error)
     try:
-        return _reply(events(received.pieces))
+        return _reply(events(record.pieces))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         return Reply(error=f"not a stream of chat completions: {type(error).__name__}: {error}")
 

@@ -4,35 +4,33 @@ Pure functions.
 A comparison is of one arm with the baseline at the same load in the same run, over the prompts that
 both answered:
 
-    speedup            median tpot_ms of the baseline / median tpot_ms of the arm, with its bootstrap interval
-    paired_speedup     median over prompts of (tpot_ms of the baseline / tpot_ms of the arm), with its 95 % interval
-    round_cost         what a round of the arm costs in tokens of the baseline: median over prompts of tau / speed-up; for arms
-                       that have a tau
+    speedup            median tpot_ms of the baseline / median tpot_ms of the arm, with a bootstrap interval
+    paired_speedup     median over prompts of (tpot_ms of the baseline / tpot_ms of the arm), with a 95 % interval
+    round_cost         what a round of the arm costs in tokens of the baseline: median over prompts of tau / speed-up
     throughput_ratio   output tokens per second of the arm / of the baseline
-    identical          greedy only: prompts whose text, token count and finish reason are the same in both arms
+    identical          greedy only: prompts with the same text, token count and finish reason in both arms
 
-No speed-up above tau is told: of all prompts it is an error, of one task's few that may be chance
-it is None, and `withheld` says why. Where hardly anything was drafted there is no tau, and a
-speed-up may only be 1 and noise: more is withheld.
+No speed-up above tau is reported: over all prompts it is an error, over the few of one task, where
+it may be chance, it is None, and `withheld` says why. An arm that hardly drafted has no tau, and its
+speed-up is 1 and noise: more is withheld.
 
-tau is tokens a round. Who says so stands beside it (`tau_from`): "usage" (every answer's
-histogram), "metrics" (the server's counters), "timings" (llama.cpp's counts of every answer), or
-"chunks": tokens per chunk of the stream, which is tau only where a server sends each round as one
-chunk, and is never held against a speed-up.
+tau is tokens a round; tau_from is its source: "usage" (every answer's histogram), "metrics" (the
+server's counters), "timings" (llama.cpp's counts of every answer), or "chunks": tokens per chunk of
+the stream, which is tau only where a server sends each round as one chunk, and is never compared
+with a speed-up.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
 
 from eyas.bench import metrics
-from eyas.bench.server import Counters, speculation
+from eyas.bench.server import Counters, rounds_of
 from eyas.bench.stream import Reply
 from eyas.errors import EyasError
 from eyas.tau import (
@@ -49,12 +47,12 @@ from eyas.tau import (
 )
 
 RARE = 0.3  # of an arm's tokens: if no more came from rounds, it decoded plain
-NOISE = 1.1  # how far two arms that decode alike may seem apart on a machine that others use
-TOLD = ("usage", "metrics", "timings")  # by whom a tau is more than a guess
+NOISE = 1.1  # how far apart two arms that decode alike may be on a busy machine
+SOURCES = ("usage", "metrics", "timings")  # of a tau that is more than a guess
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class RequestLoad:
     """What a server is under: so many requests at a time (a closed loop), or so many a second (an
     open one).
     """
@@ -73,31 +71,8 @@ class Load:
         return {"concurrency": self.concurrency} if self.rate is None else {"rate": self.rate}
 
 
-class Objectives(BaseModel):
-    """What a user takes for good service; goodput counts the answers that keep all of it. None: no
-    objective.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    ttft_ms: float | None = Field(default=None, gt=0)
-    tpot_ms: float | None = Field(default=None, gt=0)
-    e2e_ms: float | None = Field(default=None, gt=0)
-
-    def kept(self, row: Row) -> bool:
-        """Whether an answer keeps them; without a second token its TPOT does."""
-        figures = (
-            (self.ttft_ms, row.reply.ttft_ms),
-            (self.tpot_ms, row.tpot_ms),
-            (self.e2e_ms, row.reply.e2e_ms),
-        )
-        return row.is_answered and all(
-            most is None or figure is None or figure <= most for most, figure in figures
-        )
-
-
 @dataclass(frozen=True, slots=True)
-class Row:
+class BenchRow:
     """One request: where in the run it stood and what came back. started_s counts from the
     beginning of the run.
     """
@@ -112,8 +87,8 @@ class Row:
     rate: float | None = None
 
     @property
-    def load(self) -> Load:
-        return Load(self.concurrency, self.rate)
+    def load(self) -> RequestLoad:
+        return RequestLoad(self.concurrency, self.rate)
 
     @property
     def is_answered(self) -> bool:
@@ -139,55 +114,44 @@ class Row:
         return {**row, **reply, "tpot_ms": self.tpot_ms}
 
 
-def summarise(
-    rows: Sequence[Row],
-    arms: Sequence[str],
-    is_greedy: bool,
-    counted: Mapping[tuple[str, Load], Counters] | None = None,
-    objectives: Objectives | None = None,
-    engines: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
-    """Results and comparisons of a run; the first arm is the baseline. Raises EyasError for an
-    impossible figure.
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """A run without its rows; the first arm is the baseline.
+
+    counted: the servers' counters of each arm and load. engines: engine and host of each arm.
+    """
+
+    arms: Sequence[str]
+    is_greedy: bool
+    counted: Mapping[tuple[str, RequestLoad], Counters] = field(default_factory=dict)
+    engines: Mapping[str, str] = field(default_factory=dict)
+
+
+def summarise(rows: Sequence[BenchRow], run: RunContext) -> dict[str, Any]:
+    """Results and comparisons of a run. Raises EyasError for an impossible figure.
 
     results, comparisons and by_task are of closed loops, by concurrency; open_loop has the same
-    three by rate. counted: what the servers' counters said of each arm and load; engines: who
-    serves each arm. by_task leaves out tasks of fewer than LEAST_ROWS prompts.
+    three by rate. by_task leaves out tasks of fewer than LEAST_ROWS prompts.
     """
-    known = _Known(list(arms), is_greedy, counted or {}, objectives or Objectives(), engines or {})
-    closed, opened = (
-        [row for row in rows if row.rate is None],
-        [row for row in rows if row.rate is not None],
-    )
-    return {**_summarised(closed, known), "open_loop": _summarised(opened, known)}
+    closed = [row for row in rows if row.rate is None]
+    opened = [row for row in rows if row.rate is not None]
+    return {**_summary(closed, run), "open_loop": _summary(opened, run)}
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """What is known of a run besides its rows."""
-
-    arms: list[str]
-    is_greedy: bool
-    counted: Mapping[tuple[str, Load], Counters]
-    objectives: Objectives
-    engines: Mapping[str, str]
-
-
-def _summarised(rows: Sequence[Row], known: _Known) -> dict[str, list[dict[str, Any]]]:
-    arms, baseline = known.arms, known.arms[0]
+def _summary(rows: Sequence[BenchRow], run: RunContext) -> dict[str, list[dict[str, Any]]]:
+    baseline, *others = run.arms
     results, comparisons, by_task = [], [], []
     for load in sorted({row.load for row in rows}, key=lambda one: one.value):
         own = [row for row in rows if row.load == load]
-        of_arm = {arm: [row for row in own if row.arm == arm] for arm in arms}
-        told = {arm: speculation(known.counted.get((arm, load), {})) for arm in arms}
+        of_arm = {arm: [row for row in own if row.arm == arm] for arm in run.arms}
+        rounds = {arm: rounds_of(run.counted.get((arm, load), {})) for arm in run.arms}
         results += [
-            {"arm": arm, **load.to_json(), **result(of_arm[arm], told[arm], known.objectives)}
-            for arm in arms
+            {"arm": arm, **load.to_json(), **result(of_arm[arm], rounds[arm])} for arm in run.arms
         ]
-        for arm in arms[1:]:
+        for arm in others:
             names = {"arm": arm, "baseline": baseline, **load.to_json()}
-            same = known.engines.get(arm) == known.engines.get(baseline)
-            both = comparison(of_arm[baseline], of_arm[arm], known.is_greedy, told[arm], same)
+            same = run.engines.get(arm) == run.engines.get(baseline)
+            both = comparison(of_arm[baseline], of_arm[arm], run.is_greedy, rounds[arm], same)
             comparisons.append({**names, **both})
             for category in _categories(own):
                 base, other = (
@@ -195,22 +159,20 @@ def _summarised(rows: Sequence[Row], known: _Known) -> dict[str, list[dict[str, 
                     for one in (baseline, arm)
                 )
                 if min(len(base), len(other)) >= LEAST_ROWS:
-                    both = compared_task(base, other, known.is_greedy, same)
+                    both = compared_task(base, other, run.is_greedy, same)
                     by_task.append({**names, "category": category, **both})
     return {"results": results, "comparisons": comparisons, "by_task": by_task}
 
 
-def _categories(rows: Sequence[Row]) -> list[str]:
+def _categories(rows: Sequence[BenchRow]) -> list[str]:
     """The tasks in a run of more than one, in order; a run of one has no table by task."""
     found = sorted({row.category for row in rows})
     return found if len(found) > 1 else []
 
 
-def result(
-    rows: Sequence[Row], told: Mapping[str, Any] | None = None, objectives: Objectives | None = None
-) -> dict[str, Any]:
-    """The figures of one arm at one load. told: `speculation` of the server's counters."""
-    told = told or {}
+def result(rows: Sequence[BenchRow], rounds: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The figures of one arm at one load. rounds: `rounds_of` the server's counters."""
+    rounds = rounds or {}
     answered = [row for row in rows if row.is_answered]
     accept_hist = sum_hists(row.reply.accept_hist for row in answered)
     chunks = [
@@ -219,7 +181,6 @@ def result(
         if row.reply.num_chunks
     ]
     seconds = _busy_s(answered)
-    kept = sum(map((objectives or Objectives()).kept, rows))
     return {
         "num_requests": len(rows),
         "num_failed": len(rows) - len(answered),
@@ -235,27 +196,21 @@ def result(
         "throughput_tps": _throughput_tps(rows),
         "throughput_interval": _throughput_interval(answered),
         "requests_per_s": len(answered) / seconds if seconds else None,
-        "goodput_rps": kept / seconds
-        if seconds and objectives not in (None, Objectives())
-        else None,
         "tokens_per_chunk": float(ratio_of_sums(_table(chunks))) if chunks else None,
         "accept_hist": accept_hist,
         "acceptance_by_position": acceptance_by_position(accept_hist)
-        or told.get("acceptance_by_position", []),
-        "speculation": dict(told),
-        **_tau(answered, told),
+        or rounds.get("acceptance_by_position", []),
+        "speculation": dict(rounds),
+        **_tau(answered, rounds),
     }
 
 
-def _tau(answered: Sequence[Row], told: Mapping[str, Any]) -> dict[str, Any]:
-    """tau, who says so, its interval where answers say it, and tokens per forward of the target
-    where they say that.
+def _tau(answered: Sequence[BenchRow], rounds: Mapping[str, Any]) -> dict[str, Any]:
+    """tau, its source and interval, and tokens per forward of the target, as far as they are known.
 
-    No tau for an arm that decoded plain but for a few rounds: a handful of trials says nothing of
-    its speed.
+    No tau for an arm that decoded plain but for a few rounds: they say nothing of its speed.
     """
     replies = [row.reply for row in answered]
-    accept_hist = sum_hists(reply.accept_hist for reply in replies)
     num_decoded = sum(row.num_decoded for row in answered)
     found: dict[str, Any] = {
         "tau": None,
@@ -265,6 +220,7 @@ def _tau(answered: Sequence[Row], told: Mapping[str, Any]) -> dict[str, Any]:
         "num_plain_steps": 0,
     }
     if any(reply.tells_rounds or reply.accept_hist for reply in replies):
+        accept_hist = sum_hists(reply.accept_hist for reply in replies)
         emitted = num_emitted(accept_hist)
         found |= {
             "tau_from": "usage",
@@ -273,30 +229,21 @@ def _tau(answered: Sequence[Row], told: Mapping[str, Any]) -> dict[str, Any]:
         }
         if emitted <= RARE * num_decoded:
             return found
-        rounds = [
-            (num_emitted(hist), sum(hist))
-            for hist in (reply.accept_hist for reply in replies)
-            if sum(hist)
-        ]
-        return found | {
-            "tau": tau_of(accept_hist),
-            "tau_interval": bootstrap(rounds, ratio_of_sums),
-        }
-    if "tau" in told:
-        return found | {"tau": told["tau"], "tau_from": "metrics"}
-    forwards = [
-        (row.num_decoded, row.num_decoded - (row.reply.num_accepted_drafts or 0))
-        for row in answered
-    ]
+        hists = [reply.accept_hist for reply in replies if sum(reply.accept_hist)]
+        of_answers = [(num_emitted(hist), sum(hist)) for hist in hists]
+        interval = bootstrap(of_answers, ratio_of_sums)
+        return found | {"tau": tau_of(accept_hist), "tau_interval": interval}
+    if "tau" in rounds:
+        return found | {"tau": rounds["tau"], "tau_from": "metrics"}
     if any(reply.num_accepted_drafts is not None for reply in replies) and num_decoded:
-        rounds_tau = float(ratio_of_sums(_table(forwards)))
+        forwards = [
+            (row.num_decoded, row.num_decoded - (row.reply.num_accepted_drafts or 0))
+            for row in answered
+        ]
+        tau = float(ratio_of_sums(_table(forwards)))
         interval = bootstrap(forwards, ratio_of_sums)
-        return found | {
-            "tau": rounds_tau,
-            "tau_from": "timings",
-            "tau_interval": interval,
-            "tokens_per_forward": rounds_tau,
-        }
+        known = {"tau_from": "timings", "tau_interval": interval, "tokens_per_forward": tau}
+        return found | {"tau": tau, **known}
     chunks = [
         (row.num_decoded, row.reply.num_chunks - 1)
         for row in answered
@@ -308,16 +255,14 @@ def _tau(answered: Sequence[Row], told: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def comparison(
-    baseline: Sequence[Row],
-    arm: Sequence[Row],
+    baseline: Sequence[BenchRow],
+    arm: Sequence[BenchRow],
     is_greedy: bool,
-    told: Mapping[str, Any] | None = None,
+    rounds: Mapping[str, Any] | None = None,
     same_engine: bool = True,
 ) -> dict[str, Any]:
-    """One arm against the baseline, prompt by prompt. Raises EyasError for a speed-up that cannot
-    be.
-    """
-    compared = _compared(baseline, arm, is_greedy, told or {}, same_engine)
+    """One arm against the baseline, prompt by prompt. Raises EyasError for an impossible speed-up."""
+    compared = _compared(baseline, arm, is_greedy, rounds or {}, same_engine)
     if compared["tau"] is None:
         compared = _without_chance(compared)
     check_possible(compared)
@@ -325,10 +270,10 @@ def comparison(
 
 
 def _compared(
-    baseline: Sequence[Row],
-    arm: Sequence[Row],
+    baseline: Sequence[BenchRow],
+    arm: Sequence[BenchRow],
     is_greedy: bool,
-    told: Mapping[str, Any],
+    rounds: Mapping[str, Any],
     same_engine: bool,
 ) -> dict[str, Any]:
     by_prompt = {row.prompt_id: row for row in baseline if row.is_answered}
@@ -343,7 +288,7 @@ def _compared(
         if base.tpot_ms is not None and row.tpot_ms is not None
     ]
     tpots_ms = [(base, own) for base, own, _ in timed]
-    rounds = _tau([row for _, row in pairs], told)
+    rounds = _tau([row for _, row in pairs], rounds)
     costs = [
         tau * own / base
         for base, own, tau in ((base, own, _decode_tau(row)) for base, own, row in timed)
@@ -366,12 +311,10 @@ def _compared(
 
 
 def compared_task(
-    baseline: Sequence[Row], arm: Sequence[Row], is_greedy: bool, same_engine: bool = True
+    baseline: Sequence[BenchRow], arm: Sequence[BenchRow], is_greedy: bool, same_engine: bool = True
 ) -> dict[str, Any]:
     """As comparison, over the few prompts of one task: a speed-up above tau that may be chance is
-    withheld, and no error.
-
-    Raises EyasError for one whose whole interval lies above tau.
+    withheld. Raises EyasError for one whose whole interval lies above tau.
     """
     compared = _without_chance(_compared(baseline, arm, is_greedy, {}, same_engine))
     check_possible(compared)
@@ -379,22 +322,17 @@ def compared_task(
 
 
 def _without_chance(compared: dict[str, Any]) -> dict[str, Any]:
-    """Without a speed-up above what can be that has no interval, or one that reaches below it;
-    `withheld` says so.
+    """Without a speed-up above the possible one, if chance explains it: it has no interval, or one
+    that reaches below. `withheld` says so.
     """
     most, speedup, interval = _most(compared), compared["speedup"], compared["speedup_interval"]
     if most is None or speedup is None or speedup <= most:
         return compared
     if compared["tau"] is not None and interval is not None and interval[0] > most:
-        # no chance: an error. Two arms that decode alike are a busy machine's, however far apart
-        # they are.
-        return compared
+        return compared  # no chance, but an error; without tau it is always a busy machine's
     around = "" if interval is None else f" ({interval[0]:.2f} to {interval[1]:.2f})"
-    held = (
-        f"more than {most:.2f} cannot be, hardly any drafted"
-        if compared["tau"] is None
-        else f"tau is {most:.2f}"
-    )
+    hardly = f"more than {most:.2f} is impossible, hardly any token was drafted"
+    held = hardly if compared["tau"] is None else f"tau is {most:.2f}"
     why = f"{speedup:.2f}{around} over {compared['num_pairs']} prompts is noise: {held}"
     return {
         **compared,
@@ -406,12 +344,10 @@ def _without_chance(compared: dict[str, Any]) -> dict[str, Any]:
 
 
 def _most(compared: Mapping[str, Any]) -> float | None:
-    """The largest speed-up that can be: tau; of an arm that hardly drafted its tokens per forward,
-    and noise.
-
-    None where no law holds: against another engine, or without a server that tells its rounds.
+    """The largest possible speed-up: tau; of an arm that hardly drafted, its tokens per forward and
+    noise. None where no law holds: against another engine, or where the server tells no rounds.
     """
-    if not compared["same_engine"] or compared["tau_from"] not in TOLD:
+    if not compared["same_engine"] or compared["tau_from"] not in SOURCES:
         return None
     if compared["tau"] is not None:
         return float(compared["tau"])
@@ -420,12 +356,10 @@ def _most(compared: Mapping[str, Any]) -> float | None:
 
 
 def check_possible(compared: Mapping[str, Any]) -> None:
-    """A round costs at least a plain step, so no answer gets faster than its tau. Raises EyasError
-    when one is said to have.
+    """A round costs at least a plain step, so no speed-up is above tau. Raises EyasError for one,
+    and for a median round that cost, with certainty, less than a plain token.
 
-    No allowance: a speed-up above tau fails, and so does a median round that cost, with certainty,
-    less than a plain token. Only where that is a law: against the same engine, with a tau that the
-    server told.
+    Only where that is a law: against the same engine, with a tau that the server reports.
     """
     speedup, tau, cost, most = (
         compared["speedup"],
@@ -442,21 +376,21 @@ def check_possible(compared: Mapping[str, Any]) -> None:
         raise EyasError(
             f"internal error: a speed-up of {speedup:.2f} was measured at {tau:.2f} tokens a "
             f"round{median}: "
-            "it is above tau, which cannot be",
+            "it is above tau, which is impossible",
             "the arms were not measured alike: see rows.jsonl; run again on a machine that does "
             "nothing else",
         )
 
 
-def _decode_tau(row: Row) -> float | None:
-    """Tokens for each forward of the target of one answer, its first token aside; None where no
-    round is told of.
+def _decode_tau(row: BenchRow) -> float | None:
+    """Tokens for each forward of the target in one answer, without its first token; None without
+    rounds.
     """
     hist = row.reply.accept_hist
     return tokens_per_forward(row.num_decoded, hist) if sum(hist) else None
 
 
-def _is_same(base: Row, row: Row) -> bool:
+def _is_same(base: BenchRow, row: BenchRow) -> bool:
     one, other = base.reply, row.reply
     return (one.text, one.num_output_tokens, one.finish_reason) == (
         other.text,
@@ -465,9 +399,9 @@ def _is_same(base: Row, row: Row) -> bool:
     )
 
 
-def _busy_s(answered: Sequence[Row]) -> float:
+def _busy_s(answered: Sequence[BenchRow]) -> float:
     """Seconds while the arm's blocks ran: each block from its first request to its last answer."""
-    blocks: dict[int, list[Row]] = {}
+    blocks: dict[int, list[BenchRow]] = {}
     for row in answered:
         blocks.setdefault(row.block, []).append(row)
     ends_s = (
@@ -477,8 +411,8 @@ def _busy_s(answered: Sequence[Row]) -> float:
     return sum(ends_s) - sum(begins_s)
 
 
-def _throughput_tps(rows: Sequence[Row]) -> float | None:
-    """Output tokens per second while the arm's blocks ran; None where nobody counted them."""
+def _throughput_tps(rows: Sequence[BenchRow]) -> float | None:
+    """Output tokens per second while the arm's blocks ran; None where none were counted."""
     answered = [row for row in rows if row.is_answered]
     num_output_tokens, seconds = (
         sum(row.reply.num_output_tokens for row in answered),
@@ -491,7 +425,7 @@ def _throughput_tps(rows: Sequence[Row]) -> float | None:
     )
 
 
-def _throughput_interval(answered: Sequence[Row]) -> Interval | None:
+def _throughput_interval(answered: Sequence[BenchRow]) -> Interval | None:
     """Bootstrap over requests: tokens of a request over its seconds, times the requests that were
     under way on average.
     """

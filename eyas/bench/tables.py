@@ -11,8 +11,9 @@ from typing import Any
 
 from eyas import lineage
 from eyas.artifact import Manifest
+from eyas.bench.headline import not_drafting
 
-STATED = "The head is the one that was named for the report: servers do not tell which they run."
+STATED = "The head is the one given with --head: servers do not tell which they run."
 SPREADS = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
 OF_RESULTS = (
     "num_requests",
@@ -21,7 +22,6 @@ OF_RESULTS = (
     "num_output_tokens",
     "throughput_tps",
     "requests_per_s",
-    "goodput_rps",
     "tokens_per_chunk",
     "tau",
     "tau_from",
@@ -198,9 +198,9 @@ def _body(bench: Mapping[str, Any]) -> Iterable[str]:
         [row for row in results if row["tau"] is not None and row["acceptance_by_position"]]
     )
     for row in comparisons:
-        if drafting(row):
+        if not_drafting(row):
             yield from (
-                f"**{_cell(row['arm'])} {drafting(row)}, {_load(row)}: no speed-up is a head's "
+                f"**{_cell(row['arm'])} {not_drafting(row)}, {_load(row)}: no speed-up is a head's "
                 "there.**",
                 "",
             )
@@ -277,15 +277,15 @@ def _provenance(
         f"{machine['system']}.",
     )
     for arm, server in bench["servers"].items():
-        yield f"{_cell(arm)}: {_cell(told_by(server))}."
+        yield f"{_cell(arm)}: {_cell(server_line(server))}."
     if commands:
         yield from ("", "```", *commands, "```")
     if manifest is not None:
         yield from ("", "```", *lineage.lines(manifest), "```")
 
 
-def told_by(server: Mapping[str, Any]) -> str:
-    """All that a server has told about itself, and of what matters that it has not."""
+def server_line(server: Mapping[str, Any]) -> str:
+    """What a server tells about itself, and which important facts it does not."""
     head = {True: "with a head", False: "without a head", None: "head or none not told"}[
         server["has_head"]
     ]
@@ -300,37 +300,6 @@ def told_by(server: Mapping[str, Any]) -> str:
         f"target {fingerprint[:16]}" if fingerprint else None,
     )
     return ", ".join(part for part in parts if part)
-
-
-def drafting(compared: Mapping[str, Any]) -> str:
-    """What is to be said of an arm without a tau in place of a speed-up by its head; nothing of one
-    that drafted.
-    """
-    if compared["tau"] is not None or (
-        compared["speedup"] is None and compared["tokens_per_forward"] is None
-    ):
-        return ""
-    return (
-        "is not known to have drafted"
-        if compared["tokens_per_forward"] is None
-        else "did not draft"
-    )
-
-
-def announced(compared: Mapping[str, Any]) -> dict[str, Any]:
-    """A comparison as it may be quoted: of one engine, and without drafts, its ratios are noise,
-    and `note` says so.
-
-    Between two engines they are the engines' ratios, drafts or none.
-    """
-    if not drafting(compared):
-        return dict(compared)
-    ratios = (
-        ("speedup", "speedup_interval", "paired_speedup", "throughput_ratio")
-        if compared["same_engine"]
-        else ()
-    )
-    return {**compared, **dict.fromkeys(ratios), "note": drafting(compared)}
 
 
 def turns_note(bench: Mapping[str, Any]) -> str:
@@ -382,7 +351,7 @@ def _tau(row: Mapping[str, Any]) -> str:
 
 def _speedup(row: Mapping[str, Any]) -> str:
     return _within(row["speedup"], row["speedup_interval"]) + (
-        f", {drafting(row)}" if drafting(row) else ""
+        f", {not_drafting(row)}" if not_drafting(row) else ""
     )
 
 

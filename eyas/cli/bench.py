@@ -16,10 +16,11 @@ import typer
 from rich.markup import escape
 
 from eyas.artifact import Artifact
-from eyas.bench.bench import BenchConfig, bench, bench_identity
+from eyas.bench.bench import EAGLE, PLAIN, BenchConfig, bench, bench_identity
+from eyas.bench.headline import quotable
 from eyas.bench.report import Contents, write_reports
-from eyas.bench.server import Facts, ask_facts
-from eyas.bench.tables import announced, turns_note
+from eyas.bench.server import ServerFacts, ask_facts
+from eyas.bench.tables import turns_note
 from eyas.cli.options import Overrides, RunFile, override, read_run_file, stage_config
 from eyas.cli.results import show_table
 from eyas.cli.stage import stage
@@ -68,7 +69,7 @@ def command(
         if concurrency is not None or rates is not None
         else []
     )
-    given += [f"open_loop.rates=[{rates}]"] if rates is not None else []
+    given += [f"rates=[{rates}]"] if rates is not None else []
     given += ["compare_anyway=true"] if compare_anyway else []
     section = (read_run_file(run_file).get("bench") or {}) if run_file else {}
     url = url or section.get("url") or BenchConfig.model_fields["url"].default
@@ -95,7 +96,7 @@ def command(
     )
     print(f"report: {report}")
     closed, opened = (
-        [announced(one) for one in part["comparisons"]] for part in (summary, summary["open_loop"])
+        [quotable(one) for one in part["comparisons"]] for part in (summary, summary["open_loop"])
     )
     print(json.dumps({"comparisons": closed, "open_loop": opened, "output": folder}))
 
@@ -110,11 +111,11 @@ def arms_for(url: str, against: str | None) -> Mapping[str, Any]:
         return {"baseline": {"url": against}, "server": {"url": url}}
     facts = asyncio.run(_facts(url))
     if facts.kind == "eyas" and facts.has_head:
-        return {"plain": {"speculation": False}, "eagle": {"speculation": True}}
+        return {PLAIN: {"speculation": False}, EAGLE: {"speculation": True}}
     return {"server": {}}
 
 
-async def _facts(url: str) -> Facts:
+async def _facts(url: str) -> ServerFacts:
     async with Client(url, 30) as client:
         return await ask_facts(client)
 

@@ -1,6 +1,4 @@
-"""What a benchmark ends with: a table for people and one JSON line for machines. Knows the
-benchmark's summary.json.
-"""
+"""A benchmark's summary.json as tables on the terminal."""
 
 from __future__ import annotations
 
@@ -9,35 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from eyas.bench.tables import announced, drafting
-
-PLAIN, EAGLE = "plain", "eagle"
-
-
-def headline(summary: dict[str, Any]) -> dict[str, Any]:
-    """The figures of the head against plain decoding at the lowest concurrency; times are medians.
-
-    `identical` says whether all pairs of greedy answers were; None where answers were sampled and
-    there is nothing to compare.
-    """
-    lowest = min(result["concurrency"] for result in summary["results"])
-    arms = {
-        result["arm"]: result for result in summary["results"] if result["concurrency"] == lowest
-    }
-    compared = next(
-        one for one in summary["comparisons"] if (one["arm"], one["concurrency"]) == (EAGLE, lowest)
-    )
-    same = compared["identical"]
-    return {
-        "tau": arms[EAGLE]["tau"],
-        "accept_hist": arms[EAGLE]["accept_hist"],
-        "tpot_ms_plain": _median(arms[PLAIN]["tpot_ms"]),
-        "tpot_ms_eagle": _median(arms[EAGLE]["tpot_ms"]),
-        "speedup": announced(compared)["speedup"],
-        "identical": None if same is None else same == compared["num_pairs"],
-        "num_identical": same,
-        "num_pairs": compared["num_pairs"],
-    }
+from eyas.bench.headline import not_drafting
 
 
 def show_table(summary: dict[str, Any]) -> None:
@@ -92,7 +62,7 @@ def _speedup(comparison: dict[str, Any] | None) -> str:
     return (
         _number(comparison["speedup"])
         + around
-        + (", hardly drafted" if drafting(comparison) else "")
+        + (", hardly drafted" if not_drafting(comparison) else "")
     )
 
 

@@ -21,13 +21,14 @@ import typer
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from eyas.artifact import Artifact, Manifest, identity
-from eyas.bench.bench import BenchConfig, bench, bench_identity
+from eyas.bench.bench import EAGLE, PLAIN, BenchConfig, bench, bench_identity
+from eyas.bench.headline import figures_of
 from eyas.bench.report import Contents, write_reports
 from eyas.builtin import BUILTIN, demo_prompts
 from eyas.cli.check import show
 from eyas.cli.eval import eval_prompts, foretold, in_one_line
 from eyas.cli.options import Overrides, override, read_run_file, validated
-from eyas.cli.results import EAGLE, PLAIN, headline, show_table
+from eyas.cli.results import show_table
 from eyas.cli.stage import stage
 from eyas.data.prompts import PromptsConfig, make_prompts
 from eyas.errors import ConfigError, EmptyInputError, MismatchError
@@ -196,7 +197,7 @@ def run(content: dict[str, Any], command_line: str, anyway: bool = False) -> Non
     show_table(summary)
     print(in_one_line(evaluation))
     print(f"report: {report}")
-    figures = {**headline(summary), **foretold(evaluation)}
+    figures = {**figures_of(summary, EAGLE), **foretold(evaluation)}
     print(json.dumps({**figures, "seconds": seconds, "report": report}))
 
 
