@@ -22,15 +22,17 @@ from eyas.features.generate import GenerateConfig, generate
 from eyas.model.config import HeadConfig, HeadOptions
 from eyas.model.head import Head
 from eyas.model.vocab import target_shape
-from eyas.plan import needs as counting
-from eyas.plan.estimate import Planner, Work, refuse_without_room
+from eyas.plan.estimate import PlannedRun, Planner, refuse_without_room
 from eyas.plan.needs import (
-    LOOKED_AT,
+    SAMPLE_SIZE,
     STAND_IN,
     Needs,
     Room,
+    count_needs,
     feature_bytes,
-    keeps_the_past,
+    filler_prompts,
+    head_parameters,
+    keeps_earlier_turns,
     read_prompts,
     turn_lengths,
 )
@@ -69,9 +71,9 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     return write_prompts(tmp_path_factory.mktemp("prompts") / "prompts", prompts_of(29))
 
 
-def work_of(target: Path, output: Path, **changes: Any) -> Work:
+def work_of(target: Path, output: Path, **changes: Any) -> PlannedRun:
     config = {"target": str(target), "max_tokens": 12, **changes}
-    return Work(
+    return PlannedRun(
         str(target),
         str(output),
         GenerateConfig(**config),
@@ -86,8 +88,8 @@ def test_what_is_counted_is_what_is_made_or_more(
     planner = Planner(work_of(target, tmp_path))
     needs = planner.needs(*read_prompts(prompts))
     answers, features = Artifact(str(tmp_path / "answers")), Artifact(str(tmp_path / "features"))
-    generate(planner.work.generate, prompts, answers)
-    capture(planner.work.capture, answers, features)
+    generate(planner.run.generate, prompts, answers)
+    capture(planner.run.capture, answers, features)
     rows = list(read_answers(answers))
     firsts = {row.prompt_id: row.num_prompt_tokens for row in rows if row.turn == 0}
     assert needs.prompts == 29
@@ -142,21 +144,21 @@ def test_a_conversation_is_one_sample_where_the_template_lets_the_past_be(tmp_pa
     for name, template in (("keeps", TEMPLATE), ("rewrites", REWRITES)):
         tiny_tokenizer(tmp_path / name, chat_template=template)
     keeps, rewrites = (Chat(tmp_path / name) for name in ("keeps", "rewrites"))
-    assert keeps_the_past(keeps)
-    assert not keeps_the_past(rewrites)
+    assert keeps_earlier_turns(keeps)
+    assert not keeps_earlier_turns(rewrites)
     config = GenerateConfig(target="t", max_tokens=10)
-    one, two = (counting.count(prompts, 1, chat, config) for chat in (keeps, rewrites))
+    one, two = (count_needs(prompts, 1, chat, config) for chat in (keeps, rewrites))
     before = turn_lengths(prompts[0], keeps, 10, 1024)
     assert before is not None
     assert one.feature_tokens == before[-1] + 10
     assert two.feature_tokens == two.prompt_tokens + two.answer_tokens
 
 
-def test_many_prompts_are_looked_at_here_and_there(target: Path, tmp_path: Path) -> None:
-    many = write_prompts(tmp_path / "many", prompts_of(2 * LOOKED_AT + 1))
-    count, looked_at = read_prompts(many)
-    assert (count, len(looked_at)) == (2001, 667)
-    needs = Planner(work_of(target, tmp_path)).needs(count, looked_at)
+def test_many_prompts_are_sample_here_and_there(target: Path, tmp_path: Path) -> None:
+    many = write_prompts(tmp_path / "many", prompts_of(2 * SAMPLE_SIZE + 1))
+    count, sample = read_prompts(many)
+    assert (count, len(sample)) == (2001, 667)
+    needs = Planner(work_of(target, tmp_path)).needs(count, sample)
     answers = sum(len(prompt.turns) for prompt in prompts_of(count))
     assert abs(needs.answers - answers) < 0.02 * answers
     with pytest.raises(EmptyInputError, match="no prompts"):
@@ -189,16 +191,14 @@ def test_a_heads_parameters_are_counted_without_making_one(
 ) -> None:
     shape = target_shape(target)
     head = Head(HeadConfig.for_target(shape, options))
-    assert counting.head_parameters(shape, options) == sum(
-        weight.numel() for weight in head.parameters()
-    )
+    assert head_parameters(shape, options) == sum(weight.numel() for weight in head.parameters())
 
 
 class TestSpeeds:
     def test_stated(self) -> None:
         assert stated(["capture=2e4", "train=100"])["capture"].tokens_per_s == 20_000
         for wrong in ("serve=1", "capture", "capture=fast", "capture=0", "capture=inf"):
-            with pytest.raises(ConfigError, match="no stage and its tokens"):
+            with pytest.raises(ConfigError, match="is not STAGE=TOKENS_PER_SECOND"):
                 stated([wrong])
 
     def test_published_peaks_and_the_share_of_them_that_is_assumed(self) -> None:
@@ -216,9 +216,7 @@ class TestSpeeds:
         assert all(name in raised.value.hint for name in DEVICES)
 
     def test_hours(self) -> None:
-        needs = Needs(
-            1, 1, prompt_tokens=7200, answer_tokens=3600, feature_tokens=7200, looked_at=1
-        )
+        needs = Needs(1, 1, prompt_tokens=7200, answer_tokens=3600, feature_tokens=7200, sampled=1)
         speeds = stated(["generate=1", "capture=2", "train=4"])
         assert hours(needs, speeds, epochs=3) == {"generate": 1.0, "capture": 1.0, "train": 1.5}
         assert hours(needs, stated(["train=4"]), 1) == {"train": 0.5}
@@ -246,20 +244,23 @@ def test_online_computes_in_every_epoch_and_stores_what_is_held_out(
 
 def test_every_stage_is_measured_here(target: Path, prompts: Artifact, tmp_path: Path) -> None:
     planner = Planner(work_of(target, tmp_path / "out"))
-    count, looked_at = read_prompts(prompts)
-    speeds, notes = planner.measured(looked_at, planner.needs(count, looked_at), seconds=0.1)
+    count, sample = read_prompts(prompts)
+    speeds, notes = planner.measured(sample, planner.needs(count, sample), seconds=0.1)
     assert list(speeds) == ["generate", "capture", "train"]
     assert all(speed.tokens_per_s > 0 and "measured" in speed.how for speed in speeds.values())
     assert not notes
     assert not (tmp_path / "out").exists()
+    long = filler_prompts(1, 20_000)
+    with pytest.raises(EmptyInputError, match="no prompt is shorter"):
+        planner.measured(long, planner.needs(1, long), seconds=0.1)
 
 
 def test_a_target_that_is_not_served_here_is_planned_all_the_same(
     prompts: Artifact, tmp_path: Path
 ) -> None:
     planner = Planner(work_of(foreign_target(tmp_path / "neox", "gpt_neox"), tmp_path))
-    count, looked_at = read_prompts(prompts)
-    speeds, notes = planner.measured(looked_at, planner.needs(count, looked_at), seconds=0.1)
+    count, sample = read_prompts(prompts)
+    speeds, notes = planner.measured(sample, planner.needs(count, sample), seconds=0.1)
     assert list(speeds) == ["capture", "train"]
     assert "own engine does not run this target" in notes[0]
 
@@ -329,7 +330,7 @@ class TestCommand:
         assert shown.exit_code == 0, shown.output
         assert "within4 (this run's)" in shown.stdout
         assert "600" in shown.stdout, "50 answers of 12 tokens"
-        assert "made-up prompts of 90 characters" in shown.stdout
+        assert "filler prompts of 90 characters" in shown.stdout
 
     def test_without_room_the_exit_code_is_2(
         self, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,7 +1,5 @@
-"""`eyas plan`: what a run will need before anything runs: tokens, bytes by codec, room, hours by
-stage, and what a store costs.
-
-Knows how a plan is asked for and shown. Does not know how it is made (plan).
+"""`eyas plan`: what a run needs before anything runs: tokens, bytes by codec, room, hours by stage,
+and what a store costs.
 """
 
 from __future__ import annotations
@@ -17,11 +15,11 @@ from rich.table import Table
 from eyas.artifact import Artifact
 from eyas.cli.options import read_run_file, validated
 from eyas.cli.run import RunConfig
-from eyas.plan.estimate import SECONDS, Estimate, Planner, Work, refuse_without_room
-from eyas.plan.needs import made_up_prompts, read_prompts
+from eyas.plan.estimate import SECONDS, Estimate, PlannedRun, Planner, refuse_without_room
+from eyas.plan.needs import filler_prompts, read_prompts
 from eyas.plan.speeds import DEVICES, Speeds, stated
 
-ONE_LINE = {"generate": "answered", "capture": "of samples", "train": "of samples, every epoch"}
+COUNTED = {"generate": "of answers", "capture": "of samples", "train": "of samples, every epoch"}
 
 
 def command(
@@ -55,29 +53,28 @@ def command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, and nothing else")] = False,
 ) -> None:
-    """Say what a run file will need; exit code 2 when there is no room for it where it writes.
+    """Tell what a run file will need; exit code 2 when its output has no room for it.
 
-    Speeds: those stated come before those measured, and these before estimates from published
-    peaks.
+    Stated speeds come before measured ones, and these before estimates from published peaks.
     """
     config = validated(RunConfig, read_run_file(run_file), str(run_file))
-    planner = Planner(work_of(config))
+    planner = Planner(planned_run(config))
     given = stated(speed or [])
-    count, looked_at = (
+    count, sample = (
         read_prompts(Artifact(prompts))
         if prompts
-        else (num_prompts, made_up_prompts(num_prompts, characters))
+        else (num_prompts, filler_prompts(num_prompts, characters))
     )
-    needs = planner.needs(count, looked_at, answer_tokens)
+    needs = planner.needs(count, sample, answer_tokens)
     speeds: Speeds = {}
-    notes: list[str] = [] if prompts else [f"made-up prompts of {characters} characters"]
-    if prompts and len(looked_at) < count:
-        notes.append(f"{len(looked_at):,} of {count:,} prompts were looked at")
+    notes: list[str] = [] if prompts else [f"filler prompts of {characters} characters"]
+    if prompts and len(sample) < count:
+        notes.append(f"{len(sample):,} of {count:,} prompts were counted")
     if device is not None:
         speeds, more = planner.published(device, devices)
         notes += more
     if measure:
-        measured, more = planner.measured(looked_at, needs, SECONDS)
+        measured, more = planner.measured(sample, needs, SECONDS)
         speeds, notes = {**speeds, **measured}, [*notes, *more]
     estimate = planner.estimate(needs, {**speeds, **given}, notes)
     if as_json:
@@ -87,22 +84,22 @@ def command(
     refuse_without_room(estimate.room, config.output)
 
 
-def work_of(config: RunConfig) -> Work:
-    """What of a run file decides on sizes and speeds."""
-    return Work(
+def planned_run(config: RunConfig) -> PlannedRun:
+    """The settings of a run file that decide on sizes and speeds."""
+    return PlannedRun(
         config.target, config.output, config.generate, config.capture, config.train, config.online
     )
 
 
 def show(estimate: Estimate, price: float | None, title: str) -> None:
-    """The plan as tables."""
+    """Print the plan as tables."""
     console, needs, room = Console(), estimate.needs, estimate.room
     table = Table("needed at most", "", title=title)
     for name in ("prompts", "answers", "prompt_tokens", "answer_tokens", "feature_tokens"):
         table.add_row(name.replace("_", " "), f"{getattr(needs, name):,}")
     for name in ("answers", "features", "head"):
         table.add_row(f"bytes of {name}", f"{getattr(room, name) / 1e9:,.3f} GB")
-    free = "no end that can be asked for" if room.free is None else f"{room.free / 1e9:,.1f} GB"
+    free = "not known (an object store)" if room.free is None else f"{room.free / 1e9:,.1f} GB"
     table.add_row("free where it writes", free)
     console.print(table)
     codecs = Table("features by codec", "GB", *(["a month"] if price is not None else []))
@@ -115,11 +112,11 @@ def show(estimate: Estimate, price: float | None, title: str) -> None:
             *cost,
         )
     console.print(codecs)
-    times = Table("stage", "hours", "tokens/s", "how known")
+    times = Table("stage", "hours", "tokens/s", "from")
     for stage, hours in estimate.hours.items():
         known = estimate.speeds[stage]  # type: ignore[index]
         times.add_row(
-            stage, f"{hours:,.3g}", f"{known.tokens_per_s:,.0f} {ONE_LINE[stage]}", known.how
+            stage, f"{hours:,.3g}", f"{known.tokens_per_s:,.0f} {COUNTED[stage]}", known.how
         )
     if estimate.hours:
         console.print(times)

@@ -42,7 +42,7 @@ from eyas.features.online import OnlineTarget
 from eyas.hub import resolve_target
 from eyas.model.config import TargetConfig
 from eyas.plan import estimate
-from eyas.plan.estimate import Planner, Work
+from eyas.plan.estimate import PlannedRun, Planner
 from eyas.plan.needs import read_prompts
 from eyas.serve.server import ServeConfig, running_server
 from eyas.shards import Features
@@ -217,8 +217,11 @@ def refuse_without_room(config: RunConfig, root: str, prompts: Artifact) -> None
     """Raises StorageFullError, before anything is answered, when the disk cannot hold what is still
     to come.
     """
-    work = Work(config.target, root, config.generate, config.capture, config.train, config.online)
-    planner = Planner(work)
+    planner = Planner(
+        PlannedRun(
+            config.target, root, config.generate, config.capture, config.train, config.online
+        )
+    )
     estimate.refuse_without_room(planner.room(planner.needs(*read_prompts(prompts))), root)
 
 

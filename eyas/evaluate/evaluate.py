@@ -118,7 +118,7 @@ def evaluate(
         if features is not None:
             chains = Chains.load(folder, files, features, config.num_draft_steps)
         if prompts:
-            trees = Trees(config, folder, files, prompts)
+            trees = TreeMeasurement(config, folder, files, prompts)
         output.begin(work)  # not before: what does not fit takes no folder
         of_features = chains.measure(Chat(folder), track) if chains is not None else {}
         of_prompts = trees.measure(track) if trees is not None else {}
@@ -150,7 +150,7 @@ def described(config: EvalConfig, folder: str, prompts: Sequence[EvalPrompt]) ->
     }
 
 
-class Trees:
+class TreeMeasurement:
     """Models, prompts and costs of forwards, loaded to measure trees with."""
 
     def __init__(

@@ -1,29 +1,36 @@
-"""The plan of a run put together: tokens, bytes by codec, room, hours by stage and what a store
-would cost.
+"""The plan of a run: tokens, bytes by codec, room, hours by stage and what a store costs.
 
-Knows a run's settings and how the parts are asked. Does not know how a plan is shown.
+Knows a run's settings. Does not know how a plan is shown.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from eyas.artifact import Artifact
 from eyas.chat import Chat
-from eyas.errors import StorageFullError
+from eyas.errors import EmptyInputError, StorageFullError
 from eyas.features.capture import CaptureConfig, load_decoder
 from eyas.features.generate import GenerateConfig
 from eyas.hub import resolve_target
 from eyas.model.config import TargetConfig, TargetShape
 from eyas.model.vocab import target_shape
 from eyas.model.weights import read_shapes
-from eyas.plan import needs as counting
-from eyas.plan.needs import Needs, Room
-from eyas.plan.sample import capture_speed, generate_speed, train_speed
-from eyas.plan.speeds import Speeds, devices_needed, hours, published, train_flops_per_token
+from eyas.plan.needs import Needs, Room, count_needs, feature_bytes, head_parameters, room_for
+from eyas.plan.speeds import (
+    Speeds,
+    capture_speed,
+    devices_needed,
+    generate_speed,
+    hours,
+    published,
+    train_flops_per_token,
+    train_speed,
+)
 from eyas.records import Prompt
 from eyas.shards import FeatureMeta
 from eyas.train.trainer import TrainConfig
@@ -33,8 +40,8 @@ SMALL = 500_000_000  # parameters
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
-    """What of a run file decides on sizes and speeds. output: where the run writes."""
+class PlannedRun:
+    """The settings of a run file that decide on sizes and speeds. output: where the run writes."""
 
     target: str
     output: str
@@ -75,72 +82,67 @@ class Estimate:
 
 
 class Planner:
-    """One run file's target and settings, looked at once."""
+    """A run's settings with what its target's files say, read once."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, run: PlannedRun) -> None:
         """Raises what reading the target raises."""
-        self.work, self.folder = work, resolve_target(work.target)
+        self.run, self.folder = run, resolve_target(run.target)
         self.shape: TargetShape = target_shape(self.folder)
-        self.chat = Chat(self.folder, work.generate.date)
-        self.meta: FeatureMeta = work.capture.meta_of(self.shape)
-        self.head_parameters = counting.head_parameters(self.shape, work.train.head)
+        self.chat = Chat(self.folder, run.generate.date)
+        self.meta: FeatureMeta = run.capture.meta_of(self.shape)
+        self.head_parameters = head_parameters(self.shape, run.train.head)
 
     def needs(
-        self, num_prompts: int, looked_at: Sequence[Prompt], answer_tokens: int | None = None
+        self, num_prompts: int, sample: Sequence[Prompt], answer_tokens: int | None = None
     ) -> Needs:
-        """Tokens of so many prompts of which these are looked at. Raises EmptyInputError."""
-        return counting.count(looked_at, num_prompts, self.chat, self.work.generate, answer_tokens)
+        """Tokens of num_prompts prompts, from a sample of them. Raises EmptyInputError."""
+        return count_needs(sample, num_prompts, self.chat, self.run.generate, answer_tokens)
 
     def room(self, needs: Needs) -> Room:
-        """What the run writes, and what is free where it does."""
-        work = self.work
-        return counting.room_for(
-            needs, self.meta, work.capture, self.head_parameters, Artifact(work.output), work.online
+        """Bytes that the run writes, and those that are free there."""
+        run = self.run
+        return room_for(
+            needs, self.meta, run.capture, self.head_parameters, Artifact(run.output), run.online
         )
 
     def estimate(self, needs: Needs, speeds: Speeds, notes: Sequence[str] = ()) -> Estimate:
-        """All of it. speeds: those that are known."""
-        sizes = {
-            str(name): size
-            for name, size in counting.feature_bytes(
-                needs, self.meta, self.work.capture.held_out_share
-            ).items()
-        }
-        passed = {
-            str(stage): number
-            for stage, number in hours(needs, speeds, self.work.train.epochs).items()
-        }
-        if self.work.online and "capture" in passed:
-            passed["capture"] *= self.work.train.epochs  # computed again in each
-        room, parameters = self.room(needs), target_parameters(self.folder)
+        """The plan, with hours of the stages in `speeds`."""
+        epochs = self.run.train.epochs
+        by_stage = {str(stage): time for stage, time in hours(needs, speeds, epochs).items()}
+        if self.run.online and "capture" in by_stage:
+            by_stage["capture"] *= epochs  # every epoch computes the features again
+        sizes = feature_bytes(needs, self.meta, self.run.capture.held_out_share)
         return Estimate(
-            needs,
-            sizes,
-            self.meta.codec,
-            room,
-            speeds,
-            passed,
-            self.head_parameters,
-            parameters,
-            tuple(notes),
+            needs=needs,
+            bytes_by_codec={str(codec): size for codec, size in sizes.items()},
+            codec=self.meta.codec,
+            room=self.room(needs),
+            speeds=speeds,
+            hours=by_stage,
+            head_parameters=self.head_parameters,
+            target_parameters=target_parameters(self.folder),
+            notes=tuple(notes),
         )
 
     def measured(
-        self, looked_at: Sequence[Prompt], needs: Needs, seconds: float = SECONDS
+        self, sample: Sequence[Prompt], needs: Needs, seconds: float = SECONDS
     ) -> tuple[Speeds, list[str]]:
-        """Speeds of this machine, and what could not be measured, in words."""
-        work, speeds, notes = self.work, Speeds(), []
-        length = min(
-            self.work.generate.max_length, max(2, needs.feature_tokens // max(1, needs.prompts))
-        )
+        """Speeds of this machine, and notes on what could not be measured. Raises EmptyInputError."""
+        run, speeds, notes = self.run, Speeds(), []
+        length = min(run.generate.max_length, max(2, needs.feature_tokens // max(1, needs.prompts)))
         prompts = [
             self.chat.prompt_ids([{"role": "user", "content": prompt.turns[0]}])
-            for prompt in looked_at[:64]
+            for prompt in sample[:64]
         ]
-        fitting = [ids for ids in prompts if len(ids) < work.generate.max_length]
-        if work.generate.servers:
+        fitting = [ids for ids in prompts if len(ids) < run.generate.max_length]
+        if not fitting:
+            raise EmptyInputError(
+                f"no prompt is shorter than generate.max_length ({run.generate.max_length} tokens)",
+                "give shorter prompts, or a larger generate.max_length",
+            )
+        if run.generate.servers:
             notes.append(
-                "generate: servers answer, whose speed is not this machine's: state it (--speed "
+                "generate: the speed of the servers is not measured: state it (--speed "
                 "generate=...)"
             )
         elif not isinstance(self.shape, TargetConfig):
@@ -149,24 +151,24 @@ class Planner:
                 "(--speed generate=...)"
             )
         else:
-            speeds["generate"] = generate_speed(work.generate, self.folder, fitting, seconds)
-        loaded = load_decoder(work.capture, self.shape, self.folder)
+            speeds["generate"] = generate_speed(run.generate, self.folder, fitting, seconds)
+        loaded = load_decoder(run.capture, self.shape, self.folder)
         row = (fitting[0] * (length // len(fitting[0]) + 1))[:length]
-        speeds["capture"] = capture_speed(loaded, row, work.capture.batch_tokens, seconds)
+        speeds["capture"] = capture_speed(loaded, row, run.capture.batch_tokens, seconds)
         del loaded
-        speeds["train"] = train_speed(work.train, work.target, self.meta, length, seconds)
+        speeds["train"] = train_speed(run.train, run.target, self.meta, length, seconds)
         return speeds, notes
 
     def published(self, device: str, count: int = 1) -> tuple[Speeds, list[str]]:
-        """Estimates for named devices, and what is to be known of them. Raises ConfigError."""
+        """Estimates for named devices, and notes on them. Raises ConfigError."""
         parameters, matrix = (
             target_parameters(self.folder),
             self.shape.vocab_size * self.shape.hidden_size,
         )
         flops = train_flops_per_token(
-            self.head_parameters, self.work.train.objective.num_ttt_steps, matrix
+            self.head_parameters, self.run.train.objective.num_ttt_steps, matrix
         )
-        speeds = published(device, parameters, self.work.generate.max_batch, flops, count)
+        speeds = published(device, parameters, self.run.generate.max_batch, flops, count)
         least = devices_needed(device, parameters)
         notes = [f"the target in bfloat16 needs {least} of {device}"] if least > count else []
         if parameters < SMALL:
@@ -178,16 +180,8 @@ class Planner:
 
 
 def target_parameters(folder: str | Path) -> int:
-    """Numbers in the target's files; of a mixture of experts all are counted, though a token meets
-    a few.
-    """
-    total = 0
-    for size in read_shapes(folder).values():
-        number = 1
-        for one in size:
-            number *= one
-        total += number
-    return total
+    """Parameters in the target's files, of a mixture of experts those of all experts."""
+    return sum(map(math.prod, read_shapes(folder).values()))
 
 
 def refuse_without_room(room: Room, output: str) -> None:

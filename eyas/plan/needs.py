@@ -1,15 +1,14 @@
 """Tokens and bytes of a run, counted before it: prompts through the target's own template, answers
-at a stated length.
+at a stated length. Knows no speed.
 
-Knows the template, the limits of `generate` and what a token of features takes. Knows no speed.
-
-Upper bounds, unless a mean length of answers is stated: every answer is taken to be as long as
-`generate` lets it become, and no row to be dropped for what is in it.
+Upper bounds, unless a mean length of answers is stated: every answer counts as long as `generate`
+lets it become, and no row is dropped for its content.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
@@ -24,8 +23,8 @@ from eyas.records import Message, Prompt
 from eyas.shards import CodecName, FeatureMeta
 from eyas.shards.sample import SHARES
 
-LOOKED_AT = 1000  # prompts, evenly spaced: their mean stands for all
-STAND_IN = "Yes."  # for an answer that is not there yet; its own tokens are counted beside it
+SAMPLE_SIZE = 1000  # prompts, evenly spaced: their mean stands for all
+STAND_IN = "Yes."  # for an answer that does not exist yet; its own tokens are counted apart
 # of an answer's row: its text and that of all turns before it, as JSON, twice (journal and part)
 ROW_BYTES_PER_TOKEN = 8
 # weights, two moments and the best head in a checkpoint; the head itself and its exports
@@ -38,12 +37,12 @@ FILLER = (
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """Totals of a run. prompt_tokens: the sum over all answers, so a prompt counts once for each
-    answer that follows it.
+    """Totals of a run.
 
-    feature_tokens: what `capture` computes; a conversation's turns are one sample where the
-    template lets the past be. looked_at: prompts that were counted; the others are taken to be like
-    them.
+    prompt_tokens: the sum over all answers, so a prompt counts once for each answer that follows
+    it. feature_tokens: what `capture` computes; a conversation's turns are one sample where the
+    template keeps earlier turns as they were. sampled: prompts that were counted, which stand for
+    all.
     """
 
     prompts: int
@@ -51,20 +50,21 @@ class Needs:
     prompt_tokens: int
     answer_tokens: int
     feature_tokens: int
-    looked_at: int
+    sampled: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """Bytes that a run writes, by stage; `free` where it writes to, None for an object store, which
-    has no end to ask for.
+    """Bytes that a run writes, by stage. free: where it writes, None for an object store.
+
+    present: bytes of these that are there already.
     """
 
     answers: int
     features: int
     head: int
     free: int | None
-    present: int = 0  # of these, what is there already
+    present: int = 0
 
     @property
     def missing(self) -> int:
@@ -75,15 +75,16 @@ class Room:
         return self.free is None or self.missing <= self.free
 
 
-def made_up_prompts(count: int, characters: int) -> list[Prompt]:
-    """One prompt of English filler that stands for so many of one turn."""
+def filler_prompts(count: int, characters: int) -> list[Prompt]:
+    """A prompt of English filler that stands for `count` prompts of one turn."""
     text = (FILLER * (characters // len(FILLER) + 1))[:characters]
     return [Prompt("", "", "", (text,))] if count else []
 
 
 def read_prompts(artifact: Artifact) -> tuple[int, list[Prompt]]:
-    """How many prompts a finished artifact holds, and those that are looked at. Raises
-    EmptyInputError, MissingInputError.
+    """The number of prompts in a finished artifact, and a sample of them.
+
+    Raises EmptyInputError, MissingInputError.
     """
     artifact.manifest("prompts")
     count = sum(1 for _ in artifact.read_rows("prompts"))
@@ -91,24 +92,24 @@ def read_prompts(artifact: Artifact) -> tuple[int, list[Prompt]]:
         raise EmptyInputError(
             f"{artifact.url} holds no prompts", "see its ledger for why every row was dropped"
         )
-    rows = islice(artifact.read_rows("prompts"), 0, None, -(-count // LOOKED_AT))
+    rows = islice(artifact.read_rows("prompts"), 0, None, -(-count // SAMPLE_SIZE))
     return count, [Prompt.from_json(row) for row in rows]
 
 
-def count(
+def count_needs(
     prompts: Sequence[Prompt],
     num_prompts: int,
     chat: Chat,
     config: GenerateConfig,
     answer_tokens: int | None = None,
 ) -> Needs:
-    """Needs of num_prompts prompts of which these were looked at. answer_tokens: the mean of an
-    answer, if known.
+    """Needs of num_prompts prompts, of which `prompts` are a sample.
 
-    Raises EmptyInputError when the template takes none of them.
+    answer_tokens: the mean length of answers, if known. Raises EmptyInputError when the template
+    takes no prompt.
     """
     length = min(answer_tokens or config.max_tokens, config.max_tokens)
-    merged = keeps_the_past(chat)
+    merged = keeps_earlier_turns(chat)
     turns = [turn_lengths(prompt, chat, length, config.max_length) for prompt in prompts]
     counted = [one for one in turns if one is not None]
     if not counted:
@@ -126,17 +127,17 @@ def count(
         prompt_tokens=round(total_before * scale),
         answer_tokens=round(num_answers * scale) * length,
         feature_tokens=round((sum(map(sum, features)) + samples * length) * scale),
-        looked_at=len(prompts),
+        sampled=len(prompts),
     )
 
 
 def turn_lengths(
     prompt: Prompt, chat: Chat, answer_tokens: int, max_length: int
 ) -> list[int] | None:
-    """Tokens before each answer, earlier answers at their stated length included; None for what the
-    template refuses.
+    """Tokens before each answer, earlier answers at their stated length included.
 
-    Turns that would leave no room for an answer are left out, as `generate` leaves them out.
+    None where the template refuses the prompt. Turns that leave no room for an answer are left out,
+    as in `generate`.
     """
     messages: list[Message] = (
         [{"role": "system", "content": prompt.system}] if prompt.system is not None else []
@@ -155,9 +156,9 @@ def turn_lengths(
     return lengths
 
 
-def keeps_the_past(chat: Chat) -> bool:
-    """Does a conversation's next turn begin with the very tokens of this one? Then `capture` makes
-    one sample of them.
+def keeps_earlier_turns(chat: Chat) -> bool:
+    """Whether a conversation's next turn begins with the tokens of this one: then `capture` makes
+    one sample of both.
     """
     messages: list[Message] = [
         {"role": "user", "content": FILLER},
@@ -172,9 +173,7 @@ def keeps_the_past(chat: Chat) -> bool:
 
 
 def feature_bytes(needs: Needs, meta: FeatureMeta, held_out_share: float) -> dict[CodecName, int]:
-    """Bytes of all features, by codec of those that are trained on; the share that is held out is
-    kept exactly.
-    """
+    """Bytes of all features, by the codec of the training part; the held-out part is lossless."""
     sizes = {}
     codecs: Iterable[CodecName] = SHARES
     for name in codecs:
@@ -191,7 +190,7 @@ def head_parameters(shape: TargetShape, options: HeadOptions) -> int:
     shapes = {
         name: size for name, size in expected_shapes(config).items() if name not in ("d2t", "t2d")
     }
-    total = sum(_product(size) for size in shapes.values())
+    total = sum(map(math.prod, shapes.values()))
     return total + (config.vocab_size * config.hidden_size if config.owns_embeddings else 0)
 
 
@@ -203,9 +202,7 @@ def room_for(
     output: Artifact,
     online: bool = False,
 ) -> Room:
-    """What the run writes below `output`. online: of the features only those that are held out are
-    kept.
-    """
+    """What the run writes below `output`. online: only held-out features are stored."""
     if online:
         held_out = held_out_meta(meta).bytes_per_token
         features = round(needs.feature_tokens * capture.held_out_share * held_out)
@@ -220,10 +217,3 @@ def room_for(
         if room_at(output) is not None
         else 0,
     )
-
-
-def _product(size: tuple[int, ...]) -> int:
-    total = 1
-    for one in size:
-        total *= one
-    return total
