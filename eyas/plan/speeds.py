@@ -20,9 +20,10 @@ from eyas.artifact import Artifact, Manifest
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
 from eyas.errors import ConfigError
-from eyas.features.decoder import FeatureDecoder, default_device
+from eyas.features.decoder import FeatureDecoder
 from eyas.features.generate import GenerateConfig
 from eyas.hub import resolve_target
+from eyas.model.target import default_device
 from eyas.model.vocab import TargetVocabulary
 from eyas.plan.needs import Needs
 from eyas.shards import FeatureMeta, Sample
