@@ -16,9 +16,9 @@ from eyas.chat import Chat
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams, Update
 from eyas.model.target import Target
-from eyas.serve.app import Served, create_app
+from eyas.serve.app import ModelService, create_app
 from eyas.serve.server import running_app
-from eyas.serve.worker import Worker
+from eyas.serve.translation import ModelInfo
 from tests.tiny import tiny_target, tiny_tokenizer
 
 MODEL = "tiny"
@@ -75,11 +75,12 @@ class World:
         return self.chat.decode(result.token_ids), result.token_ids
 
     @contextmanager
-    def served(self, engine=None, limits=None, has_head=False, extras=None):
+    def served(self, engine=None, limits=None, has_head=False, vertex=None):
         engine = engine or self.engine()
-        served = Served(MODEL, "float32", has_head, engine.max_length)
+        info = ModelInfo(MODEL, "float32", has_head, engine.max_length)
+        service = ModelService.of(engine, self.chat, info)
         with (
-            running_app(create_app(Worker(engine), self.chat, served, limits, extras)) as url,
+            running_app(create_app(MODEL, limits, vertex), service) as url,
             connected(url) as client,
         ):
             yield client

@@ -33,9 +33,9 @@ from eyas.errors import (
     MissingInputError,
 )
 from eyas.hub import resolve_head, resolve_target
-from eyas.serve.app import Served, create_app
+from eyas.serve.app import ModelService, create_app
 from eyas.serve.server import running_app
-from eyas.serve.worker import Worker
+from eyas.serve.translation import ModelInfo
 from tests.bench_rows import row
 from tests.bench_servers import Scripted, scripted, web_server
 
@@ -434,10 +434,9 @@ def url():
     target = resolve_target(BUILTIN)
     config = EngineConfig(max_batch=4, max_length=256, speculation="fixed(4,1,5)")
     engine = Engine.load(target, resolve_head(BUILTIN), config=config)
-    app = create_app(
-        Worker(engine), Chat(target), Served("eyas", "float32", True, engine.max_length)
-    )
-    with running_app(app) as url:
+    info = ModelInfo("eyas", "float32", True, engine.max_length)
+    service = ModelService.of(engine, Chat(target), info)
+    with running_app(create_app("eyas"), service) as url:
         yield url
 
 

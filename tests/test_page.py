@@ -15,9 +15,8 @@ import pytest
 
 from eyas.builtin import BUILTIN
 from eyas.engine.engine import EngineConfig
-from eyas.serve.app import Extras
 from eyas.serve.limits import LimitsConfig
-from eyas.serve.playground import FILES, FOLDER
+from eyas.serve.page import FILES, FOLDER
 from eyas.serve.server import ServeConfig, running_server
 from eyas.serve.vertex import VertexConfig
 from tests.browser import chromium, needs_chromium
@@ -124,7 +123,7 @@ def test_files_come_with_headers_that_let_a_browser_ask_nobody_else(tiny):
                 "'self'"
             }
             assert reply.headers["x-content-type-options"] == "nosniff"
-        assert httpx.get(f"{client.url}/page/playground.py").status_code == 404
+        assert httpx.get(f"{client.url}/page/__init__.py").status_code == 404
         assert httpx.post(f"{client.url}/", json={}).status_code == 405
 
 
@@ -150,8 +149,8 @@ def test_the_page_is_strict_html_without_anything_inline_or_foreign():
 
 
 def test_vertex_may_have_its_routes_at_the_same_place(tiny):
-    extras = Extras(vertex=VertexConfig(predict_route="/", health_route="/ping"))
-    with tiny.served(extras=extras) as client:
+    vertex = VertexConfig(predict_route="/", health_route="/ping")
+    with tiny.served(vertex=vertex) as client:
         assert httpx.post(f"{client.url}/", json={"instances": []}).status_code == 400
         assert httpx.get(f"{client.url}/").headers["content-type"].startswith("text/html")
 
@@ -258,23 +257,19 @@ def race(page):
 
 
 @needs_chromium
-def test_a_race_without_drafts_claims_no_speed(browser):
+def test_a_race_without_drafts_claims_no_speed(page):
     """`auto` may judge that drafting does not pay just now: then both were plain, and a ratio would
     be of noise.
     """
-    engine = EngineConfig(max_batch=2, max_length=512, speculation="auto")
-    config = ServeConfig(target=BUILTIN, head=BUILTIN, port=0, threads=1, engine=engine)
-    with running_server(config) as url, opened(browser, url) as page:
-        page.wait_for_selector("#send:enabled")
 
-        def plainly(route):
-            """What the server says, asked for without drafts: `auto` cannot be told when to stop."""
-            body = route.request.post_data_json | {"speculation": False}
-            route.continue_(post_data=json.dumps(body))
+    def without_drafts(route):
+        """The server's answer without drafts: a request cannot make `auto` stop drafting."""
+        body = route.request.post_data_json | {"speculation": False}
+        route.continue_(post_data=json.dumps(body))
 
-        page.route("**/completions", plainly)
-        page.fill("#longest", "160")
-        verdict, notes, figures = race(page)
+    page.route("**/completions", without_drafts)
+    page.fill("#longest", "160")
+    verdict, notes, figures = race(page)
     assert "Nothing was drafted with the head either" in verdict
     assert "times as many" not in verdict
     assert not [note for note in notes if "tau" in note]

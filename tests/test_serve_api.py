@@ -17,8 +17,9 @@ from transformers import AutoTokenizer
 
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.model.target import Target
+from eyas.serve.app import create_app
 from eyas.serve.limits import LimitsConfig
-from eyas.serve.server import ServeConfig, build_app, running_app
+from eyas.serve.server import ServeConfig, load, running_app
 from tests.serving import (
     MAX_LENGTH,
     MESSAGES,
@@ -895,7 +896,7 @@ def test_the_tokenizer_is_read_once(world, monkeypatch):
         AutoTokenizer, "from_pretrained", lambda *a, **k: reads.append(a) or read(*a, **k)
     )
     config = ServeConfig(target=str(world.folder), model=MODEL)
-    with running_app(build_app(config)) as url, connected(url) as client:
+    with running_app(create_app(MODEL), load(config)) as url, connected(url) as client:
         ask(client, stop=["never said"], max_tokens=4)
         with pytest.raises(openai.BadRequestError):  # the target has no end token
             ask(client, extra_body={"regex": "a"})

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from eyas.cli import engines
-from eyas.cli.engines import EngineName, engine_command, start
+from eyas.cli.engines import EngineName, become, engine_command
 from eyas.cli.main import build
 from eyas.errors import ConfigError, EyasError, InputError
 from eyas.serve.server import ServeConfig
@@ -55,9 +55,9 @@ def test_sglang_gets_the_head_the_tree_and_the_address(target, head):
         "dtype": "bfloat16",
         "engine": {"max_batch": 16, "max_length": 512},
     }
-    started = engine_command(EngineName.SGLANG, config(target, head, **settings), "--tp 2")
-    assert started.arguments[:3] == [sys.executable, "-m", "sglang.launch_server"]
-    assert options(started.arguments) == {
+    command = engine_command(EngineName.SGLANG, config(target, head, **settings), "--tp 2")
+    assert command[:3] == [sys.executable, "-m", "sglang.launch_server"]
+    assert options(command) == {
         "--model-path": target,
         "--speculative-algorithm": "EAGLE3",
         "--speculative-draft-model-path": str(head / "sglang"),
@@ -76,9 +76,9 @@ def test_sglang_gets_the_head_the_tree_and_the_address(target, head):
 
 def test_vllm_gets_the_head_and_the_address(target, head):
     settings = config(target, head, CHAIN, engine={"max_batch": 16, "max_length": 512})
-    started = engine_command(EngineName.VLLM, settings)
-    assert started.arguments[:3] == ["vllm", "serve", target]
-    given = options(started.arguments)
+    command = engine_command(EngineName.VLLM, settings)
+    assert command[:3] == ["vllm", "serve", target]
+    given = options(command)
     speculation = json.loads(given.pop("--speculative-config"))
     assert speculation == {
         "method": "eagle3",
@@ -99,11 +99,10 @@ def test_the_model_has_the_name_that_our_server_gives_it(target, head):
         for settings in ({}, {"model": "mine"}):
             asked = config(target, head, CHAIN, **settings)
             assert (
-                options(engine_command(engine, asked).arguments)["--served-model-name"]
-                == asked.served_model
+                options(engine_command(engine, asked))["--served-model-name"] == asked.served_model
             )
         builtin = ServeConfig(target="builtin", head=str(head))
-        assert options(engine_command(engine, builtin).arguments)["--served-model-name"] == "eyas"
+        assert options(engine_command(engine, builtin))["--served-model-name"] == "eyas"
 
 
 @pytest.mark.parametrize(
@@ -127,16 +126,16 @@ def test_a_tree_is_refused_for_vllm(target, head, engine):
     ],
 )
 def test_our_own_defaults_are_no_tree_that_was_asked_for(target, head, engine, steps):
-    started = engine_command(
+    command = engine_command(
         EngineName.VLLM, ServeConfig(target=target, head=str(head), engine=engine)
     )
-    speculation = json.loads(options(started.arguments)["--speculative-config"])
+    speculation = json.loads(options(command)["--speculative-config"])
     assert speculation["num_speculative_tokens"] == steps
 
 
 def test_a_folder_in_the_engine_s_own_form_will_do(target, head):
     command = engine_command(EngineName.SGLANG, config(target, head / "sglang"))
-    assert options(command.arguments)["--speculative-draft-model-path"] == str(head / "sglang")
+    assert options(command)["--speculative-draft-model-path"] == str(head / "sglang")
     with pytest.raises(InputError, match="vLLM's form"):
         engine_command(EngineName.SGLANG, config(target, head / "vllm"))
     # vLLM would take its layer ids for its own
@@ -151,14 +150,14 @@ def test_a_folder_in_the_engine_s_own_form_will_do(target, head):
     [
         {"limits": {"max_queue": 3}},
         {"threads": 2},
-        {"traffic": {"collect": {"folder": "x"}}},
+        {"vertex": {}},
         {"engine": {"overlap": True}},
         {"engine": {"speculation": "off"}},
     ],
 )
 def test_settings_that_the_engine_is_not_told_of_are_refused(target, head, settings):
     for engine in EngineName:
-        with pytest.raises(ConfigError, match=r"is not told of|speculation is off"):
+        with pytest.raises(ConfigError, match=r"no flag of|speculation is off"):
             engine_command(engine, config(target, head, CHAIN, **settings))
 
 
@@ -172,7 +171,7 @@ def test_an_engine_that_is_not_there_is_said(target, head, monkeypatch):
     monkeypatch.setattr(engines.shutil, "which", lambda _: None)
     for engine, title in ((EngineName.SGLANG, "SGLang"), (EngineName.VLLM, "vLLM")):
         with pytest.raises(EyasError, match=f"{title} is not installed"):
-            start(engine, engine_command(engine, config(target, head, CHAIN)))
+            become(engine, engine_command(engine, config(target, head, CHAIN)))
 
 
 def test_an_engine_that_is_there_takes_the_process_over(target, head, monkeypatch):
@@ -182,8 +181,8 @@ def test_an_engine_that_is_there_takes_the_process_over(target, head, monkeypatc
         engines.os, "execvp", lambda name, arguments: started.append((name, arguments))
     )
     command = engine_command(EngineName.VLLM, config(target, head, CHAIN))
-    start(EngineName.VLLM, command)
-    assert started == [("vllm", command.arguments)]
+    become(EngineName.VLLM, command)
+    assert started == [("vllm", command)]
 
 
 def test_the_command_line(target, head):

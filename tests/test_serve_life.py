@@ -14,7 +14,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from unittest.mock import Mock
+from pathlib import Path
 
 import httpx
 import openai
@@ -23,12 +23,12 @@ from pydantic import ValidationError
 
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.errors import ConfigError, EyasError
-from eyas.serve.completion import Answer
-from eyas.serve.drift import DriftConfig
+from eyas.serve.completion import CompletionWriter
 from eyas.serve.limits import LimitsConfig
-from eyas.serve.server import ServeConfig, _bound, running_server, serve
+from eyas.serve.server import ServeConfig, UvicornServer, _bound, running_server, serve
 from eyas.serve.vertex import VertexConfig
-from tests.serving import MAX_LENGTH, MESSAGES, MODEL, GatedEngine, World, ask, connected, health
+from tests.object_stores import free_port
+from tests.serving import MAX_LENGTH, MODEL, GatedEngine, World, ask, connected, health
 
 
 @pytest.fixture(scope="module")
@@ -135,42 +135,34 @@ def test_a_server_told_to_end_finishes_what_runs(world):
     assert text == world.truth(max_tokens=24)[0]
 
 
-def test_a_server_in_a_process_of_its_own(world):
-    config = ServeConfig(
-        target=str(world.folder), model=MODEL, port=0, engine=EngineConfig(max_length=MAX_LENGTH)
+def test_a_process_told_to_end_finishes_what_runs_and_ends_well(world, monkeypatch):
+    processes = []
+    start = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *a, **k: processes.append(start(*a, **k)) or processes[0]
     )
-    with running_server(config) as url:
-        body = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 24}
-        reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300).json()
-        assert reply["choices"][0]["message"]["content"] == world.truth(max_tokens=24)[0]
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{url}/health")
-
-
-def test_a_process_told_to_end_finishes_what_runs_and_ends_well(world):
     config = ServeConfig(
         target=str(world.folder),
         model=MODEL,
         port=0,
         engine=EngineConfig(max_length=MAX_LENGTH, max_batch=1),
     )
-    command = [sys.executable, "-m", "eyas.serve", config.model_dump_json()]
-    with (
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process,
-        ThreadPoolExecutor(3) as pool,
-    ):
-        url = next(line.strip() for line in process.stdout if line.startswith("http://"))
+    with ExitStack() as server, ThreadPoolExecutor(3) as pool:
+        url = server.enter_context(running_server(config))
         with connected(url) as client:
             reply = ask(client, stream=True, max_tokens=100)
             text = next(reply).choices[0].delta.content
             waiting = pool.submit(ask, client)
             while health(client).json()["requests"] < 2 and not waiting.done():
                 time.sleep(0.01)
-            process.terminate()
+            leaving = pool.submit(server.close)
             text += "".join(piece.choices[0].delta.content or "" for piece in reply)
             assert waiting.result().choices[0].message.content == world.truth(max_tokens=24)[0]
         assert text == world.truth(max_tokens=100)[0]
-        assert process.wait(60) == 0
+        leaving.result()
+    assert processes[0].returncode == 0
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health")
 
 
 def test_what_has_not_finished_when_the_time_is_over_is_told_so(world):
@@ -217,19 +209,32 @@ def test_a_server_that_cannot_start_says_so(tmp_path, monkeypatch, capsys):
     assert "no target folder" in capsys.readouterr().err
 
 
-def test_a_server_told_to_end_while_it_loads_ends(monkeypatch):
-    """The first process of a container: a signal with no handler is ignored there."""
+def test_it_listens_before_the_model_is_loaded_and_ends_while_it_loads(monkeypatch, capsys):
+    """Vertex AI restarts a container that does not listen; and the first process of a container
+    must handle SIGTERM itself.
+    """
     before = signal.getsignal(signal.SIGTERM)
+    seen = []
 
-    def load(config):
+    def loading(config):
+        url = f"http://127.0.0.1:{port}"
+        seen.append(httpx.get(f"{url}/health"))
+        seen.append(httpx.get(f"{url}/v1/models"))
+        assert httpx.get(f"{url}/metrics").status_code == httpx.get(url).status_code == 200
         signal.raise_signal(signal.SIGTERM)
         pytest.fail("it went on loading")
 
-    monkeypatch.setattr("eyas.serve.server.build_app", load)
+    monkeypatch.setattr("eyas.serve.server.load", loading)
+    port = free_port()
     with pytest.raises(SystemExit) as ended:
-        serve(ServeConfig(target="t", port=0))
+        serve(ServeConfig(target="t", port=port))
     assert ended.value.code == 0
     assert signal.getsignal(signal.SIGTERM) == before
+    assert [reply.status_code for reply in seen] == [503, 503]
+    assert [int(reply.headers["retry-after"]) for reply in seen] == [5, 5]
+    assert seen[0].json() == {"status": "loading"}
+    assert seen[1].json()["error"]["code"] == "loading"
+    assert capsys.readouterr().out == ""  # it was never ready
 
 
 @pytest.mark.parametrize(
@@ -240,22 +245,39 @@ def test_a_server_told_to_end_while_it_loads_ends(monkeypatch):
         ({"host": "0.0.0.0", "vertex": VertexConfig()}, False),
     ],
 )
-def test_a_server_that_everybody_may_ask_says_so(monkeypatch, caplog, given, warns):
-    monkeypatch.setattr("eyas.serve.server.build_app", lambda config: None)
-    monkeypatch.setattr("eyas.serve.server._Server", lambda *_: Mock())
-    serve(ServeConfig(target="t", port=0, **given))
-    assert ("no API keys" in caplog.text) == warns
-    caplog.clear()
-    monkeypatch.setenv("EYAS_API_KEYS", "secret")
-    serve(ServeConfig(target="t", port=0, **given))
-    assert "no API keys" not in caplog.text
+def test_a_server_that_is_open_to_all_says_so(monkeypatch, caplog, given, warns):
+    monkeypatch.setattr("eyas.serve.server.load", lambda config: None)
+    monkeypatch.setattr(UvicornServer, "open", lambda server, service: None)
+
+    def stop(url):
+        raise KeyboardInterrupt
+
+    for has_keys in (False, True):
+        with pytest.raises(KeyboardInterrupt):
+            serve(ServeConfig(target="t", port=0, **given), on_ready=stop)
+        assert ("no API keys" in caplog.text) == (warns and not has_keys)
+        caplog.clear()
+        monkeypatch.setenv("EYAS_API_KEYS", "secret")
+
+
+def test_the_file_of_keys_is_read_once(tmp_path, monkeypatch):
+    keys = tmp_path / "keys"
+    keys.write_text("a-key\n")
+    reads = []
+    read = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path, **o: reads.append(path) or read(path, **o))
+    monkeypatch.setattr("eyas.serve.server.load", lambda config: None)
+    monkeypatch.setattr(
+        UvicornServer, "open", lambda server, service: setattr(server, "should_exit", True)
+    )
+    config = ServeConfig(target="t", host="0.0.0.0", port=0, limits=LimitsConfig(api_keys=keys))
+    serve(config, on_ready=lambda url: None)
+    assert reads.count(keys) == 1
 
 
 def test_a_time_without_end_is_refused():
     with pytest.raises(ValidationError, match="finite"):
         LimitsConfig(shutdown_s=float("inf"))
-    with pytest.raises(ValidationError, match="finite"):
-        DriftConfig(expect_tau=float("inf"))
 
 
 def test_a_port_in_use_is_refused_before_the_model_is_loaded(client):
@@ -302,8 +324,8 @@ def test_a_bug_within_a_stream_is_said_in_the_stream_and_logged_without_its_word
             raise RuntimeError("quotes what somebody wrote")
         return original(self, update)
 
-    original = Answer.push
-    monkeypatch.setattr(Answer, "push", push)
+    original = CompletionWriter.chunk
+    monkeypatch.setattr(CompletionWriter, "chunk", push)
     with pytest.raises(openai.APIError, match="internal error: RuntimeError"):
         list(ask(client, stream=True, max_tokens=8))
     monkeypatch.undo()

@@ -15,9 +15,7 @@ import openai
 import pytest
 
 from eyas.errors import ConfigError, MissingInputError
-from eyas.serve.connection import MAX_HEAD_BYTES
-from eyas.serve.limits import KEYS_VARIABLE, Door, LimitsConfig
-from eyas.serve.refusal import ApiError
+from eyas.serve.limits import KEYS_VARIABLE, AccessControl, ApiError, LimitsConfig
 from tests.serving import MESSAGES, MODEL, GatedEngine, World, ask, connected, health, post
 
 BODY = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 8}
@@ -31,7 +29,7 @@ def world(tmp_path_factory):
 @pytest.fixture(scope="module")
 def client(world):
     with world.served(
-        limits=LimitsConfig(read_timeout_s=0.5, max_connections=20, max_body_bytes=20_000)
+        limits=LimitsConfig(body_timeout_s=0.5, max_connections=20, max_body_bytes=20_000)
     ) as client:
         yield client
 
@@ -39,6 +37,12 @@ def client(world):
 def opened(client):
     host, port = client.url.removeprefix("http://").split(":")
     return socket.create_connection((host, int(port)), timeout=30)
+
+
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    b"content-length: 9\r\n\r\n"
+)
 
 
 def answer(connection):
@@ -78,25 +82,25 @@ def test_without_a_key_nobody_is_served_but_health_and_metrics_are(world, tmp_pa
 def test_a_file_without_keys_is_no_open_door(tmp_path):
     (tmp_path / "keys").write_text("# none yet\n\n")
     with pytest.raises(ConfigError, match="holds no API key"):
-        Door(LimitsConfig(api_keys=tmp_path / "keys"))
+        AccessControl(LimitsConfig(api_keys=tmp_path / "keys"))
     with pytest.raises(MissingInputError, match="no API keys at"):
-        Door(LimitsConfig(api_keys=tmp_path / "nowhere"))
+        AccessControl(LimitsConfig(api_keys=tmp_path / "nowhere"))
 
 
 def test_a_rate_is_each_clients_own_and_says_when_to_come_again(monkeypatch):
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    door = Door(LimitsConfig(requests_per_minute=3))
+    access = AccessControl(LimitsConfig(requests_per_minute=3))
     for _ in range(3):
-        door.count("a")
+        access.count("a")
     with pytest.raises(ApiError) as refused:
-        door.count("a")
+        access.count("a")
     assert (refused.value.status, refused.value.retry_after) == (429, 20)
-    door.count("b")
+    access.count("b")
     now += 20.0
-    door.count("a")
+    access.count("a")
     with pytest.raises(ApiError):
-        door.count("a")
+        access.count("a")
 
 
 def test_the_log_says_whom_it_turned_away(world, tmp_path, caplog):
@@ -165,57 +169,35 @@ def test_an_answer_that_takes_too_long_is_given_up(world, stream, begun):
 # Clients that mean no good
 
 
-@pytest.mark.parametrize(
-    "sent", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n", b"GET /health HTT"]
-)
-def test_a_head_that_does_not_come_is_not_waited_for(client, sent):
-    with opened(client) as connection:
-        connection.sendall(sent)
-        assert answer(connection)[0] == 408
+def test_a_body_that_does_not_come_frees_its_place(client):
+    """408, and the connection is closed: a place that stays taken is lost to other clients."""
+    with ExitStack() as stack:
+        silent = [stack.enter_context(opened(client)) for _ in range(19)]
+        for connection in silent:
+            connection.sendall(HEAD + b"{")
+        for connection in silent:
+            assert answer(connection)[0] == 408  # to the end of the connection
+        assert ask(client, max_tokens=2).usage.completion_tokens == 2
 
 
-def test_a_head_that_comes_drop_by_drop_is_not_waited_for(client):
-    with opened(client) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\n")
-        number, told = 0, b""
-        connection.settimeout(0.02)
-        while not told:
-            number += 1
-            assert number < 1000, "still listened to"
-            connection.sendall(b"x-%d: y\r\n" % number)
-            with suppress(TimeoutError):
-                told = connection.recv(65536)
-    assert told.startswith(b"HTTP/1.1 408")
-    assert health(client).status_code == 200
-
-
-def test_a_body_that_does_not_come_is_not_waited_for(client):
-    head = (
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: "
-        b"application/json\r\ncontent-length: 100\r\n\r\n{"
-    )
-    with opened(client) as connection:
-        connection.sendall(head)
-        status = connection.recv(65536)
-    assert status.startswith(b"HTTP/1.1 408")
-
-
-def test_a_head_without_end_is_cut(client):
-    with opened(client) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nx: " + b"y" * MAX_HEAD_BYTES)
-        assert answer(connection)[0] == 431
+def test_more_connections_than_allowed_get_503(client):
+    with ExitStack() as stack:
+        for _ in range(20):
+            stack.enter_context(opened(client))
+        assert health(client).status_code == 503
+    while health(client).status_code == 503:  # until the server has seen that they are closed
+        time.sleep(0.01)
+    assert ask(client, max_tokens=2).usage.completion_tokens == 2
 
 
 TLS_HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
 
 
-@pytest.mark.parametrize("garbage", [TLS_HELLO, b"HELLO\r\n\r\n", b"GET /\xff HTTP/1.1\r\n\r\n"])
-def test_what_is_no_http_is_told_so(client, garbage):
+@pytest.mark.parametrize("garbage", [TLS_HELLO, b"HELLO\r\n\r\n"])
+def test_what_is_no_http_gets_400(client, garbage):
     with opened(client) as connection:
         connection.sendall(garbage)
-        status, error = answer(connection)
-    assert 400 <= status < 500
-    assert set(error) == {"message", "type", "param", "code"}
+        assert connection.recv(65536).startswith(b"HTTP/1.1 400")
 
 
 def test_a_body_too_large_is_refused_whatever_it_says_of_itself(client):
@@ -240,91 +222,8 @@ def test_a_body_too_large_is_refused_whatever_it_says_of_itself(client):
     assert health(client).status_code == 200
 
 
-def test_a_flood_of_connections_does_not_keep_others_out_for_long(client):
-    with ExitStack() as stack:
-        flood = [stack.enter_context(opened(client)) for _ in range(60)]
-        refused = 0
-        for connection in flood:
-            status, error = answer(connection)
-            assert (status, error["code"]) in ((503, "overloaded"), (408, "timeout"))
-            refused += status == 503
-        assert refused >= 40
-    assert ask(client, max_tokens=2).usage.completion_tokens == 2
-
-
-HEAD = (
-    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: "
-    b"application/json\r\ncontent-length: 9\r\n\r\n"
-)
-
-
-def test_silent_connections_keep_nobody_out(world, tmp_path):
-    """Not those that say nothing, half a head, or no more behind an answer, be it a refusal: who is
-    new takes their place.
-    """
-    keys = tmp_path / "keys"
-    keys.write_text("a-key\n")
-    limits = LimitsConfig(api_keys=keys, max_connections=20, read_timeout_s=600)
-    said = {
-        b"": False,
-        b"GET /hea": False,
-        b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n": True,
-        HEAD + b"1": True,
-    }
-    with world.served(limits=limits) as client, ExitStack() as stack:
-        for sent, is_answered in said.items():
-            for _ in range(25):
-                connection = stack.enter_context(opened(client))
-                connection.sendall(sent)
-                if is_answered:
-                    assert connection.recv(65536).startswith(b"HTTP/1.1 ")
-            for _ in range(3):
-                assert httpx.get(f"{client.url}/health", timeout=30).status_code == 200
-        with connected(client.url, "a-key") as known:
-            assert ask(known, max_tokens=2).usage.completion_tokens == 2
-
-
-def test_the_oldest_gives_way_and_a_request_never(world):
-    engine = world.engine(GatedEngine)
-    body = json.dumps({**BODY, "max_tokens": 2}).encode()
-    head = HEAD.replace(b"completions", b"chat/completions").replace(
-        b"length: 9", b"length: %d" % len(body)
-    )
-    with world.served(engine, LimitsConfig(max_connections=3)) as client, ExitStack() as stack:
-        busy = stack.enter_context(opened(client))
-        busy.sendall(head + body)
-        silent = [stack.enter_context(opened(client)) for _ in range(2)]
-        with httpx.Client(base_url=client.url) as http:
-            while http.get("/health").json()["requests"] == 0:
-                time.sleep(0.01)
-            assert answer(silent[0])[0] == 503
-            late = stack.enter_context(opened(client))
-            assert answer(silent[1])[0] == 503
-            late.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-            assert late.recv(65536).startswith(b"HTTP/1.1 200")
-        engine.gate.release(1000)
-        assert busy.recv(65536).startswith(b"HTTP/1.1 200")
-
-
-def test_who_is_refused_reads_why_though_all_of_a_request_was_on_its_way(world):
-    """A connection that is closed on unread bytes is reset, and takes the answer with it."""
-    with world.served(limits=LimitsConfig(max_connections=20)) as client, ExitStack() as stack:
-        for _ in range(20):
-            # and no body: a request that is under way
-            stack.enter_context(opened(client)).sendall(HEAD)
-        time.sleep(0.1)
-        for _ in range(10):
-            connection = stack.enter_context(opened(client))
-            time.sleep(0.02)  # it is refused by now
-            for _ in range(3):
-                connection.sendall(HEAD + b"123456789")
-                time.sleep(0.005)
-            status, error = answer(connection)
-            assert (status, error["code"]) == (503, "overloaded")
-
-
-def test_a_client_that_takes_nothing_is_cut(world):
-    """Its answers fill the system's buffers, and nothing would ever end otherwise."""
+def test_a_client_that_reads_nothing_holds_no_place_for_longer_than_a_request_may_take(world):
+    """Its answers fill the system's buffers, and its samples would count as waiting for ever."""
     body = {
         "model": MODEL,
         "prompt": [[5]] * 64,
@@ -341,7 +240,7 @@ def test_a_client_that_takes_nothing_is_cut(world):
     )
     engine = world.engine(max_batch=16)
     with (
-        world.served(engine, LimitsConfig(read_timeout_s=0.5)) as client,
+        world.served(engine, LimitsConfig(request_timeout_s=2)) as client,
         socket.socket() as connection,
     ):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -352,7 +251,7 @@ def test_a_client_that_takes_nothing_is_cut(world):
             time.sleep(0.01)
         while health(client).json()["requests"]:
             time.sleep(0.05)
-        assert "client_gone" in httpx.get(f"{client.url}/metrics").text
+        assert 'reason="timeout"' in httpx.get(f"{client.url}/metrics").text
 
 
 def test_fuzzed_bodies_are_refused_and_nothing_falls(client):
@@ -380,7 +279,7 @@ def test_fuzzed_bodies_are_refused_and_nothing_falls(client):
     ]
     headers = {"content-type": "application/json"}
     with httpx.Client(base_url=client.url, headers=headers, timeout=60) as http:
-        for number in range(400):
+        for number in range(200):
             body = bytearray(good)
             for _ in range(rng.randrange(1, 4)):
                 at = rng.randrange(len(body))

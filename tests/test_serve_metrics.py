@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 
 import httpx
 import pytest
@@ -14,9 +13,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.log import JsonFormatter
-from eyas.serve.app import Extras
-from eyas.serve.drift import DriftConfig
-from eyas.serve.reference import Reference
 from tests.serving import MAX_LENGTH, MESSAGES, MODEL, World, ask, post
 from tests.tiny_head import head_folder
 
@@ -106,99 +102,6 @@ def test_speculation_is_told_by_position_and_against_its_prediction(speculating)
     assert found["eyas:round_tokens_total", ("kind", "tree")] > 0
     assert found["eyas:spec_tree_nodes", ("quantile", "0.5")] == 3
     assert found["eyas:spec_decode_num_draft_tokens_total",] >= 3 * sum(hist) - 12
-
-
-def test_drift_is_told_by_slice_and_warned_of(world, tmp_path, caplog):
-    """Requests -> windows -> /drift, /metrics and the log; of a head whose card promises what no
-    head keeps.
-    """
-    head = head_folder(world.folder, tmp_path / "head")
-    config = EngineConfig(max_batch=4, max_length=MAX_LENGTH, speculation="fixed(2,2,4)")
-    drift = DriftConfig(window_s=0.2, min_requests=2, threshold=3)
-    extras = Extras(
-        drift=drift, reference=Reference(tau=9.0, low=8.0, survival=(1.0, 1.0), source="a card")
-    )
-    engine = Engine.load(world.folder, head, config=config)
-    caplog.set_level(logging.WARNING, logger="eyas.serve")
-    with world.served(engine, has_head=True, extras=extras) as client:
-        hists = []
-        for number in range(60):
-            body = (
-                {"extra_headers": {"x-eyas-tag": "shop"}}
-                if number % 2
-                else {"metadata": {"tag": "blog"}}
-            )
-            hists.append(
-                ask(client, max_tokens=12, seed=number, temperature=0.8, **body).usage.eyas[
-                    "accept_hist"
-                ]
-            )
-            told = httpx.get(f"{client.url}/drift").json()
-            slices = {(one["by"], one["slice"]): one for one in told["slices"]}
-            if slices["all", "all"]["warnings"] and number > 3:
-                break
-            time.sleep(0.05)
-        found = scraped(client)
-    assert told["expected"]["source"] == "a card"
-    everything = slices["all", "all"]
-    assert (everything["status"], everything["requests"]) == ("low", len(hists))
-    rounds = sum(map(sum, hists))
-    tokens = sum(count * (accepted + 1) for hist in hists for accepted, count in enumerate(hist))
-    assert everything["tau"] == pytest.approx(tokens / rounds)
-    assert 2 <= everything["windows"][0]["requests"] <= len(hists)
-    # two levels are drafted, as the card's
-    assert everything["windows"][0]["limit"] == pytest.approx(8.0 * 0.95)
-    assert {"shop", "blog"} == {name for by, name in slices if by == "tag"}
-    all_of_it = ("by", "all"), ("slice", "all")
-    assert found["eyas:spec_slice_requests_total", *all_of_it] == len(hists)
-    assert (
-        found["eyas:spec_slice_is_low", *all_of_it]
-        == found["eyas:spec_slice_warnings_total", *all_of_it]
-        == 1
-    )
-    assert (
-        0
-        < found["eyas:spec_slice_accept_length", *all_of_it]
-        < found["eyas:spec_slice_accept_length_limit", *all_of_it]
-    )
-    (warned,) = [
-        one for one in caplog.records if one.levelno == logging.WARNING and one.data["by"] == "all"
-    ]
-    assert warned.data["tau"] < warned.data["limit"]
-
-
-def test_requests_that_could_have_drafted_and_did_not_are_counted_apart(world, tmp_path):
-    """As `auto` leaves them when a head does not pay; those whose clients want no drafts are in no
-    slice.
-    """
-    engine = Engine.load(
-        world.folder,
-        head_folder(world.folder, tmp_path / "head"),
-        config=EngineConfig(max_length=MAX_LENGTH),
-    )
-    plan = engine.policy.plan
-
-    def without_drafts(*told):
-        round_ = plan(*told)
-        round_.drafting[:] = False
-        return round_
-
-    engine.policy.plan = without_drafts
-    with world.served(engine, has_head=True) as client:
-        ask(client, max_tokens=9)
-        ask(client, max_tokens=5, n=2, temperature=0.8)
-        ask(client, max_tokens=20, extra_body={"speculation": False})
-        told = httpx.get(f"{client.url}/drift").json()["slices"][0]
-        found = scraped(client)
-    assert (told["requests"], told["plain_requests"], told["plain_rounds"], told["tau"]) == (
-        0,
-        2,
-        8 + 4 + 4,
-        None,
-    )
-    all_of_it = ("by", "all"), ("slice", "all")
-    assert found["eyas:spec_slice_plain_rounds_total", *all_of_it] == 16
-    assert found["eyas:spec_slice_is_idle", *all_of_it] == 0
 
 
 def pad(hist, length):

@@ -1,25 +1,24 @@
-"""Vertex AI's contract: environment, routes, predictions, the shape of errors, and a server that
-says it is not ready yet.
-"""
+"""Vertex AI's contract: environment, routes, predictions and the form of errors."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import socket
-import threading
+import re
+import time
+from pathlib import Path
 
+import fsspec
 import httpx
 import pytest
 
 from eyas.errors import ConfigError
-from eyas.serve.app import Extras
-from eyas.serve.drift import Drift
 from eyas.serve.limits import LimitsConfig
-from eyas.serve.server import ServeConfig
+from eyas.serve.server import ServeConfig, load
+from eyas.serve.translation import Translator
 from eyas.serve.vertex import VertexConfig, from_environment
-from eyas.serve.waiting import answering
 from tests.serving import MESSAGES, MODEL, World, ask, complete, post
+from tests.tiny import tiny_target
+from tests.tiny_head import head_folder
 
 ROUTES = VertexConfig(
     health_route="/v1/endpoints/7/deployedModels/8",
@@ -36,7 +35,7 @@ def world(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(world):
-    with world.served(extras=Extras(vertex=ROUTES)) as client:
+    with world.served(vertex=ROUTES) as client:
         yield client
 
 
@@ -67,19 +66,19 @@ def test_parameters_are_for_instances_that_do_not_say_otherwise(client):
     assert predict(client, {"instances": [CHAT], "parameters": None}).status_code == 200
 
 
-def test_each_instance_counts_under_its_own_tag(client, monkeypatch):
-    counted = []
+def test_times_count_from_the_arrival_of_the_request(world, monkeypatch):
+    """As those of the other endpoints: what comes before the engine is part of them."""
     monkeypatch.setattr(
-        Drift, "count", lambda self, hist, endpoint, tag, num_prompt_tokens: counted.append(tag)
+        Translator, "completion", lambda *given: time.sleep(0.3) or translated(*given)
     )
-    tagged = [{**CHAT, "metadata": {"tag": tag}} for tag in ("vertex-a", "vertex-b")]
-    assert (
-        predict(
-            client, {"instances": [*tagged, CHAT]}, headers={"x-eyas-tag": "vertex-all"}
-        ).status_code
-        == 200
-    )
-    assert counted == ["vertex-a", "vertex-b", "vertex-all"]
+    with world.served(vertex=ROUTES) as client:
+        predict(client, {"instances": [{**CHAT, "max_tokens": 1}]})
+        page = httpx.get(f"{client.url}/metrics").text
+    name = "eyas:time_to_first_token_seconds_sum"
+    assert float(re.search(rf"^{name}\{{.*\}} (\S+)$", page, re.M)[1]) > 0.3
+
+
+translated = Translator.completion
 
 
 @pytest.mark.parametrize(
@@ -102,7 +101,7 @@ def test_each_instance_counts_under_its_own_tag(client, monkeypatch):
         ),
         ({"instances": [{**CHAT, "stream": True}]}, "instances.0.stream"),
         ({"instances": [CHAT, {**CHAT, "max_tokens": 5000}]}, "instances.1.max_tokens"),
-        ({"instances": [{**CHAT, "store": True}]}, "store"),
+        ({"instances": [{**CHAT, "store": True}]}, "instances.0.store"),
     ],
 )
 def test_errors_have_the_shape_and_the_place_that_google_s_have(client, body, field):
@@ -132,7 +131,7 @@ def test_other_refusals_have_google_s_names(world, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("secret")
     limits = LimitsConfig(api_keys=keys, max_queue=0, max_body_bytes=2000)
-    with world.served(limits=limits, extras=Extras(vertex=ROUTES)) as client:
+    with world.served(limits=limits, vertex=ROUTES) as client:
         assert predict(client, {"instances": [CHAT]}).json()["error"]["status"] == "UNAUTHENTICATED"
         key = {"authorization": "Bearer secret"}
         large = predict(client, {"instances": [{**TEXT, "prompt": "x" * 3000}]}, headers=key)
@@ -152,7 +151,7 @@ def test_health_is_at_its_route_and_the_server_s_own_routes_stay(client):
 def test_a_predict_route_may_be_an_endpoint_of_the_server(world):
     """As for `rawPredict`, which hands the body on as it is."""
     routes = VertexConfig(predict_route="/v1/chat/completions")
-    with world.served(extras=Extras(vertex=routes)) as client:
+    with world.served(vertex=routes) as client:
         assert ask(client, max_tokens=2).usage.completion_tokens == 2
 
 
@@ -202,74 +201,23 @@ def test_without_a_target_and_without_a_store_there_is_nothing_to_serve():
         ServeConfig(**from_environment({"AIP_HTTP_PORT": "8080"}))
 
 
-# Before it is ready
-
-
-@pytest.fixture
-def listener():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        yield listener
-
-
-def test_who_comes_too_early_is_told_so_and_silent_ones_hold_nobody_up(listener):
-    url = "http://{}:{}".format(*listener.getsockname())
-    with answering(listener):
-        for method in ("GET", "POST"):
-            reply = httpx.request(
-                method, f"{url}/health", json={"a": "b" * 100_000} if method == "POST" else None
-            )
-            assert (reply.status_code, reply.json()) == (503, {"status": "loading"})
-            assert int(reply.headers["retry-after"]) > 0
-        silent = [socket.create_connection(listener.getsockname()) for _ in range(3)]
-        assert httpx.get(url, timeout=20).status_code == 503
-        for one in silent:
-            one.close()
-
-
-def test_who_sends_a_byte_at_a_time_holds_nobody_up(listener, monkeypatch):
-    monkeypatch.setattr("eyas.serve.waiting.PATIENCE_S", 0.3)
-    is_over = threading.Event()
-
-    def drip(connection):
-        with connection, contextlib.suppress(OSError):
-            while not is_over.wait(0.05):
-                connection.sendall(b"x")
-
-    with answering(listener):
-        slow = threading.Thread(
-            target=drip, args=(socket.create_connection(listener.getsockname()),)
-        )
-        slow.start()
-        try:
-            assert (
-                httpx.get("http://{}:{}".format(*listener.getsockname()), timeout=20).status_code
-                == 503
-            )
-        finally:
-            is_over.set()
-            slow.join()
-
-
-def test_who_comes_last_is_left_to_the_server(listener):
-    with answering(listener):
-        pass
-    answers = []
-
-    def ask_early():
-        answers.append(httpx.get("http://{}:{}".format(*listener.getsockname()), timeout=20).text)
-
-    thread = threading.Thread(target=ask_early)
-    thread.start()
-    listener.settimeout(20)
-    connection, _ = listener.accept()
-    with connection:
-        connection.recv(4096)
-        connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\nhi")
-    thread.join()
-    assert answers == ["hi"]
-
-
 def test_the_document_has_the_predict_route(client):
     assert json.loads(httpx.get(client.url + "/openapi.json").text)["paths"][ROUTES.predict_route][
         "post"
     ]
+
+
+def test_target_and_head_come_from_the_store(tmp_path, monkeypatch):
+    monkeypatch.setenv("EYAS_CACHE", str(tmp_path / "cache"))
+    target = tiny_target(tmp_path / "target")
+    store = fsspec.filesystem("memory")
+    store.put(f"{target}/", "/bucket/target/", recursive=True)
+    environment = {"AIP_HTTP_PORT": "8080", "AIP_STORAGE_URI": "memory://bucket/"}
+    config = ServeConfig(**from_environment(environment))
+    folder, head = config.folders()
+    assert head is None
+    assert (Path(folder) / "config.json").read_bytes() == (target / "config.json").read_bytes()
+    store.put(f"{head_folder(target, tmp_path / 'head')}/", "/bucket/head/", recursive=True)
+    service = load(config)
+    assert service.info.has_head
+    assert service.info.model == "bucket"

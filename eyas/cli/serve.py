@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 from contextlib import suppress
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from eyas.cli.engines import EngineName, engine_command, start
+from eyas.cli.engines import EngineName, become, engine_command
 from eyas.cli.options import Overrides, RunFile, stage_config
 from eyas.errors import ConfigError
 from eyas.log import log_to_stderr
@@ -33,41 +33,29 @@ def command(
         str | None, typer.Option(help="off, auto, or fixed(steps,branches,nodes) (auto)")
     ] = None,
     api_keys: Annotated[
-        str | None, typer.Option(help="file with a key a line; EYAS_API_KEYS adds to it")
-    ] = None,
-    expect_tau: Annotated[
-        float | None, typer.Option(help="warn when tau falls under it, in place of the head's card")
-    ] = None,
-    collect: Annotated[
-        str | None, typer.Option(help="folder for prompts of requests that consent, cleaned first")
-    ] = None,
-    licence: Annotated[
-        str | None, typer.Option(help="of what --collect keeps, for `eyas prompts`")
+        str | None, typer.Option(help="file with one key per line; EYAS_API_KEYS adds to it")
     ] = None,
     engine: Annotated[
-        EngineName | None, typer.Option(help="an installed engine that serves in place of ours")
+        EngineName | None, typer.Option(help="serve with an installed engine in place of ours")
     ] = None,
     engine_args: Annotated[str, typer.Option(help="more flags for it")] = "",
     print_command: Annotated[
-        bool, typer.Option("--print-command", help="show what --engine runs, and run nothing")
+        bool, typer.Option("--print-command", help="show the command of --engine, and run nothing")
     ] = False,
     run_file: RunFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Serve OpenAI's API until interrupted; the output is the target's own, with a head or without.
-    At / is a page to try it.
+    """Serve OpenAI's API until interrupted; the output is the target's own, with or without a head.
 
-    /v1/chat/completions, /v1/completions, /v1/models, SGLang's /generate, /health, /metrics,
-    /drift, /openapi.json; a line of log for each request. Queue, sizes, rates and times: --set
-    limits.max_queue=64, and so on. In a container of Vertex AI its environment says the rest
-    (AIP_HTTP_PORT, AIP_HEALTH_ROUTE, AIP_PREDICT_ROUTE, AIP_STORAGE_URI).
+    Endpoints: /v1/chat/completions, /v1/completions, /v1/models, SGLang's /generate, /health,
+    /metrics, /openapi.json, and a page to try it at /. One line of log per request. Queue, sizes,
+    rates and times: --set limits.max_queue=64, and so on. In a container of Vertex AI, address,
+    routes and model come from its environment (AIP_HTTP_PORT, AIP_HEALTH_ROUTE, AIP_PREDICT_ROUTE,
+    AIP_STORAGE_URI).
     """
     settings = {
         "engine.speculation": speculation,
         "limits.api_keys": api_keys,
-        "traffic.drift.expect_tau": expect_tau,
-        "traffic.collect.folder": collect and str(Path(collect).absolute()),
-        "traffic.collect.licence": licence,
     }
     overrides = [
         *(overrides or []),
@@ -79,16 +67,16 @@ def command(
     }
     config = stage_config(ServeConfig, "serve", run_file, overrides, **options)
     if engine is not None:
-        started = engine_command(engine, config, engine_args)
-        print(started.shown, flush=True)
-        return None if print_command else start(engine, started)
+        words = engine_command(engine, config, engine_args)
+        print(shlex.join(words), flush=True)
+        return None if print_command else become(engine, words)
     if print_command or engine_args:
         raise ConfigError(
             "--print-command and --engine-args are for another engine",
             "name it: --engine sglang or vllm",
         )
     log_to_stderr()
-    # how a server ends: running requests were finished before it is raised
+    # the normal end of a server: it is raised after running requests have finished
     with suppress(KeyboardInterrupt):
         serve(
             config,

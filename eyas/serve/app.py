@@ -1,10 +1,11 @@
 """The HTTP side: OpenAI's endpoints, SGLang's and Vertex AI's, health and metrics as a starlette
 application. Knows the worker, not the engine's inside.
 
-    enter (key, rate) -> body (size, time) -> form -> engine's terms -> queue -> updates -> events or one object
+    key, rate -> body (size, time) -> RequestBody -> CompletionWriter with the engine's requests
+        -> queue -> updates -> events or one object
 
-What goes wrong on the way is an ApiError. Every request ends in one line of log and in the metrics,
-and neither has any of its text.
+Every failure on this way is an ApiError. Every request ends in one line of log and in the metrics;
+neither has any of its text. Until a model is served (`Api.open`), requests get 503.
 """
 
 from __future__ import annotations
@@ -13,529 +14,479 @@ import asyncio
 import logging
 import time
 import traceback
-from collections import Counter
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
-from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from eyas.chat import Chat
 from eyas.engine.engine import Engine
 from eyas.engine.request import Update
 from eyas.errors import EyasError, InputError
-from eyas.serve.chat_request import ChatRequest
-from eyas.serve.completion import Answer, Piece
-from eyas.serve.consent import CollectConfig, Collector
-from eyas.serve.drift import Drift, DriftConfig, Rounds
-from eyas.serve.events import EventStream, while_connected
-from eyas.serve.exchange import Exchange
+from eyas.serve.completion import CompletionWriter
 from eyas.serve.fields import parse_body
-from eyas.serve.generate_request import GenerateRequest
-from eyas.serve.limits import Door, LimitsConfig
-from eyas.serve.metrics import CONTENT_TYPE, EngineState, Metrics
+from eyas.serve.limits import AccessControl, ApiError, LimitsConfig, refused_by_engine
+from eyas.serve.metrics import CONTENT_TYPE, EngineState, Exchange, Metrics
 from eyas.serve.openapi import document
-from eyas.serve.playground import routes as page_routes
-from eyas.serve.reference import Reference
-from eyas.serve.refusal import ApiError, refused_by_engine, unsupported
-from eyas.serve.text_request import TextRequest
-from eyas.serve.translation import Served, Translator, Work
+from eyas.serve.page import page_routes
+from eyas.serve.protocol import ChatRequest, GenerateRequest, TextRequest
+from eyas.serve.translation import ModelInfo, Translator
 from eyas.serve.vertex import VertexConfig, error_body, instances, located
-from eyas.serve.worker import EngineFailure, Stopped, TimedOut, Worker
-from eyas.serve.writer import DONE, error_event
+from eyas.serve.worker import EngineFailure, EngineWorker, RequestTimeout, ShuttingDown
 
-__all__ = ["Extras", "Served", "create_app"]
-
-CLIENT_GONE = 499  # what access logs call this; nobody reads it
-# a body up to so many times too long is read to its end: a client that is cut off sees no answer
-_HEARD_OUT = 4
-_DRIFT_LOOKS = 10  # at the windows, in the time of one
-Asked = ChatRequest | TextRequest | GenerateRequest
+CLIENT_GONE = 499  # as access logs call it; no client reads it
+LOADING_RETRY_S = 5
+# A body up to so many times too long is read to its end, or the client would see no answer: the
+# connection is reset when it is closed with unread bytes.
+MAX_BODY_OVERRUN = 4
 log = logging.getLogger("eyas.serve")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Extras:
-    """What a server does beside answering. reference: what its head promises; collect, vertex: None
-    where that is not done.
-    """
+class ModelService:
+    """A loaded model: what clients learn of it, the engine's thread, and its translator."""
 
-    drift: DriftConfig = field(default_factory=DriftConfig)
-    reference: Reference | None = None
-    collect: CollectConfig | None = None
-    vertex: VertexConfig | None = None
+    info: ModelInfo
+    worker: EngineWorker
+    translator: Translator
+
+    @classmethod
+    def of(cls, engine: Engine, chat: Chat, info: ModelInfo) -> ModelService:
+        """The service of an engine that has not started."""
+        return cls(info, EngineWorker(engine), Translator(chat, info))
 
 
 def create_app(
-    worker: Worker,
-    chat: Chat,
-    served: Served,
-    limits: LimitsConfig | None = None,
-    extras: Extras | None = None,
+    model: str, limits: LimitsConfig | None = None, vertex: VertexConfig | None = None
 ) -> Starlette:
-    """The application; it starts the worker when it starts and stops it when it ends. Raises what
-    reading API keys raises.
+    """The application, which answers 503 until `app.state.api.open` gives it a model. model: the
+    name in requests. Raises what reading API keys raises.
     """
-    limits = limits or LimitsConfig()
-    api = _Api(worker, chat, served, limits, extras or Extras())
+    api = Api(model, limits or LimitsConfig(), vertex)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        await worker.start()
-        await api.start()
         yield
-        await worker.stop()
-        await api.stop()
+        await api.close()
 
     app = Starlette(
-        routes=_routes(api), exception_handlers={HTTPException: _http_error}, lifespan=lifespan
+        routes=api.routes(), exception_handlers={HTTPException: _http_error}, lifespan=lifespan
     )
-    app.state.worker, app.state.limits, app.state.api = worker, limits, api
+    app.state.api = api
     return app
 
 
-def _routes(api: _Api) -> list[Route]:
-    """Vertex AI's routes too, but where they are those of an endpoint that is there: then they ask
-    for that one.
-    """
-    routes = [
-        Route("/v1/chat/completions", api.endpoint(api.chat_completions), methods=["POST"]),
-        Route("/v1/completions", api.endpoint(api.completions), methods=["POST"]),
-        Route("/generate", api.endpoint(api.generate), methods=["POST"]),
-        Route("/v1/models", api.endpoint(api.models)),
-        Route("/v1/models/{model:path}", api.endpoint(api.model)),
-        Route("/drift", api.endpoint(api.drift)),
-        Route("/server_info", api.endpoint(api.server_info)),
-        Route("/get_server_info", api.endpoint(api.server_info)),
-        Route("/health", api.health),
-        Route("/metrics", api.metrics_page),
-        Route("/openapi.json", api.openapi),
-    ]
-    if (vertex := api.extras.vertex) is not None:
-        known = {route.path for route in routes}
-        if vertex.predict_route not in known:
-            routes.insert(
-                0,
-                Route(
-                    vertex.predict_route, api.endpoint(api.predict, error_body), methods=["POST"]
-                ),
-            )
-        if vertex.health_route not in known:
-            routes.insert(0, Route(vertex.health_route, api.health))
-    return routes + page_routes()
+Handler = Callable[[Exchange, ModelService], Awaitable[Response]]
 
 
-Handler = Callable[[HttpRequest, Exchange], Awaitable[Response]]
-
-
-class _Api:
+class Api:
     """The endpoints."""
 
-    def __init__(
-        self, worker: Worker, chat: Chat, served: Served, limits: LimitsConfig, extras: Extras
-    ) -> None:
-        self.is_draining = False
-        self.extras = extras
-        self._worker = worker
-        self._served = served
-        self._limits = limits
-        self._door = Door(limits)
-        self._translator = Translator(chat, served)
-        self._metrics = Metrics(served.model, 1)
-        self._drift = Drift(extras.drift, extras.reference, served.model)
-        self._watching: asyncio.Task[None] | None = None
-        self._collector = (
-            Collector(extras.collect, served.model) if extras.collect is not None else None
-        )
-        self._can_draft = False  # whatever a request allows
+    def __init__(self, model: str, limits: LimitsConfig, vertex: VertexConfig | None) -> None:
+        self.limits = limits
+        self.access = AccessControl(limits)
+        self._model = model
+        self._vertex = vertex
+        self._metrics = Metrics(model)
+        self._service: ModelService | None = None
+        self._is_draining = False
         self._started = int(time.time())
-        self._usual_s = 1.0  # an answer takes, lately
+        self._recent_e2e_s = 1.0  # moving mean
 
-    async def start(self) -> None:
-        """Once the worker runs, and nothing else does yet: all pages are there to be counted."""
-        state = await self._worker.look(EngineState.of)
-        self._can_draft = await self._worker.look(lambda engine: engine.draft is not None)
-        self._metrics = Metrics(self._served.model, state.counters["pages_available"])
-        self._metrics.also_tell(self._drift)
-        if self._collector is not None:
-            await self._collector.start()
-            self._metrics.also_tell(self._collector)
-        self._watching = asyncio.ensure_future(self._watch())
-
-    async def stop(self) -> None:
-        """Once the worker has stopped."""
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
-        if self._collector is not None:
-            await self._collector.stop()
-
-    async def _watch(self) -> None:
-        """Close the windows of drift as they are due."""
-        while True:
-            await asyncio.sleep(self.extras.drift.window_s / _DRIFT_LOOKS)
-            if self._drift.is_due:
-                try:
-                    self._drift.close(await self._worker.look(_drafted_depths))
-                except EngineFailure:
-                    continue
-                # a window that cannot be judged must not end all later ones unseen
-                except Exception as error:
-                    _log_bug(None, error)
-
-    def endpoint(
-        self, handle: Handler, shape: Callable[[ApiError], dict[str, Any]] = ApiError.body
-    ) -> Callable[[HttpRequest], Awaitable[Response]]:
-        """A handler for those who have been let in; whatever it raises becomes an answer. shape: of
-        errors.
+    def routes(self) -> list[Route]:
+        """Vertex AI's routes come first, unless they are those of other endpoints: then these
+        answer.
         """
+        routes = [
+            self._route("/v1/chat/completions", self._chat_completions, "POST"),
+            self._route("/v1/completions", self._completions, "POST"),
+            self._route("/generate", self._generate, "POST"),
+            self._route("/v1/models", self._models),
+            self._route("/v1/models/{model:path}", self._one_model),
+            self._route("/server_info", self._server_info),
+            self._route("/get_server_info", self._server_info),
+            Route("/health", self._health),
+            Route("/metrics", self._metrics_page),
+            Route("/openapi.json", self._openapi),
+        ]
+        if self._vertex is not None:
+            known = {route.path for route in routes}
+            if self._vertex.predict_route not in known:
+                route = self._route(self._vertex.predict_route, self._predict, "POST", error_body)
+                routes.insert(0, route)
+            if self._vertex.health_route not in known:
+                routes.insert(0, Route(self._vertex.health_route, self._health))
+        return routes + page_routes()
 
-        async def answered(http: HttpRequest) -> Response:
+    # Life
+
+    async def open(self, service: ModelService) -> None:
+        """Start the engine and take requests."""
+        service.worker.start()
+        # nothing runs yet: all pages are there to be counted
+        state = await service.worker.inspect(EngineState.of)
+        self._metrics.num_pages = state.counters["pages_available"]
+        self._service = service
+
+    def drain(self) -> None:
+        """Take no more requests; those that run have limits.shutdown_s to finish."""
+        self._is_draining = True
+        service = self._service
+        num_requests = service.worker.num_requests if service is not None else 0
+        log.info("shutting down", extra={"data": {"requests": num_requests}})
+        if service is not None:
+            loop = asyncio.get_running_loop()
+            loop.call_later(self.limits.shutdown_s, service.worker.fail_all)
+
+    async def close(self) -> None:
+        """End the engine's thread."""
+        if self._service is not None:
+            await self._service.worker.stop()
+
+    # Every request
+
+    def _route(
+        self,
+        path: str,
+        handle: Handler,
+        method: str = "GET",
+        error_form: Callable[[ApiError], dict[str, Any]] = ApiError.body,
+    ) -> Route:
+        """A route that needs a key and a model; whatever its handler raises becomes an answer."""
+
+        async def respond(http: HttpRequest) -> Response:
             exchange = Exchange.of(http)
             try:
-                exchange.client = http.client.host if http.client else ""
-                exchange.client = self._door.name(
-                    http.headers.get("authorization", ""), exchange.client
-                )
-                self._door.count(exchange.client)
-                exchange.read_headers()
-                response = await handle(http, exchange)
+                response = await handle(exchange, self._admit_client(exchange))
             except ApiError as error:
                 exchange.failure = exchange.failure or error.code or "bad_request"
-                response = JSONResponse(shape(error), error.status, error.headers)
+                response = JSONResponse(error_form(error), error.status, error.headers)
             except ClientDisconnect:
                 exchange.failure = "client_gone"
                 response = Response(status_code=CLIENT_GONE)
             except Exception as error:
                 exchange.failure = "internal_error"
                 _log_bug(exchange, error)
-                response = JSONResponse(
-                    shape(ApiError(500, f"internal error: {type(error).__name__}")), 500
-                )
+                response = JSONResponse(error_form(_internal_error(error)), 500)
             response.headers["x-request-id"] = exchange.id
             if not isinstance(response, EventStream):
-                self._over(exchange, response.status_code)
+                self._end(exchange, response.status_code)
             return response
 
-        return answered
+        return Route(path, respond, methods=[method])
+
+    def _admit_client(self, exchange: Exchange) -> ModelService:
+        """Check key and rate. Raises ApiError."""
+        http = exchange.http
+        exchange.client = http.client.host if http.client else ""
+        authorization = http.headers.get("authorization", "")
+        exchange.client = self.access.client_name(authorization, exchange.client)
+        self.access.count(exchange.client)
+        if self._service is None:
+            raise ApiError(
+                503, "the model is being loaded", code="loading", retry_after=LOADING_RETRY_S
+            )
+        return self._service
+
+    def _end(self, exchange: Exchange, status: int) -> None:
+        """At the end of every request: its line of log, and its part in the metrics."""
+        self._metrics.count_response(exchange.endpoint, status)
+        if exchange.failure is None and not all(one.is_over for one in exchange.completions):
+            exchange.failure = "client_gone"
+        for completion in exchange.completions:
+            self._metrics.count_completion(completion, exchange.started, exchange.failure)
+            if exchange.failure is None:
+                e2e_s = time.perf_counter() - exchange.started
+                self._recent_e2e_s += 0.1 * (e2e_s - self._recent_e2e_s)
+        log.info("request", extra={"data": exchange.facts(status)})
 
     # Endpoints
 
-    async def health(self, _: HttpRequest) -> Response:
+    async def _health(self, _: HttpRequest) -> Response:
         """200 while the engine can take requests, else 503 with the reason."""
-        if self.is_draining:
-            return JSONResponse({"status": "draining", "requests": self._worker.num_requests}, 503)
-        if self._worker.is_running:
-            return JSONResponse({"status": "ok", "requests": self._worker.num_requests})
-        failure = self._worker.failure
-        return JSONResponse(
-            {"status": "failed", "error": failure.what if failure else "the engine is not running"},
-            503,
-        )
+        if self._service is None:
+            return JSONResponse({"status": "loading"}, 503, {"retry-after": str(LOADING_RETRY_S)})
+        worker = self._service.worker
+        if self._is_draining:
+            return JSONResponse({"status": "draining", "requests": worker.num_requests}, 503)
+        if worker.is_running:
+            return JSONResponse({"status": "ok", "requests": worker.num_requests})
+        error = worker.failure.what if worker.failure else "the engine is not running"
+        return JSONResponse({"status": "failed", "error": error}, 503)
 
-    async def metrics_page(self, _: HttpRequest) -> Response:
-        """What Prometheus scrapes; of an engine that has failed, the server's own part."""
-        try:
-            state = await self._worker.look(EngineState.of)
-        except EngineFailure:
-            state = EngineState({}, [])
+    async def _metrics_page(self, _: HttpRequest) -> Response:
+        """For Prometheus; without an engine that runs, the server's own part."""
+        state, num_samples = EngineState({}, []), 0
+        if self._service is not None:
+            num_samples = self._service.worker.num_samples
+            with suppress(EngineFailure):
+                state = await self._service.worker.inspect(EngineState.of)
         return Response(
-            self._metrics.page(state, self._worker.num_samples),
-            headers={"content-type": CONTENT_TYPE},
+            self._metrics.page(state, num_samples), headers={"content-type": CONTENT_TYPE}
         )
 
-    async def openapi(self, _: HttpRequest) -> Response:
-        vertex = self.extras.vertex
-        return JSONResponse(
-            document(self._served.model, vertex.predict_route if vertex is not None else None)
-        )
+    async def _openapi(self, _: HttpRequest) -> Response:
+        predict_route = None if self._vertex is None else self._vertex.predict_route
+        return JSONResponse(document(self._model, predict_route))
 
-    async def models(self, http: HttpRequest, exchange: Exchange) -> Response:
-        return JSONResponse({"object": "list", "data": [self._card]})
+    async def _models(self, exchange: Exchange, service: ModelService) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card(service.info)]})
 
-    async def model(self, http: HttpRequest, exchange: Exchange) -> Response:
-        if http.path_params["model"] != self._served.model:
-            raise ApiError(
-                404, f"no such model here, only {self._served.model!r}", "model", "model_not_found"
-            )
-        return JSONResponse(self._card)
+    async def _one_model(self, exchange: Exchange, service: ModelService) -> Response:
+        if exchange.http.path_params["model"] != self._model:
+            message = f"no such model here, only {self._model!r}"
+            raise ApiError(404, message, "model", "model_not_found")
+        return JSONResponse(self._card(service.info))
 
-    async def chat_completions(self, http: HttpRequest, exchange: Exchange) -> Response:
-        asked = parse_body(ChatRequest, await _body(http, self._limits))
-        return await self._answer(exchange, asked, self._translator.chat(asked))
-
-    async def completions(self, http: HttpRequest, exchange: Exchange) -> Response:
-        asked = parse_body(TextRequest, await _body(http, self._limits))
-        return await self._answer(exchange, asked, self._translator.text(asked))
-
-    async def generate(self, http: HttpRequest, exchange: Exchange) -> Response:
-        """SGLang's own."""
-        asked = parse_body(GenerateRequest, await _body(http, self._limits))
-        return await self._answer(exchange, asked, self._translator.generate(asked))
-
-    async def predict(self, http: HttpRequest, exchange: Exchange) -> Response:
-        """Vertex AI's: all instances at once; one that fails fails all."""
-        asked = instances(await _body(http, self._limits), self._served.model)
-        works = [self._instance(number, one) for number, one in enumerate(asked)]
-        self._admit(sum(work.num_samples for work in works))
-        self._keep(exchange, asked)
-        answers = [
-            Answer.to(work.requests, self._translator.tokenizer, work.reading) for work in works
-        ]
-        exchange.answers = answers
-        owners = {
-            request.id: number for number, work in enumerate(works) for request in work.requests
-        }
-        updates = self._worker.updates(
-            [one for work in works for one in work.requests], self._limits.request_timeout_s
-        )
-        with _refusals():
-            pieces = await while_connected(
-                http, _collect(updates, {key: answers[number] for key, number in owners.items()})
-            )
-        predictions = []
-        for number, (work, answer) in enumerate(zip(works, answers, strict=True)):
-            of_work = [piece for key, piece in pieces if owners[key] == number]
-            predictions.append(work.writer.whole(of_work, answer.usage()))
-        return JSONResponse({"predictions": predictions})
-
-    def _instance(self, number: int, asked: ChatRequest | TextRequest) -> Work:
-        try:
-            return (
-                self._translator.chat(asked)
-                if isinstance(asked, ChatRequest)
-                else self._translator.text(asked)
-            )
-        except ApiError as error:
-            raise located(error, number, {}, {}) from error
-
-    async def drift(self, http: HttpRequest, exchange: Exchange) -> Response:
-        """Acceptance by slice and window."""
-        return JSONResponse(self._drift.told())
-
-    async def server_info(self, http: HttpRequest, exchange: Exchange) -> Response:
-        """What `sglang.bench_serving` reads tau from; under both of SGLang's names."""
-        served = self._served
-        state = {"avg_spec_accept_length": self._metrics.tau}
-        return JSONResponse(
-            {"served_model_name": served.model, "eyas": asdict(served), "internal_states": [state]}
-        )
-
-    @property
-    def _card(self) -> dict[str, Any]:
-        served = self._served
-        card = {
-            "id": served.model,
+    def _card(self, info: ModelInfo) -> dict[str, Any]:
+        return {
+            "id": info.model,
             "object": "model",
             "created": self._started,
             "owned_by": "eyas",
-            "root": served.model,
+            "root": info.model,
+            "max_model_len": info.max_length,
+            "eyas": asdict(info),
         }
-        return {**card, "max_model_len": served.max_length, "eyas": asdict(served)}
+
+    async def _server_info(self, exchange: Exchange, service: ModelService) -> Response:
+        """What `sglang.bench_serving` reads tau from; under both of SGLang's names."""
+        return JSONResponse(
+            {
+                "served_model_name": service.info.model,
+                "eyas": asdict(service.info),
+                "internal_states": [{"avg_spec_accept_length": self._metrics.tau}],
+            }
+        )
+
+    async def _chat_completions(self, exchange: Exchange, service: ModelService) -> Response:
+        body = parse_body(ChatRequest, await self._read_body(exchange.http))
+        return await self._complete(exchange, service, body)
+
+    async def _completions(self, exchange: Exchange, service: ModelService) -> Response:
+        body = parse_body(TextRequest, await self._read_body(exchange.http))
+        return await self._complete(exchange, service, body)
+
+    async def _generate(self, exchange: Exchange, service: ModelService) -> Response:
+        """SGLang's own."""
+        body = parse_body(GenerateRequest, await self._read_body(exchange.http))
+        return await self._complete(exchange, service, body)
+
+    async def _predict(self, exchange: Exchange, service: ModelService) -> Response:
+        """Vertex AI's: all instances at once; one that fails fails all."""
+        bodies = instances(await self._read_body(exchange.http), self._model)
+        completions = []
+        for number, body in enumerate(bodies):
+            try:
+                completions.append(service.translator.completion(body))
+            except ApiError as error:
+                raise located(error, number, {}, {}) from error
+        await self._keep_all(exchange, service, completions)
+        return JSONResponse({"predictions": [one.whole() for one in completions]})
 
     # Answers
 
-    async def _answer(self, exchange: Exchange, asked: Asked, work: Work) -> Response:
-        self._admit(work.num_samples)
-        self._keep(exchange, [asked])
-        answer = Answer.to(work.requests, self._translator.tokenizer, work.reading)
-        answer.started = exchange.started
-        exchange.answers = [answer]
-        updates = self._worker.updates(work.requests, self._limits.request_timeout_s)
-        with _refusals():
-            if not asked.stream:
-                owners = {request.id: answer for request in work.requests}
-                pieces = await while_connected(exchange.http, _collect(updates, owners))
-                return JSONResponse(
-                    work.writer.whole([piece for _, piece in pieces], answer.usage())
-                )
+    async def _complete(
+        self,
+        exchange: Exchange,
+        service: ModelService,
+        body: ChatRequest | TextRequest | GenerateRequest,
+    ) -> Response:
+        completion = service.translator.completion(body)
+        if not body.stream:
+            await self._keep_all(exchange, service, [completion])
+            return JSONResponse(completion.whole())
+        updates = self._submit(exchange, service, [completion])
+        try:
             # The first update decides between an error status and 200, so headers wait for it.
-            first = await while_connected(exchange.http, anext(updates))
-        events = self._events(first, updates, exchange, work)
-        return EventStream(events, lambda: self._over(exchange, 200))
+            first = await _while_connected(exchange.http, anext(updates))
+        except EyasError as error:
+            raise _api_error(error) from error
+        events = _events(first, updates, exchange, completion)
+        return EventStream(events, self.limits.request_timeout_s, exchange, self._end)
 
-    def _keep(self, exchange: Exchange, asked: Sequence[Asked]) -> None:
-        """Take the tags, and the prompts where they may be kept. Raises ApiError where that is
-        demanded and not done.
-        """
-        for one in asked:
-            exchange.tags.append(one.metadata.tag or exchange.tag)
-            if one.store and self._collector is None:
-                raise unsupported("store", "nothing is kept here; leave it out (or false)")
-        for one in asked:
-            consents = exchange.consents if one.store is None else one.store
-            if consents and self._collector is not None:
-                self._collector.keep(one)
+    async def _keep_all(
+        self, exchange: Exchange, service: ModelService, completions: Sequence[CompletionWriter]
+    ) -> None:
+        """Give the completions all their updates. Raises ApiError, ClientDisconnect."""
+        updates = self._submit(exchange, service, completions)
+        owners = {request.id: one for one in completions for request in one.requests}
 
-    def _admit(self, num_samples: int) -> None:
-        """Raises ApiError for more than may wait: now, or ever."""
-        most = self._worker.max_batch + self._limits.max_queue
-        if self.is_draining:
+        async def keep() -> None:
+            async with aclosing(updates):
+                async for batch in updates:
+                    for update in batch:
+                        owners[update.request_id].keep(update)
+
+        try:
+            await _while_connected(exchange.http, keep())
+        except EyasError as error:
+            raise _api_error(error) from error
+
+    def _submit(
+        self, exchange: Exchange, service: ModelService, completions: Sequence[CompletionWriter]
+    ) -> AsyncGenerator[list[Update]]:
+        """The updates of all requests of completions. Raises ApiError when the queue is full."""
+        worker, num_samples = service.worker, sum(one.num_samples for one in completions)
+        most = worker.max_batch + self.limits.max_queue
+        if self._is_draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=1)
         if num_samples > most:
             raise ApiError(
                 400, f"{num_samples} samples are more than this server holds at once, {most}", "n"
             )
-        waiting = self._worker.num_samples + num_samples - self._worker.max_batch
-        if waiting > self._limits.max_queue:
-            wait = min(max(1, round(self._usual_s * waiting / self._worker.max_batch)), 60)
+        waiting = worker.num_samples + num_samples - worker.max_batch
+        if waiting > self.limits.max_queue:
+            wait_s = min(max(1, round(self._recent_e2e_s * waiting / worker.max_batch)), 60)
             raise ApiError(
-                429, "too many requests wait already", code="queue_full", retry_after=wait
+                429, "too many requests wait already", code="queue_full", retry_after=wait_s
             )
+        exchange.completions = completions
+        requests = [request for one in completions for request in one.requests]
+        return worker.updates(requests, self.limits.request_timeout_s)
 
-    async def _events(
-        self,
-        first: list[Update],
-        updates: AsyncGenerator[list[Update]],
-        exchange: Exchange,
-        work: Work,
-    ) -> AsyncGenerator[bytes]:
-        """The events of an answer, those of all updates that came together in one piece; its end
-        goes with the last.
+    async def _read_body(self, http: HttpRequest) -> bytes:
+        """The body of a JSON request. Raises ApiError for another content type, for more than
+        max_body_bytes, and for one that takes longer than body_timeout_s.
         """
-        (answer,) = exchange.answers
-        usage_in, batch = work.usage_in, first
-        async with aclosing(updates):
-            while True:
-                events = []
-                try:
-                    for update in batch:
-                        piece = answer.push(update)
-                        events.append(
-                            work.writer.chunk(piece, answer.usage() if usage_in == "all" else None)
-                        )
-                # the status is sent: the stream says it, and the log where, not what
-                except Exception as error:
-                    _log_bug(exchange, error)
-                    exchange.failure = "internal_error"
-                    yield error_event(
-                        ApiError(500, f"internal error: {type(error).__name__}").body()
-                    )
-                    return
-                if answer.is_over:
-                    break
-                yield "".join(events).encode()
-                try:
-                    batch = await anext(updates)
-                except EyasError as error:
-                    refusal = _refusal(error)
-                    exchange.failure = refusal.code or "engine_failure"
-                    yield error_event(refusal.body())
-                    return
-        if usage_in != "none":
-            events.append(work.writer.usage_chunk(answer.usage()))
-        yield "".join(events).encode() + DONE
-
-    def _over(self, exchange: Exchange, status: int) -> None:
-        """Of every request, once: its line of log, and its part in the metrics."""
-        self._metrics.responded(exchange.endpoint, status)
-        if exchange.failure is None and not all(answer.is_over for answer in exchange.answers):
-            exchange.failure = "client_gone"
-        # no answers if it was refused
-        for answer, tag in zip(exchange.answers, exchange.tags, strict=False):
-            self._metrics.ended(answer, exchange.failure)
-            rounds = Rounds(answer.accept_hist, answer.plain_rounds if self._can_draft else 0)
-            self._drift.count(rounds, exchange.endpoint, tag, answer.num_prompt_tokens)
-            if exchange.failure is None:
-                self._usual_s += 0.1 * (time.perf_counter() - answer.started - self._usual_s)
-        log.info("request", extra={"data": exchange.facts(status)})
+        # A page in a browser may send text/plain to a loopback address unasked, but not this type.
+        content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if content_type != "application/json":
+            raise ApiError(415, "send content-type: application/json")
+        body, size, most = bytearray(), 0, self.limits.max_body_bytes
+        try:
+            async with asyncio.timeout(self.limits.body_timeout_s):
+                async for piece in http.stream():
+                    size += len(piece)
+                    if size <= most:
+                        body += piece
+                    elif size > MAX_BODY_OVERRUN * most:
+                        break
+        except TimeoutError as error:
+            message = f"the body took more than {self.limits.body_timeout_s:g} s"
+            raise ApiError(408, message, code="timeout") from error
+        if size > most:
+            raise ApiError(413, f"the body is over {most} bytes")
+        return bytes(body)
 
 
-def _drafted_depths(engine: Engine) -> Counter[int]:
-    """{levels of the tree: samples that drafted}, over the last rounds. To be called on the thread
-    that owns the engine.
+class EventStream(StreamingResponse):
+    """Server-sent events, whose source is closed, and its requests cancelled, as soon as the client
+    disconnects. A client that does not read them has timeout_s.
     """
-    depths: Counter[int] = Counter()
-    for record in engine.policy.records:
-        if record.num_drafting:
-            depths[record.depth] += record.num_drafting
-    return depths
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes],
+        timeout_s: float,
+        exchange: Exchange,
+        on_end: Callable[[Exchange, int], None],
+    ) -> None:
+        super().__init__(events, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._events, self._timeout_s = events, timeout_s
+        self._exchange, self._on_end = exchange, on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await super().__call__(scope, receive, send)
+        except TimeoutError:  # uvicorn closes the connection of an answer without an end
+            self._exchange.failure = "timeout"
+        finally:
+            await self._events.aclose()
+            self._on_end(self._exchange, self.status_code)
 
 
-async def _collect(
-    updates: AsyncGenerator[list[Update]], answers: Mapping[str, Answer]
-) -> list[tuple[str, Piece]]:
-    """All of some answers, each piece with its request's id."""
+async def _events(
+    first: list[Update],
+    updates: AsyncGenerator[list[Update]],
+    exchange: Exchange,
+    completion: CompletionWriter,
+) -> AsyncGenerator[bytes]:
+    """The events of a stream: those of all updates that came together in one piece, the end with
+    the last. The status is sent, so an error is an event too.
+    """
+    batch = first
     async with aclosing(updates):
-        return [
-            (update.request_id, answers[update.request_id].push(update))
-            async for batch in updates
-            for update in batch
-        ]
+        while True:
+            try:
+                events = "".join([completion.chunk(update) for update in batch])
+            except Exception as error:
+                _log_bug(exchange, error)
+                exchange.failure = "internal_error"
+                yield _internal_error(error).event()
+                return
+            if completion.is_over:
+                break
+            yield events.encode()
+            try:
+                batch = await anext(updates)
+            except EyasError as error:
+                failed = _api_error(error)
+                exchange.failure = failed.code or "engine_failure"
+                yield failed.event()
+                return
+    yield (events + completion.end()).encode()
 
 
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """What the worker raises, as ApiErrors."""
+async def _while_connected(http: HttpRequest, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the client disconnects. Raises ClientDisconnect
+    and what `work` raises.
+    """
+    task = asyncio.ensure_future(work)
+    # the body is read: the next message is the disconnect
+    gone = asyncio.ensure_future(http.receive())
     try:
-        yield
-    except EyasError as error:
-        raise _refusal(error) from error
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for future in (task, gone):
+            future.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
 
 
-def _refusal(error: EyasError) -> ApiError:
+def _api_error(error: EyasError) -> ApiError:
+    """What the worker raises, as the client gets it."""
     if isinstance(error, InputError):
         return refused_by_engine(error)
-    if isinstance(error, TimedOut):
+    if isinstance(error, RequestTimeout):
         return ApiError(504, error.what, code="timeout")
-    if isinstance(error, Stopped):
+    if isinstance(error, ShuttingDown):
         return ApiError(503, error.what, code="shutting_down", retry_after=1)
     return ApiError(500, error.what, code="engine_failure")
 
 
-async def _body(http: HttpRequest, limits: LimitsConfig) -> bytes:
-    """The body of a JSON request. Raises ApiError for another type, more than max_body_bytes, or
-    one that comes too slowly.
-    """
-    # A page in a browser may send text/plain to a loopback address unasked, but not this type.
-    if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise ApiError(415, "send content-type: application/json")
-    body, size = bytearray(), 0
-    try:
-        async with asyncio.timeout(limits.read_timeout_s):
-            async for piece in http.stream():
-                size += len(piece)
-                if size <= limits.max_body_bytes:
-                    body += piece
-                elif size > _HEARD_OUT * limits.max_body_bytes:
-                    break
-    except TimeoutError as error:
-        raise ApiError(
-            408, f"the body took more than {limits.read_timeout_s:g} s", code="timeout"
-        ) from error
-    if size > limits.max_body_bytes:
-        raise ApiError(413, f"the body is over {limits.max_body_bytes} bytes")
-    return bytes(body)
+def _internal_error(error: Exception) -> ApiError:
+    return ApiError(500, f"internal error: {type(error).__name__}")
 
 
 async def _http_error(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    what = ApiError(error.status_code, f"{http.method} {http.url.path[:256]}: {error.detail}")
-    return JSONResponse(what.body(), error.status_code, headers=error.headers)
+    failed = ApiError(error.status_code, f"{http.method} {http.url.path[:256]}: {error.detail}")
+    return JSONResponse(failed.body(), error.status_code, headers=error.headers)
 
 
-def _log_bug(exchange: Exchange | None, error: Exception) -> None:
-    """Where it happened, not what it says: a message may quote what a client wrote."""
+def _log_bug(exchange: Exchange, error: Exception) -> None:
+    """Log the error's type and places without its message, which may quote what a client wrote."""
     places = [
         f"{frame.filename}:{frame.lineno} {frame.name}"
         for frame in traceback.extract_tb(error.__traceback__)
     ]
     data = {
-        "request_id": exchange and exchange.id,
+        "request_id": exchange.id,
         "error": type(error).__name__,
         "places": places[-12:],
     }

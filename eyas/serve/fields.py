@@ -1,9 +1,9 @@
-"""What a client may ask of both completion endpoints: OpenAI's sampling fields, and those of vLLM
-and SGLang that eyas does.
+"""The fields that the bodies of requests share: OpenAI's, and those of vLLM and SGLang that this
+server supports.
 
-Nothing is ignored. A field that eyas does not do is accepted only with a value that asks for
-nothing (`OFF`), null asks for nothing in every field, and an unknown field is an error. Knows no
-engine but its parameters.
+Nothing is ignored silently. A known field that is not supported is accepted only with a value that
+changes nothing (`OFF`), null is the same as leaving a field out, and an unknown field is an error.
+Knows the engine's parameters and no engine.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from eyas.engine.request import (
     MAX_STOPS,
     SamplingParams,
 )
-from eyas.serve.refusal import ApiError, unsupported
+from eyas.serve.limits import ApiError, unsupported
 
-# Fields of OpenAI's, vLLM's and SGLang's that eyas does not do, with the values that ask for
-# nothing.
+# Fields of OpenAI's, vLLM's and SGLang's that are not supported, with values that change nothing.
 OFF: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (False,),
@@ -59,6 +58,7 @@ OFF: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
+    "store": (False,),
     "stream_reasoning": (True, False),
     "suffix": ("",),
     "truncate_prompt_tokens": (),
@@ -66,15 +66,14 @@ OFF: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-Form = TypeVar("Form", bound=BaseModel)
-UsageIn = Literal["none", "end", "all"]  # the chunks of a stream that tell usage
-TAG = r"^[A-Za-z0-9_.:-]{1,32}$"
-_SHOWN = 64  # characters of a field's name that a message repeats
+BodyT = TypeVar("BodyT", bound=BaseModel)
+UsageIn = Literal["none", "end", "all"]  # the chunks of a stream that hold usage
+MAX_SHOWN = 64  # characters of a field's name that a message repeats
 _METACHARACTERS = frozenset("\\.+*?()|[]{}^$#&-~/")  # of Rust's regular expressions
 
 
 class Strict(BaseModel):
-    """A form in which every field is known and of its own type."""
+    """A JSON object with known fields of their own types only."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, regex_engine="rust-regex"
@@ -82,8 +81,9 @@ class Strict(BaseModel):
 
 
 class StreamOptions(Strict):
-    """continuous_usage_stats puts the counts so far into every chunk, as vLLM does. include_rounds
-    is our own: what each round drafted, and where its tokens come from."""
+    """continuous_usage_stats puts the counts so far into every chunk, as in vLLM. include_rounds is
+    our own: what each round drafted, and where its tokens come from.
+    """
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -91,7 +91,7 @@ class StreamOptions(Strict):
 
 
 class StructuredOutputs(Strict):
-    """vLLM's form of asking for a grammar: one of the four."""
+    """vLLM's way to constrain an answer: one of the four."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
@@ -100,7 +100,7 @@ class StructuredOutputs(Strict):
 
 
 class JsonSchema(Strict):
-    """OpenAI's named schema; `strict` asks for what is done anyway."""
+    """OpenAI's named schema; the answer follows it with and without `strict`."""
 
     name: str
     description: str | None = None
@@ -126,8 +126,8 @@ class ResponseFormat(Strict):
 
 
 @dataclass(frozen=True, slots=True)
-class Grammar:
-    """What the answer must follow, in the engine's terms; at most one is set."""
+class Constraint:
+    """What the answer must follow, as the engine takes it; at most one is set."""
 
     json_schema: str | None = None
     regex: str | None = None
@@ -137,21 +137,14 @@ Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
-Text = Annotated[str, Field(max_length=65536)]
-Tag = Annotated[str, Field(pattern=TAG)]
+GrammarText = Annotated[str, Field(max_length=65536)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Salt = Annotated[str, Field(min_length=1, max_length=128)]
 
 
-class Metadata(Strict):
-    """OpenAI's notes on a request. tag: the slice of traffic that its acceptance is counted under."""
-
-    tag: Tag | None = None
-
-
-class Asked(Strict):
-    """A form in which null asks for nothing, and what is not done is taken with a value that asks
-    for nothing (`off`).
+class RequestBody(Strict):
+    """A body in which null is the same as nothing, and fields that are not supported are accepted
+    with a value that changes nothing (`off`).
     """
 
     off: ClassVar[dict[str, tuple[Any, ...]]] = {}
@@ -161,19 +154,19 @@ class Asked(Strict):
     def _drop_what_is_off(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
-        asked = {name: value for name, value in body.items() if value is not None}
-        for name in asked.keys() & cls.off.keys():
-            if not any(_is_same(asked[name], value) for value in cls.off[name]):
+        fields = {name: value for name, value in body.items() if value is not None}
+        for name in fields.keys() & cls.off.keys():
+            if not any(_is_same(fields[name], value) for value in cls.off[name]):
                 off = " or ".join(json.dumps(value) for value in cls.off[name])
                 raise unsupported(
                     name, f"is not supported here; leave it out{f' (or {off})' if off else ''}"
                 )
-            del asked[name]
-        return asked
+            del fields[name]
+        return fields
 
 
-class Sampling(Asked):
-    """What OpenAI's endpoints and SGLang's have under one name, with the defaults of both."""
+class SamplingFields(RequestBody):
+    """Sampling fields with the same name and default at OpenAI's endpoints and at SGLang's."""
 
     temperature: float = Field(default=1.0, ge=0, le=2)
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -187,35 +180,33 @@ class Sampling(Asked):
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] = []
     stop_token_ids: list[TokenId] = Field(default=[], max_length=MAX_STOPS)
     ignore_eos: bool = False
-    json_schema: Text | None = None  # SGLang's
-    regex: Text | None = None  # SGLang's
+    json_schema: GrammarText | None = None  # SGLang's
+    regex: GrammarText | None = None  # SGLang's
 
 
-class SamplingFields(Sampling):
+class OpenAIFields(SamplingFields):
     """Fields of both of OpenAI's endpoints, with OpenAI's defaults. `speculation` is our own."""
 
     off: ClassVar[dict[str, tuple[Any, ...]]] = OFF
 
     model: str
     seed: Seed | None = None
-    best_of: int | None = None  # of n: nothing is thrown away
+    best_of: int | None = None  # the same as n: no sample is thrown away
     max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     min_tokens: int = Field(default=0, ge=0, lt=2**31)
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | Text | None = None
-    guided_regex: Text | None = None
+    guided_json: dict[str, Any] | GrammarText | None = None
+    guided_regex: GrammarText | None = None
     guided_choice: list[str] | None = Field(default=None, min_length=1)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: str | None = None  # names the end user, as the next two do; asks for nothing
+    user: str | None = None  # notes of the client, as the next three: without effect
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    metadata: dict[str, Any] | None = None
     # vLLM's: computed prefixes are shared among requests of the same salt alone
     cache_salt: Salt | None = None
-    metadata: Metadata = Metadata()
-    # consent to `--collect`, or none whatever the header says; true is refused without
-    store: bool | None = None
     # vLLM's; the header x-request-id is the other way
     request_id: str | None = Field(default=None, max_length=128)
     speculation: bool | None = None  # None: where the server has a head
@@ -227,7 +218,7 @@ class SamplingFields(Sampling):
         if self.best_of not in (None, self.n):
             raise unsupported(
                 "best_of",
-                f"{self.best_of} of which {self.n} are kept is not done here; leave it out",
+                f"{self.best_of} of which {self.n} are kept is not supported; leave it out",
             )
         return self
 
@@ -241,43 +232,31 @@ class SamplingFields(Sampling):
 
     @property
     def default_tokens(self) -> int | None:
-        """Of an answer whose limit is not given; None for all the room there is."""
+        """The limit of an answer when none is given; None for all the room there is."""
         return None
 
     @property
     def num_logprobs(self) -> int | None:
-        """In the engine's terms: None for none, else how many of the best tokens beside the
-        answer's own.
-        """
+        """SamplingParams.logprobs."""
         raise NotImplementedError
 
     @property
     def usage_in(self) -> UsageIn:
-        """The chunks of a stream that tell usage."""
+        """The chunks of a stream that hold usage."""
         options = self.stream_options
         if options is None or not options.include_usage:
             return "none"
         return "all" if options.continuous_usage_stats else "end"
 
     @property
-    def tells_rounds(self) -> bool:
-        """Whether the chunks of a stream tell what was drafted."""
+    def include_rounds(self) -> bool:
+        """Whether the chunks of a stream show what was drafted."""
         return self.stream_options is not None and self.stream_options.include_rounds
 
-    def grammar(self) -> Grammar:
-        """What the answer must follow. Raises ApiError when several fields ask for it."""
-        asked = [(name, grammar) for name, grammar in self._grammars() if grammar is not None]
-        if len(asked) > 1:
-            raise ApiError(
-                400,
-                f"{asked[0][0]} and {asked[1][0]} both constrain the answer: give one of them",
-                asked[1][0],
-            )
-        return asked[0][1] if asked else Grammar()
-
-    def _grammars(self) -> list[tuple[str, Grammar | None]]:
+    def constraint(self) -> Constraint:
+        """What the answer must follow. Raises ApiError when several fields constrain it."""
         vllm = self.structured_outputs
-        return [
+        fields = [
             ("response_format", _of_format(self.response_format)),
             ("guided_json", _of_schema(self.guided_json)),
             ("guided_regex", _of_regex(self.guided_regex)),
@@ -292,12 +271,20 @@ class SamplingFields(Sampling):
                 _of_schema({"type": "object"}) if vllm and vllm.json_object else None,
             ),
         ]
+        given = [(name, constraint) for name, constraint in fields if constraint is not None]
+        if len(given) > 1:
+            raise ApiError(
+                400,
+                f"{given[0][0]} and {given[1][0]} both constrain the answer: give one of them",
+                given[1][0],
+            )
+        return given[0][1] if given else Constraint()
 
     def params(
-        self, max_tokens: int, grammar: Grammar, stops: tuple[str, ...] = ()
+        self, max_tokens: int, constraint: Constraint, stops: tuple[str, ...] = ()
     ) -> SamplingParams:
-        """The engine's form. stops: beside the request's own. Raises InputError for what
-        contradicts itself.
+        """The engine's parameters. stops: beside the request's own. Raises InputError for fields
+        that contradict each other.
         """
         return SamplingParams(
             temperature=self.temperature,
@@ -316,8 +303,8 @@ class SamplingFields(Sampling):
             ignore_eos=self.ignore_eos,
             n=self.n,
             logprobs=self.num_logprobs,
-            json_schema=grammar.json_schema,
-            regex=grammar.regex,
+            json_schema=constraint.json_schema,
+            regex=constraint.regex,
         )
 
 
@@ -329,38 +316,37 @@ def _is_same(value: Any, other: Any) -> bool:
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
-def _of_format(asked: ResponseFormat | None) -> Grammar | None:
-    if asked is None or asked.type == "text":
+def _of_format(response_format: ResponseFormat | None) -> Constraint | None:
+    if response_format is None or response_format.type == "text":
         return None
-    return _of_schema(
-        {"type": "object"} if asked.json_schema is None else asked.json_schema.schema_
-    )
+    schema = response_format.json_schema
+    return _of_schema({"type": "object"} if schema is None else schema.schema_)
 
 
-def _of_schema(schema: dict[str, Any] | str | None) -> Grammar | None:
+def _of_schema(schema: dict[str, Any] | str | None) -> Constraint | None:
     if schema is None:
         return None
-    return Grammar(json_schema=schema if isinstance(schema, str) else json.dumps(schema))
+    return Constraint(json_schema=schema if isinstance(schema, str) else json.dumps(schema))
 
 
-def _of_regex(regex: str | None) -> Grammar | None:
-    return None if regex is None else Grammar(regex=regex)
+def _of_regex(regex: str | None) -> Constraint | None:
+    return None if regex is None else Constraint(regex=regex)
 
 
-def _of_choice(choices: list[str] | None) -> Grammar | None:
+def _of_choice(choices: list[str] | None) -> Constraint | None:
     if choices is None:
         return None
     escaped = (
         "".join(f"\\{one}" if one in _METACHARACTERS else one for one in choice)
         for choice in choices
     )
-    return Grammar(regex="|".join(f"({choice})" for choice in escaped))
+    return Constraint(regex="|".join(f"({choice})" for choice in escaped))
 
 
-def parse_body(form: type[Form], body: bytes) -> Form:
+def parse_body(kind: type[BodyT], body: bytes) -> BodyT:
     """The request in a body of JSON. Raises ApiError 400 with the field that is wrong."""
     try:
-        return form.model_validate_json(body)
+        return kind.model_validate_json(body)
     except ValidationError as error:
         raise _refusal(error, body) from None  # pydantic's message quotes the body
 
@@ -394,4 +380,4 @@ def _written_path(location: tuple[int | str, ...], body: bytes, names_a_key: boo
             path.append(str(step))
         elif names_a_key and number == len(location):
             path.append(str(step))
-    return [step if len(step) <= _SHOWN else f"{step[:_SHOWN]}..." for step in path]
+    return [step if len(step) <= MAX_SHOWN else f"{step[:MAX_SHOWN]}..." for step in path]

@@ -1,36 +1,44 @@
-"""What keeps a server on its feet: who may ask, how often, how much, and for how long. Knows no
-request and no HTTP library.
+"""What a request may cost, who may send one, and the error that a client gets. Knows no request and
+no HTTP library.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import math
 import os
 import time
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from eyas.errors import ConfigError, MissingInputError
-from eyas.serve.refusal import ApiError
+from eyas.errors import ConfigError, InputError, MissingInputError
 
 KEYS_VARIABLE = "EYAS_API_KEYS"
-_MOST_CLIENTS = 10_000  # of whom a rate is remembered
+MAX_CLIENTS = 10_000  # whose rates are kept
+_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+}
+# Their bodies were not read to the end: what is left of them must not be taken for a request.
+_CLOSES = (408, 413)
 
 
 class LimitsConfig(BaseModel):
-    """api_keys: a file with a key a line; the variable EYAS_API_KEYS, keys parted by commas, adds
-    to it. Without keys everybody is served who can connect.
+    """api_keys: a file with one key per line; the variable EYAS_API_KEYS (separated by commas) adds
+    to it. Without keys the server is open to every client that can connect.
 
-    requests_per_minute: of one key, or of one address where there are no keys; as many may come at
-    once after a rest. max_queue: samples that may wait beside those that run. max_body_bytes: of a
-    request. max_connections: more take the place of idle ones, or are turned away. read_timeout_s:
-    what a client has for sending a request's head, its body, and for taking what it is sent.
-    request_timeout_s: for a whole answer. shutdown_s: what running requests get to finish after
-    SIGINT or SIGTERM.
+    requests_per_minute: of one key, or of one address where there are no keys; the same number may
+    come at once after a pause. max_queue: samples that may wait beside those that run.
+    max_body_bytes: of a request. max_connections: open at the same time; further requests get 503.
+    body_timeout_s: for the body of a request to arrive. request_timeout_s: for a whole answer,
+    sending included. shutdown_s: for running requests to finish after SIGINT or SIGTERM.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -40,14 +48,75 @@ class LimitsConfig(BaseModel):
     max_queue: int = Field(256, ge=0)
     max_body_bytes: int = Field(8 << 20, ge=1024)
     max_connections: int = Field(512, ge=1)
-    read_timeout_s: float = Field(30.0, gt=0)
+    body_timeout_s: float = Field(30.0, gt=0)
     request_timeout_s: float = Field(600.0, gt=0)
     shutdown_s: float = Field(30.0, gt=0)
 
 
-class Door:
-    """Lets in who has a key, as often as the rate allows. Keys are held as digests, which is also
-    what logs may name.
+class ApiError(Exception):
+    """An answer that is an error: HTTP status and OpenAI's `message`, `type`, `param`, `code`;
+    retry_after in seconds.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+
+    @property
+    def headers(self) -> dict[str, str]:
+        headers = {"connection": "close"} if self.status in _CLOSES else {}
+        if self.retry_after is not None:
+            headers["retry-after"] = str(self.retry_after)
+        return headers
+
+    def body(self) -> dict[str, Any]:
+        """The error in OpenAI's form."""
+        kind = (
+            "server_error"
+            if self.status >= 500
+            else _KINDS.get(self.status, "invalid_request_error")
+        )
+        return {
+            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        }
+
+    def event(self) -> bytes:
+        """The error as a server-sent event, for a stream whose status is sent already."""
+        return f"data: {json.dumps(self.body())}\n\n".encode()
+
+
+def unsupported(param: str, what: str) -> ApiError:
+    """The error for a field, or for a value of it, that this server does not support."""
+    return ApiError(400, f"{param}: {what}", param, "unsupported_parameter")
+
+
+def refused_by_engine(error: InputError) -> ApiError:
+    """The engine's error as the client's; `param` is the setting that the message begins with."""
+    first = error.what.removeprefix("the ").split(" ", 1)[0]
+    param = (
+        first
+        if (first.replace("_", "").isalnum() and "_" in first)
+        or first in ("temperature", "regex", "seed")
+        else None
+    )
+    hint = f": {error.hint}" if error.hint else ""
+    return ApiError(400, f"{error.what}{hint}", param)
+
+
+class AccessControl:
+    """Checks API keys and rates. Keys are held as digests; the log names a client by eight digits
+    of its key's digest. Raises what `read_keys` raises.
     """
 
     def __init__(self, limits: LimitsConfig) -> None:
@@ -55,16 +124,20 @@ class Door:
             hashlib.sha256(key.encode()).digest() for key in read_keys(limits.api_keys)
         ]
         self._rate = limits.requests_per_minute
-        # name: requests left, as of when
+        # name: (requests left, at which time)
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
-    def name(self, authorization: str, address: str) -> str:
-        """The name of the client, for the log: of its key, else its address. Raises ApiError 401."""
+    @property
+    def needs_key(self) -> bool:
+        return bool(self._digests)
+
+    def client_name(self, authorization: str, address: str) -> str:
+        """The client's name for the log: of its key, else its address. Raises ApiError 401."""
         if not self._digests:
             return address
         scheme, _, key = authorization.partition(" ")
         digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
-        # All are compared, each in constant time: how long it takes tells nothing of the keys.
+        # All are compared, each in constant time: the duration says nothing about the keys.
         known = [hmac.compare_digest(digest, one) for one in self._digests]
         if scheme.lower() != "bearer" or not any(known):
             what = "no such API key" if key else "an API key is needed"
@@ -72,13 +145,13 @@ class Door:
         return f"key-{digest.hex()[:8]}"
 
     def count(self, name: str) -> None:
-        """A request of this client. Raises ApiError 429."""
+        """Count a request of this client. Raises ApiError 429."""
         if (rate := self._rate) is None:
             return
         now = time.monotonic()
         left, since = self._buckets.pop(name, (float(rate), now))
         left = min(rate, left + (now - since) * rate / 60)
-        if len(self._buckets) >= _MOST_CLIENTS:
+        if len(self._buckets) >= MAX_CLIENTS:
             self._buckets.popitem(last=False)
         self._buckets[name] = (left - 1 if left >= 1 else left, now)
         if left < 1:
@@ -92,7 +165,7 @@ class Door:
 
 
 def read_keys(path: Path | None) -> list[str]:
-    """The keys of the environment and of a file with one a line. Raises MissingInputError,
+    """The keys of the environment and of a file with one per line. Raises MissingInputError,
     ConfigError.
     """
     keys = [key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",")]
@@ -101,12 +174,14 @@ def read_keys(path: Path | None) -> list[str]:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise MissingInputError(
-                f"no API keys at {path}: {type(error).__name__}", "give a text file, a key a line"
+                f"no API keys at {path}: {type(error).__name__}",
+                "give a text file with one key per line",
             ) from error
         found = [line.strip() for line in lines if not line.lstrip().startswith("#")]
         if not any(found):
             raise ConfigError(
-                f"{path} holds no API key", "write one a line; without the setting no key is needed"
+                f"{path} holds no API key",
+                "write one per line; without the setting no key is needed",
             )
         keys += found
     return [key for key in keys if key]

@@ -1,23 +1,28 @@
-"""What Prometheus is told: vLLM's names where vLLM has one, with the prefix `eyas:`, and what
-speculation adds to them.
+"""What the server reports about itself: metrics for Prometheus, and a line of log per request.
 
-Requests are counted here as they end; the engine's own counts are taken when they are asked for.
-Knows the engine's counters and no HTTP. No label and no value holds anything of a request's text.
+Metrics have vLLM's names, where vLLM has one, with the prefix `eyas:`. Requests are counted as they
+end; the engine's own counts are read at each scrape. No label, no value and no line of log holds
+anything of a request's text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import re
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.requests import Request as HttpRequest
 
 from eyas.engine.engine import Engine
 from eyas.engine.policy import RoundRecord
-from eyas.serve.completion import Answer
+from eyas.serve.completion import CompletionWriter
 from eyas.tau import accepted_by_position, num_accepted, sum_hists, tau_of
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -43,7 +48,7 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000,
 _QUANTILES = (0.1, 0.5, 0.9)
 # Of the engine's counters: name here, name there, what it counts.
 _COUNTERS = (
-    ("num_preemptions", "preemptions", "samples that gave their pages up and waited again"),
+    ("num_preemptions", "preemptions", "samples that gave up their pages and waited again"),
     (
         "prefix_cache_queries",
         "prompt_tokens",
@@ -57,17 +62,67 @@ _COUNTERS = (
         "draft_steps",
         "sequential forwards of the draft after its first",
     ),
-    ("spec_explored_rounds", "explored_rounds", "rounds run to learn what the other choice brings"),
+    ("spec_explored_rounds", "explored_rounds", "rounds run to measure the other choice"),
     ("device_busy_seconds", "device_busy_s", "seconds in jobs"),
     ("device_idle_seconds", "device_idle_s", "seconds between jobs while there was work"),
 )
 _OF_ROUNDS = (
     ("rounds", "rounds", 1.0, "rounds"),
     ("round_tokens", "tokens", 1.0, "tokens that rounds emitted"),
-    ("round_expected_tokens", "expected_tokens", 1.0, "tokens that were expected of them"),
+    ("round_expected_tokens", "expected_tokens", 1.0, "tokens expected of them"),
     ("round_predicted_seconds", "predicted_ms", 1e-3, "what they were predicted to take"),
     ("round_real_seconds", "real_ms", 1e-3, "what they took"),
 )
+
+
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+
+
+@dataclass
+class Exchange:
+    """One HTTP request, for the log and the metrics. id: the client's own if it can be logged.
+
+    completions: one, or one for each instance of a prediction. failure: in one word. started:
+    perf_counter, seconds.
+    """
+
+    http: HttpRequest
+    endpoint: str
+    id: str
+    client: str = ""
+    completions: Sequence[CompletionWriter] = ()
+    failure: str | None = None
+    started: float = field(default_factory=time.perf_counter)
+
+    @classmethod
+    def of(cls, http: HttpRequest) -> Exchange:
+        """Of a request that has a route."""
+        sent = http.headers.get("x-request-id", "")
+        request_id = sent if _REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex
+        return cls(http, http.scope["route"].path, request_id)
+
+    def facts(self, status: int) -> dict[str, Any]:
+        """What the log says: client, counts and times."""
+        facts: dict[str, Any] = {
+            "request_id": self.id,
+            "endpoint": self.endpoint,
+            "status": status,
+            "client": self.client,
+            "ms": round(1000 * (time.perf_counter() - self.started), 1),
+        }
+        if self.failure is not None:
+            facts["failure"] = self.failure
+        if self.completions:
+            tau = tau_of(sum_hists(one.accept_hist for one in self.completions))
+            firsts = [one.first_at for one in self.completions if one.first_at is not None]
+            facts |= {
+                "num_prompt_tokens": sum(one.num_prompt_tokens for one in self.completions),
+                "num_output_tokens": sum(one.num_tokens for one in self.completions),
+                "finish_reasons": [ending for one in self.completions for ending in one.endings],
+                "tau": None if tau is None else round(tau, 3),
+                "ttft_ms": round(1000 * (min(firsts) - self.started), 1) if firsts else None,
+            }
+        return facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +134,17 @@ class EngineState:
 
     @classmethod
     def of(cls, engine: Engine) -> EngineState:
-        """To be called on the thread that owns the engine."""
+        """For `EngineWorker.inspect`."""
         return cls(engine.metrics(), list(engine.policy.records))
 
 
 class Metrics(Collector):
-    """All metrics of one server."""
+    """All metrics of one server. num_pages: of the engine's cache."""
 
-    def __init__(self, model: str, num_pages: float) -> None:
+    def __init__(self, model: str) -> None:
+        self.num_pages = 1.0
         self._registry = CollectorRegistry()
         self._labels = {"model_name": model}
-        self._num_pages = num_pages
         self._accept_hist: list[int] = []
         self._state = EngineState({}, [])
         self._num_samples = 0
@@ -129,50 +184,49 @@ class Metrics(Collector):
             f"eyas:{name}", about, ("model_name",), registry=self._registry, buckets=buckets
         )
 
-    def also_tell(self, collector: Collector) -> None:
-        """Put another's metrics on the page."""
-        self._registry.register(collector)
-
     @property
     def tau(self) -> float | None:
         """Since the start, of the answers that are over."""
         return tau_of(self._accept_hist)
 
-    # As requests end
+    # When a request ends
 
-    def responded(self, endpoint: str, status: int) -> None:
-        """Count an HTTP request. endpoint: a route, never what a client made up."""
+    def count_response(self, endpoint: str, status: int) -> None:
+        """Count an HTTP request. endpoint: a route of the server, not a path that a client sent."""
         self._responses.labels(**self._labels, endpoint=endpoint, status=str(status)).inc()
 
-    def ended(self, answer: Answer, failure: str | None) -> None:
-        """Count an answer that is over. failure: why it ended before its time, in one word, else
-        None.
+    def count_completion(
+        self, answer: CompletionWriter, started: float, failure: str | None
+    ) -> None:
+        """Count an answer that is over. started: when its request arrived (perf_counter, seconds);
+        failure: why it ended early, in one word, else None.
         """
         if failure is not None:
             self._failed.labels(**self._labels, reason=failure).inc()
         for ending in answer.endings:
             if ending is not None:
                 self._ended.labels(**self._labels, finished_reason=ending).inc()
-        if answer.first_at is not None:  # else the engine refused it, or nobody waited for it
+        if answer.first_at is not None:  # else the engine refused it, or the client left before
             self._prompt_tokens.labels(**self._labels).inc(answer.num_prompt_tokens)
         self._tokens.labels(**self._labels).inc(answer.num_tokens)
         self._accept_hist = sum_hists((self._accept_hist, answer.accept_hist))
-        if failure is None and answer.first_at is not None and answer.last_at is not None:
-            self._times(answer, answer.first_at, answer.last_at)
-
-    def _times(self, answer: Answer, first_at: float, last_at: float) -> None:
+        if failure is not None or answer.first_at is None or answer.last_at is None:
+            return
         self._num_prompt.labels(**self._labels).observe(answer.num_prompt_tokens)
         self._num_answer.labels(**self._labels).observe(answer.num_tokens)
-        self._ttft.labels(**self._labels).observe(first_at - answer.started)
-        self._e2e.labels(**self._labels).observe(last_at - answer.started)
-        a_sample = answer.num_tokens / len(answer.choices)
-        if a_sample > 1:
-            self._tpot.labels(**self._labels).observe((last_at - first_at) / (a_sample - 1))
+        self._ttft.labels(**self._labels).observe(answer.first_at - started)
+        self._e2e.labels(**self._labels).observe(answer.last_at - started)
+        per_sample = answer.num_tokens / answer.num_samples
+        if per_sample > 1:
+            tpot_s = (answer.last_at - answer.first_at) / (per_sample - 1)
+            self._tpot.labels(**self._labels).observe(tpot_s)
 
-    # When Prometheus asks
+    # At a scrape
 
     def page(self, state: EngineState, num_samples: int) -> bytes:
-        """All of it in Prometheus' text format. num_samples: under way, as the server sees it."""
+        """All metrics in Prometheus' text format. num_samples: running or waiting, as the server
+        counts them.
+        """
         self._state, self._num_samples = state, num_samples
         return generate_latest(self._registry)
 
@@ -184,16 +238,16 @@ class Metrics(Collector):
         yield self._gauge("num_requests_running", "samples that hold a slot", counters["running"])
         waiting = max(self._num_samples - counters["running"], counters["waiting"])
         yield self._gauge("num_requests_waiting", "samples that wait for one", waiting)
-        yield self._gauge("kv_cache_pages", "pages of 16 tokens", self._num_pages)
+        yield self._gauge("kv_cache_pages", "pages of 16 tokens", self.num_pages)
         yield self._gauge(
             "kv_cache_pages_available",
-            "pages nobody holds, kept ones among them",
+            "pages that no sample holds, kept ones included",
             counters["pages_available"],
         )
         yield self._gauge(
             "kv_cache_pages_kept", "pages kept for prompts that begin alike", counters["pages_kept"]
         )
-        used = 1 - counters["pages_available"] / self._num_pages
+        used = 1 - counters["pages_available"] / self.num_pages
         yield self._gauge("kv_cache_usage_perc", "share of pages that are held, 0 to 1", used)
         for name, counter, about in _COUNTERS:
             family = CounterMetricFamily(f"eyas:{name}", about, labels=("model_name",))
@@ -262,14 +316,14 @@ class Metrics(Collector):
         if errors:
             yield self._quantiles(
                 "round_cost_error",
-                "how far off the predicted time of the last rounds was, relative",
+                "relative error of the predicted time of the last rounds",
                 errors,
             )
 
     def _speedups(self, counters: dict[str, float]) -> Metric:
         family = GaugeMetricFamily(
             "eyas:spec_speedup",
-            "held of speculation over plain rounds",
+            "estimate for speculation over plain rounds",
             labels=("model_name", "speculating", "requests"),
         )
         for name, value in counters.items():

@@ -1,6 +1,4 @@
-"""The endpoints as an OpenAPI document, from the forms that judge requests: they cannot say
-different things. Knows no HTTP.
-"""
+"""The endpoints as an OpenAPI document, made from the classes that validate requests."""
 
 from __future__ import annotations
 
@@ -8,11 +6,9 @@ from copy import deepcopy
 from importlib.metadata import version
 from typing import Any
 
-from eyas.serve.chat_request import ChatRequest
-from eyas.serve.fields import Asked
-from eyas.serve.generate_request import GenerateRequest
-from eyas.serve.text_request import TextRequest
-from eyas.serve.vertex import Prediction
+from eyas.serve.fields import RequestBody
+from eyas.serve.protocol import ChatRequest, GenerateRequest, TextRequest
+from eyas.serve.vertex import PredictionRequest
 
 _ERROR = {
     "type": "object",
@@ -60,7 +56,7 @@ _MODELS = {
 }
 _HEALTH = {"type": "object", "required": ["status"], "properties": {"status": {"type": "string"}}}
 _PROBLEMS = {
-    "400": "the request is wrong or asks for what this server does not do",
+    "400": "the request is wrong or asks for what this server does not support",
     "401": "an API key is needed",
     "404": "no such model",
     "408": "the body came too slowly",
@@ -68,20 +64,19 @@ _PROBLEMS = {
     "415": "the body is no JSON",
     "429": "too many requests; retry-after says when to come again",
     "500": "the engine failed",
-    "503": "the server is shutting down",
+    "503": "the server is loading its model or shutting down",
     "504": "the answer took too long",
 }
 
 
 _GENERATED = {"type": "object", "required": ["text", "output_ids", "meta_info"]}
 _INFO = {"type": "object", "required": ["internal_states"]}
-_DRIFT = {"type": "object", "required": ["expected", "rule", "slices"]}
 _PREDICTIONS = {
     "type": "object",
     "required": ["predictions"],
     "properties": {"predictions": {"type": "array"}},
 }
-_GOOGLES_ERROR = {
+_VERTEX_ERROR = {
     "type": "object",
     "required": ["error"],
     "properties": {"error": {"type": "object", "required": ["code", "message", "status"]}},
@@ -95,31 +90,28 @@ def document(model: str, predict_route: str | None = None) -> dict[str, Any]:
     schemas: dict[str, Any] = {}
     paths = {
         "/v1/chat/completions": {
-            "post": _completion("a chat's next turn", _form(ChatRequest, model, schemas))
+            "post": _completion("answers a chat", _form(ChatRequest, model, schemas))
         },
         "/v1/completions": {
-            "post": _completion("how texts go on", _form(TextRequest, model, schemas))
+            "post": _completion("continues texts", _form(TextRequest, model, schemas))
         },
         "/generate": {
             "post": _completion(
                 "SGLang's own", _form(GenerateRequest, model, schemas), _either(_GENERATED)
             )
         },
-        "/v1/models": {"get": _simple("what is served", _MODELS, "400", "401", "429")},
+        "/v1/models": {"get": _simple("the served model", _MODELS, "401", "429", "503")},
         "/v1/models/{model}": {
             "get": {
-                **_simple("one of them", _MODEL, "400", "401", "404", "429"),
+                **_simple("the same by name", _MODEL, "401", "404", "429", "503"),
                 "parameters": [_parameter(model)],
             }
         },
-        "/drift": {
-            "get": _simple("acceptance by slice of traffic, over time", _DRIFT, "400", "401", "429")
-        },
         "/server_info": {
-            "get": _simple("what SGLang's benchmark reads", _INFO, "400", "401", "429")
+            "get": _simple("what SGLang's benchmark reads", _INFO, "401", "429", "503")
         },
         "/get_server_info": {
-            "get": _simple("the same under its older name", _INFO, "400", "401", "429")
+            "get": _simple("the same under its older name", _INFO, "401", "429", "503")
         },
         "/health": {"get": _simple("whether requests are taken", _HEALTH, "503")},
         "/metrics": {
@@ -131,9 +123,9 @@ def document(model: str, predict_route: str | None = None) -> dict[str, Any]:
         "/openapi.json": {"get": _simple("this document", {"type": "object"})},
     }
     if predict_route is not None and predict_route not in paths:
-        form = _form(Prediction, model, schemas)
+        form = _form(PredictionRequest, model, schemas)
         paths[predict_route] = {
-            "post": _completion("Vertex AI's predictions", form, _PREDICTIONS, _GOOGLES_ERROR)
+            "post": _completion("Vertex AI's predictions", form, _PREDICTIONS, _VERTEX_ERROR)
         }
     return {
         "openapi": "3.1.0",
@@ -146,16 +138,19 @@ def document(model: str, predict_route: str | None = None) -> dict[str, Any]:
     }
 
 
-def _form(form: type[Asked | Prediction], model: str, schemas: dict[str, Any]) -> dict[str, Any]:
-    """A form's schema, its parts put into `schemas`: null is taken in every field, and what is not
-    done when it is off.
+def _form(
+    form: type[RequestBody | PredictionRequest], model: str, schemas: dict[str, Any]
+) -> dict[str, Any]:
+    """A reference to a body's schema, which is put into `schemas` with its parts.
+
+    Every field may be null; a field that is not supported has the values that change nothing.
     """
     schema = deepcopy(
         form.model_json_schema(by_alias=True, ref_template="#/components/schemas/{model}")
     )
     schemas |= schema.pop("$defs", {})
     properties = schema["properties"]
-    off = form.off if issubclass(form, Asked) else {}
+    off = form.off if issubclass(form, RequestBody) else {}
     for name, values in off.items():
         properties[name] = {"enum": [*values, None]}
     for name in properties.keys() - set(schema.get("required", ())) - off.keys():
@@ -167,7 +162,7 @@ def _form(form: type[Asked | Prediction], model: str, schemas: dict[str, Any]) -
 
 
 def _either(schema: dict[str, Any]) -> dict[str, Any]:
-    """One, or a list of them."""
+    """The schema, or a list of it."""
     return {"oneOf": [schema, {"type": "array", "items": schema}]}
 
 
@@ -178,7 +173,8 @@ def _completion(
     error: dict[str, Any] = _ERROR,
 ) -> dict[str, Any]:
     answer = _content("application/json", answers)
-    answer["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    # each event's data is the JSON of a chunk, the last one's [DONE]
+    answer["content"]["text/event-stream"] = {"schema": {}}
     return {
         "summary": summary,
         "security": [{"key": []}, {}],

@@ -1,7 +1,8 @@
-"""The target's tokenizer as a server needs it: text as it is, text as it arrives, the bytes of a
-token, what its template can.
+"""The target's tokenizer as a server needs it: plain text to tokens, tokens to text as they arrive,
+the bytes of a token, and what the chat template supports.
 
-Messages are Chat's affair; with options of the template a Chat of their own. Knows no role token.
+Shares Chat's tokenizer. Messages become tokens in Chat; each combination of template options has a
+Chat of its own. Knows no role token.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from functools import cached_property
 from eyas.chat import Chat, TextStream
 from eyas.errors import InputError, TemplateError
 
-_PROBE = "a-tool-that-nobody-calls"
+_PROBE = "a-tool-to-look-for"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _SHRINKING = 4  # how many times shorter a tokenizer's normalization may make a text
-_OURS = frozenset(
+# variables of a template that are not the client's options
+_RESERVED = frozenset(
     {"add_generation_prompt", "continue_final_message", "documents", "messages", "tools"}
 )
-_MOST_CHATS = 8
+MAX_CHATS = 8
 Options = tuple[tuple[str, bool], ...]
 
 
@@ -36,15 +38,15 @@ class Tokenizer:
     # Text to tokens
 
     def chat(self, options: Mapping[str, bool]) -> Chat:
-        """The Chat whose template is given these options; the first time it is made, which takes
-        its time.
+        """The Chat whose template gets these options. The first request with them pays for its
+        examination.
 
-        Raises TemplateError for a template that cannot be trusted with them, InputError for more
-        than can be kept.
+        Raises TemplateError for a template that has no exact mask with them, InputError for too
+        many combinations.
         """
         key = tuple(sorted(options.items()))
         if key not in self._chats:
-            if len(self._chats) >= _MOST_CHATS:
+            if len(self._chats) >= MAX_CHATS:
                 raise InputError(
                     "chat_template_kwargs were given in too many combinations",
                     "use those in use already",
@@ -53,14 +55,14 @@ class Tokenizer:
         return self._chats[key]
 
     def knows_option(self, name: str) -> bool:
-        """Whether the chat template looks at an option, which it would ignore otherwise."""
+        """Whether the chat template reads a variable of this name."""
         template = str(self._tokenizer.get_chat_template())
-        return name not in _OURS and re.search(rf"\b{re.escape(name)}\b", template) is not None
+        return name not in _RESERVED and re.search(rf"\b{re.escape(name)}\b", template) is not None
 
     @cached_property
     def calls_tools_in_tags(self) -> bool:
-        """Whether the template shows tools to the target and has calls written as JSON between
-        <tool_call> tags.
+        """Whether the template shows tools to the target, with calls as JSON between <tool_call>
+        tags.
         """
         tool = {
             "type": "function",
@@ -74,19 +76,19 @@ class Tokenizer:
         return _PROBE in shown and "<tool_call>" in shown and self.decode(self.encode(tags)) == tags
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """A text as it is, with the tokens that the tokenizer puts around every text where they are
-        asked for.
+        """The tokens of a text; with add_special_tokens also those that the tokenizer puts around
+        every text.
         """
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def least_tokens(self, num_characters: int) -> int:
-        """Tokens that so much text has at least: what cannot fit need not be encoded to be refused."""
+        """A lower bound of a text's tokens, so that a text far too long is refused unencoded."""
         return num_characters // (_SHRINKING * self._longest_token)
 
     # Tokens to text
 
     def decode(self, ids: list[int]) -> str:
-        """The text of tokens; special tokens are left out. The same as Chat's, without its detours."""
+        """The text of tokens, special tokens left out: the same as Chat's, at less cost."""
         return str(self._backend.decode(ids, skip_special_tokens=True))
 
     def stream(self) -> TextStream:
@@ -121,8 +123,8 @@ class Tokenizer:
 
 
 def _byte_characters() -> dict[str, int]:
-    """The characters that byte-level tokenizers write bytes as: printable ones as themselves, the
-    others from 256 on.
+    """The characters that byte-level tokenizers write bytes as: printable bytes as themselves, the
+    others as the characters from 256 on.
     """
     printable = [
         *range(ord("!"), ord("~") + 1),

@@ -1,8 +1,8 @@
-"""Calls of tools in the form of Hermes and Qwen: JSON between <tool_call> tags. Pure text: knows no
+"""Tool calls in the form of Hermes and Qwen: JSON between <tool_call> tags. Pure text: knows no
 tokenizer and no server.
 
-auto       the answer is words, calls, or both: `CallReader` tells them apart
-demanded   the prompt goes on with the opening tag, a JSON schema (`call_schema`) keeps the answer to one call
+auto       the answer is words, calls, or both: `CallReader` separates them
+required   the prompt ends with the opening tag, and a JSON schema (`call_schema`) allows one call
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eyas.engine.stop import StopFilter
-from eyas.serve.chat_request import Tool
-from eyas.serve.refusal import unsupported
+from eyas.serve.limits import unsupported
+from eyas.serve.protocol import Tool
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
-DEMAND = f"{OPENING}\n"  # what the prompt of a demanded call ends with
+REQUIRED_OPENING = f"{OPENING}\n"  # what the prompt of a required call ends with
 _DEFINITIONS = ("$defs", "definitions")
 
 
@@ -39,15 +39,15 @@ class Call:
 
 
 class CallReader:
-    """Takes an answer's text apart as it arrives. What looks like a call and cannot be read stays
-    text.
+    """Separates words and calls in a text as it arrives. What looks like a call and cannot be read
+    stays text.
     """
 
-    def __init__(self, demanded: bool = False) -> None:
-        """demanded: the text begins behind an opening tag."""
+    def __init__(self, is_open: bool = False) -> None:
+        """is_open: the text begins behind an opening tag."""
         self.num_calls = 0
-        self._demanded = demanded
-        self._inside = demanded
+        self._is_open = is_open
+        self._inside = is_open
         self._block = ""
         self._words = StopFilter([OPENING])
         self._blanks = ""  # shown when more words follow, not before a call
@@ -79,19 +79,19 @@ class CallReader:
         return words, calls
 
     def finish(self) -> tuple[str, list[Call]]:
-        """What still waits: an answer may end without the closing tag."""
+        """What was held back: an answer may end without the closing tag."""
         call = _read(self._block) if self._inside else None
         if call is not None:
             self.num_calls += 1
             return "", [call]
         rest = self._words.finish()
         if self._inside:
-            rest = self._block if self._demanded else OPENING + self._block
+            rest = self._block if self._is_open else OPENING + self._block
         words = self._spaced(rest)
         return words if self.num_calls else words + self._blanks, []
 
     def _spaced(self, words: str) -> str:
-        """Words after the blanks that waited; blanks at their own end wait."""
+        """Words behind the blanks that were held back; blanks at their end are held back."""
         words = self._blanks + words
         shown = words.rstrip()
         self._blanks = words[len(shown) :]
@@ -129,16 +129,12 @@ def call_schema(tools: Sequence[Tool]) -> str:
 
 def _read(block: str) -> Call | None:
     try:
-        said = json.loads(block)
+        call = json.loads(block)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(said, dict) or not isinstance(said.get("name"), str):
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None
-    arguments = said.get("arguments", said.get("parameters", {}))
-    if isinstance(arguments, str):
-        return Call(said["name"], arguments)
-    return (
-        Call(said["name"], json.dumps(arguments, ensure_ascii=False))
-        if isinstance(arguments, dict)
-        else None
-    )
+    arguments = call.get("arguments", call.get("parameters", {}))
+    if isinstance(arguments, dict):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return Call(call["name"], arguments) if isinstance(arguments, str) else None

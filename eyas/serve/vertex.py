@@ -1,13 +1,13 @@
 """Vertex AI's contract for custom containers: its environment, {"instances", "parameters"} and the
-shape of its errors.
+form of its errors.
 
-    AIP_HTTP_PORT                           where to listen, on all addresses
-    AIP_HEALTH_ROUTE, AIP_PREDICT_ROUTE     what is asked there, beside the server's own routes
-    AIP_STORAGE_URI                         the model's files: target/ and, for speculation, head/ below it
+    AIP_HTTP_PORT                           the port, on all addresses
+    AIP_HEALTH_ROUTE, AIP_PREDICT_ROUTE     routes beside the server's own
+    AIP_STORAGE_URI                         the model: target/ and, for speculation, head/ below it
 
-An instance is the body of a chat (it has `messages`) or of a text (`prompt`) without `model`;
-parameters are fields for all instances that do not have them. A prediction is what the endpoint of
-the instance would answer. Knows no engine.
+An instance is the body of a chat (it has `messages`) or of a text completion (`prompt`) without
+`model`; parameters are fields for all instances that do not have them. A prediction is what the
+endpoint of the instance would answer. Knows no engine.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from eyas.errors import ConfigError
-from eyas.serve.chat_request import ChatRequest
 from eyas.serve.fields import Strict, parse_body
-from eyas.serve.refusal import ApiError, unsupported
-from eyas.serve.text_request import TextRequest
+from eyas.serve.limits import ApiError, unsupported
+from eyas.serve.protocol import ChatRequest, TextRequest
 
 MAX_INSTANCES = 128
 MAX_PARAMETERS_BYTES = 64 << 10  # each instance gets a copy
@@ -43,11 +42,7 @@ _STATUSES = {
 
 
 class VertexConfig(BaseModel):
-    """Routes that Vertex AI asks for, and where the model's files are (fetched by eyas.hub).
-
-    With this section a server answers 503 from its first moment on: a container that does not
-    listen is taken for dead after 40 seconds.
-    """
+    """The routes that Vertex AI requests, and the URL of the model's files."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -57,15 +52,13 @@ class VertexConfig(BaseModel):
 
 
 def from_environment(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """What the environment says of a ServeConfig's fields; nothing outside Vertex AI. Raises
-    ConfigError.
-    """
+    """Fields of a ServeConfig from the environment; none outside Vertex AI. Raises ConfigError."""
     if "AIP_HTTP_PORT" not in environment:
         return {}
     port = environment["AIP_HTTP_PORT"]
     if not (port.isascii() and port.isdigit() and 0 <= int(port) < 65536):
         raise ConfigError(
-            "AIP_HTTP_PORT is no port", "Vertex AI sets it; by hand, give a number such as 8080"
+            "AIP_HTTP_PORT is no port", "Vertex AI sets it; elsewhere give a number such as 8080"
         )
     routes = {
         name: environment[variable]
@@ -85,7 +78,7 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> dict[str, A
     return {"host": "0.0.0.0", "port": int(port), "vertex": routes}
 
 
-class Prediction(Strict):
+class PredictionRequest(Strict):
     """The body of a request."""
 
     instances: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_INSTANCES)]
@@ -93,9 +86,9 @@ class Prediction(Strict):
 
 
 def instances(body: bytes, model: str) -> list[ChatRequest | TextRequest]:
-    """The instances of a request, each in the form of its endpoint. Raises ApiError."""
-    asked = parse_body(Prediction, body)
-    shared = asked.parameters or {}
+    """The instances of a request, each as the body of its endpoint. Raises ApiError."""
+    request = parse_body(PredictionRequest, body)
+    shared = request.parameters or {}
     for name in ("instances", "messages", "prompt"):
         if name in shared:
             raise ApiError(400, f"parameters.{name}: belongs to an instance", f"parameters.{name}")
@@ -105,7 +98,7 @@ def instances(body: bytes, model: str) -> list[ChatRequest | TextRequest]:
             f"parameters: over {MAX_PARAMETERS_BYTES} bytes, give them with the instances",
             "parameters",
         )
-    return [_instance(number, one, shared, model) for number, one in enumerate(asked.instances)]
+    return [_instance(number, one, shared, model) for number, one in enumerate(request.instances)]
 
 
 def _instance(
@@ -115,13 +108,13 @@ def _instance(
     if ("messages" in given) == ("prompt" in given):
         raise ApiError(400, f"{where}: give messages, for a chat, or prompt, for a text", where)
     merged = {"model": model, **shared, **given}
-    form: type[ChatRequest] | type[TextRequest] = (
+    kind: type[ChatRequest] | type[TextRequest] = (
         ChatRequest if "messages" in given else TextRequest
     )
     try:
-        found = parse_body(form, json.dumps(merged).encode())
+        found = parse_body(kind, json.dumps(merged).encode())
         if found.stream:
-            raise unsupported("stream", "a prediction comes as a whole; leave it out (or false)")
+            raise unsupported("stream", "a prediction is not streamed; leave it out (or false)")
     except ApiError as error:
         raise located(error, number, given, shared) from None
     return found
@@ -138,7 +131,7 @@ def located(
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    """As Google's APIs write errors."""
+    """The error in the form of Google's APIs."""
     default = "INTERNAL" if error.status >= 500 else HTTPStatus(error.status).name
     status = _STATUSES.get(error.status, default)
     body: dict[str, Any] = {"code": error.status, "message": error.message, "status": status}

@@ -1,15 +1,15 @@
 """The thread that owns the engine, and how requests and updates cross to and from the event loop.
 Knows no HTTP.
 
-    event loop                                     worker thread
+    event loop                                   engine's thread
     updates(requests) ── add, cancel ─▶ inbox ─▶ engine.add, engine.cancel
-    look(question)    ── question ────▶            question(engine), between two rounds
-           ▲                                       engine.step  (without work: waits on the condition)
-           └────── one queue a caller ◀─ deliver ◀── call_soon_threadsafe, once for all the updates of a round
+    inspect(look)     ── look ────────▶          look(engine), between two rounds
+           ▲                                     engine.step (without work: waits)
+           └──── one queue per call ◀─ deliver ◀─ call_soon_threadsafe, once per round
 
 An engine that raises in a step is not trusted again: all requests fail with EngineFailure, now and
-later, and `failure` says why. What it raises for one request alone, before anything of it runs, is
-that request's failure.
+later, and `failure` says why. What it raises for one request before any of it runs is that
+request's failure.
 """
 
 from __future__ import annotations
@@ -35,46 +35,46 @@ class EngineFailure(EyasError):
     """The engine has raised or has been stopped; the request gets no (further) answer."""
 
     def again(self) -> EngineFailure:
-        """The same failure to raise once more: an exception that is raised twice keeps both
-        tracebacks.
-        """
+        """A copy to raise: an exception that is raised twice keeps both tracebacks."""
         return EngineFailure(self.what, self.hint)
 
 
-class Stopped(EngineFailure):
-    """The server ends; the request may be sent to it again later."""
+class ShuttingDown(EngineFailure):
+    """The server ends; the request may be sent again later."""
 
-    def again(self) -> Stopped:
-        return Stopped(self.what, self.hint)
+    def again(self) -> ShuttingDown:
+        return ShuttingDown(self.what, self.hint)
 
 
-class TimedOut(EyasError):
+class RequestTimeout(EyasError):
     """The answer took longer than it may."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Question:
-    ask: Callable[[Engine], Any]
-    answer: asyncio.Future[Any]
+class Inspection:
+    """A function of the engine to be called between two rounds, and where its result goes."""
+
+    look: Callable[[Engine], Any]
+    result: asyncio.Future[Any]
 
 
-# a request to add; the id of one to cancel; something to be answered between rounds
-Command = Request | str | _Question
+# a request to add; the id of one to cancel; a look at the engine
+Command = Request | str | Inspection
 
 
-class Worker:
+class EngineWorker:
     """Runs an engine in a thread of its own for the event loop that calls `start`."""
 
     def __init__(self, engine: Engine) -> None:
         self.failure: EngineFailure | None = None
         self.max_batch = engine.config.max_batch
-        # under way, waiting or running; touched by the event loop only, as the queues
+        # running or waiting; only the event loop touches this and the queues
         self.num_samples = 0
         self._engine = engine
         self._condition = threading.Condition()  # guards the two below
         self._inbox: list[Command] = []
         self._stopping = False
-        # by request; requests that are asked for together share one
+        # by request id; the requests of one call of `updates` share a queue
         self._queues: dict[str, asyncio.Queue[Event]] = {}
         self._thread: threading.Thread | None = None
 
@@ -86,13 +86,14 @@ class Worker:
     def is_running(self) -> bool:
         return self._thread is not None and self._thread.is_alive() and self.failure is None
 
-    async def start(self) -> None:
+    def start(self) -> None:
+        """Start the thread; updates go to the running event loop."""
         loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, args=(loop,), name="engine", daemon=True)
         self._thread.start()
 
     async def stop(self) -> None:
-        """End the thread after its current round; requests that still wait get EngineFailure."""
+        """End the thread after its current round; requests that still wait get ShuttingDown."""
         assert self._thread is not None, "stop before start"
         with self._condition:
             self._stopping = True
@@ -101,25 +102,25 @@ class Worker:
         self.fail_all()
 
     def fail_all(self) -> None:
-        """What still runs or waits fails, because the server ends."""
-        self._fail(Stopped("the server is shutting down", "send the request again later"))
+        """Fail all requests that run or wait, because the server ends."""
+        self._fail(ShuttingDown("the server is shutting down", "send the request again later"))
 
-    async def look(self, question: Callable[[Engine], T]) -> T:
-        """What a question finds in the engine between two of its rounds. Raises EngineFailure."""
+    async def inspect(self, look: Callable[[Engine], T]) -> T:
+        """What `look` returns for the engine between two rounds. Raises EngineFailure."""
         if not self.is_running:
             raise (self.failure or EngineFailure("the engine is not running")).again()
-        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._post(_Question(question, answer))
-        return await answer
+        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._post(Inspection(look, result))
+        return await result
 
     async def updates(
-        self, requests: Sequence[Request], timeout_s: float | None = None
+        self, requests: Sequence[Request], timeout_s: float
     ) -> AsyncGenerator[list[Update]]:
-        """The updates of requests to their end, as many at a time as have come; leaving earlier
-        (close the iterator) cancels what still runs.
+        """The updates of requests until all have ended, as many at a time as are there. Closing the
+        iterator earlier cancels what still runs.
 
         Raises InputError when the engine refuses one of the requests, EngineFailure when it fails,
-        TimedOut.
+        RequestTimeout after timeout_s.
         """
         if self.failure is not None:
             raise self.failure.again()
@@ -129,10 +130,8 @@ class Worker:
         for request in requests:
             self._queues[request.id] = queue
             self._post(request)
-        timer = None
-        if timeout_s is not None:
-            late = TimedOut(f"the answer took more than {timeout_s:g} s", "ask for fewer tokens")
-            timer = asyncio.get_running_loop().call_later(timeout_s, queue.put_nowait, late)
+        late = RequestTimeout(f"the answer took more than {timeout_s:g} s", "ask for fewer tokens")
+        timer = asyncio.get_running_loop().call_later(timeout_s, queue.put_nowait, late)
         try:
             while open_samples:
                 events = [await queue.get()]
@@ -145,8 +144,7 @@ class Worker:
                         self._close_sample(open_samples, event.request_id)
                 yield [event for event in events if isinstance(event, Update)]
         finally:
-            if timer is not None:
-                timer.cancel()
+            timer.cancel()
             self.num_samples -= sum(open_samples.values())
             for request_id in open_samples:
                 del self._queues[request_id]
@@ -163,7 +161,7 @@ class Worker:
             self._inbox.append(command)
             self._condition.notify()
 
-    # Event loop: from here on, called through call_soon_threadsafe
+    # Event loop: called through call_soon_threadsafe
 
     def _deliver(self, events: list[tuple[str, Event]]) -> None:
         for request_id, event in events:
@@ -177,78 +175,74 @@ class Worker:
         with self._condition:
             inbox, self._inbox = self._inbox, []
         for command in inbox:
-            if isinstance(command, _Question):
-                _settle(command.answer, self.failure.again())
+            if isinstance(command, Inspection):
+                _settle(command.result, self.failure.again())
 
-    # Worker thread
+    # Engine's thread
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Take in what came, take one step, hand out what that gave, until the server ends."""
+        engine = self._engine
         try:
-            while self._serve_round(loop):
-                pass
-        except (
-            BaseException
-            # whatever it is, and native libraries raise what is no Exception: those who wait must hear
-        ) as error:
+            while self._obey(loop):
+                if engine.has_work:
+                    updates = engine.step()
+                    if updates:
+                        events: list[tuple[str, Event]] = [(one.request_id, one) for one in updates]
+                        loop.call_soon_threadsafe(self._deliver, events)
+        # native libraries raise what is no Exception, and the clients must still get an answer
+        except BaseException as error:
             log.exception("the engine failed")
-            # its message may quote another's request
+            # the type alone: the message may quote another client's request
             what = f"the engine failed: {type(error).__name__}"
             loop.call_soon_threadsafe(
                 self._fail, EngineFailure(what, "restart the server; its log has more")
             )
 
-    def _serve_round(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Take in what came, take one step, hand out what that gave. False when it is time to stop."""
+    def _obey(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Wait for commands or work and carry the commands out. False when the thread is to end."""
         with self._condition:
             self._condition.wait_for(lambda: self._inbox or self._stopping or self._engine.has_work)
             if self._stopping:
                 return False
             commands, self._inbox = self._inbox, []
+        refused: list[tuple[str, Event]] = []
         try:
-            refused = [event for command in commands for event in self._obey(command, loop)]
+            for command in commands:
+                if isinstance(command, str):
+                    self._engine.cancel(command)
+                elif isinstance(command, Inspection):
+                    found = command.look(self._engine)
+                    loop.call_soon_threadsafe(_settle, command.result, found)
+                elif error := self._add(command):
+                    refused.append((command.id, error))
         except BaseException:
-            with self._condition:  # so that those who ask are told of the failure
+            with self._condition:  # so that their callers get the failure
                 self._inbox = commands + self._inbox
             raise
-        self._hand_out(loop, refused)
-        if self._engine.has_work:
-            self._hand_out(loop, [(update.request_id, update) for update in self._engine.step()])
+        if refused:
+            loop.call_soon_threadsafe(self._deliver, refused)
         return True
 
-    def _hand_out(self, loop: asyncio.AbstractEventLoop, events: list[tuple[str, Event]]) -> None:
-        if events:
-            loop.call_soon_threadsafe(self._deliver, events)
-
-    def _obey(self, command: Command, loop: asyncio.AbstractEventLoop) -> list[tuple[str, Event]]:
-        if isinstance(command, str):
-            self._engine.cancel(command)
-        elif isinstance(command, _Question):
-            loop.call_soon_threadsafe(_settle, command.answer, command.ask(self._engine))
-        else:
-            return self._add(command)
-        return []
-
-    def _add(self, request: Request) -> list[tuple[str, Event]]:
+    def _add(self, request: Request) -> EyasError | None:
+        """Give a request to the engine; returns why it cannot be run."""
         try:
             self._engine.add(request)
         except InputError as error:
-            return [(request.id, error)]
+            return error
         except BaseException as error:  # a panic in the grammar library is no Exception
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             self._engine.cancel(request.id)
-            log.error(
-                "a request could not be added", extra={"data": {"error": type(error).__name__}}
-            )
-            return [
-                (request.id, EngineFailure(f"the request could not be run: {type(error).__name__}"))
-            ]
-        return []
+            kind = type(error).__name__
+            log.error("a request could not be added", extra={"data": {"error": kind}})
+            return EngineFailure(f"the request could not be run: {kind}")
+        return None
 
 
-def _settle(answer: asyncio.Future[Any], result: Any) -> None:
-    if not answer.done():  # else nobody waits any more
-        if isinstance(result, BaseException):
-            answer.set_exception(result)
+def _settle(result: asyncio.Future[Any], found: Any) -> None:
+    if not result.done():  # else its caller has gone
+        if isinstance(found, BaseException):
+            result.set_exception(found)
         else:
-            answer.set_result(result)
+            result.set_result(found)

@@ -1,7 +1,7 @@
-"""The playground at `/`: files as they are, with headers under which a browser runs no other script
-and asks no other server.
+"""The page at `/`: static files, with headers under which a browser runs no other script and sends
+requests to no other server.
 
-Knows no request: the page asks the same API as everybody, with the key that it is given.
+The page uses the same API as any client, with the key that its user enters.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from eyas.page import STYLESHEET
 
-FOLDER = Path(__file__).with_name("page")
+FOLDER = Path(__file__).parent
 FILES = {
     "/": (FOLDER / "index.html", "text/html"),
     "/page/house.css": (STYLESHEET, "text/css"),
@@ -22,12 +22,11 @@ FILES = {
     "/page/page.js": (FOLDER / "page.js", "text/javascript"),
     "/page/icon.svg": (FOLDER / "icon.svg", "image/svg+xml"),
 }
-# With trusted types nothing on the page can turn a text into HTML, whatever a model says.
+# With trusted types nothing on the page can turn a text into HTML, whatever a model writes.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-    "base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types "
-    "'none'"
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
 )
 _HEADERS = {
     "content-security-policy": POLICY,
@@ -37,17 +36,17 @@ _HEADERS = {
 }
 
 
-def routes() -> list[Route]:
-    """A route for each file, read once. They need no key: there is nothing in them of model or
+def page_routes() -> list[Route]:
+    """A route for each file, which is read once. They need no key: they hold nothing of model or
     traffic.
     """
     return [_route(path, *named) for path, named in FILES.items()]
 
 
-def _route(path: str, file: Path, kind: str) -> Route:
+def _route(path: str, file: Path, media_type: str) -> Route:
     content = file.read_bytes()
 
-    async def answered(_: HttpRequest) -> Response:
-        return Response(content, media_type=kind, headers=_HEADERS)
+    async def respond(_: HttpRequest) -> Response:
+        return Response(content, media_type=media_type, headers=_HEADERS)
 
-    return Route(path, answered, methods=["GET"])
+    return Route(path, respond, methods=["GET"])

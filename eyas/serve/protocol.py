@@ -1,0 +1,373 @@
+"""The bodies of requests: OpenAI's chat and text completions, and SGLang's own /generate.
+
+/generate has the fields of /v1/completions under other names, so it becomes a TextRequest. Knows no
+template, no tokenizer and no engine.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from eyas.serve.fields import (
+    OFF,
+    NumLogprobs,
+    OpenAIFields,
+    RequestBody,
+    SamplingFields,
+    Seed,
+    StreamOptions,
+    Strict,
+    TokenId,
+)
+from eyas.serve.limits import ApiError, unsupported
+
+TEXT_MAX_TOKENS = 16  # OpenAI's default
+GENERATE_MAX_TOKENS = 128  # SGLang's default
+MAX_PROMPTS = 1024
+
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+# fields of messages without content of their own, as clients send them back
+_WITHOUT_EFFECT: dict[str, Any] = {"annotations": [], "tool_calls": []}
+
+
+# /v1/chat/completions
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Strict):
+    """arguments: JSON, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # in chunks, which clients put together
+
+
+class ChatMessage(Strict):
+    """One turn. A content of several text parts is their concatenation; null is the same as
+    nothing.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    tool_calls: list[ToolCall] = Field(default=[])
+    tool_call_id: str | None = None
+    name: str | None = None  # of the tool that answers
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_without_effect(cls, message: Any) -> Any:
+        if not isinstance(message, dict):
+            return message
+        return {
+            name: value
+            for name, value in message.items()
+            if value is not None and _WITHOUT_EFFECT.get(name) != value
+        }
+
+    @model_validator(mode="after")
+    def _belongs_to_its_role(self) -> Self:
+        if self.content is None and not self.tool_calls:
+            raise ApiError(400, f"a message of the {self.role} has no content", "messages")
+        if self.tool_calls and self.role != "assistant":
+            raise ApiError(
+                400, f"tool_calls are the assistant's, not the {self.role}'s", "messages"
+            )
+        if (self.tool_call_id is not None or self.name is not None) and self.role != "tool":
+            raise unsupported(
+                "messages", f"tool_call_id and name are for the role tool, not for {self.role}"
+            )
+        return self
+
+    @property
+    def text(self) -> str:
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        return "".join(part.text for part in self.content)
+
+    @property
+    def uses_tools(self) -> bool:
+        return self.role == "tool" or bool(self.tool_calls)
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates take it, with the arguments of calls as objects. Raises ApiError for
+        arguments that are no JSON object.
+        """
+        turn: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.text,
+        }
+        if self.tool_calls:
+            turn["tool_calls"] = [
+                {
+                    "type": "function",
+                    "function": {"name": one.function.name, "arguments": _arguments(one.function)},
+                }
+                for one in self.tool_calls
+            ]
+        return turn if self.name is None else {**turn, "name": self.name}
+
+
+def _arguments(called: CalledFunction) -> dict[str, Any]:
+    try:
+        arguments = json.loads(called.arguments or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ApiError(400, "the arguments of a tool call are no JSON object", "messages")
+    return arguments
+
+
+class Function(Strict):
+    """strict: arguments that follow the schema; they do where tool_choice names or requires a
+    tool.
+    """
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        return {
+            "type": "function",
+            "function": self.function.model_dump(exclude_none=True, exclude={"strict"}),
+        }
+
+
+class NamedFunction(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatRequest(OpenAIFields):
+    """The body of /v1/chat/completions, with OpenAI's defaults."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    logprobs: bool = False
+    top_logprobs: NumLogprobs = 0
+    tools: list[Tool] = Field(default=[], max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, bool] = Field(default={})
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> Self:
+        if (
+            None not in (self.max_tokens, self.max_completion_tokens)
+            and self.max_tokens != self.max_completion_tokens
+        ):
+            raise ApiError(
+                400, "max_tokens and max_completion_tokens differ: give one of them", "max_tokens"
+            )
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs is for logprobs=true only", "top_logprobs")
+        if not self.tools and self.tool_choice not in ("none", "auto"):
+            raise ApiError(400, "tool_choice needs tools", "tool_choice")
+        names = [tool.function.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise ApiError(400, "two tools have the same name", "tools")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise ApiError(400, "tool_choice names none of the tools", "tool_choice")
+        return self
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the model may call; none are shown to it with tool_choice none."""
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def required_tools(self) -> list[Tool]:
+        """The tools of which the model must call one; empty where it may answer in words."""
+        if isinstance(self.tool_choice, NamedTool):
+            return [
+                tool for tool in self.tools if tool.function.name == self.tool_choice.function.name
+            ]
+        return self.tools if self.tool_choice == "required" else []
+
+
+# /v1/completions
+
+
+class TextRequest(OpenAIFields):
+    """The body of /v1/completions, with OpenAI's defaults; add_special_tokens is vLLM's, with
+    vLLM's default.
+    """
+
+    off: ClassVar[dict[str, tuple[Any, ...]]] = {
+        name: values
+        for name, values in OpenAIFields.off.items()
+        if name not in ("add_special_tokens", "echo")
+    }
+
+    prompt: (
+        str
+        | TokenIds
+        | Annotated[list[str | TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+    )
+    logprobs: NumLogprobs | None = None
+    add_special_tokens: bool = True
+    echo: bool = False
+
+    @model_validator(mode="after")
+    def _check_text(self) -> Self:
+        if self.echo and self.logprobs is not None:
+            raise unsupported(
+                "echo", "with logprobs needs those of the prompt, which are not computed here"
+            )
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One or several prompts, each as text or as tokens."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        tokens = [one for one in self.prompt if isinstance(one, int)]
+        return [tokens] if tokens else [one for one in self.prompt if not isinstance(one, int)]
+
+    @property
+    def default_tokens(self) -> int:
+        return TEXT_MAX_TOKENS
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+# SGLang's /generate
+
+_GENERATE_NAMES = {
+    "prompt": "text",
+    "max_tokens": "sampling_params.max_new_tokens",
+    "min_tokens": "sampling_params.min_new_tokens",
+}
+
+
+class GenerateSampling(SamplingFields):
+    """SGLang's sampling_params."""
+
+    off: ClassVar[dict[str, tuple[Any, ...]]] = {
+        name: OFF[name]
+        for name in (
+            "custom_params",
+            "ebnf",
+            "no_stop_trim",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+        )
+    } | {"stop_regex": ([],), "structural_tag": ()}
+
+    max_new_tokens: int = Field(default=GENERATE_MAX_TOKENS, ge=1, lt=2**31)
+    min_new_tokens: int = Field(default=0, ge=0, lt=2**31)
+    sampling_seed: Seed | None = None
+
+
+class GenerateRequest(RequestBody):
+    """The body of /generate: one prompt or several, as text or as tokens.
+
+    logprob_start_len: -1 only, for no logprobs of the prompt. Every chunk has its counts, so
+    stream_options.include_usage changes nothing.
+    """
+
+    off: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "lora_path": ("", []),
+        "image_data": ("", []),
+        "video_data": ("", []),
+        "audio_data": ("", []),
+        "modalities": ([], ["text"]),
+        "input_embeds": ([],),
+        "return_hidden_states": (False,),
+        "return_routed_experts": (False,),
+        "custom_logit_processor": ("",),
+        "token_ids_logprob": ([],),
+        "log_metrics": (True,),
+        "priority": (0,),
+    }
+
+    text: str | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)] | None = None
+    input_ids: (
+        TokenIds | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)] | None
+    ) = None
+    sampling_params: GenerateSampling = GenerateSampling()
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_logprob: bool = False
+    top_logprobs_num: NumLogprobs = 0
+    logprob_start_len: Literal[-1] = -1
+    return_text_in_logprobs: bool = False
+    rid: str | None = Field(default=None, max_length=128)
+
+    @model_validator(mode="after")
+    def _check_generate(self) -> Self:
+        if (self.text is None) == (self.input_ids is None):
+            raise ApiError(400, "give text or input_ids, one of them", "text")
+        if self.top_logprobs_num and not self.return_logprob:
+            raise ApiError(
+                400, "top_logprobs_num is for return_logprob=true only", "top_logprobs_num"
+            )
+        if self.stream_options is not None and self.stream_options.include_rounds:
+            raise unsupported(
+                "stream_options.include_rounds", "is for /v1/chat/completions and /v1/completions"
+            )
+        return self
+
+    @property
+    def is_many(self) -> bool:
+        """Whether the answer is a list: of several prompts, or of several samples."""
+        many = isinstance(self.text, list) or (
+            self.input_ids is not None and not isinstance(self.input_ids[0], int)
+        )
+        return many or self.sampling_params.n > 1
+
+    def as_text(self, model: str) -> TextRequest:
+        """The same request as a body of /v1/completions."""
+        sampling = self.sampling_params
+        shared = {name: getattr(sampling, name) for name in SamplingFields.model_fields}
+        prompt: Any = self.input_ids if self.text is None else self.text
+        return TextRequest(
+            model=model,
+            prompt=prompt,
+            max_tokens=sampling.max_new_tokens,
+            min_tokens=sampling.min_new_tokens,
+            seed=sampling.sampling_seed,
+            logprobs=self.top_logprobs_num if self.return_logprob else None,
+            stream=self.stream,
+            **shared,
+        )
+
+
+def with_generate_names(error: ApiError) -> ApiError:
+    """An error of `as_text`'s request, with the name that the field has at /generate."""
+    error.param = _GENERATE_NAMES.get(error.param or "", error.param)
+    return error

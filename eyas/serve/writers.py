@@ -1,0 +1,337 @@
+"""The three forms of an answer: OpenAI's chat and text completions and SGLang's /generate, whole or
+in server-sent events.
+
+What all chunks of an answer share is written once: a chunk costs one small json.dumps.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from eyas.engine.request import Request, TokenLogprob
+from eyas.serve.completion import (
+    CompletionOptions,
+    CompletionWriter,
+    Delta,
+    Ending,
+    RoundTrace,
+    Usage,
+)
+from eyas.serve.tokenizer import Tokenizer
+
+
+class _OpenAIWriter(CompletionWriter):
+    """What the chunks and objects of both OpenAI forms share."""
+
+    kind, chunk_kind, prefix = "", "", ""
+
+    def __init__(
+        self, requests: Sequence[Request], tokenizer: Tokenizer, options: CompletionOptions
+    ) -> None:
+        super().__init__(requests, tokenizer, options)
+        self._shared = {
+            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": options.model,
+        }
+        self._head = (
+            f'data: {json.dumps({**self._shared, "object": self.chunk_kind})[:-1]}, "choices": ['
+        )
+        self._tail = "]}\n\n" if options.usage_in == "none" else '], "usage": null}\n\n'
+
+    def write_usage(self, usage: Usage) -> str:
+        return self._event("", usage)
+
+    def _event(self, choice: str, usage: Usage | None, trace: RoundTrace | None = None) -> str:
+        tail = self._tail if usage is None else f'], "usage": {json.dumps(usage)}}}\n\n'
+        if trace is not None:
+            tail = f'], "eyas": {json.dumps(_round(trace, self.tokenizer))}{tail[1:]}'
+        return f"{self._head}{choice}{tail}"
+
+    def _object(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+        return {**self._shared, "object": self.kind, "choices": choices, "usage": usage}
+
+
+class ChatWriter(_OpenAIWriter):
+    """/v1/chat/completions. The first chunk of a choice holds the role too, so that no chunk comes
+    before the first token.
+    """
+
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def __init__(
+        self, requests: Sequence[Request], tokenizer: Tokenizer, options: CompletionOptions
+    ) -> None:
+        super().__init__(requests, tokenizer, options)
+        self._begun: set[int] = set()
+        self._num_calls: dict[int, int] = {}
+
+    def write(self, delta: Delta, usage: Usage | None) -> str:
+        """The events of a delta, its ending included."""
+        fields = f'"content": {json.dumps(delta.text)}'
+        if delta.choice not in self._begun:
+            self._begun.add(delta.choice)
+            fields = f'"role": "assistant", {fields}'
+        if delta.calls:
+            fields += f', "tool_calls": {json.dumps(self._numbered(delta))}'
+        logprobs = (
+            ""
+            if delta.logprobs is None
+            else f', "logprobs": {json.dumps(self._logprobs(delta.logprobs))}'
+        )
+        head = f'{{"index": {delta.choice}, "delta": {{'
+        choice = f'{head}{fields}}}{logprobs}, "finish_reason": null}}'
+        event = self._event(choice, usage, delta.round)
+        if delta.ending is None:
+            return event
+        return event + self._event(f'{head}}}, "finish_reason": "{delta.ending}"}}', usage)
+
+    def write_whole(self, deltas: dict[int, list[Delta]], usage: Usage) -> dict[str, Any]:
+        """The answer in one object."""
+        return self._object([self._choice(number, deltas[number]) for number in deltas], usage)
+
+    def _choice(self, number: int, deltas: list[Delta]) -> dict[str, Any]:
+        text = "".join(delta.text for delta in deltas)
+        calls = [call for delta in deltas for call in delta.calls]
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message |= {"content": text or None, "tool_calls": [call.to_json() for call in calls]}
+        logprobs = _joined_logprobs(deltas)
+        return {
+            "index": number,
+            "message": message,
+            "logprobs": None if logprobs is None else self._logprobs(logprobs),
+            "finish_reason": deltas[-1].ending,
+        }
+
+    def _numbered(self, delta: Delta) -> list[dict[str, Any]]:
+        """Clients put the chunks of a call together by its index."""
+        first = self._num_calls.get(delta.choice, 0)
+        self._num_calls[delta.choice] = first + len(delta.calls)
+        return [
+            {"index": first + number, **call.to_json()} for number, call in enumerate(delta.calls)
+        ]
+
+    def _logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
+        content = [
+            {
+                **self._token(one.token_id, one.logprob),
+                "top_logprobs": [self._token(*pair) for pair in one.top],
+            }
+            for one in logprobs
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        piece = self.tokenizer.piece(token)
+        return {"token": piece.decode(errors="replace"), "logprob": logprob, "bytes": list(piece)}
+
+
+class TextWriter(_OpenAIWriter):
+    """/v1/completions. The last chunk of a choice holds its ending too. echoes: the text in front
+    of each choice's own.
+    """
+
+    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        tokenizer: Tokenizer,
+        options: CompletionOptions,
+        echoes: Sequence[str] = (),
+    ) -> None:
+        super().__init__(requests, tokenizer, options)
+        self._offsets: dict[int, int] = {}
+        self._echoes = dict(enumerate(echoes))  # of choices that have not begun
+
+    def write(self, delta: Delta, usage: Usage | None) -> str:
+        """The event of a delta."""
+        logprobs = (
+            "null"
+            if delta.logprobs is None
+            else json.dumps(self._logprobs(delta.choice, delta.logprobs))
+        )
+        ending = "null" if delta.ending is None else f'"{delta.ending}"'
+        text = json.dumps(self._echoes.pop(delta.choice, "") + delta.text)
+        choice = (
+            f'{{"index": {delta.choice}, "text": {text}, "logprobs": {logprobs}, '
+            f'"finish_reason": {ending}}}'
+        )
+        return self._event(choice, usage, delta.round)
+
+    def write_whole(self, deltas: dict[int, list[Delta]], usage: Usage) -> dict[str, Any]:
+        """The answer in one object."""
+        choices = []
+        for number, of_choice in deltas.items():
+            logprobs = _joined_logprobs(of_choice)
+            text = "".join(delta.text for delta in of_choice)
+            choices.append(
+                {
+                    "index": number,
+                    "text": self._echoes.pop(number, "") + text,
+                    "logprobs": None if logprobs is None else self._logprobs(number, logprobs),
+                    "finish_reason": of_choice[-1].ending,
+                }
+            )
+        return self._object(choices, usage)
+
+    def _logprobs(self, choice: int, logprobs: list[TokenLogprob]) -> dict[str, Any]:
+        offsets = [self._offsets.get(choice, 0)]
+        for one in logprobs:
+            text = self.tokenizer.piece(one.token_id).decode(errors="replace")
+            offsets.append(offsets[-1] + len(text))
+        self._offsets[choice] = offsets.pop()
+        return {
+            "tokens": [self._name(one.token_id) for one in logprobs],
+            "token_logprobs": [one.logprob for one in logprobs],
+            "top_logprobs": [
+                {self._name(token): logprob for token, logprob in one.top} for one in logprobs
+            ],
+            "text_offset": offsets,
+        }
+
+    def _name(self, token: int) -> str:
+        """A token's text; its bytes where it is a part of a character, or two tokens would share a
+        name.
+        """
+        piece = self.tokenizer.piece(token)
+        try:
+            return piece.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateForm:
+    """What a body of /generate says about its answer. is_list: of several prompts or samples."""
+
+    is_list: bool
+    logprobs: bool
+    logprob_texts: bool
+    request_id: str | None = None
+
+
+@dataclass(slots=True)
+class _GeneratedText:
+    """One choice so far."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    ending: Ending | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs or []
+        self.ending = delta.ending
+
+
+class GenerateWriter(CompletionWriter):
+    """SGLang's /generate: every event holds the whole text so far, and its counts."""
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        tokenizer: Tokenizer,
+        options: CompletionOptions,
+        form: GenerateForm,
+    ) -> None:
+        super().__init__(requests, tokenizer, options)
+        self._form = form
+        self._id = form.request_id or uuid.uuid4().hex
+        self._prompt_lengths = [
+            len(request.prompt_ids) for request in requests for _ in range(request.params.n)
+        ]
+        self._texts = [_GeneratedText() for _ in self._prompt_lengths]
+
+    def write(self, delta: Delta, usage: Usage | None) -> str:
+        """The event of a delta."""
+        self._texts[delta.choice].add(delta)
+        answer = self._answer(delta.choice)
+        if self._form.is_list:
+            answer["index"] = delta.choice
+        return f"data: {json.dumps(answer)}\n\n"
+
+    def write_usage(self, usage: Usage) -> str:
+        """Nothing: every event has its counts."""
+        return ""
+
+    def write_whole(self, deltas: dict[int, list[Delta]], usage: Usage) -> Any:
+        """The answer in one object, or a list of one for each choice."""
+        for of_choice in deltas.values():
+            for delta in of_choice:
+                self._texts[delta.choice].add(delta)
+        answers = [self._answer(number) for number in deltas]
+        if self._form.is_list:
+            return answers
+        answers[0]["meta_info"]["spec_verify_ct"] = usage["eyas"]["rounds"]
+        return answers[0]
+
+    def _answer(self, number: int) -> dict[str, Any]:
+        so_far = self._texts[number]
+        num_tokens = len(so_far.token_ids)
+        reason: dict[str, Any] | None = None
+        if so_far.ending is not None:
+            is_cut = so_far.ending == "length"
+            reason = {"type": "length", "length": num_tokens} if is_cut else {"type": "stop"}
+        meta: dict[str, Any] = {
+            "id": f"{self._id}-{number}" if self._form.is_list else self._id,
+            "finish_reason": reason,
+            "prompt_tokens": self._prompt_lengths[number],
+            "completion_tokens": num_tokens,
+        }
+        if self._form.logprobs:
+            meta["input_token_logprobs"] = []
+            meta["output_token_logprobs"] = [
+                self._triple(one.logprob, one.token_id) for one in so_far.logprobs
+            ]
+            meta["output_top_logprobs"] = [
+                [self._triple(logprob, token) for token, logprob in one.top]
+                for one in so_far.logprobs
+            ]
+        return {"text": so_far.text, "output_ids": so_far.token_ids, "meta_info": meta}
+
+    def _triple(self, logprob: float, token: int) -> list[Any]:
+        text = None
+        if self._form.logprob_texts:
+            text = self.tokenizer.piece(token).decode(errors="replace")
+        return [logprob, token, text]
+
+
+def _round(trace: RoundTrace, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The origin of each token of a round (drafted and accepted, the target's bonus, or decoded
+    plainly), and its tree.
+    """
+    tree, others = trace.tree, "plain" if trace.tree is None else "bonus"
+    num_drafted = 0 if tree is None else len(tree.accepted)
+    tokens = [
+        {"text": text, "origin": "drafted" if place < num_drafted else others}
+        for place, text in enumerate(trace.texts)
+    ]
+    if tree is None:
+        return {"round": {"tokens": tokens, "tree": None}}
+    nodes = [
+        {
+            "parent": parent,
+            "text": tokenizer.piece(token).decode(errors="replace"),
+            "probability": round(probability, 4),
+            "accepted": node in tree.accepted,
+        }
+        for node, (token, parent, probability) in enumerate(
+            zip(tree.token_ids, tree.parents, tree.probabilities, strict=True)
+        )
+    ]
+    return {"round": {"tokens": tokens, "tree": nodes}}
+
+
+def _joined_logprobs(deltas: list[Delta]) -> list[TokenLogprob] | None:
+    if deltas[-1].logprobs is None:
+        return None
+    return [one for delta in deltas for one in delta.logprobs or ()]
