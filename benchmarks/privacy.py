@@ -185,7 +185,8 @@ def share(num: int, of: int) -> dict[str, float]:
 def show(name: str, judged: dict[str, Any]) -> None:
     """The table of one way of finding."""
     print(
-        f"\n{name}\n{'':24}{'recall':>8}{'95 %':>16}{'spans':>7}{'precision':>12}{'95 %':>16}{'found':>7}"
+        f"\n{name}\n{'':24}{'recall':>8}{'95 %':>16}{'spans':>7}"
+        f"{'precision':>12}{'95 %':>16}{'found':>7}"
     )
     for type, recall in judged["recall"].items():
         precision = judged["precision"].get(OURS.get(type, type)) if type.isupper() else None

@@ -74,8 +74,7 @@ NOT_NAMES = (
 )
 
 
-# --- word lists
-# ---------------------------------------------------------------------------------------------------------------
+# Word lists
 
 
 @functools.cache
@@ -320,8 +319,7 @@ def _add_places(found: Counter[str], known: World) -> None:
             found[entry] |= bit
 
 
-# --- sentences
-# ----------------------------------------------------------------------------------------------------------------
+# Sentences
 
 Piece = tuple[str, str]  # text, type ("" = nothing)
 
@@ -480,7 +478,8 @@ class Writer:
             f"{first} {last}-{chance.choice(family)}": 2, f"{first[0]}. {last}": 3, f"{first[0]}. "
                                                                                     f"{initial}. "
                                                                                     f"{last}": 2,
-            f"{first} {particle} {last}": 2, f"{last} {first}": 2, f"{first}-{chance.choice(given)} {last}": 1,
+            f"{first} {particle} {last}": 2, f"{last} {first}": 2,
+            f"{first}-{chance.choice(given)} {last}": 1,
             f"{first} {last} Jr.": 1,
         }  # fmt: skip
         return chance.choices(list(forms), list(forms.values()))[0]
@@ -961,8 +960,7 @@ class Writer:
         return values[kind]()
 
 
-# --- training
-# -----------------------------------------------------------------------------------------------------------------
+# Training
 
 
 def labelled(pieces: list[Piece]) -> tuple[list[str], list[str]]:

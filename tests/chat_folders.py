@@ -31,11 +31,14 @@ CORPUS = [
 ]
 LINE_BREAKS_TOGETHER = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LIKE_QWEN = """
-{%- if tools %}{{ '<|im_start|>system\\n' }}{% if messages[0].role == 'system' %}{{ messages[0].content + '\\n' }}{% endif %}
+{%- if tools %}{{ '<|im_start|>system\\n' }}{% if messages[0].role == 'system' %}
+{{- messages[0].content + '\\n' }}{% endif %}
 {{- 'Tools:' }}{% for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}{{ '<|im_end|>\\n' }}
-{%- elif messages[0].role == 'system' %}{{ '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}{% endif %}
+{%- elif messages[0].role == 'system' %}
+{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}{% endif %}
 {%- set ns = namespace(last=-1) %}
-{%- for message in messages %}{% if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for message in messages %}{% if message.role == 'user' %}{% set ns.last = loop.index0 %}
+{%- endif %}{% endfor %}
 {%- for message in messages %}
 {%- if message.role == 'user' %}{{ '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}
 {%- elif message.role == 'tool' %}{{ '<|im_start|>user\\n<tool_response>\\n' + message.content }}
@@ -54,16 +57,19 @@ LIKE_QWEN = """
 {{- '<tool_call>\\n' + (call.function | tojson) + '\\n</tool_call>' }}{% endfor %}
 {{- '<|im_end|>\\n' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
-{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"""
+{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}
+{%- endif %}{% endif %}"""
 LIKE_GRANITE = """
-{%- if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set rest = messages[1:] %}
+{%- if messages[0].role == 'system' %}{% set system = messages[0].content %}
+{%- set rest = messages[1:] %}
 {%- else %}{% set rest = messages %}
 {%- set system = 'Today is ' + strftime_now('%B %d, %Y') + '.\\nYou are Kestrel.' %}{% endif %}
 {{- '<|start_of_role|>system<|end_of_role|>' + system + '<|end_of_text|>\\n' }}
 {%- if tools %}{{ '<|start_of_role|>tools<|end_of_role|>Call with <|tool_call|>: ' }}
 {{- (tools | tojson(indent=4)) + '<|end_of_text|>\\n' }}{% endif %}
 {%- for message in rest %}
-{{- '<|start_of_role|>' + message.role + '<|end_of_role|>' + message.content + '<|end_of_text|>\\n' }}{% endfor %}
+{{- '<|start_of_role|>' + message.role + '<|end_of_role|>' + message.content
+    + '<|end_of_text|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}"""
 LIKE_LLAMA_2 = """
 {%- for message in messages %}
@@ -73,30 +79,37 @@ LIKE_LLAMA_2 = """
 
 LIKE_LLAMA_3 = """
 {{- bos_token }}
-{%- if not date_string is defined %}{% if strftime_now is defined %}{% set date_string = strftime_now('%d %b %Y') %}
+{%- if not date_string is defined %}{% if strftime_now is defined %}
+{%- set date_string = strftime_now('%d %b %Y') %}
 {%- else %}{% set date_string = '26 Jul 2024' %}{% endif %}{% endif %}
-{%- if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] | trim %}{% set messages = messages[1:] %}
+{%- if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] | trim %}
+{%- set messages = messages[1:] %}
 {%- else %}{% set system = '' %}{% endif %}
 {{- '<|im_start|>system\\n\\nToday: ' + date_string + '\\n\\n' + system + '<|im_end|>' }}
 {%- for message in messages %}
-{{- '<|im_start|>' + message['role'] + '\\n\\n' + message['content'] | trim + '<|im_end|>' }}{% endfor %}
+{{- '<|im_start|>' + message['role'] + '\\n\\n' + message['content'] | trim + '<|im_end|>' }}
+{%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n\\n' }}{% endif %}"""
 LIKE_GEMMA = """
 {{- bos_token }}
-{%- if messages[0]['role'] == 'system' %}{% set first = messages[0]['content'] + '\\n\\n' %}{% set rest = messages[1:] %}
+{%- if messages[0]['role'] == 'system' %}{% set first = messages[0]['content'] + '\\n\\n' %}
+{%- set rest = messages[1:] %}
 {%- else %}{% set first = '' %}{% set rest = messages %}{% endif %}
 {%- for message in rest %}
-{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate') }}{% endif %}
+{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+{{- raise_exception('Roles must alternate') }}{% endif %}
 {{- '<|im_start|>' + ('model' if message['role'] == 'assistant' else message['role']) + '\\n' }}
 {{- (first if loop.first else '') + message['content'] | trim + '<|im_end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>model\\n' }}{% endif %}"""
 LIKE_MISTRAL = """
 {{- bos_token }}
-{%- if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}{% set rest = messages[1:] %}
+{%- if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}
+{%- set rest = messages[1:] %}
 {%- else %}{% set system = '' %}{% set rest = messages %}{% endif %}
 {%- for message in rest %}
 {%- if message['role'] == 'user' %}
-{{- '[INST] ' + (system + '\\n\\n' if loop.last and system else '') + message['content'] + '[/INST]' }}
+{{- '[INST] ' + (system + '\\n\\n' if loop.last and system else '') + message['content']
+    + '[/INST]' }}
 {%- else %}{{ ' ' + message['content'] + eos_token }}{% endif %}{% endfor %}"""
 
 

@@ -23,13 +23,18 @@ from eyas.privacy.policy import TYPES, Finding, PrivacyConfig, mask
 # An answer as the service gives it to {"table": {"headers": [{"name": "text"}], "rows": [two
 # rows]}}; values are not asked for.
 RECORDED = """{"result": {"findings": [
-  {"infoType": {"name": "PERSON_NAME", "sensitivityScore": {"score": "SENSITIVITY_MODERATE"}}, "likelihood": "LIKELY",
-   "location": {"byteRange": {"start": "15", "end": "23"}, "codepointRange": {"start": "11", "end": "19"},
-    "contentLocations": [{"recordLocation": {"fieldId": {"name": "text"}, "tableLocation": {"rowIndex": "1"}}}]},
+  {"infoType": {"name": "PERSON_NAME",
+    "sensitivityScore": {"score": "SENSITIVITY_MODERATE"}}, "likelihood": "LIKELY",
+   "location": {
+    "byteRange": {"start": "15", "end": "23"}, "codepointRange": {"start": "11", "end": "19"},
+    "contentLocations": [{"recordLocation":
+     {"fieldId": {"name": "text"}, "tableLocation": {"rowIndex": "1"}}}]},
    "createTime": "2026-11-20T10:00:00.000Z", "findingId": "2026-11-20T10:00:00.000000Z1"},
-  {"infoType": {"name": "EMAIL_ADDRESS", "sensitivityScore": {"score": "SENSITIVITY_MODERATE"}}, "likelihood": "VERY_LIKELY",
+  {"infoType": {"name": "EMAIL_ADDRESS",
+    "sensitivityScore": {"score": "SENSITIVITY_MODERATE"}}, "likelihood": "VERY_LIKELY",
    "location": {"byteRange": {"end": "14"}, "codepointRange": {"end": "14"},
-    "contentLocations": [{"recordLocation": {"fieldId": {"name": "text"}, "tableLocation": {}}}]},
+    "contentLocations": [{"recordLocation":
+     {"fieldId": {"name": "text"}, "tableLocation": {}}}]},
    "createTime": "2026-11-20T10:00:00.000Z", "findingId": "2026-11-20T10:00:00.000000Z2"},
   {"infoType": {"name": "SHOE_SIZE"}, "likelihood": "POSSIBLE",
    "location": {"codepointRange": {"start": "20", "end": "22"},

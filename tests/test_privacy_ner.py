@@ -43,7 +43,8 @@ def model(tmp_path):
     ).save_pretrained(folder)
     labels = {0: "O", 1: "B-PER", 2: "B-LOC"}
     config = BertConfig(
-        vocab_size=len(WORDS), hidden_size=8, num_hidden_layers=0, num_attention_heads=1, intermediate_size=8,
+        vocab_size=len(WORDS), hidden_size=8, num_hidden_layers=0,
+        num_attention_heads=1, intermediate_size=8,
         id2label=labels, label2id={label: number for number, label in labels.items()},
     )  # fmt: skip
     torch.manual_seed(0)

@@ -31,8 +31,8 @@ from eyas.log import progress_bar
 
 EXAMPLES = Path(__file__).with_name("audit.yaml")
 NOTE = (
-    "A head's slot t takes the target's feature of token t and token t + 1, and drafts token t + 2. "
-    "Colours are on the token drafted."
+    "A head's slot t takes the target's feature of token t, and token t + 1, and drafts token "
+    "t + 2. Colours are on the token drafted."
 )
 DAY = "2026-01-01"  # the default of `eyas generate`
 
