@@ -44,7 +44,7 @@ PIECES = (
     " ",
 )
 DAY = datetime.date(2026, 1, 2)
-# The ways of the field: Llama 3 trims what was said; Qwen3 opens the last answer with a thinking
+# The ways of the field: Llama 3 trims messages; Qwen3 opens the last answer with a thinking
 # block; Llama 2 and Mistral put a space on both sides; Granite prints the date.
 TRIMS = TEMPLATE.replace("message['content']", "message['content'] | trim")
 THINKS = (
@@ -110,7 +110,7 @@ def real_rows(count: int) -> list[list[Message]]:
         return [json.loads(line)["messages"] for line in itertools.islice(lines, count)]
 
 
-def said(*contents: str) -> list[Message]:
+def dialogue(*contents: str) -> list[Message]:
     """A conversation whose turns alternate, the user's first."""
     return [
         {"role": ("user", "assistant")[at % 2], "content": content}
@@ -136,7 +136,7 @@ def masked_text(chat: Chat, messages: list[Message], finish_reason: str = "stop"
 
 def test_the_mask_covers_the_answer_and_its_end_token_only(chats: dict[str, Chat]) -> None:
     chat = chats["chatml"]
-    messages = said("A table?", "For two.", "Yes.", "In San Jose.")
+    messages = dialogue("A table?", "For two.", "Yes.", "In San Jose.")
     ids, mask = chat.answered(messages)
     prompt = chat.prompt_ids(messages[:-1])
     assert ids[: len(prompt)] == prompt
@@ -154,10 +154,10 @@ def test_the_mask_covers_the_answer_and_its_end_token_only(chats: dict[str, Chat
 @given(
     st.lists(st.text(max_size=12), min_size=2, max_size=6).filter(lambda turns: len(turns) % 2 == 0)
 )
-def test_whatever_was_said_the_mask_is_exact_or_refused(
+def test_of_any_messages_the_mask_is_exact_or_refused(
     chats: dict[str, Chat], turns: list[str]
 ) -> None:
-    messages = said(*turns)
+    messages = dialogue(*turns)
     for name in ("chatml", "trims", "thinks", "spaces"):
         chat = chats[name]
         try:
@@ -196,24 +196,24 @@ def test_whatever_was_said_the_mask_is_exact_or_refused(
 )
 def test_awkward_answers(chats: dict[str, Chat], answer: str) -> None:
     chat = chats["chatml"]
-    ids, mask = chat.answered(said("Hi", answer))
+    ids, mask = chat.answered(dialogue("Hi", answer))
     rendered = chat._tokens.spelled([token for token, kept in zip(ids, mask, strict=True) if kept])
     assert rendered == answer + "<|im_end|>"
 
 
 def test_an_opening_by_the_template_is_not_the_targets(chats: dict[str, Chat]) -> None:
-    assert masked_text(chats["thinks"], said("Hi", "Hello")) == "Hello"
+    assert masked_text(chats["thinks"], dialogue("Hi", "Hello")) == "Hello"
 
 
 def test_an_answer_that_the_template_trims_has_no_mask(chats: dict[str, Chat]) -> None:
-    assert masked_text(chats["trims"], said("Hi ", "Hello")) == "Hello"
+    assert masked_text(chats["trims"], dialogue("Hi ", "Hello")) == "Hello"
     with pytest.raises(TemplateError, match="as the target wrote it"):
-        chats["trims"].answered(said("Hi", "Hello "))
+        chats["trims"].answered(dialogue("Hi", "Hello "))
 
 
 def test_spaces_of_the_template_join_the_answer(chats: dict[str, Chat]) -> None:
-    ids, mask = chats["spaces"].answered(said("Hi", "table"))
-    assert masked_text(chats["spaces"], said("Hi", "table")) == " table"
+    ids, mask = chats["spaces"].answered(dialogue("Hi", "table"))
+    assert masked_text(chats["spaces"], dialogue("Hi", "table")) == " table"
     assert mask[-2:] == [False, True], (
         "the space before the end token was never written by the target"
     )
@@ -223,16 +223,18 @@ def test_spaces_of_the_template_join_the_answer(chats: dict[str, Chat]) -> None:
 def test_a_fixed_date_is_the_same_tomorrow(
     folders: dict[str, Path], chats: dict[str, Chat]
 ) -> None:
-    assert chats["dates"].render(said("Hi")).startswith("It is 02 Jan 2026.\n<|im_start|>user\nHi")
+    assert (
+        chats["dates"].render(dialogue("Hi")).startswith("It is 02 Jan 2026.\n<|im_start|>user\nHi")
+    )
     today = datetime.date.today()
-    assert Chat(folders["dates"], today).render(said("Hi")) == Chat(folders["dates"]).render(
-        said("Hi")
+    assert Chat(folders["dates"], today).render(dialogue("Hi")) == Chat(folders["dates"]).render(
+        dialogue("Hi")
     )
 
 
 def test_a_conversation_that_the_template_refuses_says_why(chats: dict[str, Chat]) -> None:
     with pytest.raises(TemplateError, match="Roles must alternate"):
-        chats["alternates"].render([*said("Hi"), *said("Hi")])
+        chats["alternates"].render([*dialogue("Hi"), *dialogue("Hi")])
 
 
 @pytest.mark.parametrize(
@@ -312,7 +314,9 @@ def test_a_stream_tells_what_an_unfinished_character_leaves(chats: dict[str, Cha
 
 
 def conversation_with(text: str) -> list[Message]:
-    return said(f"What is {text}?", f"It is {text}.", f"{text} again", f"{text}: a table {text}")
+    return dialogue(
+        f"What is {text}?", f"It is {text}.", f"{text} again", f"{text}: a table {text}"
+    )
 
 
 def control_ids(chat: Chat, ids: list[int]) -> list[int]:
@@ -330,7 +334,7 @@ def test_a_control_token_in_a_message_is_spelled_and_not_obeyed(
         assert chat.control_text(messages) == [name]
         turn = chat.turn(messages)
         assert control_ids(chat, turn.ids) == control_ids(chat, neutral.ids), (
-            "a role begins or ends where nobody began or ended it"
+            "a role begins or ends where the template has none"
         )
         assert turn.encoded.text == chat.render(messages), "nothing of the shield is left"
         assert turn.ids[: turn.num_prompt_tokens] == chat.prompt_ids(messages[:-1])
@@ -349,14 +353,14 @@ def test_a_control_token_in_a_message_is_spelled_and_not_obeyed(
 def test_the_two_ways_never_differ_and_no_text_is_obeyed(
     families: dict[str, Chat], turns: list[str]
 ) -> None:
-    """Whatever was said: an exact mask or a refusal, on every template; and as many control tokens
+    """Any messages: an exact mask or a refusal, on every template; and as many control tokens
     as of harmless text.
     """
     for family, chat in families.items():
-        neutral = control_ids(chat, chat.prompt_ids(said(*("x" for _ in turns[:-1]))))
-        assert control_ids(chat, chat.prompt_ids(said(*turns[:-1]))) == neutral, (family, turns)
+        neutral = control_ids(chat, chat.prompt_ids(dialogue(*("x" for _ in turns[:-1]))))
+        assert control_ids(chat, chat.prompt_ids(dialogue(*turns[:-1]))) == neutral, (family, turns)
         try:
-            turn = chat.turn(said(*turns))
+            turn = chat.turn(dialogue(*turns))
         except TemplateError:
             # White space at the edges melts into the template's own, or a template looks for its
             # own tags.
@@ -386,11 +390,11 @@ def test_what_cannot_be_kept_apart_is_refused(families: dict[str, Chat]) -> None
     name.
     """
     chat = families["qwen3"]
-    assert chat.decode(chat.prompt_ids(said("\ufdef"))).count("\ufdef") == 1
+    assert chat.decode(chat.prompt_ids(dialogue("\ufdef"))).count("\ufdef") == 1
     with pytest.raises(TemplateError, match="for plain text"):
-        chat.prompt_ids(said("\ufdef <|im_end|>"))
+        chat.prompt_ids(dialogue("\ufdef <|im_end|>"))
     with pytest.raises(TemplateError, match="every non-character"):
-        chat.prompt_ids(said("<|im_end|>" + "".join(map(chr, range(0xFDD0, 0xFDF0)))))
+        chat.prompt_ids(dialogue("<|im_end|>" + "".join(map(chr, range(0xFDD0, 0xFDF0)))))
 
 
 def test_a_template_that_changes_what_it_is_to_spell_is_refused(tmp_path: Path) -> None:
@@ -401,8 +405,8 @@ def test_a_template_that_changes_what_it_is_to_spell_is_refused(tmp_path: Path) 
         [{"type": "function", "function": {"name": "find", "description": "<|im_end|>"}}],
     )
     with pytest.raises(TemplateError, match="changes a message"):
-        chat.prompt_ids(said("Hi"), tools)
-    assert chat.prompt_ids(said("<|im_end|>"))
+        chat.prompt_ids(dialogue("Hi"), tools)
+    assert chat.prompt_ids(dialogue("<|im_end|>"))
 
 
 def test_tools_and_calls_are_text_too(families: dict[str, Chat]) -> None:
@@ -433,12 +437,12 @@ def test_a_control_token_that_the_target_writes_is_its_own(families: dict[str, C
     """Granite begins a tool call with one; a user who writes the same word writes a word."""
     chat = families["granite"]
     answer = '<|tool_call|>[{"name": "find"}]'
-    turn = chat.turn(said("<|tool_call|> what?", answer))
+    turn = chat.turn(dialogue("<|tool_call|> what?", answer))
     call = chat._tokens.tokenizer.convert_tokens_to_ids("<|tool_call|>")
     assert [kept for token, kept in zip(turn.ids, turn.mask, strict=True) if token == call] == [
         True
     ]
-    assert chat.control_text(said("Hi", answer)) == []
+    assert chat.control_text(dialogue("Hi", answer)) == []
 
 
 # In the manner of real families
@@ -454,10 +458,10 @@ def test_thoughts_of_the_target_are_its_own_and_an_empty_block_is_the_templates(
     ]
     whole = "<think>\nHow many?\n</think>\n\nFor two?"
     assert masked_text(chat, thought) == whole
-    assert masked_text(chat, said("A table?", whole)) == whole
-    assert chat.answered(thought) == chat.answered(said("A table?", whole))
-    assert masked_text(chat, said("A table?", "For two?")) == "For two?"
-    first, second = turns(chat, [*thought, *said("Yes", "Done.")])
+    assert masked_text(chat, dialogue("A table?", whole)) == whole
+    assert chat.answered(thought) == chat.answered(dialogue("A table?", whole))
+    assert masked_text(chat, dialogue("A table?", "For two?")) == "For two?"
+    first, second = turns(chat, [*thought, *dialogue("Yes", "Done.")])
     assert not second.continues(first), (
         "the template drops earlier thoughts: each answer is a row of its own"
     )
@@ -466,9 +470,9 @@ def test_thoughts_of_the_target_are_its_own_and_an_empty_block_is_the_templates(
 
 def test_what_a_server_is_given_for_the_template_is_given_here(tmp_path: Path) -> None:
     chat = Chat(like_qwen(tmp_path), options={"enable_thinking": False})
-    turn = chat.turn(said("Hi", "Hello"))
-    assert turn.encoded.text.startswith(chat.render(said("Hi"), add_generation_prompt=True))
-    assert chat.render(said("Hi"), add_generation_prompt=True).endswith("</think>\n\n")
+    turn = chat.turn(dialogue("Hi", "Hello"))
+    assert turn.encoded.text.startswith(chat.render(dialogue("Hi"), add_generation_prompt=True))
+    assert chat.render(dialogue("Hi"), add_generation_prompt=True).endswith("</think>\n\n")
     assert turn.mask.index(True) == turn.num_prompt_tokens, (
         "nothing lies between the prompt and what the target wrote"
     )
@@ -478,12 +482,12 @@ def test_a_default_system_prompt_and_its_date_are_seen(families: dict[str, Chat]
     chat = families["granite"]
     assert (
         "Today is January 02, 2026.\nYou are Kestrel."
-        in chat.turn(said("Hi", "Hello")).encoded.text
+        in chat.turn(dialogue("Hi", "Hello")).encoded.text
     )
-    brief: list[Message] = [{"role": "system", "content": "Be brief."}, *said("Hi", "Hello")]
+    brief: list[Message] = [{"role": "system", "content": "Be brief."}, *dialogue("Hi", "Hello")]
     assert "Kestrel" not in chat.turn(brief).encoded.text
-    assert masked_text(chat, brief) == masked_text(chat, said("Hi", "Hello")) == "Hello"
-    first, second = turns(chat, said("Hi", "Hello", "A table?", "For two?"))
+    assert masked_text(chat, brief) == masked_text(chat, dialogue("Hi", "Hello")) == "Hello"
+    first, second = turns(chat, dialogue("Hi", "Hello", "A table?", "For two?"))
     assert second.continues(first)
     both = second.with_mask_of(first)
     assert sum(both.mask) == sum(first.mask) + sum(second.mask)
@@ -506,7 +510,7 @@ def test_the_day_is_printed_in_every_format_that_it_fixes(tmp_path: Path) -> Non
     like_granite(
         tmp_path, LIKE_GRANITE.replace("%B %d, %Y", " ".join(f"%{code}" for code in codes))
     )
-    shown = Chat(tmp_path, DAY).render(said("Hi")).split("Today is ")[1].split(".\n")[0]
+    shown = Chat(tmp_path, DAY).render(dialogue("Hi")).split("Today is ")[1].split(".\n")[0]
     assert shown == " ".join(DAY.strftime(f"%{code}") for code in codes)
 
 
@@ -516,9 +520,9 @@ def test_several_templates_one_for_tools(tmp_path: Path) -> None:
     named = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": LIKE_QWEN}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
     chat = Chat(tmp_path)
-    assert chat.render(said("Hi")) == "<|im_start|>user\nHi<|im_end|>\n"
+    assert chat.render(dialogue("Hi")) == "<|im_start|>user\nHi<|im_end|>\n"
     assert "Tools:" in chat.render(
-        said("Hi"), tools=[{"type": "function", "function": {"name": "find"}}]
+        dialogue("Hi"), tools=[{"type": "function", "function": {"name": "find"}}]
     )
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({**config, "chat_template": named[1:]})
@@ -552,7 +556,7 @@ def test_masks_that_differ_are_shown(
         lambda prompt, ids, *_: [at == len(prompt) for at in range(len(ids))],
     )
     with pytest.raises(MaskDisagreement) as raised:
-        chats["chatml"].answered(said("Hi", "<b>Secret</b> table\x1b[2J"))
+        chats["chatml"].answered(dialogue("Hi", "<b>Secret</b> table\x1b[2J"))
     error = raised.value
     assert "Secret" not in str(error)
     assert "differ" in error.what
@@ -670,15 +674,15 @@ def test_real_templates_give_exact_masks_on_real_conversations(name: str) -> Non
 def test_a_real_thinking_answer_is_the_targets_whole() -> None:
     chat = real_chat("qwen3")
     answer = "<think>\nThey want a table.\n</think>\n\nFor how many?"
-    assert masked_text(chat, said("A table?", answer)) == answer
-    assert masked_text(chat, said("A table?", answer, "Two", answer)) == answer
-    assert "They want" not in chat.render(said("A table?", answer, "Two")), (
+    assert masked_text(chat, dialogue("A table?", answer)) == answer
+    assert masked_text(chat, dialogue("A table?", answer, "Two", answer)) == answer
+    assert "They want" not in chat.render(dialogue("A table?", answer, "Two")), (
         "the template drops earlier thoughts"
     )
 
 
 def test_a_target_folder_can_be_moved(folders: dict[str, Path], tmp_path: Path) -> None:
     shutil.copytree(folders["chatml"], tmp_path / "moved")
-    assert Chat(tmp_path / "moved").prompt_ids(said("Hi")) == Chat(folders["chatml"]).prompt_ids(
-        said("Hi")
-    )
+    assert Chat(tmp_path / "moved").prompt_ids(dialogue("Hi")) == Chat(
+        folders["chatml"]
+    ).prompt_ids(dialogue("Hi"))

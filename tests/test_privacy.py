@@ -415,7 +415,7 @@ def test_actions():
         PrivacyConfig(actions={"shoe_size": "drop"})
 
 
-def test_only_what_is_asked_for_is_found():
+def test_types_that_are_kept_are_not_found():
     text = "ana@example.com, 8.8.8.8 and https://www.python.org"
     every = Detector(PrivacyConfig(actions=NO_NAMES))
     assert [one.type for one in every.find(text)] == ["EMAIL_ADDRESS", "IP_ADDRESS"]

@@ -1,4 +1,4 @@
-"""Google Cloud DLP as the backend: what is asked, what is made of the answers, limits, truncation,
+"""Google Cloud DLP as the detector: the requests, what becomes of the answers, limits, truncation,
 refusals, and retries.
 
 The server answers as the service is documented to (REST v2, content:inspect): 64-bit numbers are
@@ -21,7 +21,7 @@ from eyas.privacy.detector import Detector
 from eyas.privacy.policy import TYPES, Finding, PrivacyConfig, mask
 
 # An answer as the service gives it to {"table": {"headers": [{"name": "text"}], "rows": [two
-# rows]}}; values are not asked for.
+# rows]}}; values are not requested.
 RECORDED = """{"result": {"findings": [
   {"infoType": {"name": "PERSON_NAME",
     "sensitivityScore": {"score": "SENSITIVITY_MODERATE"}}, "likelihood": "LIKELY",
@@ -50,13 +50,13 @@ class Service:
     """
 
     def __init__(self):
-        self.answers, self.asked, self.most_findings = [], [], 3000
+        self.answers, self.requests, self.most_findings = [], [], 3000
         service = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):
                 body = self.rfile.read(int(self.headers["Content-Length"]))
-                service.asked.append((self.path, dict(self.headers), body))
+                service.requests.append((self.path, dict(self.headers), body))
                 status, headers, answer = (
                     service.answers.pop(0) if service.answers else (200, {}, service.found(body))
                 )
@@ -127,17 +127,17 @@ def test_a_recorded_answer(service):
     assert all(len(one.hash) == 16 for findings in found for one in findings)
 
 
-def test_what_is_asked(service):
+def test_the_request(service):
     Detector(config_of(cloud_location="europe-west3", actions={"phone_number": "keep"})).find_all(
         TEXTS
     )
-    (path, headers, body), *more = service.asked
+    (path, headers, body), *more = service.requests
     assert not more
     assert path == "/v2/projects/acme-1/locations/europe-west3/content:inspect"
     assert headers["Authorization"] == "Bearer a-token"
-    asked = json.loads(body)
-    assert [row["values"][0]["stringValue"] for row in asked["item"]["table"]["rows"]] == TEXTS
-    inspect = asked["inspectConfig"]
+    request = json.loads(body)
+    assert [row["values"][0]["stringValue"] for row in request["item"]["table"]["rows"]] == TEXTS
+    inspect = request["inspectConfig"]
     assert inspect["includeQuote"] is False
     assert inspect["limits"] == {"maxFindingsPerRequest": 3000}
     names = {one["name"] for one in inspect["infoTypes"]}
@@ -147,7 +147,7 @@ def test_what_is_asked(service):
         "US_SOCIAL_SECURITY_NUMBER",
         "ITALY_FISCAL_CODE",
     } <= names
-    assert not names & {"PHONE_NUMBER", "LOCATION", "URL"}, "kept, so not asked for"
+    assert not names & {"PHONE_NUMBER", "LOCATION", "URL"}, "kept, so not searched for"
 
 
 def test_what_the_service_does_not_know_is_found_here(service):
@@ -167,8 +167,8 @@ def test_many_texts_are_few_requests(service):
     assert [text[one[0].start : one[0].end] for text, one in zip(texts, found, strict=True)] == [
         f"u{number}@python.org" for number in range(900)
     ]
-    assert len(service.asked) == 2
-    assert all(len(body) <= MOST_BYTES for _, _, body in service.asked)
+    assert len(service.requests) == 2
+    assert all(len(body) <= MOST_BYTES for _, _, body in service.requests)
 
 
 def test_a_long_text_is_cut_and_found_whole(service):
@@ -179,17 +179,17 @@ def test_a_long_text_is_cut_and_found_whole(service):
         [],
         1,
     ]
-    assert all(len(body) <= MOST_BYTES for _, _, body in service.asked)
+    assert all(len(body) <= MOST_BYTES for _, _, body in service.requests)
     assert sorted(cut("abc" * 200, 300 + OVERLAP))[0] == (0, ("abc" * 200)[: 300 + OVERLAP])
 
 
-def test_a_cut_answer_is_asked_for_again_in_halves(service):
+def test_a_cut_answer_is_requested_again_in_halves(service):
     service.most_findings = 10
     texts = [
         " ".join(f"u{number}@python.org" for number in range(count)) for count in (3, 9, 0, 7, 1)
     ]
     assert [len(one) for one in CloudDlp(config_of())(texts)] == [3, 9, 0, 7, 1]
-    assert len(service.asked) > 3
+    assert len(service.requests) > 3
     dense = " ".join(f"user{number:06d}@python.org" for number in range(300))
     service.most_findings = 200
     found = {(one.start, one.end) for one in CloudDlp(config_of())([dense])[0]}
@@ -267,17 +267,17 @@ def test_default_credentials_are_renewed(monkeypatch, service):
     search(TEXTS)
     search(TEXTS)
     assert Auth.made.num_refreshed == 1
-    assert service.asked[-1][1]["Authorization"] == "Bearer renewed"
+    assert service.requests[-1][1]["Authorization"] == "Bearer renewed"
 
 
-def test_rows_are_asked_about_together(service):
+def test_rows_go_into_one_request(service):
     rows = [
         SourceRow("set", "MIT", f"set.jsonl:{number}", None, (f"I am u{number}@python.org", "Hi"))
         for number in range(50)
     ]
     results = PersonalData(config_of(), b"key").many(rows)
     assert {row.turns for row in results} == {("I am <EMAIL_ADDRESS>", "Hi")}
-    assert len(service.asked) == 1
+    assert len(service.requests) == 1
     dropped = PersonalData(config_of(actions={"email_address": "drop"}), b"key")(rows[0])
     assert isinstance(dropped, Drop)
     assert dropped.reason == "pii.email_address"

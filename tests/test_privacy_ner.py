@@ -1,5 +1,5 @@
 """A recogniser that is installed: a spaCy pipeline and a transformers model, both made here; and
-what is said without one.
+the errors without one.
 """
 
 import pytest
@@ -90,13 +90,13 @@ def test_a_transformers_model_finds_what_ours_does_not(model):
         ("spacy:", "no recogniser is called"),
     ],
 )
-def test_what_is_absent_is_said_and_not_fetched(name, says, monkeypatch):
+def test_an_absent_recogniser_is_an_error_and_not_fetched(name, says, monkeypatch):
     monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("the network was used"))
     with pytest.raises(ConfigError, match=says):
         Detector(config_of(name))
 
 
-def test_a_folder_that_is_no_model_is_said(tmp_path):
+def test_a_folder_without_a_model_is_an_error(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="cannot load"):
         Detector(config_of(f"transformers:{tmp_path}"))

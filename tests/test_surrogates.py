@@ -30,11 +30,10 @@ from eyas.privacy.surrogates import (
     WORDED,
     KeyedRandom,
     Surrogates,
-    cased,
     clean,
+    fill_form,
     is_fictional,
-    is_unassigned,
-    poured,
+    match_case,
 )
 
 KEY = b"k" * 32
@@ -87,6 +86,24 @@ PHONES = {
 
 def made(type, value, conversation="c", values=()):
     return Surrogates(KEY, conversation, [(type, value), *values]).of(type, value)
+
+
+def is_unassigned(country_code, national):
+    """Whether a national number, without the trunk 0, is set aside in a country of this code or not
+    valid there.
+    """
+    regions = phonenumbers.region_codes_for_country_code(country_code)
+    starts = tuple(start for region in regions for start in FICTIONAL_PHONES.get(region, ()))
+    if national.startswith(starts):
+        return True
+    zeros = len(national) - len(national.lstrip("0"))
+    number = phonenumbers.PhoneNumber(
+        country_code=country_code,
+        national_number=int(national),
+        italian_leading_zero=zeros > 0,
+        number_of_leading_zeros=max(zeros, 1),
+    )
+    return not phonenumbers.is_valid_number(number)
 
 
 def digits(text):
@@ -279,9 +296,9 @@ def test_draws_are_even():
 
 
 def test_forms():
-    assert [cased("Nora", like) for like in ("ADA", "ada", "Ada")] == ["NORA", "nora", "Nora"]
-    assert poured("5555550134123", "(415) 736-5000 x987") == "(555) 555-0134 x123"
-    assert poured("gb12xxxx", "GB-99 AbCd") == "GB-12 XxXx"
+    assert [match_case("Nora", like) for like in ("ADA", "ada", "Ada")] == ["NORA", "nora", "Nora"]
+    assert fill_form("5555550134123", "(415) 736-5000 x987") == "(555) 555-0134 x123"
+    assert fill_form("gb12xxxx", "GB-99 AbCd") == "GB-12 XxXx"
 
 
 FICTIONAL = [

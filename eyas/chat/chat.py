@@ -163,7 +163,7 @@ class Chat:
         Raises TemplateError when there is no exact mask: the rendered text does not hold the answer
         as written, or some turn before it; the tokens before it are not `prompt_ids`; the template
         prints today's date and none is fixed. Raises MaskDisagreement when the two ways give two
-        masks: a fault of ours, which stops a run.
+        masks: a bug, which stops a run.
         """
         if self._template.needs_a_date:
             raise TemplateError(
@@ -204,8 +204,8 @@ class Chat:
             return by_spelling((text, self._tokens.normalized(text)), self._tokens.spelled)
         if wording.has_reasoning:
             return everything
-        said = "No" if any(part.startswith("Y") for part in wording.parts) else "Yes"
-        other = [*given.messages[:-1], {"role": "assistant", "content": said}]
+        another = "No" if any(part.startswith("Y") for part in wording.parts) else "Yes"
+        other = [*given.messages[:-1], {"role": "assistant", "content": another}]
         ids = self._tokens.encode(self._rendered(given, other, False)).ids
         return by_another(ids[len(prompt_ids) :], tuple(self._tokens.ends))
 
@@ -231,9 +231,9 @@ class Chat:
         given = _TemplateInput(
             guarded, shielded(tools, self._tokens.control, shield) if tools else tools, shield
         )
-        is_asked = messages[-1]["role"] != "assistant"
-        plain = self._template.render(messages, is_asked, tools)
-        if self._rendered(given, guarded, is_asked).text.replace(shield, "") != plain:
+        is_prompt = messages[-1]["role"] != "assistant"
+        plain = self._template.render(messages, is_prompt, tools)
+        if self._rendered(given, guarded, is_prompt).text.replace(shield, "") != plain:
             raise TemplateProblem("changes a message that holds a control token's name")
         return given
 

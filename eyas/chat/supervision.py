@@ -45,8 +45,8 @@ def supervised(mask: list[bool], option: MaskOption) -> list[bool]:
 def token_kinds(mask: list[bool], option: MaskOption) -> list[TokenKind]:
     """What each token [T] is to a head trained under this option, compared with serving."""
 
-    def kind(own: bool, asked: bool, trained: bool) -> TokenKind:
-        if asked:
+    def kind(own: bool, served: bool, trained: bool) -> TokenKind:
+        if served:
             return "drafted" if trained else "missed"
         if trained:
             return "beyond"

@@ -64,8 +64,7 @@ class TemplateRefusal(TemplateError):
 
 
 class Template:
-    """The chat template of a tokenizer. date: what it prints for today; options: further variables
-    that it looks at.
+    """The chat template of a tokenizer. date: printed for today; options: more variables for it.
 
     Raises TemplateError: there is none, or it prints the time in a way that a day does not fix.
     """
@@ -73,24 +72,19 @@ class Template:
     def __init__(
         self, tokenizer: Any, folder: str, date: datetime.date | None, options: Mapping[str, Any]
     ) -> None:
-        self._tokenizer, self._folder, self._date, self._options = (
-            tokenizer,
-            folder,
-            date,
-            dict(options),
-        )
+        self._tokenizer, self._folder = tokenizer, folder
+        self._date, self._options = date, dict(options)
         if tokenizer.chat_template is None:
             raise TemplateError(
                 f"the tokenizer in {folder} has no chat template",
                 "put the template that the target was trained with into chat_template.jinja in "
-                "that folder; "
-                "a base model without one cannot be used for chat",
+                "that folder; a base model without one cannot be used for chat",
             )
         self._plain, self._with_tools = self._source(None), self._source([{}])
 
     @property
     def needs_a_date(self) -> bool:
-        """True when what it writes may depend on the day, and none is given."""
+        """True when its output may depend on the day, and none is given."""
         return self._date is None and _CLOCK in self._plain + self._with_tools
 
     def names(self, token: str) -> bool:
@@ -185,7 +179,7 @@ def frame_of(template: Template, tokenizer: TargetTokenizer) -> tuple[Frame, set
     for name in ends:
         after = after.replace(name, "")
     if after.strip():
-        raise TemplateProblem("goes on after the end of the last answer")
+        raise TemplateProblem("writes more after the end of the last answer")
     return Frame(opening, rest[:end], ends), {
         found.group() for found in tokenizer.control.finditer(whole)
     }

@@ -230,5 +230,5 @@ def _shifted(findings: Iterable[Finding], start: int) -> list[Finding]:
 
 def _pause_s(response: httpx.Response | None, attempt: int) -> float:
     """What the service asks for in Retry-After, else doubling from half a second to 30."""
-    asked = response.headers.get("retry-after", "") if response is not None else ""
-    return float(asked) if asked.isdigit() else min(0.5 * 2**attempt, 30.0)
+    wait = response.headers.get("retry-after", "") if response is not None else ""
+    return float(wait) if wait.isdigit() else min(0.5 * 2**attempt, 30.0)

@@ -41,8 +41,8 @@ NO_ADDRESS = re.compile(
     re.I,
 )
 NO_NAME = frozenset("[]{}=`_|\\")  # signs that stand in code
-# Letters of scripts that the tagger has learnt nothing of: Greek, Cyrillic and what follows,
-# without Latin Extended Additional.
+# Letters of scripts that the tagger is not trained on: Greek, Cyrillic and what follows, without
+# Latin Extended Additional.
 OTHER_SCRIPT = re.compile(r"[\u0370-\u1dff\u2e80-\ufaff]")
 PART = re.compile(r"[^\W\d_]{3,}")  # of a name, long enough to be looked for elsewhere
 
@@ -125,8 +125,8 @@ def runs(
 ) -> list[tuple[str, int, int, float]]:
     """Runs of tokens of one type: (type, first token, last token, mean probability).
 
-    A token is of the likeliest type that reaches the threshold, beginning or going on with an
-    entity as is likelier.
+    A token is of the likeliest type that reaches the threshold, beginning or continuing an
+    entity, whichever is likelier.
     """
     begins, inside = probabilities_TL[:, 1::2], probabilities_TL[:, 2::2]
     of_type = begins + inside
@@ -135,14 +135,14 @@ def runs(
     last_type, scores = -1, list[float]()
     for index in np.flatnonzero(of_type.max(axis=1) >= threshold).tolist():
         type = int(best[index])
-        goes_on = (
+        continues = (
             bool(found)
             and found[-1][2] == index - 1
             and type == last_type
             and begins[index, type] <= inside[index, type]
         )
-        scores = [*(scores if goes_on else []), float(of_type[index, type])]
-        first = found.pop()[1] if goes_on else index
+        scores = [*(scores if continues else []), float(of_type[index, type])]
+        first = found.pop()[1] if continues else index
         found.append((tagger.TYPES[type], first, index, sum(scores) / len(scores)))
         last_type = type
     return found
@@ -176,7 +176,7 @@ def _are_one(text: str, first: Entity, second: Entity) -> bool:
     types = {first.type, second.type}
     if "STREET_ADDRESS" not in types:
         return False
-    # a street that is called after someone: the name follows, on the same line and after no comma
+    # a street named after a person: the name follows, on the same line and after no comma
     if "PERSON" in types:
         return second.type == "PERSON" and text[first.end : second.start] == " "
     between = text[first.end : second.start]
@@ -187,7 +187,7 @@ def _are_one(text: str, first: Entity, second: Entity) -> bool:
 
 
 def repeat_names(text: str, spans: list[Entity]) -> list[Entity]:
-    """The spans, with the parts of a full name wherever else they stand with a capital: Ada Berg
+    """The spans, and the parts of a full name wherever else they stand with a capital: Ada Berg
     ... Berg ... Ada's.
     """
     parts: dict[str, float] = {}

@@ -136,38 +136,40 @@ class Surrogates:
     """The invented values of one conversation."""
 
     def __init__(self, key: bytes, conversation: str, values: Iterable[tuple[str, str]]) -> None:
-        """conversation: what tells it from others, best its text without the values. values: type
-        and value of all that will be replaced; none of them is ever invented.
+        """conversation: tells it from others, such as its text without the values. values: type and
+        value of all that will be replaced; none of them is ever invented.
         """
         self._key, self._conversation = key, conversation
-        self._given: dict[tuple[str, str], str] = {}
+        self._surrogates: dict[tuple[str, str], str] = {}
         self._taken = {
             part.casefold()
             for type, value in values
             for part in (canonical(type, value), *WORD.findall(value))
         }
-        self._num_of: dict[str, int] = {}
+        self._counts: dict[str, int] = {}
 
     def of(self, type: str, value: str) -> str:
         """The surrogate of this value, here and wherever it comes again."""
         if type in WORDED:
             return self._worded(type, value)
-        made = self._known(type, canonical(type, value), lambda draw: MAKERS[type](value, draw))
-        return poured(made, value) if type in NUMBERED else made
+        invented = self._surrogate(
+            type, canonical(type, value), lambda draw: MAKERS[type](value, draw)
+        )
+        return fill_form(invented, value) if type in NUMBERED else invented
 
-    def _known(self, kind: str, value: str, make: Callable[[KeyedRandom], str]) -> str:
-        if (kind, value) not in self._given:
-            self._num_of[kind] = ordinal = self._num_of.get(kind, 0) + 1
+    def _surrogate(self, kind: str, value: str, make: Callable[[KeyedRandom], str]) -> str:
+        if (kind, value) not in self._surrogates:
+            self._counts[kind] = ordinal = self._counts.get(kind, 0) + 1
             for attempt in itertools.count():
                 draw = KeyedRandom(self._key, self._conversation, kind, str(ordinal), str(attempt))
-                made = (
+                invented = (
                     make(draw) if attempt < MOST_ATTEMPTS else f"{make(draw)}{make(draw).lower()}"
                 )
-                if made.casefold() not in self._taken:
+                if invented.casefold() not in self._taken:
                     break
-            self._taken.add(made.casefold())
-            self._given[kind, value] = made
-        return self._given[kind, value]
+            self._taken.add(invented.casefold())
+            self._surrogates[kind, value] = invented
+        return self._surrogates[kind, value]
 
     def _worded(self, type: str, value: str) -> str:
         """Word by word, so that "Ada Berg" and, later, "Berg" are the same person; a place by
@@ -189,64 +191,66 @@ class Surrogates:
     def _place(self, value: str) -> str:
         name = " ".join(value.split())
         if name in STATES:
-            return self._known("word", name, lambda draw: draw.choice(STATES))
+            return self._surrogate("word", name, lambda draw: draw.choice(STATES))
         pool = COUNTRIES if name.title() in COUNTRIES else CITIES
-        return cased(self._known("word", name.casefold(), lambda draw: draw.choice(pool)), value)
+        return match_case(
+            self._surrogate("word", name.casefold(), lambda draw: draw.choice(pool)), value
+        )
 
     def _word(self, type: str, word: str, start: int, value: str) -> str:
         if word.isdigit():
-            return self._known("number", word, lambda draw: number_like(word, draw))
+            return self._surrogate("number", word, lambda draw: number_like(word, draw))
         if word.casefold() in KEPT or (
             type == "STREET_ADDRESS" and len(word) <= 2 and word not in STATES
         ):
             return word
         if len(word) == 1:
-            return cased(self._initial(word.casefold()), word)
+            return match_case(self._initial(word.casefold()), word)
         if word in STATES and type == "STREET_ADDRESS":
-            return self._known("word", word, lambda draw: draw.choice(STATES))
+            return self._surrogate("word", word, lambda draw: draw.choice(STATES))
         if type == "STREET_ADDRESS":
             pool = CITIES if re.search(r"[,\n]", value[:start]) else STREETS
         else:
             pool = {"FAMILY": FAMILY, "PERSON": GIVEN, "LOCATION": CITIES}[type]
-        return cased(self._known("word", word.casefold(), lambda draw: draw.choice(pool)), word)
+        return match_case(
+            self._surrogate("word", word.casefold(), lambda draw: draw.choice(pool)), word
+        )
 
     def _initial(self, letter: str) -> str:
         """Of the word that it may stand for, where one came before."""
         words = (
-            made
-            for (kind, value), made in self._given.items()
+            invented
+            for (kind, value), invented in self._surrogates.items()
             if kind == "word" and value.startswith(letter)
         )
-        return next(words, "")[:1] or self._known(
+        return next(words, "")[:1] or self._surrogate(
             "initial", letter, lambda draw: draw.choice(string.ascii_uppercase)
         )
 
 
 def number_like(number: str, draw: KeyedRandom) -> str:
-    """As many digits; no leading zero where there was none. One digit more once all of that length
-    are taken.
-    """
+    """A number of as many digits, without a leading zero where there was none."""
     first = str(draw.below(10)) if number[0] == "0" and len(number) > 1 else str(1 + draw.below(9))
     return first + draw.digits(len(number) - 1)
 
 
-def cased(made: str, mention: str) -> str:
+def match_case(invented: str, mention: str) -> str:
     """The invented word in capitals or small letters, as the mention is."""
     if mention.isupper():
-        return made.upper()
-    return made.lower() if mention.islower() else made
+        return invented.upper()
+    return invented.lower() if mention.islower() else invented
 
 
-def poured(made: str, mention: str) -> str:
-    """The letters and digits of `made` into the mention's form: its separators, its case; an
-    extension's "x" stays.
+def fill_form(invented: str, mention: str) -> str:
+    """The mention with its letters and digits replaced by those of `invented`, in its case.
 
-    made: as many as the mention has, or digits only for a mention whose letters stay.
+    invented: as many letters and digits as the mention has, or digits only: then the mention's
+    letters stay, such as the "x" of an extension.
     """
-    stays = made.isdigit()
-    letters = iter(made)
+    stays = invented.isdigit()
+    letters = iter(invented)
     return "".join(
-        cased(next(letters, "0"), one) if (one.isdigit() if stays else one.isalnum()) else one
+        match_case(next(letters, "0"), one) if (one.isdigit() if stays else one.isalnum()) else one
         for one in mention
     )
 
@@ -254,8 +258,8 @@ def poured(made: str, mention: str) -> str:
 def phone(value: str, draw: KeyedRandom) -> str:
     """The digits of a fictional number of the same country and length, its extension's too.
 
-    What is valid in several countries is taken for the first one's. Prefix and trunk stay; where
-    nothing was set aside, two zeros follow them, with which no national number begins.
+    A number that is valid in several countries counts as the first one's. Prefix and trunk stay;
+    where nothing is set aside, two zeros follow them, with which no national number begins.
     """
     number, *extension = EXTENSION.split(value, maxsplit=1)
     digits = re.sub(r"\D", "", number)
@@ -265,10 +269,10 @@ def phone(value: str, draw: KeyedRandom) -> str:
     start = draw.choice(
         _set_aside(read) if read and (len(national) >= LONG or number[0] == "+") else (ANYWHERE,)
     )
-    made = (start + draw.digits(max(0, len(digits) - len(kept) - len(start))))[
+    invented = (start + draw.digits(max(0, len(digits) - len(kept) - len(start))))[
         : len(digits) - len(kept)
     ]
-    return kept + made + draw.digits(len(re.findall(r"\d", "".join(extension))))
+    return kept + invented + draw.digits(len(re.findall(r"\d", "".join(extension))))
 
 
 def _set_aside(number: phonenumbers.PhoneNumber) -> tuple[str, ...]:
@@ -281,32 +285,14 @@ def _set_aside(number: phonenumbers.PhoneNumber) -> tuple[str, ...]:
     ) or FICTIONAL_PHONES.get(main, (UNUSED,))
 
 
-def is_unassigned(country_code: int, national: str) -> bool:
-    """Whether a national number, without the trunk 0, is set aside in a country of this code or not
-    valid there.
-    """
-    regions = phonenumbers.region_codes_for_country_code(country_code)
-    starts = tuple(start for region in regions for start in FICTIONAL_PHONES.get(region, ()))
-    if national.startswith(starts):
-        return True
-    zeros = len(national) - len(national.lstrip("0"))
-    number = phonenumbers.PhoneNumber(
-        country_code=country_code,
-        national_number=int(national),
-        italian_leading_zero=zeros > 0,
-        number_of_leading_zeros=max(zeros, 1),
-    )
-    return not phonenumbers.is_valid_number(number)
-
-
 def card(value: str, draw: KeyedRandom) -> str:
     """A number of the same kind of issuer and length from a range for tests, with a right check
     digit.
     """
     digits = re.sub(r"\D", "", value)
     start = TEST_CARDS.get(digits[:2]) or TEST_CARDS.get(digits[0]) or DEFAULT_TEST_CARD
-    made = start + draw.digits(len(digits) - len(start) - 1)
-    return made + next(check for check in string.digits if luhn(made + check))
+    invented = start + draw.digits(len(digits) - len(start) - 1)
+    return invented + next(check for check in string.digits if luhn(invented + check))
 
 
 def iban(value: str, draw: KeyedRandom) -> str:
@@ -315,9 +301,9 @@ def iban(value: str, draw: KeyedRandom) -> str:
     """
     letters = re.sub(r"\W", "", value).upper()
     country, bank, account = letters[:2], letters[4:8], letters[8:]
-    made = "".join("0" if letter.isdigit() else "X" for letter in bank) + draw.like(account)
-    rearranged = "".join(str(int(letter, 36)) for letter in f"{made}{country}00")
-    return f"{country}{98 - int(rearranged) % 97:02d}{made}"
+    invented = "".join("0" if letter.isdigit() else "X" for letter in bank) + draw.like(account)
+    rearranged = "".join(str(int(letter, 36)) for letter in f"{invented}{country}00")
+    return f"{country}{98 - int(rearranged) % 97:02d}{invented}"
 
 
 def social_security_number(value: str, draw: KeyedRandom) -> str:
@@ -328,8 +314,8 @@ def social_security_number(value: str, draw: KeyedRandom) -> str:
 def national_id(value: str, draw: KeyedRandom) -> str:
     """A number of the same form that fails every check."""
     letters = "".join(letter for letter in value if letter.isalnum())
-    made = (draw.like(letters) for _ in itertools.count())
-    return next(one for one in made if not is_national_id(poured(one, value)))
+    invented = (draw.like(letters) for _ in itertools.count())
+    return next(one for one in invented if not is_national_id(fill_form(one, value)))
 
 
 def mail(value: str, draw: KeyedRandom) -> str:
