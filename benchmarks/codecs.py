@@ -34,7 +34,7 @@ from eyas.train.state import StopConfig
 from eyas.train.step import OptimizerConfig
 from eyas.train.trainer import TrainConfig, train
 
-CODECS = "lossless,int8,fp8,within1,within2,within4,within8,within2/supervised"
+CODECS = "lossless,within1,within2,within4,within8,within2/supervised"
 BASELINE = "lossless"
 # while training: `eyas eval` judges the last head of each
 NOT_MEASURED = StopConfig(measurements=0)

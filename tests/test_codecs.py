@@ -16,11 +16,11 @@ from eyas.artifact import Artifact
 from eyas.errors import CorruptError
 from eyas.model.batch import Batch
 from eyas.model.chain import measure
-from eyas.shards import CodecName, FeatureMeta, Features, Sample, ShardWriter, taught
+from eyas.shards import CodecName, FeatureMeta, Features, Sample, ShardWriter, teacher_mask
 from eyas.shards import writer as writer_module
 from eyas.shards.codecs import (
     WITHIN,
-    Layers,
+    LayerStates,
     Tables,
     calibrate,
     codec_of,
@@ -33,7 +33,7 @@ from eyas.train.loss import ObjectiveConfig, objective, teach
 from tests.tiny_batch import made_up_samples, tiny_vocabulary, wavy_head
 
 NAMES = get_args(CodecName)
-ERRORS = {"raw": 0.0, "lossless": 0.0, "int8": 0.02, "fp8": 0.03, **WITHIN}
+ERRORS = {"raw": 0.0, "lossless": 0.0, **WITHIN}
 SIZE = 48
 
 
@@ -42,7 +42,7 @@ def meta_of(codec: str, **settings: Any) -> FeatureMeta:
     return FeatureMeta(**{**defaults, "codec": codec, **settings})
 
 
-def residual_streams(rows: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Layers:
+def residual_streams(rows: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> LayerStates:
     """Four layers that build on each other, with channels of very different sizes and, in the first
     row, giants.
     """
@@ -101,12 +101,10 @@ def test_features_come_back_within_the_codecs_error(tmp_path: Path, codec: str, 
         if ERRORS[codec] == 0:
             assert bits(read.aux_hidden) == bits(sample.aux_hidden)
             assert bits(read.last_hidden) == bits(sample.last_hidden)
-        elif codec in WITHIN:
+        else:
             error = relative_error(sample, read)
             assert (error < 1.15 * ERRORS[codec]).all(), error
             assert (error > 0.7 * ERRORS[codec]).all(), "finer than it needs to be"
-        elif codec == "fp8":
-            assert relative_error(sample, read).max() < 1, "small channels drown beside giants"
 
 
 @pytest.mark.parametrize("codec", list(WITHIN))
@@ -188,7 +186,7 @@ def test_the_better_codecs_are_smaller() -> None:
             8 * SIZE * 2000
         )
     assert sizes["lossless"] < 0.75
-    assert sizes["within1"] < sizes["int8"] <= 0.505
+    assert sizes["within1"] < 0.505
     assert sizes["within1"] > sizes["within2"] > sizes["within4"] > sizes["within8"]
 
 
@@ -206,7 +204,7 @@ def test_a_teacher_is_kept_where_someone_asks_it(tmp_path: Path, codec: str) -> 
         entry.size for entry in everywhere.entries
     )
     for sample, read in zip(samples, supervised, strict=True):
-        mask, kept = sample.loss_mask, taught(sample.loss_mask)
+        mask, kept = sample.loss_mask, teacher_mask(sample.loss_mask)
         assert kept.tolist() == [
             mask[max(0, at - 1) : at + 2].any().item() for at in range(len(mask))
         ]
@@ -256,7 +254,7 @@ def test_tables_are_the_same_on_both_sides() -> None:
         Tables.from_text(tables.to_text(), SIZE + 1)
 
 
-@pytest.mark.parametrize("codec", ["lossless", "fp8", "within2"])
+@pytest.mark.parametrize("codec", ["lossless", "within2"])
 def test_bytes_of_another_making_are_an_error(tmp_path: Path, codec: str) -> None:
     """Right by their checksum and wrong by their codec, as after a change of the format that forgot
     to say so.
@@ -275,7 +273,7 @@ class Lying:
     def __init__(self, data: bytes, codec: Any) -> None:
         self._data, self._codec = data, codec
 
-    def decode(self, data: memoryview, kept: torch.Tensor) -> Layers:
+    def decode(self, data: memoryview, kept: torch.Tensor) -> LayerStates:
         return self._codec.decode(memoryview(self._data), kept)
 
 
@@ -298,7 +296,7 @@ def test_a_teacher_kept_where_it_is_asked_for_gives_the_same_loss_and_the_same_t
     ]
     samples = made_up_samples(masks)
     kept = [
-        replace(one, last_hidden=one.last_hidden * taught(one.loss_mask)[:, None])
+        replace(one, last_hidden=one.last_hidden * teacher_mask(one.loss_mask)[:, None])
         for one in samples
     ]
     whole, thin = Batch.of(samples), Batch.of(kept)

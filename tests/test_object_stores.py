@@ -17,7 +17,8 @@ from eyas.artifact import Artifact
 from eyas.cli import train as cli_train
 from eyas.errors import ConfigError, CorruptError, EyasError, MissingInputError
 from eyas.model.target import Target
-from eyas.shards import Cache, Entry, FeatureMeta, Features, Sample, ShardWriter, ranges
+from eyas.shards import Cache, Entry, FeatureMeta, Features, Sample, ShardWriter
+from eyas.shards import reader as reader_module
 from tests.object_stores import BUCKET, GcsServer, Line, environment, forget_clients
 from tests.test_shards import META, assert_same, make_sample
 from tests.tiny import tiny_target
@@ -160,10 +161,10 @@ def test_both_clients_of_s3_read_the_same_over_a_bad_line(
     if fast:
         pytest.importorskip("obstore", reason="the extra obstore is not installed")
     else:
-        monkeypatch.setattr(ranges, "INSTALLED", False)
+        monkeypatch.setattr(reader_module, "HAS_OBSTORE", False)
     artifact = begun(s3.url)
     features = finish(artifact, add_missing(artifact, 6))
-    assert (ranges.range_reader(artifact) == artifact.read_range) is not fast
+    assert (reader_module.range_reader(artifact) == artifact.read_range) is not fast
     s3.line.fault("cut", after=5_000, times=4)
     assert_all_there(features, 6)
     assert s3.line.num_faults > 0
@@ -171,7 +172,7 @@ def test_both_clients_of_s3_read_the_same_over_a_bad_line(
 
 def test_a_line_that_stalls_is_given_up(s3: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("obstore", reason="the extra obstore is not installed")
-    monkeypatch.setattr(ranges, "TIMEOUT", "1s")
+    monkeypatch.setattr(reader_module, "S3_TIMEOUT", "1s")
     artifact = begun(s3.url)
     features = finish(artifact, add_missing(artifact, 3))
     s3.line.fault("stall", times=2)

@@ -29,7 +29,7 @@ from eyas.shards import (
     encode_sample,
     order_of,
 )
-from eyas.shards import stream as stream_module
+from eyas.shards import reader as reader_module
 from eyas.shards import writer as writer_module
 
 META = FeatureMeta(
@@ -406,7 +406,7 @@ def test_no_more_is_read_ahead_than_the_bound(monkeypatch: pytest.MonkeyPatch) -
     """Results that were not given out yet, those being made and the last one given out: their sizes
     never exceed it.
     """
-    monkeypatch.setattr(stream_module, "AHEAD_BYTES", 100)
+    monkeypatch.setattr(reader_module, "AHEAD_BYTES", 100)
     begun: list[int] = []
     sizes = [30, 40, 90, 5, 5, 5, 300, 50, 50]
 
@@ -415,7 +415,7 @@ def test_no_more_is_read_ahead_than_the_bound(monkeypatch: pytest.MonkeyPatch) -
         return number
 
     for place, number in enumerate(
-        stream_module.ahead(read, range(len(sizes)), sizes.__getitem__, 3)
+        reader_module.ahead(read, range(len(sizes)), sizes.__getitem__, 3)
     ):
         assert number == place
         held = sum(sizes[number] for number in begun if number >= place)

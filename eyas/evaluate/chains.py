@@ -20,8 +20,7 @@ from eyas.model.chain import measure, runs
 from eyas.model.config import HeadConfig
 from eyas.model.head import Head, load_head
 from eyas.model.vocab import TargetVocabulary
-from eyas.shards import FeatureMeta, Sample
-from eyas.shards.source import FeatureSource
+from eyas.shards import FeatureMeta, FeatureSource, Sample
 from eyas.tau import RoundCounts
 
 BATCH_TOKENS = 8192  # of a batch, padding included: under a GB for a head of a 70 B target

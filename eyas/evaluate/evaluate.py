@@ -34,7 +34,7 @@ from eyas.log import Track, quiet
 from eyas.model.config import TargetConfig
 from eyas.model.target import resolve_dtype
 from eyas.model.weights import fingerprint
-from eyas.shards.source import FeatureSource
+from eyas.shards import FeatureSource
 
 DEFAULT_TREES = ("fixed(6,3,12)", "fixed(4,1,5)")  # the engine's own sizes, and a chain
 

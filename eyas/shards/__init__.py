@@ -3,19 +3,17 @@ store.
 
 Knows the format. Knows no model and no stage's work.
 
-    sample   what a sample is              codecs   hidden states <-> bytes
-    layout   a sample, a shard <-> bytes   writer   samples -> shards, resumed behind the last whole one
-    reader   one sample by its number      stream   many, read ahead, in an order that seed, epoch and rank give
-    cache    what was read from afar, on this disk             source   what training asks of features, stored or not
+    sample   what a sample is, and what a source of samples offers
+    codecs   hidden states <-> bytes
+    layout   a sample, a shard <-> bytes
+    writer   samples -> shards, resumed behind the last whole one
+    reader   one sample by its number, or many in an order, read ahead; a cache for stores far away
 """
 
-from eyas.shards.cache import Cache
 from eyas.shards.codecs import Codec, codec_of
 from eyas.shards.layout import Entry, decode_sample, encode_sample
-from eyas.shards.reader import Features
-from eyas.shards.sample import CodecName, FeatureMeta, Sample, Split, taught
-from eyas.shards.source import FeatureSource
-from eyas.shards.stream import order_of
+from eyas.shards.reader import Cache, Features, order_of
+from eyas.shards.sample import CodecName, FeatureMeta, FeatureSource, Sample, Split, teacher_mask
 from eyas.shards.writer import ShardWriter
 
 __all__ = [
@@ -33,5 +31,5 @@ __all__ = [
     "decode_sample",
     "encode_sample",
     "order_of",
-    "taught",
+    "teacher_mask",
 ]

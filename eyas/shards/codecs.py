@@ -6,12 +6,10 @@ A sample has four layers of hidden states: three taps of T rows and the last of 
 `kept` positions.
 
     raw        as they are
-    lossless   the byte with the exponent through zstd-1, the other bytes as they are: these are noise
-    int8       one fixed scale per layer and channel, what is beyond is cut
-    fp8        e4m3, one scale per layer and token
-    withinN    N % of error: each channel is rounded to multiples of a step that makes the root mean square of the error N %
-               of the channel's own size; what is rounded is the difference to the layer below,
-               times a fixed weight; zstd-1 after it
+    lossless   the byte with the exponent through zstd-1, the other bytes, which are noise, as they are
+    withinN    N % of error: each channel is rounded to multiples of a step that makes the root mean
+               square of the error N % of the channel's own size; what is rounded is the difference
+               to the layer below, times a fixed weight; zstd-1 after it
 
 Why the last: residual streams of neighbouring taps are alike (r = .87 on the built-in target), so
 the difference has one bit less a number, for one multiplication; and small multiples of a step are
@@ -43,14 +41,12 @@ LEVEL = 1  # of zstd: level 3 is larger and slower on this data
 BLOCK = 1 << 17  # numbers worked on at a time: what fits into a core's cache
 MAX_STEPS = 127
 ESCAPE = -128  # "kept exactly, beside"
-FP8_MAX = 448.0
-FP8_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
 # of |x| where x is normal of size 1. Unlike the mean square, the median is deaf to a few giants
 MEDIAN = 0.6745
 SIZED_ROWS = 1024  # are enough to tell a channel's size by
 WITHIN = {"within1": 0.01, "within2": 0.02, "within4": 0.04, "within8": 0.08}
 
-Layers = list[Tensor]
+LayerStates = list[Tensor]
 Floats = NDArray[np.float32]
 Bits = NDArray[Any]  # uint16 or uint32: the patterns of bfloat16 or float32
 
@@ -87,12 +83,12 @@ class Tables:
 class Codec(Protocol):
     """encode and decode are inverse up to the codec's error."""
 
-    def encode(self, layers: Layers, kept: Tensor) -> bytes:
+    def encode(self, layers: LayerStates, kept: Tensor) -> bytes:
         """layers: four [rows, H] in the dtype that is stored; kept: bool [T], which rows of the
         third are beside rows of the fourth. Returns a multiple of 8 bytes."""
 
-    def decode(self, data: memoryview, kept: Tensor) -> Layers:
-        """Layers that share no memory with `data`. Raises ValueError or zstandard.ZstdError for
+    def decode(self, data: memoryview, kept: Tensor) -> LayerStates:
+        """LayerStates that share no memory with `data`. Raises ValueError or zstandard.ZstdError for
         bytes of another making.
         """
 
@@ -102,44 +98,27 @@ def codec_of(meta: FeatureMeta, tables: Tables | None) -> Codec:
     size, dtype = meta.hidden_size, DTYPES[meta.dtype]
     if meta.codec in ("raw", "lossless"):
         return Raw(size, dtype) if meta.codec == "raw" else Lossless(size, dtype)
-    if meta.codec == "fp8":
-        return Fp8(size, dtype)
     assert tables is not None
-    return Int8(dtype, tables) if meta.codec == "int8" else Within(dtype, tables)
+    return Within(dtype, tables)
 
 
 def needs_tables(name: CodecName) -> bool:
     """Must it be calibrated on a split's first samples?"""
-    return name == "int8" or name in WITHIN
+    return name in WITHIN
 
 
-def calibrate(name: CodecName, samples: Sequence[tuple[Layers, Tensor]]) -> Tables:
+def calibrate(name: CodecName, samples: Sequence[tuple[LayerStates, Tensor]]) -> Tables:
     """Tables from a split's first samples, as pairs of layers and kept (see Codec.encode)."""
     rows = [
         torch.cat([layers[number] for layers, _ in samples]).float() for number in range(NUM_LAYERS)
     ]
     beside = torch.cat([layers[2][kept] for layers, kept in samples]).float()
     pairs = [(rows[0], rows[1]), (rows[1], rows[2]), (beside, rows[3])]
-    if name == "int8":
-        return Tables.of(
-            np.stack([_largest(one) / MAX_STEPS for one in rows]),
-            np.zeros((NUM_LAYERS, rows[0].shape[1]), np.float32),
-        )
     sizes = [_size(one) for one in rows]
     weights = [np.zeros_like(sizes[0]), *(_slope(below, above) for below, above in pairs)]
     # a step's rounding error is step / sqrt(12)
     step = np.stack(sizes) * np.float32(WITHIN[name] * 12**0.5)
     return Tables.of(step, np.stack(weights))
-
-
-def _largest(rows: Tensor) -> Floats:
-    """Of each channel, never zero: [n, H] -> [H]."""
-    largest: Floats = (
-        rows.nan_to_num().abs().amax(0).clamp(min=1e-6).numpy()
-        if len(rows)
-        else np.ones(rows.shape[1], np.float32)
-    )
-    return largest
 
 
 def _size(rows: Tensor) -> Floats:
@@ -174,11 +153,11 @@ class Raw:
     def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
         self._hidden_size, self._dtype = hidden_size, dtype
 
-    def encode(self, layers: Layers, kept: Tensor) -> bytes:
+    def encode(self, layers: LayerStates, kept: Tensor) -> bytes:
         packed = _bits(torch.cat(layers[:3], dim=1)).tobytes() + _bits(layers[3]).tobytes()
         return packed + bytes(-len(packed) % 8)
 
-    def decode(self, data: memoryview, kept: Tensor) -> Layers:
+    def decode(self, data: memoryview, kept: Tensor) -> LayerStates:
         T, K, H = len(kept), int(kept.sum()), self._hidden_size
         numbers = torch.frombuffer(bytearray(data), dtype=self._dtype)
         aux_hidden = numbers[: 3 * T * H].view(T, 3, H)
@@ -193,14 +172,14 @@ class Lossless:
     def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
         self._hidden_size, self._dtype = hidden_size, dtype
 
-    def encode(self, layers: Layers, kept: Tensor) -> bytes:
+    def encode(self, layers: LayerStates, kept: Tensor) -> bytes:
         parts: list[bytes] = []
         for layer in layers:
             planes = _bits(layer).view(np.uint8).reshape(-1, self._dtype.itemsize)
             parts += [squeeze(planes[:, -1]), planes[:, :-1].tobytes()]
         return pack(parts)
 
-    def decode(self, data: memoryview, kept: Tensor) -> Layers:
+    def decode(self, data: memoryview, kept: Tensor) -> LayerStates:
         layers, parts = [], unpack(data, 2 * NUM_LAYERS)
         for rows in _rows(kept):
             size = rows * self._hidden_size
@@ -219,59 +198,6 @@ class Lossless:
         return planes.view(f"<u{self._dtype.itemsize}").reshape(-1)
 
 
-class Int8:
-    """Multiples of a fixed step per layer and channel, those beyond 127 cut to it."""
-
-    def __init__(self, dtype: torch.dtype, tables: Tables) -> None:
-        self._dtype, self._step = dtype, tables.step
-
-    def encode(self, layers: Layers, kept: Tensor) -> bytes:
-        parts = []
-        for layer, step in zip(layers, self._step, strict=True):
-            steps = np.rint(np.nan_to_num(_floats(layer)) / step)
-            parts.append(np.clip(steps, -MAX_STEPS, MAX_STEPS).astype(np.int8).tobytes())
-        return pack(parts)
-
-    def decode(self, data: memoryview, kept: Tensor) -> Layers:
-        layers = []
-        for part, step, rows in zip(unpack(data, NUM_LAYERS), self._step, _rows(kept), strict=True):
-            codes = np.frombuffer(part, dtype=np.int8).reshape(rows, len(step))
-            out = _empty(codes.shape, self._dtype)
-            for block in _blocks(*codes.shape):
-                _store(np.multiply(codes[block], step, dtype=np.float32), out[block])
-            layers.append(_tensor(out, self._dtype))
-        return layers
-
-
-class Fp8:
-    """Four bits of exponent and three of mantissa, scaled so that the largest of a layer's row is
-    the largest there is.
-    """
-
-    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
-        self._hidden_size, self._dtype = hidden_size, dtype
-
-    def encode(self, layers: Layers, kept: Tensor) -> bytes:
-        parts: list[bytes] = []
-        for layer in layers:
-            values = layer.detach().cpu().float().nan_to_num()
-            scale = values.abs().amax(1, keepdim=True).clamp(min=1e-30) / FP8_MAX
-            codes = (values / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-            parts += [scale.numpy().tobytes(), codes.view(torch.uint8).numpy().tobytes()]
-        return pack(parts)
-
-    def decode(self, data: memoryview, kept: Tensor) -> Layers:
-        layers, parts = [], unpack(data, 2 * NUM_LAYERS)
-        for rows in _rows(kept):
-            scale = np.frombuffer(next(parts), dtype=np.float32).reshape(rows, 1)
-            codes = np.frombuffer(next(parts), dtype=np.uint8).reshape(rows, self._hidden_size)
-            out = _empty(codes.shape, self._dtype)
-            for block in _blocks(*codes.shape):
-                _store(FP8_VALUES[codes[block]] * scale[block], out[block])
-            layers.append(_tensor(out, self._dtype))
-        return layers
-
-
 class Within:
     """Steps of the difference to the layer below, compressed; see the head of this file."""
 
@@ -279,7 +205,7 @@ class Within:
         self._dtype, self._step, self._weight = dtype, tables.step, tables.weight
         self._per_step = 1 / tables.step
 
-    def encode(self, layers: Layers, kept: Tensor) -> bytes:
+    def encode(self, layers: LayerStates, kept: Tensor) -> bytes:
         parts: list[bytes] = []
         below: Floats | None = None
         # of giants and NaN, which are kept beside
@@ -313,7 +239,7 @@ class Within:
         exact = _bits(torch.from_numpy(values[escaped]).to(self._dtype)).tobytes()
         return codes, exact, decoded
 
-    def decode(self, data: memoryview, kept: Tensor) -> Layers:
+    def decode(self, data: memoryview, kept: Tensor) -> LayerStates:
         layers, parts, below = [], unpack(data, 2 * NUM_LAYERS), None
         for number, rows in enumerate(_rows(kept)):
             codes = (

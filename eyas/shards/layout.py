@@ -2,7 +2,7 @@
 
 Knows offsets and headers. Knows no store and does not know how a codec makes bytes of numbers.
 
-    train-00000.safetensors  train-00001.safetensors  ...  train.index.json      and the same for held_out
+    train-00000.safetensors  train-00001.safetensors  ...  train.index.json    held_out likewise
 
     shard    [header length, 8 bytes][header, JSON][sample 0][sample 1] ...
     sample   [token_ids i32 T][loss_mask i32 T][hidden states, as the codec makes them]
@@ -26,8 +26,8 @@ import zstandard
 from pydantic import BaseModel
 from torch import Tensor
 
-from eyas.shards.codecs import Codec, Layers, Tables, codec_of
-from eyas.shards.sample import DTYPES, FeatureMeta, Sample, taught
+from eyas.shards.codecs import Codec, LayerStates, Tables, codec_of
+from eyas.shards.sample import DTYPES, FeatureMeta, Sample, Split, teacher_mask
 
 FORMAT = 2
 TOKEN_BYTES = 8  # of a token: its id and whether it counts
@@ -51,12 +51,17 @@ class Entry(BaseModel):
     sha256: str
 
 
+def index_name(split: Split) -> str:
+    """Where the places of a split's samples are."""
+    return f"{split}.index.json"
+
+
 def kept_of(loss_mask: Tensor, meta: FeatureMeta) -> Tensor:
     """bool [T]: the tokens whose last hidden state is kept."""
-    return taught(loss_mask) if meta.teacher == "supervised" else torch.ones_like(loss_mask)
+    return teacher_mask(loss_mask) if meta.teacher == "supervised" else torch.ones_like(loss_mask)
 
 
-def layers_of(sample: Sample, meta: FeatureMeta) -> tuple[Layers, Tensor]:
+def layers_of(sample: Sample, meta: FeatureMeta) -> tuple[LayerStates, Tensor]:
     """What a codec takes: three taps [T, Ht] and the last hidden states [K, Ht] in the dtype of
     `meta`, and kept bool [T].
     """

@@ -1,22 +1,25 @@
-"""What a feature sample is: tokens, mask and hidden states of one conversation, and what they are
-features of.
+"""What a feature sample is: tokens, mask and hidden states of one conversation; what it is features
+of; and what training asks of a source of samples, be it a store or a target in the same process.
 
-Knows the nouns of the feature format. Knows no bytes and no store.
+Knows no bytes and no store.
 
 Letters: T sequence, Ht target hidden size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from eyas.artifact import Manifest
+
 Split = Literal["train", "held_out"]
-CodecName = Literal["raw", "lossless", "int8", "fp8", "within1", "within2", "within4", "within8"]
+CodecName = Literal["raw", "lossless", "within1", "within2", "within4", "within8"]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 EXACT = ("raw", "lossless")  # codecs that give every bit back
 NUM_LAYERS = 4  # of hidden states in a sample: three taps and the last
@@ -24,8 +27,6 @@ NUM_LAYERS = 4  # of hidden states in a sample: three taps and the last
 SHARES: dict[CodecName, float] = {
     "raw": 1.0,
     "lossless": 0.71,
-    "int8": 0.5,
-    "fp8": 0.51,
     "within1": 0.40,
     "within2": 0.34,
     "within4": 0.28,
@@ -82,7 +83,7 @@ class Sample:
     source: str = ""
 
 
-def taught(loss_mask: Tensor) -> Tensor:
+def teacher_mask(loss_mask: Tensor) -> Tensor:
     """bool [T]: the supervised tokens and the neighbours of each, where some form of the objective
     asks the teacher.
     """
@@ -90,3 +91,33 @@ def taught(loss_mask: Tensor) -> Tensor:
     near[1:] |= loss_mask[:-1]
     near[:-1] |= loss_mask[1:]
     return near
+
+
+class FeatureSource(Protocol):
+    """The samples of one split, by number.
+
+    inputs: what they were made from, for the identity of what is made from them: {"features": a
+    manifest of stage `capture`}, with the url of the store, or without one where the features were
+    never stored.
+    """
+
+    @property
+    def meta(self) -> FeatureMeta:
+        """What the features are features of."""
+
+    @property
+    def inputs(self) -> Mapping[str, Manifest]:
+        """Manifests by role; equal ones mean equal features."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """T of each sample, without computing or reading one."""
+
+    def __len__(self) -> int:
+        """The number of samples."""
+
+    def all_tokens(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """token_ids int32 [T] and loss_mask bool [T] of every sample in order: cheap, to count."""
+
+    def batches(self, batches: Sequence[Sequence[int]]) -> Iterator[list[Sample]]:
+        """The samples of each list of numbers; to go on after n batches, give batches[n:]."""

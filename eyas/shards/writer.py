@@ -17,7 +17,7 @@ import logging
 from eyas.artifact import WORK, Artifact, File
 from eyas.errors import CorruptError
 from eyas.shards.codecs import Codec, Tables, calibrate, codec_of, needs_tables
-from eyas.shards.layout import FORMAT, Entry, encode_sample, layers_of, shard_head
+from eyas.shards.layout import FORMAT, Entry, encode_sample, index_name, layers_of, shard_head
 from eyas.shards.sample import FeatureMeta, Sample, Split
 
 log = logging.getLogger(__name__)
@@ -161,11 +161,6 @@ class ShardWriter:
         if needs_tables(self.meta.codec):
             self._tables = Tables.from_text(own["tables"], self.meta.hidden_size)
         return entries
-
-
-def index_name(split: Split) -> str:
-    """Where the places of a split's samples are."""
-    return f"{split}.index.json"
 
 
 def _note_name(shard: str) -> str:

@@ -18,8 +18,7 @@ from torch import Tensor
 from eyas.artifact import Manifest
 from eyas.errors import EmptyInputError, MismatchError
 from eyas.model.batch import Batch, plan_batches, plan_packs
-from eyas.shards import FeatureMeta, Sample
-from eyas.shards.source import FeatureSource
+from eyas.shards import FeatureMeta, FeatureSource, Sample
 from eyas.train.loss import ObjectiveConfig, judged_positions
 
 

@@ -26,8 +26,7 @@ from eyas.model.batch import Batch, plan_batches
 from eyas.model.chain import measure
 from eyas.model.head import Head
 from eyas.model.vocab import TargetVocabulary
-from eyas.shards import order_of
-from eyas.shards.source import FeatureSource
+from eyas.shards import FeatureSource, order_of
 from eyas.tau import RoundCounts, bootstrap, ratio_of_sums
 from eyas.train.ranks import Ranks
 

@@ -30,8 +30,7 @@ from eyas.model.batch import Batch
 from eyas.model.config import HeadOptions
 from eyas.model.head import Head, head_files
 from eyas.model.vocab import TargetVocabulary
-from eyas.shards import FeatureMeta, Features
-from eyas.shards.source import FeatureSource
+from eyas.shards import FeatureMeta, Features, FeatureSource
 from eyas.train.batches import (
     BatchConfig,
     MixedSource,
