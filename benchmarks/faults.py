@@ -29,10 +29,10 @@ from torch import Tensor
 from eyas.artifact import Artifact
 from eyas.builtin import demo_prompts, head_folder, target_folder
 from eyas.errors import MismatchError
-from eyas.export.answers import NUM_CONVERSATIONS, Answered, answered
-from eyas.export.check import check, judged, meanings
-from eyas.export.finding import Finding, exit_code
-from eyas.export.replay import exchanged, paired, reordered, replay, swapped_inputs
+from eyas.export.check import check, meanings, verdict
+from eyas.export.lint import CheckFinding, exit_code
+from eyas.export.readings import exchanged, paired, reordered, swapped_inputs
+from eyas.export.replay import NUM_CONVERSATIONS, AnswerTokens, answered, replay
 from eyas.model.checkpoint import read_head
 from eyas.model.config import HeadConfig, TargetConfig
 from eyas.model.dialects import EMBED_TOKENS, LAYER, LM_HEAD, Form
@@ -404,7 +404,7 @@ class Bench:
         self.shape = self.vocabulary.config
         assert isinstance(self.shape, TargetConfig)
         self.target = Target.load(self.folder, self.shape.dtype)
-        self.answers: list[Answered] = answered(
+        self.answers: list[AnswerTokens] = answered(
             self.target, self.folder, demo_prompts(), num_conversations
         )
         self.numbers = iter(range(10**6))
@@ -421,7 +421,7 @@ class Bench:
             (folder / name).write_bytes(data)
         return folder
 
-    def checked(self, folder: Path) -> tuple[list[Finding], list[Finding]]:
+    def checked(self, folder: Path) -> tuple[list[CheckFinding], list[CheckFinding]]:
         """What the lint and what the replay say of a head, notes left out."""
         linted = check(folder, self.folder)
         try:
@@ -431,8 +431,8 @@ class Bench:
         for way in ways:
             way.tensors.setdefault(LM_HEAD, self.target.lm_head)
         replayed = replay(ways, self.target, self.answers)
-        heard = judged([], replayed)
-        found = [one for one in judged(linted, replayed) if one.level != "note"]
+        heard = verdict([], replayed)
+        found = [one for one in verdict(linted, replayed) if one.level != "note"]
         return [one for one in found if one not in heard], heard
 
 

@@ -14,9 +14,7 @@ from eyas import builtin
 from eyas.artifact import Artifact
 from eyas.errors import MismatchError, MissingInputError
 from eyas.export.check import check
-from eyas.export.damage import RANDOM, above_random
-from eyas.export.files import check_is_head
-from eyas.export.finding import Finding, exit_code, in_order
+from eyas.export.lint import RANDOM, CheckFinding, above_random, check_is_head, exit_code, in_order
 from eyas.model.checkpoint import read_head
 from eyas.model.config import RopeConfig
 from eyas.model.dialects import LAYER
@@ -361,9 +359,9 @@ def test_a_flag_read_by_whose_it_is_is_said(target, tmp_path):
 
 def test_exit_codes():
     note, warning, error = (
-        Finding("note", "", ""),
-        Finding("warning", "", ""),
-        Finding("error", "", ""),
+        CheckFinding("note", "", ""),
+        CheckFinding("warning", "", ""),
+        CheckFinding("error", "", ""),
     )
     assert [
         exit_code(findings) for findings in ([], [note], [note, warning], [warning, error])

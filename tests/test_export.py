@@ -19,9 +19,9 @@ from eyas.artifact import Artifact, Manifest, identity
 from eyas.data.licence import judge
 from eyas.data.policy import shipped
 from eyas.errors import CorruptError, MismatchError, MissingInputError
+from eyas.export.card import CardOrigin
 from eyas.export.check import check
 from eyas.export.export import ExportConfig, export, made_up_logits, manifest_of, prove_equal
-from eyas.export.origin import Origin
 from eyas.lineage import head_manifest
 from eyas.model.checkpoint import read_head
 from eyas.model.forms import write_head
@@ -464,8 +464,8 @@ def test_the_data_of_a_foreign_head_is_quoted_from_its_card(target, tmp_path):
     "card", ["", "# no front matter", "---\n: [\n---\n", "---\n- a\n---\n", "---\nlicense:\n---\n"]
 )
 def test_a_card_that_says_nothing_of_a_licence_gives_none(card):
-    assert Origin.of(card) == Origin()
-    assert Origin.of(card).licence is None
+    assert CardOrigin.of(card) == CardOrigin()
+    assert CardOrigin.of(card).licence is None
 
 
 def test_the_packaged_heads_card_has_the_hashes_of_its_files():
@@ -476,7 +476,7 @@ def test_the_packaged_heads_card_has_the_hashes_of_its_files():
 
 
 def test_the_packaged_head_keeps_its_licence_and_its_sources(tmp_path):
-    packaged = Origin.of((builtin.head_folder() / "README.md").read_text())
+    packaged = CardOrigin.of((builtin.head_folder() / "README.md").read_text())
     export(
         ExportConfig(),
         "builtin",

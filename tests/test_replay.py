@@ -16,22 +16,26 @@ from typer.testing import CliRunner
 from eyas import builtin
 from eyas.cli.main import build
 from eyas.errors import CorruptError, EmptyInputError, MissingInputError
-from eyas.export.answers import answered, conversations, decoded
-from eyas.export.check import UNSAID, check, judged, reading_findings, replay_head
-from eyas.export.finding import Finding, exit_code
-from eyas.export.replay import (
+from eyas.export.check import check, reading_findings, replay_head, verdict
+from eyas.export.lint import UNSAID, CheckFinding, exit_code
+from eyas.export.readings import (
     DECLARED,
-    PART,
-    Part,
-    Reading,
-    Replayed,
+    HeadReading,
     assembled,
     exchanged,
     misreadings,
     paired,
     reordered,
-    replay,
     swapped_inputs,
+)
+from eyas.export.replay import (
+    ANSWERS_AT_ONCE,
+    AnswerBatch,
+    ReadingScore,
+    answered,
+    conversations,
+    decoded,
+    replay,
 )
 from eyas.model.checkpoint import read_head
 from eyas.model.config import RopeConfig
@@ -63,7 +67,7 @@ def world():
 
 def replayed(config, tensors, target, answers):
     """The replay of a head that can be meant in one way."""
-    return replay([Reading(DECLARED, config, tensors)], target, answers)
+    return replay([HeadReading(DECLARED, config, tensors)], target, answers)
 
 
 def changed(config, **changes):
@@ -91,9 +95,40 @@ FAULTS = {  # how the head is declared, and the reading that must be found to be
 }
 
 
-def test_the_right_reading_of_a_sound_head_is_the_best(world):
+# Replayed in full; the others are held to be undone by the reading that is named.
+REPLAYED = ("feature first", "layers one later", "turned streams")
+
+
+@pytest.fixture(scope="module")
+def sound(world):
+    """The replay of the packaged head as it is."""
     target, config, tensors, answers = world
-    declared, *others = replayed(config, tensors, target, answers)
+    return replayed(config, tensors, target, answers)
+
+
+@pytest.fixture(scope="module")
+def random(world):
+    """The replay of a head whose lm_head is another's."""
+    target, config, tensors, answers = world
+    tensors = tensors | {"lm_head.weight": tensors["lm_head.weight"].roll(1, 0)}
+    return replayed(config, tensors, target, answers)
+
+
+@pytest.fixture
+def only(monkeypatch):
+    """Leave these misreadings only, by name: each costs a second."""
+
+    def leave(*names: str) -> None:
+        def some(*args):
+            return (one for one in misreadings(*args) if one.name in names)
+
+        monkeypatch.setattr("eyas.export.replay.misreadings", some)
+
+    return leave
+
+
+def test_the_right_reading_of_a_sound_head_is_the_best(sound):
+    declared, *others = sound
     assert declared.reading == DECLARED
     assert declared.tau > 1.8
     assert len(others) >= 10
@@ -103,8 +138,20 @@ def test_the_right_reading_of_a_sound_head_is_the_best(world):
 
 
 @pytest.mark.parametrize(("plant", "better"), FAULTS.values(), ids=FAULTS)
-def test_a_misread_head_says_how_it_would_be_right(world, plant, better):
+def test_a_misreading_undoes_its_fault(world, plant, better):
+    target, config, tensors, _ = world
+    (undone,) = (
+        one for one in misreadings(*plant(config, tensors), target.config) if one.name == better
+    )
+    assert undone.config == config
+    assert undone.tensors.keys() == tensors.keys()
+    assert all(torch.equal(undone.tensors[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("fault", REPLAYED)
+def test_a_misread_head_says_how_it_would_be_right(world, fault):
     target, config, tensors, answers = world
+    plant, better = FAULTS[fault]
     declared, *others = replayed(*plant(config, tensors), target, answers)
     assert max(others, key=lambda one: one.accepted_drafts).reading == better
     (finding,) = reading_findings([declared, *others])
@@ -112,15 +159,14 @@ def test_a_misread_head_says_how_it_would_be_right(world, plant, better):
     assert finding.hint
 
 
-def test_random_weights_draft_next_to_nothing_and_that_is_said(world):
-    target, config, tensors, answers = world
-    tensors = tensors | {"lm_head.weight": tensors["lm_head.weight"].roll(1, 0)}
-    (finding,) = reading_findings(replayed(config, tensors, target, answers))
+def test_random_weights_draft_next_to_nothing_and_that_is_said(random):
+    (finding,) = reading_findings(random)
     assert finding.level == "warning"
     assert "next to nothing" in finding.what
 
 
-def test_a_lost_attention_drafts_next_to_nothing(world):
+def test_a_lost_attention_drafts_next_to_nothing(world, only):
+    only(NEAR, "without its MLP")
     target, config, tensors, answers = world
     declared, *others = replayed(
         config, tensors | {O_PROJ: tensors[O_PROJ] * 1e-6}, target, answers
@@ -130,15 +176,23 @@ def test_a_lost_attention_drafts_next_to_nothing(world):
     assert "next to nothing" in finding.what
 
 
-def test_a_reading_far_behind_is_left_behind_and_compared_on_its_own_answers(world):
+def test_a_reading_far_behind_stops_early_and_is_compared_on_its_own_answers(world, only):
+    only(NEAR, "o_proj transposed")
     target, config, tensors, answers = world
-    declared, *others = replayed(config, tensors, target, [*answers, *answers])
+    declared, near, far = replayed(config, tensors, target, [*answers, *answers])
     assert len(declared.places) == 2 * len(answers)
-    near, far = (
-        next(one for one in others if one.reading == name) for name in (NEAR, "o_proj transposed")
+    assert (near.reading, far.reading) in (
+        (NEAR, "o_proj transposed"),
+        ("o_proj transposed", NEAR),
     )
-    assert len(far.places) == PART < len(near.places) == len(declared.places)
-    half = Replayed(DECLARED, declared.tau, declared.accepted[:PART], declared.places[:PART])
+    near, far = (near, far) if near.reading == NEAR else (far, near)
+    assert len(far.places) == ANSWERS_AT_ONCE < len(near.places) == len(declared.places)
+    half = ReadingScore(
+        DECLARED,
+        declared.tau,
+        declared.accepted[:ANSWERS_AT_ONCE],
+        declared.places[:ANSWERS_AT_ONCE],
+    )
     assert far.gain(declared) == far.gain(half)
 
 
@@ -170,21 +224,23 @@ def test_a_reading_far_behind_is_left_behind_and_compared_on_its_own_answers(wor
     ids=["norm_output", "norm_before_residual", "layers"],
 )
 def test_what_is_open_is_replayed_in_each_way_and_the_best_is_named(
-    world, tmp_path, form, changes, meant, keys
+    world, tmp_path, monkeypatch, only, form, changes, meant, keys
 ):
-    _, config, tensors, _ = world
+    only()
+    _, config, tensors, answers = world
+    monkeypatch.setattr("eyas.export.check.answered", lambda *_: answers)
     folder = edit_config(
         write_folder(write_head(config, tensors, form), tmp_path / "head"), **changes
     )
     (open_to_two, *rest) = check(folder, "builtin")
     assert open_to_two.level == "error"
     assert len(open_to_two.meanings) == 2
-    ways, why_not = replay_head(folder, "builtin", few(tmp_path))
+    ways, why_not = replay_head(folder, "builtin")
     assert why_not == ""
     assert meant in ways[0].reading
     assert {one.reading for one in ways[:2]} == set(open_to_two.meanings)
     assert ways[0].tau > ways[1].tau
-    told, *more = judged([open_to_two, *rest], ways)
+    told, *more = verdict([open_to_two, *rest], ways)
     assert more == rest
     assert exit_code([told]) == 2
     assert all(f"{one.tau:.2f} with {one.reading!r}" in told.hint for one in ways[:2])
@@ -194,47 +250,35 @@ def test_what_is_open_is_replayed_in_each_way_and_the_best_is_named(
     assert check(edit_config(folder, **write), "builtin") == rest
 
 
-def test_several_open_questions_are_replayed_together(world, tmp_path):
-    _, config, tensors, _ = world
+def test_several_open_questions_are_replayed_together(world, tmp_path, monkeypatch, only):
+    only()
+    _, config, tensors, answers = world
+    monkeypatch.setattr("eyas.export.check.answered", lambda *_: answers)
     folder = write_folder(write_head(config, tensors, "sglang"), tmp_path / "head")
     edit_config(folder, norm_output=True, eagle_config={IDS: [2, 6, 9]})
-    ways, _ = replay_head(folder, "builtin", few(tmp_path))
+    ways, _ = replay_head(folder, "builtin")
     assert "before lm_head" in ways[0].reading
     assert "as inputs" in ways[0].reading
-    findings = judged(check(folder, "builtin"), ways)
+    findings = verdict(check(folder, "builtin"), ways)
     assert ["is meant: write" in finding.hint for finding in findings if finding.meanings][:1] == [
         True
     ]
     # as outputs beyond the target: one way is left of these
     beyond = edit_config(folder, eagle_config={IDS: [2, 6, 12]})
-    ways, _ = replay_head(beyond, "builtin", few(tmp_path))
+    ways, _ = replay_head(beyond, "builtin")
     assert sum("as outputs" in one.reading for one in ways) == 0
     assert sum("as inputs" in one.reading for one in ways) == 2
 
 
-def few(folder: Path) -> Path:
-    """Some of the packaged prompts."""
-    with gzip.open(builtin.demo_prompts(), "rt") as lines:
-        (folder / "few.jsonl").write_text(
-            "".join(line for line, _ in zip(lines, range(12), strict=False))
-        )
-    return folder / "few.jsonl"
-
-
-def test_a_good_replay_is_as_good_as_a_hash(world):
-    target, config, tensors, answers = world
-    unsaid, other = Finding("warning", UNSAID, ""), Finding("warning", "another", "")
-    good = replayed(config, tensors, target, answers)
-    assert [(one.what, one.level) for one in judged([unsaid, other], good)] == [
+def test_a_good_replay_is_as_good_as_a_hash(sound, random):
+    unsaid, other = CheckFinding("warning", UNSAID, ""), CheckFinding("warning", "another", "")
+    assert [(one.what, one.level) for one in verdict([unsaid, other], sound)] == [
         ("another", "warning"),
         (UNSAID, "note"),
     ]
-    assert exit_code(judged([unsaid], good)) == 0
-    bad = replayed(
-        config, tensors | {"lm_head.weight": tensors["lm_head.weight"].roll(1, 0)}, target, answers
-    )
-    assert {one.level for one in judged([unsaid], bad)} == {"warning"}
-    assert judged([unsaid], []) == [unsaid]
+    assert exit_code(verdict([unsaid], sound)) == 0
+    assert {one.level for one in verdict([unsaid], random)} == {"warning"}
+    assert verdict([unsaid], []) == [unsaid]
 
 
 # The readings, on random heads
@@ -261,7 +305,7 @@ def tiny(tmp_path_factory) -> Path:
 def test_every_flag_is_read_the_other_way_round(tiny, flags, names):
     target = Target.load(tiny)
     config, tensors = tiny_head(tiny, **flags)
-    found = {reading.name: reading for reading in misreadings(config, tensors, target)}
+    found = {reading.name: reading for reading in misreadings(config, tensors, target.config)}
     assert names <= found.keys()
     assert "rope_theta 10000" in found
     for reading in found.values():
@@ -271,10 +315,10 @@ def test_every_flag_is_read_the_other_way_round(tiny, flags, names):
 def test_layers_are_read_as_every_engine_might(tiny):
     target = Target.load(tiny)
     config, tensors = tiny_head(tiny)
-    taps = {reading.config.taps for reading in misreadings(config, tensors, target)}
+    taps = {reading.config.taps for reading in misreadings(config, tensors, target.config)}
     assert {(0, 2, 3), (2, 4, 5), config.taps} == taps
     other = config.model_copy(update={"taps": (0, 3, 7)})
-    assert {reading.config.taps for reading in misreadings(other, tensors, target)} == {
+    assert {reading.config.taps for reading in misreadings(other, tensors, target.config)} == {
         (0, 3, 7),
         (1, 3, 4),
     }
@@ -285,12 +329,14 @@ def test_what_a_head_has_of_its_own_is_read_without(tiny):
     config, tensors = tiny_head(tiny)
     own = tensors | {"embed_tokens.weight": torch.rand(320, 32)}
     config = config.model_copy(update={"rope": RopeConfig(theta=3e4)})
-    names = {reading.name for reading in misreadings(config, own, target)}
+    names = {reading.name for reading in misreadings(config, own, target.config)}
     assert {"the target's embeddings", "the target's rotary embedding"} <= names
     assert "d2t as ids" not in names
     ids = tensors | {"d2t": torch.arange(64) + tensors["d2t"]}
     (as_ids,) = (
-        reading for reading in misreadings(config, ids, target) if reading.name == "d2t as ids"
+        reading
+        for reading in misreadings(config, ids, target.config)
+        if reading.name == "d2t as ids"
     )
     assert torch.equal(as_ids.tensors["d2t"], tensors["d2t"])
     assert torch.equal(as_ids.tensors["t2d"], tensors["t2d"])
@@ -322,7 +368,7 @@ def test_weights_of_two_shapes_are_not_exchanged(tmp_path):
     for heads, expected in ((4, True), (2, False)):
         folder = tiny_target(tmp_path / str(heads), num_key_value_heads=heads)
         target, (config, tensors) = Target.load(folder), tiny_head(folder)
-        names = {reading.name for reading in misreadings(config, tensors, target)}
+        names = {reading.name for reading in misreadings(config, tensors, target.config)}
         assert (
             ("q_proj for k_proj" in names)
             is (tensors[Q_PROJ].shape == tensors[K_PROJ].shape)
@@ -333,8 +379,8 @@ def test_weights_of_two_shapes_are_not_exchanged(tmp_path):
 
 def test_a_gain_is_paired_over_answers():
     one, other = (
-        Replayed("", 2.0, [10, 12, 8, 11], [10, 10, 10, 10]),
-        Replayed("", 2.0, [8, 10, 6, 9], [10, 10, 10, 10]),
+        ReadingScore("", 2.0, [10, 12, 8, 11], [10, 10, 10, 10]),
+        ReadingScore("", 2.0, [8, 10, 6, 9], [10, 10, 10, 10]),
     )
     drafts, share, errors = one.gain(other)
     assert (drafts, share) == (pytest.approx(0.2), pytest.approx(8 / 33))
@@ -355,8 +401,8 @@ def test_a_gain_is_paired_over_answers():
 def test_another_reading_must_be_better_by_both_size_and_certainty(accepted, level):
     places = [20, 30, 40, 50]
     declared, other = (
-        Replayed(DECLARED, 2.0, [10, 30, 50, 70], places),
-        Replayed("other", 2.0, accepted, places),
+        ReadingScore(DECLARED, 2.0, [10, 30, 50, 70], places),
+        ReadingScore("other", 2.0, accepted, places),
     )
     assert [finding.level for finding in reading_findings([declared, other])] == (
         [level] if level else []
@@ -380,7 +426,7 @@ def trained_with(folder: Path, flag: str):
     head = Head(config)
     for weight in head.parameters():
         torch.nn.init.normal_(weight, std=0.1) if weight.ndim > 1 else torch.nn.init.ones_(weight)
-    batch = Part.of(target, answers, config.taps).batch(config.taps)
+    batch = AnswerBatch.of(target, answers, config.taps).features(config.taps)
     tokens, slots = batch.tokens_BT, Slots.where(batch.loss_mask_BT)
     optimizer = torch.optim.Adam(head.parameters(), lr=5e-3)
     for _ in range(STEPS_BY_HEART):
@@ -521,4 +567,4 @@ def test_a_head_that_cannot_be_read_is_not_replayed(tiny, tmp_path):
     assert replayed == []
     assert "fc_norm.0.weight is missing" in why_not
     assert exit_code(check(folder, tiny)) == 2
-    assert exit_code([Finding("warning", "", "")]) == 1
+    assert exit_code([CheckFinding("warning", "", "")]) == 1

@@ -16,11 +16,11 @@ from rich.table import Table
 
 from eyas.cli.options import TargetOption
 from eyas.errors import EyasError
-from eyas.export.check import check, judged, replay_head
-from eyas.export.finding import Finding, exit_code
-from eyas.export.replay import LEFT_BEHIND, NUM_DRAFT_STEPS, PART, Replayed
+from eyas.export.check import check, replay_head, verdict
+from eyas.export.lint import CheckFinding, exit_code
+from eyas.export.replay import ANSWERS_AT_ONCE, LEFT_BEHIND, NUM_DRAFT_STEPS, ReadingScore
 
-Text = Annotated[
+TextFile = Annotated[
     Path | None,
     typer.Option(
         help="held-out text to replay: JSON lines with messages, or a prompt a line [default: "
@@ -34,7 +34,7 @@ def command(
         str, typer.Argument(help='folder of a head, in any form, a hub id, or "builtin"')
     ],
     target: TargetOption,
-    text: Text = None,
+    text: TextFile = None,
     replay: Annotated[
         bool, typer.Option(help="run the target on text and the head in every reading of it")
     ] = True,
@@ -44,7 +44,7 @@ def command(
     with errors_as_json(head, target, as_json):
         findings = check(head, target)
         replayed, why_not = replay_head(head, target, text) if replay else ([], "not asked for")
-    findings = judged(findings, replayed)
+    findings = verdict(findings, replayed)
     if as_json:
         print(json.dumps(report(head, target, findings, replayed, why_not), ensure_ascii=False))
     else:
@@ -60,19 +60,23 @@ def errors_as_json(head: str, target: str, as_json: bool) -> Iterator[None]:
         yield
     except EyasError as error:
         if as_json:
-            told = {
+            content = {
                 "head": head,
                 "target": target,
                 "exit_code": error.exit_code,
                 "error": error.what,
                 "hint": error.hint,
             }
-            print(json.dumps(told, ensure_ascii=False))
+            print(json.dumps(content, ensure_ascii=False))
         raise
 
 
 def report(
-    head: str, target: str, findings: Sequence[Finding], replayed: Sequence[Replayed], why_not: str
+    head: str,
+    target: str,
+    findings: Sequence[CheckFinding],
+    replayed: Sequence[ReadingScore],
+    why_not: str,
 ) -> dict[str, object]:
     """All of it as one JSON object; `not_replayed` says why there are no readings."""
     return {
@@ -85,7 +89,7 @@ def report(
     }
 
 
-def reading_json(one: Replayed, declared: Replayed) -> dict[str, object]:
+def reading_json(one: ReadingScore, declared: ReadingScore) -> dict[str, object]:
     """One reading beside the declared one; tau and drafts are of its own answers, the gain is over
     these alone.
     """
@@ -102,7 +106,7 @@ def reading_json(one: Replayed, declared: Replayed) -> dict[str, object]:
     }
 
 
-def show_readings(replayed: Sequence[Replayed], why_not: str) -> None:
+def show_readings(replayed: Sequence[ReadingScore], why_not: str) -> None:
     """Print what each reading accepted."""
     console = Console(soft_wrap=True, highlight=False)
     if why_not:
@@ -119,12 +123,12 @@ def show_readings(replayed: Sequence[Replayed], why_not: str) -> None:
     console.print(
         f"chains of {NUM_DRAFT_STEPS} from {sum(replayed[0].places)} places in "
         f"{len(replayed[0].places)} answers, the shortest "
-        f"{PART} first; one that accepts less than {LEFT_BEHIND:.0%} of the declared reading's on "
+        f"{ANSWERS_AT_ONCE} first; one that accepts less than {LEFT_BEHIND:.0%} of the declared reading's on "
         "these is left at that\n"
     )
 
 
-def show(findings: Iterable[Finding], head: str) -> None:
+def show(findings: Iterable[CheckFinding], head: str) -> None:
     """Print the findings on one head to stdout."""
     console = Console(soft_wrap=True, highlight=False)
     empty = True

@@ -1,8 +1,7 @@
-"""The model card of an exported head: what it is for, how to serve it, what it was made from. Pure
-text, from values.
+"""The model card of an exported head: what it is for, how to serve it, what it was trained on.
 
-Knows the fields of a Hugging Face card's front matter. Names no folder of the machine that made the
-head, except the target's in the commands where the target has no other name.
+Pure text, from values. Knows the fields of a Hugging Face card's front matter. Names no folder of
+this machine, except the target's in the commands where the target has no other name.
 """
 
 from __future__ import annotations
@@ -16,36 +15,75 @@ import yaml
 
 from eyas.artifact import Manifest
 from eyas.export.launch import EngineForm, Launch
-from eyas.export.origin import Origin
 from eyas.lineage import SOURCE, Source, sources, stages
 from eyas.model.config import HeadConfig
 from eyas.model.dialects import FLAGS
 
+# of the front matter of other cards
+LICENCE, TERMS = "license", ("license", "license_name", "license_link")
+FRONT = re.compile(r"\A---\s*\n(.*?)\n---\s*$", re.S | re.M)
+DATA = re.compile(r"^## +Data\b[^\n]*\n(.*?)(?=^##? |\Z)", re.S | re.M | re.I)
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_SET = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)")
 ENGINES: dict[EngineForm, str] = {"sglang": "SGLang", "vllm": "vLLM"}
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
-    """What the card is written from. measured: eval.json, if there is one; hashes: SHA-256 by file
-    name.
+class CardOrigin:
+    """terms: the front matter's fields of a licence, if it names one. data: the text of the section
+    "Data"; empty for none.
+    """
+
+    terms: Mapping[str, str] = field(default_factory=dict)
+    data: str = ""
+
+    @classmethod
+    def of(cls, card: str) -> CardOrigin:
+        """What a README.md says; nothing where it has no front matter, or none that is YAML."""
+        card = card.replace("\r\n", "\n")
+        front, data = FRONT.match(card), DATA.search(card)
+        fields = _fields(front[1]) if front else {}
+        terms = (
+            {name: str(fields[name]) for name in TERMS if fields.get(name)}
+            if fields.get(LICENCE)
+            else {}
+        )
+        return cls(terms, data[1].strip() if data else "")
+
+    @property
+    def licence(self) -> str | None:
+        """The licence by its name; None where the card has none."""
+        return self.terms.get(LICENCE)
+
+
+def _fields(front: str) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load(front)
+    except yaml.YAMLError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What the card is written from. manifest: the head's; measured: eval.json, if there is one;
+    hashes: SHA-256 by file name.
 
     licence: an id of the hub ("apache-2.0", "llama3.1"); language: codes of ISO 639-1. Both are
-    what the owner says. origin: the card of a head that eyas did not train; its licence holds where
-    the owner says none.
+    what the owner states. origin: the card of a head that eyas did not train; its licence holds
+    where the owner states none.
     """
 
     launch: Launch
     head: HeadConfig
     num_parameters: int
     dtype: str
-    made: Manifest
+    manifest: Manifest
     measured: Mapping[str, Any] | None
     hashes: Mapping[str, str]
     licence: str | None = None
     language: tuple[str, ...] = ()
-    origin: Origin = field(default_factory=Origin)
+    origin: CardOrigin = field(default_factory=CardOrigin)
 
     def text(self) -> str:
         """The card as Markdown."""
@@ -82,7 +120,7 @@ class Card:
             found |= {"license": "other", "license_name": "of-the-target-and-its-data"}
         found["tags"] = ["eagle3", "speculative-decoding", *self.forms]
         if sets := sorted(
-            {match[1] for source in sources(self.made) if (match := HUB_SET.match(source.url))}
+            {match[1] for source in sources(self.manifest) if (match := HUB_SET.match(source.url))}
         ):
             found["datasets"] = sets
         if self.measured is not None:
@@ -226,27 +264,27 @@ class Card:
 
     def _training(self) -> Iterator[str]:
         yield from ("## Training", "")
-        if self.made.stage == SOURCE:
-            yield f"Not trained by eyas: converted from a head in {self.made.config['form']} form, "
+        if self.manifest.stage == SOURCE:
+            yield f"Not trained by eyas: converted from a head in {self.manifest.config['form']} form, "
             yield (
-                f"licence as its card says {self.made.config['licence']}, SHA-256 of its files "
-                f"`{self.made.identity}`."
+                f"licence as its card says {self.manifest.config['licence']}, SHA-256 of its files "
+                f"`{self.manifest.identity}`."
             )
             return
         settings = yaml.safe_dump(
-            {"train": self.made.config}, sort_keys=False, allow_unicode=True
+            {"train": self.manifest.config}, sort_keys=False, allow_unicode=True
         ).rstrip()
         yield "With `train.yaml`:"
         yield from ("", "```yaml", settings, "```", "")
         yield "```sh"
         yield f"eyas train FEATURES --target {self.launch.title} --config train.yaml --output HEAD"
         yield from ("```", "", "Stages that led here, first to last:", "")
-        for stage in stages(self.made):
+        for stage in stages(self.manifest):
             counts = ", ".join(f"{name} {count:,}" for name, count in stage.counts.items())
             yield f"- {stage.stage} `{stage.identity}`{': ' if counts else ''}{counts}"
 
     def _data(self) -> Iterator[str]:
-        found = sources(self.made)
+        found = sources(self.manifest)
         yield from ("## Data", "")
         if self.origin.data:
             yield "As the card of the head says that it was converted from:"

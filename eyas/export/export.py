@@ -1,12 +1,10 @@
 """The stage `export`: a head in the forms that SGLang and vLLM load, proved equal, with its card.
 
-The head is one that `eyas train` made, or any that `read_head` knows.
+The head is one that `eyas train` made, or any that `read_head` knows. Knows the order of proofs.
+Does not know what a form looks like (checkpoint) nor what makes a head bad (check).
 
-Knows the order of proofs. Does not know what a form looks like (checkpoint) nor what makes a head
-bad (check).
-
-    sglang/   config.json  model.safetensors     each read back from where it was written: same config, bit-equal tensors,
-    vllm/     config.json  model.safetensors     and equal logits of a replayed sample, before the artifact counts as done
+    sglang/   config.json  model.safetensors     each is read back from where it was written: same
+    vllm/     config.json  model.safetensors     config, bit-equal tensors, equal logits of a sample
     README.md                                    the model card, with the commands that launch both
 """
 
@@ -25,11 +23,10 @@ from torch import Tensor
 
 from eyas.artifact import Artifact, Manifest, identity
 from eyas.errors import CorruptError, MismatchError
-from eyas.export.card import Card
+from eyas.export.card import CardOrigin, ModelCard
 from eyas.export.check import check
 from eyas.export.launch import DTYPES, EngineForm, Launch
-from eyas.export.origin import Origin
-from eyas.export.replay import DECLARED, Reading, assembled
+from eyas.export.readings import DECLARED, HeadReading, assembled
 from eyas.hub import fetch, is_hub_id, resolve_head, resolve_target
 from eyas.lineage import SOURCE, head_manifest
 from eyas.log import Track, quiet
@@ -97,48 +94,51 @@ def export(
     work = identity("export", settings, inputs)
     if output.is_done_for(work):
         return output.manifest("export")
-    measured = evaluation.read_json("eval.json") if evaluation is not None else None
-    with TemporaryDirectory() as scratch:
-        findings = check(source, folder)
-        refuse(
-            head.url,
-            [MismatchError(one.what, one.hint) for one in findings if one.level == "error"],
-        )
-        vocabulary = TargetVocabulary.load(folder)
-        shape, tensors = served_head(source, vocabulary)
-        refuse(
-            head.url,
-            [fault for form in config.forms for fault in form_faults(shape, tensors, form)],
-        )
-        output.begin(work)  # not before: a head that is refused takes no folder
-        launch = launch_of(config, target, folder, vocabulary)
-        hashes: dict[str, str] = {}
-        for number, form in enumerate(config.forms):
-            track(number, len(config.forms), form)
-            verifier = verifier_of(config, form, launch, folder, vocabulary, tensors)
-            files = write_head(shape, tensors, form, verifier, config.max_shard_bytes)
-            for name, data in files.items():
-                output.write(f"{form}/{name}", data)
-                hashes[f"{form}/{name}"] = hashlib.sha256(data).hexdigest()
-            written = fetch(f"{output.url}/{form}", Path(scratch, form))
+    findings = check(source, folder)
+    wrong = [MismatchError(one.what, one.hint) for one in findings if one.level == "error"]
+    refuse(head.url, wrong)
+    vocabulary = TargetVocabulary.load(folder)
+    shape, tensors = served_head(source, vocabulary)
+    refuse(
+        head.url, [fault for form in config.forms for fault in form_faults(shape, tensors, form)]
+    )
+    output.begin(work)  # not before: a head that is refused takes no folder
+    launch = launch_of(config, target, folder, vocabulary)
+    hashes: dict[str, str] = {}
+    for number, form in enumerate(config.forms):
+        track(number, len(config.forms), form)
+        verifier = verifier_of(config, form, launch, folder, vocabulary, tensors)
+        files = write_head(shape, tensors, form, verifier, config.max_shard_bytes)
+        for name, data in files.items():
+            output.write(f"{form}/{name}", data)
+            hashes[f"{form}/{name}"] = hashlib.sha256(data).hexdigest()
+        with TemporaryDirectory() as scratch:
+            written = fetch(f"{output.url}/{form}", Path(scratch))
             prove_equal(shape, tensors, written, vocabulary)
     track(len(config.forms), len(config.forms))
-    num_parameters = sum(
-        tensor.numel() for tensor in tensors.values() if tensor.is_floating_point()
+
+    weights = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
+    num_parameters = sum(weight.numel() for weight in weights)
+    measured = evaluation.read_json("eval.json") if evaluation is not None else None
+    card = ModelCard(
+        launch,
+        shape,
+        num_parameters,
+        dtype=str(tensors["fc.weight"].dtype).removeprefix("torch."),
+        manifest=inputs["head"],
+        measured=measured,
+        hashes=hashes,
+        licence=config.licence,
+        language=config.language,
+        origin=origin_of(head) if inputs["head"].stage == SOURCE else CardOrigin(),
     )
-    dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
-    origin = origin_of(head) if inputs["head"].stage == SOURCE else Origin()
-    told = (inputs["head"], measured, hashes, config.licence, config.language, origin)
-    card = Card(launch, shape, num_parameters, dtype, *told)
     output.write(CARD, card.text().encode())
     counts = {"forms": len(config.forms), "tensors": len(tensors), "parameters": num_parameters}
     facts = {
         "target": launch.target,
         "commands": {form: launch.command(form) for form in config.forms},
         "warnings": [finding.what for finding in findings],
-        "measured": {key: measured[key] for key in PROMISED if key in measured}
-        if measured is not None
-        else None,
+        "measured": measured and {key: measured[key] for key in PROMISED if key in measured},
     }
     return output.finish("export", settings, inputs, counts, facts)
 
@@ -159,13 +159,13 @@ def manifest_of(head: Artifact, folder: Path) -> Manifest:
     return manifest.model_copy(update={"config": config})
 
 
-def origin_of(head: Artifact) -> Origin:
+def origin_of(head: Artifact) -> CardOrigin:
     """What a head's own card says; of one form of an export the card lies in the folder above."""
     above, _, name = head.url.rstrip("/").rpartition("/")
     for folder in (head, Artifact(above)) if name in ("sglang", "vllm") else (head,):
         if folder.exists(CARD):
-            return Origin.of(folder.read(CARD).decode(errors="replace"))
-    return Origin()
+            return CardOrigin.of(folder.read(CARD).decode(errors="replace"))
+    return CardOrigin()
 
 
 def served_head(source: Path, vocabulary: TargetVocabulary) -> tuple[HeadConfig, dict[str, Tensor]]:
@@ -242,7 +242,7 @@ def prove_equal(
             f"{written} does not read back as the head", "check the disk or store, and export again"
         )
     embed_tokens, lm_head = vocabulary.embed_tokens.float(), {LM_HEAD: vocabulary.lm_head}
-    ours = assembled(Reading(DECLARED, config, lm_head | dict(tensors)))
+    ours = assembled(HeadReading(DECLARED, config, lm_head | dict(tensors)))
     theirs = load_head(written, vocabulary.config, vocabulary.lm_head)
     if not torch.equal(made_up_logits(ours, embed_tokens), made_up_logits(theirs, embed_tokens)):
         raise CorruptError(

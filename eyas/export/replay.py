@@ -1,67 +1,199 @@
-"""A head replayed on answered text, read as it says and in every way in which such heads are
-misread: a number for each.
+"""A head replayed on answered text in every reading of it: what each would have accepted.
 
-Knows the ways. Does not know forms, nor how acceptance is counted (chain). A reading is a change of
-the config, of the tensors, or of the layers that are tapped; the weights that fit one reading draft
-badly by another, so the reading that the checkpoint declares ought to be the best. WARNING and
-ERROR say how much better another must be to count. A checkpoint that can be meant in several ways
-is declared in all of them, and the best is taken for what is meant.
+Text is prompts that the target answers here, plainly, or answers that are given. Knows chat and the
+engine. Does not know the forms of heads, nor how acceptance is counted (`model.chain`).
 
-Letters: H hidden size, W draft vocabulary, V target vocabulary, D head dimension.
+The weights that fit one reading draft badly by another, so the reading that the checkpoint declares
+should be the best; WARNING and ERROR say how much better another must be to count. A checkpoint
+that can be meant in several ways is declared in all of them, and the best counts as the meaning.
+
+Letters: B batch, T sequence, H hidden size.
 """
 
 from __future__ import annotations
 
+import gzip
+import json
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from eyas.export.answers import Answered
+from eyas.chat import Chat
+from eyas.engine.engine import Engine, EngineConfig
+from eyas.engine.request import Request, SamplingParams
+from eyas.errors import CorruptError, EmptyInputError, MissingInputError, TemplateError
+from eyas.export.readings import HeadReading, assembled, misreadings, other_taps
 from eyas.model.batch import Batch
 from eyas.model.chain import measure
-from eyas.model.config import EAGLE_ROPE, HeadConfig, Taps, same_rotation
-from eyas.model.dialects import EMBED_TOKENS, FC_NORMS, INPUT_NORM, LAYER
-from eyas.model.head import Head
+from eyas.model.config import Taps
 from eyas.model.target import Target
 from eyas.model.vocab import TargetVocabulary
 from eyas.tau import RoundCounts
 
-DECLARED = "as declared"
+NUM_CONVERSATIONS = 32  # some 800 tokens of the built-in target's answers
+ANSWER_TOKENS = 48
+PROMPT_TOKENS = 160  # longer ones would be most of the time
+# of a conversation with its answer; the rest is cut off, so that hidden states of all layers fit
+MOST_TOKENS = 2048
+BATCH = 8
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+}
 NUM_DRAFT_STEPS = 4
-PART = 8  # answers in one forward, of about one length
-# From these on, another reading that accepts more counts. Sound heads: the best of all others
-# accepts 4 to 10 % less.
-Bar = tuple[float, float, float]  # drafts a place, share of the declared reading's, standard errors
-WARNING: Bar = (0.03, 0.02, 1.5)
-ERROR: Bar = (0.06, 0.05, 3.0)
-# of the declared reading: below it a head drafts nothing worth its time, and the engine warns as
-# well
-LEAST_TAU = 1.3
-# of the declared reading's drafts after PART answers: one below it is measured no further
+ANSWERS_AT_ONCE = 8  # in one forward, of about one length
+# of the declared reading's drafts after ANSWERS_AT_ONCE answers: a reading below it stops there
 LEFT_BEHIND = 0.5
 
-Tensors = dict[str, Tensor]
+
+class Gain(NamedTuple):
+    """What one reading accepts more than another: drafts a place, their share of the other's, and
+    standard errors.
+    """
+
+    drafts: float
+    share: float
+    standard_errors: float
+
+    def reaches(self, bar: Gain) -> bool:
+        """Whether it is as much in all three."""
+        return all(own >= least for own, least in zip(self, bar, strict=True))
+
+
+# From these on, another reading that accepts more counts. Sound heads: the best of all others
+# accepts 4 to 10 % less.
+WARNING = Gain(0.03, 0.02, 1.5)
+ERROR = Gain(0.06, 0.05, 3.0)
+# of the declared reading: below it a head is not worth its time, and the engine warns as well
+LEAST_TAU = 1.3
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """A way to read a head; `tensors` by EAGLE's names."""
+class AnswerTokens:
+    """Tokens of a conversation [T] and which of them the target wrote [T]."""
 
-    name: str
-    config: HeadConfig
-    tensors: Tensors
+    token_ids: list[int]
+    mask: list[bool]
+
+
+def answered(
+    target: Target, folder: str | Path, text: Path, num_conversations: int = NUM_CONVERSATIONS
+) -> list[AnswerTokens]:
+    """The first usable conversations of a file. A last turn of the assistant is the answer; others
+    are answered greedily.
+
+    text: JSON lines with `messages` or `conversations`, may be gzipped; any other file is one
+    prompt a line. Raises MissingInputError, EmptyInputError, CorruptError.
+    """
+    chat = Chat(folder)
+    kept: list[AnswerTokens] = []
+    prompts: list[list[int]] = []
+    for messages in islice(conversations(text), 4 * num_conversations):
+        if len(kept) + len(prompts) == num_conversations:
+            break
+        try:
+            if messages[-1]["role"] == "assistant":
+                token_ids, mask = chat.answered(messages)
+                kept.append(AnswerTokens(token_ids[:MOST_TOKENS], mask[:MOST_TOKENS]))
+            else:
+                prompts.append(chat.prompt_ids(messages))
+        except TemplateError:
+            continue
+        if prompts and len(prompts[-1]) > PROMPT_TOKENS:
+            prompts.pop()
+    found = kept + (decoded(target, folder, prompts) if prompts else [])
+    usable = [
+        one
+        for one in found
+        if any(a and b for a, b in zip(one.mask[1:], one.mask[2:], strict=False))
+    ]
+    if not usable:
+        hint = "give prompts that fit its chat template"
+        raise EmptyInputError(f"{text} holds no conversation that the target can answer", hint)
+    return usable
+
+
+def decoded(target: Target, folder: str | Path, prompts: list[list[int]]) -> list[AnswerTokens]:
+    """What the target answers to prompts, greedily, in the order of the prompts."""
+    longest = max(map(len, prompts)) + ANSWER_TOKENS + 1
+    engine = Engine(
+        target, None, EngineConfig(max_batch=BATCH, max_length=longest, speculation="off"), folder
+    )
+    params = SamplingParams(max_tokens=ANSWER_TOKENS)
+    results = engine.run(
+        Request(str(number), tuple(ids), params) for number, ids in enumerate(prompts)
+    )
+    answers = {int(result.request_id): list(result.token_ids) for result in results}
+    return [
+        AnswerTokens(ids + answers[number], [False] * len(ids) + [True] * len(answers[number]))
+        for number, ids in enumerate(prompts)
+    ]
+
+
+def conversations(text: Path) -> Iterator[list[dict[str, str]]]:
+    """Messages of each row of a file; a row that is no conversation is passed over.
+
+    Raises MissingInputError, and CorruptError for what is no text.
+    """
+    if not text.is_file():
+        raise MissingInputError(
+            f"no text at {text}", "give JSON lines with messages, or a file of one prompt a line"
+        )
+    is_json = ".jsonl" in text.suffixes or ".json" in text.suffixes
+    for line in filter(str.strip, text_lines(text)):
+        try:
+            messages = (
+                list(turns(json.loads(line)))
+                if is_json
+                else [{"role": "user", "content": line.strip()}]
+            )
+        except (ValueError, TypeError, AttributeError, KeyError):
+            continue
+        if messages:
+            yield messages
+
+
+def text_lines(text: Path) -> Iterator[str]:
+    """The lines of a file, gzipped or not. Raises CorruptError."""
+    try:
+        with (
+            gzip.open(text, "rt", encoding="utf-8")
+            if text.suffix == ".gz"
+            else text.open(encoding="utf-8") as lines
+        ):
+            yield from lines
+    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise CorruptError(
+            f"{text} is no text: {type(error).__name__}",
+            "give UTF-8 text, gzipped if it ends in .gz",
+        ) from error
+
+
+def turns(row: dict[str, Any]) -> Iterator[dict[str, str]]:
+    """The turns of a row in either of the two usual shapes."""
+    for turn in row.get("messages") or row.get("conversations") or []:
+        content = turn.get("content", turn.get("value"))
+        if isinstance(content, str) and content.strip():
+            yield {"role": ROLES[turn.get("role", turn.get("from"))], "content": content}
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
+class ReadingScore:
     """What a reading's chain of NUM_DRAFT_STEPS accepted: tau over rounds, and the drafts accepted
-    [answers] from every place of each answer, rounds or not, with the places [answers]. One that
-    was left behind has the first answers only."""
+    [answers] from every place of each answer, rounds or not, with the places [answers]. A reading
+    that stopped early (LEFT_BEHIND) has the first answers only.
+    """
 
     reading: str
     tau: float
@@ -73,12 +205,12 @@ class Replayed:
         """Mean over all places."""
         return sum(self.accepted) / sum(self.places)
 
-    def gain(self, other: Replayed) -> Bar:
-        """What this reading accepts more than another of the same answers: drafts a place, share of
-        its, standard errors.
+    def gain(self, other: ReadingScore) -> Gain:
+        """What this reading accepts more than another, over this one's answers, which the other
+        must have.
 
         Answers are the sample, places of one answer are not independent: the ratio estimator's
-        error (Cochran 1977, 6.4). Over this one's answers, which the other must have.
+        error (Cochran 1977, 6.4).
         """
         other = replace(
             other,
@@ -90,11 +222,11 @@ class Replayed:
         spread = sum(
             (d - mean * n) ** 2 for d, n in zip(differences, self.places, strict=True)
         ) ** 0.5 / sum(self.places)
-        return mean, mean / max(other.accepted_drafts, 1e-9), mean / max(spread, 1e-9)
+        return Gain(mean, mean / max(other.accepted_drafts, 1e-9), mean / max(spread, 1e-9))
 
 
 @dataclass(frozen=True, slots=True)
-class Features:
+class ReplaySample:
     """One answer's features, as a batch takes them."""
 
     key: str
@@ -103,93 +235,37 @@ class Features:
     aux_hidden: Tensor
     last_hidden: Tensor
 
-    def cut(self) -> Features:
+    def cut(self) -> ReplaySample:
         """Without the padding of its neighbours."""
         T = len(self.token_ids)
         return replace(self, aux_hidden=self.aux_hidden[:T], last_hidden=self.last_hidden[:T])
 
 
-def replay(
-    meanings: Sequence[Reading], target: Target, answers: Sequence[Answered]
-) -> list[Replayed]:
-    """Every reading's acceptance on the answers: the meaning that accepts most, the other meanings,
-    and its misreadings.
-
-    meanings: what the checkpoint declares, DECLARED, or each of the ways in which that can be
-    meant. tensors: as `read_head` gives them, lm_head too.
-    """
-    vocabulary = TargetVocabulary(
-        target.config, target.embed_tokens.float(), target.lm_head.float(), target.lm_head_sha256
-    )
-    ways = [way for one in meanings for way in (one, *other_taps(one.config, one.tensors, target))]
-    layers = sorted({tap for way in ways for tap in way.config.taps})
-    parts = [
-        Part.of(target, part, layers)
-        for part in batched(sorted(answers, key=lambda one: len(one.token_ids)), PART)
-    ]
-    measured = [(one, acceptance(one, parts, vocabulary)) for one in meanings]
-    meant, declared = max(measured, key=lambda pair: pair[1].accepted_drafts)
-    replayed = [declared, *(one for _, one in measured if one is not declared)]
-    for reading in misreadings(meant.config, meant.tensors, target):
-        if reading.tensors is not meant.tensors or reading.config not in [
-            one.config for one in meanings
-        ]:
-            replayed.append(acceptance(reading, parts, vocabulary, declared))
-    return replayed
-
-
-def acceptance(
-    reading: Reading,
-    parts: Sequence[Part],
-    vocabulary: TargetVocabulary,
-    declared: Replayed | None = None,
-) -> Replayed:
-    """What a reading accepts on the answers, or on the first of them if it is left far behind the
-    declared one.
-    """
-    head, tally = assembled(reading), RoundCounts(NUM_DRAFT_STEPS)
-    accepted: list[int] = []
-    places: list[int] = []
-    for part in parts:
-        of_row, places_of_row = Counter[int](), Counter[int]()
-        for row, matches in measure(
-            head, vocabulary, part.batch(reading.config.taps), NUM_DRAFT_STEPS
-        ).spans:
-            tally.add_answer(matches)
-            of_row[row] += sum(matches)
-            places_of_row[row] += len(matches)
-        accepted += [of_row[row] for row in places_of_row]
-        places += places_of_row.values()
-        if declared is not None and sum(accepted) < LEFT_BEHIND * sum(
-            declared.accepted[: len(accepted)]
-        ):
-            break
-    return Replayed(reading.name, tally.tau, accepted, places)
-
-
 @dataclass(frozen=True, slots=True)
-class Part:
+class AnswerBatch:
     """Answers of about one length, and the target's hidden states over them: hidden [B, T, H] by
     layer, all in one forward.
     """
 
-    answers: Sequence[Answered]
+    answers: Sequence[AnswerTokens]
     hidden: Mapping[int, Tensor]
     last_hidden: Tensor
 
     @classmethod
-    def of(cls, target: Target, answers: Sequence[Answered], layers: Sequence[int]) -> Part:
+    def of(
+        cls, target: Target, answers: Sequence[AnswerTokens], layers: Sequence[int]
+    ) -> AnswerBatch:
         """Run the target; float32."""
         tokens_BT = pad_sequence([torch.tensor(one.token_ids) for one in answers], batch_first=True)
         hidden, last_hidden = target.features(tokens_BT.to(target.device), tuple(layers))
         by_layer = hidden.float().cpu().chunk(len(layers), dim=-1)
         return cls(answers, dict(zip(layers, by_layer, strict=True)), last_hidden.float().cpu())
 
-    def batch(self, taps: Taps) -> Batch:
-        """As the head with these taps sees it."""
+    def features(self, taps: Taps) -> Batch:
+        """As a head with these taps gets them."""
         aux_hidden = torch.cat([self.hidden[tap] for tap in taps], dim=-1)
         samples = [
-            Features(
+            ReplaySample(
                 str(row),
                 torch.tensor(one.token_ids),
                 torch.tensor(one.mask),
@@ -201,158 +277,62 @@ class Part:
         return Batch.of([sample.cut() for sample in samples])
 
 
-def batched(answers: Sequence[Answered], size: int) -> Iterator[Sequence[Answered]]:
-    """Answers, so many at a time."""
-    yield from (answers[at : at + size] for at in range(0, len(answers), size))
+def replay(
+    meanings: Sequence[HeadReading], target: Target, answers: Sequence[AnswerTokens]
+) -> list[ReadingScore]:
+    """Every reading's acceptance on the answers: the meaning that accepts most, the other meanings,
+    and its misreadings.
 
-
-def assembled(reading: Reading) -> Head:
-    """A head of these weights, float32."""
-    head = Head(reading.config)
-    tensors = {
-        name: tensor.float() if tensor.is_floating_point() else tensor
-        for name, tensor in reading.tensors.items()
-    }
-    embed_tokens = tensors.pop(EMBED_TOKENS, None)
-    if reading.config.owns_embeddings and embed_tokens is not None:
-        tensors["embed_tokens"] = embed_tokens
-    head.load_state_dict(tensors)
-    if not reading.config.owns_embeddings:
-        head.embed_tokens = embed_tokens
-    return head
-
-
-def misreadings(config: HeadConfig, tensors: Tensors, target: Target) -> Iterator[Reading]:
-    """The other ways to read a head: of layers, of flags, of its weights' order, of what it
-    borrows; and with parts left out, as weights that are worse than none are no reading's."""
-    yield from other_taps(config, tensors, target)
-    yield from other_flags(config, tensors)
-    yield from other_orders(config, tensors)
-    yield from exchanges(config, tensors)
-    for name, part in {"attention": "self_attn.o_proj", "MLP": "mlp.down_proj"}.items():
-        nothing = torch.zeros_like(tensors[f"{LAYER}{part}.weight"])
-        yield Reading(f"without its {name}", config, tensors | {f"{LAYER}{part}.weight": nothing})
-    for name, rope in {
-        "the target's rotary embedding": target.config.rope,
-        "rope_theta 10000": EAGLE_ROPE,
-    }.items():
-        if not same_rotation(rope, config.rope):
-            yield Reading(name, config.model_copy(update={"rope": rope}), tensors)
-    if EMBED_TOKENS in tensors and not config.owns_embeddings:
-        shared = {name: tensor for name, tensor in tensors.items() if name != EMBED_TOKENS}
-        yield Reading("the target's embeddings", config, shared)
-
-
-def other_taps(config: HeadConfig, tensors: Tensors, target: Target) -> Iterator[Reading]:
-    """Layers by another convention: what is listed as outputs taken for inputs, and the other way
-    round.
+    meanings: what the checkpoint declares, DECLARED, or each of the ways in which that can be
+    meant. tensors: as `read_head` gives them, lm_head too.
     """
-    n = target.config.num_hidden_layers
-    one, two, three = config.taps
-    ways: dict[str, Taps] = {
-        "layers one earlier (outputs taken for inputs)": (one - 1, two - 1, three - 1),
-        "layers one later (inputs taken for outputs)": (one + 1, two + 1, three + 1),
-        "the target's default layers": target.config.default_taps,
-    }
-    for name, taps in ways.items():
-        if taps != config.taps and taps[0] >= 0 and taps[2] < n:
-            yield Reading(name, config.model_copy(update={"taps": taps}), tensors)
-
-
-def other_flags(config: HeadConfig, tensors: Tensors) -> Iterator[Reading]:
-    """Each flag that needs no weights the other way round; each norm before fc left out."""
-    for flag in ("norm_before_residual", "norm_output"):
-        is_set = getattr(config, flag)
-        yield Reading(
-            f"{flag} {'off' if is_set else 'on'}",
-            config.model_copy(update={flag: not is_set}),
-            tensors,
-        )
-    for flag, norms in {"norm_before_fc": (INPUT_NORM,), "fc_norm": FC_NORMS}.items():
-        if getattr(config, flag):
-            kept = {name: tensor for name, tensor in tensors.items() if name not in norms}
-            yield Reading(f"{flag} off", config.model_copy(update={flag: False}), kept)
-
-
-def other_orders(config: HeadConfig, tensors: Tensors) -> Iterator[Reading]:
-    """The same weights in another order than EAGLE's."""
-    yield Reading(
-        "feature first, embedding second", config, tensors | swapped_inputs(config, tensors)
+    vocabulary = TargetVocabulary(
+        target.config, target.embed_tokens.float(), target.lm_head.float(), target.lm_head_sha256
     )
-    for order in permutations(range(3)):
-        if order != (0, 1, 2):
-            yield Reading(
-                f"streams in the order {order[0]} {order[1]} {order[2]}",
-                config,
-                tensors | reordered(tensors, order),
-            )
-    o_proj = tensors[f"{LAYER}self_attn.o_proj.weight"]
-    if o_proj.shape[0] == o_proj.shape[1]:
-        yield Reading(
-            "o_proj transposed", config, tensors | {f"{LAYER}self_attn.o_proj.weight": o_proj.T}
-        )
-    yield Reading("rotary pairs side by side", config, tensors | paired(config, tensors))
-    ids_W = tensors["d2t"]
-    if (
-        config.draft_vocab_size < config.vocab_size
-        and len(set(ids_W.tolist())) == len(ids_W)
-        and ids_W.min() >= 0
-    ):
-        offsets_W = ids_W - torch.arange(len(ids_W))
-        t2d_V = torch.zeros_like(tensors["t2d"]).index_fill(0, ids_W, True)
-        yield Reading("d2t as ids", config, tensors | {"d2t": offsets_W, "t2d": t2d_V})
+    ways = [
+        way
+        for one in meanings
+        for way in (one, *other_taps(one.config, one.tensors, target.config))
+    ]
+    layers = sorted({tap for way in ways for tap in way.config.taps})
+    by_length = sorted(answers, key=lambda one: len(one.token_ids))
+    batches = [
+        AnswerBatch.of(target, by_length[at : at + ANSWERS_AT_ONCE], layers)
+        for at in range(0, len(by_length), ANSWERS_AT_ONCE)
+    ]
+    measured = [(one, acceptance(one, batches, vocabulary)) for one in meanings]
+    meant, declared = max(measured, key=lambda pair: pair[1].accepted_drafts)
+    scores = [declared, *(one for _, one in measured if one is not declared)]
+    for reading in misreadings(meant.config, meant.tensors, target.config):
+        if reading.tensors is not meant.tensors or reading.config not in [
+            one.config for one in meanings
+        ]:
+            scores.append(acceptance(reading, batches, vocabulary, declared))
+    return scores
 
 
-def exchanges(config: HeadConfig, tensors: Tensors) -> Iterator[Reading]:
-    """Two weights of the layer under each other's names, where both have one shape."""
-    ways = {
-        "hidden_norm for input_layernorm": ("hidden_norm", "input_layernorm"),
-        "gate_proj for up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-        "q_proj for k_proj": ("self_attn.q_proj", "self_attn.k_proj"),
-        "k_proj for v_proj": ("self_attn.k_proj", "self_attn.v_proj"),
-    }
-    for name, pair in ways.items():
-        one, other = (f"{LAYER}{part}.weight" for part in pair)
-        if tensors[one].shape == tensors[other].shape:
-            yield Reading(name, config, tensors | exchanged(tensors, one, other))
-
-
-def reordered(tensors: Tensors, order: Sequence[int]) -> Tensors:
-    """What takes the three features one by one, for a reader that concatenates them in another
-    order.
-    """
-    columns = tensors["fc.weight"].chunk(3, dim=1)
-    changed = {"fc.weight": torch.cat([columns[stream] for stream in order], 1)}
-    if INPUT_NORM in tensors:
-        parts = tensors[INPUT_NORM].chunk(3)
-        changed[INPUT_NORM] = torch.cat([parts[stream] for stream in order])
-    return changed | {
-        name: tensors[FC_NORMS[stream]]
-        for name, stream in zip(FC_NORMS, order, strict=True)
-        if name in tensors
-    }
-
-
-def swapped_inputs(config: HeadConfig, tensors: Tensors) -> Tensors:
-    """Queries, keys and values of [feature, embedding] instead of [embedding, feature]."""
-    names = [f"{LAYER}self_attn.{name}_proj.weight" for name in "qkv"]
-    return {name: tensors[name].roll(config.hidden_size, 1) for name in names}
-
-
-def exchanged(tensors: Tensors, one: str, other: str) -> Tensors:
-    """Two tensors under each other's names."""
-    return {one: tensors[other], other: tensors[one]}
-
-
-def paired(config: HeadConfig, tensors: Tensors) -> Tensors:
-    """Queries and keys of a checkpoint whose rotary pairs lie side by side (Meta's order), in
-    Hugging Face's halves.
-    """
-    half = config.head_dim // 2
-    weights = {name: tensors[f"{LAYER}self_attn.{name}_proj.weight"] for name in "qk"}
-    return {
-        f"{LAYER}self_attn.{name}_proj.weight": weight.view(-1, half, 2, weight.shape[1])
-        .transpose(1, 2)
-        .reshape(weight.shape)
-        for name, weight in weights.items()
-    }
+def acceptance(
+    reading: HeadReading,
+    batches: Sequence[AnswerBatch],
+    vocabulary: TargetVocabulary,
+    declared: ReadingScore | None = None,
+) -> ReadingScore:
+    """What a reading accepts on the answers; it stops early where it is far behind the declared."""
+    head, tally = assembled(reading), RoundCounts(NUM_DRAFT_STEPS)
+    accepted: list[int] = []
+    places: list[int] = []
+    for batch in batches:
+        of_row, places_of_row = Counter[int](), Counter[int]()
+        for row, matches in measure(
+            head, vocabulary, batch.features(reading.config.taps), NUM_DRAFT_STEPS
+        ).spans:
+            tally.add_answer(matches)
+            of_row[row] += sum(matches)
+            places_of_row[row] += len(matches)
+        accepted += [of_row[row] for row in places_of_row]
+        places += places_of_row.values()
+        if declared is not None and sum(accepted) < LEFT_BEHIND * sum(
+            declared.accepted[: len(accepted)]
+        ):
+            break
+    return ReadingScore(reading.name, tally.tau, accepted, places)

@@ -1,0 +1,458 @@
+"""Lint of a head's files, settings and weights: what would serve badly although it loads.
+
+Knows what the engines do with what they find. Every function yields findings of one kind; `check`
+calls them in order. The limits on weights are far from what trained heads show: of 41, some of them
+after few steps, the least ratio of a matrix to random numbers was 1.20 (the least median 1.48), the
+least scale to the median 0.40, the least median spread of norms 0.09.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from eyas.artifact import MANIFEST, Manifest, file_identity
+from eyas.errors import EyasError, MismatchError, MissingInputError
+from eyas.lineage import HEAD_FILES
+from eyas.model.config import HeadConfig, TargetShape, rope_faults, same_rotation, spelled
+from eyas.model.dialects import (
+    CONFIG_JSON,
+    EMBED_TOKENS,
+    EMBED_TOKENS_SHA256,
+    FED_BACK,
+    HEAD_JSON,
+    INV_FREQ,
+    LAYER,
+    LM_HEAD,
+    SGLANG_ARCHITECTURE,
+    Checkpoint,
+    ambiguities,
+    decisions,
+    setting_faults,
+)
+from eyas.model.vocab import TargetVocabulary
+from eyas.model.weights import INDEX, PICKLE, PICKLE_INDEX, SINGLE, file_tensors, sharded_tensors
+
+Level = Literal["error", "warning", "note"]
+LEVELS: tuple[Level, ...] = ("error", "warning", "note")
+STAGES = ("train", "export")  # whose output is a head
+FORMS = ("sglang", "vllm")
+UNSAID = "the head does not say which lm_head it was trained against"
+# what older speculators wrote of the target
+VERIFIER_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
+
+# between the least and the greatest weight of a norm that was trained: some steps of bfloat16 at 1
+MOVED = 2**-5
+LEAST_SHARE = 1 / 100  # of a matrix's root mean square to the median's
+# trainers may start these at zero
+FROM_ZERO = {f"{LAYER}{name}.weight": 1 / 10_000 for name in ("self_attn.o_proj", "mlp.down_proj")}
+# at most of random numbers, at least of what was trained: see `above_random`
+RANDOM, STRUCTURED = 1.08, 1.3
+LEAST_SIZE = 128  # of a matrix whose largest singular value says anything
+ITERATIONS = 24
+AGAIN = "restore the checkpoint from its source, or convert or train it again"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckFinding:
+    """An error serves wrong or badly for certain; a warning may be meant so; a note needs nothing
+    done.
+
+    meanings: of what can be meant in several ways, the name of each and the keys that say it.
+    """
+
+    level: Level
+    what: str
+    hint: str
+    meanings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def in_order(findings: Iterable[CheckFinding]) -> list[CheckFinding]:
+    """Errors first, notes last."""
+    return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
+
+
+def exit_code(findings: Iterable[CheckFinding]) -> int:
+    """0 nothing found but notes, 1 warnings, 2 an error."""
+    levels = {finding.level for finding in findings}
+    return 2 if "error" in levels else 1 if "warning" in levels else 0
+
+
+def errors(faults: Sequence[MismatchError]) -> list[CheckFinding]:
+    """What `read_head` refuses, as findings."""
+    return [CheckFinding("error", fault.what, fault.hint) for fault in faults]
+
+
+# Files
+
+
+def check_is_head(folder: Path) -> None:
+    """Raise MissingInputError for a folder that holds no head itself but exported ones below."""
+    below = [str(folder / form) for form in FORMS if (folder / form / CONFIG_JSON).is_file()]
+    if below and not any((folder / name).is_file() for name in (CONFIG_JSON, HEAD_JSON)):
+        raise MissingInputError(
+            f"{folder} is an export: the heads lie below it", f"give {' or '.join(below)}"
+        )
+
+
+def file_findings(folder: Path) -> list[CheckFinding]:
+    """All that is wrong with the files of a head's folder."""
+    return [*changed_findings(folder.resolve()), *twin_findings(folder)]
+
+
+def changed_findings(folder: Path) -> Iterator[CheckFinding]:
+    """Files of a head of ours that are no longer what its manifest, here or in the folder above,
+    says.
+    """
+    for root, prefix in ((folder, ""), (folder.parent, f"{folder.name}/")):
+        try:
+            manifest = Manifest.model_validate_json((root / MANIFEST).read_bytes())
+        except (OSError, ValidationError):
+            continue  # none, or not ours
+        names = [name.removeprefix(prefix) for name in manifest.files if name.startswith(prefix)]
+        for name in names if manifest.stage in STAGES else ():
+            if "/" in name or not name.endswith(HEAD_FILES):
+                continue
+            if not (folder / name).is_file():
+                yield CheckFinding(
+                    "error",
+                    f"{folder / name} is gone: the {manifest.stage} that wrote it lists it",
+                    "restore it",
+                )
+            elif file_identity(str(folder / name)) != manifest.files[prefix + name].sha256:
+                what = (
+                    f"{folder / name} has changed since it was "
+                    f"{'exported' if manifest.stage == 'export' else 'trained'}"
+                )
+                yield CheckFinding(
+                    "error",
+                    what,
+                    "restore it, or run the stage that writes it again into a new folder",
+                )
+
+
+def twin_findings(folder: Path) -> Iterator[CheckFinding]:
+    """Weights that lie there twice and differ: which ones are served depends on the loader."""
+    there = [name for name in (INDEX, SINGLE, PICKLE_INDEX, PICKLE) if (folder / name).is_file()]
+    first, *others = there or [""]
+    for other in others:
+        try:
+            same = equal(stored(folder, first), stored(folder, other))
+            how = "hold different tensors"
+        except EyasError as error:
+            same, how = False, f"are both there, and one cannot be read ({error.what})"
+        if not same:
+            yield CheckFinding(
+                "error",
+                f"{first} and {other} in {folder} {how}: loaders differ in which they take",
+                "delete one",
+            )
+
+
+def stored(folder: Path, name: str) -> dict[str, Tensor]:
+    """The tensors of one file, or of the shards of an index."""
+    tensors = (
+        sharded_tensors(folder, name, None)
+        if name in (INDEX, PICKLE_INDEX)
+        else file_tensors(folder / name, None)
+    )
+    return {key: tensor for key, tensor in tensors.items() if not key.endswith(INV_FREQ)}
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Equal names and, in the precision of the first, equal values."""
+    return one.keys() == other.keys() and all(
+        tensor.shape == other[name].shape and torch.equal(tensor, other[name].to(tensor.dtype))
+        for name, tensor in one.items()
+    )
+
+
+# Settings
+
+
+def setting_findings(checkpoint: Checkpoint) -> list[CheckFinding]:
+    """The faults of the settings; what can be meant in several ways with its meanings."""
+    ways = {one.fault.what: one.meanings for one in ambiguities(checkpoint)}
+    return [
+        replace(one, meanings=ways.get(one.what, {})) for one in errors(setting_faults(checkpoint))
+    ]
+
+
+def target_findings(config: HeadConfig, target: TargetShape) -> Iterator[CheckFinding]:
+    """Where the head's shape differs from the target's, though it may be meant so."""
+    if config.taps[-1] < target.num_hidden_layers and config.taps != target.default_taps:
+        what = (
+            f"the head taps the outputs of layers {config.taps}, the default is "
+            f"{target.default_taps}"
+        )
+        yield CheckFinding(
+            "warning",
+            what,
+            "fine if it was trained on these; engines that ignore the list will misread it",
+        )
+    if (
+        not rope_faults(config, target)
+        and not config.own_rope
+        and not same_rotation(config.rope, target.rope)
+    ):
+        yield CheckFinding(
+            "warning",
+            f"rotary embedding differs: the head's is {spelled(config.rope)}, the target's "
+            f"{spelled(target.rope)}",
+            "a rope_theta that is not given means 10000: write what the head was trained with, or "
+            "own_rope for just this",
+        )
+    if config.rms_norm_eps != target.rms_norm_eps:
+        what = f"rms_norm_eps is {config.rms_norm_eps}, the target's {target.rms_norm_eps}"
+        yield CheckFinding(
+            "warning",
+            what,
+            "one that is not given means 1e-6: write what the head was trained with",
+        )
+
+
+def length_findings(config: HeadConfig, target: TargetShape) -> Iterator[CheckFinding]:
+    """A head whose rotary table ends before the target's context does. A longer one is harmless,
+    and so is any in eyas.
+    """
+    if config.max_position_embeddings >= target.max_position_embeddings:
+        return
+    what = (
+        f"max_position_embeddings is {config.max_position_embeddings}, the target's "
+        f"{target.max_position_embeddings}: SGLang "
+        "0.5.23 does not start without SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1, older engines "
+        "read past the head's rotary "
+        "table and lose acceptance; vLLM 0.32 and eyas go by the target's"
+    )
+    hint = (
+        f'write "max_position_embeddings": {target.max_position_embeddings} into the head\'s '
+        "config, or export it again, which "
+        "does: no weight depends on it"
+    )
+    yield CheckFinding("warning", what, hint)
+
+
+def vocabulary_findings(
+    checkpoint: Checkpoint, config: HeadConfig, vocabulary: TargetVocabulary
+) -> Iterator[CheckFinding]:
+    """What the head borrows from the target, or was trained against."""
+    trained_with = config.target_lm_head_sha256
+    if not trained_with:
+        yield CheckFinding(
+            "warning", UNSAID, "eyas writes its hash at export; a good replay is as good"
+        )
+    stored = checkpoint.embed_tokens
+    if stored is not None and not config.owns_embeddings:
+        ours = vocabulary.embed_tokens.to(stored.dtype)
+        if stored.shape != ours.shape or not torch.equal(stored, ours):
+            what = f"{EMBED_TOKENS} {tuple(stored.shape)} are not the target's {tuple(ours.shape)}"
+            if checkpoint.form == "sglang" or EMBED_TOKENS_SHA256 in checkpoint.settings:
+                yield CheckFinding(
+                    "error",
+                    what,
+                    "SGLang uses the target's all the same; export the head again for this target",
+                )
+            else:
+                yield CheckFinding(
+                    "warning",
+                    what,
+                    "fine if the head was trained with them; SGLang would use the target's",
+                )
+    mask = checkpoint.tensors.get("t2d")
+    ends = [
+        token for token in vocabulary.config.eos_token_ids if mask is not None and token < len(mask)
+    ]
+    if ends and mask is not None and not mask[ends].any():
+        yield CheckFinding(
+            "warning",
+            f"no end token of the target ({ends}) is in the draft vocabulary: an end is never "
+            "drafted",
+            "count the draft vocabulary on answers that end",
+        )
+
+
+def verifier_findings(
+    checkpoint: Checkpoint, target: TargetShape, config: Mapping[str, Any]
+) -> Iterator[CheckFinding]:
+    """Where a speculators config names another target. config: the target's config.json."""
+    speculators = checkpoint.settings.get("speculators_config")
+    verifier = speculators.get("verifier") if isinstance(speculators, dict) else None
+    if not isinstance(verifier, dict):
+        return
+    hint = (
+        "write the target's into speculators_config.verifier, or give the target that the head "
+        "was trained for"
+    )
+    named, own = verifier.get("architectures") or [], config.get("architectures") or []
+    if named and own and not set(named) & set(own):
+        yield CheckFinding(
+            "warning",
+            f"the config names a verifier of {', '.join(named)}, the target is of {', '.join(own)}",
+            hint,
+        )
+    for key in VERIFIER_SIZES:
+        if verifier.get(key) not in (None, getattr(target, key)):
+            what = (
+                f"the config names a verifier of {key} {verifier[key]}, the target's is "
+                f"{getattr(target, key)}"
+            )
+            yield CheckFinding("warning", what, hint)
+
+
+def form_findings(checkpoint: Checkpoint) -> Iterator[CheckFinding]:
+    """What the engine of this form asks for beyond a right head."""
+    named = checkpoint.settings.get("architectures") or []
+    if checkpoint.form == "sglang" and named != [SGLANG_ARCHITECTURE]:
+        what = (
+            f"architectures is {named}: SGLang loads an EAGLE-3 head by the name "
+            f"{SGLANG_ARCHITECTURE} only"
+        )
+        yield CheckFinding("warning", what, "change it in config.json, or export the head again")
+    if checkpoint.form == "sglang" and checkpoint.stated("norm_before_residual") == {True}:
+        what = (
+            "norm_before_residual is set: SGLang does not read it, and takes the residual "
+            "before the norm"
+        )
+        yield CheckFinding(
+            "warning",
+            what,
+            "serve it with vLLM, which does: SGLang would lose most of its acceptance",
+        )
+    for decision in decisions(checkpoint):
+        yield CheckFinding("warning", decision, f'write "{FED_BACK}" into config.json to say so')
+    if checkpoint.form == "sglang" and any(checkpoint.stated("tie_word_embeddings")):
+        yield CheckFinding(
+            "warning",
+            "tie_word_embeddings is set: SGLang takes the embeddings for lm_head",
+            "write false",
+        )
+    if checkpoint.form == "vllm" and LM_HEAD not in checkpoint.tensors:
+        yield CheckFinding(
+            "warning",
+            "lm_head.weight is missing: speculators needs one",
+            "put the target's into the file",
+        )
+    if "d2t" in checkpoint.tensors and "t2d" not in checkpoint.tensors:
+        yield CheckFinding(
+            "warning", "t2d is missing", "speculators needs it beside d2t; export the head again"
+        )
+
+
+# Weights
+
+
+def value_findings(checkpoint: Checkpoint) -> Iterator[CheckFinding]:
+    """Values and precisions of the tensors."""
+    weights = {
+        name: tensor for name, tensor in checkpoint.tensors.items() if tensor.is_floating_point()
+    }
+    finite: dict[str, Tensor] = {}
+    if checkpoint.embed_tokens is not None:
+        weights["embed_tokens.weight"] = checkpoint.embed_tokens
+    for name, tensor in weights.items():
+        wide = tensor.float()
+        if not wide.isfinite().all():
+            bad = int((~wide.isfinite()).sum())
+            yield CheckFinding(
+                "error",
+                f"{name}: {bad} of {tensor.numel()} values are NaN or infinite",
+                "train or download the head again",
+            )
+        elif not wide.any():
+            yield CheckFinding("error", f"{name} is all zeros", "train or download the head again")
+        else:
+            finite[name] = tensor
+    yield from damage_findings(finite)
+    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()})
+    if len(dtypes) > 1:
+        yield CheckFinding(
+            "warning",
+            f"tensors are of several precisions: {', '.join(dtypes)}",
+            "export the head again",
+        )
+    places = (checkpoint.settings, checkpoint.layer_settings)
+    said = {
+        str(place[key]) for place in places for key in ("dtype", "torch_dtype") if place.get(key)
+    }
+    for dtype in sorted(said - set(dtypes)):
+        yield CheckFinding(
+            "warning",
+            f"the config says {dtype}, the tensors are {', '.join(dtypes)}",
+            "engines convert: correct the config",
+        )
+
+
+def damage_findings(weights: Mapping[str, Tensor]) -> Iterator[CheckFinding]:
+    """Norms that were never loaded, matrices out of scale, matrices of random numbers. weights:
+    finite, by EAGLE's names.
+    """
+    yield from norm_findings(
+        {name: weight for name, weight in weights.items() if weight.ndim == 1 and "norm" in name}
+    )
+    scales, above = {}, {}
+    for name in weights:
+        if weights[name].ndim == 2 and own(name):
+            matrix = weights[name].float()
+            scales[name] = float(matrix.square().mean().sqrt())
+            if scales[name] and min(matrix.shape) >= LEAST_SIZE:
+                above[name] = above_random(matrix)
+    for name, scale in scales.items():
+        usual = median(scales.values())
+        if 0 < scale < FROM_ZERO.get(name, LEAST_SHARE) * usual:
+            what = (
+                f"{name} is next to nothing: its root mean square is {scale:.2g}, that of the "
+                f"matrices {usual:.2g}"
+            )
+            yield CheckFinding("warning", what, AGAIN)
+    for name, ratio in above.items():
+        if ratio < RANDOM and median(above.values()) >= STRUCTURED:
+            what = (
+                f"{name} looks like random numbers: nothing in it stands out as in the other "
+                "matrices"
+            )
+            yield CheckFinding("warning", what, AGAIN)
+
+
+def norm_findings(norms: Mapping[str, Tensor]) -> Iterator[CheckFinding]:
+    """Norms whose weights are all the same, as they begin, where others have moved."""
+    moved = {name: float(norm.max() - norm.min()) for name, norm in norms.items()}
+    others = [spread for spread in moved.values() if spread]
+    if not others or median(others) < MOVED:
+        return
+    for name, spread in moved.items():
+        if not spread:
+            what = (
+                f"the weights of {name} are all {float(norms[name][0]):g}, as before training; "
+                "those of other norms are not"
+            )
+            yield CheckFinding("warning", what, AGAIN)
+
+
+def own(name: str) -> bool:
+    """Whether a matrix is the head's alone: not the output matrix or embeddings, which may be
+    another's at another scale.
+    """
+    return name.startswith(LAYER) or name == "fc.weight"
+
+
+def above_random(matrix: Tensor) -> float:
+    """The largest singular value over that of as large a matrix of independent numbers of its
+    spread, s (sqrt m + sqrt n).
+
+    Geman 1980, "A limit theorem for the norm of random matrices". By power iteration from a fixed
+    start.
+    """
+    m, n = matrix.shape
+    vector = torch.randn(n, generator=torch.Generator().manual_seed(0))
+    for _ in range(ITERATIONS):
+        vector = matrix.T @ (matrix @ vector)
+        vector /= vector.norm()
+    largest, spread = float((matrix @ vector).norm()), max(float(matrix.std()), 1e-30)
+    return largest / (spread * float(m**0.5 + n**0.5))
