@@ -1,4 +1,4 @@
-"""Rules of drafting side by side on the same recorded rounds: no model runs while they are compared.
+"""Rules of drafting side by side on the same recorded rounds, without a model.
 
     python benchmarks/arena.py --quick
     python benchmarks/arena.py --prompts 100 --costs out/bench-1234 --concurrency 1 4
@@ -6,8 +6,8 @@
 Held-out prompts are decoded once, with the head's proposals at every token. A rule says which
 candidates of a round are verified: the n most probable, all paths above a probability, or all.
 For each: tau, drafted nodes a round and request, and with --costs (an `eyas bench` with a plain
-arm) the speed-up on that server's costs. "All candidates" has the tau of an oracle. The last line is
-one JSON.
+arm) the speed-up on that server's costs. "All candidates" has the tau of an oracle. The last line
+is one JSON.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def played(
 def speedup(
     curve: CostCurve, draft: DraftCost, tree: Speculation, tau: float, sizes: list[tuple[int, int]]
 ) -> float | None:
-    """Over plain rounds of the same requests; None where a round is larger than what was measured."""
+    """Over plain rounds of the same requests; None beyond the loads that were measured."""
     plain_ms = [curve.at(requests) for requests, _ in sizes]
     verify_ms = [curve.at(rows) for _, rows in sizes]
     draft_ms = [draft.of_round(curve, tree, requests) for requests, _ in sizes]

@@ -1,4 +1,4 @@
-"""The eval stage: the walk against a simulation, and the whole against the engine that it predicts."""
+"""Chains on features against the engine that they predict; figures of parts and ceilings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ K = 4
 TRAIN = TrainConfig(
     head={"draft_vocab_size": 200},
     objective={"num_ttt_steps": K},
-    epochs=30,
+    epochs=20,
     batches={"tokens": 512},
     optimizer={"learning_rate": 1e-2},
     dtype="float32",

@@ -1,4 +1,4 @@
-"""`eyas plan`: what it counts is what the stages then make, or more; without room nothing is begun."""
+"""`eyas plan` counts what the stages then make, or more; without room nothing begins."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_conversation_is_one_sample_where_the_template_lets_the_past_be(tmp_pa
     assert two.feature_tokens == two.prompt_tokens + two.answer_tokens
 
 
-def test_many_prompts_are_sample_here_and_there(target: Path, tmp_path: Path) -> None:
+def test_many_prompts_are_sampled_evenly(target: Path, tmp_path: Path) -> None:
     many = write_prompts(tmp_path / "many", prompts_of(2 * SAMPLE_SIZE + 1))
     count, sample = read_prompts(many)
     assert (count, len(sample)) == (2001, 667)

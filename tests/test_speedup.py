@@ -1,4 +1,4 @@
-"""Speed-up by arithmetic: the curve, the law that nothing exceeds tau, and what a benchmark gives."""
+"""Speed-up by arithmetic: the curve, the bound by tau, and what a benchmark gives."""
 
 from __future__ import annotations
 

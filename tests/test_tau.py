@@ -86,9 +86,10 @@ def test_bootstrap_of_equal_rows_is_a_point():
 
 
 class TestIntervals:
-    def test_holds_what_is_true_about_as_often_as_it_says(self):
-        """Prompts of which each has an acceptance of its own: the interval over prompts holds the
-        true tau, that over rounds would not."""
+    def test_holds_the_true_tau_about_as_often_as_it_says(self):
+        """Each prompt has an acceptance of its own: the interval over prompts holds the true tau,
+        one over rounds (tried on a part of the sets) is too narrow.
+        """
         rng = np.random.default_rng(0)
         true_tau, held, too_narrow = 3.0, 0, 0
         for draw in range(200):
@@ -97,11 +98,12 @@ class TestIntervals:
             emitted, rounds = (accepted + 1).sum(1).tolist(), [8] * 40
             low, high = tau_interval(emitted, rounds, seed=draw)
             held += low <= true_tau <= high
-            each = (accepted + 1).ravel().tolist()
-            low, high = tau_interval(each, [1] * len(each), seed=draw)
-            too_narrow += low <= true_tau <= high
+            if draw < 60:
+                each = (accepted + 1).ravel().tolist()
+                low, high = tau_interval(each, [1] * len(each), seed=draw)
+                too_narrow += low <= true_tau <= high
         assert 175 <= held <= 200
-        assert too_narrow < 150
+        assert too_narrow < 0.75 * 60
 
     @given(
         st.lists(st.tuples(st.integers(1, 60), st.integers(1, 9)), min_size=LEAST_ROWS, max_size=30)

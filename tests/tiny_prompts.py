@@ -1,4 +1,4 @@
-"""Held-out questions for tiny targets, and a head that has learned some of their answers."""
+"""Held-out prompts for tiny targets, and a head that has learned some of their answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAID = {
 TRAIN = TrainConfig(
     head={"draft_vocab_size": 200},
     objective={"num_ttt_steps": 4},
-    epochs=20,
+    epochs=8,
     batches={"tokens": 512},
     optimizer={"learning_rate": 1e-2},
     dtype="float32",
@@ -44,7 +44,7 @@ def prompt_set(folder: Path, count: int) -> PromptSet:
 
 
 def learned_head(folder: Path, count: int, output: Path) -> Artifact:
-    """A head that was trained, too long, on the target's greedy answers to so many questions."""
+    """A head that was trained, too long, on the target's greedy answers to so many prompts."""
     requests = prompt_set(folder, count).requests(24, 0.0, 0)
     answers = {result.request_id: result.token_ids for result in Engine.load(folder).run(requests)}
     conversations = [(list(request.prompt_ids), answers[request.id]) for request in requests]

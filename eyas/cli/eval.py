@@ -1,5 +1,5 @@
-"""`eyas eval`: a head on what it has not seen -> tau, and speed-up where costs are given, before any
-server runs it. Also the tables and lines that show an eval.json.
+"""`eyas eval`: a head on what it has not seen -> tau, and with costs its speed-up, before a server
+runs it. Also the tables and lines that show an eval.json.
 """
 
 from __future__ import annotations

@@ -91,11 +91,11 @@ def evaluate(
     prompts: Sequence[EvalPrompt] = (),
     track: Track = quiet,
 ) -> Manifest:
-    """Measure a head on held-out features, prompts (the first num_prompts), or both; write eval.json.
+    """Measure a head on held-out features, on prompts (the first num_prompts), or both.
 
-    target, head: any name that `eyas.hub` resolves. Raises MismatchError when head, features and
-    target do not belong together, EmptyInputError where no round drafts, ConfigError for costs
-    without a plain arm.
+    target, head: any name that `eyas.hub` resolves. Writes eval.json. Raises MismatchError when
+    head, features and target do not belong together, EmptyInputError where no round drafts,
+    ConfigError for costs without a plain arm.
     """
     if features is None and not prompts:
         raise EmptyInputError(

@@ -25,8 +25,7 @@ from eyas.artifact import Artifact
 from eyas.engine.tree import Speculation
 from eyas.errors import ConfigError
 
-# tokens a chunk: of a server that reports no rounds, a plain one sends one token a chunk or a little
-# more
+# Where a server reports no rounds, tau is tokens a chunk: of a plain server 1 or a little more.
 MOST_PLAIN_TAU = 1.05
 
 
@@ -117,7 +116,7 @@ def predictions(
 def read_bench(url: str) -> tuple[CostCurve, dict[str, Any]]:
     """The plain arm of a finished `eyas bench`: its curve, and where the figures are from.
 
-    Raises MissingInputError, CorruptError, and ConfigError where every arm drafts or none was timed.
+    Raises MissingInputError, CorruptError, and ConfigError where no timed arm is plain.
     """
     folder = Artifact(url)
     identity = folder.manifest("bench").identity

@@ -76,7 +76,7 @@ class Models:
 
     @classmethod
     def load(cls, folder: str, head: str | Path, config: ModelsConfig) -> Models:
-        """Raises MissingInputError, CorruptError, and MismatchError for a head of another target."""
+        """Raises MissingInputError, CorruptError, MismatchError (a head of another target)."""
         target = Target.load(folder, config.dtype, config.device)
         shape, tensors = read_head(head, target.config)
         share = weights_share(

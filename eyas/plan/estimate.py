@@ -127,7 +127,7 @@ class Planner:
     def measured(
         self, sample: Sequence[Prompt], needs: Needs, seconds: float = SECONDS
     ) -> tuple[Speeds, list[str]]:
-        """Speeds of this machine, and notes on what could not be measured. Raises EmptyInputError."""
+        """Speeds of this machine, and notes on what was not measured. Raises EmptyInputError."""
         run, speeds, notes = self.run, Speeds(), []
         length = min(run.generate.max_length, max(2, needs.feature_tokens // max(1, needs.prompts)))
         prompts = [

@@ -185,7 +185,7 @@ def feature_bytes(needs: Needs, meta: FeatureMeta, held_out_share: float) -> dic
 
 
 def head_parameters(shape: TargetShape, options: HeadOptions) -> int:
-    """Parameters of a new head for this target. Raises ConfigError for options that do not fit it."""
+    """Parameters of a new head for this target. Raises ConfigError (options that do not fit)."""
     config = HeadConfig.for_target(shape, options)
     shapes = {
         name: size for name, size in expected_shapes(config).items() if name not in ("d2t", "t2d")
