@@ -22,7 +22,7 @@ import numpy as np
 
 from eyas.engine.request import Request
 from eyas.errors import ConfigError
-from eyas.evaluate.trees import Models
+from eyas.evaluate.trees import Models, decode
 from eyas.log import Track
 from eyas.model.rows import Proposals
 
@@ -120,15 +120,8 @@ def record(
             answers[name].candidates.append(row)
 
     engine.rounds.recorder = keep
-    done = 0
-    for request in requests:
-        engine.add(request)
-    while engine.has_work:
-        for update in engine.step():
-            answers[update.request_id].token_ids.extend(update.token_ids)
-            if update.finish_reason is not None:
-                done += 1
-                track(done, len(requests))
+    for request, decoded in zip(requests, decode(engine, requests, track), strict=True):
+        answers[request.id].token_ids = decoded.token_ids
     for answer in answers.values():
         assert len(answer.candidates) == len(answer.token_ids) - 1, "every token but one is a root"
     return RecordedRounds(depths, answers)
