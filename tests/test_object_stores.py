@@ -141,9 +141,15 @@ def test_what_is_written_is_read(store: Store) -> None:
     assert not [name for name in artifact.all_names() if "work" in name]
 
 
-@pytest.mark.parametrize("kind", ["reset", "cut", "503"])
+@pytest.mark.parametrize(
+    ("store", "kind"),
+    [("gcs", "reset"), ("gcs", "cut"), ("gcs", "503"), ("s3", "reset")],
+    indirect=["store"],
+)
 def test_a_bad_line_costs_a_pause(store: Store, kind: str) -> None:
-    """Breaks in the middle of uploads and downloads: a sample has some 16 kB."""
+    """Breaks in the middle of uploads and downloads: a sample has some 16 kB. S3's clients are cut
+    below, each by itself.
+    """
     artifact = begun(store.url)
     store.line.fault(kind, after=20_000, times=2)
     writer = add_missing(artifact, 9)
@@ -275,7 +281,7 @@ def test_a_flipped_byte_is_found_and_named_and_the_cache_is_not_believed(
 
 
 def test_the_environment_gives_training_a_cache(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gcs: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two heads of `eyas train` from features in a store read each sample from it once; the cache
     stays within its bound.
@@ -283,7 +289,7 @@ def test_the_environment_gives_training_a_cache(
     folder = tiny_target(tmp_path / "target")
     target = Target.load(folder)
     samples = samples_of(target, greedy_answers(folder, 12), "sample")
-    write_features(store.url, target, samples[:8], samples[8:])
+    write_features(gcs.url, target, samples[:8], samples[8:])
     monkeypatch.setenv("EYAS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("EYAS_FEATURE_CACHE", "1MB")
     fetched: list[str] = []
@@ -302,21 +308,19 @@ def test_the_environment_gives_training_a_cache(
             "objective.num_ttt_steps=2",
             f"seed={seed}",
         ]
-        cli_train.command(
-            store.url, str(folder), str(tmp_path / f"head-{seed}"), overrides=settings
-        )
+        cli_train.command(gcs.url, str(folder), str(tmp_path / f"head-{seed}"), overrides=settings)
         assert sorted(fetched) == sorted(sample.key for sample in samples)
     kept = [path.stat().st_size for path in (tmp_path / "cache" / "features").iterdir()]
     assert 0 < sum(kept) <= 1_000_000
     monkeypatch.setenv("EYAS_FEATURE_CACHE", "much")
     with pytest.raises(ConfigError, match="EYAS_FEATURE_CACHE=much is no size"):
-        Features(Artifact(store.url))
+        Features(Artifact(gcs.url))
 
 
-def test_what_was_read_once_is_read_from_this_disk(store: Store, tmp_path: Path) -> None:
-    artifact = begun(store.url)
+def test_what_was_read_once_is_read_from_this_disk(gcs: Store, tmp_path: Path) -> None:
+    artifact = begun(gcs.url)
     finish(artifact, add_missing(artifact, 6))
-    features = Features(Artifact(store.url), cache=Cache(tmp_path / "cache", 1 << 20))
+    features = Features(Artifact(gcs.url), cache=Cache(tmp_path / "cache", 1 << 20))
     assert_all_there(features, 6)
-    store.line.fault("reset")
+    gcs.line.fault("reset")
     assert_all_there(features, 6)

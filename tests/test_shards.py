@@ -1,13 +1,13 @@
 """The feature format: exact bytes, exact ranges, corruption noticed, resume without loss."""
 
+import functools
 import hashlib
 import json
 import math
 import os
 import signal
-import subprocess
-import sys
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -226,28 +226,31 @@ def shard_bytes(folder: Path) -> dict[str, bytes]:
     }
 
 
-WRITER_THAT_DIES = """
-import os, signal, sys
-from eyas.artifact import Artifact, File
-from tests.test_shards import META, ShardWriter, make_sample
-writer = ShardWriter(Artifact(sys.argv[1]), "train", META, samples_per_shard=4)
-for number in range(10):
-    writer.add(make_sample(number))
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+def forked(work: Callable[[], None]) -> int:
+    """The process id of a child that does this work and ends with 0 if nothing was raised."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return child
+
+
+def write_and_die(folder: Path) -> None:
+    writer = ShardWriter(Artifact(str(folder)), "train", META, samples_per_shard=4)
+    for number in range(10):
+        writer.add(make_sample(number))
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_killed_writer_goes_on_after_the_last_whole_shard(tmp_path: Path) -> None:
     samples = [make_sample(number) for number in range(14)]
     write(Artifact(str(tmp_path / "whole")), samples)
-    root = Path(__file__).resolve().parents[1]
-    process = subprocess.run(
-        [sys.executable, "-c", WRITER_THAT_DIES, str(tmp_path / "cut")],
-        cwd=root,
-        env={**os.environ},
-        check=False,
-    )
-    assert process.returncode == -signal.SIGKILL
+    child = forked(lambda: write_and_die(tmp_path / "cut"))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert sorted(shard_bytes(tmp_path / "cut")) == [
         "train-00000.safetensors",
         "train-00001.safetensors",
@@ -440,29 +443,22 @@ def test_the_cache_is_bounded_and_drops_what_was_wanted_longest_ago(tmp_path: Pa
     assert cache.get("large") is None
 
 
-CACHE_USER = """
-import sys
-from eyas.shards import Cache
-cache = Cache(sys.argv[1], 50_000)
-for turn in range(300):
-    name = f"{(turn * int(sys.argv[2])) % 101}"
-    found = cache.get(name)
-    assert found is None or found == name.encode() * (1000 // len(name)), name
-    if found is None:
-        cache.put(name, name.encode() * (1000 // len(name)))
-"""
+def use_cache(folder: Path, step: int) -> None:
+    cache = Cache(folder, 50_000)
+    for turn in range(300):
+        name = f"{(turn * step) % 101}"
+        found = cache.get(name)
+        assert found is None or found == name.encode() * (1000 // len(name)), name
+        if found is None:
+            cache.put(name, name.encode() * (1000 // len(name)))
 
 
 def test_processes_share_a_cache(tmp_path: Path) -> None:
     """More is wanted than there is room for: each drops what others want, and none ever sees half
     or another's bytes.
     """
-    root = Path(__file__).resolve().parents[1]
-    users = [
-        subprocess.Popen([sys.executable, "-c", CACHE_USER, str(tmp_path), step], cwd=root)
-        for step in ("1", "7")
-    ]
-    assert [user.wait() for user in users] == [0, 0]
+    users = [forked(functools.partial(use_cache, tmp_path, step)) for step in (1, 7)]
+    assert [os.waitpid(user, 0)[1] for user in users] == [0, 0]
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 55_000
 
 

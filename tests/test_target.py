@@ -112,11 +112,11 @@ def test_weights_are_copied_to_the_device_once(tmp_path: Path, tied: bool) -> No
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.1), ("float16", 0.02)]
 )
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_any_stored_precision_in_any_precision(
-    tmp_path: Path, family: str, stored: str, dtype: str, tolerance: float
+    tmp_path: Path, stored: str, dtype: str, tolerance: float
 ) -> None:
     """Against transformers in float32, whose weights are what was stored."""
+    family = "qwen3" if stored == "bfloat16" else "llama"
     folder = tiny_target(
         tmp_path,
         family,

@@ -108,9 +108,9 @@ def our_logits(
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
-@pytest.mark.parametrize("draft_vocab_size", [64, 320])
-def test_logits_of_every_step_are_the_same(target, tmp_path, draft_vocab_size, flags):
+def test_logits_of_every_step_are_the_same(target, tmp_path, flags):
     """Our export in their model against the same file in ours, in float32."""
+    draft_vocab_size = 320 if len(flags) == 1 else 64  # with and without maps
     folder = head_folder(
         target, tmp_path / "head", "vllm", draft_vocab_size=draft_vocab_size, **flags
     )
