@@ -5,9 +5,9 @@ The same requests, of greedy answers of one length, are decoded by an engine in 
 streamed from a server in a process of its own, one after the other, in turns: the same target,
 head, precision, number of threads and engine settings. TPOT is (last token - first token) / (tokens
 - 1) of a request; `overhead` is the median over the turns of the ratio of two neighbours, less one.
-`loop_ms_per_token` is the CPU time of the server's main thread, which does all but the engine's
-work, for each token that it sent: on a machine with other work to do it is steadier than a ratio of
-times. The last line is one JSON.
+`loop_ms_per_token` is the CPU time of the server's threads but the engine's, nearly all of it the
+event loop's, for each token that it sent: on a busy machine it is steadier than a ratio of times
+(with --threads 1, else the engine has more than one thread). The last line is one JSON.
 
     python benchmarks/serve_overhead.py --quick
     python benchmarks/serve_overhead.py --turns 12
@@ -63,17 +63,27 @@ async def server_tpot_ms(client: Client, bodies: list[dict[str, object]]) -> flo
     )
 
 
-def main_thread_s() -> float:
-    """CPU seconds so far of the main thread of the server, the one child of this process; NaN
-    without /proc.
+def thread_cpu_s() -> dict[str, float]:
+    """CPU seconds so far of each thread of the server, the one child of this process; empty without
+    /proc.
     """
     own = os.getpid()
+    seconds = {}
     try:
         (child,) = Path(f"/proc/{own}/task/{own}/children").read_text().split()
-        fields = Path(f"/proc/{child}/task/{child}/stat").read_text().rpartition(")")[2].split()
+        for thread in Path(f"/proc/{child}/task").iterdir():
+            fields = (thread / "stat").read_text().rpartition(")")[2].split()
+            ticks = int(fields[11]) + int(fields[12])
+            seconds[thread.name] = ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError):
-        return float("nan")
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return {}
+    return seconds
+
+
+def loop_cpu_s(before: dict[str, float], after: dict[str, float]) -> float:
+    """CPU seconds of all threads but the busiest, which is the engine's; NaN without /proc."""
+    spent = [seconds - before.get(thread, 0.0) for thread, seconds in after.items()]
+    return sum(spent) - max(spent) if spent else float("nan")
 
 
 def arguments() -> argparse.Namespace:
@@ -121,9 +131,9 @@ async def measured(args: argparse.Namespace, engine: Engine, url: str) -> dict[s
                     {**by_id[one.id], **shared, "stream_options": {"include_usage": True}}
                     for one in chosen
                 ]
-                before_s = main_thread_s()
+                before = thread_cpu_s()
                 pairs.append((alone, await server_tpot_ms(client, bodies)))
-                cpu_s += main_thread_s() - before_s
+                cpu_s += loop_cpu_s(before, thread_cpu_s())
             num_tokens = len(pairs) * concurrency * args.max_tokens
             pairs = pairs[1:]  # the first warms up
             ratios = sorted(served / alone for alone, served in pairs)

@@ -183,7 +183,7 @@ class Storm:
         self._begun.discard(turn)
 
     async def _streamed(self, asked: Question, turn: int, leave_after: int | None) -> str | None:
-        """The text of a stream, or of its first pieces; None when the server ends before it began."""
+        """The text of a stream, or of its first pieces; None where the server ends first."""
         body = {**chat_body(asked), "stream": True, "stream_options": {"include_usage": True}}
         for _ in range(PATIENCE):
             text, is_over = "", False

@@ -1,4 +1,4 @@
-"""Servers for tests: real sockets, real engines on a tiny random target, and clients to ask them."""
+"""Servers for tests: real sockets, real engines on a tiny random target, and their clients."""
 
 from __future__ import annotations
 

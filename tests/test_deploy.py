@@ -47,7 +47,7 @@ def config_of(monkeypatch, arguments, **environment):
 
 
 def test_the_steps_of_the_image_give_a_server_that_answers(tmp_path):
-    """In a clean folder, without a container engine; then the entry point, told to end, ends well."""
+    """In a clean folder, without a container engine; then the entry point ends well at SIGTERM."""
     image = Image(tmp_path / "image", ROOT).build((DEPLOY / "Containerfile.cpu").read_text())
     assert image.bases == ["python:3.12-slim"]
     assert any(line.startswith("apt-get install") for line in image.noted)

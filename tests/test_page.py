@@ -229,7 +229,8 @@ def test_a_race_ends_with_the_same_output_twice_and_can_be_seen_again(page, serv
     assert page.query_selector_all(".lane:nth-child(2) .token.drafted")
     verdict = page.text_content(".verdict")
     assert re.match(
-        r"Identical outputs: all \d+ tokens are the same\. With the head \d+\.\d\d times as many tokens",
+        r"Identical outputs: all \d+ tokens are the same\. "
+        r"With the head \d+\.\d\d times as many tokens",
         verdict,
     )
     body = first.value.post_data_json
@@ -412,7 +413,10 @@ def test_a_long_answer_leaves_the_page_its_frames(page):
     )
     page.evaluate("""() => {
         window.counts = [];
-        const look = () => { counts.push(document.querySelectorAll(".said .token").length); requestAnimationFrame(look); };
+        const look = () => {
+            counts.push(document.querySelectorAll(".said .token").length);
+            requestAnimationFrame(look);
+        };
         look();
     }""")
     chat(page)
@@ -512,10 +516,14 @@ CONTRASTS = """() => {
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (walker.nextNode()) {
     const one = walker.currentNode.parentElement;
-    if (!walker.currentNode.data.trim() || !one.checkVisibility() || one.closest(":disabled, title, noscript")) continue;
-    const style = getComputedStyle(one), box = one.ownerSVGElement && one.parentElement.querySelector("rect");
-    const colours = box ? [style.fill, getComputedStyle(box).fill].map(bytes) : [bytes(style.color), behind(one)];
-    found.push([ratio(...colours), `${one.tagName} ${one.getAttribute("class")}: ${walker.currentNode.data.trim()}`]);
+    const text = walker.currentNode.data.trim();
+    if (!text || !one.checkVisibility() || one.closest(":disabled, title, noscript")) continue;
+    const style = getComputedStyle(one);
+    const box = one.ownerSVGElement && one.parentElement.querySelector("rect");
+    const colours = box
+      ? [style.fill, getComputedStyle(box).fill].map(bytes)
+      : [bytes(style.color), behind(one)];
+    found.push([ratio(...colours), `${one.tagName} ${one.getAttribute("class")}: ${text}`]);
   }
   return found;
 }"""
@@ -554,7 +562,9 @@ def test_a_phone_reads_it_without_scrolling_sideways(browser, server):
         page.wait_for_selector(".verdict")
         over(page)
         assert page.evaluate("[document.documentElement.scrollWidth, innerWidth]") == [360, 360]
-        small = page.evaluate("""[...document.querySelectorAll("button")].filter(one => one.checkVisibility())
-            .map(one => one.getBoundingClientRect()).filter(box => box.height < 36 || box.width < 36).length""")
+        small = page.evaluate("""[...document.querySelectorAll("button")]
+            .filter(one => one.checkVisibility())
+            .map(one => one.getBoundingClientRect())
+            .filter(box => box.height < 36 || box.width < 36).length""")
         assert small == 0
         assert page.evaluate("document.querySelector('#drawing').scrollWidth >= 300")

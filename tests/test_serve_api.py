@@ -740,7 +740,7 @@ def caller(tooled):
 
 @contextmanager
 def saying(world, text, per_step=1):
-    """A client of a server whose target says a text; and the engine, which knows what it was asked."""
+    """A client of a server whose target says a text; and the engine, which keeps its requests."""
     engine = world.engine(ScriptedEngine, max_length=1024)
     engine.script, engine.per_step = (
         (*world.chat.tokenizer.encode(text, add_special_tokens=False), 2),

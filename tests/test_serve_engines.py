@@ -28,7 +28,7 @@ def target(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory):
-    """A folder laid out as `eyas export` does; the engines would read what is in it, nobody else."""
+    """A folder laid out as by `eyas export`, with just enough to recognise its two forms."""
     folder = tmp_path_factory.mktemp("a head")
     for form, config in (("sglang", {}), ("vllm", {"speculators_model_type": "eagle3"})):
         (folder / form).mkdir()

@@ -62,7 +62,7 @@ def test_the_answer_has_the_id_that_the_request_was_given(client):
 
 
 def read_as_the_benchmark_does(lines):
-    """(text, tokens, [new tokens of each event]) as async_request_sglang_generate reads a stream."""
+    """(text, tokens, [new tokens of each event]): a stream, read as by sglang.bench_serving."""
     said, counted, steps = "", 0, []
     for line in lines:
         chunk = line.strip().removeprefix("data: ")

@@ -1,4 +1,4 @@
-"""What keeps a server on its feet: keys, rates, queue, time, sizes, and clients that mean no good."""
+"""Limits: keys, rates, the queue, times, sizes, and hostile clients."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-// The playground: asks this server for chats and shows where each token comes from. It asks nobody else, keeps nothing, and
-// inserts text as text only. What it is told: `stream_options.include_rounds`, a round a chunk under `eyas`.
+// The playground: sends chats to this server and shows where each token comes from. It sends requests to no other server, keeps
+// nothing, and inserts text as text only. With `stream_options.include_rounds` each chunk has its round under `eyas`.
 //
 //   stream      one answer as it arrives: rounds, each with the moment it came
 //   show        draws rounds as the screen keeps up, or slowly: never more than so many tokens between two frames
@@ -54,7 +54,7 @@ async function ask(path, options = {}) {
   throw new Refused(response.status, again ? `${message}; try again in ${again} s` : message);
 }
 
-// Rounds as they arrive: {tokens, tree, at}, at in ms, the same for rounds that came together. `end` is told how the answer ended.
+// Rounds as they arrive: {tokens, tree, at}, at in ms, the same for rounds that came together. `end` gets the finish reason and usage.
 async function* stream(body, signal, end) {
   const response = await ask("v1/chat/completions", {
     method: "POST",
