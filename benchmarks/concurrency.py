@@ -10,10 +10,10 @@ take turns block by block on the same prompts, so that a busy minute hits all al
 sgd_dev, tldr (JSON lines, .gz, with messages) and prompts/spec_bench.jsonl; by default
 ../shared/data.
 
-    dialogue                             sgd_dev: conversations that nothing was trained on, cut before one of their answers
-    math_reasoning, qa, translation      Spec-Bench; nothing was trained on it either, and this target cannot do the last two
-    chat                                 the eight categories of MT-Bench within Spec-Bench
-    commands                             tldr: the target's training set
+    dialogue                          sgd_dev, not trained on: cut before one of the answers
+    math_reasoning, qa, translation   Spec-Bench, not trained on; the target cannot do the last two
+    chat                              the eight categories of MT-Bench within Spec-Bench
+    commands                          tldr: the target's training set
 
 Prompts over MOST_CHARACTERS are left out: the target has 1,024 tokens of context. Writes
 rows.jsonl, summary.json and the report as page, Markdown and CSV into the output folder. The last

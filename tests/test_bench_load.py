@@ -71,7 +71,7 @@ def test_lengths_the_wrong_way_round_are_told_so():
 
 
 class Tokenizer:
-    """A server that counts: a template of 11 tokens, and one for every so many letters of a word."""
+    """A server that counts: a template of 11 tokens, and one for each `letters` of a word."""
 
     def __init__(self, letters):
         self.letters, self.asked = letters, []

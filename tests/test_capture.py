@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import os
 import shutil
+import signal
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,7 +43,7 @@ from eyas.features.samples import (
 from eyas.model.target import Target
 from eyas.records import Answer, read_answers
 from eyas.shards import Features, Sample
-from tests.stages import ending_target, prompts_of, run_until_killed, write_prompts
+from tests.stages import ended, ending_target, in_a_process, prompts_of, write_prompts
 from tests.tiny import TEMPLATE, tiny_target, tiny_tokenizer
 
 PROMPTS = prompts_of(29)
@@ -296,16 +297,23 @@ def contents(artifact: Artifact) -> dict[str, bytes]:
 
 
 def test_a_killed_run_goes_on_and_ends_the_same(
-    target: Path, answers: Artifact, captured: Artifact, tmp_path: Path
+    target: Path,
+    answers: Artifact,
+    captured: Artifact,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config, output = config_of(target), Artifact(str(tmp_path / "cut"))
-    code = f"""
-import eyas.features.capture as stage
-from eyas.features.capture import CaptureConfig, capture
-stage.SAMPLES_PER_SHARD = 4
-capture(CaptureConfig.model_validate_json({config.model_dump_json()!r}), Artifact({answers.url!r}), Artifact({output.url!r}))
-"""
-    run_until_killed(code, last="train-00001.safetensors")
+    config, output, write = config_of(target), Artifact(str(tmp_path / "cut")), Artifact.write
+
+    def write_or_die(self: Artifact, name: str, data: bytes) -> None:
+        if name == "train-00001.safetensors":
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(self, name, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Artifact, "write", write_or_die)
+        killed = in_a_process(lambda: capture(config, answers, Artifact(output.url)))
+        assert ended(killed) == -signal.SIGKILL
     kept = {path: path.stat().st_mtime_ns for path in Path(output.url).glob("*.safetensors")}
     assert kept
     manifest = capture(config, answers, output)

@@ -5,6 +5,7 @@ on resume.
 import collections
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,11 @@ from eyas.chat import Chat
 from eyas.engine.engine import Engine
 from eyas.errors import EmptyInputError, InputError, MissingInputError, TemplateError
 from eyas.features import generate as stage
-from eyas.features.generate import GenerateConfig, generate
+from eyas.features.generate import GenerateConfig, generate, open_backend
 from eyas.privacy.detector import LeakDetector
 from eyas.privacy.policy import PrivacyConfig
 from eyas.records import Answer, Prompt, read_answers, read_origins
-from tests.stages import prompts_of, run_until_killed, talking_target, write_prompts
+from tests.stages import prompts_of, talking_target, write_prompts
 from tests.tiny import TEMPLATE, tiny_target, tiny_tokenizer
 
 PROMPTS = prompts_of(23)
@@ -160,34 +161,22 @@ def test_the_batch_changes_no_answer(target: Path, answered: Artifact, tmp_path:
     assert contents(Artifact(str(tmp_path / "one"))) == contents(answered)
 
 
-def test_a_killed_run_goes_on_and_ends_the_same(
-    target: Path, answered: Artifact, tmp_path: Path
+def test_the_engine_in_this_process_runs_on_a_gpu_where_there_is_one(
+    target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts = write_prompts(tmp_path / "prompts", PROMPTS)
-    config, output = config_of(target), Artifact(str(tmp_path / "cut"))
-    code = f"""
-import eyas.features.generate as stage
-from eyas.features.generate import GenerateConfig, generate
-stage.ROWS_PER_PART = 4
-generate(GenerateConfig.model_validate_json({config.model_dump_json()!r}), Artifact({prompts.url!r}), Artifact({output.url!r}))
-"""
-    run_until_killed(code, last="answers-00003.jsonl")
-    kept = {
-        name: Path(output.url, name).stat().st_mtime_ns
-        for name in output.names()
-        if name.startswith("answers-")
-    }
-    assert kept
-    assert "answers-00003.jsonl" not in kept
-    assert not output.is_done()
-    with pytest.raises(MissingInputError, match="unfinished"):
-        list(read_answers(output))
-    manifest = generate(config, prompts, output)
-    assert contents(output) == contents(answered)
-    assert manifest.counts == answered.manifest().counts
-    assert {name: Path(output.url, name).stat().st_mtime_ns for name in kept} == kept, (
-        "finished parts are not made again"
-    )
+    devices = []
+    load = Engine.load
+
+    def recorded(*settings: Any) -> Engine:
+        devices.append(settings[-1])
+        return load(*settings[:-1], "cpu")
+
+    monkeypatch.setattr(Engine, "load", recorded)
+    for device in ("cpu", "cuda"):
+        monkeypatch.setattr(stage, "default_device", lambda device=device: device)
+        with closing(open_backend(config_of(target), Chat(target), str(target), 200)):
+            pass
+    assert devices == ["cpu", "cuda"]
 
 
 def test_finished_work_is_not_done_again(

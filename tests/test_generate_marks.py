@@ -6,7 +6,7 @@ import random
 import string
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.features.marks import LEAST_REPEATS, LOOP_UNITS, REFUSALS, is_looping, is_refusal, mark
@@ -162,6 +162,7 @@ def test_nothing_said() -> None:
         assert mark(text, "length") == "truncated", "half a character, say"
 
 
+@settings(max_examples=40)
 @given(
     st.lists(WORDS, min_size=1, max_size=20), st.integers(0, 30), st.integers(0, 30), st.randoms()
 )
@@ -176,6 +177,7 @@ def test_any_words_that_come_again_often_enough_are_a_loop(
     assert is_looping(" ".join([*others(before), *words * repeats, *others(after)]))
 
 
+@settings(max_examples=40)
 @given(st.integers(0, 400), st.integers(0, 2**32))
 def test_words_that_all_differ_are_no_loop(count: int, seed: int) -> None:
     rng = random.Random(seed)

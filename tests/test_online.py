@@ -1,4 +1,4 @@
-"""Training straight from the target: what is learnt is what a store would have taught, to the bit."""
+"""Training straight from the target: the head is that of a store, to the bit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TRAIN = TrainConfig.model_validate(
     {
         "head": {"draft_vocab_size": 320},
         "epochs": 2,
-        "batches": {"tokens": 256},
+        "batches": {"tokens": 512},
         "dtype": "float32",
         "checkpoint_every": 2,
     }
@@ -41,7 +41,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    """To prompts of which half have a long system prompt in common, so that beginnings are shared."""
+    """To prompts of which half share a long system prompt, so that there are shared prefixes."""
     root = tmp_path_factory.mktemp("answers")
     output = Artifact(str(root / "answers"))
     system = "The address is 71 North Street. " * 20
@@ -121,6 +121,7 @@ def test_it_is_the_same_work_and_says_where_it_comes_from(
     assert "generate" in "\n".join(lines(made))
 
 
+@pytest.mark.parametrize("both", ["bfloat16"], indirect=True)
 def test_the_loss_is_the_stores_to_the_bit(
     target: Path, both: tuple[Artifact, OnlineTarget], tmp_path: Path
 ) -> None:
@@ -210,6 +211,7 @@ def test_answers_of_another_target_are_refused(answers: Artifact, tmp_path: Path
         OnlineTarget(config_of(tiny_target(tmp_path / "other", seed=1)), answers)
 
 
+@pytest.mark.parametrize("both", ["bfloat16"], indirect=True)
 def test_from_the_command_line(
     target: Path, answers: Artifact, both: tuple[Artifact, OnlineTarget], tmp_path: Path
 ) -> None:

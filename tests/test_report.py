@@ -517,7 +517,8 @@ def test_a_browser_draws_it_no_wider_than_the_screen(tmp_path, whole, drawn):
     """On a phone and on a desk; in frames, as a browser's window is no narrower than 500 pixels."""
     widths = (390, 1200)
     measured = """<script>
-      const small = [...document.querySelectorAll("svg")].filter(one => one.getBoundingClientRect().height < 90).length;
+      const low = one => one.getBoundingClientRect().height < 90;
+      const small = [...document.querySelectorAll("svg")].filter(low).length;
       parent.postMessage([document.documentElement.scrollWidth, innerWidth, small], "*");
     </script></body>"""
     report, page = tmp_path / "report.html", tmp_path / "page.html"

@@ -4,8 +4,10 @@ engine.
 A worker is a script run by its engine's own Python, so this file is standard library only. It reads
 one command a line from stdin and answers one line on stdout:
 
-    {"do": "load", ...settings}                                            -> {"ok": true}
-    {"do": "decode", "prompts": [[ids]], "max_tokens": n, "ignore_eos": b} -> {"ok": true, "answers": [Decoded, ...]}
+    {"do": "load", ...settings}
+        -> {"ok": true}
+    {"do": "decode", "prompts": [[ids]], "max_tokens": n, "ignore_eos": b}
+        -> {"ok": true, "answers": [Decoded, ...]}
 
 or {"error": text}. The engine stays loaded between commands, so that loading and conversion lie
 outside every timing. Whatever the engine's libraries print goes to stderr.

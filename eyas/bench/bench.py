@@ -1,8 +1,9 @@
 """The benchmark: the same prompts to every arm, block by block in turn, so that a busy minute hits
 all arms alike.
 
-    concurrency c:   block 0: plain eagle   block 1: eagle plain   block 2: plain eagle   ...      up to 4c prompts, c at a time
-    rate r:          the same, but requests are sent at given times, the same for every arm
+    concurrency c   block 0: plain eagle   block 1: eagle plain   block 2: plain eagle   ...
+                    up to 4c prompts a block, c at a time
+    rate r          the same, but requests are sent at given times, the same for every arm
 
 An arm is a way to ask: with or without speculation, at one server or another. At every load each
 arm asks under a cache salt of its own, where its server takes one: else its prompts would be in the
@@ -208,7 +209,7 @@ def bench(
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
-    """The coroutine's result; in a notebook, where a loop runs already, by a thread with its own."""
+    """The coroutine's result; in a notebook, where a loop runs already, by another thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -236,7 +237,7 @@ def _path(config: BenchConfig) -> str:
 
 
 def _read(config: BenchConfig) -> list[Task]:
-    """As many tasks as the loads take. Raises ConfigError where there are too few for the heaviest."""
+    """As many tasks as the loads take. Raises ConfigError for fewer than the most at a time."""
     tasks = read_tasks(
         _path(config), config.num_tasks, config.seed, skip_bad=config.prompts == BUILTIN
     )
@@ -315,7 +316,7 @@ class BenchRun:
         self._begin = time.perf_counter()
 
     async def count_prompt(self, messages: tuple[Message, ...]) -> int:
-        """Tokens of a prompt, by the first arm's server. Raises EyasError where it does not tell."""
+        """Tokens of a prompt by the first arm's server. Raises EyasError where it tells none."""
         arm = next(iter(self._config.arms))
         body = {**self._config.body(arm, messages, self._facts[arm].model), "max_tokens": 1}
         reply = read_reply(await self._clients[arm].stream(body))
@@ -351,7 +352,7 @@ class BenchRun:
                 track(len(self.rows), f"{arm}, {load}")
 
     async def count_tokens(self) -> None:
-        """Ask the servers that told no usage for the tokens of their answers, where they can tell."""
+        """Ask servers that sent no usage for the tokens of their answers, where they can count."""
         for arm in self._config.arms:
             for place, row in enumerate(self.rows):
                 if row.arm == arm and row.is_answered and not row.reply.counted_by:
@@ -438,7 +439,7 @@ class BenchRun:
 
 
 def _block_size(number: int, load: RequestLoad) -> int:
-    """Prompts in a block: BLOCK a slot, or fewer for NUM_BLOCKS blocks, but not below two a slot."""
+    """Prompts in a block: BLOCK a slot, or fewer for NUM_BLOCKS blocks, but two a slot at least."""
     fair = math.ceil(number / NUM_BLOCKS)
     return (
         fair

@@ -11,9 +11,7 @@ RATIOS = ("speedup", "speedup_interval", "paired_speedup", "throughput_ratio")
 
 
 def not_drafting(compared: Mapping[str, Any]) -> str:
-    """Of an arm without a tau: what to say in place of a speed-up by its head. Empty for an arm that
-    drafted.
-    """
+    """What to say of an arm in place of a speed-up by its head; "" where it has a tau."""
     if compared["tau"] is not None:
         return ""
     if compared["tokens_per_forward"] is not None:

@@ -1,8 +1,10 @@
 """The figures of a benchmark that follow from times, as pure functions. `eyas.tau` has those that
 follow from accepted drafts.
 
-    send ──ttft──▶ first text ──itl──▶ chunk ──itl──▶ ... ──▶ last chunk          tpot = (e2e - ttft) / (tokens - 1)
+    send ──ttft──▶ first text ──itl──▶ chunk ──itl──▶ ... ──▶ last chunk
          └──────────────────────── e2e ──────────────────────────┘
+
+    tpot = (e2e - ttft) / (tokens - 1)
 
 Times are in milliseconds, as their names say.
 """

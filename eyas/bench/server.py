@@ -1,19 +1,19 @@
 """What a server tells about itself over HTTP, what its counters say of a stretch, and whether two
 arms did the same work. Knows no figure of time.
 
-All of it is voluntary, and each server tells something else: eyas in its model card, and its version
-in its OpenAPI document, SGLang at /server_info, llama.cpp in its model card's `meta`, vLLM its
-version and no precision. Counters are read from /metrics, where eyas, vLLM and llama.cpp have the
-same names for speculation, each with its own prefix; SGLang has a gauge.
+All of it is voluntary, and each server tells something else: eyas in its model card, and its
+version in its OpenAPI document, SGLang at /server_info, llama.cpp in its model card's `meta`, vLLM
+its version and no precision. Counters are read from /metrics, where eyas, vLLM and llama.cpp have
+the same names for speculation, each with its own prefix; SGLang has a gauge.
 
 What differs between two arms is refused, unless the user insists, or only reported:
 
-    engine      which engine, version and host                  reported: a ratio of engines or hosts
-    precision   what the servers compute in                     refused where both tell it
-    prompts     tokens of one prompt                            refused: another tokenizer or template
-    counts      what counted the answers' tokens                refused
-    lengths     tokens of all answers                           refused where more than a tenth apart
-    answers     greedy ones begin with the same characters      refused below half of the prompts: another model
+    engine      which engine, version and host      reported: a ratio of engines or hosts
+    precision   what the servers compute in         refused where both tell it
+    prompts     tokens of one prompt                refused: another tokenizer or template
+    counts      what counted the answers' tokens    refused
+    lengths     tokens of all answers               refused where more than a tenth apart
+    answers     greedy ones begin alike             refused below half of the prompts: another model
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ async def read_counters(client: Client) -> Counters:
 
 
 def parse_metrics(page: str) -> Counters:
-    """Prometheus' text format; samples that differ in other labels (engines, models) are added up."""
+    """Prometheus' text format; samples that differ in other labels (engine, model) are added up."""
     found: Counters = {}
     for line in page.splitlines():
         if not (sample := _SAMPLE.match(line)):

@@ -94,7 +94,7 @@ def _reply(timed_events: Iterable[tuple[float, dict[str, Any]]]) -> Reply:
 
 
 def _text(delta: Mapping[str, Any]) -> str:
-    """All that a chunk brings to read: reasoning, words, and what is called with which arguments."""
+    """All text of a chunk: reasoning, content, names and arguments of tool calls."""
     calls = (call.get("function") or {} for call in delta.get("tool_calls") or ())
     called = ((call.get("name") or "") + (call.get("arguments") or "") for call in calls)
     return "".join([*(delta.get(name) or "" for name in TEXTS), *called])
@@ -114,7 +114,7 @@ def _counts(usage: Mapping[str, Any], timings: Mapping[str, Any]) -> tuple[int, 
 
 
 def events(pieces: Iterable[StreamPiece]) -> Iterator[tuple[float, dict[str, Any]]]:
-    """The JSON of each `data:` line but [DONE], with the time of the piece that completed the line."""
+    """The JSON of each `data:` line but [DONE], with the time of the piece that completed it."""
     rest = b""
     for at, piece in pieces:
         *lines, rest = (rest + piece).split(b"\n")

@@ -4,15 +4,15 @@ Pure functions.
 A comparison is of one arm with the baseline at the same load in the same run, over the prompts that
 both answered:
 
-    speedup            median tpot_ms of the baseline / median tpot_ms of the arm, with a bootstrap interval
-    paired_speedup     median over prompts of (tpot_ms of the baseline / tpot_ms of the arm), with a 95 % interval
-    round_cost         what a round of the arm costs in tokens of the baseline: median over prompts of tau / speed-up
+    speedup            median TPOT of the baseline / median TPOT of the arm
+    paired_speedup     median over prompts of (TPOT of the baseline / TPOT of the arm)
+    round_cost         of a round, in tokens of the baseline: median over prompts of tau / speed-up
     throughput_ratio   output tokens per second of the arm / of the baseline
-    identical          greedy only: prompts with the same text, token count and finish reason in both arms
+    identical          greedy only: prompts with the same text, token count and finish reason
 
 No speed-up above tau is reported: over all prompts it is an error, over the few of one task, where
-it may be chance, it is None, and `withheld` says why. An arm that hardly drafted has no tau, and its
-speed-up is 1 and noise: more is withheld.
+it may be chance, it is None, and `withheld` says why. An arm that hardly drafted has no tau, and
+its speed-up is 1 and noise: more is withheld.
 
 tau is tokens a round; tau_from is its source: "usage" (every answer's histogram), "metrics" (the
 server's counters), "timings" (llama.cpp's counts of every answer), or "chunks": tokens per chunk of
@@ -96,7 +96,7 @@ class BenchRow:
 
     @property
     def tpot_ms(self) -> float | None:
-        """None without an answer, or where the whole text came at once: nothing can be timed then."""
+        """None without an answer, or where the whole text came at once and has no time."""
         reply = self.reply
         if reply.error or reply.e2e_ms == reply.ttft_ms:
             return None
@@ -261,7 +261,7 @@ def comparison(
     rounds: Mapping[str, Any] | None = None,
     same_engine: bool = True,
 ) -> dict[str, Any]:
-    """One arm against the baseline, prompt by prompt. Raises EyasError for an impossible speed-up."""
+    """One arm against the baseline, prompt by prompt. Raises EyasError for an impossible figure."""
     compared = _compared(baseline, arm, is_greedy, rounds or {}, same_engine)
     if compared["tau"] is None:
         compared = _without_chance(compared)

@@ -1,15 +1,15 @@
 """The answers of `generate` on disk: parts in the prompts' order, and for a part that is not whole
 yet a journal of its answers.
 
-    answers-00000.jsonl      records.Answer of `rows_per_part` prompts, in the prompts' order; written last: the part is whole
-    dropped-00000.jsonl      the turns of the same prompts that got no answer, each with its reason
-    origins-00000.jsonl      records.Origin of the same answers, line by line: what differs from run to run
+    answers-00000.jsonl      records.Answer of a part's prompts, in order; written last
+    dropped-00000.jsonl      the turns of the same prompts that have no answer, each with its reason
+    origins-00000.jsonl      records.Origin of the same answers, line by line
     work/part-00000.journal  the part's events so far, a line each, in order of time
 
-A line of the journal is a checksum and JSON, written before the next turn is asked for: a kill loses
-the answers that are being written and nothing else. A torn or damaged line counts as missing. On a
-disk lines are appended; an object store takes segments (part-00000-00003.journal) of SEGMENT_LINES
-lines or SEGMENT_S seconds.
+A line of the journal is a checksum and JSON, written before the next turn is asked for: a kill
+loses the answers that are being written and nothing else. A torn or damaged line counts as missing.
+On a disk lines are appended; an object store takes segments (part-00000-00003.journal) of
+SEGMENT_LINES lines or SEGMENT_S seconds.
 
 Knows rows and files. Does not know what is asked, or what answers.
 """
@@ -204,8 +204,8 @@ def answers_name(part: int) -> str:
 def folder_lock(output: Artifact) -> Iterator[None]:
     """Hold the folder alone: two processes would answer everything twice, into the same journals.
 
-    The system releases the lock when the process ends, however it ends. Raises InputError. An object
-    store has no locks: nothing is held there.
+    The system releases the lock when the process ends, however it ends. An object store has no
+    locks: nothing is held there. Raises InputError.
     """
     path = output.local_path(f"{WORK}/claim")
     if path is None:

@@ -22,8 +22,8 @@ ENGINE = f"eyas {VERSION}"
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """One assistant turn to be written. messages: the conversation so far; prompt_ids: its tokens by
-    the target's template.
+    """One assistant turn to be written. messages: the conversation so far; prompt_ids: its tokens
+    by the target's template.
     """
 
     id: str

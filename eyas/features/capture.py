@@ -2,8 +2,8 @@
 last hidden state.
 
 Knows the stage: the split of a sample, what is done already, whether there is room. Does not know
-which answers become samples (samples), what computes features (decoder), nor how samples lie on disk
-(shards).
+which answers become samples (samples), what computes features (decoder), nor how samples lie on
+disk (shards).
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ class CaptureConfig(BaseModel):
     """Settings of the stage.
 
     `decoder` computes: our own, or transformers', which knows many more models; "auto" is our own
-    where it knows the target. `dtype` is what it computes in; "auto" is the checkpoint's own
-    for transformers' decoder, and for ours as for every stage (`resolve_dtype`). `device_map`
-    spreads a large target over devices ("auto": see accelerate; transformers' decoder only). `store_dtype` is what is stored, `codec` and `teacher`
-    how (see shards.FeatureMeta); held-out samples are stored exactly, since a server has no rounded
-    features. `batch_tokens` counts the padding of a forward; with 1 every sample is computed alone,
-    and its values, to the last bit, depend on nothing beside it. `splits`: which of them are stored.
+    where it knows the target. `dtype` is what it computes in; "auto" is the checkpoint's own for
+    transformers' decoder, and for ours as for every stage (`resolve_dtype`). `device_map` spreads a
+    large target over devices ("auto": see accelerate; transformers' decoder only). `store_dtype` is
+    what is stored, `codec` and `teacher` how (see shards.FeatureMeta); held-out samples are stored
+    exactly, since a server has no rounded features. `batch_tokens` counts the padding of a forward;
+    with 1 every sample is computed alone, and its values, to the last bit, depend on nothing beside
+    it. `splits`: which of them are stored.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -86,8 +87,8 @@ class CaptureConfig(BaseModel):
         return resolve_dtype(self.dtype, shape, default_device())
 
     def meta_of(self, shape: TargetShape) -> FeatureMeta:
-        """What features of this target are of, but for the hash of its lm_head. Raises MismatchError
-        for a target of too few layers.
+        """What features of this target are of, but for the hash of its lm_head. Raises
+        MismatchError for a target of too few layers.
         """
         return FeatureMeta(
             taps=shape.default_taps,
@@ -165,7 +166,7 @@ class CaptureTask:
         return list(forward_batches(samples, self.config.batch_tokens, decoder.reuses))
 
     def counts(self, plan: CapturePlan) -> dict[str, int]:
-        """For the manifest: all answers, and the samples and tokens of the splits that are stored."""
+        """For the manifest: all answers, and samples and tokens of the splits that are stored."""
         stored = {
             split: self.samples(plan, split) if split in self.config.splits else []
             for split in get_args(Split)
@@ -195,8 +196,8 @@ def split_of(prompt_id: str, held_out_share: float) -> Split:
 
 
 class FeatureForward:
-    """Computes batches one after the other, in the decoder's dtype; a prefix that several batches in
-    a row share is computed once.
+    """Computes batches one after the other, in the decoder's dtype; a prefix that several batches
+    in a row share is computed once.
     """
 
     def __init__(self, decoder: FeatureDecoder) -> None:
@@ -271,7 +272,7 @@ def capture(
 
 
 def check_room(output: Artifact, num_bytes: int) -> None:
-    """Raises StorageFullError for features that the disk cannot hold. Object stores tell no limit."""
+    """Raises StorageFullError for more than the disk can hold. Object stores tell no limit."""
     free = room_at(output)
     if free is not None and num_bytes > free:
         raise StorageFullError(

@@ -2,9 +2,9 @@
 on its layers. One protocol, so that capture does not know which.
 
 Knows forwards of token ids and the reuse of a shared prefix. Does not know samples, masks or where
-features go. Of transformers' models it knows the structure (a list of decoder layers, and an lm_head
-that something feeds) and no family by its name: what the hooks see is checked against the model's own
-`output_hidden_states` and logits before anything is captured.
+features go. Of transformers' models it knows the structure (a list of decoder layers, and an
+lm_head that something feeds) and no family by its name: what the hooks see is checked against the
+model's own `output_hidden_states` and logits before anything is captured.
 
 Letters: B batch, T longest of it, P tokens of a shared prefix, H the target's hidden size, V its
 vocabulary.
@@ -45,7 +45,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 
 @dataclass(frozen=True, slots=True)
 class HiddenStates:
-    """aux_hidden [..., 3 * H], the taps side by side, and last_hidden [..., H], which feeds lm_head."""
+    """aux_hidden [..., 3 * H], the taps side by side; last_hidden [..., H], which feeds lm_head."""
 
     aux_hidden: Tensor
     last_hidden: Tensor
@@ -83,8 +83,8 @@ class FeatureDecoder(Protocol):
     def states(
         self, tokens: Sequence[Sequence[int]], after: SharedPrefix | None = None
     ) -> HiddenStates:
-        """B x T states of these tokens, each row behind the prefix if one is given; positions beyond
-        a row's end hold no meaning.
+        """B x T states of these tokens, each row behind the prefix if one is given; positions
+        beyond a row's end hold no meaning.
         """
 
 

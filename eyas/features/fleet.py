@@ -2,15 +2,15 @@
 next, which ones are healthy, and when to ask again.
 
     healthy    is asked, up to `concurrency` requests at once, fewer while it answers 429
-    failing    is not asked; it is checked again, with pauses that double, until it passes as at the start
+    failing    is not asked; it is checked again, with pauses that double, until it passes
     retired    is not asked any more: failing for patience_s, or serving something else
 
 A request that failed goes to the front of the queue, for any free server. It is given up only where
 the request itself fails: refused for good, or failing again and again at servers that answer
 others. Without a server left the run ends, and every answer is kept.
 
-Knows health and order, and what a server of the target must show. Does not know HTTP (eyas/client.py)
-or conversations.
+Knows health and order, and what a server of the target must show. Does not know HTTP
+(eyas/client.py) or conversations.
 """
 
 from __future__ import annotations

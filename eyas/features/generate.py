@@ -6,9 +6,9 @@ token is.
 
 Conversations run independently: as soon as a turn is answered the next one is asked, with the
 target's own answers as its context, so that the backend always has enough to do. An answer that was
-cut, loops or is empty ends its conversation; after a refusal it goes on. All of these are marked and
-kept. An answer with personal data or a secret that was not in its prompt is never written: it is
-counted by type, and ends its conversation too.
+cut, loops or is empty ends its conversation; after a refusal it goes on. All of these are marked
+and kept. An answer with personal data or a secret that was not in its prompt is never written: it
+is counted by type, and ends its conversation too.
 
 A run that is killed, or whose servers have all died, resumes where it was (see answers). Which
 servers answer, how many requests run at once, and whether a head speculates changes no answer, and
@@ -64,9 +64,9 @@ class GenerateConfig(BaseModel):
     """Settings of the stage.
 
     `max_length` bounds prompt and answer together, in tokens, as does the target's context.
-    `sampling`: how conversations are sampled, a share of them each, assigned by a hash of their user
-    turns. `date`: the day that a chat template prints where it prints today's (Granite, Llama 3);
-    fixed, so that the same prompts have the same tokens on another day and in `capture`.
+    `sampling`: how conversations are sampled, a share of them each, assigned by a hash of their
+    user turns. `date`: the day that a chat template prints where it prints today's (Granite,
+    Llama 3); fixed, so that the same prompts have the same tokens on another day and in `capture`.
     `personal`: what is looked for in answers; an answer with a type that is not kept is left out,
     unless it stood in the prompt. `head` speeds up the engine in this process, which answers where
     `servers` is empty; `client` says how servers are asked.
@@ -237,7 +237,7 @@ def answer_all(
     num_prompts: int,
     track: Track = quiet,
 ) -> None:
-    """Run as many conversations as the backend has room for, each at its own pace, to their ends."""
+    """Run as many conversations as the backend has room for, each at its own pace."""
     waiting = iter(conversations)
     running: dict[str, tuple[Conversation, TurnRequest]] = {}
     started, num_tokens = time.monotonic(), 0

@@ -1,9 +1,9 @@
-"""Marks: why an answer is kept out of training though it is kept. Knows texts, no rows, tokenizers
-or models.
+"""Marks: why an answer is stored and yet left out of training. Knows texts, no rows, tokenizers or
+models.
 
     empty       nothing but white space
     looping     the same words over and over (repeated n-grams)
-    truncated   cut at its token limit: no server would go on from it
+    truncated   cut at its token limit
     refused     says that it will not, in one of the ways of REFUSALS
 
 The first that fits, in this order: a loop that was cut was cut because it is a loop.
@@ -41,11 +41,13 @@ _THOUGHTS = re.compile(r"\s*<think>.*?</think>", re.DOTALL)
 # table left"), nor is what one cannot do without helping.
 REFUSALS: dict[str, tuple[str, str, str]] = {
     "en": (
-        r"i(?:'m| am) (?:\w+ )?(?:sorry|afraid)|sorry|(?:i |my )?apolog|unfortunately|as an ai\b|no\b",
+        r"i(?:'m| am) (?:\w+ )?(?:sorry|afraid)|sorry|(?:i |my )?apolog|unfortunately|"
+        r"as an ai\b|no\b",
         r"\bi (?:can't|cannot|can not|won't|will not|must decline to|have to decline to)|"
         r"\bi(?:'m| am) (?:unable|not able|not going|not allowed) to",
-        r"\b(?:help(?! but)|assist|provide|fulfill?|comply|do that|do this|answer|support|create|write|generate|share|discuss|"
-        r"engage|participate|produce|give you|offer|continue)\b",
+        r"\b(?:help(?! but)|assist|provide|fulfill?|comply|do that|do this|answer|support|"
+        r"create|write|generate|share|discuss|engage|participate|produce|give you|offer|"
+        r"continue)\b",
     ),
     "de": (
         r"(?:es )?tut mir (?:sehr )?leid|entschuldig|verzeih|leider|sorry",

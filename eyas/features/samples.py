@@ -85,7 +85,7 @@ class CapturePlan:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """Samples of one forward; their first `num_shared` tokens are the same, and are computed once."""
+    """Samples of one forward; their first `num_shared` tokens are the same and computed once."""
 
     samples: list[SamplePlan]
     num_shared: int = 0
