@@ -40,17 +40,16 @@ import attention
 import numpy as np
 import torch
 
-from eyas.engine.cuda import Graphs
+from eyas.engine.cuda.device import Graphs
+from eyas.engine.cuda.rounds import TensorRounds
+from eyas.engine.cuda.tree import AcceptedPaths, TensorTrees
 from eyas.engine.draft import Draft
 from eyas.engine.pages import PagePool
 from eyas.engine.policy import Policy
 from eyas.engine.request import Request, SamplingParams
-from eyas.engine.running import Outcome, Running
-from eyas.engine.sampler import Sampler
-from eyas.engine.scheduler import Limits, Scheduler
-from eyas.engine.tensor_rounds import Pending, TensorRounds
-from eyas.engine.tensor_tree import Trees, Walked
-from eyas.engine.trace import Trace
+from eyas.engine.rounds import Trace
+from eyas.engine.sampling import Sampler
+from eyas.engine.scheduler import BatchLimits, Outcome, RunningSample, Scheduler
 from eyas.engine.tree import Speculation
 from eyas.model.config import HeadConfig, HeadOptions, TargetConfig
 from eyas.model.rows import PagedCache, Rows, rows_of
@@ -185,8 +184,8 @@ class ReplayRounds(TensorRounds):
         self._turn = torch.zeros(1, dtype=torch.int64, device=self._device)
 
     def _walk(
-        self, trees: Trees, depth: int, draw: Callable[[torch.Tensor, int], torch.Tensor]
-    ) -> Walked:
+        self, trees: TensorTrees, depth: int, draw: Callable[[torch.Tensor, int], torch.Tensor]
+    ) -> AcceptedPaths:
         B = trees.num_lines
         row = torch.arange(B, device=self._device)
         self._turn.add_(1)
@@ -203,18 +202,18 @@ class ReplayRounds(TensorRounds):
                 token = torch.where(going, trees.token[row], token)
                 count = count + going
             tokens.append(token)
-        return Walked(torch.stack(tokens, 1), torch.stack(rows, 1), count)
+        return AcceptedPaths(torch.stack(tokens, 1), torch.stack(rows, 1), count)
 
 
 class Loop:
     """Scheduler and rounds as in the engine, without requests that come and go."""
 
     def __init__(
-        self, rounds: TensorRounds, pool: PagePool, limits: Limits, overlaps: bool
+        self, rounds: TensorRounds, pool: PagePool, limits: BatchLimits, overlaps: bool
     ) -> None:
         self.rounds, self._overlaps = rounds, overlaps
         self._scheduler = Scheduler(pool, limits)
-        self._ahead: Pending | None = None
+        self._ahead: Callable[[], list[Outcome]] | None = None
 
     @classmethod
     def of(cls, target: Target, draft: Draft | None, sizes: tuple[int, int, int], B: int, length: int, overlaps: bool,
@@ -223,11 +222,11 @@ class Loop:
         K, k, N = sizes
         speculation = Speculation("fixed" if draft is not None else "off", K, k, N)
         columns = max(N, 1 + (K - 1) * k, K + 2)
-        limits = Limits(
+        limits = BatchLimits(
             B, 512, K + 1 if draft is not None else 1, columns if draft is not None else 1
         )
         pool = PagePool(B * -(-(length + columns + 2 * K + 2) // PAGE_SIZE), PAGE_SIZE)
-        rounds = kind(target, draft, Speculation("fixed", K, k), (B, pool.num_pages))
+        rounds = kind(target, draft, Speculation("fixed", K, k), B, pool.num_pages)
         rounds.policy = Policy(speculation)
         return cls(rounds, pool, limits, overlaps)
 
@@ -235,11 +234,11 @@ class Loop:
     def has_work(self) -> bool:
         return self._scheduler.has_work or self._ahead is not None
 
-    def add(self, request: Request) -> Running:
+    def add(self, request: Request) -> RunningSample:
         sampler = Sampler(
             request.params, request.prompt_ids, self.rounds.target.config.vocab_size, frozenset()
         )
-        running = Running(request, 0, sampler, None, request.params.max_tokens)
+        running = RunningSample(request, 0, sampler, None, request.params.max_tokens)
         self._scheduler.add(running)
         return running
 
@@ -252,12 +251,12 @@ class Loop:
             self._ahead, settled = launched, ahead
         else:
             settled = launched
-        outcomes = settled.result() if settled is not None else []
+        outcomes = settled() if settled is not None else []
         return [outcome for outcome in outcomes if self._scheduler.settle(outcome)]
 
     def drain(self) -> list[Outcome]:
         ahead, self._ahead = self._ahead, None
-        outcomes = ahead.result() if ahead is not None else []
+        outcomes = ahead() if ahead is not None else []
         return [outcome for outcome in outcomes if self._scheduler.settle(outcome)]
 
 
@@ -273,7 +272,7 @@ class Way:
     """One way of decoding and what its turns gave."""
 
     loop: Loop
-    runnings: list[Running]
+    runnings: list[RunningSample]
     tokens: int = 0
     rounds: int = 0
     seconds: float = 0.0
@@ -288,8 +287,8 @@ class Way:
         tokens = 0
         started = time.perf_counter()
         for _ in range(rounds):
-            tokens += sum(len(outcome.token_ids) for outcome in self.loop.step())
-        tokens += sum(len(outcome.token_ids) for outcome in self.loop.drain())
+            tokens += sum(len(outcome.update.token_ids) for outcome in self.loop.step())
+        tokens += sum(len(outcome.update.token_ids) for outcome in self.loop.drain())
         seconds = time.perf_counter() - started
         settle(trace)
         if not counts:
@@ -491,8 +490,10 @@ def exact(device: str) -> dict[str, object]:
             loop.add(Request(str(b), ids, params))
         while loop.has_work:
             for outcome in loop.step():
-                found[name].setdefault(outcome.running.request.id, []).extend(outcome.token_ids)
-                accepted += outcome.num_accepted_drafts or 0
+                found[name].setdefault(outcome.update.request_id, []).extend(
+                    outcome.update.token_ids
+                )
+                accepted += outcome.update.num_accepted_drafts or 0
     same = sum(found["plain"][b] == found["tree"][b] for b in found["plain"])
     return {"identical": same, "of": len(found["plain"]), "accepted_drafts": accepted}
 

@@ -92,7 +92,6 @@ def main() -> None:
                 overlap=name == "overlap",
                 max_batch=max(args.concurrency),
             ),
-            folder,
         )
         for name in ("normal", "overlap")
     }

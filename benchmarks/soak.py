@@ -371,9 +371,11 @@ def main() -> None:
         target,
         None,
         EngineConfig(max_batch=1, max_length=MAX_LENGTH, prefix_reuse=False, speculation="off"),
-        folder,
+        chat.tokenizer,
     )
-    engines = [Engine(target, draft, EngineConfig(**sizes, **config), folder) for config in ENGINES]
+    engines = [
+        Engine(target, draft, EngineConfig(**sizes, **config), chat.tokenizer) for config in ENGINES
+    ]
     started, turns, made = time.monotonic(), 0, 0
     turn_s = min(TURN_S, args.minutes * 60 / 16)
     while (left := args.minutes * 60 - (time.monotonic() - started)) > 0:

@@ -133,8 +133,8 @@ def main() -> None:
     draft = Draft(*read_head(hub.resolve_head(args.head)), target)
     most = max(args.concurrency)
     shared = {"max_batch": most, "overlap": args.overlap}
-    plain = Engine(target, None, EngineConfig(speculation="off", **shared), folder)
-    eagle = Engine(target, draft, EngineConfig(speculation=args.speculation, **shared), folder)
+    plain = Engine(target, None, EngineConfig(speculation="off", **shared))
+    eagle = Engine(target, draft, EngineConfig(speculation=args.speculation, **shared))
     requests = [
         dataclasses.replace(
             one, params=dataclasses.replace(one.params, temperature=args.temperature, seed=index)

@@ -62,7 +62,7 @@ class World:
 
     def engine(self, kind=Engine, **config):
         config = {"max_batch": 4, "max_length": MAX_LENGTH, **config}
-        return kind(self.target, config=EngineConfig(**config), folder=self.folder)
+        return kind(self.target, config=EngineConfig(**config), tokenizer=self.chat.tokenizer)
 
     def results(self, prompt_ids, **params):
         """What the engine makes of a prompt, sample by sample."""

@@ -112,7 +112,7 @@ class World:
 
     @cached_property
     def paths(self) -> list[list[int]]:
-        """What the target draws down each whole tree: candidates, until one that was not proposed."""
+        """What the target draws down each whole tree: candidates, while it was proposed."""
         rng, trees = np.random.default_rng(self.seed + 1), self.trees
         above = np.take_along_axis(trees.scores, np.maximum(trees.parents, 0).astype(np.int64), 1)
         given = np.exp(np.where(trees.parents < 0, trees.scores, trees.scores - above))

@@ -1,7 +1,11 @@
-"""Calibration of acceptance: paths, who is judged, and what is learned from how many rounds."""
+"""Calibration of acceptance: paths, which candidates are judged, what is learned from how many
+rounds; and that the native library computes the same.
+"""
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from eyas.engine.acceptance import (
     Acceptance,
@@ -9,7 +13,9 @@ from eyas.engine.acceptance import (
     judge,
     path_probs,
 )
+from eyas.model import native
 from eyas.model.rows import Proposals
+from tests.test_tree import forest
 
 
 def tree() -> Proposals:
@@ -61,7 +67,7 @@ def plainly_judged(
     return judged, drawn
 
 
-def given(proposals: Proposals) -> np.ndarray:
+def log_conditional(proposals: Proposals) -> np.ndarray:
     """Log-probabilities given the parent."""
     above = np.take_along_axis(
         proposals.scores, np.maximum(proposals.parents, 0).astype(np.int64), 1
@@ -101,14 +107,9 @@ def test_a_path_is_the_product_of_its_steps():
         [[], [30]],
     ],
 )
-@pytest.mark.parametrize("copies", [1, 5])  # few requests one by one, many together
-def test_judged_are_the_children_of_what_was_drawn(emitted, copies):
-    proposals = Proposals(
-        *(np.tile(part, (copies, 1)) for part in (tree().tokens, tree().scores, tree().parents)),
-        tree().depths,
-    )
-    judged, drawn = judge(proposals, emitted * copies)
-    expected_judged, expected_drawn = plainly_judged(proposals, emitted * copies)
+def test_judged_are_the_children_of_what_was_drawn(emitted):
+    judged, drawn = judge(tree(), emitted)
+    expected_judged, expected_drawn = plainly_judged(tree(), emitted)
     assert {(int(b), int(c)) for b, c in zip(*judged.nonzero(), strict=True)} == expected_judged
     assert {(int(b), int(c)) for b, c in zip(*drawn.nonzero(), strict=True)} == expected_drawn
 
@@ -116,7 +117,7 @@ def test_judged_are_the_children_of_what_was_drawn(emitted, copies):
 def test_before_any_round_the_draft_is_believed_a_little_less_than_it_says():
     acceptance, proposals = Acceptance(), chain(np.random.default_rng(0), 200, 6)
     calibrated = acceptance.calibrate(proposals, [RequestAcceptance(True)] * 200)
-    ratio = calibrated.conditional / np.exp(given(proposals))
+    ratio = calibrated.conditional / np.exp(log_conditional(proposals))
     assert ratio.mean() == pytest.approx(0.9, abs=0.02)
     assert (calibrated.paths[:, 1:] < calibrated.paths[:, :-1]).all()
 
@@ -127,7 +128,7 @@ def test_calibration_follows_a_draft_that_is_too_sure():
     requests = [RequestAcceptance(True) for _ in range(4)]
 
     def truth(proposals: Proposals) -> np.ndarray:
-        return np.exp(2 * given(proposals)) * 0.95 ** (proposals.depths - 1)
+        return np.exp(2 * log_conditional(proposals)) * 0.95 ** (proposals.depths - 1)
 
     for _ in range(600):
         proposals = chain(rng, 4, 3)
@@ -199,3 +200,38 @@ def test_a_request_of_its_own_kind_is_found_out():
     good, bad = conditional(acceptance, twice, requests)
     assert (good > bad + 0.1).all()
     assert abs(requests[1].log_odds) <= 1.5
+
+
+def random_trees(rng: np.random.Generator, B: int, k: int, num_levels: int) -> Proposals:
+    """Trees whose tokens are few, so that the same token stands in several places, but once among
+    the children of a node.
+    """
+    _, parents, depths = forest(rng, B, k, num_levels)
+    conditional = rng.uniform(0.001, 0.99, parents.shape)
+    scores = np.log(path_probs(conditional, parents, depths)).astype(np.float32)
+    tokens = np.concatenate([rng.permutation(2 * k)[:k] for _ in range(parents.size // k)]).reshape(
+        parents.shape
+    )
+    return Proposals(tokens, scores, parents, depths)
+
+
+@pytest.mark.skipif(native.unavailable() is not None, reason="no native path here")
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 3), st.integers(0, 3))
+def test_the_native_library_learns_the_same(seed: int, B: int, k: int, num_levels: int):
+    rng = np.random.default_rng(seed)
+    plain, fast = Acceptance(), Acceptance(native=True)
+    own = [[RequestAcceptance(bool(rng.integers(2))) for _ in range(B)] for _ in range(2)]
+    own[1] = [RequestAcceptance(one.greedy) for one in own[0]]
+    for _ in range(12):
+        proposed = random_trees(rng, B, k, num_levels)
+        expected, found = plain.calibrate(proposed, own[0]), fast.calibrate(proposed, own[1])
+        assert np.array_equal(found.cells, expected.cells)
+        np.testing.assert_allclose(found.conditional, expected.conditional, rtol=1e-9)
+        np.testing.assert_allclose(found.paths, expected.paths, rtol=1e-9)
+        emitted = [
+            rng.integers(0, 2 * k, rng.integers(1, num_levels + 3)).tolist() for _ in range(B)
+        ]
+        plain.observe(proposed, expected, emitted, own[0])
+        fast.observe(proposed, found, emitted, own[1])
+        assert [one.log_odds for one in own[1]] == pytest.approx([one.log_odds for one in own[0]])

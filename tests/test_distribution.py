@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import chi2
+from transformers import AutoTokenizer
 
 from eyas.engine.costs import CostTable, Curve
 from eyas.engine.draft import Draft
@@ -76,10 +77,13 @@ def engine_of(folder: Path) -> Callable[[str], Engine]:
         if native and not target.is_native:
             pytest.skip("no native path on this machine")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("eyas.engine.engine.round_costs", lambda rounds: COSTS)
+            patch.setattr("eyas.engine.engine.round_costs", lambda work: COSTS)
             draft = Draft(*random_head(target, HEAD), target)
             made = Engine(
-                target, draft, EngineConfig(max_batch=128, max_length=32, **config), folder
+                target,
+                draft,
+                EngineConfig(max_batch=128, max_length=32, **config),
+                AutoTokenizer.from_pretrained(folder),
             )
         observe = made.policy.observe
         made.policy.observe = lambda plan, emitted, ms: observe(

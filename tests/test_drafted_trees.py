@@ -11,11 +11,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from eyas.engine.cuda.rounds import TensorRounds
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import DraftedTree
 from eyas.engine.rounds import Rounds
-from eyas.engine.tensor_rounds import TensorRounds
 from eyas.engine.tree import drafted_tree
 from eyas.model.rows import Proposals
 from eyas.model.target import Target
@@ -71,12 +71,14 @@ def test_a_tree_that_is_told_is_that_of_the_round(engine, params):
     """
     asked = requests(6, max_tokens=24, **params)
     # Every other one asks, so that what is told to one does not depend on its neighbours.
-    asked = [replace(request, tells_trees=number % 2 == 0) for number, request in enumerate(asked)]
+    asked = [
+        replace(request, returns_trees=number % 2 == 0) for number, request in enumerate(asked)
+    ]
     updates = decoded(engine, asked)
     accepted_in_all, nodes = 0, []
     for request in asked:
         for update in updates[request.id]:
-            if not request.tells_trees or update.num_accepted_drafts is None:
+            if not request.returns_trees or update.num_accepted_drafts is None:
                 assert update.tree is None
                 continue
             tree = update.tree
@@ -109,7 +111,7 @@ def test_asking_changes_no_token(engine, params):
     plainly = decoded(engine, requests(4, max_tokens=20, **params))
     asking = decoded(
         engine,
-        [replace(request, tells_trees=True) for request in requests(4, max_tokens=20, **params)],
+        [replace(request, returns_trees=True) for request in requests(4, max_tokens=20, **params)],
     )
     for key, updates in plainly.items():
         tokens, same = (
@@ -157,7 +159,10 @@ def world(tmp_path_factory):
 def client(world, tmp_path_factory):
     head = head_folder(world.folder, tmp_path_factory.mktemp("drafts") / "head")
     config = EngineConfig(max_batch=4, max_length=256, speculation="fixed(3,2,6)")
-    with world.served(Engine.load(world.folder, head, config=config), has_head=True) as client:
+    with world.served(
+        Engine.load(world.folder, head, config=config, tokenizer=world.chat.tokenizer),
+        has_head=True,
+    ) as client:
         yield client
 
 

@@ -96,6 +96,7 @@ def requests(
 
 
 Decoded = dict[tuple[str, int], tuple[list[int], str]]
+PLAIN: dict[tuple[int, str], tuple[Target, Decoded]] = {}
 
 
 def decoded(results: list[Result]) -> Decoded:
@@ -106,7 +107,12 @@ def decoded(results: list[Result]) -> Decoded:
 
 
 def plainly(target: Target, asked: list[Request]) -> Decoded:
-    return decoded(list(engine(target, head=False, prefix_reuse=False).run(asked)))
+    """What plain decoding gives; decoded once for the many tests that ask for the same."""
+    key = id(target), repr(asked)
+    if key not in PLAIN:
+        results = list(engine(target, head=False, prefix_reuse=False).run(asked))
+        PLAIN[key] = target, decoded(results)  # with the target, so that its id stays its own
+    return PLAIN[key][1]
 
 
 def idle(running: Engine) -> Engine:
@@ -135,16 +141,21 @@ def test_plain_greedy_equals_transformers(folder: Path, target: Target) -> None:
 
 
 @pytest.mark.parametrize(
-    "params",
+    ("shape", "params"),
     [
-        {},
-        {"temperature": 1.0},
-        {"temperature": 0.6, "top_k": 5},
-        {"temperature": 1.5, "top_p": 0.7},
-        SAMPLED,
+        ((1, 1, 2), {}),
+        ((1, 1, 2), SAMPLED),
+        ((3, 1, 4), {}),
+        ((3, 1, 4), {"temperature": 0.6, "top_k": 5}),
+        ((4, 3, 8), {}),
+        ((4, 3, 8), {"temperature": 1.0}),
+        ((4, 3, 8), SAMPLED),
+        ((2, 4, 16), {}),
+        ((2, 4, 16), {"temperature": 1.5, "top_p": 0.7}),
+        ((5, 2, 6), {}),
+        ((5, 2, 6), SAMPLED),
     ],
 )
-@pytest.mark.parametrize("shape", [(1, 1, 2), (3, 1, 4), (4, 3, 8), (2, 4, 16), (5, 2, 6)])
 def test_speculation_changes_no_token(
     target: Target, params: dict, shape: tuple[int, int, int]
 ) -> None:
@@ -163,9 +174,13 @@ def test_speculation_changes_no_token(
 
 
 @pytest.mark.parametrize(
-    "params", [{}, {"n": 2, **SAMPLED}, {"frequency_penalty": 0.5, "presence_penalty": 0.3}]
+    ("overlap", "params"),
+    [
+        (False, {}),
+        (True, {"n": 2, **SAMPLED}),
+        (True, {"frequency_penalty": 0.5, "presence_penalty": 0.3}),
+    ],
 )
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
     "config",
     [
@@ -180,7 +195,7 @@ def test_speculation_changes_no_token(
 def test_neither_loop_nor_cache_nor_policy_changes_a_token(
     target: Target, config: dict, overlap: bool, params: dict
 ) -> None:
-    asked = requests(8, shared=35, ignore_eos=True, **params)
+    asked = requests(6, shared=35, ignore_eos=True, **params)
     running = engine(target, overlap=overlap, **config)
     assert decoded(list(running.run(asked))) == plainly(target, asked)
     idle(running)
@@ -273,12 +288,11 @@ def crowded(target: Target, **config: object) -> Engine:
     return engine(target, max_batch=6, num_pages=14, **config)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("params", [{}, SAMPLED])
-def test_preempted_requests_go_on_where_they_were(
+@pytest.mark.parametrize(("overlap", "params"), [(False, {}), (True, SAMPLED)])
+def test_preempted_requests_continue_where_they_were(
     target: Target, overlap: bool, params: dict
 ) -> None:
-    asked = requests(10, ignore_eos=True, **{**params, "max_tokens": 70})
+    asked = requests(8, ignore_eos=True, **{**params, "max_tokens": 70})
     running = crowded(target, overlap=overlap)
     assert decoded(list(running.run(asked))) == plainly(target, asked)
     assert running.metrics()["preemptions"] > 0, (
@@ -291,7 +305,7 @@ def test_a_reused_prefix_gives_the_draft_what_it_would_have_made(target: Target)
     """Not only the tokens: the very rounds are the same, so the draft's entries are, up to the
     first behind the prefix.
     """
-    asked = requests(8, shared=50, ignore_eos=True, max_tokens=30)
+    asked = requests(5, shared=50, ignore_eos=True, max_tokens=30)
     found = {}
     for reuse in (False, True):
         running = engine(target, max_batch=1, prefix_reuse=reuse)
@@ -299,12 +313,12 @@ def test_a_reused_prefix_gives_the_draft_what_it_would_have_made(target: Target)
             result.request_id: (result.token_ids, result.accept_hist)
             for result in running.run(asked)
         }
-        assert running.metrics()["prompt_tokens_reused"] == (7 * 48 if reuse else 0)
+        assert running.metrics()["prompt_tokens_reused"] == (4 * 48 if reuse else 0)
     assert found[True] == found[False]
     assert sum(sum(hist[1:]) for _, hist in found[True].values()) > 0
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 1.0}])
+@pytest.mark.parametrize("params", [{"temperature": 1.0}])
 def test_the_hit_rate_is_the_same_with_and_without_speculation(
     target: Target, params: dict
 ) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +14,10 @@ import torch
 from transformers import AutoTokenizer
 
 from eyas.builtin import target_folder
-from eyas.engine.grammar import Grammars, load_tokenizer
+from eyas.engine.grammar import Grammars
 from eyas.engine.request import SamplingParams
-from eyas.engine.sampler import Sampler
-from eyas.errors import InputError, MissingInputError
+from eyas.engine.sampling import Sampler
+from eyas.errors import InputError
 
 BUILTIN = target_folder()
 REAL = Path(__file__).resolve().parents[2] / "shared/data/tokenizers"
@@ -55,7 +54,7 @@ class Walker:
         config = json.loads((folder / "config.json").read_text())
         self.V, self.end = config["vocab_size"], config["eos_token_id"]
         self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        self.grammars = Grammars(partial(load_tokenizer, folder), self.V, {self.end})
+        self.grammars = Grammars(self.tokenizer, self.V, {self.end})
 
     def text(self, ids):
         return self.tokenizer.decode(
@@ -143,9 +142,9 @@ def test_the_end_is_allowed_only_where_the_grammar_may_stop(builtin):
 
 
 def test_all_end_tokens_of_the_target_end_a_grammar(builtin):
-    grammar = Grammars(
-        partial(load_tokenizer, BUILTIN), builtin.V, {0, builtin.end, 10**6}
-    ).compile(SamplingParams(regex="a"))
+    grammar = Grammars(builtin.tokenizer, builtin.V, {0, builtin.end, 10**6}).compile(
+        SamplingParams(regex="a")
+    )
     matcher = grammar.matcher()
     matcher.advance(builtin.tokenizer.convert_tokens_to_ids("a"))
     assert np.flatnonzero(matcher.mask()).tolist() == [0, builtin.end]
@@ -153,7 +152,7 @@ def test_all_end_tokens_of_the_target_end_a_grammar(builtin):
 
 def test_rows_of_the_target_beyond_the_tokenizer_are_never_allowed(builtin):
     matcher = (
-        Grammars(partial(load_tokenizer, BUILTIN), builtin.V + 64, {builtin.end})
+        Grammars(builtin.tokenizer, builtin.V + 64, {builtin.end})
         .compile(SamplingParams(regex="(?s).*"))
         .matcher()
     )
@@ -225,11 +224,9 @@ def test_what_cannot_be_followed_is_refused(builtin, options):
     assert caught.value.hint
 
 
-def test_a_target_without_tokenizer_or_end_is_refused(builtin, tmp_path):
-    with pytest.raises(MissingInputError):
-        Grammars(partial(load_tokenizer, tmp_path), 100, {2}).compile(SamplingParams(regex="a"))
+def test_a_target_without_an_end_token_is_refused(builtin):
     with pytest.raises(InputError, match="end token"):
-        Grammars(partial(load_tokenizer, BUILTIN), builtin.V, ()).compile(SamplingParams(regex="a"))
+        Grammars(builtin.tokenizer, builtin.V, ()).compile(SamplingParams(regex="a"))
 
 
 def test_a_grammar_that_grows_too_large_ends_the_answer_and_says_so(builtin):

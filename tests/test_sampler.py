@@ -14,10 +14,9 @@ from scipy import stats
 from eyas.builtin import target_folder
 from eyas.chat import Chat
 from eyas.engine.request import SamplingParams
-from eyas.engine.sampler import Sampler
-from eyas.engine.sampling import adjusted_probs, draw
+from eyas.engine.sampling import Sampler, derived_seed, uniform
 from eyas.engine.stop import StopChecker
-from eyas.engine.uniform import derived_seed, uniform
+from tests.test_sampling import adjusted_probs, draw
 
 V = 24
 ENDS = frozenset({2, 5})

@@ -12,15 +12,57 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from eyas.engine.logprobs import token_logprob
+from eyas.engine.cuda.sampling import uniforms
 from eyas.engine.request import SamplingParams
-from eyas.engine.sampling import adjusted_probs, best_ids, draw, kept_weights, penalised, sample
-from eyas.engine.uniform import derived_seed, fresh_seed, uniform, uniforms
+from eyas.engine.sampling import (
+    best_ids,
+    derived_seed,
+    fresh_seed,
+    host_logits,
+    penalised,
+    sample,
+    token_logprob,
+    uniform,
+)
 from eyas.errors import EyasError, InputError
 
 V = 300
 INT64 = st.integers(-(2**63), 2**63 - 1)
 BELOW_ONE = 1 - 2.0**-53
+
+
+def scaled(logits_V, temperature):
+    return np.subtract(logits_V, logits_V.max(), dtype=np.float64) / temperature
+
+
+def kept_weights(logits_V, params):
+    """The definition of the cuts, [V]: exp of the scaled logits where a token is kept, 0 elsewhere;
+    the best has weight 1. By one sort.
+    """
+    weights_V = np.exp(scaled(logits_V, params.temperature))
+    order_V = np.argsort(-logits_V, kind="stable")
+    kept_V = np.ones(len(logits_V), dtype=bool)
+    kept_V[weights_V < params.min_p] = False
+    if params.top_k:
+        kept_V[order_V[params.top_k :]] = False
+    weights_V[~kept_V] = 0.0
+    if params.top_p < 1:
+        sums_V = weights_V[order_V].cumsum()
+        count = np.searchsorted(sums_V, params.top_p * weights_V.cumsum()[-1]) + 1
+        weights_V[order_V[count:]] = 0.0
+    return weights_V
+
+
+def adjusted_probs(logits_V, params):
+    """fp64 [V] of logits [V]: the distribution that a token is drawn from."""
+    weights_V = kept_weights(host_logits(logits_V), params)
+    return torch.from_numpy(weights_V / weights_V.sum())
+
+
+def draw(probs_V, uniform):
+    """The token at quantile `uniform` in [0, 1) of the distribution (its sum may be any)."""
+    sums_V = probs_V.double().numpy().cumsum()
+    return int(np.searchsorted(sums_V, uniform * sums_V[-1], side="right"))
 
 
 @st.composite
@@ -284,9 +326,19 @@ def test_what_is_out_of_range_is_refused(options, what):
 
 def test_limits_themselves_are_fine():
     SamplingParams(
-        temperature=1e-5, top_p=1.0, min_p=1.0, seed=-(2**63), frequency_penalty=-2.0, presence_penalty=2.0,
-        logit_bias={0: -100.0, 1: 100.0}, stop=("x" * 1024,) * 16, min_tokens=8, max_tokens=8, n=128, logprobs=20,
-    )  # fmt: skip
+        temperature=1e-5,
+        top_p=1.0,
+        min_p=1.0,
+        seed=-(2**63),
+        frequency_penalty=-2.0,
+        presence_penalty=2.0,
+        logit_bias={0: -100.0, 1: 100.0},
+        stop=("x" * 1024,) * 16,
+        min_tokens=8,
+        max_tokens=8,
+        n=128,
+        logprobs=20,
+    )
 
 
 def test_tokens_that_the_target_lacks_are_refused():

@@ -9,11 +9,10 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.engine.entries import Entries
 from eyas.engine.pages import PagePool
-from eyas.engine.request import Request, SamplingParams
-from eyas.engine.running import Outcome, Running
-from eyas.engine.scheduler import Job, Limits, Scheduler
+from eyas.engine.request import Request, SamplingParams, Update
+from eyas.engine.rounds import Entries
+from eyas.engine.scheduler import BatchLimits, Job, Outcome, RunningSample, Scheduler
 from eyas.model.rows import Roots
 
 PAGE = 4
@@ -22,14 +21,14 @@ NO_END: frozenset[int] = frozenset()
 
 def sample(
     name: str, prompt: list[int], max_tokens: int = 5, n: int = 1, salt: str | None = None
-) -> list[Running]:
+) -> list[RunningSample]:
     request = Request(
         name, tuple(prompt), SamplingParams(max_tokens=max_tokens, n=n), cache_salt=salt
     )
-    return [Running(request, index, None, None, max_tokens) for index in range(n)]  # type: ignore[arg-type]
+    return [RunningSample(request, index, None, None, max_tokens) for index in range(n)]  # type: ignore[arg-type]
 
 
-def known_at(running: Running, column: int) -> tuple[object, ...]:
+def known_at(running: RunningSample, column: int) -> tuple[object, ...]:
     """What a column is made from: its own token and those before it; and under which salt it may be
     found.
     """
@@ -61,7 +60,7 @@ class FakeDevice:
     """Caches whose entries are what they were made from: the tokens up to their own column. Does
     what a round does to columns and lengths, with the real `Entries`; draws at random."""
 
-    def __init__(self, num_pages: int, limits: Limits, rng: random.Random) -> None:
+    def __init__(self, num_pages: int, limits: BatchLimits, rng: random.Random) -> None:
         self.limits, self.rng = limits, rng
         self.target: dict[int, object] = {}
         self.entries = Entries(FakeDraft(), num_pages, PAGE, {})  # type: ignore[arg-type]
@@ -69,8 +68,8 @@ class FakeDevice:
         self.num_drafting = 0
 
     def run(self, job: Job) -> list[Outcome]:
-        before = {id(running): running.num_emitted for running in job.runnings}
-        for b, running in enumerate(job.runnings):
+        before = {id(running): running.num_emitted for running in job.samples}
+        for b, running in enumerate(job.samples):
             if job.chunks is not None:
                 self._prefill(job, b, job.chunks[b])
             elif running.finish_reason is None:
@@ -79,11 +78,11 @@ class FakeDevice:
         self.rows_of_jobs.append(rows)
         return [
             self._outcome(running, running.num_emitted - before[id(running)])
-            for running in job.runnings
+            for running in job.samples
         ]
 
     def _prefill(self, job: Job, b: int, chunk: range) -> None:
-        running = job.runnings[b]
+        running = job.samples[b]
         self._reads(job, b, chunk.start)
         self._writes(job, b, chunk.start, chunk.stop)
         running.num_cached = chunk.stop
@@ -94,7 +93,7 @@ class FakeDevice:
             self.entries.enter(job, [b])
 
     def _round(self, job: Job, b: int) -> None:
-        running = job.runnings[b]
+        running = job.samples[b]
         n = running.num_cached
         assert len(running.tokens) == n + 1, "the root is the only token that is not cached"
         self._reads(job, b, n)
@@ -115,7 +114,7 @@ class FakeDevice:
         running.num_cached = n + taken
         self.entries.begin_pages(job, {b: taken})
 
-    def _take(self, running: Running, count: int) -> int:
+    def _take(self, running: RunningSample, count: int) -> int:
         return len(running.take([self.rng.randrange(2) for _ in range(count)], NO_END))
 
     def _slot(self, job: Job, b: int, column: int) -> int:
@@ -123,7 +122,7 @@ class FakeDevice:
 
     def _reads(self, job: Job, b: int, end: int) -> None:
         for column in range(end):
-            known = known_at(job.runnings[b], column)
+            known = known_at(job.samples[b], column)
             slot = self._slot(job, b, column)
             assert self.target[slot] == known, f"column {column} holds {self.target[slot]}"
             assert self.entries.features[slot] == known, (
@@ -132,14 +131,13 @@ class FakeDevice:
 
     def _writes(self, job: Job, b: int, start: int, end: int) -> None:
         for column in range(start, end):
-            slot, known = self._slot(job, b, column), known_at(job.runnings[b], column)
+            slot, known = self._slot(job, b, column), known_at(job.samples[b], column)
             self.target[slot] = self.entries.features[slot] = known  # type: ignore[index, assignment]
 
-    def _outcome(self, running: Running, emitted: int) -> Outcome:
+    def _outcome(self, running: RunningSample, emitted: int) -> Outcome:
         tokens = running.tokens[len(running.tokens) - emitted :] if emitted else []
-        return Outcome(
-            running, tokens, running.finish_reason if tokens else None, running.num_cached
-        )
+        ended = running.finish_reason if tokens else None
+        return Outcome(running, running.num_cached, Update(running.request.id, tokens, ended, None))
 
 
 class World:
@@ -151,20 +149,20 @@ class World:
         self, seed: int, num_pages: int, overlap: bool = False, keeps: bool = True, **limits: int
     ) -> None:
         sizes = {"max_batch": 3, "prefill_chunk": 8, "max_emitted": 3, "tree_columns": 4, **limits}
-        self.limits = Limits(**sizes)
+        self.limits = BatchLimits(**sizes)
         self.rng, self.overlap = random.Random(seed), overlap
         self.pool = PagePool(num_pages, PAGE)
         self.scheduler = Scheduler(self.pool, self.limits, keeps)
         self.device = FakeDevice(num_pages, self.limits, self.rng)
         self.in_flight: tuple[Job, list[Outcome] | None] | None = None
         self.jobs: list[Job] = []
-        self.finished: list[Running] = []
+        self.finished: list[RunningSample] = []
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work or self.in_flight is not None
 
-    def fits(self, running: Running) -> bool:
+    def fits(self, running: RunningSample) -> bool:
         return (
             self.scheduler.most_pages(len(running.tokens) + running.max_tokens)
             <= self.pool.num_pages
@@ -192,14 +190,14 @@ class World:
 
     def _settle(self, outcomes: list[Outcome]) -> None:
         for outcome in outcomes:
-            if self.scheduler.settle(outcome) and outcome.finish_reason is not None:
-                self.finished.append(outcome.running)
+            if self.scheduler.settle(outcome) and outcome.update.finish_reason is not None:
+                self.finished.append(outcome.sample)
         self.scheduler.check()
 
     def _only_owners_write(self, job: Job) -> None:
         """No page that a job may write is kept for others or held by another; a round has room for
         its trees, however much those in flight before it emit."""
-        for b, running in enumerate(job.runnings):
+        for b, running in enumerate(job.samples):
             start = job.chunks[b].start if job.chunks is not None else running.length
             end = job.chunks[b].stop if job.chunks is not None else self._most_columns(running)
             assert end <= len(running.pages) * PAGE
@@ -209,7 +207,7 @@ class World:
                 assert self.pool._holders[page] == 1
                 assert page not in self.pool._key_of
 
-    def _most_columns(self, running: Running) -> int:
+    def _most_columns(self, running: RunningSample) -> int:
         before = (running.num_in_flight - 1) * self.limits.max_emitted
         return max(running.length, running.prefill_end) + before + self.limits.tree_columns
 
@@ -273,7 +271,7 @@ def test_arrivals_are_admitted_in_their_order() -> None:
         world.scheduler.add(one)
     world.drain()
     firsts = list(
-        dict.fromkeys(one.request.id for job in world.jobs if job.chunks for one in job.runnings)
+        dict.fromkeys(one.request.id for job in world.jobs if job.chunks for one in job.samples)
     )
     assert firsts == list("abcdef")
 

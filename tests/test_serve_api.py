@@ -163,7 +163,10 @@ def test_many_at_once_get_the_answers_they_get_alone(client, truth):
 def speculating(world, tmp_path_factory):
     head = head_folder(world.folder, tmp_path_factory.mktemp("heads") / "head")
     config = EngineConfig(max_batch=4, max_length=MAX_LENGTH, speculation="fixed(2,2,4)")
-    with world.served(Engine.load(world.folder, head, config=config), has_head=True) as client:
+    with world.served(
+        Engine.load(world.folder, head, config=config, tokenizer=world.chat.tokenizer),
+        has_head=True,
+    ) as client:
         yield client
 
 

@@ -26,7 +26,10 @@ def world(tmp_path_factory):
 def speculating(world, tmp_path):
     head = head_folder(world.folder, tmp_path / "head")
     config = EngineConfig(max_batch=4, max_length=MAX_LENGTH, speculation="fixed(2,2,4)")
-    with world.served(Engine.load(world.folder, head, config=config), has_head=True) as client:
+    with world.served(
+        Engine.load(world.folder, head, config=config, tokenizer=world.chat.tokenizer),
+        has_head=True,
+    ) as client:
         yield client
 
 

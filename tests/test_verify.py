@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from eyas.engine.request import SamplingParams
-from eyas.engine.sampling import adjusted_probs, draw
 from eyas.engine.tree import Tree, most_probable, tree_of
 from eyas.engine.verify import accept
 from eyas.model.rows import Proposals
+from tests.test_sampling import adjusted_probs, draw
 
 VOCAB = 5
 

@@ -1,12 +1,12 @@
-"""What the work of a round costs on this machine, in milliseconds: measured once, kept on disk,
-corrected while running.
+"""What the work of a round costs on this machine, in milliseconds: measured once, kept on disk.
 
-    target(M)   one target forward of M rows of one request     decode(B)   of a row of each of B requests, and their prefixes
-    step(R)     one draft step of R rows, proposals included    extend(R)   the draft's catch-up on R tokens
-    enter(R)    its entries of R tokens that nothing is drafted from
+    target(M)   one target forward of M rows of one request
+    decode(B)   one of a row of each of B requests, with their prefixes
+    step(R)     one draft step of R rows, proposals included
+    extend(R)   the draft's catch-up on R tokens
+    enter(R)    the draft's entries of R tokens from which nothing is drafted
 
-Knows numbers of rows and clocks, no model: the caller gives the functions to time, and they return
-only when the work is done.
+`measure` knows numbers of rows and a clock only; `RoundWork` is the work of real models.
 """
 
 from __future__ import annotations
@@ -15,23 +15,37 @@ import hashlib
 import json
 import math
 import os
+import platform
 import tempfile
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from eyas.artifact import cache_folder
+from eyas.engine.draft import Draft
+from eyas.engine.tree import Speculation
+from eyas.model.native import one_torch_thread
+from eyas.model.rows import FeatureCache, PagedCache, Roots, Rows, rows_of, slots_of
+from eyas.model.target import Target
 
-# entries that are made together with the root's; of more the root's comes apart: the others need no
+# entries that are made together with the root's; of more the others are made apart: they need no
 # output
 AT_ONCE = 8
+
+POINTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
+TYPICAL_LENGTH = 200  # columns that a row sees
+NUM_LEVELS = 4  # timed together: a call's own time is spread over a tree's levels
+# a table this much slower than the machine is now was measured on a busy one, or by older code
+STALE = 1.5
 
 _FORMAT = 4
 _DENSE = 1024  # rows up to which a curve is kept as a table
@@ -122,8 +136,8 @@ class CostTable:
 
 @dataclass(frozen=True, slots=True)
 class CostIdentity:
-    """All that the costs depend on. target, head: fingerprints; device: its name as the system
-    gives it.
+    """All that the costs depend on. target: its fingerprint; head: its shape; device: its name in
+    the system.
     """
 
     target: str
@@ -157,8 +171,8 @@ def measure(
     budget_s: float = 2.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> CostTable:
-    """Time the table's five works, in its order, at these numbers of rows (ascending), about
-    `budget_s` in all.
+    """Time the table's five kinds of work, in its order, at these numbers of rows, ascending, in
+    about `budget_s`. Each call returns when its work is done.
 
     One call each to warm up, then repeats over all points in turn, so that a slow moment spoils one
     sample of each instead of all samples of one. The second fastest counts: whatever else runs on
@@ -222,3 +236,135 @@ def kept_or_measured(
             json.dump({"identity": asdict(identity)} | table.to_json(), part)
         os.replace(part.name, path)
     return table, False
+
+
+def round_costs(work: RoundWork) -> CostTable:
+    """The cost table of these models: kept from an earlier start on the same machine, or measured
+    now, in about two seconds.
+    """
+    target = work.target
+    identity = CostIdentity(
+        target=target.fingerprint,
+        head=work.draft.shape_key,
+        dtype=str(target.dtype),
+        device=device_name(target.device),
+        threads=torch.get_num_threads(),
+        torch_version=torch.__version__,
+        native=target.is_native,
+    )
+    with torch.inference_mode(), one_torch_thread(target.is_native):
+        table, _ = kept_or_measured(
+            identity, work.measured, lambda kept: kept.target(1) > STALE * work.fastest_ms()
+        )
+    return table
+
+
+def device_name(device: str) -> str:
+    """The processor as the system names it."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    return next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")),
+        platform.processor(),
+    )
+
+
+class RoundWork:
+    """What is timed: each method does its work for a number of rows, behind prefixes of a typical
+    length. It writes into pages, so it runs before any request holds one.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        draft: Draft,
+        tree_topk: int,
+        caches: tuple[PagedCache, PagedCache],
+        features: FeatureCache,
+    ) -> None:
+        """caches: the target's and the draft's."""
+        self.target, self.draft, self._topk = target, draft, tree_topk
+        (self._cache, self._draft_cache), self._features = caches, features
+        self._num_slots = self._cache.num_pages * self._cache.page_size
+        self._length = max(2, min(TYPICAL_LENGTH, self._num_slots // 2))
+        self._table = np.arange(self._cache.num_pages, dtype=np.int32)[None]
+
+    def measured(self) -> CostTable:
+        table = measure((self.forward, self.decode, self.steps, self.extend, self.enter), POINTS)
+        one = Curve(table.step.rows, [ms / NUM_LEVELS for ms in table.step.ms])
+        return replace(table, step=one)
+
+    def forward(self, M: int) -> None:
+        self.target.forward(self._rows(M), self._cache, self.draft.config.taps).best.tolist()
+
+    def decode(self, B: int) -> None:
+        """Requests beyond those that the cache has room for read the pages of others."""
+        size = self._cache.page_size
+        own = min(self._length // size + 1, self._table.shape[1])
+        starts = np.arange(B) * own % (self._table.shape[1] - own + 1)
+        pages = (starts[:, None] + np.arange(own)).astype(np.int32)
+        column = np.full(B, min(self._length, own * size - 1))
+        slot = slots_of(pages, np.arange(B), column, size)
+        arrays = (
+            np.zeros(B, dtype=np.int64),
+            np.arange(B),
+            column,
+            slot,
+            column + 1,
+            np.zeros(B, dtype=np.int64),
+        )
+        rows = rows_of(arrays, pages, self.target.device)
+        self.target.forward(rows, self._cache, self.draft.config.taps).best.tolist()
+
+    def extend(self, M: int) -> None:
+        h = self.draft.catch_up(self._entries(M), self._draft_cache, self._features)
+        self.draft.proposals(h[-1:], self._topk)[0].tolist()
+
+    def enter(self, M: int) -> None:
+        """Of a prompt: consecutive columns of one request."""
+        last = min(max(self._length, M), self._num_slots - 1)
+        M = min(M, last)
+        self.draft.enter(
+            Roots([last], [last - M + 1], [0] * M, self._table), self._draft_cache, self._features
+        )
+
+    def _entries(self, M: int) -> Roots:
+        """One of each of M requests."""
+        last = min(self._length, self._num_slots - 1)
+        return Roots([last] * M, [last] * M, [0] * M, np.repeat(self._table, M, axis=0))
+
+    def steps(self, R: int) -> None:
+        """NUM_LEVELS levels of trees: R rows each, k of them to a request."""
+        k = self._topk
+        B = max(1, R // k)
+        h, first, tables = self._roots(B, k)
+        lens = [min(self._length, self._num_slots - NUM_LEVELS * k - 2)] * B
+        tree = Speculation("fixed", 1 + NUM_LEVELS, k)
+        self.draft.propose(lens, h, first, tables, self._draft_cache, tree, [0.0] * NUM_LEVELS)
+
+    @cache  # noqa: B019  (lives as long as the measurement)
+    def _roots(
+        self, B: int, k: int
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], np.ndarray]:
+        """What B trees grow from: outputs, first candidates and page tables."""
+        h = torch.zeros(
+            B, self.draft.config.hidden_size, dtype=self.target.dtype, device=self.target.device
+        )
+        return h, self.draft.proposals(h, k), np.repeat(self._table, B, axis=0)
+
+    def fastest_ms(self) -> float:
+        """The fastest of a few forwards of one row."""
+        times = []
+        for _ in range(8):
+            started = time.perf_counter()
+            self.forward(1)
+            times.append((time.perf_counter() - started) * 1e3)
+        return min(times)
+
+    def _rows(self, M: int) -> Rows:
+        column = self._length + np.arange(M, dtype=np.int64) % (self._num_slots - self._length)
+        nothing, prefix = np.zeros(M, dtype=np.int64), np.full(M, self._length, dtype=np.int64)
+        arrays = nothing, nothing, prefix, column, prefix, nothing
+        return rows_of(arrays, self._table, self.target.device)

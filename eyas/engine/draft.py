@@ -1,11 +1,10 @@
-"""The draft head for inference: the layer of `model/head.py` over the paged cache, and its tree of
-proposals.
+"""The draft head for inference: the layer of `model/head.py` over the paged cache, and its trees.
 
 Two ways to the same values, as for the target: PyTorch operators on any device, and on a CPU
 `native`. Knows the head and how a tree is grown. Does not know requests: the caller gives columns,
 hidden states and page tables.
 
-    column c of the draft's cache    feature of x_0 .. x_{c-1}  and  embedding of x_c  ->  proposes x_{c+1}
+    column c of the draft's cache    feature of x_0 .. x_{c-1}, embedding of x_c -> proposes x_{c+1}
 
 An entry lies in the column of its token, so that a page holds what follows from the tokens up to
 its end, for the draft as for the target; it is rotated by c - 1, the position of its feature.
@@ -23,7 +22,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from eyas.engine.futures import to_device
 from eyas.engine.tree import Speculation
 from eyas.errors import MismatchError
 from eyas.model.block import Block, Linear, Rope, rms_norm
@@ -42,6 +40,12 @@ from eyas.model.rows import (
 from eyas.model.target import PAGE_SIZE, Target
 
 NOT_TENSORS_OF_THE_LAYER = ("d2t", "t2d")
+
+
+def to_device(array: np.ndarray, device: str) -> torch.Tensor:
+    """An array on the device; the host does not wait for the copy."""
+    tensor = torch.from_numpy(array)
+    return tensor if device == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 class DraftLayers:
@@ -144,8 +148,8 @@ class Draft:
             )
 
     @property
-    def fingerprint(self) -> str:
-        """Its shape: what its work takes."""
+    def shape_key(self) -> str:
+        """All that the cost of its work depends on."""
         return self.config.model_dump_json()
 
     def new_cache(self, num_pages: int, page_size: int = PAGE_SIZE) -> PagedCache:
@@ -176,7 +180,7 @@ class Draft:
         return self._target_ids_W[ids[:, :tree_topk]], best[:, :tree_topk]
 
     def enter(self, roots: Roots, cache: PagedCache, features: FeatureCache) -> None:
-        """Make the entries of columns starts[b] .. lens[b] from the features of the columns before."""
+        """Make the entries of columns starts[b] .. lens[b] from the features before each."""
         rows, aux_hidden = self._entries(roots, cache, features)
         if self._native is not None:
             self._native.enter(rows, aux_hidden, cache)
@@ -192,7 +196,7 @@ class Draft:
     def _entries(
         self, roots: Roots, cache: PagedCache, features: FeatureCache
     ) -> tuple[Rows, torch.Tensor]:
-        """Columns starts[b] .. lens[b] as rows, and the features [M, 3 * Ht] of the columns before."""
+        """Columns starts[b] .. lens[b] as rows, and the features [M, 3 * Ht] before each."""
         size, counts = cache.page_size, np.array(roots.lens) + 1 - np.array(roots.starts)
         ends = counts.cumsum()
         tokens = [
@@ -251,7 +255,7 @@ class Draft:
         if self._native is not None:
             return self._native.propose(lens, h_BH, first, page_table, cache, (K, k), thresholds)
         ids_Bk, log_probs_Bk = first[0].cpu().numpy(), first[1].cpu().numpy()
-        tree = _Growing(ids_Bk, log_probs_Bk)
+        tree = _TreeGrowth(ids_Bk, log_probs_Bk)
         starts = np.asarray(lens, dtype=np.int64)
         h = h_BH.repeat_interleave(k, 0)
         for level in range(K - 1):
@@ -265,7 +269,7 @@ class Draft:
         return tree.proposals()
 
 
-class _Growing:
+class _TreeGrowth:
     """The candidates so far and the frontier of the next level: the k best of the last."""
 
     def __init__(self, ids_Bk: np.ndarray, log_probs_Bk: np.ndarray) -> None:

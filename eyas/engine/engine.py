@@ -1,46 +1,44 @@
 """The engine: requests in, tokens out. Ties scheduler, rounds and loops together.
 
-Knows requests and the order of jobs. Does not know text (but for stop strings and grammars, through
-the target's tokenizer), HTTP, or what a job does on the device. One thread owns an engine.
+Knows requests and the order of jobs. Does not know HTTP, text (except stop strings and grammars,
+through the target's tokenizer), or what a job does on the device. One thread owns an engine.
 
     normal_loop     schedule -> run -> settle
-    overlap_loop    schedule -> launch ; settle the job before     the device works while the host looks at the last results
+    overlap_loop    schedule -> launch, settle the job before: host and device work at the same time
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
+from transformers import PreTrainedTokenizerBase
 
+from eyas.engine.costs import CostTable, RoundWork, round_costs
+from eyas.engine.cuda.rounds import TensorRounds
 from eyas.engine.draft import Draft
-from eyas.engine.grammar import Grammars, load_tokenizer
+from eyas.engine.grammar import Grammars
 from eyas.engine.pages import PagePool
 from eyas.engine.policy import Policy
-from eyas.engine.request import FinishReason, Request, Result, TokenLogprob, Update
-from eyas.engine.round_costs import round_costs
+from eyas.engine.request import Request, Result, Update
 from eyas.engine.rounds import Rounds
-from eyas.engine.running import Outcome, Running
-from eyas.engine.sampler import Sampler
-from eyas.engine.scheduler import Job, Limits, Scheduler
+from eyas.engine.sampling import Sampler
+from eyas.engine.scheduler import BatchLimits, Job, Outcome, RunningSample, Scheduler
 from eyas.engine.stop import StopChecker
-from eyas.engine.tensor_rounds import Pending, TensorRounds
 from eyas.engine.tree import Speculation
 from eyas.errors import InputError
 from eyas.log import Track, quiet
 from eyas.model.checkpoint import read_head
 from eyas.model.target import PAGE_SIZE, Dtype, Target
+from eyas.tau import count_round, tau_of
 
 log = logging.getLogger("eyas.engine")
 
-LEAST_TAU, TAU_WINDOW = 1.3, 256
+LEAST_TAU, TAU_WINDOW = 1.3, 256  # below it a head hardly helps; over so many greedy rounds
 
 
 class EngineConfig(BaseModel):
@@ -85,18 +83,15 @@ class Engine:
         target: Target,
         draft: Draft | None = None,
         config: EngineConfig | None = None,
-        folder: str | Path | None = None,
-        tokenizer: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        """folder: the target's, for the tokenizer that stop strings and grammars need; it is read
-        for the first of them, unless the caller gives one of transformers.
-        """
+        """tokenizer: the target's; requests with stop strings or a grammar need it."""
         self.config = config = config or EngineConfig()
         self.speculation = speculation = config.parsed()
         self.target = target
         self.draft = draft if speculation.mode != "off" else None
         self.max_length = min(config.max_length, target.config.max_position_embeddings)
-        limits = Limits(
+        limits = BatchLimits(
             config.max_batch,
             config.prefill_chunk,
             max_emitted=speculation.num_draft_steps + 1 if self.draft is not None else 1,
@@ -116,18 +111,17 @@ class Engine:
         self._pool = PagePool(config.num_pages or config.max_batch * most, PAGE_SIZE)
         self._scheduler = Scheduler(self._pool, limits, config.prefix_reuse)
         self.rounds = self.kind_of_rounds(target)(
-            target, self.draft, speculation, (config.max_batch, self._pool.num_pages)
+            target, self.draft, speculation, config.max_batch, self._pool.num_pages
         )
         if self.draft is None:
             speculation = replace(speculation, mode="off")
-        costs = round_costs(self.rounds) if speculation.mode == "auto" else None
+        costs = self._costs() if speculation.mode == "auto" else None
         self.policy = self.rounds.policy = Policy(speculation, costs, native=target.is_native)
-        self._folder = folder
-        self._given_tokenizer = tokenizer
+        self._tokenizer = tokenizer
         self._end_tokens = frozenset(target.config.eos_token_ids)
         self._grammars = (
-            Grammars(lambda: self._tokenizer, target.config.vocab_size, self._end_tokens)
-            if folder is not None or tokenizer is not None
+            Grammars(tokenizer, target.config.vocab_size, self._end_tokens)
+            if tokenizer is not None
             else None
         )
         overlaps = config.overlaps_on(target.device)
@@ -135,8 +129,8 @@ class Engine:
         self.step: Callable[[], list[Update]] = self.overlap_loop if overlaps else self.normal_loop
         needs_thread = overlaps and not isinstance(self.rounds, TensorRounds)
         self._device = ThreadPoolExecutor(1, "device") if needs_thread else None
-        self._in_flight: Pending | Future[list[Outcome]] | None = None
-        self._accept_lengths: deque[int] = deque(maxlen=TAU_WINDOW)
+        self._in_flight: Callable[[], list[Outcome]] | None = None  # waits for a launched job
+        self._accept_hist: list[int] = []  # of greedy rounds, up to TAU_WINDOW
         self._has_warned = False
 
     @classmethod
@@ -147,26 +141,33 @@ class Engine:
         dtype: Dtype = "auto",
         config: EngineConfig | None = None,
         device: str = "cpu",
-        tokenizer: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> Engine:
         """Load a target folder and, optionally, a head folder in any form that `read_head` knows.
         device: cpu, cuda, cuda:1.
         """
         loaded = Target.load(target, dtype, device)
-        return cls(
-            loaded,
-            Draft(*read_head(head, loaded.config), loaded) if head is not None else None,
-            config,
-            target,
-            tokenizer,
-        )
+        draft = Draft(*read_head(head, loaded.config), loaded) if head is not None else None
+        return cls(loaded, draft, config, tokenizer)
 
     @staticmethod
     def kind_of_rounds(target: Target) -> type[Rounds]:
-        """On CUDA rounds that the host need not wait for; on a CPU, whose work is the host's own,
-        the plain ones.
-        """
+        """On CUDA rounds that the host need not wait for; on a CPU, the host itself, plain ones."""
         return TensorRounds if target.device.startswith("cuda") else Rounds
+
+    def _costs(self) -> CostTable:
+        """What rounds cost here; before the first request, as measuring writes into the caches."""
+        rounds = self.rounds
+        assert rounds.entries is not None
+        return round_costs(
+            RoundWork(
+                self.target,
+                rounds.entries.draft,
+                self.speculation.tree_topk,
+                (rounds.cache, rounds.entries.cache),
+                rounds.entries.features,
+            )
+        )
 
     # Requests
 
@@ -186,12 +187,8 @@ class Engine:
                 f"the prompt has {length} tokens, the limit is {self.max_length - 1}",
                 "shorten the prompt",
             )
-        if (
-            not 0
-            <= min(request.prompt_ids)
-            <= max(request.prompt_ids)
-            < self.target.config.vocab_size
-        ):
+        lowest, highest = min(request.prompt_ids), max(request.prompt_ids)
+        if not 0 <= lowest <= highest < self.target.config.vocab_size:
             raise InputError(
                 "the prompt holds token ids outside the vocabulary",
                 "use the target's own tokenizer",
@@ -208,39 +205,33 @@ class Engine:
                 f"{self._pool.num_pages}",
                 "shorten the prompt, lower max_tokens, or give the engine more pages (num_pages)",
             )
-        for running in [
-            self._running(request, index, max_tokens) for index in range(request.params.n)
-        ]:
-            self._scheduler.add(running)
+        # All are made before the first is added: a grammar that is refused leaves nothing behind.
+        samples = [self._sample(request, index, max_tokens) for index in range(request.params.n)]
+        for sample in samples:
+            self._scheduler.add(sample)
 
     def cancel(self, request_id: str) -> None:
-        """Forget a request, waiting or running; unknown ids are none of ours and fine."""
+        """Forget a request, waiting or running; an unknown id is no error."""
         self._scheduler.cancel(request_id)
 
     def run(self, requests: Iterable[Request], track: Track = quiet) -> Iterator[Result]:
         """Decode all requests, yielding each sample as it finishes."""
-        answers: dict[tuple[str, int], _Answer] = {}
-        total = 0
+        updates: dict[tuple[str, int], list[Update]] = {}
+        done = total = 0
         for request in requests:
             self.add(request)
             total += request.params.n
-        done = 0
         while self.has_work:
             for update in self.step():
                 key = update.request_id, update.index
-                answer = answers.setdefault(
-                    key, _Answer([0] * (self.speculation.num_draft_steps + 1))
-                )
-                answer.add(update)
+                updates.setdefault(key, []).append(update)
                 if update.finish_reason is not None:
                     done += 1
                     track(done, total)
-                    yield answers.pop(key).result(update, update.finish_reason)
+                    yield Result.of(updates.pop(key), self.speculation.num_draft_steps)
 
     def check(self) -> None:
-        """Raise AssertionError unless every page and slot is accounted for; for idle moments and
-        tests.
-        """
+        """Raise AssertionError unless every page and slot is accounted for. For tests."""
         self._scheduler.check()
 
     def metrics(self) -> dict[str, float]:
@@ -265,67 +256,52 @@ class Engine:
     def normal_loop(self) -> list[Update]:
         """One job from plan to outcome."""
         job = self._scheduler.schedule()
-        if job is None:
-            return []
-        return self._settle(self.rounds.run(job))
+        return self._settle(self.rounds.run(job)) if job is not None else []
 
     def overlap_loop(self) -> list[Update]:
-        """Launch the next job, then look at what the one before has done. A job that needs the host
-        between tokens waits.
+        """Launch the next job, then settle the one before. A job that needs the host between tokens
+        waits for it.
         """
         ahead, self._in_flight = self._in_flight, None
         updates: list[Update] = []
         job = self._scheduler.schedule(nothing_in_flight=ahead is None)
-        if (
-            job
-            and ahead
-            and isinstance(self.rounds, TensorRounds)
-            and self.rounds.job_needs_host(job)
-        ):
-            updates, ahead = self._settle(ahead.result()), None
+        rounds = self.rounds
+        if job and ahead and isinstance(rounds, TensorRounds) and rounds.job_needs_host(job):
+            updates, ahead = self._settle(ahead()), None
         self._in_flight = self._launch(job) if job is not None else None
-        return updates + (self._settle(ahead.result()) if ahead is not None else [])
+        return updates + (self._settle(ahead()) if ahead is not None else [])
 
-    def _launch(self, job: Job) -> Pending | Future[list[Outcome]]:
+    def _launch(self, job: Job) -> Callable[[], list[Outcome]]:
         if isinstance(self.rounds, TensorRounds):
             return self.rounds.launch(job)
         assert self._device is not None
-        return self._device.submit(self.rounds.run, job)
+        return self._device.submit(self.rounds.run, job).result
 
     def _settle(self, outcomes: list[Outcome]) -> list[Update]:
-        """What the outcomes mean to the scheduler, and to those who asked."""
+        """Give the outcomes to the scheduler; what they emitted."""
         updates = []
         for outcome in outcomes:
-            if self._scheduler.settle(outcome) and outcome.token_ids:
-                updates.append(self._update(outcome))
+            if self._scheduler.settle(outcome) and outcome.update.token_ids:
+                updates.append(outcome.update)
+                accepted = outcome.update.num_accepted_drafts
+                if accepted is not None and outcome.sample.request.params.temperature == 0:
+                    self._watch_tau(accepted)
         if not self._scheduler.has_work:
             self.rounds.trace.rest()
         return updates
 
-    def _update(self, outcome: Outcome) -> Update:
-        running = outcome.running
-        if outcome.num_accepted_drafts is not None and running.request.params.temperature == 0:
-            self._watch(outcome.num_accepted_drafts + 1)
-        return Update(
-            running.request.id,
-            outcome.token_ids,
-            outcome.finish_reason,
-            outcome.num_accepted_drafts,
-            running.index,
-            outcome.logprobs,
-            outcome.tree,
-            outcome.text,
-        )
-
-    def _watch(self, accept_length: int) -> None:
-        """Warn once when the head hardly helps greedy requests: it is not this target's, or the
-        traffic is not its own.
+    def _watch_tau(self, num_accepted_drafts: int) -> None:
+        """Warn once when the head hardly helps greedy requests: it was made for another target, or
+        for other traffic.
         """
-        self._accept_lengths.append(accept_length)
-        if self._has_warned or len(self._accept_lengths) < TAU_WINDOW:
+        if self._has_warned:
             return
-        tau = sum(self._accept_lengths) / TAU_WINDOW
-        if tau < LEAST_TAU:
+        count_round(self._accept_hist, num_accepted_drafts)
+        if sum(self._accept_hist) < TAU_WINDOW:
+            return
+        tau = tau_of(self._accept_hist)
+        self._accept_hist.clear()
+        if tau is not None and tau < LEAST_TAU:
             self._has_warned = True
             what = (
                 "the head hardly helps: tau is %.2f over %d greedy rounds; `eyas check` tells "
@@ -333,53 +309,27 @@ class Engine:
             )
             log.warning(what, tau, TAU_WINDOW)
 
-    def _running(self, request: Request, index: int, max_tokens: int) -> Running:
+    def _sample(self, request: Request, index: int, max_tokens: int) -> RunningSample:
         params = request.params
         if (params.has_grammar or params.stop) and self._grammars is None:
             raise InputError(
-                "stop strings and grammars need a tokenizer", "give the engine the target's folder"
+                "stop strings and grammars need a tokenizer",
+                "give the engine the target's tokenizer",
             )
         grammar = self._grammars.compile(params) if self._grammars is not None else None
-        matcher = grammar.matcher() if grammar is not None else None
         sampler = Sampler(
             params,
             request.prompt_ids,
             self.target.config.vocab_size,
             self._end_tokens,
-            matcher,
+            grammar.matcher() if grammar is not None else None,
             index,
         )
         stops = StopChecker(params.stop, self._decode) if params.stop else None
-        return Running(request, index, sampler, stops, max_tokens)
+        return RunningSample(request, index, sampler, stops, max_tokens)
 
-    @cached_property
-    def _decode(self) -> Callable[[list[int]], str]:
-        """Tokens to text, as clients see it."""
-        return partial(
-            self._tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-
-    @cached_property
-    def _tokenizer(self) -> Any:
-        return self._given_tokenizer or load_tokenizer(str(self._folder))
-
-
-@dataclass(slots=True)
-class _Answer:
-    """The updates of one sample so far."""
-
-    accept_hist: list[int]
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-
-    def add(self, update: Update) -> None:
-        self.token_ids += update.token_ids
-        self.logprobs += update.logprobs or []
-        if update.num_accepted_drafts is not None:
-            self.accept_hist[update.num_accepted_drafts] += 1
-
-    def result(self, last: Update, finish_reason: FinishReason) -> Result:
-        logprobs = self.logprobs if last.logprobs is not None else None
-        return Result(
-            last.request_id, self.token_ids, finish_reason, self.accept_hist, last.index, logprobs
-        )
+    def _decode(self, token_ids: list[int]) -> str:
+        """Tokens to text as clients see it: without special tokens."""
+        assert self._tokenizer is not None
+        text: str = self._tokenizer.backend_tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text

@@ -7,18 +7,16 @@ ignoring it. Whoever draws must pass each token drawn to `advance`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cached_property, lru_cache
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerBase
 
 from eyas.engine.request import SamplingParams
-from eyas.errors import InputError, MissingInputError
+from eyas.errors import InputError
 
 _CACHED_GRAMMARS = 64
 _MAX_SOURCE_LENGTH = 65536  # characters of a schema or a regular expression
@@ -26,29 +24,11 @@ _MAX_SOURCE_LENGTH = 65536  # characters of a schema or a regular expression
 _BLANKS = r"[ \t\n\r]{0,20}"
 
 
-def load_tokenizer(folder: str | Path) -> Any:
-    """The fast tokenizer of transformers in a target's folder. Raises MissingInputError."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise MissingInputError(
-            f"{folder} has no tokenizer that can be read: {str(error).splitlines()[0]}",
-            "put the target's tokenizer files beside its weights",
-        ) from error
-    if not tokenizer.is_fast:
-        raise MissingInputError(
-            f"{folder} has no fast tokenizer", "add its tokenizer.json: grammars need it"
-        )
-    return tokenizer
-
-
 class Grammars:
-    """Compiles the grammars of requests, each once; the target's tokenizer is asked for with the
-    first of them.
-    """
+    """Compiles the grammars of requests for a target, each once."""
 
     def __init__(
-        self, tokenizer: Callable[[], Any], vocab_size: int, end_tokens: Iterable[int]
+        self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_tokens: Iterable[int]
     ) -> None:
         self._target_tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -90,7 +70,8 @@ class Grammars:
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
-        tokenizer = self._target_tokenizer()
+        """The library's form of the target's: made for the first grammar, as it takes a second."""
+        tokenizer = self._target_tokenizer
         size = max(self._vocab_size, len(tokenizer))
         return LLTokenizer(
             tokenizer.backend_tokenizer.to_str(), n_vocab=size, eos_token=self._end_tokens

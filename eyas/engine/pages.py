@@ -8,7 +8,7 @@ for others at the same time:
 
     free        in _free
     held        _holders[page] requests count on it; theirs to write while it is not kept
-    kept        full, found by match(); without holders it waits in _idle, the longest idle goes first
+    kept        full, found by match(); without holders in _idle, of which the longest idle goes
 
 A request holds every page of its prefix and lets go of its last page first, so a page is never idle
 for longer than one that follows it, and eviction takes leaves only. Tokens are compared, not

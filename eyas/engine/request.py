@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from eyas.errors import InputError
+from eyas.tau import count_round
 
 FinishReason = Literal["stop", "length"]
 
@@ -173,18 +174,18 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt to go on from. `speculation=False` decodes it plainly: the same tokens, one per
-    round.
+    """A prompt to continue, as the server builds it and the scheduler keeps it.
 
-    tells_trees: updates have what was drafted. cache_salt: computed prefixes are shared with
-    requests of the same salt alone.
+    speculation False decodes it plainly: the same tokens, one per round. returns_trees: updates
+    have what was drafted. cache_salt: computed prefixes are shared only with requests of the same
+    salt.
     """
 
     id: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
     speculation: bool = True
-    tells_trees: bool = False
+    returns_trees: bool = False
     cache_salt: str | None = None
 
 
@@ -216,11 +217,11 @@ class DraftedTree:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one step gave one request. num_accepted_drafts is None for a prefill or a plain round.
+    """What one step emitted for one sample. num_accepted_drafts: None for prefills and plain rounds.
 
-    index says which of the request's n samples it is; logprobs has one entry a token where they
-    were asked for. tree: of a speculative round, where it was asked for. text: of requests with
-    stop strings, the new text that is certain; it ends before the first stop string.
+    index: which of the request's n samples. logprobs: one entry a token, if requested. tree: of a
+    speculative round, if requested. text: of a request with stop strings, the new text that is
+    certain; it ends before the first stop string. None: the text is that of the tokens.
     """
 
     request_id: str
@@ -238,8 +239,7 @@ class Result:
     """A finished sample of a request. token_ids includes what ended it when finish_reason is
     "stop": an end token, a stop token, or the token that completes a stop string.
 
-    accept_hist[a] counts the speculative rounds that accepted a drafts: tau = sum((a + 1) * n) /
-    sum(n).
+    accept_hist[a] counts the speculative rounds that accepted a drafts (eyas.tau).
     """
 
     request_id: str
@@ -248,3 +248,20 @@ class Result:
     accept_hist: list[int]
     index: int = 0
     logprobs: list[TokenLogprob] | None = None
+
+    @classmethod
+    def of(cls, updates: Sequence[Update], num_draft_steps: int) -> Result:
+        """All updates of one sample, the last of which ends it."""
+        last = updates[-1]
+        assert last.finish_reason is not None, "the sample has not ended"
+        accept_hist = [0] * (num_draft_steps + 1)
+        for update in updates:
+            if update.num_accepted_drafts is not None:
+                count_round(accept_hist, update.num_accepted_drafts)
+        token_ids = [token for update in updates for token in update.token_ids]
+        logprobs = None
+        if last.logprobs is not None:
+            logprobs = [one for update in updates for one in update.logprobs or []]
+        return cls(
+            last.request_id, token_ids, last.finish_reason, accept_hist, last.index, logprobs
+        )

@@ -1,35 +1,37 @@
-"""The device's work: a prefill, or one round of propose -> verify -> extend, for the samples of a job.
+"""The device's work: a prefill, or one round of propose -> verify -> extend, for a job's samples.
 
-Knows the models, their caches and what a job's samples have emitted. Does not know who waits, who
-owns a page or why the job is as it is. One thread runs the jobs, in the order of their launch.
+Knows the models, their caches and what a job's samples have emitted. Does not know which samples
+wait, who owns a page or why the scheduler made the job. One thread runs the jobs, in the order of
+their launch.
 
-    target's cache   [ x_0 ........ x_{n-1} ] verify writes [ root n_1 .. n_{N-1} ], accepted nodes are moved together
-    draft's cache    [ e_1 ........ e_n ]     propose writes behind it; extend writes [ e_{n+1} .. ] from the target's features
+    target    [ x_0 ..... x_{n-1} ]  verify writes [ root n_1 .. n_{N-1} ], moves accepted nodes
+    features  column 0 ... n-1       of every column in the target's cache, in the same pages
+    draft     [ e_1 .. e_{m-1} ]     m = draft_end; a tree needs entries up to column n, the root's
 
-A sample that does not draft is a tree of its root alone: plain decoding is the same round. The
-target's features lie in pages of their own until the draft needs an entry, so where nothing is
-drafted a head costs next to nothing.
+A sample that does not draft is a tree of its root alone: plain decoding is the same round. An entry
+of column c follows from the feature of column c - 1 and the token of column c, so a page that has
+its features can get its entries later: where nothing is drafted a head costs next to nothing.
+
+Letters: b a sample's place in the job, B samples, C candidates, H draft hidden.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 import torch
 
-from eyas.engine.draft import Draft
-from eyas.engine.entries import Entries
-from eyas.engine.futures import to_device
+from eyas.engine.costs import AT_ONCE
+from eyas.engine.draft import Draft, to_device
 from eyas.engine.policy import Policy, RoundPlan
-from eyas.engine.request import DraftedTree
-from eyas.engine.running import Outcome, Running
-from eyas.engine.scheduler import Job
-from eyas.engine.trace import Trace
+from eyas.engine.request import DraftedTree, Update
+from eyas.engine.scheduler import Job, Outcome, RunningSample
 from eyas.engine.tree import Speculation, Tree, drafted_tree, tree_of
 from eyas.engine.verify import accept
+from eyas.model.native import one_torch_thread
 from eyas.model.rows import (
     Chosen,
     FeatureCache,
@@ -42,8 +44,9 @@ from eyas.model.rows import (
 )
 from eyas.model.target import Target
 
-# ids of the samples' requests, and what the draft proposes to each
+# ids of the requests that draft, and what the draft proposes to each
 Recorder = Callable[[list[str], Proposals], None]
+
 NOTHING = Proposals(
     np.empty((0, 0), dtype=np.int64),
     np.empty((0, 0), dtype=np.float32),
@@ -52,28 +55,128 @@ NOTHING = Proposals(
 )
 
 
-@contextmanager
-def one_torch_thread(enabled: bool) -> Iterator[None]:
-    """Keep PyTorch's small operators on one thread while the native path's own threads are at work
-    beside them: two pools on the same cores wait for each other, and a copy of a few kilobytes
-    takes milliseconds."""
-    threads = torch.get_num_threads()
-    if enabled:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+class Trace:
+    """Seconds busy in jobs, and idle between them while there is work: `rest` ends a gap."""
+
+    def __init__(self) -> None:
+        self.busy_s = 0.0
+        self.idle_s = 0.0
+        self._ended: float | None = None
+
+    @contextmanager
+    def job(self) -> Iterator[None]:
+        """Around one job, on the thread that runs it."""
+        started = time.perf_counter()
+        if self._ended is not None:
+            self.idle_s += started - self._ended
+        try:
+            yield
+        finally:
+            self._ended = time.perf_counter()
+            self.busy_s += self._ended - started
+
+    def rest(self) -> None:
+        """There is nothing to do: the time until the next job does not count."""
+        self._ended = None
+
+
+class Entries:
+    """The draft's cache, and the target's features that its entries are made from when needed.
+
+    Which full pages have their entries is known by page: a sample may be given a page in another's
+    stead that was filled without drafting.
+    """
+
+    def __init__(
+        self, draft: Draft, num_pages: int, page_size: int, features: FeatureCache
+    ) -> None:
+        self.draft, self.features = draft, features
+        self.cache = draft.new_cache(num_pages, page_size)
+        self._size = page_size
+        self._is_full = np.zeros(num_pages, dtype=bool)  # pages with an entry in every column
+
+    def begin_pages(self, job: Job, num_new: dict[int, int]) -> None:
+        """Forget what the pages held in which the samples' newest columns begin; num_new columns of
+        sample b.
+        """
+        for b, count in num_new.items():
+            end = job.samples[b].num_cached
+            first, stop = -((count - end) // self._size), -(-end // self._size)
+            if first < stop:
+                self._is_full[job.page_table[b, first:stop]] = False
+
+    def check(self, job: Job, b: int) -> None:
+        """Set a sample's draft_end back to the first page that is not known to have its entries."""
+        sample = job.samples[b]
+        pages = job.page_table[b, : -(-sample.draft_end // self._size)]
+        has_entries = self._is_full[pages]
+        # the last page is its own, unless it was given another in its stead
+        if sample.draft_end % self._size:
+            has_entries[-1] |= sample.draft_page == pages[-1]
+        if not has_entries.all():
+            sample.draft_end = max(1, int(has_entries.argmin()) * self._size)
+
+    def extend(self, job: Job, which: list[int]) -> torch.Tensor:
+        """Make the entries up to the roots'; the draft's outputs [B, H] there."""
+        return self.draft.catch_up(self._up_to_roots(job, which), self.cache, self.features)
+
+    def grow(
+        self, job: Job, which: list[int], speculation: Speculation, thresholds: Sequence[float]
+    ) -> Proposals:
+        """Make the entries up to the roots', and grow trees from there."""
+        roots = self._up_to_roots(job, which)
+        return self.draft.grow(roots, self.cache, self.features, speculation, thresholds)
+
+    def enter(self, job: Job, which: list[int]) -> None:
+        """Make the entries of all columns before the roots', from which nothing is proposed."""
+        for b in which:
+            self.check(job, b)
+        which = [b for b in which if job.samples[b].num_missing > 1]
+        if which:
+            lasts = [job.samples[b].num_cached - 1 for b in which]
+            self.draft.enter(self._missing(job, which, lasts), self.cache, self.features)
+
+    def made(self, job: Job, b: int, end: int) -> None:
+        """A sample's entries before column `end` are there."""
+        sample, pages = job.samples[b], job.page_table[b]
+        self._is_full[pages[sample.draft_end // self._size : end // self._size]] = True
+        sample.draft_end, sample.draft_page = end, int(pages[(end - 1) // self._size])
+
+    def _up_to_roots(self, job: Job, which: list[int]) -> Roots:
+        """What is missing up to the roots' entries; where that is much, most of it is made here."""
+        for b in which:
+            self.check(job, b)
+        far = [b for b in which if job.samples[b].num_missing > AT_ONCE]
+        if far:
+            self.enter(job, far)
+        return self._missing(job, which, [job.samples[b].num_cached for b in which])
+
+    def _missing(self, job: Job, which: list[int], lasts: list[int]) -> Roots:
+        """Columns draft_end .. lasts[b], whose entries count as made from here on."""
+        samples = [job.samples[b] for b in which]
+        starts = [sample.draft_end for sample in samples]
+        tokens = [
+            token
+            for sample, start, last in zip(samples, starts, lasts, strict=True)
+            for token in sample.tokens[start : last + 1]
+        ]
+        for b, last in zip(which, lasts, strict=True):
+            self.made(job, b, last + 1)
+        return Roots(lasts, starts, tokens, job.page_table[which])
 
 
 class Rounds:
     """Runs jobs on a target, with the draft's proposals where there is a draft."""
 
     def __init__(
-        self, target: Target, draft: Draft | None, speculation: Speculation, sizes: tuple[int, int]
+        self,
+        target: Target,
+        draft: Draft | None,
+        speculation: Speculation,
+        max_batch: int,
+        num_pages: int,
     ) -> None:
-        """sizes: (max_batch, num_pages). Drafts nothing until it is given another policy."""
-        _, num_pages = sizes
+        """Drafts nothing until it is given another policy."""
         self.trace = Trace()
         self.target, self.draft, self.speculation = target, draft, speculation
         self.policy = Policy(Speculation("off"))
@@ -89,189 +192,160 @@ class Rounds:
             self._features = FeatureCache(num_pages * size, width, target.dtype, target.device)
             self.entries = Entries(draft, num_pages, size, self._features)
 
-    @torch.inference_mode()
     def run(self, job: Job) -> list[Outcome]:
         """Do a job; the outcome of each of its samples."""
-        with self.trace.job(), one_torch_thread(self.target.is_native):
+        with torch.inference_mode(), self.trace.job(), one_torch_thread(self.target.is_native):
             return self._decode(job) if job.chunks is None else self._prefill(job, job.chunks)
 
     # Prefill
 
     def _prefill(self, job: Job, chunks: list[range]) -> list[Outcome]:
-        """A stretch of each prompt through target and draft; the first token of those whose prompt
+        """A chunk of each prompt through target and draft, and the first token of each prompt that
         ends with it.
         """
-        size = self.cache.page_size
         tokens = [
-            running.tokens[chunk.start : chunk.stop]
-            for running, chunk in zip(job.runnings, chunks, strict=True)
+            sample.tokens[chunk.start : chunk.stop]
+            for sample, chunk in zip(job.samples, chunks, strict=True)
         ]
-        rows = prompt_rows(
-            tokens, [chunk.start for chunk in chunks], job.page_table, size, self._device
-        )
+        starts = [chunk.start for chunk in chunks]
+        rows = prompt_rows(tokens, starts, job.page_table, self.cache.page_size, self._device)
         ends = np.cumsum([len(chunk) for chunk in chunks])
         # A sample that was preempted has drawn its root long ago.
         draws = [
             b
-            for b, (running, chunk) in enumerate(zip(job.runnings, chunks, strict=True))
-            if chunk.stop == running.prefill_end == len(running.tokens)
+            for b, (sample, chunk) in enumerate(zip(job.samples, chunks, strict=True))
+            if chunk.stop == sample.prefill_end == len(sample.tokens)
         ]
-        output = self.target.forward(
-            rows, self.cache, self._taps, self._index((ends[draws] - 1).tolist()), self._features
-        )
+        asked = to_device(ends[draws] - 1, self._device)
+        output = self.target.forward(rows, self.cache, self._taps, asked, self._features)
         emitted: dict[int, list[int]] = {}
         best = output.best.tolist() if draws else []
         for place, b in enumerate(draws):
-            running = job.runnings[b]
-            token = self._draw(running, best, output.logits, place)
-            emitted[b] = running.take([token], self._end_tokens)
-        for running, chunk in zip(job.runnings, chunks, strict=True):
-            running.num_cached = chunk.stop
+            sample = job.samples[b]
+            token = _draw(sample, best, output.logits, place)
+            emitted[b] = sample.take([token], self._end_tokens)
+        for sample, chunk in zip(job.samples, chunks, strict=True):
+            sample.num_cached = chunk.stop
         if self.entries is not None:
             self.entries.begin_pages(job, {b: len(chunk) for b, chunk in enumerate(chunks)})
-            self._enter_prompts(job, chunks)
-        return [
-            self._outcome(running, emitted.get(b, [])) for b, running in enumerate(job.runnings)
-        ]
+            self._enter_prompts(self.entries, job, chunks)
+        return [outcome_of(sample, emitted.get(b, [])) for b, sample in enumerate(job.samples)]
 
-    def _enter_prompts(self, job: Job, chunks: list[range]) -> None:
-        """Make the prompts' entries at once if they are likely to be drafted from; tell the policy
-        how many they are.
+    def _enter_prompts(self, entries: Entries, job: Job, chunks: list[range]) -> None:
+        """Make the prompts' entries now if they are likely to be drafted from; the policy counts
+        them.
         """
-        assert self.entries is not None
-        able = [b for b, running in enumerate(job.runnings) if running.request.speculation]
+        able = [b for b, sample in enumerate(job.samples) if sample.request.speculation]
         if not self.policy.expects_drafts:
-            able = [b for b in able if chunks[b].stop == job.runnings[b].prefill_end]
+            able = [b for b in able if chunks[b].stop == job.samples[b].prefill_end]
         for b in able:
-            self.entries.check(job, b)
-        self.policy.prefilled(sum(job.runnings[b].num_missing for b in able))
+            entries.check(job, b)
+        self.policy.prefilled(sum(job.samples[b].num_missing for b in able))
         if self.policy.expects_drafts:
-            self.entries.enter(job, able)
+            entries.enter(job, able)
 
     # Rounds
 
     def _decode(self, job: Job) -> list[Outcome]:
-        """One round. A sample that has ended in the meantime, which only overlap can bring about,
-        is left alone.
+        """One round. A sample that has ended since the job was planned, as under overlap, is left
+        alone.
         """
         started = time.perf_counter()
-        alive = [b for b, running in enumerate(job.runnings) if running.finish_reason is None]
+        alive = [b for b, sample in enumerate(job.samples) if sample.finish_reason is None]
         if not alive:
-            return [self._outcome(running, []) for running in job.runnings]
+            return [outcome_of(sample, []) for sample in job.samples]
         able, missing = self._able(job, alive)
         plan = self.policy.plan(missing, len(alive) - len(able))
         drafting = [b for b, drafts in zip(able, plan.drafting, strict=True) if drafts]
         proposals, kept = self._propose(job, drafting, plan)
-        if self.recorder is not None:
-            self.recorder([job.runnings[b].request.id for b in drafting], proposals)
-            kept = np.zeros_like(kept)
         lines = {b: line for line, b in enumerate(drafting)}
-        emitted = self._verify(
-            job, alive, Chosen([lines.get(b, -1) for b in alive], proposals, kept)
-        )
-        self.policy.observe(
-            plan, [emitted[b] for b in drafting], (time.perf_counter() - started) * 1e3
-        )
-        trees = {
-            b: drafted_tree(proposals, line, kept[line], emitted[b])
-            for b, line in lines.items()
-            if job.runnings[b].request.tells_trees
-        }
-        return [
-            self._outcome(
-                running,
-                emitted.get(b, []),
-                len(emitted[b]) - 1 if b in lines and self.recorder is None else None,
-                trees.get(b),
-            )
-            for b, running in enumerate(job.runnings)
-        ]
+        chosen = Chosen([lines.get(b, -1) for b in alive], proposals, kept)
+        emitted = self._verify(job, alive, chosen)
+        real_ms = (time.perf_counter() - started) * 1e3
+        self.policy.observe(plan, [emitted[b] for b in drafting], real_ms)
+        outcomes = []
+        for b, sample in enumerate(job.samples):
+            tokens, accepted, tree = emitted.get(b, []), None, None
+            if b in lines and self.recorder is None:
+                accepted = len(tokens) - 1
+                if sample.request.returns_trees:
+                    tree = drafted_tree(proposals, lines[b], kept[lines[b]], tokens)
+            outcomes.append(outcome_of(sample, tokens, accepted, tree))
+        return outcomes
 
     def _able(self, job: Job, alive: list[int]) -> tuple[list[int], list[int]]:
         """The samples that may draft, and how many entries each of them lacks."""
         if self.entries is None:
             return [], []
-        able = [b for b in alive if job.runnings[b].request.speculation]
-        return able, [job.runnings[b].num_missing for b in able]
+        able = [b for b in alive if job.samples[b].request.speculation]
+        return able, [job.samples[b].num_missing for b in able]
 
     def _propose(
         self, job: Job, drafting: list[int], plan: RoundPlan
     ) -> tuple[Proposals, np.ndarray]:
-        """What the draft proposes to the samples that draft, and which of it is to be judged."""
+        """What the draft proposes to the samples that draft, and which of it the target verifies,
+        bool [B, C].
+        """
         if not drafting:
             return NOTHING, np.empty((0, 0), dtype=bool)
         assert self.entries is not None
         proposals = self.entries.grow(job, drafting, self.speculation, plan.thresholds)
-        return proposals, self.policy.choose(
-            plan, proposals, [job.runnings[b].acceptance for b in drafting]
-        )
+        acceptances = [job.samples[b].acceptance for b in drafting]
+        kept = self.policy.choose(plan, proposals, acceptances)
+        if self.recorder is not None:
+            self.recorder([job.samples[b].request.id for b in drafting], proposals)
+            kept = np.zeros_like(kept)
+        return proposals, kept
 
     def _verify(self, job: Job, alive: list[int], chosen: Chosen) -> dict[int, list[int]]:
-        """One target forward over all trees: the tokens of each sample, as many as it takes, the
-        last of them the bonus token or the end. Accepted nodes stand behind their prefix then, with
-        their features."""
-        is_greedy = all(job.runnings[b].sampler.is_plain_greedy for b in alive)
-        drawn = (self._judge_in_one_call if self.target.is_native and is_greedy else self._judge)(
-            job, alive, chosen
-        )
+        """One target forward over all trees: the tokens of each sample up to its end, the last of
+        them the bonus token. Accepted nodes stand behind their prefix then, with their features.
+        """
+        samples = [job.samples[b] for b in alive]
+        if self.target.is_native and all(one.sampler.is_plain_greedy for one in samples):
+            lens, tokens = [one.num_cached for one in samples], [one.root for one in samples]
+            table = job.page_table if len(alive) == len(job.samples) else job.page_table[alive]
+            roots = Roots(lens, lens, tokens, table)
+            drawn = self.target.verify(roots, chosen, self.cache, self._taps, self._features)
+            for sample, row in zip(samples, drawn, strict=True):
+                for token in row:
+                    sample.sampler.take(token)
+        else:
+            drawn = self._verify_step_by_step(job, alive, chosen)
         emitted: dict[int, list[int]] = {}
-        for b, tokens in zip(alive, drawn, strict=True):
-            running = job.runnings[b]
-            emitted[b] = running.take(tokens, self._end_tokens)
-            # Columns of the caches hold the root and the accepted nodes that were emitted, but for
-            # the last token.
-            running.num_cached += len(emitted[b])
+        for b, sample, row in zip(alive, samples, drawn, strict=True):
+            emitted[b] = sample.take(row, self._end_tokens)
+            # The caches hold the root and the emitted accepted nodes, but not the last token.
+            sample.num_cached += len(emitted[b])
         if self.entries is not None:
             self.entries.begin_pages(job, {b: len(taken) for b, taken in emitted.items()})
         return emitted
 
-    def _judge_in_one_call(self, job: Job, alive: list[int], chosen: Chosen) -> list[list[int]]:
-        """All of it in one call."""
-        lens, tokens = (
-            [job.runnings[b].num_cached for b in alive],
-            [job.runnings[b].root for b in alive],
-        )
-        table = job.page_table if len(alive) == len(job.runnings) else job.page_table[alive]
-        emitted = self.target.verify(
-            Roots(lens, lens, tokens, table), chosen, self.cache, self._taps, self._features
-        )
-        for b, row in zip(alive, emitted, strict=True):
-            for token in row:
-                job.runnings[b].sampler.take(token)
-        return emitted
-
-    def _judge(self, job: Job, alive: list[int], chosen: Chosen) -> list[list[int]]:
-        """Part by part; whatever the samples' parameters."""
-        trees = {
-            b: tree_of(
-                job.runnings[b].root,
-                chosen.proposals,
-                line,
-                chosen.kept[line].nonzero()[0].tolist(),
-            )
-            if line >= 0
-            else Tree.of_root(job.runnings[b].root)
-            for b, line in zip(alive, chosen.line, strict=True)
-        }
+    def _verify_step_by_step(self, job: Job, alive: list[int], chosen: Chosen) -> list[list[int]]:
+        """The same for any sampling parameters: forward, walk of each tree, move."""
+        trees = {}
+        for b, line in zip(alive, chosen.line, strict=True):
+            root = job.samples[b].root
+            kept = chosen.kept[line].nonzero()[0].tolist() if line >= 0 else []
+            trees[b] = tree_of(root, chosen.proposals, line, kept) if kept else Tree.of_root(root)
         rows, starts = self._rows_of_trees(job, trees)
         output = self.target.forward(rows, self.cache, self._taps, None, self._features)
         best, slots = output.best.tolist(), rows.slot.tolist()
         emitted: list[list[int]] = []
-        moves: list[tuple[int, int]] = []
+        sources: list[int] = []
+        destinations: list[int] = []
         for (b, tree), start in zip(trees.items(), starts, strict=True):
 
-            def draw(node: int, running: Running = job.runnings[b], start: int = start) -> int:
-                return self._draw(running, best, output.logits, start + node)
+            def draw(node: int, sample: RunningSample = job.samples[b], start: int = start) -> int:
+                return _draw(sample, best, output.logits, start + node)
 
             path, tokens = accept(tree.tokens, tree.parents, draw)
             emitted.append(tokens)
-            moves += [
-                (slots[start + node], slots[start + place])
-                for place, node in enumerate(path, start=1)
-                if node != place
-            ]
-        if moves:
-            sources, destinations = map(list, zip(*moves, strict=True))
+            for place, node in enumerate(path, start=1):
+                if node != place:
+                    sources.append(slots[start + node])
+                    destinations.append(slots[start + place])
+        if sources:
             self.cache.move(sources, destinations)
             if self._features is not None:
                 self._features.move(sources, destinations)
@@ -293,47 +367,41 @@ class Rounds:
             seen += tree.seen
             node += range(len(tree))
             request += [b] * len(tree)
-            prefix += [job.runnings[b].num_cached] * len(tree)
+            prefix += [job.samples[b].num_cached] * len(tree)
         arrays = np.empty((6, len(token)), dtype=np.int64)
-        arrays[0], arrays[1], arrays[2], arrays[4], column = (
-            token,
-            request,
-            depth,
-            prefix,
-            np.add(prefix, node),
-        )
+        arrays[0], arrays[1], arrays[2], arrays[4] = token, request, depth, prefix
         arrays[2] += arrays[4]
+        column = np.add(prefix, node)
         arrays[3] = slots_of(job.page_table, arrays[1], column, self.cache.page_size)
         arrays[5].view(np.uint64)[:] = seen
-        rows = rows_of(arrays, job.page_table, self._device)
-        return rows, starts
+        return rows_of(arrays, job.page_table, self._device), starts
 
-    def _index(self, numbers: list[int]) -> torch.Tensor:
-        return to_device(np.array(numbers, dtype=np.int64), self._device)
 
-    def _draw(self, running: Running, best: list[int], logits: torch.Tensor, row: int) -> int:
-        """The target's next token at a row. Asked for along the accepted path only, in its order."""
-        if running.sampler.is_plain_greedy:
-            running.sampler.take(best[row])
-            return best[row]
-        return running.sampler.draw(logits[row])
+def _draw(sample: RunningSample, best: list[int], logits: torch.Tensor, row: int) -> int:
+    """The target's next token at a row. Called along the accepted path only, in its order."""
+    if sample.sampler.is_plain_greedy:
+        sample.sampler.take(best[row])
+        return best[row]
+    return sample.sampler.draw(logits[row])
 
-    def _outcome(
-        self,
-        running: Running,
-        tokens: list[int],
-        num_accepted_drafts: int | None = None,
-        tree: DraftedTree | None = None,
-    ) -> Outcome:
-        logprobs = running.sampler.logprobs
-        first = len(running.tokens) - len(running.request.prompt_ids) - len(tokens)
-        return Outcome(
-            running,
-            tokens,
-            running.finish_reason if tokens else None,
-            running.num_cached,
-            num_accepted_drafts,
-            None if logprobs is None else logprobs[first : first + len(tokens)],
-            tree,
-            None if running.stops is None or not tokens else running.stops.take_text(),
-        )
+
+def outcome_of(
+    sample: RunningSample,
+    tokens: list[int],
+    num_accepted_drafts: int | None = None,
+    tree: DraftedTree | None = None,
+) -> Outcome:
+    """What a job did for a sample, whose newest tokens these are."""
+    logprobs = sample.sampler.logprobs
+    first = sample.num_emitted - len(tokens)
+    update = Update(
+        sample.request.id,
+        tokens,
+        sample.finish_reason if tokens else None,
+        num_accepted_drafts,
+        sample.index,
+        None if logprobs is None else logprobs[first : first + len(tokens)],
+        tree,
+        None if sample.stops is None or not tokens else sample.stops.take_text(),
+    )
+    return Outcome(sample, sample.num_cached, update)

@@ -1,10 +1,11 @@
-"""Who runs next: admission, chunks of prefill, room for trees, preemption. Knows pages and lengths,
-no tensor.
+"""Which samples run next: admission, chunks of prefill, room for trees, preemption.
 
-Jobs alternate while there is both to do: one of prefill, of at most prefill_chunk tokens, then one
-round of all that decode, so that neither starves. Requests are admitted in the order of their
-arrival; when pages run out, the youngest gives its own up and waits again, first in line, with its
-tokens kept.
+Knows samples, pages and lengths, no tensor.
+
+Jobs alternate while both kinds are waiting: one of prefill, of at most prefill_chunk tokens, then
+one round of all that decode, so that neither starves. Requests are admitted in the order of their
+arrival. When pages run out, the youngest sample gives up its own and waits again, first in line,
+with its tokens kept.
 
 Under overlap a job is planned before the outcome of the one before it is known: lengths are upper
 bounds then, and preemption, which needs to know, waits until nothing is in flight.
@@ -18,26 +19,120 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from eyas.engine.acceptance import RequestAcceptance
 from eyas.engine.pages import ROOT, PagePool
-from eyas.engine.running import Outcome, Running
+from eyas.engine.request import FinishReason, Request, Update
+from eyas.engine.sampling import Sampler
+from eyas.engine.stop import StopChecker
+
+
+class RunningSample:
+    """One sample of a request, from its arrival to its end. A preempted one waits again and keeps
+    its tokens and its sampler.
+
+        tokens   x_0 ......... x_{n-1} | x_n    n = num_cached; x_n is the root: emitted, not cached
+        target   column 0 .... n-1
+        draft    column 1 .... draft_end-1      its entries; behind them only features are there
+
+    The scheduler sets what it plans, the rounds set what they have done. Under overlap the
+    scheduler is a round behind and knows the rounds' fields from outcomes only.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        index: int,
+        sampler: Sampler,
+        stops: StopChecker | None,
+        max_tokens: int,
+    ) -> None:
+        self.request, self.index, self.max_tokens = request, index, max_tokens
+        self.sampler, self.stops = sampler, stops
+        # The scheduler's
+        self.slot = -1
+        self.pages: list[int] = []
+        self.num_kept = 0  # its first pages, kept for others
+        self.num_reused = 0  # columns that another request had computed
+        self.num_planned = 0  # tokens whose prefill is done or under way
+        self.prefill_end = 0  # tokens to prefill: the prompt; after a preemption all but the root
+        self.length = 0  # num_cached as of the last outcome
+        self.was_preempted = False
+        self.num_in_flight = 0  # rounds launched and not yet looked at
+        # The rounds'
+        self.tokens: list[int] = list(request.prompt_ids)
+        self.num_cached = 0
+        self.draft_end = 1
+        self.draft_page = -1  # in which the last of its entries was made
+        self.acceptance = RequestAcceptance(greedy=request.params.temperature == 0)
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def num_emitted(self) -> int:
+        return len(self.tokens) - len(self.request.prompt_ids)
+
+    @property
+    def is_prefilled(self) -> bool:
+        """Whether all of its prefill is done or under way."""
+        return self.num_planned >= self.prefill_end > 0
+
+    @property
+    def num_missing(self) -> int:
+        """Entries that the draft lacks before it can propose; the last of them is the root's."""
+        return self.num_cached + 1 - self.draft_end
+
+    @property
+    def root(self) -> int:
+        return self.tokens[-1]
+
+    def take(self, tokens: list[int], end_tokens: frozenset[int]) -> list[int]:
+        """Append the tokens up to the one that ends the sample; returns those appended. Sets
+        finish_reason.
+        """
+        params = self.request.params
+        for count, token in enumerate(tokens, start=1):
+            self.tokens.append(token)
+            is_end = token in end_tokens and not params.ignore_eos
+            if self.stops is not None:
+                is_end |= self.stops.push(token)
+            if is_end or token in params.stop_token_ids:
+                # A grammar that grew too large has cut the answer: it did not end by itself.
+                self.finish_reason = "stop" if self.sampler.failure is None else "length"
+            elif self.num_emitted >= self.max_tokens:
+                self.finish_reason = "length"
+            if self.finish_reason is not None:
+                if self.stops is not None and self.stops.finish():
+                    self.finish_reason = "stop"
+                return tokens[:count]
+        return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one job did for one sample: how far its caches are filled then, and what it emitted."""
+
+    sample: RunningSample
+    num_cached: int
+    update: Update
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One forward of the target and what belongs to it. chunks: of a prefill, the columns [start,
-    end) of each sample.
+    """One forward of the target and what belongs to it.
 
-    page_table int32 [B, P] is a copy: the scheduler may go on while the job runs.
+    page_table int32 [B, P] is a copy: the scheduler may plan on while the job runs. chunks: of a
+    prefill, the columns [start, end) of each sample.
     """
 
-    runnings: list[Running]
+    samples: list[RunningSample]
     page_table: np.ndarray
     chunks: list[range] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """max_emitted: tokens a round may emit; tree_columns: columns it may write from the root's on."""
+class BatchLimits:
+    """max_emitted: tokens that a round may emit for a sample; tree_columns: columns that it may
+    write, the root's and behind it.
+    """
 
     max_batch: int
     prefill_chunk: int
@@ -46,15 +141,15 @@ class Limits:
 
 
 class Scheduler:
-    """Waiting and running samples, and the pages of the latter."""
+    """Waiting and sample samples, and the pages of the latter."""
 
-    def __init__(self, pool: PagePool, limits: Limits, keeps_prefixes: bool = True) -> None:
+    def __init__(self, pool: PagePool, limits: BatchLimits, keeps_prefixes: bool = True) -> None:
         self.num_preempted = 0
         self.num_prompt_tokens = 0
         self.num_reused_tokens = 0
         self._pool, self._limits, self._keeps_prefixes = pool, limits, keeps_prefixes
-        self._waiting: deque[Running] = deque()
-        self._running: list[Running] = []  # in the order of their arrival
+        self._waiting: deque[RunningSample] = deque()
+        self._running: list[RunningSample] = []  # in the order of their arrival
         self._free_slots = list(range(limits.max_batch - 1, -1, -1))
         self._prefilled_last = False
         # a round needs a preemption, which waits for what is in flight
@@ -74,7 +169,7 @@ class Scheduler:
 
     def knows(self, request_id: str) -> bool:
         """Whether a request of this id waits or runs."""
-        return any(running.request.id == request_id for running in (*self._waiting, *self._running))
+        return any(sample.request.id == request_id for sample in (*self._waiting, *self._running))
 
     def most_pages(self, num_tokens: int) -> int:
         """Pages that a sample of so many tokens, prompt and answer, holds at most: with a round in
@@ -84,18 +179,16 @@ class Scheduler:
             num_tokens + self._limits.max_emitted + self._limits.tree_columns
         )
 
-    def add(self, running: Running) -> None:
-        self._waiting.append(running)
+    def add(self, sample: RunningSample) -> None:
+        self._waiting.append(sample)
 
     def cancel(self, request_id: str) -> None:
         """Forget all samples of a request; those in flight write on into pages that nobody reads
         before they are rewritten.
         """
-        self._waiting = deque(
-            running for running in self._waiting if running.request.id != request_id
-        )
-        for running in [running for running in self._running if running.request.id == request_id]:
-            self._leave(running)
+        self._waiting = deque(sample for sample in self._waiting if sample.request.id != request_id)
+        for sample in [sample for sample in self._running if sample.request.id == request_id]:
+            self._leave(sample)
 
     def schedule(self, nothing_in_flight: bool = True) -> Job | None:
         """The next job; None when there is nothing to do, or nothing before the job in flight is
@@ -114,21 +207,21 @@ class Scheduler:
 
     def settle(self, outcome: Outcome) -> bool:
         """Take note of what a job did. False when the sample has left in the meantime."""
-        running = outcome.running
-        if not running.pages:
+        sample = outcome.sample
+        if not sample.pages:
             return False
-        running.num_in_flight -= 1
-        running.length = outcome.num_cached
+        sample.num_in_flight -= 1
+        sample.length = outcome.num_cached
         if self._keeps_prefixes:
-            self._keep(running)
-        if outcome.finish_reason is not None:
-            self._leave(running)
+            self._keep(sample)
+        if outcome.update.finish_reason is not None:
+            self._leave(sample)
         return True
 
     def check(self) -> None:
         """Raise AssertionError unless every page and every slot is accounted for."""
-        self._pool.check(running.pages for running in self._running)
-        slots = sorted([running.slot for running in self._running] + self._free_slots)
+        self._pool.check(sample.pages for sample in self._running)
+        slots = sorted([sample.slot for sample in self._running] + self._free_slots)
         assert slots == list(range(self._limits.max_batch)), "a slot is lost or held twice"
 
     # Prefill
@@ -136,20 +229,20 @@ class Scheduler:
     def _prefill(self) -> Job | None:
         """Chunks of those that are not through, then of newcomers while there is room for them."""
         left = self._limits.prefill_chunk
-        runnings, chunks = [], []
-        for running in self._unprefilled():
-            count = min(left, running.prefill_end - running.num_planned)
-            runnings.append(running)
-            chunks.append(range(running.num_planned, running.num_planned + count))
-            running.num_planned += count
-            running.num_in_flight += 1
+        samples, chunks = [], []
+        for sample in self._unprefilled():
+            count = min(left, sample.prefill_end - sample.num_planned)
+            samples.append(sample)
+            chunks.append(range(sample.num_planned, sample.num_planned + count))
+            sample.num_planned += count
+            sample.num_in_flight += 1
             left -= count
             if left == 0:
                 break
-        return Job(runnings, self._page_table(runnings), chunks) if runnings else None
+        return Job(samples, self._page_table(samples), chunks) if samples else None
 
-    def _unprefilled(self) -> Iterator[Running]:
-        yield from [running for running in self._running if not running.is_prefilled]
+    def _unprefilled(self) -> Iterator[RunningSample]:
+        yield from [sample for sample in self._running if not sample.is_prefilled]
         while (
             self._waiting
             and self._free_slots
@@ -158,16 +251,16 @@ class Scheduler:
         ):
             yield self._running[-1]
 
-    def _is_apart(self, newcomer: Running) -> bool:
+    def _is_apart(self, newcomer: RunningSample) -> bool:
         """Whether no other sample of the same request is still at its prompt: once it is through,
         its pages can be shared.
         """
-        same = (running for running in self._running if running.request is newcomer.request)
+        same = (sample for sample in self._running if sample.request is newcomer.request)
         return not self._keeps_prefixes or all(
-            running.length >= running.prefill_end for running in same
+            sample.length >= sample.prefill_end for sample in same
         )
 
-    def _admit(self, newcomer: Running) -> bool:
+    def _admit(self, newcomer: RunningSample) -> bool:
         """Give the first of those waiting its pages: its tokens' and a round's. False when there
         are not enough.
         """
@@ -209,63 +302,62 @@ class Scheduler:
         """
         self._waits_for_room = False
         while True:
-            runnings = [running for running in self._running if running.is_prefilled]
-            short = next((running for running in runnings if not self._has_room(running)), None)
+            samples = [sample for sample in self._running if sample.is_prefilled]
+            short = next((sample for sample in samples if not self._has_room(sample)), None)
             if short is None:
                 break
             if not nothing_in_flight:
                 self._waits_for_room = True
                 return None
             self._preempt(self._running[-1])
-        for running in runnings:
-            running.num_in_flight += 1
-        return Job(runnings, self._page_table(runnings)) if runnings else None
+        for sample in samples:
+            sample.num_in_flight += 1
+        return Job(samples, self._page_table(samples)) if samples else None
 
-    def _has_room(self, running: Running) -> bool:
+    def _has_room(self, sample: RunningSample) -> bool:
         """Whether a sample has pages for one more round after those in flight, allocating them
         where it can.
         """
         length = (
-            max(running.length, running.prefill_end)
-            + running.num_in_flight * self._limits.max_emitted
+            max(sample.length, sample.prefill_end) + sample.num_in_flight * self._limits.max_emitted
         )
-        missing = self._pool.pages_for(length + self._limits.tree_columns) - len(running.pages)
+        missing = self._pool.pages_for(length + self._limits.tree_columns) - len(sample.pages)
         if missing <= 0:
             return True
         pages = self._pool.allocate(missing)
-        running.pages += pages or []
+        sample.pages += pages or []
         return pages is not None
 
-    def _preempt(self, running: Running) -> None:
-        assert running.num_in_flight == 0, "its tokens are not all known"
-        self._leave(running)
-        running.num_planned = running.prefill_end = 0
-        running.was_preempted = True
-        self._waiting.appendleft(running)
+    def _preempt(self, sample: RunningSample) -> None:
+        assert sample.num_in_flight == 0, "its tokens are not all known"
+        self._leave(sample)
+        sample.num_planned = sample.prefill_end = 0
+        sample.was_preempted = True
+        self._waiting.appendleft(sample)
         self.num_preempted += 1
 
-    def _leave(self, running: Running) -> None:
-        self._running.remove(running)
-        self._pool.release(running.pages)
-        self._free_slots.append(running.slot)
-        running.pages, running.num_in_flight = [], 0  # its slot stays known to a job in flight
+    def _leave(self, sample: RunningSample) -> None:
+        self._running.remove(sample)
+        self._pool.release(sample.pages)
+        self._free_slots.append(sample.slot)
+        sample.pages, sample.num_in_flight = [], 0  # its slot stays known to a job in flight
 
-    def _keep(self, running: Running) -> None:
+    def _keep(self, sample: RunningSample) -> None:
         """Keep the sample's full pages for others."""
         size = self._pool.page_size
-        for number in range(running.num_kept, running.length // size):
-            before = running.pages[number - 1] if number else ROOT
-            tokens = running.tokens[number * size : (number + 1) * size]
-            running.pages[number] = self._pool.keep(
-                before, tokens, running.pages[number], running.request.cache_salt
+        for number in range(sample.num_kept, sample.length // size):
+            before = sample.pages[number - 1] if number else ROOT
+            tokens = sample.tokens[number * size : (number + 1) * size]
+            sample.pages[number] = self._pool.keep(
+                before, tokens, sample.pages[number], sample.request.cache_salt
             )
-            running.num_kept = number + 1
+            sample.num_kept = number + 1
 
-    def _page_table(self, runnings: list[Running]) -> np.ndarray:
+    def _page_table(self, samples: list[RunningSample]) -> np.ndarray:
         table = np.zeros(
-            (len(runnings), max((len(running.pages) for running in runnings), default=0)),
+            (len(samples), max((len(sample.pages) for sample in samples), default=0)),
             dtype=np.int32,
         )
-        for line, running in zip(table, runnings, strict=True):
-            line[: len(running.pages)] = running.pages
+        for line, sample in zip(table, samples, strict=True):
+            line[: len(sample.pages)] = sample.pages
         return table

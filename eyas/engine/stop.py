@@ -78,7 +78,7 @@ class StopChecker:
         return self._filter.hit
 
     def finish(self) -> bool:
-        """To be called after the last token: whether the bytes that waited complete a stop string."""
+        """After the last token: whether the bytes that waited complete a stop string."""
         self._text += self._filter.push(self._stream.finish()) + self._filter.finish()
         return self._filter.hit
 

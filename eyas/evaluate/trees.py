@@ -91,7 +91,7 @@ class Models:
             max_batch=self.config.max_batch,
             max_length=self.config.max_length,
         )
-        return Engine(self.target, self.draft, config, self.folder)
+        return Engine(self.target, self.draft, config)
 
 
 def weights_share(target: dict[str, tuple[int, ...]], head: dict[str, tuple[int, ...]]) -> float:

@@ -128,7 +128,7 @@ def decoded(target: Target, folder: str | Path, prompts: list[list[int]]) -> lis
     """What the target answers to prompts, greedily, in the order of the prompts."""
     longest = max(map(len, prompts)) + ANSWER_TOKENS + 1
     engine = Engine(
-        target, None, EngineConfig(max_batch=BATCH, max_length=longest, speculation="off"), folder
+        target, None, EngineConfig(max_batch=BATCH, max_length=longest, speculation="off")
     )
     params = SamplingParams(max_tokens=ANSWER_TOKENS)
     results = engine.run(

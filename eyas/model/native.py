@@ -25,7 +25,8 @@ import shutil
 import subprocess
 import tempfile
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,6 +72,21 @@ WRONG = {
 BAD_POSITION = 2
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def one_torch_thread(enabled: bool) -> Iterator[None]:
+    """Keep PyTorch's small operators on one thread while the native path's own threads work beside
+    them: two pools on the same cores wait for each other, and a copy of a few kilobytes takes
+    milliseconds.
+    """
+    threads = torch.get_num_threads()
+    if enabled:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 # The library

@@ -1,14 +1,14 @@
-"""Trees in tensors of fixed shape: grown, chosen, laid out as rows and walked without the host
-learning a value.
+"""Trees in tensors of fixed shape: grown, chosen, laid out as rows and walked.
 
-The twins of `Draft.propose`, `budget`, `tree` and `verify`, for a device that is not to wait. Pure
-functions of tensors; they know the head's forward and no request.
+The twins of `Draft.propose`, `eyas.engine.tree` and `verify` for a device whose values the host
+does not learn. Pure functions of tensors, and `Foresight`, which says how large the trees are; they
+know the head's forward and no request.
 
-    lines       b = 0 .. B-1 samples, B the void: the last line of page_table, whose pages belong to nobody
-    rows        m = 0 .. B-1 the roots, then N nodes, by line and in each line by candidate: parents come first
+    lines    b = 0 .. B-1 samples; line B is the void: its pages belong to no sample
+    rows     m = 0 .. B-1 the roots, then N nodes by line, in each line by candidate: parents first
 
-What a fixed shape has too much of, in lines, nodes or places of a path, runs in the void: it sees
-its own column only.
+Lines, nodes and places of a path that a fixed shape has too many of run in the void: they see their
+own column only.
 
 Letters: B lines, k tree_topk, C candidates of a line, N nodes of all lines, M = B + N rows, D
 depth, P pages.
@@ -16,17 +16,21 @@ depth, P pages.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from eyas.engine.draft import Draft
-from eyas.model.rows import PagedCache, Rows
+from eyas.model.rows import PagedCache, Proposals, Rows
+
+NEWEST_WEIGHT = 0.1  # of the newest round in the means of `Foresight`
 
 
 @dataclass(frozen=True, slots=True)
-class Lines:
+class BatchLines:
     """What a round starts from. root, length int64 [B]: the last emitted token and its column;
     page_table int32 [B + 1, P].
     """
@@ -76,7 +80,7 @@ class Lines:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidates:
+class TensorProposals:
     """As `Proposals`: tokens int64, scores fp32 and parents int64 [B, C], level by level; C = k + L
     * k * k.
     """
@@ -102,8 +106,8 @@ def num_candidates(depth: int, topk: int) -> int:
 
 
 def grow(
-    draft: Draft, cache: PagedCache, lines: Lines, h_BH: torch.Tensor, sizes: tuple[int, int]
-) -> Candidates:
+    draft: Draft, cache: PagedCache, lines: BatchLines, h_BH: torch.Tensor, sizes: tuple[int, int]
+) -> TensorProposals:
     """Trees of D levels behind the roots' entries, whose outputs h_BH are. sizes: (D, k). All
     levels are drafted.
     """
@@ -149,7 +153,7 @@ def grow(
         parent_Bk = torch.div(best_Bk, k, rounding_mode="floor")
         seen_Bk = seen_Bk.gather(1, parent_Bk)
         h = h[(lines.indices()[:, None] * k + parent_Bk).flatten()]
-    return Candidates(torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(parents, 1), k)
+    return TensorProposals(torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(parents, 1), k)
 
 
 def choose(
@@ -172,7 +176,7 @@ def choose(
 
 
 @dataclass(frozen=True, slots=True)
-class Trees:
+class TensorTrees:
     """The trees of all lines as int64 [M]: parent is a row (a root's: itself), node the place in
     the line's own tree.
     """
@@ -185,7 +189,7 @@ class Trees:
     seen: torch.Tensor
     num_lines: int
 
-    def rows(self, lines: Lines) -> Rows:
+    def rows(self, lines: BatchLines) -> Rows:
         """As the target's forward takes them."""
         real = self.line < self.num_lines
         length = torch.where(
@@ -198,13 +202,17 @@ class Trees:
         )
 
 
-def roots(lines: Lines) -> Trees:
+def roots(lines: BatchLines) -> TensorTrees:
     """Trees of roots only: plain decoding."""
     index, nothing = lines.indices(), torch.zeros_like(lines.root)
-    return Trees(lines.root, index, index, nothing, nothing, torch.ones_like(index), len(lines))
+    return TensorTrees(
+        lines.root, index, index, nothing, nothing, torch.ones_like(index), len(lines)
+    )
 
 
-def trees_of(lines: Lines, candidates: Candidates, chosen_N: torch.Tensor, depth: int) -> Trees:
+def trees_of(
+    lines: BatchLines, candidates: TensorProposals, chosen_N: torch.Tensor, depth: int
+) -> TensorTrees:
     """The trees of chosen candidates: ascending b * C + c, at the end perhaps B * C for nodes in
     the void.
     """
@@ -224,7 +232,7 @@ def trees_of(lines: Lines, candidates: Candidates, chosen_N: torch.Tensor, depth
     parent = torch.where(real, parent, row)
     node = row - B + 1 - torch.searchsorted(chosen_N, line * C)
     own = torch.where(real, torch.ones_like(node) << torch.where(real, node, 0), 0)
-    trees = Trees(
+    trees = TensorTrees(
         torch.cat((root.token, torch.where(real, candidates.tokens.flatten()[safe], 0))),
         torch.cat((root.line, line)),
         torch.cat((root.parent, parent)),
@@ -236,11 +244,11 @@ def trees_of(lines: Lines, candidates: Candidates, chosen_N: torch.Tensor, depth
     own, seen = trees.seen, trees.seen
     for _ in range(depth):
         seen = own | seen[trees.parent]
-    return Trees(trees.token, trees.line, trees.parent, trees.depth, trees.node, seen, B)
+    return TensorTrees(trees.token, trees.line, trees.parent, trees.depth, trees.node, seen, B)
 
 
 @dataclass(frozen=True, slots=True)
-class Walked:
+class AcceptedPaths:
     """int64 [B, D + 1] each, of which count [B] hold: emitted tokens, and the rows after which they
     were drawn.
     """
@@ -258,7 +266,9 @@ class Walked:
         return places.gather(1, self.count[:, None] - 1)[:, 0]
 
 
-def walk(trees: Trees, depth: int, draw: Callable[[torch.Tensor, int], torch.Tensor]) -> Walked:
+def walk(
+    trees: TensorTrees, depth: int, draw: Callable[[torch.Tensor, int], torch.Tensor]
+) -> AcceptedPaths:
     """`verify.accept` for all lines at once. draw(rows [B], place) gives the target's next tokens
     there.
     """
@@ -277,10 +287,10 @@ def walk(trees: Trees, depth: int, draw: Callable[[torch.Tensor, int], torch.Ten
         going = going & is_child.any(1)
         row = torch.where(going, B + is_child.long().argmax(1), row)
         count = count + going
-    return Walked(torch.stack(tokens, 1), torch.stack(rows, 1), count)
+    return AcceptedPaths(torch.stack(tokens, 1), torch.stack(rows, 1), count)
 
 
-def move_accepted(cache: PagedCache, rows: Rows, lines: Lines, walked: Walked) -> None:
+def move_accepted(cache: PagedCache, rows: Rows, lines: BatchLines, walked: AcceptedPaths) -> None:
     """Bring the keys and values of each path together behind its prefix. Roots lie where they
     belong.
     """
@@ -293,3 +303,45 @@ def move_accepted(cache: PagedCache, rows: Rows, lines: Lines, walked: Walked) -
     column = torch.where(taken, lines.length[:, None] + place, 0)
     destination = torch.where(taken, lines.slots(lines.indices()[:, None], column), void)
     cache.move(source.flatten(), destination.flatten())
+
+
+class Foresight:
+    """How large the next round's trees are, where the host must say so before they grow.
+
+    The policy's rule for one more level (the frontier's probability against a threshold) is applied
+    to the frontiers of past rounds, and the number of nodes is that of the last rounds: means over
+    rounds, by request. Letters: S requests that draft.
+    """
+
+    def __init__(self, num_draft_steps: int) -> None:
+        # probability of the best path, by level
+        self._frontiers = 0.7 ** np.arange(1, num_draft_steps)
+        self._num_nodes: float | None = None
+
+    def depth(self, thresholds: list[float], num_requests: int) -> int:
+        """Levels, the first included, for `thresholds` as `Draft.propose` takes them."""
+        expected = (num_requests * self._frontiers).tolist()
+        for level, (sum_of_best, least) in enumerate(
+            zip(expected, thresholds, strict=True), start=1
+        ):
+            if sum_of_best < least:
+                return level
+        return len(thresholds) + 1
+
+    def num_nodes(self, num_requests: int, max_nodes: int) -> int:
+        """Of all trees, roots excluded: at least one."""
+        each = max_nodes if self._num_nodes is None else self._num_nodes
+        return max(1, math.ceil(num_requests * each))
+
+    def observe(self, proposals: Proposals, num_nodes: int) -> None:
+        """num_nodes: how many of these candidates would have been worth it."""
+        S = len(proposals.scores)
+        for level in range(min(int(proposals.depths[-1]), len(self._frontiers))):
+            best = np.exp(proposals.scores[:, proposals.depths == level + 1].max(1)).mean()
+            self._frontiers[level] += NEWEST_WEIGHT * (float(best) - self._frontiers[level])
+        each = num_nodes / S
+        self._num_nodes = (
+            each
+            if self._num_nodes is None
+            else self._num_nodes + NEWEST_WEIGHT * (each - self._num_nodes)
+        )

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from eyas.engine.tree import MAX_NODES, choose, most_probable, values_by_depth
+from eyas.engine.tree import (
+    MAX_NODES,
+    choose,
+    choose_natively,
+    most_probable,
+    values_by_depth,
+)
+from eyas.model import native
 
 
 def forest(
@@ -150,3 +157,40 @@ def test_deeper_trees_are_never_worth_less():
     assert (np.diff(values) >= -1e-12).all()
     whole = choose(probs, costs(np.random.default_rng(3), 30), 0, 0.0, MAX_NODES, 0.8)
     assert whole.expected_tokens >= 0
+
+
+@pytest.mark.skipif(native.unavailable() is not None, reason="no native path here")
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.integers(0, 3),
+    st.integers(1, 12),
+)
+def test_the_native_choice_is_worth_the_same(
+    seed: int, B: int, k: int, num_levels: int, max_nodes: int
+):
+    rng = np.random.default_rng(seed)
+    probs, parents, _ = forest(rng, B, k, num_levels)
+    ms, num_tokens, rate = (
+        costs(rng, int(rng.integers(0, 40))),
+        B + int(rng.integers(0, 3)),
+        float(rng.uniform(0.1, 3.0)),
+    )
+    expected = choose(probs, ms, num_tokens, 0.3, max_nodes, rate)
+    found = choose_natively(probs, ms, num_tokens, 0.3, max_nodes, rate)
+    kept, tokens, cost = found.kept, found.expected_tokens, found.predicted_ms
+    assert kept.sum() == found.num_nodes
+    assert kept.sum(1).max() <= max_nodes
+    assert all(
+        parents[b, c] < 0 or kept[b, parents[b, c]] for b, c in zip(*kept.nonzero(), strict=True)
+    )
+    assert tokens - rate * cost == pytest.approx(
+        expected.expected_tokens - rate * expected.predicted_ms
+    )
+    _, plain_tokens, plain_ms = choose_plainly(
+        probs.tolist(), ms.tolist(), num_tokens, 0.3, max_nodes, rate
+    )
+    assert tokens - rate * cost == pytest.approx(plain_tokens - rate * plain_ms)
+    assert tokens == pytest.approx(num_tokens + probs[kept].sum())

@@ -1,7 +1,8 @@
-"""What is particular to CUDA: graphs, copies that the host need not wait for, and time by the
-device's own clock.
+"""Graphs, copies that the host need not wait for, the state of each slot, the device's own clock.
 
-Each does the plain thing for tensors of a CPU. Knows no request and no model.
+On CPU tensors each does the plain thing. Knows no request and no model.
+
+Letters: S slots, H draft hidden.
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from eyas.engine.trace import Trace
+from eyas.engine.rounds import Trace
 
-Tensors = tuple[torch.Tensor, ...]
-Events = tuple[torch.cuda.Event, torch.cuda.Event]  # where a job starts and where it ends
+JobEvents = tuple[torch.cuda.Event, torch.cuda.Event]  # where a job starts and where it ends
 
 
 class Graphs:
@@ -30,11 +30,17 @@ class Graphs:
     def __init__(self, enabled: bool) -> None:
         """enabled False: nothing is recorded, work is simply done."""
         self._enabled = enabled
-        self._recorded: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensors, Tensors]] = {}
+        self._recorded: dict[
+            Hashable,
+            tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]],
+        ] = {}
         self._pool = torch.cuda.graph_pool_handle() if enabled else None
 
     def prepare(
-        self, key: Hashable, work: Callable[..., Tensors], harmless: Callable[[], Tensors]
+        self,
+        key: Hashable,
+        work: Callable[..., tuple[torch.Tensor, ...]],
+        harmless: Callable[[], tuple[torch.Tensor, ...]],
     ) -> None:
         """Record the work if need be. harmless gives inputs with which it may run at any time, to
         no effect.
@@ -42,7 +48,12 @@ class Graphs:
         if self._enabled and key not in self._recorded:
             self._recorded[key] = self._record(work, harmless())
 
-    def __call__(self, key: Hashable, work: Callable[..., Tensors], inputs: Tensors) -> Tensors:
+    def __call__(
+        self,
+        key: Hashable,
+        work: Callable[..., tuple[torch.Tensor, ...]],
+        inputs: tuple[torch.Tensor, ...],
+    ) -> tuple[torch.Tensor, ...]:
         """work(*inputs), which is prepared."""
         if not self._enabled:
             return work(*inputs)
@@ -53,8 +64,8 @@ class Graphs:
         return outputs
 
     def _record(
-        self, work: Callable[..., Tensors], inputs: Tensors
-    ) -> tuple[torch.cuda.CUDAGraph, Tensors, Tensors]:
+        self, work: Callable[..., tuple[torch.Tensor, ...]], inputs: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         """Runs the work first, on a stream of its own: kernels are compiled and workspaces made
         before anything is recorded.
         """
@@ -71,9 +82,9 @@ class Graphs:
 
 
 class HostCopies:
-    """Tensors on their way to the host."""
+    """tuple[torch.Tensor, ...] on their way to the host."""
 
-    def __init__(self, tensors: Tensors) -> None:
+    def __init__(self, tensors: tuple[torch.Tensor, ...]) -> None:
         self._event: torch.cuda.Event | None = None
         is_cuda = any(tensor.is_cuda for tensor in tensors)
         self._copies = [
@@ -93,6 +104,19 @@ class HostCopies:
         return [copy.numpy() for copy in self._copies]
 
 
+class FutureMap:
+    """What one job leaves on the device for the next, by slot: the host does not know it.
+
+    root, length int64 [S]: the last token emitted and its column. h [S, H]: the draft's output at
+    the root's entry.
+    """
+
+    def __init__(self, slots: int, H: int, dtype: torch.dtype, device: str) -> None:
+        self.root = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.length = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.h = torch.zeros(slots, H, dtype=dtype, device=device)
+
+
 class DeviceTrace(Trace):
     """Busy and idle seconds by events on the device: the host only notes them and adds up those
     that have passed.
@@ -100,9 +124,9 @@ class DeviceTrace(Trace):
 
     def __init__(self) -> None:
         super().__init__()
-        self._marks: deque[Events | None] = deque()
+        self._marks: deque[JobEvents | None] = deque()
         self._last_end: torch.cuda.Event | None = None
-        self.newest: Events | None = None
+        self.newest: JobEvents | None = None
 
     @contextmanager
     def job(self) -> Iterator[None]:
@@ -117,7 +141,7 @@ class DeviceTrace(Trace):
             self._marks.append(self.newest)
 
     def rest(self) -> None:
-        """There is nothing to do: the time until the next job is nobody's."""
+        """There is nothing to do: the time until the next job does not count."""
         self.add_up()
         self._marks.append(None)
 
@@ -139,5 +163,5 @@ def _timed_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def _is_over(job: Events) -> bool:
+def _is_over(job: JobEvents) -> bool:
     return bool(job[1].query())  # type: ignore[no-untyped-call]

@@ -1,10 +1,10 @@
-"""From logits to tokens for many samples at once, on any device, without the host learning a value.
+"""From logits to tokens for many samples at once, without the host learning a value.
 
-The twin of `sampling`: the same cuts in the same order, the same quantile of the same uniform
-numbers, so a seed gives the same token up to the rounding of sums. Pure functions; penalties, bias
-and masks are the host's.
+The twin of `eyas.engine.sampling`: the same cuts in the same order, the same quantile of the same
+uniform numbers, so a seed gives the same token up to the rounding of sums. Pure functions;
+penalties, bias and masks need the host.
 
-R rows, V vocabulary.
+B samples, R rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
+from eyas.engine.sampling import FACTORS, SHIFTS, STEP, UNIT, signed
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +60,20 @@ def _kept(logits_RV: torch.Tensor, weights_RV: torch.Tensor, params: Cuts) -> to
     count_R1 = torch.searchsorted(cumulative_RV, top_p_R1 * cumulative_RV[:, -1:]) + 1
     ranked_RV = torch.where((rank_V < count_R1) | (top_p_R1 >= 1), ranked_RV, 0.0)
     return torch.zeros_like(weights_RV).scatter_(1, ids_RV, ranked_RV)
+
+
+def uniforms(seed_B: torch.Tensor, index_B: torch.Tensor) -> torch.Tensor:
+    """fp64 [B]: `sampling.uniform` of int64 seeds and indices, to the same bit, on their device."""
+    mixed_B = _mixed(_mixed(seed_B) + (index_B + 1) * signed(STEP))
+    return _shifted(mixed_B, 11).double() * UNIT
+
+
+def _mixed(z: torch.Tensor) -> torch.Tensor:
+    z = (z ^ _shifted(z, SHIFTS[0])) * signed(FACTORS[0])
+    z = (z ^ _shifted(z, SHIFTS[1])) * signed(FACTORS[1])
+    return z ^ _shifted(z, SHIFTS[2])
+
+
+def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
+    """The shift of an unsigned number: int64's own keeps the sign."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,18 +1,19 @@
-"""Rounds for a device that is not to wait for its host: a round is launched before the outcome of
-the one before is known.
+"""Rounds for a device that need not wait for its host.
 
-Knows what `Rounds` knows. Between rounds a sample's state lies in the `FutureMap` by slot (root, length, the draft's output),
-and a round is one piece of work of fixed shape, on CUDA a graph: propose -> choose -> verify -> walk -> move -> extend. The
-host gives upper bounds (page tables), the draws' parameters and the extent of the trees, which past rounds tell; it learns the
-tokens when it asks for the result, and keeps `Running` as the rounds of the host do, so either may follow the other.
+A round is launched before the outcome of the one before is known. Between rounds a sample's state
+lies in the `FutureMap` by slot (root, length, the draft's output), and a round is one piece of work
+of fixed shape, on CUDA a graph: propose -> choose -> verify -> walk -> move -> extend. The host
+gives upper bounds (page tables), the draws' parameters and the size of the trees, which follows
+from past rounds; it learns the tokens when it waits for the outcomes, and updates `RunningSample`
+as the rounds of the host do, so either may follow the other.
 
-    host      launch 1 . launch 2 . result 1 . launch 3 . result 2        one thread; the current stream orders the jobs
+    host      launch 1 . launch 2 . wait 1 . launch 3 . wait 2      one thread; one stream
     device             [ round 1 ][ round 2 ][ round 3 ]
 
 A sample that ends in round N has one more round in flight: it writes behind its own tokens, into
-its own pages, and is not looked at. Prefill, and rounds of samples that need the host between two
-tokens (`job_needs_host`: penalties, bias, grammar, min_tokens, logprobs), are the host's rounds,
-done when `launch` returns; the latter only with nothing in flight.
+its own pages, and its result is dropped. Prefill, and rounds of samples that need the host between
+two tokens (`job_needs_host`: penalties, bias, grammar, min_tokens, logprobs), are the host's
+rounds, done when `launch` returns; the latter only with nothing in flight.
 
 Letters: B lines of a round, N nodes of all trees, D depth, k tree_topk, P pages.
 """
@@ -24,27 +25,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Protocol
 
 import numpy as np
 import torch
 
-from eyas.engine.cuda import DeviceTrace, Events, Graphs, HostCopies
-from eyas.engine.draft import Draft
-from eyas.engine.entries import Entries
-from eyas.engine.foresight import Foresight
-from eyas.engine.futures import FutureMap, to_device
-from eyas.engine.policy import RoundPlan
-from eyas.engine.request import DraftedTree
-from eyas.engine.rounds import Rounds
-from eyas.engine.running import Outcome, Running
-from eyas.engine.scheduler import Job
-from eyas.engine.tensor_sampling import Cuts, sampled
-from eyas.engine.tensor_tree import (
-    Candidates,
-    Lines,
-    Trees,
-    Walked,
+from eyas.engine.cuda.device import DeviceTrace, FutureMap, Graphs, HostCopies, JobEvents
+from eyas.engine.cuda.sampling import Cuts, sampled, uniforms
+from eyas.engine.cuda.tree import (
+    AcceptedPaths,
+    BatchLines,
+    Foresight,
+    TensorProposals,
+    TensorTrees,
     choose,
     grow,
     move_accepted,
@@ -53,8 +45,12 @@ from eyas.engine.tensor_tree import (
     trees_of,
     walk,
 )
+from eyas.engine.draft import Draft, to_device
+from eyas.engine.policy import RoundPlan
+from eyas.engine.request import DraftedTree
+from eyas.engine.rounds import Entries, Rounds, outcome_of
+from eyas.engine.scheduler import Job, Outcome, RunningSample
 from eyas.engine.tree import Speculation, drafted_tree
-from eyas.engine.uniform import uniforms
 from eyas.model.rows import Proposals, TargetOutput
 from eyas.model.target import Target
 
@@ -63,33 +59,13 @@ LEAST_PAGES = 8  # of a page table: the tree of a void line fits
 NUM_INTEGERS, NUM_FLOATS = 9, 3
 QUARTERS = 4
 
-# Of a round's lines: integers [NUM_INTEGERS, B], floats [NUM_FLOATS, B], page_table int32 [B + 1,
-# P]
-Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
-
-
-class Pending(Protocol):
-    """A job that was launched."""
-
-    def result(self) -> list[Outcome]:
-        """Wait for it. Results are asked for in the order of the launches, each once."""
+# Of a round's lines: integers [NUM_INTEGERS, B], floats [NUM_FLOATS, B], page_table int32 [B+1, P]
+LineArrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """A job that was over when its launch returned."""
-
-    outcomes: list[Outcome]
-
-    def result(self) -> list[Outcome]:
-        return self.outcomes
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What is fixed in a round: its graph's key. depth 0 is a plain round; drawing: the most that a
-    line needs.
-    """
+class RoundShape:
+    """The key of a round's graph. depth 0: a plain round; drawing: the most that a line needs."""
 
     num_lines: int
     num_pages: int
@@ -99,40 +75,40 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
-    """A round on its way. alive: the samples with a line, by their place in the job; drafting:
-    those that have a tree.
+class RoundInFlight:
+    """A launched round. alive: the samples with a line, by their place in the job; drafting: those
+    that have a tree.
     """
 
-    rounds: TensorRounds
     job: Job
     alive: list[int]
     drafting: list[int]
     plan: RoundPlan
-    shape: Shape
+    shape: RoundShape
     copies: HostCopies
-    took: Events | float  # on a CPU ms, and over when the launch returns
-
-    def result(self) -> list[Outcome]:
-        return self.rounds.settle(self)
+    took: JobEvents | float  # on a CPU ms: it is over when the launch returns
 
 
 class TensorRounds(Rounds):
-    """Rounds with `launch`. Its caches have a page, and its `FutureMap` a slot, that nobody is
+    """Rounds with `launch`. Its caches have a page, and its `FutureMap` a slot, that no sample is
     given: the void's.
     """
 
     def __init__(
-        self, target: Target, draft: Draft | None, speculation: Speculation, sizes: tuple[int, int]
+        self,
+        target: Target,
+        draft: Draft | None,
+        speculation: Speculation,
+        max_batch: int,
+        num_pages: int,
     ) -> None:
         assert not target.is_native, "rounds in tensors take the models in PyTorch operators"
-        max_batch, num_pages = sizes
-        super().__init__(target, draft, speculation, (max_batch + 1, num_pages + 1))
+        super().__init__(target, draft, speculation, max_batch + 1, num_pages + 1)
         self._void_slot, self._void_page = max_batch, num_pages
         width = draft.config.hidden_size if draft is not None else 0
         self.futures = FutureMap(max_batch + 1, width, target.dtype, target.device)
         # whose state a slot of the FutureMap holds
-        self._owners: list[Running | None] = [None] * max_batch
+        self._owners: list[RunningSample | None] = [None] * max_batch
         self.num_in_flight = 0
         self._foresight = Foresight(speculation.num_draft_steps)
         # Without the kernel attention plans on the host: it works, but neither as a graph nor
@@ -147,50 +123,53 @@ class TensorRounds(Rounds):
         """Whether the host must look at each token before the next is drawn. Such a round may be
         launched only when the results of all before are known."""
         return job.chunks is None and any(
-            running.sampler.needs_host for running in job.runnings if not running.finish_reason
+            sample.sampler.needs_host for sample in job.samples if not sample.finish_reason
         )
 
     def run(self, job: Job) -> list[Outcome]:
         """Launch a job and wait for it."""
-        return self.launch(job).result()
+        return self.launch(job)()
 
     @torch.inference_mode()
-    def launch(self, job: Job) -> Pending:
-        """Start a job behind those launched before. Waits for the device only where the host has a
-        part in the job: in a prefill that draws a first token, and in a round that needs the
-        host."""
+    def launch(self, job: Job) -> Callable[[], list[Outcome]]:
+        """Start a job behind those launched before; what is returned waits for its outcomes. Call
+        them in the order of the launches, each once.
+
+        Waits for the device only where the host has a part in the job: in a prefill that draws a
+        first token, and in a round that needs the host.
+        """
         needs_host = self.job_needs_host(job)
         if needs_host or job.chunks is not None:
             assert not (needs_host and self.num_in_flight), (
                 "a round that needs the host has to wait for the results before"
             )
-            for running in job.runnings:
-                if self._owners[running.slot] is running:
-                    self._owners[running.slot] = None
-            return Done(super().run(job))
-        alive = [b for b, running in enumerate(job.runnings) if running.finish_reason is None]
+            for sample in job.samples:
+                if self._owners[sample.slot] is sample:
+                    self._owners[sample.slot] = None
+            outcomes = super().run(job)
+            return lambda: outcomes
+        alive = [b for b, sample in enumerate(job.samples) if sample.finish_reason is None]
         if not alive:
-            return Done([self._outcome(running, []) for running in job.runnings])
+            return lambda: [outcome_of(sample, []) for sample in job.samples]
         able, missing = self._able(job, alive)
-        due = [
-            self._num_due(job.runnings[b], count) for b, count in zip(able, missing, strict=True)
-        ]
+        due = [self._num_due(job.samples[b], count) for b, count in zip(able, missing, strict=True)]
         plan = self.policy.plan(due, len(alive) - len(able))
         drafting = [b for b, drafts in zip(able, plan.drafting, strict=True) if drafts]
         shape = self._shape(job, alive, len(drafting), plan)
-        fresh = [b for b in alive if self._owners[job.runnings[b].slot] is not job.runnings[b]]
+        fresh = [b for b in alive if self._owners[job.samples[b].slot] is not job.samples[b]]
         arrays = self._arrays(job, alive, (fresh, drafting), shape)
         copies, took = self._enqueue(job, shape, fresh, arrays)
         for b in alive:
-            self._owners[job.runnings[b].slot] = job.runnings[b]
+            self._owners[job.samples[b].slot] = job.samples[b]
         self.num_in_flight += 1
-        return Flight(self, job, alive, drafting, plan, shape, copies, took)
+        flight = RoundInFlight(job, alive, drafting, plan, shape, copies, took)
+        return lambda: self._settle(flight)
 
     # Launching
 
     def _enqueue(
-        self, job: Job, shape: Shape, fresh: list[int], arrays: Arrays
-    ) -> tuple[HostCopies, Events | float]:
+        self, job: Job, shape: RoundShape, fresh: list[int], arrays: LineArrays
+    ) -> tuple[HostCopies, JobEvents | float]:
         """All of the device's work for a round: what it emits, on its way to the host, and how long
         it takes.
         """
@@ -199,29 +178,29 @@ class TensorRounds(Rounds):
         started = time.perf_counter()
         with self.trace.job():
             if self.entries is not None and fresh:
-                slots = to_device(np.array([job.runnings[b].slot for b in fresh]), self._device)
+                slots = to_device(np.array([job.samples[b].slot for b in fresh]), self._device)
                 self.futures.h[slots] = self.entries.extend(job, fresh)
             copies = HostCopies(self._graphs(shape, work, self._to_device(arrays)))
         if self._device_trace is not None and self._device_trace.newest is not None:
             return copies, self._device_trace.newest
         return copies, (time.perf_counter() - started) * 1e3
 
-    def _num_due(self, running: Running, num_missing: int) -> int:
+    def _num_due(self, sample: RunningSample, num_missing: int) -> int:
         """Entries to make for a sample in this round."""
-        is_ours = self._owners[running.slot] is running
+        is_ours = self._owners[sample.slot] is sample
         return self.speculation.num_draft_steps + 1 if is_ours else num_missing
 
-    def _shape(self, job: Job, alive: list[int], num_drafting: int, plan: RoundPlan) -> Shape:
-        drawing = max(_drawing(job.runnings[b]) for b in alive)
+    def _shape(self, job: Job, alive: list[int], num_drafting: int, plan: RoundPlan) -> RoundShape:
+        drawing = max(_drawing(job.samples[b]) for b in alive)
         num_lines = _power_of_2(len(alive))
         num_pages = max(LEAST_PAGES, _power_of_2(job.page_table.shape[1]))
         if not num_drafting:
-            return Shape(num_lines, num_pages, 0, 0, drawing)
+            return RoundShape(num_lines, num_pages, 0, 0, drawing)
         depth = self._foresight.depth(plan.thresholds, num_drafting)
         most = min(num_candidates(depth, self.speculation.tree_topk), self._max_nodes)
         wanted = min(self._foresight.num_nodes(num_drafting, self._max_nodes), num_drafting * most)
         quarters = -(-wanted * QUARTERS // (num_lines * most))
-        return Shape(
+        return RoundShape(
             num_lines, num_pages, depth, -(-quarters * num_lines * most // QUARTERS), drawing
         )
 
@@ -231,21 +210,21 @@ class TensorRounds(Rounds):
         return self.policy.speculation.num_verify_tokens - 1
 
     def _arrays(
-        self, job: Job, alive: list[int], marked: tuple[list[int], list[int]], shape: Shape
-    ) -> Arrays:
+        self, job: Job, alive: list[int], marked: tuple[list[int], list[int]], shape: RoundShape
+    ) -> LineArrays:
         """marked: which samples are fresh (their state is the host's) and which draft."""
         integers, floats, page_table = self._void_arrays(shape)
         fresh, drafting = map(set, marked)
         for line, b in enumerate(alive):
-            running = job.runnings[b]
-            params, sampler = running.request.params, running.sampler
+            sample = job.samples[b]
+            params, sampler = sample.request.params, sample.sampler
             integers[:, line] = (
-                running.slot,
+                sample.slot,
                 b in fresh,
-                running.root,
-                running.num_cached,
+                sample.root,
+                sample.num_cached,
                 b in drafting,
-                len(running.request.prompt_ids),
+                len(sample.request.prompt_ids),
                 sampler.seed,
                 params.temperature == 0,
                 params.top_k,
@@ -253,15 +232,15 @@ class TensorRounds(Rounds):
             floats[:, line] = params.temperature, params.top_p, params.min_p
             # Behind its own pages a sample has the void's, so that it can never write to those of
             # another.
-            count = len(running.pages)
+            count = len(sample.pages)
             page_table[line, :count] = job.page_table[b, :count]
         return integers, floats, page_table
 
-    def _void_inputs(self, shape: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _void_inputs(self, shape: RoundShape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return self._to_device(self._void_arrays(shape))
 
-    def _void_arrays(self, shape: Shape) -> Arrays:
-        """Lines that run and change nothing: as if fresh, with one column."""
+    def _void_arrays(self, shape: RoundShape) -> LineArrays:
+        """BatchLines that run and change nothing: as if fresh, with one column."""
         integers = np.zeros((NUM_INTEGERS, shape.num_lines), dtype=np.int64)
         integers[:] = np.array([self._void_slot, 1, 0, 1, 0, 0, 0, 1, 0])[:, None]
         floats = np.zeros((NUM_FLOATS, shape.num_lines))
@@ -271,14 +250,18 @@ class TensorRounds(Rounds):
         )
         return integers, floats, page_table
 
-    def _to_device(self, arrays: Arrays) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _to_device(self, arrays: LineArrays) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         integers, floats, page_table = (to_device(array, self._device) for array in arrays)
         return integers, floats, page_table
 
     # The device's part: from here to the next heading nothing looks at a value
 
     def _round(
-        self, shape: Shape, integers: torch.Tensor, floats: torch.Tensor, page_table: torch.Tensor
+        self,
+        shape: RoundShape,
+        integers: torch.Tensor,
+        floats: torch.Tensor,
+        page_table: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """Emitted tokens [B, D + 1] and how many of them hold [B]; after drafting all candidates:
         tokens, scores, parents.
@@ -287,7 +270,7 @@ class TensorRounds(Rounds):
         futures, is_fresh = self.futures, fresh > 0
         root = torch.where(is_fresh, root, futures.root[slot])
         length = torch.where(is_fresh, length, futures.length[slot])
-        lines = Lines(root, length, page_table, self.cache.page_size)
+        lines = BatchLines(root, length, page_table, self.cache.page_size)
         trees, candidates = self._propose_on_device(shape, lines, futures.h[slot], drafts > 0)
         rows = trees.rows(lines)
         output = self.target.forward(rows, self.cache, self._taps)
@@ -315,8 +298,8 @@ class TensorRounds(Rounds):
         return walked.tokens, walked.count, *proposed
 
     def _propose_on_device(
-        self, shape: Shape, lines: Lines, h_BH: torch.Tensor, drafts: torch.Tensor
-    ) -> tuple[Trees, Candidates | None]:
+        self, shape: RoundShape, lines: BatchLines, h_BH: torch.Tensor, drafts: torch.Tensor
+    ) -> tuple[TensorTrees, TensorProposals | None]:
         if shape.depth == 0:
             return roots(lines), None
         assert self.draft is not None
@@ -328,12 +311,17 @@ class TensorRounds(Rounds):
         return trees_of(lines, candidates, chosen, shape.depth), candidates
 
     def _walk(
-        self, trees: Trees, depth: int, draw: Callable[[torch.Tensor, int], torch.Tensor]
-    ) -> Walked:
+        self, trees: TensorTrees, depth: int, draw: Callable[[torch.Tensor, int], torch.Tensor]
+    ) -> AcceptedPaths:
         return walk(trees, depth, draw)
 
     def _follow(
-        self, made: Entries, slot: torch.Tensor, lines: Lines, walked: Walked, output: TargetOutput
+        self,
+        made: Entries,
+        slot: torch.Tensor,
+        lines: BatchLines,
+        walked: AcceptedPaths,
+        output: TargetOutput,
     ) -> None:
         """The features of the accepted path, the draft's entries up to the new root's, and its
         output there.
@@ -357,7 +345,7 @@ class TensorRounds(Rounds):
     # Results
 
     @torch.inference_mode()
-    def settle(self, flight: Flight) -> list[Outcome]:
+    def _settle(self, flight: RoundInFlight) -> list[Outcome]:
         """Wait for a round and bring its samples up to date. One that ended before it is left as it
         was.
         """
@@ -365,31 +353,31 @@ class TensorRounds(Rounds):
         self.num_in_flight -= 1
         emitted: dict[int, list[int]] = {}
         for line, b in enumerate(flight.alive):
-            running = flight.job.runnings[b]
-            if running.finish_reason is not None:
+            sample = flight.job.samples[b]
+            if sample.finish_reason is not None:
                 continue
-            emitted[b] = running.take(arrays[0][line, : arrays[1][line]].tolist(), self._end_tokens)
+            emitted[b] = sample.take(arrays[0][line, : arrays[1][line]].tolist(), self._end_tokens)
             for token in emitted[b]:
-                running.sampler.take(token)
-            running.num_cached += len(emitted[b])
+                sample.sampler.take(token)
+            sample.num_cached += len(emitted[b])
             if self.entries is not None:
-                self.entries.made(flight.job, b, running.num_cached)
+                self.entries.made(flight.job, b, sample.num_cached)
         self._observe(flight, arrays, emitted)
         trees = self._trees(flight, arrays, emitted)
         return [
-            self._outcome(
-                running,
+            outcome_of(
+                sample,
                 emitted[b],
                 len(emitted[b]) - 1 if b in flight.drafting else None,
                 trees.get(b),
             )
             if b in emitted
-            else self._outcome(running, [])
-            for b, running in enumerate(flight.job.runnings)
+            else outcome_of(sample, [])
+            for b, sample in enumerate(flight.job.samples)
         ]
 
     def _trees(
-        self, flight: Flight, arrays: Sequence[np.ndarray], emitted: dict[int, list[int]]
+        self, flight: RoundInFlight, arrays: Sequence[np.ndarray], emitted: dict[int, list[int]]
     ) -> dict[int, DraftedTree]:
         """The trees that were asked for, by sample. Which candidates the device chose is chosen
         once more, from its scores.
@@ -397,7 +385,7 @@ class TensorRounds(Rounds):
         told = [
             b
             for b in flight.drafting
-            if b in emitted and flight.job.runnings[b].request.tells_trees
+            if b in emitted and flight.job.samples[b].request.returns_trees
         ]
         if not told:
             return {}
@@ -418,7 +406,7 @@ class TensorRounds(Rounds):
         }
 
     def _observe(
-        self, flight: Flight, arrays: Sequence[np.ndarray], emitted: dict[int, list[int]]
+        self, flight: RoundInFlight, arrays: Sequence[np.ndarray], emitted: dict[int, list[int]]
     ) -> None:
         """Tell the policy what came. It chooses nodes afterwards, to learn how many it would have
         wanted.
@@ -434,7 +422,7 @@ class TensorRounds(Rounds):
             tokens, scores, parents = (array[lines] for array in arrays[2:])
             proposals = Proposals(tokens, scores, parents.astype(np.int32), depths)
             self.policy.choose(
-                plan, proposals, [flight.job.runnings[b].acceptance for b in drafting]
+                plan, proposals, [flight.job.samples[b].acceptance for b in drafting]
             )
             self._foresight.observe(proposals, plan.num_nodes)
             self._charge(plan, flight.shape.num_nodes)
@@ -450,14 +438,14 @@ class TensorRounds(Rounds):
         plan.num_nodes = num_nodes
 
 
-def _drawing(running: Running) -> int:
-    params = running.request.params
+def _drawing(sample: RunningSample) -> int:
+    params = sample.request.params
     if params.temperature == 0:
         return GREEDY
     return CUT if params.top_k or params.top_p < 1 or params.min_p > 0 else SAMPLED
 
 
-def _ms(took: Events | float) -> float:
+def _ms(took: JobEvents | float) -> float:
     if isinstance(took, float):
         return took
     start, end = took
