@@ -50,23 +50,32 @@ REPLIES = (
 
 # Numbers that belong to nobody: set aside for fiction (phones), by card networks for tests, by the
 # IBAN registry as examples.
-CARDS = """4111 1111 1111 1111; 4012 8888 8888 1881; 4242424242424242; 5555 5555 5555 4444; 5105-1051-0510-5100;
-    378282246310005; 3714 496353 98431; 6011 1111 1111 1117; 6011000990139424; 30569309025904; 3530 1113 3330 0000;
-    4000-0566-5566-5556"""
-IBANS = """DE89 3704 0044 0532 0130 00; GB29NWBK60161331926819; FR1420041010050500013M02606; NL91 ABNA 0417 1643 00;
-    ES91 2100 0418 4502 0005 1332; CH93 0076 2011 6238 5295 7; AT611904300234573201; BE68 5390 0754 7034;
-    IT60X0542811101000000123456"""
-PHONES = """(415) 555-01{}; 212-555-01{}; +1 303 555 01{}; 646.555.01{}; 07700 9001{}; +44 20 7946 09{}; 50555501{};
-    020 7946 06{}"""
+CARDS = """
+    4111 1111 1111 1111; 4012 8888 8888 1881; 4242424242424242; 5555 5555 5555 4444;
+    5105-1051-0510-5100; 378282246310005; 3714 496353 98431; 6011 1111 1111 1117; 6011000990139424;
+    30569309025904; 3530 1113 3330 0000; 4000-0566-5566-5556
+"""
+IBANS = """
+    DE89 3704 0044 0532 0130 00; GB29NWBK60161331926819; FR1420041010050500013M02606;
+    NL91 ABNA 0417 1643 00; ES91 2100 0418 4502 0005 1332; CH93 0076 2011 6238 5295 7;
+    AT611904300234573201; BE68 5390 0754 7034; IT60X0542811101000000123456
+"""
+PHONES = """
+    (415) 555-01{}; 212-555-01{}; +1 303 555 01{}; 646.555.01{}; 07700 9001{}; +44 20 7946 09{};
+    50555501{}; 020 7946 06{}
+"""
 SURNAMES = "lee; ortiz; novak; hughes; tanaka; okoye; berg; silva; marsh; keller; dunn; rossi"
-MAIL_FORMS = """{first}.{last}@example.com; {first}{last}{digits}@example.org; {first}_{last}@mail.example.net;
-    {first}{digits}@example.com"""
+MAIL_FORMS = """
+    {first}.{last}@example.com; {first}{last}{digits}@example.org; {first}_{last}@mail.example.net;
+    {first}{digits}@example.com
+"""
 
 ASKING = re.compile(
     r"(?:what|which|who|where|when|how|is|are|do|does|can|could|will|would|should)\b", re.I
 )
 NOT_AFTER_ON = re.compile(
-    r"\b[Oo]n (?=(?:tomorrow|later today|the day after|this \w+day|next \w+day|\w+ next week|\w+ this week))"
+    r"\b[Oo]n (?=(?:tomorrow|later today|the day after|this \w+day|next \w+day"
+    r"|\w+ next week|\w+ this week))"
 )
 
 
@@ -164,7 +173,7 @@ class Author:
         self.payments: dict[str, str] = templates["payments"]
 
     def conversation(self) -> list[str]:
-        """One conversation of 1 to 4 user turns, styled as people type, in some with personal data."""
+        """One conversation of 1 to 4 user turns in common typing styles, some with personal data."""
         kind = self.rng.choices(list(KINDS), weights=list(KINDS.values()))[0]
         writer = Writer(self.rng, self.slots)
         if kind == "maths":

@@ -1,4 +1,4 @@
-"""`eyas prompts` as people use it: what may be used, what came out, and what was dropped, to read."""
+"""`eyas prompts` as people use it: what may be used, what comes out, and what was dropped."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Contamination: evaluation items are found in whatever dress, and what only resembles them stays."""
+"""Contamination: evaluation items are found in any disguise, and what only resembles them stays."""
 
 import dataclasses
 import gzip
@@ -93,12 +93,11 @@ def dropped(found):
 
 
 @pytest.mark.parametrize("disguise", DISGUISES.values(), ids=DISGUISES)
-@pytest.mark.parametrize(
-    "text", [TRAINS, PIRATE, WHALES, PASSAGE], ids=["trains", "pirate", "whales", "passage"]
-)
-def test_every_turn_is_found_in_every_dress(clean, text, disguise):
-    assert clean(row(disguise(text))).reason == "contamination.exam"
-    assert clean(row("Good morning.", disguise(text), "Thanks.")).reason == "contamination.exam"
+def test_every_turn_is_found_in_every_dress(clean, disguise):
+    for text in (TRAINS, PIRATE, WHALES, PASSAGE):
+        assert clean(row(disguise(text))).reason == "contamination.exam", text
+        beside = row("Good morning.", disguise(text), "Thanks.")
+        assert clean(beside).reason == "contamination.exam", text
 
 
 @pytest.mark.parametrize("text", BENIGN)
@@ -213,7 +212,10 @@ def test_numbers_in_a_row_are_no_trace(tmp_path):
 
 
 def test_a_script_without_spaces_is_read_by_the_character(tmp_path):
-    question = "\u8bf7\u7528\u4e00\u53e5\u8bdd\u8bf4\u660e\u4e3a\u4ec0\u4e48\u5929\u7a7a\u5728\u508d\u665a\u662f\u7ea2\u8272\u7684"
+    question = (
+        "\u8bf7\u7528\u4e00\u53e5\u8bdd\u8bf4\u660e\u4e3a\u4ec0"
+        "\u4e48\u5929\u7a7a\u5728\u508d\u665a\u662f\u7ea2\u8272\u7684"
+    )
     clean = Contamination([write(tmp_path / "exam.jsonl", [{"prompt": question}])])
     assert dropped(clean(row(f"\u4f60\u597d!{question}\u3002\u8c22\u8c22")))
     assert not dropped(

@@ -404,8 +404,11 @@ def test_a_browser_draws_it_without_a_network(tmp_path, width):
     """
     # In a frame: a browser's window is no narrower than 500 pixels.
     measured = """<script>
-      const small = [...document.querySelectorAll("svg")].filter(one => one.getBoundingClientRect().height < 30).length;
-      parent.postMessage(JSON.stringify([document.documentElement.scrollWidth, innerWidth, small]), "*");
+      const heights = [...document.querySelectorAll("svg")].map(
+        one => one.getBoundingClientRect().height);
+      const small = heights.filter(one => one < 30).length;
+      const seen = [document.documentElement.scrollWidth, innerWidth, small];
+      parent.postMessage(JSON.stringify(seen), "*");
     </script></body>"""
     card, page = tmp_path / "card.html", tmp_path / "page.html"
     card.write_text(write_card(full()).replace("</body>", measured), encoding="utf-8")

@@ -25,11 +25,14 @@ needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not inst
 
 @pytest.fixture(scope="module")
 def cluster():
-    """One Ray for all tests but that of how one is started: it takes seconds."""
+    """One Ray for all tests, since it takes seconds: an executor starts it and ends it."""
     ray = pytest.importorskip("ray", reason="ray is not installed")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield ray
-    ray.shutdown()
+    with RayExecutor(Times(2), 2) as executor:
+        results = [result for result, _ in executor.map([1, 2, 3])]
+        for actor in executor._actors:
+            ray.kill(actor)  # the other tests need their cores
+        yield results
+    assert not ray.is_initialized()
 
 
 @pytest.fixture(autouse=True)
@@ -76,27 +79,18 @@ class NeverReady:
 
 
 @pytest.mark.parametrize(("kind", "workers"), KINDS)
-def test_results_come_in_the_order_of_the_jobs_and_work_is_built_once_a_worker(kind, workers):
-    with kind(Times(3), workers) as executor:
-        results = [*executor.map(range(25)), *executor.map(range(25, 40))]
-    assert [result for result, _ in results] == [3 * job for job in range(40)]
-    assert 1 <= len({started for _, started in results}) <= workers
-
-
-@pytest.mark.parametrize(("kind", "workers"), KINDS)
-def test_a_fixed_number_of_jobs_is_on_its_way(kind, workers):
-    made = itertools.count()
+def test_results_come_in_order_and_errors_as_they_were_raised(kind, workers):
+    """A worker builds its work once; a fixed number of jobs is in flight."""
     with kind(Times(1), workers) as executor:
+        results = [*executor.map(range(25)), *executor.map(range(25, 40))]
+        assert [result for result, _ in results] == list(range(40))
+        assert 1 <= len({started for _, started in results}) <= workers
+        made = itertools.count()
         results = executor.map(made)
         for number in range(30):
             assert next(results)[0] == number
         results.close()
         assert next(made) <= 30 + max(2, workers * IN_FLIGHT)
-
-
-@pytest.mark.parametrize(("kind", "workers"), KINDS)
-def test_an_error_for_the_user_comes_as_it_was_raised(kind, workers):
-    with kind(Times(1), workers) as executor:
         results = executor.map([1, 2, None, 4])
         assert [next(results)[0], next(results)[0]] == [1, 2]
         with pytest.raises(CorruptError, match="nothing to multiply") as raised:
@@ -185,9 +179,7 @@ def test_without_ray_the_error_says_what_to_install(monkeypatch):
         RayExecutor(Times(1), 2)
 
 
-def test_a_ray_of_its_own_is_started_and_ended(cluster):
-    cluster.shutdown()
-    with RayExecutor(Times(2), 1) as executor:
-        assert cluster.is_initialized()
-        assert [result for result, _ in executor.map([1, 2, 3])] == [2, 4, 6]
-    assert not cluster.is_initialized()
+@needs_ray
+def test_a_ray_of_its_own(cluster):
+    """Started by the executor of the fixture, which ends it too."""
+    assert cluster == [2, 4, 6]

@@ -92,7 +92,7 @@ def test_buckets_are_words_and_pairs_whatever_their_case():
 
 
 def test_buckets_are_the_same_on_every_machine():
-    """Written down: a selection must not change with Python, numpy or the hash seed of the process."""
+    """A selection must not change with Python, numpy or the hash seed of the process."""
     assert fit.buckets("Book a table, 東京").tolist() == GOLDEN
     code = "from eyas.data import fit; print(fit.buckets('Book a table, 東京').tolist())"
     environment = {**os.environ, "PYTHONHASHSEED": "3"}

@@ -99,27 +99,24 @@ def wanted(row, value):
     return {key: value[key] for key in row} == row
 
 
-@pytest.mark.parametrize("chunk", [1 << 16, 3, 1])
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
 @pytest.mark.parametrize("name", TEXTS)
-def test_texts(monkeypatch, name, encoding, chunk):
-    monkeypatch.setattr(formats, "CHUNK", chunk)
+def test_texts(monkeypatch, name):
     text, lines = TEXTS[name]
-    found = read(text.encode(encoding))  # the name says nothing
-    assert [line for line, _ in found] == lines
-    assert all(wanted(row, value) for row, (_, value) in zip(THREE, found, strict=True))
+    for chunk in (1 << 16, 3, 1):
+        monkeypatch.setattr(formats, "CHUNK", chunk)
+        for encoding in ("utf-8", "utf-8-sig", "utf-16", "utf-32"):
+            found = read(text.encode(encoding))  # the name says nothing
+            assert [line for line, _ in found] == lines, (encoding, chunk)
+            assert all(wanted(row, value) for row, (_, value) in zip(THREE, found, strict=True))
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-@pytest.mark.parametrize("name", ["lines", "array", "csv"])
-def test_packings(name, packing):
-    text, lines = TEXTS[name]
-    assert [
-        line
-        for line, _ in read(
-            PACKINGS[packing](text.encode("utf-16")), "set.txt" if name == "lines" else "set"
-        )
-    ] == lines
+def test_packings(packing):
+    for name in ("lines", "array", "csv"):
+        text, lines = TEXTS[name]
+        packed = PACKINGS[packing](text.encode("utf-16"))
+        found = read(packed, "set.txt" if name == "lines" else "set")
+        assert [line for line, _ in found] == lines, name
 
 
 @pytest.mark.parametrize(

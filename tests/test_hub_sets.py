@@ -87,7 +87,8 @@ class Answers(http.server.BaseHTTPRequestHandler):
             {"type": "file", "path": name, "size": len(data), "oid": "0" * 40}
             for name, data in contents.items()
         ]
-        more = f'<{self.server.url}{self.path.split("?")[0]}?recursive=True&cursor={start + PAGE}>; rel="next"'
+        path = self.path.split("?")[0]
+        more = f'<{self.server.url}{path}?recursive=True&cursor={start + PAGE}>; rel="next"'
         headers = {"Link": more} if start + PAGE < len(entries) else {}
         return self.answer(200, json.dumps(entries[start : start + PAGE]).encode(), headers)
 
@@ -133,7 +134,7 @@ def server(tmp_path, monkeypatch):
 
 @pytest.fixture(params=["nobody listens", "the hub is ill", "offline by choice"])
 def goes_away(request, server, monkeypatch):
-    """Call it, and the hub does not answer any more, to a process that has asked for nothing yet."""
+    """Call it, and the hub does not answer any more; no process has asked it yet."""
 
     def go_away():
         if request.param == "nobody listens":

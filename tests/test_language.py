@@ -56,7 +56,7 @@ def test_the_language_is_told(code):
     assert row_language(row(PROMPTS[code], "OK")) == code
 
 
-@pytest.mark.parametrize("code", ["en", "de", "fr", "ru", "zh"])
+@pytest.mark.parametrize("code", ["en", "de", "zh"])
 @pytest.mark.parametrize(
     "mixed", ["{}\n```python\n{}```", "```\n{1}```\n{0}", "{}\n{}", "{}\n```\n{} cut short"]
 )

@@ -153,7 +153,7 @@ def test_nothing_is_raised_where_all_pass():
 
 
 def test_what_a_refusal_says_to_state_lets_the_source_through():
-    """The line of the message, with a reason in the placeholder's stead, read as the run file is."""
+    """The line of the message with a reason in place of the placeholder, as in a run file."""
     stated = {"licence": "CC-BY-NC-4.0", "prompts_by": "gpt-4"}
     overrule = {
         refusal.rule: "the publisher agreed, letter of 3 May"

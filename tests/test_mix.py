@@ -40,8 +40,8 @@ def test_counts_by_hand(mix, available, limit, expected):
     st.dictionaries(
         st.sampled_from("abcde"), st.integers(1, 60).map(lambda share: share / 10), min_size=1
     ),
-    st.lists(st.integers(1, 400), min_size=5, max_size=5),
-    st.none() | st.integers(0, 900),
+    st.lists(st.integers(1, 120), min_size=5, max_size=5),
+    st.none() | st.integers(0, 270),
 )
 @example({"a": 1.4, "b": 2.3, "c": 0.4}, [9, 14, 2, 1, 1], None)
 def test_counts_are_shares_to_the_row_and_no_larger_total_is(mix, numbers, limit):

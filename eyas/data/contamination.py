@@ -109,7 +109,7 @@ class Contamination:
         return self._shared(texts) or self._run(texts) or row
 
     def _shared(self, texts: Iterable[HashArray]) -> Drop | None:
-        """The drop for the turn with the largest share found in the texts, if it is large enough."""
+        """The drop for the turn with the largest share found in the texts, if large enough."""
         turns, counts = np.unique(self._found(texts, GRAM), return_counts=True)
         enough = counts >= self._needed[turns]
         if not enough.any():

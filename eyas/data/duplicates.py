@@ -261,7 +261,7 @@ def _offer(
     rows: NDArray[np.int32],
     met: NDArray[np.int32],
 ) -> None:
-    """Replace the weakest candidate of each row by the row that it met, if that shares more bands."""
+    """Replace each row's weakest candidate by the row that it met, if that shares more bands."""
     new = (candidates[rows] != met[:, None]).all(axis=1)
     rows, met = rows[new], met[new]
     count = (bands[rows] == bands[met]).sum(axis=1)

@@ -2,8 +2,8 @@
 results in the order of the jobs.
 
 Knows processes and actors, not the work: jobs and results are anything that can be pickled. A fixed
-number of jobs is in flight, so memory does not grow with their number. Ray is an optional extra; its
-checkpoints and data sets are not used, because the stage itself records what is finished: a run
+number of jobs is in flight, so memory does not grow with their number. Ray is an optional extra;
+its checkpoints and data sets are not used, because the stage itself records what is finished: a run
 that was killed on Ray can be finished by local processes, and the other way round.
 """
 
@@ -78,7 +78,7 @@ class JobRunner:
 
 
 class TaskPickle:
-    """A task on its way to a worker process. There, `without` is blocked before any other import."""
+    """A task for a worker process. There, `without` is blocked before any other import."""
 
     def __init__(self, task: WorkerTask[Any, Any]) -> None:
         self._without, self._task = tuple(task.without), pickle.dumps(task)
@@ -171,7 +171,7 @@ def _end_with_parent() -> None:
 
 
 class RayExecutor:
-    """Actors of the cluster at RAY_ADDRESS, or of one that runs on this machine while this is open."""
+    """Actors of the cluster at RAY_ADDRESS, or of a local one that runs while this is open."""
 
     def __init__(self, task: WorkerTask[Any, Any], workers: int) -> None:
         if find_spec("ray") is None:

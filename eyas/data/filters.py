@@ -2,8 +2,8 @@
 
 Filters drop or change one row at a time: empty, too long, no usable text, another language, overlap
 with an evaluation set, personal data. None depends on other rows, so a block can be cleaned in any
-process. The quality limits are wide: ordinary prompts, code, tables of numbers and pasted logs pass.
-No note of a drop quotes the row.
+process. The quality limits are wide: ordinary prompts, code, tables of numbers and pasted logs
+pass. No note of a drop quotes the row.
 """
 
 from __future__ import annotations

@@ -219,8 +219,8 @@ def mix_counts(
     """Rows of each source: the largest total, at most `limit`, for which every source has enough.
 
     The shares are proportions and need not sum to 1. A total is divided by largest remainders, ties
-    by name, so no source is a whole row off its share. Raises ConfigError (no share, a share that is
-    not above zero, an unknown source) and EmptyInputError (a source without a row).
+    by name, so no source is a whole row off its share. Raises ConfigError (no share, a share that
+    is not above zero, an unknown source) and EmptyInputError (a source without a row).
     """
     _check_mix(mix, available)
     exact = {name: Fraction(str(share)) for name, share in mix.items()}

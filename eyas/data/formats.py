@@ -3,7 +3,8 @@ and plain text.
 
 The format is recognised by content; the name decides only where the content could be several. Holds
 one value and one buffer, however long the file. A value that cannot be read comes as Unreadable;
-where everything after it is lost, that is one more Unreadable, the last. Knows no meaning of values.
+where everything after it is lost, that is one more Unreadable, the last. Knows no meaning of
+values.
 
 Arrays of JSON are split by this file and parsed by `json`, and CSV is read by `csv`:
 docs/decisions/prompts-stage.md says why not by ijson and pyarrow.
@@ -374,8 +375,8 @@ def is_encodable(text: str) -> bool:
     return True
 
 
-# CSV. A row stands on its own: one whose fields do not fit the header is Unreadable, since its values
-# may have moved into other columns.
+# CSV. A row stands on its own: one whose fields do not fit the header is Unreadable, since its
+# values may have moved into other columns.
 
 DELIMITERS = ",\t;|"
 SAMPLE = 50  # rows by which a dialect is judged

@@ -4,8 +4,8 @@ cache.
     owner/name[@revision]                        the files of the default subset and split
     hf://datasets/owner/name[@revision][/path]   a file, those of a folder, or those of a glob
 
-The hub is asked once per process and set, so that a whole run sees one commit. Without a network the
-cache is used. HF_ENDPOINT names another hub, HF_TOKEN opens gated sets. Knows no row.
+The hub is asked once per process and set, so that a whole run sees one commit. Without a network
+the cache is used. HF_ENDPOINT names another hub, HF_TOKEN opens gated sets. Knows no row.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ SplitPatterns = dict[str, dict[str, list[str]]]  # patterns of files by subset a
 
 @dataclass(frozen=True)
 class HubPath:
-    """A path of a run file that names a set. path: in the repository; "" leaves the choice to subset
-    and split.
+    """A path of a run file that names a set. path: in the repository; "" leaves the choice to
+    subset and split.
     """
 
     id: str

@@ -1,9 +1,9 @@
 """Rows, and where each one went: rows in = rows out + drops, per source and reason.
 
-Defines what flows through the cleaning (SourceRow, DamagedRow, Drop, RowFilter) and counts it. Knows
-no filter and no file format, and holds counts only: the stage writes the lines of dropped rows. A
-value found in a row is kept by type, place and keyed hash; the excerpt of a dropped row has all
-personal data masked, whatever the policy says.
+Defines what flows through the cleaning (SourceRow, DamagedRow, Drop, RowFilter) and counts it.
+Knows no filter and no file format, and holds counts only: the stage writes the lines of dropped
+rows. A value found in a row is kept by type, place and keyed hash; the excerpt of a dropped row has
+all personal data masked, whatever the policy says.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The licence gate: which sources may be used, by licence, by terms, and by who wrote their prompts.
+"""The licence gate: which sources may be used, by licence, terms and authors of their prompts.
 
 It runs before any row is read and knows only what is stated of a source. The registry of known sets
-(registry.yaml) fills in what a run file does not state; where the two differ, that is a trait of its
-own, and the policy decides. Answers are dropped when a source is read, so their authors refuse
+(registry.yaml) fills in what a run file does not state; where the two differ, that is a trait of
+its own, and the policy decides. Answers are dropped when a source is read, so their authors refuse
 nothing; a verdict notes them. SPDX expressions are parsed by `license-expression`.
 """
 
@@ -151,7 +151,7 @@ class Verdict:
 
     @property
     def terms(self) -> dict[str, str]:
-        """Licence and authors, from run file and registry, as readers and manifests pass them on."""
+        """Licence and authors, as readers and manifests pass them on."""
         return {
             "licence": self.licence,
             "prompts_by": self.prompts_by,
@@ -380,7 +380,7 @@ def _author_traits(
 def _contradictions(
     source: SourceStatement, holds: SourceTerms, policy: LicencePolicy
 ) -> Iterator[SourceTrait]:
-    """Fields in which the run file differs from the registry, and unverified facts of the registry."""
+    """Fields in which the run file differs from the registry, and its unverified facts."""
     known = holds.known
     if known is None:
         return
@@ -398,7 +398,7 @@ def _contradictions(
 
 
 def _differ(field: str, stated: str, recorded: str, policy: LicencePolicy) -> bool:
-    """Whether the licence differs, or authors with other terms than the stated ones are left out."""
+    """Whether the licence differs, or authors with other terms are left out."""
     if field == "licence":
         return licence_key(stated) != licence_key(recorded)
     return bool(_families(recorded, policy) - _families(stated, policy))

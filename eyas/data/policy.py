@@ -1,9 +1,9 @@
 """The licence policy: rules, as YAML data, that say which licences, terms and authors are refused.
 
 A licence or a model has traits (`non-commercial`, `attribution`), and a rule refuses a source that
-has one of its traits in one of its fields. A trait that no rule refuses is a duty that goes with the
-prompts. The shipped policy is policy.yaml; a user's file adds to it, replaces rules of the same name
-and removes entries. Knows no source.
+has one of its traits in one of its fields. A trait that no rule refuses is a duty that goes with
+the prompts. The shipped policy is policy.yaml; a user's file adds to it, replaces rules of the same
+name and removes entries. Knows no source.
 """
 
 from __future__ import annotations

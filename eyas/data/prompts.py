@@ -7,9 +7,9 @@
     fit.json              how near the prompts are to the traffic, if `match` is set
     work/                 finished blocks and the selection, until everything is written
 
-Three steps, and a killed run repeats none that it finished: blocks of rows go through the filters in
-any number of processes; what depends on other rows is decided on digests of the rows that remain;
-what is taken is written. Knows the flow; knows no file format, no pattern and no model.
+Three steps, and a killed run repeats none that it finished: blocks of rows go through the filters
+in any number of processes; what depends on other rows is decided on digests of the rows that
+remain; what is taken is written. Knows the flow; knows no file format, no pattern and no model.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) 
 
 
 def _restart_if_versions_differ(output: Artifact) -> None:
-    """Delete what another version of eyas or of a library began: its blocks may differ from ours."""
+    """Delete what another version of eyas or of a library began: its blocks may differ."""
     now = versions()
     if not output.exists(VERSIONS) or output.read_json(VERSIONS) != now:
         for name in (*output.parts("prompts"), *output.parts("dropped")):

@@ -202,7 +202,7 @@ def row_digests(rows: Sequence[SourceRow]) -> BlockArrays:
 
 
 def id_hash(id: str) -> int:
-    """64 bits for an id, never NO_ID: its own digits, if it looks like one made from a text hash."""
+    """64 bits for an id, never NO_ID: its own digits, if it looks like the start of a text hash."""
     if HASH_ID.fullmatch(id):
         return int(id, 16) or 1
     return int.from_bytes(hashlib.blake2b(id.encode(), digest_size=8).digest(), "big") or 1

@@ -1,8 +1,8 @@
 """Sources: sets of conversations or prompts, by path, glob, folder, fsspec URL or Hugging Face id,
 read row by row.
 
-Knows the files of a source and their order. Takes the user's side only. A row that cannot be read is
-reported by its place, never quoted. Knows no reason for which a readable row is dropped.
+Knows the files of a source and their order. Takes the user's side only. A row that cannot be read
+is reported by its place, never quoted. Knows no reason for which a readable row is dropped.
 """
 
 from __future__ import annotations
@@ -135,9 +135,9 @@ def content_identity(checksums: list[str]) -> str:
 def read_source(source: SourceConfig) -> Iterator[SourceRow | DamagedRow]:
     """The rows of a source in order, one at a time; one that cannot be read is a DamagedRow.
 
-    The rest of a file that breaks (a cut gzip, a broken JSON array) is one DamagedRow: how many rows
-    it held is unknown. Raises MissingInputError (no such file), EmptyInputError (no row in it),
-    CorruptError (no readable row), InputError (the store fails, or a package is missing).
+    The rest of a file that breaks (a cut gzip, a broken JSON array) is one DamagedRow: how many
+    rows it held is unknown. Raises MissingInputError (no such file), EmptyInputError (no row in
+    it), CorruptError (no readable row), InputError (the store fails, or a package is missing).
     """
     count, readable, first = 0, False, ""
     for place in source_files(source):
@@ -153,7 +153,8 @@ def read_source(source: SourceConfig) -> Iterator[SourceRow | DamagedRow]:
         )
     if not readable:
         raise CorruptError(
-            f"not one of the {count} rows of {public_url(source.path)} can be read; the first, {first}",
+            f"not one of the {count} rows of {public_url(source.path)} can be read; the first, "
+            f"{first}",
             f"give JSON, JSON lines, CSV or Parquet with {SHAPES}; or plain text, one prompt a "
             "line; or say its `shape`",
         )
