@@ -45,7 +45,7 @@ from eyas.data.duplicates import (
     text_hash,
     text_key,
 )
-from eyas.data.filters import Quality, QualityConfig, row_language
+from eyas.data.filters import Quality, row_language
 from eyas.data.ledger import Drop, SourceRow
 from eyas.data.sources import SourceConfig
 from eyas.language import language
@@ -258,7 +258,7 @@ def speeds(rows: Sequence[SourceRow], folder: Path) -> dict[str, int]:
     ]
     clean = Contamination([SourceConfig(path=str(folder / SPEC_BENCH))])
     steps = {
-        "quality": Quality(QualityConfig()),
+        "quality": Quality(),
         "language": lambda one: language.__wrapped__(one.turns[0]),
         "contamination": clean,
         "text_hash": text_hash,
@@ -331,7 +331,7 @@ def main() -> None:
     figures["gsm8k_against_itself"] = (
         families(sets["gsm8k_train"], rng, args.show) if not args.quick else None
     )
-    keep = Quality(QualityConfig())
+    keep = Quality()
     figures["quality"] = {
         name: sum(isinstance(keep(one), Drop) for one in rows) for name, rows in sets.items()
     }

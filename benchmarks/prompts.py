@@ -44,7 +44,6 @@ from eyas.data.filters import (
     LanguageConfig,
     PersonalData,
     Quality,
-    QualityConfig,
     TooLong,
     row_language,
 )
@@ -120,7 +119,7 @@ def timed_by_filter(section: dict[str, Any], count: int) -> dict[str, float]:
     filters: dict[str, Callable[[SourceRow], Any]] = {
         "empty": Empty(),
         "too_long": TooLong(8000),
-        "quality": Quality(QualityConfig()),
+        "quality": Quality(),
         "language": Language(LanguageConfig(keep=tuple(LANGUAGES))),
         "contamination": Contamination([SourceConfig(**one) for one in section["evaluation"]]),
         "personal": PersonalData(PrivacyConfig(), KEY.encode()),

@@ -1,7 +1,6 @@
-"""The language that a text is written in, found out by py3langid, whose model comes with it; no
-connection, no file of ours.
+"""The language of a text, detected by py3langid, whose model is part of the package: no network.
 
-Knows how to leave out what no one speaks: code, addresses, markup. Knows no word of any language.
+Leaves out code, addresses and markup first.
 """
 
 from __future__ import annotations
@@ -12,14 +11,13 @@ import re
 from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
 UNKNOWN = "und"  # ISO 639-2: undetermined
-CODE_ONLY = "zxx"  # ISO 639-2: no linguistic content, which py3langid says of code
-LOOKED_AT = 300  # characters; more make it slower and hardly surer
+CODE_ONLY = "zxx"  # ISO 639-2: no linguistic content, the code of py3langid for source code
+LOOKED_AT = 300  # characters; more make it slower and hardly more certain
 LEAST_BYTES = 15  # of UTF-8: a character of a script with many characters says more than a letter
-# of 35,658 short English prompts one is then taken for another language, 1.6 % stay open
+# Of 35,658 short English prompts one is then taken for another language, 1.6 % are UNKNOWN.
 LEAST_CONFIDENCE = 0.55
 
-# What the model takes short prompts of a larger language for; the small one is then called by the
-# larger one's name.
+# The model takes short prompts of a large language for these: they get its code.
 COUNTED_AS = {"pcm": "en", "wuu": "zh", "yue": "zh"}
 
 NOT_SPOKEN = re.compile(
@@ -34,14 +32,14 @@ NOT_SPOKEN = re.compile(
 
 @functools.cache
 def codes() -> frozenset[str]:
-    """All codes that `language` gives, but UNKNOWN."""
+    """All codes that `language` returns, except UNKNOWN."""
     return frozenset(_identifier().labels) - {*COUNTED_AS, CODE_ONLY}
 
 
-@functools.lru_cache(maxsize=16)  # a row is asked for by the filter and by the ledger
+@functools.lru_cache(maxsize=16)  # the filter and the ledger ask for the same row
 def language(text: str) -> str:
-    """The ISO 639-1 (or 639-3) code of a text's language; UNKNOWN if it is too short, only code, or
-    too close a call.
+    """The ISO 639-1 (or 639-3) code of a text's language; UNKNOWN if the text is too short, only
+    code, or the result uncertain.
     """
     prose = " ".join(NOT_SPOKEN.sub(" ", text[: 4 * LOOKED_AT]).split())[:LOOKED_AT]
     if len(prose.encode("utf-8", "replace")) < LEAST_BYTES:

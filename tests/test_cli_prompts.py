@@ -153,7 +153,7 @@ def test_settings_come_from_file_and_command_line(raw, tmp_path):
     [
         (["prompts", "--show-dropped", "pii"], "shows one result"),
         (["prompts", "a.jsonl", "--licence", "MIT"], "no place for the result"),
-        (["prompts", "--licence", "MIT", "-o", "out"], "no source that this could be said of"),
+        (["prompts", "--licence", "MIT", "-o", "out"], "but no source"),
         (["prompts", "nowhere", "--show-dropped", "pii"], "does not exist"),
     ],
 )

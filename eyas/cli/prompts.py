@@ -1,5 +1,5 @@
-"""`eyas prompts`: raw conversation sets -> cleaned user prompts, a ledger and a data card; and what
-was dropped, to read.
+"""`eyas prompts`: raw conversation sets -> cleaned user prompts, a ledger and a data card; and the
+dropped rows, for people to read.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def command(
     given = [{"path": _path(path), **stated} for path in sources] if sources else None
     if given is None and any(stated.values()):
         raise ConfigError(
-            "there is no source that this could be said of",
-            "give sources, or say it in the run file",
+            "a licence or an author is given, but no source",
+            "give sources, or state them in the run file",
         )
     config = stage_config(PromptsConfig, "prompts", run_file, overrides, sources=given)
     artifact = Artifact(output)

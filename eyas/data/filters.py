@@ -77,90 +77,71 @@ ENCODED, ENCODED_ALPHABET = re.compile(r"[A-Za-z0-9+/_=-]{60,}"), 10
 SAME = re.compile(r"(.)\1{19,}", re.S)
 
 
-class QualityConfig(BaseModel):
-    """Limits on what is no usable text; shares are of the characters that are not white space.
-
-    Texts of less than ENOUGH characters are judged by length and encoding only. Repetition is
-    looked at closely only where zlib compresses SUSPICIOUS_COMPRESSION times.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    min_characters: int = Field(
-        default=2, ge=1, description="that are not white space, in all user turns together"
-    )
-    max_damaged: float = Field(
-        default=0.02,
-        ge=0,
-        le=1,
-        description="share in broken encoding; lone surrogates are always dropped",
-    )
-    min_words: float = Field(default=0.25, ge=0, le=1, description="share of letters and digits")
-    max_encoded: float = Field(
-        default=0.5,
-        ge=0,
-        le=1,
-        description="share in unbroken runs such as base64 and hexadecimal have",
-    )
-    max_repeated: float = Field(
-        default=0.9, ge=0, le=1, description="share of 5-word runs that repeat an earlier one"
-    )
-    max_same: float = Field(
-        default=0.5, ge=0, le=1, description="share in runs of 20 or more of one character"
-    )
-    max_compression: float = Field(
-        default=20, ge=1, description="length over length compressed by zlib"
-    )
+# Limits on what is no usable text; shares are of the characters that are not white space. Wide
+# enough that of 75,805 real prompts none is dropped (docs/decisions/duplicates-and-contamination.md).
+QUALITY_LIMITS = {
+    "min_characters": 2,  # that are not white space, in all user turns together
+    "max_damaged": 0.02,  # share in broken encoding; lone surrogates are always dropped
+    "min_words": 0.25,  # share of letters and digits
+    "max_encoded": 0.5,  # share in unbroken runs such as base64 and hexadecimal have
+    "max_repeated": 0.9,  # share of REPEATED_RUN-word runs that repeat an earlier one
+    "max_same": 0.5,  # share in runs of 20 or more of one character
+    "max_compression": 20,  # length over length compressed by zlib
+}
 
 
-def length(text: str, config: QualityConfig) -> str | None:
+def length(text: str) -> str | None:
     """What is wrong with the length, or None."""
     count = len("".join(text.split()))
-    if count >= config.min_characters:
+    if count >= QUALITY_LIMITS["min_characters"]:
         return None
-    return f"{count} characters, needed are {config.min_characters}"
+    return f"{count} characters, needed are {QUALITY_LIMITS['min_characters']}"
 
 
-def encoding(text: str, config: QualityConfig) -> str | None:
+def encoding(text: str) -> str | None:
     """What is wrong with the encoding, or None."""
     if SURROGATE.search(text):
         return "half of a surrogate pair, which UTF-8 cannot hold"
     share = _share(DAMAGED, text) if MAYBE_DAMAGED.search(text) else 0
-    return f"{share:.0%} of its characters are damaged" if share > config.max_damaged else None
+    return (
+        f"{share:.0%} of its characters are damaged"
+        if share > QUALITY_LIMITS["max_damaged"]
+        else None
+    )
 
 
-def non_text(text: str, config: QualityConfig) -> str | None:
+def non_text(text: str) -> str | None:
     """Why it is no text, or None."""
     if len(text) < ENOUGH:
         return None
-    if (share := sum(map(str.isalnum, text)) / _solid(text)) < config.min_words:
+    if (share := sum(map(str.isalnum, text)) / _solid(text)) < QUALITY_LIMITS["min_words"]:
         return f"{share:.0%} of its characters are letters or digits"
     unbroken = (
         match[0] for match in ENCODED.finditer(text) if len(set(match[0])) >= ENCODED_ALPHABET
     )
-    if (share := sum(map(len, unbroken)) / _solid(text)) > config.max_encoded:
+    if (share := sum(map(len, unbroken)) / _solid(text)) > QUALITY_LIMITS["max_encoded"]:
         return f"{share:.0%} of its characters are in unbroken runs such as base64 has"
     return None
 
 
-def repetition(text: str, config: QualityConfig) -> str | None:
+def repetition(text: str) -> str | None:
     """What it repeats too much, or None."""
     raw = text.encode("utf-8", "surrogatepass")
     ratio = len(raw) / len(zlib.compress(raw, 1))
-    if len(text) < ENOUGH or ratio < min(SUSPICIOUS_COMPRESSION, config.max_compression):
+    if len(text) < ENOUGH or ratio < min(SUSPICIOUS_COMPRESSION, QUALITY_LIMITS["max_compression"]):
         return None
-    if ratio > config.max_compression:
+    if ratio > QUALITY_LIMITS["max_compression"]:
         return f"it compresses to 1/{ratio:.0f}"
-    if (share := _share(SAME, text)) > config.max_same:
+    if (share := _share(SAME, text)) > QUALITY_LIMITS["max_same"]:
         return f"{share:.0%} of its characters are in runs of one character"
     found = runs(hashed(plain_words(text)), REPEATED_RUN)
     share = 1 - len(np.unique(found)) / max(1, len(found))
-    if share <= config.max_repeated:
+    if share <= QUALITY_LIMITS["max_repeated"]:
         return None
     return f"{share:.0%} of its {REPEATED_RUN}-word runs were there before"
 
 
-QUALITY_CHECKS: dict[str, Callable[[str, QualityConfig], str | None]] = {
+QUALITY_CHECKS: dict[str, Callable[[str], str | None]] = {
     "length": length,
     "encoding": encoding,
     "non_text": non_text,
@@ -173,13 +154,10 @@ class Quality:
     `quality.<check>`.
     """
 
-    def __init__(self, config: QualityConfig) -> None:
-        self._config = config
-
     def __call__(self, row: SourceRow) -> SourceRow | Drop:
         text = "\n".join(row.turns)
         for name, check in QUALITY_CHECKS.items():
-            if note := check(text, self._config):
+            if note := check(text):
                 return Drop(f"quality.{name}", note)
         if row.system and SURROGATE.search(row.system):
             return Drop("quality.encoding", "half of a surrogate pair in the system prompt")
@@ -311,7 +289,6 @@ class CleaningTask:
     labels: tuple[str, ...]
     key: bytes = dataclasses.field(repr=False)
     max_characters: int
-    quality: QualityConfig
     language: LanguageConfig
     evaluation: tuple[SourceConfig, ...]
     personal: PrivacyConfig
@@ -339,7 +316,7 @@ class RowCleaner:
         self._filters: list[RowFilter] = [
             Empty(),
             TooLong(task.max_characters),
-            Quality(task.quality),
+            Quality(),
             Language(task.language),
         ]
         self._filters += [Contamination(task.evaluation)] if task.evaluation else []

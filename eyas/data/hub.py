@@ -86,21 +86,21 @@ def hub_path(path: str) -> HubPath | None:
     return HubPath(found["id"], found["revision"] or "main")
 
 
-def files(asked: HubPath, subset: str | None = None, split: str | None = None) -> list[str]:
+def files(place: HubPath, subset: str | None = None, split: str | None = None) -> list[str]:
     """Local copies of the files, downloaded if they are not cached.
 
     Raises MissingInputError (no such set, file, subset or split), InputError (the hub refuses, or
     only a part of the set is cached).
     """
-    listing = _listing(asked.id, asked.revision, os.environ.get("HF_ENDPOINT"))
-    if asked.path:
+    listing = _listing(place.id, place.revision, os.environ.get("HF_ENDPOINT"))
+    if place.path:
         if subset or split:
             raise InputError(
-                f"{asked.id}: a path, and a subset or split besides", "give one or the other"
+                f"{place.id}: a path, and a subset or split besides", "give one or the other"
             )
-        chosen = matching(listing.names, [asked.path])
+        chosen = matching(listing.names, [place.path])
         if not chosen:
-            raise MissingInputError(f"{asked.id} has no file {asked.path}", _choice(listing.names))
+            raise MissingInputError(f"{place.id} has no file {place.path}", _choice(listing.names))
     else:
         readme = (
             Path(_fetched(listing, README)).read_text(encoding="utf-8", errors="replace")
@@ -112,15 +112,15 @@ def files(asked: HubPath, subset: str | None = None, split: str | None = None) -
         _check_parts(listing.id, chosen)
     found = [_fetched(listing, name) for name in chosen]
     if listing.folder is None:
-        _remember(found[0], asked.revision, listing.commit)
+        _remember(found[0], place.revision, listing.commit)
     return found
 
 
 def commit(path: str) -> str | None:
     """The commit at which a set is read; None for another kind of path."""
-    asked = hub_path(path)
+    place = hub_path(path)
     return (
-        _listing(asked.id, asked.revision, os.environ.get("HF_ENDPOINT")).commit if asked else None
+        _listing(place.id, place.revision, os.environ.get("HF_ENDPOINT")).commit if place else None
     )
 
 

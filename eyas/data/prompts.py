@@ -28,7 +28,7 @@ from eyas.data import fit
 from eyas.data.card import CardContents, write_card
 from eyas.data.duplicates import DuplicatesConfig
 from eyas.data.executor import Executor, LocalExecutor, RayExecutor
-from eyas.data.filters import CleaningTask, LanguageConfig, LateDrops, QualityConfig
+from eyas.data.filters import QUALITY_LIMITS, CleaningTask, LanguageConfig, LateDrops
 from eyas.data.ledger import Ledger, SourceRow
 from eyas.data.licence import gate, require
 from eyas.data.policy import read_policy
@@ -71,7 +71,6 @@ class PromptsConfig(BaseModel):
     evaluation: list[SourceConfig] = Field(
         default=[], description="sets whose items no prompt may overlap"
     )
-    quality: QualityConfig = QualityConfig()
     language: LanguageConfig = LanguageConfig()
     match: fit.MatchConfig | None = None
     mix: dict[str, float] | None = Field(
@@ -113,6 +112,7 @@ class PromptsConfig(BaseModel):
         return {
             **settings,
             "policy": read_policy(self.policy).title,
+            "quality": QUALITY_LIMITS,
             "evaluation": {source.label: describe(source).identity for source in self.evaluation},
             "key": key_id(key),
         }
@@ -123,7 +123,6 @@ class PromptsConfig(BaseModel):
             labels=tuple(self.labels),
             key=key,
             max_characters=self.max_characters,
-            quality=self.quality,
             language=self.language,
             evaluation=tuple(self.evaluation),
             personal=self.personal,
@@ -202,8 +201,9 @@ def versions() -> dict[str, Any]:
 
 def policies(config: PromptsConfig, key: bytes) -> dict[str, Any]:
     """The settings of each filter, for the ledger."""
-    kept = {"max_characters", "quality", "language", "personal", "duplicates"}
-    return {**config.model_dump(mode="json", include=kept), "key": key_id(key)}
+    kept = {"max_characters", "language", "personal", "duplicates"}
+    settings = config.model_dump(mode="json", include=kept)
+    return {**settings, "quality": QUALITY_LIMITS, "key": key_id(key)}
 
 
 # Step 1: blocks.
