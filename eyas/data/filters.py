@@ -77,8 +77,8 @@ ENCODED, ENCODED_ALPHABET = re.compile(r"[A-Za-z0-9+/_=-]{60,}"), 10
 SAME = re.compile(r"(.)\1{19,}", re.S)
 
 
-# Limits on what is no usable text; shares are of the characters that are not white space. Wide
-# enough that of 75,805 real prompts none is dropped (docs/decisions/duplicates-and-contamination.md).
+# Limits on what is no usable text; shares are of the characters that are not white space. Of 75,805
+# real prompts none is dropped: docs/decisions/duplicates-and-contamination.md.
 QUALITY_LIMITS = {
     "min_characters": 2,  # that are not white space, in all user turns together
     "max_damaged": 0.02,  # share in broken encoding; lone surrogates are always dropped
