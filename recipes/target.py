@@ -5,7 +5,8 @@ Knows transformers' Llama, byte-level BPE and the ChatML-style template. Knows n
 it writes is an ordinary Hugging Face folder (config, tokenizer, chat template, bf16 safetensors).
 
     python recipes/target.py tokenizer --data a.jsonl.gz b.jsonl.gz --out OUT
-    python recipes/target.py train     --data a.jsonl.gz b.jsonl.gz --held-out dev.jsonl.gz --out OUT --steps 3000
+    python recipes/target.py train     --data a.jsonl.gz b.jsonl.gz --held-out dev.jsonl.gz \\
+                                       --out OUT --steps 3000
     python recipes/target.py export    --out OUT --to eyas/builtin/target
 
 Data: gzip or plain JSON lines, {"messages": [{"role", "content"}, ...]}, as written by anyone.

@@ -165,18 +165,19 @@ license:
 
 # The built-in target of eyas
 
-A small chat model of the Llama architecture (17.4 M parameters, 12 layers of 320, byte-level BPE of 8,000 tokens, context
-1,024), made so that everything in eyas can run anywhere on something real. It knows task dialogues (restaurants, hotels,
-flights, banks, ...), short arithmetic and command lines, and is fluent there. It knows no facts: names, addresses,
-prices and sums are made up. It is no assistant for anyone.
+A small chat model of the Llama architecture (17.4 M parameters, 12 layers of 320, byte-level BPE of
+8,000 tokens, context 1,024), made so that everything in eyas can run anywhere on something real. It
+knows task dialogues (restaurants, hotels, flights, banks, ...), short arithmetic and command lines,
+and is fluent there. It knows no facts: names, addresses, prices and sums are made up. It is no
+assistant for anyone.
 
 ## Data
 
 {table}
 
-Held out and never trained on: the dev part of Schema-Guided Dialogue. The Schema-Guided Dialogue set is CC BY-SA 4.0, and
-this model is shared under the same licence, with attribution to all sets above. Worker ids and annotations are not part
-of the data.
+Held out and never trained on: the dev part of Schema-Guided Dialogue. The Schema-Guided Dialogue
+set is CC BY-SA 4.0, and this model is shared under the same licence, with attribution to all sets
+above. Worker ids and annotations are not part of the data.
 
 ## Training
 
@@ -184,9 +185,10 @@ of the data.
 {command}
 ```
 
-Muon on the matrices, AdamW on embeddings and norms, bf16 autocast, {tokens} M tokens, final training loss {loss} on all
-tokens, on a 2-core machine without a GPU. Held-out perplexity on assistant tokens: **{perplexity}** (bf16 weights). Of 200
-greedy answers to held-out prompts, **{stopped}** end by themselves within {max_tokens} tokens.
+Muon on the matrices, AdamW on embeddings and norms, bf16 autocast, {tokens} M tokens, final
+training loss {loss} on all tokens, on a 2-core machine without a GPU. Held-out perplexity on
+assistant tokens: **{perplexity}** (bf16 weights). Of 200 greedy answers to held-out prompts,
+**{stopped}** end by themselves within {max_tokens} tokens.
 
 ![loss curve](loss.svg)
 

@@ -1,7 +1,9 @@
 """Training runs in processes of their own, cheap enough to be killed by the dozen: one process
 imports and forks all ranks.
 
-    python -m tests.nursery FILE     FILE: JSON, a list of launches {config, target, features, output, size, kill}
+    python -m tests.nursery FILE
+
+FILE: JSON, a list of launches {config, target, features, output, size, kill}.
 
 kill: {rank, step}: that rank is killed (SIGKILL) when it has done that step. Every rank leaves
 beside the output folder, in <output>.seen/, the keys of each step that it saw, and what it said on

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from eyas.chat.supervision import OPTIONS, supervised
 from eyas.model.batch import Batch, plan_packs
 from eyas.train import loss as loss_module
 from eyas.train.loss import (
+    LossMask,
     ObjectiveConfig,
     TeacherRows,
     judged_positions,
@@ -224,7 +226,7 @@ def test_a_packed_row_equals_the_loops(config):
 )
 @settings(max_examples=40, deadline=None)
 def test_packed_and_padded_rows_have_one_loss(masks, room, option):
-    """No draft is judged, and nothing is seen, across documents; positions begin again with each."""
+    """No draft is judged and nothing is seen across documents; positions restart with each."""
     masks = [[True] * 4, *masks]
     samples, losses, grads = made_up_samples(masks, seed=3), [], []
     for batch in (Batch.of(samples), Batch.packed(samples, room)):
@@ -237,6 +239,10 @@ def test_packed_and_padded_rows_have_one_loss(masks, room, option):
         torch.testing.assert_close(packed, padded, rtol=1e-9, atol=1e-9)
     for padded, packed in zip(grads[0], grads[1], strict=True):
         torch.testing.assert_close(packed, padded, rtol=1e-9, atol=1e-9)
+
+
+def test_the_loss_masks_are_the_options_of_chat():
+    assert get_args(LossMask) == OPTIONS
 
 
 @given(mask=st.lists(st.booleans(), min_size=1, max_size=12), option=st.sampled_from(OPTIONS))

@@ -1,4 +1,4 @@
-"""A tiny head with random weights and made-up conversations for it, in memory: no target, no files."""
+"""A tiny head with random weights and made-up conversations for it, in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`eyas check`: lint a head in any form against its target, and replay it as engines would read it."""
+"""`eyas check`: lint a head in any form against its target, and replay it as engines read it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def command(
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """Print what would serve badly. Exit code 0: nothing found, or notes; 1: warnings; 2: errors."""
+    """Print what would serve badly. Exit code 0: nothing, or notes; 1: warnings; 2: errors."""
     with errors_as_json(head, target, as_json):
         findings = check(head, target)
         replayed, why_not = replay_head(head, target, text) if replay else ([], "not asked for")
@@ -122,9 +122,8 @@ def show_readings(replayed: Sequence[ReadingScore], why_not: str) -> None:
     console.print(table)
     console.print(
         f"chains of {NUM_DRAFT_STEPS} from {sum(replayed[0].places)} places in "
-        f"{len(replayed[0].places)} answers, the shortest "
-        f"{ANSWERS_AT_ONCE} first; one that accepts less than {LEFT_BEHIND:.0%} of the declared reading's on "
-        "these is left at that\n"
+        f"{len(replayed[0].places)} answers, the shortest {ANSWERS_AT_ONCE} first; a reading that "
+        f"accepts less than {LEFT_BEHIND:.0%} of the declared one's on these stops there\n"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,8 +14,6 @@ import typer
 from eyas.artifact import Artifact
 from eyas.cli.options import Output, Overrides, RunFile, TargetOption, stage_config
 from eyas.cli.stage import stage
-from eyas.features.capture import CaptureConfig
-from eyas.features.online import OnlineTarget
 from eyas.log import quiet
 from eyas.shards import Features, FeatureSource
 from eyas.shards.sample import Split
@@ -33,7 +32,8 @@ def command(
     start: Annotated[
         str | None,
         typer.Option(
-            "--start", help='a head to go on from, in any form: a folder, URL, hub id, or "builtin"'
+            "--start",
+            help='a head to continue from, in any form: a folder, URL, hub id, or "builtin"',
         ),
     ] = None,
     keep_mix: Annotated[
@@ -47,7 +47,7 @@ def command(
         bool,
         typer.Option(
             "--online",
-            help="the target computes features as they are wanted, by the run file's section "
+            help="compute features with the target while training, by the run file's section "
             "`capture`",
         ),
     ] = False,
@@ -67,8 +67,12 @@ def command(
     with stage("train", artifact) if is_first_rank() else nullcontext(quiet) as track:
         open_split: Callable[[Split], FeatureSource]
         if online:
-            capture = stage_config(CaptureConfig, "capture", run_file, [], target=target)
-            open_split = OnlineTarget(capture, source).features
+            # for this option only: it brings the target, its tokenizer and its chat template
+            stage_module = importlib.import_module("eyas.features.online")
+            capture = stage_config(
+                stage_module.CaptureConfig, "capture", run_file, [], target=target
+            )
+            open_split = stage_module.OnlineTarget(capture, source).features
         else:
             open_split = partial(Features, source)
         train(config, target, open_split("train"), artifact, track, open_split("held_out"))

@@ -265,9 +265,10 @@ class ModelCard:
     def _training(self) -> Iterator[str]:
         yield from ("## Training", "")
         if self.manifest.stage == SOURCE:
-            yield f"Not trained by eyas: converted from a head in {self.manifest.config['form']} form, "
+            config = self.manifest.config
+            yield f"Not trained by eyas: converted from a head in {config['form']} form, "
             yield (
-                f"licence as its card says {self.manifest.config['licence']}, SHA-256 of its files "
+                f"licence as its card says {config['licence']}, SHA-256 of its files "
                 f"`{self.manifest.identity}`."
             )
             return

@@ -1,7 +1,7 @@
-"""The check of a head: lint against its target, and replay; what would serve badly although it loads.
+"""The check of a head against its target, by lint and replay: what serves badly although it loads.
 
-Reads a head of any form step by step as `read_head` does, but continues after a fault and names them
-all. A head that can be read at all is replayed where the target can be run.
+Reads a head of any form step by step as `read_head` does, but continues after a fault and names all
+of them. A head that can be read at all is replayed where the target can be run.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def meanings(folder: str | Path, target: TargetShape) -> list[HeadReading]:
 def verdict(
     findings: Sequence[CheckFinding], replayed: Sequence[ReadingScore]
 ) -> list[CheckFinding]:
-    """The findings of the lint in the light of the replay, and those of the replay; errors first."""
+    """The findings of the lint, settled by the replay, and those of the replay; errors first."""
     of_replay = list(reading_findings(replayed))
     of_lint = [settled(finding, replayed) if finding.meanings else finding for finding in findings]
     if replayed and not of_replay:

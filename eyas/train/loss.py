@@ -30,12 +30,14 @@ import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from eyas.chat.supervision import MaskOption
 from eyas.model.batch import Batch
 from eyas.model.head import Head
 from eyas.model.ttt import Slots, unroll
 from eyas.model.vocab import TargetVocabulary
 
+# The names of chat/supervision.py, which says what each of them supervises: training needs no
+# tokenizer, and so does not load that package.
+LossMask = Literal["serving", "t", "t+1"]
 TEACHER_ROWS = 1024
 TEACHER_LOGITS = 1 << 23  # 32 MB in float32: rows x part of the whole vocabulary
 # 64 MB in bf16: rows x draft vocabulary; with more rows lm_head's gradient is summed less often
@@ -58,7 +60,7 @@ class ObjectiveConfig(BaseModel):
 
     num_ttt_steps: int = Field(7, ge=1, le=16)
     step_decay: float = Field(0.8, gt=0, le=1)
-    loss_mask: MaskOption = "serving"
+    loss_mask: LossMask = "serving"
     out_of_vocabulary: Literal["drop", "keep"] = "drop"
     normaliser: Literal["valid", "positions"] = "valid"
     loss: Literal["cross_entropy", "lk_alpha", "lk_lambda"] = "cross_entropy"
@@ -129,7 +131,7 @@ class BatchLoss(NamedTuple):
 
 
 def judged_positions(
-    loss_mask_BT: Tensor, option: MaskOption = "serving", starts_BT: Tensor | None = None
+    loss_mask_BT: Tensor, option: LossMask = "serving", starts_BT: Tensor | None = None
 ) -> Tensor:
     """bool [B, T]: where the target's prediction x_{s+1} is trained on; the set of
     `chat.supervision.supervised`, by s + 1.
