@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from eyas import builtin
 from eyas.artifact import Artifact, Manifest, identity
+from eyas.cli.run import StageFolder
 from eyas.data.licence import judge
 from eyas.data.policy import shipped
 from eyas.errors import CorruptError, MismatchError, MissingInputError
@@ -138,6 +139,19 @@ def test_done_work_is_not_done_again_and_other_work_is_refused(target, tmp_path)
     assert export(ExportConfig(), str(target), head, Artifact(url)) == first
     with pytest.raises(Exception, match="holds other work"):
         export(ExportConfig(forms=("vllm",)), str(target), head, Artifact(url))
+
+
+def test_a_run_finds_an_export_done_before_it_checks_or_writes_anything(
+    target, tmp_path, monkeypatch
+):
+    """A rerun once exported all over again into the finished artifact, and printed "skipped"."""
+    head, root = trained(target, str(tmp_path / "train")), str(tmp_path / "run")
+    first = export(ExportConfig(), str(target), head, StageFolder(root, "export"))
+    monkeypatch.setattr("eyas.export.export.check", lambda *_: pytest.fail("it is checked again"))
+    again = StageFolder(root, "export")
+    monkeypatch.setattr(again, "write", lambda *_: pytest.fail("it is written again"))
+    assert export(ExportConfig(), str(target), head, again) == first
+    assert again.was_done
 
 
 def test_an_interrupted_export_is_finished(target, tmp_path, monkeypatch):

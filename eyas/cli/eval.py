@@ -136,8 +136,11 @@ def show_table(result: dict[str, Any]) -> None:
         measured.add_row(f"{one['speculation']}, temperature {one['temperature']:g}", *_cells(one))
     out.print(measured)
     for name in ("source", "language"):
+        parts = result[f"by_{name}"]
+        if len(parts) < 2:  # says what the whole says
+            continue
         table = Table(name, "tau", "95 %", "answers", "rounds")
-        for value, one in result[f"by_{name}"].items():
+        for value, one in parts.items():
             counts = str(one["answers"]), str(one["rounds"])
             table.add_row(value or "-", f"{one['tau']:.2f}", _interval(one), *counts)
         out.print(table)
