@@ -2,9 +2,12 @@
 
 Knows identity, atomic writes, checksums and resume. Does not know what the files mean.
 
-    prompts/  prompts-00000.jsonl  ledger.json  manifest.json  _DONE  work/
-                                                ^                     ^ parts that only the stage itself needs, until it is done
-                                                counts, sha256 of each file, config, and the manifests of the inputs
+    prompts/
+        prompts-00000.jsonl
+        ledger.json
+        manifest.json           counts, config, SHA-256 of each file, manifests of the inputs
+        _DONE                   written last
+        work/                   parts that only the stage itself needs, until it is done
 
 The identity is the hash of the stage's name, its config and its inputs' identities, so equal
 identities mean equal work. A folder without `_DONE` is unfinished: its files may be resumed by the
@@ -245,7 +248,10 @@ class Artifact:
         return sorted(name for name in names if ".partial-" not in name)
 
     def read(self, name: str) -> bytes:
-        """The bytes of a file; of a finished artifact, checked against the manifest (CorruptError)."""
+        """The bytes of a file; of a finished artifact, checked against its manifest.
+
+        Raises MissingInputError, CorruptError.
+        """
         try:
             data = bytes(self._fs.cat_file(self._path(name)))
         except FileNotFoundError as error:

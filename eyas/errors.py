@@ -1,6 +1,6 @@
 """The errors of eyas: one tree, each with what is wrong and what to do next.
 
-    EyasError                     exit code 1: something went wrong that the user cannot mend by other input
+    EyasError                     exit code 1: what other input cannot mend
     ├── InputError                exit code 2: what was given is wrong
     │   ├── MissingInputError     a file, folder or artifact that is not there
     │   ├── EmptyInputError       an input without a single usable row
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 
 class EyasError(Exception):
-    """Base of all errors meant for the user: `what` is wrong, and the `hint` what to do about it."""
+    """Base of all errors meant for the user: `what` is wrong, and `hint`, what to do about it."""
 
     exit_code = 1
 

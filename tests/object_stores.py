@@ -46,7 +46,8 @@ GCS_PROGRAM = """
 import sys, time
 from gcp_storage_emulator.server import create_server
 port, folder = int(sys.argv[1]), sys.argv[2]
-server = create_server("127.0.0.1", port, in_memory=False, default_bucket="features", data_dir=folder)
+options = {"in_memory": False, "default_bucket": "features", "data_dir": folder}
+server = create_server("127.0.0.1", port, **options)
 server.start()
 time.sleep(600)
 """

@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -118,6 +121,22 @@ def test_data_and_bench_never_reach_torch():
 def test_pure_functions_import_nothing_of_ours():
     for name in sorted(PURE):
         assert ours(name) <= PURE_MAY_IMPORT, name
+
+
+def test_imported_packages_are_declared():
+    """In pyproject.toml, among the dependencies or in an extra; a package that another one brings
+    can go with its next version."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    stated = [*project["dependencies"], *(one for extra in extras for one in extra)]
+    declared = {re.split(r"[^\w.-]", one)[0].lower().replace("-", "_") for one in stated}
+    distributions = packages_distributions()
+    missing = set()
+    for package in {target.split(".")[0] for name in NAMES for target in imported(name)}:
+        if package not in {"eyas", *sys.stdlib_module_names}:
+            names = {one.lower().replace("-", "_") for one in distributions.get(package, [package])}
+            missing |= set() if names & declared else {package}
+    assert not missing, missing
 
 
 def test_commands_are_imported_one_at_a_time():

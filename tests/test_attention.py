@@ -112,8 +112,9 @@ def laid_out(
     order = rng.permutation(len(request)) if shuffled_rows else np.arange(len(request))
     request_M, prefix_len_M = np.asarray(request)[order], np.asarray(prefix_len)[order]
     seen_M = np.asarray(bits, dtype=np.uint64).view(np.int64)[order]
-    ends = [max(length + seen.bit_length() for b, length, seen in zip(request, prefix_len, bits, strict=True) if b == own)
-            for own in range(len(parts))]  # fmt: skip
+    ends = [0] * len(parts)
+    for b, length, seen in zip(request, prefix_len, bits, strict=True):
+        ends[b] = max(ends[b], length + seen.bit_length())
     pages = [-(-end // page_size) for end in ends]
     free = rng.permutation(sum(pages)).astype(np.int32)
     page_table = rng.integers(0, sum(pages), (len(parts), max(pages))).astype(np.int32)

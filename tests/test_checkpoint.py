@@ -427,7 +427,7 @@ def test_norm_output_of_specforge_is_never_carried_over(target, tmp_path):
 
 
 def test_norm_output_of_others_is_the_fed_back_norm(target, tmp_path, caplog):
-    """What SpecForge does not write, by class or by the layer's name; and what was decided is said."""
+    """What SpecForge does not write, by class or by the layer's name; the decision is logged."""
     _, tensors = tiny_head(target)
     named = {"architectures": ["Eagle3LlamaForCausalLM"], "norm_output": True}
     expect(saved(tmp_path / "a", tensors, **named), target, tensors, norm_output=True)

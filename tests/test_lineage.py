@@ -1,4 +1,4 @@
-"""From an artifact back to every source, licence and filter; and artifacts with folders below them."""
+"""From an artifact back to every source, licence and filter; artifacts with folders below them."""
 
 from __future__ import annotations
 

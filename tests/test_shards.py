@@ -125,7 +125,7 @@ def test_every_bfloat16_survives_numpy_and_back() -> None:
 def test_a_shard_is_an_ordinary_safetensors_file(
     lengths: list[int], hidden: int, dtype: str
 ) -> None:
-    """Odd lengths and odd sizes on purpose: the other reader insists on alignment and on no gaps."""
+    """Odd lengths and sizes on purpose: the other reader insists on alignment and on no gaps."""
     meta = META.model_copy(update={"hidden_size": hidden, "dtype": dtype})
     artifact = Artifact(f"memory://{uuid.uuid4()}")
     writer = ShardWriter(artifact, "train", meta)

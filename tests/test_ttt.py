@@ -85,7 +85,7 @@ def test_tiles_change_nothing(head, batch, monkeypatch, slots_of_a_tile, columns
 
 
 def test_a_packed_row_costs_what_its_documents_do():
-    """Tiles look at the tokens of their own documents, and at some more for the sake of few sizes."""
+    """Tiles look at the tokens of their own documents, and at some more: sizes are few."""
     lengths = [40] * 100
     starts = torch.cat(
         [torch.full((length,), 40 * number) for number, length in enumerate(lengths)]

@@ -30,12 +30,12 @@ ROWS_AT_ONCE = 512  # of logits over the whole target vocabulary
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """What the head and the target said about one batch.
+class ChainCounts:
+    """What head and target say about one batch.
 
-    spans: of each answer, its sample's number in the batch and its `matches` (see RoundCounts.add_answer). Of
-    the P answer tokens, how many are in the draft vocabulary and how many are the target's argmax
-    by the features.
+    spans: of each answer, its sample's number in the batch and its `matches`, as
+    `tau.RoundCounts.add_answer` takes them. Of the P answer tokens, how many are in the draft
+    vocabulary and how many are the target's argmax by the features.
     """
 
     spans: list[tuple[int, list[int]]]
@@ -47,7 +47,7 @@ class Measured:
 @torch.inference_mode()
 def measure(
     head: Head, vocabulary: TargetVocabulary, batch: Batch, num_draft_steps: int
-) -> Measured:
+) -> ChainCounts:
     """Unroll every slot of the batch's answers and count."""
     mask_BT = batch.loss_mask_BT
     starts_BT = F.pad(mask_BT[:, 1:-1] & mask_BT[:, 2:], (0, 2))
@@ -69,7 +69,7 @@ def measure(
         [(rows @ vocabulary.lm_head.T).argmax(-1) for rows in torch.split(before_PH, ROWS_AT_ONCE)]
     )
     greedy = int((own_P == batch.tokens_BT[:, 1:][mask_BT[:, 1:]]).sum())
-    return Measured(spans, len(answer_P), int(head.t2d[answer_P].sum()), greedy)
+    return ChainCounts(spans, len(answer_P), int(head.t2d[answer_P].sum()), greedy)
 
 
 def free_running_drafts(

@@ -1,11 +1,11 @@
 """Draft heads on disk, read in three forms.
 
-    form     found by                          layer        tapped layers are written as
-    eyas     eyas_head.json                    midlayer.*   after_layer: outputs of these layers, in words
-    sglang   config.json, flat                 midlayer.*   eagle_config.eagle_aux_hidden_state_layer_ids: outputs
-             (see dialects.ARCHITECTURES)
-    vllm     config.json with                  layers.0.*   eagle_aux_hidden_state_layer_ids at top level: the residual
-             speculators_model_type                         stream ENTERING layer i, so our tap + 1
+    form     found by                  layer        tapped layers are written as
+    eyas     eyas_head.json            midlayer.*   after_layer: outputs of these layers
+    sglang   config.json, flat         midlayer.*   eagle_aux_hidden_state_layer_ids in
+             (dialects.ARCHITECTURES)               eagle_config: outputs of these layers
+    vllm     config.json with          layers.0.*   eagle_aux_hidden_state_layer_ids at top level:
+             speculators_model_type                 the residual stream ENTERING layer i, so tap + 1
 
 Either name of the layer is read in every form, with or without `model.` before it. Whatever the
 form, a head becomes a HeadConfig and its tensors under EAGLE's names. What our Head would not

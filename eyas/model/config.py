@@ -243,7 +243,7 @@ class HeadConfig(DecoderConfig):
 
     @property
     def owns_embeddings(self) -> bool:
-        """Is it of another width than its target, so that it cannot share the target's embeddings?"""
+        """Whether it is of another width than its target, whose embeddings it cannot share then."""
         return self.hidden_size != self.target_hidden_size
 
     @classmethod

@@ -286,7 +286,7 @@ def norm_output_ambiguity(checkpoint: Checkpoint) -> Iterator[Ambiguity]:
 
 
 def layers_ambiguity(checkpoint: Checkpoint) -> Iterator[Ambiguity]:
-    """A list of layers in eagle_config alone, which readers agree on only where it begins with 1."""
+    """A list of layers in eagle_config alone: readers agree on it only where it begins with 1."""
     outputs = checkpoint.eagle_settings.get(LAYER_IDS)
     is_list = isinstance(outputs, list) and all(isinstance(index, int) for index in outputs)
     if not outputs or not is_list or outputs[0] == 1 or checkpoint.settings.get(LAYER_IDS):

@@ -1,12 +1,11 @@
-"""The draft head: EAGLE-3's one decoder layer over [embedding, feature], in plain PyTorch,
-differentiable.
+"""The draft head: EAGLE-3's one decoder layer over [embedding, feature], in differentiable PyTorch.
 
 Knows the layer's order and names of weights (EAGLE3.md, section 1). Does not know how it is
 trained, nor how the engine drafts fast. Weights start as NaN: they are loaded, or drawn by
 `initialise`.
 
     f = fc(aux_hidden)                                  once, on the target's features
-    x = [input_layernorm(embedding), hidden_norm(h)]    h = f first, then the layer's own output, un-normed
+    x = [input_layernorm(embedding), hidden_norm(h)]    h = f, then the layer's output, un-normed
     h = h + o(attention(x)) ;  h = h + mlp(post_attention_layernorm(h))
     logits = lm_head(norm(h))
 
@@ -39,8 +38,8 @@ from eyas.model.checkpoint import read_head
 from eyas.model.config import HeadConfig, TargetShape
 from eyas.model.dialects import EMBED_TOKENS, LM_HEAD
 from eyas.model.forms import write_head
+from eyas.model.ttt import Rotation
 
-Rotation = tuple[Tensor, Tensor]  # cosines, sines
 KeysValues = tuple[Tensor, Tensor]  # [B, S, Hk, D] each
 
 

@@ -671,9 +671,11 @@ class NativeDraft(NativeDecoder):
             self._is_done(-drafted, max(roots.lens) + K - 2)
         return out.proposals(drafted)
 
-    def _room(self, B: int, growth: tuple[int, int], thresholds: Sequence[float]) -> _Candidates:
+    def _room(
+        self, B: int, growth: tuple[int, int], thresholds: Sequence[float]
+    ) -> CandidateBuffers:
         assert 0 < growth[1] <= min(MAX_TOPK, self._W)
-        return _Candidates(B, growth, thresholds)
+        return CandidateBuffers(B, growth, thresholds)
 
     def _growth_sizes(
         self, B: int, growth: tuple[int, int], page_table: np.ndarray, cache: PagedCache
@@ -696,7 +698,7 @@ class NativeDraft(NativeDecoder):
         return h
 
 
-class _Candidates:
+class CandidateBuffers:
     """Room for the candidates of B trees of K levels, and what a level must promise."""
 
     def __init__(self, B: int, growth: tuple[int, int], thresholds: Sequence[float]) -> None:

@@ -11,7 +11,7 @@ page_table[b, c // page_size] * page_size + c % page_size. A row sees a dense pr
 request's columns and, behind it, the columns of its tree that its bits name:
 
     columns   first_column ....... prefix_len-1 | prefix_len + 0, + 1, ... + 63
-    row m     all seen                          | those whose bit is set in seen[m], its own among them
+    row m     all seen                          | those whose bit is set in seen[m], its own too
 
 A token of a prompt sees its prefix with itself (prefix_len = column + 1, no bits); a node of a tree
 its ancestors' bits. Read in this order, prefix first and bits ascending, a row's keys stand in the
@@ -122,7 +122,7 @@ def prompt_rows(
 def rows_of(
     arrays: RowArrays | np.ndarray, page_table: np.ndarray, device: str, first_column: int = 0
 ) -> Rows:
-    """Rows from their six arrays, in the order of the fields of Rows, moved to the device together."""
+    """Rows from their six arrays, in the order of Rows' fields, moved to the device together."""
     joined = torch.from_numpy(np.ascontiguousarray(arrays, dtype=np.int64))
     pages = torch.from_numpy(page_table)
     if device != "cpu":

@@ -83,7 +83,7 @@ class Layers:
     def hidden(
         self, rows: Rows, cache: PagedCache, taps: tuple[int, ...] | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Last hidden [M, Ht] after the final norm, and aux_hidden [M, 3 * Ht] when taps are given."""
+        """Last hidden [M, Ht] after the final norm; aux_hidden [M, 3 * Ht] where taps are given."""
         at = self._rope.place(rows, cache.page_size)
         h = F.embedding(rows.token, self._embed_tokens)
         tapped = []
@@ -108,10 +108,10 @@ class Target:
         device: str = "cpu",
         native: bool = True,
     ) -> None:
-        """tensors: as in a Hugging Face checkpoint. dtype: see `resolve_dtype`. Raises MismatchError
-        when a tensor is missing or has another shape.
+        """tensors: as in a Hugging Face checkpoint. dtype: see `resolve_dtype`. native=False keeps
+        to PyTorch operators also where the native decoder runs.
 
-        native=False keeps to PyTorch operators where the CPU path could be had.
+        Raises MismatchError when a tensor is missing or has another shape.
         """
         self.config, self.device = config, device
         self.dtype = DTYPES[resolve_dtype(dtype, config, device)]

@@ -4,9 +4,9 @@ has the definition.
 A program takes a tile of rows of one request with all query heads of one key head, so that they
 share every load of a key:
 
-    tile    row 0 | head 0 .. group-1, row 1 | head 0 .. group-1, ...           BLOCK_M lines of one matrix product
-    keys    columns that all rows of the tile have in their prefix              no mask
-            columns up to the last one that a row of the tile sees              mask from prefix_len and the bits of seen
+    tile    row 0 | head 0 .. group-1, row 1 | head 0 .. group-1, ...    BLOCK_M lines of a product
+    keys    columns that all rows of the tile have in their prefix       no mask
+            columns up to the last one that a row of the tile sees       mask: prefix_len, bits
 
 Scores, the running maximum and sums are fp32. Where there are few tiles the keys are split between
 programs, and a second kernel adds up their parts. Planning and attending never wait for the device.
@@ -70,8 +70,10 @@ class TritonPlan:
         _attend[(len(tiles.first), Hk, S)](
             q, kv, parts, weights, tiles.first, tiles.stop, tiles.order,
             rows.request, rows.prefix_len, rows.seen, rows.page_table,
-            M, Hk, rows.page_table.shape[1], rows.first_column, q.stride(0), q.stride(1), D**-0.5 * math.log2(math.e),
-            GROUP=Hq // Hk, ROWS=tiles.R, D=D, PAGE=self.page_size, S=S, BLOCK_M=tiles.block_m(Hq // Hk),
+            M, Hk, rows.page_table.shape[1], rows.first_column, q.stride(0), q.stride(1),
+            D**-0.5 * math.log2(math.e),
+            GROUP=Hq // Hk, ROWS=tiles.R, D=D, PAGE=self.page_size, S=S,
+            BLOCK_M=tiles.block_m(Hq // Hk),
             BLOCK_N=64 if halves else 32, BLOCK_D=BLOCK_D, DOT=_dot_dtype(q.dtype),
             num_warps=4 if halves else 8, num_stages=2, enable_fp_fusion=True,
         )  # fmt: skip

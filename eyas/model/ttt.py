@@ -32,7 +32,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-Rotation = tuple[Tensor, Tensor]
+Rotation = tuple[Tensor, Tensor]  # cosines, sines
 SLOTS_OF_A_TILE = {"cpu": 128}  # elsewhere OF_A_TILE_ELSEWHERE
 OF_A_TILE_ELSEWHERE = 1024
 COLUMNS_IN_STEPS_OF = 32  # so that tiles come in few sizes

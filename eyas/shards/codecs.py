@@ -6,7 +6,7 @@ A sample has four layers of hidden states: three taps of T rows and the last of 
 `kept` positions.
 
     raw        as they are
-    lossless   the byte with the exponent through zstd-1, the other bytes, which are noise, as they are
+    lossless   the byte with the exponent through zstd-1, the others, which are noise, as they are
     withinN    N % of error: each channel is rounded to multiples of a step that makes the root mean
                square of the error N % of the channel's own size; what is rounded is the difference
                to the layer below, times a fixed weight; zstd-1 after it
@@ -88,8 +88,8 @@ class Codec(Protocol):
         third are beside rows of the fourth. Returns a multiple of 8 bytes."""
 
     def decode(self, data: memoryview, kept: Tensor) -> LayerStates:
-        """LayerStates that share no memory with `data`. Raises ValueError or zstandard.ZstdError for
-        bytes of another making.
+        """Layers that share no memory with `data`. Raises ValueError or zstandard.ZstdError for
+        bytes that this codec did not make.
         """
 
 
