@@ -213,7 +213,7 @@ class UvicornServer(uvicorn.Server):
                 app,
                 http="httptools",
                 ws="none",
-                log_level="error",
+                log_level="critical",  # errors are in our own log, without what clients wrote
                 access_log=False,
                 server_header=False,
                 limit_concurrency=limits.max_connections,
