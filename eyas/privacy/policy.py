@@ -112,7 +112,8 @@ class Finding:
     """Where something was found: characters [start, end) of a turn as it was read, or of the system
     prompt (turn None).
 
-    hash: equal for equal values under the same key, and useless without the key; "" without a key. The value itself is kept nowhere, in no form.
+    hash: equal for equal values under the same key, useless without it; "" where no key was given.
+    The value itself is kept nowhere, in no form.
     """
 
     type: str
