@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gzip
+import heapq
 import importlib
 import json
 import pkgutil
@@ -162,6 +163,7 @@ def countries() -> dict[str, Country]:
     return found
 
 
+@functools.cache
 def census(kind: str) -> list[str]:
     """Names of the US census, the most frequent first; kind: male.first, female.first, all.last."""
     text = (resources.files(names) / f"dist.{kind}").read_text()
@@ -216,9 +218,9 @@ def common_words(language: str) -> list[str]:
     packed = (resources.files(spellchecker) / "resources" / f"{language}.json.gz").read_bytes()
     counts = json.loads(gzip.decompress(packed))
     names_too = {fold(name) for kind in ("male.first", "female.first") for name in census(kind)}
-    ranked = sorted(
-        (word for word in counts if word.isalpha()), key=lambda word: (-counts[word], word)
-    )[:NUM_FOREIGN]
+    ranked = heapq.nsmallest(
+        NUM_FOREIGN, filter(str.isalpha, counts), key=lambda word: (-counts[word], word)
+    )
     return [word for word in ranked if fold(word) not in names_too or len(word) < 4]
 
 

@@ -644,7 +644,7 @@ def test_real_templates_render_as_transformers_does(name: str) -> None:
     chat = real_chat(name)
     plain = AutoTokenizer.from_pretrained(chat.folder)
     today = Chat(chat.folder, datetime.date.today())
-    for messages in real_rows(6):
+    for messages in real_rows(4):
         for last in range(1, len(messages) + 1):
             expected = plain.apply_chat_template(
                 messages[:last], tokenize=True, add_generation_prompt=True
