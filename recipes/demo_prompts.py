@@ -173,7 +173,7 @@ class Author:
         self.payments: dict[str, str] = templates["payments"]
 
     def conversation(self) -> list[str]:
-        """1 to 4 user turns of one conversation, in common typing styles; some hold personal data."""
+        """1 to 4 user turns of one conversation, typed as people type; some with personal data."""
         kind = self.rng.choices(list(KINDS), weights=list(KINDS.values()))[0]
         writer = Writer(self.rng, self.slots)
         if kind == "maths":

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from eyas.data import formats, streams
+from eyas.data import formats, streams, tables
 from eyas.data.formats import values
 from eyas.data.streams import TOO_LONG, StoreFile, Unreadable
 from eyas.errors import InputError
@@ -168,7 +168,7 @@ JSON = st.recursive(
 
 def half(value):
     """Whether a JSON text has half a character in it that no escape hides."""
-    return not formats.is_encodable(json.dumps(value, ensure_ascii=False))
+    return not streams.is_encodable(json.dumps(value, ensure_ascii=False))
 
 
 @given(st.lists(JSON, max_size=5), st.integers(1, 9), st.sampled_from([None, 1]), st.booleans())
@@ -199,12 +199,10 @@ def test_csv_comes_back_as_it_was_written(cells, delimiter, quoting, doubled):
     rows = [dict(zip(("prompt", "text", "other"), row, strict=True)) for row in cells]
     escape = {} if doubled else {"doublequote": False, "escapechar": "\\"}
     data = as_csv(rows, delimiter=delimiter, quoting=quoting, **escape)
-    plain = formats.CsvDialect(delimiter, escape=not doubled)
-    found = formats.csv_rows(
-        streams.LineReader(io.BufferedReader(io.BytesIO(data.encode()))), plain
-    )
+    plain = tables.CsvDialect(delimiter, escape=not doubled)
+    found = tables.csv_rows(streams.LineReader(io.BufferedReader(io.BytesIO(data.encode()))), plain)
     assert [row for _, row in found] == rows
-    assert formats.dialect_of(data.encode(), KEYS).delimiter == delimiter
+    assert tables.dialect_of(data.encode(), KEYS).delimiter == delimiter
 
 
 # What is damaged.
@@ -390,7 +388,7 @@ LONG = "x" * 5000
 
 @pytest.fixture
 def _small_limit(monkeypatch):
-    for module in (formats, streams):
+    for module in (formats, streams, tables):
         monkeypatch.setattr(module, "LIMIT", 1000)
 
 
@@ -469,7 +467,7 @@ class Endless(io.RawIOBase):
     ],
 )
 def test_memory_stays_within_a_few_limits(monkeypatch, head, tail, name):
-    for module in (formats, streams):
+    for module in (formats, streams, tables):
         monkeypatch.setattr(module, "LIMIT", 1 << 20)
     stored = StoreFile(Endless(head, b"x" * 65536, tail, 1000), name)
     tracemalloc.start()
@@ -497,7 +495,7 @@ def test_parquet_gives_the_columns_that_matter():
 
 
 def test_parquet_is_read_in_batches(monkeypatch):
-    monkeypatch.setattr(formats, "BATCH_BYTES", 1000)
+    monkeypatch.setattr(tables, "BATCH_BYTES", 1000)
     assert only_values(as_parquet(MANY, row_group_size=700)) == MANY
 
 
@@ -614,7 +612,7 @@ def test_no_damage_is_a_crash(name, damages, small):
         place %= len(data) + 1
         data = data[:place] + junk + data[place + count :]
     with pytest.MonkeyPatch.context() as patch:
-        for module in (formats, streams) if small else ():
+        for module in (formats, streams, tables) if small else ():
             patch.setattr(module, "LIMIT", 60)
         found = read(data, {"csv": "set.csv", "text": "set.txt"}.get(name, "set"))
     assert all(line >= 1 and value != "" for line, value in found)

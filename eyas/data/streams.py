@@ -50,6 +50,10 @@ class BrokenStream(Unreadable):
     """The file cannot be read beyond this place."""
 
 
+# The values of a file: (line, or row of a Parquet file, from 1; value or Unreadable).
+FileValues = Iterator[tuple[int, Any]]
+
+
 class StoreFile(io.RawIOBase):
     """A file of a store. Any failure of the store is an InputError."""
 
@@ -239,3 +243,12 @@ def _fill(buffer: Any, read: Callable[[int], bytes]) -> int:
         buffer[filled : filled + len(data)] = data
         filled += len(data)
     return filled
+
+
+def is_encodable(text: str) -> bool:
+    """Whether a text has no lone surrogates, as escapes in JSON and invalid bytes leave them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
