@@ -87,11 +87,21 @@ def random_target(size: Size, dtype: str, device: str) -> Target:
     """A Llama of this size; std 0.02, norms 1."""
     Hq, Hk, D = size.heads
     shape = {
-        "model_type": "llama", "hidden_size": size.hidden, "intermediate_size": size.inner, "num_hidden_layers": size.layers,
-        "num_attention_heads": Hq, "num_key_value_heads": Hk, "head_dim": D, "vocab_size": size.vocab, "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 131072 if device != "cpu" else 4096, "rope_theta": 500000.0, "rope_scaling": LLAMA_3_ROPE,
-        "tie_word_embeddings": False, "torch_dtype": dtype,
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": size.hidden,
+        "intermediate_size": size.inner,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": Hq,
+        "num_key_value_heads": Hk,
+        "head_dim": D,
+        "vocab_size": size.vocab,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072 if device != "cpu" else 4096,
+        "rope_theta": 500000.0,
+        "rope_scaling": LLAMA_3_ROPE,
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype,
+    }
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(shape))
         config = TargetConfig.from_folder(folder)
@@ -216,8 +226,16 @@ class Loop:
         self._ahead: Callable[[], list[Outcome]] | None = None
 
     @classmethod
-    def of(cls, target: Target, draft: Draft | None, sizes: tuple[int, int, int], B: int, length: int, overlaps: bool,
-           kind: type[TensorRounds] = TensorRounds) -> Loop:  # fmt: skip
+    def of(
+        cls,
+        target: Target,
+        draft: Draft | None,
+        sizes: tuple[int, int, int],
+        B: int,
+        length: int,
+        overlaps: bool,
+        kind: type[TensorRounds] = TensorRounds,
+    ) -> Loop:
         """B samples of at most `length` tokens; sizes: K, k, N."""
         K, k, N = sizes
         speculation = Speculation("fixed" if draft is not None else "off", K, k, N)
@@ -243,7 +261,7 @@ class Loop:
         return running
 
     def step(self) -> list[Outcome]:
-        """One job: launched and waited for, or launched before the one ahead of it is waited for."""
+        """One job: launched and waited for, or launched before the one ahead is waited for."""
         ahead, self._ahead = self._ahead, None
         job = self._scheduler.schedule(nothing_in_flight=ahead is None)
         launched = self.rounds.launch(job) if job is not None else None

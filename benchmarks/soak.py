@@ -10,10 +10,10 @@ and must be refused. Checked all along:
 
     pages and slots   engine.check() every two seconds; when idle, all pages are available again
     progress          a request ends, or is cancelled, within MOST_STEPS steps of its arrival
-    answers           as many tokens as allowed, a log-probability each, a stop string only at the end, JSON that its schema
-                      describes, text that its regular expression matches
-    exactness         a sample of the seeded answers is decoded again, alone and plainly: the same tokens
-    memory            resident set every ten seconds: its slope over the second half, and its maximum
+    answers           as many tokens as allowed, a log-probability each, a stop string only at the
+                      end, JSON of its schema, text that its regular expression matches
+    exactness         some of the seeded answers are decoded again, alone and plainly: same tokens
+    memory            resident set every ten seconds: slope over the second half, and maximum
 
 Exits with 1 where a check failed. The last line of stdout is one JSON.
 """
@@ -68,7 +68,7 @@ STOPS = ["the", ".", "?", " you", "ing "]
 
 @dataclass(slots=True)
 class Asked:
-    """A request, when it came, when it will be cancelled, and what each of its samples has given."""
+    """A request, when it came, when it is cancelled, and what each of its samples has given."""
 
     request: Request
     step: int

@@ -90,7 +90,7 @@ def builtin():
 
 def test_a_walk_follows_the_schema(walker):
     rng = np.random.default_rng(0)
-    for _ in range(8):
+    for _ in range(8 if walker.V < 10_000 else 3):  # a step over 150,000 tokens takes its time
         value = json.loads(walker.walk(rng, json_schema=json.dumps(SCHEMA)))
         assert {"name", "age", "ok"} <= set(value) <= set(SCHEMA["properties"])
         assert isinstance(value["name"], str)
@@ -105,7 +105,7 @@ def test_a_walk_follows_the_schema(walker):
 @pytest.mark.parametrize("regex", REGEXES)
 def test_a_walk_matches_the_regex(walker, regex):
     rng = np.random.default_rng(1)
-    texts = {walker.walk(rng, regex=regex) for _ in range(8)}
+    texts = {walker.walk(rng, regex=regex) for _ in range(8 if walker.V < 10_000 else 4)}
     assert all(re.fullmatch(regex, text) for text in texts), texts
 
 

@@ -2,7 +2,7 @@
 no logits.
 
 llguidance does the work (docs/decisions/grammar.md); it refuses what it cannot honour instead of
-ignoring it. Whoever draws must pass each token drawn to `advance`.
+ignoring it. Each token that is drawn must be passed to `advance`.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class PagePool:
         for pages in held:
             for page in pages:
                 holders[page] += 1
-        assert holders == self._holders, "pages held by nobody, or by more than is known"
+        assert holders == self._holders, "pages are held by other requests than is counted"
         assert len(set(self._free)) == len(self._free), "a page is free twice"
         for page in range(self.num_pages):
             is_kept = page in self._key_of

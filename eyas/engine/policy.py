@@ -301,7 +301,7 @@ class Policy:
         return extend_ms + max(0, round_.depth - 1) * step_ms, extend_ms - usual_ms
 
     def _catch_up_ms(self, behind: list[int]) -> float:
-        """Of requests that are so many entries behind: of one that is far behind all but the root's
+        """ms for requests that lack so many entries: of one that lacks many, all but the root's
         are made apart.
         """
         far = [tokens for tokens in behind if tokens > AT_ONCE]

@@ -217,7 +217,7 @@ class DraftedTree:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one step emitted for one sample. num_accepted_drafts: None for prefills and plain rounds.
+    """What one step emitted for one sample. num_accepted_drafts: None for prefill and plain rounds.
 
     index: which of the request's n samples. logprobs: one entry a token, if requested. tree: of a
     speculative round, if requested. text: of a request with stop strings, the new text that is

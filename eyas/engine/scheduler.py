@@ -183,7 +183,7 @@ class Scheduler:
         self._waiting.append(sample)
 
     def cancel(self, request_id: str) -> None:
-        """Forget all samples of a request; those in flight write on into pages that nobody reads
+        """Forget all samples of a request; those in flight write to pages that no sample reads
         before they are rewritten.
         """
         self._waiting = deque(sample for sample in self._waiting if sample.request.id != request_id)

@@ -379,15 +379,15 @@ class TensorRounds(Rounds):
     def _trees(
         self, flight: RoundInFlight, arrays: Sequence[np.ndarray], emitted: dict[int, list[int]]
     ) -> dict[int, DraftedTree]:
-        """The trees that were asked for, by sample. Which candidates the device chose is chosen
-        once more, from its scores.
+        """The trees of samples whose requests want them. The host repeats the device's choice of
+        candidates from its scores.
         """
-        told = [
+        reported = [
             b
             for b in flight.drafting
             if b in emitted and flight.job.samples[b].request.returns_trees
         ]
-        if not told:
+        if not reported:
             return {}
         line_of = {b: line for line, b in enumerate(flight.alive)}
         tokens, scores, parents = arrays[2:]
@@ -402,7 +402,8 @@ class TensorRounds(Rounds):
         depths = _depths(flight.shape.depth, self.speculation.tree_topk)
         proposals = Proposals(tokens, scores, parents.astype(np.int32), depths)
         return {
-            b: drafted_tree(proposals, line_of[b], kept_BC[line_of[b]], emitted[b]) for b in told
+            b: drafted_tree(proposals, line_of[b], kept_BC[line_of[b]], emitted[b])
+            for b in reported
         }
 
     def _observe(
