@@ -196,8 +196,8 @@ class Client:
         except httpx.TransportError as error:
             return StreamRecord(sent, pieces, f"{type(error).__name__}: {error}")
         if response.status_code != httpx.codes.OK:
-            told = error_message(b"".join(piece for _, piece in pieces))
-            return StreamRecord(sent, pieces, f"HTTP {response.status_code}: {told}")
+            message = error_message(b"".join(piece for _, piece in pieces))
+            return StreamRecord(sent, pieces, f"HTTP {response.status_code}: {message}")
         return StreamRecord(sent, pieces)
 
     async def request(
@@ -233,8 +233,8 @@ class Client:
 def error_message(content: bytes) -> str:
     """The message of an error in OpenAI's form or vLLM's older one, or the body's beginning."""
     try:
-        told = json.loads(content)
-        error = told.get("error", told)
+        body = json.loads(content)
+        error = body.get("error", body)
         return str(error if isinstance(error, str) else error["message"])
     except (ValueError, LookupError, TypeError, AttributeError):
         return content[:200].decode(errors="replace")
@@ -258,8 +258,8 @@ def _failure(response: httpx.Response, content: bytes) -> RequestFailure:
 def _error_code(content: bytes) -> str:
     """The code or type of an error in OpenAI's form, in brackets."""
     try:
-        told = json.loads(content)
-        error = told.get("error", told)
+        body = json.loads(content)
+        error = body.get("error", body)
         code = error.get("code") or error.get("type")
     except (ValueError, AttributeError, RecursionError):
         return ""
@@ -269,13 +269,13 @@ def _error_code(content: bytes) -> str:
 
 def _retry_after_s(response: httpx.Response) -> float | None:
     """Seconds of a Retry-After, given as a number or as a date."""
-    told = response.headers.get("retry-after", "").strip()
-    if not told:
+    value = response.headers.get("retry-after", "").strip()
+    if not value:
         return None
     try:
-        if told.isdigit():
-            return float(told)
-        until = email.utils.parsedate_to_datetime(told)
+        if value.isdigit():
+            return float(value)
+        until = email.utils.parsedate_to_datetime(value)
         return max(0.0, (until - datetime.datetime.now(datetime.UTC)).total_seconds())
     except (ValueError, TypeError):
         return None

@@ -635,7 +635,7 @@ def test_without_tokenize_either_times_are_measured_and_nothing_is_said_of_token
     silent = {"tells_usage": False}
     summary = compared(tmp_path, prompts, silent, silent)
     for found in summary["results"]:
-        assert found["counted_by"] == ["nobody"]
+        assert found["counted_by"] == ["none"]
         assert (found["tpot_ms"], found["throughput_tps"], found["tau"]) == (None, None, None)
         assert found["e2e_ms"]["median"] > found["ttft_ms"]["median"] > 0
         assert found["itl_ms"]["median"] > 0

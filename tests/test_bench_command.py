@@ -192,7 +192,7 @@ def test_a_report_is_given_the_head_and_tells_its_lineage_and_ledger(tmp_path, p
     assert done.exit_code == 0, done.output
     page = (tmp_path / "bench" / "report.html").read_text(encoding="utf-8")
     assert (
-        "eyas, version not told, m, bfloat16, with a head, target abababababababab, at http" in page
+        "eyas, version unknown, m, bfloat16, with a head, target abababababababab, at http" in page
     )
     assert "Where the prompts went" not in page
     head = made_head(tmp_path / "head")

@@ -287,7 +287,7 @@ def test_a_speedup_that_is_withheld_says_why():
         "paired_speedup": None,
         "withheld": "all of it is noise",
     }
-    assert "no speed-up over plain can be told: all of it is noise." in words(
+    assert "no speed-up over plain is reported: all of it is noise." in words(
         render(Contents(bench))
     )
 

@@ -68,7 +68,7 @@ class Contents:
     left out.
 
     evaluation is eval.json; ledger is ledger.json; manifest is that of the benchmark, whose inputs
-    tell the lineage. head_is_stated: the manifest's head is what the user says was served.
+    tell the lineage. head_is_stated: the manifest's head is stated by the user.
     """
 
     bench: Mapping[str, Any]
@@ -85,8 +85,8 @@ def write_reports(folder: Artifact, contents: Contents) -> str:
     raises.
     """
     page = render(contents)
-    said = [*contents.commands, *([f"# {tables.STATED}"] if contents.head_is_stated else [])]
-    markdown = tables.markdown(contents.bench, contents.manifest, said, contents.title)
+    notes = [*contents.commands, *([f"# {tables.STATED}"] if contents.head_is_stated else [])]
+    markdown = tables.markdown(contents.bench, contents.manifest, notes, contents.title)
     csv = tables.csv(contents.bench)
     for name, text in zip(NAMES, (page, markdown, csv), strict=True):
         folder.write(name, text.encode())
@@ -156,18 +156,18 @@ def tasks(bench: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def predictions(contents: Contents) -> list[dict[str, Any]]:
-    """What `eyas eval` said of each arm and concurrency before any server ran, beside what the arm
+    """What `eyas eval` predicted for each arm and concurrency, beside what the arm
     did at it.
     """
     found = []
     for one in contents.bench["comparisons"]:
-        said = predicted(contents, one["arm"]).get(one["concurrency"])
-        if said is not None:
+        row = predicted(contents, one["arm"]).get(one["concurrency"])
+        if row is not None:
             found.append(
                 {
                     "arm": one["arm"],
                     "concurrency": one["concurrency"],
-                    "predicted": said,
+                    "predicted": row,
                     "measured": one,
                 }
             )
@@ -202,7 +202,7 @@ def pictures(contents: Contents) -> list[Picture]:
     arms = {
         arm: number for number, arm in enumerate(dict.fromkeys(result["arm"] for result in every))
     }
-    said = {
+    by_arm = {
         arm: predicted(contents, arm)
         for arm in dict.fromkeys(one["arm"] for one in bench["comparisons"])
     }
@@ -213,7 +213,7 @@ def pictures(contents: Contents) -> list[Picture]:
             [Point(x, row["speedup"]) for x, row in sorted(rows.items())],
             is_expected=True,
         )
-        for arm, rows in said.items()
+        for arm, rows in by_arm.items()
         if rows
     ]
     closed = _of_loads(bench, "concurrency", arms, "requests at a time", expected)

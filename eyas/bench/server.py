@@ -126,16 +126,16 @@ async def _version(client: Client, kind: str) -> str | None:
 
 
 def speculation_of(info: Mapping[str, Any]) -> str | None:
-    """How a server speculates, from SGLang's server_info; None where nothing is told."""
+    """How a server speculates, from SGLang's server_info; None where it tells nothing."""
     if not info.get("speculative_algorithm"):
         return None
     sizes = {"num_steps": "steps", "eagle_topk": "top-k", "num_draft_tokens": "draft tokens"}
-    told = [
+    found = [
         f"{words} {info[f'speculative_{name}']}"
         for name, words in sizes.items()
         if info.get(f"speculative_{name}")
     ]
-    return ", ".join([str(info["speculative_algorithm"]), *told])
+    return ", ".join([str(info["speculative_algorithm"]), *found])
 
 
 def precision(
@@ -144,17 +144,17 @@ def precision(
     """From eyas' part of a model card, llama.cpp's, or SGLang's server_info; None where they do not
     tell.
     """
-    told = (
+    dtype = (
         str(own.get("dtype") or meta.get("ftype") or info.get("dtype") or "")
         .lower()
         .removeprefix("torch.")
     )
-    if told in ("", "auto") and meta.get("size") and meta.get("n_params"):
-        told = f"{8 * meta['size'] / meta['n_params']:.1f} bits a weight"
-    if told in ("", "auto"):
+    if dtype in ("", "auto") and meta.get("size") and meta.get("n_params"):
+        dtype = f"{8 * meta['size'] / meta['n_params']:.1f} bits a weight"
+    if dtype in ("", "auto"):
         return None
     quantized = own.get("quantization") or info.get("quantization")
-    return "/".join(str(part) for part in (DTYPES.get(told, told), quantized) if part)
+    return "/".join(str(part) for part in (DTYPES.get(dtype, dtype), quantized) if part)
 
 
 async def read_counters(client: Client) -> Counters:
@@ -206,27 +206,29 @@ def rounds_of(counted: Counters) -> dict[str, Any]:
         counted.get(f"spec_decode_num_{what}_total", 0.0) for what in ("drafts", "accepted_tokens")
     )
     nodes = counted.get("spec_decode_num_draft_tokens_total", 0.0)
-    told: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     if drafts > 0:
-        told |= {"num_rounds": drafts, "tau": 1 + accepted / drafts, "nodes_mean": nodes / drafts}
+        found |= {"num_rounds": drafts, "tau": 1 + accepted / drafts, "nodes_mean": nodes / drafts}
         by_position = _series(counted, "spec_decode_num_accepted_tokens_per_pos_total")
-        told["acceptance_by_position"] = acceptance_of_positions(drafts, list(by_position.values()))
+        found["acceptance_by_position"] = acceptance_of_positions(
+            drafts, list(by_position.values())
+        )
         if quantiles := _series(counted, "spec_tree_nodes"):
-            told["nodes_quantiles"] = quantiles
+            found["nodes_quantiles"] = quantiles
     elif (
         "spec_decode_num_drafts_total" not in counted and counted.get("spec_accept_length", 0.0) > 0
     ):
-        told["tau"] = counted["spec_accept_length"]
+        found["tau"] = counted["spec_accept_length"]
     plain, tree = (counted.get(f"rounds_total|{kind}", 0.0) for kind in ("plain", "tree"))
     if plain + tree > 0:
-        told["plain_share"] = plain / (plain + tree)
+        found["plain_share"] = plain / (plain + tree)
     predicted, real = (
         sum(_series(counted, f"round_{what}_seconds_total").values())
         for what in ("predicted", "real")
     )
     if predicted > 0 and real > 0:
-        told["predicted_over_real"] = predicted / real
-    return told
+        found["predicted_over_real"] = predicted / real
+    return found
 
 
 def _series(counted: Counters, name: str) -> dict[str, float]:
@@ -320,8 +322,7 @@ def _prompts(pairs: Sequence[tuple[Reply, Reply]]) -> Iterable[Difference]:
 
 def _counters(pairs: Sequence[tuple[Reply, Reply]]) -> Iterable[Difference]:
     ways = [
-        sorted({reply.counted_by or "nobody" for reply in side})
-        for side in zip(*pairs, strict=True)
+        sorted({reply.counted_by or "none" for reply in side}) for side in zip(*pairs, strict=True)
     ]
     if ways[0] != ways[1]:
         yield Difference(

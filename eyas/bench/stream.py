@@ -27,7 +27,7 @@ class Reply:
 
     accept_hist is what the server tells under usage.eyas, and `tells_rounds` whether it tells that
     at all. counted_by says who counted the tokens: "usage", "timings", "tokenize" (of the server,
-    afterwards), or nobody; then they are 0. num_chunks counts those that brought text.
+    afterwards), or ""; then they are 0. num_chunks counts those that brought text.
     num_accepted_drafts is llama.cpp's.
     """
 

@@ -192,7 +192,7 @@ def result(rows: Sequence[BenchRow], rounds: Mapping[str, Any] | None = None) ->
         "e2e_ms": metrics.spread([row.reply.e2e_ms for row in answered]),
         "num_prompt_tokens": sum(row.reply.num_prompt_tokens for row in answered),
         "num_output_tokens": sum(row.reply.num_output_tokens for row in answered),
-        "counted_by": sorted({row.reply.counted_by or "nobody" for row in answered}),
+        "counted_by": sorted({row.reply.counted_by or "none" for row in answered}),
         "throughput_tps": _throughput_tps(rows),
         "throughput_interval": _throughput_interval(answered),
         "requests_per_s": len(answered) / seconds if seconds else None,

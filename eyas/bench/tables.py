@@ -286,15 +286,13 @@ def _provenance(
 
 def server_line(server: Mapping[str, Any]) -> str:
     """What a server tells about itself, and which important facts it does not."""
-    head = {True: "with a head", False: "without a head", None: "head or none not told"}[
-        server["has_head"]
-    ]
+    head = {True: "with a head", False: "without a head", None: "head unknown"}[server["has_head"]]
     length, fingerprint = server["max_length"], server.get("target_fingerprint")
     parts = (
         server["kind"],
-        server["version"] or "version not told",
+        server["version"] or "version unknown",
         server["model"],
-        server["precision"] or "precision not told",
+        server["precision"] or "precision unknown",
         server.get("speculation") or head,
         f"{length} tokens a request" if length else None,
         f"target {fingerprint[:16]}" if fingerprint else None,

@@ -144,8 +144,8 @@ class TargetServer:
         version: Any = None
         if owner in VERSION_PATHS:
             try:
-                told = json.loads(await self._client.page(VERSION_PATHS[owner]))
-                version = told.get("info", told).get("version")
+                facts = json.loads(await self._client.page(VERSION_PATHS[owner]))
+                version = facts.get("info", facts).get("version")
             except (ValueError, AttributeError, RecursionError):
                 version = None
         name = owner[:40] if owner.isprintable() and owner else "unknown"
@@ -402,8 +402,8 @@ class Fleet:
         patience_s = self._config.patience_s
         member.num_busy += 1
         member.allowed = max(1, min(member.allowed, member.num_running - 1))
-        told_s = failure.retry_after_s
-        pause = FIRST_PAUSE_S if told_s is None else min(told_s, patience_s)
+        asked_s = failure.retry_after_s
+        pause = FIRST_PAUSE_S if asked_s is None else min(asked_s, patience_s)
         member.not_before = time.monotonic() + pause
         asyncio.get_running_loop().call_later(pause, self._hand_out)
         if time.monotonic() - member.last_good > patience_s and member.num_running == 1:
