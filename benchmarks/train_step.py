@@ -137,7 +137,7 @@ def our_step(made: World, device: str) -> Any:
     baseline's normaliser.
     """
     optimizer = OptimizerConfig(learning_rate=LEARNING_RATE)
-    state = TrainingState(made.head, adamw(made.head, optimizer))
+    state = TrainingState(made.head, adamw(made.head))
     config = ObjectiveConfig(normaliser="positions")
     objective = DraftObjective(made.head, made.vocabulary, config, "bfloat16")
     ranks, most = Ranks(device=device), optimizer.max_grad_norm
@@ -146,7 +146,7 @@ def our_step(made: World, device: str) -> Any:
 
 def plain_step(made: World) -> Any:
     """The same of the plain one."""
-    optimizer = adamw(made.head, OptimizerConfig())
+    optimizer = adamw(made.head)
     for group in optimizer.param_groups:
         group["lr"] = LEARNING_RATE
     matrix = made.vocabulary.lm_head.bfloat16()

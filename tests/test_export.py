@@ -552,10 +552,24 @@ def test_a_head_of_its_own_width_or_with_its_targets_lm_head_is_exported(target,
         assert check(tmp_path / "export" / form, target) == []
 
 
-def test_shards(target, tmp_path):
-    config = ExportConfig(max_shard_bytes=20_000)
+def test_an_export_of_a_run_that_is_done_is_not_done_again(target, tmp_path, monkeypatch):
+    """`eyas run` names the folder by the work, which is known only within the stage."""
+    head = trained(target, str(tmp_path / "train"))
+    first = export(ExportConfig(), str(target), head, StageFolder(str(tmp_path), "export"))
+
+    def again(*_):
+        raise AssertionError("the head is checked again")
+
+    monkeypatch.setattr("eyas.export.export.check", again)
+    output = StageFolder(str(tmp_path), "export")
+    assert export(ExportConfig(), str(target), head, output) == first
+    assert output.was_done
+
+
+def test_shards(target, tmp_path, monkeypatch):
+    monkeypatch.setattr("eyas.export.export.MAX_SHARD_BYTES", 20_000)
     manifest = export(
-        config,
+        ExportConfig(),
         str(target),
         trained(target, str(tmp_path / "train")),
         Artifact(str(tmp_path / "export")),

@@ -26,7 +26,7 @@ from eyas.train.batches import BatchConfig, plan_steps
 from eyas.train.loss import ObjectiveConfig, objective, teach
 from eyas.train.ranks import Ranks
 from eyas.train.state import CHECKPOINT, METRICS, TrainingState
-from eyas.train.step import DraftObjective, OptimizerConfig, adamw, training_step
+from eyas.train.step import DraftObjective, adamw, training_step
 from eyas.train.trainer import TrainConfig, check_settings
 from tests.nursery import ROOT, launched, said, seen
 from tests.tiny import tiny_target
@@ -247,7 +247,7 @@ def test_a_step_of_two_batches_is_the_step_of_one_that_holds_both():
     outcome.loss.backward()
     norm = torch.stack([weight.grad.norm() for weight in whole.parameters()]).norm()
     parts = wavy_head()
-    state = TrainingState(parts, adamw(parts, OptimizerConfig()))
+    state = TrainingState(parts, adamw(parts))
     batches = [Batch.of(samples[:1]), Batch.of(samples[1:])]
     module = DraftObjective(parts, vocabulary, config, "float32")
     row = training_step(state, module, batches, Ranks(), 0.0, 1e9)

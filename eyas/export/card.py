@@ -65,7 +65,7 @@ def _fields(front: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelCard:
+class HeadCard:
     """What the card is written from. manifest: the head's; measured: eval.json, if there is one;
     hashes: SHA-256 by file name.
 

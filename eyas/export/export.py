@@ -23,7 +23,7 @@ from torch import Tensor
 
 from eyas.artifact import Artifact, Manifest, identity
 from eyas.errors import CorruptError, MismatchError
-from eyas.export.card import CardOrigin, ModelCard
+from eyas.export.card import CardOrigin, HeadCard
 from eyas.export.check import check
 from eyas.export.launch import DTYPES, EngineForm, Launch
 from eyas.export.readings import DECLARED, HeadReading, assembled
@@ -41,6 +41,7 @@ from eyas.model.weights import fingerprint
 CARD = "README.md"
 PROMISED = ("tau", "tau_interval", "accept_hist")  # what a server holds its traffic against
 REPLAYED_TOKENS, REPLAYED_STEPS = 16, 3
+MAX_SHARD_BYTES = 5_000_000_000  # of a file of weights, as the hub's tools split them
 
 
 class ExportConfig(BaseModel):
@@ -61,7 +62,6 @@ class ExportConfig(BaseModel):
     num_verify_tokens: int = Field(16, ge=2)
     max_length: int | None = Field(None, ge=1)
     embeddings: Literal["usual", "with", "without"] = "usual"
-    max_shard_bytes: int = Field(5_000_000_000, ge=1)
     licence: str | None = None
     language: tuple[str, ...] = ()
 
@@ -108,7 +108,7 @@ def export(
     for number, form in enumerate(config.forms):
         track(number, len(config.forms), form)
         verifier = verifier_of(config, form, launch, folder, vocabulary, tensors)
-        files = write_head(shape, tensors, form, verifier, config.max_shard_bytes)
+        files = write_head(shape, tensors, form, verifier, MAX_SHARD_BYTES)
         for name, data in files.items():
             output.write(f"{form}/{name}", data)
             hashes[f"{form}/{name}"] = hashlib.sha256(data).hexdigest()
@@ -120,7 +120,7 @@ def export(
     weights = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
     num_parameters = sum(weight.numel() for weight in weights)
     measured = evaluation.read_json("eval.json") if evaluation is not None else None
-    card = ModelCard(
+    card = HeadCard(
         launch,
         shape,
         num_parameters,

@@ -30,25 +30,23 @@ from eyas.train.ranks import Ranks, reduce_gradients
 from eyas.train.state import TrainingState
 
 Precision = Literal["bfloat16", "float32"]
+BETAS = (0.9, 0.95)  # EAGLE's, as SpecForge has them too; neither decays weights
 # The default learning rate: see `usual_learning_rate`.
 MOST_LEARNING_RATE, PUBLISHED_RATE, PUBLISHED_HIDDEN_SIZE = 1e-3, 1e-4, 4096
 
 
 class OptimizerConfig(BaseModel):
-    """AdamW with a linear warm-up and half a cosine down to `final_share` of the learning rate.
+    """AdamW with a linear warm-up, then half a cosine down to 0.
 
-    learning_rate: None is `usual_learning_rate` of the head's hidden size.
+    learning_rate: None is `usual_learning_rate` of the head's hidden size. warmup_share: of all
+    steps.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     learning_rate: float | None = Field(None, gt=0)
     warmup_share: float = Field(0.03, ge=0, lt=1)
-    final_share: float = Field(0.0, ge=0, le=1)
     max_grad_norm: float = Field(0.5, gt=0)
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.95, ge=0, lt=1)
-    weight_decay: float = Field(0.0, ge=0)
 
 
 def usual_learning_rate(hidden_size: int) -> float:
@@ -60,12 +58,11 @@ def usual_learning_rate(hidden_size: int) -> float:
     return min(MOST_LEARNING_RATE, PUBLISHED_RATE * PUBLISHED_HIDDEN_SIZE / hidden_size)
 
 
-def adamw(head: Head, config: OptimizerConfig) -> torch.optim.AdamW:
+def adamw(head: Head) -> torch.optim.AdamW:
     """The optimizer of the head's float32 weights, whatever the precision of the maths."""
     weights = [weight for weight in head.parameters() if weight.requires_grad]
-    betas = (config.beta1, config.beta2)
     # `training_step` sets the rate before every update
-    return torch.optim.AdamW(weights, betas=betas, weight_decay=config.weight_decay, fused=True)
+    return torch.optim.AdamW(weights, betas=BETAS, weight_decay=0.0, fused=True)
 
 
 def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:
@@ -75,7 +72,7 @@ def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:
     if step < warmup:
         return config.learning_rate * (step + 1) / warmup
     cosine = 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / max(1, num_steps - warmup)))
-    return config.learning_rate * (config.final_share + (1.0 - config.final_share) * cosine)
+    return config.learning_rate * cosine
 
 
 class DraftObjective(nn.Module):

@@ -225,7 +225,7 @@ class Trainer:
         head = self._initial_head().to(ranks.device)
         self.objective = DraftObjective(head, self.vocabulary, config.objective, config.dtype)
         ranks.shard(self.objective)
-        self.state = TrainingState(head, adamw(head, config.optimizer))
+        self.state = TrainingState(head, adamw(head))
         self.state.resume(output, ranks)
         with ranks.together():
             if not ranks.is_first:
