@@ -128,7 +128,8 @@ class Image:
                 shutil.copytree(
                     self.context / source,
                     place,
-                    ignore=shutil.ignore_patterns("__pycache__"),
+                    # packing the weights takes ten seconds, and no step looks at them
+                    ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"),
                     dirs_exist_ok=True,
                 )
             else:
