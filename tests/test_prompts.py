@@ -434,7 +434,7 @@ def damaged_files(draw):
     return packed[: draw(st.integers(len(packed) // 2, len(packed) - 1))], count, True
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.lists(damaged_files(), min_size=1, max_size=2))
 def test_rows_in_are_rows_out_and_drops_whatever_the_damage(files):
     with tempfile.TemporaryDirectory() as folder:

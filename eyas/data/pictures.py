@@ -73,8 +73,7 @@ def paint_flow(axes: Axes, sources: Mapping[str, Sequence[Segment]]) -> None:
     height = 1 + GAP * max(len(sources), len(fates), 1)
     left = _stacked({name: size / total for name, size in sizes.items()}, height)
     right = _stacked({one.name: one.count / total for one in fates}, height)
-    axes.set_axis_off()
-    axes.set_xlim(0, 1)
+    _fill_figure(axes)
     axes.set_ylim(height, 0)
     starts, ends = dict(left), dict(right)  # of the next ribbon
     for name, segments in sources.items():
@@ -263,9 +262,18 @@ def _height(num_rows: int) -> float:
     return ROW * max(num_rows, 1)
 
 
-def _rows(axes: Axes, num_rows: int) -> None:
+def _fill_figure(axes: Axes) -> None:
+    """Use the whole figure, 1 wide, without axes: nothing to lay out, which takes half the time."""
     axes.set_axis_off()
+    figure = axes.get_figure(root=True)
+    assert figure is not None, "axes of a figure"
+    figure.set_layout_engine("none")
+    axes.set_position((0, 0, 1, 1))
     axes.set_xlim(0, 1)
+
+
+def _rows(axes: Axes, num_rows: int) -> None:
+    _fill_figure(axes)
     axes.set_ylim(max(num_rows, 1) - 0.5 + 0.1, -0.7)
 
 
