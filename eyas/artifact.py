@@ -131,7 +131,7 @@ class Persistent:
         self._store, self._url = store, url
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # of this class or of nobody: pickle asks before there is a store
+        if name.startswith("_"):  # not the store's: pickle asks before there is one
             raise AttributeError(name)
         method = getattr(self._store, name)
         return functools.partial(self._ask, method) if callable(method) else method

@@ -176,8 +176,7 @@ def _bucket(
     places_bN = torch.from_numpy(places).to(device)
     pages = rows.page_table[rows.request[places_bN[:, 0]]]
     slots = pages[:, columns // page_size].long() * page_size + columns % page_size
-    # What a page table holds behind a request's last page is nobody's; any valid slot will do
-    # there.
+    # What a page table holds behind a request's last page has no meaning: any valid slot will do.
     slots.masked_fill_(columns >= torch.from_numpy(ends).to(device)[:, None], 0)
     prefix_len, seen = rows.prefix_len[places_bN][..., None], rows.seen[places_bN][..., None]
     mask = (columns >= rows.first_column) & (columns < prefix_len)

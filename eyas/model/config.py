@@ -367,16 +367,15 @@ def shape_faults(config: HeadConfig, target: TargetShape) -> list[MismatchError]
     if max(config.taps) >= target.num_hidden_layers:
         what = (
             f"the head taps layer {max(config.taps)}, the target has "
-            f"{target.num_hidden_layers} "
-            "layers"
+            f"{target.num_hidden_layers} layers"
         )
         faults.append(MismatchError(what, OWN_TARGET))
     return faults
 
 
 def rope_faults(config: HeadConfig, target: TargetShape) -> list[MismatchError]:
-    """A head turned otherwise than its target, which is a config copied from elsewhere unless the
-    head says `own_rope`.
+    """A head with another rotary embedding than its target: a config copied from elsewhere, unless
+    the head says `own_rope`.
 
     A plain base of 10000 is let through: it is what heads without rope_theta were trained with,
     EAGLE's own among them.

@@ -263,8 +263,7 @@ def residual_ambiguity(checkpoint: Checkpoint) -> Iterator[Ambiguity]:
     ):
         what = (
             f"{key} is not given: {SPECULATORS_LAYER}* in a {SGLANG_ARCHITECTURE} is ModelOpt's or "
-            "a "
-            "converted speculators head, trained with it; engines take its absence for false"
+            "a converted speculators head, trained with it; engines take its absence for false"
         )
         meanings = {
             f"{key} on, as ModelOpt trains": {key: True},
@@ -294,8 +293,7 @@ def layers_ambiguity(checkpoint: Checkpoint) -> Iterator[Ambiguity]:
     inputs = [index + 1 for index in outputs]
     what = (
         f"eagle_config lists the layers {outputs}: where such a list does not begin with 1, some "
-        "read it as "
-        "the outputs of these layers and some as their inputs"
+        "read it as the outputs of these layers and some as their inputs"
     )
     hint = (
         f"write {LAYER_IDS} at the top level too: there it means inputs, so {outputs} or {inputs}"

@@ -219,9 +219,8 @@ def transformers_matrices(folder: str | Path, shape: TargetShape) -> tuple[Tenso
     """embed_tokens and lm_head [V, Ht] as stored. Raises MismatchError, MissingInputError,
     CorruptError.
 
-    They are known by their shape, and told apart by the names that the model itself gives them: of
-    names on disk that transformers would change while it loads them, one at most may be another
-    than the model's.
+    They are found by their shape and distinguished by the names that the model itself gives them;
+    transformers may rename tensors while it loads them, so one of the two names may differ.
     """
     wanted = (shape.vocab_size, shape.hidden_size)
     found = sorted(name for name, size in read_shapes(folder).items() if size == wanted)
@@ -234,9 +233,9 @@ def transformers_matrices(folder: str | Path, shape: TargetShape) -> tuple[Tenso
         head_name = rest[0]
     if not {embed_name, head_name} <= set(found):
         raise MismatchError(
-            f"{folder} has no embeddings and lm_head of {wanted} that could be told: the model "
-            f"calls them {embed_name} and "
-            f"{head_name}, tensors of this shape are {', '.join(found) or 'not there'}",
+            f"{folder} has no recognisable embeddings and lm_head of {wanted}: the model calls them "
+            f"{embed_name} and {head_name}, tensors of this shape are "
+            f"{', '.join(found) or 'not there'}",
             "save the model by the installed transformers (save_pretrained), or restore the "
             "checkpoint from its source",
         )
