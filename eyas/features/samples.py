@@ -74,10 +74,6 @@ class CapturePlan:
     num_retokenised: int = 0
 
     @property
-    def num_tokens(self) -> int:
-        return sum(map(len, self.samples))
-
-    @property
     def reasons(self) -> dict[str, int]:
         """How many answers were dropped for what."""
         return dict(Counter(row["reason"] for row in self.dropped))
