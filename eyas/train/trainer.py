@@ -14,6 +14,7 @@ Letters: V target vocabulary, W draft vocabulary.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -354,7 +355,7 @@ class Trainer:
         if start is None or sample is None:
             return None
         before = given_head(start.head, self.vocabulary).to(self.ranks.device)
-        after = self._finished_head().float()
+        after = copy.deepcopy(head).float()
         comparison = compare_heads(
             *(sample.counts(one, self.vocabulary, self.ranks) for one in (before, after))
         )
