@@ -141,7 +141,9 @@ def counts(root: Path) -> dict[str, Any]:
         "classes": classes,
         "mean_function_lines": round(sum(lengths) / len(lengths), 1),
         "class_names_with_two_meanings": sum(len(at) > 1 for at in homes.values()),
-        "columns": max(len(line) for text in texts.values() for line in text.splitlines()),
+        "lines_over_100_columns": sum(
+            len(line) > 100 for text in texts.values() for line in text.splitlines()
+        ),
         "settings": sum(len(fields) for fields in settings.values()),
         "settings_by_config": {name: len(fields) for name, fields in settings.items() if fields},
         "files_imported": {
@@ -178,7 +180,7 @@ def eyas(root: Path, *arguments: str) -> None:
 
 
 def frames(root: Path) -> dict[str, list[str]]:
-    """Call stacks of a real run: from `eyas train` to the loss, from the server's worker to the forward."""
+    """Call stacks of a real run: `eyas train` to the loss, the server's worker to the forward."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         out = folder / "stacks.jsonl"
@@ -217,7 +219,7 @@ def ask(url: str) -> None:
     body = {"model": "eyas", "messages": [{"role": "user", "content": "Find me a hotel."}]}
     request = urllib.request.Request(
         f"{url}/v1/chat/completions",
-        json.dumps(body | {"max_tokens": 32}).encode(),
+        json.dumps(body | {"max_tokens": 32, "temperature": 0}).encode(),
         {"content-type": "application/json"},
     )
     for _ in range(240):

@@ -38,7 +38,7 @@ def quiet(done: int, total: int | None = None, note: str = "") -> None:
 
 @contextmanager
 def progress_bar(stage: str) -> Iterator[Track]:
-    """The progress of one stage on stderr: `track(done, total, note)` moves it to `done` of `total`.
+    """The progress of one stage on stderr; `track(done, total, note)` moves it.
 
     On a terminal a bar, which appears with the first progress. Elsewhere (a log, CI) a line every
     LINE_EVERY_S seconds with the rate and the time left, also while nothing moves.
@@ -119,7 +119,7 @@ class _StageProgress:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, name, message and the fields of `extra={"data": {...}}`."""
+    """A JSON object a line: time, level, name, message and the fields of `extra={"data": ...}`."""
 
     def format(self, record: logging.LogRecord) -> str:
         row: dict[str, Any] = {
