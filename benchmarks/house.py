@@ -1,4 +1,4 @@
-"""The size of this code base: files, functions, settings, call frames, and what each command imports.
+"""The size of this code base: files, functions, settings, call frames, imports of each command.
 
     python benchmarks/house.py [--root CHECKOUT] [--frames]
 

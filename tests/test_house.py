@@ -1,4 +1,4 @@
-"""The size of the house, printed and held: frames, settings, imports; its map held to the source."""
+"""The size of the house, printed and held; its map held to the source."""
 
 from __future__ import annotations
 

@@ -233,8 +233,8 @@ def transformers_matrices(folder: str | Path, shape: TargetShape) -> tuple[Tenso
         head_name = rest[0]
     if not {embed_name, head_name} <= set(found):
         raise MismatchError(
-            f"{folder} has no recognisable embeddings and lm_head of {wanted}: the model calls them "
-            f"{embed_name} and {head_name}, tensors of this shape are "
+            f"{folder} has no recognisable embeddings and lm_head of {wanted}: the model calls "
+            f"them {embed_name} and {head_name}, tensors of this shape are "
             f"{', '.join(found) or 'not there'}",
             "save the model by the installed transformers (save_pretrained), or restore the "
             "checkpoint from its source",
