@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from eyas.artifact import Artifact
 from eyas.cli.main import build
 from eyas.errors import MismatchError
-from eyas.evaluate.evaluate import EvalConfig, HeldOut, evaluate
+from eyas.evaluate.evaluate import EvalConfig, evaluate
 from eyas.export.check import check
 from eyas.export.export import ExportConfig, export
 from eyas.features.capture import CaptureConfig, capture
@@ -90,7 +90,7 @@ def test_from_answers_to_a_head_that_others_serve(family: str, tmp_path: Path) -
     train(TRAIN, str(folder), Features(features), head)
     rows = [row["loss"] for row in head.read_jsonl("metrics.jsonl")]
     assert all(0 < loss < 100 for loss in rows)
-    evaluate(EvalConfig(), str(folder), head.url, HeldOut(Features(features, "held_out")), measured)
+    evaluate(EvalConfig(), str(folder), head.url, measured, Features(features, "held_out"))
     assert measured.read_json("eval.json")["tau"] >= 1.0
     export(ExportConfig(), str(folder), head, exported, evaluation=measured)
     for form in ("sglang", "vllm"):
