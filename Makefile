@@ -12,7 +12,7 @@ demo: $(VENV)/installed
 	$(BIN)/eyas demo
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff check .
