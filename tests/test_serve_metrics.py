@@ -103,7 +103,6 @@ def test_speculation_is_told_by_position_and_against_its_prediction(speculating)
     assert found["eyas:rounds_total", ("kind", "tree")] >= sum(hist) - 4
     assert found["eyas:round_real_seconds_total", ("kind", "tree")] > 0
     assert found["eyas:round_tokens_total", ("kind", "tree")] > 0
-    assert found["eyas:spec_tree_nodes", ("quantile", "0.5")] == 3
     assert found["eyas:spec_decode_num_draft_tokens_total",] >= 3 * sum(hist) - 12
 
 

@@ -34,7 +34,7 @@ from eyas.errors import EyasError, InputError
 from eyas.serve.completion import CompletionWriter
 from eyas.serve.fields import parse_body
 from eyas.serve.limits import AccessControl, ApiError, LimitsConfig, refused_by_engine
-from eyas.serve.metrics import CONTENT_TYPE, EngineState, Exchange, Metrics
+from eyas.serve.metrics import CONTENT_TYPE, Exchange, Metrics
 from eyas.serve.openapi import document
 from eyas.serve.page import page_routes
 from eyas.serve.protocol import ChatRequest, GenerateRequest, TextRequest
@@ -133,8 +133,8 @@ class Api:
         """Start the engine and take requests."""
         service.worker.start()
         # nothing runs yet: all pages are there to be counted
-        state = await service.worker.inspect(EngineState.of)
-        self._metrics.num_pages = state.counters["pages_available"]
+        counters = await service.worker.inspect(Engine.metrics)
+        self._metrics.num_pages = counters["pages_available"]
         self._service = service
 
     def drain(self) -> None:
@@ -225,13 +225,13 @@ class Api:
 
     async def _metrics_page(self, _: HttpRequest) -> Response:
         """For Prometheus; without an engine that runs, the server's own part."""
-        state, num_samples = EngineState({}, []), 0
+        counters, num_samples = dict[str, float](), 0
         if self._service is not None:
             num_samples = self._service.worker.num_samples
             with suppress(EngineFailure):
-                state = await self._service.worker.inspect(EngineState.of)
+                counters = await self._service.worker.inspect(Engine.metrics)
         return Response(
-            self._metrics.page(state, num_samples), headers={"content-type": CONTENT_TYPE}
+            self._metrics.page(counters, num_samples), headers={"content-type": CONTENT_TYPE}
         )
 
     async def _openapi(self, _: HttpRequest) -> Response:

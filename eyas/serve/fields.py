@@ -255,30 +255,33 @@ class OpenAIFields(SamplingFields):
 
     def constraint(self) -> Constraint:
         """What the answer must follow. Raises ApiError when several fields constrain it."""
-        vllm = self.structured_outputs
-        fields = [
-            ("response_format", _of_format(self.response_format)),
-            ("guided_json", _of_schema(self.guided_json)),
-            ("guided_regex", _of_regex(self.guided_regex)),
-            ("guided_choice", _of_choice(self.guided_choice)),
-            ("json_schema", _of_schema(self.json_schema)),
-            ("regex", _of_regex(self.regex)),
-            ("structured_outputs", _of_schema(vllm.json_) if vllm else None),
-            ("structured_outputs", _of_regex(vllm.regex) if vllm else None),
-            ("structured_outputs", _of_choice(vllm.choice) if vllm else None),
-            (
-                "structured_outputs",
-                _of_schema({"type": "object"}) if vllm and vllm.json_object else None,
-            ),
+        vllm = self.structured_outputs or StructuredOutputs()
+        wanted, schema = self.response_format, None
+        if wanted is not None and wanted.type != "text":
+            named = wanted.json_schema
+            schema = {"type": "object"} if named is None else named.schema_
+        fields: list[tuple[str, dict[str, Any] | str | None, str | None]] = [
+            ("response_format", schema, None),
+            ("guided_json", self.guided_json, None),
+            ("guided_regex", None, self.guided_regex),
+            ("guided_choice", None, _one_of(self.guided_choice)),
+            ("json_schema", self.json_schema, None),
+            ("regex", None, self.regex),
+            ("structured_outputs", vllm.json_, None),
+            ("structured_outputs", None, vllm.regex),
+            ("structured_outputs", None, _one_of(vllm.choice)),
+            ("structured_outputs", {"type": "object"} if vllm.json_object else None, None),
         ]
-        given = [(name, constraint) for name, constraint in fields if constraint is not None]
+        given = [one for one in fields if one[1:] != (None, None)]
+        if not given:
+            return Constraint()
         if len(given) > 1:
-            raise ApiError(
-                400,
-                f"{given[0][0]} and {given[1][0]} both constrain the answer: give one of them",
-                given[1][0],
-            )
-        return given[0][1] if given else Constraint()
+            what = f"{given[0][0]} and {given[1][0]} both constrain the answer: give one of them"
+            raise ApiError(400, what, given[1][0])
+        _, json_schema, regex = given[0]
+        if isinstance(json_schema, dict):
+            json_schema = json.dumps(json_schema)
+        return Constraint(json_schema, regex)
 
     def params(
         self, max_tokens: int, constraint: Constraint, stops: tuple[str, ...] = ()
@@ -316,31 +319,14 @@ def _is_same(value: Any, other: Any) -> bool:
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
-def _of_format(response_format: ResponseFormat | None) -> Constraint | None:
-    if response_format is None or response_format.type == "text":
-        return None
-    schema = response_format.json_schema
-    return _of_schema({"type": "object"} if schema is None else schema.schema_)
-
-
-def _of_schema(schema: dict[str, Any] | str | None) -> Constraint | None:
-    if schema is None:
-        return None
-    return Constraint(json_schema=schema if isinstance(schema, str) else json.dumps(schema))
-
-
-def _of_regex(regex: str | None) -> Constraint | None:
-    return None if regex is None else Constraint(regex=regex)
-
-
-def _of_choice(choices: list[str] | None) -> Constraint | None:
+def _one_of(choices: list[str] | None) -> str | None:
+    """The regular expression of a choice."""
     if choices is None:
         return None
-    escaped = (
-        "".join(f"\\{one}" if one in _METACHARACTERS else one for one in choice)
+    return "|".join(
+        f"({''.join(f'{chr(92)}{one}' if one in _METACHARACTERS else one for one in choice)})"
         for choice in choices
     )
-    return Constraint(regex="|".join(f"({choice})" for choice in escaped))
 
 
 def parse_body(kind: type[BodyT], body: bytes) -> BodyT:

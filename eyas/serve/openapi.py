@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from copy import deepcopy
 from importlib.metadata import version
 from typing import Any
@@ -10,51 +11,36 @@ from eyas.serve.fields import RequestBody
 from eyas.serve.protocol import ChatRequest, GenerateRequest, TextRequest
 from eyas.serve.vertex import PredictionRequest
 
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
-_USAGE = {
-    "type": "object",
-    "required": ["prompt_tokens", "completion_tokens", "total_tokens"],
-    "properties": {
-        name: {"type": "integer"} for name in ("prompt_tokens", "completion_tokens", "total_tokens")
-    },
-}
-_ANSWER = {
-    "type": "object",
-    "required": ["id", "object", "created", "model", "choices", "usage"],
-    "properties": {
-        "id": {"type": "string"},
-        "object": {"type": "string"},
-        "created": {"type": "integer"},
-        "model": {"type": "string"},
-        "choices": {
-            "type": "array",
-            "items": {"type": "object", "required": ["index", "finish_reason"]},
-        },
-        "usage": _USAGE,
-    },
-}
-_MODEL = {"type": "object", "required": ["id", "object", "created", "owned_by"]}
-_MODELS = {
-    "type": "object",
-    "required": ["object", "data"],
-    "properties": {"data": {"type": "array", "items": _MODEL}},
-}
-_HEALTH = {"type": "object", "required": ["status"], "properties": {"status": {"type": "string"}}}
+
+def _object(*required: str, **properties: Any) -> dict[str, Any]:
+    """The schema of an object; required fields without a schema may hold anything."""
+    schema = {"type": "object", "required": list(required)}
+    return {**schema, "properties": properties} if properties else schema
+
+
+_TEXT, _COUNT, _MAYBE = {"type": "string"}, {"type": "integer"}, {"type": ["string", "null"]}
+_ERROR = _object(
+    "error",
+    error=_object(
+        *("message", "type", "param", "code"), message=_TEXT, type=_TEXT, param=_MAYBE, code=_MAYBE
+    ),
+)
+_COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
+_ANSWER = _object(
+    *("id", "object", "created", "model", "choices", "usage"),
+    id=_TEXT,
+    object=_TEXT,
+    created=_COUNT,
+    model=_TEXT,
+    choices={"type": "array", "items": _object("index", "finish_reason")},
+    usage=_object(*_COUNTS, **dict.fromkeys(_COUNTS, _COUNT)),
+)
+_MODEL = _object("id", "object", "created", "owned_by")
+_MODELS = _object("object", "data", data={"type": "array", "items": _MODEL})
+_HEALTH = _object("status", status=_TEXT)
+_GENERATED = _object("text", "output_ids", "meta_info")
+_PREDICTIONS = _object("predictions", predictions={"type": "array"})
+_VERTEX_ERROR = _object("error", error=_object("code", "message", "status"))
 _PROBLEMS = {
     "400": "the request is wrong or asks for what this server does not support",
     "401": "an API key is needed",
@@ -69,64 +55,55 @@ _PROBLEMS = {
 }
 
 
-_GENERATED = {"type": "object", "required": ["text", "output_ids", "meta_info"]}
-_INFO = {"type": "object", "required": ["internal_states"]}
-_PREDICTIONS = {
-    "type": "object",
-    "required": ["predictions"],
-    "properties": {"predictions": {"type": "array"}},
-}
-_VERTEX_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {"error": {"type": "object", "required": ["code", "message", "status"]}},
-}
-
-
 def document(model: str, predict_route: str | None = None) -> dict[str, Any]:
     """OpenAPI 3.1. model: the name that requests must give; predict_route: Vertex AI's, where it is
     served.
     """
     schemas: dict[str, Any] = {}
+
+    def completion(
+        summary: str,
+        form: type[RequestBody | PredictionRequest],
+        answer: dict[str, Any] = _ANSWER,
+        error: dict[str, Any] = _ERROR,
+    ) -> dict[str, Any]:
+        body = {"application/json": {"schema": _form(form, model, schemas)}}
+        responses = _responses(answer, _PROBLEMS, error)
+        # each event's data is the JSON of a chunk, the last one's [DONE]
+        responses["200"]["content"]["text/event-stream"] = {"schema": {}}
+        return {
+            "post": {
+                "summary": summary,
+                "security": [{"key": []}, {}],
+                "requestBody": {"required": True, "content": body},
+                "responses": responses,
+            }
+        }
+
+    def page(summary: str, schema: dict[str, Any], *problems: str) -> dict[str, Any]:
+        return {"get": {"summary": summary, "responses": _responses(schema, problems)}}
+
+    by_name = page("the same by name", _MODEL, "401", "404", "429", "503")
+    name = {"name": "model", "in": "path", "required": True, "schema": _TEXT, "example": model}
+    info = _object("internal_states")
+    either = {"oneOf": [_GENERATED, {"type": "array", "items": _GENERATED}]}
+    metrics = {"200": {"description": "", "content": {"text/plain": {"schema": _TEXT}}}}
     paths = {
-        "/v1/chat/completions": {
-            "post": _completion("answers a chat", _form(ChatRequest, model, schemas))
-        },
-        "/v1/completions": {
-            "post": _completion("continues texts", _form(TextRequest, model, schemas))
-        },
-        "/generate": {
-            "post": _completion(
-                "SGLang's own", _form(GenerateRequest, model, schemas), _either(_GENERATED)
-            )
-        },
-        "/v1/models": {"get": _simple("the served model", _MODELS, "401", "429", "503")},
-        "/v1/models/{model}": {
-            "get": {
-                **_simple("the same by name", _MODEL, "401", "404", "429", "503"),
-                "parameters": [_parameter(model)],
-            }
-        },
-        "/server_info": {
-            "get": _simple("what SGLang's benchmark reads", _INFO, "401", "429", "503")
-        },
-        "/get_server_info": {
-            "get": _simple("the same under its older name", _INFO, "401", "429", "503")
-        },
-        "/health": {"get": _simple("whether requests are taken", _HEALTH, "503")},
-        "/metrics": {
-            "get": {
-                "summary": "for Prometheus",
-                "responses": {"200": _content("text/plain", {"type": "string"})},
-            }
-        },
-        "/openapi.json": {"get": _simple("this document", {"type": "object"})},
+        "/v1/chat/completions": completion("answers a chat", ChatRequest),
+        "/v1/completions": completion("continues texts", TextRequest),
+        "/generate": completion("SGLang's own", GenerateRequest, either),
+        "/v1/models": page("the served model", _MODELS, "401", "429", "503"),
+        "/v1/models/{model}": {"get": {**by_name["get"], "parameters": [name]}},
+        "/server_info": page("what SGLang's benchmark reads", info, "401", "429", "503"),
+        "/get_server_info": page("the same under its older name", info, "401", "429", "503"),
+        "/health": page("whether requests are taken", _HEALTH, "503"),
+        "/metrics": {"get": {"summary": "for Prometheus", "responses": metrics}},
+        "/openapi.json": page("this document", {"type": "object"}),
     }
     if predict_route is not None and predict_route not in paths:
-        form = _form(PredictionRequest, model, schemas)
-        paths[predict_route] = {
-            "post": _completion("Vertex AI's predictions", form, _PREDICTIONS, _VERTEX_ERROR)
-        }
+        paths[predict_route] = completion(
+            "Vertex AI's predictions", PredictionRequest, _PREDICTIONS, _VERTEX_ERROR
+        )
     return {
         "openapi": "3.1.0",
         "info": {"title": "eyas", "version": version("eyas"), "description": f"serves {model}"},
@@ -161,51 +138,11 @@ def _form(
     return {"$ref": f"#/components/schemas/{form.__name__}"}
 
 
-def _either(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema, or a list of it."""
-    return {"oneOf": [schema, {"type": "array", "items": schema}]}
-
-
-def _completion(
-    summary: str,
-    form: dict[str, Any],
-    answers: dict[str, Any] = _ANSWER,
-    error: dict[str, Any] = _ERROR,
+def _responses(
+    answer: dict[str, Any], problems: Iterable[str], error: dict[str, Any] = _ERROR
 ) -> dict[str, Any]:
-    answer = _content("application/json", answers)
-    # each event's data is the JSON of a chunk, the last one's [DONE]
-    answer["content"]["text/event-stream"] = {"schema": {}}
+    bodies = {"200": ("", answer), **{status: (_PROBLEMS[status], error) for status in problems}}
     return {
-        "summary": summary,
-        "security": [{"key": []}, {}],
-        "requestBody": {"required": True, "content": {"application/json": {"schema": form}}},
-        "responses": {"200": answer, **_problems(*_PROBLEMS, error=error)},
-    }
-
-
-def _simple(summary: str, schema: dict[str, Any], *problems: str) -> dict[str, Any]:
-    return {
-        "summary": summary,
-        "responses": {"200": _content("application/json", schema), **_problems(*problems)},
-    }
-
-
-def _problems(*statuses: str, error: dict[str, Any] = _ERROR) -> dict[str, Any]:
-    return {
-        status: {**_content("application/json", error), "description": _PROBLEMS[status]}
-        for status in statuses
-    }
-
-
-def _content(kind: str, schema: dict[str, Any]) -> dict[str, Any]:
-    return {"description": "", "content": {kind: {"schema": schema}}}
-
-
-def _parameter(model: str) -> dict[str, Any]:
-    return {
-        "name": "model",
-        "in": "path",
-        "required": True,
-        "schema": {"type": "string"},
-        "example": model,
+        status: {"description": about, "content": {"application/json": {"schema": schema}}}
+        for status, (about, schema) in bodies.items()
     }

@@ -15,7 +15,7 @@ from eyas.serve.limits import ApiError, refused_by_engine, unsupported
 from eyas.serve.protocol import ChatRequest, GenerateRequest, TextRequest, with_generate_names
 from eyas.serve.tokenizer import Tokenizer
 from eyas.serve.tools import CLOSING, REQUIRED_OPENING, call_schema
-from eyas.serve.writers import ChatWriter, GenerateForm, GenerateWriter, TextWriter
+from eyas.serve.writers import ChatWriter, GenerateWriter, TextWriter
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +90,8 @@ class Translator:
             requests = self._text_requests(body.as_text(self._info.model))
         except ApiError as error:
             raise with_generate_names(error) from error
-        form = GenerateForm(
-            body.is_many, body.return_logprob, body.return_text_in_logprobs, body.rid
-        )
         options = CompletionOptions(self._info.model)
-        return GenerateWriter(requests, self.tokenizer, options, form)
+        return GenerateWriter(requests, self.tokenizer, options, body)
 
     def _text_requests(self, body: TextRequest) -> list[Request]:
         self._check_model(body)

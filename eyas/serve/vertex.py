@@ -29,15 +29,11 @@ MAX_INSTANCES = 128
 MAX_PARAMETERS_BYTES = 64 << 10  # each instance gets a copy
 # google.rpc.Code by HTTP status, as Google's APIs name them.
 _STATUSES = {
-    400: "INVALID_ARGUMENT",
+    **dict.fromkeys((400, 413, 415), "INVALID_ARGUMENT"),
     401: "UNAUTHENTICATED",
-    404: "NOT_FOUND",
-    408: "DEADLINE_EXCEEDED",
-    413: "INVALID_ARGUMENT",
-    415: "INVALID_ARGUMENT",
+    **dict.fromkeys((408, 504), "DEADLINE_EXCEEDED"),
     429: "RESOURCE_EXHAUSTED",
     503: "UNAVAILABLE",
-    504: "DEADLINE_EXCEEDED",
 }
 
 

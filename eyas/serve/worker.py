@@ -36,14 +36,11 @@ class EngineFailure(EyasError):
 
     def again(self) -> EngineFailure:
         """A copy to raise: an exception that is raised twice keeps both tracebacks."""
-        return EngineFailure(self.what, self.hint)
+        return type(self)(self.what, self.hint)
 
 
 class ShuttingDown(EngineFailure):
     """The server ends; the request may be sent again later."""
-
-    def again(self) -> ShuttingDown:
-        return ShuttingDown(self.what, self.hint)
 
 
 class RequestTimeout(EyasError):
@@ -141,7 +138,11 @@ class EngineWorker:
                     if isinstance(event, EyasError):
                         raise event
                     if event.finish_reason is not None:
-                        self._close_sample(open_samples, event.request_id)
+                        request_id = event.request_id
+                        self.num_samples -= 1
+                        open_samples[request_id] -= 1
+                        if open_samples[request_id] == 0:
+                            del open_samples[request_id], self._queues[request_id]
                 yield [event for event in events if isinstance(event, Update)]
         finally:
             timer.cancel()
@@ -149,12 +150,6 @@ class EngineWorker:
             for request_id in open_samples:
                 del self._queues[request_id]
                 self._post(request_id)
-
-    def _close_sample(self, open_samples: dict[str, int], request_id: str) -> None:
-        self.num_samples -= 1
-        open_samples[request_id] -= 1
-        if open_samples[request_id] == 0:
-            del open_samples[request_id], self._queues[request_id]
 
     def _post(self, command: Command) -> None:
         with self._condition:

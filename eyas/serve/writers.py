@@ -10,7 +10,6 @@ import json
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from eyas.engine.request import Request, TokenLogprob
@@ -18,10 +17,10 @@ from eyas.serve.completion import (
     CompletionOptions,
     CompletionWriter,
     Delta,
-    Ending,
     RoundTrace,
     Usage,
 )
+from eyas.serve.protocol import GenerateRequest
 from eyas.serve.tokenizer import Tokenizer
 
 
@@ -96,7 +95,7 @@ class ChatWriter(_OpenAIWriter):
         return self._object([self._choice(number, deltas[number]) for number in deltas], usage)
 
     def _choice(self, number: int, deltas: list[Delta]) -> dict[str, Any]:
-        text = "".join(delta.text for delta in deltas)
+        text = _joined_text(deltas)
         calls = [call for delta in deltas for call in delta.calls]
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if calls:
@@ -170,11 +169,10 @@ class TextWriter(_OpenAIWriter):
         choices = []
         for number, of_choice in deltas.items():
             logprobs = _joined_logprobs(of_choice)
-            text = "".join(delta.text for delta in of_choice)
             choices.append(
                 {
                     "index": number,
-                    "text": self._echoes.pop(number, "") + text,
+                    "text": self._echoes.pop(number, "") + _joined_text(of_choice),
                     "logprobs": None if logprobs is None else self._logprobs(number, logprobs),
                     "finish_reason": of_choice[-1].ending,
                 }
@@ -207,32 +205,6 @@ class TextWriter(_OpenAIWriter):
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateForm:
-    """What a body of /generate says about its answer. is_list: of several prompts or samples."""
-
-    is_list: bool
-    logprobs: bool
-    logprob_texts: bool
-    request_id: str | None = None
-
-
-@dataclass(slots=True)
-class _GeneratedText:
-    """One choice so far."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    ending: Ending | None = None
-
-    def add(self, delta: Delta) -> None:
-        self.text += delta.text
-        self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs or []
-        self.ending = delta.ending
-
-
 class GenerateWriter(CompletionWriter):
     """SGLang's /generate: every event holds the whole text so far, and its counts."""
 
@@ -241,21 +213,20 @@ class GenerateWriter(CompletionWriter):
         requests: Sequence[Request],
         tokenizer: Tokenizer,
         options: CompletionOptions,
-        form: GenerateForm,
+        body: GenerateRequest,
     ) -> None:
         super().__init__(requests, tokenizer, options)
-        self._form = form
-        self._id = form.request_id or uuid.uuid4().hex
+        self._body, self._id = body, body.rid or uuid.uuid4().hex
         self._prompt_lengths = [
             len(request.prompt_ids) for request in requests for _ in range(request.params.n)
         ]
-        self._texts = [_GeneratedText() for _ in self._prompt_lengths]
+        self._deltas: list[list[Delta]] = [[] for _ in self._prompt_lengths]
 
     def write(self, delta: Delta, usage: Usage | None) -> str:
         """The event of a delta."""
-        self._texts[delta.choice].add(delta)
+        self._deltas[delta.choice].append(delta)
         answer = self._answer(delta.choice)
-        if self._form.is_list:
+        if self._body.is_many:
             answer["index"] = delta.choice
         return f"data: {json.dumps(answer)}\n\n"
 
@@ -265,42 +236,41 @@ class GenerateWriter(CompletionWriter):
 
     def write_whole(self, deltas: dict[int, list[Delta]], usage: Usage) -> Any:
         """The answer in one object, or a list of one for each choice."""
-        for of_choice in deltas.values():
-            for delta in of_choice:
-                self._texts[delta.choice].add(delta)
+        self._deltas = list(deltas.values())
         answers = [self._answer(number) for number in deltas]
-        if self._form.is_list:
+        if self._body.is_many:
             return answers
         answers[0]["meta_info"]["spec_verify_ct"] = usage["eyas"]["rounds"]
         return answers[0]
 
     def _answer(self, number: int) -> dict[str, Any]:
-        so_far = self._texts[number]
-        num_tokens = len(so_far.token_ids)
+        deltas = self._deltas[number]
+        token_ids = [token for delta in deltas for token in delta.token_ids]
+        num_tokens, ending = len(token_ids), deltas[-1].ending
         reason: dict[str, Any] | None = None
-        if so_far.ending is not None:
-            is_cut = so_far.ending == "length"
+        if ending is not None:
+            is_cut = ending == "length"
             reason = {"type": "length", "length": num_tokens} if is_cut else {"type": "stop"}
         meta: dict[str, Any] = {
-            "id": f"{self._id}-{number}" if self._form.is_list else self._id,
+            "id": f"{self._id}-{number}" if self._body.is_many else self._id,
             "finish_reason": reason,
             "prompt_tokens": self._prompt_lengths[number],
             "completion_tokens": num_tokens,
         }
-        if self._form.logprobs:
+        if self._body.return_logprob:
+            logprobs = _joined_logprobs(deltas) or []
             meta["input_token_logprobs"] = []
             meta["output_token_logprobs"] = [
-                self._triple(one.logprob, one.token_id) for one in so_far.logprobs
+                self._triple(one.logprob, one.token_id) for one in logprobs
             ]
             meta["output_top_logprobs"] = [
-                [self._triple(logprob, token) for token, logprob in one.top]
-                for one in so_far.logprobs
+                [self._triple(logprob, token) for token, logprob in one.top] for one in logprobs
             ]
-        return {"text": so_far.text, "output_ids": so_far.token_ids, "meta_info": meta}
+        return {"text": _joined_text(deltas), "output_ids": token_ids, "meta_info": meta}
 
     def _triple(self, logprob: float, token: int) -> list[Any]:
         text = None
-        if self._form.logprob_texts:
+        if self._body.return_text_in_logprobs:
             text = self.tokenizer.piece(token).decode(errors="replace")
         return [logprob, token, text]
 
@@ -329,6 +299,10 @@ def _round(trace: RoundTrace, tokenizer: Tokenizer) -> dict[str, Any]:
         )
     ]
     return {"round": {"tokens": tokens, "tree": nodes}}
+
+
+def _joined_text(deltas: list[Delta]) -> str:
+    return "".join(delta.text for delta in deltas)
 
 
 def _joined_logprobs(deltas: list[Delta]) -> list[TokenLogprob] | None:
