@@ -23,8 +23,8 @@ from eyas.errors import InputError, MissingInputError, StorageFullError
 from eyas.features import answers as on_disk
 from eyas.features import generate as stage
 from eyas.features.answers import Journal, JournalEntry, folder_lock
-from eyas.features.backend import EngineBackend, TurnRequest
-from eyas.features.generate import GenerateConfig, generate
+from eyas.features.conversation import TurnRequest
+from eyas.features.generate import EngineBackend, GenerateConfig, generate
 from eyas.records import Answer, Origin, read_answers, read_origins
 from tests.stages import ended, in_a_process, prompts_of, talking_target, write_prompts
 

@@ -1,7 +1,7 @@
 """The model card of an exported head: what it is for, how to serve it, what it was trained on.
 
-Pure text, from values. Knows the fields of a Hugging Face card's front matter. Names no folder of
-this machine, except the target's in the commands where the target has no other name.
+The text is card.md, filled from values. Knows the fields of a Hugging Face card's front matter.
+Names no folder of this machine, except the target's in the commands where it has no other name.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import jinja2
 import yaml
 
 from eyas.artifact import Manifest
 from eyas.export.launch import EngineForm, Launch
-from eyas.lineage import SOURCE, Source, sources, stages
+from eyas.lineage import sources, stages
 from eyas.model.config import HeadConfig
 from eyas.model.dialects import FLAGS
 
@@ -25,6 +27,7 @@ FRONT = re.compile(r"\A---\s*\n(.*?)\n---\s*$", re.S | re.M)
 DATA = re.compile(r"^## +Data\b[^\n]*\n(.*?)(?=^##? |\Z)", re.S | re.M | re.I)
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_SET = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)")
+TEMPLATE = Path(__file__).with_name("card.md")
 ENGINES: dict[EngineForm, str] = {"sglang": "SGLang", "vllm": "vLLM"}
 
 
@@ -87,16 +90,25 @@ class HeadCard:
 
     def text(self) -> str:
         """The card as Markdown."""
-        parts = (
-            self._front(),
-            self._serving(),
-            self._head(),
-            self._measured(),
-            self._training(),
-            self._data(),
-            self._files(),
+        environment = jinja2.Environment(
+            undefined=jinja2.StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            keep_trailing_newline=True,
         )
-        return "\n".join("\n".join(lines) + "\n" for lines in parts)
+        return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+            card=self,
+            launch=self.launch,
+            engines=ENGINES,
+            front=_yaml(self.metadata()),
+            measured=self.measured,
+            manifest=self.manifest,
+            origin=self.origin,
+            stages=stages(self.manifest),
+            sources=sources(self.manifest),
+            cell=_cell,
+            yaml=_yaml,
+        )
 
     @property
     def forms(self) -> list[EngineForm]:
@@ -130,10 +142,11 @@ class HeadCard:
 
     def _results(self, measured: Mapping[str, Any]) -> dict[str, Any]:
         """tau as the hub's table of results has it: over all held-out answers, and by source."""
-        taus = {
-            "all held-out answers": measured["tau"],
-            **_floats(measured.get("tau_by_source") or {}),
-        }
+        taus = {"all held-out answers": measured["tau"]}
+        for name, one in (measured.get("tau_by_source") or {}).items():
+            tau = one.get("tau") if isinstance(one, Mapping) else one
+            if isinstance(tau, int | float):
+                taus[name] = tau
         return {
             "name": f"EAGLE-3 head for {self.launch.title}",
             "results": [
@@ -152,41 +165,10 @@ class HeadCard:
             ],
         }
 
-    def _front(self) -> Iterator[str]:
-        yield from (
-            "---",
-            yaml.safe_dump(self.metadata(), sort_keys=False, allow_unicode=True).rstrip(),
-            "---",
-            "",
-        )
-        yield f"# EAGLE-3 draft head for {self.launch.title}"
-        yield ""
-        yield (
-            "It proposes tokens that the target verifies: decoding is faster and every output "
-            "stays the target's own."
-        )
-        yield "It works with this target only, down to the weights: `eyas check` compares."
-
-    def _serving(self) -> Iterator[str]:
-        yield "## Serving"
-        for form in self.forms:
-            yield from (
-                "",
-                f"{ENGINES[form]}, in this folder:",
-                "",
-                "```sh",
-                self.launch.command(form),
-                "```",
-            )
-        yield ""
-        yield (
-            "Each folder is for its engine: the two read the list of tapped layers by different "
-            "conventions."
-        )
-
-    def _head(self) -> Iterator[str]:
+    def head_rows(self) -> dict[str, str]:
+        """The table of the head."""
         head = self.head
-        rows = {
+        return {
             "parameters": f"{self.num_parameters:,}",
             "precision": self.dtype,
             "draft vocabulary": f"{head.draft_vocab_size:,} of {head.vocab_size:,} tokens",
@@ -198,54 +180,20 @@ class HeadCard:
             if head.target_lm_head_sha256
             else "not given",
         }
-        yield from ("## Head", "", *_table(rows))
 
-    def _measured(self) -> Iterator[str]:
-        yield from ("## Measured", "")
-        if self.measured is None:
-            yield (
-                "Not measured before export: `eyas eval` measures tau on held-out answers, "
-                "`eyas "
-                "bench` a running server."
-            )
-            return
-        measured = self.measured
-        interval = (
-            f" (95 %: {_cell('tau_interval', measured['tau_interval'])})"
-            if measured.get("tau_interval")
-            else ""
-        )
-        yield (
-            f"tau {measured['tau']:.2f}{interval} on held-out answers (emitted tokens per "
-            "round, "
-            "the target's own included)."
-        )
-        if "assumes" in measured:
-            yield f"It assumes {measured['assumes']}."
-        for name in ("acceptance_by_position", "accept_hist"):
-            if name in measured:
-                values = (
-                    f"{value:.3f}" if isinstance(value, float) else str(value)
-                    for value in measured[name]
-                )
-                yield f"\n{name}: {', '.join(values)}"
-        twice = {"tau_by_source"} if "by_source" in measured else set()
+    def tables(self) -> Iterator[tuple[str, str, list[str], list[list[str]]]]:
+        """eval.json's tables, whatever it has (by source, language, temperature, tree,
+        concurrency): name, a note or nothing, columns, rows.
+        """
+        measured = self.measured or {}
         for name, value in measured.items():
-            if name not in twice and (rows := _rows(value)):
-                notes = (
-                    self._precision()
-                    if name == "trees"
-                    else _machine(value)
-                    if name == "predicted"
-                    else ""
-                )
-                yield from (
-                    "",
-                    f"### {name.replace('_', ' ')}",
-                    "",
-                    *([notes, ""] if notes else []),
-                    *_columns(rows),
-                )
+            rows = [] if name == "tau_by_source" and "by_source" in measured else _rows(value)
+            if rows:
+                note = self._precision() if name == "trees" else ""
+                note = _machine(value) if name == "predicted" else note
+                names = list(dict.fromkeys(key for row in rows for key in row))
+                cells = [[row.get(column, "") for column in names] for row in rows]
+                yield name, note, names, cells
 
     def _precision(self) -> str:
         """Of the target while tau was measured, and whether the commands have another; nothing
@@ -262,54 +210,6 @@ class HeadCard:
             f"another: {hint}"
         )
 
-    def _training(self) -> Iterator[str]:
-        yield from ("## Training", "")
-        if self.manifest.stage == SOURCE:
-            config = self.manifest.config
-            yield f"Not trained by eyas: converted from a head in {config['form']} form, "
-            yield (
-                f"licence as its card says {config['licence']}, SHA-256 of its files "
-                f"`{self.manifest.identity}`."
-            )
-            return
-        settings = yaml.safe_dump(
-            {"train": self.manifest.config}, sort_keys=False, allow_unicode=True
-        ).rstrip()
-        yield "With `train.yaml`:"
-        yield from ("", "```yaml", settings, "```", "")
-        yield "```sh"
-        yield f"eyas train FEATURES --target {self.launch.title} --config train.yaml --output HEAD"
-        yield from ("```", "", "Stages that led here, first to last:", "")
-        for stage in stages(self.manifest):
-            counts = ", ".join(f"{name} {count:,}" for name, count in stage.counts.items())
-            yield f"- {stage.stage} `{stage.identity}`{': ' if counts else ''}{counts}"
-
-    def _data(self) -> Iterator[str]:
-        found = sources(self.manifest)
-        yield from ("## Data", "")
-        if self.origin.data:
-            yield "As the card of the head says that it was converted from:"
-            yield from ("", *(f"> {line}".rstrip() for line in self.origin.data.splitlines()))
-            return
-        if not found:
-            yield "The lineage of this head names no source."
-            return
-        yield "The target answered prompts from these sources; only their user turns were used."
-        yield ""
-        for source in found:
-            yield _source_line(source)
-            yield from (f"  - {line}" for line in source.terms())
-
-    def _files(self) -> Iterator[str]:
-        yield from (
-            "## Files",
-            "",
-            *_table(
-                {f"`{name}`": f"`{digest}`" for name, digest in self.hashes.items()},
-                ("file", "SHA-256"),
-            ),
-        )
-
 
 def _machine(predicted: Mapping[str, Any]) -> str:
     """What the predicted times are of."""
@@ -319,25 +219,8 @@ def _machine(predicted: Mapping[str, Any]) -> str:
     return f"On {', '.join(said)}." if said else "The machine that these times are of is not known."
 
 
-def _source_line(source: Source) -> str:
-    dropped = ", ".join(f"{count:,} {reason}" for reason, count in source.dropped.items())
-    rows = f"; {source.num_kept:,} of {source.num_rows:,} rows kept" if source.num_rows else ""
-    return (
-        f"- {source.name}: "
-        f"{source.licence}{rows}{f' (dropped: {dropped})' if dropped else ''}; "
-        f"SHA-256 `{source.sha256}`"
-    )
-
-
-def _table(rows: Mapping[str, Any], titles: tuple[str, str] = ("", "")) -> list[str]:
-    return [
-        f"| {titles[0]} | {titles[1]} |",
-        "|---|---|",
-        *(f"| {name} | {value} |" for name, value in rows.items()),
-    ]
-
-
-# eval.json's tables, whatever it has: by source, domain, language, temperature, tree, concurrency
+def _yaml(content: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True).rstrip()
 
 
 def _rows(value: Any) -> list[dict[str, str]]:
@@ -360,16 +243,6 @@ def _rows(value: Any) -> list[dict[str, str]]:
     ]
 
 
-def _columns(rows: list[dict[str, str]]) -> list[str]:
-    names = list(dict.fromkeys(key for row in rows for key in row))
-    lines = [" | ".join(row.get(name, "") for name in names) for row in rows]
-    return [
-        f"| {' | '.join(name.replace('_', ' ') for name in names)} |",
-        "|---" * len(names) + "|",
-        *(f"| {x} |" for x in lines),
-    ]
-
-
 def _cell(name: str, value: Any) -> str:
     """A number, a name or an interval as text; nothing for what fits no cell."""
     if isinstance(value, float):
@@ -381,11 +254,3 @@ def _cell(name: str, value: Any) -> str:
         if isinstance(value, int | str) and not isinstance(value, bool)
         else ""
     )
-
-
-def _floats(taus: Mapping[str, Any]) -> dict[str, float]:
-    """tau by name, of numbers or of objects with a tau."""
-    found = {
-        name: one.get("tau") if isinstance(one, Mapping) else one for name, one in taus.items()
-    }
-    return {name: float(tau) for name, tau in found.items() if isinstance(tau, int | float)}

@@ -91,11 +91,11 @@ class Journal:
         self._path = None if path is None else Path(path)
         self._waiting: list[bytes] = []  # for a segment to be full
         self._since = 0.0
-        self._num_segments = 0 if self._path else _num_segments(output, self._stem)
-        self._is_torn = (
-            self._path is not None
-            and self._path.exists()
-            and not self._path.read_bytes().endswith(b"\n")
+        self._num_segments = 0  # without gaps: each is written whole before the next
+        while self._path is None and output.exists(self._segment(self._num_segments)):
+            self._num_segments += 1
+        self._is_torn = bool(
+            self._path and self._path.exists() and not self._path.read_bytes().endswith(b"\n")
         )
 
     def add(self, entry: JournalEntry) -> None:
@@ -161,7 +161,7 @@ class AnswerParts:
 
     def is_whole(self, part: int) -> bool:
         """True when nothing is left to do for a part."""
-        return self._output.exists(answers_name(part))
+        return self._output.exists(f"answers-{part:05d}.jsonl")
 
     def open(self, part: int, num_prompts: int) -> list[JournalEntry]:
         """Begin a part, or resume it: its entries so far, each turn after those before it."""
@@ -191,13 +191,8 @@ class AnswerParts:
         if dropped:
             self._output.write_jsonl(f"dropped-{part:05d}.jsonl", dropped)
         self._output.write_jsonl(f"origins-{part:05d}.jsonl", origins)
-        self._output.write_jsonl(answers_name(part), answers)
+        self._output.write_jsonl(f"answers-{part:05d}.jsonl", answers)
         journal.delete()
-
-
-def answers_name(part: int) -> str:
-    """The file of a part's answers."""
-    return f"answers-{part:05d}.jsonl"
 
 
 @contextmanager
@@ -236,11 +231,3 @@ def _in_turn(entries: Iterable[JournalEntry]) -> list[JournalEntry]:
 
 def _checksum(text: bytes) -> bytes:
     return hashlib.sha256(text).hexdigest()[:_DIGITS].encode()
-
-
-def _num_segments(output: Artifact, stem: str) -> int:
-    """Segments are numbered without gaps: each is written whole before the next."""
-    number = 0
-    while output.exists(f"{stem}-{number:05d}.journal"):
-        number += 1
-    return number

@@ -86,15 +86,13 @@ class CaptureConfig(BaseModel):
             return stored_dtype(shape)
         return resolve_dtype(self.dtype, shape, default_device())
 
-    def meta_of(self, shape: TargetShape) -> FeatureMeta:
-        """What features of this target are of, but for the hash of its lm_head. Raises
-        MismatchError for a target of too few layers.
-        """
+    def meta_of(self, shape: TargetShape, lm_head_sha256: str = "") -> FeatureMeta:
+        """What features of this target are of. Raises MismatchError for too few layers."""
         return FeatureMeta(
             taps=shape.default_taps,
             hidden_size=shape.hidden_size,
             vocab_size=shape.vocab_size,
-            lm_head_sha256="",
+            lm_head_sha256=lm_head_sha256,
             dtype=self.store_dtype,
             codec=self.codec,
             teacher=self.teacher,
@@ -149,10 +147,6 @@ class CaptureTask:
             )
         return plan
 
-    def load_decoder(self) -> FeatureDecoder:
-        """Load the target. Raises what loading raises."""
-        return load_decoder(self.config, self.shape, self.folder)
-
     def samples(self, plan: CapturePlan, split: Split) -> list[SamplePlan]:
         """The plan's samples of a split."""
         share = self.config.held_out_share
@@ -206,7 +200,11 @@ class FeatureForward:
 
     def __call__(self, batch: ForwardBatch) -> Iterator[Sample]:
         """The samples of one batch."""
-        prefix = self._computed_prefix(batch)
+        name, prefix = batch.prefix.tobytes(), None
+        if name:
+            if self._prefix is None or self._prefix[0] != name:
+                self._prefix = name, self._decoder.begin(batch.prefix.tolist())
+            prefix = self._prefix[1]
         rows = [one.token_ids[batch.num_shared :].tolist() for one in batch.samples]
         states = self._decoder.states(rows, prefix)
         for row, one in enumerate(batch.samples):
@@ -217,14 +215,6 @@ class FeatureForward:
                 last_hidden = torch.cat([prefix.states.last_hidden, last_hidden])
             ids, mask = torch.from_numpy(one.token_ids), torch.from_numpy(one.loss_mask)
             yield Sample(one.key, ids, mask, aux_hidden, last_hidden, one.source)
-
-    def _computed_prefix(self, batch: ForwardBatch) -> SharedPrefix | None:
-        if not batch.num_shared:
-            return None
-        name = batch.prefix.tobytes()
-        if self._prefix is None or self._prefix[0] != name:
-            self._prefix = name, self._decoder.begin(batch.prefix.tolist())
-        return self._prefix[1]
 
 
 def capture(
@@ -241,9 +231,8 @@ def capture(
         return output.manifest()
     plan = task.plan()
     output.write_jsonl("dropped.jsonl", plan.dropped)
-    decoder = task.load_decoder()
-    of_target = {"lm_head_sha256": decoder.lm_head_sha256}
-    meta = config.meta_of(task.shape).model_copy(update=of_target)
+    decoder = load_decoder(task.config, task.shape, task.folder)
+    meta = config.meta_of(task.shape, decoder.lm_head_sha256)
     metas: dict[Split, FeatureMeta] = {"train": meta, "held_out": held_out_meta(meta)}
     writers = {
         split: ShardWriter(output, split, meta, SAMPLES_PER_SHARD) for split, meta in metas.items()
@@ -253,13 +242,20 @@ def capture(
         for split in config.splits
         for batch in task.batches(plan, split, decoder)
     ]
-    missing = (
+    num_bytes = sum(
         len(one) * writer.meta.bytes_per_token
         for writer, batch in work
         for one in batch.samples
         if one.key not in writer.keys
     )
-    check_room(output, sum(missing))
+    free = room_at(output)
+    if free is not None and num_bytes > free:
+        raise StorageFullError(
+            f"the features need {num_bytes / 1e9:,.2f} GB at {output.url}, {free / 1e9:,.2f} GB "
+            "are free",
+            "free some space, choose another folder, an object store or a smaller codec, or "
+            "capture fewer answers",
+        )
     _capture_missing(FeatureForward(decoder), work, track)
     for writer in writers.values():
         writer.close()
@@ -269,18 +265,6 @@ def capture(
         "num_retokenised": plan.num_retokenised,
     }
     return output.finish("capture", task.settings, inputs, task.counts(plan), facts)
-
-
-def check_room(output: Artifact, num_bytes: int) -> None:
-    """Raises StorageFullError for more than the disk can hold. Object stores tell no limit."""
-    free = room_at(output)
-    if free is not None and num_bytes > free:
-        raise StorageFullError(
-            f"the features need {num_bytes / 1e9:,.2f} GB at {output.url}, {free / 1e9:,.2f} GB "
-            "are free",
-            "free some space, choose another folder, an object store or a smaller codec, or "
-            "capture fewer answers",
-        )
 
 
 def room_at(output: Artifact) -> int | None:

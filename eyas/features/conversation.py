@@ -14,10 +14,9 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from eyas.chat import Chat
-from eyas.engine.request import SamplingParams
+from eyas.engine.request import FinishReason, SamplingParams
 from eyas.errors import InputError, TemplateError
 from eyas.features.answers import JournalEntry
-from eyas.features.backend import TurnAnswer, TurnFailure, TurnRequest
 from eyas.features.marks import mark
 from eyas.privacy.detector import LeakDetector
 from eyas.privacy.policy import RANK
@@ -83,6 +82,43 @@ def sampling_of(prompt: Prompt, samplings: Sequence[Sampling]) -> Sampling:
         if point < 0:
             return one
     return samplings[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """One assistant turn to be written. messages: the conversation so far; prompt_ids: its tokens
+    by the target's template.
+    """
+
+    id: str
+    messages: tuple[Message, ...]
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class TurnAnswer:
+    """What the target wrote, without the end token, which num_tokens counts. latency_ms: since the
+    request was added.
+    """
+
+    id: str
+    text: str
+    finish_reason: FinishReason
+    num_tokens: int
+    engine: str
+    server: str | None
+    latency_ms: float
+    attempts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TurnFailure:
+    """A turn without an answer, for good, and why."""
+
+    id: str
+    reason: Literal["server_refused", "server_failed", "server_saw_other_tokens"]
+    detail: str
 
 
 class Conversation:

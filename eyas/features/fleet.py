@@ -30,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from eyas.client import Client, Completion, FailureKind, RequestFailure, server_url
 from eyas.engine.request import SamplingParams
 from eyas.errors import ConfigError, EyasError, MismatchError, MissingInputError
-from eyas.features.backend import TurnAnswer, TurnFailure, TurnRequest
+from eyas.features.conversation import TurnAnswer, TurnFailure, TurnRequest
 
 ServerState = Literal["healthy", "failing", "retired"]
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0

@@ -24,17 +24,24 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from eyas.artifact import Artifact, Manifest, identity
+from eyas.artifact import VERSION, Artifact, Manifest, identity
 from eyas.chat import Chat
 from eyas.engine.engine import Engine, EngineConfig
+from eyas.engine.request import Request
 from eyas.errors import EmptyInputError, TemplateError
 from eyas.features import marks
 from eyas.features.answers import AnswerParts, folder_lock
-from eyas.features.backend import Backend, EngineBackend, TurnAnswer, TurnRequest
-from eyas.features.conversation import Conversation, Sampling, TurnRules
+from eyas.features.conversation import (
+    Conversation,
+    Sampling,
+    TurnAnswer,
+    TurnRequest,
+    TurnRules,
+)
 from eyas.features.fleet import ClientConfig, Fleet, TargetProof
 from eyas.hub import resolve_head, resolve_target
 from eyas.log import Track, quiet
@@ -45,6 +52,7 @@ from eyas.privacy.detector import LeakDetector
 from eyas.privacy.policy import ANSWER_POLICY, PrivacyConfig
 from eyas.records import Message, Prompt
 
+ENGINE = f"eyas {VERSION}"
 ROWS_PER_PART = 200  # prompts in a file of answers
 # Where the run takes place, and how fast it is: no part of the identity.
 PLACES = {"target", "head", "max_batch", "servers", "client"}
@@ -159,7 +167,50 @@ def generate(
     return output.finish("generate", settings, {"prompts": made}, counts, facts)
 
 
-def open_backend(config: GenerateConfig, chat: Chat, folder: str, max_length: int) -> Backend:
+class EngineBackend:
+    """The engine in this process. capacity: requests at once that keep it busy."""
+
+    def __init__(self, engine: Engine, chat: Chat, head: str | None) -> None:
+        self.capacity = engine.config.max_batch
+        self._engine, self._chat, self._head = engine, chat, head
+        self._running: dict[str, tuple[float, list[int]]] = {}  # when it was added, its tokens
+
+    def add(self, request: TurnRequest) -> None:
+        """Ask for a turn. Raises InputError when it does not fit into the engine."""
+        self._engine.add(Request(request.id, request.prompt_ids, request.params))
+        self._running[request.id] = time.perf_counter(), []
+
+    def wait(self) -> list[TurnAnswer]:
+        """Step until an answer is whole."""
+        done: list[TurnAnswer] = []
+        while self._running and not done:
+            for update in self._engine.step():
+                started, ids = self._running[update.request_id]
+                ids += update.token_ids
+                if reason := update.finish_reason:
+                    del self._running[update.request_id]
+                    text = self._chat.decode(ids[:-1] if reason == "stop" else ids)
+                    ms = 1000 * (time.perf_counter() - started)
+                    done.append(
+                        TurnAnswer(update.request_id, text, reason, len(ids), ENGINE, None, ms)
+                    )
+        return done
+
+    def status(self) -> str:
+        """Nothing: the engine works or the process ends."""
+        return ""
+
+    def facts(self) -> dict[str, Any]:
+        """The engine and its head; neither changes an answer."""
+        return {"engine": ENGINE, "head": self._head}
+
+    def close(self) -> None:
+        """Nothing is held that Python does not release."""
+
+
+def open_backend(
+    config: GenerateConfig, chat: Chat, folder: str, max_length: int
+) -> EngineBackend | Fleet:
     """The engine, on a GPU where there is one, or the servers. Raises what loading the engine or
     checking servers raises.
     """
@@ -231,7 +282,7 @@ class Conversations:
 
 
 def answer_all(
-    backend: Backend,
+    backend: EngineBackend | Fleet,
     rules: TurnRules,
     conversations: Conversations,
     num_prompts: int,

@@ -11,6 +11,7 @@ faster on a GPU, and values may differ in their last bits: another identity.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from eyas.artifact import Artifact, Manifest, identity
-from eyas.features.capture import CaptureConfig, CaptureTask, FeatureForward
+from eyas.features.capture import CaptureConfig, CaptureTask, FeatureForward, load_decoder
 from eyas.features.decoder import FeatureDecoder
 from eyas.features.samples import CapturePlan, ForwardBatch, packed
 from eyas.model.vocab import TargetVocabulary
@@ -45,7 +46,7 @@ class OnlineTarget:
     @cached_property
     def decoder(self) -> FeatureDecoder:
         """The target, loaded."""
-        return self.task.load_decoder()
+        return load_decoder(self.task.config, self.task.shape, self.task.folder)
 
     @cached_property
     def forward(self) -> FeatureForward:
@@ -56,8 +57,8 @@ class OnlineTarget:
     def meta(self) -> FeatureMeta:
         """As a store's that is exact."""
         lm_head_sha256 = TargetVocabulary.load(self.task.folder).lm_head_sha256
-        exact = {"codec": "raw", "teacher": "everywhere", "lm_head_sha256": lm_head_sha256}
-        return self.task.config.meta_of(self.task.shape).model_copy(update=exact)
+        meta = self.task.config.meta_of(self.task.shape, lm_head_sha256)
+        return meta.model_copy(update={"codec": "raw", "teacher": "everywhere"})
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -114,10 +115,9 @@ class OnlineFeatures:
 
     def all_tokens(self) -> Iterator[tuple[Tensor, Tensor]]:
         """As FeatureSource.all_tokens."""
-        samples = (single.samples[0] for single in self._singles)
-        return (
-            (torch.from_numpy(one.token_ids), torch.from_numpy(one.loss_mask)) for one in samples
-        )
+        for single in self._singles:
+            one = single.samples[0]
+            yield torch.from_numpy(one.token_ids), torch.from_numpy(one.loss_mask)
 
     def batches(self, batches: Sequence[Sequence[int]]) -> Iterator[list[Sample]]:
         """As FeatureSource.batches; nothing is computed ahead."""
@@ -133,18 +133,14 @@ class OnlineFeatures:
             for batch in self._joined(singles)
             for sample in self._target.forward(batch)
         }
-        samples = [made[single.samples[0].key] for single in singles]
         return [
-            Sample(
-                one.key,
-                one.token_ids,
-                one.loss_mask,
-                # Copies: tensors of inference mode have no gradient.
-                one.aux_hidden.to(dtype, copy=True),
-                one.last_hidden.to(dtype, copy=True),
-                one.source,
+            dataclasses.replace(
+                one,
+                # copies: tensors of inference mode have no gradient
+                aux_hidden=one.aux_hidden.to(dtype, copy=True),
+                last_hidden=one.last_hidden.to(dtype, copy=True),
             )
-            for one in samples
+            for one in (made[single.samples[0].key] for single in singles)
         ]
 
     def _joined(self, singles: list[ForwardBatch]) -> Iterator[ForwardBatch]:
