@@ -38,7 +38,7 @@ import held_out
 from eyas.artifact import Artifact
 from eyas.bench.bench import ArmConfig, BenchConfig, bench
 from eyas.bench.report import Contents, write_reports
-from eyas.cli.results import show_table
+from eyas.bench.tables import show_table
 from eyas.cli.stage import stage
 from eyas.engine.engine import EngineConfig
 from eyas.errors import EyasError

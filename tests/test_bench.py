@@ -17,7 +17,7 @@ import pytest
 from eyas.artifact import Artifact, Manifest
 from eyas.bench.bench import ArmConfig, BenchConfig, _read, bench, bench_identity
 from eyas.bench.stream import Reply, events, read_reply
-from eyas.bench.summary import RunContext, compared_task, comparison, result, summarise
+from eyas.bench.summary import RunContext, comparison, result, summarise
 from eyas.bench.workload import Task, read_tasks
 from eyas.builtin import BUILTIN
 from eyas.chat import Chat
@@ -363,23 +363,24 @@ def test_a_task_whose_speedup_may_be_chance_is_not_told_one():
     ]
     with pytest.raises(EyasError, match="2\\.17"):
         comparison(plain, eagle, is_greedy=True)
-    compared = compared_task(plain, eagle, is_greedy=True)
+    compared = comparison(plain, eagle, is_greedy=True, of_task=True)
     assert (compared["speedup"], compared["speedup_interval"], compared["tau"]) == (None, None, 2)
     assert re.fullmatch(
         r"2\.17 \(\d\.\d\d to \d\.\d\d\) over 7 prompts is noise: tau is 2\.00",
         compared["withheld"],
     )
-    few = compared_task(plain[:5], eagle[:5], is_greedy=True)
+    few = comparison(plain[:5], eagle[:5], is_greedy=True, of_task=True)
     assert (few["speedup"], few["withheld"]) == (None, "2.22 over 5 prompts is noise: tau is 2.00")
-    other = compared_task(plain, eagle, is_greedy=True, same_engine=False)
+    other = comparison(plain, eagle, is_greedy=True, same_engine=False, of_task=True)
     assert (round(other["speedup"], 2), other["withheld"]) == (2.17, None), (
         "tau is no law between two engines"
     )
     with pytest.raises(EyasError, match="above tau"):
-        compared_task(
+        comparison(
             plain,
             [row("eagle", str(number), tpot_ms=4, hist=[0, 5]) for number in range(7)],
             is_greedy=True,
+            of_task=True,
         )
 
 

@@ -17,15 +17,6 @@ def test_tpot_leaves_the_first_token_out():
     assert metrics.tpot_ms(ttft_ms=100, e2e_ms=100, num_output_tokens=1) is None
 
 
-def test_itl_is_the_gap_between_chunks():
-    assert metrics.itl_ms([5, 7, 12]) == [2, 5]
-    assert metrics.itl_ms([5]) == metrics.itl_ms([]) == []
-
-
-def test_throughput_is_tokens_per_second():
-    assert metrics.throughput_tps(30, 2.0) == 15
-
-
 @given(SAMPLE, st.floats(0, 1))
 def test_percentile_is_numpys(values, share):
     assert metrics.percentile(values, share) == pytest.approx(

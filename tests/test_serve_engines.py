@@ -11,9 +11,9 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from eyas.cli import engines
-from eyas.cli.engines import EngineName, become, engine_command
+from eyas.cli import serve
 from eyas.cli.main import build
+from eyas.cli.serve import EngineName, become, engine_command
 from eyas.errors import ConfigError, EyasError, InputError
 from eyas.serve.server import ServeConfig
 from tests.tiny import tiny_target
@@ -167,8 +167,8 @@ def test_without_a_head_there_is_nothing_to_start(target):
 
 
 def test_an_engine_that_is_not_there_is_said(target, head, monkeypatch):
-    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda _: None)
-    monkeypatch.setattr(engines.shutil, "which", lambda _: None)
+    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(serve.shutil, "which", lambda _: None)
     for engine, title in ((EngineName.SGLANG, "SGLang"), (EngineName.VLLM, "vLLM")):
         with pytest.raises(EyasError, match=f"{title} is not installed"):
             become(engine, engine_command(engine, config(target, head, CHAIN)))
@@ -176,9 +176,9 @@ def test_an_engine_that_is_not_there_is_said(target, head, monkeypatch):
 
 def test_an_engine_that_is_there_takes_the_process_over(target, head, monkeypatch):
     started = []
-    monkeypatch.setattr(engines.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(serve.shutil, "which", lambda name: f"/bin/{name}")
     monkeypatch.setattr(
-        engines.os, "execvp", lambda name, arguments: started.append((name, arguments))
+        serve.os, "execvp", lambda name, arguments: started.append((name, arguments))
     )
     command = engine_command(EngineName.VLLM, config(target, head, CHAIN))
     become(EngineName.VLLM, command)

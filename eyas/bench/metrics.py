@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import TypedDict
 
 
@@ -35,18 +34,6 @@ def tpot_ms(ttft_ms: float, e2e_ms: float, num_output_tokens: int) -> float | No
     if num_output_tokens < 2:
         return None
     return (e2e_ms - ttft_ms) / (num_output_tokens - 1)
-
-
-def itl_ms(chunk_times_ms: Sequence[float]) -> list[float]:
-    """The gaps between chunks. A chunk may hold several tokens, so this is what a reader sees and
-    not a time per token.
-    """
-    return [after - before for before, after in pairwise(chunk_times_ms)]
-
-
-def throughput_tps(num_output_tokens: int, seconds: float) -> float:
-    """Output tokens per second of a whole run, prefill and waiting included."""
-    return num_output_tokens / seconds
 
 
 def percentile(values: Sequence[float], share: float) -> float:

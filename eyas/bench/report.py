@@ -19,7 +19,6 @@ from eyas import lineage
 from eyas.artifact import Artifact, Manifest
 from eyas.bench import figures, tables
 from eyas.bench.figures import Point, Series
-from eyas.bench.headline import at_lowest_load, headlines, not_drafting
 from eyas.bench.summary import check_possible
 from eyas.errors import InputError
 from eyas.page import fill
@@ -28,9 +27,8 @@ TEMPLATE = Path(__file__).with_name("report.html")
 NAMES = ("report.html", "report.md", "report.csv")
 TPOT_NOTE = "Median time per output token after the first, with its 95 % interval. Lower is better."
 THROUGHPUT_NOTE = (
-    "Output tokens of all requests together, prefill and waiting included, with a "
-    "95 "
-    "% interval. Higher is better."
+    "Output tokens of all requests together, prefill and waiting included, with a 95 % interval. "
+    "Higher is better."
 )
 SPEEDUP_NOTE = (
     "Median TPOT of the baseline over that of the arm, with a 95 % interval. Above 1 is faster."
@@ -60,6 +58,7 @@ SPECULATIONS = ("auto", "fixed")  # what the engine's ways to speculate begin wi
 # of the cores: a load average above this says that something else is, or just was, at work
 BUSY = 1.2
 Picture = tuple[str, Markup, str]  # heading, SVG, note
+Known = tuple[float, float | None, float | None]  # a figure, and what it lies between
 
 
 @dataclass(frozen=True)
@@ -103,20 +102,20 @@ def render(contents: Contents) -> str:
             "this summary.json was made by an older eyas, and lacks what a report shows",
             "run `eyas bench` again",
         )
-    for compared in (*bench["comparisons"], *bench["by_task"], *bench["open_loop"]["comparisons"]):
+    comparisons = tables.every(bench, "comparisons")
+    for compared in (*comparisons, *bench["by_task"]):
         check_possible(compared)
     machine = bench["machine"]
-    closed, opened = bench["results"], bench["open_loop"]["results"]
     return fill(
         TEMPLATE,
         {
-            "number": _number,
+            "number": tables.number,
             "pretty": lambda value: json.dumps(value, indent=1, ensure_ascii=False),
         },
         title=contents.title,
-        headlines=headlines(bench),
-        results=[*closed, *opened],
-        comparisons=[*bench["comparisons"], *bench["open_loop"]["comparisons"]],
+        headlines=tables.headlines(bench),
+        results=tables.every(bench, "results"),
+        comparisons=comparisons,
         tasks=tasks(bench),
         bench=bench,
         config=bench["config"],
@@ -127,7 +126,7 @@ def render(contents: Contents) -> str:
         evaluation=contents.evaluation,
         predictions=predictions(contents),
         ledger=contents.ledger,
-        not_drafting=not_drafting,
+        not_drafting=tables.not_drafting,
         server_line=tables.server_line,
         head_is_stated=tables.STATED if contents.head_is_stated else "",
         fates=fates(contents.ledger) if contents.ledger else [],
@@ -159,19 +158,11 @@ def predictions(contents: Contents) -> list[dict[str, Any]]:
     """What `eyas eval` predicted for each arm and concurrency, beside what the arm
     did at it.
     """
-    found = []
-    for one in contents.bench["comparisons"]:
-        row = predicted(contents, one["arm"]).get(one["concurrency"])
-        if row is not None:
-            found.append(
-                {
-                    "arm": one["arm"],
-                    "concurrency": one["concurrency"],
-                    "predicted": row,
-                    "measured": one,
-                }
-            )
-    return found
+    return [
+        {"arm": one["arm"], "concurrency": one["concurrency"], "predicted": row, "measured": one}
+        for one in contents.bench["comparisons"]
+        if (row := predicted(contents, one["arm"]).get(one["concurrency"])) is not None
+    ]
 
 
 def predicted(contents: Contents, arm: str) -> dict[int, Mapping[str, Any]]:
@@ -198,24 +189,13 @@ def predicted(contents: Contents, arm: str) -> dict[int, Mapping[str, Any]]:
 def pictures(contents: Contents) -> list[Picture]:
     """Heading, SVG and note of each picture there are figures for."""
     bench = contents.bench
-    every = [*bench["results"], *bench["open_loop"]["results"]]
-    arms = {
-        arm: number for number, arm in enumerate(dict.fromkeys(result["arm"] for result in every))
-    }
-    by_arm = {
-        arm: predicted(contents, arm)
-        for arm in dict.fromkeys(one["arm"] for one in bench["comparisons"])
-    }
-    expected = [
-        Series(
-            f"{arm}, predicted",
-            arms[arm],
-            [Point(x, row["speedup"]) for x, row in sorted(rows.items())],
-            is_expected=True,
-        )
-        for arm, rows in by_arm.items()
-        if rows
-    ]
+    every = tables.every(bench, "results")
+    arms = {arm: place for place, arm in enumerate(dict.fromkeys(row["arm"] for row in every))}
+    expected = []
+    for arm in dict.fromkeys(one["arm"] for one in bench["comparisons"]):
+        if rows := predicted(contents, arm):
+            points = [Point(x, row["speedup"]) for x, row in sorted(rows.items())]
+            expected.append(Series(f"{arm}, predicted", arms[arm], points, is_expected=True))
     closed = _of_loads(bench, "concurrency", arms, "requests at a time", expected)
     opened = _of_loads(bench["open_loop"], "rate", arms, "requests a second", [])
     return [*closed, *_of_rounds(bench["results"] or every, arms, contents.evaluation), *opened]
@@ -233,67 +213,45 @@ def _of_loads(
     drafting = {row["arm"] for row in results if nodes_of_all(row)}
 
     def series(
-        rows: Sequence[Mapping[str, Any]], point: Callable[[Mapping[str, Any], float], Point | None]
+        rows: Sequence[Mapping[str, Any]], figure: Callable[[Mapping[str, Any]], Known | None]
     ) -> list[Series]:
-        ordered = sorted(rows, key=lambda row: row[load])
-        found = {
-            arm: [point(row, row[load]) for row in ordered if row["arm"] == arm] for arm in arms
-        }
-        kept = {arm: [one for one in points if one is not None] for arm, points in found.items()}
-        return [Series(arm, arms[arm], points) for arm, points in kept.items() if points]
+        points: dict[str, list[Point]] = {}
+        for row in sorted(rows, key=lambda row: row[load]):
+            if (known := figure(row)) is not None:
+                points.setdefault(row["arm"], []).append(Point(row[load], *known))
+        return [Series(arm, arms[arm], points[arm]) for arm in arms if arm in points]
 
-    speedups = series(
-        comparisons, lambda row, x: _interval(x, row["speedup"], row["speedup_interval"])
+    tpots = series(results, lambda row: _spread(row["tpot_ms"]))
+    ttfts = series(results, lambda row: _spread(row["ttft_ms"]))
+    rates = series(
+        results, lambda row: _interval(row["throughput_tps"], row["throughput_interval"])
     )
+    sizes = series(
+        [row for row in results if row["arm"] in drafting],
+        lambda row: _interval(nodes_of_all(row), None),
+    )
+    speedups = series(comparisons, lambda row: _interval(row["speedup"], row["speedup_interval"]))
     if speedups:
         speedups += expected
-    drawn = [
-        (
-            "Time per output token",
-            series(results, lambda row, x: _spread(x, row["tpot_ms"])),
-            "TPOT, ms",
-            TPOT_NOTE,
-            False,
-        ),
-        (
-            "Throughput",
-            series(
-                results,
-                lambda row, x: _interval(x, row["throughput_tps"], row["throughput_interval"]),
-            ),
-            "output tokens/s",
-            THROUGHPUT_NOTE,
-            False,
-        ),
-        (
-            "Speed-up",
-            speedups if len({row[load] for row in results}) > 1 else [],
-            "speed-up",
-            SPEEDUP_NOTE,
-            True,
-        ),
-        (
-            "Time to the first text",
-            _if_open(load, series(results, lambda row, x: _spread(x, row["ttft_ms"]))),
-            "TTFT, ms",
-            TTFT_NOTE,
-            False,
-        ),
-        (
-            "Tree sizes chosen",
-            series(
-                [row for row in results if row["arm"] in drafting],
-                lambda row, x: _interval(x, nodes_of_all(row), None),
-            ),
-            "drafted tokens a round",
-            TREE_NOTE,
-            False,
-        ),
-    ]
+    if len({row[load] for row in results}) < 2:
+        speedups = []
+    if load != "rate":  # in a closed loop it says more of the prompts than of the load
+        ttfts = []
+    drawn = (
+        ("Time per output token", tpots, "TPOT, ms", TPOT_NOTE),
+        ("Throughput", rates, "output tokens/s", THROUGHPUT_NOTE),
+        ("Speed-up", speedups, "speed-up", SPEEDUP_NOTE),
+        ("Time to the first text", ttfts, "TTFT, ms", TTFT_NOTE),
+        ("Tree sizes chosen", sizes, "drafted tokens a round", TREE_NOTE),
+    )
     under = "" if load == "concurrency" else f", by {x_label}"
     return [
-        (f"{name}{under}", figures.against_load(found, label, x_label, even), note)
-        for name, found, label, note, even in drawn
+        (
+            f"{name}{under}",
+            figures.against_load(found, label, x_label, label == "speed-up"),
+            note,
+        )
+        for name, found, label, note in drawn
         if found
     ]
 
@@ -311,11 +269,6 @@ def nodes_of_all(result: Mapping[str, Any]) -> float | None:
     return None if nodes is None else nodes * drafting / (drafting + plain)
 
 
-def _if_open(load: str, series: list[Series]) -> list[Series]:
-    """In a closed loop the time to the first text says more of the prompts than of the load."""
-    return series if load == "rate" else []
-
-
 def _of_rounds(
     results: Sequence[Mapping[str, Any]],
     arms: Mapping[str, int],
@@ -323,7 +276,7 @@ def _of_rounds(
 ) -> list[Picture]:
     """Pictures of what rounds accepted, at the lowest load."""
     # of the others, a few rounds say nothing
-    first = [one for one in at_lowest_load(results) if one["tau"] is not None]
+    first = [one for one in tables.at_lowest_load(results) if one["tau"] is not None]
     hists = [
         Series(one["arm"], arms[one["arm"]], _numbered(one["accept_hist"], 0))
         for one in first
@@ -339,18 +292,13 @@ def _of_rounds(
     if evaluation is not None and evaluation.get("acceptance_by_position"):
         points = _numbered(evaluation["acceptance_by_position"], 1)
         shares.append(Series("held-out, eval", len(arms), points, is_expected=True))
-    made = []
+    made: list[Picture] = []
     if hists:
-        label = "share of rounds by accepted drafts"
-        made.append(("Accepted drafts", figures.histogram(hists, label), HISTOGRAM_NOTE))
+        drawn = figures.histogram(hists, "share of rounds by accepted drafts")
+        made.append(("Accepted drafts", drawn, HISTOGRAM_NOTE))
     if shares:
-        made.append(
-            (
-                "Acceptance by position",
-                figures.by_position(shares, "share of drafts accepted"),
-                POSITION_NOTE,
-            )
-        )
+        drawn = figures.by_position(shares, "share of drafts accepted")
+        made.append(("Acceptance by position", drawn, POSITION_NOTE))
     return made
 
 
@@ -366,18 +314,16 @@ def fates(ledger: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _spread(x: float, spread: Mapping[str, Any] | None) -> Point | None:
-    return None if spread is None else Point(x, spread["median"], spread["low"], spread["high"])
+def _spread(spread: Mapping[str, Any] | None) -> Known | None:
+    return None if spread is None else (spread["median"], spread["low"], spread["high"])
 
 
-def _interval(x: float, value: float | None, interval: Sequence[float] | None) -> Point | None:
-    return None if value is None else Point(x, value, *(interval or (None, None)))
+def _interval(value: float | None, interval: Sequence[float] | None) -> Known | None:
+    if value is None:
+        return None
+    low, high = interval or (None, None)
+    return value, low, high
 
 
 def _numbered(values: Sequence[float], first: int) -> list[Point]:
     return [Point(x, y) for x, y in enumerate(values, first)]
-
-
-def _number(value: float | None, digits: int = 2) -> str:
-    """A number with so many digits after the point and thousands apart; a dash for None."""
-    return "–" if value is None else f"{value:,.{digits}f}"

@@ -42,7 +42,7 @@ DTYPES = {
 # kinds that take vLLM's field cache_salt, and share no prefix between salts
 SALTED = ("eyas", "vllm")
 Counters = dict[str, float]  # name without prefix, with the labels in LABELS: "rounds_total|tree"
-LABELS = ("position", "kind", "quantile")
+LABELS = ("position", "kind")
 _SAMPLE = re.compile(r"^(?:\w+:)?(\w+)(?:\{(.*)\})? (\S+)(?: \d+)?$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 LENGTHS_APART = 0.1
@@ -200,7 +200,6 @@ def rounds_of(counted: Counters) -> dict[str, Any]:
 
     nodes_mean: drafted tokens that the target judged, a sample and round. plain_share: of the
     engine's rounds, those without drafts. predicted_over_real: of the rounds' time.
-    nodes_quantiles: of the last rounds, by quantile.
     """
     drafts, accepted = (
         counted.get(f"spec_decode_num_{what}_total", 0.0) for what in ("drafts", "accepted_tokens")
@@ -213,8 +212,6 @@ def rounds_of(counted: Counters) -> dict[str, Any]:
         found["acceptance_by_position"] = acceptance_of_positions(
             drafts, list(by_position.values())
         )
-        if quantiles := _series(counted, "spec_tree_nodes"):
-            found["nodes_quantiles"] = quantiles
     elif (
         "spec_decode_num_drafts_total" not in counted and counted.get("spec_accept_length", 0.0) > 0
     ):
@@ -267,28 +264,19 @@ def differences_of_servers(baseline: ServerFacts, arm: ServerFacts) -> list[Diff
     """What two servers tell that differs, or do not tell."""
     if baseline.url == arm.url:
         return []
-    return [*_engines(baseline, arm), *_precisions(baseline, arm)]
-
-
-def _engines(baseline: ServerFacts, arm: ServerFacts) -> Iterable[Difference]:
+    found = []
     if baseline.engine != arm.engine:
         what = f"{baseline.engine} against {arm.engine}: the ratio of two engines or hosts"
-        yield Difference(
-            "engine", f"{what}, which is no speed-up by speculation and may be above tau", False
-        )
-
-
-def _precisions(baseline: ServerFacts, arm: ServerFacts) -> Iterable[Difference]:
+        what += ", which is no speed-up by speculation and may be above tau"
+        found.append(Difference("engine", what, False))
     ours, theirs = baseline.precision, arm.precision
     if ours is None or theirs is None:
-        silent = " and ".join(
-            sorted({one.kind for one in (baseline, arm) if one.precision is None})
-        )
-        yield Difference(
-            "precision", f"not told by {silent}: whether both have the same is not known", False
-        )
+        silent = sorted({one.kind for one in (baseline, arm) if one.precision is None})
+        what = f"not told by {' and '.join(silent)}: whether both have the same is not known"
+        found.append(Difference("precision", what, False))
     elif ours != theirs:
-        yield Difference("precision", f"{ours} against {theirs}", True)
+        found.append(Difference("precision", f"{ours} against {theirs}", True))
+    return found
 
 
 def differences_of_answers(
@@ -297,62 +285,32 @@ def differences_of_answers(
     """What differs in the answers of two arms to the same prompts."""
     if not pairs:
         return []
-    return [
-        *_prompts(pairs),
-        *_counters(pairs),
-        *_lengths(pairs),
-        *(_texts(pairs) if is_greedy else ()),
-    ]
-
-
-def _prompts(pairs: Sequence[tuple[Reply, Reply]]) -> Iterable[Difference]:
-    counted = [
-        (a.num_prompt_tokens, b.num_prompt_tokens)
-        for a, b in pairs
-        if a.num_prompt_tokens and b.num_prompt_tokens
-    ]
-    others = [pair for pair in counted if pair[0] != pair[1]]
-    if others:
-        what = (
-            f"{len(others)} of {len(counted)} prompts are not of the same length, e.g. "
-            f"{others[0][0]} and {others[0][1]} tokens"
-        )
-        yield Difference("prompts", f"{what}: another tokenizer or chat template", True)
-
-
-def _counters(pairs: Sequence[tuple[Reply, Reply]]) -> Iterable[Difference]:
-    ways = [
-        sorted({reply.counted_by or "none" for reply in side}) for side in zip(*pairs, strict=True)
-    ]
+    found = []
+    counted = [(one.num_prompt_tokens, other.num_prompt_tokens) for one, other in pairs]
+    counted = [pair for pair in counted if all(pair)]
+    if others := [pair for pair in counted if pair[0] != pair[1]]:
+        what = f"{len(others)} of {len(counted)} prompts are not of the same length, e.g. "
+        what += "{} and {} tokens: another tokenizer or chat template".format(*others[0])
+        found.append(Difference("prompts", what, True))
+    sides = list(zip(*pairs, strict=True))
+    ways = [sorted({reply.counted_by or "none" for reply in side}) for side in sides]
     if ways[0] != ways[1]:
-        yield Difference(
-            "counts",
-            f"tokens are counted by {', '.join(ways[0])} and by {', '.join(ways[1])}",
-            True,
-        )
-
-
-def _lengths(pairs: Sequence[tuple[Reply, Reply]]) -> Iterable[Difference]:
-    ours, theirs = (
-        sum(reply.num_output_tokens for reply in side) for side in zip(*pairs, strict=True)
-    )
-    apart = abs(ours - theirs) / max(ours, theirs, 1)
+        what = f"tokens are counted by {', '.join(ways[0])} and by {', '.join(ways[1])}"
+        found.append(Difference("counts", what, True))
+    ours, theirs = (sum(reply.num_output_tokens for reply in side) for side in sides)
     if ours != theirs:
-        yield Difference(
-            "lengths", f"{ours:,} and {theirs:,} tokens of answers", apart > LENGTHS_APART
+        is_far = abs(ours - theirs) / max(ours, theirs) > LENGTHS_APART
+        found.append(Difference("lengths", f"{ours:,} and {theirs:,} tokens of answers", is_far))
+    num_others = sum(one.text != other.text for one, other in pairs)
+    if is_greedy and num_others:
+        begin_alike = sum(one.text[:BEGINNING] == other.text[:BEGINNING] for one, other in pairs)
+        alike = begin_alike / len(pairs)
+        what = (
+            f"{num_others} of {len(pairs)} greedy answers are not the same, {1 - alike:.0%} from "
         )
-
-
-def _texts(pairs: Sequence[tuple[Reply, Reply]]) -> Iterable[Difference]:
-    others = [pair for pair in pairs if pair[0].text != pair[1].text]
-    if not others:
-        return
-    alike = sum(one.text[:BEGINNING] == other.text[:BEGINNING] for one, other in pairs) / len(pairs)
-    what = (
-        f"{len(others)} of {len(pairs)} greedy answers are not the same, {1 - alike:.0%} from "
-        "their first words on"
-    )
-    yield Difference("answers", what, alike < ALIKE and len(pairs) >= ENOUGH)
+        what += "their first words on"
+        found.append(Difference("answers", what, alike < ALIKE and len(pairs) >= ENOUGH))
+    return found
 
 
 def check_comparable(

@@ -12,9 +12,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
-from eyas.bench import metrics
 from eyas.client import StreamPiece, StreamRecord, error_message
 
 # of a delta, in the order in which a reader sees them
@@ -33,6 +33,7 @@ class Reply:
 
     ttft_ms: float = 0.0
     e2e_ms: float = 0.0
+    # gaps between chunks; one may hold several tokens: what a reader sees, no time per token
     itl_ms: list[float] = field(default_factory=list)
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
@@ -80,7 +81,7 @@ def _reply(timed_events: Iterable[tuple[float, dict[str, Any]]]) -> Reply:
     return Reply(
         ttft_ms=times[0],
         e2e_ms=times[-1],
-        itl_ms=metrics.itl_ms(of_text),
+        itl_ms=[after - before for before, after in pairwise(of_text)],
         num_prompt_tokens=num_prompt_tokens,
         num_output_tokens=num_output_tokens,
         finish_reason=finish_reason,

@@ -159,7 +159,7 @@ def _summary(rows: Sequence[BenchRow], run: RunContext) -> dict[str, list[dict[s
                     for one in (baseline, arm)
                 )
                 if min(len(base), len(other)) >= LEAST_ROWS:
-                    both = compared_task(base, other, run.is_greedy, same)
+                    both = comparison(base, other, run.is_greedy, None, same, of_task=True)
                     by_task.append({**names, "category": category, **both})
     return {"results": results, "comparisons": comparisons, "by_task": by_task}
 
@@ -260,22 +260,13 @@ def comparison(
     is_greedy: bool,
     rounds: Mapping[str, Any] | None = None,
     same_engine: bool = True,
+    of_task: bool = False,
 ) -> dict[str, Any]:
-    """One arm against the baseline, prompt by prompt. Raises EyasError for an impossible figure."""
-    compared = _compared(baseline, arm, is_greedy, rounds or {}, same_engine)
-    if compared["tau"] is None:
-        compared = _without_chance(compared)
-    check_possible(compared)
-    return compared
+    """One arm against the baseline, prompt by prompt. Raises EyasError for an impossible figure.
 
-
-def _compared(
-    baseline: Sequence[BenchRow],
-    arm: Sequence[BenchRow],
-    is_greedy: bool,
-    rounds: Mapping[str, Any],
-    same_engine: bool,
-) -> dict[str, Any]:
+    of_task: over the few prompts of one task, where a speed-up above tau that may be chance is
+    withheld, and one whose whole interval lies above tau is an error.
+    """
     by_prompt = {row.prompt_id: row for row in baseline if row.is_answered}
     pairs = [
         (by_prompt[row.prompt_id], row)
@@ -288,13 +279,16 @@ def _compared(
         if base.tpot_ms is not None and row.tpot_ms is not None
     ]
     tpots_ms = [(base, own) for base, own, _ in timed]
-    rounds = _tau([row for _, row in pairs], rounds)
+    found = _tau([row for _, row in pairs], rounds or {})
+    # tokens for each forward of the target in an answer, over the speed-up of that answer
     costs = [
         tau * own / base
-        for base, own, tau in ((base, own, _decode_tau(row)) for base, own, row in timed)
-        if tau
+        for base, own, row in timed
+        if sum(row.reply.accept_hist)
+        and (tau := tokens_per_forward(row.num_decoded, row.reply.accept_hist))
     ]
-    return {
+    ours, theirs = _throughput_tps(arm), _throughput_tps(baseline)
+    compared = {
         "num_pairs": len(pairs),
         "same_engine": same_engine,
         "identical": sum(_is_same(*pair) for pair in pairs) if is_greedy else None,
@@ -304,19 +298,12 @@ def _compared(
         "speedup_interval": bootstrap(tpots_ms, ratio_of_medians),
         "withheld": None,
         "paired_speedup": metrics.spread([base / own for base, own in tpots_ms]),
-        "round_cost": metrics.spread(costs) if rounds["tau"] is not None else None,
-        "throughput_ratio": _ratio(_throughput_tps(arm), _throughput_tps(baseline)),
-        **rounds,
+        "round_cost": metrics.spread(costs) if found["tau"] is not None else None,
+        "throughput_ratio": ours / theirs if ours and theirs else None,
+        **found,
     }
-
-
-def compared_task(
-    baseline: Sequence[BenchRow], arm: Sequence[BenchRow], is_greedy: bool, same_engine: bool = True
-) -> dict[str, Any]:
-    """As comparison, over the few prompts of one task: a speed-up above tau that may be chance is
-    withheld. Raises EyasError for one whose whole interval lies above tau.
-    """
-    compared = _without_chance(_compared(baseline, arm, is_greedy, {}, same_engine))
+    if of_task or compared["tau"] is None:
+        compared = _without_chance(compared)
     check_possible(compared)
     return compared
 
@@ -382,21 +369,9 @@ def check_possible(compared: Mapping[str, Any]) -> None:
         )
 
 
-def _decode_tau(row: BenchRow) -> float | None:
-    """Tokens for each forward of the target in one answer, without its first token; None without
-    rounds.
-    """
-    hist = row.reply.accept_hist
-    return tokens_per_forward(row.num_decoded, hist) if sum(hist) else None
-
-
 def _is_same(base: BenchRow, row: BenchRow) -> bool:
-    one, other = base.reply, row.reply
-    return (one.text, one.num_output_tokens, one.finish_reason) == (
-        other.text,
-        other.num_output_tokens,
-        other.finish_reason,
-    )
+    names = ("text", "num_output_tokens", "finish_reason")
+    return all(getattr(base.reply, name) == getattr(row.reply, name) for name in names)
 
 
 def _busy_s(answered: Sequence[BenchRow]) -> float:
@@ -418,11 +393,7 @@ def _throughput_tps(rows: Sequence[BenchRow]) -> float | None:
         sum(row.reply.num_output_tokens for row in answered),
         _busy_s(answered),
     )
-    return (
-        metrics.throughput_tps(num_output_tokens, seconds)
-        if num_output_tokens and seconds
-        else None
-    )
+    return num_output_tokens / seconds if num_output_tokens and seconds else None
 
 
 def _throughput_interval(answered: Sequence[BenchRow]) -> Interval | None:
@@ -440,7 +411,3 @@ def _throughput_interval(answered: Sequence[BenchRow]) -> Interval | None:
 
 def _table(rows: Sequence[tuple[float, float]]) -> np.ndarray:
     return np.asarray(rows, float)
-
-
-def _ratio(over: float | None, under: float | None) -> float | None:
-    return over / under if over and under else None

@@ -1,5 +1,5 @@
-"""The figures of a benchmark as Markdown, for a README, and as CSV, for a spreadsheet. Knows
-summary.json and a manifest.
+"""The figures of a benchmark for its readers: what may be quoted of it, CSV for a spreadsheet,
+Markdown for a README, tables on a terminal. Pure functions of summary.json and a manifest.
 """
 
 from __future__ import annotations
@@ -9,170 +9,152 @@ import io
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from eyas import lineage
 from eyas.artifact import Manifest
-from eyas.bench.headline import not_drafting
 
+Row = Mapping[str, Any]
+RATIOS = ("speedup", "speedup_interval", "paired_speedup", "throughput_ratio")
 STATED = "The head is the one given with --head: servers do not tell which they run."
 SPREADS = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
-OF_RESULTS = (
-    "num_requests",
-    "num_failed",
-    "num_prompt_tokens",
-    "num_output_tokens",
-    "throughput_tps",
-    "requests_per_s",
-    "tokens_per_chunk",
-    "tau",
-    "tau_from",
-)
-OF_COMPARISONS = (
-    "num_pairs",
-    "identical",
-    "speedup",
-    "throughput_ratio",
-    "tau",
-    "tau_from",
-    "tokens_per_forward",
-)
+INTERVALS = ("tau", "throughput", "speedup")
 COLUMNS = (
-    "kind",
-    "arm",
-    "baseline",
-    "concurrency",
-    "rate",
-    "task",
-    *OF_RESULTS[:2],
-    "num_pairs",
-    "identical",
-    *OF_RESULTS[2:],
-    "tokens_per_forward",
-    "tau_low",
-    "tau_high",
-    "throughput_low",
-    "throughput_high",
-    "speedup",
-    "speedup_low",
-    "speedup_high",
-    "throughput_ratio",
-    "round_cost",
-    "tpot_ms_baseline",
+    *("kind", "arm", "baseline", "concurrency", "rate", "task"),
+    *("num_requests", "num_failed", "num_pairs", "identical"),
+    *("num_prompt_tokens", "num_output_tokens", "throughput_tps", "requests_per_s"),
+    *("tokens_per_chunk", "tau", "tau_from", "tokens_per_forward"),
+    *("tau_low", "tau_high", "throughput_low", "throughput_high"),
+    *("speedup", "speedup_low", "speedup_high"),
+    *("throughput_ratio", "round_cost", "tpot_ms_baseline"),
     *(f"{name}_{part}" for name in SPREADS for part in ("median", "low", "high", "p90", "p99")),
-    "tree_nodes_mean",
-    "plain_rounds_share",
+    *("tree_nodes_mean", "plain_rounds_share"),
 )
 
 
-def csv(bench: Mapping[str, Any]) -> str:
+# What may be quoted
+
+
+def not_drafting(compared: Row) -> str:
+    """What to say of an arm in place of a speed-up by its head; "" where it has a tau."""
+    if compared["tau"] is not None:
+        return ""
+    if compared["tokens_per_forward"] is not None:
+        return "did not draft"
+    return "" if compared["speedup"] is None else "is not known to have drafted"
+
+
+def quotable(compared: Row) -> dict[str, Any]:
+    """A comparison as it may be quoted. Without drafts its ratios are noise, and `note` says so;
+    between two engines they are the engines' ratios, drafts or none.
+    """
+    note = not_drafting(compared)
+    if not note:
+        return dict(compared)
+    ratios = RATIOS if compared["same_engine"] else ()
+    return {**compared, **dict.fromkeys(ratios), "note": note}
+
+
+def every(bench: Row, kind: str) -> list[Row]:
+    """The results or comparisons of closed loops, then those of open ones."""
+    return [*bench[kind], *bench["open_loop"][kind]]
+
+
+def at_lowest_load(rows: Sequence[Row]) -> list[Row]:
+    """The rows with the fewest requests at a time, or a second: a single user's wait."""
+    loads = [row.get("concurrency", row.get("rate")) for row in rows]
+    lowest = min(loads, default=0)
+    return [row for row, load in zip(rows, loads, strict=True) if load == lowest]
+
+
+def headlines(bench: Row) -> list[dict[str, Any]]:
+    """Of each arm the comparison at the lowest concurrency, with the results of its two arms."""
+    of_arm = {(result["arm"], result["concurrency"]): result for result in bench["results"]}
+    return [
+        {
+            "compared": quotable(compared),
+            "baseline": of_arm[compared["baseline"], compared["concurrency"]],
+            "arm": of_arm[compared["arm"], compared["concurrency"]],
+        }
+        for compared in at_lowest_load(bench["comparisons"])
+    ]
+
+
+def figures_of(bench: Row, arm: str) -> dict[str, Any]:
+    """An arm's headline for the last line of JSON; times are medians.
+
+    `identical`: whether all pairs of greedy answers are; None where answers were sampled.
+    """
+    head = next(one for one in headlines(bench) if one["compared"]["arm"] == arm)
+    compared, same = head["compared"], head["compared"]["identical"]
+    tpots_ms = {side: head[side]["tpot_ms"] for side in ("baseline", "arm")}
+    return {
+        "tau": head["arm"]["tau"],
+        "accept_hist": head["arm"]["accept_hist"],
+        "tpot_ms_plain": tpots_ms["baseline"] and tpots_ms["baseline"]["median"],
+        "tpot_ms_eagle": tpots_ms["arm"] and tpots_ms["arm"]["median"],
+        "speedup": compared["speedup"],
+        "identical": None if same is None else same == compared["num_pairs"],
+        "num_identical": same,
+        "num_pairs": compared["num_pairs"],
+    }
+
+
+# CSV
+
+
+def csv(bench: Row) -> str:
     """A line per result, comparison and comparison by task; a column that a line has nothing for is
     empty.
     """
     written = io.StringIO()
-    writer = comma_separated.DictWriter(written, COLUMNS, restval="", lineterminator="\n")
+    writer = comma_separated.DictWriter(
+        written, COLUMNS, extrasaction="ignore", lineterminator="\n"
+    )
     writer.writeheader()
-    opened = bench["open_loop"]
-    writer.writerows(_result_line(row) for row in (*bench["results"], *opened["results"]))
-    for row in (
-        *bench["comparisons"],
-        *opened["comparisons"],
-        *bench["by_task"],
-        *opened["by_task"],
-    ):
-        writer.writerow(_comparison_line(row))
+    for kind in ("results", "comparisons", "by_task"):
+        writer.writerows(map(_line, every(bench, kind)))
     return written.getvalue()
 
 
-def _result_line(row: Mapping[str, Any]) -> dict[str, Any]:
-    spreads = {
-        f"{name}_{part}": value
-        for name in SPREADS
-        for part, value in (row[name] or {}).items()
-        if part != "count"
-    }
-    rounds = row["speculation"]
-    more = {
-        "tree_nodes_mean": rounds.get("nodes_mean"),
-        "plain_rounds_share": rounds.get("plain_share"),
-    }
-    line = {
-        "kind": "result",
-        **_where(row),
-        **{name: row[name] for name in OF_RESULTS},
-        **spreads,
-        **more,
-    }
-    return {
-        **line,
-        **_ends("tau", row["tau_interval"]),
-        **_ends("throughput", row["throughput_interval"]),
-    }
+def _line(row: Row) -> dict[str, Any]:
+    line = {**row, "kind": "task" if "category" in row else "comparison"}
+    if "baseline" in row:
+        line |= {"task": row.get("category"), "tpot_ms_median": row["tpot_ms"]}
+        line["round_cost"] = (row["round_cost"] or {}).get("median")
+    else:
+        rounds = row["speculation"]
+        line |= {"kind": "result", "tokens_per_forward": None}
+        line |= {"tree_nodes_mean": rounds.get("nodes_mean")}
+        line |= {"plain_rounds_share": rounds.get("plain_share")}
+        for name in SPREADS:
+            line |= {f"{name}_{part}": value for part, value in (row[name] or {}).items()}
+    for name in INTERVALS:
+        line[f"{name}_low"], line[f"{name}_high"] = row.get(f"{name}_interval") or (None, None)
+    return line
 
 
-def _comparison_line(row: Mapping[str, Any]) -> dict[str, Any]:
-    kind = "task" if "category" in row else "comparison"
-    cost = (row["round_cost"] or {}).get("median")
-    line = {
-        "kind": kind,
-        **_where(row),
-        **{name: row[name] for name in OF_COMPARISONS},
-        "round_cost": cost,
-    }
-    times = {"tpot_ms_baseline": row["tpot_ms_baseline"], "tpot_ms_median": row["tpot_ms"]}
-    return {
-        **line,
-        **times,
-        **_ends("speedup", row["speedup_interval"]),
-        **_ends("tau", row["tau_interval"]),
-    }
+# Markdown
 
 
-def _where(row: Mapping[str, Any]) -> dict[str, Any]:
-    names = {
-        "arm": "arm",
-        "baseline": "baseline",
-        "concurrency": "concurrency",
-        "rate": "rate",
-        "category": "task",
-    }
-    return {column: row[name] for name, column in names.items() if name in row}
-
-
-def _ends(name: str, interval: Sequence[float] | None) -> dict[str, float]:
-    return {} if interval is None else {f"{name}_low": interval[0], f"{name}_high": interval[1]}
-
-
-def markdown(
-    bench: Mapping[str, Any], manifest: Manifest | None, commands: Sequence[str], title: str
-) -> str:
+def markdown(bench: Row, manifest: Manifest | None, commands: Sequence[str], title: str) -> str:
     """The tables of the report, with what a reader needs to judge them."""
-    return (
-        "\n".join([f"# {_cell(title)}", "", *_body(bench), *_provenance(bench, manifest, commands)])
-        + "\n"
-    )
+    lines = [f"# {_cell(title)}", "", *_body(bench), *_provenance(bench, manifest, commands)]
+    return "\n".join(lines) + "\n"
 
 
-def _body(bench: Mapping[str, Any]) -> Iterable[str]:
-    results = [*bench["results"], *bench["open_loop"]["results"]]
-    comparisons = [*bench["comparisons"], *bench["open_loop"]["comparisons"]]
+def _body(bench: Row) -> Iterable[str]:
+    results, comparisons = every(bench, "results"), every(bench, "comparisons")
     yield from _table(
-        (
-            "arm",
-            "load",
-            "answers",
-            "failed",
-            "TTFT ms",
-            "TPOT ms (95 %)",
-            "TPOT p90 / p99",
-            "tokens/s (95 %)",
-            "tau",
-        ),
+        "arm|load|answers|failed|TTFT ms|TPOT ms (95 %)|TPOT p90 / p99|tokens/s (95 %)|tau",
         (
             (
                 row["arm"],
                 _load(row),
                 row["num_requests"] - row["num_failed"],
                 row["num_failed"],
-                _median(row["ttft_ms"]),
+                _parts(row["ttft_ms"], "median"),
                 _with_interval(row["tpot_ms"]),
                 _parts(row["tpot_ms"], "p90", "p99"),
                 _within(row["throughput_tps"], row["throughput_interval"], 0),
@@ -182,38 +164,43 @@ def _body(bench: Mapping[str, Any]) -> Iterable[str]:
         ),
     )
     yield from _table(
-        ("arm", "load", "ITL ms p50 / p99", "e2e ms p50 / p90 / p99", "tokens per chunk"),
+        "arm|load|ITL ms p50 / p99|e2e ms p50 / p90 / p99|tokens per chunk",
         (
             (
                 row["arm"],
                 _load(row),
                 _parts(row["itl_ms"], "median", "p99"),
                 _parts(row["e2e_ms"], "median", "p90", "p99"),
-                _number(row["tokens_per_chunk"]),
+                number(row["tokens_per_chunk"]),
             )
             for row in results
         ),
     )
-    yield from _positions(
-        [row for row in results if row["tau"] is not None and row["acceptance_by_position"]]
-    )
+    told = [row for row in results if row["tau"] is not None and row["acceptance_by_position"]]
+    most = max((len(row["acceptance_by_position"]) for row in told), default=0)
+    if told:
+        shares = [[f"{100 * one:.0f} %" for one in row["acceptance_by_position"]] for row in told]
+        yield from _table(
+            "|".join(["accepted, by position", "load", *map(str, range(1, most + 1))]),
+            (
+                (row["arm"], _load(row), *own, *["–"] * (most - len(own)))
+                for row, own in zip(told, shares, strict=True)
+            ),
+        )
     for row in comparisons:
-        if not_drafting(row):
-            yield from (
-                f"**{_cell(row['arm'])} {not_drafting(row)}, {_load(row)}: no speed-up is a head's "
-                "there.**",
-                "",
-            )
+        if why := not_drafting(row):
+            what = f"{_cell(row['arm'])} {why}, {_load(row)}: no speed-up is a head's there."
+            yield from (f"**{what}**", "")
     if comparisons:
         yield from _table(
-            ("comparison", "load", "speed-up (95 %)", "tau", "throughput", "identical"),
+            "comparison|load|speed-up (95 %)|tau|throughput|identical",
             (
                 (
                     f"{row['arm']} over {row['baseline']}",
                     _load(row),
                     _speedup(row),
                     _tau(row),
-                    _number(row["throughput_ratio"]),
+                    number(row["throughput_ratio"]),
                     _identical(row),
                 )
                 for row in comparisons
@@ -221,14 +208,14 @@ def _body(bench: Mapping[str, Any]) -> Iterable[str]:
         )
     if bench["by_task"]:
         yield from _table(
-            ("task", "comparison", "load", "prompts", "TPOT ms", "speed-up (95 %)", "tau"),
+            "task|comparison|load|prompts|TPOT ms|speed-up (95 %)|tau",
             (
                 (
                     row["category"] or "–",
                     f"{row['arm']} over {row['baseline']}",
                     _load(row),
                     row["num_pairs"],
-                    f"{_number(row['tpot_ms_baseline'])} → {_number(row['tpot_ms'])}",
+                    f"{number(row['tpot_ms_baseline'])} → {number(row['tpot_ms'])}",
                     _speedup(row),
                     _tau(row),
                 )
@@ -237,44 +224,21 @@ def _body(bench: Mapping[str, Any]) -> Iterable[str]:
         )
     if bench["compared_anyway"] and any(one["refused"] for one in bench["differences"]):
         yield from ("**Unlike is compared with unlike here, on demand.**", "")
-    yield from (
-        f"- {one['arm']} and {one['baseline']}, {one['what']}: {_cell(one['text'])}"
-        for one in bench["differences"]
-    )
+    for one in bench["differences"]:
+        yield f"- {one['arm']} and {one['baseline']}, {one['what']}: {_cell(one['text'])}"
 
 
-def _positions(results: Sequence[Mapping[str, Any]]) -> Iterable[str]:
-    """How often a draft was accepted where all before it were, by its position."""
-    if not results:
-        return
-    most = max(len(row["acceptance_by_position"]) for row in results)
-    shares = (
-        [f"{100 * share:.0f} %" for share in row["acceptance_by_position"]] for row in results
-    )
-    yield from _table(
-        ("accepted, by position", "load", *(str(position) for position in range(1, most + 1))),
-        (
-            (row["arm"], _load(row), *own, *["–"] * (most - len(own)))
-            for row, own in zip(results, shares, strict=True)
-        ),
-    )
-
-
-def _provenance(
-    bench: Mapping[str, Any], manifest: Manifest | None, commands: Sequence[str]
-) -> Iterable[str]:
+def _provenance(bench: Row, manifest: Manifest | None, commands: Sequence[str]) -> Iterable[str]:
     machine, config = bench["machine"], bench["config"]
     yield from (
         "",
         f"{config['num_prompts']} prompts of `{config['prompts']}`, up to {config['max_tokens']} "
-        "tokens, temperature "
-        f"{config['temperature']:g}, seed {config['seed']}; arms in turns, block by block. Medians "
-        "over requests.",
+        f"tokens, temperature {config['temperature']:g}, seed {config['seed']}; arms in turns, "
+        "block by block. Medians over requests.",
         *filter(None, [turns_note(bench)]),
         cache_note(bench),
         f"Client's machine: {machine['processor']}, {machine['cores']} cores, "
-        f"{machine['memory_gib']} GiB, "
-        f"{machine['system']}.",
+        f"{machine['memory_gib']} GiB, {machine['system']}.",
     )
     for arm, server in bench["servers"].items():
         yield f"{_cell(arm)}: {_cell(server_line(server))}."
@@ -284,7 +248,7 @@ def _provenance(
         yield from ("", "```", *lineage.lines(manifest), "```")
 
 
-def server_line(server: Mapping[str, Any]) -> str:
+def server_line(server: Row) -> str:
     """What a server tells about itself, and which important facts it does not."""
     head = {True: "with a head", False: "without a head", None: "head unknown"}[server["has_head"]]
     length, fingerprint = server["max_length"], server.get("target_fingerprint")
@@ -300,17 +264,15 @@ def server_line(server: Mapping[str, Any]) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def turns_note(bench: Mapping[str, Any]) -> str:
+def turns_note(bench: Row) -> str:
     """Where conversations were cut, that they were; else nothing."""
-    number = bench.get("num_cut_prompts")
+    cut = bench.get("num_cut_prompts")
     return (
-        f"First turns only: the later turns of {number} conversations were not asked."
-        if number
-        else ""
+        f"First turns only: the later turns of {cut} conversations were not asked." if cut else ""
     )
 
 
-def cache_note(bench: Mapping[str, Any]) -> str:
+def cache_note(bench: Row) -> str:
     """Whether servers may have known the prompts before an arm asked them at a load."""
     unknown = [arm for arm in bench["servers"] if arm not in bench.get("salted_arms", ())]
     if not unknown:
@@ -320,14 +282,48 @@ def cache_note(bench: Mapping[str, Any]) -> str:
         )
     return (
         f"Prompts may have been cached by the server of {', '.join(unknown)}, which is not known "
-        "to take `cache_salt`: "
-        "TTFT and throughput may be those of prompts that it knew already."
+        "to take `cache_salt`: TTFT and throughput may be those of prompts that it knew already."
     )
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> Iterable[str]:
-    yield f"| {' | '.join(header)} |"
-    yield f"|{'---|' * len(header)}"
+# A terminal
+
+
+def show_table(bench: Row) -> None:
+    """Print to stdout a table per load with a column per arm; the others are compared with the
+    first.
+    """
+    compared = {(_load(row), row["arm"]): row for row in every(bench, "comparisons")}
+    results = every(bench, "results")
+    for load in dict.fromkeys(map(_load, results)):
+        own = [row for row in results if _load(row) == load]
+        pairs = [compared.get((load, row["arm"])) for row in own]
+        hists = (row["accept_hist"] for row in own)
+        lines = {
+            "tau, tokens per round": map(_tau, own),
+            "rounds by accepted drafts": (
+                ", ".join(f"{accepted}: {rounds}" for accepted, rounds in enumerate(hist)) or "–"
+                for hist in hists
+            ),
+            "TTFT, ms (median)": (_parts(row["ttft_ms"], "median") for row in own),
+            "TPOT, ms (median)": (_parts(row["tpot_ms"], "median") for row in own),
+            "output tokens/s": (number(row["throughput_tps"]) for row in own),
+            "speed-up (TPOT)": ("–" if row is None else _speedup(row) for row in pairs),
+            "identical greedy answers": ("–" if row is None else _identical(row) for row in pairs),
+        }
+        table = Table("", *(row["arm"] for row in own), title=load)
+        for name, cells in lines.items():
+            table.add_row(name, *cells)
+        Console().print(table)
+
+
+# Cells
+
+
+def _table(header: str, rows: Iterable[Sequence[Any]]) -> Iterable[str]:
+    names = header.split("|")
+    yield f"| {' | '.join(names)} |"
+    yield f"|{'---|' * len(names)}"
     yield from (f"| {' | '.join(_cell(value) for value in row)} |" for row in rows)
     yield ""
 
@@ -337,50 +333,42 @@ def _cell(value: Any) -> str:
     return str(value).replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
 
 
-def _load(row: Mapping[str, Any]) -> str:
-    return (
-        f"{row['concurrency']} at a time" if "concurrency" in row else f"{row['rate']:g} a second"
-    )
+def _load(row: Row) -> str:
+    if "concurrency" in row:
+        return f"{row['concurrency']} at a time"
+    return f"{row['rate']:g} a second"
 
 
-def _tau(row: Mapping[str, Any]) -> str:
-    return _number(row["tau"]) + (" (per chunk)" if row["tau_from"] == "chunks" else "")
+def _tau(row: Row) -> str:
+    return number(row["tau"]) + (" (per chunk)" if row["tau_from"] == "chunks" else "")
 
 
-def _speedup(row: Mapping[str, Any]) -> str:
-    return _within(row["speedup"], row["speedup_interval"]) + (
-        f", {not_drafting(row)}" if not_drafting(row) else ""
-    )
+def _speedup(row: Row) -> str:
+    why = not_drafting(row)
+    return _within(row["speedup"], row["speedup_interval"]) + (f", {why}" if why else "")
 
 
-def _identical(row: Mapping[str, Any]) -> str:
+def _identical(row: Row) -> str:
     return "–" if row["identical"] is None else f"{row['identical']} of {row['num_pairs']}"
 
 
-def _median(spread: Mapping[str, Any] | None) -> str:
-    return "–" if spread is None else _number(spread["median"])
-
-
-def _with_interval(spread: Mapping[str, Any] | None) -> str:
+def _with_interval(spread: Row | None) -> str:
     if spread is None:
         return "–"
-    return _within(
-        spread["median"], None if spread["low"] is None else (spread["low"], spread["high"])
-    )
+    interval = None if spread["low"] is None else (spread["low"], spread["high"])
+    return _within(spread["median"], interval)
 
 
-def _parts(spread: Mapping[str, Any] | None, *names: str) -> str:
-    return "–" if spread is None else " / ".join(_number(spread[name]) for name in names)
+def _parts(spread: Row | None, *names: str) -> str:
+    return "–" if spread is None else " / ".join(number(spread[name]) for name in names)
 
 
 def _within(value: float | None, interval: Sequence[float] | None, digits: int = 2) -> str:
-    around = (
-        ""
-        if interval is None
-        else f" ({_number(interval[0], digits)}–{_number(interval[1], digits)})"
-    )
-    return _number(value, digits) + around
+    if interval is None:
+        return number(value, digits)
+    return f"{number(value, digits)} ({number(interval[0], digits)}–{number(interval[1], digits)})"
 
 
-def _number(value: float | None, digits: int = 2) -> str:
+def number(value: float | None, digits: int = 2) -> str:
+    """A number with so many digits after the point and thousands apart; a dash for None."""
     return "–" if value is None else f"{value:,.{digits}f}"

@@ -17,12 +17,10 @@ from rich.markup import escape
 
 from eyas.artifact import Artifact
 from eyas.bench.bench import EAGLE, PLAIN, BenchConfig, bench, bench_identity
-from eyas.bench.headline import quotable
 from eyas.bench.report import Contents, write_reports
 from eyas.bench.server import ServerFacts, ask_facts
-from eyas.bench.tables import turns_note
+from eyas.bench.tables import quotable, show_table, turns_note
 from eyas.cli.options import Overrides, RunFile, override, read_run_file, stage_config
-from eyas.cli.results import show_table
 from eyas.cli.stage import stage
 from eyas.client import Client
 from eyas.log import console

@@ -1,5 +1,6 @@
 """`eyas doctor`: what this machine can do. Reads versions, processor flags and devices; measures
-nothing, but builds the native decoder where that can be done and has not been."""
+nothing, but builds the native decoder where that can be done and has not been.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +36,7 @@ OPTIONAL = {
     "openai": "tests of the server against the official client",
 }
 STORES = {"s3://": "s3fs", "gs://": "gcsfs"}
+Row = tuple[str, str, str]
 CPU_FLAGS = {"avx512f": "AVX-512", "avx512_bf16": "AVX-512 bf16", "amx_bf16": "AMX bf16"}
 
 
@@ -48,54 +50,35 @@ def command() -> None:
     Console().print(table)
 
 
-def _versions() -> list[tuple[str, str, str]]:
+def _versions() -> list[Row]:
     rows = [("python", platform.python_version(), sys.executable)]
-    rows += [(name, _version(name) or "absent", "required") for name in REQUIRED]
-    rows += [
-        (name, _version(name) or "absent", f"optional: {use}") for name, use in OPTIONAL.items()
-    ]
-    return rows
+    uses = {**dict.fromkeys(REQUIRED, "required")}
+    uses |= {name: f"optional: {use}" for name, use in OPTIONAL.items()}
+    return rows + [(name, _version(name) or "absent", use) for name, use in uses.items()]
 
 
-def _devices() -> list[tuple[str, str, str]]:
-    flags = _cpu_flags()
-    rows = [
-        (
-            "cpu",
-            f"{os.cpu_count()} cores",
-            f"{torch.get_num_threads()} threads in use; OMP_NUM_THREADS changes it",
-        )
-    ]
+def _devices() -> list[Row]:
+    flags, why = _cpu_flags(), unavailable()
+    threads = f"{torch.get_num_threads()} threads in use; OMP_NUM_THREADS changes it"
+    rows = [("cpu", f"{os.cpu_count()} cores", threads)]
     for flag, name in CPU_FLAGS.items():
-        rows.append(
-            (
-                name,
-                "yes" if flag in flags else "no",
-                "fast bf16" if "bf16" in flag else "wide vectors",
-            )
-        )
-    why = unavailable()
-    rows.append(
-        (
-            "native decoder",
-            "yes" if why is None else "no",
-            "decodes on the CPU" if why is None else f"PyTorch decodes: {why}",
-        )
-    )
+        meaning = "fast bf16" if "bf16" in flag else "wide vectors"
+        rows.append((name, _yes(flag in flags), meaning))
+    decodes = "decodes on the CPU" if why is None else f"PyTorch decodes: {why}"
+    rows.append(("native decoder", _yes(why is None), decodes))
     onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    rows.append(
-        (
-            "oneDNN",
-            "yes" if onednn else "no",
-            "reordered weights for features and training on a CPU",
-        )
-    )
+    meaning = "reordered weights for features and training on a CPU"
+    rows.append(("oneDNN", _yes(onednn), meaning))
     if not torch.cuda.is_available():
         rows.append(("cuda", "no", "everything runs on the CPU"))
     for index in range(torch.cuda.device_count()):
         shape = torch.cuda.get_device_properties(index)
         rows.append((f"cuda:{index}", shape.name, f"{shape.total_memory / 2**30:.0f} GiB"))
     return rows
+
+
+def _yes(there: bool) -> str:
+    return "yes" if there else "no"
 
 
 def _cpu_flags() -> set[str]:
@@ -107,18 +90,16 @@ def _cpu_flags() -> set[str]:
     return set(next(lines, "").partition(":")[2].split())
 
 
-def _stores() -> list[tuple[str, str, str]]:
+def _stores() -> list[Row]:
     free = shutil.disk_usage(".").free
     rows = [("file://", "yes", f"{free / 2**30:.1f} GiB free here")]
     for scheme, package in STORES.items():
         here = importlib.util.find_spec(package) is not None
-        rows.append(
-            (scheme, "yes" if here else "no", package if here else f"pip install {package}")
-        )
+        rows.append((scheme, _yes(here), package if here else f"pip install {package}"))
     return rows
 
 
-def _packaged() -> list[tuple[str, str, str]]:
+def _packaged() -> list[Row]:
     rows = []
     for name, find in (
         ("built-in target", target_folder),
