@@ -24,8 +24,8 @@ from eyas.model.target import Target
 from eyas.model.vocab import TargetVocabulary
 from eyas.shards import Features
 from eyas.train.batches import MixedSource, old_samples
-from eyas.train.held_out import compare_heads, refuse_loss
-from eyas.train.start import given_head
+from eyas.train.held_out import compare_heads, refuse_lower_tau
+from eyas.train.start import load_start_head
 from eyas.train.state import CHECKPOINT, METRICS
 from eyas.train.trainer import KEEP, TrainConfig, train
 from tests.tiny import tiny_target
@@ -300,10 +300,12 @@ def test_a_start_may_be_the_packaged_head_or_one_of_the_hub(monkeypatch):
     vocabulary = TargetVocabulary.load(builtin.target_folder())
     packaged = str(builtin.head_folder())
     monkeypatch.setattr(hub, "hub_folder", {"owner/head": packaged}.__getitem__)
-    by_folder = given_head(packaged, vocabulary)
+    by_folder = load_start_head(packaged, vocabulary)
     for name in ("builtin", "owner/head"):
         assert head_manifest(name, {}).identity == head_manifest(packaged, {}).identity
-        assert torch.equal(given_head(name, vocabulary).lm_head.weight, by_folder.lm_head.weight)
+        assert torch.equal(
+            load_start_head(name, vocabulary).lm_head.weight, by_folder.lm_head.weight
+        )
 
 
 def test_a_mixture_is_both_sources_in_the_order_asked(world):
@@ -343,16 +345,16 @@ def test_the_interval_is_of_the_ratio_over_conversations():
     before = torch.stack(((rounds * ease).long(), rounds), dim=1)
     same = compare_heads(before, before)
     assert (same.change, same.interval) == (0.0, (0.0, 0.0))
-    refuse_loss(same, 0.0)
+    refuse_lower_tau(same, 0.0)
     worse = torch.stack(((rounds * ease * 0.95).long(), rounds), dim=1)
     found = compare_heads(before, worse)
     assert found.interval[0] < found.change < found.interval[1]
     assert -0.08 < found.interval[0] < found.interval[1] < -0.03
-    refuse_loss(found, 0.1)
+    refuse_lower_tau(found, 0.1)
     with pytest.raises(EyasError, match=r"loses more than 2\.0%"):
-        refuse_loss(found, 0.02)
+        refuse_lower_tau(found, 0.02)
     few = compare_heads(before[:4], (before[:4] + torch.tensor([[9, 0], [-9, 0], [9, 0], [-9, 0]])))
     assert few.change > -0.03 > few.interval[0]
     with pytest.raises(EyasError, match="too few conversations to tell") as raised:
-        refuse_loss(few, 0.03)
+        refuse_lower_tau(few, 0.03)
     assert "keep_samples" in raised.value.hint

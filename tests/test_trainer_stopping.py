@@ -158,7 +158,7 @@ def test_a_loss_that_runs_away_stops_the_run_and_names_its_samples(made, tmp_pat
         epochs=40,
         stop={"diverged_at": 1.3},
     )
-    with pytest.raises(EyasError, match="the loss runs away") as raised:
+    with pytest.raises(EyasError, match="the loss diverges") as raised:
         run(made, config, tmp_path)
     assert "sample-" in raised.value.what
     output = Artifact(str(tmp_path))

@@ -20,7 +20,7 @@ from eyas.shards.sample import Split
 from eyas.train.ranks import is_first_rank
 from eyas.train.trainer import TrainConfig, train
 
-CONFIG = TrainConfig
+CONFIG = TrainConfig  # its fields are listed by `eyas train --help`
 
 
 def command(
@@ -59,20 +59,22 @@ def command(
     With --online nothing is stored: the target works in this process, on the answers. On several
     devices: torchrun --nproc-per-node 8 -m eyas.cli.main train ... --set batches.per_step=8
     """
-    named = {"start.head": start, "start.keep_mix": keep_mix}
-    given = [f"{name}={json.dumps(value)}" for name, value in named.items() if value is not None]
-    config = stage_config(TrainConfig, "train", run_file, [*given, *(overrides or ())])
+    options = {"start.head": start, "start.keep_mix": keep_mix}
+    assignments = [
+        f"{name}={json.dumps(value)}" for name, value in options.items() if value is not None
+    ]
+    config = stage_config(TrainConfig, "train", run_file, [*assignments, *(overrides or ())])
 
     source, artifact = Artifact(features), Artifact(output)
     with stage("train", artifact) if is_first_rank() else nullcontext(quiet) as track:
         open_split: Callable[[Split], FeatureSource]
         if online:
-            # for this option only: it brings the target, its tokenizer and its chat template
-            stage_module = importlib.import_module("eyas.features.online")
+            # imported here only: it loads the target's code, its tokenizer and its chat template
+            online_features = importlib.import_module("eyas.features.online")
             capture = stage_config(
-                stage_module.CaptureConfig, "capture", run_file, [], target=target
+                online_features.CaptureConfig, "capture", run_file, [], target=target
             )
-            open_split = stage_module.OnlineTarget(capture, source).features
+            open_split = online_features.OnlineTarget(capture, source).features
         else:
             open_split = partial(Features, source)
         train(config, target, open_split("train"), artifact, track, open_split("held_out"))

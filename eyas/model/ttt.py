@@ -1,5 +1,6 @@
-"""The TTT unroll: a head's K steps from many slots at once, as a pure function. Knows no weights,
-no loss and no files.
+"""The unroll of training-time test (TTT): K steps of a head from many slots at once.
+
+A pure function of the layer (`Layer`), features and embeddings; knows no loss and no files.
 
 Slot t holds the feature of tokens x_0 .. x_t and the embedding of x_{t+1}; step 0 predicts x_{t+2},
 step i x_{t+2+i}. Step i feeds back the state of step i - 1 with the embedding of x_{t+1+i}: the
@@ -11,72 +12,81 @@ t at step i:
     step 2   [s(0,0) s(1,0) s(2,0)] [s(2,1) s(2,2)]
 
 which is what a server's draft sees: exact keys up to its slot, its own guesses after. Steps 1 and
-later are seen by their own slot alone, so only the slots asked for are computed, and scores are T +
-i wide, never T x K.
+later are seen by their own slot alone, so only the slots in `Slots` are computed, and a slot has T
++ i scores at step i, never T x K.
 
-A batch is one stream of its B x T tokens. Slots are taken a tile at a time, and a tile looks at the
-tokens from the begin of its first document to its last slot: no mask and no scores of T x T are
-ever made, and a packed row costs what its documents do.
+A batch is one stream of its B x T tokens. Attention takes the slots a tile at a time, and a tile
+looks at the tokens from the begin of its first document to its last slot: no mask and no scores of
+T x T are ever made, and a packed row costs what its documents do.
 
 Letters: B batch, T sequence, M = B T, N slots unrolled, n slots of a tile, c tokens it looks at, A
-the target's three streams, H hidden, X the layer's input, Hq and Hk heads of queries and keys, G =
-Hq / Hk, D head dimension, K steps, i of them before.
+the width of the target's three streams, H hidden, X the layer's input, Hq and Hk heads of queries
+and keys, G = Hq / Hk, D head dimension, K steps, i the steps before the current one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 Rotation = tuple[Tensor, Tensor]  # cosines, sines
-SLOTS_OF_A_TILE = {"cpu": 128}  # elsewhere OF_A_TILE_ELSEWHERE
-OF_A_TILE_ELSEWHERE = 1024
-COLUMNS_IN_STEPS_OF = 32  # so that tiles come in few sizes
+SLOTS_OF_A_TILE = {"cpu": 128}  # by device type
+SLOTS_OF_A_TILE_ELSEWHERE = 1024
+COLUMNS_IN_STEPS_OF = 32  # c is a multiple of it, so that tiles come in few sizes
 
 
 class Layer(Protocol):
-    """What the unroll asks of a head."""
+    """What the unroll calls of a head; `model.head.Head` is one."""
 
     def fuse(self, aux_hidden: Tensor) -> Tensor:
-        """[..., 3 H] -> [..., H]."""
+        """The target's three streams [..., A] -> one feature [..., H]."""
 
     def inputs(self, embeds: Tensor, hidden: Tensor) -> Tensor:
-        """[..., H], [..., H] -> [..., X]."""
+        """Embedding [..., H] and feature or fed-back state [..., H] -> layer input [..., X]."""
 
     def rotation(self, positions: Tensor) -> Rotation:
-        """Integers [...] -> what turns queries and keys at these positions, [..., D] each."""
+        """Integers [...] -> cosines and sines of the rotary embedding, [..., D] each."""
 
     def queries(self, x: Tensor, turn: Rotation) -> Tensor:
-        """[..., X] -> [..., Hq, D]; `turn` broadcasts to the leading dimensions."""
+        """[..., X] -> rotated queries [..., Hq, D]; `turn` broadcasts to the leading dimensions."""
 
     def keys(self, x: Tensor, turn: Rotation) -> Tensor:
-        """[..., X] -> [..., Hk, D]."""
+        """[..., X] -> rotated keys [..., Hk, D]; `turn` as for queries."""
 
     def values(self, x: Tensor) -> Tensor:
-        """[..., X] -> [..., Hk, D]."""
+        """[..., X] -> values [..., Hk, D]."""
 
     def output(self, residual: Tensor, mixed: Tensor) -> Tensor:
-        """[..., H], [..., Hq, D] -> [..., H]."""
+        """What the layer was fed [..., H] and attention's output [..., Hq, D] -> [..., H]."""
+
+
+class TileRange(NamedTuple):
+    """A tile's slots begin .. end - 1 of the N, and the tokens low .. high - 1 of the M it sees."""
+
+    begin: int
+    end: int
+    low: int
+    high: int
 
 
 @dataclass(frozen=True, slots=True)
 class Slots:
     """The N slots to unroll out of B x T, row by row.
 
-    flat_N = b * T + t; slot_N: its place in its document, first_N: where in the stream of B x T
-    that begins. position_M: each token's place in its document. tiles: of each tile, its first slot
-    and end, and the first and end of the tokens it looks at.
+    All int64. flat_N = b * T + t. slot_N: the slot's place in its document. first_N: where in the
+    stream of B x T tokens its document begins. position_M: each token's place in its document.
+    tiles: the N slots cut into tiles.
     """
 
     flat_N: Tensor
     slot_N: Tensor
     first_N: Tensor
     position_M: Tensor
-    tiles: tuple[tuple[int, int, int, int], ...]
+    tiles: tuple[TileRange, ...]
 
     @classmethod
     def where(cls, active_BT: Tensor, starts_BT: Tensor | None = None) -> Slots:
@@ -106,13 +116,13 @@ class Slots:
         return x_BT.flatten(0, 1).index_select(0, self.flat_N)
 
 
-def tiles_of(
-    flat_N: Tensor, first_N: Tensor, num_tokens: int
-) -> tuple[tuple[int, int, int, int], ...]:
-    """`Slots.tiles`: both tensors ascend, so that a tile's first slot and its last one tell what it
+def tiles_of(flat_N: Tensor, first_N: Tensor, num_tokens: int) -> tuple[TileRange, ...]:
+    """`Slots.tiles` for the stream of num_tokens tokens.
+
+    Both tensors ascend, so the document of a tile's first slot and its last slot bound what it
     looks at.
     """
-    size = SLOTS_OF_A_TILE.get(flat_N.device.type, OF_A_TILE_ELSEWHERE)
+    size = SLOTS_OF_A_TILE.get(flat_N.device.type, SLOTS_OF_A_TILE_ELSEWHERE)
     begins = range(0, len(flat_N), size)
     ends = [min(begin + size, len(flat_N)) for begin in begins]
     columns, step = first_N[list(begins)].tolist(), COLUMNS_IN_STEPS_OF
@@ -121,7 +131,9 @@ def tiles_of(
         (low // step * step, min(num_tokens, (high // step + 1) * step))
         for low, high in zip(columns, last, strict=True)
     ]
-    return tuple((begin, end, *look) for begin, end, look in zip(begins, ends, looks, strict=True))
+    return tuple(
+        TileRange(begin, end, *look) for begin, end, look in zip(begins, ends, looks, strict=True)
+    )
 
 
 def unroll(
@@ -134,9 +146,9 @@ def unroll(
 ) -> Iterator[Tensor]:
     """Yield the layer's un-normed output [N, H] of steps 0 .. num_steps - 1.
 
-    embeds_BTH: the embedding of x_{t+1} at slot t. What lies beyond a slot or before its document
-    is never seen. next_embeds(i, output of step i - 1 [N, H]) -> [N, H], the embeddings that step i
-    takes.
+    aux_hidden_BTA: the target's three streams. embeds_BTH: the embedding of x_{t+1} at slot t. What
+    lies beyond a slot or before its document is never seen. next_embeds(i, output of step i - 1 [N,
+    H]) -> [N, H]: the embeddings that step i takes, for i > 0.
     """
     feature_MH = layer.fuse(aux_hidden_BTA.flatten(0, 1))
     x_MX = layer.inputs(embeds_BTH.flatten(0, 1), feature_MH)
@@ -157,11 +169,12 @@ def unroll(
 
 
 class Attend(torch.autograd.Function):
-    """Attention of queries [N, Hq, D] over shared keys and values [M, Hk, D] and over i own pairs
-    [N, Hk, D] of each slot.
+    """Attention of the slots' queries [N, Hq, D], tile by tile -> [N, Hq, D].
 
-    Softmax in float32 or wider. As in flash attention (Dao et al., arXiv 2205.14135, algorithm 4),
-    weights are not kept for the way back but made again, tile by tile.
+    A slot sees the shared keys and values [M, Hk, D] of its document up to itself, and its own i
+    pairs [N, Hk, D] of the steps before and of this one. Softmax in float32 or wider. As in flash
+    attention (Dao et al., arXiv 2205.14135, algorithm 4), the weights are not kept for the backward
+    but computed again.
     """
 
     @staticmethod
@@ -173,7 +186,7 @@ class Attend(torch.autograd.Function):
         with torch.autocast(queries.device.type, enabled=False):
             for tile in slots.tiles:
                 part = Tile.of(slots, tile, queries, keys, values, own)
-                mixed[tile[0] : tile[1]] = part.mix(part.weights())
+                mixed[tile.begin : tile.end] = part.mix(part.weights())
         ctx.slots = slots
         ctx.save_for_backward(queries, keys, values, mixed, *own)
         return mixed
@@ -192,19 +205,21 @@ class Attend(torch.autograd.Function):
         for tile in slots.tiles:
             begin, end, low, high = tile
             part = Tile.of(slots, tile, queries, keys, values, own)
-            pulled = part.pull(part.weights(), grads[0][begin:end], mixed[begin:end])
-            of_queries[begin:end] = pulled.queries
-            of_keys[low:high] += pulled.keys
-            of_values[low:high] += pulled.values
-            for whole, piece in zip(of_own, pulled.own, strict=True):
+            found = part.gradients(part.weights(), grads[0][begin:end], mixed[begin:end])
+            of_queries[begin:end] = found.queries
+            of_keys[low:high] += found.keys
+            of_values[low:high] += found.values
+            for whole, piece in zip(of_own, found.own, strict=True):
                 whole[begin:end] = piece
         return None, of_queries, of_keys.to(keys.dtype), of_values.to(values.dtype), *of_own
 
 
 @dataclass(frozen=True, slots=True)
-class Pulled:
-    """Gradients of a tile's queries [n, Hq, D], keys and values [c, Hk, D], and own keys and values
-    [n, Hk, D].
+class TileGradients:
+    """The gradients of a tile's inputs.
+
+    queries [n, Hq, D]; keys and values [c, Hk, D]; own: the slots' own keys, then their own values,
+    [n, Hk, D] for each step.
     """
 
     queries: Tensor
@@ -215,11 +230,11 @@ class Pulled:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Some slots and what they look at: queries scaled, [Hk, G n, D]; keys and values [Hk, c, D];
-    own ones [Hk, 1, n, i, D].
+    """n slots and the c tokens they look at, laid out for batched products.
 
-    Own ones are in float32 or wider: a CPU multiplies such numbers one by one twice as fast as
-    those of bf16.
+    queries [Hk, G n, D], scaled; keys, values [Hk, c, D]; own_keys, own_values [Hk, 1, n, i, D],
+    None at step 0; unseen_nc: bool, the tokens beyond a slot or before its document. Own keys and
+    values are float32 or wider: a CPU multiplies these elementwise twice as fast as bf16.
     """
 
     num_slots: int
@@ -234,13 +249,13 @@ class Tile:
     def of(
         cls,
         slots: Slots,
-        tile: tuple[int, int, int, int],
+        tile: TileRange,
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
         own: Sequence[Tensor],
     ) -> Tile:
-        """Cut out a tile."""
+        """Cut a tile out of the inputs of `Attend.forward`."""
         begin, end, low, high = tile
         columns_c = torch.arange(low, high, device=queries.device)
         last_n1, first_n1 = slots.flat_N[begin:end, None], slots.first_N[begin:end, None]
@@ -266,7 +281,7 @@ class Tile:
         )
 
     def weights(self) -> Tensor:
-        """[Hk, G, n, c + i], float32 or wider."""
+        """Attention weights [Hk, G, n, c + i], float32 or wider."""
         scores = widened(
             self.by_slot(self.queries @ self.keys.transpose(1, 2)).masked_fill_(
                 self.unseen_nc, float("-inf")
@@ -294,14 +309,15 @@ class Tile:
         c = self.keys.shape[1]
         return x[..., :c], x[..., c:]
 
-    def pull(self, weights: Tensor, grad: Tensor, mixed: Tensor) -> Pulled:
-        """The gradients, from those of the output [n, Hq, D]."""
+    def gradients(self, weights: Tensor, grad: Tensor, mixed: Tensor) -> TileGradients:
+        """From `weights`, the output's gradient `grad` and the output `mixed`, [n, Hq, D] each."""
         Hk, dtype = self.keys.shape[0], self.keys.dtype
         grad_hgnD = by_group(grad, Hk)
         wide = widened(grad_hgnD)
         by_weight = [widened(self.by_slot(grad_hgnD.flatten(1, 2) @ self.values.transpose(1, 2)))]
         if self.own_values is not None:
             by_weight.append((wide.unsqueeze(-2) * self.own_values).sum(-1))
+        # sum_j weight_j * gradient_j over all keys, for the gradient of the softmax
         level = (wide * widened(by_group(mixed, Hk))).sum(-1, keepdim=True)
         score_shared, score_own = self.split((torch.cat(by_weight, dim=-1) - level).mul_(weights))
         weight_shared, weight_own = self.split(weights)
@@ -320,7 +336,7 @@ class Tile:
             own = [
                 one.transpose(0, 1) for of in (of_own_keys, of_own_values) for one in of.unbind(2)
             ]
-        return Pulled(
+        return TileGradients(
             queries=of_queries.mul_(self.keys.shape[-1] ** -0.5).permute(2, 0, 1, 3).flatten(1, 2),
             keys=(score_shared.transpose(1, 2) @ self.queries).transpose(0, 1),
             values=(weight_shared.transpose(1, 2) @ grad_hgnD.flatten(1, 2)).transpose(0, 1),
@@ -329,7 +345,7 @@ class Tile:
 
 
 def widened(x: Tensor) -> Tensor:
-    """In float32, or as it is where that is wider."""
+    """x in float32, or unchanged if its dtype is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

@@ -1,6 +1,6 @@
 """Which samples a run sees, in which batches and steps.
 
-Knows sources, lengths, counts of tokens and a seed. Does not know a head or a loss's value.
+Works on sources, lengths, counts of tokens and a seed. Does not know heads or the value of a loss.
 
 Letters: V target vocabulary.
 """
@@ -23,9 +23,11 @@ from eyas.train.loss import ObjectiveConfig, judged_positions
 
 
 class BatchConfig(BaseModel):
-    """What is computed at once. tokens: of one batch, padding included: what one device takes.
-    per_step: batches that one update of the weights sees, shared by the ranks. packed: samples one
-    behind the other in one row, in place of one a row with padding.
+    """The sizes of a batch and of a step.
+
+    tokens: at most so many in a batch, padding included; choose what one device can hold. per_step:
+    batches of one update of the weights, shared by the ranks. packed: a batch is one row with
+    samples one behind the other, instead of one sample a row with padding.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -45,18 +47,18 @@ class MixedSource:
 
     @property
     def meta(self) -> FeatureMeta:
-        """Of the new ones: target and layers are the old ones' too."""
+        """The new source's; the old one has the same target and layers."""
         return self._new.meta
 
     @property
     def inputs(self) -> Mapping[str, Manifest]:
-        """Those of both, the old ones' as "old_..."."""
+        """The manifests of both sources; names of the old one begin with "old_"."""
         old = {f"old_{name}": manifest for name, manifest in self._old.inputs.items()}
         return {**self._new.inputs, **old}
 
     @property
     def lengths(self) -> list[int]:
-        """T of each sample."""
+        """The number of tokens of each sample."""
         return [*self._new.lengths, *self._old.lengths]
 
     def __len__(self) -> int:
@@ -101,8 +103,10 @@ def check_alike(new: FeatureMeta, old: FeatureMeta) -> None:
 
 
 def survey(source: FeatureSource, config: ObjectiveConfig) -> tuple[Tensor, list[int]]:
-    """Counts int64 [V] of tokens under the loss mask, and the numbers of the samples with a
-    position to train on. Raises EmptyInputError without any.
+    """Read all tokens once: how often each is in an answer, and which samples can be trained on.
+
+    Returns counts int64 [V] under the loss mask, and the numbers of the samples that have a judged
+    position. Raises EmptyInputError if there is none.
     """
     counts_V = torch.zeros(source.meta.vocab_size, dtype=torch.int64)
     usable = []
@@ -119,21 +123,21 @@ def survey(source: FeatureSource, config: ObjectiveConfig) -> tuple[Tensor, list
 
 
 def old_samples(old: Sequence[int], num_new: int, share: float, seed: str) -> list[int]:
-    """Which of the old samples join num_new new ones in one epoch, so that they are `share` of all,
-    or as many as there are.
+    """The old samples of one epoch, drawn by seed: `share` of it beside num_new new samples.
+
+    All of them if there are fewer than that.
     """
-    wanted = round(num_new * share / (1.0 - share))
-    return sorted(random.Random(f"{seed}/old").sample(list(old), min(wanted, len(old))))
+    count = round(num_new * share / (1.0 - share))
+    return sorted(random.Random(f"{seed}/old").sample(list(old), min(count, len(old))))
 
 
 def plan_steps(
     config: BatchConfig, epochs: Sequence[Sequence[int]], lengths: Sequence[int], seed: int
 ) -> list[list[list[int]]]:
-    """The batches of sample numbers of every step of the run, in order; the last step may have
-    fewer.
+    """The whole run: for each step, for each of its batches, the sample numbers.
 
-    epochs: the samples of each. Depends on nothing but the arguments, not on how many ranks share a
-    step.
+    epochs: the sample numbers of each epoch. lengths: tokens of each sample. The last step may have
+    fewer batches. Depends on the arguments only, not on how many ranks share a step.
     """
     planned = plan_packs if config.packed else plan_batches
     batches: list[list[int]] = []
@@ -149,7 +153,7 @@ def plan_steps(
 def read_batches(
     samples: Iterator[list[Sample]], count: int, config: BatchConfig, device: str
 ) -> list[Batch]:
-    """The next `count` batches, on the device."""
+    """Take `count` batches of samples from the iterator, as tensors on the device."""
     following = (next(samples) for _ in range(count))
     if config.packed:
         return [Batch.packed(one, config.tokens, device) for one in following]

@@ -1,6 +1,7 @@
 """tau on held-out conversations, measured by all ranks, and the comparison of two heads by it.
 
-Knows the chain of `model.chain`. The unit is a conversation, whose answers depend on each other.
+Measured in the chains of `model.chain`. The unit of statistics is a conversation: its answers
+depend on each other.
 The counts are whole numbers and the batches are the same on any number of ranks, so tau is too, as
 far as equal weights give equal drafts.
 
@@ -143,8 +144,11 @@ def change_of_tau(table: np.ndarray) -> np.ndarray:
     return np.asarray(change)
 
 
-def refuse_loss(comparison: HeadComparison, tolerance: float) -> None:
-    """Raise EyasError, with the figures, unless the loss is shown to stay within the tolerance."""
+def refuse_lower_tau(comparison: HeadComparison, tolerance: float) -> None:
+    """Raise EyasError, with the figures, unless tau is shown to fall by `tolerance` at most.
+
+    Shown: the lower end of the interval is above -tolerance.
+    """
     if comparison.interval[0] >= -tolerance:
         return
     remedy = (

@@ -16,8 +16,9 @@ more. No position is judged from another document's slot.
 Nothing as wide as a vocabulary is kept: the target's logits are computed again where they are
 needed, some rows at a time.
 
-Letters: B batch, T sequence, N slots unrolled, P judged positions, S slots with a loss at all steps
-together, R some rows of P or S, H hidden, V target vocabulary, W draft vocabulary.
+Letters: B batch, T sequence, K steps, N slots unrolled, P judged positions, S slots with a loss at
+all steps together, R some rows of P or S, U the distinct teacher's rows of R, H hidden, A = 3 * the
+target's hidden size, V target vocabulary, C a part of it, W draft vocabulary.
 """
 
 from __future__ import annotations
@@ -38,22 +39,24 @@ from eyas.model.vocab import TargetVocabulary
 # The names of chat/supervision.py, which says what each of them supervises: training needs no
 # tokenizer, and so does not load that package.
 LossMask = Literal["serving", "t", "t+1"]
-TEACHER_ROWS = 1024
-TEACHER_LOGITS = 1 << 23  # 32 MB in float32: rows x part of the whole vocabulary
-# 64 MB in bf16: rows x draft vocabulary; with more rows lm_head's gradient is summed less often
+# How many numbers are computed at a time
+TEACHER_ROWS = 1024  # R of `full_vocabulary`
+TEACHER_LOGITS = 1 << 23  # R x C of `full_vocabulary`: 32 MB in float32
+# R x W of `Distillation`: 64 MB in bf16; with more rows lm_head's gradient is summed less often
 LOGITS_AT_ONCE = 1 << 25
-LOGITS_IN_CACHE = 1 << 18  # on a CPU, what is read several times stays in its cache
-LK_ETA = 3.0  # the paper's best
-SLOTS_IN_STEPS_OF = 128  # few sizes for the layer: oneDNN keeps code and buffers for each
+LOGITS_IN_CACHE = 1 << 18  # R x W of `block_losses` on a CPU: they are read several times
+SLOTS_IN_STEPS_OF = 128  # N is a multiple of it: oneDNN keeps code and buffers for every size
+LK_ETA = 3.0  # the best value in the LK paper (`loss_rows`)
 
 
 class ObjectiveConfig(BaseModel):
-    """What is trained: EAGLE-3's reference by default, but for the loss mask and the normaliser.
+    """The loss: by default EAGLE-3's reference, except for the loss mask and the normaliser.
 
-    loss_mask: which slots are judged, by the names of chat/supervision.py. out_of_vocabulary: slots
-    whose target argmax is outside the draft vocabulary carry no loss (drop), or do (keep).
-    normaliser: a step's losses are summed and divided by the slots that carry loss (valid), or by
-    all positions of the batch, prompt and padding too (positions). loss: see `loss_rows`.
+    num_ttt_steps: K. step_decay: the weight of step i is its i-th power. loss_mask: which slots are
+    judged, by the names of chat/supervision.py. out_of_vocabulary: slots whose target argmax is
+    outside the draft vocabulary carry no loss (drop), or do (keep). normaliser: a step's losses are
+    summed and divided by the slots that carry loss (valid), or by all positions of the batch,
+    prompt and padding too (positions). loss: see `loss_rows`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -71,9 +74,10 @@ class Teacher:
     """The target at the P judged positions.
 
     row_BT: int64, the position's row among the P, -1 where nothing is judged. hidden_PH: the
-    target's last hidden states there. lm_head_WH: its output matrix for the draft's tokens.
-    argmax_P: its choice in its whole vocabulary. position_mask_P: whether that can be drafted.
-    log_sum_P: log of the sum of exp of all its logits, for the losses that need it.
+    target's last hidden states there. lm_head_WH: the rows of its lm_head for the draft's tokens.
+    argmax_P: int64, its best token in the whole vocabulary. position_mask_P: bool, whether that
+    token is in the draft vocabulary. log_sum_P: logsumexp of its logits over the whole vocabulary;
+    None for cross entropy.
     """
 
     row_BT: Tensor
@@ -85,7 +89,7 @@ class Teacher:
     vocabulary: TargetVocabulary
 
     def rows(self, rows_R: Tensor) -> TeacherRows:
-        """The distributions at these rows."""
+        """The target's distributions at rows_R, int64, of the P."""
         logits_RW = self.vocabulary.capped(
             self.hidden_PH.index_select(0, rows_R) @ self.lm_head_WH.T
         )
@@ -98,9 +102,11 @@ class Teacher:
 
 @dataclass(frozen=True, slots=True)
 class TeacherRows:
-    """Some rows of a teacher. p_RW: the target's softmax over the draft's tokens alone. For the
-    losses that need them: share_R, how much of its softmax over all tokens is theirs, and
-    certainty_R, sum_w p_w log p_w.
+    """The target's distributions at R of the judged positions.
+
+    p_RW: its softmax over the draft's tokens alone. For LK losses, else None: share_R, the part of
+    its softmax over all tokens that the draft's tokens have, and certainty_R, sum_w p_w log p_w
+    (the negative entropy of p).
     """
 
     p_RW: Tensor
@@ -108,7 +114,7 @@ class TeacherRows:
     certainty_R: Tensor | None = None
 
     def take(self, of_R: Tensor) -> TeacherRows:
-        """Some of the rows, in any order and number."""
+        """The rows numbered of_R, int64, in this order; a number may come several times."""
         taken = (
             None if one is None else one.index_select(0, of_R)
             for one in (self.share_R, self.certainty_R)
@@ -117,10 +123,11 @@ class TeacherRows:
 
 
 class BatchLoss(NamedTuple):
-    """The loss of a batch, and per step [K]: its loss, the slots judged, those that carry loss, and
-    drafts equal to the argmax.
+    """The loss of a batch, a scalar with a gradient, and figures of each step [K].
 
-    A tuple, so that FSDP2 finds the loss in it and hooks into its backward.
+    step_losses: the mean loss. num_judged: judged slots. num_trained: those that carry loss.
+    num_hits: of these, drafts equal to the target's argmax. A tuple, so that FSDP2 finds the loss
+    in it and hooks into its backward.
     """
 
     loss: Tensor
@@ -133,10 +140,11 @@ class BatchLoss(NamedTuple):
 def judged_positions(
     loss_mask_BT: Tensor, option: LossMask = "serving", starts_BT: Tensor | None = None
 ) -> Tensor:
-    """bool [B, T]: where the target's prediction x_{s+1} is trained on; the set of
-    `chat.supervision.supervised`, by s + 1.
+    """bool [B, T]: the positions s whose prediction of x_{s+1} is trained on.
 
-    starts_BT: as in a Batch; without it every row is one document without padding.
+    Position s is judged where `chat.supervision.supervised` has s + 1. loss_mask_BT: bool. option:
+    see ObjectiveConfig. starts_BT: as in a Batch; without it every row is one document without
+    padding.
     """
     starts_BT = (
         torch.zeros_like(loss_mask_BT, dtype=torch.int64) if starts_BT is None else starts_BT
@@ -151,7 +159,7 @@ def judged_positions(
 
 
 def shifted(x_BT: Tensor, by: int) -> Tensor:
-    """x_BT[:, t + by] at t, zeros (False) beyond the end."""
+    """[B, T] -> [B, T]: column t holds x_BT[:, t + by], or 0 (False) beyond the end."""
     return F.pad(x_BT[:, by:], (0, min(by, x_BT.shape[1])))
 
 
@@ -159,8 +167,9 @@ def shifted(x_BT: Tensor, by: int) -> Tensor:
 def teach(
     batch: Batch, vocabulary: TargetVocabulary, head: Head, config: ObjectiveConfig
 ) -> Teacher:
-    """The target's lm_head over its last hidden states at the judged positions; call it outside
-    autocast.
+    """What the losses of a batch need from the target, at its judged positions.
+
+    Call it outside autocast: the argmax is that of logits in lm_head's precision.
     """
     judged_BT = judged_positions(batch.loss_mask_BT, config.loss_mask, batch.starts_BT)
     rank_BT = judged_BT.flatten().cumsum(0).view_as(judged_BT) - 1
@@ -181,9 +190,9 @@ def teach(
 def full_vocabulary(
     hidden_PH: Tensor, vocabulary: TargetVocabulary, sums: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """argmax int64 [P] of the logits and, if asked for, the log of the sum of their exp [P].
+    """The argmax int64 [P] of the target's logits and, if `sums`, their logsumexp [P].
 
-    V is taken part by part. Of equal logits the smallest id wins.
+    The logits are computed for C of the V tokens at a time. Of equal logits the smallest id wins.
     """
     lm_head_VH, rows = vocabulary.lm_head, max(1, min(len(hidden_PH), TEACHER_ROWS))
     columns = max(1, TEACHER_LOGITS // rows)
@@ -208,12 +217,11 @@ def full_vocabulary(
 
 
 def loss_rows(logits_RW: Tensor, teacher: TeacherRows, loss: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses [R] of draft logits, their gradient by the logits [R, W], and the draft's own choice
-    [R]; float32 or wider.
+    """The losses [R] of draft logits, their gradient by the logits [R, W], and the argmax [R].
 
-    With q the draft's softmax, p the target's over the draft vocabulary alone, and p' its softmax
-    over the whole vocabulary, of which alpha = sum_w min(p'_w, q_w) is the chance that a draft is
-    accepted:
+    Logits are float32 or wider. q is the draft's softmax, p the target's over the draft vocabulary
+    alone, p' the target's over the whole vocabulary; alpha = sum_w min(p'_w, q_w) is the chance
+    that a draft is accepted:
 
         cross_entropy   -sum_w p_w log q_w                                EAGLE
         lk_alpha        -log alpha                                        arXiv 2602.23881, LK^alpha
@@ -224,9 +232,9 @@ def loss_rows(logits_RW: Tensor, teacher: TeacherRows, loss: str) -> tuple[Tenso
     p, q = teacher.p_RW, logits_RW.softmax(-1)
     best_R, choice_R = logits_RW.max(-1)
     log_sum_R = best_R - q.gather(-1, choice_R.unsqueeze(-1)).squeeze(-1).log()
-    entropy_R = log_sum_R - torch.linalg.vecdot(p, logits_RW)
+    cross_entropy_R = log_sum_R - torch.linalg.vecdot(p, logits_RW)
     if loss == "cross_entropy":
-        return entropy_R, q.sub_(p), choice_R
+        return cross_entropy_R, q.sub_(p), choice_R
     assert teacher.share_R is not None, "the teacher has no sums"
     assert teacher.certainty_R is not None, "the teacher has no sums"
     accepted = p * teacher.share_R.unsqueeze(-1)
@@ -236,17 +244,18 @@ def loss_rows(logits_RW: Tensor, teacher: TeacherRows, loss: str) -> tuple[Tenso
     if loss == "lk_alpha":
         return -alpha_R.log(), rise.div_(-alpha_R.unsqueeze(-1)), choice_R
     weight_R = (-LK_ETA * alpha_R).exp()
-    losses_R = weight_R * (teacher.certainty_R + entropy_R) + (1 - weight_R) * (1 - alpha_R)
+    losses_R = weight_R * (teacher.certainty_R + cross_entropy_R) + (1 - weight_R) * (1 - alpha_R)
     grad = weight_R.unsqueeze(-1) * (q - p) - (1 - weight_R).unsqueeze(-1) * rise
     return losses_R, grad, choice_R
 
 
 class Distillation(torch.autograd.Function):
-    """lm_head and loss in one: the weighted sum of the rows' losses, each row's loss and argmax.
+    """lm_head and loss in one function: hidden states [S, H] -> loss, without logits [S, W].
 
-    Logits and their gradient exist for some rows at a time: beside the inputs only the two
-    gradients are kept, of the rows and of lm_head, computed in the forward. Rows must be sorted by
-    the teacher's row, whose logits are computed once for all steps that share it.
+    Returns the weighted sum of the rows' losses (a scalar), each row's loss [S] and argmax [S].
+    Logits and their gradient exist for R rows at a time; the gradients of the rows and of lm_head
+    are computed in the forward and kept for the backward. Rows must be sorted by row_S, so that a
+    teacher's row is computed once for all steps that share it.
     """
 
     @staticmethod
@@ -259,8 +268,9 @@ class Distillation(torch.autograd.Function):
         teacher: Teacher,
         loss: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """weight_S: of each row in the sum. row_S: which row of the teacher is each row's. The sum
-        alone has a gradient.
+        """weight_S: of each row in the sum. row_S: int64, the teacher's row of each row.
+
+        Only the sum has a gradient.
         """
         wide = torch.promote_types(normed_SH.dtype, torch.float32)
         by_rows, by_head = ctx.needs_input_grad[:2]
@@ -294,7 +304,7 @@ class Distillation(torch.autograd.Function):
     def backward(
         ctx: Any, *grads: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        """Of the sum's gradient alone."""
+        """grads: those of the three outputs; only the first, the sum's, is used."""
         grad_SH, grad_WH = ctx.saved_tensors
         by_rows = None if grad_SH is None else grad_SH * grads[0].to(grad_SH.dtype)
         return by_rows, None if grad_WH is None else grad_WH * grads[0], None, None, None, None
@@ -303,9 +313,10 @@ class Distillation(torch.autograd.Function):
 def block_losses(
     logits_RW: Tensor, weight_R: Tensor, row_R: Tensor, teacher: Teacher, loss: str
 ) -> tuple[Tensor, Tensor]:
-    """Losses and argmax [R] of rows of logits, block by block.
+    """The losses and the argmax [R] of rows of logits, block by block.
 
-    The logits are overwritten by the gradient of the weighted losses.
+    row_R: the teacher's rows, ascending. logits_RW is overwritten by the gradient of the weighted
+    losses.
     """
     rows_U, of_R = torch.unique_consecutive(row_R, return_inverse=True)
     teacher_U = teacher.rows(rows_U)
@@ -333,10 +344,10 @@ def objective(
     config: ObjectiveConfig,
     divisor_K: Tensor | None = None,
 ) -> BatchLoss:
-    """loss = sum_i step_decay^i * mean loss of step i, over its slots that carry loss or, by the
-    normaliser, over all B * T positions.
+    """The loss of a batch: sum_i step_decay^i * mean loss of step i.
 
-    Slots whose target argmax is outside the draft vocabulary carry none, unless kept, and count as
+    The mean is over the step's slots that carry loss or, by the normaliser, over all B * T. Slots
+    whose target argmax is outside the draft vocabulary carry none, unless kept, and count as
     misses. Tokens are teacher-forced; the fed-back state is not detached. embed_tokens [V, H]: the
     target's, for a head that has none of its own; the unroll starts in its dtype. A batch must hold
     a judged position. divisor_K: the sum of `divisors` over all batches that the loss is of; by
@@ -370,7 +381,7 @@ def objective(
 
 
 def divisors(batch: Batch, teacher: Teacher, config: ObjectiveConfig) -> Tensor:
-    """What the sum of each step's losses is divided by: int64 [K]."""
+    """int64 [K]: what the sum of each step's losses is divided by (normaliser)."""
     if config.normaliser == "positions":
         return torch.full(
             (config.num_ttt_steps,), batch.tokens_BT.numel(), device=batch.tokens_BT.device
@@ -382,7 +393,7 @@ def divisors(batch: Batch, teacher: Teacher, config: ObjectiveConfig) -> Tensor:
 
 
 def carries_loss(row: Tensor, teacher: Teacher, config: ObjectiveConfig) -> Tensor:
-    """bool, of the teacher's rows by slot, -1 where there is none."""
+    """bool of `row`'s shape: which slots carry loss. row: their teacher's rows, -1 for none."""
     carries = row >= 0
     return (
         carries & teacher.position_mask_P[row.clamp(min=0)]
@@ -392,13 +403,16 @@ def carries_loss(row: Tensor, teacher: Teacher, config: ObjectiveConfig) -> Tens
 
 
 def ahead(row_BT: Tensor, starts_BT: Tensor, by: int) -> Tensor:
-    """row_BT[:, t + by] at t, -1 where that is another document or none."""
+    """[B, T]: column t holds row_BT[:, t + by], or -1 if that is another document or padding."""
     same_BT = shifted(starts_BT + 1, by) - 1 == starts_BT
     return (shifted(row_BT + 1, by) - 1).where(same_BT, -1)
 
 
 def rounded_up(active_BT: Tensor, starts_BT: Tensor) -> Tensor:
-    """The active slots, and some more that carry no loss: a multiple of SLOTS_IN_STEPS_OF."""
+    """active_BT with other tokens' slots added up to a multiple of SLOTS_IN_STEPS_OF.
+
+    The added slots carry no loss; there may be too few tokens for a whole multiple.
+    """
     missing = -int(active_BT.sum()) % SLOTS_IN_STEPS_OF
     others = (~active_BT & (starts_BT >= 0)).flatten().nonzero().squeeze(1)[:missing]
     return active_BT.flatten().index_fill(0, others, True).view_as(active_BT)
@@ -413,7 +427,11 @@ def slot_losses(
     config: ObjectiveConfig,
     divisor_K: Tensor,
 ) -> BatchLoss:
-    """The loss, from each step's slots that carry loss: outputs [R, H] and teacher's rows [R]."""
+    """The loss from the slots that carry loss, in one call of `Distillation` for all steps.
+
+    hidden, rows: for each step the layer's outputs [R, H] and the teacher's rows [R]. num_judged,
+    divisor_K: int64 [K].
+    """
     sizes = [len(row_R) for row_R in rows]
     device = teacher.row_BT.device
     num_trained = torch.tensor(sizes, device=device)

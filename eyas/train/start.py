@@ -1,8 +1,9 @@
 """What a run starts from: fresh weights, or an existing head.
 
-Knows heads, counts of tokens and the target's two matrices. Does not know optimizers or batches.
+Works on heads, counts of tokens, and the target's embeddings and lm_head. Does not know optimizers
+or batches.
 
-Letters: V target vocabulary, W draft vocabulary, H hidden, Ht the target's, R rows.
+Letters: V target vocabulary, W draft vocabulary, H hidden, Ht the target's hidden size, R rows.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from eyas.model.head import Head, load_head
 from eyas.model.vocab import TargetVocabulary, draft_vocabulary
 from eyas.shards import FeatureMeta
 
-COVERAGE = 0.99  # of the answers' tokens, by the default draft vocabulary
-W_IN_STEPS_OF = 128  # rows of a matrix that all devices multiply well
-FROM_TARGET = ("embed_tokens", "lm_head.weight")
+COVERAGE = 0.99  # the share of the answers' tokens in the default draft vocabulary
+W_IN_STEPS_OF = 128  # W is a multiple of it: a size that all devices multiply well
+FROM_TARGET = ("embed_tokens", "lm_head.weight")  # weights that start as the target's
 
 
 class StartConfig(BaseModel):
@@ -73,10 +74,11 @@ def fresh_head(
     counts_V: Tensor,
     seed: int,
 ) -> Head:
-    """A new head for this target, its weights drawn from the seed. Raises ConfigError.
+    """A new head for this target, float32 on the CPU, its weights drawn from the seed.
 
-    Without a size of its own, the draft vocabulary has as many tokens as cover the answers: see
-    `covering_size`.
+    meta: of the features, for their layers. counts_V: how often each token is in an answer; the
+    most frequent ones are the draft vocabulary, `covering_size` of them if options name no size.
+    Raises ConfigError.
     """
     W = options.draft_vocab_size or covering_size(counts_V)
     options = options.model_copy(update={"draft_vocab_size": W})
@@ -101,9 +103,9 @@ def covering_size(counts_V: Tensor) -> int:
 def initialise(head: Head, vocabulary: TargetVocabulary, seed: int) -> None:
     """Draw all weights in place; equal seeds give equal weights.
 
-    Norms are ones; matrices are normal with variance 1 / fan_in, those that write to the residual
-    are zero; lm_head is the target's own, row by row of the draft vocabulary. A head of another
-    width takes the target's two matrices as far as they go into it.
+    Norms are ones; matrices are normal with variance 1 / fan_in; o_proj and down_proj, which write
+    to the residual, are zero; lm_head has the target's rows of the draft's tokens. For a head of
+    another width the target's lm_head and embeddings are changed by `of_width`.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, weight in head.named_parameters():
@@ -121,8 +123,9 @@ def initialise(head: Head, vocabulary: TargetVocabulary, seed: int) -> None:
 
 
 def of_width(rows_RH: Tensor, hidden_size: int) -> Tensor:
-    """Rows [R, Ht] in H = hidden_size columns: as they are, padded with zeros, or along their H
-    principal directions.
+    """[R, Ht] -> [R, H = hidden_size].
+
+    A larger H is padded with zeros, a smaller one projects on the rows' H principal directions.
     """
     width = rows_RH.shape[1]
     if hidden_size >= width:
@@ -140,7 +143,7 @@ def existing_head(
     Raises MismatchError for a head of another shape, of other layers, of another target, or of
     other options than are asked for, and for one that cannot get other draft tokens.
     """
-    head = given_head(config.head, vocabulary)
+    head = load_start_head(config.head, vocabulary)
     refuse_other(head, config, options, meta, vocabulary)
     if config.vocabulary == "recount" and head.config.owns_embeddings:
         raise MismatchError(
@@ -154,9 +157,10 @@ def existing_head(
     return head
 
 
-def given_head(url: str, vocabulary: TargetVocabulary) -> Head:
-    """A head in any form, wherever StartConfig has it. Raises MissingInputError, CorruptError,
-    MismatchError.
+def load_start_head(url: str, vocabulary: TargetVocabulary) -> Head:
+    """Load a head in any form from a folder, URL or hub id; url: see `StartConfig.head`.
+
+    Raises MissingInputError, CorruptError, MismatchError.
     """
     return load_head(resolve_head(url), vocabulary.config, vocabulary.lm_head.cpu())
 
@@ -194,7 +198,7 @@ def refuse_other(
             "it was trained for another target of the same shape (set start.other_target: true if "
             "that is meant)"
         )
-    # said, be it the default; what is not said is the head's own
+    # Only options that the run file sets, even to their default; the others are the head's own.
     for name in sorted(options.model_fields_set):
         asked = getattr(options, name)
         if asked is not None and asked != getattr(shape, name):
@@ -209,7 +213,11 @@ def refuse_other(
 
 @torch.no_grad()
 def recount(head: Head, vocabulary: TargetVocabulary, counts_V: Tensor) -> None:
-    """Choose W draft tokens anew, in place; vocabulary on the CPU, of the head's width."""
+    """Choose the head's W draft tokens again by counts_V, in place.
+
+    Tokens that were drafted before keep their row of lm_head, others get the target's. vocabulary:
+    on the CPU, of the head's width.
+    """
     old_row_V = torch.full((head.config.vocab_size,), -1, dtype=torch.int64)
     old_row_V[head.target_ids_W] = torch.arange(head.config.draft_vocab_size)
     old_lm_head_WH = head.lm_head.weight.clone()

@@ -108,7 +108,7 @@ class LossTrend:
             self.lowest = min(self.lowest, self.mean)
 
     def has_diverged(self, config: StopConfig) -> bool:
-        """Whether the loss runs away."""
+        """Whether the running mean is above `diverged_at` times its lowest value."""
         return self.mean > config.diverged_at * max(self.lowest, FLOOR * self.first)
 
 

@@ -6,7 +6,8 @@ the run ends.
 The losses of a step are divided by what carries loss in all of its batches, on all ranks. So a step
 of n batches is the step of one batch that holds their samples, whichever rank computes them.
 
-Letters: B batch, T sequence, M = B T, V target vocabulary, H hidden, K steps of the unroll.
+Letters: B batch, T sequence, M = B T, V target vocabulary, H hidden, A = 3 * the target's hidden
+size, K steps of the unroll.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from eyas.train.state import TrainingState
 
 Precision = Literal["bfloat16", "float32"]
 BETAS = (0.9, 0.95)  # EAGLE's, as SpecForge has them too; neither decays weights
-# The default learning rate: see `usual_learning_rate`.
+# for `usual_learning_rate`
 MOST_LEARNING_RATE, PUBLISHED_RATE, PUBLISHED_HIDDEN_SIZE = 1e-3, 1e-4, 4096
 
 
 class OptimizerConfig(BaseModel):
     """AdamW with a linear warm-up, then half a cosine down to 0.
 
-    learning_rate: None is `usual_learning_rate` of the head's hidden size. warmup_share: of all
-    steps.
+    learning_rate: its peak; None takes `usual_learning_rate` of the head's hidden size.
+    warmup_share: the share of all steps with a rising rate. max_grad_norm: of the whole gradient.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -89,18 +90,21 @@ class DraftObjective(nn.Module):
         self.embed_tokens = vocabulary.embed_tokens.to(getattr(torch, dtype))
 
     def teach(self, batch: Batch) -> Teacher:
-        """The target at the batch's judged positions."""
+        """The target at the batch's judged positions: see `loss.teach`."""
         return teach(batch, self.vocabulary, self.head, self.config)
 
     def divisors(self, batches: Sequence[Batch], teachers: Sequence[Teacher]) -> Tensor:
-        """What the losses of these batches are divided by, int64 [K] on the CPU."""
+        """The sums over these batches of `loss.divisors`, int64 [K] on the CPU."""
         counts_K = torch.zeros(self.config.num_ttt_steps, dtype=torch.int64)
         for batch, teacher in zip(batches, teachers, strict=True):
             counts_K += divisors(batch, teacher, self.config).cpu()
         return counts_K
 
     def forward(self, batch: Batch | None, teacher: Teacher | None, divisor_K: Tensor) -> BatchLoss:
-        """The batch's part of the loss of the step, whose divisors these are; 0 of no batch."""
+        """One batch's share of the step's loss; without a batch a loss of 0 with zero gradients.
+
+        divisor_K: the divisors of all batches of the step on all ranks, int64 [K].
+        """
         if batch is None or teacher is None:
             zero = sum((0.0 * weight.sum() for weight in self.head.parameters()), torch.zeros(()))
             return BatchLoss(zero, *(torch.zeros_like(divisor_K) for _ in range(4)))
@@ -112,8 +116,10 @@ class DraftObjective(nn.Module):
 
 @contextmanager
 def teaching_in_tf32(dtype: Precision) -> Iterator[None]:
-    """With maths in bf16, a GPU multiplies the teacher's float32 numbers as TF32: it has all digits
-    of bf16.
+    """While the block runs, a GPU may multiply float32 as TF32, if `dtype` is bfloat16.
+
+    The float32 products are the teacher's then, and TF32 has all digits of weights and features
+    that are stored in bf16.
     """
     before = torch.backends.cuda.matmul.allow_tf32
     if torch.cuda.is_available():
@@ -127,28 +133,27 @@ def teaching_in_tf32(dtype: Precision) -> Iterator[None]:
 
 def training_step(
     state: TrainingState,
-    objective: DraftObjective,
+    draft_objective: DraftObjective,
     batches: Sequence[Batch],
     ranks: Ranks,
     rate: float,
     max_grad_norm: float,
 ) -> dict[str, Any]:
-    """One step on these batches and those of the other ranks; returns its row of metrics, the same
-    on every rank.
+    """One update of the weights, from these batches and those of the other ranks.
 
-    Raises EyasError, naming the samples, when loss or gradient is no finite number; the weights are
-    then as they were.
+    Returns the step's row of metrics, the same on every rank. Raises EyasError, with the names of
+    the samples, when the loss or the gradient is not finite; the weights are unchanged then.
     """
-    teachers = [objective.teach(batch) for batch in batches]
-    divisor_K = torch.tensor(ranks.total(objective.divisors(batches, teachers).tolist()))
+    teachers = [draft_objective.teach(batch) for batch in batches]
+    divisor_K = torch.tensor(ranks.total(draft_objective.divisors(batches, teachers).tolist()))
 
     # in the last step of a run a rank may have no batch: it takes part in the sums with a loss of 0
     pairs: list[tuple[Batch | None, Teacher | None]]
     pairs = [*zip(batches, teachers, strict=True)] or [(None, None)]
     losses: list[BatchLoss] = []
     for number, (batch, teacher) in enumerate(pairs, 1):
-        reduce_gradients(objective, now=number == len(pairs))
-        loss: BatchLoss = objective(batch, teacher, divisor_K)
+        reduce_gradients(draft_objective, now=number == len(pairs))
+        loss: BatchLoss = draft_objective(batch, teacher, divisor_K)
         loss.loss.backward()  # type: ignore[no-untyped-call]
         losses.append(loss)
 
@@ -165,7 +170,7 @@ def training_step(
 
 
 def gradient_norm(optimizer: torch.optim.Optimizer, most: float) -> float:
-    """The norm of the whole gradient, which is scaled down in place to at most `most`."""
+    """The norm of the whole gradient before it is clipped to the norm `most`, in place."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     norm = nn.utils.clip_grad_norm_(weights, most)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
@@ -174,7 +179,7 @@ def gradient_norm(optimizer: torch.optim.Optimizer, most: float) -> float:
 def metrics_row(
     losses: Sequence[BatchLoss], batches: Sequence[Batch], ranks: Ranks
 ) -> dict[str, Any]:
-    """What a row of metrics says of the batches of all ranks."""
+    """A row of metrics without step and rate, summed over all ranks. All ranks call it."""
     K = len(losses[0].step_losses)
     sums = torch.zeros(1 + 4 * K, dtype=torch.float64)
     for one in losses:
@@ -182,6 +187,7 @@ def metrics_row(
         sums += torch.cat([part.to("cpu", torch.float64) for part in parts])
     sizes = [sum(len(batch.keys) for batch in batches), sum(b.tokens_BT.numel() for b in batches)]
     *summed, num_samples, num_tokens = ranks.total([*sums.tolist(), *sizes])
+    # the four fields of BatchLoss behind the loss, [K] each
     by_step, judged, trained, hits = (summed[1 + K * part :][:K] for part in range(4))
     return {
         "loss": summed[0],
@@ -197,8 +203,9 @@ def metrics_row(
 def not_finite(
     step: int, loss: float, norm: float, batches: Sequence[Batch], ranks: Ranks
 ) -> EyasError:
-    """The error of a step that would spoil the weights, naming its samples and those with broken
-    features. All ranks call it.
+    """The error of a step whose loss or gradient is not finite. All ranks call it.
+
+    It names the step's samples, and in the hint those with features that are not finite.
     """
     found = ranks.gathered([(batch.keys, broken_samples(batch)) for batch in batches])
     keys = [key for of_rank in found for all_keys, _ in of_rank for key in all_keys]
@@ -215,9 +222,9 @@ def not_finite(
 
 
 def broken_samples(batch: Batch) -> list[str]:
-    """Keys of the samples with features that are not finite; a row may hold several samples."""
+    """The keys of the batch's samples whose features hold NaN or infinity."""
     finite_BT = batch.aux_hidden_BTA.isfinite().all(-1) & batch.last_hidden_BTH.isfinite().all(-1)
     begins_BT = batch.starts_BT == torch.arange(finite_BT.shape[1], device=finite_BT.device)
-    # padding counts to the sample before it, and is finite
+    # the number of each token's sample; padding has that of the sample before, and is finite
     sample_M = begins_BT.flatten().cumsum(0) - 1
     return [batch.keys[number] for number in sorted(set(sample_M[~finite_BT.flatten()].tolist()))]

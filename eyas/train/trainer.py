@@ -1,8 +1,7 @@
-"""The train stage: features -> head. The loop over steps: what is read, measured and kept, and when
-it ends.
+"""The train stage: features -> head. The run and its loop over steps.
 
-Knows the order of the work. Does not know how features were made, what a head is exported to, nor a
-loss.
+Decides what is read, measured and written in each step, and when the run ends. Does not know how
+features were made, how the loss is computed (step.py, loss.py), nor how a head is exported.
 
 A run is a fixed list of steps of `batches.per_step` batches, drawn from the seed alone; the ranks
 share the batches of each step. A checkpoint is the state after so many steps. So a run that was
@@ -45,12 +44,12 @@ from eyas.train.held_out import (
     HeadComparison,
     HeldOutSample,
     compare_heads,
-    refuse_loss,
+    refuse_lower_tau,
     tau_of_counts,
 )
 from eyas.train.loss import ObjectiveConfig
 from eyas.train.ranks import Ranks, joined, whole
-from eyas.train.start import StartConfig, existing_head, fresh_head, given_head, recount
+from eyas.train.start import StartConfig, existing_head, fresh_head, load_start_head, recount
 from eyas.train.state import CHECKPOINT, METRICS, StopConfig, TrainingState, measured_steps
 from eyas.train.step import (
     DraftObjective,
@@ -64,18 +63,20 @@ from eyas.train.step import (
 )
 from eyas.train.tracker import TrackedRun, TrackerConfig, Trackers, open_trackers, scalars
 
-KEEP = "keep.json"
-WITHOUT_EFFECT = {  # on the weights: a run may be resumed with others
+KEEP = "keep.json"  # the comparison with the head that the run started from
+# Settings that are not in the artifact's identity: a run may be resumed with other values.
+WITHOUT_EFFECT = {
     "tracker": True,
     "checkpoint_every": True,
-    # head and keep_mix count by what they hold
+    # head and keep_mix are in the identity as inputs, by their content and not by their path
     "start": {"head", "keep_mix", "keep_tolerance", "keep_samples"},
 }
 
 
 class TrainConfig(BaseModel):
-    """Settings of the train stage. start: a head to continue from; null draws new weights.
-    checkpoint_every counts steps.
+    """Settings of the train stage.
+
+    start: a head to continue from; null draws new weights. checkpoint_every: in steps.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -100,7 +101,7 @@ class TrainConfig(BaseModel):
 
 
 class DivergedError(EyasError):
-    """The loss ran away: the weights are no longer worth keeping."""
+    """The loss has diverged (`StopConfig.diverged_at`): these weights are not saved."""
 
 
 def train(
@@ -113,16 +114,17 @@ def train(
 ) -> Manifest:
     """Train a head on a source of features; an interrupted run resumes from its last checkpoint.
 
-    Started by torchrun, every process calls this with the same arguments; the first one writes.
-    target: a folder, or "builtin". held_out: what tau is measured on. Writes eyas_head.json and
-    model.safetensors (in config.dtype) of the head that measured best, or of the last,
-    metrics.jsonl, a row a step, and last/, where the last is not the best.
+    Under torchrun every process calls this with the same arguments; the first rank writes.
+    target: a folder, or "builtin". held_out: the conversations that tau is measured on. Writes
+    eyas_head.json and model.safetensors (in config.dtype) of the head with the best held-out tau
+    (without measurements: the last one), metrics.jsonl with one row a step, and last/ with the
+    last head where another one was best.
 
-    Raises MismatchError for features or a head of another target, EmptyInputError for features
-    without a trainable answer, ConfigError for settings that do not fit each other, and EyasError,
-    naming the samples, when a loss or gradient is no finite number or the loss runs away; and when
-    the head loses more on the old mix (config.start) than it may. The checkpoint is kept in all of
-    these cases.
+    Raises MismatchError for features or a head of another target; EmptyInputError for features
+    without a trainable answer; ConfigError for settings that contradict each other; EyasError,
+    with the names of the samples, when a loss or gradient is not finite or the loss diverges; and
+    EyasError when tau on the old mix (config.start) falls by more than is allowed. The last
+    checkpoint stays in the folder in all of these cases.
     """
     with ExitStack() as stack:
         ranks = stack.enter_context(joined())
@@ -138,11 +140,15 @@ def train(
 
 
 class Trainer:
-    """One run: its sources, its plan and its state."""
+    """One run: its sources, its plan (batches by step) and its state.
+
+    __init__ checks the input, `begin` plans the run and loads the state, `fit` trains, `finish`
+    writes the head. state, objective and what `begin` sets do not exist before it.
+    """
 
     state: TrainingState
     objective: DraftObjective
-    _finished: int  # steps done, with everything that belongs to them
+    _finished: int  # steps whose measurement, if one was due, is done too
 
     def __init__(
         self,
@@ -152,8 +158,9 @@ class Trainer:
         held_out: FeatureSource | None,
         ranks: Ranks,
     ) -> None:
-        """Check everything that may be wrong with the input, before any work. Raises MismatchError,
-        ConfigError.
+        """Check the input before any work.
+
+        Raises MismatchError, ConfigError, EmptyInputError.
         """
         self.ranks, self.keep_mix = ranks, config.start.keep_mix if config.start else None
         self.num_new, self.source = len(source), source
@@ -178,13 +185,15 @@ class Trainer:
         self.identity = identity("train", self.settings, self.inputs)
 
     def _held_out(self, source: FeatureSource | None) -> HeldOutSample | None:
+        """The conversations that tau is measured on; None if nothing is to be measured."""
         if source is None or not len(source) or not self.config.stop.measurements:
             return None
         return self._sample(source, self.config.stop.samples)
 
     def _old_mix(self, start: StartConfig | None) -> HeldOutSample | None:
-        """What the head must not lose on that this run starts from. Raises MismatchError,
-        EmptyInputError.
+        """The held-out conversations of start.keep_mix, on which tau must not fall; None without.
+
+        Raises MismatchError, EmptyInputError.
         """
         if start is None or start.keep_mix is None:
             return None
@@ -204,6 +213,7 @@ class Trainer:
         return HeldOutSample.of(source, num_samples, steps, self.config.batches.tokens, dtype)
 
     def _inputs(self) -> dict[str, Manifest]:
+        """The manifests of everything that this run reads, by name; part of its identity."""
         inputs, start = dict(self.source.inputs), self.config.start
         known = {manifest.identity for manifest in inputs.values()}
         for name, manifest in self.held_out.source.inputs.items() if self.held_out else ():
@@ -216,8 +226,9 @@ class Trainer:
         return inputs
 
     def begin(self, output: Artifact) -> Trackers:
-        """Plan the run, and set up its state: that of a checkpoint, or a new one. All ranks call
-        it.
+        """Plan the run, and load its state from a checkpoint or set up a new one.
+
+        All ranks call it. Returns the trackers, which do nothing on ranks other than the first.
         """
         config, ranks = self.config, self.ranks
         self.counts_V, self.usable = ranks.first(lambda: survey(self.source, config.objective))
@@ -239,7 +250,10 @@ class Trainer:
             )
 
     def _epochs(self) -> list[list[int]]:
-        """The samples of each epoch: all new ones, and some of the old mix's."""
+        """The sample numbers of each epoch: all usable new ones, and a share of the old mix.
+
+        Samples of the old mix have numbers from `num_new` on (`MixedSource`).
+        """
         new, old = (
             [number for number in self.usable if (number >= self.num_new) == is_old]
             for is_old in (False, True)
@@ -251,6 +265,7 @@ class Trainer:
         ]
 
     def _initial_head(self) -> Head:
+        """The head before step 0, float32 on the CPU: fresh, or config.start's."""
         config, on_cpu = self.config, self.vocabulary.to("cpu")
         head = self.start_head or fresh_head(
             config.head, self.source.meta, on_cpu, self.counts_V, config.seed
@@ -260,8 +275,10 @@ class Trainer:
         return head
 
     def fit(self, output: Artifact, track: Track, trackers: Trackers) -> None:
-        """All steps that are left, or as many as it takes. Raises EyasError, after keeping what was
-        done.
+        """Train the steps that are left, fewer if `StopConfig.patience` ends the run.
+
+        On an EyasError the checkpoint of the last whole step is saved, then the error is raised; a
+        DivergedError leaves the older checkpoint.
         """
         state, config, ranks, num_steps = self.state, self.config, self.ranks, len(self.steps)
         self._finished = state.step
@@ -284,15 +301,18 @@ class Trainer:
                 track(state.step, num_steps, note(row, state))
         except DivergedError:
             if ranks.is_first:
-                output.write_jsonl(METRICS, state.metrics)  # the checkpoint is of a better time
+                output.write_jsonl(METRICS, state.metrics)  # the older checkpoint stays
             raise
         except EyasError:
-            if state.step == self._finished:  # else a step was done and not measured yet
+            if state.step == self._finished:  # else the step's measurement is missing
                 state.save(output, ranks)
             raise
 
     def _judge(self, row: dict[str, Any], batches: Sequence[Batch]) -> None:
-        """Keep a step's row, and measure tau where that is due. Raises DivergedError."""
+        """Add a step's row to the metrics, and measure held-out tau if it is due.
+
+        Raises DivergedError.
+        """
         state, config = self.state, self.config
         state.trend.add(row["loss"])
         state.metrics.append(row)
@@ -303,17 +323,18 @@ class Trainer:
             with whole(self.objective):
                 counts = self.held_out.counts(state.head, self.vocabulary, self.ranks)
             row["held_out_tau"] = tau = tau_of_counts(counts)
-            # 0: no answer of the sample has a round
+            # tau is 0 if no answer of the sample is long enough for a round
             if tau > 0 and state.patience.add(state.step, tau, config.stop.min_gain):
                 state.keep_best()
         self._finished = state.step
 
     def finish(self, output: Artifact) -> None:
-        """Write the head that is kept, after checking whether it lost on the old mix. Raises
-        EyasError for a head that did.
+        """Write the best head, after comparing it with the start's head on the old mix.
+
+        Raises EyasError for a head that lost more than start.keep_tolerance allows.
         """
         state, ranks = self.state, self.ranks
-        if self.old_mix:  # a head that is refused stays in its checkpoint
+        if self.old_mix:  # so that a refused head can still be read from the checkpoint
             state.save(output, ranks)
         last = None
         if state.patience.best_step > 0:
@@ -326,7 +347,7 @@ class Trainer:
                 self._write(output, head, last, self._facts(head, comparison))
 
     def _finished_head(self) -> Head:
-        """The head as it is now, as a head of its own in the precision that is written."""
+        """A copy of the current head, unsharded, in config.dtype. All ranks call it."""
         head = Head(self.state.head.config).to(self.ranks.device)
         with whole(self.objective):
             weights = dict(self.state.head.named_parameters()) | dict(
@@ -338,6 +359,7 @@ class Trainer:
     def _write(
         self, output: Artifact, head: Head, last: Head | None, facts: Mapping[str, Any]
     ) -> None:
+        """Write the artifact: head, last (in last/; None: none), metrics and manifest."""
         for folder, one in (("", head), ("last/", last)):
             for name, data in head_files(one).items() if one else ():
                 output.write(folder + name, data)
@@ -348,23 +370,25 @@ class Trainer:
         output.finish("train", self.settings, self.inputs, counts, facts)
 
     def _compare(self, head: Head, output: Artifact) -> HeadComparison | None:
-        """tau on the old mix of the head as it is written, and of the head that the run started
-        from. Raises EyasError for a loss that is too large.
+        """tau on the old mix, of the written head and of the one that the run started from.
+
+        None without an old mix. Raises EyasError if tau falls by more than start.keep_tolerance.
         """
         start, sample = self.config.start, self.old_mix
         if start is None or sample is None:
             return None
-        before = given_head(start.head, self.vocabulary).to(self.ranks.device)
+        before = load_start_head(start.head, self.vocabulary).to(self.ranks.device)
         after = copy.deepcopy(head).float()
         comparison = compare_heads(
             *(sample.counts(one, self.vocabulary, self.ranks) for one in (before, after))
         )
         if self.ranks.is_first:
             output.write_json(KEEP, comparison.to_json(start.keep_tolerance))
-        refuse_loss(comparison, start.keep_tolerance)
+        refuse_lower_tau(comparison, start.keep_tolerance)
         return comparison
 
     def _facts(self, head: Head, comparison: HeadComparison | None) -> dict[str, Any]:
+        """What the manifest says of the result."""
         state = self.state
         covered = self.counts_V[head.t2d.cpu()].sum() / self.counts_V.sum()
         facts: dict[str, Any] = {
@@ -386,7 +410,7 @@ class Trainer:
 
 
 def note(row: Mapping[str, Any], state: TrainingState) -> str:
-    """What the progress bar says of a step."""
+    """The text beside the progress bar after a step."""
     tau = f" tau {state.patience.best:.2f}" if state.patience.best_step else ""
     return f"loss {row['loss']:.3f} accuracy {row['accuracy'][0]:.3f}{tau}"
 
@@ -394,7 +418,7 @@ def note(row: Mapping[str, Any], state: TrainingState) -> str:
 def diverged(
     state: TrainingState, batches: Sequence[Batch], config: TrainConfig, ranks: Ranks
 ) -> DivergedError:
-    """The error of a loss that runs away, naming the samples of the step where that was seen."""
+    """The error of a diverged loss, with the names of this step's samples. All ranks call it."""
     keys = [
         key
         for of_rank in ranks.gathered([batch.keys for batch in batches])
@@ -402,7 +426,7 @@ def diverged(
         for key in keys
     ]
     return DivergedError(
-        f"the loss runs away: its running mean is {state.trend.mean:.3f} at step {state.step}, "
+        f"the loss diverges: its running mean is {state.trend.mean:.3f} at step {state.step}, "
         f"more than {config.stop.diverged_at:g} times its lowest, {state.trend.lowest:.3f}; the "
         f"samples of this step: {', '.join(keys)}",
         "begin in another folder with a lower optimizer.learning_rate, or allow more with "
