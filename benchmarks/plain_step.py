@@ -1,4 +1,4 @@
-"""A training step of EAGLE-3 as the projects describe it (EAGLE3.md, section 3): the baseline of
+"""A training step of EAGLE-3 as the projects describe it (arXiv 2503.01840): the baseline of
 train_step.py.
 
 Every step of the unroll runs at all T slots with scores of T x (T + i), the target's logits are

@@ -161,7 +161,7 @@ class PlainOutcome:
 
 @dataclass
 class Wanted:
-    """The options of the objective, as in EAGLE3.md, section 3. positions: what divides a step's
+    """The options of the objective of EAGLE-3. positions: what divides a step's
     sum, if not its slots.
     """
 

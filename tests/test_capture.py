@@ -103,7 +103,7 @@ def all_samples(artifact: Artifact) -> dict[str, Sample]:
 
 
 def test_taps_and_last_hidden_are_those_of_transformers(target: Path, captured: Artifact) -> None:
-    """EAGLE3.md, section 2: hidden_states[2], [n//2], [n-3]; transformers' last entry is after the
+    """EAGLE-3's layers: hidden_states[2], [n//2], [n-3]; transformers' last entry is after the
     final norm.
     """
     model = AutoModelForCausalLM.from_pretrained(target)

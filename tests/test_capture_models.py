@@ -46,7 +46,7 @@ def decoders(folders: dict[str, Path]) -> dict[str, HookedDecoder]:
 
 
 def stated(folder: Path, tokens_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What the model itself says: three hidden states (EAGLE3.md, section 2), the one that feeds
+    """What the model itself says: three hidden states, the one that feeds
     lm_head, and the logits.
     """
     attention = {"attn_implementation": "eager"} if folder.name == "gemma2" else {}

@@ -25,8 +25,8 @@ from eyas.model import native
 from eyas.model.config import HeadConfig, TargetConfig
 from eyas.model.native import NativeDraft, NativeTarget
 from eyas.model.rows import (
-    Chosen,
     FeatureCache,
+    NodesToVerify,
     PagedCache,
     Proposals,
     Roots,
@@ -730,7 +730,7 @@ def test_verifying_in_one_call_is_forward_walk_and_move(shape: str, dtype: str):
         np.array([1, 1, 2, 2, 3], dtype=np.int32),
     )
     kept = np.array([[True, True, False, True, True], [False, True, False, False, False]])
-    chosen = Chosen([0, -1, 1], proposals, kept)
+    chosen = NodesToVerify([0, -1, 1], proposals, kept)
     ours = target.verify(
         Roots(lens, lens, roots, page_table), chosen, caches[0], TAPS, kept_features[0]
     )
@@ -777,6 +777,6 @@ def test_a_tree_that_does_not_hang_together_is_refused():
         np.array([[-1, 0]], dtype=np.int32),
         np.array([1, 2], dtype=np.int32),
     )
-    orphan = Chosen([0], proposals, np.array([[False, True]]))
+    orphan = NodesToVerify([0], proposals, np.array([[False, True]]))
     with pytest.raises(IndexError):
         target.verify(Roots([0], [0], [1], STRAIGHT), orphan, cache)

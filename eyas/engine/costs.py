@@ -37,8 +37,8 @@ from eyas.model.native import one_torch_thread
 from eyas.model.rows import FeatureCache, PagedCache, Roots, Rows, rows_of, slots_of
 from eyas.model.target import Target
 
-# entries that are made together with the root's; of more the others are made apart: they need no
-# output
+# A draft that lacks at most so many entries makes them in one call with the root's; of more, all
+# but the root's are made in a call of their own, which computes no outputs.
 AT_ONCE = 8
 
 POINTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)

@@ -117,8 +117,9 @@ class Draft:
     def __init__(
         self, config: HeadConfig, tensors: dict[str, torch.Tensor], target: Target
     ) -> None:
-        """tensors as `read_head` gives them. Raises MismatchError when the head was made for
-        another target.
+        """tensors: as `read_head` gives them.
+
+        Raises MismatchError if the head was made for another target.
         """
         check_head(config, target.config, target.lm_head_sha256)
         if target.is_native and config.owns_embeddings:
@@ -169,8 +170,9 @@ class Draft:
         return self._layers.step(rows, h, cache)
 
     def proposals(self, h: torch.Tensor, tree_topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs [R, H] -> the k best next tokens of each (target ids, int64 [R, k]) and their
-        log-probs, fp32 [R, k].
+        """Outputs [R, H] -> the k = tree_topk best next tokens of each, and their log-probs.
+
+        Target ids, int64 [R, k]; float32 [R, k].
         """
         if self._native is not None:
             return self._native.proposals(h, tree_topk)
@@ -243,8 +245,7 @@ class Draft:
         speculation: Speculation,
         thresholds: Sequence[float],
     ) -> Proposals:
-        """Grow B trees by up to K - 1 levels behind the entries of columns 1 .. lens[b], the last
-        of them the root's.
+        """Grow B trees by up to K - 1 levels behind the roots, whose columns are `lens`.
 
         h_BH: the outputs of these last entries; first: the `proposals` from them, the candidates of
         depth 1. The tree's own entries go behind them and are overwritten later. Level l is drafted
@@ -308,8 +309,10 @@ class _TreeGrowth:
         return rows_of(arrays, page_table, device, first_column=1)
 
     def grow(self, ids: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
-        """Add the k children of every frontier node; returns which rows of the forward the next
-        frontier's parents are in.
+        """Add the k children of every frontier node, and choose the next frontier.
+
+        ids, log_probs: [B * k, k], of the forward of `rows`. Returns, for each node of the next
+        frontier, the row of that forward that its parent is in: int64 [B * k].
         """
         B, k = self._frontier_Bk.shape
         start = sum(level.shape[1] for level in self._tokens)

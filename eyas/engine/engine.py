@@ -44,10 +44,12 @@ LEAST_TAU, TAU_WINDOW = 1.3, 256  # below it a head hardly helps; over so many g
 class EngineConfig(BaseModel):
     """Sizes of the engine and how it speculates.
 
-    num_pages (of 16 tokens) None: as many as max_batch requests of max_length need. speculation:
-    off, auto or fixed, the latter two with sizes where the defaults do not fit: fixed(6,3,12) are
-    num_draft_steps, tree_topk and num_verify_tokens, root included. overlap None: the overlapped
-    loop on CUDA, the normal one on a CPU, whose cores have nothing left to overlap.
+    max_batch: samples that run at a time. max_length: tokens of prompt and answer together.
+    num_pages: pages of 16 tokens; None takes as many as max_batch requests of max_length need.
+    prefill_chunk: tokens of a prefill. speculation: off, auto or fixed, auto and fixed with sizes
+    if the defaults do not fit: fixed(6,3,12) are num_draft_steps, tree_topk and num_verify_tokens,
+    root included. overlap: None takes the overlapped loop on CUDA, the normal one on a CPU.
+    prefix_reuse: keep computed prefixes for other requests.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -125,7 +127,7 @@ class Engine:
             else None
         )
         overlaps = config.overlaps_on(target.device)
-        # One turn of the loop: what it emitted. Empty when idle, and sometimes when not.
+        # One turn of the loop; returns what it emitted, which may be nothing while there is work.
         self.step: Callable[[], list[Update]] = self.overlap_loop if overlaps else self.normal_loop
         needs_thread = overlaps and not isinstance(self.rounds, TensorRounds)
         self._device = ThreadPoolExecutor(1, "device") if needs_thread else None
@@ -144,7 +146,8 @@ class Engine:
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> Engine:
         """Load a target folder and, optionally, a head folder in any form that `read_head` knows.
-        device: cpu, cuda, cuda:1.
+
+        device: cpu, cuda, cuda:1. Raises MissingInputError, CorruptError, MismatchError.
         """
         loaded = Target.load(target, dtype, device)
         draft = Draft(*read_head(head, loaded.config), loaded) if head is not None else None
@@ -152,11 +155,14 @@ class Engine:
 
     @staticmethod
     def kind_of_rounds(target: Target) -> type[Rounds]:
-        """On CUDA rounds that the host need not wait for; on a CPU, the host itself, plain ones."""
+        """TensorRounds on CUDA, where the host need not wait for a round; else Rounds."""
         return TensorRounds if target.device.startswith("cuda") else Rounds
 
     def _costs(self) -> CostTable:
-        """What rounds cost here; before the first request, as measuring writes into the caches."""
+        """Measure what rounds cost on this machine, or load what was measured before.
+
+        Only before the first request: measuring writes into the caches.
+        """
         rounds = self.rounds
         assert rounds.entries is not None
         return round_costs(
@@ -176,8 +182,9 @@ class Engine:
         return self._scheduler.has_work or self._in_flight is not None
 
     def add(self, request: Request) -> None:
-        """Queue a request, n samples of it. Raises InputError for one that cannot be served,
-        whatever else runs.
+        """Queue all samples of a request.
+
+        Raises InputError for a request that this engine could not serve even alone.
         """
         length = len(request.prompt_ids)
         if length == 0:
@@ -215,7 +222,7 @@ class Engine:
         self._scheduler.cancel(request_id)
 
     def run(self, requests: Iterable[Request], track: Track = quiet) -> Iterator[Result]:
-        """Decode all requests, yielding each sample as it finishes."""
+        """Decode all requests, yielding each sample as it finishes. Raises InputError (`add`)."""
         updates: dict[tuple[str, int], list[Update]] = {}
         done = total = 0
         for request in requests:
@@ -254,13 +261,14 @@ class Engine:
     # Loops
 
     def normal_loop(self) -> list[Update]:
-        """One job from plan to outcome."""
+        """Schedule one job, run it and settle its outcomes; returns what it emitted."""
         job = self._scheduler.schedule()
         return self._settle(self.rounds.run(job)) if job is not None else []
 
     def overlap_loop(self) -> list[Update]:
-        """Launch the next job, then settle the one before. A job that needs the host between tokens
-        waits for it.
+        """Launch the next job, then settle the one before; returns what that one emitted.
+
+        If a sample of the next job needs the host between tokens, the job before is settled first.
         """
         ahead, self._in_flight = self._in_flight, None
         updates: list[Update] = []
@@ -272,13 +280,14 @@ class Engine:
         return updates + (self._settle(ahead()) if ahead is not None else [])
 
     def _launch(self, job: Job) -> Callable[[], list[Outcome]]:
+        """Start a job; the function returned waits for its outcomes."""
         if isinstance(self.rounds, TensorRounds):
             return self.rounds.launch(job)
         assert self._device is not None
         return self._device.submit(self.rounds.run, job).result
 
     def _settle(self, outcomes: list[Outcome]) -> list[Update]:
-        """Give the outcomes to the scheduler; what they emitted."""
+        """Give a job's outcomes to the scheduler; returns their updates that have tokens."""
         updates = []
         for outcome in outcomes:
             if self._scheduler.settle(outcome) and outcome.update.token_ids:
@@ -291,8 +300,9 @@ class Engine:
         return updates
 
     def _watch_tau(self, num_accepted_drafts: int) -> None:
-        """Warn once when the head hardly helps greedy requests: it was made for another target, or
-        for other traffic.
+        """Count a greedy round; warn once if tau shows that the head hardly helps.
+
+        Such a head was trained for another target or for other traffic.
         """
         if self._has_warned:
             return
@@ -310,6 +320,7 @@ class Engine:
             log.warning(what, tau, TAU_WINDOW)
 
     def _sample(self, request: Request, index: int, max_tokens: int) -> RunningSample:
+        """The index-th sample of a request. Raises InputError (`Sampler`, `Grammars.compile`)."""
         params = request.params
         if (params.has_grammar or params.stop) and self._grammars is None:
             raise InputError(

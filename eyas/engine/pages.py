@@ -1,5 +1,6 @@
-"""Pages of the key-value caches: who holds them, which prefixes they keep, which may go. Knows
-token ids, no tensor.
+"""Pages of the key-value caches: who holds them, which prefixes are kept, what is evicted.
+
+Works on token ids and page numbers, no tensors.
 
 A full page is known by its tokens, the page before it and the salt of the request, so the pages
 kept are a tree of prefixes for each salt, and nothing is shared between salts: no timing tells one
@@ -49,8 +50,9 @@ class PagePool:
         return -(-num_tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` pages held once each, evicting idle ones where needed; None, and nothing changed,
-        if there are too few.
+        """`count` pages, held once each; evicts idle ones if needed.
+
+        None, and nothing changed, if there are too few.
         """
         if count > self.num_available:
             return None
@@ -78,11 +80,11 @@ class PagePool:
         return pages
 
     def keep(self, before: int, tokens: Sequence[int], page: int, salt: str | None = None) -> int:
-        """Keep a full page that its only holder will not write again. `before`: the kept page
-        before it, of this salt, or ROOT.
+        """Offer a full page to other requests; its only holder must not write it again.
 
-        Where the same prefix is kept already, that page is returned, held in this one's stead, and
-        this one let go.
+        tokens: those of the page. before: the kept page before it, of this salt, or ROOT. Returns
+        the page to use from now on: if the same prefix is kept already, that page is held instead
+        and this one is released.
         """
         assert len(tokens) == self.page_size
         assert before == ROOT or before in self._key_of, f"page {before} is not kept"
@@ -107,9 +109,7 @@ class PagePool:
                     self._free.append(page)
 
     def check(self, held: Iterable[Sequence[int]]) -> None:
-        """Every page accounted for, given the pages of every request: raises AssertionError where
-        one is not.
-        """
+        """Raise AssertionError unless every page is accounted for; held: each request's pages."""
         holders = [0] * self.num_pages
         for pages in held:
             for page in pages:

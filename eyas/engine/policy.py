@@ -8,8 +8,9 @@ only, never at what the target is about to draw: outputs stay exact.
     choose    after drafting: which candidates the target verifies               -> kept
     observe   after the round: what was emitted and how long it took
 
-Letters: S requests that may speculate, B all that decode (S and the plain ones), K draft steps, k
-tree_topk.
+Requests here are the samples of a job. Letters: S requests that may speculate, B' of them that
+draft, B all that decode (S and the plain ones), K draft steps, k tree_topk, C candidates, D levels
+drafted.
 """
 
 from __future__ import annotations
@@ -68,8 +69,9 @@ class RoundRecord:
 class RoundPlan:
     """A round between `plan` and `observe`. Several may be under way: the policy holds none.
 
-    drafting bool [S]; thresholds: one for each level after the first, for `Draft.propose`. `choose`
-    fills in the rest.
+    pending: int64 [S], `RunningSample.num_missing` of each request that may speculate.
+    num_requests: B. drafting: bool [S]. thresholds: [K - 1], for `Draft.propose`. `plan` sets the
+    fields up to rate, `choose` the others.
     """
 
     pending: np.ndarray
@@ -130,91 +132,97 @@ class Policy:
         self._prompt_rows += num_rows
 
     def plan(self, pending: Sequence[int], num_plain: int = 0) -> RoundPlan:
-        """pending [S]: tokens that the draft must extend before it can propose, for each request
-        that may speculate; num_plain: requests that decode without.
+        """Decide who drafts, and when to stop going deeper.
+
+        pending: [S], the entries that each request lacks (`RunningSample.num_missing`). num_plain:
+        requests that may not speculate.
         """
         waiting = np.asarray(pending, dtype=np.int64)
         S, B = len(pending), len(pending) + num_plain
-        round_ = RoundPlan(waiting, B, (_octave(S), _octave(B)), np.zeros(S, dtype=bool))
+        plan = RoundPlan(waiting, B, (_octave(S), _octave(B)), np.zeros(S, dtype=bool))
         if self.speculation.mode == "fixed":
-            round_.drafting[:] = True
-            round_.thresholds = [0.0] * (self.speculation.num_draft_steps - 1)
+            plan.drafting[:] = True
+            plan.thresholds = [0.0] * (self.speculation.num_draft_steps - 1)
         elif self.speculation.mode == "auto" and len(waiting):
-            self._plan(round_)
-        if not round_.drafts:
-            round_.expected_tokens = round_.num_requests
-            round_.predicted_ms = self._table.forward(B, B) if self.costs else 0.0
-        return round_
+            self._plan(plan)
+        if not plan.drafts:
+            plan.expected_tokens = plan.num_requests
+            plan.predicted_ms = self._table.forward(B, B) if self.costs else 0.0
+        return plan
 
-    def _plan(self, round_: RoundPlan) -> None:
-        B = round_.num_requests
-        load = self._load(round_)
-        round_.plain_ms = plain_ms = self._table.forward(B, B) * self._ratio("plain", round_)
+    def _plan(self, plan: RoundPlan) -> None:
+        B = plan.num_requests
+        load = self._load(plan)
+        plan.plain_ms = plain_ms = self._table.forward(B, B) * self._ratio("plain", plan)
         refresh_after = min(_REFRESH, max(FIRST_PERIOD, load.num_rounds // 2))
         if load.forecast is None or load.age >= refresh_after:
-            self._refresh(load, round_)
+            self._refresh(load, plan)
         load.age += 1
         load.num_rounds += 1
         load.since += 1
-        if self.correction.count("plain", round_.load[1]) < TRIALS:
+        if self.correction.count("plain", plan.load[1]) < TRIALS:
             return
-        speedup = self._speedup(round_)
-        is_trial = self.correction.count("tree", round_.load[1]) < TRIALS and speedup > _HOPELESS
+        speedup = self._speedup(plan)
+        is_trial = self.correction.count("tree", plan.load[1]) < TRIALS and speedup > _HOPELESS
         self._drafted_last = speculates = load.decide(speedup) or is_trial
         if speculates:
-            round_.drafting = round_.pending <= self._worth_catching_up(speedup, round_)
+            plan.drafting = plan.pending <= self._worth_catching_up(speedup, plan)
         # Explore when the credit pays for what the round loses by it.
         if load.since >= load.period:
             if speculates and self._credit >= plain_ms * (speedup - 1):
-                round_.explores, round_.drafting = True, np.zeros_like(round_.drafting)
+                plan.explores, plan.drafting = True, np.zeros_like(plan.drafting)
             elif not speculates:
-                self._explore(round_)
-            if round_.explores:
+                self._explore(plan)
+            if plan.explores:
                 load.explored()
-        round_.rate = round_.num_requests / plain_ms * (max(1.0, speedup) if speculates else 1.0)
-        if round_.drafts:
-            round_.thresholds = self._thresholds(round_)
+        plan.rate = plan.num_requests / plain_ms * (max(1.0, speedup) if speculates else 1.0)
+        if plan.drafts:
+            plan.thresholds = self._thresholds(plan)
 
-    def _worth_catching_up(self, speedup: float, round_: RoundPlan) -> float:
-        """Tokens that a draft may be behind: what it still saves its request pays for them."""
-        S = len(round_.pending)
-        saved_ms = _HORIZON * round_.plain_ms * max(0.0, 1 - 1 / speedup) / S
-        row_ms = self._entry_ms * self._ratio("tree", round_)
+    def _worth_catching_up(self, speedup: float, plan: RoundPlan) -> float:
+        """The most entries that a request may lack and still gain by drafting."""
+        S = len(plan.pending)
+        saved_ms = _HORIZON * plan.plain_ms * max(0.0, 1 - 1 / speedup) / S
+        row_ms = self._entry_ms * self._ratio("tree", plan)
         return max(
             self.speculation.num_draft_steps + 1, saved_ms / row_ms if row_ms > 0 else math.inf
         )
 
     @property
     def _entry_ms(self) -> float:
-        """Of one entry among many."""
+        """The table's ms for one entry, made among many."""
         return self._table.enter(_MANY) / _MANY
 
-    def _explore(self, round_: RoundPlan) -> None:
-        """Draft for a few requests, those that are least behind, if the credit pays for it even
-        when nothing is accepted.
+    def _explore(self, plan: RoundPlan) -> None:
+        """Draft for the four or one requests that lack the fewest entries, as an experiment.
+
+        Only if the credit pays for it even when nothing is accepted.
         """
-        ratio, B = self._ratio("tree", round_), round_.num_requests
+        ratio, B = self._ratio("tree", plan), plan.num_requests
         K, k, N = self._sizes
-        nearest = np.argsort(round_.pending, kind="stable")
+        nearest = np.argsort(plan.pending, kind="stable")
         for count in (4, 1):
             few = nearest[:count]
-            ms = self._catch_up_ms(round_.pending[few].tolist()) + (K - 1) * self._table.step(
+            ms = self._catch_up_ms(plan.pending[few].tolist()) + (K - 1) * self._table.step(
                 len(few) * k
             )
             ms += self._table.target(B + len(few) * (N - 1)) - self._table.target(B)
             if ms * ratio <= self._credit:
-                round_.explores = True
-                round_.drafting[few] = True
+                plan.explores = True
+                plan.drafting[few] = True
                 return
 
-    def _thresholds(self, round_: RoundPlan) -> list[float]:
-        """A level is drafted while the tokens that it brings (a frontier's probability times what a
-        level brought for it so far) are worth its time at the rate of the average round."""
-        num_drafting = int(np.count_nonzero(round_.drafting))
+    def _thresholds(self, plan: RoundPlan) -> list[float]:
+        """The probability, [K - 1], that a frontier must have for its next level to be drafted.
+
+        A level is worth drafting while the tokens that it brings (the frontier's probability times
+        what a level has brought for it so far) are worth its time at the rate of the average round.
+        """
+        num_drafting = int(np.count_nonzero(plan.drafting))
         rows = num_drafting * self.speculation.tree_topk
         step_ms = self._table.step(rows) * self.correction.drift
         deeper = 0.25 if self._num_trees % _DEEPER == _DEEPER - 1 else 1.0
-        cost = deeper * round_.rate * step_ms
+        cost = deeper * plan.rate * step_ms
         return [
             cost / max(gain / frontier, 1e-3)
             for gain, frontier in zip(self._gains, self._frontiers, strict=True)
@@ -223,53 +231,55 @@ class Policy:
     # After drafting
 
     def choose(
-        self, round_: RoundPlan, proposals: Proposals, requests: Sequence[RequestAcceptance]
+        self, plan: RoundPlan, proposals: Proposals, requests: Sequence[RequestAcceptance]
     ) -> np.ndarray:
-        """kept bool [B', C] over the proposals of the B' drafting requests, in their order; their
-        states likewise.
+        """Which candidates the target verifies: kept, bool [B', C].
+
+        proposals, requests: of the B' drafting requests, in their order.
         """
-        round_.proposals, round_.requests = proposals, requests
-        round_.depth = int(proposals.depths[-1]) if len(proposals.depths) else 0
+        plan.proposals, plan.requests = proposals, requests
+        plan.depth = int(proposals.depths[-1]) if len(proposals.depths) else 0
         kept = (
-            self._choose(round_, proposals)
+            self._choose(plan, proposals)
             if self.speculation.mode == "auto"
-            else self._fixed(round_, proposals)
+            else self._fixed(plan, proposals)
         )
         self._num_trees += 1
         return kept
 
-    def _fixed(self, round_: RoundPlan, proposals: Proposals) -> np.ndarray:
-        """The tree of the configured size. What is expected of it is for the metrics alone:
-        sometimes is enough.
+    def _fixed(self, plan: RoundPlan, proposals: Proposals) -> np.ndarray:
+        """`choose` for trees of the configured size.
+
+        The expected tokens are for the metrics only, so they are computed for some rounds and
+        estimated for the others.
         """
         B, C = proposals.scores.shape
         most = self.speculation.num_verify_tokens - 1
         kept = most_probable(proposals.scores, most) if most < C else np.ones((B, C), dtype=bool)
-        round_.num_nodes = B * min(C, most)
+        plan.num_nodes = B * min(C, most)
         if self._num_trees % _KEEP_EVERY == 0:
-            round_.calibration = self.acceptance.calibrate(proposals, round_.requests)
-            round_.expected_tokens = round_.num_requests + float(
-                round_.calibration.paths[kept].sum()
-            )
+            plan.calibration = self.acceptance.calibrate(proposals, plan.requests)
+            plan.expected_tokens = plan.num_requests + float(plan.calibration.paths[kept].sum())
         else:
-            round_.expected_tokens = round_.num_requests + B * (self._accept_length - 1)
+            plan.expected_tokens = plan.num_requests + B * (self._accept_length - 1)
         if self.costs is not None:
-            before_ms, _ = self._before(round_)
-            rows = round_.num_requests + round_.num_nodes
-            round_.predicted_ms = before_ms + self.costs.forward(round_.num_requests, rows)
+            before_ms, _ = self._before(plan)
+            rows = plan.num_requests + plan.num_nodes
+            plan.predicted_ms = before_ms + self.costs.forward(plan.num_requests, rows)
         return kept
 
-    def _choose(self, round_: RoundPlan, proposals: Proposals) -> np.ndarray:
-        round_.calibration = self.acceptance.calibrate(proposals, round_.requests)
-        paths = round_.calibration.paths
+    def _choose(self, plan: RoundPlan, proposals: Proposals) -> np.ndarray:
+        """`choose` by calibrated probabilities and measured costs."""
+        plan.calibration = self.acceptance.calibrate(proposals, plan.requests)
+        paths = plan.calibration.paths
         max_nodes = self.speculation.num_verify_tokens - 1
-        before_ms, round_.catch_up_ms = self._before(round_)
-        B = round_.num_requests
+        before_ms, plan.catch_up_ms = self._before(plan)
+        B = plan.num_requests
         ms_of_nodes = self._table.forwards(B, len(paths) * max_nodes)
-        rate = round_.rate * self._ratio("tree", round_)  # of the table's ms
+        rate = plan.rate * self._ratio("tree", plan)  # of the table's ms
         pick = choose_natively if self._native else choose
         choice = pick(paths, ms_of_nodes, B, before_ms, max_nodes, rate)
-        round_.num_nodes, round_.expected_tokens, round_.predicted_ms = (
+        plan.num_nodes, plan.expected_tokens, plan.predicted_ms = (
             choice.num_nodes,
             choice.expected_tokens,
             choice.predicted_ms,
@@ -282,13 +292,14 @@ class Policy:
             )
         return choice.kept
 
-    def _before(self, round_: RoundPlan) -> tuple[float, float]:
-        """ms of extend and draft steps by the table; and how much of it is catching up after rounds
-        without drafting.
+    def _before(self, plan: RoundPlan) -> tuple[float, float]:
+        """The table's ms of extend and draft steps, and the part of it that is catching up.
+
+        Catching up: entries that are missing because rounds before did not draft.
         """
         # Lists: of few numbers they take a fraction of the time of arrays.
         behind, most = (
-            round_.pending[round_.drafting].tolist(),
+            plan.pending[plan.drafting].tolist(),
             self.speculation.num_draft_steps + 1,
         )
         extend_ms = self._catch_up_ms(behind)
@@ -298,18 +309,20 @@ class Policy:
             if max(behind) > most
             else extend_ms
         )
-        return extend_ms + max(0, round_.depth - 1) * step_ms, extend_ms - usual_ms
+        return extend_ms + max(0, plan.depth - 1) * step_ms, extend_ms - usual_ms
 
     def _catch_up_ms(self, behind: list[int]) -> float:
-        """ms for requests that lack so many entries: of one that lacks many, all but the root's
-        are made apart.
+        """The table's ms to make the missing entries: see `costs.AT_ONCE`.
+
+        behind: how many each drafting request lacks.
         """
         far = [tokens for tokens in behind if tokens > AT_ONCE]
         return self._table.extend(sum(behind) - sum(far) + len(far)) + self._table.enter(sum(far))
 
     def _learn_depth(self, proposals: Proposals, values: np.ndarray) -> None:
-        """values [D + 1]: what the best tree of each depth is worth. A level's gain goes with its
-        frontier's probability.
+        """Learn what each level brings, in proportion to its frontier's probability.
+
+        values: [D + 1], what the best tree of each depth is worth (`values_by_depth`).
         """
         B = len(proposals.scores)
         self._gains = [0.98 * gain + 0.02 * _GAIN * _GAIN_WEIGHT for gain in self._gains]
@@ -320,35 +333,37 @@ class Policy:
 
     # After the round
 
-    def observe(self, round_: RoundPlan, emitted: Sequence[Sequence[int]], real_ms: float) -> None:
-        """emitted: the tokens of the drafting requests, in the order of `choose`; the others
-        emitted one each.
+    def observe(self, plan: RoundPlan, emitted: Sequence[Sequence[int]], real_ms: float) -> None:
+        """Learn from a round that is done.
+
+        emitted: the tokens of the drafting requests, in the order of `choose`; the others have
+        emitted one each. real_ms: how long the round took.
         """
-        assert len(emitted) == np.count_nonzero(round_.drafting)
+        assert len(emitted) == np.count_nonzero(plan.drafting)
         assert real_ms > 0
-        tokens = sum(map(len, emitted)) + round_.num_requests - len(emitted)
+        tokens = sum(map(len, emitted)) + plan.num_requests - len(emitted)
         if emitted:
             self._accept_length += 0.05 * (
                 sum(map(len, emitted)) / len(emitted) - self._accept_length
             )
         is_judged = self._num_trees < _WELL_KNOWN or self._num_trees % _KEEP_EVERY == 0
-        if round_.proposals is not None and round_.calibration is not None and is_judged:
-            self.acceptance.observe(round_.proposals, round_.calibration, emitted, round_.requests)
+        if plan.proposals is not None and plan.calibration is not None and is_judged:
+            self.acceptance.observe(plan.proposals, plan.calibration, emitted, plan.requests)
         self._answer_tokens += tokens
         if self._answer_tokens > _MEMORY:
             self._prompt_rows, self._answer_tokens = self._prompt_rows / 2, self._answer_tokens / 2
         kind = "tree" if emitted else "plain"
-        predicted_ms = round_.predicted_ms * (self._ratio(kind, round_) if self.costs else 1.0)
-        if round_.predicted_ms > 0:
-            self.correction.observe(kind, round_.load[1], round_.predicted_ms, real_ms)
-            self._account(round_, kind, tokens, min(real_ms, _BELIEVED * predicted_ms))
+        predicted_ms = plan.predicted_ms * (self._ratio(kind, plan) if self.costs else 1.0)
+        if plan.predicted_ms > 0:
+            self.correction.observe(kind, plan.load[1], plan.predicted_ms, real_ms)
+            self._account(plan, kind, tokens, min(real_ms, _BELIEVED * predicted_ms))
         record = RoundRecord(
-            round_.num_requests,
+            plan.num_requests,
             len(emitted),
-            round_.depth,
-            round_.num_nodes,
-            round_.explores,
-            round_.expected_tokens,
+            plan.depth,
+            plan.num_nodes,
+            plan.explores,
+            plan.expected_tokens,
             tokens,
             predicted_ms,
             real_ms,
@@ -356,31 +371,30 @@ class Policy:
         self.records.append(record)
         self._count(kind, record)
 
-    def _account(self, round_: RoundPlan, kind: str, tokens: int, real_ms: float) -> None:
-        """Pay for exploring, and measure speculation at this load."""
+    def _account(self, plan: RoundPlan, kind: str, tokens: int, real_ms: float) -> None:
+        """Charge the credit for exploring, and measure the speed-up at this load."""
         if self.speculation.mode != "auto":
             return
         self._credit += _EXPLORED_SHARE * real_ms
-        if round_.explores:
-            plain_ms = round_.plain_ms
-            worth_ms = tokens * plain_ms / round_.num_requests
-            fair_ms = worth_ms if kind == "tree" else plain_ms / max(1.0, self._speedup(round_))
+        if plan.explores:
+            plain_ms = plan.plain_ms
+            worth_ms = tokens * plain_ms / plan.num_requests
+            fair_ms = worth_ms if kind == "tree" else plain_ms / max(1.0, self._speedup(plan))
             if real_ms < fair_ms:  # it may be the better way after all: look again soon
-                self._load(round_).period = FIRST_PERIOD
+                self._load(plan).period = FIRST_PERIOD
             self._credit -= max(0.0, real_ms - fair_ms)
             self._sums["explored_ms"] += max(0.0, real_ms - fair_ms)
         # The first trees of a load meet cold caches and code that never ran: they say little of
         # those to come.
-        is_warm = self.correction.count("tree", round_.load[1]) > TRIALS
-        if kind == "tree" and is_warm and round_.drafting.all():
-            usual_ms = real_ms * (1 - round_.catch_up_ms / round_.predicted_ms)
+        is_warm = self.correction.count("tree", plan.load[1]) > TRIALS
+        if kind == "tree" and is_warm and plan.drafting.all():
+            usual_ms = real_ms * (1 - plan.catch_up_ms / plan.predicted_ms)
             plain_table_ms = (
-                self._table.forward(round_.num_requests, round_.num_requests)
-                * self.correction.drift
+                self._table.forward(plan.num_requests, plan.num_requests) * self.correction.drift
             )
-            self._load(round_).measured(tokens / round_.num_requests, usual_ms / plain_table_ms)
+            self._load(plan).measured(tokens / plan.num_requests, usual_ms / plain_table_ms)
         elif kind == "plain":
-            self._load(round_).rested()
+            self._load(plan).rested()
 
     def _count(self, kind: str, record: RoundRecord) -> None:
         self._sums[f"{kind}_rounds"] += 1
@@ -393,9 +407,7 @@ class Policy:
         self._sums["draft_steps"] += max(0, record.depth - 1)
 
     def metrics(self) -> dict[str, float]:
-        """Sums since the start (rounds, tokens, ms: predicted and real), and the speed-up held for
-        each load.
-        """
+        """Sums since the start (rounds, tokens, ms), and the current speed-up of each load."""
         names = ("rounds", "tokens", "expected_tokens", "predicted_ms", "real_ms")
         sums = {f"{kind}_{name}": 0.0 for kind in ("plain", "tree") for name in names}
         sums |= dict.fromkeys(
@@ -423,30 +435,31 @@ class Policy:
             self.speculation.num_verify_tokens,
         )
 
-    def _load(self, round_: RoundPlan) -> LoadState:
-        return self._loads.setdefault(round_.load, LoadState())
+    def _load(self, plan: RoundPlan) -> LoadState:
+        return self._loads.setdefault(plan.load, LoadState())
 
-    def _ratio(self, kind: str, round_: RoundPlan) -> float:
-        return self.correction.ratio(kind, round_.load[1])
+    def _ratio(self, kind: str, plan: RoundPlan) -> float:
+        return self.correction.ratio(kind, plan.load[1])
 
-    def _speedup(self, round_: RoundPlan) -> float:
-        """Of speculation over plain rounds, with what the entries of prompts cost for every token
-        of an answer.
+    def _speedup(self, plan: RoundPlan) -> float:
+        """The expected speed-up of speculation over plain rounds at this load.
+
+        The cost of making prompts' entries is included, by the tokens of an answer.
         """
-        of_rounds = self._load(round_).speedup(self.correction.offset("plain", round_.load[1]))
-        token_ms = round_.plain_ms / round_.num_requests
+        of_rounds = self._load(plan).speedup(self.correction.offset("plain", plan.load[1]))
+        token_ms = plan.plain_ms / plan.num_requests
         entries_ms = (
             self._prompt_rows / self._answer_tokens * self._entry_ms * self.correction.drift
         )
         return 1 / (1 / of_rounds + entries_ms / token_ms)
 
-    def _refresh(self, load: LoadState, round_: RoundPlan) -> None:
+    def _refresh(self, load: LoadState, plan: RoundPlan) -> None:
         """Forecast this load from the trees seen last."""
         load.age = 0
         if not self._forecast.num_seen:
             return
         K, k, N = self._sizes
-        S, B = len(round_.pending), round_.num_requests
+        S, B = len(plan.pending), plan.num_requests
         ms_of_nodes = self._table.forwards(B, S * (N - 1))
         step_ms = self._table.step(S * k)
         ms_of_depth = self._table.extend(round(S * self._accept_length)) + step_ms * np.arange(K)
@@ -455,7 +468,7 @@ class Policy:
             tokens
             / B
             * self._table.forward(B, B)
-            / (ms * self.correction.offset("tree", round_.load[1]))
+            / (ms * self.correction.offset("tree", plan.load[1]))
         )
 
 

@@ -69,9 +69,7 @@ class SamplingParams:
         )
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises InputError when the bias or the stop tokens name tokens that the target does not
-        have.
-        """
+        """Raise InputError if logit_bias or stop_token_ids name a token of vocab_size or more."""
         for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
             wrong = next((token for token in ids if token >= vocab_size), None)
             if wrong is not None:
@@ -176,9 +174,9 @@ class SamplingParams:
 class Request:
     """A prompt to continue, as the server builds it and the scheduler keeps it.
 
-    speculation False decodes it plainly: the same tokens, one per round. returns_trees: updates
-    have what was drafted. cache_salt: computed prefixes are shared only with requests of the same
-    salt.
+    id: its caller's, unlike that of any other request under way. speculation: False decodes it
+    plainly, to the same tokens, one per round. returns_trees: updates have what was drafted.
+    cache_salt: computed prefixes are shared only with requests of the same salt.
     """
 
     id: str
@@ -191,8 +189,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural log of a token's probability in the target's own distribution, and the best tokens
-    there, best first.
+    """The natural log of a token's probability in the target's own distribution.
+
+    top: the best tokens there with theirs, best first, as many as the request asked for.
     """
 
     token_id: int
@@ -202,11 +201,10 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class DraftedTree:
-    """What a round drafted for one sample and the target judged: nodes without the root, parents
-    first.
+    """The nodes that the target judged in a round of one sample, parents first, without the root.
 
-    parents: a node's, -1 for the root. probabilities: the draft's, of a node's token behind its
-    parent. accepted: the nodes that became the first of the round's tokens, in their order.
+    parents: the number of each node's parent, -1 for the root. probabilities: the draft's, of each
+    node's token after its parent. accepted: the accepted nodes, in the order of their tokens.
     """
 
     token_ids: list[int]
@@ -217,11 +215,12 @@ class DraftedTree:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one step emitted for one sample. num_accepted_drafts: None for prefill and plain rounds.
+    """What one job emitted for one sample.
 
-    index: which of the request's n samples. logprobs: one entry a token, if requested. tree: of a
-    speculative round, if requested. text: of a request with stop strings, the new text that is
-    certain; it ends before the first stop string. None: the text is that of the tokens.
+    token_ids: new tokens. num_accepted_drafts: None for prefill and plain rounds. index: which of
+    the request's n samples. logprobs: one entry a token, if requested. tree: of a speculative
+    round, if requested. text: of a request with stop strings, the new text that is certain; it ends
+    before the first stop string. None: the text is that of the tokens.
     """
 
     request_id: str
@@ -236,10 +235,11 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A finished sample of a request. token_ids includes what ended it when finish_reason is
-    "stop": an end token, a stop token, or the token that completes a stop string.
+    """A finished sample of a request.
 
-    accept_hist[a] counts the speculative rounds that accepted a drafts (eyas.tau).
+    token_ids includes what ended it if finish_reason is "stop": an end token, a stop token, or the
+    token that completes a stop string. accept_hist[a] counts the speculative rounds that accepted a
+    drafts (eyas.tau).
     """
 
     request_id: str

@@ -8,11 +8,13 @@ their launch.
     features  column 0 ... n-1       of every column in the target's cache, in the same pages
     draft     [ e_1 .. e_{m-1} ]     m = draft_end; a tree needs entries up to column n, the root's
 
-A sample that does not draft is a tree of its root alone: plain decoding is the same round. An entry
-of column c follows from the feature of column c - 1 and the token of column c, so a page that has
-its features can get its entries later: where nothing is drafted a head costs next to nothing.
+An entry is the draft's key and value of one column. That of column c is computed from the feature
+of column c - 1 and the token of column c, so a page that has its features can get its entries
+later, and a head that does not draft costs next to nothing. A sample that does not draft is a tree
+of its root alone: plain decoding is the same round.
 
-Letters: b a sample's place in the job, B samples, C candidates, H draft hidden.
+Letters: b a sample's place in the job, B samples of the job, B' samples that draft, C candidates, H
+draft hidden.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ from eyas.engine.tree import Speculation, Tree, drafted_tree, tree_of
 from eyas.engine.verify import accept
 from eyas.model.native import one_torch_thread
 from eyas.model.rows import (
-    Chosen,
     FeatureCache,
+    NodesToVerify,
     Proposals,
     Roots,
     Rows,
@@ -44,10 +46,10 @@ from eyas.model.rows import (
 )
 from eyas.model.target import Target
 
-# ids of the requests that draft, and what the draft proposes to each
+# called with the ids of the requests that draft, and what the draft proposes to each
 Recorder = Callable[[list[str], Proposals], None]
 
-NOTHING = Proposals(
+NOTHING = Proposals(  # of a round in which no sample drafts
     np.empty((0, 0), dtype=np.int64),
     np.empty((0, 0), dtype=np.float32),
     np.empty((0, 0), dtype=np.int32),
@@ -56,7 +58,7 @@ NOTHING = Proposals(
 
 
 class Trace:
-    """Seconds busy in jobs, and idle between them while there is work: `rest` ends a gap."""
+    """Seconds busy in jobs, and idle between jobs while there is work."""
 
     def __init__(self) -> None:
         self.busy_s = 0.0
@@ -76,15 +78,16 @@ class Trace:
             self.busy_s += self._ended - started
 
     def rest(self) -> None:
-        """There is nothing to do: the time until the next job does not count."""
+        """Call when there is no work: the time until the next job does not count as idle."""
         self._ended = None
 
 
 class Entries:
-    """The draft's cache, and the target's features that its entries are made from when needed.
+    """The draft's cache of entries, and the target's features that they are made from when needed.
 
-    Which full pages have their entries is known by page: a sample may be given a page in another's
-    stead that was filled without drafting.
+    Which full pages have all entries is recorded by page, not by sample: `PagePool.keep` may give a
+    sample another page for its own, one that was filled without drafting. which: places b in the
+    job.
     """
 
     def __init__(
@@ -96,8 +99,9 @@ class Entries:
         self._is_full = np.zeros(num_pages, dtype=bool)  # pages with an entry in every column
 
     def begin_pages(self, job: Job, num_new: dict[int, int]) -> None:
-        """Forget what the pages held in which the samples' newest columns begin; num_new columns of
-        sample b.
+        """Record that pages which samples have begun to write have no entries yet.
+
+        num_new: for place b, how many columns the job has written, up to num_cached.
         """
         for b, count in num_new.items():
             end = job.samples[b].num_cached
@@ -110,25 +114,25 @@ class Entries:
         sample = job.samples[b]
         pages = job.page_table[b, : -(-sample.draft_end // self._size)]
         has_entries = self._is_full[pages]
-        # the last page is its own, unless it was given another in its stead
+        # a page that is not full: its own, unless the pool has given it another one since
         if sample.draft_end % self._size:
             has_entries[-1] |= sample.draft_page == pages[-1]
         if not has_entries.all():
             sample.draft_end = max(1, int(has_entries.argmin()) * self._size)
 
     def extend(self, job: Job, which: list[int]) -> torch.Tensor:
-        """Make the entries up to the roots'; the draft's outputs [B, H] there."""
+        """Make the entries up to the roots'; returns the draft's outputs at the roots, [B', H]."""
         return self.draft.catch_up(self._up_to_roots(job, which), self.cache, self.features)
 
     def grow(
         self, job: Job, which: list[int], speculation: Speculation, thresholds: Sequence[float]
     ) -> Proposals:
-        """Make the entries up to the roots', and grow trees from there."""
+        """Make the entries up to the roots', and grow trees: see `Draft.grow`."""
         roots = self._up_to_roots(job, which)
         return self.draft.grow(roots, self.cache, self.features, speculation, thresholds)
 
     def enter(self, job: Job, which: list[int]) -> None:
-        """Make the entries of all columns before the roots', from which nothing is proposed."""
+        """Make the entries of all columns before the roots', without outputs."""
         for b in which:
             self.check(job, b)
         which = [b for b in which if job.samples[b].num_missing > 1]
@@ -137,13 +141,16 @@ class Entries:
             self.draft.enter(self._missing(job, which, lasts), self.cache, self.features)
 
     def made(self, job: Job, b: int, end: int) -> None:
-        """A sample's entries before column `end` are there."""
+        """Record that a sample has its entries of all columns before `end`."""
         sample, pages = job.samples[b], job.page_table[b]
         self._is_full[pages[sample.draft_end // self._size : end // self._size]] = True
         sample.draft_end, sample.draft_page = end, int(pages[(end - 1) // self._size])
 
     def _up_to_roots(self, job: Job, which: list[int]) -> Roots:
-        """What is missing up to the roots' entries; where that is much, most of it is made here."""
+        """The columns without entries, up to the roots', for one call of the draft.
+
+        Of samples that lack more than AT_ONCE, all but the root's are made here.
+        """
         for b in which:
             self.check(job, b)
         far = [b for b in which if job.samples[b].num_missing > AT_ONCE]
@@ -152,7 +159,7 @@ class Entries:
         return self._missing(job, which, [job.samples[b].num_cached for b in which])
 
     def _missing(self, job: Job, which: list[int], lasts: list[int]) -> Roots:
-        """Columns draft_end .. lasts[b], whose entries count as made from here on."""
+        """Columns draft_end .. last of each sample, recorded as made: the caller makes them."""
         samples = [job.samples[b] for b in which]
         starts = [sample.draft_end for sample in samples]
         tokens = [
@@ -180,7 +187,7 @@ class Rounds:
         self.trace = Trace()
         self.target, self.draft, self.speculation = target, draft, speculation
         self.policy = Policy(Speculation("off"))
-        # Gets the proposals of every round; nothing is verified then, so every token is a root.
+        # If set, it gets the proposals of every round, and no node is verified: a token a round.
         self.recorder: Recorder | None = None
         self._end_tokens = frozenset(target.config.eos_token_ids)
         self._device = target.device
@@ -193,16 +200,14 @@ class Rounds:
             self.entries = Entries(draft, num_pages, size, self._features)
 
     def run(self, job: Job) -> list[Outcome]:
-        """Do a job; the outcome of each of its samples."""
+        """Do a job: prefill if it has chunks, else a round. The outcome of each of its samples."""
         with torch.inference_mode(), self.trace.job(), one_torch_thread(self.target.is_native):
             return self._decode(job) if job.chunks is None else self._prefill(job, job.chunks)
 
     # Prefill
 
     def _prefill(self, job: Job, chunks: list[range]) -> list[Outcome]:
-        """A chunk of each prompt through target and draft, and the first token of each prompt that
-        ends with it.
-        """
+        """Run a chunk of each prompt; draw the first token of each prompt that ends with it."""
         tokens = [
             sample.tokens[chunk.start : chunk.stop]
             for sample, chunk in zip(job.samples, chunks, strict=True)
@@ -210,7 +215,7 @@ class Rounds:
         starts = [chunk.start for chunk in chunks]
         rows = prompt_rows(tokens, starts, job.page_table, self.cache.page_size, self._device)
         ends = np.cumsum([len(chunk) for chunk in chunks])
-        # A sample that was preempted has drawn its root long ago.
+        # A sample that was preempted has its root already: its tokens are longer than its prefill.
         draws = [
             b
             for b, (sample, chunk) in enumerate(zip(job.samples, chunks, strict=True))
@@ -232,9 +237,7 @@ class Rounds:
         return [outcome_of(sample, emitted.get(b, [])) for b, sample in enumerate(job.samples)]
 
     def _enter_prompts(self, entries: Entries, job: Job, chunks: list[range]) -> None:
-        """Make the prompts' entries now if they are likely to be drafted from; the policy counts
-        them.
-        """
+        """Make the prompts' entries now if the policy expects to draft; it counts them anyway."""
         able = [b for b, sample in enumerate(job.samples) if sample.request.speculation]
         if not self.policy.expects_drafts:
             able = [b for b in able if chunks[b].stop == job.samples[b].prefill_end]
@@ -247,8 +250,9 @@ class Rounds:
     # Rounds
 
     def _decode(self, job: Job) -> list[Outcome]:
-        """One round. A sample that has ended since the job was planned, as under overlap, is left
-        alone.
+        """One round: propose, verify, and report to the policy.
+
+        alive: without the samples that have ended since the job was planned, as under overlap.
         """
         started = time.perf_counter()
         alive = [b for b, sample in enumerate(job.samples) if sample.finish_reason is None]
@@ -259,7 +263,7 @@ class Rounds:
         drafting = [b for b, drafts in zip(able, plan.drafting, strict=True) if drafts]
         proposals, kept = self._propose(job, drafting, plan)
         lines = {b: line for line, b in enumerate(drafting)}
-        chosen = Chosen([lines.get(b, -1) for b in alive], proposals, kept)
+        chosen = NodesToVerify([lines.get(b, -1) for b in alive], proposals, kept)
         emitted = self._verify(job, alive, chosen)
         real_ms = (time.perf_counter() - started) * 1e3
         self.policy.observe(plan, [emitted[b] for b in drafting], real_ms)
@@ -274,7 +278,7 @@ class Rounds:
         return outcomes
 
     def _able(self, job: Job, alive: list[int]) -> tuple[list[int], list[int]]:
-        """The samples that may draft, and how many entries each of them lacks."""
+        """The samples whose requests may draft, and the num_missing of each."""
         if self.entries is None:
             return [], []
         able = [b for b in alive if job.samples[b].request.speculation]
@@ -283,9 +287,7 @@ class Rounds:
     def _propose(
         self, job: Job, drafting: list[int], plan: RoundPlan
     ) -> tuple[Proposals, np.ndarray]:
-        """What the draft proposes to the samples that draft, and which of it the target verifies,
-        bool [B, C].
-        """
+        """The draft's proposals to the B' samples in `drafting`; which to verify, bool [B', C]."""
         if not drafting:
             return NOTHING, np.empty((0, 0), dtype=bool)
         assert self.entries is not None
@@ -297,15 +299,17 @@ class Rounds:
             kept = np.zeros_like(kept)
         return proposals, kept
 
-    def _verify(self, job: Job, alive: list[int], chosen: Chosen) -> dict[int, list[int]]:
-        """One target forward over all trees: the tokens of each sample up to its end, the last of
-        them the bonus token. Accepted nodes stand behind their prefix then, with their features.
+    def _verify(self, job: Job, alive: list[int], chosen: NodesToVerify) -> dict[int, list[int]]:
+        """One target forward over all trees; returns the emitted tokens by place b.
+
+        A row is the accepted nodes' tokens and the bonus token, cut where the sample ends. The
+        accepted nodes' keys, values and features are moved behind the sample's prefix.
         """
         samples = [job.samples[b] for b in alive]
         if self.target.is_native and all(one.sampler.is_plain_greedy for one in samples):
             lens, tokens = [one.num_cached for one in samples], [one.root for one in samples]
             table = job.page_table if len(alive) == len(job.samples) else job.page_table[alive]
-            roots = Roots(lens, lens, tokens, table)
+            roots = Roots(lens, lens, tokens, table)  # starts = lens: the roots alone
             drawn = self.target.verify(roots, chosen, self.cache, self._taps, self._features)
             for sample, row in zip(samples, drawn, strict=True):
                 for token in row:
@@ -321,8 +325,10 @@ class Rounds:
             self.entries.begin_pages(job, {b: len(taken) for b, taken in emitted.items()})
         return emitted
 
-    def _verify_step_by_step(self, job: Job, alive: list[int], chosen: Chosen) -> list[list[int]]:
-        """The same for any sampling parameters: forward, walk of each tree, move."""
+    def _verify_step_by_step(
+        self, job: Job, alive: list[int], chosen: NodesToVerify
+    ) -> list[list[int]]:
+        """`Target.verify` for any sampling parameters: forward, walk of each tree, move."""
         trees = {}
         for b, line in zip(alive, chosen.line, strict=True):
             root = job.samples[b].root
@@ -352,7 +358,7 @@ class Rounds:
         return emitted
 
     def _rows_of_trees(self, job: Job, trees: dict[int, Tree]) -> tuple[Rows, list[int]]:
-        """The nodes of all trees beside each other, and where each tree starts."""
+        """The nodes of all trees, tree after tree, as rows, and the row of each tree's root."""
         token: list[int] = []
         request: list[int] = []
         depth: list[int] = []
@@ -378,7 +384,10 @@ class Rounds:
 
 
 def _draw(sample: RunningSample, best: list[int], logits: torch.Tensor, row: int) -> int:
-    """The target's next token at a row. Called along the accepted path only, in its order."""
+    """The target's next token at a row of best [R] and logits [R, V].
+
+    It advances the sampler, so it is called along the accepted path only, in its order.
+    """
     if sample.sampler.is_plain_greedy:
         sample.sampler.take(best[row])
         return best[row]
@@ -391,17 +400,17 @@ def outcome_of(
     num_accepted_drafts: int | None = None,
     tree: DraftedTree | None = None,
 ) -> Outcome:
-    """What a job did for a sample, whose newest tokens these are."""
+    """What a job did for a sample. tokens: those it appended to the sample, maybe none."""
     logprobs = sample.sampler.logprobs
     first = sample.num_emitted - len(tokens)
     update = Update(
-        sample.request.id,
-        tokens,
-        sample.finish_reason if tokens else None,
-        num_accepted_drafts,
-        sample.index,
-        None if logprobs is None else logprobs[first : first + len(tokens)],
-        tree,
-        None if sample.stops is None or not tokens else sample.stops.take_text(),
+        request_id=sample.request.id,
+        token_ids=tokens,
+        finish_reason=sample.finish_reason if tokens else None,
+        num_accepted_drafts=num_accepted_drafts,
+        index=sample.index,
+        logprobs=None if logprobs is None else logprobs[first : first + len(tokens)],
+        tree=tree,
+        text=None if sample.stops is None or not tokens else sample.stops.take_text(),
     )
     return Outcome(sample, sample.num_cached, update)

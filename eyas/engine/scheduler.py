@@ -2,10 +2,10 @@
 
 Knows samples, pages and lengths, no tensor.
 
-Jobs alternate while both kinds are waiting: one of prefill, of at most prefill_chunk tokens, then
-one round of all that decode, so that neither starves. Requests are admitted in the order of their
-arrival. When pages run out, the youngest sample gives up its own and waits again, first in line,
-with its tokens kept.
+Jobs alternate while both kinds are possible: a prefill of at most prefill_chunk tokens, then one
+round of all samples that decode, so that neither starves. Requests are admitted in the order of
+their arrival. When pages run out, the sample that was admitted last is preempted: it gives up its
+pages, keeps its tokens, and is the next to be admitted.
 
 Under overlap a job is planned before the outcome of the one before it is known: lengths are upper
 bounds then, and preemption, which needs to know, waits until nothing is in flight.
@@ -27,15 +27,15 @@ from eyas.engine.stop import StopChecker
 
 
 class RunningSample:
-    """One sample of a request, from its arrival to its end. A preempted one waits again and keeps
-    its tokens and its sampler.
+    """One sample of a request, from its arrival to its end.
 
         tokens   x_0 ......... x_{n-1} | x_n    n = num_cached; x_n is the root: emitted, not cached
         target   column 0 .... n-1
         draft    column 1 .... draft_end-1      its entries; behind them only features are there
 
-    The scheduler sets what it plans, the rounds set what they have done. Under overlap the
-    scheduler is a round behind and knows the rounds' fields from outcomes only.
+    A preempted sample keeps its tokens and its sampler. The scheduler sets its fields when it
+    plans, the rounds set theirs when the work is done. Under overlap the scheduler is a round
+    behind and learns the rounds' fields from outcomes only.
     """
 
     def __init__(
@@ -85,8 +85,9 @@ class RunningSample:
         return self.tokens[-1]
 
     def take(self, tokens: list[int], end_tokens: frozenset[int]) -> list[int]:
-        """Append the tokens up to the one that ends the sample; returns those appended. Sets
-        finish_reason.
+        """Append the tokens, up to the one that ends the sample; returns those appended.
+
+        Sets finish_reason if the sample ends.
         """
         params = self.request.params
         for count, token in enumerate(tokens, start=1):
@@ -108,7 +109,7 @@ class RunningSample:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one job did for one sample: how far its caches are filled then, and what it emitted."""
+    """What one job did for one sample: its num_cached after the job, and what it emitted."""
 
     sample: RunningSample
     num_cached: int
@@ -130,8 +131,11 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """max_emitted: tokens that a round may emit for a sample; tree_columns: columns that it may
-    write, the root's and behind it.
+    """The most that jobs may hold.
+
+    max_batch: running samples. prefill_chunk: tokens of a prefill. max_emitted: tokens that a round
+    may emit for a sample. tree_columns: columns that a round may write for a sample, the root's
+    and those behind it.
     """
 
     max_batch: int
@@ -141,7 +145,7 @@ class BatchLimits:
 
 
 class Scheduler:
-    """Waiting and sample samples, and the pages of the latter."""
+    """The waiting and the running samples, and the pages of the running ones."""
 
     def __init__(self, pool: PagePool, limits: BatchLimits, keeps_prefixes: bool = True) -> None:
         self.num_preempted = 0
@@ -172,8 +176,9 @@ class Scheduler:
         return any(sample.request.id == request_id for sample in (*self._waiting, *self._running))
 
     def most_pages(self, num_tokens: int) -> int:
-        """Pages that a sample of so many tokens, prompt and answer, holds at most: with a round in
-        flight and the next.
+        """The most pages that a sample of so many tokens, prompt and answer, ever holds.
+
+        The last round may be planned while the one before is in flight.
         """
         return self._pool.pages_for(
             num_tokens + self._limits.max_emitted + self._limits.tree_columns
@@ -183,17 +188,17 @@ class Scheduler:
         self._waiting.append(sample)
 
     def cancel(self, request_id: str) -> None:
-        """Forget all samples of a request; those in flight write to pages that no sample reads
-        before they are rewritten.
+        """Forget all samples of a request; an unknown id is no error.
+
+        A job in flight may still write to their pages: no sample reads those before it has written
+        them itself.
         """
         self._waiting = deque(sample for sample in self._waiting if sample.request.id != request_id)
         for sample in [sample for sample in self._running if sample.request.id == request_id]:
             self._leave(sample)
 
     def schedule(self, nothing_in_flight: bool = True) -> Job | None:
-        """The next job; None when there is nothing to do, or nothing before the job in flight is
-        over.
-        """
+        """The next job; None if there is nothing to do or it must wait for the job in flight."""
         if self._prefilled_last:
             job = self._decode(nothing_in_flight)
             if job is not None or self._waits_for_room:
@@ -206,7 +211,7 @@ class Scheduler:
         return self._decode(nothing_in_flight)
 
     def settle(self, outcome: Outcome) -> bool:
-        """Take note of what a job did. False when the sample has left in the meantime."""
+        """Record what a job did for a sample. False if it was cancelled in the meantime."""
         sample = outcome.sample
         if not sample.pages:
             return False
@@ -227,7 +232,7 @@ class Scheduler:
     # Prefill
 
     def _prefill(self) -> Job | None:
-        """Chunks of those that are not through, then of newcomers while there is room for them."""
+        """A job of chunks: first of running samples, then of newly admitted ones."""
         left = self._limits.prefill_chunk
         samples, chunks = [], []
         for sample in self._unprefilled():
@@ -242,6 +247,7 @@ class Scheduler:
         return Job(samples, self._page_table(samples), chunks) if samples else None
 
     def _unprefilled(self) -> Iterator[RunningSample]:
+        """The running samples with prefill left; then admits waiting ones, while they fit."""
         yield from [sample for sample in self._running if not sample.is_prefilled]
         while (
             self._waiting
@@ -252,8 +258,9 @@ class Scheduler:
             yield self._running[-1]
 
     def _is_apart(self, newcomer: RunningSample) -> bool:
-        """Whether no other sample of the same request is still at its prompt: once it is through,
-        its pages can be shared.
+        """Whether no other sample of the same request is in its prefill.
+
+        Once that one is done, the newcomer can share its pages.
         """
         same = (sample for sample in self._running if sample.request is newcomer.request)
         return not self._keeps_prefixes or all(
@@ -261,8 +268,9 @@ class Scheduler:
         )
 
     def _admit(self, newcomer: RunningSample) -> bool:
-        """Give the first of those waiting its pages: its tokens' and a round's. False when there
-        are not enough.
+        """Run the first waiting sample: give it the pages of its tokens and of a round.
+
+        False, and nothing changed, if there are too few pages.
         """
         # a root is emitted and not cached
         end = len(newcomer.tokens) - (1 if newcomer.num_emitted else 0)
@@ -297,8 +305,9 @@ class Scheduler:
     # Decoding
 
     def _decode(self, nothing_in_flight: bool) -> Job | None:
-        """A round of all that are through their prompt, preempting the youngest until there is room
-        for its trees.
+        """A round of all samples that are prefilled; preempts until there are pages for its trees.
+
+        None if there is no such sample, or if it must preempt while a job is in flight.
         """
         self._waits_for_room = False
         while True:
@@ -315,9 +324,7 @@ class Scheduler:
         return Job(samples, self._page_table(samples)) if samples else None
 
     def _has_room(self, sample: RunningSample) -> bool:
-        """Whether a sample has pages for one more round after those in flight, allocating them
-        where it can.
-        """
+        """Whether a sample has pages for a round after those in flight; allocates missing ones."""
         length = (
             max(sample.length, sample.prefill_end) + sample.num_in_flight * self._limits.max_emitted
         )
@@ -329,6 +336,7 @@ class Scheduler:
         return pages is not None
 
     def _preempt(self, sample: RunningSample) -> None:
+        """Take a sample's pages and put it at the head of the waiting ones."""
         assert sample.num_in_flight == 0, "its tokens are not all known"
         self._leave(sample)
         sample.num_planned = sample.prefill_end = 0
@@ -337,13 +345,14 @@ class Scheduler:
         self.num_preempted += 1
 
     def _leave(self, sample: RunningSample) -> None:
+        """Take a sample out of the running ones and release its pages and its slot."""
         self._running.remove(sample)
         self._pool.release(sample.pages)
         self._free_slots.append(sample.slot)
         sample.pages, sample.num_in_flight = [], 0  # its slot stays known to a job in flight
 
     def _keep(self, sample: RunningSample) -> None:
-        """Keep the sample's full pages for others."""
+        """Offer the sample's full pages to other requests (`PagePool.keep`)."""
         size = self._pool.page_size
         for number in range(sample.num_kept, sample.length // size):
             before = sample.pages[number - 1] if number else ROOT
@@ -354,6 +363,7 @@ class Scheduler:
             sample.num_kept = number + 1
 
     def _page_table(self, samples: list[RunningSample]) -> np.ndarray:
+        """int32 [B, P]: the pages of each sample, zeros behind them."""
         table = np.zeros(
             (len(samples), max((len(sample.pages) for sample in samples), default=0)),
             dtype=np.int32,

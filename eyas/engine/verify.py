@@ -1,10 +1,10 @@
-"""Exact verification of a tree: the target draws, the tree only saves it forwards. Pure function;
-knows no model.
+"""Exact verification of a tree of drafts, as a pure function.
 
-The next token is drawn from the target's own distribution at the current node. If it is a child of
-the node, it is accepted and the walk goes on from there; otherwise it is the bonus token and the
-walk ends. Every emitted token is a draw of the target given what precedes it, so the output's
-distribution is the target's, whatever the tree (EAGLE3.md, section 4).
+The target draws every token; the tree only saves forwards. The next token is drawn from the
+target's own distribution at the current node. If it is a child of the node, it is accepted and the
+walk goes on from there; otherwise it is the bonus token and the walk ends. Every emitted token is a
+draw of the target given what precedes it, so the output's distribution is the target's, whatever
+the tree.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 def accept(
     tokens: Sequence[int], parents: Sequence[int], draw: Callable[[int], int]
 ) -> tuple[list[int], list[int]]:
-    """Walk the tree of nodes 0 .. N-1 (0 the root, parents[n] < n). draw(node) gives the target's
-    next token after the path to `node`, and is called once a node.
+    """Walk the tree from its root along the target's own draws.
 
+    tokens, parents: of nodes 0 .. N-1; node 0 is the root, parents[n] < n. draw(node): the target's
+    next token after the path to `node`; called once for each node on the path, in its order.
     Returns the accepted nodes in order, root excluded, and the emitted tokens: those of the nodes,
-    then the bonus token. num_accepted_drafts is the length of the first; accept_length that of the
-    second.
+    then the bonus token.
     """
     children = {(parents[node], tokens[node]): node for node in range(1, len(tokens))}
     node = 0

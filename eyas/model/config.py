@@ -2,7 +2,7 @@
 target. Knows no tensor and no torch.
 
 A `tap` is an `after_layer` index: the residual stream that decoder layer i (0-based) puts out.
-EAGLE-3 taps the outputs of layers 1, n//2 - 1 and n - 4 (EAGLE3.md, section 2); other projects
+EAGLE-3 taps the outputs of layers 1, n//2 - 1 and n - 4 (arXiv 2503.01840); other projects
 write the same three down in other ways, which only `checkpoint` knows.
 """
 

@@ -1,6 +1,6 @@
 """The draft head: EAGLE-3's one decoder layer over [embedding, feature], in differentiable PyTorch.
 
-Knows the layer's order and names of weights (EAGLE3.md, section 1). Does not know how it is
+Knows the layer's order and names of weights (EAGLE-3, arXiv 2503.01840). Does not know how it is
 trained, nor how the engine drafts fast. Weights start as NaN: they are loaded, or drawn by
 `initialise`.
 

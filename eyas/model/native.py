@@ -38,8 +38,8 @@ from eyas.model.block import Tensors, rope_table
 from eyas.model.config import DecoderConfig, HeadConfig, Taps, TargetConfig
 from eyas.model.rows import (
     MAX_TREE_COLUMNS,
-    Chosen,
     FeatureCache,
+    NodesToVerify,
     PagedCache,
     Proposals,
     Roots,
@@ -483,7 +483,7 @@ class NativeTarget(NativeDecoder):
     def verify(
         self,
         roots: Roots,
-        chosen: Chosen,
+        chosen: NodesToVerify,
         cache: PagedCache,
         taps: Taps | None = None,
         features: FeatureCache | None = None,

@@ -1,5 +1,6 @@
-"""What one forward reads and writes: its rows, the paged cache that they sit in, and what comes
-out. Knows no model and no request.
+"""What one forward reads and writes: rows of tokens, the paged caches, and the results.
+
+Knows no model and no request.
 
     PagedCache.data [L, num_slots, 2, Hk, D]    slot = page * page_size + offset; 2 = key, value
     FeatureCache.data [num_slots, A]            the target's features of the same tokens
@@ -42,12 +43,11 @@ SlotNumbers = list[int] | torch.Tensor  # int64 [n]; a list where the host knows
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The M rows of one forward, on the device of the model. All int64 [M], but page_table int32
-    [B, P].
+    """The M rows (tokens) of one forward, on the model's device.
 
-    request: the row's line of page_table. position: of the rotation. slot: where its key and value
-    are written. seen holds 64 bits as a signed number. first_column is 0 for a target; a draft has
-    no entry in column 0.
+    All int64 [M], but page_table int32 [B, P]. request: the row's line of page_table. position: of
+    the rotation. slot: where its key and value are written. seen holds 64 bits as a signed number.
+    first_column is 0 for a target; a draft has no entry in column 0.
     """
 
     token: torch.Tensor
@@ -65,11 +65,12 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Roots:
-    """Where the trees of B requests grow from: the target has the columns below lens[b], and
-    lens[b] is to be the root's.
+    """The roots of the trees of B requests, and the tokens before them that lack a draft entry.
 
-    starts: the first column without an entry of the draft; tokens: those of columns starts[b] ..
-    lens[b], one request after the other. page_table int32 [B, P].
+    lens: the root's column; the target has the columns below it. starts: the first column without
+    an entry of the draft. tokens: those of columns starts[b] .. lens[b], one request after the
+    other, so that each request's last one is its root. page_table: int32 [B, P]. For the target
+    alone, starts is lens.
     """
 
     lens: list[int]
@@ -96,11 +97,10 @@ def prompt_rows(
     device: str,
     first_column: int = 0,
 ) -> Rows:
-    """Rows of consecutive tokens: those of request b go to columns starts[b], starts[b] + 1, ...
-    and see all before them.
+    """Rows of consecutive tokens, each of which sees all before it.
 
-    With first_column 1, the draft's entries: column c is rotated by c - 1, the position of its
-    feature.
+    Those of request b go to columns starts[b], starts[b] + 1, ... With first_column 1, the draft's
+    entries: column c is rotated by c - 1, the position of its feature.
     """
     # Lists first: for the few rows of a round they take half the time of as many small array
     # operations.
@@ -171,8 +171,9 @@ class PagedCache:
 
 
 class FeatureCache:
-    """The target's features of every cached token. Like keys and values they follow from the tokens
-    up to their own.
+    """The target's features of every cached token, in the pages of its keys and values.
+
+    Like keys and values, they depend on the tokens up to their own only.
     """
 
     def __init__(self, num_slots: int, width: int, dtype: torch.dtype, device: str = "cpu") -> None:
@@ -197,8 +198,11 @@ class FeatureCache:
 
 @dataclass(frozen=True, slots=True)
 class TargetOutput:
-    """logits [R, V]; best int64 [R], their argmax (ties: the smallest id); aux_hidden [M, 3 * Ht]
-    when taps were given, and no cache to put their outputs."""
+    """The results of a target's forward.
+
+    aux_hidden: the features [M, 3 * Ht]; None without taps, or if they went to a FeatureCache.
+    logits: [R, V]. best: int64 [R], the argmax of each row; of equal logits the smallest id.
+    """
 
     aux_hidden: torch.Tensor | None
     logits: torch.Tensor
@@ -207,7 +211,7 @@ class TargetOutput:
 
 @dataclass(frozen=True, slots=True)
 class Proposals:
-    """All candidates of B trees, level by level: C = k, then k * k for every further level.
+    """All candidates of B trees, level by level: k in the first, k * k in every further level.
 
     tokens int64 [B, C]; scores fp32 [B, C]: log-probability of the whole path; parents int32 [B,
     C]: a candidate's index, -1 for the root; depths int32 [C], from 1. The children of the
@@ -221,9 +225,12 @@ class Proposals:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
-    """The trees of B requests, as candidates: of request b those kept, bool [B', C], at line[b] of
-    the proposals; at -1 none."""
+class NodesToVerify:
+    """Which candidates of B' drafting requests are verified, for the B requests of a round.
+
+    line[b]: request b's line of the proposals and of kept; -1 for one that does not draft. kept:
+    bool [B', C].
+    """
 
     line: list[int]
     proposals: Proposals

@@ -1,5 +1,6 @@
-"""The target for inference: a Llama-family decoder with the three taps EAGLE-3 needs. Knows no
-request and no head.
+"""The target for inference: a Llama-family decoder with the three taps EAGLE-3 needs.
+
+Knows no request and no head.
 
 Two ways to the same values: `Layers`, PyTorch operators on any device, and on a CPU `native`, one
 call a forward. `tests/test_target.py` holds the logits to transformers'.
@@ -22,7 +23,15 @@ from eyas.errors import MismatchError
 from eyas.model.block import Block, Linear, Rope, rms_norm
 from eyas.model.config import Taps, TargetConfig, TargetShape
 from eyas.model.native import NativeTarget, unavailable
-from eyas.model.rows import Chosen, FeatureCache, PagedCache, Roots, Rows, TargetOutput, prompt_rows
+from eyas.model.rows import (
+    FeatureCache,
+    NodesToVerify,
+    PagedCache,
+    Roots,
+    Rows,
+    TargetOutput,
+    prompt_rows,
+)
 from eyas.model.weights import read_tensors, tensor_sha256
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -108,10 +117,10 @@ class Target:
         device: str = "cpu",
         native: bool = True,
     ) -> None:
-        """tensors: as in a Hugging Face checkpoint. dtype: see `resolve_dtype`. native=False keeps
-        to PyTorch operators also where the native decoder runs.
+        """Lay out a checkpoint's tensors, named as Hugging Face names them.
 
-        Raises MismatchError when a tensor is missing or has another shape.
+        dtype: see `resolve_dtype`. native: False takes PyTorch operators even if the native decoder
+        could run. Raises MismatchError when a tensor is missing or has another shape.
         """
         self.config, self.device = config, device
         self.dtype = DTYPES[resolve_dtype(dtype, config, device)]
@@ -140,7 +149,7 @@ class Target:
 
     @property
     def fingerprint(self) -> str:
-        """Shape and output weights: enough to tell by what its work was timed."""
+        """Shape and lm_head's hash, as the key of what was measured of this target's speed."""
         return f"{self.config.model_dump_json()} {self.lm_head_sha256}"
 
     @cached_property
@@ -149,9 +158,7 @@ class Target:
         return Layers(self.config, self._cast(), self.lm_head)
 
     def _cast(self) -> dict[str, torch.Tensor]:
-        """The tensors in this target's precision and on its device; those it holds already are
-        not copied again.
-        """
+        """All tensors in this target's precision and on its device, without second copies."""
         held = {"model.embed_tokens.weight": self.embed_tokens, "lm_head.weight": self.lm_head}
         return {
             name: held[name] if name in held else tensor.to(self.device, self.dtype)
@@ -172,11 +179,12 @@ class Target:
         logits_of: torch.Tensor | None = None,
         features: FeatureCache | None = None,
     ) -> TargetOutput:
-        """One pass over the rows. logits_of int64 [R]: the rows whose logits are wanted, None for
-        all.
+        """One pass over the rows: writes their keys and values, returns logits and features.
 
-        features: where the taps' outputs go, to the slots of the rows. The output's tensors may be
-        buffers that the next forward overwrites.
+        taps: layers whose outputs are the features; None computes none. logits_of: int64 [R], the
+        rows to compute logits of; None for all. features: a cache that the features are written to,
+        at the rows' slots; without it they are in the output. The output's tensors may be buffers
+        that the next forward overwrites.
         """
         if self._native is not None:
             return self._native.forward(rows, cache, taps, logits_of, features)
@@ -190,13 +198,14 @@ class Target:
     def verify(
         self,
         roots: Roots,
-        chosen: Chosen,
+        chosen: NodesToVerify,
         cache: PagedCache,
         taps: Taps | None,
         features: FeatureCache | None,
     ) -> list[list[int]]:
-        """Greedy verification in one call, where `is_native`: see `NativeTarget.verify`. In all
-        else rounds do its parts.
+        """Greedy verification in one native call; only if `is_native`: see `NativeTarget.verify`.
+
+        Without it, `Rounds._verify_step_by_step` does the same in Python: forward, walk, move.
         """
         assert self._native is not None
         return self._native.verify(roots, chosen, cache, taps, features)
@@ -205,11 +214,10 @@ class Target:
     def features(
         self, tokens_BT: torch.Tensor, taps: tuple[int, ...] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 [B, T] -> aux_hidden [B, T, 3 * Ht] and last_hidden [B, T, Ht] (post-norm), in the
-        target's dtype.
+        """int64 [B, T] -> aux_hidden [B, T, 3 * Ht] and last_hidden [B, T, Ht] (post-norm).
 
-        Right padding is harmless: attention is causal. `taps`, any number of them, ascending,
-        default to the three of EAGLE-3.
+        Both in the target's dtype. Right padding is harmless: attention is causal. taps: any number
+        of layers, ascending; by default the three of EAGLE-3.
         """
         B, T = tokens_BT.shape
         pages = -(-T // PAGE_SIZE)
@@ -229,9 +237,7 @@ class Target:
 
 
 def check_tensors(config: TargetConfig, tensors: dict[str, torch.Tensor]) -> None:
-    """Every tensor that the config asks for is there with its shape, and no weight is left over.
-    Raises MismatchError.
-    """
+    """Raise MismatchError unless the tensors are exactly those of the config, in their shapes."""
     H, inner, V = config.hidden_size, config.intermediate_size, config.vocab_size
     q, kv = (
         config.num_attention_heads * config.head_dim,

@@ -1,5 +1,6 @@
-"""The HTTP side: OpenAI's endpoints, SGLang's and Vertex AI's, health and metrics as a starlette
-application. Knows the worker, not the engine's inside.
+"""The endpoints as a starlette application: OpenAI's, SGLang's, Vertex AI's, health and metrics.
+
+Knows the worker, not the engine's inside.
 
     key, rate -> body (size, time) -> RequestBody -> CompletionWriter with the engine's requests
         -> queue -> updates -> events or one object
@@ -68,8 +69,9 @@ class ModelService:
 def create_app(
     model: str, limits: LimitsConfig | None = None, vertex: VertexConfig | None = None
 ) -> Starlette:
-    """The application, which answers 503 until `app.state.api.open` gives it a model. model: the
-    name in requests. Raises what reading API keys raises.
+    """The application, which answers 503 until `app.state.api.open` gives it a model.
+
+    model: the name in requests. Raises what reading API keys raises (`AccessControl`).
     """
     api = Api(model, limits or LimitsConfig(), vertex)
 
@@ -103,9 +105,7 @@ class Api:
         self._recent_e2e_s = 1.0  # moving mean
 
     def routes(self) -> list[Route]:
-        """Vertex AI's routes come first, unless they are those of other endpoints: then these
-        answer.
-        """
+        """All routes; Vertex AI's come first, unless their paths are those of other endpoints."""
         routes = [
             self._route("/v1/chat/completions", self._chat_completions, "POST"),
             self._route("/v1/completions", self._completions, "POST"),
@@ -198,7 +198,7 @@ class Api:
         return self._service
 
     def _end(self, exchange: Exchange, status: int) -> None:
-        """At the end of every request: its line of log, and its part in the metrics."""
+        """End a request: write its line of log, and count it in the metrics."""
         self._metrics.count_response(exchange.endpoint, status)
         if exchange.failure is None and not all(one.is_over for one in exchange.completions):
             exchange.failure = "client_gone"
@@ -301,6 +301,7 @@ class Api:
         service: ModelService,
         body: ChatRequest | TextRequest | GenerateRequest,
     ) -> Response:
+        """Answer a body, whole or as a stream. Raises ApiError, ClientDisconnect."""
         completion = service.translator.completion(body)
         if not body.stream:
             await self._keep_all(exchange, service, [completion])
@@ -355,8 +356,10 @@ class Api:
         return worker.updates(requests, self.limits.request_timeout_s)
 
     async def _read_body(self, http: HttpRequest) -> bytes:
-        """The body of a JSON request. Raises ApiError for another content type, for more than
-        max_body_bytes, and for one that takes longer than body_timeout_s.
+        """The body of a JSON request.
+
+        Raises ApiError for another content type, for more than max_body_bytes, and for one that
+        takes longer than body_timeout_s.
         """
         # A page in a browser may send text/plain to a loopback address unasked, but not this type.
         content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -380,8 +383,10 @@ class Api:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events, whose source is closed, and its requests cancelled, as soon as the client
-    disconnects. A client that does not read them has timeout_s.
+    """A response of server-sent events.
+
+    If the client disconnects, or has not read all of them after timeout_s, the source of the events
+    is closed, which cancels its requests.
     """
 
     media_type = "text/event-stream"
@@ -414,8 +419,9 @@ async def _events(
     exchange: Exchange,
     completion: CompletionWriter,
 ) -> AsyncGenerator[bytes]:
-    """The events of a stream: those of all updates that came together in one piece, the end with
-    the last. The status is sent, so an error is an event too.
+    """The events of a stream: one piece of bytes for all updates that came together.
+
+    The status has been sent by now, so an error is an event too.
     """
     batch = first
     async with aclosing(updates):
@@ -441,8 +447,9 @@ async def _events(
 
 
 async def _while_connected(http: HttpRequest, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client disconnects. Raises ClientDisconnect
-    and what `work` raises.
+    """The result of `work`, which is cancelled if the client disconnects.
+
+    Raises ClientDisconnect, and what `work` raises.
     """
     task = asyncio.ensure_future(work)
     # the body is read: the next message is the disconnect

@@ -56,8 +56,9 @@ class ToolCall(Strict):
 
 
 class ChatMessage(Strict):
-    """One turn. A content of several text parts is their concatenation; null is the same as
-    nothing.
+    """One turn of a conversation.
+
+    A content of several text parts is their concatenation; null is the same as a field left out.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -102,8 +103,9 @@ class ChatMessage(Strict):
         return self.role == "tool" or bool(self.tool_calls)
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates take it, with the arguments of calls as objects. Raises ApiError for
-        arguments that are no JSON object.
+        """The turn as chat templates take it, with the arguments of tool calls as objects.
+
+        Raises ApiError for arguments that are no JSON object.
         """
         turn: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,

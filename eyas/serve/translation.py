@@ -1,4 +1,4 @@
-"""A body -> the engine's requests, and the completion that answers them. Knows no HTTP."""
+"""A body -> the engine's requests, and the CompletionWriter of the answer. Knows no HTTP."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from eyas.serve.writers import ChatWriter, GenerateWriter, TextWriter
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the server reports about its model. model: the name in requests; max_length: tokens of
-    prompt and answer together; target_fingerprint: of the target's files, by which `eyas generate`
-    recognises it.
+    """What the server reports about its model.
+
+    model: the name in requests. max_length: tokens of prompt and answer together.
+    target_fingerprint: of the target's files; `eyas generate` compares it with its own target's.
     """
 
     model: str
@@ -33,8 +34,9 @@ class ModelInfo:
 
 
 class Translator:
-    """Translates bodies for one model. All methods raise ApiError for what this server, this target
-    or its template does not support.
+    """Translates bodies for one model.
+
+    All methods raise ApiError for what this server, this target or its template does not support.
     """
 
     def __init__(self, chat: Chat, info: ModelInfo) -> None:
@@ -42,7 +44,7 @@ class Translator:
         self._info = info
 
     def completion(self, body: ChatRequest | TextRequest | GenerateRequest) -> CompletionWriter:
-        """The completion of a body, with its requests for the engine."""
+        """The writer of a body's answer; its `requests` are what the engine has to run."""
         if isinstance(body, ChatRequest):
             return self._chat(body)
         if isinstance(body, TextRequest):
@@ -196,10 +198,10 @@ class Translator:
     ) -> Request:
         speculates = self._info.has_head and body.speculation is not False
         return Request(
-            uuid.uuid4().hex,
-            tuple(prompt_ids),
-            params,
-            speculates,
-            body.include_rounds,
-            body.cache_salt,
+            id=uuid.uuid4().hex,
+            prompt_ids=tuple(prompt_ids),
+            params=params,
+            speculation=speculates,
+            returns_trees=body.include_rounds,
+            cache_salt=body.cache_salt,
         )

@@ -1,4 +1,5 @@
-"""The thread that owns the engine, and how requests and updates cross to and from the event loop.
+"""The thread that owns the engine, and the way of requests and updates to and from it.
+
 Knows no HTTP.
 
     event loop                                   engine's thread
@@ -55,7 +56,7 @@ class Inspection:
     result: asyncio.Future[Any]
 
 
-# a request to add; the id of one to cancel; a look at the engine
+# what the event loop sends: a request to add, the id of one to cancel, or an inspection
 Command = Request | str | Inspection
 
 
@@ -113,8 +114,9 @@ class EngineWorker:
     async def updates(
         self, requests: Sequence[Request], timeout_s: float
     ) -> AsyncGenerator[list[Update]]:
-        """The updates of requests until all have ended, as many at a time as are there. Closing the
-        iterator earlier cancels what still runs.
+        """Run requests; yields their updates, as many at a time as have come, until all have ended.
+
+        Closing the iterator earlier cancels the requests that still run.
 
         Raises InputError when the engine refuses one of the requests, EngineFailure when it fails,
         RequestTimeout after timeout_s.
@@ -176,10 +178,10 @@ class EngineWorker:
     # Engine's thread
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Take in what came, take one step, hand out what that gave, until the server ends."""
+        """The thread: carry out commands, run a step, deliver its updates, until `stop`."""
         engine = self._engine
         try:
-            while self._obey(loop):
+            while self._carry_out_commands(loop):
                 if engine.has_work:
                     updates = engine.step()
                     if updates:
@@ -194,8 +196,8 @@ class EngineWorker:
                 self._fail, EngineFailure(what, "restart the server; its log has more")
             )
 
-    def _obey(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Wait for commands or work and carry the commands out. False when the thread is to end."""
+    def _carry_out_commands(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Wait for commands or work, then carry out the commands. False if the thread must end."""
         with self._condition:
             self._condition.wait_for(lambda: self._inbox or self._stopping or self._engine.has_work)
             if self._stopping:
@@ -212,7 +214,7 @@ class EngineWorker:
                 elif error := self._add(command):
                     refused.append((command.id, error))
         except BaseException:
-            with self._condition:  # so that their callers get the failure
+            with self._condition:  # `_fail` looks for their callers here
                 self._inbox = commands + self._inbox
             raise
         if refused:
@@ -220,7 +222,7 @@ class EngineWorker:
         return True
 
     def _add(self, request: Request) -> EyasError | None:
-        """Give a request to the engine; returns why it cannot be run."""
+        """Give a request to the engine; returns the error if it cannot be run, else None."""
         try:
             self._engine.add(request)
         except InputError as error:
@@ -236,7 +238,8 @@ class EngineWorker:
 
 
 def _settle(result: asyncio.Future[Any], found: Any) -> None:
-    if not result.done():  # else its caller has gone
+    """Set the result or the exception `found` of a future, unless it was cancelled."""
+    if not result.done():
         if isinstance(found, BaseException):
             result.set_exception(found)
         else:

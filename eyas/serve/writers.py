@@ -1,5 +1,6 @@
-"""The three forms of an answer: OpenAI's chat and text completions and SGLang's /generate, whole or
-in server-sent events.
+"""The three forms of an answer, whole or in server-sent events.
+
+OpenAI's chat completions and text completions, and SGLang's /generate.
 
 What all chunks of an answer share is written once: a chunk costs one small json.dumps.
 """
@@ -57,8 +58,9 @@ class _OpenAIWriter(CompletionWriter):
 
 
 class ChatWriter(_OpenAIWriter):
-    """/v1/chat/completions. The first chunk of a choice holds the role too, so that no chunk comes
-    before the first token.
+    """The answer of /v1/chat/completions.
+
+    The first chunk of a choice holds the role too, so that no chunk comes before the first token.
     """
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
