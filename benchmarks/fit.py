@@ -24,7 +24,7 @@ import numpy as np
 
 from eyas.bench.machine import machine
 from eyas.data import fit
-from eyas.data.fit import GramBlock, Importance, Profile, RowMask
+from eyas.data.fit import GramBlock, Profile, RowMask
 from eyas.data.ledger import SourceRow
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -104,11 +104,11 @@ def measure(name: str, rows: list[SourceRow], num: int, seed: int) -> dict[str, 
 
 def published(blocks: list[GramBlock], fitted: Profile, alive: RowMask) -> np.ndarray:
     """Log-weights by the paper: the sum of the log-ratios of a row's n-grams."""
-    importance = Importance(fitted.grams, fit.gram_counts(lambda: blocks, alive))
+    ratio = fit.log_ratio(fitted.grams, fit.gram_counts(lambda: blocks, alive))
     weights = [
         np.bincount(
             np.repeat(np.arange(len(one.counts)), one.counts),
-            importance.log_ratio[one.grams],
+            ratio[one.grams],
             len(one.counts),
         )
         for one in blocks

@@ -226,7 +226,7 @@ def test_what_comes_from_outside_is_escaped():
     ]
     report = fit_report()
     report["sources"] = {NASTY: {"before": 1, "after": 1}}
-    contents = CardContents(made, report, [NASTY], [NASTY], NASTY, NASTY, NASTY)
+    contents = CardContents(made, report, [NASTY], NASTY)
     tags = Tags(write_card(contents))
     assert not tags.count("script")
     assert tags.count("style") == 1

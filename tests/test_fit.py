@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from eyas.data import fit
 from eyas.data.duplicates import scrambled
-from eyas.data.fit import NUM_BUCKETS, STRENGTH, GramBlock, Importance, Profile
+from eyas.data.fit import NUM_BUCKETS, STRENGTH, GramBlock, Profile
 from eyas.data.ledger import LENGTHS, SourceRow, length_class
 from eyas.errors import EmptyInputError
 
@@ -130,7 +130,7 @@ def test_words_spread_evenly_over_the_buckets():
 def test_log_weight_by_hand():
     traffic, pool = np.zeros(NUM_BUCKETS, np.int64), np.zeros(NUM_BUCKETS, np.int64)
     traffic[3], pool[3], pool[4] = 9, 1, 8
-    importance = Importance(traffic, pool)
+    ratio = fit.log_ratio(traffic, pool)
     more = math.log(10 / 10_009) - math.log(2 / 10_009)
     less = math.log(1 / 10_009) - math.log(9 / 10_009)
     block = GramBlock(
@@ -138,7 +138,7 @@ def test_log_weight_by_hand():
         np.array([2, 0, 1, 3], np.int32),
         np.zeros(4, np.int32),
     )
-    assert importance.log_weights(block).tolist() == pytest.approx(
+    assert fit.log_weights(block, ratio).tolist() == pytest.approx(
         [
             STRENGTH * (more + less) / 2,
             0,
@@ -152,9 +152,9 @@ def test_a_rows_weight_depends_on_no_other_row():
     made = rows({"food": 20, "code": 20}, 12, seed=1)
     together = fit.gram_digest(made)
     rng = np.random.default_rng(0)
-    importance = Importance(rng.integers(0, 99, NUM_BUCKETS), rng.integers(0, 99, NUM_BUCKETS))
-    alone = [float(importance.log_weights(fit.gram_digest([one]))[0]) for one in made]
-    assert importance.log_weights(together).tolist() == alone  # to the bit
+    ratio = fit.log_ratio(rng.integers(0, 99, NUM_BUCKETS), rng.integers(0, 99, NUM_BUCKETS))
+    alone = [float(fit.log_weights(fit.gram_digest([one]), ratio)[0]) for one in made]
+    assert fit.log_weights(together, ratio).tolist() == alone  # to the bit
 
 
 def test_a_draw_is_in_proportion_to_the_weights():

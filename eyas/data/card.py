@@ -9,15 +9,24 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
-from eyas.data import pictures
-from eyas.data.pictures import ClassCounts, Segment
+from eyas.data.pictures import (
+    ClassCounts,
+    Segment,
+    paint_bars,
+    paint_distances,
+    paint_flow,
+    paint_histogram,
+    paint_lines,
+    paint_shares,
+    picture,
+)
 from eyas.page import fill
 
 TEMPLATE = Path(__file__).with_name("card.html")
@@ -67,17 +76,13 @@ WEAKNESSES = (
 class CardContents:
     """What a card shows. Only the ledger is required; absent parts are left out.
 
-    ledger: ledger.json; fit: `fit.fit_report`; evaluation: names of the evaluation sets; folder:
-    the argument with which `eyas prompts` shows the dropped rows.
+    ledger: ledger.json; fit: `fit.fit_report`; evaluation: names of the evaluation sets.
     """
 
     ledger: Mapping[str, Any]
     fit: Mapping[str, Any] | None = None
     evaluation: Sequence[str] = ()
-    weaknesses: Sequence[str] = field(default=WEAKNESSES)
-    folder: str = "OUT"
     identity: str = ""
-    title: str = "Data card"
 
 
 def write_card(contents: CardContents) -> str:
@@ -93,12 +98,21 @@ def write_card(contents: CardContents) -> str:
         TEMPLATE,
         filters,
         contents=contents,
+        weaknesses=WEAKNESSES,
         ledger=ledger,
         num_dropped=sum(ledger["dropped"].values()),
         heads=fates(ledger),
         meanings=FATES,
         flow=_flow(ledger["sources"]),
-        by_source=_by_source(ledger["sources"]),
+        by_source=picture(
+            paint_shares,
+            "what became of each source's rows",
+            {name: fates(one) for name, one in ledger["sources"].items()},
+            {
+                name: f"{one['rows_out']:,} of {one['rows_in']:,} kept"
+                for name, one in ledger["sources"].items()
+            },
+        ),
         reasons=listed,
         examples=_examples(listed),
         verdicts=ledger.get("licences", ()),
@@ -200,7 +214,7 @@ def _personal_picture(ledger: Mapping[str, Any], found: Sequence[Mapping[str, An
         ]
         notes[name] = f"{sum(counts) / thousands:,.1f} per 1,000 rows"
     longest = max((sum(part.count for part in parts) for parts in rows.values()), default=0)
-    return pictures.shares(rows, notes, "personal data by source and type", longest)
+    return picture(paint_shares, "personal data by source and type", rows, notes, longest)
 
 
 def overlaps(ledger: Mapping[str, Any], evaluation: Sequence[str]) -> dict[str, int]:
@@ -221,39 +235,21 @@ def _flow(sources: Mapping[str, Mapping[str, Any]]) -> Markup:
         name: fates(one) for name, one in sources.items() if name in shown
     }
     if len(shown) < len(sources):
-        parts[f"{len(sources) - len(shown)} others"] = fates(
-            _sum(one for name, one in sources.items() if name not in shown)
-        )
+        others = [one for name, one in sources.items() if name not in shown]
+        dropped: Counter[str] = sum((Counter(one["dropped"]) for one in others), Counter())
+        rows_out = sum(one["rows_out"] for one in others)
+        parts[f"{len(others)} others"] = fates({"rows_out": rows_out, "dropped": dropped})
     # Every source with every fate: then the right side has the order of the stage.
     found = {part.name for of_source in parts.values() for part in of_source}
-    order = [fate for fate in (*FATES, OTHERS) if fate in found]
-    complete = {
-        name: [_part(of_source, fate) for fate in order] for name, of_source in parts.items()
-    }
-    return pictures.flow(complete, "rows from each source to what became of them")
-
-
-def _sum(accounts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    rows_out, dropped = 0, Counter[str]()
-    for account in accounts:
-        rows_out += account["rows_out"]
-        dropped.update(account["dropped"])
-    return {"rows_out": rows_out, "dropped": dropped}
-
-
-def _part(parts: Iterable[Segment], name: str) -> Segment:
-    return next((part for part in parts if part.name == name), Segment(name, 0, color(name)))
-
-
-def _by_source(sources: Mapping[str, Mapping[str, Any]]) -> Markup:
-    notes = {
-        name: f"{one['rows_out']:,} of {one['rows_in']:,} kept" for name, one in sources.items()
-    }
-    return pictures.shares(
-        {name: fates(one) for name, one in sources.items()},
-        notes,
-        "what became of each source's rows",
-    )
+    complete = {}
+    for name, of_source in parts.items():
+        counts = {part.name: part.count for part in of_source}
+        complete[name] = [
+            Segment(fate, counts.get(fate, 0), color(fate))
+            for fate in (*FATES, OTHERS)
+            if fate in found
+        ]
+    return picture(paint_flow, "rows from each source to what became of them", complete)
 
 
 def _lengths(ledger: Mapping[str, Any]) -> Markup | None:
@@ -263,9 +259,8 @@ def _lengths(ledger: Mapping[str, Any]) -> Markup | None:
         ClassCounts("rows in", ledger["lengths_in"], "muted"),
         ClassCounts("prompts", ledger["lengths_out"], "fate-kept"),
     ]
-    return pictures.histogram(
-        _classes(ledger["lengths_from"]), series, "share of rows by characters that the user says"
-    )
+    label = "share of rows by characters that the user says"
+    return picture(paint_histogram, label, _classes(ledger["lengths_from"]), series)
 
 
 def _classes(begins: Sequence[int]) -> list[str]:
@@ -280,7 +275,7 @@ def _languages(ledger: Mapping[str, Any]) -> Markup | None:
         for name, count in found[:MOST_LANGUAGES]
     ]
     parts += [Segment(OTHERS, rest, "muted")] if rest else []
-    return pictures.bars(parts, "prompts by language") if parts else None
+    return picture(paint_bars, "prompts by language", parts) if parts else None
 
 
 def _fit_pictures(fit: Mapping[str, Any]) -> list[tuple[str, Markup, str]]:
@@ -298,12 +293,12 @@ def _fit_pictures(fit: Mapping[str, Any]) -> list[tuple[str, Markup, str]]:
     return [
         (
             "Distance to the traffic",
-            pictures.distances(rows, "distance to the traffic before and after"),
+            picture(paint_distances, "distance to the traffic before and after", rows),
             DISTANCE_NOTE,
         ),
         (
             "Length beside the traffic",
-            pictures.lines(_classes(lengths["from"]), series, "share by characters"),
+            picture(paint_lines, "share by characters", _classes(lengths["from"]), series),
             LENGTH_NOTE,
         ),
     ]

@@ -59,13 +59,17 @@ class Executor(Protocol):
         ...
 
 
-class JobRunner:
-    """The state of a worker between jobs. An EyasError is a result: it reaches the parent as it
-    was raised.
+class Worker:
+    """A task, built at its first job. An EyasError is a result: it reaches the parent as it was
+    raised.
+
+    task: in a process of its own it comes pickled, and `without` is blocked before it is read.
     """
 
-    def __init__(self, task: WorkerTask[Any, Any]) -> None:
-        self._task = task
+    def __init__(self, task: WorkerTask[Any, Any] | bytes, without: Sequence[str] = ()) -> None:
+        for name in without:
+            sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # None makes an import fail
+        self._task = pickle.loads(task) if isinstance(task, bytes) else task
         self._function: Callable[[Any], Any] | None = None
 
     def perform(self, job: Any) -> Any:
@@ -77,17 +81,31 @@ class JobRunner:
             return error
 
 
-class TaskPickle:
-    """A task for a worker process. There, `without` is blocked before any other import."""
-
-    def __init__(self, task: WorkerTask[Any, Any]) -> None:
-        self._without, self._task = tuple(task.without), pickle.dumps(task)
-
-    def runner(self) -> JobRunner:
-        """The runner, in the worker's process."""
-        for name in self._without:
-            sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # None makes an import fail
-        return JobRunner(pickle.loads(self._task))
+def _in_order(
+    handles: Iterable[Any], wait: Callable[[Any], Any], most: int, faults: tuple[Any, ...]
+) -> Generator[Any]:
+    """The results of jobs in order, at most so many in flight: each handle is a job that was begun
+    when it was taken. faults: how a worker's end shows.
+    """
+    running: deque[Any] = deque()
+    try:
+        for handle in handles:
+            running.append(handle)
+            if len(running) == most:
+                yield _result(wait(running.popleft()))
+        while running:
+            yield _result(wait(running.popleft()))
+    except faults as error:
+        raise EyasError(
+            f"a worker process ended amid its work ({type(error).__name__}): it was killed, or "
+            "there was no memory left",
+            "run the same command again: finished blocks are kept; fewer `workers` need less "
+            "memory",
+        ) from error
+    finally:
+        for handle in running:
+            if isinstance(handle, Future):
+                handle.cancel()
 
 
 def _result(result: Any) -> Any:
@@ -96,20 +114,12 @@ def _result(result: Any) -> Any:
     return result
 
 
-def _worker_died(error: BaseException) -> EyasError:
-    return EyasError(
-        f"a worker process ended amid its work ({type(error).__name__}): it was killed, or there "
-        "was no memory left",
-        "run the same command again: finished blocks are kept; fewer `workers` need less memory",
-    )
-
-
 class LocalExecutor:
     """Processes of this machine, started for the second job; with one worker, this process."""
 
     def __init__(self, task: WorkerTask[Any, Any], workers: int) -> None:
         self._task, self._workers = task, workers
-        self._here = JobRunner(task)
+        self._here = Worker(task)
         self._pool: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> Self:
@@ -129,38 +139,28 @@ class LocalExecutor:
         # Spawned, not forked: threads and locks of this process stay out of the workers.
         spawn = multiprocessing.get_context("spawn")
         self._pool = self._pool or ProcessPoolExecutor(
-            self._workers, spawn, initializer=_begin, initargs=(TaskPickle(self._task),)
+            self._workers,
+            spawn,
+            initializer=_begin,
+            initargs=(pickle.dumps(self._task), tuple(self._task.without)),
         )
-        return self._in_processes(self._pool, every)
-
-    def _in_processes(self, pool: ProcessPoolExecutor, jobs: Iterable[Any]) -> Generator[Any]:
-        running: deque[Future[Any]] = deque()
-        try:
-            for job in jobs:
-                running.append(pool.submit(_perform, job))
-                if len(running) == self._workers * IN_FLIGHT:
-                    yield _result(running.popleft().result())
-            while running:
-                yield _result(running.popleft().result())
-        except BrokenProcessPool as error:
-            raise _worker_died(error) from error
-        finally:
-            for future in running:
-                future.cancel()
+        begun = (self._pool.submit(_perform, job) for job in every)
+        most = self._workers * IN_FLIGHT
+        return _in_order(begun, Future.result, most, (BrokenProcessPool,))
 
 
-_runner: list[JobRunner] = []  # in a worker process: its own
+_worker: list[Worker] = []  # in a worker process: its own
 
 
-def _begin(task: TaskPickle) -> None:
+def _begin(task: bytes, without: tuple[str, ...]) -> None:
     """Start of a worker process: Ctrl-C is left to the parent, and the worker ends with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _runner.append(task.runner())
+    _worker.append(Worker(task, without))
 
 
 def _perform(job: Any) -> Any:
-    return _runner[0].perform(job)
+    return _worker[0].perform(job)
 
 
 def _end_with_parent() -> None:
@@ -192,8 +192,9 @@ class RayExecutor:
         if not self._ray.is_initialized():
             self._connect()
             self._started_ray = True
-        actor = self._ray.remote(num_cpus=1)(RayActor)
-        self._actors = [actor.remote(TaskPickle(self._task)) for _ in range(self._workers)]
+        actor = self._ray.remote(num_cpus=1)(Worker)
+        task, without = pickle.dumps(self._task), tuple(self._task.without)
+        self._actors = [actor.remote(task, without) for _ in range(self._workers)]
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -204,19 +205,10 @@ class RayExecutor:
 
     def map(self, jobs: Iterable[Any]) -> Generator[Any]:
         """As Executor.map."""
-        running: deque[Any] = deque()
-        try:
-            for job, actor in zip(jobs, itertools.cycle(self._actors), strict=False):
-                running.append(actor.perform.remote(job))
-                if len(running) == self._workers * IN_FLIGHT:
-                    yield _result(self._ray.get(running.popleft()))
-            while running:
-                yield _result(self._ray.get(running.popleft()))
-        except (
-            self._ray.exceptions.RayActorError,
-            self._ray.exceptions.OutOfMemoryError,
-        ) as error:
-            raise _worker_died(error) from error
+        actors = itertools.cycle(self._actors)
+        begun = (actor.perform.remote(job) for job, actor in zip(jobs, actors, strict=False))
+        ended = (self._ray.exceptions.RayActorError, self._ray.exceptions.OutOfMemoryError)
+        return _in_order(begun, self._ray.get, self._workers * IN_FLIGHT, ended)
 
     def _connect(self) -> None:
         if "RAY_ADDRESS" in os.environ:
@@ -228,14 +220,3 @@ class RayExecutor:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
-
-
-class RayActor:
-    """A runner as Ray keeps it."""
-
-    def __init__(self, task: TaskPickle) -> None:
-        self._runner = task.runner()
-
-    def perform(self, job: Any) -> Any:
-        """As JobRunner.perform."""
-        return self._runner.perform(job)

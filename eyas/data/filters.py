@@ -25,7 +25,7 @@ from eyas.data.contamination import Contamination
 from eyas.data.duplicates import hashed, plain_words, runs
 from eyas.data.fit import gram_digest
 from eyas.data.ledger import DamagedRow, Drop, RowFilter, SourceRow, dropped_line
-from eyas.data.selection import BlockArrays, BlockLines, BlockResult, RowBlock, row_digests
+from eyas.data.selection import BlockArrays, BlockResult, RowBlock, block_lines, row_digests
 from eyas.data.sources import SourceConfig
 from eyas.errors import ConfigError, EyasError
 from eyas.language import UNKNOWN, codes, language
@@ -337,31 +337,30 @@ class RowCleaner:
             # At once: `language` remembers the last texts, and the filter has just asked for this.
             languages.append(row_language(result) if isinstance(result, SourceRow) else "")
         passed = [one for one in results if isinstance(one, SourceRow)]
-        searched = iter(self._without_personal_data(passed))
-        lines = BlockLines()
+        searched: Iterator[SourceRow | Drop] = iter(())
+        if passed:
+            first, last = passed[0], passed[-1]
+            with without_quotes(
+                f"PersonalData failed between {first.where} and {last.where} of {last.source}"
+            ):
+                searched = iter(self._personal.many(passed))
+        cleaned: list[SourceRow | dict[str, Any]] = []
         remaining: list[tuple[SourceRow, str]] = []
         for row, so_far, spoken in zip(block.rows, results, languages, strict=True):
             result = next(searched) if isinstance(so_far, SourceRow) else so_far
             if isinstance(result, Drop):
-                lines.drop(dropped_line(row, result, find_all_types))
+                cleaned.append(dropped_line(row, result, find_all_types))
             else:
-                lines.keep(result)
+                cleaned.append(result)
                 remaining.append((result, spoken))
+        lines, places = block_lines(cleaned)
         rows_in = Counter(row.source for row in block.rows)
         arrays = {
             **self._digests(remaining),
-            "place": lines.places(),
+            "place": places,
             "rows_in": np.array([rows_in[label] for label in self._task.labels], dtype=np.int64),
         }
-        return BlockResult(block.number, lines.text(), arrays)
-
-    def _without_personal_data(self, rows: list[SourceRow]) -> list[SourceRow | Drop]:
-        if not rows:
-            return []
-        with without_quotes(
-            f"PersonalData failed between {rows[0].where} and {rows[-1].where} of {rows[-1].source}"
-        ):
-            return self._personal.many(rows)
+        return BlockResult(block.number, lines, arrays)
 
     def _digests(self, remaining: list[tuple[SourceRow, str]]) -> BlockArrays:
         """The arrays over rows with their languages that decisions and ledger need."""

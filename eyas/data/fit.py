@@ -79,31 +79,27 @@ class GramBlock:
 GramPool = Callable[[], Iterable[GramBlock]]  # each call goes through the pool again, in order
 
 
-def buckets(text: str) -> CountArray:
-    """The buckets of a text's words and pairs of words, in [0, B): int64 [n]. The same on every
+def buckets(*texts: str) -> CountArray:
+    """The buckets of the texts' words and pairs of words, in [0, B): int64 [n]. The same on every
     machine.
     """
-    return _buckets([text])
-
-
-def gram_digest(rows: Iterable[SourceRow]) -> GramBlock:
-    """The digest of rows. The user's turns count, the system prompt does not."""
-    turns = [row.turns for row in rows]
-    grams = [_buckets(texts) for texts in turns]
-    return GramBlock(
-        grams=np.concatenate([*grams, np.zeros(0, np.int64)]).astype(np.uint16),
-        counts=np.array([len(of_row) for of_row in grams], np.int32),
-        characters=np.array([sum(map(len, texts)) for texts in turns], np.int32),
-    )
-
-
-def _buckets(texts: Iterable[str]) -> CountArray:
     found = [np.zeros(0, np.uint64)]
     for text in texts:
         words = WORD.findall(text.casefold())
         hashes = scrambled(np.fromiter(map(_word_hash, words), np.uint64, len(words)))
         found += [hashes, scrambled(hashes[:-1] * np.uint64(3) + hashes[1:])]
     return (np.concatenate(found) % np.uint64(NUM_BUCKETS)).astype(np.int64)
+
+
+def gram_digest(rows: Iterable[SourceRow]) -> GramBlock:
+    """The digest of rows. The user's turns count, the system prompt does not."""
+    turns = [row.turns for row in rows]
+    grams = [buckets(*texts) for texts in turns]
+    return GramBlock(
+        grams=np.concatenate([*grams, np.zeros(0, np.int64)]).astype(np.uint16),
+        counts=np.array([len(of_row) for of_row in grams], np.int32),
+        characters=np.array([sum(map(len, texts)) for texts in turns], np.int32),
+    )
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -114,21 +110,19 @@ def _word_hash(word: str) -> int:
 # Selection.
 
 
-class Importance:
-    """How much more likely an n-gram is in the traffic than in the pool, by bucket, with Laplace
-    smoothing.
-    """
+def log_ratio(traffic: NDArray[Any], pool: NDArray[Any]) -> WeightArray:
+    """How much more likely an n-gram is in the traffic than in the pool, smoothed: float64 [B]."""
+    ratio: WeightArray = np.log(smoothed(traffic)) - np.log(smoothed(pool))
+    return ratio
 
-    def __init__(self, traffic: NDArray[Any], pool: NDArray[Any]) -> None:
-        self.log_ratio: WeightArray = np.log(smoothed(traffic)) - np.log(smoothed(pool))  # [B]
 
-    def log_weights(self, block: GramBlock) -> WeightArray:
-        """STRENGTH times the mean log-ratio of each row's n-grams, 0 without any: float64 [R]."""
-        # Each row is summed by itself: differences of a running sum would depend on earlier rows.
-        rows = np.repeat(np.arange(len(block.counts)), block.counts)
-        sums = np.bincount(rows, weights=self.log_ratio[block.grams], minlength=len(block.counts))
-        weights: WeightArray = STRENGTH * sums / np.maximum(block.counts, 1)
-        return weights
+def log_weights(block: GramBlock, ratio: WeightArray) -> WeightArray:
+    """STRENGTH times the mean `log_ratio` of each row's n-grams, 0 without any: float64 [R]."""
+    # Each row is summed by itself: differences of a running sum would depend on earlier rows.
+    rows = np.repeat(np.arange(len(block.counts)), block.counts)
+    sums = np.bincount(rows, weights=ratio[block.grams], minlength=len(block.counts))
+    weights: WeightArray = STRENGTH * sums / np.maximum(block.counts, 1)
+    return weights
 
 
 def smoothed(counts: NDArray[Any]) -> WeightArray:
@@ -138,17 +132,17 @@ def smoothed(counts: NDArray[Any]) -> WeightArray:
     return shares
 
 
-def sample(log_weights: WeightArray, keys: HashArray, num: int, seed: int) -> RowMask:
-    """Draw `num` rows without replacement in proportion to their weights: bool [R]. A weight of
+def sample(weights: WeightArray, keys: HashArray, num: int, seed: int) -> RowMask:
+    """Draw `num` rows without replacement in proportion to their weights: bool [R]. A log-weight of
     -inf is never drawn.
 
     The `num` largest of log-weight plus Gumbel noise (Kool et al. 2019, arXiv 1903.06059). The
     noise of a row follows from the seed and its key alone, so the draw depends on no order, and a
     larger draw contains the smaller.
     """
-    possible = np.flatnonzero(log_weights > -np.inf)
-    scores = log_weights[possible] + gumbel(keys[possible], seed)
-    chosen = np.zeros(len(log_weights), np.bool_)
+    possible = np.flatnonzero(weights > -np.inf)
+    scores = weights[possible] + gumbel(keys[possible], seed)
+    chosen = np.zeros(len(weights), np.bool_)
     chosen[possible[np.lexsort((keys[possible], -scores))[:num]]] = True
     return chosen
 
@@ -170,13 +164,15 @@ def select_like(pool: GramPool, alive: RowMask, traffic: CountArray, pick: PickR
     rows picked last; the nearest round counts. Goes through the pool twice a round, and holds a few
     numbers a row.
     """
-    log_weights = np.where(alive, 0.0, -np.inf)
+    weights = np.where(alive, 0.0, -np.inf)
     counts = gram_counts(pool, alive)
     best, nearest = alive, math.inf
     for _ in range(ROUNDS):
-        importance = Importance(traffic, _scaled_to(counts, traffic))
-        log_weights += np.concatenate([importance.log_weights(block) for block in pool()])
-        chosen = pick(log_weights)
+        # No more n-grams than the traffic has, so that smoothing weighs the same on both.
+        scale = min(1.0, float(traffic.sum()) / max(float(counts.sum()), 1.0))
+        ratio = log_ratio(traffic, counts.astype(np.float64) * scale)
+        weights += np.concatenate([log_weights(block, ratio) for block in pool()])
+        chosen = pick(weights)
         counts = gram_counts(pool, chosen)
         distance = jensen_shannon(traffic, counts)
         if distance < nearest:
@@ -190,15 +186,6 @@ def gram_counts(pool: GramPool, keep: RowMask) -> CountArray:
     for block, kept in _in_step(pool, keep):
         total += np.bincount(block.of(kept), minlength=NUM_BUCKETS)
     return total
-
-
-def _scaled_to(counts: CountArray, traffic: CountArray) -> WeightArray:
-    """Counts reduced to the traffic's total if they are more, so that smoothing weighs the same on
-    both.
-    """
-    return counts.astype(np.float64) * min(
-        1.0, float(traffic.sum()) / max(float(counts.sum()), 1.0)
-    )
 
 
 def _in_step(pool: GramPool, keep: RowMask) -> Iterator[tuple[GramBlock, RowMask]]:
@@ -360,16 +347,16 @@ def fit_report(
             "traffic_fitted": fitted.num_rows,
             **{name: one.num_rows for name, one in names.items()},
         },
-        "kl": {
-            name: round(divergence(held_out.grams, one.grams), 4) for name, one in compared.items()
-        },
-        "js": {
-            name: round(jensen_shannon(held_out.grams, one.grams), 4)
-            for name, one in compared.items()
-        },
-        "length_js": {
-            name: round(jensen_shannon(held_out.lengths, one.lengths), 4)
-            for name, one in compared.items()
+        **{
+            key: {
+                name: round(distance(getattr(held_out, counts), getattr(one, counts)), 4)
+                for name, one in compared.items()
+            }
+            for key, distance, counts in (
+                ("kl", divergence, "grams"),
+                ("js", jensen_shannon, "grams"),
+                ("length_js", jensen_shannon, "lengths"),
+            )
         },
         "lengths": {
             "from": list(LENGTHS),

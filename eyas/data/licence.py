@@ -14,7 +14,7 @@ import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import yaml
 from license_expression import AND, OR, ExpressionError, Licensing
@@ -29,6 +29,7 @@ from eyas.data.policy import (
     TermField,
     author_key,
 )
+from eyas.data.sources import SourceConfig
 from eyas.errors import InputError
 
 REGISTRY = Path(__file__).with_name("registry.yaml")
@@ -46,25 +47,6 @@ HUB_ID = re.compile(
 SPDX = Licensing()  # without a list of licences: the policy says which ids are known
 SPDX_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9.:-]*\+?")
 LONGEST_EXPRESSION = 300  # characters
-
-
-class SourceStatement(Protocol):
-    """What a run file states of a source: the part of SourceConfig that the gate reads."""
-
-    @property
-    def label(self) -> str: ...
-    @property
-    def path(self) -> str: ...
-    @property
-    def name(self) -> str | None: ...
-    @property
-    def licence(self) -> str | None: ...
-    @property
-    def prompts_by(self) -> str | None: ...
-    @property
-    def answers_by(self) -> str | None: ...
-    @property
-    def overrule(self) -> Mapping[str, str]: ...
 
 
 class KnownSet(BaseModel):
@@ -86,17 +68,6 @@ class KnownSet(BaseModel):
     unverified: tuple[str, ...] = ()
     credit: str = ""
     note: str = ""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SourceTerms:
-    """The terms of a source: as stated, else as in the registry."""
-
-    licence: str | None
-    prompts_by: str | None
-    answers_by: str | None
-    terms: tuple[str, ...]
-    known: KnownSet | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -149,28 +120,14 @@ class Verdict:
     def allowed(self) -> bool:
         return not self.refusals and not self.mistakes
 
-    @property
-    def terms(self) -> dict[str, str]:
-        """Licence and authors, as readers and manifests pass them on."""
-        return {
-            "licence": self.licence,
-            "prompts_by": self.prompts_by,
-            "answers_by": self.answers_by,
-        }
-
     def to_json(self) -> dict[str, Any]:
         """What ledger, manifest and model card keep: {"verdict": "allowed", "overruled" or
         "refused", ...}.
         """
         verdict = "refused" if not self.allowed else "overruled" if self.overruled else "allowed"
-        fields = dataclasses.asdict(self)
-        return {
-            "verdict": verdict,
-            **{
-                name: list(value) if isinstance(value, tuple) else value
-                for name, value in fields.items()
-            },
-        }
+        fields = dataclasses.asdict(self).items()
+        listed = {name: list(one) if isinstance(one, tuple) else one for name, one in fields}
+        return {"verdict": verdict, **listed}
 
 
 @functools.cache
@@ -183,7 +140,7 @@ def registry() -> dict[str, KnownSet]:
     return {_set_key(name): entry for entry in entries for name in (entry.id, *entry.aliases)}
 
 
-def gate(sources: Sequence[SourceStatement], policy: LicencePolicy) -> list[Verdict]:
+def gate(sources: Sequence[SourceConfig], policy: LicencePolicy) -> list[Verdict]:
     """A verdict on each source, in order. Raises nothing: see `require`."""
     return [judge(source, policy) for source in sources]
 
@@ -204,21 +161,30 @@ def require(verdicts: Sequence[Verdict]) -> None:
         )
 
 
-def judge(source: SourceStatement, policy: LicencePolicy) -> Verdict:
+def judge(source: SourceConfig, policy: LicencePolicy) -> Verdict:
     """The verdict on one source."""
-    holds = _terms(source)
-    traits = [*_traits_of(source, holds, policy), *_contradictions(source, holds, policy)]
+    known = find(source)
+    holds = {field: getattr(source, field) or getattr(known, field, None) for field in COMPARED}
+    traits = [
+        *_licence_traits(source, holds["licence"], policy),
+        *(
+            SourceTrait("terms", trait, trait, policy.traits.get(trait, "asked by its publisher"))
+            for trait in (known.terms if known else ())
+        ),
+        *_author_traits("prompts_by", holds["prompts_by"], policy),
+        *_author_traits("answers_by", holds["answers_by"], policy),
+        *(_contradictions(source, known, policy) if known else ()),
+    ]
     objections = list(_objections(traits, policy))
     reasons = {
         rule: " ".join(str(reason or "").split()) for rule, reason in source.overrule.items()
     }
     valid = {rule: reason for rule, reason in reasons.items() if reason not in ("", PLACEHOLDER)}
-    known = holds.known
     return Verdict(
         source=source.label,
-        licence=_canonical(holds.licence) or NO_LICENCE,
-        prompts_by=holds.prompts_by or UNKNOWN,
-        answers_by=holds.answers_by or UNKNOWN,
+        licence=_canonical(holds["licence"]) or NO_LICENCE,
+        prompts_by=holds["prompts_by"] or UNKNOWN,
+        answers_by=holds["answers_by"] or UNKNOWN,
         refusals=tuple(one for one in objections if one.rule not in valid),
         overruled=tuple(
             dataclasses.replace(one, reason=valid[one.rule])
@@ -226,7 +192,7 @@ def judge(source: SourceStatement, policy: LicencePolicy) -> Verdict:
             if one.rule in valid
         ),
         duties=_duties(traits, policy, known),
-        notes=tuple(_notes(source, holds, traits, policy)),
+        notes=tuple(_notes(source, known, traits, policy)),
         mistakes=tuple(_mistakes(reasons, valid, {one.rule for one in objections}, policy)),
         policy=policy.title,
         known_as=known.id if known else "",
@@ -234,7 +200,7 @@ def judge(source: SourceStatement, policy: LicencePolicy) -> Verdict:
     )
 
 
-def find(source: SourceStatement) -> KnownSet | None:
+def find(source: SourceConfig) -> KnownSet | None:
     """The registry's entry of a source: by its hub id, or by the name that the run file gives it,
     never by the name of a file.
     """
@@ -286,29 +252,8 @@ def _ordered(tree: Any) -> str:
 # From a source to its traits.
 
 
-def _terms(source: SourceStatement) -> SourceTerms:
-    known = find(source)
-    return SourceTerms(
-        licence=source.licence or (known.licence if known else None),
-        prompts_by=source.prompts_by or (known.prompts_by if known else None),
-        answers_by=source.answers_by or (known.answers_by if known else None),
-        terms=known.terms if known else (),
-        known=known,
-    )
-
-
-def _traits_of(
-    source: SourceStatement, holds: SourceTerms, policy: LicencePolicy
-) -> Iterator[SourceTrait]:
-    yield from _licence_traits(source, holds.licence, policy)
-    for trait in holds.terms:
-        yield SourceTrait("terms", trait, trait, policy.traits.get(trait, "asked by its publisher"))
-    yield from _author_traits("prompts_by", holds.prompts_by, policy)
-    yield from _author_traits("answers_by", holds.answers_by, policy)
-
-
 def _licence_traits(
-    source: SourceStatement, text: str | None, policy: LicencePolicy
+    source: SourceConfig, text: str | None, policy: LicencePolicy
 ) -> list[SourceTrait]:
     if not text or text.upper() == NO_LICENCE:
         alike = None if find(source) else registry().get(_set_key(source.label))
@@ -378,12 +323,9 @@ def _author_traits(
 
 
 def _contradictions(
-    source: SourceStatement, holds: SourceTerms, policy: LicencePolicy
+    source: SourceConfig, known: KnownSet, policy: LicencePolicy
 ) -> Iterator[SourceTrait]:
     """Fields in which the run file differs from the registry, and its unverified facts."""
-    known = holds.known
-    if known is None:
-        return
     for field in COMPARED:
         stated, recorded = getattr(source, field), getattr(known, field)
         if stated and recorded and _differ(field, stated, recorded, policy):
@@ -445,8 +387,8 @@ def _duties(
 
 
 def _notes(
-    source: SourceStatement,
-    holds: SourceTerms,
+    source: SourceConfig,
+    known: KnownSet | None,
     traits: Sequence[SourceTrait],
     policy: LicencePolicy,
 ) -> Iterator[str]:
@@ -461,17 +403,16 @@ def _notes(
                 f"answers by {trait.value} would be refused ({trait.meaning}); they are dropped "
                 "when the source is read"
             )
-    if holds.known is not None:
+    if known is not None:
         taken = [
-            field for field in COMPARED if not getattr(source, field) and getattr(holds, field)
+            field for field in COMPARED if not getattr(source, field) and getattr(known, field)
         ]
         if taken:
             yield (
-                f"{', '.join(taken)} from the registry ({holds.known.source}; checked "
-                f"{holds.known.checked})"
+                f"{', '.join(taken)} from the registry ({known.source}; checked {known.checked})"
             )
-        if holds.known.note:
-            yield holds.known.note
+        if known.note:
+            yield known.note
 
 
 def _mistakes(

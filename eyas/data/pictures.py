@@ -1,14 +1,14 @@
 """The pictures of the data card, painted with matplotlib in the colours of the page.
 
-Each `paint_*` function draws on axes; the function without the prefix returns the SVG. Knows names
-and numbers, and nothing of rows.
+Knows names and numbers, and nothing of rows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from typing import Any
 
 from markupsafe import Markup
 from matplotlib.artist import Artist
@@ -52,25 +52,29 @@ class ClassCounts:
         return [count / total for count in self.counts]
 
 
+def picture(paint: Callable[..., None], label: str, *contents: Any) -> Markup:
+    """What one of the `paint_*` functions draws of these contents, as SVG, as high as they need."""
+    rows = contents[0]
+    if paint in (paint_histogram, paint_lines):
+        size = INCHES
+    elif paint is paint_flow:
+        size = WIDE, FLOW_INCHES * _flow_height(rows, _summed(rows.values()))
+    else:
+        size = WIDE, ROW * max(len(rows), 1)
+    return svg(lambda axes: paint(axes, *contents), label, size)
+
+
 # From sources to fates.
 
 
-def flow(sources: Mapping[str, Sequence[Segment]], label: str) -> Markup:
-    """Ribbons from each source on the left to its segments, by name, on the right."""
-    ends = max(len(sources), len(_summed(sources.values())), 1)
-    return svg(
-        lambda axes: paint_flow(axes, sources), label, (WIDE, FLOW_INCHES * (1 + GAP * ends))
-    )
-
-
 def paint_flow(axes: Axes, sources: Mapping[str, Sequence[Segment]]) -> None:
-    """Ribbons and ends are as thick as their share of all rows; all of them together have height
-    1.
+    """Ribbons from each source on the left to its segments, by name, on the right. They are as
+    thick as their share of all rows; all of them together have height 1.
     """
     fates = _summed(sources.values())
     total = sum(one.count for one in fates) or 1
     sizes = {name: sum(one.count for one in segments) for name, segments in sources.items()}
-    height = 1 + GAP * max(len(sources), len(fates), 1)
+    height = _flow_height(sources, fates)
     left = _stacked({name: size / total for name, size in sizes.items()}, height)
     right = _stacked({one.name: one.count / total for one in fates}, height)
     _fill_figure(axes)
@@ -96,6 +100,10 @@ def paint_flow(axes: Axes, sources: Mapping[str, Sequence[Segment]]) -> None:
         _label(
             axes, 1 - END - 0.015, y + thick / 2, f"{_short(one.name)} {one.count:,.0f}", "right"
         )
+
+
+def _flow_height(sources: Sized, fates: Sized) -> float:
+    return 1 + GAP * max(len(sources), len(fates), 1)
 
 
 def _summed(sources: Iterable[Sequence[Segment]]) -> list[Segment]:
@@ -128,65 +136,43 @@ def _ribbon(start: float, end: float, thick: float) -> Path:
 # Bars.
 
 
-def shares(
-    rows: Mapping[str, Sequence[Segment]],
-    notes: Mapping[str, str],
-    label: str,
-    longest: float | None = None,
-) -> Markup:
-    """A bar per row cut into its segments; above it the name and, on the right, a note.
-
-    All bars have one length; with `longest`, which is the width of the picture, the length of their
-    sum.
-    """
-    return svg(
-        lambda axes: paint_shares(axes, rows, notes, longest), label, (WIDE, _height(len(rows)))
-    )
-
-
 def paint_shares(
     axes: Axes,
     rows: Mapping[str, Sequence[Segment]],
     notes: Mapping[str, str],
     longest: float | None = None,
 ) -> None:
-    """See `shares`; the bar of row i lies at y = i, the picture is 1 wide."""
+    """A bar per row cut into its segments; above it the name and, on the right, a note.
+
+    All bars have one length; with `longest`, which is the width of the picture, the length of their
+    sum. The bar of row i lies at y = i, the picture is 1 wide.
+    """
     _rows(axes, len(rows))
     for y, (name, segments) in enumerate(rows.items()):
         total = longest or sum(one.count for one in segments) or 1
         _above(axes, y, _short(name, 34), notes.get(name, ""))
         x = 0.0
         for one in segments:
-            bar = _bar(axes, x, y, one.count / total, color(one.color))
+            bar = _rectangle(axes, (x, y - 0.14), one.count / total, 0.28, color(one.color))
             _hint(bar, f"{one.name}: {one.count:,.0f}")
             x += one.count / total
 
 
-def bars(segments: Sequence[Segment], label: str) -> Markup:
-    """A bar per segment, relative to the largest, with its count and its share of all."""
-    return svg(lambda axes: paint_bars(axes, segments), label, (WIDE, _height(len(segments))))
-
-
 def paint_bars(axes: Axes, segments: Sequence[Segment]) -> None:
-    """See `bars`."""
+    """A bar per segment, relative to the largest, with its count and its share of all."""
     most = max((one.count for one in segments), default=1) or 1
     total = sum(one.count for one in segments) or 1
     _rows(axes, len(segments))
     for y, one in enumerate(segments):
         note = f"{one.count:,.0f} ({100 * one.count / total:.1f} %)"
         _above(axes, y, _short(one.name, 30), note)
-        _bar(axes, 0, y, one.count / most, color(one.color))
-
-
-def distances(rows: Mapping[str, tuple[float, float, float]], label: str) -> Markup:
-    """For each row the distance before and after, and the floor below which no difference can be
-    seen.
-    """
-    return svg(lambda axes: paint_distances(axes, rows), label, (WIDE, _height(len(rows))))
+        _rectangle(axes, (0, y - 0.14), one.count / most, 0.28, color(one.color))
 
 
 def paint_distances(axes: Axes, rows: Mapping[str, tuple[float, float, float]]) -> None:
-    """See `distances`."""
+    """For each row the distance before and after, and the floor below which no difference can be
+    seen.
+    """
     _rows(axes, len(rows))
     axes.set_xlim(-0.03, 1.03)
     for y, (name, values) in enumerate(rows.items()):
@@ -204,13 +190,8 @@ def paint_distances(axes: Axes, rows: Mapping[str, tuple[float, float, float]]) 
 # Over classes.
 
 
-def histogram(classes: Sequence[str], series: Sequence[ClassCounts], label: str) -> Markup:
-    """Shares by class, the bars of the series side by side."""
-    return svg(lambda axes: paint_histogram(axes, classes, series), label, INCHES)
-
-
 def paint_histogram(axes: Axes, classes: Sequence[str], series: Sequence[ClassCounts]) -> None:
-    """See `histogram`; class i has its left edge at x = i."""
+    """Shares by class, the bars of the series side by side; class i begins at x = i."""
     width = 0.8 / max(len(series), 1)
     for place, one in enumerate(series):
         left = [number + 0.1 + width * place for number in range(len(classes))]
@@ -222,13 +203,8 @@ def paint_histogram(axes: Axes, classes: Sequence[str], series: Sequence[ClassCo
     _percent_by_class(axes, classes, series)
 
 
-def lines(classes: Sequence[str], series: Sequence[ClassCounts], label: str) -> Markup:
-    """Shares by class, a line per series."""
-    return svg(lambda axes: paint_lines(axes, classes, series), label, INCHES)
-
-
 def paint_lines(axes: Axes, classes: Sequence[str], series: Sequence[ClassCounts]) -> None:
-    """See `lines`."""
+    """Shares by class, a line per series."""
     middle = [number + 0.5 for number in range(len(classes))]
     for one in series:
         style = (0, (5, 4)) if one.dashed else "-"
@@ -258,10 +234,6 @@ def _percent_by_class(axes: Axes, classes: Sequence[str], series: Sequence[Class
 # Shapes.
 
 
-def _height(num_rows: int) -> float:
-    return ROW * max(num_rows, 1)
-
-
 def _fill_figure(axes: Axes) -> None:
     """Use the whole figure, 1 wide, without axes: nothing to lay out, which takes half the time."""
     axes.set_axis_off()
@@ -281,10 +253,6 @@ def _above(axes: Axes, y: float, name: str, note: str) -> None:
     """The line of text above the bar of a row."""
     _text(axes, 0, y - 0.28, name, color=color("ink"), va="bottom")
     _text(axes, 1, y - 0.28, note, ha="right", va="bottom")
-
-
-def _bar(axes: Axes, x: float, y: float, width: float, colour: str) -> Rectangle:
-    return _rectangle(axes, (x, y - 0.14), width, 0.28, colour)
 
 
 def _rectangle(

@@ -18,7 +18,7 @@ import contextlib
 import importlib.metadata
 import itertools
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -38,7 +38,6 @@ from eyas.data.selection import (
     RemainingRows,
     Selection,
     SelectionRules,
-    TrafficMatch,
     cut,
     select,
 )
@@ -235,13 +234,19 @@ def finished_blocks(
 
 def decide(config: PromptsConfig, output: Artifact, finished: Generator[int]) -> None:
     """Wait for the blocks, and write the selection; with `match` also the fit report."""
-    match, halves = None, None
+    traffic, num_prompts, halves = None, None, None
     if config.match:
         rows_of_traffic = read_source(traffic_source(config.match))
         halves = fit.traffic_halves(row for row in rows_of_traffic if isinstance(row, SourceRow))
-        match = TrafficMatch(halves[0].grams, config.match.num_prompts)
+        traffic, num_prompts = halves[0].grams, config.match.num_prompts
     rules = SelectionRules(
-        config.labels, config.duplicates.near, match, config.mix, config.max_prompts, config.seed
+        config.labels,
+        config.duplicates.near,
+        traffic,
+        num_prompts,
+        config.mix,
+        config.max_prompts,
+        config.seed,
     )
     store = BlockStore(output)
     selection = selected(store, rules, finished)
@@ -259,48 +264,21 @@ def selected(store: BlockStore, rules: SelectionRules, finished: Generator[int])
     How far is read follows from the rows alone, not from how many blocks were in flight. `match`
     and `mix` draw from all rows.
     """
-    draws = rules.match is not None or rules.mix is not None
-    enough = None if draws else rules.limit
+    enough = None if rules.draws else rules.limit
+    count, ended = 0, False  # finished blocks, and whether there are no more
+    keys: set[bytes] = set()  # of the different texts in them
     with contextlib.closing(finished):
-        reader = BlockReader(store, finished)
         while True:
-            reader.read_on(enough)
-            selection = select(RemainingRows(store, reader.num_blocks), rules)
-            if (
-                enough is None
-                or rules.limit is None
-                or reader.ended
-                or selection.num_taken == rules.limit
-            ):
+            while not ended and (enough is None or len(keys) < enough):
+                number = next(finished, None)
+                ended, count = number is None, number or count
+                if number is not None and enough is not None:
+                    keys.update(map(bytes, store.arrays(number - 1, "text_key")["text_key"]))
+            selection = select(RemainingRows(store, count), rules)
+            if ended or rules.limit is None or enough is None or selection.num_taken == rules.limit:
                 return selection
             # Some of the different rows are near-duplicates: read as many more.
-            enough = reader.num_different + rules.limit - selection.num_taken
-
-
-class BlockReader:
-    """Counts blocks as they are finished, and the different texts in them."""
-
-    def __init__(self, store: BlockStore, finished: Iterator[int]) -> None:
-        self.num_blocks = 0
-        self.ended = False
-        self._store, self._finished = store, finished
-        self._keys: set[bytes] = set()
-
-    @property
-    def num_different(self) -> int:
-        return len(self._keys)
-
-    def read_on(self, enough: int | None) -> None:
-        """Wait for more blocks, until so many different texts remain; None: to the end."""
-        while not self.ended and (enough is None or self.num_different < enough):
-            number = next(self._finished, None)
-            if number is None:
-                self.ended = True
-                break
-            self.num_blocks = number
-            if enough is not None:
-                keys = self._store.arrays(number - 1, "text_key")["text_key"]
-                self._keys.update(map(bytes, keys))
+            enough = len(keys) + rules.limit - selection.num_taken
 
 
 # Step 3: prompts, dropped rows, ledger and card.

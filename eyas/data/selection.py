@@ -112,34 +112,20 @@ def cut(rows: Iterable[SourceRow | DamagedRow]) -> Iterator[RowBlock]:
         yield RowBlock(number, tuple(held))
 
 
-class BlockLines:
-    """The lines of a block while it is cleaned, and the places of its remaining rows."""
-
-    def __init__(self) -> None:
-        self._lines: list[bytes] = []
-        self._places: list[tuple[int, int]] = []
-        self._size = 0
-
-    def keep(self, row: SourceRow) -> None:
-        """Add a row that remains."""
-        start = self._size
-        self._add({"row": dataclasses.asdict(row)})
-        self._places.append((start, self._size))
-
-    def drop(self, line: dict[str, Any]) -> None:
-        """Add the line of a dropped row."""
-        self._add({"drop": line})
-
-    def text(self) -> bytes:
-        return b"".join(self._lines)
-
-    def places(self) -> NDArray[np.uint32]:
-        """First byte, and the one after the last, of each remaining row: [rows, 2]."""
-        return np.array(self._places, dtype=np.uint32).reshape(-1, 2)
-
-    def _add(self, value: dict[str, Any]) -> None:
-        self._lines.append(json.dumps(value, ensure_ascii=False).encode() + b"\n")
-        self._size += len(self._lines[-1])
+def block_lines(rows: Iterable[SourceRow | dict[str, Any]]) -> tuple[bytes, NDArray[np.uint32]]:
+    """The lines of rows that remain and of dropped ones (their `dropped_line`), and of each that
+    remains its first byte and the one after its last: [rows, 2].
+    """
+    lines: list[bytes] = []
+    places: list[tuple[int, int]] = []
+    size = 0
+    for row in rows:
+        remains = isinstance(row, SourceRow)
+        value = {"row": dataclasses.asdict(row)} if isinstance(row, SourceRow) else {"drop": row}
+        lines.append(json.dumps(value, ensure_ascii=False).encode() + b"\n")
+        places += [(size, size + len(lines[-1]))] if remains else []
+        size += len(lines[-1])
+    return b"".join(lines), np.array(places, dtype=np.uint32).reshape(-1, 2)
 
 
 class BlockStore:
@@ -345,25 +331,24 @@ class Selection:
 
 
 @dataclasses.dataclass(frozen=True)
-class TrafficMatch:
-    """Take `num_prompts` rows whose n-grams are distributed as in `traffic`, counts [B]."""
-
-    traffic: CountArray
-    num_prompts: int
-
-
-@dataclasses.dataclass(frozen=True)
 class SelectionRules:
     """What to take. labels: names of the sources, in the order of `RemainingRows.sources`; near: a
-    Jaccard; mix: shares by source; limit: of all rows.
+    Jaccard; traffic: counts [B], take `num_prompts` rows whose n-grams are distributed so; mix:
+    shares by source; limit: of all rows.
     """
 
     labels: Sequence[str]
     near: float | None = None
-    match: TrafficMatch | None = None
+    traffic: CountArray | None = None
+    num_prompts: int | None = None
     mix: Mapping[str, float] | None = None
     limit: int | None = None
     seed: int = 0
+
+    @property
+    def draws(self) -> bool:
+        """Whether rows are drawn from all, not taken from the first."""
+        return self.traffic is not None or self.mix is not None
 
 
 def select(rows: RemainingRows, rules: SelectionRules) -> Selection:
@@ -377,7 +362,7 @@ def select(rows: RemainingRows, rules: SelectionRules) -> Selection:
             )
         reason[like != NONE] = NEAR
         same_as = np.where(like == NONE, same_as, like)
-    if rules.match is not None or rules.mix is not None:
+    if rules.draws:
         _draw(rows, rules, reason)
     if rules.limit is not None:
         reason[np.flatnonzero(reason == TAKEN)[rules.limit :]] = LIMIT
@@ -391,8 +376,7 @@ def _draw(rows: RemainingRows, rules: SelectionRules, reason: NDArray[np.uint8])
     """
     alive = reason == TAKEN
     keys = rows.text_keys[:, 0]
-    limits = [rules.match.num_prompts] if rules.match else []
-    limits += [rules.limit] if rules.limit is not None else []
+    limits = [one for one in (rules.num_prompts, rules.limit) if one is not None]
     if rules.mix is None:
         pick: PickRows = functools.partial(sample, keys=keys, num=min(limits), seed=rules.seed)
     else:
@@ -405,11 +389,11 @@ def _draw(rows: RemainingRows, rules: SelectionRules, reason: NDArray[np.uint8])
         pick = MixDraw(rules.labels, rows.sources, keys, counts, rules.seed)
         in_mix = np.isin(rows.sources, [rules.labels.index(name) for name in rules.mix])
         reason[alive & ~in_mix] = MIX
-    if rules.match is None:
+    if rules.traffic is None:
         chosen = pick(np.where(alive, 0.0, -np.inf))
     else:
-        chosen = select_like(rows.grams, alive, rules.match.traffic, pick)
-    reason[(reason == TAKEN) & ~chosen] = MIX if rules.match is None else MATCH
+        chosen = select_like(rows.grams, alive, rules.traffic, pick)
+    reason[(reason == TAKEN) & ~chosen] = MIX if rules.traffic is None else MATCH
 
 
 def unique_names(
