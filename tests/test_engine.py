@@ -176,7 +176,7 @@ def test_speculation_changes_no_token(
 @pytest.mark.parametrize(
     ("overlap", "params"),
     [
-        (False, {}),
+        (False, {"n": 2, **SAMPLED}),
         (True, {"n": 2, **SAMPLED}),
         (True, {"frequency_penalty": 0.5, "presence_penalty": 0.3}),
     ],
@@ -288,7 +288,7 @@ def crowded(target: Target, **config: object) -> Engine:
     return engine(target, max_batch=6, num_pages=14, **config)
 
 
-@pytest.mark.parametrize(("overlap", "params"), [(False, {}), (True, SAMPLED)])
+@pytest.mark.parametrize(("overlap", "params"), [(False, {}), (False, SAMPLED), (True, SAMPLED)])
 def test_preempted_requests_continue_where_they_were(
     target: Target, overlap: bool, params: dict
 ) -> None:

@@ -174,7 +174,10 @@ def test_min_p_cuts_exactly(gap, kept):
 
 def test_a_token_is_the_quantile_of_its_number():
     probs_V = torch.tensor([0.0, 0.25, 0.0, 0.75, 0.0], dtype=torch.float64)
-    assert [draw(probs_V, number) for number in (0.0, 0.249, 0.25, BELOW_ONE)] == [1, 1, 3, 3]
+    numbers = (0.0, 0.249, 0.251, BELOW_ONE)
+    assert [draw(probs_V, number) for number in numbers] == [1, 1, 3, 3]
+    logits_V, params = probs_V.log().numpy(), SamplingParams(temperature=1.0)
+    assert [sample(logits_V, params, number) for number in numbers] == [1, 1, 3, 3]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

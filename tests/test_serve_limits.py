@@ -193,7 +193,7 @@ def test_more_connections_than_allowed_get_503(client):
 TLS_HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
 
 
-@pytest.mark.parametrize("garbage", [TLS_HELLO, b"HELLO\r\n\r\n"])
+@pytest.mark.parametrize("garbage", [TLS_HELLO, b"HELLO\r\n\r\n", b"GET /\xff HTTP/1.1\r\n\r\n"])
 def test_what_is_no_http_gets_400(client, garbage):
     with opened(client) as connection:
         connection.sendall(garbage)

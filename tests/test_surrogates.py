@@ -180,7 +180,13 @@ def test_social_security_numbers_were_never_given(key):
 
 
 def test_identity_numbers_fail_their_check():
-    for value in ("54362315K", "390.533.447-05", "756.9217.0769.85", "RCCMNL83S18D969H"):
+    for value in (
+        "54362315K",
+        "390.533.447-05",
+        "756.9217.0769.85",
+        "RCCMNL83S18D969H",
+        "S1234567D",
+    ):
         assert is_national_id(value)
         assert not is_national_id(made("NATIONAL_ID", value))
 

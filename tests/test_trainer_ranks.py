@@ -105,6 +105,9 @@ def runs(tmp_path_factory) -> Runs:
     dice = random.Random(SEED)
     made.add("one", 1)
     made.add("two", 2)
+    for name, size in (("alone cut", 1), ("two cut", 2)):
+        made.add(name, size, (dice.randrange(size), dice.randint(1, 8)))
+        made.add(name, size)
     made.add("moved", 2, (dice.randrange(2), dice.randint(3, 8)))
     made.add("moved", 1)
     made.add("three", 3, config=BY_THREE)
@@ -147,14 +150,17 @@ def test_two_processes_give_the_loss_of_one(runs):
     assert runs.output("two").manifest().identity == runs.output("one").manifest().identity
 
 
-def test_killed_processes_resume_to_the_same_weights_to_the_bit(runs):
-    """Of one process: tests/test_trainer.py."""
-    about = f"seed {SEED}, codes {runs.codes['three cut']}"
-    assert runs.codes["three"] == [[0, 0, 0]], about
-    assert runs.codes["three cut"][-1] == [0, 0, 0], about
-    assert -signal.SIGKILL in runs.codes["three cut"][0], about
-    assert runs.weights("three cut") == runs.weights("three"), about
-    assert runs.output("three cut").read(METRICS) == runs.output("three").read(METRICS), about
+@pytest.mark.parametrize(
+    ("cut", "whole", "size"),
+    [("alone cut", "one", 1), ("two cut", "two", 2), ("three cut", "three", 3)],
+)
+def test_killed_processes_resume_to_the_same_weights_to_the_bit(runs, cut, whole, size):
+    about = f"seed {SEED}, codes {runs.codes[cut]}"
+    assert runs.codes[whole] == [[0] * size], about
+    assert runs.codes[cut][-1] == [0] * size, about
+    assert -signal.SIGKILL in runs.codes[cut][0], about
+    assert runs.weights(cut) == runs.weights(whole), about
+    assert runs.output(cut).read(METRICS) == runs.output(whole).read(METRICS), about
 
 
 def test_three_processes_meet_the_same_data_in_the_same_steps(runs):
@@ -170,7 +176,7 @@ def test_on_another_number_of_processes_the_data_keep_their_order(runs):
 
 
 def test_a_rank_that_is_left_when_another_is_killed_says_so(runs):
-    for name in ("moved", "three cut"):
+    for name in ("moved", "two cut", "three cut"):
         for rank, code in enumerate(runs.codes[name][0]):
             if code != -signal.SIGKILL:
                 assert code == 1
