@@ -31,6 +31,7 @@ from typing import Any
 
 import fsspec
 from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 from pydantic import BaseModel
 
 from eyas.errors import CorruptError, EyasError, InputError, MissingInputError, StorageFullError
@@ -172,9 +173,7 @@ class Artifact:
                 f"{url} cannot be opened: {error}",
                 "check the URL; install eyas[gcs] for gs://, eyas[s3] for s3://",
             ) from error
-        self._local = "file" in (
-            store.protocol if isinstance(store.protocol, tuple) else (store.protocol,)
-        )
+        self._local = isinstance(store, LocalFileSystem)
         self._fs = store if self._local else Persistent(store, self.url)
         self._written: dict[str, File] = {}
         self._manifest: Manifest | None = None
@@ -234,9 +233,7 @@ class Artifact:
             return []
         self._fs.invalidate_cache()
         found = self._fs.ls(self._root, detail=True)
-        names = (
-            str(entry["name"]).rsplit("/", 1)[-1] for entry in found if entry["type"] == "file"
-        )
+        names = (str(one["name"]).rsplit("/", 1)[-1] for one in found if one["type"] == "file")
         return sorted(name for name in names if ".partial-" not in name)
 
     def all_names(self) -> list[str]:
@@ -296,15 +293,13 @@ class Artifact:
 
     def parts(self, stem: str) -> list[str]:
         """Names of the numbered files of a stem, in order."""
-        middles = {
-            name: name.removeprefix(f"{stem}-").removesuffix(".jsonl") for name in self.names()
-        }
-        numbers = {
-            name: int(middle)
-            for name, middle in middles.items()
-            if middle.isdigit() and name.endswith(".jsonl")
-        }
-        return sorted(numbers, key=numbers.__getitem__)
+        middle = slice(len(stem) + 1, -len(".jsonl"))
+        numbered = [
+            name
+            for name in self.names()
+            if name.startswith(f"{stem}-") and name.endswith(".jsonl") and name[middle].isdigit()
+        ]
+        return sorted(numbered, key=lambda name: int(name[middle]))
 
     # Writing
 
@@ -416,21 +411,17 @@ class Artifact:
         """Write manifest, then done marker, then delete `work/`. Files of an earlier, resumed
         process are checksummed here.
         """
-        self._written = {
-            name: file for name, file in self._written.items() if not name.startswith(f"{WORK}/")
-        }
-        for name in self.all_names():
-            if name.startswith(f"{WORK}/"):
-                continue
-            if name not in self._written and name not in (IDENTITY, MANIFEST, DONE):
-                self._written[name] = self.checksummed(name)
-        self._written.pop(IDENTITY, None)
+        names = {*self._written, *self.all_names()} - {IDENTITY, MANIFEST, DONE}
         manifest = Manifest(
             stage=stage,
             identity=identity(stage, config, inputs),
             config=dict(config),
             counts=dict(counts),
-            files=dict(sorted(self._written.items())),
+            files={
+                name: self._written.get(name) or self.checksummed(name)
+                for name in sorted(names)
+                if not name.startswith(f"{WORK}/")
+            },
             inputs=dict(inputs),
             facts=dict(facts or {}),
             url=self.url,

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import cast
 
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError
@@ -41,16 +41,10 @@ from eyas.artifact import (
 from eyas.builtin import BUILTIN
 from eyas.errors import CorruptError, MissingInputError
 
-
-class PackagedModel(NamedTuple):
-    """Where a model that needs no download lies: functions that return its folders."""
-
-    target: Callable[[], Path]
-    head: Callable[[], Path]
-
-
 # Ids beside folders, URLs and hub ids. A model that comes with a package is one more line here.
-PACKAGED = {BUILTIN: PackagedModel(builtin.target_folder, builtin.head_folder)}
+PACKAGED: dict[str, dict[str, Callable[[], Path]]] = {
+    BUILTIN: {"target": builtin.target_folder, "head": builtin.head_folder}
+}
 
 # The hub client's own errors, and those of its HTTP client, which differ between its versions.
 HTTP_FAULTS = cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__)
@@ -68,20 +62,14 @@ VERSIONS, LOCK = ".versions", ".lock"
 
 def resolve_target(name: str) -> str:
     """The folder of a target. Raises MissingInputError, CorruptError."""
-    hint = (
-        f'give a folder or URL with config.json, *.safetensors and a tokenizer, "{BUILTIN}", or an '
-        "id of the hub (OWNER/NAME)"
-    )
-    return _folder(locate(name, "target"), "target", hint)
+    what = "a folder or URL with config.json, *.safetensors and a tokenizer"
+    return _folder(locate(name, "target"), "target", what)
 
 
 def resolve_head(name: str) -> str:
     """The folder of a head, in any form. Raises MissingInputError, CorruptError."""
-    hint = (
-        "give the output of `eyas train`, the folder or URL of a head in any form, "
-        f'"{BUILTIN}", or an id of the hub (OWNER/NAME)'
-    )
-    return _folder(locate(name, "head"), "head", hint)
+    what = "the output of `eyas train`, the folder or URL of a head in any form"
+    return _folder(locate(name, "head"), "head", what)
 
 
 def locate(name: str, role: str = "head") -> str:
@@ -90,16 +78,18 @@ def locate(name: str, role: str = "head") -> str:
     Raises MissingInputError for a packaged or hub model that cannot be had.
     """
     if name in PACKAGED:
-        model = PACKAGED[name]
-        return str(model.target() if role == "target" else model.head())
+        return str(PACKAGED[name][role]())
     return hub_folder(name) if is_hub_id(name) else name
 
 
-def _folder(place: str, role: str, hint: str) -> str:
+def _folder(place: str, role: str, what: str) -> str:
     if "://" in place:
         return str(fetch(place))
     if not Path(place).is_dir():
-        raise MissingInputError(f"no {role} folder at {place}", hint)
+        raise MissingInputError(
+            f"no {role} folder at {place}",
+            f'give {what}, "{BUILTIN}", or an id of the hub (OWNER/NAME)',
+        )
     return place
 
 
@@ -115,17 +105,26 @@ def hub_folder(name: str) -> str:
     """The folder of a hub model, in the cache's latest snapshot. Raises MissingInputError when it
     is neither cached nor can be downloaded.
     """
-    cached = _snapshot(name, local_files_only=True)
-    if isinstance(cached, str) and _is_complete(Path(cached)):
-        return cached
-    loaded = _snapshot(name, local_files_only=False)
-    if isinstance(loaded, str) and _is_complete(Path(loaded)):
-        return loaded
+    found: str | Exception = ""
+    for local_files_only in (True, False):
+        try:
+            found = str(
+                huggingface_hub.snapshot_download(
+                    name,
+                    allow_patterns=FILES,
+                    ignore_patterns=["*/*"],
+                    local_files_only=local_files_only,
+                )
+            )
+        except FAULTS as error:
+            found = error
+        if isinstance(found, str) and _is_complete(Path(found)):
+            return found
     # Without a network the hub's own answer is what is cached, complete or not.
     reason = (
         "only a part of it is cached"
-        if isinstance(loaded, str)
-        else next(iter(str(loaded).strip().splitlines()), "")
+        if isinstance(found, str)
+        else next(iter(str(found).strip().splitlines()), "")
     )
     raise MissingInputError(
         f"no folder {name} here, and no model of this name in full in the hub's cache; the "
@@ -135,30 +134,16 @@ def hub_folder(name: str) -> str:
     )
 
 
-def _snapshot(name: str, local_files_only: bool) -> str | Exception:
-    """The snapshot's folder, or why there is none."""
-    try:
-        found = huggingface_hub.snapshot_download(
-            name, allow_patterns=FILES, ignore_patterns=["*/*"], local_files_only=local_files_only
-        )
-    except FAULTS as error:
-        return error
-    return str(found)
-
-
 def _is_complete(folder: Path) -> bool:
     """Whether config and weights are all there: another tool may have cached some files only."""
-    if not any((folder / name).exists() for name in CONFIGS):
-        return False
-    for weights in WEIGHTS:
-        index = folder / f"{weights}.index.json"
-        if index.exists():
-            return all(
-                (folder / shard).exists()
-                for shard in json.loads(index.read_text())["weight_map"].values()
-            )
-        if (folder / weights).exists():
-            return True
+    if any((folder / name).exists() for name in CONFIGS):
+        for weights in WEIGHTS:
+            index = folder / f"{weights}.index.json"
+            if index.exists():
+                shards = json.loads(index.read_text())["weight_map"].values()
+                return all((folder / shard).exists() for shard in shards)
+            if (folder / weights).exists():
+                return True
     return False
 
 

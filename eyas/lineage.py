@@ -10,7 +10,7 @@ why it could be used, stands in the ledger among the facts of the stage that rea
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,19 +58,6 @@ class Source:
         yield from (f"note: {note}" for note in self.verdict["notes"])
 
 
-def source_manifest(folder: Artifact, names: Iterable[str], config: Mapping[str, Any]) -> Manifest:
-    """Files of a folder that eyas did not make, as a source: identity is the SHA-256 over their
-    names and checksums.
-    """
-    files = {name: folder.checksummed(name) for name in sorted(names)}
-    digest = hashlib.sha256(
-        "".join(f"{name} {file.sha256}\n" for name, file in files.items()).encode()
-    ).hexdigest()
-    return Manifest(
-        stage=SOURCE, identity=digest, config=dict(config), counts={}, files=files, url=folder.url
-    )
-
-
 def head_files(folder: Artifact) -> list[str]:
     """The files of a head directly in a folder that eyas did not make, by name."""
     return sorted(name for name in folder.names() if name.endswith(HEAD_FILES) and name != MANIFEST)
@@ -78,27 +65,37 @@ def head_files(folder: Artifact) -> list[str]:
 
 def head_manifest(name: str, config: Mapping[str, Any]) -> Manifest:
     """The manifest of a head by any name (see eyas.hub): the training stage's, its files checked;
-    of a head that eyas did not train, a source's with this config.
+    of a head that eyas did not train, a source's with this config, whose identity is the SHA-256
+    over its files' names and checksums.
 
     Raises MissingInputError, and CorruptError for files that are not what the manifest says.
     """
     place = locate(name)
     folder = Artifact(resolve_head(place))
+    names = head_files(folder)
     if folder.exists(MANIFEST) or folder.exists(IDENTITY):
         manifest = folder.manifest("train")
-        for file in head_files(folder):
+        for file in names:
             if file in manifest.files and folder.checksummed(file) != manifest.files[file]:
                 raise CorruptError(
                     f"{place}/{file} does not match its checksum",
                     "delete the folder and run its stage again",
                 )
         return manifest
-    names = head_files(folder)
     if not {"config.json", "eyas_head.json"} & set(names):
         raise MissingInputError(
             f"no head at {place}", "give the output of `eyas train`, or the folder of a head"
         )
-    return source_manifest(folder, names, config).model_copy(update={"url": place})
+    files = {file: folder.checksummed(file) for file in names}
+    listed = "".join(f"{file} {found.sha256}\n" for file, found in files.items())
+    return Manifest(
+        stage=SOURCE,
+        identity=hashlib.sha256(listed.encode()).hexdigest(),
+        config=dict(config),
+        counts={},
+        files=files,
+        url=place,
+    )
 
 
 def stages(manifest: Manifest) -> list[Manifest]:
@@ -160,24 +157,21 @@ def describe(source: Source) -> str:
 
 def _source(name: str, made: Manifest, ledger: Mapping[str, Any]) -> Source:
     account = (ledger.get("sources") or {}).get(name) or {}
-    verdict: Mapping[str, Any] = next(
-        (one for one in ledger.get("licences") or () if one["source"] == name), {}
-    )
-    licence, prompts_by, answers_by = (
-        str(verdict.get(field) or made.config.get(field) or "not given")
+    licences = ledger.get("licences") or ()
+    verdict: Mapping[str, Any] = next((one for one in licences if one["source"] == name), {})
+    terms = {
+        field: str(verdict.get(field) or made.config.get(field) or "not given")
         for field in ("licence", "prompts_by", "answers_by")
-    )
+    }
     return Source(
         name=name,
-        licence=licence,
         sha256=made.identity,
         url=made.url,
-        prompts_by=prompts_by,
-        answers_by=answers_by,
         verdict=verdict,
         num_rows=int(account.get("rows_in", 0)),
         num_kept=int(account.get("rows_out", 0)),
         dropped=account.get("dropped") or {},
+        **terms,
     )
 
 

@@ -24,7 +24,6 @@ from eyas.shards.codecs import (
     Tables,
     calibrate,
     codec_of,
-    needs_tables,
     pack,
     unpack,
 )
@@ -132,7 +131,7 @@ def test_what_is_no_number_is_kept_for_those_who_look_for_it(codec: str, dtype: 
     """
     layers = residual_streams(50, dtype=getattr(torch, dtype))
     kept = torch.ones(50, dtype=torch.bool)
-    tables = calibrate(codec, [(layers, kept)]) if needs_tables(codec) else None
+    tables = calibrate(codec, [(layers, kept)]) if codec in WITHIN else None
     layers[0][7, 3], layers[1][8, 4], layers[3][9, 5] = float("nan"), float("inf"), -float("inf")
     coder = codec_of(meta_of(codec, dtype=dtype), tables)
     read = coder.decode(memoryview(coder.encode(layers, kept)), kept)
@@ -165,7 +164,7 @@ def test_any_rows_any_bits(
                 : rows * 3
             ].view(rows, 3)
         )
-    tables = calibrate(codec, [(layers, kept)]) if needs_tables(codec) else None
+    tables = calibrate(codec, [(layers, kept)]) if codec in WITHIN else None
     coder = codec_of(meta, tables)
     encoded = coder.encode(layers, kept)
     assert len(encoded) % 8 == 0
@@ -181,7 +180,7 @@ def test_the_better_codecs_are_smaller() -> None:
     layers, kept = residual_streams(2000), torch.ones(2000, dtype=torch.bool)
     sizes = {}
     for codec in NAMES:
-        tables = calibrate(codec, [(layers, kept)]) if needs_tables(codec) else None
+        tables = calibrate(codec, [(layers, kept)]) if codec in WITHIN else None
         sizes[codec] = len(codec_of(meta_of(codec), tables).encode(layers, kept)) / (
             8 * SIZE * 2000
         )

@@ -118,52 +118,50 @@ def test_measure_leaves_out_what_takes_too_long():
     assert clock.now < 12
 
 
-def test_table_is_kept_and_read_back(tmp_path):
-    assert kept_or_measured(IDENTITY, table, folder=tmp_path)[1] is False
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Where tables are kept."""
+    monkeypatch.setenv("EYAS_CACHE", str(tmp_path))
+    return tmp_path / "costs"
+
+
+def test_table_is_kept_and_read_back(cache):
+    kept_or_measured(IDENTITY, table)
 
     def never() -> CostTable:
         raise AssertionError("measured twice")
 
-    again, kept = kept_or_measured(IDENTITY, never, folder=tmp_path)
-    assert kept
-    assert again.to_json() == table().to_json()
-    assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
+    assert kept_or_measured(IDENTITY, never).to_json() == table().to_json()
+    assert [path.name for path in cache.iterdir()] == [f"{IDENTITY.key}.json"]
 
 
-def test_a_stale_table_is_measured_anew(tmp_path):
-    kept_or_measured(IDENTITY, table, folder=tmp_path)
-    asked = []
-    _, kept = kept_or_measured(
-        IDENTITY,
-        table,
-        lambda old: bool(asked.append(old.target(1)) or old.target(1) > 0.5),
-        tmp_path,
-    )
-    assert (kept, asked) == (False, [1.0])
+def test_a_stale_table_is_measured_anew(cache):
+    kept_or_measured(IDENTITY, table)
+    asked, measured = [], []
+
+    def is_stale(old: CostTable) -> bool:
+        asked.append(old.target(1))
+        return old.target(1) > 0.5
+
+    kept_or_measured(IDENTITY, lambda: measured.append(table()) or measured[0], is_stale)
+    assert (len(measured), asked) == (1, [1.0])
 
 
 @pytest.mark.parametrize(
     "content",
     ["", "{", "[]", "{}", '{"format": 0}', '{"format": 1, "target": {"rows": [1], "ms": [1]}}'],
 )
-def test_a_broken_or_old_file_is_measured_anew(tmp_path, content):
-    path = tmp_path / f"{IDENTITY.key}.json"
+def test_a_broken_or_old_file_is_measured_anew(cache, content):
+    cache.mkdir()
+    path = cache / f"{IDENTITY.key}.json"
     path.write_text(content)
-    measured, kept = kept_or_measured(IDENTITY, table, folder=tmp_path)
-    assert not kept
-    assert measured.target(1) == 1.0
+    assert kept_or_measured(IDENTITY, table).target(1) == 1.0
     assert json.loads(path.read_text())["identity"]["device"] == "cpu of a kind"
 
 
-def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
-    (tmp_path / "file").write_text("")
-    assert kept_or_measured(IDENTITY, table, folder=tmp_path / "file")[1] is False
-
-
-def test_cache_folder_follows_the_environment(tmp_path, monkeypatch):
-    monkeypatch.setenv("EYAS_CACHE", str(tmp_path))
-    kept_or_measured(IDENTITY, table)
-    assert (tmp_path / "costs" / f"{IDENTITY.key}.json").is_file()
+def test_a_folder_that_cannot_be_written_is_no_error(cache):
+    cache.write_text("")
+    assert kept_or_measured(IDENTITY, table).target(1) == 1.0
 
 
 def test_every_field_of_the_identity_counts():

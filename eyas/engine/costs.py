@@ -16,13 +16,11 @@ import json
 import math
 import os
 import platform
-import tempfile
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,7 @@ from eyas.artifact import cache_folder
 from eyas.engine.draft import Draft
 from eyas.engine.tree import Speculation
 from eyas.model.native import one_torch_thread
-from eyas.model.rows import FeatureCache, PagedCache, Roots, Rows, rows_of, slots_of
+from eyas.model.rows import FeatureCache, PagedCache, Roots, RowArrays, rows_of, slots_of
 from eyas.model.target import Target
 
 # A draft that lacks at most so many entries makes them in one call with the root's; of more, all
@@ -63,10 +61,9 @@ class Curve:
         """rows ascending, at least two; ms of any order: noise that makes more rows cheaper is
         smoothed away.
         """
-        if len(rows) != len(ms) or len(rows) < 2 or any(a >= b for a, b in pairwise(rows)):
-            raise ValueError("a curve needs two points or more, of ascending rows")
-        if not all(math.isfinite(value) and value >= 0 for value in ms):
-            raise ValueError("a curve needs finite costs")
+        is_ascending = len(rows) == len(ms) > 1 and all(a < b for a, b in pairwise(rows))
+        if not (is_ascending and all(math.isfinite(value) and value >= 0 for value in ms)):
+            raise ValueError("a curve needs two points or more, of ascending rows and finite costs")
         self.rows, self.ms = [int(row) for row in rows], monotone(ms)
         # over the last three points: two are within noise of each other
         behind = max(0, len(rows) - 3)
@@ -202,40 +199,32 @@ def measure(
                     # its weights are in the caches then, as they are from round to round
                     work(rows)
                 times.append(timed(work, rows))
-    measured = list(points[: len(samples)])
-    return CostTable(
-        *(
-            Curve(measured, [sorted(point[place])[1] for point in samples])
-            for place in range(len(works))
-        )
-    )
+    seconds = [[sorted(times)[1] for times in point] for point in samples]
+    return CostTable(*(Curve(points[: len(samples)], ms) for ms in zip(*seconds, strict=True)))
 
 
 def kept_or_measured(
     identity: CostIdentity,
     measure_now: Callable[[], CostTable],
     is_stale: Callable[[CostTable], bool] = lambda table: False,
-    folder: Path | None = None,
-) -> tuple[CostTable, bool]:
-    """The table kept for this identity and True, or one measured now, kept, and False.
+) -> CostTable:
+    """The table kept for this identity, or one measured now, and kept.
 
     A file that cannot be read or is of an older form is as good as none, and so is one that
     `is_stale`. A folder that cannot be written costs the next start two seconds, no more.
     """
-    path = (folder or cache_folder("costs")) / f"{identity.key}.json"
+    path = cache_folder("costs") / f"{identity.key}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):
         kept = CostTable.from_json(json.loads(path.read_text(encoding="utf-8")))
         if not is_stale(kept):
-            return kept, True
+            return kept
     table = measure_now()
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8"
-        ) as part:
-            json.dump({"identity": asdict(identity)} | table.to_json(), part)
-        os.replace(part.name, path)
-    return table, False
+        part = path.with_suffix(f".part-{os.getpid()}")
+        part.write_text(json.dumps({"identity": asdict(identity)} | table.to_json()))
+        part.replace(path)
+    return table
 
 
 def round_costs(work: RoundWork) -> CostTable:
@@ -245,7 +234,7 @@ def round_costs(work: RoundWork) -> CostTable:
     target = work.target
     identity = CostIdentity(
         target=target.fingerprint,
-        head=work.draft.shape_key,
+        head=work.draft.config.model_dump_json(),
         dtype=str(target.dtype),
         device=device_name(target.device),
         threads=torch.get_num_threads(),
@@ -253,10 +242,9 @@ def round_costs(work: RoundWork) -> CostTable:
         native=target.is_native,
     )
     with torch.inference_mode(), one_torch_thread(target.is_native):
-        table, _ = kept_or_measured(
+        return kept_or_measured(
             identity, work.measured, lambda kept: kept.target(1) > STALE * work.fastest_ms()
         )
-    return table
 
 
 def device_name(device: str) -> str:
@@ -290,6 +278,7 @@ class RoundWork:
         self._num_slots = self._cache.num_pages * self._cache.page_size
         self._length = max(2, min(TYPICAL_LENGTH, self._num_slots // 2))
         self._table = np.arange(self._cache.num_pages, dtype=np.int32)[None]
+        self._roots: dict[int, tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def measured(self) -> CostTable:
         table = measure((self.forward, self.decode, self.steps, self.extend, self.enter), POINTS)
@@ -297,7 +286,13 @@ class RoundWork:
         return replace(table, step=one)
 
     def forward(self, M: int) -> None:
-        self.target.forward(self._rows(M), self._cache, self.draft.config.taps).best.tolist()
+        column = self._length + np.arange(M, dtype=np.int64) % (self._num_slots - self._length)
+        nothing, prefix = np.zeros(M, dtype=np.int64), np.full(M, self._length, dtype=np.int64)
+        self._forward((nothing, nothing, prefix, column, prefix, nothing), self._table)
+
+    def _forward(self, arrays: RowArrays, pages: np.ndarray) -> None:
+        rows = rows_of(arrays, pages, self.target.device)
+        self.target.forward(rows, self._cache, self.draft.config.taps).best.tolist()
 
     def decode(self, B: int) -> None:
         """Requests beyond those that the cache has room for read the pages of others."""
@@ -306,20 +301,14 @@ class RoundWork:
         starts = np.arange(B) * own % (self._table.shape[1] - own + 1)
         pages = (starts[:, None] + np.arange(own)).astype(np.int32)
         column = np.full(B, min(self._length, own * size - 1))
-        slot = slots_of(pages, np.arange(B), column, size)
-        arrays = (
-            np.zeros(B, dtype=np.int64),
-            np.arange(B),
-            column,
-            slot,
-            column + 1,
-            np.zeros(B, dtype=np.int64),
-        )
-        rows = rows_of(arrays, pages, self.target.device)
-        self.target.forward(rows, self._cache, self.draft.config.taps).best.tolist()
+        slot, nothing = slots_of(pages, np.arange(B), column, size), np.zeros(B, dtype=np.int64)
+        self._forward((nothing, np.arange(B), column, slot, column + 1, nothing), pages)
 
     def extend(self, M: int) -> None:
-        h = self.draft.catch_up(self._entries(M), self._draft_cache, self._features)
+        """One entry of each of M requests."""
+        last = min(self._length, self._num_slots - 1)
+        roots = Roots([last] * M, [last] * M, [0] * M, np.repeat(self._table, M, axis=0))
+        h = self.draft.catch_up(roots, self._draft_cache, self._features)
         self.draft.proposals(h[-1:], self._topk)[0].tolist()
 
     def enter(self, M: int) -> None:
@@ -330,29 +319,19 @@ class RoundWork:
             Roots([last], [last - M + 1], [0] * M, self._table), self._draft_cache, self._features
         )
 
-    def _entries(self, M: int) -> Roots:
-        """One of each of M requests."""
-        last = min(self._length, self._num_slots - 1)
-        return Roots([last] * M, [last] * M, [0] * M, np.repeat(self._table, M, axis=0))
-
     def steps(self, R: int) -> None:
         """NUM_LEVELS levels of trees: R rows each, k of them to a request."""
         k = self._topk
         B = max(1, R // k)
-        h, first, tables = self._roots(B, k)
+        if B not in self._roots:  # what the trees grow from; not part of what is timed
+            h = torch.zeros(
+                B, self.draft.config.hidden_size, dtype=self.target.dtype, device=self.target.device
+            )
+            self._roots[B] = h, self.draft.proposals(h, k)
+        h, first = self._roots[B]
         lens = [min(self._length, self._num_slots - NUM_LEVELS * k - 2)] * B
-        tree = Speculation("fixed", 1 + NUM_LEVELS, k)
+        tables, tree = np.repeat(self._table, B, axis=0), Speculation("fixed", 1 + NUM_LEVELS, k)
         self.draft.propose(lens, h, first, tables, self._draft_cache, tree, [0.0] * NUM_LEVELS)
-
-    @cache  # noqa: B019  (lives as long as the measurement)
-    def _roots(
-        self, B: int, k: int
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], np.ndarray]:
-        """What B trees grow from: outputs, first candidates and page tables."""
-        h = torch.zeros(
-            B, self.draft.config.hidden_size, dtype=self.target.dtype, device=self.target.device
-        )
-        return h, self.draft.proposals(h, k), np.repeat(self._table, B, axis=0)
 
     def fastest_ms(self) -> float:
         """The fastest of a few forwards of one row."""
@@ -362,9 +341,3 @@ class RoundWork:
             self.forward(1)
             times.append((time.perf_counter() - started) * 1e3)
         return min(times)
-
-    def _rows(self, M: int) -> Rows:
-        column = self._length + np.arange(M, dtype=np.int64) % (self._num_slots - self._length)
-        nothing, prefix = np.zeros(M, dtype=np.int64), np.full(M, self._length, dtype=np.int64)
-        arrays = nothing, nothing, prefix, column, prefix, nothing
-        return rows_of(arrays, self._table, self.target.device)

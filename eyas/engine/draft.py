@@ -17,6 +17,7 @@ P pages.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 import torch
@@ -39,8 +40,6 @@ from eyas.model.rows import (
 )
 from eyas.model.target import PAGE_SIZE, Target
 
-NOT_TENSORS_OF_THE_LAYER = ("d2t", "t2d")
-
 
 def to_device(array: np.ndarray, device: str) -> torch.Tensor:
     """An array on the device; the host does not wait for the copy."""
@@ -52,16 +51,14 @@ class DraftLayers:
     """The head in PyTorch operators."""
 
     def __init__(
-        self,
-        config: HeadConfig,
-        tensors: dict[str, torch.Tensor],
-        target: Target,
-        dtype: torch.dtype,
+        self, config: HeadConfig, tensors: dict[str, torch.Tensor], target: Target
     ) -> None:
+        """tensors of the target's dtype and device."""
+        prefix = "midlayer."
         layer = {
-            name.removeprefix("midlayer."): tensor
+            name.removeprefix(prefix): tensor
             for name, tensor in tensors.items()
-            if name.startswith("midlayer.")
+            if name.startswith(prefix)
         }
         self._config, self._eps = config, config.rms_norm_eps
         self._embed_tokens = tensors.get("embed_tokens.weight", target.embed_tokens)
@@ -69,27 +66,22 @@ class DraftLayers:
             layer["input_layernorm.weight"],
             layer["hidden_norm.weight"],
         )
-        self._block = Block(config, layer, 0)
-        self._fc, self._lm_head = (
-            Linear(tensors["fc.weight"]),
-            Linear(tensors.get("lm_head.weight", target.lm_head)),
-        )
-        self._norm = tensors["norm.weight"]
-        self._feature_norm = tensors.get("input_norm.weight")
-        self._feature_norms = (
-            [tensors[f"fc_norm.{stream}.weight"] for stream in range(3)] if config.fc_norm else None
-        )
-        self._rope = Rope(config, target.config.max_position_embeddings + 64, dtype, target.device)
+        self._block, self._fc = Block(config, layer, 0), Linear(tensors["fc.weight"])
+        self._lm_head = Linear(tensors.get("lm_head.weight", target.lm_head))
+        self._norm, self._tensors = tensors["norm.weight"], tensors
+        length = target.config.max_position_embeddings + 64
+        self._rope = Rope(config, length, target.dtype, target.device)
 
     def fuse(self, aux_hidden: torch.Tensor) -> torch.Tensor:
         """Target features [M, 3 * Ht] -> [M, H]."""
-        if self._feature_norms is not None:
-            streams = zip(aux_hidden.chunk(3, dim=-1), self._feature_norms, strict=True)
-            aux_hidden = torch.cat(
-                [rms_norm(stream, weight, self._eps) for stream, weight in streams], dim=-1
-            )
-        if self._config.norm_before_fc and self._feature_norm is not None:
-            aux_hidden = rms_norm(aux_hidden, self._feature_norm, self._eps)
+        if self._config.fc_norm:
+            streams = [
+                rms_norm(stream, self._tensors[f"fc_norm.{number}.weight"], self._eps)
+                for number, stream in enumerate(aux_hidden.chunk(3, dim=-1))
+            ]
+            aux_hidden = torch.cat(streams, dim=-1)
+        if self._config.norm_before_fc:
+            aux_hidden = rms_norm(aux_hidden, self._tensors["input_norm.weight"], self._eps)
         return self._fc(aux_hidden)
 
     def step(self, rows: Rows, h: torch.Tensor, cache: PagedCache) -> torch.Tensor:
@@ -133,25 +125,20 @@ class Draft:
         cast = {
             name: tensor.to(target.device, target.dtype)
             for name, tensor in tensors.items()
-            if name not in NOT_TENSORS_OF_THE_LAYER
+            if name not in ("d2t", "t2d")
         }
         d2t_offset = tensors["d2t"].cpu()
         self._native: NativeDraft | None = None
         if target.is_native:
-            embed_tokens = cast.get("embed_tokens.weight", target.embed_tokens)
+            own = {**cast, "d2t": d2t_offset}
             self._native = NativeDraft(
-                config, {**cast, "d2t": d2t_offset}, embed_tokens, target.lm_head, target.dtype
+                config, own, target.embed_tokens, target.lm_head, target.dtype
             )
         else:
-            self._layers = DraftLayers(config, cast, target, target.dtype)
+            self._layers = DraftLayers(config, cast, target)
             self._target_ids_W = (torch.arange(config.draft_vocab_size) + d2t_offset).to(
                 target.device
             )
-
-    @property
-    def shape_key(self) -> str:
-        """All that the cost of its work depends on."""
-        return self.config.model_dump_json()
 
     def new_cache(self, num_pages: int, page_size: int = PAGE_SIZE) -> PagedCache:
         heads = (self.config.num_key_value_heads, self.config.head_dim)
@@ -199,22 +186,14 @@ class Draft:
         self, roots: Roots, cache: PagedCache, features: FeatureCache
     ) -> tuple[Rows, torch.Tensor]:
         """Columns starts[b] .. lens[b] as rows, and the features [M, 3 * Ht] before each."""
-        size, counts = cache.page_size, np.array(roots.lens) + 1 - np.array(roots.starts)
-        ends = counts.cumsum()
-        tokens = [
-            roots.tokens[end - count : end]
-            for count, end in zip(counts.tolist(), ends.tolist(), strict=True)
-        ]
-        rows = prompt_rows(
-            tokens, roots.starts, roots.page_table, size, self.device, first_column=1
-        )
-        before = np.concatenate(
-            [
-                np.arange(start - 1, last)
-                for start, last in zip(roots.starts, roots.lens, strict=True)
-            ]
-        )
-        slots = slots_of(roots.page_table, np.repeat(np.arange(len(counts)), counts), before, size)
+        size, table = cache.page_size, roots.page_table
+        tokens = iter(roots.tokens)
+        spans = [range(start, end + 1) for start, end in zip(roots.starts, roots.lens, strict=True)]
+        by_request = [list(islice(tokens, len(span))) for span in spans]
+        rows = prompt_rows(by_request, roots.starts, table, size, self.device, first_column=1)
+        request = np.repeat(np.arange(len(spans)), list(map(len, spans)))
+        before = np.concatenate([np.arange(span.start, span.stop) for span in spans]) - 1
+        slots = slots_of(table, request, before, size)
         return rows, features.read(to_device(slots, self.device))
 
     def grow(
@@ -260,7 +239,8 @@ class Draft:
         starts = np.asarray(lens, dtype=np.int64)
         h = h_BH.repeat_interleave(k, 0)
         for level in range(K - 1):
-            if tree.best_path_probability() < thresholds[level]:
+            # the sum over requests of the probability of the best path in the frontier
+            if float(np.exp(tree.frontier()[1].max(axis=1)).sum()) < thresholds[level]:
                 break
             rows = tree.rows(level, starts, page_table, cache.page_size, self.device)
             h = self.step(rows, h, cache)
@@ -282,10 +262,10 @@ class _TreeGrowth:
         self._seen_Bk = np.zeros((B, self._k), dtype=np.int64)
         self._requests = np.arange(B)[:, None]
 
-    def best_path_probability(self) -> float:
-        """Sum over requests of the probability of the best path in the frontier."""
-        scores = np.concatenate(self._scores, axis=1)[self._requests, self._frontier_Bk]
-        return float(np.exp(scores.max(axis=1)).sum())
+    def frontier(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and scores of the frontier [B, k]."""
+        at = self._requests, self._frontier_Bk
+        return np.concatenate(self._tokens, axis=1)[at], np.concatenate(self._scores, axis=1)[at]
 
     def rows(
         self, level: int, starts_B: np.ndarray, page_table: np.ndarray, page_size: int, device: str
@@ -296,13 +276,11 @@ class _TreeGrowth:
         self._seen_Bk = self._seen_Bk | np.left_shift(np.int64(1), place)
         column = (starts_B[:, None] + 1 + place).ravel()
         request = np.repeat(np.arange(B), k)
-        tokens = np.concatenate(self._tokens, axis=1)[self._requests, self._frontier_Bk].ravel()
-        slot = slots_of(page_table, request, column, page_size)
         arrays = (
-            tokens,
+            self.frontier()[0].ravel(),
             request,
             np.repeat(starts_B + level, k),
-            slot,
+            slots_of(page_table, request, column, page_size),
             np.repeat(starts_B + 1, k),
             self._seen_Bk.ravel(),
         )
@@ -316,25 +294,21 @@ class _TreeGrowth:
         """
         B, k = self._frontier_Bk.shape
         start = sum(level.shape[1] for level in self._tokens)
-        above_Bk = np.concatenate(self._scores, axis=1)[self._requests, self._frontier_Bk]
-        scores = (
-            (above_Bk[:, :, None] + log_probs.reshape(B, k, k)).reshape(B, k * k).astype(np.float32)
-        )
+        above_Bk = self.frontier()[1]
+        scores = (above_Bk[:, :, None] + log_probs.reshape(B, k, k)).reshape(B, k * k)
         self._tokens.append(ids.reshape(B, k * k).astype(np.int64))
-        self._scores.append(scores)
+        self._scores.append(scores.astype(np.float32))
         self._parents.append(np.repeat(self._frontier_Bk, k, axis=1).astype(np.int32))
-        best_Bk = np.sort(np.argsort(-scores, axis=1, kind="stable")[:, :k], axis=1)
+        best_Bk = np.sort(np.argsort(-self._scores[-1], axis=1, kind="stable")[:, :k], axis=1)
         self._frontier_Bk = start + best_Bk
         self._seen_Bk = self._seen_Bk[self._requests, best_Bk // k]
         parents: np.ndarray = (self._requests * k + best_Bk // k).ravel()
         return parents
 
     def proposals(self) -> Proposals:
-        depths = [
-            np.full(level.shape[1], depth, dtype=np.int32)
-            for depth, level in enumerate(self._tokens, start=1)
-        ]
+        sizes = [level.shape[1] for level in self._tokens]
+        depths = np.repeat(np.arange(1, len(sizes) + 1, dtype=np.int32), sizes)
         tokens, scores, parents = (
             np.concatenate(one, axis=1) for one in (self._tokens, self._scores, self._parents)
         )
-        return Proposals(tokens, scores, parents, np.concatenate(depths))
+        return Proposals(tokens, scores, parents, depths)

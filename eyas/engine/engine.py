@@ -327,13 +327,13 @@ class Engine:
                 "stop strings and grammars need a tokenizer",
                 "give the engine the target's tokenizer",
             )
-        grammar = self._grammars.compile(params) if self._grammars is not None else None
+
         sampler = Sampler(
             params,
             request.prompt_ids,
             self.target.config.vocab_size,
             self._end_tokens,
-            grammar.matcher() if grammar is not None else None,
+            self._grammars.matcher(params) if self._grammars is not None else None,
             index,
         )
         stops = StopChecker(params.stop, self._decode) if params.stop else None

@@ -35,13 +35,16 @@ class Grammars:
         self._end_tokens = sorted(token for token in end_tokens if token < vocab_size)
         self._cached = lru_cache(maxsize=_CACHED_GRAMMARS)(self._compile)
 
-    def compile(self, params: SamplingParams) -> Grammar | None:
-        """The grammar that the params ask for, if any. Raises InputError for one that cannot be
-        honoured.
+    def matcher(self, params: SamplingParams) -> GrammarMatcher | None:
+        """A matcher at the start of the grammar that the params ask for, if any. Raises InputError for
+        one that cannot be honoured.
         """
-        return self._cached(params.json_schema, params.regex) if params.has_grammar else None
+        if not params.has_grammar:
+            return None
+        start = self._cached(params.json_schema, params.regex)
+        return GrammarMatcher(start.deep_copy(), self._vocab_size, self._end_tokens)
 
-    def _compile(self, json_schema: str | None, regex: str | None) -> Grammar:
+    def _compile(self, json_schema: str | None, regex: str | None) -> LLMatcher:
         if not self._end_tokens:
             raise InputError(
                 "the target names no end token",
@@ -53,20 +56,26 @@ class Grammars:
             raise InputError(
                 f"the {name} has {len(source)} characters", f"give {_MAX_SOURCE_LENGTH} or fewer"
             )
-        text = (
-            LLMatcher.grammar_from_regex(source)
-            if regex is not None
-            else _grammar_of_schema(source)
-        )
+        if regex is not None:
+            text = LLMatcher.grammar_from_regex(regex)
+        else:
+            try:
+                text = LLMatcher.grammar_from_json_schema(
+                    source, defaults={"whitespace_pattern": _BLANKS}
+                )
+            except ValueError as error:
+                raise InputError(
+                    f"the json_schema cannot be read: {error}",
+                    "give a JSON schema, an object, as a string of JSON",
+                ) from error
         start = LLMatcher(self._tokenizer, text, log_level=0)
         start.compute_bitmask()  # finds what is too large to be followed
         if start.is_error():
-            hint = (
-                "leave out what is not supported; regular expressions are Rust's, without "
-                "look-around"
+            raise InputError(
+                f"the {name} cannot be followed: {_reason(start)}",
+                "leave out what is not supported; regular expressions are Rust's, without look-around",
             )
-            raise InputError(f"the {name} cannot be followed: {_reason(start)}", hint)
-        return Grammar(start, self._vocab_size, self._end_tokens)
+        return start
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
@@ -76,17 +85,6 @@ class Grammars:
         return LLTokenizer(
             tokenizer.backend_tokenizer.to_str(), n_vocab=size, eos_token=self._end_tokens
         )
-
-
-class Grammar:
-    """A compiled grammar; each answer takes a matcher of its own."""
-
-    def __init__(self, start: LLMatcher, vocab_size: int, end_tokens: list[int]) -> None:
-        self._start, self._vocab_size, self._end_tokens = start, vocab_size, end_tokens
-
-    def matcher(self) -> GrammarMatcher:
-        """A matcher at the grammar's start."""
-        return GrammarMatcher(self._start.deep_copy(), self._vocab_size, self._end_tokens)
 
 
 class GrammarMatcher:
@@ -121,18 +119,6 @@ class GrammarMatcher:
             self.is_over = True
         elif not self.is_over:
             self._matcher.consume_token(token)
-
-
-def _grammar_of_schema(schema: str) -> str:
-    try:
-        return str(
-            LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _BLANKS})
-        )
-    except ValueError as error:
-        raise InputError(
-            f"the json_schema cannot be read: {error}",
-            "give a JSON schema, an object, as a string of JSON",
-        ) from error
 
 
 def _reason(matcher: LLMatcher) -> str:

@@ -18,6 +18,21 @@ MAX_STOP_LENGTH = 1024  # characters
 MAX_LOGPROBS = 20
 MIN_TEMPERATURE = 1e-5  # below it, but above 0, greedy is meant
 
+# of a setting: the least, the most, and what to give
+_RANGES: Mapping[str, tuple[float, float, str]] = {
+    "temperature": (0, 100, "a number from 0 (greedy) to 100"),
+    "top_k": (0, math.inf, "0 (off) or a positive number"),
+    "top_p": (0, 1, "a number above 0, up to 1"),
+    "min_p": (0, 1, "a number from 0 (off) to 1"),
+    "seed": (-(2**63), 2**63 - 1, "a whole number of 64 bits, with its sign"),
+    "repetition_penalty": (0.01, 100, "a number from 0.01 to 100; 1 is off"),
+    "frequency_penalty": (-2, 2, "a number from -2 to 2; 0 is off"),
+    "presence_penalty": (-2, 2, "a number from -2 to 2; 0 is off"),
+    "max_tokens": (1, math.inf, "1 or more"),
+    "n": (1, MAX_SAMPLES, f"a number from 1 to {MAX_SAMPLES}"),
+    "logprobs": (0, MAX_LOGPROBS, f"a number from 0 to {MAX_LOGPROBS}, or none"),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -51,10 +66,67 @@ class SamplingParams:
     regex: str | None = None
 
     def __post_init__(self) -> None:
-        self._check_distribution()
-        self._check_penalties()
-        self._check_ends()
-        self._check_output()
+        for name, (least, most, hint) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise InputError(f"{name} {value} is out of range", f"give {hint}")
+        token = next((token for token in self.logit_bias if token < 0), None)
+        bias = next((one for one in self.logit_bias.items() if not -100 <= one[1] <= 100), None)
+        for is_wrong, what, hint in (
+            (
+                0 < self.temperature < MIN_TEMPERATURE,
+                f"temperature {self.temperature} is nearly 0",
+                f"give 0 (greedy) or {MIN_TEMPERATURE} or more",
+            ),
+            (
+                self.top_p == 0,
+                f"top_p {self.top_p} is out of range",
+                f"give {_RANGES['top_p'][2]}",
+            ),
+            (
+                token is not None,
+                f"logit_bias names token {token}",
+                "give token ids of the target, 0 or more",
+            ),
+            (
+                bias is not None,
+                "logit_bias of token {} is {}".format(*(bias or (0, 0))),
+                "give numbers from -100 to 100",
+            ),
+            (
+                not 0 <= self.min_tokens <= self.max_tokens,
+                f"min_tokens {self.min_tokens} is out of range",
+                f"give a number from 0 to max_tokens, {self.max_tokens}",
+            ),
+            (
+                len(self.stop) > MAX_STOPS,
+                f"{len(self.stop)} stop strings are too many",
+                f"give {MAX_STOPS} or fewer",
+            ),
+            (
+                not all(0 < len(stop) <= MAX_STOP_LENGTH for stop in self.stop),
+                "a stop string is empty or too long",
+                f"give 1 to {MAX_STOP_LENGTH} characters each",
+            ),
+            (
+                len(self.stop_token_ids) > MAX_STOPS or min(self.stop_token_ids, default=0) < 0,
+                f"stop_token_ids {self.stop_token_ids} are not usable",
+                f"give {MAX_STOPS} or fewer, 0 or more each",
+            ),
+            (
+                self.json_schema is not None and self.regex is not None,
+                "json_schema and regex are both given",
+                "give one of them",
+            ),
+            (
+                self.has_grammar and (self.ignore_eos or self.min_tokens > 0),
+                "ignore_eos and min_tokens ask for tokens where a json_schema or a regex may allow "
+                "none",
+                "leave them out, or the json_schema or regex",
+            ),
+        ):
+            if is_wrong:
+                raise InputError(what, hint)
 
     @property
     def has_grammar(self) -> bool:
@@ -77,97 +149,6 @@ class SamplingParams:
                     f"{name} names token {wrong}, the target has {vocab_size}",
                     "use the target's own tokenizer",
                 )
-
-    def _check_distribution(self) -> None:
-        if not (math.isfinite(self.temperature) and 0 <= self.temperature <= 100):
-            raise InputError(
-                f"temperature {self.temperature} is out of range",
-                "give a number from 0 (greedy) to 100",
-            )
-        if 0 < self.temperature < MIN_TEMPERATURE:
-            raise InputError(
-                f"temperature {self.temperature} is nearly 0",
-                f"give 0 (greedy) or {MIN_TEMPERATURE} or more",
-            )
-        if self.top_k < 0:
-            raise InputError(
-                f"top_k {self.top_k} is out of range", "give 0 (off) or a positive number"
-            )
-        if not 0 < self.top_p <= 1:
-            raise InputError(
-                f"top_p {self.top_p} is out of range", "give a number above 0, up to 1"
-            )
-        if not 0 <= self.min_p <= 1:
-            raise InputError(
-                f"min_p {self.min_p} is out of range", "give a number from 0 (off) to 1"
-            )
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise InputError(
-                f"seed {self.seed} is out of range", "give a whole number of 64 bits, with its sign"
-            )
-
-    def _check_penalties(self) -> None:
-        if not 0.01 <= self.repetition_penalty <= 100:
-            raise InputError(
-                f"repetition_penalty {self.repetition_penalty} is out of range",
-                "give a number from 0.01 to 100; 1 is off",
-            )
-        for name in ("frequency_penalty", "presence_penalty"):
-            if not -2 <= getattr(self, name) <= 2:
-                raise InputError(
-                    f"{name} {getattr(self, name)} is out of range",
-                    "give a number from -2 to 2; 0 is off",
-                )
-        for token, bias in self.logit_bias.items():
-            if token < 0:
-                raise InputError(
-                    f"logit_bias names token {token}", "give token ids of the target, 0 or more"
-                )
-            if not -100 <= bias <= 100:
-                raise InputError(
-                    f"logit_bias of token {token} is {bias}", "give numbers from -100 to 100"
-                )
-
-    def _check_ends(self) -> None:
-        if self.max_tokens < 1:
-            raise InputError(f"max_tokens {self.max_tokens} is out of range", "give 1 or more")
-        if not 0 <= self.min_tokens <= self.max_tokens:
-            raise InputError(
-                f"min_tokens {self.min_tokens} is out of range",
-                f"give a number from 0 to max_tokens, {self.max_tokens}",
-            )
-        if len(self.stop) > MAX_STOPS:
-            raise InputError(
-                f"{len(self.stop)} stop strings are too many", f"give {MAX_STOPS} or fewer"
-            )
-        if not all(0 < len(stop) <= MAX_STOP_LENGTH for stop in self.stop):
-            raise InputError(
-                "a stop string is empty or too long", f"give 1 to {MAX_STOP_LENGTH} characters each"
-            )
-        if len(self.stop_token_ids) > MAX_STOPS or any(token < 0 for token in self.stop_token_ids):
-            raise InputError(
-                f"stop_token_ids {self.stop_token_ids} are not usable",
-                f"give {MAX_STOPS} or fewer, 0 or more each",
-            )
-
-    def _check_output(self) -> None:
-        if not 1 <= self.n <= MAX_SAMPLES:
-            raise InputError(
-                f"n {self.n} is out of range", f"give a number from 1 to {MAX_SAMPLES}"
-            )
-        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise InputError(
-                f"logprobs {self.logprobs} is out of range",
-                f"give a number from 0 to {MAX_LOGPROBS}, or none",
-            )
-        if self.json_schema is not None and self.regex is not None:
-            raise InputError("json_schema and regex are both given", "give one of them")
-        if self.has_grammar and (self.ignore_eos or self.min_tokens):
-            raise InputError(
-                "ignore_eos and min_tokens ask for tokens where a json_schema or a regex may allow "
-                "none",
-                "leave them out, or the json_schema or regex",
-            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, cast
 
 import numpy as np
 
@@ -49,19 +49,14 @@ class Speculation:
     num_verify_tokens: int = 12
 
     def __post_init__(self) -> None:
-        hint = (
-            "for example fixed(6,3,12): draft steps, branches a step, tokens that the target "
-            "judges, root included"
-        )
-        for name, least, most in (
-            ("num_draft_steps", 1, 16),
-            ("tree_topk", 1, 16),
-            ("num_verify_tokens", 2, MAX_NODES + 1),
-        ):
+        limits = {"num_draft_steps": (1, 16), "tree_topk": (1, 16)}
+        limits["num_verify_tokens"] = (2, MAX_NODES + 1)
+        for name, (least, most) in limits.items():
             if not least <= getattr(self, name) <= most:
                 raise ConfigError(
                     f"speculation: {name} is {getattr(self, name)}, not between {least} and {most}",
-                    hint,
+                    "for example fixed(6,3,12): draft steps, branches a step, tokens that the target "
+                    "judges, root included",
                 )
         if self.num_columns > MAX_NODES + 1:
             raise ConfigError(
@@ -74,16 +69,16 @@ class Speculation:
         """`off`, `auto`, `fixed`, or one of the last two with sizes: `fixed(6,3,12)`. Without sizes
         they are the defaults. Raises ConfigError.
         """
-        match = re.fullmatch(
-            r"\s*(off|fixed|auto)\s*(?:\(\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*\))?\s*", text
-        )
-        mode: Mode | None = next((one for one in get_args(Mode) if match and match[1] == one), None)
-        if match is None or mode is None or (mode == "off" and match[2]):
+        number = r"\s*(\d+)\s*"
+        sizes = rf"\({number},{number},{number}\)"
+        match = re.fullmatch(rf"\s*(?:(off)|(fixed|auto)\s*(?:{sizes})?)\s*", text)
+        if match is None:
             raise ConfigError(
                 f"speculation is {text!r}",
                 "write off, auto, fixed or fixed(6,3,12): draft steps, branches, tokens judged",
             )
-        return cls(mode, int(match[2]), int(match[3]), int(match[4])) if match[2] else cls(mode)
+        mode = cast(Mode, match[1] or match[2])
+        return cls(mode, *map(int, match.groups()[2:])) if match[3] else cls(mode)
 
     @property
     def num_columns(self) -> int:
@@ -162,14 +157,12 @@ def choose_natively(
 ) -> NodeChoice:
     """`choose` in the native library, for the few candidates of a round. path_probs contiguous."""
     B, C = path_probs.shape
-    kept, expected = np.empty((B, C), dtype=bool), np.empty(2)
-    sizes = (ctypes.c_int64 * 5)(B, C, len(ms_of_nodes) - 1, max_nodes, num_tokens)
-    arrays = pointers(
-        path_probs, np.ascontiguousarray(ms_of_nodes), kept, expected[:1], expected[1:]
-    )
+    costs, kept = np.ascontiguousarray(ms_of_nodes), np.empty((B, C), dtype=bool)
+    expected = np.empty(2)
+    sizes = (ctypes.c_int64 * 5)(B, C, len(costs) - 1, max_nodes, num_tokens)
+    arrays = pointers(path_probs, costs, kept, expected[:1], expected[1:])
     num_nodes: int = library().eyas_choose(sizes, fixed_ms, rate, arrays)
-    tokens, ms = expected.tolist()
-    return NodeChoice(kept, num_nodes, tokens, ms)
+    return NodeChoice(kept, num_nodes, *expected.tolist())
 
 
 def most_probable(scores: np.ndarray, num_nodes: int) -> np.ndarray:
@@ -248,11 +241,8 @@ def drafted_tree(
     """The update's form of request b's candidates `kept_C`, bool [C]: which became tokens."""
     kept = kept_C.nonzero()[0].tolist()
     tree, scores = tree_of(-1, proposals, b, kept), [0.0, *proposals.scores[b, kept].tolist()]
-    parents = tree.parents[1:]
-    children = {
-        (parent, token): node
-        for node, (parent, token) in enumerate(zip(parents, tree.tokens[1:], strict=True), 1)
-    }
+    tokens, parents = tree.tokens[1:], tree.parents[1:]
+    children = {pair: node for node, pair in enumerate(zip(parents, tokens, strict=True), 1)}
     accepted, node = [], 0
     for token in emitted:
         if (child := children.get((node, token))) is None:
@@ -262,4 +252,4 @@ def drafted_tree(
     probabilities = [
         math.exp(score - scores[parent]) for score, parent in zip(scores[1:], parents, strict=True)
     ]
-    return DraftedTree(tree.tokens[1:], [parent - 1 for parent in parents], probabilities, accepted)
+    return DraftedTree(tokens, [parent - 1 for parent in parents], probabilities, accepted)

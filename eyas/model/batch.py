@@ -7,7 +7,7 @@ Letters: B batch, T longest of the batch, A = 3 * Ht, Ht target hidden size.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -56,21 +56,9 @@ class Batch:
     @classmethod
     def of(cls, samples: Sequence[FeaturesOfOne], device: str = "cpu") -> Batch:
         """Pad and stack, on `device`."""
-
-        def padded(tensors: list[Tensor]) -> Tensor:
-            return pad_sequence(tensors, batch_first=True).to(device)
-
-        return cls(
-            keys=tuple(sample.key for sample in samples),
-            tokens_BT=padded([sample.token_ids.long() for sample in samples]),
-            loss_mask_BT=padded([sample.loss_mask for sample in samples]),
-            aux_hidden_BTA=padded([sample.aux_hidden for sample in samples]),
-            last_hidden_BTH=padded([sample.last_hidden for sample in samples]),
-            starts_BT=pad_sequence(
-                [torch.zeros(len(sample.token_ids), dtype=torch.int64) for sample in samples],
-                True,
-                -1,
-            ).to(device),
+        starts = [0] * len(samples)
+        return cls._joined(
+            samples, starts, lambda one, fill: pad_sequence(one, True, fill).to(device)
         )
 
     @classmethod
@@ -83,24 +71,30 @@ class Batch:
         lengths = [len(sample.token_ids) for sample in samples]
         padding = max(0, num_tokens - sum(lengths))
 
-        def joined(tensors: list[Tensor], fill: int = 0) -> Tensor:
+        def join(tensors: list[Tensor], fill: int) -> Tensor:
             tail = tensors[0].new_full((padding, *tensors[0].shape[1:]), fill)
             return torch.cat([*tensors, tail])[None].to(device)
 
-        starts = accumulate(lengths, initial=0)
+        return cls._joined(samples, [0, *accumulate(lengths[:-1])], join)
+
+    @classmethod
+    def _joined(
+        cls,
+        samples: Sequence[FeaturesOfOne],
+        starts: Sequence[int],
+        join: Callable[[list[Tensor], int], Tensor],
+    ) -> Batch:
+        columns = [
+            torch.full((len(sample.token_ids),), start)
+            for sample, start in zip(samples, starts, strict=True)
+        ]
         return cls(
             keys=tuple(sample.key for sample in samples),
-            tokens_BT=joined([sample.token_ids.long() for sample in samples]),
-            loss_mask_BT=joined([sample.loss_mask for sample in samples]),
-            aux_hidden_BTA=joined([sample.aux_hidden for sample in samples]),
-            last_hidden_BTH=joined([sample.last_hidden for sample in samples]),
-            starts_BT=joined(
-                [
-                    torch.full((length,), start)
-                    for length, start in zip(lengths, starts, strict=False)
-                ],
-                -1,
-            ),
+            tokens_BT=join([sample.token_ids.long() for sample in samples], 0),
+            loss_mask_BT=join([sample.loss_mask for sample in samples], 0),
+            aux_hidden_BTA=join([sample.aux_hidden for sample in samples], 0),
+            last_hidden_BTH=join([sample.last_hidden for sample in samples], 0),
+            starts_BT=join(columns, -1),
         )
 
 

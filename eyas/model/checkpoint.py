@@ -257,13 +257,12 @@ def with_vocabulary_maps(config: HeadConfig, tensors: Mapping[str, Tensor]) -> d
 
 def tensor_faults(config: HeadConfig, tensors: Mapping[str, Tensor]) -> list[MismatchError]:
     """Every tensor that is missing, unknown, of another shape or kind, and maps that are no map."""
-    faults = []
+    faults: list[tuple[str, str]] = []
     if config.owns_embeddings and EMBED_TOKENS not in tensors:
         faults.append(
-            MismatchError(
+            (
                 f"hidden size {config.hidden_size} on a target of {config.target_hidden_size} "
-                "needs embeddings of its own: "
-                f"{EMBED_TOKENS} is missing",
+                f"needs embeddings of its own: {EMBED_TOKENS} is missing",
                 "restore the checkpoint from its source, or train a head of the target's hidden "
                 "size",
             )
@@ -271,42 +270,31 @@ def tensor_faults(config: HeadConfig, tensors: Mapping[str, Tensor]) -> list[Mis
     expected, optional = expected_shapes(config), optional_shapes(config)
     source = "restore the checkpoint from its source, or export the head again"
     missing = expected.keys() - tensors.keys() - optional.keys()
-    faults += [
-        MismatchError(f"the tensor {name} is missing", source)
-        for name in expected
-        if name in missing
-    ]
+    faults += [(f"the tensor {name} is missing", source) for name in expected if name in missing]
     known = expected | optional
     for name, tensor in tensors.items():
         if name in FLAG_OF and name not in known:
-            what = f"the tensor {name} is there although {FLAG_OF[name]} is not set"
-            hint = (
-                f'write "{FLAG_OF[name]}": true if the head was trained with it, or delete the '
-                "tensor"
+            faults.append(
+                (
+                    f"the tensor {name} is there although {FLAG_OF[name]} is not set",
+                    f'write "{FLAG_OF[name]}": true if the head was trained with it, or delete '
+                    "the tensor",
+                )
             )
-            faults.append(MismatchError(what, hint))
         elif name not in known:
             what = f"the tensor {name} is none of an EAGLE-3 head's"
-            faults.append(MismatchError(what, "it belongs to a variant that is not supported"))
+            faults.append((what, "it belongs to a variant that is not supported"))
         elif tuple(tensor.shape) != known[name]:
-            faults.append(
-                MismatchError(
-                    f"{name} has shape {tuple(tensor.shape)}, the config asks for {known[name]}",
-                    source,
-                )
-            )
+            what = f"{name} has shape {tuple(tensor.shape)}, the config asks for {known[name]}"
+            faults.append((what, source))
         elif name not in MAPS and tensor.dtype not in FLOATS:
-            faults.append(
-                MismatchError(
-                    f"{name} is {tensor.dtype}: a plain float is needed",
-                    "give a head that is not quantised",
-                )
-            )
+            what = f"{name} is {tensor.dtype}: a plain float is needed"
+            faults.append((what, "give a head that is not quantised"))
+    found = [MismatchError(what, hint) for what, hint in faults]
     if "d2t" in tensors:
-        faults += map_faults(
-            tensors["d2t"], tensors.get("t2d"), config.vocab_size, config.draft_vocab_size
-        )
-    return faults
+        V, W = config.vocab_size, config.draft_vocab_size
+        found += map_faults(tensors["d2t"], tensors.get("t2d"), V, W)
+    return found
 
 
 def embedding_faults(checkpoint: Checkpoint) -> list[MismatchError]:
@@ -327,76 +315,49 @@ def map_faults(d2t: Tensor, t2d: Tensor | None, V: int, W: int) -> list[Mismatch
     monotone.
     """
     if d2t.shape != (W,) or d2t.is_floating_point() or d2t.dtype == torch.bool:
-        return [
-            MismatchError(
-                f"d2t is {d2t.dtype} {tuple(d2t.shape)}: whole offsets [{W}] are needed",
-                "make it from the counts again",
-            )
-        ]
+        what = f"d2t is {d2t.dtype} {tuple(d2t.shape)}: whole offsets [{W}] are needed"
+        return [MismatchError(what, "make it from the counts again")]
     if W == V and d2t.any():
-        return [
-            MismatchError(
-                "d2t is not the identity although W == V: engines ignore it then",
-                "reorder lm_head instead",
-            )
-        ]
+        what = "d2t is not the identity although W == V: engines ignore it then"
+        return [MismatchError(what, "reorder lm_head instead")]
     ids_W = torch.arange(W) + d2t.cpu()
     if ((ids_W < 0) | (ids_W >= V)).any():
+        what = f"d2t leads to ids {ids_W.min()} to {ids_W.max()}, out of the target's 0 to {V - 1}"
         hint = "d2t holds offsets, not ids: target id = draft id + d2t[draft id]"
-        return [
-            MismatchError(
-                f"d2t leads to ids {ids_W.min()} to {ids_W.max()}, out of the target's 0 to "
-                f"{V - 1}",
-                hint,
-            )
-        ]
+        return [MismatchError(what, hint)]
     num_ids = len(set(ids_W.tolist()))
     if num_ids != W:
-        return [
-            MismatchError(
-                f"d2t leads {W - num_ids} draft tokens to a token taken already", "make it again"
-            )
-        ]
+        what = f"d2t leads {W - num_ids} draft tokens to a token taken already"
+        return [MismatchError(what, "make it again")]
     mask_V = torch.zeros(V, dtype=torch.bool)
     mask_V[ids_W] = True
     if t2d is not None and (t2d.shape != (V,) or not torch.equal(t2d.cpu().to(torch.bool), mask_V)):
-        return [
-            MismatchError(
-                "t2d is not the mask of the ids that d2t leads to",
-                "delete t2d: it is made from d2t",
-            )
-        ]
+        what = "t2d is not the mask of the ids that d2t leads to"
+        return [MismatchError(what, "delete t2d: it is made from d2t")]
     return []
 
 
 def expected_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor of a head, by EAGLE's name."""
-    H, Ht, V, W = (
-        config.hidden_size,
-        config.target_hidden_size,
-        config.vocab_size,
-        config.draft_vocab_size,
-    )
-    q, kv = (
-        config.num_attention_heads * config.head_dim,
-        config.num_key_value_heads * config.head_dim,
-    )
-    intermediate = config.intermediate_size
+    H, Ht, I = config.hidden_size, config.target_hidden_size, config.intermediate_size  # noqa: E741
+    V, W, D = config.vocab_size, config.draft_vocab_size, config.head_dim
+    q, kv = config.num_attention_heads * D, config.num_key_value_heads * D
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (H, 3 * Ht)}
     if config.norm_before_fc:
         shapes[INPUT_NORM] = (3 * Ht,)
     if config.fc_norm:
         shapes |= dict.fromkeys(FC_NORMS, (Ht,))
-    for norm in ("hidden_norm", "input_layernorm", "post_attention_layernorm"):
-        shapes[f"{LAYER}{norm}.weight"] = (H,)
-    for name, shape in {"q": (q, 2 * H), "k": (kv, 2 * H), "v": (kv, 2 * H), "o": (H, q)}.items():
-        shapes[f"{LAYER}self_attn.{name}_proj.weight"] = shape
-    for name, shape in {
-        "gate": (intermediate, H),
-        "up": (intermediate, H),
-        "down": (H, intermediate),
-    }.items():
-        shapes[f"{LAYER}mlp.{name}_proj.weight"] = shape
+    layer = {
+        **dict.fromkeys(("hidden_norm", "input_layernorm", "post_attention_layernorm"), (H,)),
+        "self_attn.q_proj": (q, 2 * H),
+        "self_attn.k_proj": (kv, 2 * H),
+        "self_attn.v_proj": (kv, 2 * H),
+        "self_attn.o_proj": (H, q),
+        "mlp.gate_proj": (I, H),
+        "mlp.up_proj": (I, H),
+        "mlp.down_proj": (H, I),
+    }
+    shapes |= {f"{LAYER}{name}.weight": shape for name, shape in layer.items()}
     return shapes | {"norm.weight": (H,), LM_HEAD: (W, H), "d2t": (W,), "t2d": (V,)}
 
 

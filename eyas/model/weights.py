@@ -8,8 +8,10 @@ import hashlib
 import json
 import pickle
 import zipfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -74,38 +76,41 @@ def read_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of a folder, from the headers alone. Raises MissingInputError,
     CorruptError.
     """
-    files = sorted(Path(folder).glob("*.safetensors"))
+    shapes = {}
+    for path in _safetensors(Path(folder)):
+        with _opened(path) as shard:
+            for key in shard.keys():  # noqa: SIM118
+                shapes[key] = tuple(shard.get_slice(key).get_shape())
+    return shapes
+
+
+def _safetensors(folder: Path) -> list[Path]:
+    files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise MissingInputError(
             f"{folder} has no safetensors weights", f"expected {SINGLE} or {INDEX} with its shards"
         )
-    shapes = {}
-    for path in files:
-        try:
-            with safe_open(str(path), framework="pt") as shard:
-                shapes.update(
-                    {key: tuple(shard.get_slice(key).get_shape()) for key in shard.keys()}  # noqa: SIM118
-                )
-        except SafetensorError as error:
-            raise CorruptError(f"{path} cannot be read: {error}", RESTORE) from error
-    return shapes
+    return files
 
 
 def file_tensors(path: Path, wanted: Collection[str] | None) -> dict[str, torch.Tensor]:
     """Tensors of one file of either kind."""
+
+    def is_wanted(name: str) -> bool:
+        return wanted is None or name in wanted
+
     if path.suffix != ".safetensors":
-        return {
-            name: tensor
-            for name, tensor in unpickled(path).items()
-            if wanted is None or name in wanted
-        }
+        return {name: tensor for name, tensor in unpickled(path).items() if is_wanted(name)}
+    with _opened(path) as shard:
+        return {key: shard.get_tensor(key) for key in shard.keys() if is_wanted(key)}  # noqa: SIM118
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file. Raises CorruptError."""
     try:
         with safe_open(str(path), framework="pt") as shard:
-            return {
-                key: shard.get_tensor(key)
-                for key in shard.keys()  # noqa: SIM118
-                if wanted is None or key in wanted
-            }
+            yield shard
     except SafetensorError as error:
         raise CorruptError(f"{path} cannot be read: {error}", RESTORE) from error
 
@@ -146,18 +151,18 @@ def weight_files(
     shard of its own.
     """
     shards = sharded(dict(sorted(tensors.items())), max_shard_bytes)
-    if len(shards) == 1:
-        return {SINGLE: save(shards[0], metadata={"format": "pt"})}
-    names = [
-        f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        for number in range(1, len(shards) + 1)
-    ]
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    total = len(shards)
+    names = [f"model-{n:05d}-of-{total:05d}.safetensors" for n in range(1, total + 1)]
     files = {
         name: save(shard, metadata={"format": "pt"})
-        for name, shard in zip(names, shards, strict=True)
+        for name, shard in zip([SINGLE] if total == 1 else names, shards, strict=True)
+    }
+    if total == 1:
+        return files
+    weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+    index = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+        "weight_map": dict(sorted(weight_map.items())),
     }
     return {INDEX: (json.dumps(index, indent=1) + "\n").encode(), **files}
 
@@ -194,22 +199,15 @@ def fingerprint(folder: str | Path) -> str:
     escape, a training step cannot. Raises MissingInputError.
     """
     root = Path(folder)
-    weights = sorted(root.glob("*.safetensors"))
-    if not weights:
-        hint = "give a folder in Hugging Face's form (config.json, *.safetensors)"
-        raise MissingInputError(f"{folder} has no safetensors weights", hint)
-    digest = hashlib.sha256()
+    weights, digest = _safetensors(root), hashlib.sha256()
     for path in sorted(path for path in root.iterdir() if path.suffix in CONFIG_SUFFIXES):
         digest.update(f"{path.name} ".encode() + hashlib.sha256(path.read_bytes()).digest())
     for path in weights:
         size = path.stat().st_size
         digest.update(f"{path.name} {size} ".encode())
         with path.open("rb") as stream:
+            gaps = NUM_SAMPLES - 1
             for number in range(NUM_SAMPLES):
-                stream.seek(
-                    number
-                    * max(size - SAMPLE_BYTES, SAMPLE_BYTES * (NUM_SAMPLES - 1))
-                    // (NUM_SAMPLES - 1)
-                )
+                stream.seek(number * max(size - SAMPLE_BYTES, SAMPLE_BYTES * gaps) // gaps)
                 digest.update(stream.read(SAMPLE_BYTES))
     return digest.hexdigest()[:16]

@@ -94,17 +94,12 @@ class Codec(Protocol):
 
 
 def codec_of(meta: FeatureMeta, tables: Tables | None) -> Codec:
-    """The codec of features; tables: those of `calibrate`, None where `needs_tables` is false."""
-    size, dtype = meta.hidden_size, DTYPES[meta.dtype]
-    if meta.codec in ("raw", "lossless"):
-        return Raw(size, dtype) if meta.codec == "raw" else Lossless(size, dtype)
-    assert tables is not None
-    return Within(dtype, tables)
-
-
-def needs_tables(name: CodecName) -> bool:
-    """Must it be calibrated on a split's first samples?"""
-    return name in WITHIN
+    """The codec of features; tables: those of `calibrate`, for a codec in WITHIN."""
+    dtype = DTYPES[meta.dtype]
+    if meta.codec in WITHIN:
+        assert tables is not None
+        return Within(dtype, tables)
+    return (Raw if meta.codec == "raw" else Lossless)(meta.hidden_size, dtype)
 
 
 def calibrate(name: CodecName, samples: Sequence[tuple[LayerStates, Tensor]]) -> Tables:
@@ -147,11 +142,13 @@ def _slope(below: Tensor, above: Tensor) -> Floats:
     return slope
 
 
-class Raw:
-    """The numbers as they are: two ordinary tensors, the taps side by side, then the last."""
-
+class _Exact:
     def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
         self._hidden_size, self._dtype = hidden_size, dtype
+
+
+class Raw(_Exact):
+    """The numbers as they are: two ordinary tensors, the taps side by side, then the last."""
 
     def encode(self, layers: LayerStates, kept: Tensor) -> bytes:
         packed = _bits(torch.cat(layers[:3], dim=1)).tobytes() + _bits(layers[3]).tobytes()
@@ -164,13 +161,10 @@ class Raw:
         return [*aux_hidden.unbind(1), numbers[3 * T * H : (3 * T + K) * H].view(K, H)]
 
 
-class Lossless:
+class Lossless(_Exact):
     """Byte planes: of each number the highest byte (sign and exponent) compressed, the rest as it
     is.
     """
-
-    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
-        self._hidden_size, self._dtype = hidden_size, dtype
 
     def encode(self, layers: LayerStates, kept: Tensor) -> bytes:
         parts: list[bytes] = []
@@ -180,13 +174,10 @@ class Lossless:
         return pack(parts)
 
     def decode(self, data: memoryview, kept: Tensor) -> LayerStates:
-        layers, parts = [], unpack(data, 2 * NUM_LAYERS)
+        layers, parts, H = [], unpack(data, 2 * NUM_LAYERS), self._hidden_size
         for rows in _rows(kept):
-            size = rows * self._hidden_size
-            high, low = expand(next(parts), size), np.frombuffer(next(parts), dtype=np.uint8)
-            layers.append(
-                _tensor(self._joined(high, low).reshape(rows, self._hidden_size), self._dtype)
-            )
+            high, low = expand(next(parts), rows * H), np.frombuffer(next(parts), dtype=np.uint8)
+            layers.append(_tensor(self._joined(high, low).reshape(rows, H), self._dtype))
         return layers
 
     def _joined(self, high: NDArray[np.uint8], low: NDArray[np.uint8]) -> Bits:
@@ -212,7 +203,8 @@ class Within:
         with np.errstate(invalid="ignore", over="ignore"):
             for number, layer in enumerate(layers):
                 below = below[kept.numpy()] if number == 3 and below is not None else below
-                codes, exact, below = self._encode(number, _floats(layer), below)
+                values: Floats = layer.detach().cpu().float().numpy()
+                codes, exact, below = self._encode(number, values, below)
                 parts += [squeeze(codes), exact]
         return pack(parts)
 
@@ -223,17 +215,12 @@ class Within:
         codes, decoded = np.empty(values.shape, np.int8), np.empty_like(values)
         for block in _blocks(*values.shape):
             expected = None if below is None else below[block] * self._weight[number]
-            steps = np.rint(
-                (values[block] if expected is None else values[block] - expected)
-                * self._per_step[number]
-            )
+            rest = values[block] if expected is None else values[block] - expected
+            steps = np.rint(rest * self._per_step[number])
             steps[~(np.abs(steps) <= MAX_STEPS)] = ESCAPE
             codes[block] = steps
-            decoded[block] = (
-                steps * self._step[number]
-                if expected is None
-                else expected + steps * self._step[number]
-            )
+            made = steps * self._step[number]
+            decoded[block] = made if expected is None else expected + made
         escaped = codes == ESCAPE
         decoded[escaped] = values[escaped]
         exact = _bits(torch.from_numpy(values[escaped]).to(self._dtype)).tobytes()
@@ -241,18 +228,12 @@ class Within:
 
     def decode(self, data: memoryview, kept: Tensor) -> LayerStates:
         layers, parts, below = [], unpack(data, 2 * NUM_LAYERS), None
+        H = self._step.shape[1]
         for number, rows in enumerate(_rows(kept)):
-            codes = (
-                expand(next(parts), rows * self._step.shape[1])
-                .view(np.int8)
-                .reshape(rows, self._step.shape[1])
-            )
+            codes = expand(next(parts), rows * H).view(np.int8).reshape(rows, H)
             exact = np.frombuffer(next(parts), dtype=f"<u{self._dtype.itemsize}")
-            below = (
-                below[kept.numpy()]
-                if number == 3 and below is not None and rows < len(below)
-                else below
-            )
+            if number == 3 and below is not None and rows < len(below):
+                below = below[kept.numpy()]
             with np.errstate(invalid="ignore", over="ignore"):
                 out, below = self._decode(number, codes, exact, below)
             layers.append(_tensor(out, self._dtype))
@@ -262,16 +243,18 @@ class Within:
         self, number: int, codes: NDArray[np.int8], exact: Bits, below: Floats | None
     ) -> tuple[Bits, Floats]:
         """The inverse of `_encode`: a layer as it is stored, and in float32 for the layer above."""
-        decoded, out = np.empty(codes.shape, np.float32), _empty(codes.shape, self._dtype)
+        decoded = np.empty(codes.shape, np.float32)
+        out: Bits = np.empty(codes.shape, f"<u{self._dtype.itemsize}")
+        is_half = out.dtype == np.uint16
         for block in _blocks(*codes.shape):
             np.multiply(codes[block], self._step[number], out=decoded[block], dtype=np.float32)
             if below is not None:
                 decoded[block] += below[block] * self._weight[number]
-            _store(decoded[block], out[block])
+            out[block] = _upper_half(decoded[block]) if is_half else decoded[block].view(np.uint32)
         if len(exact):
             escaped = codes == ESCAPE
             out[escaped] = exact
-            decoded[escaped] = exact.view(np.float32) if out.dtype == np.uint32 else _widened(exact)
+            decoded[escaped] = _widened(exact) if is_half else exact.view(np.float32)
         return out, decoded
 
 
@@ -334,31 +317,13 @@ def _blocks(rows: int, hidden_size: int) -> Iterator[slice]:
 
 
 def _bits(x: Tensor) -> Bits:
-    bits: Bits = (
-        x.detach()
-        .cpu()
-        .contiguous()
-        .view(torch.uint16 if x.dtype == torch.bfloat16 else torch.uint32)
-        .numpy()
-    )
+    kind = torch.uint16 if x.dtype == torch.bfloat16 else torch.uint32
+    bits: Bits = x.detach().cpu().contiguous().view(kind).numpy()
     return bits
 
 
 def _tensor(bits: Bits, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(bits).view(dtype)
-
-
-def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Bits:
-    return np.empty(shape, f"<u{dtype.itemsize}")
-
-
-def _floats(x: Tensor) -> Floats:
-    floats: Floats = x.detach().cpu().float().numpy()
-    return floats
-
-
-def _store(values: Floats, out: Bits) -> None:
-    out[...] = _upper_half(values) if out.dtype == np.uint16 else values.view(np.uint32)
 
 
 def _upper_half(x: Floats) -> Bits:

@@ -18,6 +18,7 @@ Letters: T sequence, K tokens whose last hidden state is kept, Ht target hidden 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -128,13 +129,20 @@ def shard_head(entries: Sequence[Entry], meta: FeatureMeta, tables: Tables | Non
 
 def _tensor_table(entries: Sequence[Entry], meta: FeatureMeta) -> dict[str, Any]:
     """The safetensors header's table: name -> dtype, shape and bytes relative to the end of the
-    header.
+    header. Of raw features the tensors themselves; of others, one of bytes.
     """
+    hidden, dtype = meta.hidden_size, DTYPES[meta.dtype]
     table: dict[str, Any] = {}
     for number, entry in enumerate(entries):
-        at = entry.start
-        for name, kind, shape in _tensors(entry, meta):
-            end = at + kind.itemsize * torch.Size(shape).numel()
+        length, at = entry.length, entry.start
+        tensors = [("token_ids", torch.int32, [length]), ("loss_mask", torch.int32, [length])]
+        if meta.codec != "raw" or meta.teacher != "everywhere":
+            tensors += [("features", torch.uint8, [entry.size - TOKEN_BYTES * length])]
+        else:
+            tensors += [("aux_hidden", dtype, [length, 3 * hidden])]
+            tensors += [("last_hidden", dtype, [length, hidden])]
+        for name, kind, shape in tensors:
+            end = at + kind.itemsize * math.prod(shape)
             table[f"{number:03d}.{name}"] = {
                 "dtype": _FORMAT_NAMES[kind],
                 "shape": shape,
@@ -143,19 +151,3 @@ def _tensor_table(entries: Sequence[Entry], meta: FeatureMeta) -> dict[str, Any]
             at = end
         assert at == entry.start + entry.size
     return table
-
-
-def _tensors(entry: Entry, meta: FeatureMeta) -> list[tuple[str, torch.dtype, list[int]]]:
-    """Names, dtypes and shapes of a sample's tensors: of raw features, these themselves; of others,
-    one of bytes.
-    """
-    length, hidden, dtype = entry.length, meta.hidden_size, DTYPES[meta.dtype]
-    tokens = [("token_ids", torch.int32, [length]), ("loss_mask", torch.int32, [length])]
-    rest = entry.size - TOKEN_BYTES * length
-    if meta.codec != "raw" or meta.teacher != "everywhere":
-        return [*tokens, ("features", torch.uint8, [rest])]
-    return [
-        *tokens,
-        ("aux_hidden", dtype, [length, 3 * hidden]),
-        ("last_hidden", dtype, [length, hidden]),
-    ]

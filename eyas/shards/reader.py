@@ -140,27 +140,21 @@ class Features:
         """Read one sample and verify its checksum. Raises CorruptError naming shard and sample,
         MissingInputError.
         """
-        entry = self.entries[number]
-        data = self._cached(entry) or self._fetched(entry)
+        entry, cache = self.entries[number], self._cache
+        name = self._cache_prefix + entry.sha256
+        data = cache.get(name) if cache else None
+        if data is None or not _matches(data, entry):
+            data = self._read(entry, entry.size)
+            if not _matches(data, entry):
+                raise CorruptError(f"{self._named(entry)} does not match its checksum", AGAIN)
+            if cache:
+                cache.put(name, data)
         try:
             return decode_sample(data, entry, self.meta, self._codec)
         except ValueError as error:
             raise CorruptError(
                 f"{self._named(entry)} is not as its codec makes it: {error}", AGAIN
             ) from error
-
-    def _cached(self, entry: Entry) -> bytes | None:
-        """The sample's bytes from this machine's disk, if they are there and right."""
-        data = self._cache.get(self._cache_prefix + entry.sha256) if self._cache else None
-        return data if data is not None and _matches(data, entry) else None
-
-    def _fetched(self, entry: Entry) -> bytes:
-        data = self._read(entry, entry.size)
-        if not _matches(data, entry):
-            raise CorruptError(f"{self._named(entry)} does not match its checksum", AGAIN)
-        if self._cache:
-            self._cache.put(self._cache_prefix + entry.sha256, data)
-        return data
 
     def _named(self, entry: Entry) -> str:
         return f"sample {entry.key} in {self._artifact.url}/{entry.shard} (from byte {entry.start})"
@@ -249,7 +243,17 @@ def range_reader(artifact: Artifact) -> ReadRange:
     if scheme != "s3" or not by_environment or not HAS_OBSTORE:
         return artifact.read_range
     bucket, _, prefix = rest.partition("/")
-    return S3Ranges(bucket, prefix, artifact.url).read
+    client = importlib.import_module("obstore.store")  # an optional part, and slow to load
+    options = {
+        "timeout": S3_TIMEOUT,
+        "connect_timeout": "10s",
+        "allow_http": os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://"),
+    }
+    s3 = client.S3Store(
+        bucket, prefix=prefix, client_options=options, retry_config={"max_retries": 2}
+    )
+    store = Persistent(s3, artifact.url)
+    return lambda name, start, end: bytes(store.get_range(name, start=start, end=end))
 
 
 def read_local(folder: str, name: str, start: int, end: int) -> bytes:
@@ -261,28 +265,6 @@ def read_local(folder: str, name: str, start: int, end: int) -> bytes:
             blocks.append(block)
             start += len(block)
         return b"".join(blocks) if len(blocks) != 1 else blocks[0]
-
-
-class S3Ranges:
-    """Reads below one prefix of a bucket; endpoint, region and credentials are those of the
-    environment.
-    """
-
-    def __init__(self, bucket: str, prefix: str, url: str) -> None:
-        client = importlib.import_module("obstore.store")  # an optional part, and slow to load
-        options = {
-            "timeout": S3_TIMEOUT,
-            "connect_timeout": "10s",
-            "allow_http": os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://"),
-        }
-        store = client.S3Store(
-            bucket, prefix=prefix, client_options=options, retry_config={"max_retries": 2}
-        )
-        self._store = Persistent(store, url)
-
-    def read(self, name: str, start: int, end: int) -> bytes:
-        """Bytes [start, end); fewer where the file ends before."""
-        return bytes(self._store.get_range(name, start=start, end=end))
 
 
 class Cache:

@@ -16,7 +16,7 @@ import logging
 
 from eyas.artifact import WORK, Artifact, File
 from eyas.errors import CorruptError
-from eyas.shards.codecs import Codec, Tables, calibrate, codec_of, needs_tables
+from eyas.shards.codecs import WITHIN, Codec, Tables, calibrate, codec_of
 from eyas.shards.layout import FORMAT, Entry, encode_sample, index_name, layers_of, shard_head
 from eyas.shards.sample import FeatureMeta, Sample, Split
 
@@ -47,7 +47,7 @@ class ShardWriter:
             self._entries += found
             self._num_shards += 1
         self._codec: Codec | None = None
-        if self._tables is not None or not needs_tables(meta.codec):
+        if self._tables is not None or meta.codec not in WITHIN:
             self._codec = codec_of(meta, self._tables)
         self.keys = {entry.key for entry in self._entries}
 
@@ -116,9 +116,8 @@ class ShardWriter:
         name, entries = self._shard_name, [entry for entry, _ in self._pending]
         head = shard_head(entries, self.meta, self._tables)
         self._artifact.write(name, b"".join([head, *(data for _, data in self._pending)]))
-        self._artifact.write(
-            _note_name(name), self._artifact.written(name).model_dump_json().encode()
-        )
+        note = self._artifact.written(name).model_dump_json()
+        self._artifact.write(f"{WORK}/{name}.json", note.encode())
         self._entries += [_moved(entry, len(head)) for entry in entries]
         self._num_shards += 1
         self._pending.clear()
@@ -131,7 +130,8 @@ class ShardWriter:
         """
         if not self._artifact.exists(name):
             return None
-        noted = self._artifact.exists(_note_name(name))
+        note = f"{WORK}/{name}.json"
+        noted = self._artifact.exists(note)
         try:
             entries = self._read_head(name)
         except (ValueError, KeyError, TypeError, IndexError) as error:
@@ -144,9 +144,7 @@ class ShardWriter:
                 "delete the file and run `eyas capture` again",
             ) from error
         if noted:
-            self._artifact.remember(
-                name, File.model_validate_json(self._artifact.read(_note_name(name)))
-            )
+            self._artifact.remember(name, File.model_validate_json(self._artifact.read(note)))
         return entries
 
     def _read_head(self, name: str) -> list[Entry]:
@@ -158,13 +156,9 @@ class ShardWriter:
         ]
         if self._artifact.size(name) != entries[-1].start + entries[-1].size:
             raise ValueError("the shard has another length than its header says")
-        if needs_tables(self.meta.codec):
+        if self.meta.codec in WITHIN:
             self._tables = Tables.from_text(own["tables"], self.meta.hidden_size)
         return entries
-
-
-def _note_name(shard: str) -> str:
-    return f"{WORK}/{shard}.json"
 
 
 def _moved(entry: Entry, by: int) -> Entry:
