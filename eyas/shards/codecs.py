@@ -43,6 +43,7 @@ MAX_STEPS = 127
 ESCAPE = -128  # "kept exactly, beside"
 # of |x| where x is normal of size 1. Unlike the mean square, the median is deaf to a few giants
 MEDIAN = 0.6745
+LARGEST_MEDIAN = np.float32(1e30)  # of a channel beyond it every number is kept exactly
 SIZED_ROWS = 1024  # are enough to tell a channel's size by
 WITHIN = {"within1": 0.01, "within2": 0.02, "within4": 0.04, "within8": 0.08}
 
@@ -121,7 +122,8 @@ def _size(rows: Tensor) -> Floats:
     if not len(rows):
         return np.ones(rows.shape[1], np.float32)
     some = rows[:: max(1, len(rows) // SIZED_ROWS)].nan_to_num().abs().T.contiguous().numpy()
-    size = (np.median(some, axis=1, overwrite_input=True) / MEDIAN).astype(np.float32)
+    median = np.minimum(np.median(some, axis=1, overwrite_input=True), LARGEST_MEDIAN)
+    size = (median / MEDIAN).astype(np.float32)
     typical = max(float(np.median(size)), 1e-6)
     sizes: Floats = np.where(size > 1e-3 * typical, size, np.float32(typical))
     return sizes
