@@ -10,6 +10,7 @@ import json
 import re
 import subprocess
 from collections import Counter
+from dataclasses import asdict
 
 import pytest
 from markupsafe import Markup
@@ -91,7 +92,7 @@ def summary(concurrencies=(1, 4), arms=("plain", "eagle"), rates=(), categories=
         "differences": [],
         "compared_anyway": False,
         "servers": {
-            arm: ServerFacts("http://here", "target", "eyas", None, "bfloat16").to_json()
+            arm: asdict(ServerFacts("http://here", "target", "eyas", None, "bfloat16"))
             for arm in arms
         },
         "config": BenchConfig(prompts="p.jsonl", num_prompts=7, max_tokens=11).model_dump(

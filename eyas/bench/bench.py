@@ -116,14 +116,10 @@ class BenchConfig(BaseModel):
         """
         return max(self.num_prompts, 4 * load.concurrency)
 
-    def num_warm_up(self, load: RequestLoad) -> int:
-        """Requests that warm up for a load: one for each slot."""
-        return max(load.concurrency, 2)
-
     @property
     def num_tasks(self) -> int:
         """Prompts to look for: those of the heaviest load, and others to warm up with."""
-        return max(map(self.num_at, self.loads)) + max(map(self.num_warm_up, self.loads))
+        return max(map(self.num_at, self.loads)) + max(load.num_warm_up for load in self.loads)
 
     def is_salted(self, arm: str, facts: ServerFacts) -> bool:
         """Whether an arm asks under salts of the benchmark's own."""
@@ -186,17 +182,16 @@ def bench(
         "differences": differences,
         "num_cut_prompts": len(cut & {row.prompt_id for row in run.rows}),
         "compared_anyway": config.compare_anyway,
-        "servers": {arm: one.to_json() for arm, one in facts.items()},
+        "servers": {arm: dataclasses.asdict(one) for arm, one in facts.items()},
         "salted_arms": [arm for arm, one in facts.items() if config.is_salted(arm, one)],
         "config": config.model_dump(mode="json"),
         "machine": before,
         "load_average_after": machine()["load_average"],
     }
     output.write_json("summary.json", summary)
-    failed = sum(not row.is_answered for row in run.rows)
     counts = {
         "requests": len(run.rows),
-        "failed": failed,
+        "failed": sum(not row.is_answered for row in run.rows),
         "prompts": len({row.prompt_id for row in run.rows}),
     }
     return output.finish(
@@ -294,7 +289,7 @@ async def _measure(
             min(len(tasks), config.num_at(load)) for load in config.loads
         )
         for load in config.loads:
-            await run.warm_up(load, tasks[-config.num_warm_up(load) :])
+            await run.warm_up(load, tasks[-load.num_warm_up :])
             await run.measure(
                 load, tasks[: config.num_at(load)], lambda done, note: track(done, total, note)
             )
@@ -327,11 +322,12 @@ class BenchRun:
 
     async def measure(self, load: RequestLoad, tasks: Sequence[Task], track: Any) -> None:
         """All arms at one load, in turns."""
-        salts = self._fresh_salts()
+        salts = {arm: secrets.token_hex(8) for arm in self._config.arms}
         arms, size = list(self._config.arms), _block_size(len(tasks), load)
         for block, start in enumerate(range(0, len(tasks), size)):
             some = tasks[start : start + size]
-            for arm in _in_turn(arms, block):
+            first = block % len(arms)  # another arm is first in each block
+            for arm in arms[first:] + arms[:first]:
                 before = await read_counters(self._clients[arm])
                 received = await self._ask(self._bodies(arm, some, salts[arm]), arm, load, block)
                 await asyncio.sleep(SETTLE_S)
@@ -377,30 +373,27 @@ class BenchRun:
             differences = differences_of_servers(self._facts[baseline], self._facts[arm])
             differences += differences_of_answers(pairs, self._config.temperature == 0)
             check_comparable(arm, baseline, differences, self._config.compare_anyway)
-            found += [{"arm": arm, "baseline": baseline, **one.to_json()} for one in differences]
+            found += [
+                {"arm": arm, "baseline": baseline, **dataclasses.asdict(one)} for one in differences
+            ]
         return found
 
     def _pairs(self, baseline: str, arm: str) -> list[tuple[Reply, Reply]]:
         """The answers of two arms to the same prompts at the same loads."""
-        first = {
-            (row.load, row.prompt_id): row.reply
-            for row in self.rows
-            if row.arm == baseline and row.is_answered
-        }
-        own = [
-            row
-            for row in self.rows
-            if row.arm == arm and row.is_answered and (row.load, row.prompt_id) in first
-        ]
-        return [(first[row.load, row.prompt_id], row.reply) for row in own]
+        replies: dict[str, dict[Any, Reply]] = {baseline: {}, arm: {}}
+        for row in self.rows:
+            if row.arm in replies and row.is_answered:
+                replies[row.arm][row.load, row.prompt_id] = row.reply
+        first = replies[baseline]
+        return [(first[key], own) for key, own in replies[arm].items() if key in first]
 
     async def warm_up(self, load: RequestLoad, tasks: Sequence[Task]) -> None:
         """Ask all arms, count nothing; the answers tell whether the arms read the same prompts:
         MismatchError if not.
         """
-        replies, salts = {}, self._fresh_salts()
+        replies = {}
         for arm in self._config.arms:
-            bodies = self._bodies(arm, tasks, salts[arm])
+            bodies = self._bodies(arm, tasks, secrets.token_hex(8))
             replies[arm] = [
                 read_reply(one)
                 for one in await _ask_all(self._clients[arm], bodies, max(load.concurrency, 1))
@@ -415,10 +408,6 @@ class BenchRun:
                 if one.what in ("prompts", "counts")
             ]
             check_comparable(arm, baseline, refused, self._config.compare_anyway)
-
-    def _fresh_salts(self) -> dict[str, str]:
-        """A new salt for each arm."""
-        return {arm: secrets.token_hex(8) for arm in self._config.arms}
 
     def _bodies(self, arm: str, tasks: Sequence[Task], salt: str) -> list[dict[str, Any]]:
         more = {"cache_salt": salt} if self._config.is_salted(arm, self._facts[arm]) else {}
@@ -441,17 +430,9 @@ class BenchRun:
 def _block_size(number: int, load: RequestLoad) -> int:
     """Prompts in a block: BLOCK a slot, or fewer for NUM_BLOCKS blocks, but two a slot at least."""
     fair = math.ceil(number / NUM_BLOCKS)
-    return (
-        fair
-        if load.rate is not None
-        else max(2 * load.concurrency, min(BLOCK * load.concurrency, fair))
-    )
-
-
-def _in_turn(arms: list[str], block: int) -> list[str]:
-    """The arms, another one first in each block."""
-    first = block % len(arms)
-    return arms[first:] + arms[:first]
+    if load.rate is not None:
+        return fair
+    return max(2 * load.concurrency, min(BLOCK * load.concurrency, fair))
 
 
 async def _ask_all(

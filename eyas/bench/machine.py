@@ -14,13 +14,11 @@ def machine() -> dict[str, Any]:
     """Processor, cores this process may use, memory (GiB), system, and the load averages (1, 5, 15
     min) right now.
     """
+    # the cores that this process may use, where the system tells them
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
-        "processor": _field("/proc/cpuinfo", "model name")
-        or platform.processor()
-        or platform.machine(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "processor": cpu_field("model name") or platform.processor() or platform.machine(),
+        "cores": cores,
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -28,9 +26,10 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _field(path: str, name: str) -> str | None:
-    """The first value of a `name : value` line in one of Linux' /proc files; None elsewhere."""
-    if not Path(path).exists():
-        return None
-    lines = (line for line in Path(path).read_text().splitlines() if line.startswith(name))
-    return next(lines, "").partition(":")[2].strip() or None
+def cpu_field(name: str) -> str:
+    """The first value of a `name : value` line in Linux' /proc/cpuinfo; "" elsewhere."""
+    path = Path("/proc/cpuinfo")
+    if not path.exists():
+        return ""
+    lines = (line for line in path.read_text().splitlines() if line.startswith(name))
+    return next(lines, "").partition(":")[2].strip()

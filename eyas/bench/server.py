@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -77,9 +77,6 @@ class ServerFacts:
     @property
     def takes_cache_salt(self) -> bool:
         return self.kind in SALTED
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 async def ask_facts(client: Client) -> ServerFacts:
@@ -255,9 +252,6 @@ class Difference:
     what: str
     text: str
     refused: bool
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def differences_of_servers(baseline: ServerFacts, arm: ServerFacts) -> list[Difference]:

@@ -64,6 +64,11 @@ class RequestLoad:
     def value(self) -> float:
         return self.concurrency if self.rate is None else self.rate
 
+    @property
+    def num_warm_up(self) -> int:
+        """Requests that warm up: one for each slot."""
+        return max(self.concurrency, 2)
+
     def __str__(self) -> str:
         return f"{self.concurrency} at a time" if self.rate is None else f"{self.rate:g} a second"
 
@@ -360,12 +365,12 @@ def check_possible(compared: Mapping[str, Any]) -> None:
         median = (
             "" if cost is None else f", and its rounds cost {cost['median']:.2f} of a plain step"
         )
+        what = (
+            f"internal error: a speed-up of {speedup:.2f} was measured at {tau:.2f} tokens a round"
+        )
         raise EyasError(
-            f"internal error: a speed-up of {speedup:.2f} was measured at {tau:.2f} tokens a "
-            f"round{median}: "
-            "it is above tau, which is impossible",
-            "the arms were not measured alike: see rows.jsonl; run again on a machine that does "
-            "nothing else",
+            f"{what}{median}: it is above tau, which is impossible",
+            "the arms were not measured alike: run again on a machine that does nothing else",
         )
 
 

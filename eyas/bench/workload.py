@@ -88,25 +88,22 @@ def _rows(url: str, skip_bad: bool) -> Iterator[Any]:
     try:
         with fsspec.open(url, "rt", compression="infer", encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield _parsed(line, f"{url} line {number}", skip_bad)
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError as error:
+                    if not skip_bad:
+                        what = f"{url} line {number} is not JSON: {error}"
+                        raise CorruptError(what, "give one JSON object a line") from error
+                    row = None
+                yield row
     except FileNotFoundError as error:
         raise MissingInputError(
             f"no prompts at {url}", "check the path; relative paths start at the current folder"
         ) from error
     except (gzip.BadGzipFile, EOFError, UnicodeDecodeError) as error:
         raise CorruptError(f"{url} cannot be read: {error}", "restore the file") from error
-
-
-def _parsed(line: str, where: str, skip_bad: bool) -> Any:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        if skip_bad:
-            return None
-        raise CorruptError(
-            f"{where} is not JSON: {error}", "give one JSON object a line"
-        ) from error
 
 
 def _task(row: Any, number: int, url: str) -> Task:
@@ -217,11 +214,7 @@ async def _fitted(
         num_words = _between(tried, length)
     found = min(tried, key=lambda one: abs(tried[one] - length))
     if abs(tried[found] - length) > max(SLACK * length, 2):
-        what = (
-            f"no prompt of {length} tokens was found: of {found} words, chat template "
-            "included, "
-            f"it has {tried[found]}"
-        )
+        what = f"no prompt of {length} tokens was found: one of {found} words has {tried[found]}"
         raise ConfigError(what, "ask for longer prompts")
     return found, tried[found]
 

@@ -10,13 +10,13 @@ import platform
 import shutil
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from eyas import __version__
+from eyas.bench.machine import cpu_field
 from eyas.builtin import demo_prompts, head_folder, target_folder
 from eyas.errors import MissingInputError
 from eyas.model.native import unavailable
@@ -58,7 +58,7 @@ def _versions() -> list[Row]:
 
 
 def _devices() -> list[Row]:
-    flags, why = _cpu_flags(), unavailable()
+    flags, why = cpu_field("flags").split(), unavailable()
     threads = f"{torch.get_num_threads()} threads in use; OMP_NUM_THREADS changes it"
     rows = [("cpu", f"{os.cpu_count()} cores", threads)]
     for flag, name in CPU_FLAGS.items():
@@ -79,15 +79,6 @@ def _devices() -> list[Row]:
 
 def _yes(there: bool) -> str:
     return "yes" if there else "no"
-
-
-def _cpu_flags() -> set[str]:
-    """Processor flags as Linux lists them; empty elsewhere."""
-    info = Path("/proc/cpuinfo")
-    if not info.exists():
-        return set()
-    lines = (line for line in info.read_text().splitlines() if line.startswith("flags"))
-    return set(next(lines, "").partition(":")[2].split())
 
 
 def _stores() -> list[Row]:

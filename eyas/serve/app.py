@@ -18,6 +18,7 @@ import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -107,9 +108,9 @@ class Api:
     def routes(self) -> list[Route]:
         """All routes; Vertex AI's come first, unless their paths are those of other endpoints."""
         routes = [
-            self._route("/v1/chat/completions", self._chat_completions, "POST"),
-            self._route("/v1/completions", self._completions, "POST"),
-            self._route("/generate", self._generate, "POST"),
+            self._route("/v1/chat/completions", partial(self._complete, ChatRequest), "POST"),
+            self._route("/v1/completions", partial(self._complete, TextRequest), "POST"),
+            self._route("/generate", partial(self._complete, GenerateRequest), "POST"),
             self._route("/v1/models", self._models),
             self._route("/v1/models/{model:path}", self._one_model),
             self._route("/server_info", self._server_info),
@@ -268,19 +269,6 @@ class Api:
             }
         )
 
-    async def _chat_completions(self, exchange: Exchange, service: ModelService) -> Response:
-        body = parse_body(ChatRequest, await self._read_body(exchange.http))
-        return await self._complete(exchange, service, body)
-
-    async def _completions(self, exchange: Exchange, service: ModelService) -> Response:
-        body = parse_body(TextRequest, await self._read_body(exchange.http))
-        return await self._complete(exchange, service, body)
-
-    async def _generate(self, exchange: Exchange, service: ModelService) -> Response:
-        """SGLang's own."""
-        body = parse_body(GenerateRequest, await self._read_body(exchange.http))
-        return await self._complete(exchange, service, body)
-
     async def _predict(self, exchange: Exchange, service: ModelService) -> Response:
         """Vertex AI's: all instances at once; one that fails fails all."""
         bodies = instances(await self._read_body(exchange.http), self._model)
@@ -297,11 +285,14 @@ class Api:
 
     async def _complete(
         self,
+        kind: type[ChatRequest] | type[TextRequest] | type[GenerateRequest],
         exchange: Exchange,
         service: ModelService,
-        body: ChatRequest | TextRequest | GenerateRequest,
     ) -> Response:
-        """Answer a body, whole or as a stream. Raises ApiError, ClientDisconnect."""
+        """Read a body of a kind and answer it, whole or as a stream. Raises ApiError,
+        ClientDisconnect.
+        """
+        body = parse_body(kind, await self._read_body(exchange.http))
         completion = service.translator.completion(body)
         if not body.stream:
             await self._keep_all(exchange, service, [completion])

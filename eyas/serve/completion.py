@@ -79,16 +79,19 @@ class Choice:
         assert self.ending is None, "an update after the end"
         self.num_tokens += len(update.token_ids)
         is_last = update.finish_reason is not None
-        text, calls = self._text(update, is_last), list[Call]()
+        text, calls = update.text, list[Call]()
+        if text is None:  # else the engine decodes, where it searches for stop strings
+            text = self._stream.push(update.token_ids)
+            text += self._stream.finish() if is_last else ""
         if self._calls is not None:
             text, calls = self._calls.push(text)
             if is_last:
                 rest, more = self._calls.finish()
                 text, calls = text + rest, calls + more
         called = self._calls is not None and self._calls.num_calls > 0
-        self.ending = (
-            "tool_calls" if update.finish_reason == "stop" and called else (update.finish_reason)
-        )
+        self.ending = update.finish_reason
+        if called and self.ending == "stop":
+            self.ending = "tool_calls"
         trace = None
         if self._by_token is not None:
             texts = [self._by_token.push([token]) for token in update.token_ids]
@@ -98,12 +101,6 @@ class Choice:
         return Delta(
             self._number, text, update.token_ids, calls, update.logprobs, self.ending, trace
         )
-
-    def _text(self, update: Update, is_last: bool) -> str:
-        if update.text is not None:  # the engine decodes what it searches for stop strings
-            return update.text
-        text = self._stream.push(update.token_ids)
-        return text + self._stream.finish() if is_last else text
 
 
 class CompletionWriter(ABC):

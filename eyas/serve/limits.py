@@ -82,14 +82,10 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """The error in OpenAI's form."""
-        kind = (
-            "server_error"
-            if self.status >= 500
-            else _KINDS.get(self.status, "invalid_request_error")
-        )
-        return {
-            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        }
+        default = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = _KINDS.get(self.status, default)
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
 
     def event(self) -> bytes:
         """The error as a server-sent event, for a stream whose status is sent already."""
@@ -104,14 +100,10 @@ def unsupported(param: str, what: str) -> ApiError:
 def refused_by_engine(error: InputError) -> ApiError:
     """The engine's error as the client's; `param` is the setting that the message begins with."""
     first = error.what.removeprefix("the ").split(" ", 1)[0]
-    param = (
-        first
-        if (first.replace("_", "").isalnum() and "_" in first)
-        or first in ("temperature", "regex", "seed")
-        else None
-    )
+    is_setting = "_" in first and first.replace("_", "").isalnum()
+    is_setting = is_setting or first in ("temperature", "regex", "seed")
     hint = f": {error.hint}" if error.hint else ""
-    return ApiError(400, f"{error.what}{hint}", param)
+    return ApiError(400, f"{error.what}{hint}", first if is_setting else None)
 
 
 class AccessControl:

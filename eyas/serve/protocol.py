@@ -178,13 +178,10 @@ class ChatRequest(OpenAIFields):
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
-        if (
-            None not in (self.max_tokens, self.max_completion_tokens)
-            and self.max_tokens != self.max_completion_tokens
-        ):
-            raise ApiError(
-                400, "max_tokens and max_completion_tokens differ: give one of them", "max_tokens"
-            )
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            what = "max_tokens and max_completion_tokens differ: give one of them"
+            raise ApiError(400, what, "max_tokens")
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs is for logprobs=true only", "top_logprobs")
         if not self.tools and self.tool_choice not in ("none", "auto"):
@@ -269,7 +266,8 @@ class TextRequest(OpenAIFields):
 
 # SGLang's /generate
 
-_GENERATE_NAMES = {
+# of as_text's fields, for errors
+GENERATE_NAMES = {
     "prompt": "text",
     "max_tokens": "sampling_params.max_new_tokens",
     "min_tokens": "sampling_params.min_new_tokens",
@@ -367,9 +365,3 @@ class GenerateRequest(RequestBody):
             stream=self.stream,
             **shared,
         )
-
-
-def with_generate_names(error: ApiError) -> ApiError:
-    """An error of `as_text`'s request, with the name that the field has at /generate."""
-    error.param = _GENERATE_NAMES.get(error.param or "", error.param)
-    return error

@@ -12,6 +12,8 @@ import re
 from collections.abc import Mapping
 from functools import cached_property
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 from eyas.chat import Chat, TextStream
 from eyas.errors import InputError, TemplateError
 
@@ -24,6 +26,8 @@ _RESERVED = frozenset(
 )
 MAX_CHATS = 8
 Options = tuple[tuple[str, bool], ...]
+# the characters that byte-level tokenizers write bytes as
+_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 class Tokenizer:
@@ -120,21 +124,3 @@ class Tokenizer:
     @cached_property
     def _is_byte_level(self) -> bool:
         return '"ByteLevel"' in json.dumps(json.loads(self._backend.to_str())["decoder"])
-
-
-def _byte_characters() -> dict[str, int]:
-    """The characters that byte-level tokenizers write bytes as: printable bytes as themselves, the
-    others as the characters from 256 on.
-    """
-    printable = [
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    ]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + number): byte for number, byte in enumerate(others)
-    }
-
-
-_BYTES = _byte_characters()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from eyas.chat import Chat
@@ -12,7 +12,7 @@ from eyas.errors import InputError
 from eyas.serve.completion import CompletionOptions, CompletionWriter
 from eyas.serve.fields import Constraint, OpenAIFields
 from eyas.serve.limits import ApiError, refused_by_engine, unsupported
-from eyas.serve.protocol import ChatRequest, GenerateRequest, TextRequest, with_generate_names
+from eyas.serve.protocol import GENERATE_NAMES, ChatRequest, GenerateRequest, TextRequest
 from eyas.serve.tokenizer import Tokenizer
 from eyas.serve.tools import CLOSING, REQUIRED_OPENING, call_schema
 from eyas.serve.writers import ChatWriter, GenerateWriter, TextWriter
@@ -78,7 +78,11 @@ class Translator:
 
     def _text(self, body: TextRequest) -> TextWriter:
         echoes = (
-            [self._shown(prompt) for prompt in body.prompts for _ in range(body.n)]
+            [
+                prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
+                for prompt in body.prompts
+                for _ in range(body.n)
+            ]
             if body.echo
             else []
         )
@@ -91,7 +95,8 @@ class Translator:
         try:
             requests = self._text_requests(body.as_text(self._info.model))
         except ApiError as error:
-            raise with_generate_names(error) from error
+            error.param = GENERATE_NAMES.get(error.param or "", error.param)
+            raise
         options = CompletionOptions(self._info.model)
         return GenerateWriter(requests, self.tokenizer, options, body)
 
@@ -100,17 +105,16 @@ class Translator:
         constraint = body.constraint()
         requests = []
         for prompt in body.prompts:
-            prompt_ids = (
-                self._encoded(prompt, body.add_special_tokens)
-                if isinstance(prompt, str)
-                else prompt
-            )
+            if isinstance(prompt, str):
+                self._check_characters(len(prompt), "prompt")
+                prompt_ids = self.tokenizer.encode(prompt, body.add_special_tokens)
+                if not prompt_ids:
+                    raise ApiError(400, "prompt: the prompt has no tokens", "prompt")
+            else:
+                prompt_ids = prompt
             params = self._params(body, len(prompt_ids), constraint, ())
             requests.append(self._request(body, prompt_ids, params))
         return requests
-
-    def _shown(self, prompt: str | list[int]) -> str:
-        return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
 
     def _check_model(self, body: OpenAIFields) -> None:
         if body.model != self._info.model:
@@ -129,7 +133,14 @@ class Translator:
                 "tags",
             )
         self._check_characters(sum(len(turn.text) for turn in body.messages), "messages")
-        chat = self._chat_with(body.chat_template_kwargs)
+        for name in body.chat_template_kwargs:
+            if not self.tokenizer.knows_option(name):
+                what = f"this target's chat template has no option {name[:64]!r}"
+                raise unsupported("chat_template_kwargs", what)
+        try:
+            chat = self.tokenizer.chat(body.chat_template_kwargs)
+        except InputError as error:
+            raise ApiError(400, error.what, "chat_template_kwargs") from error
         messages = [turn.for_template() for turn in body.messages]
         tools = [tool.for_template() for tool in body.offered_tools] or None
         try:
@@ -138,25 +149,6 @@ class Translator:
             raise ApiError(400, error.what, "messages") from error
         opening = self.tokenizer.encode(REQUIRED_OPENING) if body.required_tools else []
         return prompt_ids + opening
-
-    def _chat_with(self, options: Mapping[str, bool]) -> Chat:
-        for name in options:
-            if not self.tokenizer.knows_option(name):
-                raise unsupported(
-                    "chat_template_kwargs",
-                    f"this target's chat template has no option {name[:64]!r}",
-                )
-        try:
-            return self.tokenizer.chat(options)
-        except InputError as error:
-            raise ApiError(400, error.what, "chat_template_kwargs") from error
-
-    def _encoded(self, text: str, add_special_tokens: bool) -> list[int]:
-        self._check_characters(len(text), "prompt")
-        prompt_ids = self.tokenizer.encode(text, add_special_tokens)
-        if not prompt_ids:
-            raise ApiError(400, "prompt: the prompt has no tokens", "prompt")
-        return prompt_ids
 
     def _check_characters(self, num_characters: int, param: str) -> None:
         """Refuse a text that is far too long before it is encoded, which would take long."""

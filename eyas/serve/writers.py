@@ -73,7 +73,6 @@ class ChatWriter(_OpenAIWriter):
         self._num_calls: dict[int, int] = {}
 
     def write(self, delta: Delta, usage: Usage | None) -> str:
-        """The events of a delta, its ending included."""
         fields = f'"content": {json.dumps(delta.text)}'
         if delta.choice not in self._begun:
             self._begun.add(delta.choice)
@@ -93,7 +92,6 @@ class ChatWriter(_OpenAIWriter):
         return event + self._event(f'{head}}}, "finish_reason": "{delta.ending}"}}', usage)
 
     def write_whole(self, deltas: dict[int, list[Delta]], usage: Usage) -> dict[str, Any]:
-        """The answer in one object."""
         return self._object([self._choice(number, deltas[number]) for number in deltas], usage)
 
     def _choice(self, number: int, deltas: list[Delta]) -> dict[str, Any]:
@@ -152,7 +150,6 @@ class TextWriter(_OpenAIWriter):
         self._echoes = dict(enumerate(echoes))  # of choices that have not begun
 
     def write(self, delta: Delta, usage: Usage | None) -> str:
-        """The event of a delta."""
         logprobs = (
             "null"
             if delta.logprobs is None
@@ -167,7 +164,6 @@ class TextWriter(_OpenAIWriter):
         return self._event(choice, usage, delta.round)
 
     def write_whole(self, deltas: dict[int, list[Delta]], usage: Usage) -> dict[str, Any]:
-        """The answer in one object."""
         choices = []
         for number, of_choice in deltas.items():
             logprobs = _joined_logprobs(of_choice)
@@ -225,7 +221,6 @@ class GenerateWriter(CompletionWriter):
         self._deltas: list[list[Delta]] = [[] for _ in self._prompt_lengths]
 
     def write(self, delta: Delta, usage: Usage | None) -> str:
-        """The event of a delta."""
         self._deltas[delta.choice].append(delta)
         answer = self._answer(delta.choice)
         if self._body.is_many:
