@@ -31,7 +31,6 @@ from eyas.evaluate.evaluate import EvalConfig, evaluate
 from eyas.log import progress_bar
 from eyas.shards import FeatureMeta, Features, ShardWriter
 from eyas.train.state import StopConfig
-from eyas.train.step import OptimizerConfig
 from eyas.train.trainer import TrainConfig, train
 
 CODECS = "lossless,within1,within2,within4,within8,within2/supervised"
@@ -75,11 +74,10 @@ def tau_of(
 ) -> float:
     """Train and measure one head."""
     folder = args.folder / "heads" / f"{args.epochs}-{codec.replace('/', '-')}-{seed}"
-    optimizer = OptimizerConfig(learning_rate=args.learning_rate)
     config = TrainConfig(
         head={"draft_vocab_size": 2048},
         epochs=args.epochs,
-        optimizer=optimizer,
+        learning_rate=args.learning_rate,
         stop=NOT_MEASURED,
         seed=seed,
         **args.training,

@@ -46,7 +46,6 @@ from eyas.tau import RoundCounts, bootstrap, ratio_of_sums
 from eyas.train.batches import BatchConfig
 from eyas.train.loss import ObjectiveConfig
 from eyas.train.state import StopConfig
-from eyas.train.step import OptimizerConfig
 from eyas.train.trainer import TrainConfig, train
 
 DEFAULT = "default"
@@ -93,7 +92,7 @@ def configured(
         objective=ObjectiveConfig(**changes.get("objective", {})),
         epochs=args.epochs,
         batches=BatchConfig(tokens=args.batch_tokens, **changes.get("batches", {})),
-        optimizer=OptimizerConfig(learning_rate=args.learning_rate),
+        learning_rate=args.learning_rate,
         stop=StopConfig(measurements=0),
         seed=seed,
     )

@@ -45,7 +45,6 @@ from eyas.train.start import initialise
 from eyas.train.state import TrainingState
 from eyas.train.step import (
     DraftObjective,
-    OptimizerConfig,
     adamw,
     teaching_in_tf32,
     training_step,
@@ -136,12 +135,11 @@ def our_step(made: World, device: str) -> Any:
     """A call that makes one step of ours and returns its loss: as in `eyas train`, but for the
     baseline's normaliser.
     """
-    optimizer = OptimizerConfig(learning_rate=LEARNING_RATE)
     state = TrainingState(made.head, adamw(made.head))
     config = ObjectiveConfig(normaliser="positions")
     objective = DraftObjective(made.head, made.vocabulary, config, "bfloat16")
-    ranks, most = Ranks(device=device), optimizer.max_grad_norm
-    return lambda: training_step(state, objective, [made.batch], ranks, LEARNING_RATE, most)["loss"]
+    ranks = Ranks(device=device)
+    return lambda: training_step(state, objective, [made.batch], ranks, LEARNING_RATE)["loss"]
 
 
 def plain_step(made: World) -> Any:

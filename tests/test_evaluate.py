@@ -35,7 +35,7 @@ TRAIN = TrainConfig(
     objective={"num_ttt_steps": K},
     epochs=20,
     batches={"tokens": 512},
-    optimizer={"learning_rate": 1e-2},
+    learning_rate=1e-2,
     dtype="float32",
 )
 

@@ -31,9 +31,8 @@ from eyas.train.start import StartConfig, covering_size
 from eyas.train.state import CHECKPOINT, METRICS, StopConfig, TrainingState
 from eyas.train.step import (
     DraftObjective,
-    OptimizerConfig,
     adamw,
-    learning_rate,
+    scheduled_rate,
     teaching_in_tf32,
     training_step,
     usual_learning_rate,
@@ -51,7 +50,7 @@ CONFIG = TrainConfig(
     objective={"num_ttt_steps": 4},
     epochs=2,
     batches={"tokens": 64},
-    optimizer={"learning_rate": 3e-3},
+    learning_rate=3e-3,
     dtype="float32",
     stop={"measurements": 0},
     checkpoint_every=3,
@@ -232,14 +231,13 @@ def test_missing_features_and_a_vocabulary_too_large(made, features, tmp_path):
 
 def test_settings_are_checked():
     with pytest.raises(ValidationError):
-        TrainConfig(optimizer={"learning_rate": 0})
+        TrainConfig(learning_rate=0)
     with pytest.raises(ValidationError):
-        TrainConfig(learning_rate=1)
+        TrainConfig(rate=1)
     with pytest.raises(ValidationError, match="no old mix"):
         TrainConfig(start={"head": "somewhere", "keep_share": 0.5})
     for section in (
         TrainConfig,
-        OptimizerConfig,
         BatchConfig,
         StopConfig,
         StartConfig,
@@ -252,9 +250,9 @@ def test_the_learning_rate_follows_the_head_by_default(made, features, tmp_path)
     assert usual_learning_rate(4096) == pytest.approx(1e-4)
     assert usual_learning_rate(8192) == pytest.approx(5e-5)
     assert usual_learning_rate(320) == usual_learning_rate(32) == 1e-3
-    config = CONFIG.model_copy(update={"epochs": 1, "optimizer": OptimizerConfig()})
+    config = CONFIG.model_copy(update={"epochs": 1, "learning_rate": None})
     manifest = train(config, str(made[0]), Features(features), Artifact(str(tmp_path)))
-    assert manifest.config["optimizer"]["learning_rate"] == 1e-3
+    assert manifest.config["learning_rate"] == 1e-3
     rows = list(Artifact(str(tmp_path)).read_jsonl(METRICS))
     assert max(row["learning_rate"] for row in rows) <= 1e-3
 
@@ -274,13 +272,12 @@ def test_the_draft_vocabulary_covers_the_answers_by_default(made, features, tmp_
 
 
 def test_schedule_warms_up_and_falls_to_zero():
-    config = OptimizerConfig(learning_rate=1.0, warmup_share=0.1)
-    rates = [learning_rate(step, 100, config) for step in range(100)]
-    assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
-    assert rates[10] == 1.0
-    assert rates[10:] == sorted(rates[10:], reverse=True)
+    rates = [scheduled_rate(step, 100, 1.0) for step in range(100)]
+    assert rates[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
+    assert rates[3] == 1.0
+    assert rates[3:] == sorted(rates[3:], reverse=True)
     assert 0 < rates[-1] < 0.001
-    assert learning_rate(0, 1, config) > 0
+    assert scheduled_rate(0, 1, 1.0) > 0
 
 
 @given(
@@ -336,7 +333,7 @@ def golden_step() -> dict[str, object]:
         [[False] * 4 + [True] * 14, [False, True, True, True, False, False, True, True, True]],
         seed=1,
     )
-    row = training_step(state, objective, [batch], Ranks(), 1e-3, 0.5)
+    row = training_step(state, objective, [batch], Ranks(), 1e-3)
     sums = {
         name: [float(weight.sum()), float(weight.norm())]
         for name, weight in head.double().requires_grad_(False).named_parameters()

@@ -40,9 +40,9 @@ CONFIG = {
     "objective": {"num_ttt_steps": 3},
     "epochs": 2,
     "batches": {"tokens": 64, "per_step": 2},
-    "optimizer": {"learning_rate": 3e-3},
+    "learning_rate": 3e-3,
     "dtype": "float32",
-    "stop": {"measurements": 4, "num_draft_steps": 3},
+    "stop": {"measurements": 4},
     "checkpoint_every": 2,
 }
 BY_THREE = {**CONFIG, "batches": {"tokens": 48, "per_step": 3}, "dtype": "bfloat16"}
@@ -206,10 +206,9 @@ def test_the_launch_by_torchrun_writes_once(runs, tmp_path):
         "epochs=2",
         "batches.tokens=64",
         "batches.per_step=2",
-        "optimizer.learning_rate=3e-3",
+        "learning_rate=3e-3",
         "dtype=float32",
         "stop.measurements=4",
-        "stop.num_draft_steps=3",
     ]
     words = ["train", runs.features.url, "-t", str(runs.target), "-o", str(tmp_path / "head")]
     launcher = [
@@ -256,7 +255,7 @@ def test_a_step_of_two_batches_is_the_step_of_one_that_holds_both():
     state = TrainingState(parts, adamw(parts))
     batches = [Batch.of(samples[:1]), Batch.of(samples[1:])]
     module = DraftObjective(parts, vocabulary, config, "float32")
-    row = training_step(state, module, batches, Ranks(), 0.0, 1e9)
+    row = training_step(state, module, batches, Ranks(), 0.0)
     assert row["loss"] == pytest.approx(float(outcome.loss.detach()), rel=1e-6)
     assert row["step_losses"] == pytest.approx(outcome.step_losses.tolist(), rel=1e-5)
     assert row["grad_norm"] == pytest.approx(float(norm), rel=1e-5)

@@ -27,7 +27,7 @@ from eyas.train.tracker import (
 
 BLOCK = 32 << 10
 IDENTITY = "0123456789abcdef"
-SETTINGS = {"seed": 1, "optimizer": {"learning_rate": 1e-3}}
+SETTINGS = {"seed": 1, "stop": {"patience": 2}}
 
 
 def tracked(config: TrackerConfig, output: Path | None, step: int = 0) -> TrackedRun:
@@ -134,7 +134,7 @@ def test_mlflow_keeps_what_is_logged(tmp_path, monkeypatch):
     (run,) = client.search_runs([client.get_experiment_by_name("eyas").experiment_id])
     assert run.info.run_name == "train-1"
     assert run.info.status == "FINISHED"
-    assert run.data.params == {"seed": "1", "optimizer.learning_rate": "0.001"}
+    assert run.data.params == {"seed": "1", "stop.patience": "2"}
     history = {
         metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "loss")
     }

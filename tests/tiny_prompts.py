@@ -24,7 +24,7 @@ TRAIN = TrainConfig(
     objective={"num_ttt_steps": 4},
     epochs=8,
     batches={"tokens": 512},
-    optimizer={"learning_rate": 1e-2},
+    learning_rate=1e-2,
     dtype="float32",
 )
 

@@ -159,6 +159,6 @@ def refuse_lower_tau(comparison: HeadComparison, tolerance: float) -> None:
         raise EyasError(
             f"too few conversations to tell that the head loses no more than {tolerance:.1%}: "
             f"{comparison}",
-            f"capture more held-out conversations of the old mix (start.keep_samples), or {remedy}",
+            f"capture more held-out conversations of the old mix, or {remedy}",
         )
     raise EyasError(f"the head loses more than {tolerance:.1%}: {comparison}", remedy)

@@ -35,9 +35,8 @@ class StartConfig(BaseModel):
     by the counts of the features (recount): tokens that were drafted before keep their row of
     lm_head, others get the target's. other_target: the head was trained for another fine-tune of
     the same shape, and that is intended. keep_mix: features of the mix that it was trained on; on
-    their held-out conversations (keep_samples of them) the new head's tau must not be lower than
-    the old one's by more than keep_tolerance, a share. keep_share: the share of the training
-    samples that is taken from it.
+    its held-out conversations the new head's tau must not be lower than the old one's by more than
+    keep_tolerance, a share. keep_share: the share of the training samples that is taken from it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -49,7 +48,6 @@ class StartConfig(BaseModel):
     keep_mix: str | None = None
     keep_share: float = Field(0.0, ge=0, lt=1)
     keep_tolerance: float = Field(0.02, ge=0, lt=1)
-    keep_samples: int = Field(256, ge=2)
 
     @model_validator(mode="before")
     @classmethod

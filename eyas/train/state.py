@@ -32,27 +32,22 @@ from eyas.train.ranks import Ranks
 CHECKPOINT, METRICS = "checkpoint.pt", "metrics.jsonl"
 MEMORY = 0.9  # of the running mean of the loss
 SETTLED = 20  # steps before a running mean is one
+DIVERGED_AT = 3.0  # times the lowest running mean: a loss that recovers stays below
 FLOOR = 0.05  # of the first loss: near zero, many times the lowest is still nothing
 
 
 class StopConfig(BaseModel):
     """When tau is measured while training, and when a run stops before its last step.
 
-    measurements: how often in a run, at equal distances, on `samples` held-out conversations; 0
-    measures nothing. patience: stop after so many measurements in a row without a gain of min_gain;
-    null never stops. The head that is kept is the best measured. num_draft_steps: of the chains
-    that are measured. diverged_at: stop when the running mean of the loss is so many times its
-    lowest.
+    measurements: how often in a run, at equal distances; 0 measures nothing. patience: stop after
+    so many measurements in a row without a gain; null never stops. The head that is kept is the
+    best measured.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     measurements: int = Field(8, ge=0)
-    samples: int = Field(48, ge=1)
-    num_draft_steps: int = Field(7, ge=1, le=16)
     patience: int | None = Field(None, ge=1)
-    min_gain: float = Field(0.0, ge=0)
-    diverged_at: float = Field(3.0, gt=1)
 
 
 def measured_steps(num_steps: int, config: StopConfig) -> set[int]:
@@ -63,22 +58,17 @@ def measured_steps(num_steps: int, config: StopConfig) -> set[int]:
 
 @dataclass(slots=True)
 class Patience:
-    """The best tau so far and the step it was measured at; the tau of the last gain (bar) and the
-    measurements since then (misses).
+    """The best tau so far, the last step it was measured at, and the measurements in a row without
+    a gain (misses).
     """
 
     best: float = 0.0
     best_step: int = 0
-    bar: float = 0.0
     misses: int = 0
 
-    def add(self, step: int, tau: float, min_gain: float) -> bool:
-        """Count a measurement, above 0. Is it the best, or as good and later?
-
-        A gain is a rise of min_gain or more above the last gain.
-        """
-        gains = tau > self.bar and tau >= self.bar + min_gain
-        self.bar, self.misses = (tau, 0) if gains else (self.bar, self.misses + 1)
+    def add(self, step: int, tau: float) -> bool:
+        """Count a measurement, above 0. Is it the best, or as good and later?"""
+        self.misses = 0 if tau > self.best else self.misses + 1
         if tau < self.best:
             return False
         self.best, self.best_step = tau, step
@@ -107,9 +97,9 @@ class LossTrend:
         if self.num_losses >= SETTLED:
             self.lowest = min(self.lowest, self.mean)
 
-    def has_diverged(self, config: StopConfig) -> bool:
-        """Whether the running mean is above `diverged_at` times its lowest value."""
-        return self.mean > config.diverged_at * max(self.lowest, FLOOR * self.first)
+    def has_diverged(self) -> bool:
+        """Whether the running mean is above DIVERGED_AT times its lowest value."""
+        return self.mean > DIVERGED_AT * max(self.lowest, FLOOR * self.first)
 
 
 @dataclass(slots=True)

@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -32,22 +31,10 @@ from eyas.train.state import TrainingState
 
 Precision = Literal["bfloat16", "float32"]
 BETAS = (0.9, 0.95)  # EAGLE's, as SpecForge has them too; neither decays weights
+MAX_GRAD_NORM = 0.5  # EAGLE's and SpecForge's
+WARMUP_SHARE = 0.03  # of all steps; SpecForge's is 0.015
 # for `usual_learning_rate`
 MOST_LEARNING_RATE, PUBLISHED_RATE, PUBLISHED_HIDDEN_SIZE = 1e-3, 1e-4, 4096
-
-
-class OptimizerConfig(BaseModel):
-    """AdamW with a linear warm-up, then half a cosine down to 0.
-
-    learning_rate: its peak; None takes `usual_learning_rate` of the head's hidden size.
-    warmup_share: the share of all steps with a rising rate. max_grad_norm: of the whole gradient.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    learning_rate: float | None = Field(None, gt=0)
-    warmup_share: float = Field(0.03, ge=0, lt=1)
-    max_grad_norm: float = Field(0.5, gt=0)
 
 
 def usual_learning_rate(hidden_size: int) -> float:
@@ -66,14 +53,15 @@ def adamw(head: Head) -> torch.optim.AdamW:
     return torch.optim.AdamW(weights, betas=BETAS, weight_decay=0.0, fused=True)
 
 
-def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:
-    """The rate of a step, counted from 0, of a config that states its learning_rate."""
-    assert config.learning_rate is not None, "the default rate depends on the head"
-    warmup = max(1, round(config.warmup_share * num_steps))
+def scheduled_rate(step: int, num_steps: int, highest: float) -> float:
+    """The learning rate of a step, counted from 0: a linear warm-up to the highest, then half a
+    cosine down to 0.
+    """
+    warmup = max(1, round(WARMUP_SHARE * num_steps))
     if step < warmup:
-        return config.learning_rate * (step + 1) / warmup
+        return highest * (step + 1) / warmup
     cosine = 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / max(1, num_steps - warmup)))
-    return config.learning_rate * cosine
+    return highest * cosine
 
 
 class DraftObjective(nn.Module):
@@ -137,7 +125,6 @@ def training_step(
     batches: Sequence[Batch],
     ranks: Ranks,
     rate: float,
-    max_grad_norm: float,
 ) -> dict[str, Any]:
     """One update of the weights, from these batches and those of the other ranks.
 
@@ -158,7 +145,7 @@ def training_step(
         losses.append(loss)
 
     row = metrics_row(losses, batches, ranks)
-    norm = gradient_norm(state.optimizer, max_grad_norm)
+    norm = gradient_norm(state.optimizer)
     if not math.isfinite(row["loss"] + norm):
         raise not_finite(state.step, row["loss"], norm, batches, ranks)
     for group in state.optimizer.param_groups:
@@ -169,10 +156,10 @@ def training_step(
     return {"step": state.step, **row, "learning_rate": rate, "grad_norm": norm}
 
 
-def gradient_norm(optimizer: torch.optim.Optimizer, most: float) -> float:
-    """The norm of the whole gradient before it is clipped to the norm `most`, in place."""
+def gradient_norm(optimizer: torch.optim.Optimizer) -> float:
+    """The norm of the whole gradient before it is clipped to MAX_GRAD_NORM, in place."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    norm = nn.utils.clip_grad_norm_(weights, most)
+    norm = nn.utils.clip_grad_norm_(weights, MAX_GRAD_NORM)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
@@ -213,7 +200,7 @@ def not_finite(
     hint = (
         f"the features of {', '.join(broken)} are not finite: capture them again"
         if broken
-        else "try a lower optimizer.learning_rate"
+        else "try a lower learning_rate"
     )
     return EyasError(
         f"step {step + 1} has loss {loss} and gradient norm {norm}; its samples: {', '.join(keys)}",

@@ -50,13 +50,19 @@ from eyas.train.held_out import (
 from eyas.train.loss import ObjectiveConfig
 from eyas.train.ranks import Ranks, joined, whole
 from eyas.train.start import StartConfig, existing_head, fresh_head, load_start_head, recount
-from eyas.train.state import CHECKPOINT, METRICS, StopConfig, TrainingState, measured_steps
+from eyas.train.state import (
+    CHECKPOINT,
+    DIVERGED_AT,
+    METRICS,
+    StopConfig,
+    TrainingState,
+    measured_steps,
+)
 from eyas.train.step import (
     DraftObjective,
-    OptimizerConfig,
     Precision,
     adamw,
-    learning_rate,
+    scheduled_rate,
     teaching_in_tf32,
     training_step,
     usual_learning_rate,
@@ -64,19 +70,23 @@ from eyas.train.step import (
 from eyas.train.tracker import TrackedRun, TrackerConfig, Trackers, open_trackers, scalars
 
 KEEP = "keep.json"  # the comparison with the head that the run started from
+MEASURED_SAMPLES = 48  # held-out conversations: tau is measured several times in a run
+COMPARED_SAMPLES = 256  # of the old mix, once at the end: the interval must be narrow
+MEASURED_STEPS = 7  # of the chains: as many as the default objective unrolls
 # Settings that are not in the artifact's identity: a run may be resumed with other values.
 WITHOUT_EFFECT = {
     "tracker": True,
     "checkpoint_every": True,
     # head and keep_mix are in the identity as inputs, by their content and not by their path
-    "start": {"head", "keep_mix", "keep_tolerance", "keep_samples"},
+    "start": {"head", "keep_mix", "keep_tolerance"},
 }
 
 
 class TrainConfig(BaseModel):
     """Settings of the train stage.
 
-    start: a head to continue from; null draws new weights. checkpoint_every: in steps.
+    start: a head to continue from; null draws new weights. learning_rate: its peak; null
+    takes `usual_learning_rate` of the head's hidden size. checkpoint_every: in steps.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -86,7 +96,7 @@ class TrainConfig(BaseModel):
     start: StartConfig | None = None
     epochs: int = Field(3, ge=1)
     batches: BatchConfig = BatchConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
+    learning_rate: float | None = Field(None, gt=0)
     dtype: Precision = "bfloat16"
     stop: StopConfig = StopConfig()
     tracker: TrackerConfig = TrackerConfig()
@@ -95,9 +105,8 @@ class TrainConfig(BaseModel):
 
     def for_head(self, hidden_size: int) -> TrainConfig:
         """These settings with the learning rate that a head of this size gets by default."""
-        rate = self.optimizer.learning_rate or usual_learning_rate(hidden_size)
-        optimizer = self.optimizer.model_copy(update={"learning_rate": rate})
-        return self.model_copy(update={"optimizer": optimizer})
+        rate = self.learning_rate or usual_learning_rate(hidden_size)
+        return self.model_copy(update={"learning_rate": rate})
 
 
 class DivergedError(EyasError):
@@ -188,7 +197,7 @@ class Trainer:
         """The conversations that tau is measured on; None if nothing is to be measured."""
         if source is None or not len(source) or not self.config.stop.measurements:
             return None
-        return self._sample(source, self.config.stop.samples)
+        return self._sample(source, MEASURED_SAMPLES)
 
     def _old_mix(self, start: StartConfig | None) -> HeldOutSample | None:
         """The held-out conversations of start.keep_mix, on which tau must not fall; None without.
@@ -205,12 +214,12 @@ class Trainer:
                 "heads on",
                 "capture the old mix with a larger held_out_share",
             )
-        return self._sample(source, start.keep_samples)
+        return self._sample(source, COMPARED_SAMPLES)
 
     def _sample(self, source: FeatureSource, num_samples: int) -> HeldOutSample:
         check_same_target(source.meta, self.vocabulary)
-        steps, dtype = self.config.stop.num_draft_steps, getattr(torch, self.config.dtype)
-        return HeldOutSample.of(source, num_samples, steps, self.config.batches.tokens, dtype)
+        tokens, dtype = self.config.batches.tokens, getattr(torch, self.config.dtype)
+        return HeldOutSample.of(source, num_samples, MEASURED_STEPS, tokens, dtype)
 
     def _inputs(self) -> dict[str, Manifest]:
         """The manifests of everything that this run reads, by name; part of its identity."""
@@ -281,7 +290,8 @@ class Trainer:
         DivergedError leaves the older checkpoint.
         """
         state, config, ranks, num_steps = self.state, self.config, self.ranks, len(self.steps)
-        self._finished = state.step
+        self._finished, highest = state.step, config.learning_rate
+        assert highest is not None, "the default rate depends on the head"
         mine = [ranks.share(batches) for batches in self.steps[state.step :]]
         samples = self.source.batches([numbers for batches in mine for numbers in batches])
         try:
@@ -290,10 +300,8 @@ class Trainer:
                     break
                 with ranks.together():
                     batches = read_batches(samples, len(planned), config.batches, ranks.device)
-                rate = learning_rate(state.step, num_steps, config.optimizer)
-                row = training_step(
-                    state, self.objective, batches, ranks, rate, config.optimizer.max_grad_norm
-                )
+                rate = scheduled_rate(state.step, num_steps, highest)
+                row = training_step(state, self.objective, batches, ranks, rate)
                 self._judge(row, batches)
                 trackers.log(state.step, scalars(row))
                 if state.step % config.checkpoint_every == 0 and state.step < num_steps:
@@ -313,18 +321,18 @@ class Trainer:
 
         Raises DivergedError.
         """
-        state, config = self.state, self.config
+        state = self.state
         state.trend.add(row["loss"])
         state.metrics.append(row)
-        if state.trend.has_diverged(config.stop):
-            raise diverged(state, batches, config, self.ranks)
+        if state.trend.has_diverged():
+            raise diverged(state, batches, self.ranks)
         if state.step in self.measure_at:
             assert self.held_out is not None, "measured without a sample"
             with whole(self.objective):
                 counts = self.held_out.counts(state.head, self.vocabulary, self.ranks)
             row["held_out_tau"] = tau = tau_of_counts(counts)
             # tau is 0 if no answer of the sample is long enough for a round
-            if tau > 0 and state.patience.add(state.step, tau, config.stop.min_gain):
+            if tau > 0 and state.patience.add(state.step, tau):
                 state.keep_best()
         self._finished = state.step
 
@@ -415,9 +423,7 @@ def note(row: Mapping[str, Any], state: TrainingState) -> str:
     return f"loss {row['loss']:.3f} accuracy {row['accuracy'][0]:.3f}{tau}"
 
 
-def diverged(
-    state: TrainingState, batches: Sequence[Batch], config: TrainConfig, ranks: Ranks
-) -> DivergedError:
+def diverged(state: TrainingState, batches: Sequence[Batch], ranks: Ranks) -> DivergedError:
     """The error of a diverged loss, with the names of this step's samples. All ranks call it."""
     keys = [
         key
@@ -427,10 +433,9 @@ def diverged(
     ]
     return DivergedError(
         f"the loss diverges: its running mean is {state.trend.mean:.3f} at step {state.step}, "
-        f"more than {config.stop.diverged_at:g} times its lowest, {state.trend.lowest:.3f}; the "
+        f"more than {DIVERGED_AT:g} times its lowest, {state.trend.lowest:.3f}; the "
         f"samples of this step: {', '.join(keys)}",
-        "begin in another folder with a lower optimizer.learning_rate, or allow more with "
-        "stop.diverged_at",
+        "begin in another folder with a lower learning_rate",
     )
 
 
