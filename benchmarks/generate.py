@@ -127,7 +127,6 @@ def start(
         "max_length": MAX_LENGTH,
         "dtype": "float32",
     }
-    sets |= {"client.patience_s": 120} if urls else {}
     command = [
         sys.executable,
         "-m",

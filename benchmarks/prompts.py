@@ -41,7 +41,6 @@ from eyas.data.contamination import Contamination
 from eyas.data.filters import (
     Empty,
     Language,
-    LanguageConfig,
     PersonalData,
     Quality,
     TooLong,
@@ -100,7 +99,7 @@ def config(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     return {
         "sources": [{"path": written["rows"], **mine}],
         "evaluation": [{"path": written["items"]}],
-        "language": {"keep": LANGUAGES},
+        "languages": LANGUAGES,
         "match": {"traffic": written["traffic"], "num_prompts": max(1, args.rows * 3 // 4)},
         "executor": args.executor,
         "workers": args.workers,
@@ -120,7 +119,7 @@ def timed_by_filter(section: dict[str, Any], count: int) -> dict[str, float]:
         "empty": Empty(),
         "too_long": TooLong(8000),
         "quality": Quality(),
-        "language": Language(LanguageConfig(keep=tuple(LANGUAGES))),
+        "language": Language(LANGUAGES),
         "contamination": Contamination([SourceConfig(**one) for one in section["evaluation"]]),
         "personal": PersonalData(PrivacyConfig(), KEY.encode()),
     }

@@ -643,7 +643,11 @@ def test_without_tokenize_either_times_are_measured_and_nothing_is_said_of_token
     assert summary["comparisons"][0]["speedup"] is None
 
 
-def test_an_open_loop_sends_when_the_time_has_come(tmp_path, prompts):
+def test_an_open_loop_sends_when_the_time_has_come(tmp_path, prompts, monkeypatch):
+    monkeypatch.setattr(
+        "eyas.bench.bench.arrival_times_s",
+        lambda rate, count, seed: [number / rate for number in range(count)],
+    )
     with scripted(gap_s=0.05) as url:
         output = Artifact(str(tmp_path / "bench"))
         config = BenchConfig(
@@ -652,7 +656,6 @@ def test_an_open_loop_sends_when_the_time_has_come(tmp_path, prompts):
             prompts=prompts,
             concurrencies=(),
             rates=(50,),
-            arrivals="constant",
             num_prompts=10,
         )
         bench(config, output)

@@ -535,7 +535,7 @@ def test_alone_a_samples_values_depend_on_nothing_beside_it(
     """
     whole, part = (Artifact(str(tmp_path / name)) for name in ("whole", "part"))
     capture(config_of(target, batch_tokens=1), answers, whole)
-    manifest = capture(config_of(target, batch_tokens=1, splits=("held_out",)), answers, part)
+    manifest = capture(config_of(target, batch_tokens=1), answers, part, splits=("held_out",))
     assert manifest.counts["train"] == 0 < manifest.counts["held_out"]
     assert len(Features(part, "train")) == 0
     decoder = OwnDecoder(Target.load(target))

@@ -19,7 +19,6 @@ from eyas.data.duplicates import (
     CANDIDATES,
     NONE,
     SHINGLE,
-    DuplicatesConfig,
     exact,
     jaccard,
     mixed,
@@ -33,6 +32,7 @@ from eyas.data.duplicates import (
     text_key,
 )
 from eyas.data.ledger import SourceRow
+from eyas.data.prompts import PromptsConfig
 
 THRESHOLD = 0.85
 LONG = (
@@ -355,6 +355,7 @@ def test_of_no_rows_none_are_alike():
 
 
 def test_a_threshold_that_the_bands_cannot_serve_is_refused():
-    assert DuplicatesConfig(near=None).near is None
+    source = {"path": "set.jsonl"}
+    assert PromptsConfig(sources=[source], near_duplicates=None).near_duplicates is None
     with pytest.raises(ValidationError):
-        DuplicatesConfig(near=0.5)
+        PromptsConfig(sources=[source], near_duplicates=0.5)

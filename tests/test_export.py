@@ -19,7 +19,7 @@ from eyas.artifact import Artifact, Manifest, identity
 from eyas.cli.run import StageFolder
 from eyas.data.licence import judge
 from eyas.data.policy import shipped
-from eyas.errors import CorruptError, MismatchError, MissingInputError
+from eyas.errors import ConfigError, CorruptError, MismatchError, MissingInputError
 from eyas.export.card import CardOrigin
 from eyas.export.check import check
 from eyas.export.export import ExportConfig, export, made_up_logits, manifest_of, prove_equal
@@ -109,9 +109,7 @@ def test_both_forms_are_the_trained_head_and_lint_clean(target, tmp_path, dtype)
 def test_card_has_commands_lineage_and_measurements_but_no_folder_of_ours(target, tmp_path):
     head = trained(target, str(tmp_path / "train"))
     evaluation = measured(head, str(tmp_path / "eval"))
-    config = ExportConfig(
-        target_name="org/Model-8B", num_draft_steps=3, tree_topk=2, num_verify_tokens=6
-    )
+    config = ExportConfig(target_name="org/Model-8B", speculation="fixed(3,2,6)")
     manifest = export(
         config, str(target), head, Artifact(str(tmp_path / "export")), evaluation=evaluation
     )
@@ -339,6 +337,8 @@ def test_settings_are_checked():
         ExportConfig(forms=())
     with pytest.raises(ValidationError):
         ExportConfig(forms=("gguf",))
+    with pytest.raises(ConfigError, match="no size for a launch command"):
+        ExportConfig(speculation="auto")
 
 
 # Heads that eyas did not train
@@ -521,16 +521,10 @@ def test_an_unfinished_training_is_no_head(target, tmp_path):
         )
 
 
-@pytest.mark.parametrize(
-    ("embeddings", "has"),
-    [("usual", (False, True)), ("with", (True, True)), ("without", (False, False))],
-)
-def test_embeddings_go_along_as_asked(target, tmp_path, embeddings, has):
+def test_embeddings_go_along_where_vllm_looks_for_them(target, tmp_path):
     head = trained(target, str(tmp_path / "train"))
-    export(
-        ExportConfig(embeddings=embeddings), str(target), head, Artifact(str(tmp_path / "export"))
-    )
-    for form, expected in zip(("sglang", "vllm"), has, strict=True):
+    export(ExportConfig(), str(target), head, Artifact(str(tmp_path / "export")))
+    for form, expected in (("sglang", False), ("vllm", True)):
         tensors = safetensors.torch.load_file(tmp_path / "export" / form / "model.safetensors")
         assert ("embed_tokens.weight" in tensors) == expected
         assert check(tmp_path / "export" / form, target) == []
@@ -584,7 +578,7 @@ def test_shards(target, tmp_path, monkeypatch):
 
 def test_the_cards_front_matter_is_what_the_hub_knows(target, tmp_path):
     head = trained(target, str(tmp_path / "train"))
-    config = ExportConfig(target_name="org/Model-8B", licence="llama3.1", language=("en", "de"))
+    config = ExportConfig(target_name="org/Model-8B", licence="llama3.1")
     export(
         config,
         str(target),
@@ -595,11 +589,7 @@ def test_the_cards_front_matter_is_what_the_hub_knows(target, tmp_path):
     data = ModelCardData(**yaml.safe_load(front_matter(tmp_path / "export")))
     card = ModelCard.load(tmp_path / "export" / "README.md", ignore_metadata_errors=False)
     assert card.data.base_model == data.base_model == "org/Model-8B"
-    assert (card.data.license, card.data.language, card.data.pipeline_tag) == (
-        "llama3.1",
-        ["en", "de"],
-        "text-generation",
-    )
+    assert (card.data.license, card.data.pipeline_tag) == ("llama3.1", "text-generation")
     assert (card.data.library_name, card.data.metrics) == ("eyas", ["tau"])
     assert {"eagle3", "speculative-decoding", "sglang", "vllm"} == set(card.data.tags)
     (result,) = card.data.eval_results

@@ -38,13 +38,14 @@ from tests.tiny import TEMPLATE, tiny_target, tiny_tokenizer
 
 PROMPTS = prompts_of(23)
 MIX = [{"share": 0.5}, {"share": 0.5, "temperature": 1.0, "top_p": 0.9}]
-CLIENT = {"concurrency": 4, "patience_s": 20, "timeout_s": 60}
+CLIENT = {"concurrency": 4, "timeout_s": 60}
 
 
 @pytest.fixture(autouse=True, scope="module")
 def small_parts() -> Iterator[None]:
-    """Several parts of few prompts."""
+    """Several parts of few prompts, and servers that are given up soon."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("eyas.features.fleet.PATIENCE_S", 20)
         patch.setattr(stage, "ROWS_PER_PART", 4)
         yield
 
@@ -299,8 +300,14 @@ def test_a_server_that_comes_back_is_asked_again(
 
 
 def test_without_a_server_left_all_is_kept_and_goes_on_later(
-    target: Path, prompts: Artifact, answered: Artifact, url: str, tmp_path: Path
+    target: Path,
+    prompts: Artifact,
+    answered: Artifact,
+    url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("eyas.features.fleet.PATIENCE_S", 1)
     output = Artifact(str(tmp_path / "answers"))
     is_dead = threading.Event()
     with faulty(url, lambda asked: "reset" if is_dead.is_set() else None) as first:
@@ -313,7 +320,7 @@ def test_without_a_server_left_all_is_kept_and_goes_on_later(
         with pytest.raises(
             EyasError, match=r"no server is left: .*breaks the connection .*, for 1 s"
         ) as error:
-            generate(config_of(target, mortal, client={"patience_s": 1}), prompts, output, track)
+            generate(config_of(target, mortal), prompts, output, track)
     assert "run the same command again" in error.value.hint
     assert not output.is_done()
     with faulty(url, lambda asked: None) as server:
@@ -327,14 +334,15 @@ def test_without_a_server_left_all_is_kept_and_goes_on_later(
 
 
 def test_a_server_that_only_says_that_it_is_busy_is_given_up(
-    target: Path, prompts: Artifact, url: str, tmp_path: Path
+    target: Path, prompts: Artifact, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("eyas.features.fleet.PATIENCE_S", 1)
     with (
         faulty(url, lambda asked: None if is_probe(asked) else "429") as server,
         pytest.raises(EyasError, match=r"no server is left: .*HTTP 429 \(queue_full\) for 1 s"),
     ):
         generate(
-            config_of(target, server.url, client={"patience_s": 1}),
+            config_of(target, server.url),
             prompts,
             Artifact(str(tmp_path / "answers")),
         )

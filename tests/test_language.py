@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.data.filters import Language, LanguageConfig, row_language
+from eyas.data.filters import Language, row_language
 from eyas.data.ledger import Drop, SourceRow
 from eyas.errors import ConfigError
 from eyas.language import UNKNOWN, language
@@ -75,18 +75,18 @@ def test_capitals_do_not_hide_it():
 @pytest.mark.parametrize("text", NOTHING)
 def test_where_nothing_is_said_it_is_left_open(text):
     assert language(text) == UNKNOWN
-    assert Language(LanguageConfig(keep=("de",)))(row(text)) == row(text)
+    assert Language(["de"])(row(text)) == row(text)
 
 
 def test_only_what_is_asked_for_is_kept():
-    keep = Language(LanguageConfig(keep=["en", "de"]))
+    keep = Language(["en", "de"])
     found = {code: keep(row(text)) for code, text in PROMPTS.items()}
     assert {code for code, result in found.items() if isinstance(result, SourceRow)} == {"en", "de"}
     assert found["fr"] == Drop("language", "it is in 'fr'")
 
 
 def test_without_a_choice_all_are_kept():
-    keep = Language(LanguageConfig())
+    keep = Language(None)
     assert all(keep(row(text)) == row(text) for text in PROMPTS.values())
 
 
@@ -98,7 +98,7 @@ def test_any_text_has_a_language_or_none(text):
 @pytest.mark.parametrize("code", ["english", "pcm", "zxx"])
 def test_an_unknown_code_is_refused(code):
     with pytest.raises(ConfigError, match=code):
-        LanguageConfig(keep=("en", code))
+        Language(["en", code])
 
 
 def test_no_connection_is_opened():

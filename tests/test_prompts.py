@@ -260,7 +260,7 @@ def test_a_language_that_is_not_to_be_kept(tmp_path):
     output = run(
         tmp_path,
         [openai(german), openai("Could you please tell me how to book a table?")],
-        language={"keep": ["en"]},
+        languages=["en"],
     )
     assert output.manifest().facts["ledger"]["dropped"] == {"language": 1}
     assert output.read_json("ledger.json")["languages"] == {"en": 1}
@@ -279,7 +279,7 @@ def test_a_match_takes_what_resembles_the_traffic_and_says_how_well(tmp_path, mo
     traffic = written(tmp_path / "traffic.jsonl", rows_about(food, 60, 500))
     settings = {
         "match": {"traffic": traffic, "num_prompts": 40},
-        "duplicates": {"near": None},
+        "near_duplicates": None,
         "seed": 1,
     }
     output = run(tmp_path, rows_about(food, 60) + rows_about(trains, 120, 100), **settings)
@@ -308,7 +308,7 @@ def test_a_mix_has_exact_shares(tmp_path, limit):
         *sets,
         mix={"set0": 0.25, "set1": 0.75},
         max_prompts=limit,
-        duplicates={"near": None},
+        near_duplicates=None,
     )
     counts = Counter(one.source for one in prompts(output))
     assert counts == ({"set0": 10, "set1": 30} if limit is None else {"set0": 5, "set1": 15})
@@ -325,7 +325,7 @@ def test_a_mix_and_a_match_together(tmp_path):
     settings = {
         "match": {"traffic": traffic, "num_prompts": 30},
         "mix": {"set0": 2, "set1": 1},
-        "duplicates": {"near": None},
+        "near_duplicates": None,
     }
     output = run(tmp_path, *sets, **settings)
     kept = prompts(output)

@@ -40,7 +40,6 @@ from eyas.bench.server import (
 from eyas.bench.stream import Reply, read_reply
 from eyas.bench.summary import BenchRow, RequestLoad, RunContext, summarise
 from eyas.bench.workload import (
-    Arrivals,
     Task,
     arrival_times_s,
     lengths_of,
@@ -59,6 +58,7 @@ PLAIN, EAGLE = "plain", "eagle"  # the arms of a server that has a head
 BLOCK = 4
 NUM_BLOCKS = 4  # at least, where that leaves two prompts for a slot: arms are to take turns
 SETTLE_S = 0.05  # servers count an answer just after its last byte
+TIMEOUT_S = 300.0  # between two pieces of an answer, the wait in a long queue included
 T = TypeVar("T")
 
 
@@ -91,11 +91,9 @@ class BenchConfig(BaseModel):
     num_prompts: int = Field(default=40, ge=1)
     concurrencies: tuple[int, ...] = (1,)
     rates: tuple[float, ...] = ()  # of open loops: requests a second, answered or not
-    arrivals: Arrivals = "poisson"
     max_tokens: int = Field(default=128, ge=1)
     temperature: float = Field(default=0.0, ge=0)
     seed: int = 0
-    timeout_s: float = Field(default=300.0, gt=0)
     compare_anyway: bool = False
 
     @model_validator(mode="after")
@@ -217,7 +215,7 @@ def _described(config: BenchConfig, served: Mapping[str, Manifest]) -> dict[str,
     """The config as far as it says what is measured, with the content of the prompts in place of
     their path.
     """
-    described = config.model_dump(mode="json", exclude={"timeout_s", "prompts", "compare_anyway"})
+    described = config.model_dump(mode="json", exclude={"prompts", "compare_anyway"})
     if served:
         del described["url"]
         for arm in described["arms"].values():
@@ -262,7 +260,7 @@ async def _ask_servers(config: BenchConfig) -> dict[str, ServerFacts]:
     """
     facts: dict[str, ServerFacts] = {}
     for name, arm in config.arms.items():
-        async with Client(arm.url or config.url, config.timeout_s) as client:
+        async with Client(arm.url or config.url, TIMEOUT_S) as client:
             facts[name] = await ask_facts(client)
     baseline, *others = facts
     for other in others:
@@ -277,7 +275,7 @@ async def _measure(
     """Warm up and measure all loads."""
     async with AsyncExitStack() as stack:
         clients = {
-            name: await stack.enter_async_context(Client(arm.url or config.url, config.timeout_s))
+            name: await stack.enter_async_context(Client(arm.url or config.url, TIMEOUT_S))
             for name, arm in config.arms.items()
         }
         run = BenchRun(config, facts, clients)
@@ -421,9 +419,7 @@ class BenchRun:
     ) -> list[StreamRecord]:
         if load.rate is None:
             return await _ask_all(self._clients[arm], bodies, load.concurrency)
-        times_s = arrival_times_s(
-            self._config.arrivals, load.rate, len(bodies), self._config.seed + block
-        )
+        times_s = arrival_times_s(load.rate, len(bodies), self._config.seed + block)
         return await _ask_when(self._clients[arm], bodies, times_s)
 
 

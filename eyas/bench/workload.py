@@ -20,7 +20,7 @@ import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, dropwhile, takewhile
-from typing import Any, Literal
+from typing import Any
 
 import fsspec
 
@@ -42,7 +42,6 @@ TRIES = 8  # for a prompt to get its length
 TEMPLATE, TOKENS_A_WORD = 16, 1.3  # guesses to begin with
 SLACK = 0.1  # of the length asked for, by which a prompt may miss it
 CountTokens = Callable[[tuple[Message, ...]], Awaitable[int]]  # of a prompt, by the server
-Arrivals = Literal["poisson", "constant"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,13 +236,11 @@ def _user_turn(words: list[str]) -> tuple[Message, ...]:
     return ({"role": "user", "content": " ".join(words)},)
 
 
-def arrival_times_s(arrivals: Arrivals, rate: float, count: int, seed: int) -> list[float]:
+def arrival_times_s(rate: float, count: int, seed: int) -> list[float]:
     """Seconds from the beginning at which each of `count` requests is sent; the first at 0.
 
-    Gaps of 1 / rate (constant), or exponential ones of that mean (poisson: independent users).
+    Gaps are exponential with mean 1 / rate: a Poisson process, independent users.
     """
     draw = random.Random(f"{seed} {rate} {count}")
-    gaps_s = (
-        1 / rate if arrivals == "constant" else draw.expovariate(rate) for _ in range(count - 1)
-    )
+    gaps_s = (draw.expovariate(rate) for _ in range(count - 1))
     return list(accumulate(gaps_s, initial=0.0))

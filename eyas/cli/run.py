@@ -35,7 +35,7 @@ from eyas.evaluate.evaluate import DEFAULT_TREES, EvalConfig, evaluate
 from eyas.evaluate.trees import ModelsConfig
 from eyas.export.check import check
 from eyas.export.export import ExportConfig, export
-from eyas.features.capture import CaptureConfig, capture, split_of
+from eyas.features.capture import SPLITS, CaptureConfig, capture, split_of
 from eyas.features.generate import GenerateConfig, generate
 from eyas.features.online import OnlineTarget
 from eyas.hub import resolve_target
@@ -44,7 +44,7 @@ from eyas.plan import estimate
 from eyas.plan.estimate import PlannedRun, Planner
 from eyas.plan.needs import read_prompts
 from eyas.serve.server import ServeConfig, running_server
-from eyas.shards import Features
+from eyas.shards import Features, Split
 from eyas.train.ranks import world_size
 from eyas.train.trainer import TrainConfig, train
 
@@ -237,19 +237,16 @@ def run_stages(config: RunConfig, root: str, anyway: bool = False) -> RunArtifac
     answers = StageFolder(root, "generate")
     with stage("generate", answers) as track:
         generate(config.generate, prompts, answers, track)
-    kept = (
-        config.capture.model_copy(update={"splits": ("held_out",)})
-        if config.online
-        else config.capture
-    )
+    stored: tuple[Split, ...] = ("held_out",) if config.online else SPLITS
     features = StageFolder(root, "capture")
     with stage("capture", features) as track:
-        capture(kept, answers, features, track)
+        capture(config.capture, answers, features, track, stored)
     head = StageFolder(root, "train")
     with stage("train", head) as track:
-        stored = Features(features, "train")
         source = (
-            OnlineTarget(config.capture, answers).features("train") if config.online else stored
+            OnlineTarget(config.capture, answers).features("train")
+            if config.online
+            else Features(features, "train")
         )
         train(config.train, target, source, head, track, Features(features, "held_out"))
     settings = as_served(config)

@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
 
 from eyas.data.ledger import SourceRow
 
@@ -42,20 +41,6 @@ CANDIDATES = 4  # remembered for each row: those that share most bands
 LEAST_SHARED = 2  # bands: of rows of Jaccard .5 nine in ten share fewer
 REMEMBERED = 1024  # texts whose shingles are kept while candidates are verified
 SYSTEM_END = "\x1e"  # between system prompt and turns in the text of a row
-
-
-class DuplicatesConfig(BaseModel):
-    """How similar two rows may be."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    near: float | None = Field(
-        default=0.85,
-        ge=0.7,
-        le=1,
-        description="Jaccard of word pairs from which the later row is dropped; None: only exact "
-        "duplicates",
-    )
 
 
 # Words and their hashes.

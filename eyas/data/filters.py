@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from eyas.data.contamination import Contamination
 from eyas.data.duplicates import hashed, plain_words, runs
@@ -177,31 +176,18 @@ def _share(pattern: re.Pattern[str], text: str) -> float:
 # Language.
 
 
-class LanguageConfig(BaseModel):
-    """Which languages to keep."""
+class Language:
+    """Drops a row in a language that is not kept; one in an undetermined language stays."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    keep: tuple[str, ...] | None = Field(
-        default=None, description="ISO 639-1 codes, such as [en, de]; None keeps all"
-    )
-
-    @model_validator(mode="after")
-    def _are_known(self) -> LanguageConfig:
+    def __init__(self, keep: Sequence[str] | None) -> None:
+        """keep: codes of ISO 639-1; None keeps all. Raises ConfigError for an unknown one."""
         known = sorted(codes())
-        unknown = [code for code in self.keep or () if code not in known]
+        unknown = [code for code in keep or () if code not in known]
         if unknown:
             raise ConfigError(
                 f"no language has the code {unknown[0]!r} here", f"one of {', '.join(known)}"
             )
-        return self
-
-
-class Language:
-    """Drops a row in a language that is not kept; one in an undetermined language stays."""
-
-    def __init__(self, config: LanguageConfig) -> None:
-        self._keep = config.keep and frozenset(config.keep)
+        self._keep = keep and frozenset(keep)
 
     def __call__(self, row: SourceRow) -> SourceRow | Drop:
         if self._keep is None or (found := row_language(row)) in self._keep or found == UNKNOWN:
@@ -289,7 +275,7 @@ class CleaningTask:
     labels: tuple[str, ...]
     key: bytes = dataclasses.field(repr=False)
     max_characters: int
-    language: LanguageConfig
+    languages: tuple[str, ...] | None
     evaluation: tuple[SourceConfig, ...]
     personal: PrivacyConfig
     grams: bool
@@ -317,7 +303,7 @@ class RowCleaner:
             Empty(),
             TooLong(task.max_characters),
             Quality(),
-            Language(task.language),
+            Language(task.languages),
         ]
         self._filters += [Contamination(task.evaluation)] if task.evaluation else []
 

@@ -21,14 +21,13 @@ from collections import Counter
 from collections.abc import Generator, Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from eyas.artifact import VERSION, WORK, Artifact, Manifest, Parts, identity
 from eyas.data import fit
 from eyas.data.card import CardContents, write_card
-from eyas.data.duplicates import DuplicatesConfig
 from eyas.data.executor import Executor, LocalExecutor, RayExecutor
-from eyas.data.filters import QUALITY_LIMITS, CleaningTask, LanguageConfig, LateDrops
+from eyas.data.filters import QUALITY_LIMITS, CleaningTask, Language, LateDrops
 from eyas.data.ledger import Ledger, SourceRow
 from eyas.data.licence import gate, require
 from eyas.data.policy import read_policy
@@ -66,11 +65,19 @@ class PromptsConfig(BaseModel):
         default=None, description="file of rules for licences and authors; None: the shipped ones"
     )
     personal: PrivacyConfig = PrivacyConfig()
-    duplicates: DuplicatesConfig = DuplicatesConfig()
+    near_duplicates: float | None = Field(
+        default=0.85,
+        ge=0.7,
+        le=1,
+        description="Jaccard of word pairs from which the later row is dropped; None: only exact "
+        "duplicates",
+    )
     evaluation: list[SourceConfig] = Field(
         default=[], description="sets whose items no prompt may overlap"
     )
-    language: LanguageConfig = LanguageConfig()
+    languages: tuple[str, ...] | None = Field(
+        default=None, description="to keep, as ISO 639-1 codes such as [en, de]; None keeps all"
+    )
     match: fit.MatchConfig | None = None
     mix: dict[str, float] | None = Field(
         default=None, description="shares by source; None takes all there is"
@@ -95,6 +102,12 @@ class PromptsConfig(BaseModel):
                     f"two sources are called {twice[0]!r}", "give each a `name` of its own"
                 )
         return self
+
+    @field_validator("languages")
+    @classmethod
+    def _are_known(cls, languages: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        Language(languages)
+        return languages
 
     @property
     def labels(self) -> list[str]:
@@ -122,7 +135,7 @@ class PromptsConfig(BaseModel):
             labels=tuple(self.labels),
             key=key,
             max_characters=self.max_characters,
-            language=self.language,
+            languages=self.languages,
             evaluation=tuple(self.evaluation),
             personal=self.personal,
             grams=self.match is not None,
@@ -200,7 +213,7 @@ def versions() -> dict[str, Any]:
 
 def policies(config: PromptsConfig, key: bytes) -> dict[str, Any]:
     """The settings of each filter, for the ledger."""
-    kept = {"max_characters", "language", "personal", "duplicates"}
+    kept = {"max_characters", "languages", "personal", "near_duplicates"}
     settings = config.model_dump(mode="json", include=kept)
     return {**settings, "quality": QUALITY_LIMITS, "key": key_id(key)}
 
@@ -241,7 +254,7 @@ def decide(config: PromptsConfig, output: Artifact, finished: Generator[int]) ->
         traffic, num_prompts = halves[0].grams, config.match.num_prompts
     rules = SelectionRules(
         config.labels,
-        config.duplicates.near,
+        config.near_duplicates,
         traffic,
         num_prompts,
         config.mix,

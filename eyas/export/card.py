@@ -72,9 +72,8 @@ class HeadCard:
     """What the card is written from. manifest: the head's; measured: eval.json, if there is one;
     hashes: SHA-256 by file name.
 
-    licence: an id of the hub ("apache-2.0", "llama3.1"); language: codes of ISO 639-1. Both are
-    what the owner states. origin: the card of a head that eyas did not train; its licence holds
-    where the owner states none.
+    licence: an id of the hub ("apache-2.0", "llama3.1"), as the owner states it. origin: the card
+    of a head that eyas did not train; its licence holds where the owner states none.
     """
 
     launch: Launch
@@ -85,7 +84,6 @@ class HeadCard:
     measured: Mapping[str, Any] | None
     hashes: Mapping[str, str]
     licence: str | None = None
-    language: tuple[str, ...] = ()
     origin: CardOrigin = field(default_factory=CardOrigin)
 
     def text(self) -> str:
@@ -122,8 +120,6 @@ class HeadCard:
         found: dict[str, Any] = {"library_name": "eyas", "pipeline_tag": "text-generation"}
         if HUB_ID.fullmatch(self.launch.target):
             found["base_model"] = self.launch.target
-        if self.language:
-            found["language"] = list(self.language)
         if self.licence:
             found["license"] = self.licence
         elif self.origin.licence:

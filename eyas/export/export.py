@@ -14,15 +14,15 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor
 
 from eyas.artifact import Artifact, Manifest, identity
-from eyas.errors import CorruptError, MismatchError
+from eyas.engine.tree import Speculation
+from eyas.errors import ConfigError, CorruptError, MismatchError
 from eyas.export.card import CardOrigin, HeadCard
 from eyas.export.check import check
 from eyas.export.launch import DTYPES, EngineForm, Launch
@@ -47,27 +47,26 @@ MAX_SHARD_BYTES = 5_000_000_000  # of a file of weights, as the hub's tools spli
 class ExportConfig(BaseModel):
     """Settings of the export stage.
 
-    target_name: what the engines load the target by, if not its folder. The numbers go into the
-    launch commands, num_verify_tokens with the root counted; max_length: of a request, None for the
-    target's own. embeddings: whether a copy of the target's goes along; "usual" is what each form's
-    own tools do, vLLM's with and SGLang's without. licence and language are for the card.
+    target_name: what the engines load the target by, if not its folder. speculation: the size of
+    drafts in the launch commands, as `eyas serve` takes it. licence: for the card.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     forms: tuple[EngineForm, ...] = Field(("sglang", "vllm"), min_length=1)
     target_name: str | None = None
-    num_draft_steps: int = Field(4, ge=1, le=16)
-    tree_topk: int = Field(4, ge=1)
-    num_verify_tokens: int = Field(16, ge=2)
-    max_length: int | None = Field(None, ge=1)
-    embeddings: Literal["usual", "with", "without"] = "usual"
+    speculation: str = "fixed(4,4,16)"
     licence: str | None = None
-    language: tuple[str, ...] = ()
 
-    def embeds(self, form: EngineForm) -> bool:
-        """Whether the target's embeddings go into a form."""
-        return form == "vllm" if self.embeddings == "usual" else self.embeddings == "with"
+    @field_validator("speculation")
+    @classmethod
+    def _has_a_size(cls, text: str) -> str:
+        if Speculation.parse(text).mode != "fixed":
+            raise ConfigError(
+                f"speculation: {text} has no size for a launch command",
+                "give fixed(4,4,16), or a chain such as fixed(4,1,5)",
+            )
+        return text
 
 
 def export(
@@ -107,7 +106,7 @@ def export(
     hashes: dict[str, str] = {}
     for number, form in enumerate(config.forms):
         track(number, len(config.forms), form)
-        verifier = verifier_of(config, form, launch, folder, vocabulary, tensors)
+        verifier = verifier_of(form, launch, folder, vocabulary, tensors)
         files = write_head(shape, tensors, form, verifier, MAX_SHARD_BYTES)
         for name, data in files.items():
             output.write(f"{form}/{name}", data)
@@ -129,7 +128,6 @@ def export(
         measured=measured,
         hashes=hashes,
         licence=config.licence,
-        language=config.language,
         origin=origin_of(head) if inputs["head"].stage == SOURCE else CardOrigin(),
     )
     output.write(CARD, card.text().encode())
@@ -186,34 +184,34 @@ def launch_of(
     config: ExportConfig, target: str, folder: str, vocabulary: TargetVocabulary
 ) -> Launch:
     """What the commands say."""
-    sizes = (config.num_draft_steps, config.tree_topk, config.num_verify_tokens)
+    drafts = Speculation.parse(config.speculation)
     dtype = vocabulary.config.dtype if vocabulary.config.dtype in DTYPES else None
     return Launch(
         config.target_name or (target if is_hub_id(target) else folder),
-        *sizes,
+        drafts.num_draft_steps,
+        drafts.tree_topk,
+        drafts.num_verify_tokens,
         dtype,
-        config.max_length,
     )
 
 
 def verifier_of(
-    config: ExportConfig,
     form: EngineForm,
     launch: Launch,
     folder: str,
     vocabulary: TargetVocabulary,
     tensors: Mapping[str, Tensor],
 ) -> Verifier:
-    """What a form says of the target: its embeddings, in the head's precision, if they are to go
-    along.
+    """What a form says of the target. Its embeddings, in the head's precision, go along where each
+    form's own tools put them: vLLM's with, SGLang's without.
     """
     architectures = read_config(folder).get("architectures") or [
         f"{FAMILIES.get(vocabulary.config.family, vocabulary.config.family)}ForCausalLM"
     ]
     embed_tokens = (
-        vocabulary.embed_tokens.to(tensors["fc.weight"].dtype) if config.embeds(form) else None
+        vocabulary.embed_tokens.to(tensors["fc.weight"].dtype) if form == "vllm" else None
     )
-    return Verifier(launch.target, tuple(architectures), embed_tokens, config.num_draft_steps)
+    return Verifier(launch.target, tuple(architectures), embed_tokens, launch.num_draft_steps)
 
 
 def evaluation_of(evaluation: Artifact, head: Manifest) -> Manifest:

@@ -41,6 +41,7 @@ from eyas.shards import CodecName, FeatureMeta, Sample, ShardWriter, Split
 from eyas.shards.sample import EXACT
 
 SAMPLES_PER_SHARD = 50
+SPLITS: tuple[Split, ...] = get_args(Split)
 # Where the run takes place: no part of the identity.
 PLACES = {"target", "device_map"}
 
@@ -55,7 +56,7 @@ class CaptureConfig(BaseModel):
     what is stored, `codec` and `teacher` how (see shards.FeatureMeta); held-out samples are stored
     exactly, since a server has no rounded features. `batch_tokens` counts the padding of a forward;
     with 1 every sample is computed alone, and its values, to the last bit, depend on nothing beside
-    it. `splits`: which of them are stored.
+    it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -69,7 +70,6 @@ class CaptureConfig(BaseModel):
     codec: CodecName = "within4"
     teacher: Literal["everywhere", "supervised"] = "everywhere"
     held_out_share: float = Field(default=0.05, ge=0, lt=1)
-    splits: tuple[Split, ...] = Field(default=("train", "held_out"), min_length=1)
 
     def decoder_of(self, shape: TargetShape) -> str:
         """`decoder` without "auto": transformers' where our own does not know the target, or where
@@ -113,9 +113,13 @@ class CaptureTask:
     settings: the config as it enters an identity, with what "auto" stands for.
     """
 
-    def __init__(self, config: CaptureConfig, answers: Artifact) -> None:
-        """Raises MismatchError: another target wrote the answers, or the decoder in the settings
-        does not run it.
+    def __init__(
+        self, config: CaptureConfig, answers: Artifact, splits: tuple[Split, ...] = SPLITS
+    ) -> None:
+        """splits: those that are stored.
+
+        Raises MismatchError: another target wrote the answers, or the decoder in the settings does
+        not run it.
         """
         made, folder = answers.manifest("generate"), resolve_target(config.target)
         target_fingerprint = fingerprint(folder)
@@ -127,9 +131,11 @@ class CaptureTask:
             )
         is_own = config.decoder == "own"
         self.config, self.folder, self.answers, self.made = config, folder, answers, made
+        self.splits = splits
         self.shape = TargetConfig.from_folder(folder) if is_own else target_shape(folder)
         self.settings: dict[str, Any] = {
             **config.model_dump(mode="json", exclude=PLACES),
+            "splits": list(splits),
             "decoder": config.decoder_of(self.shape),
             "dtype": config.dtype_of(self.shape),
             "target_fingerprint": target_fingerprint,
@@ -162,8 +168,7 @@ class CaptureTask:
     def counts(self, plan: CapturePlan) -> dict[str, int]:
         """For the manifest: all answers, and samples and tokens of the splits that are stored."""
         stored = {
-            split: self.samples(plan, split) if split in self.config.splits else []
-            for split in get_args(Split)
+            split: self.samples(plan, split) if split in self.splits else [] for split in SPLITS
         }
         return {
             "answers": plan.num_answers,
@@ -218,14 +223,18 @@ class FeatureForward:
 
 
 def capture(
-    config: CaptureConfig, answers: Artifact, output: Artifact, track: Track = quiet
+    config: CaptureConfig,
+    answers: Artifact,
+    output: Artifact,
+    track: Track = quiet,
+    splits: tuple[Split, ...] = SPLITS,
 ) -> Manifest:
-    """Capture all finished answers into `output`; resumes.
+    """Capture all finished answers of these splits into `output`; resumes.
 
     Raises MismatchError (another target wrote the answers), EmptyInputError, StorageFullError, and
     what loading raises.
     """
-    task = CaptureTask(config, answers)
+    task = CaptureTask(config, answers, splits)
     inputs = {"answers": task.made}
     if not output.begin(identity("capture", task.settings, inputs)):
         return output.manifest()
@@ -238,9 +247,7 @@ def capture(
         split: ShardWriter(output, split, meta, SAMPLES_PER_SHARD) for split, meta in metas.items()
     }
     work = [
-        (writers[split], batch)
-        for split in config.splits
-        for batch in task.batches(plan, split, decoder)
+        (writers[split], batch) for split in splits for batch in task.batches(plan, split, decoder)
     ]
     num_bytes = sum(
         len(one) * writer.meta.bytes_per_token

@@ -3,7 +3,7 @@ next, which ones are healthy, and when to ask again.
 
     healthy    is asked, up to `concurrency` requests at once, fewer while it answers 429
     failing    is not asked; it is checked again, with pauses that double, until it passes
-    retired    is not asked any more: failing for patience_s, or serving something else
+    retired    is not asked any more: failing for PATIENCE_S, or serving something else
 
 A request that failed goes to the front of the queue, for any free server. It is given up only where
 the request itself fails: refused for good, or failing again and again at servers that answer
@@ -35,6 +35,7 @@ from eyas.features.conversation import TurnAnswer, TurnFailure, TurnRequest
 ServerState = Literal["healthy", "failing", "retired"]
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 WAIT_S = 1.0  # of `wait`, at most
+PATIENCE_S = 300.0  # with a failing server: a restart with a large model takes minutes
 # A request is given up at so many strikes: five answers in no form, or 25 connections that broke
 # under it.
 BROKEN_STRIKES, LOST_STRIKES, MOST_STRIKES = 5, 1, 25
@@ -46,7 +47,6 @@ log = logging.getLogger(__name__)
 
 class ClientConfig(BaseModel):
     """How servers are asked. concurrency: requests at once, of each. timeout_s: for a whole answer.
-    patience_s: a server that fails for so long is given up.
 
     model: its name at the servers; by default the only one that they list. send: `messages`
     (/v1/chat/completions: the server renders its own template, and its token counts must be ours),
@@ -58,7 +58,6 @@ class ClientConfig(BaseModel):
 
     concurrency: int = Field(default=32, ge=1)
     timeout_s: float = Field(default=600.0, gt=0)
-    patience_s: float = Field(default=300.0, ge=0)
     model: str | None = None
     send: Literal["messages", "tokens"] = "messages"
 
@@ -399,23 +398,22 @@ class Fleet:
 
     def _slow_down(self, member: Member, failure: RequestFailure) -> None:
         """A server that answers 429 gets fewer requests, later."""
-        patience_s = self._config.patience_s
         member.num_busy += 1
         member.allowed = max(1, min(member.allowed, member.num_running - 1))
         asked_s = failure.retry_after_s
-        pause = FIRST_PAUSE_S if asked_s is None else min(asked_s, patience_s)
+        pause = FIRST_PAUSE_S if asked_s is None else min(asked_s, PATIENCE_S)
         member.not_before = time.monotonic() + pause
         asyncio.get_running_loop().call_later(pause, self._hand_out)
-        if time.monotonic() - member.last_good > patience_s and member.num_running == 1:
-            member.become("retired", f"{failure.what} for {patience_s:g} s")
+        if time.monotonic() - member.last_good > PATIENCE_S and member.num_running == 1:
+            member.become("retired", f"{failure.what} for {PATIENCE_S:g} s")
 
     async def _revive(self, member: Member, pause: float = FIRST_PAUSE_S) -> None:
         """Check a failing server until it passes, or is given up."""
         await asyncio.sleep(min(pause, LONGEST_PAUSE_S))
         pause = FIRST_PAUSE_S
         while await self._check(member) == "failing":
-            if time.monotonic() - member.since > self._config.patience_s:
-                member.become("retired", f"{member.reason}, for {self._config.patience_s:g} s")
+            if time.monotonic() - member.since > PATIENCE_S:
+                member.become("retired", f"{member.reason}, for {PATIENCE_S:g} s")
                 break
             await asyncio.sleep(pause * random.uniform(0.75, 1.25))
             pause = min(2 * pause, LONGEST_PAUSE_S)

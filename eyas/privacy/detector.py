@@ -83,9 +83,7 @@ class Detector:
         known_there = INFO_TYPES.values() if self._cloud else ()
         self._types = frozenset(config.types) - frozenset(known_there)
         self._searches = [
-            search
-            for search in searches(config.names, config.ner)
-            if not self._types.isdisjoint(search.types)
+            search for search in searches(config.ner) if not self._types.isdisjoint(search.types)
         ]
 
     def find(self, text: str) -> list[Finding]:
@@ -183,13 +181,11 @@ class TextSearch:
 
 
 @functools.cache
-def searches(names: float, ner: str | None) -> tuple[TextSearch, ...]:
-    """All searches, made once a process for each setting. names, ner: see PrivacyConfig."""
+def searches(ner: str | None) -> tuple[TextSearch, ...]:
+    """All searches, made once a process for each setting. ner: see PrivacyConfig."""
 
     def find_entities(text: str) -> Iterator[Finding]:
-        return (
-            Finding(one.type, one.start, one.end) for one in entities.find_entities(text, names)
-        )
+        return (Finding(one.type, one.start, one.end) for one in entities.find_entities(text))
 
     found = [
         TextSearch(presidio(Emails(), MAYBE_MAIL), ("EMAIL_ADDRESS",)),

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from eyas.privacy import tagger
 from eyas.privacy.lexicon import fold, gazetteer, tokenize
-from eyas.privacy.policy import NAME_THRESHOLD
 
 TYPES = ("PERSON", "STREET_ADDRESS", "LOCATION")
+NAME_THRESHOLD = 0.3  # of a token's probability: rather masks too much than too little
 BY_ITSELF = 0.6  # score from which a full name's parts are looked for elsewhere in the text
 PIECE = 4000  # characters; longer texts are tagged piece by piece, cut at a line's or a word's end
 

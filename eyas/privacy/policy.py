@@ -19,7 +19,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from eyas.errors import ConfigError
 
@@ -47,16 +47,13 @@ DEFAULT_ACTIONS: Mapping[str, Action | None] = {
 }
 TYPES = tuple(DEFAULT_ACTIONS)
 RANK = {type: rank for rank, type in enumerate(TYPES)}
-NAME_THRESHOLD = 0.3  # of a token's probability: rather masks too much than too little
 
 
 class PrivacyConfig(BaseModel):
     """What to do with personal data and secrets, and what finds them.
 
-    `actions` names types that are treated otherwise than by default (any case). `names` is the
-    least probability at which a word is taken for a name or a part of an address: lower finds more
-    and is wrong more often. `ner` adds an installed recogniser of names and places, `spacy:NAME` or
-    `transformers:FOLDER`. `cloud_project` asks Google Cloud DLP, paid by this project and run at
+    `actions` names types that are treated otherwise than by default (any case). `ner` adds an
+    installed recogniser of names and places, `spacy:NAME` or `transformers:FOLDER`. `cloud_project` asks Google Cloud DLP, paid by this project and run at
     `cloud_location`, in place of our own detectors: the texts leave this machine.
     """
 
@@ -64,7 +61,6 @@ class PrivacyConfig(BaseModel):
 
     policy: Literal["surrogate", "mask", "drop"] = "surrogate"
     actions: Mapping[str, Action] = {}
-    names: float = Field(default=NAME_THRESHOLD, gt=0, lt=1)
     ner: str | None = None
     cloud_project: str | None = None
     cloud_location: str = "global"
