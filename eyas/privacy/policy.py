@@ -53,8 +53,9 @@ class PrivacyConfig(BaseModel):
     """What to do with personal data and secrets, and what finds them.
 
     `actions` names types that are treated otherwise than by default (any case). `ner` adds an
-    installed recogniser of names and places, `spacy:NAME` or `transformers:FOLDER`. `cloud_project` asks Google Cloud DLP, paid by this project and run at
-    `cloud_location`, in place of our own detectors: the texts leave this machine.
+    installed recogniser of names and places, `spacy:NAME` or `transformers:FOLDER`. `cloud_project`
+    asks Google Cloud DLP, paid by this project and run at `cloud_location`, in place of our own
+    detectors: the texts leave this machine.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
