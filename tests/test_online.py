@@ -256,9 +256,9 @@ def test_a_run_that_is_online_stores_what_is_held_out(
         }
     )
     made = cli_run.run_stages(config, config.output)
-    features = made.features.manifest("capture")
+    features = made["capture"].manifest("capture")
     assert features.counts["train"] == 0 < features.counts["held_out"]
-    learnt_from = made.head.manifest("train").inputs["features"]
+    learnt_from = made["train"].manifest("train").inputs["features"]
     assert learnt_from.counts["train"] > features.counts["held_out"]
     assert learnt_from.identity != features.identity
-    assert made.evaluation.read_json("eval.json")["tau"] >= 1.0
+    assert made["eval"].read_json("eval.json")["tau"] >= 1.0

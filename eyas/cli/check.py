@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -41,9 +40,14 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Print what would serve badly. Exit code 0: nothing, or notes; 1: warnings; 2: errors."""
-    with errors_as_json(head, target, as_json):
+    try:
         findings = check(head, target)
         replayed, why_not = replay_head(head, target, text) if replay else ([], "not asked for")
+    except EyasError as error:
+        if as_json:
+            said = {"exit_code": error.exit_code, "error": error.what, "hint": error.hint}
+            print(json.dumps({"head": head, "target": target, **said}, ensure_ascii=False))
+        raise
     findings = verdict(findings, replayed)
     if as_json:
         print(json.dumps(report(head, target, findings, replayed, why_not), ensure_ascii=False))
@@ -51,24 +55,6 @@ def command(
         show_readings(replayed, why_not if replay else "")
         show(findings, head)
     raise typer.Exit(exit_code(findings))
-
-
-@contextmanager
-def errors_as_json(head: str, target: str, as_json: bool) -> Iterator[None]:
-    """With as_json, an error is a JSON object on stdout too: `error` and `hint`."""
-    try:
-        yield
-    except EyasError as error:
-        if as_json:
-            content = {
-                "head": head,
-                "target": target,
-                "exit_code": error.exit_code,
-                "error": error.what,
-                "hint": error.hint,
-            }
-            print(json.dumps(content, ensure_ascii=False))
-        raise
 
 
 def report(
@@ -84,25 +70,20 @@ def report(
         "target": target,
         "exit_code": exit_code(findings),
         "findings": [asdict(finding) for finding in findings],
-        "replay": [reading_json(one, replayed[0]) for one in replayed],
+        "replay": [
+            {
+                "reading": one.reading,
+                "tau": one.tau,
+                "num_draft_steps": NUM_DRAFT_STEPS,
+                "accepted_drafts": one.accepted_drafts,
+                "gain": one.gain(replayed[0]).share,  # over this one's answers alone
+                "standard_errors": one.gain(replayed[0]).standard_errors,
+                "places": sum(one.places),
+                "answers": len(one.places),
+            }
+            for one in replayed
+        ],
         "not_replayed": why_not,
-    }
-
-
-def reading_json(one: ReadingScore, declared: ReadingScore) -> dict[str, object]:
-    """One reading beside the declared one; tau and drafts are of its own answers, the gain is over
-    these alone.
-    """
-    _, share, standard_errors = one.gain(declared)
-    return {
-        "reading": one.reading,
-        "tau": one.tau,
-        "num_draft_steps": NUM_DRAFT_STEPS,
-        "accepted_drafts": one.accepted_drafts,
-        "gain": share,
-        "standard_errors": standard_errors,
-        "places": sum(one.places),
-        "answers": len(one.places),
     }
 
 
@@ -127,12 +108,10 @@ def show_readings(replayed: Sequence[ReadingScore], why_not: str) -> None:
     )
 
 
-def show(findings: Iterable[CheckFinding], head: str) -> None:
+def show(findings: Sequence[CheckFinding], head: str) -> None:
     """Print the findings on one head to stdout."""
     console = Console(soft_wrap=True, highlight=False)
-    empty = True
     for finding in findings:
-        empty = False
         console.print(f"{finding.level}: {escape(finding.what)}\n  -> {escape(finding.hint)}")
-    if empty:
+    if not findings:
         console.print(f"{escape(head)}: nothing found")

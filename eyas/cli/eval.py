@@ -178,13 +178,8 @@ def _show_predicted(out: Console, rows: Sequence[dict[str, Any]]) -> None:
 
 def _cells(one: dict[str, Any]) -> tuple[str, ...]:
     positions = " ".join(f"{share:.2f}" for share in one["acceptance_by_position"])
-    return (
-        f"{one['tau']:.2f}",
-        _interval(one),
-        f"{one['tau_ceiling']:.2f}",
-        positions,
-        str(one["answers"]),
-    )
+    tau, ceiling = f"{one['tau']:.2f}", f"{one['tau_ceiling']:.2f}"
+    return tau, _interval(one), ceiling, positions, str(one["answers"])
 
 
 def _interval(one: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from rich.table import Table
 from eyas.artifact import Artifact
 from eyas.cli.options import read_run_file, validated
 from eyas.cli.run import RunConfig
-from eyas.plan.estimate import SECONDS, Estimate, PlannedRun, Planner, refuse_without_room
+from eyas.plan.estimate import SECONDS, Estimate, Planner, refuse_without_room
 from eyas.plan.needs import filler_prompts, read_prompts
 from eyas.plan.speeds import DEVICES, Speeds, stated
 
@@ -58,7 +58,7 @@ def command(
     Stated speeds come before measured ones, and these before estimates from published peaks.
     """
     config = validated(RunConfig, read_run_file(run_file), str(run_file))
-    planner = Planner(planned_run(config))
+    planner = Planner(config.planned(config.output))
     given = stated(speed or [])
     count, sample = (
         read_prompts(Artifact(prompts))
@@ -78,17 +78,16 @@ def command(
         speeds, notes = {**speeds, **measured}, [*notes, *more]
     estimate = planner.estimate(needs, {**speeds, **given}, notes)
     if as_json:
-        print(json.dumps(estimate.to_json(price), indent=1))
+        cost = {} if price is None else {"cost_per_month": costs(estimate, price)}
+        print(json.dumps(estimate.to_json() | cost, indent=1))
     else:
         show(estimate, price, str(run_file))
     refuse_without_room(estimate.room, config.output)
 
 
-def planned_run(config: RunConfig) -> PlannedRun:
-    """The settings of a run file that decide on sizes and speeds."""
-    return PlannedRun(
-        config.target, config.output, config.generate, config.capture, config.train, config.online
-    )
+def costs(estimate: Estimate, price: float) -> dict[str, float]:
+    """What each codec's features cost in a store for a month, in the price's currency."""
+    return {codec: size / 1e9 * price for codec, size in estimate.bytes_by_codec.items()}
 
 
 def show(estimate: Estimate, price: float | None, title: str) -> None:
@@ -103,9 +102,8 @@ def show(estimate: Estimate, price: float | None, title: str) -> None:
     table.add_row("free where it writes", free)
     console.print(table)
     codecs = Table("features by codec", "GB", *(["a month"] if price is not None else []))
-    costs = estimate.store_cost(price or 0.0)
     for codec, size in estimate.bytes_by_codec.items():
-        cost = [f"{costs[codec]:,.2f}"] if price is not None else []
+        cost = [f"{costs(estimate, price)[codec]:,.2f}"] if price is not None else []
         codecs.add_row(
             f"{codec} (this run's)" if codec == estimate.codec else codec,
             f"{size / 1e9:,.3f}",

@@ -40,8 +40,7 @@ from eyas.features.generate import GenerateConfig, generate
 from eyas.features.online import OnlineTarget
 from eyas.hub import resolve_target
 from eyas.model.config import TargetConfig
-from eyas.plan import estimate
-from eyas.plan.estimate import PlannedRun, Planner
+from eyas.plan.estimate import PlannedRun, Planner, refuse_without_room
 from eyas.plan.needs import read_prompts
 from eyas.serve.server import ServeConfig, running_server
 from eyas.shards import Features, Split
@@ -121,6 +120,10 @@ class RunConfig(BaseModel):
             raise ValueError("serve.head: a run serves the head that it made")
         return self
 
+    def planned(self, output: str) -> PlannedRun:
+        """The settings that decide on sizes and speeds."""
+        return PlannedRun(self.target, output, self.generate, self.capture, self.train, self.online)
+
 
 class StageFolder(Artifact):
     """An artifact below a run's output whose folder is named by the stage and its identity."""
@@ -133,19 +136,6 @@ class StageFolder(Artifact):
         """As Artifact.is_done_for (which `begin` asks first), in the folder of this identity."""
         super().__init__(f"{self._stem}-{identity[:IDENTITY_DIGITS]}")
         return super().is_done_for(identity)
-
-
-@dataclasses.dataclass(frozen=True)
-class RunArtifacts:
-    """The artifacts of a finished run."""
-
-    prompts: Artifact
-    answers: Artifact
-    features: Artifact
-    head: Artifact
-    evaluation: Artifact
-    exported: Artifact
-    bench: Artifact
 
 
 def command(
@@ -179,17 +169,17 @@ def run(content: dict[str, Any], command_line: str, anyway: bool = False) -> Non
     config = validated(RunConfig, content, command_line)
     root = local_output(config.output)
     TargetConfig.from_folder(resolve_target(config.target))  # a model that cannot be served: now
-    artifacts = run_stages(config, root, anyway)
-    summary = artifacts.bench.read_json("summary.json")
-    evaluation = artifacts.evaluation.read_json("eval.json")
+    done = run_stages(config, root, anyway)
+    summary = done["bench"].read_json("summary.json")
+    evaluation = done["eval"].read_json("eval.json")
     report = write_reports(
         Artifact(root),
         Contents(
             bench=summary,
             evaluation=evaluation,
-            ledger=artifacts.prompts.read_json("ledger.json"),
-            manifest=artifacts.bench.manifest(),
-            commands=[command_line, *artifacts.exported.manifest().facts["commands"].values()],
+            ledger=done["prompts"].read_json("ledger.json"),
+            manifest=done["bench"].manifest(),
+            commands=[command_line, *done["export"].manifest().facts["commands"].values()],
         ),
     )
     seconds = round(time.monotonic() - started, 1)
@@ -212,28 +202,17 @@ def local_output(url: str) -> str:
     return path.rstrip("/")
 
 
-def refuse_without_room(config: RunConfig, root: str, prompts: Artifact) -> None:
-    """Raises StorageFullError, before anything is answered, when the disk cannot hold what is still
-    to come.
-    """
-    planner = Planner(
-        PlannedRun(
-            config.target, root, config.generate, config.capture, config.train, config.online
-        )
-    )
-    estimate.refuse_without_room(planner.room(planner.needs(*read_prompts(prompts))), root)
-
-
-def run_stages(config: RunConfig, root: str, anyway: bool = False) -> RunArtifacts:
-    """Do, or find done, every stage of a run, into folders below `root`. Raises what the stages
-    raise.
+def run_stages(config: RunConfig, root: str, anyway: bool = False) -> dict[str, Artifact]:
+    """Do, or find done, every stage of a run, into folders below `root`; the artifacts by stage.
+    Raises what the stages raise.
     """
     target = config.target
     prompts = StageFolder(root, "prompts")
     with stage("prompts", prompts) as track:
         make_prompts(config.prompts, prompts, track)
-    if not anyway:
-        refuse_without_room(config, root, prompts)
+    if not anyway:  # before anything is answered
+        planner = Planner(config.planned(root))
+        refuse_without_room(planner.room(planner.needs(*read_prompts(prompts))), root)
     answers = StageFolder(root, "generate")
     with stage("generate", answers) as track:
         generate(config.generate, prompts, answers, track)
@@ -260,7 +239,8 @@ def run_stages(config: RunConfig, root: str, anyway: bool = False) -> RunArtifac
         export(config.export, target, head, exported, track, evaluation)
     folders = [check_form(exported, form, target) for form in config.export.forms]
     measured = serve_and_bench(config, root, prompts, exported, folders[0])
-    return RunArtifacts(prompts, answers, features, head, evaluation, exported, measured)
+    done = {"prompts": prompts, "generate": answers, "capture": features, "train": head}
+    return {**done, "eval": evaluation, "export": exported, "bench": measured}
 
 
 def check_form(exported: Artifact, form: str, target: str) -> str:
@@ -283,7 +263,12 @@ def serve_and_bench(
     done already.
     """
     served = config.serve.model_copy(update={"head": head, "port": 0})
-    inputs = {"head": exported.manifest(), "serve": serve_manifest(served)}
+    # of a server's settings all but places count for what is measured on it
+    places = {"target", "head", "host", "port", "model"}
+    kept = config.serve.model_dump(mode="json", exclude=places)
+    work = identity("serve", kept, {})
+    serve = Manifest(stage="serve", identity=work, config=kept, counts={}, files={})
+    inputs = {"head": exported.manifest(), "serve": serve}
     questions = bench_prompts(config, prompts, root)
     settings = BenchConfig(**{**dict(config.bench), "prompts": questions})
     output = Artifact(f"{root}/bench-{bench_identity(settings, inputs)[:IDENTITY_DIGITS]}")
@@ -294,18 +279,6 @@ def serve_and_bench(
         with stage("bench", output) as track:
             bench(settings, output, track, inputs)
     return output
-
-
-def serve_manifest(config: ServeConfig) -> Manifest:
-    """What a server's settings add to the identity of what is measured on it: all but places."""
-    settings = config.model_dump(mode="json", exclude={"target", "head", "host", "port", "model"})
-    return Manifest(
-        stage="serve",
-        identity=identity("serve", settings, {}),
-        config=settings,
-        counts={},
-        files={},
-    )
 
 
 def as_served(config: RunConfig) -> EvalConfig:
@@ -320,27 +293,24 @@ def as_served(config: RunConfig) -> EvalConfig:
     speculation = served.engine.parsed()
     fixed = str(dataclasses.replace(speculation, mode="fixed"))
     trees = DEFAULT_TREES if speculation.mode == "off" else (fixed, *DEFAULT_TREES)
-    from_elsewhere = {
+    from_elsewhere: dict[str, Any] = {
         "models": validated(ModelsConfig, models, "serve"),
         "trees": tuple(dict.fromkeys(trees)),
         "max_tokens": max(2, config.bench.max_tokens),
         "seed": config.bench.seed,
     }
-    left_open = {
-        name: value
-        for name, value in from_elsewhere.items()
-        if name not in config.eval.model_fields_set
-    }
-    return config.eval.model_copy(update=left_open)
+    for name in config.eval.model_fields_set:
+        from_elsewhere.pop(name, None)
+    return config.eval.model_copy(update=from_elsewhere)
 
 
 def bench_prompts(config: RunConfig, prompts: Artifact, root: str) -> str:
-    """The file that bench asks from, and eval before it."""
-    return config.bench.prompts or held_out_prompts(prompts, config.capture.held_out_share, root)
-
-
-def held_out_prompts(prompts: Artifact, held_out_share: float, root: str) -> str:
-    """Write the prompts that `capture` keeps out of training to a file of their own; its path."""
+    """The file that bench asks from, and eval before it: by default one of the prompts that
+    `capture` keeps out of training, which is written here.
+    """
+    if config.bench.prompts:
+        return config.bench.prompts
+    held_out_share = config.capture.held_out_share
     rows = [
         row
         for row in prompts.read_rows("prompts")

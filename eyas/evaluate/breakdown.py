@@ -42,20 +42,17 @@ def figures(answers: Sequence[AnswerCounts], num_draft_steps: int) -> dict[str, 
 def _by(
     answers: Sequence[AnswerCounts], name_of: Callable[[AnswerCounts], str]
 ) -> dict[str, dict[str, Any]]:
-    groups: dict[str, list[AnswerCounts]] = {}
-    for answer in answers:
-        groups.setdefault(name_of(answer), []).append(answer)
-    return {name: _short(group) for name, group in sorted(groups.items())}
-
-
-def _short(answers: Sequence[AnswerCounts]) -> dict[str, Any]:
-    rounds = sum(answer.counts.rounds for answer in answers)
-    return {
-        "tau": sum(answer.counts.emitted for answer in answers) / max(rounds, 1),
-        "tau_interval": _interval(answers),
-        "rounds": rounds,
-        "answers": len(answers),
-    }
+    found = {}
+    for name in sorted({name_of(answer) for answer in answers}):
+        group = [answer for answer in answers if name_of(answer) == name]
+        rounds = sum(answer.counts.rounds for answer in group)
+        found[name] = {
+            "tau": sum(answer.counts.emitted for answer in group) / max(rounds, 1),
+            "tau_interval": _interval(group),
+            "rounds": rounds,
+            "answers": len(group),
+        }
+    return found
 
 
 def _interval(answers: Sequence[AnswerCounts]) -> list[float] | None:

@@ -47,8 +47,8 @@ def check_belongs(head: HeadConfig, meta: FeatureMeta, vocabulary: TargetVocabul
     ):
         raise MismatchError(
             f"the head taps layers {head.taps} of a target of hidden size "
-            f"{head.target_hidden_size}, "
-            f"the features are layers {meta.taps} of one of {meta.hidden_size}",
+            f"{head.target_hidden_size}, the features are layers {meta.taps} of one of "
+            f"{meta.hidden_size}",
             "capture the features again, or train the head again",
         )
 
@@ -79,9 +79,8 @@ class Chains:
         Raises EmptyInputError where no answer has two tokens.
         """
         done, longest = 0, self._by_length[-1]
-        for samples in self._source.batches(
-            plan_batches(self._source.lengths, BATCH_TOKENS, "eval")
-        ):
+        batches = plan_batches(self._source.lengths, BATCH_TOKENS, "eval")
+        for samples in self._source.batches(batches):
             self._add(samples, chat)
             done += len(samples)
             track(done, len(self._source), f"tau {longest.tau:.3f}")
@@ -98,9 +97,8 @@ class Chains:
         self._num_greedy += measured.num_greedy
         for sample in samples:
             is_known = self._head.t2d[sample.token_ids.long()].tolist()
-            self._is_known += [
-                is_known[first:end] for first, end in runs(sample.loss_mask.tolist())
-            ]
+            spans = runs(sample.loss_mask.tolist())
+            self._is_known += [is_known[first:end] for first, end in spans]
         for number, matches in measured.spans:
             sample = samples[number]
             text = chat.decode(sample.token_ids[sample.loss_mask].tolist())

@@ -105,8 +105,11 @@ def evaluate(
         raise ConfigError("costs are for trees, which take prompts", "give prompts")
     folder, files = resolve_target(target), Path(resolve_head(head))
     prompts = prompts[: config.num_prompts]
-    if prompts:
-        config = with_dtype(config, folder)
+    if prompts:  # what "auto" stands for on this machine
+        models = config.models
+        dtype = resolve_dtype(models.dtype, TargetConfig.from_folder(folder), models.device)
+        models = models.model_copy(update={"dtype": dtype})
+        config = config.model_copy(update={"models": models})
     settings = described(config, folder, prompts)
     inputs = {"head": head_manifest(head, {}), **(features.inputs if features is not None else {})}
     work = identity("eval", settings, inputs)
@@ -120,20 +123,12 @@ def evaluate(
         if prompts:
             trees = TreeMeasurement(config, folder, files, prompts)
         output.begin(work)  # not before: what does not fit takes no folder
-        of_features = chains.measure(Chat(folder), track) if chains is not None else {}
-        of_prompts = trees.measure(track) if trees is not None else {}
-        result = {**of_prompts, **of_features}
+        of_features = chains.measure(Chat(folder), track) if chains else {}
+        result = {**(trees.measure(track) if trees else {}), **of_features}
     output.write_json("eval.json", result)
     counts = {"answers": result["answers"], "tokens": result["tokens"], "rounds": result["rounds"]}
     facts = {name: result[name] for name in ("tau", "tau_interval", "accept_hist")}
     return output.finish("eval", settings, inputs, counts, facts)
-
-
-def with_dtype(config: EvalConfig, folder: str) -> EvalConfig:
-    """The config with the precision that "auto" stands for on this machine."""
-    models = config.models
-    dtype = resolve_dtype(models.dtype, TargetConfig.from_folder(folder), models.device)
-    return config.model_copy(update={"models": models.model_copy(update={"dtype": dtype})})
 
 
 def described(config: EvalConfig, folder: str, prompts: Sequence[EvalPrompt]) -> dict[str, Any]:

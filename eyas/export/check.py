@@ -17,17 +17,19 @@ from eyas.errors import EmptyInputError, MismatchError, TemplateError
 from eyas.export.lint import (
     UNSAID,
     CheckFinding,
+    changed_findings,
     check_is_head,
     errors,
-    file_findings,
     form_findings,
     in_order,
     length_findings,
     setting_findings,
     target_findings,
+    twin_findings,
     value_findings,
     verifier_findings,
     vocabulary_findings,
+    warning,
 )
 from eyas.export.readings import DECLARED, HeadReading
 from eyas.export.replay import ERROR, LEAST_TAU, WARNING, ReadingScore, answered, replay
@@ -60,7 +62,11 @@ def check(head: str | Path, target: str | Path) -> list[CheckFinding]:
     vocabulary = TargetVocabulary.load(target_folder)
     check_is_head(folder)
     checkpoint = open_checkpoint(folder)
-    findings = [*file_findings(folder), *setting_findings(checkpoint)]
+    findings = [
+        *changed_findings(folder),
+        *twin_findings(folder),
+        *setting_findings(checkpoint),
+    ]
     try:
         config = head_config(checkpoint, vocabulary.config)
     except MismatchError as fault:
@@ -176,23 +182,16 @@ def reading_findings(replayed: Sequence[ReadingScore]) -> Iterator[CheckFinding]
     better = [(one, gain) for one, gain in better if gain.reaches(WARNING)]
     for one, gain in sorted(better, key=lambda pair: -pair[1][0])[:1]:
         certain = gain.reaches(ERROR)
-        what = (
-            f"read as {one.reading!r} the head accepts more than {declared.reading}: tau "
-            f"{one.tau:.2f} against "
-            f"{declared.tau:.2f}, {gain[1]:+.0%} drafts ({gain[2]:.1f} standard errors)"
-        )
         yield CheckFinding(
             "error" if certain else "warning",
-            what,
+            f"read as {one.reading!r} the head accepts more than {declared.reading}: tau "
+            f"{one.tau:.2f} against {declared.tau:.2f}, {gain[1]:+.0%} drafts ({gain[2]:.1f} "
+            "standard errors)",
             "correct config.json or the tensors; the table has all readings",
         )
     if not better and declared.tau < LEAST_TAU:
-        what = (
+        yield warning(
             f"the head drafts next to nothing of this text: tau {declared.tau:.2f} by its own "
-            "reading and no better by others"
-        )
-        yield CheckFinding(
-            "warning",
-            what,
+            "reading and no better by others",
             "wrong weights, embeddings or target; or text that it was not trained for: give --text",
         )

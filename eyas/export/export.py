@@ -87,7 +87,12 @@ def export(
     source = Path(resolve_head(head.url))
     inputs = {"head": manifest_of(head, source)}
     if evaluation is not None:
-        inputs["eval"] = evaluation_of(evaluation, inputs["head"])
+        inputs["eval"] = evaluation.manifest("eval")
+        if inputs["eval"].inputs["head"].identity != inputs["head"].identity:
+            raise MismatchError(
+                f"{evaluation.url} measured another head",
+                "run `eyas eval` on the head that is exported",
+            )
     folder = str(Path(resolve_target(target)).resolve())
     settings = {**config.model_dump(mode="json"), "target_fingerprint": fingerprint(folder)}
     work = identity("export", settings, inputs)
@@ -146,13 +151,9 @@ def manifest_of(head: Artifact, folder: Path) -> Manifest:
     manifest = head_manifest(head.url, {})
     if manifest.stage != SOURCE:
         return manifest
-    form = (
-        "eyas"
-        if HEAD_JSON in manifest.files
-        else "vllm"
-        if "speculators_model_type" in read_config(folder)
-        else "sglang"
-    )
+    form = "eyas"
+    if HEAD_JSON not in manifest.files:
+        form = "vllm" if "speculators_model_type" in read_config(folder) else "sglang"
     config = {"form": form, "licence": origin_of(head).licence or "not given"}
     return manifest.model_copy(update={"config": config})
 
@@ -214,17 +215,6 @@ def verifier_of(
     return Verifier(launch.target, tuple(architectures), embed_tokens, launch.num_draft_steps)
 
 
-def evaluation_of(evaluation: Artifact, head: Manifest) -> Manifest:
-    """The manifest of an evaluation, which must be this head's. Raises MismatchError."""
-    manifest = evaluation.manifest("eval")
-    if manifest.inputs["head"].identity != head.identity:
-        raise MismatchError(
-            f"{evaluation.url} measured another head",
-            "run `eyas eval` on the head that is exported",
-        )
-    return manifest
-
-
 def prove_equal(
     config: HeadConfig, tensors: Mapping[str, Tensor], written: Path, vocabulary: TargetVocabulary
 ) -> None:
@@ -233,8 +223,9 @@ def prove_equal(
     """
     config_back, tensors_back = read_head(written, vocabulary.config)
     same = as_written(config) == as_written(config_back) and tensors.keys() == tensors_back.keys()
-    if not same or not all(
-        bit_equal(tensor, tensors_back[name]) for name, tensor in tensors.items()
+    if not same or not all(  # no NaN: `check` refuses them
+        one.dtype == tensors_back[name].dtype and torch.equal(one, tensors_back[name])
+        for name, one in tensors.items()
     ):
         raise CorruptError(
             f"{written} does not read back as the head", "check the disk or store, and export again"
@@ -256,11 +247,6 @@ def as_written(config: HeadConfig) -> HeadConfig:
     return config.model_copy(
         update={"rope": RopeConfig.from_hf(config.rope.to_hf()), "train_lm_head": True}
     )
-
-
-def bit_equal(one: Tensor, other: Tensor) -> bool:
-    """Equal dtype, shape and values; the tensors hold no NaN, or `check` would have said so."""
-    return one.dtype == other.dtype and torch.equal(one, other)
 
 
 @torch.inference_mode()

@@ -9,7 +9,7 @@ least scale to the median 0.40, the least median spread of norms 0.09.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -85,9 +85,19 @@ def exit_code(findings: Iterable[CheckFinding]) -> int:
     return 2 if "error" in levels else 1 if "warning" in levels else 0
 
 
+def error(what: str, hint: str) -> CheckFinding:
+    """An error, without meanings to choose from."""
+    return CheckFinding("error", what, hint)
+
+
+def warning(what: str, hint: str) -> CheckFinding:
+    """A warning."""
+    return CheckFinding("warning", what, hint)
+
+
 def errors(faults: Sequence[MismatchError]) -> list[CheckFinding]:
     """What `read_head` refuses, as findings."""
-    return [CheckFinding("error", fault.what, fault.hint) for fault in faults]
+    return [error(fault.what, fault.hint) for fault in faults]
 
 
 # Files
@@ -102,15 +112,11 @@ def check_is_head(folder: Path) -> None:
         )
 
 
-def file_findings(folder: Path) -> list[CheckFinding]:
-    """All that is wrong with the files of a head's folder."""
-    return [*changed_findings(folder.resolve()), *twin_findings(folder)]
-
-
 def changed_findings(folder: Path) -> Iterator[CheckFinding]:
     """Files of a head of ours that are no longer what its manifest, here or in the folder above,
     says.
     """
+    folder = folder.resolve()
     for root, prefix in ((folder, ""), (folder.parent, f"{folder.name}/")):
         try:
             manifest = Manifest.model_validate_json((root / MANIFEST).read_bytes())
@@ -121,19 +127,14 @@ def changed_findings(folder: Path) -> Iterator[CheckFinding]:
             if "/" in name or not name.endswith(HEAD_FILES):
                 continue
             if not (folder / name).is_file():
-                yield CheckFinding(
-                    "error",
+                yield error(
                     f"{folder / name} is gone: the {manifest.stage} that wrote it lists it",
                     "restore it",
                 )
             elif file_identity(str(folder / name)) != manifest.files[prefix + name].sha256:
-                what = (
+                yield error(
                     f"{folder / name} has changed since it was "
-                    f"{'exported' if manifest.stage == 'export' else 'trained'}"
-                )
-                yield CheckFinding(
-                    "error",
-                    what,
+                    f"{'exported' if manifest.stage == 'export' else 'trained'}",
                     "restore it, or run the stage that writes it again into a new folder",
                 )
 
@@ -146,11 +147,10 @@ def twin_findings(folder: Path) -> Iterator[CheckFinding]:
         try:
             same = equal(stored(folder, first), stored(folder, other))
             how = "hold different tensors"
-        except EyasError as error:
-            same, how = False, f"are both there, and one cannot be read ({error.what})"
+        except EyasError as fault:
+            same, how = False, f"are both there, and one cannot be read ({fault.what})"
         if not same:
-            yield CheckFinding(
-                "error",
+            yield error(
                 f"{first} and {other} in {folder} {how}: loaders differ in which they take",
                 "delete one",
             )
@@ -177,24 +177,19 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 # Settings
 
 
-def setting_findings(checkpoint: Checkpoint) -> list[CheckFinding]:
+def setting_findings(checkpoint: Checkpoint) -> Iterator[CheckFinding]:
     """The faults of the settings; what can be meant in several ways with its meanings."""
     ways = {one.fault.what: one.meanings for one in ambiguities(checkpoint)}
-    return [
-        replace(one, meanings=ways.get(one.what, {})) for one in errors(setting_faults(checkpoint))
-    ]
+    for one in setting_faults(checkpoint):
+        yield CheckFinding("error", one.what, one.hint, ways.get(one.what, {}))
 
 
 def target_findings(config: HeadConfig, target: TargetShape) -> Iterator[CheckFinding]:
     """Where the head's shape differs from the target's, though it may be meant so."""
     if config.taps[-1] < target.num_hidden_layers and config.taps != target.default_taps:
-        what = (
+        yield warning(
             f"the head taps the outputs of layers {config.taps}, the default is "
-            f"{target.default_taps}"
-        )
-        yield CheckFinding(
-            "warning",
-            what,
+            f"{target.default_taps}",
             "fine if it was trained on these; engines that ignore the list will misread it",
         )
     if (
@@ -202,18 +197,15 @@ def target_findings(config: HeadConfig, target: TargetShape) -> Iterator[CheckFi
         and not config.own_rope
         and not same_rotation(config.rope, target.rope)
     ):
-        yield CheckFinding(
-            "warning",
+        yield warning(
             f"rotary embedding differs: the head's is {spelled(config.rope)}, the target's "
             f"{spelled(target.rope)}",
             "a rope_theta that is not given means 10000: write what the head was trained with, or "
             "own_rope for just this",
         )
     if config.rms_norm_eps != target.rms_norm_eps:
-        what = f"rms_norm_eps is {config.rms_norm_eps}, the target's {target.rms_norm_eps}"
-        yield CheckFinding(
-            "warning",
-            what,
+        yield warning(
+            f"rms_norm_eps is {config.rms_norm_eps}, the target's {target.rms_norm_eps}",
             "one that is not given means 1e-6: write what the head was trained with",
         )
 
@@ -224,44 +216,34 @@ def length_findings(config: HeadConfig, target: TargetShape) -> Iterator[CheckFi
     """
     if config.max_position_embeddings >= target.max_position_embeddings:
         return
-    what = (
+    yield warning(
         f"max_position_embeddings is {config.max_position_embeddings}, the target's "
-        f"{target.max_position_embeddings}: SGLang "
-        "0.5.23 does not start without SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1, older engines "
-        "read past the head's rotary "
-        "table and lose acceptance; vLLM 0.32 and eyas go by the target's"
-    )
-    hint = (
+        f"{target.max_position_embeddings}: SGLang 0.5.23 does not start without "
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1, older engines read past the head's rotary "
+        "table and lose acceptance; vLLM 0.32 and eyas go by the target's",
         f'write "max_position_embeddings": {target.max_position_embeddings} into the head\'s '
-        "config, or export it again, which "
-        "does: no weight depends on it"
+        "config, or export it again, which does: no weight depends on it",
     )
-    yield CheckFinding("warning", what, hint)
 
 
 def vocabulary_findings(
     checkpoint: Checkpoint, config: HeadConfig, vocabulary: TargetVocabulary
 ) -> Iterator[CheckFinding]:
     """What the head borrows from the target, or was trained against."""
-    trained_with = config.target_lm_head_sha256
-    if not trained_with:
-        yield CheckFinding(
-            "warning", UNSAID, "eyas writes its hash at export; a good replay is as good"
-        )
+    if not config.target_lm_head_sha256:
+        yield warning(UNSAID, "eyas writes its hash at export; a good replay is as good")
     stored = checkpoint.embed_tokens
     if stored is not None and not config.owns_embeddings:
         ours = vocabulary.embed_tokens.to(stored.dtype)
         if stored.shape != ours.shape or not torch.equal(stored, ours):
             what = f"{EMBED_TOKENS} {tuple(stored.shape)} are not the target's {tuple(ours.shape)}"
             if checkpoint.form == "sglang" or EMBED_TOKENS_SHA256 in checkpoint.settings:
-                yield CheckFinding(
-                    "error",
+                yield error(
                     what,
                     "SGLang uses the target's all the same; export the head again for this target",
                 )
             else:
-                yield CheckFinding(
-                    "warning",
+                yield warning(
                     what,
                     "fine if the head was trained with them; SGLang would use the target's",
                 )
@@ -270,8 +252,7 @@ def vocabulary_findings(
         token for token in vocabulary.config.eos_token_ids if mask is not None and token < len(mask)
     ]
     if ends and mask is not None and not mask[ends].any():
-        yield CheckFinding(
-            "warning",
+        yield warning(
             f"no end token of the target ({ends}) is in the draft vocabulary: an end is never "
             "drafted",
             "count the draft vocabulary on answers that end",
@@ -292,57 +273,48 @@ def verifier_findings(
     )
     named, own = verifier.get("architectures") or [], config.get("architectures") or []
     if named and own and not set(named) & set(own):
-        yield CheckFinding(
-            "warning",
+        yield warning(
             f"the config names a verifier of {', '.join(named)}, the target is of {', '.join(own)}",
             hint,
         )
     for key in VERIFIER_SIZES:
         if verifier.get(key) not in (None, getattr(target, key)):
-            what = (
+            yield warning(
                 f"the config names a verifier of {key} {verifier[key]}, the target's is "
-                f"{getattr(target, key)}"
+                f"{getattr(target, key)}",
+                hint,
             )
-            yield CheckFinding("warning", what, hint)
 
 
 def form_findings(checkpoint: Checkpoint) -> Iterator[CheckFinding]:
     """What the engine of this form asks for beyond a right head."""
     named = checkpoint.settings.get("architectures") or []
     if checkpoint.form == "sglang" and named != [SGLANG_ARCHITECTURE]:
-        what = (
+        yield warning(
             f"architectures is {named}: SGLang loads an EAGLE-3 head by the name "
-            f"{SGLANG_ARCHITECTURE} only"
+            f"{SGLANG_ARCHITECTURE} only",
+            "change it in config.json, or export the head again",
         )
-        yield CheckFinding("warning", what, "change it in config.json, or export the head again")
     if checkpoint.form == "sglang" and checkpoint.stated("norm_before_residual") == {True}:
-        what = (
+        yield warning(
             "norm_before_residual is set: SGLang does not read it, and takes the residual "
-            "before the norm"
-        )
-        yield CheckFinding(
-            "warning",
-            what,
+            "before the norm",
             "serve it with vLLM, which does: SGLang would lose most of its acceptance",
         )
     for decision in decisions(checkpoint):
-        yield CheckFinding("warning", decision, f'write "{FED_BACK}" into config.json to say so')
+        yield warning(decision, f'write "{FED_BACK}" into config.json to say so')
     if checkpoint.form == "sglang" and any(checkpoint.stated("tie_word_embeddings")):
-        yield CheckFinding(
-            "warning",
+        yield warning(
             "tie_word_embeddings is set: SGLang takes the embeddings for lm_head",
             "write false",
         )
     if checkpoint.form == "vllm" and LM_HEAD not in checkpoint.tensors:
-        yield CheckFinding(
-            "warning",
+        yield warning(
             "lm_head.weight is missing: speculators needs one",
             "put the target's into the file",
         )
     if "d2t" in checkpoint.tensors and "t2d" not in checkpoint.tensors:
-        yield CheckFinding(
-            "warning", "t2d is missing", "speculators needs it beside d2t; export the head again"
-        )
+        yield warning("t2d is missing", "speculators needs it beside d2t; export the head again")
 
 
 # Weights
@@ -360,20 +332,18 @@ def value_findings(checkpoint: Checkpoint) -> Iterator[CheckFinding]:
         wide = tensor.float()
         if not wide.isfinite().all():
             bad = int((~wide.isfinite()).sum())
-            yield CheckFinding(
-                "error",
+            yield error(
                 f"{name}: {bad} of {tensor.numel()} values are NaN or infinite",
                 "train or download the head again",
             )
         elif not wide.any():
-            yield CheckFinding("error", f"{name} is all zeros", "train or download the head again")
+            yield error(f"{name} is all zeros", "train or download the head again")
         else:
             finite[name] = tensor
     yield from damage_findings(finite)
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()})
     if len(dtypes) > 1:
-        yield CheckFinding(
-            "warning",
+        yield warning(
             f"tensors are of several precisions: {', '.join(dtypes)}",
             "export the head again",
         )
@@ -382,8 +352,7 @@ def value_findings(checkpoint: Checkpoint) -> Iterator[CheckFinding]:
         str(place[key]) for place in places for key in ("dtype", "torch_dtype") if place.get(key)
     }
     for dtype in sorted(said - set(dtypes)):
-        yield CheckFinding(
-            "warning",
+        yield warning(
             f"the config says {dtype}, the tensors are {', '.join(dtypes)}",
             "engines convert: correct the config",
         )
@@ -393,53 +362,46 @@ def damage_findings(weights: Mapping[str, Tensor]) -> Iterator[CheckFinding]:
     """Norms that were never loaded, matrices out of scale, matrices of random numbers. weights:
     finite, by EAGLE's names.
     """
-    yield from norm_findings(
-        {name: weight for name, weight in weights.items() if weight.ndim == 1 and "norm" in name}
-    )
+    yield from norm_findings(weights)
     scales, above = {}, {}
     for name in weights:
-        if weights[name].ndim == 2 and own(name):
+        # not the output matrix or embeddings, which may be another's at another scale
+        if weights[name].ndim == 2 and (name.startswith(LAYER) or name == "fc.weight"):
             matrix = weights[name].float()
             scales[name] = float(matrix.square().mean().sqrt())
             if scales[name] and min(matrix.shape) >= LEAST_SIZE:
                 above[name] = above_random(matrix)
+    usual = median(scales.values()) if scales else 0.0
     for name, scale in scales.items():
-        usual = median(scales.values())
         if 0 < scale < FROM_ZERO.get(name, LEAST_SHARE) * usual:
-            what = (
+            yield warning(
                 f"{name} is next to nothing: its root mean square is {scale:.2g}, that of the "
-                f"matrices {usual:.2g}"
+                f"matrices {usual:.2g}",
+                AGAIN,
             )
-            yield CheckFinding("warning", what, AGAIN)
     for name, ratio in above.items():
         if ratio < RANDOM and median(above.values()) >= STRUCTURED:
-            what = (
+            yield warning(
                 f"{name} looks like random numbers: nothing in it stands out as in the other "
-                "matrices"
+                "matrices",
+                AGAIN,
             )
-            yield CheckFinding("warning", what, AGAIN)
 
 
-def norm_findings(norms: Mapping[str, Tensor]) -> Iterator[CheckFinding]:
+def norm_findings(weights: Mapping[str, Tensor]) -> Iterator[CheckFinding]:
     """Norms whose weights are all the same, as they begin, where others have moved."""
+    norms = {name: one for name, one in weights.items() if one.ndim == 1 and "norm" in name}
     moved = {name: float(norm.max() - norm.min()) for name, norm in norms.items()}
     others = [spread for spread in moved.values() if spread]
     if not others or median(others) < MOVED:
         return
     for name, spread in moved.items():
         if not spread:
-            what = (
+            yield warning(
                 f"the weights of {name} are all {float(norms[name][0]):g}, as before training; "
-                "those of other norms are not"
+                "those of other norms are not",
+                AGAIN,
             )
-            yield CheckFinding("warning", what, AGAIN)
-
-
-def own(name: str) -> bool:
-    """Whether a matrix is the head's alone: not the output matrix or embeddings, which may be
-    another's at another scale.
-    """
-    return name.startswith(LAYER) or name == "fc.weight"
 
 
 def above_random(matrix: Tensor) -> float:

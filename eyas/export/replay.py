@@ -17,7 +17,7 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +36,7 @@ from eyas.model.chain import measure
 from eyas.model.config import Taps
 from eyas.model.target import Target
 from eyas.model.vocab import TargetVocabulary
+from eyas.shards import Sample
 from eyas.tau import RoundCounts
 
 NUM_CONVERSATIONS = 32  # some 800 tokens of the built-in target's answers
@@ -150,14 +151,12 @@ def conversations(text: Path) -> Iterator[list[dict[str, str]]]:
         raise MissingInputError(
             f"no text at {text}", "give JSON lines with messages, or a file of one prompt a line"
         )
-    is_json = ".jsonl" in text.suffixes or ".json" in text.suffixes
     for line in filter(str.strip, text_lines(text)):
+        if not {".jsonl", ".json"} & {*text.suffixes}:
+            yield [{"role": "user", "content": line.strip()}]
+            continue
         try:
-            messages = (
-                list(turns(json.loads(line)))
-                if is_json
-                else [{"role": "user", "content": line.strip()}]
-            )
+            messages = list(turns(json.loads(line)))
         except (ValueError, TypeError, AttributeError, KeyError):
             continue
         if messages:
@@ -212,33 +211,13 @@ class ReadingScore:
         Answers are the sample, places of one answer are not independent: the ratio estimator's
         error (Cochran 1977, 6.4).
         """
-        other = replace(
-            other,
-            accepted=other.accepted[: len(self.places)],
-            places=other.places[: len(self.places)],
-        )
-        differences = [one - two for one, two in zip(self.accepted, other.accepted, strict=True)]
-        mean = sum(differences) / sum(self.places)
-        spread = sum(
-            (d - mean * n) ** 2 for d, n in zip(differences, self.places, strict=True)
-        ) ** 0.5 / sum(self.places)
-        return Gain(mean, mean / max(other.accepted_drafts, 1e-9), mean / max(spread, 1e-9))
-
-
-@dataclass(frozen=True, slots=True)
-class ReplaySample:
-    """One answer's features, as a batch takes them."""
-
-    key: str
-    token_ids: Tensor
-    loss_mask: Tensor
-    aux_hidden: Tensor
-    last_hidden: Tensor
-
-    def cut(self) -> ReplaySample:
-        """Without the padding of its neighbours."""
-        T = len(self.token_ids)
-        return replace(self, aux_hidden=self.aux_hidden[:T], last_hidden=self.last_hidden[:T])
+        total, theirs = sum(self.places), other.accepted[: len(self.places)]
+        differences = [one - two for one, two in zip(self.accepted, theirs, strict=True)]
+        mean = sum(differences) / total
+        errors = (d - mean * n for d, n in zip(differences, self.places, strict=True))
+        spread = sum(error**2 for error in errors) ** 0.5 / total
+        share = sum(theirs) / sum(other.places[: len(self.places)])
+        return Gain(mean, mean / max(share, 1e-9), mean / max(spread, 1e-9))
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,17 +243,13 @@ class AnswerBatch:
     def features(self, taps: Taps) -> Batch:
         """As a head with these taps gets them."""
         aux_hidden = torch.cat([self.hidden[tap] for tap in taps], dim=-1)
-        samples = [
-            ReplaySample(
-                str(row),
-                torch.tensor(one.token_ids),
-                torch.tensor(one.mask),
-                aux_hidden[row],
-                self.last_hidden[row],
-            )
-            for row, one in enumerate(self.answers)
-        ]
-        return Batch.of([sample.cut() for sample in samples])
+        samples = []
+        for row, one in enumerate(self.answers):
+            T = len(one.token_ids)  # without the padding of its neighbours
+            states = aux_hidden[row, :T], self.last_hidden[row, :T]
+            ids, mask = torch.tensor(one.token_ids), torch.tensor(one.mask)
+            samples.append(Sample(str(row), ids, mask, *states))
+        return Batch.of(samples)
 
 
 def replay(

@@ -181,14 +181,10 @@ class HookedDecoder:
         config = transformers_config(folder)
         shape = shape_of(config, folder)
         _, lm_head = transformers_matrices(folder, shape)
-        capped = (
-            getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
-            is not None
-        )
-        # the others leave the soft cap out
-        options = {"attn_implementation": "eager"} if capped else {}
-        if device_map is not None:
-            options["device_map"] = device_map
+        options = {} if device_map is None else {"device_map": device_map}
+        text_config = config.get_text_config(decoder=True)
+        if getattr(text_config, "attn_logit_softcapping", None) is not None:
+            options["attn_implementation"] = "eager"  # the others leave the soft cap out
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -260,11 +256,9 @@ class HookedDecoder:
         ), output
 
     def _proof_tokens(self) -> Tensor:
-        generator = torch.Generator().manual_seed(0)
-        length = min(PROOF_TOKENS, self.shape.max_position_embeddings)
-        return torch.randint(self.shape.vocab_size, (2, length), generator=generator).to(
-            self._device
-        )
+        size = 2, min(PROOF_TOKENS, self.shape.max_position_embeddings)
+        seed = torch.Generator().manual_seed(0)
+        return torch.randint(self.shape.vocab_size, size, generator=seed).to(self._device)
 
     def _prove(self, lm_head: Tensor) -> None:
         """Check what the hooks see against what the model says of itself. Raises MismatchError."""
@@ -360,10 +354,9 @@ def decoder_layers(model: Any, shape: TargetShape, tokens_BT: Tensor) -> nn.Modu
         there = ", ".join(f"{name} of {len(module)}" for name, module in list(lists.items())[:8])
         raise MismatchError(
             f"{type(model).__name__}: looked for one list (nn.ModuleList) of "
-            f"{shape.num_hidden_layers} decoder layers, each of "
-            f"which is called once and puts out [batch, length, {shape.hidden_size}], and found "
-            f"{len(found)}; "
-            f"its lists: {there or 'none'}",
+            f"{shape.num_hidden_layers} decoder layers, each of which is called once and puts out "
+            f"[batch, length, {shape.hidden_size}], and found {len(found)}; its lists: "
+            f"{there or 'none'}",
             ANOTHER,
         )
     return candidates[found[0]]

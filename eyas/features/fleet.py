@@ -16,6 +16,7 @@ Knows health and order, and what a server of the target must show. Does not know
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import random
@@ -86,11 +87,7 @@ class TargetServer:
 
     def __init__(self, url: str, config: ClientConfig) -> None:
         self.url, self.model, self.engine = url, config.model or "", "unknown"
-        self._config, self._client = config, Client(url, config.timeout_s)
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._client.close()
+        self._config, self.client = config, Client(url, config.timeout_s)
 
     async def check(self, proof: TargetProof) -> None:
         """Raises RequestFailure, "unfit" where something else than the target is served."""
@@ -122,14 +119,14 @@ class TargetServer:
             body["prompt"] = list(request.prompt_ids)
         else:
             body["messages"] = list(request.messages)
-        completion = await self._client.complete(body)
+        completion = await self.client.complete(body)
         if completion.num_prompt_tokens != len(request.prompt_ids):
             raise PromptMismatch(completion.num_prompt_tokens, len(request.prompt_ids))
         return completion
 
     async def _card(self) -> dict[str, Any]:
         """The model card of the target, by its name or as the only one."""
-        cards, wanted = await self._client.cards(), self._config.model
+        cards, wanted = await self.client.cards(), self._config.model
         found = [card for card in cards if wanted in (None, card["id"])]
         if len(found) != 1:
             names = ", ".join(card["id"][:80] for card in cards[:5])
@@ -142,11 +139,9 @@ class TargetServer:
         """The engine's name and version, as far as the server tells."""
         version: Any = None
         if owner in VERSION_PATHS:
-            try:
-                facts = json.loads(await self._client.page(VERSION_PATHS[owner]))
+            with contextlib.suppress(ValueError, AttributeError, RecursionError):
+                facts = json.loads(await self.client.page(VERSION_PATHS[owner]))
                 version = facts.get("info", facts).get("version")
-            except (ValueError, AttributeError, RecursionError):
-                version = None
         name = owner[:40] if owner.isprintable() and owner else "unknown"
         return f"{name} {version[:40]}" if isinstance(version, str) else name
 
@@ -435,7 +430,7 @@ class Fleet:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(one.server.close() for one in self._members))
+        await asyncio.gather(*(one.server.client.close() for one in self._members))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -124,11 +124,7 @@ def generate(
     Raises EmptyInputError, TemplateError, and what loading a target or `Fleet` raises.
     """
     made = prompts.manifest("prompts")
-    num_prompts = sum(1 for _ in prompts.read_rows("prompts"))
-    if not num_prompts:
-        raise EmptyInputError(
-            f"{prompts.url} holds no prompts", "see its ledger for why every row was dropped"
-        )
+    num_prompts = count_prompts(prompts)
     folder = resolve_target(config.target)
     chat, target = Chat(folder, config.date), fingerprint(folder)
     shape = target_shape(folder)
@@ -165,6 +161,16 @@ def generate(
             "help",
         )
     return output.finish("generate", settings, {"prompts": made}, counts, facts)
+
+
+def count_prompts(prompts: Artifact) -> int:
+    """The number of prompts in an artifact. Raises EmptyInputError for none."""
+    count = sum(1 for _ in prompts.read_rows("prompts"))
+    if not count:
+        raise EmptyInputError(
+            f"{prompts.url} holds no prompts", "see its ledger for why every row was dropped"
+        )
+    return count
 
 
 class EngineBackend:

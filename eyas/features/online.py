@@ -96,7 +96,6 @@ class OnlineFeatures:
 
     @property
     def inputs(self) -> Mapping[str, Manifest]:
-        """As FeatureSource.inputs."""
         return {"features": self._target.manifest}
 
     @cached_property
@@ -114,7 +113,6 @@ class OnlineFeatures:
         return len(self._target.task.samples(self._target.plan, self._split))
 
     def all_tokens(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """As FeatureSource.all_tokens."""
         for single in self._singles:
             one = single.samples[0]
             yield torch.from_numpy(one.token_ids), torch.from_numpy(one.loss_mask)

@@ -54,9 +54,8 @@ class SamplePlan:
 
     def continues(self, other: SamplePlan) -> bool:
         """True when this one begins with all tokens of the other, of the same conversation."""
-        return self.prompt_id == other.prompt_id and np.array_equal(
-            self.token_ids[: len(other)], other.token_ids
-        )
+        begins = self.token_ids[: len(other)]
+        return self.prompt_id == other.prompt_id and np.array_equal(begins, other.token_ids)
 
 
 @dataclass(slots=True)
@@ -99,9 +98,8 @@ def plan_samples(answers: Iterable[Answer], chat: Chat, max_length: int) -> Capt
         plan.num_answers += 1
         taken = _sample_plan(answer, chat, max_length)
         if isinstance(taken, str):
-            plan.dropped.append(
-                {"prompt_id": answer.prompt_id, "turn": answer.turn, "reason": taken}
-            )
+            where = {"prompt_id": answer.prompt_id, "turn": answer.turn}
+            plan.dropped.append({**where, "reason": taken})
             continue
         plan.num_retokenised += int(taken.loss_mask.sum()) != answer.num_answer_tokens
         if plan.samples and taken.continues(plan.samples[-1]):

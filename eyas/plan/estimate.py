@@ -28,7 +28,6 @@ from eyas.plan.speeds import (
     generate_speed,
     hours,
     published,
-    train_flops_per_token,
     train_speed,
 )
 from eyas.records import Prompt
@@ -65,19 +64,10 @@ class Estimate:
     target_parameters: int
     notes: tuple[str, ...] = ()
 
-    def store_cost(self, price_per_gb_month: float) -> dict[str, float]:
-        """What each codec's features cost in a store for a month, in the price's currency."""
-        return {
-            codec: size / 1e9 * price_per_gb_month for codec, size in self.bytes_by_codec.items()
-        }
-
-    def to_json(self, price_per_gb_month: float | None = None) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Everything, as JSON has it."""
-        row = dataclasses.asdict(self) | {
-            "room": {**dataclasses.asdict(self.room), "fits": self.room.fits}
-        }
-        if price_per_gb_month is not None:
-            row["cost_per_month"] = self.store_cost(price_per_gb_month)
+        row = dataclasses.asdict(self)
+        row["room"]["fits"] = self.room.fits
         return row
 
 
@@ -140,15 +130,13 @@ class Planner:
                 f"no prompt is shorter than generate.max_length ({run.generate.max_length} tokens)",
                 "give shorter prompts, or a larger generate.max_length",
             )
+        state_it = "(--speed generate=...)"
         if run.generate.servers:
-            notes.append(
-                "generate: the speed of the servers is not measured: state it (--speed "
-                "generate=...)"
-            )
+            notes.append(f"generate: the servers' speed is not measured: state it {state_it}")
         elif not isinstance(self.shape, TargetConfig):
             notes.append(
                 "generate: eyas' own engine does not run this target: state the servers' speed "
-                "(--speed generate=...)"
+                + state_it
             )
         else:
             speeds["generate"] = generate_speed(run.generate, self.folder, fitting, seconds)
@@ -161,13 +149,10 @@ class Planner:
 
     def published(self, device: str, count: int = 1) -> tuple[Speeds, list[str]]:
         """Estimates for named devices, and notes on them. Raises ConfigError."""
-        parameters, matrix = (
-            target_parameters(self.folder),
-            self.shape.vocab_size * self.shape.hidden_size,
-        )
-        flops = train_flops_per_token(
-            self.head_parameters, self.run.train.objective.num_ttt_steps, matrix
-        )
+        parameters = target_parameters(self.folder)
+        # of a token: forward and backward of the head at every TTT step, the target's lm_head once
+        flops = 6.0 * self.head_parameters * self.run.train.objective.num_ttt_steps
+        flops += 2.0 * self.shape.vocab_size * self.shape.hidden_size
         speeds = published(device, parameters, self.run.generate.max_batch, flops, count)
         least = devices_needed(device, parameters)
         notes = [f"the target in bfloat16 needs {least} of {device}"] if least > count else []
@@ -191,10 +176,9 @@ def refuse_without_room(room: Room, output: str) -> None:
     assert room.free is not None
     raise StorageFullError(
         f"the run needs up to {room.missing / 1e9:,.2f} GB more at {output} (answers "
-        f"{room.answers / 1e9:,.2f}, features "
-        f"{room.features / 1e9:,.2f}, head {room.head / 1e9:,.2f}), {room.free / 1e9:,.2f} GB are "
-        "free",
+        f"{room.answers / 1e9:,.2f}, features {room.features / 1e9:,.2f}, head "
+        f"{room.head / 1e9:,.2f}), {room.free / 1e9:,.2f} GB are free",
         "free some space, choose another output or a smaller capture.codec, take fewer prompts, a "
-        "smaller max_tokens or "
-        "online: true; or, where answers are sure to be shorter than max_tokens, eyas run --anyway",
+        "smaller max_tokens or online: true; or, where answers are sure to be shorter than "
+        "max_tokens, eyas run --anyway",
     )

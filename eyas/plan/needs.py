@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 
 from eyas.artifact import Artifact
 from eyas.chat import Chat
 from eyas.errors import EmptyInputError, TemplateError
 from eyas.features.capture import CaptureConfig, held_out_meta, room_at
-from eyas.features.generate import GenerateConfig
+from eyas.features.generate import GenerateConfig, count_prompts
 from eyas.model.checkpoint import expected_shapes
 from eyas.model.config import HeadConfig, HeadOptions, TargetShape
 from eyas.records import Message, Prompt
@@ -87,11 +87,7 @@ def read_prompts(artifact: Artifact) -> tuple[int, list[Prompt]]:
     Raises EmptyInputError, MissingInputError.
     """
     artifact.manifest("prompts")
-    count = sum(1 for _ in artifact.read_rows("prompts"))
-    if not count:
-        raise EmptyInputError(
-            f"{artifact.url} holds no prompts", "see its ledger for why every row was dropped"
-        )
+    count = count_prompts(artifact)
     rows = islice(artifact.read_rows("prompts"), 0, None, -(-count // SAMPLE_SIZE))
     return count, [Prompt.from_json(row) for row in rows]
 
@@ -174,9 +170,8 @@ def keeps_earlier_turns(chat: Chat) -> bool:
 
 def feature_bytes(needs: Needs, meta: FeatureMeta, held_out_share: float) -> dict[CodecName, int]:
     """Bytes of all features, by the codec of the training part; the held-out part is lossless."""
-    sizes = {}
-    codecs: Iterable[CodecName] = SHARES
-    for name in codecs:
+    sizes = dict[CodecName, int]()
+    for name in SHARES:
         trained = meta.model_copy(update={"codec": name})
         held_out = held_out_meta(trained).bytes_per_token
         per_token = (1 - held_out_share) * trained.bytes_per_token + held_out_share * held_out
@@ -187,10 +182,8 @@ def feature_bytes(needs: Needs, meta: FeatureMeta, held_out_share: float) -> dic
 def head_parameters(shape: TargetShape, options: HeadOptions) -> int:
     """Parameters of a new head for this target. Raises ConfigError (options that do not fit)."""
     config = HeadConfig.for_target(shape, options)
-    shapes = {
-        name: size for name, size in expected_shapes(config).items() if name not in ("d2t", "t2d")
-    }
-    total = sum(map(math.prod, shapes.values()))
+    shapes = expected_shapes(config).items()
+    total = sum(math.prod(size) for name, size in shapes if name not in ("d2t", "t2d"))
     return total + (config.vocab_size * config.hidden_size if config.owns_embeddings else 0)
 
 
@@ -208,12 +201,12 @@ def room_for(
         features = round(needs.feature_tokens * capture.held_out_share * held_out)
     else:
         features = feature_bytes(needs, meta, capture.held_out_share)[meta.codec]
+    free = room_at(output)
+    names = output.all_names() if free is not None else ()
     return Room(
         answers=(needs.prompt_tokens + needs.answer_tokens) * ROW_BYTES_PER_TOKEN,
         features=features,
         head=parameters * HEAD_BYTES_PER_PARAMETER,
-        free=room_at(output),
-        present=sum(output.size(name) for name in output.all_names())
-        if room_at(output) is not None
-        else 0,
+        free=free,
+        present=sum(map(output.size, names)),
     )

@@ -106,10 +106,8 @@ def published(name: str, parameters: int, batch: int, train_flops: float, count:
             f"the published peaks of {name} are not known",
             f"known: {', '.join(DEVICES)}; or state --speed",
         )
-    flops, bandwidth = (
-        COMPUTE_SHARE * device.teraflops * 1e12,
-        BANDWIDTH_SHARE * device.terabytes_per_s * 1e12,
-    )
+    flops = COMPUTE_SHARE * device.teraflops * 1e12
+    bandwidth = BANDWIDTH_SHARE * device.terabytes_per_s * 1e12
     step_s = max(parameters * BYTES_PER_PARAMETER / bandwidth, 2 * parameters * batch / flops)
     peaks = (
         f"{device.teraflops:g} TFLOP/s and {BANDWIDTH_SHARE:.0%} of {device.terabytes_per_s:g} TB/s"
@@ -129,13 +127,6 @@ def devices_needed(name: str, parameters: int) -> int:
     return max(
         1, -(-parameters * BYTES_PER_PARAMETER // round(0.8e9 * DEVICES[name.lower()].gigabytes))
     )
-
-
-def train_flops_per_token(parameters: int, num_ttt_steps: int, target_matrix: int) -> float:
-    """FLOPs of one token: forward and backward of the head at every TTT step, and the target's
-    lm_head once.
-    """
-    return 6.0 * parameters * num_ttt_steps + 2.0 * target_matrix
 
 
 def hours(needs: Needs, speeds: Speeds, epochs: int) -> dict[Stage, float]:
@@ -248,34 +239,25 @@ class SyntheticFeatures:
     """
 
     def __init__(self, meta: FeatureMeta, token: int, length: int, count: int) -> None:
-        self.meta, self._token, self._length, self._count = meta, token, length, count
-        self.inputs: Mapping[str, Manifest] = {
-            "features": Manifest(
-                stage="capture", identity="synthetic", config={}, counts={}, files={}
-            )
-        }
-
-    @property
-    def lengths(self) -> list[int]:
-        """T of each sample."""
-        return [self._length] * self._count
+        self.meta, self._token, self._length = meta, token, length
+        made = Manifest(stage="capture", identity="synthetic", config={}, counts={}, files={})
+        self.inputs: Mapping[str, Manifest] = {"features": made}
+        self.lengths = [length] * count
 
     def __len__(self) -> int:
-        return self._count
+        return len(self.lengths)
 
     def all_tokens(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """As FeatureSource.all_tokens."""
-        return map(self._tokens, range(self._count))
+        return (self._tokens() for _ in self.lengths)
 
     def batches(self, batches: Sequence[Sequence[int]]) -> Iterator[list[Sample]]:
-        """As FeatureSource.batches."""
         return ([self._sample(number) for number in numbers] for numbers in batches)
 
-    def _tokens(self, number: int) -> tuple[Tensor, Tensor]:
+    def _tokens(self) -> tuple[Tensor, Tensor]:
         ids = torch.full((self._length,), self._token, dtype=torch.int32)
         return ids, torch.arange(self._length) >= self._length // 2
 
     def _sample(self, number: int) -> Sample:
         H = self.meta.hidden_size
         hidden = torch.ones(self._length, 4 * H, dtype=DTYPES[self.meta.dtype])
-        return Sample(str(number), *self._tokens(number), hidden[:, H:], hidden[:, :H])
+        return Sample(str(number), *self._tokens(), hidden[:, H:], hidden[:, :H])

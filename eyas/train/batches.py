@@ -65,20 +65,14 @@ class MixedSource:
         return len(self._new) + len(self._old)
 
     def all_tokens(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """As FeatureSource.all_tokens."""
         return chain(self._new.all_tokens(), self._old.all_tokens())
 
     def batches(self, batches: Sequence[Sequence[int]]) -> Iterator[list[Sample]]:
         """As FeatureSource.batches; each source reads its own part of every batch ahead."""
         first_old = len(self._new)
-        new = self._new.batches(
-            [[number for number in numbers if number < first_old] for numbers in batches]
-        )
+        new = self._new.batches([[at for at in one if at < first_old] for one in batches])
         old = self._old.batches(
-            [
-                [number - first_old for number in numbers if number >= first_old]
-                for numbers in batches
-            ]
+            [[at - first_old for at in one if at >= first_old] for one in batches]
         )
         for numbers, of_new, of_old in zip(batches, new, old, strict=True):
             next_new, next_old = iter(of_new), iter(of_old)

@@ -14,7 +14,6 @@ conversations to tell is no proof.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -63,29 +62,20 @@ class HeldOutSample:
         """Emitted tokens and rounds of each conversation, int64 [samples, 2], on every rank."""
         lengths = [self.source.lengths[number] for number in self.numbers]
         mine = ranks.share(plan_batches(lengths, self.batch_tokens, "held out"))
+        counts = torch.zeros(len(self.numbers), 2, dtype=torch.float64)  # of this rank's part
+        device = vocabulary.embed_tokens.device
         with ranks.together():
-            counts = self._counted(head, vocabulary, mine)
+            batches = self.source.batches([[self.numbers[at] for at in places] for places in mine])
+            for places, samples in zip(mine, batches, strict=True):
+                batch = Batch.of(samples, str(device))
+                with torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
+                    measured = measure(head, vocabulary, batch, self.num_draft_steps)
+                for number, matches in measured.spans:
+                    rounds = RoundCounts(self.num_draft_steps)
+                    rounds.add_answer(matches)
+                    counts[places[number]] += torch.tensor([rounds.emitted, rounds.rounds])
         totals = torch.tensor(ranks.total(counts.flatten().tolist()), dtype=torch.float64)
         return totals.long().view(-1, 2)
-
-    def _counted(
-        self, head: Head, vocabulary: TargetVocabulary, batches: Sequence[list[int]]
-    ) -> Tensor:
-        """Of the conversations in these batches of places in the sample; zeros for the others."""
-        counts = torch.zeros(len(self.numbers), 2, dtype=torch.int64)
-        device = vocabulary.embed_tokens.device
-        samples_of = self.source.batches(
-            [[self.numbers[place] for place in places] for places in batches]
-        )
-        for places, samples in zip(batches, samples_of, strict=True):
-            batch = Batch.of(samples, str(device))
-            with torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
-                measured = measure(head, vocabulary, batch, self.num_draft_steps)
-            for number, matches in measured.spans:
-                rounds = RoundCounts(self.num_draft_steps)
-                rounds.add_answer(matches)
-                counts[places[number]] += torch.tensor([rounds.emitted, rounds.rounds])
-        return counts
 
 
 def tau_of_counts(counts: Tensor) -> float:

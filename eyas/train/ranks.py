@@ -13,7 +13,7 @@ others by the broken connection, or by torchrun.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -82,6 +82,10 @@ class Ranks:
         if self.size > 1:
             dist.all_gather_object(values, value)
         return values
+
+    def listed(self, values: Iterable[T]) -> list[T]:
+        """The values of all ranks one after the other."""
+        return [value for of_rank in self.gathered([*values]) for value in of_rank]
 
     def total(self, numbers: Sequence[float]) -> list[float]:
         """The sums over all ranks, in float64: counts are exact. The same on every rank."""

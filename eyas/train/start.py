@@ -175,8 +175,7 @@ def refuse_other(
     if (shape.target_hidden_size, shape.vocab_size) != (meta.hidden_size, meta.vocab_size):
         faults.append(
             f"it is for a target of hidden size {shape.target_hidden_size} and a vocabulary of "
-            f"{shape.vocab_size}, "
-            f"this one has {meta.hidden_size} and {meta.vocab_size}"
+            f"{shape.vocab_size}, this one has {meta.hidden_size} and {meta.vocab_size}"
         )
     elif head.embed_tokens is not None and not shape.owns_embeddings:
         if not torch.equal(head.embed_tokens, vocabulary.embed_tokens.to(head.embed_tokens)):
@@ -188,10 +187,8 @@ def refuse_other(
         faults.append(
             f"it reads the outputs of layers {shape.taps}, the features are of {meta.taps}"
         )
-    if (
-        shape.target_lm_head_sha256 not in ("", vocabulary.lm_head_sha256)
-        and not config.other_target
-    ):
+    trained_with = shape.target_lm_head_sha256
+    if trained_with not in ("", vocabulary.lm_head_sha256) and not config.other_target:
         faults.append(
             "it was trained for another target of the same shape (set start.other_target: true if "
             "that is meant)"

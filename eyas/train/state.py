@@ -139,7 +139,9 @@ class TrainingState:
             "head": get_model_state_dict(self.head, options=_WHOLE),
             "optimizer": get_optimizer_state_dict(self.head, self.optimizer, options=_WHOLE),
             "best": self.best,
-            **self._counters(),
+            "step": self.step,
+            "patience": asdict(self.patience),
+            "trend": asdict(self.trend),
         }
         with ranks.together():
             if ranks.is_first:
@@ -170,10 +172,6 @@ class TrainingState:
             self.best = {}  # the first rank has them
         if ranks.is_first:
             self.metrics = [row for row in output.read_jsonl(METRICS) if row["step"] <= self.step]
-
-    def _counters(self) -> dict[str, Any]:
-        patience, trend = asdict(self.patience), asdict(self.trend)
-        return {"step": self.step, "patience": patience, "trend": trend}
 
 
 # Whole tensors on the CPU of the first rank; of other ranks nothing.

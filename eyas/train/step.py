@@ -194,9 +194,8 @@ def not_finite(
 
     It names the step's samples, and in the hint those with features that are not finite.
     """
-    found = ranks.gathered([(batch.keys, broken_samples(batch)) for batch in batches])
-    keys = [key for of_rank in found for all_keys, _ in of_rank for key in all_keys]
-    broken = [key for of_rank in found for _, broken_keys in of_rank for key in broken_keys]
+    keys = ranks.listed(key for batch in batches for key in batch.keys)
+    broken = ranks.listed(key for batch in batches for key in broken_samples(batch))
     hint = (
         f"the features of {', '.join(broken)} are not finite: capture them again"
         if broken

@@ -69,11 +69,9 @@ class Trackers:
         self._trackers = dict(trackers)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """As Tracker.log."""
         self._each(lambda tracker: tracker.log(step, values))
 
     def close(self) -> None:
-        """As Tracker.close."""
         self._each(lambda tracker: tracker.close())
 
     def _each(self, call: Callable[[Tracker], None]) -> None:
@@ -130,12 +128,10 @@ class TensorBoard:
         self._writer = package.SummaryWriter(folder, purge_step=run.step + 1, flush_secs=10)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """As Tracker.log."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """As Tracker.close."""
         self._writer.close()
 
 
@@ -153,11 +149,10 @@ class Wandb:
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """As Tracker.log; the client ignores steps that it has already."""
+        # the client ignores steps that it has already
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
-        """As Tracker.close."""
         self._run.finish()
 
 
@@ -192,13 +187,11 @@ class Mlflow:
             client.log_param(self._id, name, value)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """As Tracker.log."""
         now = int(1000 * time.time())
         metrics = [self._metric(name, value, now, step) for name, value in values.items()]
         self._client.log_batch(self._id, metrics)
 
     def close(self) -> None:
-        """As Tracker.close."""
         self._client.set_terminated(self._id)
 
 

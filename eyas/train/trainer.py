@@ -177,27 +177,21 @@ class Trainer:
             self.source = MixedSource(source, Features(Artifact(self.keep_mix), "train"))
         self.vocabulary = TargetVocabulary.load(resolve_target(target)).to(ranks.device)
         check_same_target(self.source.meta, self.vocabulary)
-        self.start_head = (
-            existing_head(config.start, config.head, self.source.meta, self.vocabulary)
-            if config.start
-            else None
-        )
-        hidden_size = config.head.hidden_size or self.vocabulary.config.hidden_size
-        self.config = config.for_head(
-            self.start_head.config.hidden_size if self.start_head else hidden_size
-        )
-        self.held_out = self._held_out(held_out)
+        hidden_size, self.start_head = config.head.hidden_size, None
+        if config.start:
+            self.start_head = existing_head(
+                config.start, config.head, self.source.meta, self.vocabulary
+            )
+            hidden_size = self.start_head.config.hidden_size
+        self.config = config.for_head(hidden_size or self.vocabulary.config.hidden_size)
+        self.held_out = None
+        if held_out is not None and len(held_out) and self.config.stop.measurements:
+            self.held_out = self._sample(held_out, MEASURED_SAMPLES)
         self.old_mix = self._old_mix(config.start)
         check_settings(config, ranks, self.held_out is not None)
         self.settings = self.config.model_dump(mode="json", exclude=WITHOUT_EFFECT)  # type: ignore[arg-type]
         self.inputs = self._inputs()
         self.identity = identity("train", self.settings, self.inputs)
-
-    def _held_out(self, source: FeatureSource | None) -> HeldOutSample | None:
-        """The conversations that tau is measured on; None if nothing is to be measured."""
-        if source is None or not len(source) or not self.config.stop.measurements:
-            return None
-        return self._sample(source, MEASURED_SAMPLES)
 
     def _old_mix(self, start: StartConfig | None) -> HeldOutSample | None:
         """The held-out conversations of start.keep_mix, on which tau must not fall; None without.
@@ -252,10 +246,9 @@ class Trainer:
             if not ranks.is_first:
                 return Trackers({})
             name, folder = output.url.rsplit("/", 1)[-1], output.local_path("")
+            step = self.state.step
             return open_trackers(
-                TrackedRun(
-                    config.tracker, name, self.identity, self.settings, folder, self.state.step
-                )
+                TrackedRun(config.tracker, name, self.identity, self.settings, folder, step)
             )
 
     def _epochs(self) -> list[list[int]]:
@@ -358,10 +351,8 @@ class Trainer:
         """A copy of the current head, unsharded, in config.dtype. All ranks call it."""
         head = Head(self.state.head.config).to(self.ranks.device)
         with whole(self.objective):
-            weights = dict(self.state.head.named_parameters()) | dict(
-                self.state.head.named_buffers()
-            )
-            head.load_state_dict({name: weight.detach() for name, weight in weights.items()})
+            weights = [*self.state.head.named_parameters(), *self.state.head.named_buffers()]
+            head.load_state_dict({name: weight.detach() for name, weight in weights})
         return head.to(getattr(torch, self.config.dtype))
 
     def _write(
@@ -425,12 +416,7 @@ def note(row: Mapping[str, Any], state: TrainingState) -> str:
 
 def diverged(state: TrainingState, batches: Sequence[Batch], ranks: Ranks) -> DivergedError:
     """The error of a diverged loss, with the names of this step's samples. All ranks call it."""
-    keys = [
-        key
-        for of_rank in ranks.gathered([batch.keys for batch in batches])
-        for keys in of_rank
-        for key in keys
-    ]
+    keys = ranks.listed(key for batch in batches for key in batch.keys)
     return DivergedError(
         f"the loss diverges: its running mean is {state.trend.mean:.3f} at step {state.step}, "
         f"more than {DIVERGED_AT:g} times its lowest, {state.trend.lowest:.3f}; the "
@@ -461,8 +447,7 @@ def check_same_target(meta: FeatureMeta, vocabulary: TargetVocabulary) -> None:
     if (meta.hidden_size, meta.vocab_size) != (ours.hidden_size, ours.vocab_size):
         raise MismatchError(
             f"the features are of a target of hidden size {meta.hidden_size} and a vocabulary of "
-            f"{meta.vocab_size}; "
-            f"this one has {ours.hidden_size} and {ours.vocab_size}",
+            f"{meta.vocab_size}; this one has {ours.hidden_size} and {ours.vocab_size}",
             "give the target that the features were captured from",
         )
     if meta.lm_head_sha256 != vocabulary.lm_head_sha256:
@@ -475,7 +460,6 @@ def check_same_target(meta: FeatureMeta, vocabulary: TargetVocabulary) -> None:
 def mean_of_last(metrics: Sequence[Mapping[str, Any]], count: int = 50) -> dict[str, Any]:
     """Loss and accuracy per step, averaged over the last batches."""
     last = metrics[-count:]
-    accuracy = [
-        sum(column) / len(last) for column in zip(*(row["accuracy"] for row in last), strict=True)
-    ]
+    columns = zip(*(row["accuracy"] for row in last), strict=True)
+    accuracy = [sum(column) / len(last) for column in columns]
     return {"loss": sum(row["loss"] for row in last) / len(last), "accuracy": accuracy}
