@@ -194,7 +194,7 @@ def made(tmp_path_factory) -> Made:
         "dtype=float32",
     ]
     # these rows are, and are to stay
-    alike = ["-s", "duplicates.near=null", "-s", "personal.actions.street_address=keep"]
+    alike = ["-s", "near_duplicates=null", "-s", "personal.actions.street_address=keep"]
     for words in (
         ["prompts", write_raw(root / "raw.jsonl"), *MINE, *alike, "-o", made.prompts],
         ["generate", made.prompts, "-t", made.target, "-o", made.answers, "-s", "max_tokens=12"],
