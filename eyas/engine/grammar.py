@@ -36,8 +36,9 @@ class Grammars:
         self._cached = lru_cache(maxsize=_CACHED_GRAMMARS)(self._compile)
 
     def matcher(self, params: SamplingParams) -> GrammarMatcher | None:
-        """A matcher at the start of the grammar that the params ask for, if any. Raises InputError for
-        one that cannot be honoured.
+        """A matcher at the start of the grammar that the params ask for, if any.
+
+        Raises InputError for a grammar that cannot be followed.
         """
         if not params.has_grammar:
             return None
@@ -73,7 +74,8 @@ class Grammars:
         if start.is_error():
             raise InputError(
                 f"the {name} cannot be followed: {_reason(start)}",
-                "leave out what is not supported; regular expressions are Rust's, without look-around",
+                "leave out what is not supported; regular expressions are Rust's, without "
+                "look-around",
             )
         return start
 

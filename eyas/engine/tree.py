@@ -55,8 +55,8 @@ class Speculation:
             if not least <= getattr(self, name) <= most:
                 raise ConfigError(
                     f"speculation: {name} is {getattr(self, name)}, not between {least} and {most}",
-                    "for example fixed(6,3,12): draft steps, branches a step, tokens that the target "
-                    "judges, root included",
+                    "for example fixed(6,3,12): draft steps, branches a step, tokens that the "
+                    "target judges, root included",
                 )
         if self.num_columns > MAX_NODES + 1:
             raise ConfigError(
