@@ -287,13 +287,14 @@ def test_the_environment_gives_training_a_cache(
     monkeypatch.setenv("EYAS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("EYAS_FEATURE_CACHE", "1MB")
     fetched: list[str] = []
-    fetch = Features._fetched
+    read = Features._read
 
-    def counted(features: Features, entry: Entry) -> bytes:
-        fetched.append(entry.key)
-        return fetch(features, entry)
+    def counted(features: Features, entry: Entry, size: int) -> bytes:
+        if size == entry.size:  # the whole sample, not its tokens alone
+            fetched.append(entry.key)
+        return read(features, entry, size)
 
-    monkeypatch.setattr(Features, "_fetched", counted)
+    monkeypatch.setattr(Features, "_read", counted)
     for seed in (0, 1):
         settings = [
             "head.draft_vocab_size=320",
