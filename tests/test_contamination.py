@@ -265,7 +265,8 @@ def shared(name):
 def spec_bench():
     """Spec-Bench's rows and the filter over them."""
     path = shared("prompts/spec_bench.jsonl")
-    rows = [row(*json.loads(line)["turns"]) for line in path.open(encoding="utf-8")]
+    with path.open(encoding="utf-8") as lines:
+        rows = [row(*json.loads(line)["turns"]) for line in lines]
     return rows, Contamination([SourceConfig(path=str(path))])
 
 

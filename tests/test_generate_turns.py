@@ -90,8 +90,8 @@ def test_a_template_that_drops_earlier_thoughts(
     output = Artifact(str(tmp_path / "answers"))
     settings: dict[str, Any] = {"target": str(target), "max_length": 200, "max_tokens": 60}
     if by == "engine":
-        engine = thinking(World(target).target, folder=target)
-        monkeypatch.setattr(Engine, "load", lambda *_: engine)
+        engine = thinking(World(target).target, tokenizer=chat.tokenizer)
+        monkeypatch.setattr(Engine, "load", lambda *_, **__: engine)
         generate(GenerateConfig(**settings), prompts, output)
         seen = [request.prompt_ids for request in sorted(engine.asked, key=lambda one: one.id)]
     else:
