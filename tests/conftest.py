@@ -8,9 +8,12 @@ processes that tests start.
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -24,3 +27,10 @@ settings.load_profile("eyas")
 def pytest_make_parametrize_id(val: object) -> str | None:
     """gzip writes the time into its bytes: as a test's name it would differ between processes."""
     return "gzip" if isinstance(val, bytes) and val.startswith(b"\x1f\x8b") else None
+
+
+@pytest.fixture(autouse=True)
+def _no_handler_outlives_its_test() -> Iterator[None]:
+    """A command run in this process logs to the test's stderr, which pytest closes after it."""
+    yield
+    logging.getLogger("eyas").handlers.clear()

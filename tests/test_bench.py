@@ -663,9 +663,10 @@ def test_an_open_loop_sends_when_the_time_has_come(tmp_path, prompts, monkeypatc
     for block in range(4):
         started = [row["started_s"] for row in rows if row["block"] == block]
         first = next(row for row in rows if row["block"] == block)
-        # an answer takes ten times as long as the gap: nobody waits for one
+        # an answer takes ten times as long as the gap: no request waits for one. The first may be
+        # sent late itself on a busy machine, so the others may seem early by as much.
         for place, at in enumerate(started):
-            assert at - started[0] >= 0.02 * place - 0.001
+            assert at - started[0] >= 0.02 * place - 0.01
         assert len(started) == 1 or started[-1] < started[0] + first["e2e_ms"] / 1000
     assert [one["rate"] for one in summary["open_loop"]["results"]] == [50]
     assert summary["results"] == []

@@ -35,7 +35,7 @@ class Hub(http.server.ThreadingHTTPServer):
     def add(self, id, revision, contents):
         commit = hashlib.sha1(repr((id, revision, sorted(contents.items()))).encode()).hexdigest()
         revisions = self.sets.setdefault(id, {})
-        revisions[revision] = revisions[commit] = (commit, contents)
+        revisions[revision] = revisions[commit] = (commit, dict(contents))  # tests change theirs
         return commit
 
 
