@@ -16,7 +16,7 @@ PACKAGE = ROOT / "eyas"
 
 # Data goes top to bottom: a file imports only from rows above its own, or from its own package.
 ORDER = (
-    ("errors", "records", "page", "tau"),
+    ("errors", "records", "fold", "page", "tau"),
     ("artifact", "log", "chat", "builtin", "language", "figure", "client"),
     ("hub", "model", "shards", "privacy"),
     ("lineage", "engine"),

@@ -1,0 +1,121 @@
+"""A text as a reader sees it: one spelling for what looks alike, with the way back to the original.
+
+A number in full-width or Devanagari digits, a word with a zero-width space in it or with Cyrillic
+letters among Latin ones reads like the plain one, and no pattern matches it. Knows texts and
+Unicode alone, neither personal data nor evaluation sets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import unicodedata
+from collections.abc import Sequence
+
+# Characters that are not seen: Unicode's Default_Ignorable_Code_Point, and the box of keycap emoji.
+INVISIBLE = re.compile(
+    "[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e"
+    "\u2060-\u206f\u20e3\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufff8\U0001bca0-\U0001bca3"
+    "\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
+)
+# What NFKC leaves apart: hyphens and minus signs, quotes, the fraction slash, the blank of Braille.
+SIGNS = {
+    **dict.fromkeys("\u02d7\u2010\u2011\u2012\u2043\u2212\ufe63\uff0d", "-"),
+    **dict.fromkeys("\u00b4\u02b9\u02bc\u2018\u2019\u201b\u2032\uff07", "'"),
+    **dict.fromkeys("\u00ab\u00bb\u201c\u201d\u201e\u201f\u2033\uff02", '"'),
+    "\u2044": "/",
+    "\u2215": "/",
+    "\u2800": " ",
+}
+# An en or em dash in prose parts words; beside a digit it stands for a hyphen.
+NUMBER_DASH = re.compile("(?<=[0-9])[\u2013-\u2015]|[\u2013-\u2015](?=[0-9])")
+# Letters of other scripts that are drawn as a Latin one in most fonts.
+LOOKALIKES = str.maketrans(
+    "асԁеҽһіјӏорԛѕԝхуүԍкмтвнАВСЕНІЈКМОРЅТХУҮԌԚԜ"  # Cyrillic
+    "αγικνορυχΑΒΕΖΗΙΚΜΝΟΡΤΥΧ"  # Greek
+    "օոսցհԼՕՍ"  # Armenian
+    "ɑɡɩıʏᴄᴏᴠᴡᴢꜱʜɪ",  # Latin
+    "acdeehijlopqswxyygkmtbhABCEHIJKMOPSTXYYGQW"
+    "ayikvopuxABEZHIKMNOPTYX"
+    "onugh" + "LOU" + "agiiycovwzshi",
+)
+RUN = re.compile(r"\S+")
+LATIN = re.compile("[A-Za-z]")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FoldedText:
+    """A folded text. Character i stands for [starts[i], ends[i]) of the original; both grow with i,
+    and what lies between two characters is not seen.
+    """
+
+    text: str
+    starts: Sequence[int]
+    ends: Sequence[int]
+
+    def span(self, start: int, end: int) -> tuple[int, int]:
+        """The characters of the original for [start, end) of the folded text, which is not empty;
+        whole ones, where the original has one for several.
+        """
+        return self.starts[start], self.ends[end - 1]
+
+
+def fold(text: str) -> FoldedText:
+    """One spelling for texts that look alike: NFKC, ASCII digits, spaces, hyphens and quotes,
+    nothing invisible, and Latin letters for their likes in words that have Latin ones too. Case
+    stays. Folding again changes nothing.
+    """
+    if text.isascii():
+        return FoldedText(text, range(len(text)), range(1, len(text) + 1))
+    letters: list[str] = []
+    places: list[int] = []
+    for place, letter in enumerate(text):
+        folded = letter if letter < "\x80" else _letter(letter)
+        letters.append(folded)
+        places += [place] * len(folded)
+    plain = NUMBER_DASH.sub("-", "".join(letters))
+    plain = RUN.sub(lambda run: latin(run[0]) if LATIN.search(run[0]) else run[0], plain)
+    return _composed(plain, places)
+
+
+def latin(text: str) -> str:
+    """The text with a Latin letter for each that looks like one, of as many characters."""
+    return text if text.isascii() else text.translate(LOOKALIKES)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _letter(letter: str) -> str:
+    """What a character alone is folded to: none, one or several."""
+    if INVISIBLE.match(letter):
+        return ""
+    if letter in SIGNS:
+        return SIGNS[letter]
+    digit = unicodedata.digit(letter, None)
+    if digit is not None:
+        return str(digit)
+    category = unicodedata.category(letter)
+    if category[0] == "Z":
+        return " " if category == "Zs" else "\n"
+    folded = unicodedata.normalize("NFKC", letter)
+    # a fraction behind a number would become a part of it; a mark by itself would become a space
+    if (category == "No" and not folded.isdigit()) or folded[:1] == " ":
+        return letter
+    return "".join(one if one == letter else _letter(one) for one in folded)
+
+
+def _composed(text: str, places: Sequence[int]) -> FoldedText:
+    """The text with letters and the marks behind them as one character, where Unicode has it."""
+    letters: list[str] = []
+    starts: list[int] = []
+    ends: list[int] = []
+    for letter, place in zip(text, places, strict=True):
+        if letters and letter >= "\u0300" and unicodedata.combining(letter):
+            both = unicodedata.normalize("NFC", letters[-1] + letter)
+            if len(both) == 1:
+                letters[-1], ends[-1] = both, place + 1
+                continue
+        letters.append(letter)
+        starts.append(place)
+        ends.append(place + 1)
+    return FoldedText("".join(letters), starts, ends)
