@@ -148,6 +148,48 @@ def test_text_parts_and_values_that_mean_off_are_accepted(client, truth):
     assert reply.choices[0].message.content == truth(max_tokens=24)[0]
 
 
+WITHOUT_EFFECT = [
+    {"metadata": {"run": 7, "nested": [{}], "k" * 100: "v" * 1000}},
+    {"metadata": "any"},
+    {"reasoning_effort": "none"},
+    {"prompt_cache_retention": "24h"},
+    {"prompt_cache_options": {"mode": "explicit", "ttl": "30m"}},
+    {"prompt_cache_key": "k", "safety_identifier": "s", "user": "u"},
+    {"verbosity": "low", "service_tier": "priority", "store": True},
+    {"prediction": {"type": "content", "content": "x"}},
+    {"cache_control": {"type": "ephemeral"}},
+    {"stream": True, "stream_options": {"include_obfuscation": False}},
+]
+
+
+@pytest.mark.parametrize("field", WITHOUT_EFFECT, ids=lambda field: min(field))
+def test_what_changes_no_output_is_accepted(client, truth, field):
+    body = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 24, **field}
+    reply = post(client, body)
+    assert reply.status_code == 200, reply.text
+    if "stream" in field:
+        text = "".join(one["choices"][0]["delta"].get("content", "") for one in events(reply))
+    else:
+        text = reply.json()["choices"][0]["message"]["content"]
+    assert text == truth(max_tokens=24)[0]
+
+
+def test_messages_may_hold_what_their_template_does_not_read(client, truth):
+    hint = {"cache_control": {"type": "ephemeral"}}
+    breakpoint_ = {"prompt_cache_breakpoint": {"mode": "explicit"}}
+    bare = [
+        *MESSAGES,
+        {"role": "assistant", "content": "When?"},
+        {"role": "user", "content": "At noon."},
+    ]
+    with_more = [
+        {**MESSAGES[0], "name": "Ann", **hint},
+        {**bare[1], "reasoning_content": "The time is missing.", "annotations": [{"type": "x"}]},
+        {"role": "user", "content": [{"type": "text", "text": "At noon.", **hint, **breakpoint_}]},
+    ]
+    assert ask(client, with_more).choices[0].message.content == truth(bare, max_tokens=24)[0]
+
+
 def test_many_at_once_get_the_answers_they_get_alone(client, truth):
     conversations = [
         [{"role": "user", "content": f"A table for {number}?"}] for number in range(12)
@@ -282,7 +324,15 @@ def test_what_looked_like_a_stop_string_is_shown_in_the_end(client, truth):
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages"),
         ({"messages": [{"role": "user", "content": None}]}, "messages"),
-        ({"messages": [{"role": "user", "content": "x", "name": "Ann"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x", "reasoning_content": "y"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x", "name": "y" * 300}]}, "messages.0.name"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"extra_body": {"moderation": {"model": "m"}}}, "moderation"),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+        ),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
         (
             {
@@ -860,6 +910,26 @@ def test_options_of_the_template_reach_it(tooled):
         assert "Think." not in plain
         with pytest.raises(openai.BadRequestError, match="no option 'think'"):
             ask(client, extra_body={"chat_template_kwargs": {"think": True}})
+
+
+def test_no_effort_means_no_thinking_where_the_template_has_a_switch(tooled):
+    with saying(tooled, "Done.") as (client, engine):
+        ask(client, reasoning_effort="none")
+        kwargs = {"chat_template_kwargs": {"enable_thinking": False}}
+        ask(client, extra_body=kwargs)
+        none, off = (asked.prompt_ids for asked in engine.asked)
+        assert none == off
+        kwargs = {"chat_template_kwargs": {"enable_thinking": True}}
+        with pytest.raises(openai.BadRequestError, match="contradicts enable_thinking"):
+            ask(client, reasoning_effort="none", extra_body=kwargs)
+
+
+def test_a_template_sees_the_thoughts_of_earlier_turns(tooled):
+    """As in vLLM: the template decides what becomes of them."""
+    turns = [*MESSAGES, {"role": "assistant", "content": "Well.", "reasoning_content": "Hm."}]
+    with saying(tooled, "Done.") as (client, engine):
+        ask(client, [*turns, {"role": "user", "content": "So?"}])
+        assert "(Hm.)Well." in tooled.chat.decode(engine.asked[0].prompt_ids)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
 """The fields that the bodies of requests share: OpenAI's, and those of vLLM and SGLang that this
 server supports.
 
-Nothing is ignored silently. A known field that is not supported is accepted only with a value that
-changes nothing (`OFF`), null is the same as leaving a field out, and an unknown field is an error.
-Knows the engine's parameters and no engine.
+Nothing is ignored silently. A field that changes no output is accepted and dropped (`IGNORED`; the
+docs list them), a known field that is not supported is accepted only with a value that changes
+nothing (`OFF`), null is the same as leaving a field out, and an unknown field is an error. Knows
+the engine's parameters and no engine.
 """
 
 from __future__ import annotations
@@ -50,22 +51,37 @@ OFF: dict[str, tuple[Any, ...]] = {
     "no_stop_trim": (False,),
     "priority": (0,),
     "prompt_logprobs": (),
-    "reasoning_effort": (),
+    "reasoning_effort": ("none",),
     "return_hidden_states": (False,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "separate_reasoning": (False,),
-    "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "store": (False,),
     "stream_reasoning": (True, False),
     "suffix": ("",),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
-    "verbosity": ("medium",),
     "web_search_options": (),
 }
+# Fields of OpenAI's and its clients' that change no output here, whatever they hold: notes of the
+# client, hints to a cache or to a queue, and how long a hosted model's answer should be. Nothing is
+# stored with or without `store`.
+IGNORED = frozenset(
+    {
+        "cache_control",
+        "metadata",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+        "verbosity",
+    }
+)
 BodyT = TypeVar("BodyT", bound=BaseModel)
 UsageIn = Literal["none", "end", "all"]  # the chunks of a stream that hold usage
 MAX_SHOWN = 64  # characters of a field's name that a message repeats
@@ -73,18 +89,29 @@ _METACHARACTERS = frozenset("\\.+*?()|[]{}^$#&-~/")  # of Rust's regular express
 
 
 class Strict(BaseModel):
-    """A JSON object with known fields of their own types only."""
+    """A JSON object with known fields of their own types only; `ignored` names those that it may
+    have besides, with any value.
+    """
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, regex_engine="rust-regex"
     )
+    ignored: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_ignored(cls, body: Any) -> Any:
+        if not isinstance(body, dict) or cls.ignored.isdisjoint(body):
+            return body
+        return {name: value for name, value in body.items() if name not in cls.ignored}
 
 
 class StreamOptions(Strict):
     """continuous_usage_stats puts the counts so far into every chunk, as in vLLM. include_rounds is
-    our own: what each round drafted, and where its tokens come from.
+    our own: what each round drafted, and where its tokens come from. Chunks are never padded.
     """
 
+    include_obfuscation: Literal[False] = False
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_rounds: bool = False
@@ -187,6 +214,7 @@ class SamplingFields(RequestBody):
 class OpenAIFields(SamplingFields):
     """Fields of both of OpenAI's endpoints, with OpenAI's defaults. `speculation` is our own."""
 
+    ignored: ClassVar[frozenset[str]] = IGNORED
     off: ClassVar[dict[str, tuple[Any, ...]]] = OFF
 
     model: str
@@ -201,10 +229,6 @@ class OpenAIFields(SamplingFields):
     guided_choice: list[str] | None = Field(default=None, min_length=1)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: str | None = None  # notes of the client, as the next three: without effect
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    metadata: dict[str, Any] | None = None
     # vLLM's: computed prefixes are shared among requests of the same salt alone
     cache_salt: Salt | None = None
     # vLLM's; the header x-request-id is the other way

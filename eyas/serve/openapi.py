@@ -120,7 +120,8 @@ def _form(
 ) -> dict[str, Any]:
     """A reference to a body's schema, which is put into `schemas` with its parts.
 
-    Every field may be null; a field that is not supported has the values that change nothing.
+    Every field may be null; a field that is not supported has the values that change nothing, one
+    that is ignored any.
     """
     schema = deepcopy(
         form.model_json_schema(by_alias=True, ref_template="#/components/schemas/{model}")
@@ -130,6 +131,8 @@ def _form(
     off = form.off if issubclass(form, RequestBody) else {}
     for name, values in off.items():
         properties[name] = {"enum": [*values, None]}
+    if issubclass(form, RequestBody):
+        properties |= {name: {"description": "without effect"} for name in sorted(form.ignored)}
     for name in properties.keys() - set(schema.get("required", ())) - off.keys():
         properties[name] = {"anyOf": [properties[name], {"type": "null"}]}
     if "model" in properties:

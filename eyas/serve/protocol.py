@@ -27,16 +27,18 @@ from eyas.serve.limits import ApiError, unsupported
 TEXT_MAX_TOKENS = 16  # OpenAI's default
 GENERATE_MAX_TOKENS = 128  # SGLang's default
 MAX_PROMPTS = 1024
+MAX_NAME = 256  # characters of a participant's
 
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
-# fields of messages without content of their own, as clients send them back
-_WITHOUT_EFFECT: dict[str, Any] = {"annotations": [], "tool_calls": []}
+_CACHE_HINTS = frozenset({"cache_control", "prompt_cache_breakpoint"})
 
 
 # /v1/chat/completions
 
 
 class TextPart(Strict):
+    ignored: ClassVar[frozenset[str]] = _CACHE_HINTS
+
     type: Literal["text"]
     text: str
 
@@ -49,6 +51,8 @@ class CalledFunction(Strict):
 
 
 class ToolCall(Strict):
+    ignored: ClassVar[frozenset[str]] = _CACHE_HINTS
+
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -59,24 +63,25 @@ class ChatMessage(Strict):
     """One turn of a conversation.
 
     A content of several text parts is their concatenation; null is the same as a field left out.
+    Templates see name and reasoning_content, and most read them of no turn or of some only.
     """
+
+    ignored: ClassVar[frozenset[str]] = _CACHE_HINTS | {"annotations"}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     tool_calls: list[ToolCall] = Field(default=[])
     tool_call_id: str | None = None
-    name: str | None = None  # of the tool that answers
+    # of the participant, or of the tool that answers
+    name: str | None = Field(default=None, max_length=MAX_NAME)
+    reasoning_content: str | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_without_effect(cls, message: Any) -> Any:
+    def _drop_null(cls, message: Any) -> Any:
         if not isinstance(message, dict):
             return message
-        return {
-            name: value
-            for name, value in message.items()
-            if value is not None and _WITHOUT_EFFECT.get(name) != value
-        }
+        return {name: value for name, value in message.items() if value is not None}
 
     @model_validator(mode="after")
     def _belongs_to_its_role(self) -> Self:
@@ -86,9 +91,11 @@ class ChatMessage(Strict):
             raise ApiError(
                 400, f"tool_calls are the assistant's, not the {self.role}'s", "messages"
             )
-        if (self.tool_call_id is not None or self.name is not None) and self.role != "tool":
+        if self.tool_call_id is not None and self.role != "tool":
+            raise unsupported("messages", f"tool_call_id is for the role tool, not for {self.role}")
+        if self.reasoning_content is not None and self.role != "assistant":
             raise unsupported(
-                "messages", f"tool_call_id and name are for the role tool, not for {self.role}"
+                "messages", f"reasoning_content is the assistant's, not the {self.role}'s"
             )
         return self
 
@@ -97,6 +104,12 @@ class ChatMessage(Strict):
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
         return "".join(part.text for part in self.content)
+
+    @property
+    def num_characters(self) -> int:
+        """Of all that the template gets."""
+        calls = sum(len(one.function.arguments) for one in self.tool_calls)
+        return len(self.text) + len(self.reasoning_content or "") + calls
 
     @property
     def uses_tools(self) -> bool:
@@ -119,6 +132,8 @@ class ChatMessage(Strict):
                 }
                 for one in self.tool_calls
             ]
+        if self.reasoning_content is not None:
+            turn["reasoning_content"] = self.reasoning_content
         return turn if self.name is None else {**turn, "name": self.name}
 
 
@@ -144,6 +159,8 @@ class Function(Strict):
 
 
 class Tool(Strict):
+    ignored: ClassVar[frozenset[str]] = _CACHE_HINTS
+
     type: Literal["function"]
     function: Function
 
@@ -165,7 +182,13 @@ class NamedTool(Strict):
 
 
 class ChatRequest(OpenAIFields):
-    """The body of /v1/chat/completions, with OpenAI's defaults."""
+    """The body of /v1/chat/completions, with OpenAI's defaults. reasoning_effort none: templates
+    with a switch for thinking get it off.
+    """
+
+    off: ClassVar[dict[str, tuple[Any, ...]]] = {
+        name: values for name, values in OpenAIFields.off.items() if name != "reasoning_effort"
+    }
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -175,6 +198,7 @@ class ChatRequest(OpenAIFields):
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, bool] = Field(default={})
+    reasoning_effort: Literal["none"] | None = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:

@@ -17,6 +17,8 @@ from eyas.serve.tokenizer import Tokenizer
 from eyas.serve.tools import CLOSING, REQUIRED_OPENING, call_schema
 from eyas.serve.writers import ChatWriter, GenerateWriter, TextWriter
 
+THINKING = "enable_thinking"  # the switch of templates whose targets can think
+
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
@@ -132,13 +134,9 @@ class Translator:
                 "this target's chat template has no tools, or none that are called in <tool_call> "
                 "tags",
             )
-        self._check_characters(sum(len(turn.text) for turn in body.messages), "messages")
-        for name in body.chat_template_kwargs:
-            if not self.tokenizer.knows_option(name):
-                what = f"this target's chat template has no option {name[:64]!r}"
-                raise unsupported("chat_template_kwargs", what)
+        self._check_characters(sum(turn.num_characters for turn in body.messages), "messages")
         try:
-            chat = self.tokenizer.chat(body.chat_template_kwargs)
+            chat = self.tokenizer.chat(self._template_options(body))
         except InputError as error:
             raise ApiError(400, error.what, "chat_template_kwargs") from error
         messages = [turn.for_template() for turn in body.messages]
@@ -149,6 +147,19 @@ class Translator:
             raise ApiError(400, error.what, "messages") from error
         opening = self.tokenizer.encode(REQUIRED_OPENING) if body.required_tools else []
         return prompt_ids + opening
+
+    def _template_options(self, body: ChatRequest) -> dict[str, bool]:
+        """chat_template_kwargs, and what reasoning_effort none means to a template that thinks."""
+        options = dict(body.chat_template_kwargs)
+        for name in options:
+            if not self.tokenizer.knows_option(name):
+                what = f"this target's chat template has no option {name[:64]!r}"
+                raise unsupported("chat_template_kwargs", what)
+        is_off = body.reasoning_effort == "none" and self.tokenizer.knows_option(THINKING)
+        if is_off and options.setdefault(THINKING, False):
+            what = f"reasoning_effort none contradicts {THINKING} in chat_template_kwargs"
+            raise ApiError(400, what, "reasoning_effort")
+        return options
 
     def _check_characters(self, num_characters: int, param: str) -> None:
         """Refuse a text that is far too long before it is encoded, which would take long."""
