@@ -23,7 +23,7 @@ from eyas.data.ledger import (
     excerpt,
     show_dropped,
 )
-from eyas.privacy.policy import Finding
+from eyas.privacy.policy import Finding, NameSearch
 
 SECRET = re.compile(r"SECRET-\d+")
 REASONS = [
@@ -41,8 +41,9 @@ def find(text):
     return [Finding("PHONE_NUMBER", match.start(), match.end()) for match in SECRET.finditer(text)]
 
 
-def row(*turns, source="set", where="set.jsonl:1", id=None, masked=()):
-    return SourceRow(source=source, licence="MIT", where=where, id=id, turns=turns, masked=masked)
+def row(*turns, source="set", **more):
+    made = {"where": "set.jsonl:1", "id": None} | more
+    return SourceRow(source=source, licence="MIT", turns=turns, **made)
 
 
 def drop(reason="pii.phone_number", *found):
@@ -58,7 +59,8 @@ def test_counts_by_hand():
         Finding("PERSON", 5, 8, 1),
         Finding("EMAIL_ADDRESS", 9, 12, 1),
     )
-    made.went_out(row("abc", "defg", masked=masked), language="en")
+    names = (NameSearch("en", "eyas", "", 5), NameSearch("zxx", "", "code", 2))
+    made.went_out(row("abc", "defg", masked=masked, names=names), language="en")
     made.went_out(row("x" * 60, source="other"))
     found = (Finding("PHONE_NUMBER", 0, 8, 0, "5f"), Finding("IBAN_CODE", 9, 12, None))
     gone = dropped_line(row("SECRET-1 x", id="a"), drop("pii.iban_code", *found), find)
@@ -100,6 +102,10 @@ def test_counts_by_hand():
         "lengths_in": [2, 0, 0, 0, 0, 0, 0, 0, 0, 0],
         "lengths_out": [1, 0, 0, 0, 0, 0, 0, 0, 0, 0],
         "languages": {"en": 1},
+        "names": [
+            {"language": "en", "by": "eyas", "reason": "", "rows": 1, "characters": 5},
+            {"language": "zxx", "by": "", "reason": "code", "rows": 1, "characters": 2},
+        ],
     }
     assert (whole["rows_in"], whole["rows_out"], whole["dropped"]) == (
         4,

@@ -7,6 +7,7 @@ import pickle
 
 from eyas.data.filters import PersonalData, find_all_types
 from eyas.data.ledger import Drop, SourceRow
+from eyas.data.sources import SourceConfig
 from eyas.privacy.key import value_hash
 from eyas.privacy.policy import TYPES, Finding, PrivacyConfig
 
@@ -38,13 +39,13 @@ def test_a_row_is_masked_wherever_something_is_found():
         Finding("EMAIL_ADDRESS", 4, 18, turn=None, hash=hashes[0]),
         Finding("EMAIL_ADDRESS", 5, 19, turn=1, hash=hashes[1]),
     )
-    assert filter_of()(cleaned) is cleaned, "nothing is left to find"
+    assert filter_of()(cleaned).turns == cleaned.turns, "nothing is left to find"
 
 
 def test_a_type_that_is_kept_stays():
-    assert filter_of(email_address="keep")(MAILS) is MAILS
+    assert filter_of(email_address="keep")(MAILS).turns == MAILS.turns
     clean = row("Hi", system="")
-    assert filter_of()(clean) is clean
+    assert dataclasses.replace(filter_of()(clean), names=()) == clean
 
 
 def test_a_type_that_drops_takes_the_row_and_names_the_gravest():
@@ -140,3 +141,32 @@ def test_people_are_shown_no_type_at_all():
         "EMAIL_ADDRESS",
     }
     assert {one.type for one in find_all_types("I live in Paris")} <= set(TYPES)
+
+
+def test_a_row_says_where_names_were_searched_for():
+    spoken = row("My name is Susan Miller.", "Please read this:\n```\nlen(nums)\n```")
+    by_ours = dict.fromkeys(("person", "location"), "mask")
+    found = PersonalData(PrivacyConfig(actions=by_ours), KEY)(spoken).names
+    assert {(one.by, one.reason) for one in found} == {("eyas", ""), ("", "code")}
+    assert sum(one.characters for one in found) == spoken.characters
+    for reason, config in {
+        "policy": PrivacyConfig(actions=NO_NAMES),
+        "fictional": PrivacyConfig(fictional=True),
+    }.items():
+        (names,) = {(one.by, one.reason) for one in PersonalData(config, KEY)(spoken).names}
+        assert names == ("", reason)
+
+
+def test_a_source_has_a_policy_of_its_own():
+    of_run = PrivacyConfig(policy="drop")
+    own = PrivacyConfig(actions={"person": "mask"})
+    assert SourceConfig(path="x").privacy(of_run) == of_run
+    assert SourceConfig(path="x", personal=own).privacy(of_run) == own
+    invented = SourceConfig(path="x", fictional=True).privacy(of_run)
+    kept = {type for type in TYPES if invented.action(type) == "keep"} - {"URL"}
+    assert kept == {"PERSON", "STREET_ADDRESS", "LOCATION"}
+    word_problem = row("Susan Miller has 3 apples. Mail ana@python.org.")
+    masked = invented.model_copy(update={"policy": "mask"})
+    assert PersonalData(masked, KEY)(word_problem).turns == (
+        "Susan Miller has 3 apples. Mail <EMAIL_ADDRESS>.",
+    )

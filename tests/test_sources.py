@@ -30,6 +30,7 @@ from eyas.data.sources import (
     source_files,
 )
 from eyas.errors import CorruptError, EmptyInputError, InputError, MissingInputError
+from eyas.privacy.policy import PrivacyConfig
 
 SAID_BY_ASSISTANT = "SAID-BY-ASSISTANT"
 TURNS = ("Where is the dog?", "And the cat?")
@@ -191,6 +192,8 @@ def test_a_licence_need_not_be_stated(tmp_path):
         "prompts_by": None,
         "answers_by": None,
         "overrule": {},
+        "fictional": False,
+        "personal": None,
     }
 
 
@@ -784,6 +787,8 @@ def test_what_is_stated_goes_into_the_manifest(tmp_path):
         "prompts_by": "human",
         "answers_by": "gpt-4",
         "overrule": {"unknown": "asked them"},
+        "fictional": True,
+        "personal": PrivacyConfig(actions={"person": "drop"}).model_dump(mode="json"),
     }
     made = describe(SourceConfig(path=write(tmp_path / "set.jsonl", GOOD).path, **stated))
     assert made.config == stated

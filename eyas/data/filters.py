@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import re
 import traceback
 import zlib
@@ -29,6 +30,7 @@ from eyas.data.sources import SourceConfig
 from eyas.errors import ConfigError, EyasError
 from eyas.language import UNKNOWN, codes, language
 from eyas.privacy.detector import Detector
+from eyas.privacy.passages import Passage, passages
 from eyas.privacy.policy import EVERY_TYPE, Finding, PrivacyConfig
 from eyas.privacy.surrogates import clean
 
@@ -220,11 +222,15 @@ class PersonalData:
     def many(self, rows: Sequence[SourceRow]) -> list[SourceRow | Drop]:
         """The result of each row. A remote service is asked about all of them in one call."""
         texts = [[row.system or "", *row.turns] for row in rows]
-        found = iter(self._detector.find_all([text for of_row in texts for text in of_row]))
-        return [
-            self._result(row, of_row, [next(found) for _ in of_row])
-            for row, of_row in zip(rows, texts, strict=True)
-        ]
+        parts = [passages(of_row) for of_row in texts]
+        every_text, every_part = itertools.chain(*texts), itertools.chain(*parts)
+        found = iter(self._detector.find_all(list(every_text), list(every_part)))
+        results = []
+        for row, of_row, parts_of_row in zip(rows, texts, parts, strict=True):
+            names = self._detector.name_searches(itertools.chain(*parts_of_row))
+            row = dataclasses.replace(row, names=names)
+            results.append(self._result(row, of_row, [next(found) for _ in of_row]))
+        return results
 
     def _result(
         self, row: SourceRow, texts: list[str], found: list[list[Finding]]
@@ -258,8 +264,10 @@ def _default_detector() -> Detector:
 
 
 def find_all_types(text: str) -> list[Finding]:
-    """The findings of every type, by place, without hashes: for excerpts that people read."""
-    return _default_detector().find(text)
+    """The findings of every type, by place, without hashes: for excerpts that people read, in which
+    names are searched for whatever the language.
+    """
+    return _default_detector().find_all([text], [[Passage(0, len(text), "en")]])[0]
 
 
 # All filters on a block.
@@ -269,7 +277,8 @@ def find_all_types(text: str) -> list[Finding]:
 class CleaningTask:
     """The work on rows, as it is sent to a process.
 
-    labels: names of the sources; key: of eyas.privacy; grams: whether rows are matched to traffic.
+    labels: names of the sources; key: of eyas.privacy; personal: the policy of each source; grams:
+    whether rows are matched to traffic.
     """
 
     labels: tuple[str, ...]
@@ -277,7 +286,7 @@ class CleaningTask:
     max_characters: int
     languages: tuple[str, ...] | None
     evaluation: tuple[SourceConfig, ...]
-    personal: PrivacyConfig
+    personal: tuple[PrivacyConfig, ...]
     grams: bool
 
     @property
@@ -285,7 +294,8 @@ class CleaningTask:
         """Presidio loads both where they are installed, for recognisers that are not used: 400 MB a
         process.
         """
-        return () if self.personal.ner else ("torch", "transformers")
+        has_ner = any(policy.ner for policy in self.personal)
+        return () if has_ner else ("torch", "transformers")
 
     def ready(self) -> RowCleaner:
         """The function on blocks and on late drops, with its filters built."""
@@ -298,7 +308,10 @@ class RowCleaner:
     def __init__(self, task: CleaningTask) -> None:
         """Raises what a broken evaluation set, backend or recogniser raises."""
         self._task = task
-        self._personal = PersonalData(task.personal, task.key)
+        self._personal = {
+            label: PersonalData(policy, task.key)
+            for label, policy in zip(task.labels, task.personal, strict=True)
+        }
         self._filters: list[RowFilter] = [
             Empty(),
             TooLong(task.max_characters),
@@ -329,7 +342,14 @@ class RowCleaner:
             with without_quotes(
                 f"PersonalData failed between {first.where} and {last.where} of {last.source}"
             ):
-                searched = iter(self._personal.many(passed))
+                by_source = itertools.groupby(passed, key=lambda row: row.source)
+                searched = iter(
+                    [
+                        result
+                        for label, rows in by_source
+                        for result in self._personal[label].many(list(rows))
+                    ]
+                )
         cleaned: list[SourceRow | dict[str, Any]] = []
         remaining: list[tuple[SourceRow, str]] = []
         for row, so_far, spoken in zip(block.rows, results, languages, strict=True):

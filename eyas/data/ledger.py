@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from eyas.privacy.policy import Finding
+from eyas.privacy.policy import Finding, NameSearch
 
 LENGTHS = (0, 25, 50, 100, 200, 400, 800, 1600, 3200, 6400)  # characters where a class begins
 EXCERPT_TURNS = 4  # turns of a dropped row that are kept for people to read
@@ -30,7 +30,8 @@ FindPersonalData = Callable[[str], Iterable[Finding]]
 class SourceRow:
     """The user's side of one conversation.
 
-    where: name and line of its file. masked: what filters replaced in it.
+    where: name and line of its file. masked: what filters replaced in it. names: where names were
+    searched for, once that was done.
     """
 
     source: str
@@ -40,6 +41,7 @@ class SourceRow:
     turns: tuple[str, ...]
     system: str | None = None
     masked: tuple[Finding, ...] = ()
+    names: tuple[NameSearch, ...] = ()
 
     @property
     def characters(self) -> int:
@@ -130,7 +132,8 @@ class SourceCounts:
 
     masked: values replaced in rows out, by type; rows_masked: rows out with such a value.
     found_in_dropped: values in rows that were dropped for them. lengths_in, lengths_out: readable
-    rows by class of LENGTHS. languages: of rows out.
+    rows by class of LENGTHS. languages: of rows out. names_rows, names_characters: of rows out, by
+    language, searcher and reason of a `NameSearch`; a row of several languages counts for each.
     """
 
     rows_in: int = 0
@@ -142,6 +145,8 @@ class SourceCounts:
     lengths_in: Counter[int] = dataclasses.field(default_factory=Counter)
     lengths_out: Counter[int] = dataclasses.field(default_factory=Counter)
     languages: Counter[str] = dataclasses.field(default_factory=Counter)
+    names_rows: Counter[tuple[str, str, str]] = dataclasses.field(default_factory=Counter)
+    names_characters: Counter[tuple[str, str, str]] = dataclasses.field(default_factory=Counter)
 
     def __iadd__(self, other: SourceCounts) -> SourceCounts:
         for one in dataclasses.fields(self):
@@ -155,6 +160,14 @@ class SourceCounts:
             "lengths_in": [self.lengths_in[place] for place in range(len(LENGTHS))],
             "lengths_out": [self.lengths_out[place] for place in range(len(LENGTHS))],
             "languages": dict(sorted(self.languages.items())),
+            "names": [
+                {
+                    **dict(zip(("language", "by", "reason"), part, strict=True)),
+                    "rows": rows,
+                    "characters": self.names_characters[part],
+                }
+                for part, rows in sorted(self.names_rows.items())
+            ],
         }
 
     def facts(self) -> dict[str, Any]:
@@ -201,6 +214,9 @@ class Ledger:
         counts.rows_out += 1
         counts.rows_masked += bool(row.masked)
         counts.masked.update(finding.type for finding in row.masked)
+        for part in row.names:
+            counts.names_rows[part.language, part.by, part.reason] += 1
+            counts.names_characters[part.language, part.by, part.reason] += part.characters
         place = length_class(row.characters)
         counts.lengths_in[place] += 1
         counts.lengths_out[place] += 1

@@ -137,7 +137,7 @@ class PromptsConfig(BaseModel):
             max_characters=self.max_characters,
             languages=self.languages,
             evaluation=tuple(self.evaluation),
-            personal=self.personal,
+            personal=tuple(source.privacy(self.personal) for source in self.sources),
             grams=self.match is not None,
         )
 

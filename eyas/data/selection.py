@@ -55,7 +55,7 @@ from eyas.data.fit import (
     select_like,
 )
 from eyas.data.ledger import DamagedRow, Drop, SourceRow
-from eyas.privacy.policy import Finding
+from eyas.privacy.policy import Finding, NameSearch
 
 BLOCK_ROWS = 500
 # A block ends early at so many: 500 rows of megabytes each would fill the memory.
@@ -169,7 +169,8 @@ def _file(number: int, kind: str) -> str:
 
 def _row(value: dict[str, Any]) -> SourceRow:
     masked = tuple(Finding(**finding) for finding in value["masked"])
-    return SourceRow(**{**value, "turns": tuple(value["turns"]), "masked": masked})
+    names = tuple(NameSearch(**part) for part in value["names"])
+    return SourceRow(**{**value, "turns": tuple(value["turns"]), "masked": masked, "names": names})
 
 
 # Digests of all remaining rows.

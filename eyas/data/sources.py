@@ -25,6 +25,7 @@ from eyas.data.ledger import DamagedRow, Drop, SourceRow
 from eyas.data.shapes import KEYS, SHAPES, RowShape
 from eyas.data.streams import StoreFile, Unreadable, public_url
 from eyas.errors import CorruptError, EmptyInputError, InputError, MissingInputError
+from eyas.privacy.policy import PrivacyConfig
 
 NOT_STATED = "NOASSERTION"  # SPDX: no licence is stated
 GLOB_SIGNS = frozenset("*?[")
@@ -57,6 +58,14 @@ class SourceConfig(BaseModel):
     overrule: dict[str, str] = Field(
         default={}, description="rules of the policy to overrule for this set: {rule: reason}"
     )
+    fictional: bool = Field(
+        default=False,
+        description="the people of its prompts are invented, as in word problems: names and places "
+        "are not searched for",
+    )
+    personal: PrivacyConfig | None = Field(
+        default=None, description="what to do with personal data here, in place of the run's policy"
+    )
     shape: RowShape | None = Field(
         default=None, description="how rows are written; recognised if not given"
     )
@@ -73,6 +82,11 @@ class SourceConfig(BaseModel):
             if not reason.strip():
                 raise ValueError(f"overruling {rule!r} needs a reason")
         return overrule
+
+    def privacy(self, of_run: PrivacyConfig) -> PrivacyConfig:
+        """What is done about personal data in its rows."""
+        policy = self.personal or of_run
+        return policy.model_copy(update={"fictional": True}) if self.fictional else policy
 
     @property
     def label(self) -> str:
@@ -109,7 +123,8 @@ def describe(source: SourceConfig) -> Manifest:
     """
     found = {place.name: _checksum(place) for place in source_files(source)}
     stated = source.model_dump(
-        mode="json", include={"licence", "prompts_by", "answers_by", "overrule"}
+        mode="json",
+        include={"licence", "prompts_by", "answers_by", "overrule", "fictional", "personal"},
     )
     commit = hub.commit(source.path)
     return Manifest(

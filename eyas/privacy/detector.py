@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import ipaddress
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -29,12 +30,21 @@ from presidio_analyzer.predefined_recognizers import (
 )
 
 from eyas.errors import ConfigError
+from eyas.language import UNKNOWN
 from eyas.privacy import entities
 from eyas.privacy.cloud import INFO_TYPES, CloudDlp
 from eyas.privacy.identifiers import national_ids
 from eyas.privacy.key import canonical, value_hash
+from eyas.privacy.passages import Passage, passages
 from eyas.privacy.patterns import cards, links, phones, social_security_numbers, wallets
-from eyas.privacy.policy import ANSWER_POLICY, Finding, PrivacyConfig, join_overlaps
+from eyas.privacy.policy import (
+    ANSWER_POLICY,
+    NAME_TYPES,
+    Finding,
+    NameSearch,
+    PrivacyConfig,
+    join_overlaps,
+)
 from eyas.privacy.secrets import api_keys, passwords, private_keys
 from eyas.privacy.surrogates import is_fictional
 
@@ -47,6 +57,8 @@ MAYBE_IBAN = re.compile(r"[A-Za-z]{2}\d\d")
 MAYBE_IP = re.compile(r"\d\.\d{1,3}\.\d{1,3}\.\d|[0-9a-fA-F]?:[0-9a-fA-F]{0,4}:")
 ANY_TEXT = re.compile("")
 WEAKEST = 0.4  # Presidio's score below which it wants a pattern confirmed by words beside it
+NO_SPACE = re.compile(r"\S")
+CLOUD = "cloud_dlp"
 NER_SCORE = 0.5  # least score of a transformers model
 
 # Labels of the usual models (OntoNotes, CoNLL, WikiNER, and sets made for personal data). Others
@@ -81,26 +93,70 @@ class Detector:
         self._key = key
         self._cloud = CloudDlp(config) if config.cloud_project is not None else None
         known_there = INFO_TYPES.values() if self._cloud else ()
-        self._types = frozenset(config.types) - frozenset(known_there)
+        self._wanted = frozenset(config.types)
+        self._types = self._wanted - frozenset(known_there)
+        self._not_searched = "fictional" if config.fictional else "policy"
         self._searches = [
-            search for search in searches(config.ner) if not self._types.isdisjoint(search.types)
+            search for search in searches() if not self._types.isdisjoint(search.types)
         ]
+        self._recognisers = recognisers(config.ner)
 
     def find(self, text: str) -> list[Finding]:
-        """What is in a text, by place."""
+        """What is in a text that stands alone, by place."""
         return self.find_all([text])[0]
 
-    def find_all(self, texts: Sequence[str]) -> list[list[Finding]]:
-        """What is in each text. Cloud DLP is sent many texts in one request."""
+    def find_all(
+        self, texts: Sequence[str], parts: Sequence[Sequence[Passage]] | None = None
+    ) -> list[list[Finding]]:
+        """What is in each text. Cloud DLP is sent many texts in one request.
+
+        parts: the passages of each text; None = the texts are one conversation.
+        """
+        parts = passages(texts) if parts is None else parts
         found = self._cloud(texts) if self._cloud else [[] for _ in texts]
         return [
-            self._hashed(text, join_overlaps([*findings, *self._find_here(text)]))
-            for text, findings in zip(texts, found, strict=True)
+            self._hashed(text, join_overlaps(self._find_here(text, of_text, findings)))
+            for text, of_text, findings in zip(texts, parts, found, strict=True)
         ]
 
-    def _find_here(self, text: str) -> Iterator[Finding]:
+    def name_searches(self, parts: Iterable[Passage]) -> tuple[NameSearch, ...]:
+        """Where names are searched for in a row with these passages, the same for each."""
+        characters = Counter[tuple[str, str, str]]()
+        for one in parts:
+            by = self._searched_by(one)
+            characters[one.language, by, "" if by else self._reason(one)] += one.end - one.start
+        return tuple(NameSearch(*part, count) for part, count in sorted(characters.items()))
+
+    def _searched_by(self, part: Passage) -> str:
+        if part.is_code or self._wanted.isdisjoint(NAME_TYPES):
+            return ""
+        cloud = [CLOUD] if self._cloud else []
+        return "+".join([*cloud, *(one.name for one in self._knowing(part.language))])
+
+    def _reason(self, part: Passage) -> str:
+        if self._wanted.isdisjoint(NAME_TYPES):
+            return self._not_searched
+        return "code" if part.is_code else "language"
+
+    def _knowing(self, language: str) -> Iterator[NameRecogniser]:
+        if not self._types.isdisjoint(NAME_TYPES):
+            yield from (one for one in self._recognisers if one.knows(language))
+
+    def _find_here(
+        self, text: str, parts: Sequence[Passage], from_cloud: Sequence[Finding]
+    ) -> Iterator[Finding]:
+        prose = [one for one in parts if not one.is_code]
+        yield from (one for one in from_cloud if one.type not in NAME_TYPES)
+        yield from within((one for one in from_cloud if one.type in NAME_TYPES), prose)
         for search in self._searches:
             yield from (one for one in search(text) if one.type in self._types)
+        if self._types.isdisjoint(NAME_TYPES):
+            return
+        for recogniser in self._recognisers:
+            known = [one for one in prose if recogniser.knows(one.language)]
+            if known:
+                found = recogniser.find(only(text, known))
+                yield from within((one for one in found if one.type in self._types), known)
 
     def _hashed(self, text: str, findings: list[Finding]) -> list[Finding]:
         if not self._key:
@@ -181,13 +237,9 @@ class TextSearch:
 
 
 @functools.cache
-def searches(ner: str | None) -> tuple[TextSearch, ...]:
-    """All searches, made once a process for each setting. ner: see PrivacyConfig."""
-
-    def find_entities(text: str) -> Iterator[Finding]:
-        return (Finding(one.type, one.start, one.end) for one in entities.find_entities(text))
-
-    found = [
+def searches() -> tuple[TextSearch, ...]:
+    """The searches for what has a form, in any language, made once a process."""
+    return (
         TextSearch(presidio(Emails(), MAYBE_MAIL), ("EMAIL_ADDRESS",)),
         TextSearch(presidio(Ibans(), MAYBE_IBAN), ("IBAN_CODE",)),
         TextSearch(presidio(IpAddresses(), MAYBE_IP), ("IP_ADDRESS",)),
@@ -200,11 +252,48 @@ def searches(ner: str | None) -> tuple[TextSearch, ...]:
         TextSearch(api_keys, ("API_KEY",), is_windowed=False),
         TextSearch(passwords, ("PASSWORD",), is_windowed=False),
         TextSearch(private_keys, ("PRIVATE_KEY",), is_windowed=False),
-        TextSearch(find_entities, entities.TYPES, is_windowed=False),
-    ]
-    if ner is not None:
-        found.append(TextSearch(ner_search(ner), entities.TYPES, is_windowed=False))
-    return tuple(found)
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NameRecogniser:
+    """Finds NAME_TYPES in texts of the languages that it knows; None: all."""
+
+    name: str
+    find: Search
+    languages: frozenset[str] | None = None
+
+    def knows(self, language: str) -> bool:
+        return self.languages is None or language in self.languages
+
+
+@functools.cache
+def recognisers(ner: str | None) -> tuple[NameRecogniser, ...]:
+    """Ours, for English, and the installed one, if any. ner: see PrivacyConfig."""
+
+    def find_entities(text: str) -> Iterator[Finding]:
+        return (Finding(one.type, one.start, one.end) for one in entities.find_entities(text))
+
+    ours = NameRecogniser("eyas", find_entities, frozenset({"en", UNKNOWN}))
+    return (ours, NameRecogniser(ner, ner_search(ner))) if ner is not None else (ours,)
+
+
+def only(text: str, parts: Iterable[Passage]) -> str:
+    """The text with spaces in place of what lies outside its passages; line ends stay."""
+    made, end = [], 0
+    for one in parts:
+        made += [NO_SPACE.sub(" ", text[end : one.start]), text[one.start : one.end]]
+        end = one.end
+    return "".join([*made, NO_SPACE.sub(" ", text[end:])])
+
+
+def within(findings: Iterable[Finding], parts: Sequence[Passage]) -> Iterator[Finding]:
+    """What of the findings lies in the passages."""
+    for finding in findings:
+        for one in parts:
+            start, end = max(finding.start, one.start), min(finding.end, one.end)
+            if start < end:
+                yield dataclasses.replace(finding, start=start, end=end)
 
 
 def presidio(recognizer: EntityRecognizer, maybe: re.Pattern[str]) -> Search:

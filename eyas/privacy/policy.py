@@ -46,13 +46,15 @@ DEFAULT_ACTIONS: Mapping[str, Action | None] = {
     "LOCATION": "keep",
 }
 TYPES = tuple(DEFAULT_ACTIONS)
+NAME_TYPES = ("PERSON", "STREET_ADDRESS", "LOCATION")  # found by language, not by form
 RANK = {type: rank for rank, type in enumerate(TYPES)}
 
 
 class PrivacyConfig(BaseModel):
     """What to do with personal data and secrets, and what finds them.
 
-    `actions` names types that are treated otherwise than by default (any case). `ner` adds an
+    `actions` names types that are treated otherwise than by default (any case). `fictional`: the
+    people and places of the texts are invented, and names are not searched for. `ner` adds an
     installed recogniser of names and places, `spacy:NAME` or `transformers:FOLDER`. `cloud_project`
     asks Google Cloud DLP, paid by this project and run at `cloud_location`, in place of our own
     detectors: the texts leave this machine.
@@ -62,6 +64,7 @@ class PrivacyConfig(BaseModel):
 
     policy: Literal["surrogate", "mask", "drop"] = "surrogate"
     actions: Mapping[str, Action] = {}
+    fictional: bool = False
     ner: str | None = None
     cloud_project: str | None = None
     cloud_location: str = "global"
@@ -80,6 +83,8 @@ class PrivacyConfig(BaseModel):
 
     def action(self, type: str) -> Action:
         """What is done about a value of this type."""
+        if self.fictional and type in NAME_TYPES:
+            return "keep"
         return self.actions.get(type) or DEFAULT_ACTIONS[type] or self.policy
 
     @property
@@ -118,6 +123,22 @@ class Finding:
     end: int
     turn: int | None = None
     hash: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NameSearch:
+    """Whether names and places were searched for in a part of a row.
+
+    language: the part's code, UNKNOWN or CODE_ONLY (`eyas.language`). by: what searched it, as
+    "eyas" or "spacy:de_core_news_sm"; "" = nothing did. reason: why nothing did, else "": "code",
+    "language" (no recogniser knows it), "fictional", or "policy" (which keeps names). characters:
+    of all such parts of the row.
+    """
+
+    language: str
+    by: str
+    reason: str
+    characters: int
 
 
 def join_overlaps(findings: Iterable[Finding]) -> list[Finding]:
