@@ -247,6 +247,7 @@ KNOWN = {
     "alpaca": ["non-commercial", "competing-model"],
     "spec-bench": ["evaluation-only"],
     "infinity-instruct": ["unknown-author"],
+    "teknium/GPTeacher-General-Instruct": ["competing-model"],
     "magpie-pro": ["non-commercial", "competing-model", "competing-model", "competing-model"],
 }
 
@@ -289,6 +290,82 @@ def test_a_file_name_alone_is_no_evidence_but_a_hint():
     with pytest.raises(InputError, match="or name: gsm8k"):
         require([judged])
     assert find(Source(path="gsm8k")) is None
+
+
+LOOK_ALIKES = {
+    "a file": ({"path": "/raw/alpaca.jsonl"}, "alpaca"),
+    "an archive": ({"path": "/raw/Alpaca_data.json.gz"}, "alpaca"),
+    "a number": ({"path": "s3://bucket/alpaca-52k-clean.parquet"}, "alpaca"),
+    "glued": ({"path": "/raw/my_alpaca52k_v2.jsonl"}, "alpaca"),
+    "another set of that family": ({"path": "/raw/alpaca_gpt4_data.json"}, "alpaca-gpt4"),
+    "full width": ({"path": "/raw/ａｌｐａｃａ.jsonl"}, "alpaca"),
+    "a folder": ({"path": "/raw/alpaca/train-00000.parquet"}, "alpaca"),
+    "its owner's folder": ({"path": "/hub/tatsu-lab/alpaca/train.jsonl"}, "alpaca"),
+    "a glob": ({"path": "/raw/ShareGPT_V3_unfiltered/*.json"}, "sharegpt"),
+    "a name": ({"name": "our alpaca", "path": "/raw/data.jsonl"}, "alpaca"),
+    "GPTeacher": ({"path": "/raw/gpt4-instruct-dedupe.json"}, "gpteacher"),
+    "GPTeacher's role play": ({"path": "/raw/roleplay/GPTeacher-roleplay.json"}, "gpteacher"),
+    "a short name": ({"path": "/raw/lima_train.jsonl"}, "lima"),
+}
+
+
+@pytest.mark.parametrize("name", LOOK_ALIKES)
+def test_a_known_name_under_other_terms_is_refused_with_its_reason(name):
+    given, id = LOOK_ALIKES[name]
+    stated = {"licence": "CC0-1.0", "prompts_by": "human"}
+    judged = verdict(**given, **stated)
+    assert set(rules(judged)) == {"look-alike"}
+    assert f"is called after {id}, for which the registry has" in judged.refusals[0].because
+    assert judged.refusals[0].remedy == f"name: {id}, if it is that set"
+    lifted = verdict(**given, **stated, overrule={"look-alike": "ours, about wool"})
+    assert lifted.allowed
+    assert lifted.licence == "CC0-1.0"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/raw/nectarine-sales.jsonl",
+        "/raw/starships.jsonl",
+        "/raw/our-maths/exam.jsonl",
+        "/home/alpaca-farm-team/chat/train.jsonl",
+        "/raw/alpacas.jsonl",
+        "/raw/mathematics of star signs.jsonl",
+    ],
+)
+def test_a_name_that_only_begins_alike_passes(path):
+    assert verdict(path=path, licence="CC0-1.0", prompts_by="human").allowed
+
+
+@pytest.mark.parametrize(
+    ("path", "stated"),
+    [
+        ("/raw/gsm8k.jsonl", {"licence": "MIT", "prompts_by": "human"}),
+        ("/raw/oasst1.jsonl.gz", {"licence": "Apache-2.0", "prompts_by": "human"}),
+        ("/raw/sgd_train.jsonl", {"licence": "CC-BY-SA-4.0", "prompts_by": "human"}),
+    ],
+)
+def test_a_known_name_under_its_own_terms_passes(path, stated):
+    assert verdict(path=path, **stated).allowed
+
+
+def test_an_evaluation_set_under_its_own_licence_is_refused_for_what_it_is():
+    judged = verdict(path="/raw/spec_bench.jsonl", licence="Apache-2.0", prompts_by="human")
+    assert [(one.rule, one.field) for one in judged.refusals] == [("look-alike", "terms")]
+
+
+def test_columns_of_a_known_set_under_other_terms_are_refused():
+    stated = Source(path="/raw/ours.jsonl", licence="MIT", prompts_by="human")
+    alpaca = frozenset({"instruction", "input", "output"})
+    for look in ([alpaca], [frozenset({"prompt"}), alpaca | {"id", "text"}]):
+        judged = judge(stated, shipped(), look)
+        assert set(rules(judged)) == {"look-alike"}
+        assert "rows with input, instruction, output look like alpaca" in str(judged.refusals)
+    assert judge(stated, shipped(), [frozenset({"instruction", "output"})]).allowed
+    known = Source(name="gsm8k", licence="MIT", prompts_by="human")
+    assert judge(known, shipped(), [alpaca]).allowed  # it says which set it is
+    gpteacher = [frozenset({"instruction", "input", "response"})]
+    assert [one.field for one in judge(stated, shipped(), gpteacher).refusals] == ["prompts_by"]
 
 
 @pytest.mark.parametrize("path", ["builtin", str(demo_prompts())])

@@ -3,6 +3,7 @@ written anywhere.
 """
 
 import gzip
+import html
 import json
 import tempfile
 from collections import Counter
@@ -358,7 +359,7 @@ GOOD = [
     openai(f"My mail is {MAIL} .", id="c"),
     sharegpt("Pay", f"with {CARD} please", id="d"),
     openai(f"call {PHONE} today", "thanks", id="a"),
-    {"instruction": "Sing.", "input": "A song", "output": SAID_BY_ASSISTANT},
+    {"instruction": "Sing.", "input": "A song", "answer": SAID_BY_ASSISTANT},
     {"turns": ["Hi", "Ho"], "id": 3, "reference": SAID_BY_ASSISTANT},
     openai(" "),
 ]
@@ -469,7 +470,93 @@ def test_rows_in_are_rows_out_and_drops_whatever_the_damage(files):
         assert value.encode() not in written
 
 
-@pytest.mark.parametrize("name", ["gsm8k_train", "tldr", "sgd_dev", "prompts/spec_bench"])
+REAL_SETS = {
+    "gsm8k_train": {"name": "gsm8k"},
+    "tldr": {"name": "tldr-pages"},
+    "sgd_dev": {"name": "schema-guided-dialogue"},
+    "prompts/spec_bench": {
+        "name": "spec-bench",
+        "overrule": {"evaluation-only": "a test reads it"},
+    },
+}
+
+
+def lines_of(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def damaged_sets(folder):
+    """A gzip that is cut, 4 of 100 rows that are no JSON, and 2 of 100, which is ordinary."""
+    packed = gzip.compress(lines_of(openai(f"What is {n} plus {n * n}?") for n in range(3000)))
+    rows = [json.dumps(openai(f"Which way to house {n * n} is it?")).encode() for n in range(100)]
+    sets = {
+        "cut.jsonl.gz": packed[: len(packed) * 2 // 3],
+        "bad.jsonl": b"\n".join([*rows[:96], *[b'{"messages": '] * 4]),
+        "fair.jsonl": b"\n".join([*rows[:98], *[b'{"messages": '] * 2]),
+    }
+    for name, data in sets.items():
+        (folder / name).write_bytes(data)
+    return [{"path": str(folder / name), "licence": "MIT", "prompts_by": "human"} for name in sets]
+
+
+def test_a_cut_file_and_many_malformed_rows_are_warnings_or_an_error(tmp_path):
+    output = Artifact(str(tmp_path / "prompts"))
+    given = PromptsConfig(sources=damaged_sets(tmp_path), near_duplicates=None)
+    manifest = make_prompts(given, output)
+    cut, bad = manifest.facts["warnings"]
+    assert cut.startswith("cut: cut or damaged in 1 place; how many rows were lost there is not")
+    assert bad == "bad: 4 of 100 rows (4.0%) could not be read"
+    ledger = output.read_json("ledger.json")
+    assert ledger["warnings"] == [cut, bad]
+    assert ledger["sources"]["cut"]["dropped"]["cut"] == 1
+    assert html.escape(cut) in output.read("card.html").decode()
+    strict = given.model_copy(update={"damaged": "error"})
+    with pytest.raises(CorruptError, match=r"cut: cut or damaged .*; bad: 4 of 100"):
+        make_prompts(strict, output)  # finished under `warn`: an error all the same
+    anew = Artifact(str(tmp_path / "anew"))
+    with pytest.raises(CorruptError, match="bad: 4 of 100"):
+        make_prompts(strict, anew)
+    assert not anew.is_done()
+    make_prompts(given, anew)  # what was finished is kept, whatever the setting was
+    assert anew.manifest().identity == manifest.identity
+
+
+def test_untaken_branches_are_counted_and_flagged_roots_dropped(tmp_path):
+    def said(text, *replies, role="prompter", **more):
+        return {"text": text, "role": role, "replies": list(replies), **more}
+
+    trees = [
+        said(
+            "What is a fox?",
+            said("one", said("Taken?", role="prompter"), role="assistant", rank=0),
+            said("two", said("Not taken?"), said("Nor this?"), role="assistant", rank=1),
+        ),
+        said("Written by a machine", said("a", said("Unseen?"), role="assistant"), synthetic=True),
+        said("Deleted", deleted=True),
+    ]
+    rows = [{"message_tree_id": f"t{n}", "prompt": tree} for n, tree in enumerate(trees)]
+    output = run(tmp_path, rows)
+    assert [one.turns for one in prompts(output)] == [("What is a fox?", "Taken?")]
+    ledger = output.read_json("ledger.json")
+    assert ledger["dropped"] == {"flagged": 2}
+    assert ledger["untaken"] == ledger["sources"]["set0"]["untaken"] == 2
+    notes = {row["note"] for row in output.read_rows("dropped")}
+    assert notes == {f"its publisher flags it as {flag}" for flag in ("synthetic", "deleted")}
+
+
+def test_rows_that_look_like_a_known_set_are_refused_before_anything_is_written(tmp_path):
+    rows = [{"instruction": f"Sing {n}.", "input": "", "output": "La."} for n in range(3)]
+    with pytest.raises(InputError, match="rows with input, instruction, output look like alpaca"):
+        run(tmp_path, rows)
+    assert not (tmp_path / "prompts").exists()
+    source = config(tmp_path, rows).sources[0]
+    reason = {"overrule": {"look-alike": "our own, written in that form"}}
+    made = PromptsConfig(sources=[source.model_copy(update=reason)])
+    manifest = make_prompts(made, Artifact(str(tmp_path / "prompts")))
+    assert manifest.facts["ledger"]["licences"][0]["verdict"] == "overruled"
+
+
+@pytest.mark.parametrize("name", REAL_SETS)
 def test_real_sets(tmp_path, name):
     path = next(
         (
@@ -483,9 +570,7 @@ def test_real_sets(tmp_path, name):
         pytest.skip("the conversations are not beside this checkout")
     output = Artifact(str(tmp_path / "prompts"))
     manifest = make_prompts(
-        PromptsConfig(
-            sources=[{"path": str(path), "licence": "MIT", "prompts_by": "human"}], max_prompts=400
-        ),
+        PromptsConfig(sources=[{"path": str(path), **REAL_SETS[name]}], max_prompts=400),
         output,
     )
     kept = prompts(output)

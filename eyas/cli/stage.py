@@ -15,14 +15,18 @@ from eyas.log import Track, console, progress_bar
 def stage(name: str, output: Artifact) -> Iterator[Track]:
     """The block does the work of stage `name` into `output`, or finds it done (`Artifact.begin`).
 
-    Gives the block a Track. Prints the stage's counts, and whether it was done already.
+    Gives the block a Track. Prints the stage's counts, whether it was done already, and what the
+    stage warns of.
     """
     with progress_bar(name) as track:
         yield track
-    counts = ", ".join(f"{what} {count:,}" for what, count in output.manifest(name).counts.items())
+    manifest = output.manifest(name)
+    counts = ", ".join(f"{what} {count:,}" for what, count in manifest.counts.items())
     state = "done already, skipped" if output.was_done else "done"
     console.print(
         f"{name:<9} {state}: {escape(output.url)} ({escape(counts)})",
         highlight=False,
         soft_wrap=True,
     )
+    for warning in manifest.facts.get("warnings", ()):
+        console.print(f"warning: {escape(warning)}", style="yellow", soft_wrap=True)

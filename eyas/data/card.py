@@ -40,6 +40,8 @@ OTHERS = "others"
 FATES = {
     "kept": "a prompt",
     "malformed": "could not be read: no JSON, no known shape, or not UTF-8",
+    "cut": "a place where a file is cut or damaged; how many rows were lost there is not known",
+    "flagged": "its publisher flags it as deleted, or as written by a machine",
     "empty": "the user says nothing in it",
     "too_long": "longer than the limit",
     "quality": "no usable text: repetition, broken encoding, or hardly a letter",

@@ -360,11 +360,16 @@ class RowCleaner:
                 cleaned.append(result)
                 remaining.append((result, spoken))
         lines, places = block_lines(cleaned)
-        rows_in = Counter(row.source for row in block.rows)
+        rows_in, untaken = Counter[str](), Counter[str]()
+        for row in block.rows:
+            rows_in[row.source] += 1
+            untaken[row.source] += row.untaken if isinstance(row, SourceRow) else 0
+        labels = self._task.labels
         arrays = {
             **self._digests(remaining),
             "place": places,
-            "rows_in": np.array([rows_in[label] for label in self._task.labels], dtype=np.int64),
+            "rows_in": np.array([rows_in[label] for label in labels], dtype=np.int64),
+            "untaken": np.array([untaken[label] for label in labels], dtype=np.int64),
         }
         return BlockResult(block.number, lines, arrays)
 

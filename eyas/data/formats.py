@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import codecs
 import io
+import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
@@ -33,7 +35,7 @@ from eyas.data.streams import (
     decompressed,
     is_encodable,
 )
-from eyas.data.tables import csv_rows, dialect_of, parquet_rows
+from eyas.data.tables import csv_rows, dialect_of, parquet_columns, parquet_rows
 
 TextFormat = Literal["array", "objects", "json lines", "csv", "lines", "paragraphs"]
 # What single texts are: strings of JSON, lines, or what stands between blank lines.
@@ -88,6 +90,20 @@ def values(
     format = texts if texts in ("lines", "paragraphs") else text_format(head, name, keys)
     rows = _READERS[format](stream, keys)
     yield from rows if texts or format in ("lines", "paragraphs") else _of_one_kind(rows)
+
+
+def columns(file: StoreFile, name: str, keys: frozenset[str], num_rows: int) -> frozenset[str]:
+    """The columns of a file, or the keys that half of its first rows have. keys, raises: as
+    `values`.
+    """
+    head = file.read(len(PARQUET_MAGIC))
+    file.seek(0)
+    if head == PARQUET_MAGIC:
+        return frozenset(parquet_columns(file))
+    first = itertools.islice(values(file, name, keys), num_rows)
+    rows = [row for _, row in first if isinstance(row, dict)]
+    counts = Counter(str(key) for row in rows for key in row)
+    return frozenset(key for key, count in counts.items() if 2 * count >= len(rows))
 
 
 def _of_one_kind(rows: FileValues) -> FileValues:

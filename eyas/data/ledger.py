@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from eyas.privacy.policy import Finding, NameSearch
 
 LENGTHS = (0, 25, 50, 100, 200, 400, 800, 1600, 3200, 6400)  # characters where a class begins
+MOST_MALFORMED = 0.03  # of a source's rows: more is a warning
 EXCERPT_TURNS = 4  # turns of a dropped row that are kept for people to read
 EXCERPT = 240  # characters of each
 # Characters that are searched for what begins inside an excerpt: a private key has 3,000, and a
@@ -31,7 +32,8 @@ class SourceRow:
     """The user's side of one conversation.
 
     where: name and line of its file. masked: what filters replaced in it. names: where names were
-    searched for, once that was done.
+    searched for, once that was done. untaken: messages of users on other branches of its tree,
+    which no row holds.
     """
 
     source: str
@@ -42,6 +44,7 @@ class SourceRow:
     system: str | None = None
     masked: tuple[Finding, ...] = ()
     names: tuple[NameSearch, ...] = ()
+    untaken: int = 0
 
     @property
     def characters(self) -> int:
@@ -131,9 +134,10 @@ class SourceCounts:
     """The counts of one source.
 
     masked: values replaced in rows out, by type; rows_masked: rows out with such a value.
-    found_in_dropped: values in rows that were dropped for them. lengths_in, lengths_out: readable
-    rows by class of LENGTHS. languages: of rows out. names_rows, names_characters: of rows out, by
-    language, searcher and reason of a `NameSearch`; a row of several languages counts for each.
+    found_in_dropped: values in rows that were dropped for them. untaken: messages of users on
+    branches of trees that were not taken. lengths_in, lengths_out: readable rows by class of
+    LENGTHS. languages: of rows out. names_rows, names_characters: of rows out, by language,
+    searcher and reason of a `NameSearch`; a row of several languages counts for each.
     """
 
     rows_in: int = 0
@@ -142,6 +146,7 @@ class SourceCounts:
     rows_masked: int = 0
     masked: Counter[str] = dataclasses.field(default_factory=Counter)
     found_in_dropped: Counter[str] = dataclasses.field(default_factory=Counter)
+    untaken: int = 0
     lengths_in: Counter[int] = dataclasses.field(default_factory=Counter)
     lengths_out: Counter[int] = dataclasses.field(default_factory=Counter)
     languages: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -179,6 +184,7 @@ class SourceCounts:
             "rows_masked": self.rows_masked,
             "masked": dict(sorted(self.masked.items())),
             "found_in_dropped": dict(sorted(self.found_in_dropped.items())),
+            "untaken": self.untaken,
         }
 
 
@@ -202,11 +208,12 @@ class Ledger:
         }
         self._sources: dict[str, SourceCounts] = {}
 
-    def came_in(self, source: str, count: int = 1) -> None:
-        """Count rows read, readable or not. Call it where rows are read: `check` compares it with
-        the other counts.
+    def came_in(self, source: str, count: int = 1, untaken: int = 0) -> None:
+        """Count rows read, readable or not, and the messages on untaken branches of their trees.
+        Call it where rows are read: `check` compares it with the other counts.
         """
         self._of(source).rows_in += count
+        self._of(source).untaken += untaken
 
     def went_out(self, row: SourceRow, language: str = "") -> None:
         """Count a kept row: what was masked in it, its length, its language if known."""
@@ -239,6 +246,26 @@ class Ledger:
             total += counts
         return total
 
+    def warnings(self) -> list[str]:
+        """A line for each source of which a part was lost, or more than MOST_MALFORMED of the rows
+        could not be read.
+        """
+        lines = []
+        for name, counts in self._sources.items():
+            cut, malformed = counts.dropped["cut"], counts.dropped["malformed"]
+            if cut:
+                places = "place" if cut == 1 else "places"
+                lines.append(
+                    f"{name}: cut or damaged in {cut} {places}; how many rows were lost there is "
+                    "not known"
+                )
+            if malformed > MOST_MALFORMED * counts.rows_in:
+                lines.append(
+                    f"{name}: {malformed:,} of {counts.rows_in:,} rows "
+                    f"({malformed / counts.rows_in:.1%}) could not be read"
+                )
+        return lines
+
     def check(self) -> None:
         """Assert that in every source no row is lost and none is invented."""
         for name, counts in self._sources.items():
@@ -254,6 +281,7 @@ class Ledger:
         sources = {name: counts.to_json() for name, counts in self._sources.items()}
         return {
             **self.total.to_json(),
+            "warnings": self.warnings(),
             "lengths_from": list(LENGTHS),
             "sources": sources,
             **self._about,

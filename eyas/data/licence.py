@@ -1,9 +1,10 @@
 """The licence gate: which sources may be used, by licence, terms and authors of their prompts.
 
-It runs before any row is read and knows only what is stated of a source. The registry of known sets
-(registry.yaml) fills in what a run file does not state; where the two differ, that is a trait of
-its own, and the policy decides. Answers are dropped when a source is read, so their authors refuse
-nothing; a verdict notes them. SPDX expressions are parsed by `license-expression`.
+It knows what is stated of a source, the names of its files and the columns of its rows, and no row.
+The registry of known sets (registry.yaml) fills in what a run file does not state; where the two
+differ, that is a trait of its own, and the policy decides; so it is where a file has the name or
+the columns of a known set under other terms. Answers are dropped when a source is read, so their
+authors refuse nothing; a verdict notes them. SPDX expressions are parsed by `license-expression`.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
+import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import unicodedata
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, HttpUrl
 from eyas import builtin
 from eyas.data.policy import (
     CONTRADICTED,
+    LOOK_ALIKE,
     UNKNOWN,
     UNVERIFIED,
     LicencePolicy,
@@ -30,10 +34,19 @@ from eyas.data.policy import (
     author_key,
 )
 from eyas.data.sources import SourceConfig
+from eyas.data.streams import public_url
 from eyas.errors import InputError
 
 REGISTRY = Path(__file__).with_name("registry.yaml")
 PACKAGED = (builtin.BUILTIN, str(Path(builtin.__file__).with_name("demo_prompts.jsonl.gz")))
+PACKAGED_SET = "eyas-demo-prompts"
+# What a file's name says besides the name of its set.
+FILLERS = re.compile(
+    "a|my|the|set|data|dataset|json|jsonl|csv|(un)?(clean|filter)(ed)?|raw|full|sft|chat|v[0-9]+|"
+    "instruct|instructions|prompts|train|training|test|dev|valid|validation|eval|en|english|"
+    "part|split|sample|subset|copy|final|new|[0-9]+k?"
+)
+SHORTEST_WITHIN = 5  # characters of a name that counts with other words around it
 NO_LICENCE = "NONE"  # SPDX: the author gives none
 PLACEHOLDER = "<why this use is allowed>"
 COMPARED: tuple[TermField, ...] = ("licence", "prompts_by", "answers_by")
@@ -51,13 +64,14 @@ LONGEST_EXPRESSION = 300  # characters
 
 class KnownSet(BaseModel):
     """An entry of the registry. source: where its facts were read; unverified: fields that were not
-    read there.
+    read there. columns: keys that rows of its published form have together.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: str
     aliases: tuple[str, ...] = ()
+    columns: frozenset[str] = frozenset()
     licence: str | None = None
     terms: tuple[str, ...] = ()
     prompts_by: str | None = None
@@ -140,9 +154,18 @@ def registry() -> dict[str, KnownSet]:
     return {_set_key(name): entry for entry in entries for name in (entry.id, *entry.aliases)}
 
 
-def gate(sources: Sequence[SourceConfig], policy: LicencePolicy) -> list[Verdict]:
-    """A verdict on each source, in order. Raises nothing: see `require`."""
-    return [judge(source, policy) for source in sources]
+def gate(
+    sources: Sequence[SourceConfig],
+    policy: LicencePolicy,
+    looks: Sequence[Collection[frozenset[str]]] | None = None,
+) -> list[Verdict]:
+    """A verdict on each source, in order. looks: the columns of each source's files, once they are
+    known. Raises nothing: see `require`.
+    """
+    return [
+        judge(source, policy, look)
+        for source, look in zip(sources, looks or itertools.repeat(None, len(sources)), strict=True)
+    ]
 
 
 def require(verdicts: Sequence[Verdict]) -> None:
@@ -161,8 +184,10 @@ def require(verdicts: Sequence[Verdict]) -> None:
         )
 
 
-def judge(source: SourceConfig, policy: LicencePolicy) -> Verdict:
-    """The verdict on one source."""
+def judge(
+    source: SourceConfig, policy: LicencePolicy, look: Collection[frozenset[str]] | None = None
+) -> Verdict:
+    """The verdict on one source. look: the columns of its files, None while they are not known."""
     known = find(source)
     holds = {field: getattr(source, field) or getattr(known, field, None) for field in COMPARED}
     traits = [
@@ -174,8 +199,12 @@ def judge(source: SourceConfig, policy: LicencePolicy) -> Verdict:
         *_author_traits("prompts_by", holds["prompts_by"], policy),
         *_author_traits("answers_by", holds["answers_by"], policy),
         *(_contradictions(source, known, policy) if known else ()),
+        *(() if known else _look_alike(source, look or (), policy)),
     ]
     objections = list(_objections(traits, policy))
+    fired = {one.rule for one in objections}
+    if look is None:
+        fired |= {rule.name for rule in policy.rules if LOOK_ALIKE in rule.refuse}  # it may yet
     reasons = {
         rule: " ".join(str(reason or "").split()) for rule, reason in source.overrule.items()
     }
@@ -193,7 +222,7 @@ def judge(source: SourceConfig, policy: LicencePolicy) -> Verdict:
         ),
         duties=_duties(traits, policy, known),
         notes=tuple(_notes(source, known, traits, policy)),
-        mistakes=tuple(_mistakes(reasons, valid, {one.rule for one in objections}, policy)),
+        mistakes=tuple(_mistakes(reasons, valid, fired, policy)),
         policy=policy.title,
         known_as=known.id if known else "",
         facts_from=str(known.url) if known else "",
@@ -201,8 +230,8 @@ def judge(source: SourceConfig, policy: LicencePolicy) -> Verdict:
 
 
 def find(source: SourceConfig) -> KnownSet | None:
-    """The registry's entry of a source: by its hub id, or by the name that the run file gives it,
-    never by the name of a file.
+    """The registry's entry of a source: by its hub id, or by the name that the run file gives it.
+    The name of a file fills in nothing: see `named_like`.
     """
     packaged = builtin.BUILTIN if source.path in PACKAGED else None
     names = (_hub_id(source.path), packaged, source.name)
@@ -210,6 +239,37 @@ def find(source: SourceConfig) -> KnownSet | None:
         (registry()[_set_key(name)] for name in names if name and _set_key(name) in registry()),
         None,
     )
+
+
+def named_like(source: SourceConfig) -> dict[str, str]:
+    """Known sets that a source's name, files or folders are called after: by id, what is called so.
+
+    A file's name may have more words around it ("my_alpaca52k.jsonl"), unless the set's name is as
+    short and common as "star"; a folder has to bear the name itself.
+    """
+    *folders, file = ["", *re.split(r"[/\\]+", public_url(source.path).rstrip("/"))][-3:]
+    file = file.partition(".")[0] if "." in file[1:] else file
+    given = [one for one in (source.name, file) if one]
+    bare = {one: _without_fillers(one) for one in (*given, *folders)}
+    found: dict[str, str] = {}
+    for name, entry in sorted(registry().items(), key=lambda item: -len(item[0])):
+        last = name.rpartition("/")[2]
+        if entry.id == PACKAGED_SET:
+            continue
+        called = [one for one, key in bare.items() if key == last.replace("-", "")]
+        if len(last) >= SHORTEST_WITHIN:
+            within = re.compile(rf"(?<![a-z]){last.replace('-', '-?')}(?![a-z])")
+            # of alpaca-gpt4 and alpaca the longer one counts: it was found before
+            called += [
+                one for one in given if within.search(_set_key(one)) and one not in found.values()
+            ]
+        for one in called[:1]:
+            found.setdefault(entry.id, one)
+    return found
+
+
+def _without_fillers(name: str) -> str:
+    return "".join(word for word in _set_key(name).split("-") if not FILLERS.fullmatch(word))
 
 
 # SPDX expressions.
@@ -256,9 +316,9 @@ def _licence_traits(
     source: SourceConfig, text: str | None, policy: LicencePolicy
 ) -> list[SourceTrait]:
     if not text or text.upper() == NO_LICENCE:
-        alike = None if find(source) else registry().get(_set_key(source.label))
+        alike = "" if find(source) else next(iter(named_like(source)), "")
         remedy = "licence: <SPDX id>" + (
-            f", or name: {alike.id}, if it is the set that is known by that name" if alike else ""
+            f", or name: {alike}, if it is the set that is known by that name" if alike else ""
         )
         return [SourceTrait("licence", UNKNOWN, "not given", "no licence is stated", remedy)]
     try:
@@ -337,6 +397,31 @@ def _contradictions(
             yield SourceTrait(
                 field, UNVERIFIED, recorded, f"believed, not verified: look at {known.url}"
             )
+
+
+def _look_alike(
+    source: SourceConfig, look: Collection[frozenset[str]], policy: LicencePolicy
+) -> Iterator[SourceTrait]:
+    """Statements that differ from the registry's on a set of which the source has the name or the
+    columns.
+    """
+    by_id = {entry.id: entry for entry in registry().values()}
+    evidence = {id: f"{called!r} is called after {id}" for id, called in named_like(source).items()}
+    for id, entry in by_id.items():
+        if entry.columns and any(entry.columns <= columns for columns in look):
+            columns = ", ".join(sorted(entry.columns))
+            evidence.setdefault(id, f"rows with {columns} look like {id}")
+    for id, reason in evidence.items():
+        entry = by_id[id]
+        remedy = f"name: {id}, if it is that set"
+        for field in ("licence", "prompts_by"):
+            stated, recorded = getattr(source, field), getattr(entry, field)
+            if stated and recorded and _differ(field, stated, recorded, policy):
+                meaning = f"{reason}, for which the registry has {recorded}, {entry.url}"
+                yield SourceTrait(field, LOOK_ALIKE, stated, meaning, remedy)
+        for term in entry.terms if source.licence else ():
+            meaning = f"{reason}, which is {term}, {entry.url}"
+            yield SourceTrait("terms", LOOK_ALIKE, "not stated", meaning, remedy)
 
 
 def _differ(field: str, stated: str, recorded: str, policy: LicencePolicy) -> bool:
@@ -475,4 +560,5 @@ def _authors(text: str | None) -> list[str]:
 
 def _set_key(name: str) -> str:
     """One spelling of a set's name."""
-    return re.sub(r"[\s_.-]+", "-", name.strip().casefold())
+    name = unicodedata.normalize("NFKC", name).strip().casefold()
+    return re.sub(r"[\s_.-]+", "-", name)

@@ -28,9 +28,11 @@ SHIPPED = Path(__file__).with_name("policy.yaml")
 TermField = Literal["licence", "terms", "prompts_by", "answers_by"]
 
 # Traits of no table, which the gate finds: a value is missing or in no table, differs from the
-# registry of known sets, or stands in the registry without having been verified.
+# registry of known sets, or stands in the registry without having been verified; or a file has the
+# name or the columns of a known set, and other terms are stated of it.
 UNKNOWN, CONTRADICTED, UNVERIFIED = "unknown", "contradicted", "unverified"
-FOUND_BY_GATE = frozenset({UNKNOWN, CONTRADICTED, UNVERIFIED})
+LOOK_ALIKE = "look-alike"
+FOUND_BY_GATE = frozenset({UNKNOWN, CONTRADICTED, UNVERIFIED, LOOK_ALIKE})
 
 
 class _PolicyModel(BaseModel):

@@ -18,7 +18,7 @@ import contextlib
 import importlib.metadata
 import itertools
 from collections import Counter
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -40,8 +40,8 @@ from eyas.data.selection import (
     cut,
     select,
 )
-from eyas.data.sources import SourceConfig, describe, read_source
-from eyas.errors import ConfigError, EmptyInputError
+from eyas.data.sources import SourceConfig, columns, describe, read_source
+from eyas.errors import ConfigError, CorruptError, EmptyInputError
 from eyas.log import Track, quiet
 from eyas.privacy import detector
 from eyas.privacy.key import key_id, privacy_key
@@ -82,6 +82,10 @@ class PromptsConfig(BaseModel):
     mix: dict[str, float] | None = Field(
         default=None, description="shares by source; None takes all there is"
     )
+    damaged: Literal["warn", "error"] = Field(
+        default="warn",
+        description="where a file is cut, or more than 3 % of a source's rows cannot be read",
+    )
     max_characters: int = Field(
         default=8000, ge=1, description="of a conversation's user turns and system prompt together"
     )
@@ -117,7 +121,7 @@ class PromptsConfig(BaseModel):
         """What the result depends on besides the sources: the config, with the contents of files in
         place of their paths. Raises what reading those files raises.
         """
-        places = {"sources", "policy", "evaluation", "executor", "workers"}
+        places = {"sources", "policy", "evaluation", "executor", "workers", "damaged"}
         settings = self.model_dump(mode="json", exclude=places)
         if self.match:
             settings["match"]["traffic"] = describe(traffic_source(self.match)).identity
@@ -153,18 +157,24 @@ def traffic_source(config: fit.MatchConfig) -> SourceConfig:
 def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) -> Manifest:
     """Read the sources, clean them, and write the artifact `prompts`; resumes an unfinished one.
 
-    Raises InputError that lists every source that the policy refuses, before a row is read;
+    Raises InputError that lists every source that the policy refuses, by what is stated before a
+    file is opened, then by what its rows look like;
     MissingInputError, CorruptError, InputError (a source, an evaluation set, a policy, the
     traffic); EmptyInputError (a source without rows, or no prompt left).
     """
-    verdicts = gate(config.sources, read_policy(config.policy))
+    policy = read_policy(config.policy)
+    require(gate(config.sources, policy))
+    looks = [columns(source) for source in config.sources]
+    verdicts = gate(config.sources, policy, looks)
     require(verdicts)
     key = privacy_key()
     inputs = {source.label: describe(source) for source in config.sources}
     settings = config.settings(key)
     made_by = identity("prompts", settings, inputs)
     if not output.begin(made_by):
-        return output.manifest("prompts")
+        done = output.manifest("prompts")
+        _refuse_damage(config, done.facts["warnings"])
+        return done
     _restart_if_versions_differ(output)
     ledger = Ledger(versions(), policies(config, key), [verdict.to_json() for verdict in verdicts])
     licences = {verdict.source: verdict.licence for verdict in verdicts}
@@ -178,6 +188,7 @@ def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) 
             decide(config, output, finished_blocks(config, BlockStore(output), executor, track))
         write(config, output, ledger, licences, executor)
     write_summaries(config, output, ledger, made_by)
+    _refuse_damage(config, ledger.warnings())
     total = ledger.total
     track(total.rows_in, total.rows_in)
     if not total.rows_out:
@@ -192,7 +203,15 @@ def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) 
         "dropped": total.dropped.total(),
         "masked": total.rows_masked,
     }
-    return output.finish("prompts", settings, inputs, counts, facts={"ledger": ledger.facts()})
+    facts = {"ledger": ledger.facts(), "warnings": ledger.warnings()}
+    return output.finish("prompts", settings, inputs, counts, facts=facts)
+
+
+def _refuse_damage(config: PromptsConfig, warnings: Sequence[str]) -> None:
+    if config.damaged == "error" and warnings:
+        raise CorruptError(
+            "; ".join(warnings), "mend the files, or take `damaged: warn`; what is finished is kept"
+        )
 
 
 def _restart_if_versions_differ(output: Artifact) -> None:
@@ -316,9 +335,9 @@ def write(
     jobs = (late_drops(rows, selection, block) for block in range(selection.num_blocks))
     with contextlib.closing(executor.map(jobs)) as redacted:
         for block, late_lines in enumerate(redacted):
-            arrays = store.arrays(block, "rows_in", "language")
-            for label, count in zip(config.labels, arrays["rows_in"].tolist(), strict=True):
-                ledger.came_in(label, count)
+            arrays = store.arrays(block, "rows_in", "untaken", "language")
+            for place, label in enumerate(config.labels):
+                ledger.came_in(label, int(arrays["rows_in"][place]), int(arrays["untaken"][place]))
             numbers = itertools.count(rows.first(block))
             languages, late = iter(arrays["language"].tolist()), iter(late_lines)
             for one in store.lines(block):

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeGuard
 
-from eyas.data.streams import LIMIT, Unreadable
+from eyas.data.streams import LIMIT, Flagged, Unreadable
 
 RowShape = Literal[
     "openai", "sharegpt", "alpaca", "prompt", "oasst", "strings", "lines", "paragraphs"
@@ -217,26 +217,56 @@ def _tree(value: Any) -> UserSide:
     """The user's turns along the best replies of an Open Assistant tree: a tree is one row.
 
     The reply with the lowest rank is followed, those without a rank last, never a deleted or
-    machine-written one. Other branches repeat the beginning, or say the same in other words.
+    machine-written one; a root that is either is Flagged. Other branches repeat the beginning, or
+    say the same in other words: `num_untaken` counts them.
     """
     message = _object(value).get("prompt", value)
+    _not_flagged(_object(message))
     turns: list[str] = []
     while message is not None:
         role = _role(_object(message))
         if role in USER_ROLES:
             turns.append(_text(_first(message, "text", "content")))
-        replies = message.get("replies")
-        followed = (
-            [reply for reply in replies if _is_followed(reply)] if isinstance(replies, list) else []
-        )
-        message = min(followed, key=_rank, default=None)
+        message = min(filter(_is_followed, _replies(message)), key=_rank, default=None)
     return tuple(turns), _system(value)
 
 
+def num_untaken(value: Any) -> int:
+    """The user's messages of an Open Assistant tree that are not on the path of its best replies;
+    0 for any other row.
+    """
+    root = value.get("prompt", value) if isinstance(value, dict) else None
+    if not isinstance(root, dict) or "replies" not in root:
+        return 0
+    count, waiting = 0, [root]
+    while waiting:
+        message = waiting.pop()
+        count += _is_by_user(message)
+        waiting += [reply for reply in _replies(message) if isinstance(reply, dict)]
+    path: dict[str, Any] | None = root
+    while path is not None:
+        count -= _is_by_user(path)
+        path = min(filter(_is_followed, _replies(path)), key=_rank, default=None)
+    return count
+
+
+def _replies(message: dict[str, Any]) -> list[Any]:
+    replies = message.get("replies")
+    return replies if isinstance(replies, list) else []
+
+
 def _is_followed(reply: Any) -> bool:
-    return isinstance(reply, dict) and not any(
-        _is_true(reply.get(flag)) for flag in ("deleted", "synthetic")
-    )
+    return isinstance(reply, dict) and not _flags(reply)
+
+
+def _flags(message: dict[str, Any]) -> list[str]:
+    return [flag for flag in ("deleted", "synthetic") if _is_true(message.get(flag))]
+
+
+def _not_flagged(message: dict[str, Any]) -> None:
+    """Raise Flagged for a message that its publisher does not count as a person's."""
+    if flags := _flags(message):
+        raise Flagged(f"its publisher flags it as {' and '.join(flags)}")
 
 
 def _is_true(flag: Any) -> bool:
@@ -295,11 +325,14 @@ def _role(message: dict[str, Any]) -> str:
 
 
 def _by_user(value: dict[str, Any]) -> None:
-    """Raise Unreadable for a row with the role of another side: a table of messages has rows of
-    both.
+    """Raise Unreadable for a row with the role of another side, and for a flagged one: a table of
+    messages has rows of both.
     """
-    if _first(value, "role", "from") is not None and _role(value) not in USER_ROLES:
+    if _first(value, "role", "from") is None:
+        return
+    if _role(value) not in USER_ROLES:
         raise Unreadable("the row is a single message, and not the user's")
+    _not_flagged(value)
 
 
 def _one_side(text: str, key: str) -> str:

@@ -30,6 +30,7 @@ from eyas.privacy.policy import PrivacyConfig
 NOT_STATED = "NOASSERTION"  # SPDX: no licence is stated
 GLOB_SIGNS = frozenset("*?[")
 BLOCK = 1 << 20  # bytes
+LOOKED_FILES, LOOKED_ROWS = 64, 8  # that are asked for their columns
 
 
 class SourceConfig(BaseModel):
@@ -190,9 +191,22 @@ def _rows(place: SourceFile, source: SourceConfig) -> Iterator[SourceRow | Damag
                     raise value
                 turns, system = shapes.user_side(value, source.shape)
             except Unreadable as error:
-                yield DamagedRow(label, where, Drop("malformed", str(error)))
+                yield DamagedRow(label, where, Drop(error.reason, str(error)))
             else:
-                yield SourceRow(label, licence, where, shapes.row_id(value), turns, system)
+                id, untaken = shapes.row_id(value), shapes.num_untaken(value)
+                yield SourceRow(label, licence, where, id, turns, system, untaken=untaken)
+
+
+def columns(source: SourceConfig) -> set[frozenset[str]]:
+    """The columns of each file, or the keys of its first rows: what the rows look like.
+
+    Raises as `read_source` does for files that cannot be found or opened.
+    """
+    found = set()
+    for place in source_files(source)[:LOOKED_FILES]:
+        with _opened(place) as stored:
+            found.add(formats.columns(stored, place.name, KEYS, LOOKED_ROWS))
+    return found
 
 
 # The files.

@@ -43,11 +43,21 @@ def public_url(url: str) -> str:
 
 
 class Unreadable(ValueError):
-    """What is wrong with a row. The message never quotes the row."""
+    """What is wrong with a row. The message never quotes the row. reason: as the ledger counts."""
+
+    reason = "malformed"
 
 
 class BrokenStream(Unreadable):
-    """The file cannot be read beyond this place."""
+    """A part of the file cannot be read, and how many rows it held is not known."""
+
+    reason = "cut"
+
+
+class Flagged(Unreadable):
+    """A row that its publisher marks as deleted, or as written by a machine."""
+
+    reason = "flagged"
 
 
 # The values of a file: (line, or row of a Parquet file, from 1; value or Unreadable).

@@ -233,7 +233,7 @@ def parquet_rows(file: StoreFile, keys: frozenset[str]) -> FileValues:
         )
         columns = [name for name in table.schema_arrow.names if name in keys]
     except faults:
-        yield 1, Unreadable("the Parquet file is cut or damaged: it has no readable footer")
+        yield 1, BrokenStream("the Parquet file is cut or damaged: it has no readable footer")
         return
     first = 1
     for group in range(table.num_row_groups):
@@ -249,8 +249,19 @@ def parquet_rows(file: StoreFile, keys: frozenset[str]) -> FileValues:
         except faults:
             lost = first + facts.num_rows - line
             problem = f"row group {group} of the Parquet file is damaged: {lost} rows are lost"
-            yield line, Unreadable(problem)
+            yield line, BrokenStream(problem)
         first += facts.num_rows
+
+
+def parquet_columns(file: StoreFile) -> list[str]:
+    """The names of the columns; none, if the file is damaged. Raises InputError as
+    `parquet_rows`.
+    """
+    pyarrow, parquet = arrow("", "Parquet"), arrow("parquet", "Parquet")
+    try:
+        return list(parquet.read_schema(pyarrow.PythonFile(file, mode="r")).names)
+    except (OSError, pyarrow.ArrowException, UnicodeDecodeError):
+        return []
 
 
 def _batch_rows(batch: Any) -> Iterator[dict[str, Any] | Unreadable]:
