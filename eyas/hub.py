@@ -139,9 +139,12 @@ def _is_complete(folder: Path) -> bool:
     if any((folder / name).exists() for name in CONFIGS):
         for weights in WEIGHTS:
             index = folder / f"{weights}.index.json"
-            if index.exists():
-                shards = json.loads(index.read_text())["weight_map"].values()
-                return all((folder / shard).exists() for shard in shards)
+            if index.is_file():
+                try:
+                    shards = json.loads(index.read_bytes())["weight_map"].values()
+                    return all((folder / str(shard)).exists() for shard in shards)
+                except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                    return True  # what is wrong with it is said where it is loaded
             if (folder / weights).exists():
                 return True
     return False

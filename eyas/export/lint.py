@@ -21,6 +21,7 @@ from torch import Tensor
 from eyas.artifact import MANIFEST, Manifest, file_identity
 from eyas.errors import EyasError, MismatchError, MissingInputError
 from eyas.lineage import HEAD_FILES
+from eyas.model.checkpoint import ANEW, value_faults
 from eyas.model.config import HeadConfig, TargetShape, rope_faults, same_rotation, spelled
 from eyas.model.dialects import (
     CONFIG_JSON,
@@ -38,7 +39,15 @@ from eyas.model.dialects import (
     setting_faults,
 )
 from eyas.model.vocab import TargetVocabulary
-from eyas.model.weights import INDEX, PICKLE, PICKLE_INDEX, SINGLE, file_tensors, sharded_tensors
+from eyas.model.weights import (
+    INDEX,
+    PICKLE,
+    PICKLE_INDEX,
+    SINGLE,
+    file_tensors,
+    nonfinite,
+    sharded_tensors,
+)
 
 Level = Literal["error", "warning", "note"]
 LEVELS: tuple[Level, ...] = ("error", "warning", "note")
@@ -325,20 +334,14 @@ def value_findings(checkpoint: Checkpoint) -> Iterator[CheckFinding]:
     weights = {
         name: tensor for name, tensor in checkpoint.tensors.items() if tensor.is_floating_point()
     }
-    finite: dict[str, Tensor] = {}
     if checkpoint.embed_tokens is not None:
-        weights["embed_tokens.weight"] = checkpoint.embed_tokens
+        weights[EMBED_TOKENS] = checkpoint.embed_tokens
+    yield from errors(value_faults(checkpoint))
+    finite: dict[str, Tensor] = {}
     for name, tensor in weights.items():
-        wide = tensor.float()
-        if not wide.isfinite().all():
-            bad = int((~wide.isfinite()).sum())
-            yield error(
-                f"{name}: {bad} of {tensor.numel()} values are NaN or infinite",
-                "train or download the head again",
-            )
-        elif not wide.any():
-            yield error(f"{name} is all zeros", "train or download the head again")
-        else:
+        if not tensor.any():
+            yield error(f"{name} is all zeros", ANEW)
+        elif not nonfinite({name: tensor}):
             finite[name] = tensor
     yield from damage_findings(finite)
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()})

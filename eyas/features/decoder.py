@@ -36,7 +36,7 @@ from eyas.model.vocab import (
     transformers_config,
     transformers_matrices,
 )
-from eyas.model.weights import tensor_sha256
+from eyas.model.weights import refuse_nonfinite, tensor_sha256
 
 PROOF_TOKENS = 40  # of each of two random rows
 # Relative to a stream's own size.
@@ -197,6 +197,7 @@ class HookedDecoder:
             raise MismatchError(
                 f"transformers does not load {folder}: {first_line(error)}", ANOTHER
             ) from error
+        refuse_nonfinite(folder, dict(model.named_parameters()))
         if device_map is None:
             model = model.to(default_device())
         return cls(model, shape, lm_head)

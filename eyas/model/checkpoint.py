@@ -27,7 +27,16 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from eyas.errors import CorruptError, MismatchError
-from eyas.model.config import HeadConfig, RopeConfig, Taps, TargetShape, read_config
+from eyas.model.config import (
+    HeadConfig,
+    RopeConfig,
+    Taps,
+    TargetShape,
+    given,
+    head_dim_of,
+    in_words,
+    read_config,
+)
 from eyas.model.dialects import (
     CONFIG_JSON,
     EMBED_TOKENS,
@@ -56,7 +65,9 @@ from eyas.model.dialects import (
     fed_back,
     setting_faults,
 )
-from eyas.model.weights import read_tensors, tensor_sha256
+from eyas.model.weights import nonfinite, read_tensors, tensor_sha256
+
+ANEW = "train or download the head again"
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +98,14 @@ def judged_head(
     refuse(folder, setting_faults(checkpoint))
     config = head_config(checkpoint, target)
     tensors = own_tensors(checkpoint, config)
-    refuse(folder, [*tensor_faults(config, tensors), *embedding_faults(checkpoint)])
+    refuse(
+        folder,
+        [
+            *tensor_faults(config, tensors),
+            *value_faults(checkpoint),
+            *embedding_faults(checkpoint),
+        ],
+    )
     maps = {"d2t": tensors["d2t"].to(torch.int64), "t2d": tensors["t2d"].to(torch.bool)}
     return config, {**tensors, **maps}
 
@@ -165,45 +183,47 @@ def head_config(checkpoint: Checkpoint, target: TargetShape | None = None) -> He
     try:
         if checkpoint.form == "eyas":
             return HeadConfig.model_validate({**settings, "taps": settings["taps"]["after_layer"]})
-        heads = layer["num_attention_heads"]
         return HeadConfig(
             hidden_size=layer["hidden_size"],
             intermediate_size=layer["intermediate_size"],
             num_hidden_layers=1,
-            num_attention_heads=heads,
-            num_key_value_heads=layer.get("num_key_value_heads") or heads,
-            head_dim=layer.get("head_dim") or layer["hidden_size"] // heads,
+            num_attention_heads=layer["num_attention_heads"],
+            num_key_value_heads=given(layer, "num_key_value_heads", layer["num_attention_heads"]),
+            head_dim=head_dim_of(layer),
             vocab_size=layer["vocab_size"],
-            rms_norm_eps=layer.get("rms_norm_eps") or 1e-6,
-            max_position_embeddings=layer.get("max_position_embeddings") or 2048,
+            rms_norm_eps=given(layer, "rms_norm_eps", 1e-6),
+            max_position_embeddings=given(layer, "max_position_embeddings", 2048),
             rope=RopeConfig.from_hf(layer),
-            draft_vocab_size=settings.get("draft_vocab_size") or layer["vocab_size"],
-            target_hidden_size=settings.get("target_hidden_size") or layer["hidden_size"],
+            draft_vocab_size=given(settings, "draft_vocab_size", layer["vocab_size"]),
+            target_hidden_size=given(settings, "target_hidden_size", layer["hidden_size"]),
             taps=_read_taps(settings, target),
-            target_lm_head_sha256=settings.get(LM_HEAD_SHA256) or "",
+            target_lm_head_sha256=given(settings, LM_HEAD_SHA256, ""),
             norm_before_residual=True in checkpoint.stated("norm_before_residual"),
             norm_before_fc=True in checkpoint.stated("norm_before_fc"),
             fc_norm=True in checkpoint.stated("fc_norm") | checkpoint.stated(OLD_FC_NORM),
             norm_output=True in checkpoint.stated("norm_output") and fed_back(checkpoint) is True,
-            own_rope=settings.get(OWN_ROPE) or False,
+            own_rope=given(settings, OWN_ROPE, False),
         )
-    except (KeyError, TypeError, ArithmeticError) as error:
+    except KeyError as error:
         raise MismatchError(
             f"the head's config lacks {error}",
             "restore it from its source, or export the head again",
         ) from error
     except ValidationError as error:
-        wrong = "; ".join(
-            f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()
-        )
         raise MismatchError(
-            f"the head's config does not fit: {wrong}", "restore it from its source"
+            f"the head's config does not fit: {in_words(error)}", "restore it from its source"
         ) from error
 
 
 def _read_taps(settings: Mapping[str, Any], target: TargetShape | None) -> Taps:
     entering = settings.get(LAYER_IDS)
     outputs = (settings.get("eagle_config") or {}).get(LAYER_IDS)
+    for listed in (entering, outputs):
+        if not all(type(index) is int for index in listed or ()):
+            raise MismatchError(
+                f"{LAYER_IDS} is {listed!r:.64}: three numbers of layers are needed",
+                "restore the config from its source",
+            )
     readings = {tuple(index - 1 for index in entering)} if entering else set()
     if outputs:
         as_inputs = tuple(index - 1 for index in outputs)
@@ -295,6 +315,14 @@ def tensor_faults(config: HeadConfig, tensors: Mapping[str, Tensor]) -> list[Mis
         V, W = config.vocab_size, config.draft_vocab_size
         found += map_faults(tensors["d2t"], tensors.get("t2d"), V, W)
     return found
+
+
+def value_faults(checkpoint: Checkpoint) -> list[MismatchError]:
+    """Every tensor with a NaN or an infinity, and how many."""
+    stored = dict(checkpoint.tensors)
+    if checkpoint.embed_tokens is not None:
+        stored[EMBED_TOKENS] = checkpoint.embed_tokens
+    return [MismatchError(what, ANEW) for what in nonfinite(stored)]
 
 
 def embedding_faults(checkpoint: Checkpoint) -> list[MismatchError]:

@@ -10,10 +10,19 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictStr,
+    ValidationError,
+    model_validator,
+)
 
 from eyas.errors import ConfigError, CorruptError, MismatchError, MissingInputError
 
@@ -24,7 +33,11 @@ ELSEWHERE = (
     "the exported head is served there"
 )
 OWN_TARGET = "serve the head with the target that it was trained on"
+RESTORE_CONFIG = "restore the file from its source"
 Taps = tuple[int, int, int]
+# What JSON calls a number: neither a string of digits, nor true, nor NaN.
+Size = Annotated[int, Field(strict=True, ge=1)]
+Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 
 
 class RopeConfig(BaseModel):
@@ -32,12 +45,12 @@ class RopeConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    theta: float = 10000.0
+    theta: Positive = 10000.0
     kind: Literal["default", "llama3", "linear"] = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
+    factor: Positive = 1.0
+    low_freq_factor: Positive = 1.0
+    high_freq_factor: Positive = 4.0
+    original_max_position_embeddings: Size = 8192
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> RopeConfig:
@@ -52,8 +65,12 @@ class RopeConfig(BaseModel):
                 f"rope scaling {kind!r} is not supported", "supported: default, linear, llama3"
             )
         kept = {key: scaling[key] for key in cls.model_fields if scaling.get(key) is not None}
-        theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
-        return cls(**{**kept, "theta": theta, "kind": kind})
+        theta = given(rope, "rope_theta", given(config, "rope_theta", 10000.0))
+        try:
+            return cls(**{**kept, "theta": theta, "kind": kind})
+        except ValidationError as error:
+            what = f"the rotary embedding in the config is none: {in_words(error)}"
+            raise CorruptError(what, RESTORE_CONFIG) from error
 
     def to_hf(self) -> dict[str, Any]:
         """`rope_theta` and, where there is one, `rope_scaling`, the spelling that every engine
@@ -74,16 +91,25 @@ class DecoderConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    rms_norm_eps: float
-    max_position_embeddings: int
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    head_dim: Size
+    vocab_size: Size
+    rms_norm_eps: Positive
+    max_position_embeddings: Size
     rope: RopeConfig
+
+
+def whole_heads(config: DecoderConfig) -> None:
+    """Raise ValueError for heads that no attention of ours can be made of."""
+    heads, key_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads % key_heads:
+        raise ValueError(f"{heads} attention heads cannot share {key_heads} key_value_heads")
+    if config.head_dim % 2:
+        raise ValueError(f"head_dim is {config.head_dim}: the rotary embedding turns pairs")
 
 
 class TargetShape(DecoderConfig):
@@ -95,7 +121,7 @@ class TargetShape(DecoderConfig):
     """
 
     family: str
-    tie_word_embeddings: bool
+    tie_word_embeddings: StrictBool
     eos_token_ids: tuple[int, ...]
     dtype: str
     logit_scale: float = 1.0
@@ -116,68 +142,74 @@ class TargetConfig(TargetShape):
     """A target that our own decoder runs: the config.json of the families in FAMILIES."""
 
     family: Literal["llama", "mistral", "qwen2", "qwen3"]
-    attention_bias: bool  # on q, k, v
-    attention_out_bias: bool
-    mlp_bias: bool
+    attention_bias: StrictBool  # on q, k, v
+    attention_out_bias: StrictBool
+    mlp_bias: StrictBool
     qk_norm: bool
+
+    @model_validator(mode="after")
+    def _has_whole_heads(self) -> Self:
+        whole_heads(self)
+        return self
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> TargetConfig:
         """Read config.json (and generation_config.json's end tokens). Raises MissingInputError,
-        MismatchError.
+        CorruptError, MismatchError.
 
         A MismatchError means that our own decoder does not run the model; `foreign.target_shape`
         may still read it.
         """
         config = read_config(folder)
         family = config.get("model_type")
-        if family not in FAMILIES:
+        if not isinstance(family, str) or family not in FAMILIES:
             known = f"{', '.join(FAMILIES.values())}, dense"
             raise MismatchError(
                 f"{folder} is a {family!r} model; eyas' own engine runs {known}", ELSEWHERE
             )
-        window, length = config.get("sliding_window"), config.get("max_position_embeddings", 2048)
-        if (
-            family != "llama"
-            and config.get("use_sliding_window", family == "mistral")
-            and window
-            and window < length
-        ):
-            raise MismatchError(
-                f"{folder} uses sliding-window attention: {window} tokens of a context of {length}",
-                f"to run it here, set max_position_embeddings to {window} in its config.json; or "
-                f"{ELSEWHERE}",
+        length = given(config, "max_position_embeddings", 2048)
+        _refuse_window(folder, config, length)
+        bias = given(config, "attention_bias", False)
+        try:
+            return cls(
+                family=family,
+                hidden_size=config["hidden_size"],
+                intermediate_size=config["intermediate_size"],
+                num_hidden_layers=config["num_hidden_layers"],
+                num_attention_heads=config["num_attention_heads"],
+                num_key_value_heads=given(
+                    config, "num_key_value_heads", config["num_attention_heads"]
+                ),
+                head_dim=head_dim_of(config),
+                vocab_size=config["vocab_size"],
+                rms_norm_eps=given(config, "rms_norm_eps", 1e-6),
+                max_position_embeddings=length,
+                rope=_rope(folder, config),
+                tie_word_embeddings=given(config, "tie_word_embeddings", False),
+                attention_bias=True if family == "qwen2" else bias,
+                attention_out_bias=bias if family in ("llama", "qwen3") else False,
+                mlp_bias=given(config, "mlp_bias", False),
+                qk_norm=family == "qwen3",
+                eos_token_ids=end_token_ids(folder, config.get("eos_token_id")),
+                dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
             )
-        heads = config["num_attention_heads"]
-        bias = bool(config.get("attention_bias", False))
-        generation = Path(folder) / "generation_config.json"
-        ends = (
-            json.loads(generation.read_text()).get("eos_token_id") if generation.exists() else None
-        )
-        ends = ends if ends is not None else config.get("eos_token_id")
-        return cls(
-            family=family,
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_hidden_layers=config["num_hidden_layers"],
-            num_attention_heads=heads,
-            num_key_value_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            vocab_size=config["vocab_size"],
-            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-            max_position_embeddings=length,
-            rope=_rope(folder, config),
-            tie_word_embeddings=config.get("tie_word_embeddings", False),
-            attention_bias=family == "qwen2" or bias,
-            attention_out_bias=family in ("llama", "qwen3") and bias,
-            mlp_bias=bool(config.get("mlp_bias", False)),
-            qk_norm=family == "qwen3",
-            eos_token_ids=tuple(ends)
-            if isinstance(ends, list)
-            else (ends,)
-            if ends is not None
-            else (),
-            dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
+        except KeyError as error:
+            raise CorruptError(f"{folder}/config.json lacks {error}", RESTORE_CONFIG) from error
+        except ValidationError as error:
+            what = f"{folder}/config.json does not describe a model: {in_words(error)}"
+            raise CorruptError(what, RESTORE_CONFIG) from error
+
+
+def _refuse_window(folder: str | Path, config: Mapping[str, Any], length: Any) -> None:
+    """Raise MismatchError for attention that does not see the whole context."""
+    window, family = config.get("sliding_window"), config["model_type"]
+    if family == "llama" or not window or not config.get("use_sliding_window", family == "mistral"):
+        return
+    if not (isinstance(window, int) and isinstance(length, int)) or window < length:
+        raise MismatchError(
+            f"{folder} uses sliding-window attention: {window} tokens of a context of {length}",
+            f"to run it here, set max_position_embeddings to {window} in its config.json; or "
+            f"{ELSEWHERE}",
         )
 
 
@@ -188,6 +220,44 @@ def _rope(folder: str | Path, config: dict[str, Any]) -> RopeConfig:
         raise MismatchError(
             f"{folder}: {error.what} by eyas' own engine", f"{error.hint}; or {ELSEWHERE}"
         ) from error
+    except CorruptError as error:
+        raise CorruptError(f"{folder}: {error.what}", error.hint) from error
+
+
+def given(config: Mapping[str, Any], key: str, default: Any) -> Any:
+    """What a config says, or the default where it says nothing or null. A 0 is a value."""
+    value = config.get(key)
+    return default if value is None else value
+
+
+def head_dim_of(config: Mapping[str, Any]) -> Any:
+    """As stated, or each head's share of the width; unchecked."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    are_sizes = isinstance(hidden, int) and isinstance(heads, int) and heads > 0
+    return given(config, "head_dim", hidden // heads if are_sizes else None)
+
+
+def end_token_ids(folder: str | Path, stated: Any) -> tuple[int, ...]:
+    """The tokens that end an answer: generation_config.json's or, without them, the config's.
+
+    Raises CorruptError for what are no token ids. A negative id means that there is none.
+    """
+    if (Path(folder) / "generation_config.json").exists():
+        stated = given(read_config(folder, "generation_config.json"), "eos_token_id", stated)
+    ids = stated if isinstance(stated, list) else [] if stated is None else [stated]
+    if not all(type(token) is int for token in ids):
+        raise CorruptError(f"{folder}: eos_token_id is {stated!r:.64}: no token id", RESTORE_CONFIG)
+    return tuple(token for token in ids if token >= 0)
+
+
+def in_words(error: ValidationError) -> str:
+    """Every field that pydantic refuses, with what it was given and why."""
+    return "; ".join(
+        f"{'.'.join(map(str, item['loc']))} is {item['input']!r:.64}: {item['msg']}"
+        if item["loc"]
+        else item["msg"].removeprefix("Value error, ")
+        for item in error.errors()
+    )
 
 
 # The published heads for targets of 128,000 and more tokens (EAGLE-3, SpecForge) have these many.
@@ -229,17 +299,22 @@ class HeadConfig(DecoderConfig):
     target. The flags are variants of the layer that published heads are trained with.
     """
 
-    draft_vocab_size: int
-    target_hidden_size: int
+    draft_vocab_size: Size
+    target_hidden_size: Size
     taps: Taps
-    target_lm_head_sha256: str = ""
-    norm_before_residual: bool = False  # the residual is taken after hidden_norm
-    norm_before_fc: bool = False  # input_norm over the three features together
-    fc_norm: bool = False  # fc_norm.{0,1,2} over each of the three features
-    norm_output: bool = False  # what is fed back is the output after `norm`
+    target_lm_head_sha256: StrictStr = ""
+    norm_before_residual: StrictBool = False  # the residual is taken after hidden_norm
+    norm_before_fc: StrictBool = False  # input_norm over the three features together
+    fc_norm: StrictBool = False  # fc_norm.{0,1,2} over each of the three features
+    norm_output: StrictBool = False  # what is fed back is the output after `norm`
     # it was trained with another rotary embedding than its target's, and says so
-    own_rope: bool = False
-    train_lm_head: bool = True  # else lm_head is the target's rows as they were
+    own_rope: StrictBool = False
+    train_lm_head: StrictBool = True  # else lm_head is the target's rows as they were
+
+    @model_validator(mode="after")
+    def _has_whole_heads(self) -> Self:
+        whole_heads(self)
+        return self
 
     @property
     def owns_embeddings(self) -> bool:
@@ -298,19 +373,23 @@ def own_shape(target: TargetShape, hidden_size: int | None) -> dict[str, int]:
 
 
 def read_config(folder: str | Path, name: str = "config.json") -> dict[str, Any]:
-    """A folder's config as a dict. Raises MissingInputError, CorruptError."""
+    """A folder's config as a dict; a byte order mark is no fault. Raises MissingInputError,
+    CorruptError.
+    """
     path = Path(folder) / name
     if not path.exists():
         raise MissingInputError(
             f"{folder} has no {name}",
             "give a folder in Hugging Face's form (config.json, *.safetensors)",
         )
+    if not path.is_file():
+        raise CorruptError(f"{path} is no file", "give a folder in Hugging Face's form")
     try:
-        config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise CorruptError(f"{path} is not JSON: {error}", "restore the file") from error
+        config = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"{path} is not JSON: {error}", RESTORE_CONFIG) from error
     if not isinstance(config, dict):
-        raise CorruptError(f"{path} is not a JSON object", "restore the file")
+        raise CorruptError(f"{path} is not a JSON object", RESTORE_CONFIG)
     return config
 
 

@@ -80,9 +80,10 @@ FED_BACK_HINT = (
 # Parts of a config that are JSON objects, or lists, in whichever section they stand.
 SECTIONS: dict[str, type] = {
     **dict.fromkeys(
-        ("eagle_config", "transformer_layer_config", "rope_scaling", "rope_parameters"), dict
+        ("eagle_config", "transformer_layer_config", "rope_scaling", "rope_parameters", "taps"),
+        dict,
     ),
-    "architectures": list,
+    **dict.fromkeys(("architectures", LAYER_IDS), list),
 }
 # Values that change the result when they are another than this one (or absent).
 FIXED = {
@@ -170,7 +171,8 @@ def setting_faults(checkpoint: Checkpoint) -> list[MismatchError]:
             MismatchError(
                 f"{key} is {found!r}: only {value!r} is supported", "train a head with it"
             )
-            for found in checkpoint.stated(key) - {value}
+            for found in checkpoint.stated(key)
+            if isinstance(found, bool) or found != value  # true is 1, but no number
         ]
     if not checkpoint.eagle_settings.get("use_aux_hidden_state", True):
         faults.append(

@@ -32,7 +32,7 @@ from eyas.model.rows import (
     TargetOutput,
     prompt_rows,
 )
-from eyas.model.weights import read_tensors, tensor_sha256
+from eyas.model.weights import read_tensors, refuse_nonfinite, tensor_sha256
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -145,7 +145,9 @@ class Target:
         cls, folder: str | Path, dtype: Dtype = "auto", device: str = "cpu", native: bool = True
     ) -> Target:
         """Load a Hugging Face folder. Raises MissingInputError, CorruptError, MismatchError."""
-        return cls(TargetConfig.from_folder(folder), read_tensors(folder), dtype, device, native)
+        config, tensors = TargetConfig.from_folder(folder), read_tensors(folder)
+        refuse_nonfinite(folder, tensors)
+        return cls(config, tensors, dtype, device, native)
 
     @property
     def fingerprint(self) -> str:

@@ -10,7 +10,6 @@ Letters: V target vocabulary, W draft vocabulary, Ht target hidden size.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from eyas.errors import ConfigError, MismatchError
-from eyas.model.config import RopeConfig, TargetConfig, TargetShape, read_config
-from eyas.model.weights import read_shapes, read_tensors, tensor_sha256
+from eyas.model.config import RopeConfig, TargetConfig, TargetShape, end_token_ids, read_config
+from eyas.model.weights import read_shapes, read_tensors, refuse_nonfinite, tensor_sha256
 
 WITHOUT_ROPE_THETA = 10000.0
 NORM_EPSILONS = (
@@ -79,6 +78,10 @@ class TargetVocabulary:
             if isinstance(config, TargetConfig)
             else transformers_matrices(folder, config)
         )
+        matrices = {"embed_tokens": embed_tokens, "lm_head": stored}
+        if stored is embed_tokens:
+            del matrices["lm_head"]
+        refuse_nonfinite(folder, matrices)
         lm_head = (
             stored.to(dtype) if config.logit_scale == 1.0 else stored.to(dtype) * config.logit_scale
         )
@@ -171,7 +174,7 @@ def shape_of(config: Any, folder: str | Path) -> TargetShape:
         max_position_embeddings=_number(text, "max_position_embeddings") or 2048,
         rope=head_rope(getattr(text, "rope_parameters", None)),
         tie_word_embeddings=bool(config.tie_word_embeddings),
-        eos_token_ids=end_tokens(text, folder),
+        eos_token_ids=end_token_ids(folder, text.eos_token_id),
         dtype=str(config.dtype or torch.float32).removeprefix("torch."),
         logit_scale=logit_scale(text),
         logit_softcap=getattr(text, "final_logit_softcapping", None),
@@ -205,14 +208,6 @@ def logit_scale(text: Any) -> float:
     return float(getattr(text, "logit_scale", None) or 1.0) / float(
         getattr(text, "logits_scaling", None) or 1.0
     )
-
-
-def end_tokens(text: Any, folder: str | Path) -> tuple[int, ...]:
-    """The tokens that end an answer."""
-    path = Path(folder) / "generation_config.json"
-    ends = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
-    ends = ends if ends is not None else text.eos_token_id
-    return tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
 
 
 def transformers_matrices(folder: str | Path, shape: TargetShape) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,8 @@ from eyas.errors import CorruptError, MissingInputError
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLE_INDEX, PICKLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
 RESTORE = "restore the file from its source"
+# in which a value may be NaN or infinite; what is quantised is refused, or run, by others
+CHECKED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # What of a target's folder `fingerprint` reads in full, and its samples of each weight file.
 CONFIG_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 SAMPLE_BYTES, NUM_SAMPLES = 1 << 16, 256
@@ -51,25 +53,62 @@ def read_tensors(
 def sharded_tensors(
     root: Path, index: str, wanted: Collection[str] | None
 ) -> dict[str, torch.Tensor]:
-    """Tensors by an index of shards: all that it promises must be there."""
+    """Tensors by an index of shards: all that it promises must be there, each in one shard, and
+    every shard in the folder itself.
+    """
     try:
         shard_of = {
             str(key): str(shard)
-            for key, shard in json.loads((root / index).read_text())["weight_map"].items()
+            for key, shard in json.loads((root / index).read_bytes())["weight_map"].items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError(f"{root / index} is no index of shards: {error!r}", RESTORE) from error
     promised = {key for key in shard_of if wanted is None or key in wanted}
     tensors: dict[str, torch.Tensor] = {}
+    twice: list[str] = []
     for name in sorted({shard_of[key] for key in promised}):
+        if name in ("", "..") or Path(name).name != name or "\0" in name:
+            raise CorruptError(
+                f"{root / index} names the shard {name!r:.128}, which is no file of this folder",
+                "put the shards beside their index, and name them there without a path",
+            )
         if not (root / name).exists():
             raise MissingInputError(f"{root} lacks the shard {name}", "download the missing file")
-        tensors |= file_tensors(root / name, wanted)
+        found = file_tensors(root / name, wanted)
+        twice += [f"{key} lies in {name}" for key in sorted(tensors.keys() & found.keys())]
+        tensors |= found
     if lost := sorted(promised - tensors.keys()):
         raise CorruptError(
             f"{root}: {shard_of[lost[0]]} lacks {lost[0]}, which {index} promises", RESTORE
         )
+    if twice:
+        raise CorruptError(
+            f"{root}: {twice[0]} and in another shard: loaders differ in which they take", RESTORE
+        )
     return tensors
+
+
+def nonfinite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Every tensor that holds a NaN or an infinity, with how many of its values are none.
+
+    One pass over the weights without a copy: the least and the greatest value of a tensor are NaN
+    or infinite where any is.
+    """
+    found = []
+    for name, tensor in tensors.items():
+        if tensor.dtype not in CHECKED or tensor.device.type == "meta" or not tensor.numel():
+            continue
+        if not all(bool(extreme.isfinite()) for extreme in tensor.aminmax()):
+            bad = int((~tensor.isfinite()).sum())
+            found.append(f"{name}: {bad} of {tensor.numel()} values are NaN or infinite")
+    return found
+
+
+def refuse_nonfinite(what: str | Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise CorruptError if any weight of a target is NaN or infinite: nothing it says would be."""
+    if found := nonfinite(tensors):
+        more = f"; and {len(found) - 3} tensors more" if len(found) > 3 else ""
+        raise CorruptError(f"{what}: {'; '.join(found[:3])}{more}", RESTORE)
 
 
 def read_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
@@ -111,7 +150,7 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(str(path), framework="pt") as shard:
             yield shard
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise CorruptError(f"{path} cannot be read: {error}", RESTORE) from error
 
 
@@ -124,7 +163,7 @@ def unpickled(path: Path) -> dict[str, torch.Tensor]:
         found = torch.load(
             path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
         )
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError) as error:
         what = (
             f"{path} cannot be read as plain tensors: "
             f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
@@ -200,7 +239,8 @@ def fingerprint(folder: str | Path) -> str:
     """
     root = Path(folder)
     weights, digest = _safetensors(root), hashlib.sha256()
-    for path in sorted(path for path in root.iterdir() if path.suffix in CONFIG_SUFFIXES):
+    configs = (path for path in root.iterdir() if path.suffix in CONFIG_SUFFIXES)
+    for path in sorted(path for path in configs if path.is_file()):
         digest.update(f"{path.name} ".encode() + hashlib.sha256(path.read_bytes()).digest())
     for path in weights:
         size = path.stat().st_size

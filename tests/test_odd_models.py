@@ -1,0 +1,306 @@
+"""Folders that are no model, or nearly one: each is one error that names what is wrong, and nothing
+outside the folder is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from eyas.cli.main import build
+from eyas.engine.engine import Engine
+from eyas.errors import CorruptError, EyasError, MismatchError
+from eyas.export.check import check, replay_head
+from eyas.features.decoder import HookedDecoder
+from eyas.model.checkpoint import read_head
+from eyas.model.config import RopeConfig, TargetConfig
+from eyas.model.target import Target
+from eyas.model.vocab import TargetVocabulary
+from eyas.model.weights import nonfinite
+from tests.tiny import tiny_target
+from tests.tiny_head import edit_config, edit_tensors, head_folder
+
+NOT_NUMBERS: tuple[Any, ...] = ("x", "32", [1], {"a": 1}, 0, -1, 1.5, True, float("nan"))
+
+
+@pytest.fixture
+def target(tmp_path) -> Path:
+    return tiny_target(tmp_path / "target")
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory) -> Path:
+    """A target that no test changes."""
+    return tiny_target(tmp_path_factory.mktemp("kept"))
+
+
+def loads(folder: Path) -> Iterator[Any]:
+    """The ways in which a target is loaded."""
+    yield lambda: TargetVocabulary.load(folder)
+    yield lambda: Target.load(folder)
+
+
+# Configs
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"[]", b"\x80\x81\x82", b'{"a":' + b"[" * 100_000],
+    ids=["empty", "a list", "binary", "nested without end"],
+)
+def test_a_config_that_is_none(target, name, data):
+    (target / name).write_bytes(data)
+    for load in loads(target):
+        with pytest.raises(CorruptError, match=name):
+            load()
+
+
+def test_a_config_that_is_a_folder(target):
+    (target / "config.json").unlink()
+    (target / "config.json").mkdir()
+    for load in loads(target):
+        with pytest.raises(CorruptError, match=r"config\.json is no file"):
+            load()
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_byte_order_mark_is_harmless(target, name):
+    before = TargetConfig.from_folder(target)
+    (target / name).write_bytes(b"\xef\xbb\xbf" + (target / name).read_bytes())
+    assert TargetConfig.from_folder(target) == before
+    head = head_folder(target, target.parent / "head", "sglang")
+    read = read_head(head)[0]
+    (head / "config.json").write_bytes(b"\xef\xbb\xbf" + (head / "config.json").read_bytes())
+    assert read_head(head)[0] == read
+
+
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "vocab_size")
+NUMBERS = (*SIZES, "num_key_value_heads", "rms_norm_eps", "max_position_embeddings")
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_numbers_of_a_target_that_are_none(target, key):
+    for value in NOT_NUMBERS:
+        if key == "rms_norm_eps" and value == 1.5:
+            continue
+        edit_config(target, **{key: value})
+        for load in loads(target):
+            with pytest.raises(CorruptError, match=key):
+                load()
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+@pytest.mark.parametrize("form", ["eyas", "sglang", "vllm"])
+def test_numbers_of_a_head_that_are_none(kept, tmp_path, form, key):
+    folder = head_folder(kept, tmp_path / "head", form)
+    path = folder / ("eyas_head.json" if form == "eyas" else "config.json")
+    whole = json.loads(path.read_text())
+    for value in NOT_NUMBERS:
+        if key == "rms_norm_eps" and value == 1.5:
+            continue
+        section = whole["transformer_layer_config"] if form == "vllm" else whole
+        path.write_text(json.dumps(whole | {"transformer_layer_config": section | {key: value}}))
+        if form != "vllm":
+            path.write_text(json.dumps(whole | {key: value}))
+        with pytest.raises(EyasError, match=key):
+            read_head(folder)
+
+
+def test_a_flag_that_is_a_word_and_tokens_that_are_none(target):
+    for key in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
+        edit_config(target, **{key: "false"})
+        with pytest.raises(CorruptError, match="is 'false'"):
+            TargetConfig.from_folder(target)
+        edit_config(target, **{key: None})
+    (target / "generation_config.json").unlink()
+    with pytest.raises(CorruptError, match=r"eos_token_id is '</s>'"):
+        TargetConfig.from_folder(edit_config(target, eos_token_id="</s>"))
+    assert TargetConfig.from_folder(edit_config(target, eos_token_id=-1)).eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_attention_heads": 2, "num_key_value_heads": 4}, "2 attention heads cannot share 4"),
+        ({"head_dim": 7}, "head_dim is 7"),
+        ({"num_hidden_layers": 9}, r"model\.layers\.8\.[\w.]+: missing"),
+        ({"num_hidden_layers": 7}, r"model\.layers\.7\.[\w.]+: not a tensor"),
+    ],
+)
+def test_shapes_that_no_decoder_has(target, changes, named):
+    edit_config(target, **changes)
+    with pytest.raises((CorruptError, MismatchError), match=named):
+        Target.load(target)
+
+
+@pytest.mark.parametrize("theta", [0, -1.0, float("inf"), "x", True])
+def test_a_rotary_base_that_is_none(target, theta):
+    for written in ({"rope_theta": theta}, {"rope_parameters": {"rope_theta": theta}}):
+        with pytest.raises(CorruptError, match=r"rotary embedding.*theta is"):
+            RopeConfig.from_hf(written)
+    edit_config(target, rope_parameters=None, rope_theta=theta)
+    for load in loads(target):
+        with pytest.raises(CorruptError, match="theta is"):
+            load()
+    head = edit_config(
+        head_folder(tiny_target(target.parent / "sound"), target.parent / "head", "sglang"),
+        rope_theta=theta,
+    )
+    with pytest.raises(CorruptError, match="theta is"):
+        read_head(head)
+
+
+def test_what_a_heads_config_lacks_is_a_key(kept, tmp_path):
+    ids = "eagle_aux_hidden_state_layer_ids"
+    for value in (5, "1 3 4", {"a": 1}):
+        folder = head_folder(kept, tmp_path / str(value), "vllm")
+        with pytest.raises(CorruptError, match=f"{ids} in the config is .*, not a JSON list"):
+            read_head(edit_config(folder, **{ids: value}))
+    for listed in (["2", "4", "5"], [True, 4, 5], [[2], 4, 5], [2.0, 4.0, 5.0]):
+        with pytest.raises(MismatchError, match=f"{ids} is .*three numbers"):
+            read_head(edit_config(folder, **{ids: listed}))
+    with pytest.raises(MismatchError, match="lacks 'hidden_size'"):
+        read_head(edit_config(folder, "transformer_layer_config", hidden_size=None))
+
+
+# Shards
+
+
+def sharded(folder: Path, shard: str) -> Path:
+    """All of a target's tensors promised in one shard, whose file lies beside the folder too."""
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    os.rename(folder / "model.safetensors", folder.parent / "outside.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, shard)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_an_index_leads_nowhere_outside_its_folder(target, absolute):
+    outside = target.parent / "outside.safetensors"
+    sharded(target, str(outside) if absolute else "../outside.safetensors")
+    for load in loads(target):
+        with pytest.raises(CorruptError, match=r"outside\.safetensors', which is no file of this"):
+            load()
+
+
+def test_a_shard_may_be_a_link_as_in_the_hubs_cache(target):
+    sharded(target, "model-1.safetensors")
+    (target / "model-1.safetensors").symlink_to(target.parent / "outside.safetensors")
+    assert Target.load(target).config.num_hidden_layers == 8
+
+
+@pytest.mark.parametrize("shard", ["", ".", "..", "a\0b", "sub/model.safetensors"])
+def test_names_of_shards_that_are_none(target, shard):
+    with pytest.raises(CorruptError, match="no file of this folder"):
+        Target.load(sharded(target, shard))
+
+
+def test_a_shard_that_is_a_folder(target):
+    sharded(target, "model-1.safetensors")
+    (target / "model-1.safetensors").mkdir()
+    with pytest.raises(CorruptError, match=r"model-1\.safetensors cannot be read"):
+        Target.load(target)
+
+
+def test_a_tensor_in_two_shards(target):
+    sharded(target, "model-1.safetensors")
+    tensors = safetensors.torch.load_file(target.parent / "outside.safetensors")
+    safetensors.torch.save_file(tensors, target / "model-1.safetensors")
+    norm = {"model.norm.weight": tensors["model.norm.weight"] + 1}
+    safetensors.torch.save_file({**norm, "more": norm["model.norm.weight"] * 2}, target / "two")
+    os.rename(target / "two", target / "model-2.safetensors")
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    index["weight_map"]["more"] = "model-2.safetensors"
+    (target / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CorruptError, match=r"norm\.weight lies in model-2.*in another shard"):
+        Target.load(target)
+
+
+def test_a_header_that_promises_more_than_there_is(target):
+    header = {"x": {"dtype": "F32", "shape": [1 << 40, 1 << 20], "data_offsets": [0, 1 << 62]}}
+    data = json.dumps(header).encode()
+    (target / "model.safetensors").write_bytes(len(data).to_bytes(8, "little") + data)
+    with pytest.raises(CorruptError, match="cannot be read"):
+        Target.load(target)
+
+
+# Weights that are no numbers
+
+BAD = [float("nan"), float("inf"), float("-inf")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("value", BAD)
+def test_one_value_among_many_is_found_wherever_it_stands(dtype, value):
+    for size in (1, 15, 1000, 70_000):
+        weights = torch.ones(size).to(dtype)
+        assert nonfinite({"w": weights}) == []
+        for at in {0, size // 2, size - 1}:
+            damaged = weights.clone()
+            damaged[at] = value
+            said = [f"w: 1 of {size} values are NaN or infinite"]
+            assert nonfinite({"w": damaged}) == said
+    assert nonfinite({"none": torch.empty(0), "ids": torch.tensor([1])}) == []
+    assert nonfinite({"most": torch.tensor([torch.finfo(dtype).max] * 9, dtype=dtype)}) == []
+
+
+@pytest.mark.parametrize("value", BAD)
+@pytest.mark.parametrize(
+    "name", ["fc.weight", "lm_head.weight", "norm.weight", "midlayer.mlp.up_proj.weight"]
+)
+def test_a_head_with_a_weight_that_is_no_number_is_refused(kept, tmp_path, name, value):
+    folder = head_folder(kept, tmp_path / "head")
+    weights = safetensors.torch.load_file(folder / "model.safetensors")[name]
+    weights.view(-1)[-1] = value
+    edit_tensors(folder, {name: weights})
+    said = rf"{name}: 1 of {weights.numel()} values are NaN or infinite"
+    with pytest.raises(MismatchError, match=said):
+        Engine.load(kept, folder)
+    findings = check(folder, kept)
+    assert [one.what for one in findings if one.level == "error"] == [said]
+    replayed, why_not = replay_head(folder, kept)
+    assert not replayed
+    assert said in why_not
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_target_with_a_weight_that_is_no_number_is_refused(tmp_path, tied):
+    folder = tiny_target(tmp_path / "target", tie_word_embeddings=tied)
+    layer, embeddings = "model.layers.3.mlp.up_proj.weight", "model.embed_tokens.weight"
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    edit_tensors(folder, {layer: tensors[layer].index_fill(0, torch.tensor([5]), float("nan"))})
+    said = f"{layer}: 32 of 2048 values are NaN or infinite"
+    with pytest.raises(CorruptError, match=said):
+        Target.load(folder)
+    with pytest.raises(CorruptError, match=said):
+        HookedDecoder.load(folder, "float32")
+    edit_tensors(folder, {layer: tensors[layer], embeddings: tensors[embeddings] / 0})
+    with pytest.raises(CorruptError, match="embed_tokens: 10240 of 10240 values"):
+        TargetVocabulary.load(folder)
+
+
+def test_the_commands_say_it_and_end_with_2(kept, tmp_path, capsys):
+    head = head_folder(kept, tmp_path / "head")
+    weights = safetensors.torch.load_file(head / "model.safetensors")["fc.weight"]
+    edit_tensors(head, {"fc.weight": weights * float("inf")})
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"id": "a", "messages": [{"role": "user", "content": "Hello there"}]}\n')
+    for arguments in (
+        ["serve", "--target", str(kept), "--head", str(head), "--port", "0"],
+        ["eval", str(head), "-t", str(kept), "-o", str(tmp_path / "o"), "--prompts", str(prompts)],
+        ["check", str(head), "--target", str(kept)],
+    ):
+        with pytest.raises(SystemExit) as end:
+            build(arguments)(arguments)
+        assert end.value.code == 2, arguments
+        told = "".join(capsys.readouterr())
+        assert "fc.weight: 3072 of 3072 values are NaN or infinite" in told, arguments
