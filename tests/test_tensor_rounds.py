@@ -84,6 +84,30 @@ def plainly(target: Target, asked: list[Any]) -> dict[Any, Any]:
 # The same tokens
 
 
+@pytest.mark.parametrize("max_tokens", [0, 6])
+def test_prompts_are_scored_beside_rounds_in_flight(target: Target, max_tokens: int) -> None:
+    asked = [
+        replace(one, params=replace(one.params, max_tokens=max_tokens, prompt_logprobs=1))
+        if place % 2
+        else one
+        for place, one in enumerate(requests(6, max_tokens=20))
+    ]
+    engine = tensor_engine(target, overlap=True)
+    results = list(engine.run(asked))
+    idle(engine)
+    assert engine.num_overlapped > 0
+    plain = {one.request_id: one for one in Engine(target).run(asked)}
+    for one in results:
+        assert one.token_ids == plain[one.request_id].token_ids
+        ours, theirs = one.prompt_logprobs or [], plain[one.request_id].prompt_logprobs or []
+        np.testing.assert_allclose(
+            [each.logprob for each in ours], [each.logprob for each in theirs], atol=1e-5
+        )
+    assert [len(one.prompt_ids) - 1 for one in asked[1::2]] == [
+        len(plain[one.id].prompt_logprobs or []) for one in asked[1::2]
+    ]
+
+
 @pytest.mark.parametrize(
     ("shape", "overlap", "params"),
     [

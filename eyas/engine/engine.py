@@ -39,6 +39,7 @@ from eyas.tau import count_round, tau_of
 log = logging.getLogger("eyas.engine")
 
 LEAST_TAU, TAU_WINDOW = 1.3, 256  # below it a head hardly helps; over so many greedy rounds
+SCORED_LOGITS = 1 << 22  # of one prefill, for prompt_logprobs: 16 MiB in fp32
 
 
 class EngineConfig(BaseModel):
@@ -106,6 +107,7 @@ class Engine:
             )
             if self.draft
             else 1,
+            scored_chunk=max(1, SCORED_LOGITS // target.config.vocab_size),
         )
         most = PagePool(0, PAGE_SIZE).pages_for(
             self.max_length + limits.max_emitted + limits.tree_columns
@@ -189,9 +191,10 @@ class Engine:
         length = len(request.prompt_ids)
         if length == 0:
             raise InputError("the prompt has no tokens", "give at least one token")
-        if length >= self.max_length:
+        most_tokens = self.max_length - min(request.params.max_tokens, 1)
+        if length > most_tokens:
             raise InputError(
-                f"the prompt has {length} tokens, the limit is {self.max_length - 1}",
+                f"the prompt has {length} tokens, the limit is {most_tokens}",
                 "shorten the prompt",
             )
         lowest, highest = min(request.prompt_ids), max(request.prompt_ids)
@@ -287,11 +290,15 @@ class Engine:
         return self._device.submit(self.rounds.run, job).result
 
     def _settle(self, outcomes: list[Outcome]) -> list[Update]:
-        """Give a job's outcomes to the scheduler; returns their updates that have tokens."""
+        """Give a job's outcomes to the scheduler; returns their updates that have tokens or end a
+        sample.
+        """
         updates = []
         for outcome in outcomes:
-            if self._scheduler.settle(outcome) and outcome.update.token_ids:
-                updates.append(outcome.update)
+            update = outcome.update
+            has_news = bool(update.token_ids) or update.finish_reason is not None
+            if self._scheduler.settle(outcome) and has_news:
+                updates.append(update)
                 accepted = outcome.update.num_accepted_drafts
                 if accepted is not None and outcome.sample.request.params.temperature == 0:
                     self._watch_tau(accepted)

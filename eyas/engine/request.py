@@ -28,9 +28,10 @@ _RANGES: Mapping[str, tuple[float, float, str]] = {
     "repetition_penalty": (0.01, 100, "a number from 0.01 to 100; 1 is off"),
     "frequency_penalty": (-2, 2, "a number from -2 to 2; 0 is off"),
     "presence_penalty": (-2, 2, "a number from -2 to 2; 0 is off"),
-    "max_tokens": (1, math.inf, "1 or more"),
+    "max_tokens": (0, math.inf, "0 or more"),
     "n": (1, MAX_SAMPLES, f"a number from 1 to {MAX_SAMPLES}"),
     "logprobs": (0, MAX_LOGPROBS, f"a number from 0 to {MAX_LOGPROBS}, or none"),
+    "prompt_logprobs": (0, MAX_LOGPROBS, f"a number from 0 to {MAX_LOGPROBS}, or none"),
 }
 
 
@@ -42,8 +43,9 @@ class SamplingParams:
     defaults change nothing. With the same seed a request gives the same tokens, with and without
     speculation; None takes one from the system. stop_token_ids end the answer as the target's own
     end tokens do, and also where ignore_eos is set. logprobs None gives none, 0 those of the
-    answer's tokens, n those of the n best tokens at each place as well. Raises InputError for
-    values out of range and for options that contradict each other.
+    answer's tokens, n those of the n best tokens at each place as well; prompt_logprobs is the same
+    for the prompt's tokens from the second on. max_tokens 0 reads the prompt and answers nothing.
+    Raises InputError for values out of range and for options that contradict each other.
     """
 
     temperature: float = 0.0
@@ -62,6 +64,7 @@ class SamplingParams:
     ignore_eos: bool = False
     n: int = 1
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     json_schema: str | None = None
     regex: str | None = None
 
@@ -199,9 +202,10 @@ class Update:
     """What one job emitted for one sample.
 
     token_ids: new tokens. num_accepted_drafts: None for prefill and plain rounds. index: which of
-    the request's n samples. logprobs: one entry a token, if requested. tree: of a speculative
-    round, if requested. text: of a request with stop strings, the new text that is certain; it ends
-    before the first stop string. None: the text is that of the tokens.
+    the request's n samples. logprobs: one entry a token, if requested. prompt_logprobs: one entry
+    for each token of the prompt behind the first, if requested, with the sample's first update.
+    tree: of a speculative round, if requested. text: of a request with stop strings, the new text
+    that is certain; it ends before the first stop string. None: the text is that of the tokens.
     """
 
     request_id: str
@@ -212,6 +216,7 @@ class Update:
     logprobs: list[TokenLogprob] | None = None
     tree: DraftedTree | None = None
     text: str | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +234,7 @@ class Result:
     accept_hist: list[int]
     index: int = 0
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
 
     @classmethod
     def of(cls, updates: Sequence[Update], num_draft_steps: int) -> Result:
@@ -244,5 +250,11 @@ class Result:
         if last.logprobs is not None:
             logprobs = [one for update in updates for one in update.logprobs or []]
         return cls(
-            last.request_id, token_ids, last.finish_reason, accept_hist, last.index, logprobs
+            last.request_id,
+            token_ids,
+            last.finish_reason,
+            accept_hist,
+            last.index,
+            logprobs,
+            updates[0].prompt_logprobs,
         )

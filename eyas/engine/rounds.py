@@ -30,6 +30,7 @@ from eyas.engine.costs import AT_ONCE
 from eyas.engine.draft import Draft, to_device
 from eyas.engine.policy import Policy, RoundPlan
 from eyas.engine.request import DraftedTree, Update
+from eyas.engine.sampling import host_logits, token_logprob
 from eyas.engine.scheduler import Job, Outcome, RunningSample
 from eyas.engine.tree import Speculation, Tree, drafted_tree, tree_of
 from eyas.engine.verify import accept
@@ -207,30 +208,37 @@ class Rounds:
     # Prefill
 
     def _prefill(self, job: Job, chunks: list[range]) -> list[Outcome]:
-        """Run a chunk of each prompt; draw the first token of each prompt that ends with it."""
+        """Run a chunk of each prompt; draw the first token of each prompt that ends with it, and
+        score the prompt's own tokens where their log-probabilities are wanted.
+        """
         tokens = [
             sample.tokens[chunk.start : chunk.stop]
             for sample, chunk in zip(job.samples, chunks, strict=True)
         ]
         starts = [chunk.start for chunk in chunks]
         rows = prompt_rows(tokens, starts, job.page_table, self.cache.page_size, self._device)
-        ends = np.cumsum([len(chunk) for chunk in chunks])
-        # A sample that was preempted has its root already: its tokens are longer than its prefill.
-        draws = [
-            b
+        begins = np.cumsum([0, *map(len, chunks)])[:-1]
+        judged = [
+            (b, column)
             for b, (sample, chunk) in enumerate(zip(job.samples, chunks, strict=True))
-            if chunk.stop == sample.prefill_end == len(sample.tokens)
+            for column in _judged_columns(sample, chunk)
         ]
-        asked = to_device(ends[draws] - 1, self._device)
+        asked_R = [begins[b] + column - chunks[b].start for b, column in judged]
+        asked = to_device(np.array(asked_R, dtype=np.int64), self._device)
         output = self.target.forward(rows, self.cache, self._taps, asked, self._features)
         emitted: dict[int, list[int]] = {}
-        best = output.best.tolist() if draws else []
-        for place, b in enumerate(draws):
+        best = output.best.tolist() if judged else []
+        for place, (b, column) in enumerate(judged):
             sample = job.samples[b]
-            token = _draw(sample, best, output.logits, place)
-            emitted[b] = sample.take([token], self._end_tokens)
+            if column + 1 < len(sample.tokens):
+                _score(sample, column + 1, output.logits[place])
+            else:
+                token = _draw(sample, best, output.logits, place)
+                emitted[b] = sample.take([token], self._end_tokens)
         for sample, chunk in zip(job.samples, chunks, strict=True):
             sample.num_cached = chunk.stop
+            if sample.max_tokens == 0 and chunk.stop == sample.prefill_end:
+                sample.finish_reason = "length"
         if self.entries is not None:
             self.entries.begin_pages(job, {b: len(chunk) for b, chunk in enumerate(chunks)})
             self._enter_prompts(self.entries, job, chunks)
@@ -383,6 +391,28 @@ class Rounds:
         return rows_of(arrays, job.page_table, self._device), starts
 
 
+def _judged_columns(sample: RunningSample, chunk: range) -> range:
+    """The columns of a prefill whose logits are wanted: the last one's for a draw, and those that
+    score a token of the prompt, if they have not done so before a preemption.
+    """
+    num_known = len(sample.tokens)
+    # A sample that was preempted has its root already: its tokens are longer than its prefill.
+    draws = chunk.stop == sample.prefill_end == num_known and sample.max_tokens > 0
+    stop = chunk.stop if draws else min(chunk.stop, num_known - 1)
+    if sample.prompt_logprobs is None:
+        return range(chunk.stop - draws, chunk.stop)
+    return range(max(chunk.start, len(sample.prompt_logprobs)), stop)
+
+
+def _score(sample: RunningSample, column: int, logits_V: torch.Tensor) -> None:
+    """Append the log-probability of a token of the prompt under the logits before it."""
+    assert sample.prompt_logprobs is not None
+    assert len(sample.prompt_logprobs) == column - 1, "a token of the prompt was left out"
+    num_top = sample.request.params.prompt_logprobs or 0
+    scored = token_logprob(host_logits(logits_V), sample.tokens[column], num_top)
+    sample.prompt_logprobs.append(scored)
+
+
 def _draw(sample: RunningSample, best: list[int], logits: torch.Tensor, row: int) -> int:
     """The target's next token at a row of best [R] and logits [R, V].
 
@@ -401,16 +431,20 @@ def outcome_of(
     tree: DraftedTree | None = None,
 ) -> Outcome:
     """What a job did for a sample. tokens: those it appended to the sample, maybe none."""
-    logprobs = sample.sampler.logprobs
+    logprobs, of_prompt = sample.sampler.logprobs, None
     first = sample.num_emitted - len(tokens)
+    has_news = bool(tokens) or (sample.max_tokens == 0 and sample.finish_reason is not None)
+    if has_news:
+        of_prompt, sample.prompt_logprobs = sample.prompt_logprobs, None
     update = Update(
         request_id=sample.request.id,
         token_ids=tokens,
-        finish_reason=sample.finish_reason if tokens else None,
+        finish_reason=sample.finish_reason if has_news else None,
         num_accepted_drafts=num_accepted_drafts,
         index=sample.index,
         logprobs=None if logprobs is None else logprobs[first : first + len(tokens)],
         tree=tree,
         text=None if sample.stops is None or not tokens else sample.stops.take_text(),
+        prompt_logprobs=of_prompt,
     )
     return Outcome(sample, sample.num_cached, update)

@@ -21,7 +21,7 @@ import numpy as np
 
 from eyas.engine.acceptance import RequestAcceptance
 from eyas.engine.pages import ROOT, PagePool
-from eyas.engine.request import FinishReason, Request, Update
+from eyas.engine.request import FinishReason, Request, TokenLogprob, Update
 from eyas.engine.sampling import Sampler
 from eyas.engine.stop import StopChecker
 
@@ -63,6 +63,11 @@ class RunningSample:
         self.num_cached = 0
         self.draft_end = 1
         self.draft_page = -1  # in which the last of its entries was made
+        # of the prompt's tokens behind the first, as far as they are computed; None: not wanted, or
+        # on their way to the client
+        self.prompt_logprobs: list[TokenLogprob] | None = (
+            None if request.params.prompt_logprobs is None else []
+        )
         self.acceptance = RequestAcceptance(greedy=request.params.temperature == 0)
         self.finish_reason: FinishReason | None = None
 
@@ -135,13 +140,14 @@ class BatchLimits:
 
     max_batch: running samples. prefill_chunk: tokens of a prefill. max_emitted: tokens that a round
     may emit for a sample. tree_columns: columns that a round may write for a sample, the root's
-    and those behind it.
+    and those behind it. scored_chunk: tokens of a prefill that are scored for prompt_logprobs.
     """
 
     max_batch: int
     prefill_chunk: int
     max_emitted: int
     tree_columns: int
+    scored_chunk: int = 64
 
 
 class Scheduler:
@@ -233,10 +239,15 @@ class Scheduler:
 
     def _prefill(self) -> Job | None:
         """A job of chunks: first of running samples, then of newly admitted ones."""
-        left = self._limits.prefill_chunk
+        left, left_scored = self._limits.prefill_chunk, self._limits.scored_chunk
         samples, chunks = [], []
         for sample in self._unprefilled():
             count = min(left, sample.prefill_end - sample.num_planned)
+            if sample.prompt_logprobs is not None:
+                count = min(count, left_scored)
+                left_scored -= count
+                if count == 0:
+                    continue
             samples.append(sample)
             chunks.append(range(sample.num_planned, sample.num_planned + count))
             sample.num_planned += count
@@ -275,9 +286,10 @@ class Scheduler:
         # a root is emitted and not cached
         end = len(newcomer.tokens) - (1 if newcomer.num_emitted else 0)
         # The last token is computed in any case: without it there are no logits, and no feature for
-        # the draft.
-        salt = newcomer.request.cache_salt
-        reused = self._pool.match(newcomer.tokens[: end - 1], salt) if self._keeps_prefixes else []
+        # the draft; all are for the prompt's log-probabilities.
+        salt, reused = newcomer.request.cache_salt, list[int]()
+        if self._keeps_prefixes and newcomer.prompt_logprobs is None:
+            reused = self._pool.match(newcomer.tokens[: end - 1], salt)
         count = self._pool.pages_for(end + self._limits.tree_columns) - len(reused)
         # A page to grow for each that runs already, or the newcomer would be preempted as soon as
         # it is in.

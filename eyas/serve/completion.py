@@ -37,8 +37,8 @@ class RoundTrace:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What an update adds to a choice. logprobs: of the update's tokens; it and round are None
-    unless the client asks for them.
+    """What an update adds to a choice. logprobs: of the update's tokens; prompt_logprobs: of the
+    prompt's, with the first update. They and round are None unless the client asks for them.
     """
 
     choice: int
@@ -48,6 +48,7 @@ class Delta:
     logprobs: list[TokenLogprob] | None
     ending: Ending | None
     round: RoundTrace | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,14 @@ class Choice:
                 texts[-1] += self._by_token.finish()
             trace = RoundTrace(texts, update.tree)
         return Delta(
-            self._number, text, update.token_ids, calls, update.logprobs, self.ending, trace
+            self._number,
+            text,
+            update.token_ids,
+            calls,
+            update.logprobs,
+            self.ending,
+            trace,
+            update.prompt_logprobs,
         )
 
 

@@ -265,6 +265,11 @@ class OpenAIFields(SamplingFields):
         raise NotImplementedError
 
     @property
+    def num_prompt_logprobs(self) -> int | None:
+        """SamplingParams.prompt_logprobs."""
+        return None
+
+    @property
     def usage_in(self) -> UsageIn:
         """The chunks of a stream that hold usage."""
         options = self.stream_options
@@ -330,6 +335,7 @@ class OpenAIFields(SamplingFields):
             ignore_eos=self.ignore_eos,
             n=self.n,
             logprobs=self.num_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
             json_schema=constraint.json_schema,
             regex=constraint.regex,
         )

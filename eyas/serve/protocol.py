@@ -245,7 +245,7 @@ class ChatRequest(OpenAIFields):
 
 class TextRequest(OpenAIFields):
     """The body of /v1/completions, with OpenAI's defaults; add_special_tokens is vLLM's, with
-    vLLM's default.
+    vLLM's default. With echo, logprobs are those of the prompt too; max_tokens 0 answers nothing.
     """
 
     off: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -259,17 +259,10 @@ class TextRequest(OpenAIFields):
         | TokenIds
         | Annotated[list[str | TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: NumLogprobs | None = None
     add_special_tokens: bool = True
     echo: bool = False
-
-    @model_validator(mode="after")
-    def _check_text(self) -> Self:
-        if self.echo and self.logprobs is not None:
-            raise unsupported(
-                "echo", "with logprobs needs those of the prompt, which are not computed here"
-            )
-        return self
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -286,6 +279,10 @@ class TextRequest(OpenAIFields):
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echo else None
 
 
 # SGLang's /generate

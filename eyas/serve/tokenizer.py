@@ -113,6 +113,10 @@ class Tokenizer:
             else name.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
         )
 
+    def num_characters(self, token: int) -> int:
+        """How much of a text a token stands for: nothing if it is special."""
+        return 0 if token in self._special_ids else len(self.piece(token).decode(errors="replace"))
+
     @cached_property
     def _special_ids(self) -> frozenset[int]:
         return frozenset(

@@ -17,6 +17,7 @@ from eyas.serve.tokenizer import Tokenizer
 from eyas.serve.tools import CLOSING, REQUIRED_OPENING, call_schema
 from eyas.serve.writers import ChatWriter, GenerateWriter, TextWriter
 
+MAX_ECHOED = 1 << 16  # log-probabilities of prompts in an answer, each token's own included
 THINKING = "enable_thinking"  # the switch of templates whose targets can think
 
 
@@ -116,6 +117,13 @@ class Translator:
                 prompt_ids = prompt
             params = self._params(body, len(prompt_ids), constraint, ())
             requests.append(self._request(body, prompt_ids, params))
+        if body.num_prompt_logprobs is not None:
+            count = sum(len(one.prompt_ids) for one in requests) * body.n
+            if count * (1 + body.num_prompt_logprobs) > MAX_ECHOED:
+                what = f"echo of {count} tokens with {body.num_prompt_logprobs} logprobs each"
+                raise ApiError(
+                    400, f"{what} is over {MAX_ECHOED} numbers: send fewer prompts at once", "echo"
+                )
         return requests
 
     def _check_model(self, body: OpenAIFields) -> None:
@@ -176,12 +184,14 @@ class Translator:
     ) -> SamplingParams:
         """max_tokens: what the body says, which must fit, or the default as far as it fits."""
         room = self._info.max_length - num_prompt_tokens
-        wanted = body.token_limit or 1
+        wanted = 1 if body.token_limit is None else body.token_limit
         if wanted > room:
             what = f"the prompt has {num_prompt_tokens} tokens and the answer may have {wanted}"
             prompt = "messages" if isinstance(body, ChatRequest) else "prompt"
             raise self._too_long(what, prompt if room < 1 else "max_tokens")
-        max_tokens = body.token_limit or min(room, body.default_tokens or room)
+        max_tokens = body.token_limit
+        if max_tokens is None:
+            max_tokens = min(room, body.default_tokens or room)
         try:
             return body.params(max_tokens, constraint, stops)
         except InputError as error:

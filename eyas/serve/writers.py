@@ -133,7 +133,7 @@ class ChatWriter(_OpenAIWriter):
 
 class TextWriter(_OpenAIWriter):
     """/v1/completions. The last chunk of a choice holds its ending too. echoes: the text in front
-    of each choice's own.
+    of each choice's own, whose tokens stand in front of its logprobs; nothing foretells the first.
     """
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
@@ -148,13 +148,12 @@ class TextWriter(_OpenAIWriter):
         super().__init__(requests, tokenizer, options)
         self._offsets: dict[int, int] = {}
         self._echoes = dict(enumerate(echoes))  # of choices that have not begun
+        self._first_ids = [one.prompt_ids[0] for one in requests for _ in range(one.params.n)]
 
     def write(self, delta: Delta, usage: Usage | None) -> str:
-        logprobs = (
-            "null"
-            if delta.logprobs is None
-            else json.dumps(self._logprobs(delta.choice, delta.logprobs))
-        )
+        logprobs = "null"
+        if delta.logprobs is not None:
+            logprobs = json.dumps(self._logprobs(delta, delta.logprobs))
         ending = "null" if delta.ending is None else f'"{delta.ending}"'
         text = json.dumps(self._echoes.pop(delta.choice, "") + delta.text)
         choice = (
@@ -171,26 +170,35 @@ class TextWriter(_OpenAIWriter):
                 {
                     "index": number,
                     "text": self._echoes.pop(number, "") + _joined_text(of_choice),
-                    "logprobs": None if logprobs is None else self._logprobs(number, logprobs),
+                    "logprobs": None
+                    if logprobs is None
+                    else self._logprobs(of_choice[0], logprobs),
                     "finish_reason": of_choice[-1].ending,
                 }
             )
         return self._object(choices, usage)
 
-    def _logprobs(self, choice: int, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        offsets = [self._offsets.get(choice, 0)]
-        for one in logprobs:
-            text = self.tokenizer.piece(one.token_id).decode(errors="replace")
-            offsets.append(offsets[-1] + len(text))
-        self._offsets[choice] = offsets.pop()
+    def _logprobs(self, first: Delta, answered: list[TokenLogprob]) -> dict[str, Any]:
+        """Of a choice's delta, or of a whole choice; first: the delta, or the choice's first."""
+        known = [*(first.prompt_logprobs or ()), *answered]
+        logprobs: list[TokenLogprob | None] = [*known]
+        token_ids = [one.token_id for one in known]
+        if first.prompt_logprobs is not None:
+            logprobs.insert(0, None)
+            token_ids.insert(0, self._first_ids[first.choice])
+        offsets = [self._offsets.get(first.choice, 0)]
+        for token in token_ids:
+            offsets.append(offsets[-1] + self.tokenizer.num_characters(token))
+        self._offsets[first.choice] = offsets.pop()
         return {
-            "tokens": [self._name(one.token_id) for one in logprobs],
-            "token_logprobs": [one.logprob for one in logprobs],
-            "top_logprobs": [
-                {self._name(token): logprob for token, logprob in one.top} for one in logprobs
-            ],
+            "tokens": [self._name(token) for token in token_ids],
+            "token_logprobs": [one and one.logprob for one in logprobs],
+            "top_logprobs": [one and self._top(one) for one in logprobs],
             "text_offset": offsets,
         }
+
+    def _top(self, logprob: TokenLogprob) -> dict[str, float]:
+        return {self._name(token): each for token, each in logprob.top}
 
     def _name(self, token: int) -> str:
         """A token's text; its bytes where it is a part of a character, or two tokens would share a
