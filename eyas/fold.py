@@ -60,6 +60,22 @@ class FoldedText:
         """
         return self.starts[start], self.ends[end - 1]
 
+    def sub(self, pattern: re.Pattern[str], sign: str) -> FoldedText:
+        """The text with one sign for each match, none of which is empty."""
+        parts, starts, ends, end = list[str](), list[int](), list[int](), 0
+        for match in pattern.finditer(self.text):
+            parts += [self.text[end : match.start()], sign]
+            starts += [*self.starts[end : match.start()], self.starts[match.start()]]
+            ends += [*self.ends[end : match.start()], self.ends[match.end() - 1]]
+            end = match.end()
+        if not parts:
+            return self
+        return FoldedText(
+            "".join([*parts, self.text[end:]]),
+            [*starts, *self.starts[end:]],
+            [*ends, *self.ends[end:]],
+        )
+
 
 def fold(text: str) -> FoldedText:
     """One spelling for texts that look alike: NFKC, ASCII digits, spaces, hyphens and quotes,

@@ -450,6 +450,12 @@ def test_recall_and_precision_on_labelled_texts():
     labelled, whole, found, wrong = Counter(), Counter(), Counter(), Counter()
     for text in json.loads(gzip.decompress(path.read_bytes())):
         findings = PATTERNS.find(text["full_text"])
+        # a birth date is one of the set's dates, of which most are not
+        dates = [
+            (span["entity_type"], span["start_position"], span["end_position"])
+            for span in text["spans"]
+            if span["entity_type"] == "DATE_TIME"
+        ]
         spans = [
             (ours.get(span["entity_type"], span["entity_type"]), span) for span in text["spans"]
         ]
@@ -464,7 +470,7 @@ def test_recall_and_precision_on_labelled_texts():
         for one in findings:
             found[one.type] += 1
             wrong[one.type] += not any(
-                start < one.end and end > one.start for _, start, end in spans
+                start < one.end and end > one.start for _, start, end in (*spans, *dates)
             )
     assert whole.total() >= 0.97 * labelled.total()
     assert {

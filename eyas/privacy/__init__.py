@@ -3,7 +3,8 @@ models.
 
     policy       types, what is done about each, findings, masking
     detector     Detector, LeakDetector; loads Presidio
-    patterns, identifiers, secrets    functions that find values by a pattern and a check
+    spelling     a text as patterns are matched to it
+    patterns, identifiers, attributes, secrets    find values by a pattern and a check
     entities     names, addresses and places: lexicon (words) -> tagger (probabilities) -> entities
     cloud        Google Cloud DLP
     surrogates   invented values in place of real ones

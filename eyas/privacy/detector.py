@@ -1,7 +1,7 @@
 """Personal data and secrets in a text: by type and place, without overlaps, each value with a keyed
 hash.
 
-Knows what searches a text: our functions, Presidio's recognisers of mail, IBAN and IP, an installed
+Knows what searches a text: our functions, Presidio's recognisers of mail and IP, an installed
 recogniser of names, Google Cloud DLP. The only file that loads Presidio, and with it spaCy. Loads
 no model and opens no connection unless the config names one. Knows nothing of what is done about a
 finding.
@@ -25,18 +25,32 @@ from presidio_analyzer import EntityRecognizer
 from presidio_analyzer.predefined_recognizers import (
     EmailRecognizer,
     HuggingFaceNerRecognizer,
-    IbanRecognizer,
     IpRecognizer,
 )
 
 from eyas.errors import ConfigError
+from eyas.fold import fold
 from eyas.language import UNKNOWN
 from eyas.privacy import entities
+from eyas.privacy.attributes import (
+    birth_dates,
+    coordinates,
+    handles,
+    mac_addresses,
+    number_plates,
+)
 from eyas.privacy.cloud import INFO_TYPES, CloudDlp
 from eyas.privacy.identifiers import national_ids
 from eyas.privacy.key import canonical, value_hash
 from eyas.privacy.passages import Passage, passages
-from eyas.privacy.patterns import cards, links, phones, social_security_numbers, wallets
+from eyas.privacy.patterns import (
+    accounts,
+    cards,
+    links,
+    phones,
+    social_security_numbers,
+    wallets,
+)
 from eyas.privacy.policy import (
     ANSWER_POLICY,
     NAME_TYPES,
@@ -46,6 +60,7 @@ from eyas.privacy.policy import (
     join_overlaps,
 )
 from eyas.privacy.secrets import api_keys, passwords, private_keys
+from eyas.privacy.spelling import plain
 from eyas.privacy.surrogates import is_fictional
 
 # Characters: patterns search long texts in pieces that overlap by more than any value is long.
@@ -53,7 +68,6 @@ WINDOW, OVERLAP = 2000, 250
 LIBRARIES = ("presidio-analyzer", "phonenumbers", "python-stdnum", "detect-secrets", "tldextract")
 
 MAYBE_MAIL = re.compile("@")
-MAYBE_IBAN = re.compile(r"[A-Za-z]{2}\d\d")
 MAYBE_IP = re.compile(r"\d\.\d{1,3}\.\d{1,3}\.\d|[0-9a-fA-F]?:[0-9a-fA-F]{0,4}:")
 ANY_TEXT = re.compile("")
 WEAKEST = 0.4  # Presidio's score below which it wants a pattern confirmed by words beside it
@@ -148,8 +162,11 @@ class Detector:
         prose = [one for one in parts if not one.is_code]
         yield from (one for one in from_cloud if one.type not in NAME_TYPES)
         yield from within((one for one in from_cloud if one.type in NAME_TYPES), prose)
+        spelt = plain(text)
         for search in self._searches:
-            yield from (one for one in search(text) if one.type in self._types)
+            for one in search(spelt.text):
+                if one.type in self._types:
+                    yield Finding(one.type, *spelt.span(one.start, one.end))
         if self._types.isdisjoint(NAME_TYPES):
             return
         for recogniser in self._recognisers:
@@ -241,13 +258,18 @@ def searches() -> tuple[TextSearch, ...]:
     """The searches for what has a form, in any language, made once a process."""
     return (
         TextSearch(presidio(Emails(), MAYBE_MAIL), ("EMAIL_ADDRESS",)),
-        TextSearch(presidio(Ibans(), MAYBE_IBAN), ("IBAN_CODE",)),
+        TextSearch(accounts, ("IBAN_CODE",)),
         TextSearch(presidio(IpAddresses(), MAYBE_IP), ("IP_ADDRESS",)),
         TextSearch(cards, ("CREDIT_CARD",)),
         TextSearch(social_security_numbers, ("US_SSN",)),
         TextSearch(national_ids, ("NATIONAL_ID",)),
         TextSearch(phones, ("PHONE_NUMBER",)),
         TextSearch(wallets, ("CRYPTO",)),
+        TextSearch(birth_dates, ("DATE_OF_BIRTH",)),
+        TextSearch(number_plates, ("LICENSE_PLATE",)),
+        TextSearch(mac_addresses, ("MAC_ADDRESS",)),
+        TextSearch(coordinates, ("COORDINATES",)),
+        TextSearch(handles, ("HANDLE",)),
         TextSearch(links, ("URL", "URL_CREDENTIALS"), is_windowed=False),
         TextSearch(api_keys, ("API_KEY",), is_windowed=False),
         TextSearch(passwords, ("PASSWORD",), is_windowed=False),
@@ -272,7 +294,9 @@ def recognisers(ner: str | None) -> tuple[NameRecogniser, ...]:
     """Ours, for English, and the installed one, if any. ner: see PrivacyConfig."""
 
     def find_entities(text: str) -> Iterator[Finding]:
-        return (Finding(one.type, one.start, one.end) for one in entities.find_entities(text))
+        folded = fold(text)
+        for one in entities.find_entities(folded.text):
+            yield Finding(one.type, *folded.span(one.start, one.end))
 
     ours = NameRecogniser("eyas", find_entities, frozenset({"en", UNKNOWN}))
     return (ours, NameRecogniser(ner, ner_search(ner))) if ner is not None else (ours,)
@@ -315,19 +339,6 @@ class Emails(EmailRecognizer):  # type: ignore[misc]
 
     def validate_result(self, pattern_text: str) -> bool:
         return bool(self._extract(pattern_text).suffix)
-
-
-class Ibans(IbanRecognizer):  # type: ignore[misc]
-    """Presidio's, in either case; letters beyond ASCII would make it log the value."""
-
-    def __init__(self) -> None:
-        super().__init__(regex_flags=re.IGNORECASE)
-
-    def validate_result(self, pattern_text: str) -> bool | None:
-        valid: bool | None = (
-            super().validate_result(pattern_text) if pattern_text.isascii() else False
-        )
-        return valid
 
 
 class IpAddresses(IpRecognizer):  # type: ignore[misc]

@@ -11,17 +11,20 @@ import hashlib
 import hmac
 import os
 import secrets
-import unicodedata
 from pathlib import Path
 
 from eyas.errors import ConfigError
+from eyas.privacy.spelling import plain
 
 VARIABLE = "EYAS_PRIVACY_KEY"
 NUM_BYTES = 32
 SHORTEST = 16  # characters of a key given by hand
 HASH_DIGITS = 16
 # types written with separators or without
-NUMBERED = ("CREDIT_CARD", "IBAN_CODE", "US_SSN", "NATIONAL_ID", "PHONE_NUMBER")
+NUMBERED = (
+    "CREDIT_CARD", "IBAN_CODE", "US_SSN", "NATIONAL_ID", "PHONE_NUMBER", "LICENSE_PLATE",
+    "MAC_ADDRESS",
+)  # fmt: skip
 
 
 def key_path() -> Path:
@@ -93,10 +96,10 @@ def key_id(key: bytes) -> str:
 
 
 def canonical(type: str, value: str) -> str:
-    """The form in which two mentions of a value are equal: without case, width and, in numbers,
+    """The form in which two mentions of a value are equal: folded, without case and, in numbers,
     separators.
     """
-    value = unicodedata.normalize("NFKC", value).casefold()
+    value = plain(value).text.casefold()
     if type in NUMBERED:
         return "".join(letter for letter in value if letter.isalnum())
     return " ".join(value.split())

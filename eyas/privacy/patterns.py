@@ -1,8 +1,8 @@
-"""Values that a pattern and a check find: cards, US social security numbers, telephone numbers,
-wallets, links.
+"""Values that a pattern and a check find: cards, accounts, US social security numbers, telephone
+numbers, wallets, links.
 
-Each function takes a text and yields findings. A cheap look at the text comes first, since most
-prompts hold none. Mail addresses, accounts and IP addresses are Presidio's (see detector).
+Each function takes a text as `spelling.plain` gives it and yields findings. A cheap look at the
+text comes first, since most prompts hold none. Mail and IP addresses are Presidio's (see detector).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 
 import phonenumbers
-from stdnum import bitcoin
+from stdnum import bitcoin, iban
 
 from eyas.privacy.policy import Finding
 
@@ -34,10 +34,39 @@ CARD_LAYOUTS = {
 CARDS = [
     re.compile(rf"(?<![\w+])(?<!\d[.,-]){digits}(?!\w|[.,]\d)") for digits in CARD_LAYOUTS.values()
 ]
-MAYBE_CARD = re.compile(r"\d{4}[ -]?\d{4}")
+MAYBE_CARD = re.compile(r"\d(?:[\W_]{0,3}\d){11}")
+# The same between separators of any kind; a line of a column has more of its like beside it.
+CARD_SEPARATOR = r"(?:[ \t]{0,2}[-./_|*:~+\\•·\u2013\u2014][ \t]{0,2}|[ \t]{1,4}|[ \t]*\r?\n[ \t]*)"
+LOOSE_CARDS = [
+    re.compile(
+        r"(?<![\w+])(?<!\d[.,-])"
+        + CARD_SEPARATOR.join(rf"\d{{{count}}}" for count in layout)
+        + r"(?!\w|[.,]\d)"
+    )
+    for layout in ((4, 4, 4, 4), (4, 6, 5), (4, 6, 4), (4, 4, 5))
+]
+ONE_MORE = re.compile(rf"{CARD_SEPARATOR}\d{{4}}(?!\d)")
+ONE_BEFORE = re.compile(rf"(?<!\d)\d{{4}}{CARD_SEPARATOR}$")
+SINGLE_DIGITS = re.compile(r"(?<![\w.,-])\d([ ._/-])\d(?:\1\d){13,14}(?!\w|\1\d)")
+# Beside a word for a card, any separators and groups do.
+CARD_CUE = re.compile(
+    r"\b(?:card|visa|master ?card|amex|american express|maestro|cc|ccn|karte|kreditkarte|tarjeta"
+    r"|carte|cart[ãa]o|carta)(?: (?:number|no|num|nummer)\b)?",
+    re.I,
+)
+CARD_RUN = re.compile(r"(?<![\w$€£])\d(?:[^\w$€£]{0,3}_?\d){12,26}(?!\w)")
+CARD_LENGTHS = (16, 15, 19, 14, 13)
 
-SSN = re.compile(r"(?<![\w.-])(\d{3})([- .])(\d{2})\2(\d{4})(?![\w-]|\.\d)")
-BARE_SSN = re.compile(r"(?<![\w.-])(\d{3})(\d{2})(\d{4})(?![\w-]|\.\d)")
+ACCOUNT = re.compile(
+    r"(?<![A-Za-z0-9])(?=([A-Za-z]{2}[\W_]{0,3}\d[\W_]{0,3}\d(?:[\W_]{0,3}[A-Za-z0-9]){11,30}))"
+)
+SHORTEST_ACCOUNT = 15  # letters and digits; Norway's
+
+SSN = re.compile(r"(?<![\w./-])(\d{3})([- ./_]|  )(\d{2})\2(\d{4})(?![\w/-]|\.\d)")
+# beside a cue word: bare, or with any separators
+LOOSE_SSN = re.compile(
+    r"(?<![\w./-])(\d{3})[^\w$]{0,3}_?(\d{2})[^\w$]{0,3}_?(\d{4})(?![\w/-]|\.\d)"
+)
 SSN_CUE = re.compile(r"\bssn\b|\bsocial[ -]security\b", re.I)
 
 # Countries whose national numbering is tried; any country's number is found in international form
@@ -48,7 +77,7 @@ PHONE_REGIONS = (
 )  # fmt: skip
 MAYBE_PHONE = re.compile(r"\d(?:\D{0,3}\d){6}")  # seven digits that stand together
 PHONE = re.compile(
-    r"(?<![\w#$€£+])(?<!\d[.,:/-])[+(]?\d(?:[ \u00a0().-]{0,2}\d){6,63}"
+    r"(?<![\w#$€£+])(?<!\d[.,:/-])[+(]?\d(?:(?:[ ().-]{0,2}|[/_]| [-/] )\d){6,63}"
     r"(?:\s?(?:x|ext\.?)\s?\d{1,6})?(?![\w%/]|[.,:-]\d)",
     re.I,
 )
@@ -59,14 +88,17 @@ PHONE_CUE = re.compile(
 )
 # Written without a cue, a national number shows itself by a trunk 0, by North America's 3-3-4, or
 # by four groups or more.
-PHONE_FORM = re.compile(r"\(?0.*|(?:1[ .-]?)?\(?\d{3}\)?[ .-]?\d{3}[ .-]?\d{4}|\d+(?:[.-]\d+){3,}")
+PHONE_FORM = re.compile(
+    r"\(?0.*|(?:1[ ./_-]?)?\(?\d{3}\)?[ ./_-]{0,2}\d{3}[ ./_-]{0,2}\d{4}|\d+(?:[.-]\d+){3,}"
+)
 # Runs of digits that are something else: dates (with a time), spans of years, dotted quads, ISBN.
 NO_PHONE = re.compile(
-    r"(?:19|20)\d\d[-. ]\d{1,2}[-. ]\d{1,2}(?: .*)?|\d{1,2}[-. ]\d{1,2}[-. ](?:19|20)\d\d(?: .*)?"
+    r"(?:19|20)\d\d[-./_ ]\d{1,2}[-./_ ]\d{1,2}(?: .*)?"
+    r"|\d{1,2}[-./_ ]\d{1,2}[-./_ ](?:19|20)\d\d(?:[ -].*)?|\d{1,2}/\d{1,2}/\d\d(?:[ -].*)?"
     r"|\(?(?:1\d|20)\d\d(?: |-| - )(?:1\d|20)\d\d|\d{1,3}(?:\.\d{1,3}){3}|97[89][ -].*"
 )
 # Where one number of a run may end and the next begin.
-PHONE_BREAK = re.compile(r"\d[).-]?[ \u00a0]|\d(?=[(+])")
+PHONE_BREAK = re.compile(r"\d[).-]? |\d(?=[(+])")
 NEAR_BEFORE, NEAR_AFTER = 32, 12  # characters in which a telephone's cue counts
 
 BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
@@ -92,14 +124,59 @@ TOKEN_IN_URL = re.compile(
 
 
 def cards(text: str) -> Iterator[Finding]:
-    """12 to 19 digits of a known issuer with a right check digit."""
+    """12 to 19 digits of a known issuer with a right check digit, in the groups of a card; in any
+    groups beside a word for one.
+    """
     if not MAYBE_CARD.search(text):
         return
-    for layout in CARDS:
-        for match in layout.finditer(text):
-            digits = re.sub(r"\D", "", match.group())
-            if 12 <= len(digits) <= 19 and CARD_ISSUER.match(digits) and luhn(digits):
-                yield Finding("CREDIT_CARD", *match.span())
+    for match in (match for layout in CARDS for match in layout.finditer(text)):
+        if is_card(re.sub(r"\D", "", match.group())):
+            yield Finding("CREDIT_CARD", *match.span())
+    for match in (match for layout in LOOSE_CARDS for match in layout.finditer(text)):
+        if (
+            is_card(re.sub(r"\D", "", match.group()))
+            and not ONE_MORE.match(text, match.end())
+            and not ONE_BEFORE.search(text, max(0, match.start() - 12), match.start())
+        ):
+            yield Finding("CREDIT_CARD", *match.span())
+    for match in SINGLE_DIGITS.finditer(text):
+        if is_card(re.sub(r"\D", "", match.group())):
+            yield Finding("CREDIT_CARD", *match.span())
+    if CARD_CUE.search(text):
+        for match in CARD_RUN.finditer(text):
+            if CARD_CUE.search(text, max(0, match.start() - CUE_DISTANCE), match.start()):
+                yield from _card_at_start(text, *match.span())
+
+
+def is_card(digits: str) -> bool:
+    """Whether the digits are as many as a card's, of a known issuer, with a right check digit."""
+    return 12 <= len(digits) <= 19 and CARD_ISSUER.match(digits) is not None and luhn(digits)
+
+
+def _card_at_start(text: str, start: int, end: int) -> Iterator[Finding]:
+    """The card that a run of digits begins with; an expiry date may follow."""
+    places = [place for place in range(start, end) if text[place].isdigit()]
+    for length in CARD_LENGTHS:
+        ends_group = length == len(places) or (
+            length < len(places) and places[length] > places[length - 1] + 1
+        )
+        if ends_group and is_card("".join(text[place] for place in places[:length])):
+            yield Finding("CREDIT_CARD", start, places[length - 1] + 1)
+            return
+
+
+def accounts(text: str) -> Iterator[Finding]:
+    """IBANs: the form of their country and right check digits, between separators of any kind."""
+    for match in ACCOUNT.finditer(text):
+        start, end = match.span(1)
+        places = [place for place in range(start, end) if text[place].isalnum()]
+        for length in range(len(places), SHORTEST_ACCOUNT - 1, -1):
+            last = places[length - 1] + 1
+            if text[last : last + 1].isalnum():
+                continue
+            if iban.is_valid("".join(text[place] for place in places[:length]), False):
+                yield Finding("IBAN_CODE", start, last)
+                break
 
 
 def luhn(digits: str) -> bool:
@@ -112,10 +189,10 @@ def luhn(digits: str) -> bool:
 
 
 def social_security_numbers(text: str) -> Iterator[Finding]:
-    """US numbers in three groups, and nine bare digits behind a cue word. Areas 000, 666 and 9xx
+    """US numbers in three groups, and in any form behind a cue word. Areas 000, 666 and 9xx
     are never given.
     """
-    for pattern in (SSN, BARE_SSN) if SSN_CUE.search(text) else (SSN,):
+    for pattern in (SSN, LOOSE_SSN) if SSN_CUE.search(text) else (SSN,):
         for match in pattern.finditer(text):
             area, group, serial = match.group(1), *match.groups()[-2:]
             if area in ("000", "666") or area[0] == "9" or group == "00" or serial == "0000":
@@ -143,7 +220,7 @@ def _phones_in(text: str, start: int, end: int) -> list[tuple[int, int]]:
     could begin.
     """
     starts = [start, *(match.end() for match in PHONE_BREAK.finditer(text, start, end))]
-    ends = [*(len(text[:begin].rstrip(" \u00a0.-")) for begin in starts[1:]), end]
+    ends = [*(len(text[:begin].rstrip(" .-/")) for begin in starts[1:]), end]
     found: list[tuple[int, int]] = []
     for first, begin in enumerate(starts):
         if not found or begin >= found[-1][1]:
@@ -163,16 +240,13 @@ def _is_phone(text: str, start: int, end: int) -> bool:
     num_digits = len(re.findall(r"\d", value))
     if value.startswith("+"):
         return 8 <= num_digits <= 15
-    if NO_PHONE.fullmatch(value):
+    has_form = PHONE_FORM.fullmatch(value) is not None
+    if NO_PHONE.fullmatch(value) or ("/" in value and not has_form):
         return False
     beside = f"{text[max(0, start - NEAR_BEFORE) : start]} {text[end : end + NEAR_AFTER]}"
     if PHONE_CUE.search(beside):
         return 7 <= num_digits <= 15
-    return (
-        8 <= num_digits <= 15
-        and PHONE_FORM.fullmatch(value) is not None
-        and next(parse_phone(value), None) is not None
-    )
+    return 8 <= num_digits <= 15 and has_form and next(parse_phone(value), None) is not None
 
 
 def parse_phone(value: str) -> Iterator[phonenumbers.PhoneNumber]:
@@ -191,7 +265,7 @@ def parse_phone(value: str) -> Iterator[phonenumbers.PhoneNumber]:
 @functools.lru_cache(maxsize=1 << 10)
 def _parsed(region: str, value: str) -> phonenumbers.PhoneNumber | None:
     try:
-        return phonenumbers.parse(value, region or None)
+        return phonenumbers.parse(value.replace("_", " "), region or None)
     except phonenumbers.NumberParseException:
         return None
 

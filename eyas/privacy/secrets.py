@@ -99,7 +99,29 @@ PASSWORD = re.compile(
     r"|(?P<bare>[^\s\"'`<>{}()\[\],;]{4,64}))",
     re.I,
 )
-MAYBE_PASSWORD = re.compile(r"pass|pwd|wort|contrase|wachtw|senha", re.I)
+# Without a sign between: "with password X", and "the credentials are a / b", both of which go.
+PASSWORD_NEXT = re.compile(
+    r"(?<![A-Za-z])(?:with|using|use|by|and|my|her|his|their|our|the|user\w*:? \S{1,40})[ ,/]{1,2}"
+    r"(?:(?:my|the|this|a) )?(?:password|passwd|passphrase|passcode|pwd|pass|pw|kennwort|passwort"
+    r"|contraseña|mot de passe|wachtwoord|senha):?\s{1,2}"
+    r"(?P<quote>[\"'`]?)(?P<value>[^\s\"'`<>{}()\[\],;]{6,64})(?P=quote)",
+    re.I,
+)
+CREDENTIALS = re.compile(
+    r"(?<![A-Za-z])(?:credentials?|creds|log ?in(?: details| data| info)?|logins?|zugangsdaten"
+    r"|credenciales|identifiants)(?: (?:for|to|of|on) [^\n:=\"]{1,40})?"
+    r"(?:\s{1,2}(?:is|are|were|sind|son|sont)\s{1,2}|\s?[:=]\s{0,2})[\"'`]?"
+    r"(?P<user>[^\s\"'`<>{}()\[\],;/|]{2,64})[\"'`]?\s?(?:/|\||,|:|and|und)\s?[\"'`]?"
+    r"(?P<value>[^\s\"'`<>{}()\[\],;/|]{4,64})",
+    re.I,
+)
+ALGORITHM = re.compile(
+    r"(?:sha|md|aes|rsa|pbkdf|base|utf|win|mp|h|x|v|oauth|argon|bcrypt|scrypt|sql|ntlm)[-_]?\d.*",
+    re.I,
+)
+MAYBE_PASSWORD = re.compile(
+    r"pass|pwd|\bpw\b|wort|contrase|wachtw|senha|cred|log ?in|zugangsdaten|identifiants", re.I
+)
 # An example, or code that fetches the password from elsewhere.
 PLACEHOLDER = re.compile(
     r"(?:your|my|the|some|new|old|user|example|sample|dummy|test)?[_-]?"
@@ -145,6 +167,14 @@ def passwords(text: str) -> Iterator[Finding]:
             if _is_password(value, quoted=group == "quoted"):
                 start = match.start(group)
                 yield Finding("PASSWORD", start, start + len(value))
+        for match in PASSWORD_NEXT.finditer(text):
+            value = match["value"].rstrip(".,:!?")
+            if _is_mixed(value):
+                yield Finding("PASSWORD", match.start("value"), match.start("value") + len(value))
+        for match in CREDENTIALS.finditer(text):
+            value = match["value"].rstrip(".,:!?")
+            if _is_password(value, quoted=False) and "=" not in value:
+                yield Finding("PASSWORD", match.start("user"), match.start("value") + len(value))
 
 
 def private_keys(text: str) -> Iterator[Finding]:
@@ -193,6 +223,18 @@ def _whole(text: str, start: int, end: int) -> tuple[int, int]:
 
 def _has_digit(value: str) -> bool:
     return any("0" <= letter <= "9" for letter in value)
+
+
+def _is_mixed(value: str) -> bool:
+    """Whether it is a password where no sign says so: letters, and digits or signs among them, no
+    call, no number with a unit, no name of an algorithm.
+    """
+    return (
+        _is_password(value, quoted=False)
+        and re.search("[A-Za-z]", value) is not None
+        and not re.fullmatch(r"\d+[-\w]{0,4}|\w+-[a-z]+|.*[=/].*", value)
+        and not ALGORITHM.fullmatch(value)
+    )
 
 
 def _is_password(value: str, quoted: bool) -> bool:

@@ -23,10 +23,12 @@ from importlib import resources
 import phonenumbers
 import yaml
 
+from eyas.privacy.attributes import MONTHS
 from eyas.privacy.identifiers import is_national_id
 from eyas.privacy.key import NUMBERED, canonical, keyed
 from eyas.privacy.patterns import BASE58, BECH32, luhn, parse_phone
 from eyas.privacy.policy import TYPES, Finding, PrivacyConfig, mask, replace
+from eyas.privacy.spelling import plain
 
 _WORDS = yaml.safe_load(
     (resources.files("eyas.privacy") / "pseudonyms.yaml").read_text(encoding="utf-8")
@@ -150,6 +152,7 @@ class Surrogates:
 
     def of(self, type: str, value: str) -> str:
         """The surrogate of this value, here and wherever it comes again."""
+        value = plain(value).text
         if type in WORDED:
             return self._worded(type, value)
         invented = self._surrogate(
@@ -299,7 +302,7 @@ def iban(value: str, draw: KeyedRandom) -> str:
     """The same country, a bank that does not exist (XXXX or 0000), invented digits, right check
     digits (ISO 7064 mod 97).
     """
-    letters = re.sub(r"\W", "", value).upper()
+    letters = re.sub(r"[\W_]", "", value).upper()
     country, bank, account = letters[:2], letters[4:8], letters[8:]
     invented = "".join("0" if letter.isdigit() else "X" for letter in bank) + draw.like(account)
     rearranged = "".join(str(int(letter, 36)) for letter in f"{invented}{country}00")
@@ -358,6 +361,63 @@ def wallet(value: str, draw: KeyedRandom) -> str:
     return kept + "".join(draw.choice(letters) for _ in value[start:])
 
 
+def birth_date(value: str, draw: KeyedRandom) -> str:
+    """A date written the same way, up to five years before or after; day and month in any order."""
+    words = {month: line.split() for line in reversed(MONTHS) for month in line.split()}
+    named = re.search(r"[^\W\d_]{3,}", value) is not None
+    parts = re.split(r"(\d+(?:st|nd|rd|th)?|[^\W\d_]{3,})", value)
+    numbers = [place for place, part in enumerate(parts) if part[:1].isdigit()]
+    for place, part in enumerate(parts):
+        if part.lower() in words:
+            parts[place] = match_case(draw.choice(words[part.lower()]).title(), part)
+        elif place in numbers:
+            count = len(re.sub(r"\D", "", part))
+            if count == 4 or (place == numbers[-1] and not named):
+                parts[place] = _shifted(int(part), 1 + draw.below(5), 10**count).zfill(count)
+            else:
+                limit = 9 if count == 1 else 28 if named else 12
+                parts[place] = _ordinal(str(1 + draw.below(limit)).zfill(count), part)
+    return "".join(parts)
+
+
+def _ordinal(number: str, like: str) -> str:
+    """The number with the ending of English ordinals, if `like` has one."""
+    if like.isdigit():
+        return number
+    teen = 10 < int(number) < 20
+    return number + ("th" if teen else {"1": "st", "2": "nd", "3": "rd"}.get(number[-1], "th"))
+
+
+def _shifted(number: int, by: int, bound: int) -> str:
+    """The number with `by` taken away, or added where it is smaller; below the bound."""
+    return str(number - by if number > by else (number + by) % bound)
+
+
+def coordinates(value: str, draw: KeyedRandom) -> str:
+    """A place one to four degrees away, as exact as the value; other minutes and seconds."""
+
+    def invented(match: re.Match[str]) -> str:
+        whole, _, rest = match.group().partition(".")
+        is_degrees = len(rest) >= 3 or value[match.end() :].lstrip()[:1] in ("°", "º", "d")
+        moved = _shifted(int(whole), 1 + draw.below(4), 90) if is_degrees else str(draw.below(60))
+        return moved.zfill(len(whole)) + ("." + draw.digits(len(rest)) if rest else "")
+
+    return re.sub(r"\d+(?:\.\d+)?", invented, value)
+
+
+def mac_address(value: str, draw: KeyedRandom) -> str:
+    """Twelve hexadecimal digits of the locally administered range, which no maker is given."""
+    drawn = "".join(draw.choice(string.hexdigits[:16]) for _ in range(10))
+    return f"{draw.choice('0123456789abcdef')}{draw.choice('ae')}{drawn}"
+
+
+def handle(value: str, draw: KeyedRandom) -> str:
+    """An invented account name; @ and a number behind # stay in their places."""
+    start, _, number = value.partition("#")
+    name = f"{draw.choice(GIVEN)}_{draw.choice(STREETS)}{draw.digits(3)}".lower()
+    return "@" * start.startswith("@") + name + (f"#{draw.digits(4)}" if number else "")
+
+
 def api_key(value: str, draw: KeyedRandom) -> str:
     """The maker's prefix, and letters and digits like the rest."""
     prefix = KEY_PREFIX.match(value)
@@ -383,6 +443,11 @@ MAKERS: dict[str, Callable[[str, KeyedRandom], str]] = {
     "EMAIL_ADDRESS": mail,
     "IP_ADDRESS": ip_address,
     "PHONE_NUMBER": phone,
+    "DATE_OF_BIRTH": birth_date,
+    "LICENSE_PLATE": lambda value, draw: draw.like(re.sub(r"[\W_]", "", value)),
+    "MAC_ADDRESS": mac_address,
+    "COORDINATES": coordinates,
+    "HANDLE": handle,
     "URL": link,
 }
 assert {*MAKERS, *WORDED} == set(TYPES)
@@ -390,6 +455,7 @@ assert {*MAKERS, *WORDED} == set(TYPES)
 
 def is_fictional(type: str, value: str) -> bool:
     """Whether a value is one of those set aside for examples and tests."""
+    value = plain(value).text
     if type == "EMAIL_ADDRESS":
         return RESERVED_MAIL.search(value) is not None
     digits = re.sub(r"\D", "", EXTENSION.split(value, maxsplit=1)[0])

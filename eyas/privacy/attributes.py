@@ -1,0 +1,179 @@
+"""What tells a person, a car, a device or a place apart: birth dates, number plates, MAC addresses,
+coordinates, account names on the net.
+
+Their forms are those of ordinary dates, codes and numbers: all but MAC addresses and coordinates
+with a hemisphere need a cue word. Each function takes a text as `spelling.plain` gives it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from eyas.privacy.policy import Finding
+
+# Month names in the languages of the cues, in order; a surrogate stays within its line.
+MONTHS = (
+    "january february march april may june july august september october november december",
+    "jan feb mar apr may jun jul aug sep oct nov dec",
+    "januar februar märz april mai juni juli august september oktober november dezember",
+    "enero febrero marzo abril mayo junio julio agosto septiembre octubre noviembre diciembre",
+    "janvier février mars avril mai juin juillet août septembre octobre novembre décembre",
+    "gennaio febbraio marzo aprile maggio giugno luglio agosto settembre ottobre novembre dicembre",
+    "janeiro fevereiro março abril maio junho julho agosto setembro outubro novembro dezembro",
+    "januari februari maart april mei juni juli augustus september oktober november december",
+)
+_MONTH = "|".join(sorted({one for line in MONTHS for one in line.split()}, key=len, reverse=True))
+YEAR = r"(?:19|20)\d\d"
+_DAY = r"\d{1,2}(?:st|nd|rd|th|er|\.|º)?"
+DATE = (
+    rf"{YEAR}[-./ ]\d{{1,2}}[-./ ]\d{{1,2}}"
+    rf"|\d{{1,2}}(?P<sign>[-./ ])\d{{1,2}}(?P=sign)(?:{YEAR}|\d\d)"
+    rf"|{_DAY}[ -](?:of |de |d')?(?:{_MONTH})\.?,?[ -](?:de |del )?{YEAR}"
+    rf"|(?:{_MONTH})\.? {_DAY},? {YEAR}"
+)
+BIRTH_CUE = (
+    r"date[ _-]of[ _-]birth|birth[ _-]?date|birth[ _-]?day|d\.?o\.?b\.?|born|birth"
+    r"|geburtsdatum|geburtstag|geb(?:oren)?\.?|fecha de nacimiento|nacid[oa]|nac[ií]"
+    r"|date de naissance|n[ée]e?|data di nascita|nat[oa]|data de nascimento|nasci(?:d[oa])?"
+    r"|geboortedatum|geboren"
+)
+BIRTH_DATE = re.compile(
+    rf"(?<!\w)(?:{BIRTH_CUE})(?!\w)[^\n.;?!\d]{{0,24}}?[\s:=\"'(]{{1,3}}"
+    rf"(?P<value>{DATE})(?!\w|[-/.]\d)",
+    re.I,
+)
+
+PLATE_CUE = (
+    r"licen[cs]e[ _-]?plates?|number[ _-]?plates?|plates?(?:[ _]number| no\.?)?"
+    r"|registration(?: number| plates?| no\.?)?|reg\.? (?:number|no\.?)|kennzeichen|matr[ií]cula"
+    r"|immatriculation|kenteken|targa|placa"
+)
+# Letters and digits in two or three groups, five to eight of them.
+_PLATE = r"[A-Z0-9ÄÖÜ]{1,4}[ ·-]{0,3}[A-Z0-9]{1,4}(?:[ ·-]{0,3}[A-Z0-9]{1,4})?"
+PLATE = re.compile(
+    rf"(?<!\w)(?:{PLATE_CUE})(?!\w)[^\n.;?!]{{0,16}}?[\s:=\"'(#]{{1,3}}"
+    rf"(?P<value>(?-i:{_PLATE}))(?![\w-])",
+    re.I,
+)
+PLATE_LENGTHS = range(5, 9)
+
+MAC = re.compile(
+    r"(?<![\w:.-])(?:[0-9A-F]{2}(?:([:-])[0-9A-F]{2}(?:\1[0-9A-F]{2}){4}"
+    r"| [0-9A-F]{2}(?: [0-9A-F]{2}){4})|[0-9A-F]{4}\.[0-9A-F]{4}\.[0-9A-F]{4})(?![\w:-]|\.\w)",
+    re.I,
+)
+MAC_CUE = re.compile(r"\b(?:mac|hardware address|bssid|physical address|hwaddr)\b", re.I)
+
+_NUMBER = r"[+-]?\d{1,3}\.\d{3,}"
+_DEGREES = (
+    r"[+-]?\d{1,3}(?:\.\d+)? ?(?:°|º|deg(?:rees)?) ?"
+    r"(?:\d{1,2}(?:\.\d+)? ?['m] ?)?(?:\d{1,2}(?:\.\d+)? ?[\"s] ?)?"
+)
+COORDINATES = re.compile(
+    rf"(?<![\w.])(?:{_DEGREES}[NS],? {{0,2}}{_DEGREES}[EWO]"
+    rf"|[NS] ?{_DEGREES},? {{0,2}}[EW] ?{_DEGREES}"
+    r"|\d{1,2}\.\d{3,} ?[NS],? {0,2}\d{1,3}\.\d{3,} ?[EW])(?!\w)",
+    re.I,
+)
+PLACE_CUE = (
+    r"coordinates?|coords?|gps|lat(?:itude)?[/, ]+(?:lon|lng|long)(?:itude)?|geo|location"
+    r"|koordinaten|coordenadas|coordonn[ée]es|coordinate|position|pin|maps?"
+)
+PAIR = re.compile(
+    rf"(?<![\w.])(?:{PLACE_CUE})(?!\w)[^\n;?!]{{0,24}}?[\s:=@(\[\"']{{1,3}}"
+    rf"(?P<value>{_NUMBER}[°,; ]{{1,3}}{_NUMBER})(?![\w]|\.\d)",
+    re.I,
+)
+LATITUDE = re.compile(
+    rf"(?<![A-Za-z])lat(?:itude)?[\"']?\s?(?:is|[:=])?\s?[\"']?(?P<first>{_NUMBER})[\"'°]?[^\d\n]{{1,8}}"
+    rf"(?<![A-Za-z])(?:lon|lng|long)(?:itude)?[\"']?\s?(?:is|[:=])?\s?[\"']?(?P<last>{_NUMBER})",
+    re.I,
+)
+
+NETWORKS = (
+    r"twitter|instagram|insta|ig|telegram|tiktok|github|gitlab|discord|snapchat|snap|skype|reddit"
+    r"|mastodon|bluesky|youtube|twitch|linkedin|facebook|fb|whatsapp|steam|psn|xbox"
+)
+NAME_CUE = (
+    r"handle|user[ _]?name|screen[ _]?name|nick(?:[ _]?name)?|account name|login name|gamertag"
+    r"|alias"
+)
+ACCOUNT_NAME = r"[A-Za-z0-9_](?:[\w.-]{1,30}\w)?"
+AT_HANDLE = re.compile(
+    rf"(?<![\w.@/`\"'#}}])(?<!\w\()@(?=[\w.-]*[A-Za-z]){ACCOUNT_NAME}(?![\w@(/-]|\.\w)"
+)
+HANDLE_CUE = re.compile(
+    rf"(?<![\w-])(?:{NETWORKS}|{NAME_CUE}|follow(?:ing|ed|s)?|dms?|tag(?:ged)?|tweet(?:ed|s)?"
+    r"|find me)(?!\w)",
+    re.I,
+)
+HANDLE_NEAR = 40  # characters before a handle in which its cue counts; half of them behind it
+NAMED_HANDLE = re.compile(
+    rf"(?<![\w-])(?:{NAME_CUE}|(?:{NETWORKS})(?:[ '-](?:{NAME_CUE}|user|id|account|profile|name))?)"
+    rf"(?: is| was|:| =| called| named)\s{{1,2}}[\"']?@?(?P<name>(?=[\w.-]*[A-Za-z]){ACCOUNT_NAME})"
+    r"(?![\w@(/=#-]|\.\w)"
+    r"|(?<![\w/])u/(?P<reddit>[\w-]{3,20})(?![\w/])"
+    r"|(?<![\w#])(?P<discord>[A-Za-z0-9_.]{2,32}#\d{4})(?!\w)",
+    re.I,
+)
+
+
+def birth_dates(text: str) -> Iterator[Finding]:
+    """Dates with a year, behind a word such as "born"."""
+    for match in BIRTH_DATE.finditer(text):
+        yield Finding("DATE_OF_BIRTH", *match.span("value"))
+
+
+def number_plates(text: str) -> Iterator[Finding]:
+    """Letters and digits in groups, in capitals, behind a word such as "license plate"."""
+    for match in PLATE.finditer(text):
+        value = [letter for letter in match["value"] if letter.isalnum()]
+        kinds = {letter.isdigit() for letter in value}
+        if len(value) in PLATE_LENGTHS and len(kinds) == 2:
+            yield Finding("LICENSE_PLATE", *match.span("value"))
+
+
+def mac_addresses(text: str) -> Iterator[Finding]:
+    """Six bytes in hexadecimal; those of digits alone and between spaces need a cue word."""
+    for match in MAC.finditer(text):
+        value = match.group()
+        is_plain = " " in value or not re.search("[A-Fa-f]", value)
+        digits = set(re.sub(r"\W", "", value).lower())
+        if len(digits) > 1 and (not is_plain or MAC_CUE.search(text)):
+            yield Finding("MAC_ADDRESS", *match.span())
+
+
+def coordinates(text: str) -> Iterator[Finding]:
+    """Latitude and longitude: with degrees or hemispheres, behind their names or a cue word."""
+    for match in COORDINATES.finditer(text):
+        yield Finding("COORDINATES", *match.span())
+    for match in PAIR.finditer(text):
+        if is_place(*re.findall(_NUMBER, match["value"])[:2]):
+            yield Finding("COORDINATES", *match.span("value"))
+    for match in LATITUDE.finditer(text):
+        if is_place(match["first"], match["last"]):
+            yield Finding("COORDINATES", match.start("first"), match.end("last"))
+
+
+def is_place(latitude: str, longitude: str) -> bool:
+    """Whether two numbers are within the bounds of latitude and longitude, in degrees."""
+    return abs(float(latitude)) <= 90 and abs(float(longitude)) <= 180
+
+
+def handles(text: str) -> Iterator[Finding]:
+    """Account names: @name near a network's name or a word such as "follow"; names with a digit or
+    sign behind "my username is" and the like; u/name, name#1234.
+    """
+    if "@" in text and HANDLE_CUE.search(text):
+        for match in AT_HANDLE.finditer(text):
+            start, end = match.span()
+            before = HANDLE_CUE.search(text, max(0, start - HANDLE_NEAR), start)
+            if before or HANDLE_CUE.search(text, end, end + HANDLE_NEAR // 2):
+                yield Finding("HANDLE", start, end)
+    for match in NAMED_HANDLE.finditer(text):
+        kind = match.lastgroup
+        assert kind is not None, "each alternative has a group"
+        value = match[kind]
+        if kind != "name" or re.search(r"[\d_.-]", value):
+            yield Finding("HANDLE", *match.span(kind))
