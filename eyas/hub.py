@@ -1,9 +1,10 @@
 """Names of models: from whatever names a target or a head to a folder on this machine.
 
-    builtin             a model in the package (PACKAGED)
+    builtin, smollm2    a model in a package (PACKAGED)
     OWNER/NAME          an id of the Hugging Face hub: its snapshot in the hub's cache, downloaded
                         when the cache does not hold all of it
     SCHEME://...        a folder in any store that fsspec opens: copied into a cache, checked
+    FILE.gguf           a target: written once as a folder in the cache (eyas/gguf)
     anything else       a folder here, used where it is
 
 Knows names of files, not what is in them. The network is asked only when a model is resolved.
@@ -38,12 +39,14 @@ from eyas.artifact import (
     file_identity,
     storage_errors,
 )
-from eyas.builtin import BUILTIN
+from eyas.builtin import BUILTIN, SMOLLM2
 from eyas.errors import CorruptError, MissingInputError
+from eyas.gguf.folder import is_gguf, target_folder
 
 # Ids beside folders, URLs and hub ids. A model that comes with a package is one more line here.
 PACKAGED: dict[str, dict[str, Callable[[], Path]]] = {
-    BUILTIN: {"target": builtin.target_folder, "head": builtin.head_folder}
+    BUILTIN: {"target": builtin.target_folder, "head": builtin.head_folder},
+    SMOLLM2: {"target": builtin.smollm2_file},
 }
 
 # The hub client's own errors, and those of its HTTP client, which differ between its versions.
@@ -62,7 +65,7 @@ VERSIONS, LOCK = ".versions", ".lock"
 
 def resolve_target(name: str) -> str:
     """The folder of a target. Raises MissingInputError, CorruptError."""
-    what = "a folder or URL with config.json, *.safetensors and a tokenizer"
+    what = "a folder or URL with config.json, *.safetensors and a tokenizer, a GGUF file"
     return _folder(locate(name, "target"), "target", what)
 
 
@@ -73,11 +76,15 @@ def resolve_head(name: str) -> str:
 
 
 def locate(name: str, role: str = "head") -> str:
-    """The folder or URL that a name of a target or head (role) stands for; no URL is opened.
+    """The folder, file or URL that a name of a target or head (role) stands for; no URL is opened.
 
     Raises MissingInputError for a packaged or hub model that cannot be had.
     """
     if name in PACKAGED:
+        if role not in PACKAGED[name]:
+            raise MissingInputError(
+                f"no {role} of {name} is packaged", "train one: `eyas run` with this target"
+            )
         return str(PACKAGED[name][role]())
     return hub_folder(name) if is_hub_id(name) else name
 
@@ -85,6 +92,8 @@ def locate(name: str, role: str = "head") -> str:
 def _folder(place: str, role: str, what: str) -> str:
     if "://" in place:
         return str(fetch(place))
+    if role == "target" and is_gguf(place):
+        return str(target_folder(place))
     if not Path(place).is_dir():
         raise MissingInputError(
             f"no {role} folder at {place}",

