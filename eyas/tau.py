@@ -7,8 +7,10 @@ counts: no model, no file, no time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise, zip_longest
+from statistics import NormalDist
 
 import numpy as np
 
@@ -17,6 +19,9 @@ Interval = tuple[float, float]
 # Below six values not even (lowest, highest) holds a median with 95 % confidence, and percentiles
 # of resamples say as little.
 LEAST_ROWS = 6
+# Turns of each arm behind an interval. Of two arms that are the same, intervals over six turns tell
+# 6 of 100 apart, those over eight the 5 that they promise (docs/decisions/benchmark.md).
+LEAST_TURNS = 8
 NUM_RESAMPLES = 2000
 RESAMPLES_AT_ONCE = 100  # bounds the memory for thousands of rows
 
@@ -186,13 +191,73 @@ def tau_interval(
     return bootstrap(rows, ratio_of_sums, confidence, seed=seed)
 
 
+def intervals_of_turns(
+    turns: Sequence[np.ndarray],
+    figures: Sequence[Callable[[np.ndarray], np.ndarray]],
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> list[Interval | None]:
+    """Bootstrap intervals of figures [F] that hold together, over the turns that arms took.
+
+    turns: of each turn its rows [n, k], a row what both arms made of one prompt; NaN is unknown.
+    A turn is drawn whole: its requests met the same busy seconds, and resampled requests would
+    give an interval that is too narrow. For few turns the percentiles lie further out, as
+    Student's t does (Hesterberg 2015, "What teachers should know about the bootstrap", expanded
+    percentiles); together they hold by Besag, Green, Higdon, Mengersen 1995, section 6.3.
+
+    None below LEAST_TURNS turns, and for a figure that some resample does not know.
+    """
+    G = len(turns)
+    if G < LEAST_TURNS:
+        return [None] * len(figures)
+    n = max(len(rows) for rows in turns)
+    table = np.full((G, n, turns[0].shape[1]), np.nan)
+    for turn, rows in zip(table, turns, strict=True):
+        turn[: len(rows)] = rows
+    rng = np.random.default_rng(seed)
+    parts = []
+    for _ in range(NUM_RESAMPLES // RESAMPLES_AT_ONCE):
+        drawn = table[rng.integers(G, size=(RESAMPLES_AT_ONCE, G))]
+        flat = drawn.reshape(RESAMPLES_AT_ONCE, G * n, -1)
+        parts.append(np.stack([figure(flat) for figure in figures], axis=-1))
+    values_RF = np.concatenate(parts)
+    known = np.isfinite(values_RF).all(axis=0)
+    if not known.any():
+        return [None] * len(figures)
+    ordered_RF = np.sort(values_RF, axis=0)
+    ranks_RF = 1 + np.argsort(np.argsort(values_RF, axis=0, kind="stable"), axis=0, kind="stable")
+    # of each resample, how far out it lies in the figure where it lies furthest out
+    depth_R = np.maximum(ranks_RF, NUM_RESAMPLES + 1 - ranks_RF)[:, known].max(axis=1)
+    last = int(np.quantile(depth_R, _expanded(confidence, G), method="higher"))
+    ends = ordered_RF[NUM_RESAMPLES - last], ordered_RF[last - 1]
+    return [
+        (float(low), float(high)) if is_known else None
+        for low, high, is_known in zip(*ends, known, strict=True)
+    ]
+
+
+def _expanded(confidence: float, n: int) -> float:
+    """The confidence at which percentiles of resamples of n rows hold with `confidence`."""
+    normal = NormalDist()
+    z, v = normal.inv_cdf((1 + confidence) / 2), n - 1
+    # Student's t, Abramowitz and Stegun 26.7.5
+    t = z + (z**3 + z) / (4 * v) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
+    t += (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
+    return 2 * normal.cdf(t * math.sqrt(n / v)) - 1
+
+
 def ratio_of_medians(table: np.ndarray) -> np.ndarray:
-    """[..., n, 2] -> [...]: median of the first column over that of the second."""
-    medians = np.median(table, axis=-2)
+    """[..., n, 2] -> [...]: median of the first column over that of the second; NaN is left out."""
+    ordered = np.sort(table, axis=-2)  # NaN last
+    count = np.maximum((~np.isnan(ordered)).sum(axis=-2, keepdims=True), 1)
+    middle = [np.take_along_axis(ordered, at, axis=-2) for at in ((count - 1) // 2, count // 2)]
+    medians = (middle[0] + middle[1])[..., 0, :] / 2
     return np.asarray(medians[..., 0] / medians[..., 1])
 
 
 def ratio_of_sums(table: np.ndarray) -> np.ndarray:
-    """[..., n, 2] -> [...]: sum of the first column over that of the second; 0 / 0 is 0."""
-    sums = table.sum(axis=-2)
+    """[..., n, 2] -> [...]: sum of the first column over that of the second; 0 / 0 is 0, NaN is
+    left out.
+    """
+    sums = np.nansum(table, axis=-2)
     return np.asarray(sums[..., 0] / np.maximum(sums[..., 1], np.finfo(float).tiny))

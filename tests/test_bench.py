@@ -357,10 +357,10 @@ def test_an_arm_that_decoded_plain_but_for_a_few_rounds_has_no_tau_to_be_above()
 
 
 def test_a_task_whose_speedup_may_be_chance_is_not_told_one():
-    factors = [0.3, 0.4, 0.45, 0.46, 0.9, 1.0, 1.1]
-    plain = [row("plain", str(number), tpot_ms=10) for number in range(7)]
+    factors = [0.3, 0.4, 0.45, 0.46, 0.46, 0.9, 1.0, 1.1]
+    plain = [row("plain", str(number), tpot_ms=10, block=number) for number in range(8)]
     eagle = [
-        row("eagle", str(number), tpot_ms=10 * factor, hist=[0, 5])
+        row("eagle", str(number), tpot_ms=10 * factor, hist=[0, 5], block=number)
         for number, factor in enumerate(factors)
     ]
     with pytest.raises(EyasError, match="2\\.17"):
@@ -368,7 +368,7 @@ def test_a_task_whose_speedup_may_be_chance_is_not_told_one():
     compared = comparison(plain, eagle, is_greedy=True, of_task=True)
     assert (compared["speedup"], compared["speedup_interval"], compared["tau"]) == (None, None, 2)
     assert re.fullmatch(
-        r"2\.17 \(\d\.\d\d to \d\.\d\d\) over 7 prompts is noise: tau is 2\.00",
+        r"2\.17 \(\d\.\d\d to \d\.\d\d\) over 8 prompts is noise: tau is 2\.00",
         compared["withheld"],
     )
     few = comparison(plain[:5], eagle[:5], is_greedy=True, of_task=True)
@@ -380,7 +380,10 @@ def test_a_task_whose_speedup_may_be_chance_is_not_told_one():
     with pytest.raises(EyasError, match="above tau"):
         comparison(
             plain,
-            [row("eagle", str(number), tpot_ms=4, hist=[0, 5]) for number in range(7)],
+            [
+                row("eagle", str(number), tpot_ms=4, hist=[0, 5], block=number)
+                for number in range(8)
+            ],
             is_greedy=True,
             of_task=True,
         )
@@ -506,9 +509,9 @@ def test_arms_take_turns_block_by_block(url, prompts, tmp_path):
     ]
     blocks = list(dict.fromkeys(order))
     turns = [("plain", "eagle"), ("eagle", "plain")]
-    assert blocks == [(number, arm) for number in range(4) for arm in turns[number % 2]]
-    # 10 prompts in four blocks
-    assert Counter(order) == {block: 3 if block[0] < 3 else 1 for block in blocks}
+    assert blocks == [(number, arm) for number in range(5) for arm in turns[number % 2]]
+    # 10 prompts in up to eight blocks
+    assert Counter(order) == dict.fromkeys(blocks, 2)
 
 
 def test_a_run_that_is_done_is_not_done_again(url, prompts, tmp_path):

@@ -41,7 +41,9 @@ def test_every_stage_runs_and_the_last_line_is_json(runs):
     assert sum(told["accept_hist"]) > 0
     assert told["tpot_ms_plain"] > 0
     assert told["tpot_ms_eagle"] > 0
-    assert told["speedup"] == pytest.approx(told["tpot_ms_plain"] / told["tpot_ms_eagle"])
+    # four prompts are too few for a ratio of whatever they measured
+    assert told["speedup"] is told["throughput_ratio"] is told["e2e_speedup"] is None
+    assert "nothing is claimed of eagle and plain: 4 answers of each in 2 turns" in told["headline"]
     assert told["seconds"] > 0
 
 

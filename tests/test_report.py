@@ -18,6 +18,7 @@ from markupsafe import Markup
 from eyas.artifact import Artifact, Manifest
 from eyas.bench import figures, tables
 from eyas.bench.bench import BenchConfig
+from eyas.bench.headline import quotable
 from eyas.bench.machine import machine
 from eyas.bench.report import (
     NAMES,
@@ -31,7 +32,6 @@ from eyas.bench.report import (
 )
 from eyas.bench.server import ServerFacts
 from eyas.bench.summary import RequestLoad, RunContext, summarise
-from eyas.bench.tables import quotable
 from eyas.errors import EyasError, InputError
 from tests.bench_rows import row
 from tests.browser import CHROMIUM, needs_chromium
@@ -78,12 +78,13 @@ def summary(concurrencies=(1, 4), arms=("plain", "eagle"), rates=(), categories=
             tpot_ms=tpot_ms[arm],
             hist=hist[arm],
             started_s=number,
+            block=number,
             **load,
             **fields,
         )
         for load in loads
         for arm in arms
-        for number in range(7)
+        for number in range(8)
         for category in categories
     ]
     counted = {("eagle", RequestLoad(**load)): COUNTED for load in loads}
@@ -166,7 +167,7 @@ def test_everything_that_is_given_is_shown(manifest):
         "A title",
         "1.82×",
         "2.00",
-        "7 / 7",
+        "8 / 8",
         "1,300",
         "duplicate",
         "CC0-1.0",
@@ -221,16 +222,16 @@ def test_one_arm_alone_is_a_report_too():
 def test_answers_without_a_second_token_leave_dashes():
     page = render(Contents(summary(tokens=1)))
     assert Tags(page).count("svg") == 4
-    assert "no answers that can be compared" in page
+    assert "is certain: time per token (TPOT) not known; throughput 1.00 to 1.00" in page
 
 
 def test_a_slowdown_and_a_difference_are_said_aloud():
     bench = summary()
     for compared in bench["comparisons"]:
-        compared.update(speedup=0.8, identical=5)
+        compared.update(speedup=0.8, speedup_interval=(0.7, 0.9), identical=5)
     page = render(Contents(bench))
-    assert "slower." in page
-    assert "2 of 7 answers were not the same." in page
+    assert "time per token (TPOT) slower, 0.80 times as fast (0.70 to 0.90)" in page
+    assert "3 of 8 answers were not the same." in page
 
 
 def not_drafted(**changes):
@@ -249,12 +250,9 @@ def not_drafted(**changes):
 def test_of_an_arm_that_did_not_draft_no_ratio_is_the_heads():
     bench = not_drafted()
     page, text = words(render(Contents(bench))), tables.markdown(bench, None, (), "t")
-    assert (
-        "eagle , one request at a time, did not draft : there is no speed-up by a head to tell."
-        in page
-    )
+    assert "1 request at a time: eagle did not draft, so there is no speed-up by a head" in page
     assert "times as fast" not in page
-    assert "Speed-up – did not draft; median TPOT 10.00 → 5.50 ms" in page
+    assert "TPOT – did not draft; median time per token 10.00 → 5.50 ms" in page
     assert "**eagle did not draft, 1 at a time: no speed-up is a head's there.**" in text
     assert "| 1.04 (1.82–1.82), did not draft |" in text
     said = quotable(bench["comparisons"][0])
@@ -262,7 +260,7 @@ def test_of_an_arm_that_did_not_draft_no_ratio_is_the_heads():
         "did not draft",
         None,
         None,
-        7,
+        8,
     )
     assert quotable(summary()["comparisons"][0]) == summary()["comparisons"][0]
 
@@ -270,10 +268,9 @@ def test_of_an_arm_that_did_not_draft_no_ratio_is_the_heads():
 def test_between_two_engines_a_ratio_is_theirs_whether_they_drafted_or_not():
     bench = not_drafted(same_engine=False, tokens_per_forward=None)
     page = words(render(Contents(bench)))
-    assert (
-        "is not known to have drafted : 1.04 times as fast as plain is what the two engines or "
-        "hosts differ in." in page
-    )
+    assert "eagle against plain, time per token (TPOT) 1.04 times as fast" in page
+    assert "is not known to have drafted; median time per token" in page
+    assert "the server tells no tau that would bound these ratios" in page
     assert quotable(bench["comparisons"][0])["speedup"] == 1.04
 
 
@@ -285,9 +282,7 @@ def test_a_speedup_that_is_withheld_says_why():
         "paired_speedup": None,
         "withheld": "all of it is noise",
     }
-    assert "no speed-up over plain is reported: all of it is noise." in words(
-        render(Contents(bench))
-    )
+    assert "no speed-up is claimed, all of it is noise." in words(render(Contents(bench)))
 
 
 def test_what_comes_from_outside_is_escaped():
@@ -327,6 +322,10 @@ def test_a_report_with_a_speedup_above_tau_fails(where):
 def test_an_older_summary_is_told_from_a_new_one():
     with pytest.raises(InputError, match="older eyas"):
         render(Contents({"results": [], "comparisons": []}))
+    bench = summary()
+    del bench["comparisons"][0]["num_turns"]  # and so its intervals
+    with pytest.raises(InputError, match="older eyas"):
+        render(Contents(bench))
 
 
 def test_each_task_has_a_line_and_each_load_a_column():
@@ -459,17 +458,19 @@ def test_differences_and_who_counted_are_said_aloud():
 def test_markdown_has_the_same_figures_and_no_cell_can_break_out():
     bench = summary(categories=("chat", "a|b\n<script>"))
     text = tables.markdown(bench, None, ["eyas bench"], "Title")
-    assert "| eagle over plain | 1 at a time | 1.82 (1.82–1.82) | 2.00 | 1.01 | 14 of 14 |" in text
+    # an answer of 200 ms, one of 155 ms, and a turn is an answer or two
+    ratios = "1.82 (1.82–1.82) | 1.29 (1.29–1.29) | 1.29 (1.29–1.29)"
+    assert f"| eagle over plain | 1 at a time | {ratios} | 2.00 | 16 of 16 |" in text
     assert (
-        "| chat | eagle over plain | 4 at a time | 7 | 10.00 → 5.50 | 1.82 (1.82–1.82) | 2.00 |"
+        "| chat | eagle over plain | 4 at a time | 8 | 10.00 → 5.50 | 1.82 (1.82–1.82) | 2.00 |"
         in text
     )
     assert "<script>" not in text
     of_tables = [line for line in text.splitlines() if line.startswith("|")]
-    columns = {9: 0, 6: 0, 7: 0, 5: 0, 4: 0}
+    columns = {9: 0, 7: 0, 5: 0, 4: 0}
     for line in of_tables:
         columns[len(re.findall(r"(?<!\\)\|", line)) - 1] += 1
-    assert columns == {9: 2 + 4, 6: 2 + 2, 7: 2 + 4, 5: 2 + 4, 4: 2 + 2}
+    assert columns == {9: 2 + 4, 7: 2 + 2 + 2 + 4, 5: 2 + 4, 4: 2 + 2}
 
 
 def test_markdown_tells_gaps_whole_answers_and_acceptance_by_position():

@@ -51,12 +51,15 @@ from eyas.client import Client, StreamRecord
 from eyas.errors import ConfigError, EyasError
 from eyas.log import Track, quiet
 from eyas.records import Message
+from eyas.tau import LEAST_TURNS
 
 PLAIN, EAGLE = "plain", "eagle"  # the arms of a server that has a head
 # Prompts per slot of concurrency in a block: few, so that all arms meet the same busy minutes, and
 # enough to fill the slots.
 BLOCK = 4
-NUM_BLOCKS = 4  # at least, where that leaves two prompts for a slot: arms are to take turns
+# at least, where that leaves two prompts for a slot: arms are to take turns, and of fewer nothing
+# is claimed
+NUM_BLOCKS = LEAST_TURNS
 SETTLE_S = 0.05  # servers count an answer just after its last byte
 TIMEOUT_S = 300.0  # between two pieces of an answer, the wait in a long queue included
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from eyas import lineage
 from eyas.artifact import Artifact, Manifest
-from eyas.bench import figures, tables
+from eyas.bench import figures, headline, tables
 from eyas.bench.figures import Point, Series
 from eyas.bench.summary import check_possible
 from eyas.errors import InputError
@@ -97,24 +97,24 @@ def render(contents: Contents) -> str:
     one of an older kind.
     """
     bench = contents.bench
-    if "open_loop" not in bench:
+    comparisons = headline.every(bench, "comparisons") if "open_loop" in bench else []
+    if "open_loop" not in bench or not all("num_turns" in one for one in comparisons):
         raise InputError(
             "this summary.json was made by an older eyas, and lacks what a report shows",
             "run `eyas bench` again",
         )
-    comparisons = tables.every(bench, "comparisons")
     for compared in (*comparisons, *bench["by_task"]):
         check_possible(compared)
     machine = bench["machine"]
     return fill(
         TEMPLATE,
         {
-            "number": tables.number,
+            "number": headline.number,
             "pretty": lambda value: json.dumps(value, indent=1, ensure_ascii=False),
         },
         title=contents.title,
-        headlines=tables.headlines(bench),
-        results=tables.every(bench, "results"),
+        headlines=headline.headlines(bench),
+        results=headline.every(bench, "results"),
         comparisons=comparisons,
         tasks=tasks(bench),
         bench=bench,
@@ -126,7 +126,7 @@ def render(contents: Contents) -> str:
         evaluation=contents.evaluation,
         predictions=predictions(contents),
         ledger=contents.ledger,
-        not_drafting=tables.not_drafting,
+        not_drafting=headline.not_drafting,
         server_line=tables.server_line,
         head_is_stated=tables.STATED if contents.head_is_stated else "",
         fates=fates(contents.ledger) if contents.ledger else [],
@@ -189,7 +189,7 @@ def predicted(contents: Contents, arm: str) -> dict[int, Mapping[str, Any]]:
 def pictures(contents: Contents) -> list[Picture]:
     """Heading, SVG and note of each picture there are figures for."""
     bench = contents.bench
-    every = tables.every(bench, "results")
+    every = headline.every(bench, "results")
     arms = {arm: place for place, arm in enumerate(dict.fromkeys(row["arm"] for row in every))}
     expected = []
     for arm in dict.fromkeys(one["arm"] for one in bench["comparisons"]):
@@ -276,7 +276,7 @@ def _of_rounds(
 ) -> list[Picture]:
     """Pictures of what rounds accepted, at the lowest load."""
     # of the others, a few rounds say nothing
-    first = [one for one in tables.at_lowest_load(results) if one["tau"] is not None]
+    first = [one for one in headline.at_lowest_load(results) if one["tau"] is not None]
     hists = [
         Series(one["arm"], arms[one["arm"]], _numbered(one["accept_hist"], 0))
         for one in first

@@ -8,7 +8,11 @@ both answered:
     paired_speedup     median over prompts of (TPOT of the baseline / TPOT of the arm)
     round_cost         of a round, in tokens of the baseline: median over prompts of tau / speed-up
     throughput_ratio   output tokens per second of the arm / of the baseline
+    e2e_speedup        median time of a whole answer of the baseline / of the arm
     identical          greedy only: prompts with the same text, token count and finish reason
+
+The intervals of these three ratios hold together with 95 %: a comparison is one statement. They
+come from whole turns (blocks) of the arms, and are None below LEAST_TURNS of them.
 
 No speed-up above tau is reported: over all prompts it is an error, over the few of one task, where
 it may be chance, it is None, and `withheld` says why. An arm that hardly drafted has no tau, and
@@ -38,6 +42,7 @@ from eyas.tau import (
     Interval,
     acceptance_by_position,
     bootstrap,
+    intervals_of_turns,
     num_emitted,
     ratio_of_medians,
     ratio_of_sums,
@@ -284,6 +289,16 @@ def comparison(
         if base.tpot_ms is not None and row.tpot_ms is not None
     ]
     tpots_ms = [(base, own) for base, own, _ in timed]
+    e2es_ms = [(base.reply.e2e_ms, row.reply.e2e_ms) for base, row in pairs]
+    turns = _turns(baseline, arm, pairs)
+    of_tpot, of_e2e, of_throughput = intervals_of_turns(
+        turns,
+        [
+            lambda rows: ratio_of_medians(rows[..., :2]),
+            lambda rows: ratio_of_medians(rows[..., 2:4]),
+            _ratio_of_rates,
+        ],
+    )
     found = _tau([row for _, row in pairs], rounds or {})
     # tokens for each forward of the target in an answer, over the speed-up of that answer
     costs = [
@@ -295,16 +310,20 @@ def comparison(
     ours, theirs = _throughput_tps(arm), _throughput_tps(baseline)
     compared = {
         "num_pairs": len(pairs),
+        "num_turns": len(turns),
         "same_engine": same_engine,
         "identical": sum(_is_same(*pair) for pair in pairs) if is_greedy else None,
         "tpot_ms_baseline": metrics.median([base for base, _ in tpots_ms]) if tpots_ms else None,
         "tpot_ms": metrics.median([own for _, own in tpots_ms]) if tpots_ms else None,
         "speedup": float(ratio_of_medians(_table(tpots_ms))) if tpots_ms else None,
-        "speedup_interval": bootstrap(tpots_ms, ratio_of_medians),
+        "speedup_interval": of_tpot,
         "withheld": None,
         "paired_speedup": metrics.spread([base / own for base, own in tpots_ms]),
         "round_cost": metrics.spread(costs) if found["tau"] is not None else None,
         "throughput_ratio": ours / theirs if ours and theirs else None,
+        "throughput_ratio_interval": of_throughput,
+        "e2e_speedup": float(ratio_of_medians(_table(e2es_ms))) if e2es_ms else None,
+        "e2e_speedup_interval": of_e2e,
         **found,
     }
     if of_task or compared["tau"] is None:
@@ -313,11 +332,46 @@ def comparison(
     return compared
 
 
+def _turns(
+    baseline: Sequence[BenchRow],
+    arm: Sequence[BenchRow],
+    pairs: Sequence[tuple[BenchRow, BenchRow]],
+) -> list[np.ndarray]:
+    """Of each block that both arms answered something of, its rows [n, 8]: TPOT and e2e of a pair,
+    baseline and arm; in the first row also tokens and seconds of the arm's turn, and of the
+    baseline's. NaN for what is not known.
+    """
+    turns = []
+    for block in sorted({row.block for _, row in pairs}):
+        own = [pair for pair in pairs if pair[1].block == block]
+        rows = np.full((len(own), 8), np.nan)
+        for values, (base, row) in zip(rows, own, strict=True):
+            values[2:4] = base.reply.e2e_ms, row.reply.e2e_ms
+            if base.tpot_ms is not None and row.tpot_ms is not None:
+                values[:2] = base.tpot_ms, row.tpot_ms
+        for place, side in ((4, arm), (6, baseline)):
+            answered = [row for row in side if row.block == block and row.is_answered]
+            num_tokens = sum(row.reply.num_output_tokens for row in answered)
+            rows[0, place : place + 2] = num_tokens or np.nan, _busy_s(answered)
+        turns.append(rows)
+    return turns
+
+
+def _ratio_of_rates(table: np.ndarray) -> np.ndarray:
+    """[..., n, 8] of `_turns` -> [...]: tokens per second of the arm over those of the baseline."""
+    with np.errstate(divide="ignore", invalid="ignore"):  # where no tokens were counted
+        return np.asarray(ratio_of_sums(table[..., 4:6]) / ratio_of_sums(table[..., 6:8]))
+
+
 def _without_chance(compared: dict[str, Any]) -> dict[str, Any]:
     """Without a speed-up above the possible one, if chance explains it: it has no interval, or one
     that reaches below. `withheld` says so.
     """
-    most, speedup, interval = _most(compared), compared["speedup"], compared["speedup_interval"]
+    most, speedup, interval = (
+        most_possible(compared),
+        compared["speedup"],
+        compared["speedup_interval"],
+    )
     if most is None or speedup is None or speedup <= most:
         return compared
     if compared["tau"] is not None and interval is not None and interval[0] > most:
@@ -335,7 +389,7 @@ def _without_chance(compared: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _most(compared: Mapping[str, Any]) -> float | None:
+def most_possible(compared: Mapping[str, Any]) -> float | None:
     """The largest possible speed-up: tau; of an arm that hardly drafted, its tokens per forward and
     noise. None where no law holds: against another engine, or where the server tells no rounds.
     """
@@ -357,7 +411,7 @@ def check_possible(compared: Mapping[str, Any]) -> None:
         compared["speedup"],
         compared["tau"],
         compared["round_cost"],
-        _most(compared),
+        most_possible(compared),
     )
     if most is None or speedup is None or tau is None:
         return

@@ -1,12 +1,12 @@
-"""The figures of a benchmark for its readers: what may be quoted of it, CSV for a spreadsheet,
-Markdown for a README, tables on a terminal. Pure functions of summary.json and a manifest.
+"""The figures of a benchmark for its readers: CSV for a spreadsheet, Markdown for a README, tables
+on a terminal. Pure functions of summary.json and a manifest.
 """
 
 from __future__ import annotations
 
 import csv as comma_separated
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -14,91 +14,31 @@ from rich.table import Table
 
 from eyas import lineage
 from eyas.artifact import Manifest
+from eyas.bench.headline import (
+    RATIOS,
+    Row,
+    every,
+    headlines,
+    is_certain,
+    load_of,
+    not_drafting,
+    number,
+)
 
-Row = Mapping[str, Any]
-RATIOS = ("speedup", "speedup_interval", "paired_speedup", "throughput_ratio")
 STATED = "The head is the one given with --head: servers do not tell which they run."
 SPREADS = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
-INTERVALS = ("tau", "throughput", "speedup")
+INTERVALS = ("tau", "throughput", *RATIOS)
 COLUMNS = (
     *("kind", "arm", "baseline", "concurrency", "rate", "task"),
-    *("num_requests", "num_failed", "num_pairs", "identical"),
+    *("num_requests", "num_failed", "num_pairs", "num_turns", "identical"),
     *("num_prompt_tokens", "num_output_tokens", "throughput_tps", "requests_per_s"),
     *("tokens_per_chunk", "tau", "tau_from", "tokens_per_forward"),
     *("tau_low", "tau_high", "throughput_low", "throughput_high"),
-    *("speedup", "speedup_low", "speedup_high"),
-    *("throughput_ratio", "round_cost", "tpot_ms_baseline"),
+    *(f"{name}{part}" for name in RATIOS for part in ("", "_low", "_high")),
+    *("round_cost", "tpot_ms_baseline"),
     *(f"{name}_{part}" for name in SPREADS for part in ("median", "low", "high", "p90", "p99")),
     *("tree_nodes_mean", "plain_rounds_share"),
 )
-
-
-# What may be quoted
-
-
-def not_drafting(compared: Row) -> str:
-    """What to say of an arm in place of a speed-up by its head; "" where it has a tau."""
-    if compared["tau"] is not None:
-        return ""
-    if compared["tokens_per_forward"] is not None:
-        return "did not draft"
-    return "" if compared["speedup"] is None else "is not known to have drafted"
-
-
-def quotable(compared: Row) -> dict[str, Any]:
-    """A comparison as it may be quoted. Without drafts its ratios are noise, and `note` says so;
-    between two engines they are the engines' ratios, drafts or none.
-    """
-    note = not_drafting(compared)
-    if not note:
-        return dict(compared)
-    ratios = RATIOS if compared["same_engine"] else ()
-    return {**compared, **dict.fromkeys(ratios), "note": note}
-
-
-def every(bench: Row, kind: str) -> list[Row]:
-    """The results or comparisons of closed loops, then those of open ones."""
-    return [*bench[kind], *bench["open_loop"][kind]]
-
-
-def at_lowest_load(rows: Sequence[Row]) -> list[Row]:
-    """The rows with the fewest requests at a time, or a second: a single user's wait."""
-    loads = [row.get("concurrency", row.get("rate")) for row in rows]
-    lowest = min(loads, default=0)
-    return [row for row, load in zip(rows, loads, strict=True) if load == lowest]
-
-
-def headlines(bench: Row) -> list[dict[str, Any]]:
-    """Of each arm the comparison at the lowest concurrency, with the results of its two arms."""
-    of_arm = {(result["arm"], result["concurrency"]): result for result in bench["results"]}
-    return [
-        {
-            "compared": quotable(compared),
-            "baseline": of_arm[compared["baseline"], compared["concurrency"]],
-            "arm": of_arm[compared["arm"], compared["concurrency"]],
-        }
-        for compared in at_lowest_load(bench["comparisons"])
-    ]
-
-
-def figures_of(bench: Row, arm: str) -> dict[str, Any]:
-    """An arm's headline for the last line of JSON; times are medians.
-
-    `identical`: whether all pairs of greedy answers are; None where answers were sampled.
-    """
-    head = next(one for one in headlines(bench) if one["compared"]["arm"] == arm)
-    compared, same = head["compared"], head["compared"]["identical"]
-    tpots_ms = {side: head[side]["tpot_ms"] for side in ("baseline", "arm")}
-    return {
-        "tau": head["arm"]["tau"],
-        "accept_hist": head["arm"]["accept_hist"],
-        "tpot_ms_plain": tpots_ms["baseline"] and tpots_ms["baseline"]["median"],
-        "tpot_ms_eagle": tpots_ms["arm"] and tpots_ms["arm"]["median"],
-        "speedup": compared["speedup"],
-        "identical": None if same is None else same == compared["num_pairs"],
-        "num_identical": same,
-        "num_pairs": compared["num_pairs"],
-    }
 
 
 # CSV
@@ -140,7 +80,10 @@ def _line(row: Row) -> dict[str, Any]:
 
 def markdown(bench: Row, manifest: Manifest | None, commands: Sequence[str], title: str) -> str:
     """The tables of the report, with what a reader needs to judge them."""
-    lines = [f"# {_cell(title)}", "", *_body(bench), *_provenance(bench, manifest, commands)]
+    lines = [f"# {_cell(title)}", ""]
+    for head in headlines(bench):
+        lines += [f"**{_cell(head['sentence'])}**", ""]
+    lines += [*_body(bench), *_provenance(bench, manifest, commands)]
     return "\n".join(lines) + "\n"
 
 
@@ -151,7 +94,7 @@ def _body(bench: Row) -> Iterable[str]:
         (
             (
                 row["arm"],
-                _load(row),
+                load_of(row),
                 row["num_requests"] - row["num_failed"],
                 row["num_failed"],
                 _parts(row["ttft_ms"], "median"),
@@ -168,7 +111,7 @@ def _body(bench: Row) -> Iterable[str]:
         (
             (
                 row["arm"],
-                _load(row),
+                load_of(row),
                 _parts(row["itl_ms"], "median", "p99"),
                 _parts(row["e2e_ms"], "median", "p90", "p99"),
                 number(row["tokens_per_chunk"]),
@@ -183,24 +126,23 @@ def _body(bench: Row) -> Iterable[str]:
         yield from _table(
             "|".join(["accepted, by position", "load", *map(str, range(1, most + 1))]),
             (
-                (row["arm"], _load(row), *own, *["–"] * (most - len(own)))
+                (row["arm"], load_of(row), *own, *["–"] * (most - len(own)))
                 for row, own in zip(told, shares, strict=True)
             ),
         )
     for row in comparisons:
         if why := not_drafting(row):
-            what = f"{_cell(row['arm'])} {why}, {_load(row)}: no speed-up is a head's there."
+            what = f"{_cell(row['arm'])} {why}, {load_of(row)}: no speed-up is a head's there."
             yield from (f"**{what}**", "")
     if comparisons:
         yield from _table(
-            "comparison|load|speed-up (95 %)|tau|throughput|identical",
+            "comparison|load|TPOT (95 %)|throughput (95 %)|end to end (95 %)|tau|identical",
             (
                 (
                     f"{row['arm']} over {row['baseline']}",
-                    _load(row),
-                    _speedup(row),
+                    load_of(row),
+                    *(_ratio(row, name) for name in RATIOS),
                     _tau(row),
-                    number(row["throughput_ratio"]),
                     _identical(row),
                 )
                 for row in comparisons
@@ -208,15 +150,15 @@ def _body(bench: Row) -> Iterable[str]:
         )
     if bench["by_task"]:
         yield from _table(
-            "task|comparison|load|prompts|TPOT ms|speed-up (95 %)|tau",
+            "task|comparison|load|prompts|TPOT ms|TPOT (95 %)|tau",
             (
                 (
                     row["category"] or "–",
                     f"{row['arm']} over {row['baseline']}",
-                    _load(row),
+                    load_of(row),
                     row["num_pairs"],
                     f"{number(row['tpot_ms_baseline'])} → {number(row['tpot_ms'])}",
-                    _speedup(row),
+                    _ratio(row, "speedup"),
                     _tau(row),
                 )
                 for row in bench["by_task"]
@@ -290,13 +232,13 @@ def cache_note(bench: Row) -> str:
 
 
 def show_table(bench: Row) -> None:
-    """Print to stdout a table per load with a column per arm; the others are compared with the
-    first.
+    """Print to stdout a table per load with a column per arm, the others compared with the first;
+    then what may be quoted, a sentence an arm.
     """
-    compared = {(_load(row), row["arm"]): row for row in every(bench, "comparisons")}
+    compared = {(load_of(row), row["arm"]): row for row in every(bench, "comparisons")}
     results = every(bench, "results")
-    for load in dict.fromkeys(map(_load, results)):
-        own = [row for row in results if _load(row) == load]
+    for load in dict.fromkeys(map(load_of, results)):
+        own = [row for row in results if load_of(row) == load]
         pairs = [compared.get((load, row["arm"])) for row in own]
         hists = (row["accept_hist"] for row in own)
         lines = {
@@ -308,13 +250,18 @@ def show_table(bench: Row) -> None:
             "TTFT, ms (median)": (_parts(row["ttft_ms"], "median") for row in own),
             "TPOT, ms (median)": (_parts(row["tpot_ms"], "median") for row in own),
             "output tokens/s": (number(row["throughput_tps"]) for row in own),
-            "speed-up (TPOT)": ("–" if row is None else _speedup(row) for row in pairs),
+            **{
+                name: ["–" if row is None else _ratio(row, ratio) for row in pairs]
+                for name, ratio in zip(("TPOT", "throughput", "end to end"), RATIOS, strict=True)
+            },
             "identical greedy answers": ("–" if row is None else _identical(row) for row in pairs),
         }
         table = Table("", *(row["arm"] for row in own), title=load)
         for name, cells in lines.items():
             table.add_row(name, *cells)
         Console().print(table)
+    for head in headlines(bench):
+        Console().print(head["sentence"], markup=False, highlight=False, soft_wrap=True)
 
 
 # Cells
@@ -333,19 +280,23 @@ def _cell(value: Any) -> str:
     return str(value).replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
 
 
-def _load(row: Row) -> str:
-    if "concurrency" in row:
-        return f"{row['concurrency']} at a time"
-    return f"{row['rate']:g} a second"
-
-
 def _tau(row: Row) -> str:
     return number(row["tau"]) + (" (per chunk)" if row["tau_from"] == "chunks" else "")
 
 
-def _speedup(row: Row) -> str:
-    why = not_drafting(row)
-    return _within(row["speedup"], row["speedup_interval"]) + (f", {why}" if why else "")
+def _ratio(row: Row, name: str) -> str:
+    """A ratio with its interval, in a cell: what is not certain has no figure of its own."""
+    value, interval = row[name], row[f"{name}_interval"]
+    note = not_drafting(row) if name == "speedup" else ""
+    if value is None:
+        return "–"
+    if interval is None:
+        cell = "too few turns"
+    elif is_certain(interval):
+        cell = _within(value, interval)
+    else:
+        cell = f"no difference ({number(interval[0])}–{number(interval[1])})"
+    return f"{cell}, {note}" if note else cell
 
 
 def _identical(row: Row) -> str:
@@ -367,8 +318,3 @@ def _within(value: float | None, interval: Sequence[float] | None, digits: int =
     if interval is None:
         return number(value, digits)
     return f"{number(value, digits)} ({number(interval[0], digits)}–{number(interval[1], digits)})"
-
-
-def number(value: float | None, digits: int = 2) -> str:
-    """A number with so many digits after the point and thousands apart; a dash for None."""
-    return "–" if value is None else f"{value:,.{digits}f}"

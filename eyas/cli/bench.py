@@ -17,9 +17,10 @@ from rich.markup import escape
 
 from eyas.artifact import Artifact
 from eyas.bench.bench import EAGLE, PLAIN, BenchConfig, bench, bench_identity
+from eyas.bench.headline import headlines, quotable
 from eyas.bench.report import Contents, write_reports
 from eyas.bench.server import ServerFacts, ask_facts
-from eyas.bench.tables import quotable, show_table, turns_note
+from eyas.bench.tables import show_table, turns_note
 from eyas.cli.options import Overrides, RunFile, override, read_run_file, stage_config
 from eyas.cli.stage import stage
 from eyas.client import Client
@@ -96,7 +97,9 @@ def command(
     closed, opened = (
         [quotable(one) for one in part["comparisons"]] for part in (summary, summary["open_loop"])
     )
-    print(json.dumps({"comparisons": closed, "open_loop": opened, "output": folder}))
+    told = [head["sentence"] for head in headlines(summary)]
+    figures = {"headlines": told, "comparisons": closed, "open_loop": opened, "output": folder}
+    print(json.dumps(figures))
 
 
 def arms_for(url: str, against: str | None) -> Mapping[str, Any]:

@@ -22,8 +22,9 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 from eyas.artifact import Artifact, Manifest, identity
 from eyas.bench.bench import EAGLE, PLAIN, BenchConfig, bench, bench_identity
+from eyas.bench.headline import figures_of
 from eyas.bench.report import Contents, write_reports
-from eyas.bench.tables import figures_of, show_table
+from eyas.bench.tables import show_table
 from eyas.builtin import BUILTIN, demo_prompts
 from eyas.cli.check import show
 from eyas.cli.eval import eval_prompts, foretold, in_one_line
