@@ -152,7 +152,7 @@ class ScriptedEngine(Engine):
     def has_work(self):
         return bool(self._left)
 
-    def add(self, request):
+    def add(self, request, grammar=None):
         self.asked.append(request)
         self._left += [(request.id, index, list(self.script)) for index in range(request.params.n)]
 

@@ -63,7 +63,7 @@ class Walker:
 
     def walk(self, rng, **options):
         """The text of tokens drawn uniformly from the masks, up to the end token."""
-        matcher = self.grammars.matcher(SamplingParams(**options))
+        matcher = self.grammars.compile(SamplingParams(**options)).matcher()
         ids = []
         for _ in range(MAX_WALK):
             mask_V = matcher.mask()
@@ -120,7 +120,7 @@ def test_the_mask_lets_the_usual_tokens_through(walker):
         ),
         ({"regex": r"[A-Za-z ]+\."}, "A few plain words."),
     ):
-        matcher = walker.grammars.matcher(SamplingParams(**options))
+        matcher = walker.grammars.compile(SamplingParams(**options)).matcher()
         for token in [*walker.tokenizer(text, add_special_tokens=False)["input_ids"], walker.end]:
             assert matcher.mask()[token]
             matcher.advance(token)
@@ -128,7 +128,7 @@ def test_the_mask_lets_the_usual_tokens_through(walker):
 
 
 def test_the_end_is_allowed_only_where_the_grammar_may_stop(builtin):
-    matcher = builtin.grammars.matcher(SamplingParams(regex="ab?"))
+    matcher = builtin.grammars.compile(SamplingParams(regex="ab?")).matcher()
     a, b = builtin.tokenizer.convert_tokens_to_ids(["a", "b"])
     assert not matcher.mask()[builtin.end]
     matcher.advance(a)
@@ -143,14 +143,14 @@ def test_the_end_is_allowed_only_where_the_grammar_may_stop(builtin):
 
 def test_all_end_tokens_of_the_target_end_a_grammar(builtin):
     grammars = Grammars(builtin.tokenizer, builtin.V, {0, builtin.end, 10**6})
-    matcher = grammars.matcher(SamplingParams(regex="a"))
+    matcher = grammars.compile(SamplingParams(regex="a")).matcher()
     matcher.advance(builtin.tokenizer.convert_tokens_to_ids("a"))
     assert np.flatnonzero(matcher.mask()).tolist() == [0, builtin.end]
 
 
 def test_rows_of_the_target_beyond_the_tokenizer_are_never_allowed(builtin):
     grammars = Grammars(builtin.tokenizer, builtin.V + 64, {builtin.end})
-    matcher = grammars.matcher(SamplingParams(regex="(?s).*"))
+    matcher = grammars.compile(SamplingParams(regex="(?s).*")).matcher()
     mask_V = matcher.mask()
     assert mask_V.shape == (builtin.V + 64,)
     assert not mask_V[builtin.V :].any()
@@ -158,7 +158,7 @@ def test_rows_of_the_target_beyond_the_tokenizer_are_never_allowed(builtin):
 
 
 def test_special_tokens_are_no_text(builtin):
-    mask_V = builtin.grammars.matcher(SamplingParams(regex="(?s).*")).mask()
+    mask_V = builtin.grammars.compile(SamplingParams(regex="(?s).*")).matcher().mask()
     special = [
         number for number, token in builtin.tokenizer.added_tokens_decoder.items() if token.special
     ]
@@ -167,7 +167,7 @@ def test_special_tokens_are_no_text(builtin):
 
 def test_blanks_come_to_an_end(builtin):
     """A target that goes on with blanks as long as it may."""
-    matcher = builtin.grammars.matcher(SamplingParams(json_schema=json.dumps(SCHEMA)))
+    matcher = builtin.grammars.compile(SamplingParams(json_schema=json.dumps(SCHEMA))).matcher()
     brace, blank = builtin.tokenizer.convert_tokens_to_ids(["{", "Ġ"])
     matcher.advance(brace)
     count = 0
@@ -180,7 +180,7 @@ def test_blanks_come_to_an_end(builtin):
 
 
 def test_matchers_do_not_share_their_place(builtin):
-    one, other = (builtin.grammars.matcher(SamplingParams(regex="ab")) for _ in range(2))
+    one, other = (builtin.grammars.compile(SamplingParams(regex="ab")).matcher() for _ in range(2))
     before_V = other.mask()
     one.advance(builtin.tokenizer.convert_tokens_to_ids("a"))
     assert np.array_equal(other.mask(), before_V)
@@ -189,10 +189,10 @@ def test_matchers_do_not_share_their_place(builtin):
 
 def test_a_grammar_is_compiled_once(builtin):
     grammars = Grammars(builtin.tokenizer, builtin.V, {builtin.end})
-    for regex in ("a", "b", "a"):
-        grammars.matcher(SamplingParams(regex=regex))
-    assert grammars._cached.cache_info().misses == 2
-    assert grammars.matcher(SamplingParams()) is None
+    a, b, again = (grammars.compile(SamplingParams(regex=regex)) for regex in ("a", "b", "a"))
+    assert a is again
+    assert a is not b
+    assert grammars.compile(SamplingParams()) is None
 
 
 @pytest.mark.parametrize(
@@ -214,18 +214,18 @@ def test_a_grammar_is_compiled_once(builtin):
 )
 def test_what_cannot_be_followed_is_refused(builtin, options):
     with pytest.raises(InputError, match=next(iter(options))) as caught:
-        builtin.grammars.matcher(SamplingParams(**options))
+        builtin.grammars.compile(SamplingParams(**options))
     assert "\n" not in caught.value.what
     assert caught.value.hint
 
 
 def test_a_target_without_an_end_token_is_refused(builtin):
     with pytest.raises(InputError, match="end token"):
-        Grammars(builtin.tokenizer, builtin.V, ()).matcher(SamplingParams(regex="a"))
+        Grammars(builtin.tokenizer, builtin.V, ()).compile(SamplingParams(regex="a"))
 
 
 def test_a_grammar_that_grows_too_large_ends_the_answer_and_says_so(builtin):
-    matcher = builtin.grammars.matcher(SamplingParams(regex="ab"))
+    matcher = builtin.grammars.compile(SamplingParams(regex="ab")).matcher()
     # the library's way of giving up, brought about by force
     matcher.advance(builtin.tokenizer.convert_tokens_to_ids("z"))
     assert "z" in matcher.failure
@@ -237,7 +237,7 @@ def test_a_sampler_draws_what_the_grammar_allows_and_ends(builtin, temperature):
     params = SamplingParams(
         temperature=temperature, seed=3, json_schema=json.dumps(SCHEMA), max_tokens=MAX_WALK
     )
-    matcher = builtin.grammars.matcher(params)
+    matcher = builtin.grammars.compile(params).matcher()
     sampler = Sampler(params, (1,), builtin.V, frozenset({builtin.end}), matcher)
     generator = torch.Generator().manual_seed(0)
     tokens = []

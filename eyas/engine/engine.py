@@ -21,10 +21,10 @@ from transformers import PreTrainedTokenizerBase
 from eyas.engine.costs import CostTable, RoundWork, round_costs
 from eyas.engine.cuda.rounds import TensorRounds
 from eyas.engine.draft import Draft
-from eyas.engine.grammar import Grammars
+from eyas.engine.grammar import Grammar, Grammars
 from eyas.engine.pages import PagePool
 from eyas.engine.policy import Policy
-from eyas.engine.request import Request, Result, Update
+from eyas.engine.request import Request, Result, SamplingParams, Update
 from eyas.engine.rounds import Rounds
 from eyas.engine.sampling import Sampler
 from eyas.engine.scheduler import BatchLimits, Job, Outcome, RunningSample, Scheduler
@@ -183,8 +183,22 @@ class Engine:
     def has_work(self) -> bool:
         return self._scheduler.has_work or self._in_flight is not None
 
-    def add(self, request: Request) -> None:
-        """Queue all samples of a request.
+    def prepare_grammars(self) -> None:
+        """Do now what the first grammar would do for all: it may take two seconds."""
+        if self._grammars is not None and self._end_tokens:
+            _ = self._grammars.tokenizer
+
+    def compile_grammar(self, params: SamplingParams) -> Grammar | None:
+        """The grammar that the params ask for, if any; from any thread. Raises InputError."""
+        if not params.has_grammar:
+            return None
+        if self._grammars is None:
+            raise _needs_tokenizer()
+        return self._grammars.compile(params)
+
+    def add(self, request: Request, grammar: Grammar | None = None) -> None:
+        """Queue all samples of a request. grammar: of `compile_grammar`; where it is left out, it
+        is compiled here.
 
         Raises InputError for a request that this engine could not serve even alone.
         """
@@ -216,7 +230,10 @@ class Engine:
                 "shorten the prompt, lower max_tokens, or give the engine more pages (num_pages)",
             )
         # All are made before the first is added: a grammar that is refused leaves nothing behind.
-        samples = [self._sample(request, index, max_tokens) for index in range(request.params.n)]
+        grammar = grammar or self.compile_grammar(request.params)
+        samples = [
+            self._sample(request, index, max_tokens, grammar) for index in range(request.params.n)
+        ]
         for sample in samples:
             self._scheduler.add(sample)
 
@@ -326,21 +343,19 @@ class Engine:
             )
             log.warning(what, tau, TAU_WINDOW)
 
-    def _sample(self, request: Request, index: int, max_tokens: int) -> RunningSample:
-        """The index-th sample of a request. Raises InputError (`Sampler`, `Grammars.compile`)."""
+    def _sample(
+        self, request: Request, index: int, max_tokens: int, grammar: Grammar | None
+    ) -> RunningSample:
+        """The index-th sample of a request. Raises InputError (`Sampler`)."""
         params = request.params
-        if (params.has_grammar or params.stop) and self._grammars is None:
-            raise InputError(
-                "stop strings and grammars need a tokenizer",
-                "give the engine the target's tokenizer",
-            )
-
+        if params.stop and self._tokenizer is None:
+            raise _needs_tokenizer()
         sampler = Sampler(
             params,
             request.prompt_ids,
             self.target.config.vocab_size,
             self._end_tokens,
-            self._grammars.matcher(params) if self._grammars is not None else None,
+            grammar.matcher() if grammar is not None else None,
             index,
         )
         stops = StopChecker(params.stop, self._decode) if params.stop else None
@@ -351,3 +366,9 @@ class Engine:
         assert self._tokenizer is not None
         text: str = self._tokenizer.backend_tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
+
+
+def _needs_tokenizer() -> InputError:
+    return InputError(
+        "stop strings and grammars need a tokenizer", "give the engine the target's tokenizer"
+    )

@@ -7,25 +7,26 @@ ignoring it. Each token that is drawn must be passed to `advance`.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
-from functools import cached_property, lru_cache
+from functools import cached_property
+from threading import Lock
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from eyas.engine.grammar_process import GrammarProcess, Kind, compiled, reason_of
 from eyas.engine.request import SamplingParams
 from eyas.errors import InputError
 
-_CACHED_GRAMMARS = 64
+_CACHED_GRAMMARS = 16  # each of up to BUDGET_MIB, and more as answers go on
 _MAX_SOURCE_LENGTH = 65536  # characters of a schema or a regular expression
-# between the parts of a JSON text: some targets never leave off where blanks may go on
-_BLANKS = r"[ \t\n\r]{0,20}"
 
 
 class Grammars:
-    """Compiles the grammars of requests for a target, each once."""
+    """Compiles the grammars of requests for a target, each once. Any thread may call it."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_tokens: Iterable[int]
@@ -33,60 +34,67 @@ class Grammars:
         self._target_tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._end_tokens = sorted(token for token in end_tokens if token < vocab_size)
-        self._cached = lru_cache(maxsize=_CACHED_GRAMMARS)(self._compile)
+        self._process = GrammarProcess()
+        self._lock = Lock()
+        self._cached: OrderedDict[tuple[Kind, str], Grammar] = OrderedDict()
 
-    def matcher(self, params: SamplingParams) -> GrammarMatcher | None:
-        """A matcher at the start of the grammar that the params ask for, if any.
+    def compile(self, params: SamplingParams) -> Grammar | None:
+        """The grammar that the params ask for, if any.
 
-        Raises InputError for a grammar that cannot be followed.
+        Raises InputError for a grammar that cannot be followed, or not within the budget of
+        `GrammarProcess`.
         """
-        if not params.has_grammar:
+        kind: Kind
+        if params.regex is not None:
+            kind, source = "regex", params.regex
+        elif params.json_schema is not None:
+            kind, source = "json_schema", params.json_schema
+        else:
             return None
-        start = self._cached(params.json_schema, params.regex)
-        return GrammarMatcher(start.deep_copy(), self._vocab_size, self._end_tokens)
+        with self._lock:
+            grammar = self._cached.pop((kind, source), None)
+            if grammar is None:
+                grammar = self._compiled(kind, source)
+            self._cached[kind, source] = grammar
+            if len(self._cached) > _CACHED_GRAMMARS:
+                self._cached.popitem(last=False)
+        return grammar
 
-    def _compile(self, json_schema: str | None, regex: str | None) -> LLMatcher:
+    def _compiled(self, kind: Kind, source: str) -> Grammar:
         if not self._end_tokens:
             raise InputError(
                 "the target names no end token",
                 "set eos_token_id in its config.json: a grammar ends by it",
             )
-        name, source = ("regex", regex) if regex is not None else ("json_schema", json_schema)
-        assert source is not None
         if len(source) > _MAX_SOURCE_LENGTH:
             raise InputError(
-                f"the {name} has {len(source)} characters", f"give {_MAX_SOURCE_LENGTH} or fewer"
+                f"the {kind} has {len(source)} characters", f"give {_MAX_SOURCE_LENGTH} or fewer"
             )
-        if regex is not None:
-            text = LLMatcher.grammar_from_regex(regex)
-        else:
-            try:
-                text = LLMatcher.grammar_from_json_schema(
-                    source, defaults={"whitespace_pattern": _BLANKS}
-                )
-            except ValueError as error:
-                raise InputError(
-                    f"the json_schema cannot be read: {error}",
-                    "give a JSON schema, an object, as a string of JSON",
-                ) from error
-        start = LLMatcher(self._tokenizer, text, log_level=0)
-        start.compute_bitmask()  # finds what is too large to be followed
-        if start.is_error():
-            raise InputError(
-                f"the {name} cannot be followed: {_reason(start)}",
-                "leave out what is not supported; regular expressions are Rust's, without "
-                "look-around",
-            )
-        return start
+        self._process.check(kind, source)
+        start = compiled(self.tokenizer, kind, source)
+        return Grammar(start, self._vocab_size, self._end_tokens)
 
     @cached_property
-    def _tokenizer(self) -> LLTokenizer:
-        """The library's form of the target's: made for the first grammar, as it takes a second."""
+    def tokenizer(self) -> LLTokenizer:
+        """The library's form of the target's. To make it takes up to two seconds, in which no other
+        thread runs: a server makes it before it serves.
+        """
         tokenizer = self._target_tokenizer
         size = max(self._vocab_size, len(tokenizer))
         return LLTokenizer(
             tokenizer.backend_tokenizer.to_str(), n_vocab=size, eos_token=self._end_tokens
         )
+
+
+class Grammar:
+    """A compiled grammar."""
+
+    def __init__(self, start: LLMatcher, vocab_size: int, end_tokens: list[int]) -> None:
+        self._start, self._vocab_size, self._end_tokens = start, vocab_size, end_tokens
+
+    def matcher(self) -> GrammarMatcher:
+        """A matcher at its start."""
+        return GrammarMatcher(self._start.deep_copy(), self._vocab_size, self._end_tokens)
 
 
 class GrammarMatcher:
@@ -100,7 +108,7 @@ class GrammarMatcher:
 
     @property
     def failure(self) -> str | None:
-        return _reason(self._matcher) if self._matcher.is_error() else None
+        return reason_of(self._matcher) if self._matcher.is_error() else None
 
     def mask(self) -> NDArray[np.bool_]:
         """[V]: the tokens that may come next. End tokens where the grammar may stop; only they
@@ -121,12 +129,3 @@ class GrammarMatcher:
             self.is_over = True
         elif not self.is_over:
             self._matcher.consume_token(token)
-
-
-def _reason(matcher: LLMatcher) -> str:
-    """The line of the library's message that says what is wrong."""
-    lines = matcher.get_error().splitlines()
-    return next(
-        (line for line in lines if line.startswith("error: ")),
-        lines[0] if lines else str(matcher.stop_reason()),
-    )

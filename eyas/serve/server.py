@@ -115,6 +115,7 @@ def load(config: ServeConfig) -> ModelService:
         device=config.device,
         tokenizer=chat.tokenizer,
     )
+    engine.prepare_grammars()
     info = ModelInfo(
         config.served_model,
         str(engine.target.dtype).removeprefix("torch."),

@@ -4,6 +4,7 @@ Knows no HTTP.
 
     event loop                                   engine's thread
     updates(requests) ── add, cancel ─▶ inbox ─▶ engine.add, engine.cancel
+       └ a grammar is compiled before, in a thread of its own: a large one takes its time
     inspect(look)     ── look ────────▶          look(engine), between two rounds
            ▲                                     engine.step (without work: waits)
            └──── one queue per call ◀─ deliver ◀─ call_soon_threadsafe, once per round
@@ -19,10 +20,12 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from eyas.engine.engine import Engine
+from eyas.engine.grammar import Grammar
 from eyas.engine.request import Request, Update
 from eyas.errors import EyasError, InputError
 
@@ -56,8 +59,16 @@ class Inspection:
     result: asyncio.Future[Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """A request for the engine, and its grammar, if it has one."""
+
+    request: Request
+    grammar: Grammar | None
+
+
 # what the event loop sends: a request to add, the id of one to cancel, or an inspection
-Command = Request | str | Inspection
+Command = Addition | str | Inspection
 
 
 class EngineWorker:
@@ -74,6 +85,7 @@ class EngineWorker:
         self._stopping = False
         # by request id; the requests of one call of `updates` share a queue
         self._queues: dict[str, asyncio.Queue[Event]] = {}
+        self._compiler = ThreadPoolExecutor(1, "grammars")
         self._thread: threading.Thread | None = None
 
     @property
@@ -96,6 +108,7 @@ class EngineWorker:
         with self._condition:
             self._stopping = True
             self._condition.notify()
+        self._compiler.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._thread.join)
         self.fail_all()
 
@@ -126,12 +139,12 @@ class EngineWorker:
         queue: asyncio.Queue[Event] = asyncio.Queue()
         open_samples = {request.id: request.params.n for request in requests}
         self.num_samples += sum(open_samples.values())
-        for request in requests:
-            self._queues[request.id] = queue
-            self._post(request)
+        self._queues |= dict.fromkeys(open_samples, queue)
         late = RequestTimeout(f"the answer took more than {timeout_s:g} s", "ask for fewer tokens")
         timer = asyncio.get_running_loop().call_later(timeout_s, queue.put_nowait, late)
         try:
+            for request in requests:
+                self._post(Addition(request, await self._grammar_of(request, queue)))
             while open_samples:
                 events = [await queue.get()]
                 while not queue.empty():
@@ -152,6 +165,32 @@ class EngineWorker:
             for request_id in open_samples:
                 del self._queues[request_id]
                 self._post(request_id)
+
+    async def _grammar_of(self, request: Request, queue: asyncio.Queue[Event]) -> Grammar | None:
+        """The request's grammar. Raises InputError, and what ends the request in the meantime."""
+        if not request.params.has_grammar:
+            return None
+        loop = asyncio.get_running_loop()
+        compiling = loop.run_in_executor(self._compiler, self._compiled, request)
+        ended = asyncio.ensure_future(queue.get())
+        try:
+            await asyncio.wait((compiling, ended), return_when=asyncio.FIRST_COMPLETED)
+            if compiling.done():
+                return compiling.result()
+            failure = ended.result()
+            assert isinstance(failure, EyasError), "an update of a request that was not added"
+            raise failure
+        finally:
+            compiling.cancel()
+            ended.cancel()
+
+    def _compiled(self, request: Request) -> Grammar | None:
+        try:
+            return self._engine.compile_grammar(request.params)
+        except EyasError:
+            raise
+        except BaseException as error:  # a panic in the grammar library is no Exception
+            raise _not_run(error) from None
 
     def _post(self, command: Command) -> None:
         with self._condition:
@@ -212,7 +251,7 @@ class EngineWorker:
                     found = command.look(self._engine)
                     loop.call_soon_threadsafe(_settle, command.result, found)
                 elif error := self._add(command):
-                    refused.append((command.id, error))
+                    refused.append((command.request.id, error))
         except BaseException:
             with self._condition:  # `_fail` looks for their callers here
                 self._inbox = commands + self._inbox
@@ -221,20 +260,25 @@ class EngineWorker:
             loop.call_soon_threadsafe(self._deliver, refused)
         return True
 
-    def _add(self, request: Request) -> EyasError | None:
+    def _add(self, addition: Addition) -> EyasError | None:
         """Give a request to the engine; returns the error if it cannot be run, else None."""
         try:
-            self._engine.add(request)
+            self._engine.add(addition.request, addition.grammar)
         except InputError as error:
             return error
         except BaseException as error:  # a panic in the grammar library is no Exception
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
-            self._engine.cancel(request.id)
-            kind = type(error).__name__
-            log.error("a request could not be added", extra={"data": {"error": kind}})
-            return EngineFailure(f"the request could not be run: {kind}")
+            self._engine.cancel(addition.request.id)
+            return _not_run(error)
         return None
+
+
+def _not_run(error: BaseException) -> EngineFailure:
+    """The failure of a request that could not be added, for a reason that is the engine's."""
+    kind = type(error).__name__
+    log.error("a request could not be added", extra={"data": {"error": kind}})
+    return EngineFailure(f"the request could not be run: {kind}")
 
 
 def _settle(result: asyncio.Future[Any], found: Any) -> None:
