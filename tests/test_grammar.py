@@ -44,6 +44,17 @@ REGEXES = [
     "",
 ]
 
+# minutes of intersections, and a stack of any size
+PATTERNS = {
+    "type": "string",
+    "allOf": [{"pattern": f"(a|b)*a(a|b){{{count}}}"} for count in range(30)],
+}
+CHAIN = {
+    "$ref": "#/$defs/d0",
+    "$defs": {f"d{at}": {"items": {"$ref": f"#/$defs/d{at + 1}"}} for at in range(1400)}
+    | {"d1400": {}},
+}
+
 
 class Walker:
     """A folder's tokenizer and its grammars, and random walks through them."""
@@ -217,6 +228,47 @@ def test_what_cannot_be_followed_is_refused(builtin, options):
         builtin.grammars.compile(SamplingParams(**options))
     assert "\n" not in caught.value.what
     assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"regex": "((a{101}){100}){97}c"},
+        {"json_schema": json.dumps(PATTERNS)},
+        {"json_schema": json.dumps(CHAIN)},
+    ],
+    ids=["memory", "time", "stack"],
+)
+def test_what_needs_too_much_is_refused_and_costs_no_other_grammar(builtin, options):
+    """In the process that compiles first: the last ends by SIGSEGV what compiles it."""
+    name = next(iter(options))
+    with pytest.raises(InputError, match=f"the {name} needs more than") as caught:
+        builtin.grammars.compile(SamplingParams(**options))
+    assert caught.value.hint
+    assert builtin.grammars.compile(SamplingParams(regex=f"after {name}"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"regex": r"a[^\s\S]"},
+        {"json_schema": '{"$ref": "#"}'},
+        {"json_schema": '{"type": "integer", "minimum": 5, "maximum": 1}'},
+        {"json_schema": '{"enum": []}'},
+    ],
+    ids=lambda options: next(iter(options.values())),
+)
+def test_what_allows_no_answer_says_so(builtin, options):
+    with pytest.raises(InputError, match=f"the {next(iter(options))} allows no answer at all"):
+        builtin.grammars.compile(SamplingParams(**options))
+
+
+def test_grammars_go_on_when_their_process_is_ended_from_outside(builtin):
+    builtin.grammars.compile(SamplingParams(regex="before"))
+    process = builtin.grammars._process._process
+    process.kill()
+    process.wait()
+    assert builtin.grammars.compile(SamplingParams(regex="afterwards"))
 
 
 def test_a_target_without_an_end_token_is_refused(builtin):

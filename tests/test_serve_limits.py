@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import random
+import re
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -188,6 +190,54 @@ def test_more_connections_than_allowed_get_503(client):
     while health(client).status_code == 503:  # until the server has seen that they are closed
         time.sleep(0.01)
     assert ask(client, max_tokens=2).usage.completion_tokens == 2
+
+
+def test_a_grammar_that_compiles_for_long_stops_no_other_stream(tmp_path, monkeypatch):
+    world = World.make(tmp_path / "target", eos_token_id=2)
+    engine, begun, may_end = world.engine(), threading.Event(), threading.Event()
+    compile_grammar = engine.compile_grammar
+
+    def slow(params):
+        begun.set()
+        assert may_end.wait(60)
+        return compile_grammar(params)
+
+    monkeypatch.setattr(engine, "compile_grammar", slow)
+    with world.served(engine) as client, ThreadPoolExecutor(1) as pool:
+        guided = pool.submit(
+            post, client, {**BODY, "guided_regex": "[ab]{3}"}, "/v1/chat/completions"
+        )
+        assert begun.wait(60)
+        try:
+            assert ask(client, max_tokens=8).choices[0].finish_reason
+            assert health(client).json() == {"status": "ok", "requests": 1}
+            assert not guided.done()
+        finally:
+            may_end.set()
+        assert re.fullmatch("[ab]{3}", guided.result().json()["choices"][0]["message"]["content"])
+
+
+def test_a_client_that_leaves_while_its_grammar_compiles_leaves_nothing(tmp_path, monkeypatch):
+    world = World.make(tmp_path / "target", eos_token_id=2)
+    engine, begun, may_end = world.engine(), threading.Event(), threading.Event()
+
+    def endless(params):
+        begun.set()
+        may_end.wait(60)
+
+    monkeypatch.setattr(engine, "compile_grammar", endless)
+    with world.served(engine) as client:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(
+                f"{client.url}/v1/chat/completions",
+                json={**BODY, "guided_regex": "a"},
+                timeout=httpx.Timeout(60, read=0.5),
+            )
+        assert begun.wait(60)
+        while health(client).json()["requests"]:
+            time.sleep(0.01)
+        may_end.set()
+        assert ask(client, max_tokens=2).usage.completion_tokens == 2
 
 
 TLS_HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"

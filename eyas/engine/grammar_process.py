@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -130,10 +131,8 @@ class GrammarProcess:
         return answer
 
     def _started(self) -> subprocess.Popen[bytes]:
-        root = Path(__file__).resolve().parents[2]
-        command = f"import sys; sys.path.insert(0, {str(root)!r}); from {__name__} import main; main()"
         self._process = subprocess.Popen(
-            [sys.executable, "-c", command],
+            [sys.executable, "-m", "eyas.engine.grammar_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # a panic's message may quote what a client wrote
@@ -144,7 +143,7 @@ class GrammarProcess:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
-    with process:  # closes the pipes and waits
+    with suppress(BrokenPipeError), process:  # closes the pipes and waits
         pass
 
 
@@ -180,3 +179,7 @@ def _answer_lines() -> None:
 def _resident_mib() -> float:
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * resource.getpagesize() / 2**20
+
+
+if __name__ == "__main__":
+    main()
