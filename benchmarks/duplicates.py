@@ -3,10 +3,10 @@ wrongly, and how fast.
 
     python benchmarks/duplicates.py [--quick] [--show] [--data FOLDER]
 
-FOLDER holds gsm8k_train, tldr, sgd_dev and self_dialogue (JSON lines, .gz, with messages) and
+FOLDER holds gsm8k_train, tldr, sgd_dev, self_dialogue (JSON lines, .gz, with messages) and
 prompts/spec_bench.jsonl; by default ../shared/data beside the checkout. Near-duplicates are planted
 by edits; recall is of those whose Jaccard really is at least the threshold. Contamination is
-planted in dress and by edits, and compared with the rules that others use: any 10-gram and any
+planted in disguises and by edits, and compared with the rules that others use: any 10-gram and any
 13-gram in common. GSM8K's training half is also cut in two, 1,319 problems as an evaluation set
 against the rest, since its problems come in families: --show prints the pairs, to be judged by eye.
 The last line of stdout is one JSON.
@@ -55,6 +55,7 @@ SETS = ("gsm8k_train", "tldr", "sgd_dev", "self_dialogue")
 SPEC_BENCH = "prompts/spec_bench.jsonl"
 THRESHOLD = 0.85
 HELD_OUT = 1319  # GSM8K's test half has as many
+PLANTED = 400  # of them
 PROMPT = 1000  # characters
 
 Edit = Callable[[str], str]
@@ -123,6 +124,28 @@ def edits(rng: random.Random, vocabulary: Sequence[str]) -> dict[str, Edit]:
         "a greeting before": lambda text: f"Hello! Could you please help me with this? {text}",
         "one number": number,
         "all numbers": lambda text: re.sub(r"\d+", lambda _: str(rng.randrange(2, 999)), text),
+    }
+
+
+LIKES = str.maketrans("aceiopxysBHKMT", "асеіорхуѕВНКМТ")  # Latin letters and Cyrillic ones
+
+
+def disguises(rng: random.Random) -> dict[str, Edit]:
+    """Ways to hide a text from a search for its words, not from a reader."""
+    numbers = ("two", "seven", "eleven", "forty")
+    return {
+        "punctuation stripped": lambda text: re.sub(r"[^\w\s]", "", text),
+        "punctuation to spaces": lambda text: re.sub(r"[^\w\s]", " ", text),
+        "other quotes and dashes": lambda text: text.translate(str.maketrans("'\"-", "’“—")),
+        "homoglyphs": lambda text: text.translate(LIKES),
+        "half of them homoglyphs": lambda text: "".join(
+            letter.translate(LIKES) if rng.random() < 0.5 else letter for letter in text
+        ),
+        "accents": lambda text: re.sub("[aeiou]", lambda found: f"{found[0]}\u0301", text),
+        "signs within words": lambda text: re.sub(r"(?<=\w\w)(?=\w\w)", "-", text),
+        "no white space": lambda text: re.sub(r"\s", "", text),
+        "letters apart": lambda text: " ".join(re.sub(r"\s", "", text)),
+        "all numbers as words": lambda text: re.sub(r"\d+", lambda _: rng.choice(numbers), text),
     }
 
 
@@ -213,7 +236,12 @@ def contamination(
             f"I found this somewhere. {text} Please think about it and tell me what you make of it."
         )
 
-    planted = {"verbatim": lambda text: text, "in a longer prompt": around, **ways}
+    planted = {
+        "verbatim": lambda text: text,
+        "in a longer prompt": around,
+        **ways,
+        **disguises(random.Random(0)),
+    }
     figures: dict[str, Any] = {"turns": len(turns), "planted": {}, "ordinary": {}}
     for name, edit in planted.items():
         copies = [row(*map(edit, one.turns)) for one in turns]
@@ -230,7 +258,9 @@ def contamination(
     return figures
 
 
-def families(rows: Sequence[SourceRow], rng: random.Random, show: bool) -> dict[str, Any]:
+def families(
+    rows: Sequence[SourceRow], rng: random.Random, ways: dict[str, Edit], show: bool
+) -> dict[str, Any]:
     """GSM8K's training half against 1,319 problems of itself."""
     shuffled = rng.sample(rows, len(rows))
     with tempfile.TemporaryDirectory() as folder:
@@ -241,12 +271,23 @@ def families(rows: Sequence[SourceRow], rng: random.Random, show: bool) -> dict[
         )
         tests = rules(path)
         ours = Contamination([SourceConfig(path=str(path))])
+        hidden = {**ways, **disguises(random.Random(0))}
+        planted = {
+            name: round(
+                sum(isinstance(ours(row(edit(one.turns[0]))), Drop) for one in shuffled[:PLANTED])
+                / PLANTED,
+                4,
+            )
+            for name, edit in hidden.items()
+        }
+        print(f"contamination: GSM8K, planted: {planted}", flush=True)
         rest = shuffled[HELD_OUT:]
         for one in rest if show else ():
             if isinstance(found := ours(one), Drop):
                 item = shuffled[int(re.findall(r"jsonl:(\d+)", found.note)[0]) - 1]
                 print(f"--- {found.note}\n  row:  {one.turns[0]}\n  item: {item.turns[0]}")
-        return {"rows": len(rest), **{rule: sum(map(test, rest)) for rule, test in tests.items()}}
+        counts = {rule: sum(map(test, rest)) for rule, test in tests.items()}
+        return {"planted": planted, "rows": len(rest), **counts}
 
 
 def speeds(rows: Sequence[SourceRow], folder: Path) -> dict[str, int]:
@@ -329,7 +370,7 @@ def main() -> None:
     print(f"duplicates: {figures['duplicates']}", flush=True)
     figures["contamination"] = contamination(args.data, sets, ways)
     figures["gsm8k_against_itself"] = (
-        families(sets["gsm8k_train"], rng, args.show) if not args.quick else None
+        families(sets["gsm8k_train"], rng, ways, args.show) if not args.quick else None
     )
     keep = Quality()
     figures["quality"] = {

@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,7 @@ BENIGN = [
     "Who painted the pictures that hang in the town hall?",
     "And if the first goes away, what happens to the others?",
 ]
+LIKES = str.maketrans("aceiopxysBHKMT", "асеіорхуѕВНКМТ")  # Latin letters and Cyrillic ones
 DISGUISES = {
     "verbatim": lambda text: text,
     "upper case": str.upper,
@@ -65,6 +67,17 @@ DISGUISES = {
         chr(ord(letter) + 0xFEE0) if "!" <= letter <= "~" else letter for letter in text
     ),
     "zero width": lambda text: "\u200b".join(text),
+    "punctuation stripped": lambda text: re.sub(r"[^\w\s]", "", text),
+    "signs within words": lambda text: re.sub(r"(?<=\w\w)(?=\w\w)", "-", text),
+    "homoglyphs": lambda text: text.translate(LIKES),
+    "some homoglyphs": lambda text: "".join(
+        letter.translate(LIKES) if place % 3 else letter for place, letter in enumerate(text)
+    ),
+    "accents": lambda text: re.sub("[aeiou]", lambda found: f"{found[0]}\u0301", text),
+    "no white space": lambda text: re.sub(r"\s", "", text),
+    "mathematical letters": lambda text: "".join(
+        chr(0x1D41A + ord(letter) - ord("a")) if "a" <= letter <= "z" else letter for letter in text
+    ),
     "in a longer prompt": lambda text: (
         f"I found this question and would like your view. {text} Thank you very much in advance!"
     ),
@@ -98,6 +111,28 @@ def test_every_turn_is_found_in_every_dress(clean, disguise):
         assert clean(row(disguise(text))).reason == "contamination.exam", text
         beside = row("Good morning.", disguise(text), "Thanks.")
         assert clean(beside).reason == "contamination.exam", text
+
+
+def test_letters_apart_hide_nothing(clean):
+    found = clean(row("Good morning.", " ".join(re.sub(r"\s", "", PASSAGE))))
+    assert found == Drop("contamination.exam", "says a turn of exam.jsonl:3 (id 9)")
+
+
+@pytest.mark.parametrize("number", ["7", "41,500", "2.75", "nineteen", "forty-two"])
+def test_other_numbers_hide_nothing(clean, number):
+    other = re.sub(r"\d+", number, TRAINS)
+    found = clean(row("Good morning.", f"Please: {other}"))
+    assert re.fullmatch(r"holds \d+% of the 4-grams of exam.jsonl:1 \(id 7\)", found.note)
+
+
+def test_other_numbers_prove_nothing_by_themselves(clean):
+    """A kind of problem is no item: most of the words must agree, and there must be enough."""
+    text = (
+        "Two trains leave towns that are 90 miles apart and 3 hours later one of them breaks down; "
+        "what does its repair cost if the garage asks 60 an hour and takes two days?"
+    )
+    assert clean(row(text)) == row(text)
+    assert clean(row("And if the first goes 80?")) == row("And if the first goes 80?")
 
 
 @pytest.mark.parametrize("text", BENIGN)

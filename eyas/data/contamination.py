@@ -1,7 +1,9 @@
 """Drops prompts that overlap evaluation sets, and names the item that they overlap.
 
 A row is dropped if it holds half of the word 4-grams of a turn of an item, or 13 words of one in a
-row, whatever the order of turns, case, white space, punctuation, Unicode form or simple markup.
+row, whatever the order of turns, case, white space, punctuation, Unicode form or simple markup; and
+if it holds most of a turn with other numbers. Words are letters and digits of a folded text, told
+apart in two ways, since a sign between letters may be left out or become a space.
 docs/decisions/duplicates-and-contamination.md compares other rules. Knows no particular benchmark.
 
 Letters: G grams of the index, T words of a text.
@@ -10,38 +12,72 @@ Letters: G grams of the index, T words of a text.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import html
+import re
+import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eyas.data.duplicates import HashArray, hashed, normalised, plain_words, runs
+from eyas.data.duplicates import TAG, WORDS, HashArray, hashed, normalised, runs
 from eyas.data.ledger import DamagedRow, Drop, SourceRow
 from eyas.data.sources import SourceConfig, read_source
 from eyas.errors import CorruptError
+from eyas.fold import fold, latin
 
 GRAM, RUN = 4, 13  # words
 SHARE = 0.5  # of a turn's 4-grams
 LEAST = 4  # 4-grams, or all of a shorter turn: a few words prove no contamination
+LETTERS = 12  # of a turn that is known by itself, without a gram
 MANY = 8  # items: a gram in more of them is the form of the benchmark, not an item
 # Runs of digits or of one repeated word are in many texts: so many words of a gram must be
 # distinctive (no number, no single letter) and different.
 DISTINCTIVE = {GRAM: 1, RUN: 5}
 
-TurnGrams = dict[int, HashArray]  # by size, each once
+# With the numbers masked more must agree: problems of one kind differ in their numbers alone.
+NUMBERLESS_SHARE, NUMBERLESS_LEAST = 0.75, 8
+NUMBER = "\u01c2"  # a letter that is rare in texts stands for a run of numbers
+NUMBERS = re.compile(
+    r"(?:(?:\d+|\b(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|"
+    r"(?:thir|four|fif|six|seven|eigh|nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|"
+    r"hundred|thousand|million|dozen)\b)[\W_]*)+"
+)
+SIGN = re.compile(r"[^\w\s]|_")
+INNER_SIGN = re.compile(r"\w(?:[^\w\s]|_)+(?=\w)")
+# A sign within a word spoils five 4-grams of a row at most: more of them than that share of its
+# words, and half of the grams may be spoiled.
+INNER_SIGNS = 1 / 12
+MARKS = re.compile("[\u0300-\u036f]")  # accents, apart from their letters
+
 NO_GRAMS: HashArray = np.zeros(0, np.uint64)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class TurnGrams:
+    """The grams of a turn in one spelling, by size, each once; a row that holds this share of those
+    of size GRAM, and so many of them, holds the turn.
+    """
+
+    by_size: dict[int, HashArray]
+    share: float
+    least: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class EvaluationItem:
-    """A row of an evaluation set: its place, a digest of all its turns, the grams of each turn."""
+    """A row of an evaluation set: its place, digests of its turns together, then of each long one,
+    the grams of each turn in each spelling.
+    """
 
     set: str
     where: str
     id: str | None
-    digest: bytes
+    digests: tuple[bytes, ...]
     turns: tuple[TurnGrams, ...]
 
     def __str__(self) -> str:
@@ -95,22 +131,46 @@ class Contamination:
         """
         items = _without_common([item for source in sets for item in _items(source)])
         turns = [turn for item in items for turn in item.turns]
-        self._postings = {size: Postings.of([turn[size] for turn in turns]) for size in (GRAM, RUN)}
-        self._size = np.array([len(turn[GRAM]) for turn in turns], np.int64)
-        self._needed = np.maximum(np.ceil(SHARE * self._size), np.minimum(self._size, LEAST))
+        self._postings = {
+            size: Postings.of([turn.by_size[size] for turn in turns]) for size in (GRAM, RUN)
+        }
+        self._size = np.array([len(turn.by_size[GRAM]) for turn in turns], np.int64)
+        shares, least = (
+            np.array([getattr(turn, name) for turn in turns]) for name in ("share", "least")
+        )
+        self._needed = np.maximum(np.ceil(shares * self._size), np.minimum(self._size, least))
         self._item = [item for item in items for _ in item.turns]
-        self._whole = {item.digest: item for item in reversed(items)}
+        counts = Counter(digest for item in items for digest in item.digests)
+        self._whole = {item.digests[0]: item for item in reversed(items)}
+        self._alone = {
+            digest: item
+            for item in reversed(items)
+            for digest in item.digests
+            if counts[digest] <= MANY
+        }
 
     def __call__(self, row: SourceRow) -> SourceRow | Drop:
-        said = hashed(_words(row.turns))
-        if item := self._whole.get(_digest(said)):
+        turns = [Spelling(turn) for turn in row.turns]
+        texts = [[word for turn in turns for word in turn.words]]
+        digests = list(_digests(turns))
+        if item := self._whole.get(digests[0]):
             return Drop(f"contamination.{item.set}", f"says the same as {item}")
-        texts = [said, hashed(plain_words(row.system))] if row.system else [said]
-        return self._shared(texts) or self._run(texts) or row
+        if row.system:
+            turns.append(Spelling(row.system))
+            texts.append(turns[-1].words)
+        if any(turn.has_inner_signs for turn in turns):
+            texts += [turn.joined for turn in turns]
+        hashes = [hashed(words) for words in texts]
+        found = self._found(hashes, GRAM)
+        # With other numbers too, once some words agree.
+        if len(found) and any(turn.numberless != turn.words for turn in turns):
+            numberless = [hashed(turn.numberless) for turn in turns]
+            found = self._found([*hashes, *numberless], GRAM)
+        return self._shared(found) or self._run(hashes) or self._turn(digests) or row
 
-    def _shared(self, texts: Iterable[HashArray]) -> Drop | None:
+    def _shared(self, found: NDArray[np.int64]) -> Drop | None:
         """The drop for the turn with the largest share found in the texts, if large enough."""
-        turns, counts = np.unique(self._found(texts, GRAM), return_counts=True)
+        turns, counts = np.unique(found, return_counts=True)
         enough = counts >= self._needed[turns]
         if not enough.any():
             return None
@@ -129,6 +189,11 @@ class Contamination:
         item = self._item[turns.min()]
         return Drop(f"contamination.{item.set}", f"holds {RUN} words in a row of {item}")
 
+    def _turn(self, digests: Iterable[bytes]) -> Drop | None:
+        """The drop for the first turn of the row that is a turn of an item, letter by letter."""
+        item = next((self._alone[one] for one in digests if one in self._alone), None)
+        return Drop(f"contamination.{item.set}", f"says a turn of {item}") if item else None
+
     def _found(self, texts: Iterable[HashArray], size: int) -> NDArray[np.int64]:
         return self._postings[size].found(
             np.concatenate([NO_GRAMS, *(runs(text, size) for text in texts)])
@@ -144,34 +209,66 @@ def _items(source: SourceConfig) -> Iterator[EvaluationItem]:
                 "mend or remove that row: a set that is read in part would protect in part",
             )
         if row.turns:
-            digest = _digest(hashed(_words(row.turns)))
-            yield EvaluationItem(
-                row.source,
-                row.where,
-                row.id,
-                digest,
-                tuple(_grams(_words([turn])) for turn in row.turns),
-            )
+            spelled = [Spelling(turn) for turn in row.turns]
+            turns = tuple(grams for turn in spelled for grams in _turn_grams(turn))
+            yield EvaluationItem(row.source, row.where, row.id, tuple(_digests(spelled)), turns)
 
 
-def _words(turns: Sequence[str]) -> list[str]:
-    """The words of all turns as one text; where it has none, the text itself."""
-    text = "\n".join(turns)
-    return plain_words(text) or [normalised(text)]
+class Spelling:
+    """A text as its words, letters and digits alone, in each way of telling them apart. A text
+    without words is one word.
+    """
+
+    def __init__(self, text: str) -> None:
+        plain = normalised(latin(fold(html.unescape(text)).text))
+        if not plain.isascii():
+            decomposed = unicodedata.normalize("NFD", plain)
+            plain = unicodedata.normalize("NFC", MARKS.sub("", decomposed))
+        self._plain = TAG.sub(" ", plain)
+        self.words: list[str] = WORDS.findall(self._plain) or [plain]
+
+    @property
+    def has_inner_signs(self) -> bool:
+        """Whether so many words have a sign within them that `joined` may find what `words` does
+        not.
+        """
+        return len(INNER_SIGN.findall(self._plain)) > INNER_SIGNS * len(self.words)
+
+    @functools.cached_property
+    def joined(self) -> list[str]:
+        """Apart at white space alone: "well-known" is "wellknown"."""
+        return WORDS.findall(SIGN.sub("", self._plain)) or self.words
+
+    @functools.cached_property
+    def numberless(self) -> list[str]:
+        """The words with NUMBER for each run of numbers."""
+        return WORDS.findall(NUMBERS.sub(f" {NUMBER} ", self._plain)) or self.words
 
 
-def _digest(text: HashArray) -> bytes:
-    return hashlib.blake2b(text.tobytes(), digest_size=16).digest()
+def _turn_grams(turn: Spelling) -> Iterator[TurnGrams]:
+    yield TurnGrams(_grams(turn.words), SHARE, LEAST)
+    if turn.joined != turn.words:
+        yield TurnGrams(_grams(turn.joined), SHARE, LEAST)
+    if turn.numberless != turn.words:
+        grams = {**_grams(turn.numberless), RUN: NO_GRAMS}
+        if len(grams[GRAM]) >= NUMBERLESS_LEAST:
+            yield TurnGrams(grams, NUMBERLESS_SHARE, NUMBERLESS_LEAST)
 
 
-def _grams(words: Sequence[str]) -> TurnGrams:
-    """The distinctive grams of a turn; all short ones, if none of them is distinctive."""
+def _digests(turns: Sequence[Spelling]) -> Iterator[bytes]:
+    """Of all turns together, and of each that is long enough to be known by itself: of their
+    letters and digits, so that white space makes no difference.
+    """
+    letters = ["".join(turn.words) for turn in turns]
+    known = [text for text in letters if len(text) >= LETTERS]
+    for text in {"".join(letters): None, **dict.fromkeys(known)}:
+        yield hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def _grams(words: Sequence[str]) -> dict[int, HashArray]:
+    """The distinctive grams of a turn by size; all short ones, if none of them is distinctive."""
     hashes = hashed(words)
-    distinct = np.where(
-        [not word.isdecimal() and (len(word) > 1 or not word.isascii()) for word in words],
-        hashes,
-        0,
-    )
+    distinct = np.where([_is_distinctive(word) for word in words], hashes, 0)
     found = {}
     for size, least in DISTINCTIVE.items():
         grams = runs(hashes, size)
@@ -186,25 +283,30 @@ def _grams(words: Sequence[str]) -> TurnGrams:
     return found
 
 
+def _is_distinctive(word: str) -> bool:
+    """Whether it is no number and no single letter."""
+    return not word.isdecimal() and word != NUMBER and (len(word) > 1 or not word.isascii())
+
+
 def _without_common(items: list[EvaluationItem]) -> list[EvaluationItem]:
     """The items without grams that many items share. Turns made of such grams are left out, unless
     their item has no other.
     """
     common = {
-        size: _common([[turn[size] for turn in item.turns] for item in items])
+        size: _common([[turn.by_size[size] for turn in item.turns] for item in items])
         for size in (GRAM, RUN)
     }
     kept = []
     for item in items:
-        own = [
-            {size: np.setdiff1d(turn[size], common[size], assume_unique=True) for size in common}
-            for turn in item.turns
-        ]
-        sizes = [min(LEAST, len(turn[GRAM])) for turn in item.turns]
-        enough = tuple(
-            turn for turn, size in zip(own, sizes, strict=True) if len(turn[GRAM]) >= size > 0
-        )
-        kept.append(dataclasses.replace(item, turns=enough or item.turns))
+        enough = []
+        for turn in item.turns:
+            own = {
+                size: np.setdiff1d(grams, common[size], assume_unique=True)
+                for size, grams in turn.by_size.items()
+            }
+            if len(own[GRAM]) >= min(turn.least, len(turn.by_size[GRAM])) > 0:
+                enough.append(dataclasses.replace(turn, by_size=own))
+        kept.append(dataclasses.replace(item, turns=tuple(enough) or item.turns))
     return kept
 
 
