@@ -184,7 +184,12 @@ def test_messages_may_hold_what_their_template_does_not_read(client, truth):
     ]
     with_more = [
         {**MESSAGES[0], "name": "Ann", **hint},
-        {**bare[1], "reasoning_content": "The time is missing.", "annotations": [{"type": "x"}]},
+        {
+            **bare[1],
+            "reasoning_content": "The time is missing.",
+            "annotations": [{"type": "x"}],
+            "provider_specific_fields": {"refusal": None},
+        },
         {"role": "user", "content": [{"type": "text", "text": "At noon.", **hint, **breakpoint_}]},
     ]
     assert ask(client, with_more).choices[0].message.content == truth(bare, max_tokens=24)[0]

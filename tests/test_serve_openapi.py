@@ -64,6 +64,7 @@ def test_the_document_has_every_route_and_every_field(client, document):
 OPERATIONS = [
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/responses",
     "/generate",
     "/predict",
     "/v1/models/{model}",
@@ -72,7 +73,9 @@ OPERATIONS = [
 OPERATIONS += ["/server_info", "/health", "/metrics"]
 
 
-TAKING = [path for path in OPERATIONS if path.startswith(("/v1/c", "/generate", "/predict"))]
+TAKING = [
+    path for path in OPERATIONS if path.startswith(("/v1/c", "/v1/r", "/generate", "/predict"))
+]
 CHECKS = [not_a_server_error, status_code_conformance, response_schema_conformance]
 
 

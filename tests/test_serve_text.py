@@ -86,10 +86,13 @@ def test_text_is_refused_by_its_length_only_where_it_cannot_fit(tokenizer):
 )
 def test_words_and_calls_are_told_apart_however_they_come(cuts, words, calls):
     reader = CallReader()
-    parts = [reader.push(portion) for portion in portions(words + CALL * calls, cuts)]
-    parts.append(reader.finish())
-    assert "".join(text for text, _ in parts) == (words.rstrip() if calls else words)
-    found = [call for _, made in parts for call in made]
+    parts = [
+        part for portion in portions(words + CALL * calls, cuts) for part in reader.push(portion)
+    ]
+    parts += reader.finish()
+    texts = [part for part in parts if isinstance(part, str)]
+    assert "".join(texts) == (words.rstrip() if calls else words)
+    found = [part for part in parts if not isinstance(part, str)]
     assert [(call.name, json.loads(call.arguments)) for call in found] == [
         ("f", {"a": "</b>"})
     ] * calls
@@ -98,8 +101,28 @@ def test_words_and_calls_are_told_apart_however_they_come(cuts, words, calls):
 @given(text=st.text(alphabet='<tool_cal>/{}" \n', max_size=60), cuts=CUTS)
 def test_text_without_a_call_is_all_shown(text, cuts):
     reader = CallReader()
-    shown = (
-        "".join(reader.push(portion)[0] for portion in portions(text, cuts)) + reader.finish()[0]
-    )
+    parts = [part for portion in portions(text, cuts) for part in reader.push(portion)]
+    parts += reader.finish()
     assert reader.num_calls == 0
-    assert shown == text
+    assert "".join(parts) == text
+
+
+@given(cuts=CUTS, count=st.integers(1, 3))
+def test_a_tag_may_hold_a_list_of_calls(cuts, count):
+    """As SmolLM2 writes them."""
+    calls = [{"name": f"f{number}", "arguments": {"a": [number]}} for number in range(count)]
+    text = f"<tool_call>{json.dumps(calls)}</tool_call>"
+    reader = CallReader()
+    parts = [part for portion in portions(text, cuts) for part in reader.push(portion)]
+    parts += reader.finish()
+    found = [(part.name, json.loads(part.arguments)) for part in parts if part]
+    assert found == [(one["name"], one["arguments"]) for one in calls]
+
+
+@pytest.mark.parametrize(
+    "block", ["[]", "{}", '[{"name": "f"}, 7]', '[[{"name": "f"}]]', '"f"', "[" * 5000]
+)
+def test_a_list_that_is_no_calls_is_text(block):
+    text = f"<tool_call>{block}</tool_call>"
+    reader = CallReader()
+    assert "".join([*reader.push(text), *reader.finish()]) == text

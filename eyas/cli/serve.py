@@ -73,11 +73,11 @@ def command(
 ) -> None:
     """Serve OpenAI's API until interrupted; the output is the target's own, with or without a head.
 
-    Endpoints: /v1/chat/completions, /v1/completions, /v1/models, SGLang's /generate, /health,
-    /metrics, /openapi.json, and a page to try it at /. One line of log per request. Queue, sizes,
-    rates and times: --set limits.max_queue=64, and so on. In a container of Vertex AI, address,
-    routes and model come from its environment (AIP_HTTP_PORT, AIP_HEALTH_ROUTE, AIP_PREDICT_ROUTE,
-    AIP_STORAGE_URI).
+    Endpoints: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, SGLang's /generate,
+    /health, /metrics, /openapi.json, and a page to try it at /. One line of log per request. Queue,
+    sizes, rates and times: --set limits.max_queue=64, and so on. In a container of Vertex AI,
+    address, routes and model come from its environment (AIP_HTTP_PORT, AIP_HEALTH_ROUTE,
+    AIP_PREDICT_ROUTE, AIP_STORAGE_URI).
     """
     settings = {"engine.speculation": speculation, "limits.api_keys": api_keys}
     overrides = [

@@ -40,7 +40,8 @@ from eyas.serve.metrics import CONTENT_TYPE, Exchange, Metrics
 from eyas.serve.openapi import document
 from eyas.serve.page import page_routes
 from eyas.serve.protocol import ChatRequest, GenerateRequest, TextRequest
-from eyas.serve.translation import ModelInfo, Translator
+from eyas.serve.responses import ResponsesRequest
+from eyas.serve.translation import CompletionBody, ModelInfo, Translator
 from eyas.serve.vertex import VertexConfig, error_body, instances, located
 from eyas.serve.worker import EngineFailure, EngineWorker, RequestTimeout, ShuttingDown
 
@@ -110,6 +111,7 @@ class Api:
         routes = [
             self._route("/v1/chat/completions", partial(self._complete, ChatRequest), "POST"),
             self._route("/v1/completions", partial(self._complete, TextRequest), "POST"),
+            self._route("/v1/responses", partial(self._complete, ResponsesRequest), "POST"),
             self._route("/generate", partial(self._complete, GenerateRequest), "POST"),
             self._route("/v1/models", self._models),
             self._route("/v1/models/{model:path}", self._one_model),
@@ -285,7 +287,7 @@ class Api:
 
     async def _complete(
         self,
-        kind: type[ChatRequest] | type[TextRequest] | type[GenerateRequest],
+        kind: type[CompletionBody],
         exchange: Exchange,
         service: ModelService,
     ) -> Response:

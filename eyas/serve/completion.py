@@ -37,18 +37,23 @@ class RoundTrace:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What an update adds to a choice. logprobs: of the update's tokens; prompt_logprobs: of the
-    prompt's, with the first update. They and round are None unless the client asks for them.
+    """What an update adds to a choice. parts: its words and calls in their order. logprobs: of the
+    update's tokens; prompt_logprobs: of the prompt's, with the first update. They and round are
+    None unless the client asks for them.
     """
 
     choice: int
     text: str
     token_ids: list[int]
-    calls: list[Call]
+    parts: list[str | Call]
     logprobs: list[TokenLogprob] | None
     ending: Ending | None
     round: RoundTrace | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
+
+    @property
+    def calls(self) -> list[Call]:
+        return [part for part in self.parts if isinstance(part, Call)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +85,15 @@ class Choice:
         assert self.ending is None, "an update after the end"
         self.num_tokens += len(update.token_ids)
         is_last = update.finish_reason is not None
-        text, calls = update.text, list[Call]()
+        text, parts = update.text, list[str | Call]()
         if text is None:  # else the engine decodes, where it searches for stop strings
             text = self._stream.push(update.token_ids)
             text += self._stream.finish() if is_last else ""
         if self._calls is not None:
-            text, calls = self._calls.push(text)
-            if is_last:
-                rest, more = self._calls.finish()
-                text, calls = text + rest, calls + more
+            parts = self._calls.push(text) + (self._calls.finish() if is_last else [])
+            text = "".join(part for part in parts if isinstance(part, str))
+        else:
+            parts = [text]
         called = self._calls is not None and self._calls.num_calls > 0
         self.ending = update.finish_reason
         if called and self.ending == "stop":
@@ -103,7 +108,7 @@ class Choice:
             self._number,
             text,
             update.token_ids,
-            calls,
+            parts,
             update.logprobs,
             self.ending,
             trace,

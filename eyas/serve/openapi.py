@@ -9,6 +9,7 @@ from typing import Any
 
 from eyas.serve.fields import RequestBody
 from eyas.serve.protocol import ChatRequest, GenerateRequest, TextRequest
+from eyas.serve.responses import ResponsesRequest
 from eyas.serve.vertex import PredictionRequest
 
 
@@ -34,6 +35,21 @@ _ANSWER = _object(
     model=_TEXT,
     choices={"type": "array", "items": _object("index", "finish_reason")},
     usage=_object(*_COUNTS, **dict.fromkeys(_COUNTS, _COUNT)),
+)
+_RESPONSE = _object(
+    *("id", "object", "created_at", "model", "status", "output", "usage"),
+    id=_TEXT,
+    object=_TEXT,
+    created_at=_COUNT,
+    model=_TEXT,
+    status={"enum": ["completed", "incomplete"]},
+    output={"type": "array", "items": _object("id", "type", "status")},
+    usage=_object(
+        *("input_tokens", "output_tokens", "total_tokens"),
+        input_tokens=_COUNT,
+        output_tokens=_COUNT,
+        total_tokens=_COUNT,
+    ),
 )
 _MODEL = _object("id", "object", "created", "owned_by")
 _MODELS = _object("object", "data", data={"type": "array", "items": _MODEL})
@@ -91,6 +107,7 @@ def document(model: str, predict_route: str | None = None) -> dict[str, Any]:
     paths = {
         "/v1/chat/completions": completion("answers a chat", ChatRequest),
         "/v1/completions": completion("continues texts", TextRequest),
+        "/v1/responses": completion("answers a chat in items", ResponsesRequest, _RESPONSE),
         "/generate": completion("SGLang's own", GenerateRequest, either),
         "/v1/models": page("the served model", _MODELS, "401", "429", "503"),
         "/v1/models/{model}": {"get": {**by_name["get"], "parameters": [name]}},

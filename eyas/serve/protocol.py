@@ -29,15 +29,21 @@ GENERATE_MAX_TOKENS = 128  # SGLang's default
 MAX_PROMPTS = 1024
 MAX_NAME = 256  # characters of a participant's
 
+# LiteLLM's, with what a provider's answer had besides
+NOTES = frozenset({"provider_specific_fields"})
+MAX_TOOLS = 128
+
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
+JsonObject = dict[str, Any]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
-_CACHE_HINTS = frozenset({"cache_control", "prompt_cache_breakpoint"})
+CACHE_HINTS = frozenset({"cache_control", "prompt_cache_breakpoint"})
 
 
 # /v1/chat/completions
 
 
 class TextPart(Strict):
-    ignored: ClassVar[frozenset[str]] = _CACHE_HINTS
+    ignored: ClassVar[frozenset[str]] = CACHE_HINTS
 
     type: Literal["text"]
     text: str
@@ -51,7 +57,7 @@ class CalledFunction(Strict):
 
 
 class ToolCall(Strict):
-    ignored: ClassVar[frozenset[str]] = _CACHE_HINTS
+    ignored: ClassVar[frozenset[str]] = CACHE_HINTS | NOTES
 
     id: str
     type: Literal["function"] = "function"
@@ -66,7 +72,7 @@ class ChatMessage(Strict):
     Templates see name and reasoning_content, and most read them of no turn or of some only.
     """
 
-    ignored: ClassVar[frozenset[str]] = _CACHE_HINTS | {"annotations"}
+    ignored: ClassVar[frozenset[str]] = CACHE_HINTS | NOTES | {"annotations"}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
@@ -152,14 +158,14 @@ class Function(Strict):
     tool.
     """
 
-    name: str = Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
+    name: FunctionName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
 class Tool(Strict):
-    ignored: ClassVar[frozenset[str]] = _CACHE_HINTS
+    ignored: ClassVar[frozenset[str]] = CACHE_HINTS
 
     type: Literal["function"]
     function: Function
@@ -194,7 +200,7 @@ class ChatRequest(OpenAIFields):
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool = False
     top_logprobs: NumLogprobs = 0
-    tools: list[Tool] = Field(default=[], max_length=128)
+    tools: list[Tool] = Field(default=[], max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, bool] = Field(default={})

@@ -1,5 +1,5 @@
-"""Tool calls in the form of Hermes and Qwen: JSON between <tool_call> tags. Pure text: knows no
-tokenizer and no server.
+"""Tool calls in the form of Hermes and Qwen, JSON between <tool_call> tags, and in that of SmolLM2,
+whose tags hold a list of calls. Pure text: knows no tokenizer and no server.
 
 auto       the answer is words, calls, or both: `CallReader` separates them
 required   the prompt ends with the opening tag, and a JSON schema (`call_schema`) allows one call
@@ -52,12 +52,12 @@ class CallReader:
         self._words = StopFilter([OPENING])
         self._blanks = ""  # shown when more words follow, not before a call
 
-    def push(self, text: str) -> tuple[str, list[Call]]:
-        """The words that are certain now, and the calls that are complete."""
-        words, calls = "", []
+    def push(self, text: str) -> list[str | Call]:
+        """The words that are certain now and the calls that are complete, in their order."""
+        parts: list[str | Call] = []
         while text:
             if not self._inside:
-                words += self._spaced(self._words.push(text))
+                parts.append(self._spaced(self._words.push(text)))
                 if not self._words.hit:
                     break
                 text, self._inside, self._block = self._words.rest, True, ""
@@ -68,27 +68,27 @@ class CallReader:
             if end < 0:
                 break
             text = self._block[end + len(CLOSING) :]
-            call = _read(self._block[:end])
-            if call is None:
-                words += self._spaced(f"{OPENING}{self._block[:end]}{CLOSING}")
-            else:
-                calls.append(call)
-                self._blanks = ""
+            parts += self._calls_of(f"{OPENING}{self._block[:end]}{CLOSING}", self._block[:end])
             self._inside, self._words = False, StopFilter([OPENING])
-        self.num_calls += len(calls)
-        return words, calls
+        return [part for part in parts if part]
 
-    def finish(self) -> tuple[str, list[Call]]:
+    def finish(self) -> list[str | Call]:
         """What was held back: an answer may end without the closing tag."""
-        call = _read(self._block) if self._inside else None
-        if call is not None:
-            self.num_calls += 1
-            return "", [call]
-        rest = self._words.finish()
-        if self._inside:
-            rest = self._block if self._is_open else OPENING + self._block
-        words = self._spaced(rest)
-        return words if self.num_calls else words + self._blanks, []
+        if not self._inside:
+            words = self._spaced(self._words.finish())
+            return [words if self.num_calls else words + self._blanks]
+        shown = self._block if self._is_open else OPENING + self._block
+        parts = self._calls_of(shown, self._block)
+        return parts if self.num_calls else [*parts, self._blanks]
+
+    def _calls_of(self, shown: str, block: str) -> list[str | Call]:
+        """The calls in a block; where there are none it is shown as words."""
+        calls = _read(block)
+        if not calls:
+            return [self._spaced(shown)]
+        self.num_calls += len(calls)
+        self._blanks = ""
+        return [*calls]
 
     def _spaced(self, words: str) -> str:
         """Words behind the blanks that were held back; blanks at their end are held back."""
@@ -127,14 +127,20 @@ def call_schema(tools: Sequence[Tool]) -> str:
     return json.dumps({**definitions, **(calls[0] if len(calls) == 1 else {"anyOf": calls})})
 
 
-def _read(block: str) -> Call | None:
+def _read(block: str) -> list[Call]:
+    """The call of a block, or the calls of a list; nothing where one of them cannot be read."""
     try:
-        call = json.loads(block)
+        found = json.loads(block)
     except (ValueError, RecursionError):
-        return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    arguments = call.get("arguments", call.get("parameters", {}))
-    if isinstance(arguments, dict):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return Call(call["name"], arguments) if isinstance(arguments, str) else None
+        return []
+    calls = []
+    for call in found if isinstance(found, list) else [found]:
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            return []
+        arguments = call.get("arguments", call.get("parameters", {}))
+        if isinstance(arguments, dict):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        if not isinstance(arguments, str):
+            return []
+        calls.append(Call(call["name"], arguments))
+    return calls

@@ -13,10 +13,12 @@ from eyas.serve.completion import CompletionOptions, CompletionWriter
 from eyas.serve.fields import Constraint, OpenAIFields
 from eyas.serve.limits import ApiError, refused_by_engine, unsupported
 from eyas.serve.protocol import GENERATE_NAMES, ChatRequest, GenerateRequest, TextRequest
+from eyas.serve.responses import RESPONSE_NAMES, ResponsesRequest, ResponseWriter
 from eyas.serve.tokenizer import Tokenizer
 from eyas.serve.tools import CLOSING, REQUIRED_OPENING, call_schema
 from eyas.serve.writers import ChatWriter, GenerateWriter, TextWriter
 
+CompletionBody = ChatRequest | TextRequest | GenerateRequest | ResponsesRequest
 MAX_ECHOED = 1 << 16  # log-probabilities of prompts in an answer, each token's own included
 THINKING = "enable_thinking"  # the switch of templates whose targets can think
 
@@ -46,15 +48,26 @@ class Translator:
         self.tokenizer = Tokenizer(chat)
         self._info = info
 
-    def completion(self, body: ChatRequest | TextRequest | GenerateRequest) -> CompletionWriter:
+    def completion(self, body: CompletionBody) -> CompletionWriter:
         """The writer of a body's answer; its `requests` are what the engine has to run."""
         if isinstance(body, ChatRequest):
-            return self._chat(body)
+            request, options = self._chat(body)
+            return ChatWriter([request], self.tokenizer, options)
+        if isinstance(body, ResponsesRequest):
+            return self._response(body)
         if isinstance(body, TextRequest):
             return self._text(body)
         return self._generate(body)
 
-    def _chat(self, body: ChatRequest) -> ChatWriter:
+    def _response(self, body: ResponsesRequest) -> ResponseWriter:
+        try:
+            request, options = self._chat(body.as_chat())
+        except ApiError as error:
+            error.param = RESPONSE_NAMES.get(error.param or "", error.param)
+            raise
+        return ResponseWriter([request], self.tokenizer, options, body)
+
+    def _chat(self, body: ChatRequest) -> tuple[Request, CompletionOptions]:
         self._check_model(body)
         constraint, required = body.constraint(), body.required_tools
         if body.offered_tools and constraint != Constraint():
@@ -77,7 +90,7 @@ class Translator:
             bool(required),
             body.include_rounds,
         )
-        return ChatWriter([self._request(body, prompt_ids, params)], self.tokenizer, options)
+        return self._request(body, prompt_ids, params), options
 
     def _text(self, body: TextRequest) -> TextWriter:
         echoes = (

@@ -117,18 +117,7 @@ class ChatWriter(_OpenAIWriter):
         ]
 
     def _logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        content = [
-            {
-                **self._token(one.token_id, one.logprob),
-                "top_logprobs": [self._token(*pair) for pair in one.top],
-            }
-            for one in logprobs
-        ]
-        return {"content": content, "refusal": None}
-
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        piece = self.tokenizer.piece(token)
-        return {"token": piece.decode(errors="replace"), "logprob": logprob, "bytes": list(piece)}
+        return {"content": chat_logprobs(self.tokenizer, logprobs), "refusal": None}
 
 
 class TextWriter(_OpenAIWriter):
@@ -278,6 +267,22 @@ class GenerateWriter(CompletionWriter):
         if self._body.return_text_in_logprobs:
             text = self.tokenizer.piece(token).decode(errors="replace")
         return [logprob, token, text]
+
+
+def chat_logprobs(tokenizer: Tokenizer, logprobs: list[TokenLogprob]) -> list[dict[str, Any]]:
+    """As chat completions and responses have them."""
+
+    def named(token: int, logprob: float) -> dict[str, Any]:
+        piece = tokenizer.piece(token)
+        return {"token": piece.decode(errors="replace"), "logprob": logprob, "bytes": list(piece)}
+
+    return [
+        {
+            **named(one.token_id, one.logprob),
+            "top_logprobs": [named(*pair) for pair in one.top],
+        }
+        for one in logprobs
+    ]
 
 
 def _round(trace: RoundTrace, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -1,0 +1,475 @@
+"""OpenAI's Responses API, the part that keeps nothing: a body of /v1/responses is a chat under
+other names, and its answer a list of items, whole or in events. Knows no template and no engine.
+
+    input items        message | function_call | function_call_output      -> turns of a chat
+    output items       message (one output_text) | function_call           <- words and calls
+
+What needs a store (previous_response_id, conversation, background) or tools that run here is
+refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from eyas.engine.request import Request, TokenLogprob
+from eyas.serve.completion import CompletionOptions, CompletionWriter, Delta, Ending, Usage
+from eyas.serve.fields import IGNORED, NumLogprobs, RequestBody, ResponseFormat, Strict
+from eyas.serve.limits import ApiError
+from eyas.serve.protocol import (
+    CACHE_HINTS,
+    MAX_TOOLS,
+    CalledFunction,
+    ChatMessage,
+    ChatRequest,
+    Function,
+    FunctionName,
+    JsonObject,
+    NamedFunction,
+    NamedTool,
+    TextPart,
+    Tool,
+    ToolCall,
+)
+from eyas.serve.tokenizer import Tokenizer
+from eyas.serve.tools import Call
+from eyas.serve.writers import chat_logprobs
+
+MAX_ITEMS = 4096
+MAX_PARTS = 1024
+LOGPROBS = "message.output_text.logprobs"
+# of as_chat's fields, for errors
+RESPONSE_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+
+
+# The body
+
+
+class InputText(Strict):
+    """A part of an item's text; output_text in answers that are sent back."""
+
+    ignored: ClassVar[frozenset[str]] = CACHE_HINTS | {"annotations", "logprobs"}
+
+    type: Literal["input_text", "output_text"]
+    text: str
+
+
+InputContent = str | Annotated[list[InputText], Field(max_length=MAX_PARTS)]
+# names that an item had where it came from
+_OF_OUTPUT = frozenset({"id", "status", "phase"})
+
+
+class InputMessage(Strict):
+    ignored: ClassVar[frozenset[str]] = CACHE_HINTS | _OF_OUTPUT
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: InputContent
+
+
+class FunctionCallItem(Strict):
+    ignored: ClassVar[frozenset[str]] = _OF_OUTPUT
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionOutputItem(Strict):
+    ignored: ClassVar[frozenset[str]] = _OF_OUTPUT
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: InputContent
+
+
+def _kind_of(item: Any) -> str | None:
+    if isinstance(item, dict):
+        kind = item.get("type", "message")
+        return kind if isinstance(kind, str) else None
+    return getattr(item, "type", None)
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionOutputItem, Tag("function_call_output")],
+    Discriminator(
+        _kind_of,
+        custom_error_type="unsupported_item",
+        custom_error_message=(
+            "only items of the types message, function_call and function_call_output are supported"
+        ),
+    ),
+]
+
+
+class FunctionTool(Strict):
+    """A function of the client; what the tools of OpenAI's servers do is not done here."""
+
+    ignored: ClassVar[frozenset[str]] = CACHE_HINTS
+
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+
+class NamedFunctionTool(Strict):
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Strict):
+    """response_format of a chat, with the schema on the same level."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: JsonObject | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+    def for_chat(self) -> ResponseFormat:
+        """Raises ApiError for a schema without its type, or the other way round."""
+        schema = None
+        if self.schema_ is not None:
+            schema = {"name": self.name or "answer", "schema": self.schema_, "strict": self.strict}
+        return ResponseFormat.model_validate({"type": self.type, "json_schema": schema})
+
+
+class TextOptions(Strict):
+    ignored: ClassVar[frozenset[str]] = frozenset({"verbosity"})
+
+    format: TextFormat | None = None
+
+
+class ReasoningOptions(Strict):
+    """No item of reasoning is ever written, so nothing of one is summed up."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"summary", "generate_summary"})
+
+    effort: Literal["none"] | None = None
+
+
+class ObfuscationOptions(Strict):
+    include_obfuscation: Literal[False] = False
+
+
+class ResponsesRequest(RequestBody):
+    """The body of /v1/responses, with OpenAI's defaults, but for store: nothing is stored."""
+
+    ignored: ClassVar[frozenset[str]] = (IGNORED - {"metadata"}) | {"max_tool_calls"}
+    off: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "background": (False,),
+        "context_management": ([],),
+        "conversation": (),
+        "moderation": (),
+        "previous_response_id": (),
+        "prompt": (),
+        "truncation": ("disabled",),
+    }
+
+    model: str
+    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_ITEMS)]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    text: TextOptions = TextOptions()
+    tools: list[FunctionTool] = Field(default=[], max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool = "auto"
+    parallel_tool_calls: bool = True
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(
+        default=[], max_length=16
+    )
+    top_logprobs: NumLogprobs = 0
+    reasoning: ReasoningOptions = ReasoningOptions()
+    metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] = (
+        Field(default={}, max_length=16)
+    )
+    stream: bool = False
+    stream_options: ObfuscationOptions | None = None
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> Self:
+        wants = LOGPROBS in self.include
+        if self.top_logprobs and not wants:
+            raise ApiError(400, f"top_logprobs is for include: [{LOGPROBS!r}] only", "top_logprobs")
+        if wants and self.tools and self.tool_choice != "none":
+            what = "logprobs stand in messages alone, and with tools an answer may be a call"
+            raise ApiError(400, f"{what}: ask for one of them", "include")
+        return self
+
+    def as_chat(self) -> ChatRequest:
+        """The same request as a body of /v1/chat/completions. Raises ApiError."""
+        choice = self.tool_choice
+        wanted = self.text.format
+        return ChatRequest(
+            model=self.model,
+            messages=self._turns(),
+            max_completion_tokens=self.max_output_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            response_format=None if wanted is None else wanted.for_chat(),
+            tools=[_chat_tool(tool) for tool in self.tools],
+            tool_choice=choice
+            if isinstance(choice, str)
+            else NamedTool(type="function", function=NamedFunction(name=choice.name)),
+            parallel_tool_calls=self.parallel_tool_calls,
+            logprobs=LOGPROBS in self.include,
+            top_logprobs=self.top_logprobs,
+            reasoning_effort=self.reasoning.effort,
+            stream=self.stream,
+        )
+
+    def _turns(self) -> list[ChatMessage]:
+        """Calls belong to the assistant's message before them, as they did in the answer."""
+        turns = []
+        if self.instructions is not None:
+            turns.append(ChatMessage(role="system", content=self.instructions))
+        if isinstance(self.input, str):
+            return [*turns, ChatMessage(role="user", content=self.input)]
+        for item in self.input:
+            if isinstance(item, InputMessage):
+                turns.append(ChatMessage(role=item.role, content=_content(item.content)))
+            elif isinstance(item, FunctionOutputItem):
+                output = _content(item.output)
+                turns.append(ChatMessage(role="tool", content=output, tool_call_id=item.call_id))
+            else:
+                function = CalledFunction(name=item.name, arguments=item.arguments)
+                call = ToolCall(id=item.call_id, function=function)
+                before = turns.pop() if turns and turns[-1].role == "assistant" else None
+                content, calls = (before.content, before.tool_calls) if before else (None, [])
+                turns.append(
+                    ChatMessage(role="assistant", content=content, tool_calls=[*calls, call])
+                )
+        return turns
+
+
+def _content(content: str | list[InputText]) -> str | list[TextPart]:
+    if isinstance(content, str):
+        return content
+    return [TextPart(type="text", text=part.text) for part in content]
+
+
+def _chat_tool(tool: FunctionTool) -> Tool:
+    function = Function(
+        name=tool.name,
+        description=tool.description,
+        parameters=tool.parameters,
+        strict=tool.strict,
+    )
+    return Tool(type="function", function=function)
+
+
+# The answer
+
+
+class ResponseWriter(CompletionWriter):
+    """The answer of /v1/responses. A streamed one begins with its first token, as the others do."""
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        tokenizer: Tokenizer,
+        options: CompletionOptions,
+        body: ResponsesRequest,
+    ) -> None:
+        super().__init__(requests, tokenizer, options)
+        self._shared, self._streams = _shared(body, options.model), body.stream
+        self._num_events = 0
+        self._output: list[dict[str, Any]] = []
+        self._open: _OpenMessage | None = None
+        self._ending: Ending | None = None
+
+    def write(self, delta: Delta, usage: Usage | None) -> str:
+        begin = ""
+        if self._num_events == 0:
+            started = {**self._shared, "status": "in_progress", "output": []}
+            begin = self._event("response.created", response=started)
+            begin += self._event("response.in_progress", response=started)
+        return begin + self._advance(delta)
+
+    def write_usage(self, usage: Usage) -> str:
+        """Nothing: the last event has it."""
+        return ""
+
+    def end(self) -> str:
+        answer = self._response(self.usage())
+        return self._event(f"response.{answer['status']}", response=answer)
+
+    def write_whole(self, deltas: dict[int, list[Delta]], usage: Usage) -> dict[str, Any]:
+        for delta in deltas[0]:
+            self._advance(delta)
+        return self._response(usage)
+
+    def _response(self, usage: Usage) -> dict[str, Any]:
+        is_cut = self._ending == "length"
+        return {
+            **self._shared,
+            "status": "incomplete" if is_cut else "completed",
+            "completed_at": None if is_cut else int(time.time()),
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": self._output,
+            "usage": {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage["total_tokens"],
+                "eyas": usage["eyas"],
+            },
+        }
+
+    def _advance(self, delta: Delta) -> str:
+        """Take in a delta; the events that it makes."""
+        events = ""
+        self._ending = delta.ending
+        logprobs = [] if delta.logprobs is None else delta.logprobs
+        for part in delta.parts:
+            if isinstance(part, Call):
+                events += self._close("completed") + self._call(part)
+            elif part:
+                events += self._words(part, logprobs)
+                logprobs = []
+        if self._open is not None:
+            self._open.logprobs += logprobs
+        elif logprobs or (delta.ending is not None and not self._output):
+            events += self._words("", logprobs)
+        if delta.ending is None:
+            return events
+        return events + self._close("incomplete" if delta.ending == "length" else "completed")
+
+    def _words(self, text: str, logprobs: list[TokenLogprob]) -> str:
+        """A message opens with its first words."""
+        events, place = "", {"output_index": len(self._output)}
+        if self._open is None:
+            self._open = _OpenMessage()
+            item = self._open.item("in_progress", [])
+            events = self._event("response.output_item.added", **place, item=item)
+            part = _output_text("", [])
+            events += self._part_event("content_part.added", part=part)
+        message = self._open
+        message.words.append(text)
+        shown, message.logprobs = [*message.logprobs, *logprobs], []
+        found = chat_logprobs(self.tokenizer, shown)
+        message.written += found
+        return events + self._part_event("output_text.delta", delta=text, logprobs=found)
+
+    def _close(self, status: str) -> str:
+        """End the message that is open, if one is."""
+        if (message := self._open) is None:
+            return ""
+        text = "".join(message.words)
+        message.written += chat_logprobs(self.tokenizer, message.logprobs)
+        part = _output_text(text, message.written)
+        events = self._part_event("output_text.done", text=text, logprobs=message.written)
+        events += self._part_event("content_part.done", part=part)
+        item = message.item(status, [part])
+        events += self._event(
+            "response.output_item.done", output_index=len(self._output), item=item
+        )
+        self._output.append(item)
+        self._open = None
+        return events
+
+    def _call(self, call: Call) -> str:
+        item = {
+            "type": "function_call",
+            "id": f"fc_{uuid.uuid4().hex}",
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": call.arguments,
+            "status": "completed",
+        }
+        place = {"item_id": item["id"], "output_index": len(self._output)}
+        added = {**item, "arguments": "", "status": "in_progress"}
+        kind = "response.function_call_arguments"
+        events = self._event(
+            "response.output_item.added", output_index=len(self._output), item=added
+        )
+        events += self._event(f"{kind}.delta", **place, delta=call.arguments)
+        events += self._event(f"{kind}.done", **place, name=call.name, arguments=call.arguments)
+        events += self._event(
+            "response.output_item.done", output_index=len(self._output), item=item
+        )
+        self._output.append(item)
+        return events
+
+    def _part_event(self, kind: str, **fields: Any) -> str:
+        """An event of the text of the open message."""
+        assert self._open is not None
+        place = {"item_id": self._open.id, "output_index": len(self._output), "content_index": 0}
+        return self._event(f"response.{kind}", **place, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> str:
+        if not self._streams:
+            return ""
+        data = {"type": kind, "sequence_number": self._num_events, **fields}
+        self._num_events += 1
+        return f"event: {kind}\ndata: {json.dumps(data)}\n\n"
+
+
+class _OpenMessage:
+    """A message that still grows. logprobs: of tokens whose text is held back."""
+
+    def __init__(self) -> None:
+        self.id = f"msg_{uuid.uuid4().hex}"
+        self.words: list[str] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.written: list[dict[str, Any]] = []
+
+    def item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "type": "message",
+            "id": self.id,
+            "role": "assistant",
+            "status": status,
+            "content": content,
+        }
+
+
+def _output_text(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _shared(body: ResponsesRequest, model: str) -> dict[str, Any]:
+    """What all events of an answer and the whole of it repeat of the request."""
+    asked = body.model_dump(by_alias=True, exclude_none=True)
+    return {
+        "id": f"resp_{uuid.uuid4().hex}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": model,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "metadata": body.metadata,
+        "max_output_tokens": body.max_output_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_logprobs": body.top_logprobs,
+        "text": {"format": {"type": "text"}, **asked["text"]},
+        "reasoning": {"effort": body.reasoning.effort, "summary": None},
+        "tools": asked["tools"],
+        "tool_choice": asked["tool_choice"],
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "background": False,
+        "store": False,
+        "truncation": "disabled",
+        "previous_response_id": None,
+        "usage": None,
+    }

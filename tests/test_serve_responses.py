@@ -1,0 +1,300 @@
+"""/v1/responses by the `openai` client: the answers are those of chat completions, and events and
+items are what the client's own accumulator expects.
+"""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import openai
+import pydantic
+import pytest
+
+from tests.serving import MESSAGES, MODEL, World, ask, post
+from tests.test_serve_api import CALL, SCHEMA, TOOLS, saying
+
+TEXT = MESSAGES[0]["content"]
+FLAT_TOOLS = [{"type": "function", "strict": None, **tool["function"]} for tool in TOOLS]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return World.make(
+        tmp_path_factory.mktemp("tooled"),
+        with_tools=True,
+        eos_token_id=2,
+        max_position_embeddings=1024,
+    )
+
+
+@pytest.fixture(scope="module")
+def client(world):
+    with world.served(world.engine(max_length=1024)) as client:
+        yield client
+
+
+def respond(client, content=TEXT, **params):
+    params = {"temperature": 0, "max_output_tokens": 24, **params}
+    return client.responses.create(model=MODEL, input=content, **params)
+
+
+def chat_text(client, messages=MESSAGES, **params):
+    return ask(client, messages, **params).choices[0].message.content
+
+
+# Answers
+
+
+def test_an_answer_is_that_of_a_chat(client):
+    reply = respond(client)
+    assert reply.output_text == chat_text(client)
+    assert (reply.object, reply.model, reply.store) == ("response", MODEL, False)
+    chat = ask(client).usage
+    assert reply.usage.input_tokens == chat.prompt_tokens
+    assert reply.usage.output_tokens == chat.completion_tokens
+    assert reply.usage.total_tokens == chat.total_tokens
+    assert reply.usage.eyas["rounds"] == 0
+
+
+def test_an_answer_without_room_is_incomplete(client):
+    reply = respond(client, max_output_tokens=3)
+    assert (reply.status, reply.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert reply.output[0].status == "incomplete"
+    assert reply.usage.output_tokens == 3
+
+
+def test_items_are_turns(client):
+    """An answer is sent back as it came, as a client without a store does."""
+    first = respond(client, instructions="Be brief.")
+    follow = [
+        {"role": "user", "content": [{"type": "input_text", "text": TEXT}]},
+        *first.output,
+        {"type": "message", "role": "user", "content": "And at noon?"},
+    ]
+    turns = [
+        {"role": "system", "content": "Be brief."},
+        *MESSAGES,
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": "And at noon?"},
+    ]
+    reply = respond(client, follow, instructions="Be brief.")
+    assert reply.output_text == chat_text(client, turns)
+
+
+def test_what_changes_no_output_is_accepted(client):
+    fields = {
+        "store": True,
+        "user": "u",
+        "safety_identifier": "s",
+        "prompt_cache_key": "k",
+        "prompt_cache_retention": "24h",
+        "service_tier": "flex",
+        "max_tool_calls": 3,
+        "background": False,
+        "truncation": "disabled",
+        "include": ["reasoning.encrypted_content"],
+        "reasoning": {"effort": "none", "summary": "auto"},
+        "text": {"verbosity": "low", "format": {"type": "text"}},
+        "metadata": {"run": "7"},
+    }
+    reply = respond(client, **fields)
+    assert reply.output_text == chat_text(client)
+    assert (reply.store, reply.metadata) == (False, {"run": "7"})
+    nothing = dict.fromkeys(("instructions", "tools", "previous_response_id", "text", "metadata"))
+    body = {"model": MODEL, "input": TEXT, "temperature": 0, "max_output_tokens": 24, **nothing}
+    whole = post(client, body, "/v1/responses").json()
+    assert whole["output"][0]["content"][0]["text"] == reply.output_text
+
+
+def test_logprobs_are_those_of_a_chat(client):
+    wanted = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    reply = respond(client, max_output_tokens=8, **wanted)
+    chat = ask(client, max_tokens=8, logprobs=True, top_logprobs=2).choices[0].logprobs.content
+    found = reply.output[0].content[0].logprobs
+    assert [one.to_dict() for one in found] == [one.to_dict() for one in chat]
+    events = list(respond(client, max_output_tokens=8, stream=True, **wanted))
+    streamed = [
+        one
+        for event in events
+        if event.type == "response.output_text.delta"
+        for one in event.logprobs
+    ]
+    assert [one.logprob for one in streamed] == [one.logprob for one in chat]
+
+
+class Table(pydantic.BaseModel):
+    party: int
+    indoors: bool
+
+
+def test_an_answer_follows_its_schema(client):
+    wanted = {"type": "json_schema", "name": "table", "schema": SCHEMA, "strict": True}
+    reply = respond(client, max_output_tokens=200, text={"format": wanted})
+    assert set(json.loads(reply.output_text)) == {"party", "indoors"}
+    parsed = client.responses.parse(
+        model=MODEL, input=TEXT, temperature=0, max_output_tokens=400, text_format=Table
+    )
+    assert isinstance(parsed.output_parsed, Table)
+
+
+# Streams
+
+
+def test_events_of_a_message_are_in_openai_s_order(client):
+    events = list(respond(client, stream=True, max_output_tokens=4))
+    kinds = [event.type for event in events]
+    num_deltas = kinds.count("response.output_text.delta")
+    assert num_deltas > 1
+    assert kinds == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        *["response.output_text.delta"] * num_deltas,
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    whole = respond(client, max_output_tokens=4)
+    assert text == events[-1].response.output_text == whole.output_text
+    assert events[-1].response.usage == whole.usage
+    assert {event.item_id for event in events if hasattr(event, "item_id")} == {
+        events[-1].response.output[0].id
+    }
+
+
+def test_every_event_has_its_name_and_there_is_no_done(client):
+    body = {"model": MODEL, "input": TEXT, "max_output_tokens": 2, "stream": True}
+    reply = post(client, body, "/v1/responses")
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    for block in reply.text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        assert name.removeprefix("event: ") == json.loads(data.removeprefix("data: "))["type"]
+
+
+def test_the_client_s_own_accumulator_agrees(client):
+    with client.responses.stream(
+        model=MODEL, input=TEXT, temperature=0, max_output_tokens=200, tools=FLAT_TOOLS
+    ) as stream:
+        final = stream.get_final_response()
+    whole = respond(client, max_output_tokens=200, tools=FLAT_TOOLS)
+    assert final.output_text == whole.output_text
+    assert [item.type for item in final.output] == [item.type for item in whole.output]
+
+
+# Tools
+
+
+@pytest.mark.parametrize("per_step", [1, 3, 100])
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_are_items_in_the_order_of_the_answer(world, per_step, stream):
+    with saying(world, f"I will. \n{CALL}\n{CALL}\nDone.", per_step) as (client, engine):
+        reply = respond(client, tools=FLAT_TOOLS, stream=stream)
+        if stream:
+            *events, last = reply
+            reply = last.response
+            done = [event.item for event in events if event.type == "response.output_item.done"]
+            assert [item.to_dict() for item in done] == [item.to_dict() for item in reply.output]
+            arguments = "response.function_call_arguments"
+            whole = [event.arguments for event in events if event.type == f"{arguments}.done"]
+            assert whole == [event.delta for event in events if event.type == f"{arguments}.delta"]
+        shown = world.chat.decode(engine.asked[0].prompt_ids)
+    kinds = [item.type for item in reply.output]
+    assert kinds == ["message", "function_call", "function_call", "message"]
+    assert [item.content[0].text for item in reply.output if item.type == "message"] == [
+        "I will.",
+        "\nDone.",
+    ]
+    for item in reply.output[1:3]:
+        assert json.loads(item.arguments) == {"party": 2, "indoors": True}
+        assert (item.name, item.status) == ("book", "completed")
+    assert reply.status == "completed"
+    assert "Book a table." in shown
+
+
+def test_a_call_and_its_result_come_back_as_turns(world):
+    items = [
+        {"role": "user", "content": TEXT},
+        {"role": "assistant", "content": "I will."},
+        {"type": "function_call", "call_id": "1", "name": "book", "arguments": '{"party": 2}'},
+        {"type": "function_call_output", "call_id": "1", "output": "booked"},
+    ]
+    function = {"name": "book", "arguments": '{"party": 2}'}
+    turns = [
+        *MESSAGES,
+        {
+            "role": "assistant",
+            "content": "I will.",
+            "tool_calls": [{"id": "1", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "booked"},
+    ]
+    with saying(world, "Done.") as (client, engine):
+        assert respond(client, items, tools=FLAT_TOOLS).output_text == "Done."
+        ask(client, turns, tools=TOOLS)
+        ours, of_chat = (asked.prompt_ids for asked in engine.asked)
+    assert ours == of_chat
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "book"}])
+def test_a_demanded_call_is_made(client, choice):
+    reply = respond(client, tools=FLAT_TOOLS, tool_choice=choice, max_output_tokens=450)
+    (item,) = reply.output
+    assert item.type == "function_call"
+    assert choice == "required" or item.name == "book"
+    assert isinstance(json.loads(item.arguments), dict)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"background": True}, "background"),
+        ({"extra_body": {"prompt": {"id": "p"}}}, "prompt"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0"),
+        ({"tools": FLAT_TOOLS, "tool_choice": {"type": "web_search_preview"}}, "tool_choice"),
+        ({"tools": [FLAT_TOOLS[0], FLAT_TOOLS[0]]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"include": ["file_search_call.results"]}, "include.0"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"include": ["message.output_text.logprobs"], "tools": FLAT_TOOLS}, "include"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 5000}, "max_output_tokens"),
+        ({"extra_body": {"n": 2}}, "n"),
+        ({"extra_body": {"messages": MESSAGES}}, "messages"),
+        ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
+        ({"stream_options": {"include_obfuscation": True}}, "stream_options"),
+        ({"content": []}, "input"),
+        ({"content": "x" * 30_000}, "input"),
+        ({"content": [{"type": "item_reference", "id": "x"}]}, "input.0"),
+        ({"content": [{"type": 7, "role": "user", "content": "x"}]}, "input.0"),
+        ({"content": ["x"]}, "input.0"),
+        ({"content": [{"type": "function_call_output", "output": "x"}]}, "input.0.call_id"),
+        (
+            {"content": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input.0.content.0",
+        ),
+    ],
+)
+def test_what_needs_a_store_or_tools_of_ours_is_refused_by_name(client, params, param):
+    with pytest.raises(openai.BadRequestError) as refused:
+        respond(client, **params)
+    assert refused.value.param.startswith(param)
+    assert refused.value.type == "invalid_request_error"
+
+
+def test_nothing_can_be_fetched_again(client):
+    reply = httpx.get(f"{client.url}/v1/responses/resp_1")
+    assert reply.status_code == 404
+    assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
