@@ -30,7 +30,7 @@ from eyas.engine.sampling import Sampler
 from eyas.engine.scheduler import BatchLimits, Job, Outcome, RunningSample, Scheduler
 from eyas.engine.stop import StopChecker
 from eyas.engine.tree import Speculation
-from eyas.errors import InputError
+from eyas.errors import InputError, MismatchError
 from eyas.log import Track, quiet
 from eyas.model.checkpoint import read_head
 from eyas.model.target import PAGE_SIZE, Dtype, Target
@@ -93,6 +93,12 @@ class Engine:
         self.speculation = speculation = config.parsed()
         self.target = target
         self.draft = draft if speculation.mode != "off" else None
+        if self.draft and self.draft.config.draft_vocab_size < speculation.tree_topk:
+            raise MismatchError(
+                f"the head has {self.draft.config.draft_vocab_size} tokens to draft, the tree has "
+                f"{speculation.tree_topk} branches",
+                f"take a tree of fewer branches: {speculation} are draft steps, branches, tokens",
+            )
         self.max_length = min(config.max_length, target.config.max_position_embeddings)
         limits = BatchLimits(
             config.max_batch,
@@ -257,6 +263,11 @@ class Engine:
                     track(done, total)
                     yield Result.of(updates.pop(key), self.speculation.num_draft_steps)
 
+    @property
+    def draft_failure(self) -> str | None:
+        """Why the head was switched off; None while it drafts, and where there is none."""
+        return self.rounds.draft_failure
+
     def check(self) -> None:
         """Raise AssertionError unless every page and slot is accounted for. For tests."""
         self._scheduler.check()
@@ -273,6 +284,7 @@ class Engine:
             "prompt_tokens": scheduler.num_prompt_tokens,
             "prompt_tokens_reused": scheduler.num_reused_tokens,
             "preemptions": scheduler.num_preempted,
+            "draft_failures": float(self.draft_failure is not None),
             "device_busy_s": self.rounds.trace.busy_s,
             "device_idle_s": self.rounds.trace.idle_s,
             **self.policy.metrics(),

@@ -19,6 +19,8 @@ draft hidden.
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -47,8 +49,18 @@ from eyas.model.rows import (
 )
 from eyas.model.target import Target
 
+log = logging.getLogger("eyas.engine")
+
 # called with the ids of the requests that draft, and what the draft proposes to each
 Recorder = Callable[[list[str], Proposals], None]
+
+
+class DraftError(Exception):
+    """The head has given something that is no draft."""
+
+
+# What a head may raise: anything but a broken invariant of ours, after which nothing is trusted.
+HEAD_FAULTS = (DraftError, ArithmeticError, LookupError, MemoryError, RuntimeError, ValueError)
 
 NOTHING = Proposals(  # of a round in which no sample drafts
     np.empty((0, 0), dtype=np.int64),
@@ -190,6 +202,7 @@ class Rounds:
         self.policy = Policy(Speculation("off"))
         # If set, it gets the proposals of every round, and no node is verified: a token a round.
         self.recorder: Recorder | None = None
+        self.draft_failure: str | None = None  # why the head is off since; None while it drafts
         self._end_tokens = frozenset(target.config.eos_token_ids)
         self._device = target.device
         self.cache = target.new_cache(num_pages)
@@ -252,8 +265,12 @@ class Rounds:
         for b in able:
             entries.check(job, b)
         self.policy.prefilled(sum(job.samples[b].num_missing for b in able))
-        if self.policy.expects_drafts:
+        if not self.policy.expects_drafts:
+            return
+        try:
             entries.enter(job, able)
+        except HEAD_FAULTS as error:
+            self.switch_off(error)
 
     # Rounds
 
@@ -269,7 +286,14 @@ class Rounds:
         able, missing = self._able(job, alive)
         plan = self.policy.plan(missing, len(alive) - len(able))
         drafting = [b for b, drafts in zip(able, plan.drafting, strict=True) if drafts]
-        proposals, kept = self._propose(job, drafting, plan)
+        try:
+            proposals = self._propose(job, drafting, plan)
+        except HEAD_FAULTS as error:
+            # Nothing of the target's has been touched: the same round without drafts is plain.
+            self.switch_off(error)
+            started = time.perf_counter()
+            plan, drafting, proposals = self.policy.plan([], len(alive)), [], NOTHING
+        kept = self._choose(job, drafting, plan, proposals)
         lines = {b: line for line, b in enumerate(drafting)}
         chosen = NodesToVerify([lines.get(b, -1) for b in alive], proposals, kept)
         emitted = self._verify(job, alive, chosen)
@@ -292,20 +316,44 @@ class Rounds:
         able = [b for b in alive if job.samples[b].request.speculation]
         return able, [job.samples[b].num_missing for b in able]
 
-    def _propose(
-        self, job: Job, drafting: list[int], plan: RoundPlan
-    ) -> tuple[Proposals, np.ndarray]:
-        """The draft's proposals to the B' samples in `drafting`; which to verify, bool [B', C]."""
+    def _propose(self, job: Job, drafting: list[int], plan: RoundPlan) -> Proposals:
+        """The draft's proposals to the B' samples in `drafting`. Raises DraftError for scores that
+        are no numbers, and whatever the draft raises.
+        """
         if not drafting:
-            return NOTHING, np.empty((0, 0), dtype=bool)
+            return NOTHING
         assert self.entries is not None
         proposals = self.entries.grow(job, drafting, self.speculation, plan.thresholds)
+        check_scores(proposals.scores)
+        return proposals
+
+    def _choose(
+        self, job: Job, drafting: list[int], plan: RoundPlan, proposals: Proposals
+    ) -> np.ndarray:
+        """Which proposals to verify, bool [B', C]."""
+        if not drafting:
+            return np.empty((0, 0), dtype=bool)
         acceptances = [job.samples[b].acceptance for b in drafting]
         kept = self.policy.choose(plan, proposals, acceptances)
         if self.recorder is not None:
             self.recorder([job.samples[b].request.id for b in drafting], proposals)
             kept = np.zeros_like(kept)
-        return proposals, kept
+        return kept
+
+    def switch_off(self, error: Exception) -> None:
+        """Decode plainly from now on: the head has failed, and would again.
+
+        What runs goes on, and emits what plain decoding emits: a tree decides how many tokens a
+        round emits, never which. The target's keys and values are those of plain decoding anyway.
+        """
+        # of other errors the type alone: who asks for the server's health need not see more
+        self.draft_failure = str(error) if isinstance(error, DraftError) else type(error).__name__
+        self.entries = self._taps = self._features = None
+        log.warning(
+            "the head failed and is off, all requests are decoded plainly until a restart: %s: %s",
+            type(error).__name__,
+            error,
+        )
 
     def _verify(self, job: Job, alive: list[int], chosen: NodesToVerify) -> dict[int, list[int]]:
         """One target forward over all trees; returns the emitted tokens by place b.
@@ -411,6 +459,13 @@ def _score(sample: RunningSample, column: int, logits_V: torch.Tensor) -> None:
     num_top = sample.request.params.prompt_logprobs or 0
     scored = token_logprob(host_logits(logits_V), sample.tokens[column], num_top)
     sample.prompt_logprobs.append(scored)
+
+
+def check_scores(scores: np.ndarray) -> None:
+    """Raise DraftError unless the candidates' scores, log-probabilities, are all numbers."""
+    if not math.isfinite(scores.sum(dtype=np.float64)):
+        bad = int((~np.isfinite(scores)).sum())
+        raise DraftError(f"{bad} of {scores.size} log-probabilities are NaN or infinite")
 
 
 def _draw(sample: RunningSample, best: list[int], logits: torch.Tensor, row: int) -> int:

@@ -23,7 +23,7 @@ from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
 from eyas.engine.tree import Speculation
-from eyas.errors import EmptyInputError, TemplateError
+from eyas.errors import EmptyInputError, EyasError, TemplateError
 from eyas.evaluate.breakdown import AnswerCounts, figures, vocabulary_figures
 from eyas.language import language
 from eyas.log import Track
@@ -188,7 +188,9 @@ class DecodedAnswer:
 
 
 def decode(engine: Engine, requests: Sequence[Request], track: Track) -> list[DecodedAnswer]:
-    """All answers, in the order of the requests; `track` counts those that are done."""
+    """All answers, in the order of the requests; `track` counts those that are done. Raises
+    EyasError where the head fails: what would follow is plain decoding.
+    """
     answers = {request.id: DecodedAnswer([], []) for request in requests}
     for request in requests:
         engine.add(request)
@@ -202,6 +204,12 @@ def decode(engine: Engine, requests: Sequence[Request], track: Track) -> list[De
             if update.finish_reason is not None:
                 done += 1
                 track(done, len(requests))
+        if engine.draft_failure is not None:
+            raise EyasError(
+                f"the head fails on the target's features: {engine.draft_failure}",
+                "`eyas check` tells what is wrong with it; a larger models.dtype may hold its "
+                "numbers",
+            )
     return list(answers.values())
 
 

@@ -215,14 +215,20 @@ class Api:
     # Endpoints
 
     async def _health(self, _: HttpRequest) -> Response:
-        """200 while the engine can take requests, else 503 with the reason."""
+        """200 while the engine can take requests, else 503 with the reason. An engine whose head
+        was switched off can; a warning says so.
+        """
         if self._service is None:
             return JSONResponse({"status": "loading"}, 503, {"retry-after": str(LOADING_RETRY_S)})
         worker = self._service.worker
         if self._is_draining:
             return JSONResponse({"status": "draining", "requests": worker.num_requests}, 503)
         if worker.is_running:
-            return JSONResponse({"status": "ok", "requests": worker.num_requests})
+            body = {"status": "ok", "requests": worker.num_requests}
+            if worker.draft_failure is not None:
+                why = f"{worker.draft_failure}; restart the server to try it again"
+                body["warning"] = f"the head failed and is off: {why}"
+            return JSONResponse(body)
         error = worker.failure.what if worker.failure else "the engine is not running"
         return JSONResponse({"status": "failed", "error": error}, 503)
 

@@ -96,6 +96,11 @@ class EngineWorker:
     def is_running(self) -> bool:
         return self._thread is not None and self._thread.is_alive() and self.failure is None
 
+    @property
+    def draft_failure(self) -> str | None:
+        """Why the engine goes on without its head, if it does."""
+        return self._engine.draft_failure
+
     def start(self) -> None:
         """Start the thread; updates go to the running event loop."""
         loop = asyncio.get_running_loop()

@@ -48,7 +48,7 @@ from eyas.engine.cuda.tree import (
 from eyas.engine.draft import Draft, to_device
 from eyas.engine.policy import RoundPlan
 from eyas.engine.request import DraftedTree
-from eyas.engine.rounds import Entries, Rounds, outcome_of
+from eyas.engine.rounds import DraftError, Entries, Rounds, check_scores, outcome_of
 from eyas.engine.scheduler import Job, Outcome, RunningSample
 from eyas.engine.tree import Speculation, drafted_tree
 from eyas.model.rows import Proposals, TargetOutput
@@ -422,6 +422,11 @@ class TensorRounds(Rounds):
             depths = _depths(flight.shape.depth, self.speculation.tree_topk)
             tokens, scores, parents = (array[lines] for array in arrays[2:])
             proposals = Proposals(tokens, scores, parents.astype(np.int32), depths)
+            try:
+                check_scores(scores)
+            except DraftError as error:
+                self.switch_off(error)
+                return  # there is nothing to learn from such a round
             self.policy.choose(
                 plan, proposals, [flight.job.samples[b].acceptance for b in drafting]
             )

@@ -33,7 +33,7 @@ inline void calibrate(const Candidates& tree, const Calibration& known, double* 
     for (int64_t c = 0; c < tree.C; ++c) {
       const int32_t above = tree.parents[at + c];
       const float step = (above < 0 ? 0.0f : tree.scores[at + above]) - tree.scores[at + c];
-      const double bin = std::sqrt(std::max(step, 0.0f)) * known.bins_per_unit;
+      const double bin = step > 0 ? std::sqrt(step) * known.bins_per_unit : 0;  // a NaN is no place in the table
       const int64_t depth = std::min<int64_t>(tree.depths[c], known.D) - 1;
       const int64_t cell = static_cast<int64_t>(std::min(bin, static_cast<double>(known.S - 1))) + (known.greedy[b] * known.D + depth) * known.S;
       const double given = known.table[cell], odds = factor * given;

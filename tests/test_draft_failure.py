@@ -1,0 +1,253 @@
+"""A head that fails while requests run: it is switched off, and every answer is that of plain
+decoding.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from eyas.engine.acceptance import Acceptance, RequestAcceptance
+from eyas.engine.draft import Draft
+from eyas.engine.engine import Engine, EngineConfig
+from eyas.engine.request import Request, Result
+from eyas.errors import EyasError, MismatchError
+from eyas.evaluate.trees import decode
+from eyas.log import quiet
+from eyas.model.native import library, unavailable
+from eyas.model.rows import Proposals
+from eyas.model.target import Target
+from tests.serving import World, ask, health
+from tests.test_engine import SAMPLED, VOCAB, decoded, engine, idle, plainly, random_head, requests
+from tests.test_tensor_rounds import TensorEngine
+from tests.tiny import tiny_target
+
+ROUNDS = 4  # drafted before the head fails
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB)
+
+
+@pytest.fixture(scope="module", params=["native", "torch"])
+def target(request: pytest.FixtureRequest, folder: Path) -> Target:
+    loaded = Target.load(folder, native=request.param == "native")
+    if request.param == "native" and not loaded.is_native:
+        pytest.skip("no native path on this machine")
+    return loaded
+
+
+@pytest.fixture(autouse=True)
+def costs_of_this_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eyas.engine.costs.cache_folder", lambda _: tmp_path)
+
+
+def nan_scores(proposals: Proposals) -> Proposals:
+    scores = proposals.scores.copy()
+    scores[-1, -1] = np.nan
+    return Proposals(proposals.tokens, scores, proposals.parents, proposals.depths)
+
+
+def infinite_scores(proposals: Proposals) -> Proposals:
+    scores = np.full_like(proposals.scores, -np.inf)
+    return Proposals(proposals.tokens, scores, proposals.parents, proposals.depths)
+
+
+def raising(error: Exception) -> Callable[[Any], Any]:
+    def fail(_: Any) -> Any:
+        raise error
+
+    return fail
+
+
+FAULTS = {
+    "NaN": nan_scores,
+    "infinite": infinite_scores,
+    "IndexError": raising(IndexError("a token is not in the vocabulary")),
+    "RuntimeError": raising(RuntimeError("out of luck")),
+    "MemoryError": raising(MemoryError()),
+}
+
+
+def failing(running: Engine, fault: Callable[[Any], Any], call: str, after: int = ROUNDS) -> Engine:
+    """Let a call of the draft fail from some time on. After it, the head is never asked again."""
+    assert running.draft is not None
+    whole, calls = getattr(running.draft, call), []
+
+    def failed(*args: Any) -> Any:
+        calls.append(None)
+        assert len(calls) <= after + 1, "a head that was switched off was asked again"
+        return fault(whole(*args)) if len(calls) > after else whole(*args)
+
+    setattr(running.draft, call, failed)
+    return running
+
+
+def run_all(running: Engine, asked: list[Request]) -> list[Result]:
+    """The first half at once, the others one by one as rounds go by, as requests come."""
+    half, results = len(asked) // 2, []
+    waiting = asked[half:]
+    for request in asked[:half]:
+        running.add(request)
+    updates: dict[tuple[str, int], list[Any]] = {}
+    while running.has_work or waiting:
+        if waiting:
+            running.add(waiting.pop(0))
+        for update in running.step():
+            key = update.request_id, update.index
+            updates.setdefault(key, []).append(update)
+            if update.finish_reason is not None:
+                results.append(Result.of(updates.pop(key), running.speculation.num_draft_steps))
+    return results
+
+
+FEW_PAGES = {"overlap": True, "num_pages": 13, "max_batch": 5, "prefill_chunk": 16}
+
+
+@pytest.mark.parametrize(
+    ("fault", "config", "params"),
+    [
+        ("NaN", {}, {}),
+        ("NaN", FEW_PAGES, SAMPLED),
+        ("infinite", {}, SAMPLED),
+        ("IndexError", FEW_PAGES, {}),
+        ("RuntimeError", {}, {}),
+        ("MemoryError", FEW_PAGES, SAMPLED),
+    ],
+)
+def test_every_answer_is_that_of_plain_decoding(
+    target: Target,
+    caplog: pytest.LogCaptureFixture,
+    fault: str,
+    config: dict[str, Any],
+    params: dict[str, Any],
+) -> None:
+    asked = requests(6, shared=35, ignore_eos=True, **params)
+    running = failing(engine(target, **config), FAULTS[fault], "grow")
+    with caplog.at_level(logging.WARNING, "eyas.engine"):
+        results = run_all(running, asked)
+    assert decoded(results) == plainly(target, asked)
+    assert sum(sum(one.accept_hist) for one in results) >= ROUNDS, "nothing was drafted before"
+    assert running.draft_failure
+    assert running.metrics()["draft_failures"] == 1
+    warnings = [one for one in caplog.records if "the head failed and is off" in one.getMessage()]
+    assert len(warnings) == 1
+    # Later requests are served plainly, also those whose beginnings are kept from before.
+    later = list(idle(running).run(asked))
+    assert decoded(later) == plainly(target, asked)
+    assert all(not sum(one.accept_hist) for one in later)
+    idle(running)
+
+
+def test_a_head_that_fails_on_prompts(target: Target) -> None:
+    asked = requests(6, shared=35, ignore_eos=True)
+    running = failing(engine(target), FAULTS["RuntimeError"], "enter", after=1)
+    assert decoded(run_all(running, asked)) == plainly(target, asked)
+    assert running.draft_failure == "RuntimeError"  # the type alone: a message may quote a client
+    idle(running)
+
+
+def test_a_broken_invariant_is_no_fault_of_the_head(target: Target) -> None:
+    running = failing(engine(target), raising(AssertionError("lost a page")), "grow")
+    with pytest.raises(AssertionError, match="lost a page"):
+        list(running.run(requests(3)))
+
+
+def overflowing(target: Target) -> Draft:
+    """Finite weights whose products are not."""
+    config, tensors = random_head(target)
+    tensors["fc.weight"] = tensors["fc.weight"] * 1e38
+    return Draft(config, tensors, target)
+
+
+@pytest.mark.parametrize(("params", "speculation"), [({}, "auto"), ({"temperature": 1.0}, "fixed")])
+def test_a_head_that_overflows(target: Target, params: dict[str, Any], speculation: str) -> None:
+    sizes = EngineConfig(max_batch=3, max_length=120, speculation=speculation)
+    running = Engine(target, overflowing(target), sizes)
+    asked = requests(4, ignore_eos=True, **{"max_tokens": 40, **params})
+    assert decoded(list(running.run(asked))) == plainly(target, asked)
+    assert running.draft_failure
+    assert "log-probabilities are NaN or infinite" in running.draft_failure
+    idle(running)
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0}])
+def test_rounds_in_tensors_switch_it_off_too(folder: Path, params: dict[str, Any]) -> None:
+    torch_target = Target.load(folder, native=False)
+    sizes = EngineConfig(max_batch=3, max_length=120, speculation="fixed", overlap=True)
+    running = TensorEngine(torch_target, overflowing(torch_target), sizes)
+    asked = requests(4, ignore_eos=True, **params)
+    assert decoded(list(running.run(asked))) == plainly(torch_target, asked)
+    assert running.draft_failure
+    assert decoded(list(idle(running).run(asked))) == plainly(torch_target, asked)
+    idle(running)
+
+
+def test_an_evaluation_does_not_take_plain_rounds_for_a_result(target: Target) -> None:
+    sizes = EngineConfig(max_batch=3, max_length=120, speculation="fixed")
+    running = Engine(target, overflowing(target), sizes)
+    with pytest.raises(EyasError, match="the head fails on the target's features"):
+        decode(running, requests(3), quiet)
+
+
+def test_fewer_tokens_to_draft_than_branches_are_refused(target: Target) -> None:
+    draft = Draft(*random_head(target, draft_vocab_size=2), target)
+    with pytest.raises(MismatchError, match="2 tokens to draft, the tree has 3 branches"):
+        Engine(target, draft, EngineConfig(max_length=120))
+    chain = EngineConfig(max_length=120, speculation="fixed(2,1,3)")
+    asked = requests(3)
+    assert decoded(list(Engine(target, draft, chain).run(asked))) == plainly(target, asked)
+
+
+@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+def test_the_native_calibration_reads_its_table_whatever_the_scores() -> None:
+    """A NaN as an integer is the least one: a place far before the table."""
+    assert library()
+    scores = np.array([[np.nan, -1.0, np.inf, -np.inf, np.nan]], dtype=np.float32)
+    parents = np.array([[-1, -1, 0, 1, 1]], dtype=np.int32)
+    proposals = Proposals(
+        np.arange(5)[None], scores, parents, np.array([1, 1, 2, 2, 2], dtype=np.int32)
+    )
+    for greedy in (True, False):
+        calibration = Acceptance(native=True).calibrate(proposals, [RequestAcceptance(greedy)])
+        assert np.isfinite(calibration.paths).all()
+        assert (calibration.cells >= 0).all()
+
+
+def test_a_server_goes_on_and_says_so(tmp_path: Path) -> None:
+    world = World.make(tmp_path / "target", vocab_size=320)
+    plain = world.truth(max_tokens=24)[0]
+    draft = Draft(*random_head(world.target, draft_vocab_size=64), world.target)
+    running = failing(
+        Engine(
+            world.target,
+            draft,
+            EngineConfig(max_batch=4, max_length=256, speculation="fixed"),
+            world.chat.tokenizer,
+        ),
+        nan_scores,
+        "grow",
+        after=2,
+    )
+    with world.served(running, has_head=True) as client:
+        assert health(client).json() == {"status": "ok", "requests": 0}
+        for _ in range(2):
+            assert ask(client, max_tokens=24).choices[0].message.content == plain
+        told = health(client)
+        assert told.status_code == 200
+        assert told.json()["status"] == "ok"
+        assert "the head failed and is off" in told.json()["warning"]
+        assert "restart" in told.json()["warning"]
+        page = client._client.get(str(client.base_url).replace("/v1/", "/metrics")).text
+        (line,) = [
+            line
+            for line in page.splitlines()
+            if line.startswith("eyas:spec_decode_draft_failures_total")
+        ]
+        assert line.endswith(" 1.0")
