@@ -112,6 +112,84 @@ LIKE_MISTRAL = """
     + '[/INST]' }}
 {%- else %}{{ ' ' + message['content'] + eos_token }}{% endif %}{% endfor %}"""
 
+# Families whose rendered answers do not simply follow the generation prompt
+
+LIKE_R1 = """
+{{- bos_token }}{% for message in messages %}
+{%- if message.role == 'system' %}{{ message.content }}
+{%- elif message.role == 'user' %}{{ '<|im_start|>user\\n' + message.content + '<|im_end|>' }}
+{%- else %}{{ '<|im_start|>assistant\\n' + (message.content.split('</think>') | last)
+    + '<|im_end|>' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}
+{%- if thinking is defined and not thinking %}{{ '</think>' }}{% endif %}{% endif %}"""
+LIKE_QWQ = """
+{%- for message in messages %}{% set content = message.content %}
+{%- if message.role == 'assistant' and not loop.last %}
+{%- set content = (content.split('</think>') | last).lstrip('\\n') %}{% endif %}
+{{- '<|im_start|>' + message.role + '\\n' + content }}
+{%- for call in message.tool_calls or [] %}
+{{- '\\n<tool_call>\\n' + (call.function | tojson) + '\\n</tool_call>' }}{% endfor %}
+{{- '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"""
+LIKE_MINIMAX = """
+{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}
+{%- if message.reasoning_content and loop.last %}
+{{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}{% endif %}
+{{- (message.content.split('</think>') | last).lstrip('\\n') }}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>' + (call.function | tojson) + '</tool_call>' }}{% endfor %}
+{{- '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"""
+LIKE_GEMMA_4 = """
+{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>' + (call.function | tojson) + '</tool_call>' }}{% endfor %}
+{{- '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' }}
+{%- endif %}"""
+LIKE_GPT_OSS = """
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}{% set last = loop.last and not add_generation_prompt %}
+{%- if message.thinking and last %}
+{{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}{% endif %}
+{%- if message.tool_calls %}{% set call = message.tool_calls[0].function %}
+{{- '<|start|>assistant to=' + call.name + '<|channel|>commentary<|message|>' }}
+{{- (call.arguments | tojson) + '<|call|>' }}
+{%- else %}{{ '<|start|>assistant<|channel|>final<|message|>' + message.content }}
+{{- '<|return|>' if last else '<|end|>' }}{% endif %}
+{%- else %}{{ '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}
+{%- endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
+LIKE_HERMES = """
+{{- '<|im_start|>system\\nTools:' }}{% for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}
+{{- '<|im_end|>\\n' }}{% for message in messages %}
+{%- if message.role == 'tool' %}{{ '<|im_start|>tool\\n' + message.content }}
+{{- '' if loop.last else '\\n' }}{{ '<|im_end|>' }}
+{%- elif message.tool_calls is defined %}{{ '<|im_start|>assistant' }}
+{%- for call in message.tool_calls %}
+{{- '\\n<tool_call>\\n' + (call.function | tojson) + '\\n</tool_call>' }}{% endfor %}
+{{- '<|im_end|>\\n' }}
+{%- else %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+LIKE_COMMAND_R = """
+{{- bos_token }}{{ '<|im_start|>system Tools:' }}
+{%- for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '<|im_end|>' }}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content }}
+{%- for call in message.tool_calls or [] %}{{ 'Action:' + (call.function | tojson) }}{% endfor %}
+{{- '<|im_end|>' }}{% endfor %}
+{{- '<|im_start|>system Write an action.<|im_end|>' }}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+LIKE_GLM = """
+{%- for message in messages %}
+{%- if message.role == 'user' %}{{ '<|user|>\\n' + message.content }}
+{%- elif message.role == 'tool' %}{{ '<|observation|>\\n' + message.content }}
+{%- elif message.role == 'system' %}{{ '<|system|>\\n' + message.content }}
+{%- else %}{{ '<|assistant|>' + message.content }}{% for call in message.tool_calls or [] %}
+{{- '<tool_call>' + (call.function | tojson) + '</tool_call>' }}{% endfor %}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
+
 
 @cache
 def _byte_level(specials: tuple[str, ...], composes: bool) -> Tokenizer:
@@ -213,3 +291,24 @@ def like_granite(folder: Path, template: str | None = LIKE_GRANITE) -> Path:
 def like_llama_2(folder: Path, template: str | None = LIKE_LLAMA_2) -> Path:
     """SentencePiece-like, without role tokens."""
     return _save(_sentencepiece_like(), folder, template, "<s>", "</s>")
+
+
+def like_gpt_oss(folder: Path, template: str | None = LIKE_GPT_OSS) -> Path:
+    """Channels: the target opens its answers with control tokens, and ends them in three ways."""
+    ends = ("<|return|>", "<|call|>")
+    names = ("<|end|>", "<|start|>", "<|channel|>", "<|message|>", *ends)
+    return _with_ends(_save(_byte_level(names, False), folder, template, None, ends[0]), ends)
+
+
+def like_glm(folder: Path, template: str | None = LIKE_GLM) -> Path:
+    """What ends an answer is the role token of the next turn."""
+    ends = ("<|endoftext|>", "<|user|>", "<|observation|>")
+    names = (*ends, "<|system|>", "<|assistant|>")
+    return _with_ends(_save(_byte_level(names, False), folder, template, None, ends[0]), ends)
+
+
+def _with_ends(folder: Path, ends: tuple[str, ...]) -> Path:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    numbers = tokenizer.convert_tokens_to_ids(list(ends))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": numbers}))
+    return folder

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from eyas.chat.picture import MaskDisagreement
-from eyas.chat.prefixes import FindAnswer, by_another, by_spelling, everything, mask_by_prefixes
-from eyas.chat.spans import mask_by_spans
+from eyas.chat.prefixes import FindAnswer, by_others, by_spelling, everything, mask_by_prefixes
+from eyas.chat.spans import Thoughts, mask_by_spans
 from eyas.chat.template import Template, examine, frame_of
 from eyas.chat.tokenizer import (
     RenderedText,
@@ -35,6 +35,13 @@ from eyas.errors import TemplateError
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
+OTHER_ANSWERS = ("Yes", "Don't know")  # nothing in common at their beginnings and ends
+LOST_THOUGHTS = "begins the target's thoughts in its generation prompt, and this answer has none"
+OF_THOUGHTS = (
+    "give answers as the target wrote them, thoughts and closing tag in `content` (a server "
+    "without a reasoning parser gives them so), or set the template's option that turns thoughts "
+    "off"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +85,8 @@ class Chat:
             # begins a tool call; others, and those that frame turns, are text in an answer too.
             targets = {name for name in self._tokens.names if self._template.names(name)} - framing
             self._not_the_targets = pattern_of({*self._tokens.names} - targets)
-            examine(self._turn, self._tokens.bos_id)
+            tools = self._template.probe_tools
+            examine(lambda messages: self._turn(messages, tools), self._frame, self._tokens.bos_id)
         except TemplateProblem as problem:
             raise self._error(problem) from problem
 
@@ -172,42 +180,117 @@ class Chat:
                 "give the day on which the target answered",
             )
         try:
-            turn = self._turn(messages, tools)
+            turn = self._turn(messages, tools, finish_reason)
         except TemplateProblem as problem:
             raise self._error(problem) from problem
         if finish_reason != "stop":
             turn.mask[len(turn.mask) - 1 - turn.mask[::-1].index(True)] = False
         return turn
 
-    def _turn(self, messages: Messages, tools: Tools | None = None) -> Turn:
+    def _turn(
+        self, messages: Messages, tools: Tools | None = None, finish_reason: str = "stop"
+    ) -> Turn:
         assert messages[-1]["role"] == "assistant"
         if not isinstance(messages[-1].get("content") or "", str):
             raise TemplateProblem("has no one text for an answer in several parts")
         given = self._shielded(messages, tools)
         wording = Wording.of(given.messages[-1])
         prompt = self._rendered(given, given.messages[:-1], True)
-        whole = self._rendered(given, given.messages, False)
         _expect_every_turn(given.messages[:-1], prompt.text)
+        thoughts = self._frame.thoughts
+        if thoughts and thoughts.is_open and prompt.text.endswith(thoughts.text):
+            wording = _inside(thoughts, wording, finish_reason == "stop")
+        whole = self._whole(given, given.messages, prompt, wording)
         prompt_ids = self._tokens.encode(prompt).ids
         encoded = self._tokens.encode(whole)
         first = mask_by_spans(prompt, whole, encoded, wording, self._frame)
-        find = self._finder(given, wording, prompt_ids)
+        find = self._finder(given, wording, prompt, prompt_ids)
         second = mask_by_prefixes(prompt_ids, encoded.ids, tuple(self._tokens.ends), find)
         if first != second:
             raise MaskDisagreement(self.folder, encoded, first, second)
         return Turn(encoded, first, len(prompt_ids))
 
-    def _finder(self, given: _TemplateInput, wording: Wording, prompt_ids: list[int]) -> FindAnswer:
+    def _whole(
+        self, given: _TemplateInput, messages: Messages, prompt: RenderedText, wording: Wording
+    ) -> RenderedText:
+        """The conversation with its answer behind the prompt that the server saw, also where the
+        template renders something else before an answer than it gives the target.
+
+        An answer in one text that begins inside of the prompt's thoughts follows the prompt as it
+        is; elsewhere the rendered answer is put behind the prompt.
+        """
+        whole, thoughts = self._ended(given, messages).text, self._frame.thoughts
+        if thoughts and not prompt.text.endswith(thoughts.text):
+            thoughts = None
+        if thoughts and thoughts.is_open:
+            if wording.text is not None:
+                whole = prompt.text + wording.text + self._frame.tail
+            elif not whole.startswith(prompt.text):
+                raise TemplateProblem("leaves out the reasoning of an answer", OF_THOUGHTS)
+        elif thoughts:
+            stem = prompt.text.removesuffix(thoughts.text) + thoughts.instead
+            answer = whole.removeprefix(stem)
+            if not whole.startswith(stem) or thoughts.end in answer:
+                raise TemplateProblem("rewrites the prompt once this answer follows", OF_THOUGHTS)
+            whole = prompt.text + answer
+        elif not whole.startswith(prompt.text):
+            whole = self._behind(prompt.text, whole, wording.text)
+        return RenderedText(whole, given.shield)
+
+    def _behind(self, prompt: str, whole: str, text: str | None) -> str:
+        """The prompt and the rendered answer, where the template changes what is before an answer
+        once that follows: words at the end, a system prompt in the last question (Mistral), a line
+        break after a tool's result (Hermes). Any other rendering as it is.
+        """
+        frame = self._frame
+        if frame.moved:
+            words, header = frame.moved
+            stem = prompt.removesuffix(words + header) + header
+            if prompt.endswith(words + header) and whole.startswith(stem):
+                return prompt + whole.removeprefix(stem).removesuffix(words)
+            return whole
+        if text is not None and not frame.opening and whole.endswith(text + frame.tail):
+            return prompt + text + frame.tail
+        return whole
+
+    def _ended(self, given: _TemplateInput, messages: Messages) -> RenderedText:
+        """The rendered conversation; with the next turn's first token where only that ends an
+        answer: of a user's turn, or of a tool's result after calls.
+        """
+        whole, end = self._rendered(given, messages, False), self._frame.next_turn
+        if end and (calls := messages[-1].get("tool_calls")):
+            result = {"role": "tool", "content": "", "tool_call_id": calls[0].get("id", "")}
+            after = self._rendered(given, [*messages, result], False).text
+            rest = after.removeprefix(whole.text) if after.startswith(whole.text) else ""
+            end = next((name for name in self._frame.ends if rest.startswith(name)), "")
+        return RenderedText(whole.text + end, given.shield)
+
+    def _finder(
+        self,
+        given: _TemplateInput,
+        wording: Wording,
+        prompt: RenderedText,
+        prompt_ids: list[int],
+    ) -> FindAnswer:
         """How the second way finds this answer among the tokens after the prompt."""
         if wording.text is not None:
             text = wording.text.replace(given.shield, "") if given.shield else wording.text
             return by_spelling((text, self._tokens.normalized(text)), self._tokens.spelled)
         if wording.has_reasoning:
             return everything
-        another = "No" if any(part.startswith("Y") for part in wording.parts) else "Yes"
-        other = [*given.messages[:-1], {"role": "assistant", "content": another}]
-        ids = self._tokens.encode(self._rendered(given, other, False)).ids
-        return by_another(ids[len(prompt_ids) :], tuple(self._tokens.ends))
+        last = prompt_ids[-1:]
+
+        def spell(ids: list[int]) -> str:
+            return self._tokens.spelled([*last, *ids]).removeprefix(self._tokens.spelled(last))
+
+        def between(content: str) -> list[int]:
+            other = [*given.messages[:-1], {"role": "assistant", "content": content}]
+            ids = self._tokens.encode(self._whole(given, other, prompt, wording)).ids
+            ids = ids[len(prompt_ids) :]
+            ends = (at for at, token in enumerate(ids) if token in self._tokens.ends)
+            return ids[: next(ends, len(ids))]
+
+        return by_others([between(one) for one in OTHER_ANSWERS], spell)
 
     def _rendered(
         self, given: _TemplateInput, messages: Messages, add_generation_prompt: bool
@@ -240,8 +323,9 @@ class Chat:
     def _error(self, problem: TemplateProblem) -> TemplateError:
         return TemplateError(
             f"the chat template of {self.folder} {problem}",
-            "check chat_template in that folder, and eos_token_id in its generation_config.json or "
-            "config.json",
+            problem.hint
+            or "check chat_template in that folder, and eos_token_id in its "
+            "generation_config.json or config.json",
         )
 
     # Tokens to text
@@ -253,6 +337,24 @@ class Chat:
     def stream(self) -> TextStream:
         """A new incremental `decode`."""
         return TextStream(self.decode)
+
+
+def _inside(thoughts: Thoughts, wording: Wording, is_whole: bool) -> Wording:
+    """An answer that begins inside of the thoughts which the prompt leaves open, as the target
+    wrote it: without the block's beginning, which some clients put back.
+
+    Raises TemplateProblem where its thoughts are lost, or not closed though it is whole: the target
+    wrote more than the message has.
+    """
+    if wording.text is None:
+        if not wording.has_reasoning:
+            raise TemplateProblem(LOST_THOUGHTS, OF_THOUGHTS)
+        return wording
+    text = wording.text.removeprefix(thoughts.text)
+    inner, end, _ = text.partition(thoughts.end)
+    if thoughts.begin in inner or (is_whole and not end):
+        raise TemplateProblem(LOST_THOUGHTS, OF_THOUGHTS)
+    return Wording(text, (), False)
 
 
 def _expect_every_turn(messages: Messages, prompt: str) -> None:

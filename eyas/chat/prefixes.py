@@ -86,20 +86,30 @@ def _last_that_spells(
     return start
 
 
-def by_another(another: Sequence[int], ends: Sequence[int]) -> FindAnswer:
-    """Finds what is not the same when another answer is in its place; for answers whose text the
-    template makes up.
+def by_others(others: Sequence[Sequence[int]], spell: SpellTokens) -> FindAnswer:
+    """Finds what lies between the beginning and the end that two other answers share; for answers
+    whose text the template makes up.
 
-    another: the tokens after the prompt when the other answer, with no word in common, is in the
-    answer's place.
+    others: the tokens after the prompt and before the end token when an answer with no letter in
+    common with the other is in this one's place. spell: the text of tokens behind the prompt. A
+    beginning that this answer does not have (another channel) is not the template's.
     """
-    other = list(
-        another[: next((at for at, token in enumerate(another) if token in ends), len(another))]
-    )
+    one, other = map(spell, map(list, others))
+    before, after = _num_common(one, other), _num_common(one[::-1], other[::-1])
+    opening, closing = one[:before], one[len(one) - after :]
 
     def find(ids: list[int]) -> tuple[int, int]:
-        start = _num_common(ids, other)
-        return start, len(ids) - min(_num_common(ids[::-1], other[::-1]), len(ids) - start)
+        text, start, stop = spell(ids), 0, len(ids)
+        if text.startswith(opening):
+            while start < stop and len(spell(ids[: start + 1])) <= len(opening):
+                start += 1
+        if not text.endswith(closing):
+            raise TemplateProblem("does not render an answer as the target wrote it")
+        while closing and len(spell(ids[:stop])) > len(text) - len(closing):
+            stop -= 1
+        if len(spell(ids[:stop])) != len(text) - len(closing):
+            raise TemplateProblem("joins the answer and the end of its turn into one token")
+        return start, stop
 
     return find
 
@@ -111,8 +121,6 @@ def everything(ids: list[int]) -> tuple[int, int]:
     return 0, len(ids)
 
 
-def _num_common(first: Sequence[int], second: Sequence[int]) -> int:
-    pairs = zip(first, second, strict=False)
-    return next(
-        (at for at, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second))
-    )
+def _num_common(one: str, other: str) -> int:
+    pairs = zip(one, other, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

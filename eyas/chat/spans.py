@@ -20,14 +20,39 @@ from eyas.chat.turn import TokenizedText, Wording
 
 
 @dataclass(frozen=True, slots=True)
+class Thoughts:
+    """A block of thoughts with which the generation prompt ends: `text`, from its tag `begin`.
+
+    is_open: the target writes its thoughts first, and their closing tag `end`. instead: what
+    rendered answers have in the block's place.
+    """
+
+    text: str
+    begin: str
+    end: str
+    is_open: bool
+    instead: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Frame:
     """What the template puts around an answer: opening after the prompt (an empty thinking block,
-    or nothing), closing before the end token (a space, or nothing), and the texts of the tokens
-    that may end it."""
+    or nothing), closing before the end token (a space, or nothing), all that follows an answer
+    (tail: closing, end token, perhaps a line break), the texts of the tokens that may end it, and
+    the thoughts that its generation prompt begins.
+
+    moved: words that a prompt has before the assistant's header, and rendered conversations at
+    their end; and that header. next_turn: the token that ends an answer, where it is the first of
+    the next turn and the template writes it only there.
+    """
 
     opening: str
     closing: str
+    tail: str
     ends: tuple[str, ...]
+    thoughts: Thoughts | None = None
+    moved: tuple[str, str] | None = None
+    next_turn: str = ""
 
 
 def mask_by_spans(
@@ -60,8 +85,11 @@ def mask_by_spans(
 
 def _answer(body: str, wording: Wording, frame: Frame) -> tuple[int, int]:
     """Where the answer is in what lies between the prompt and the end token."""
-    if not all(part in body for part in wording.parts):
-        raise TemplateProblem("leaves out reasoning or a tool call of an answer")
+    if not wording.is_within(body):
+        raise TemplateProblem(
+            "leaves out reasoning or a tool call of an answer",
+            "give the answer as the target wrote it, all of it in `content`",
+        )
     if wording.text is None:
         start = (
             0 if wording.has_reasoning or not body.startswith(frame.opening) else len(frame.opening)
@@ -91,6 +119,8 @@ def _tokens_of(encoded: TokenizedText, start: int, stop: int, end: int) -> list[
     at = bisect_left(spans, start, key=lambda span: span[1])
     while at < len(spans) and spans[at][1] <= start:
         at += 1
+    if at < len(spans) and encoded.text[spans[at][0] : start].strip():
+        raise TemplateProblem("joins the answer and what is put before it into one token")
     while at < len(spans) and spans[at][0] < stop:
         if spans[at][1] > stop:
             raise TemplateProblem("joins the answer and the end of its turn into one token")

@@ -10,10 +10,18 @@ question and one answer (several turns and a system prompt it may). An answer mu
 that the target continues, which ends where the target begins to write; it must stand there as
 written and end with a token that ends the target's output, with nothing after it. Every message
 must be there once, in its order, and no BOS doubled.
+
+One rewriting of the prompt is allowed, as nearly all models that reason have it: the prompt ends in
+a block of thoughts, which rendered answers lack. The answer's place is known all the same.
+
+    prompt    <turn>user\nHi<end><turn>assistant\n<think>\n
+    rendered  <turn>user\nHi<end><turn>assistant\nHello!<end>
+    the row   <turn>user\nHi<end><turn>assistant\n<think>\nA greeting.</think>\n\nHello!<end>
 """
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +29,9 @@ from typing import Any
 
 import jinja2
 
-from eyas.chat.spans import Frame
+from eyas.chat.spans import Frame, Thoughts
 from eyas.chat.tokenizer import TargetTokenizer, TemplateProblem
-from eyas.chat.turn import Turn
+from eyas.chat.turn import REASONING, Turn, as_served
 from eyas.errors import TemplateError
 
 _CLOCK = "strftime_now"
@@ -32,7 +40,18 @@ _CODES = (*"aAbBcCdDeFgGhHIjmMpPrRSTuUVwWxXyY", *(f"-{code}" for code in "dHIjmM
 _FORMAT = re.compile(_CLOCK + r"""\(\s*(?:format\s*=\s*)?(["'])(?P<format>.*?)\1""")
 _CODE = re.compile(r"%(-?.)")
 
-_MARKER = "the-answer-goes-here"
+# Tags around thoughts, as the reasoning parsers of servers know them.
+_TAGS = (
+    ("<think>", "</think>"),
+    ("<seed:think>", "</seed:think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|channel>thought", "<channel|>"),
+)
+
+NO_END = "does not end an answer with a token that ends the target's output (eos_token_id)"
+
+_QUESTION, _MARKER = "Hello", "the-answer-goes-here"
 _EARLIER = 'Earlier, I said: it\'s "4" & <b>2</b>'
 _AWKWARD = 'It\'s "4" & <b>that</b>:\n\n1.  x > y'
 
@@ -45,6 +64,20 @@ def _assistant(content: str) -> dict[str, Any]:
     return {"role": "assistant", "content": content}
 
 
+_TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "find",
+            "description": "Find it.",
+            "parameters": {
+                "type": "object",
+                "properties": {"what": {"type": "string", "description": "What."}},
+                "required": ["what"],
+            },
+        },
+    }
+]
 PROBES = (
     [_user("What's 2 + 2 & <i>why</i>?"), _assistant(_AWKWARD)],
     [
@@ -66,8 +99,11 @@ class TemplateRefusal(TemplateError):
 class Template:
     """The chat template of a tokenizer. date: printed for today; options: more variables for it.
 
-    Raises TemplateError: there is none, or it prints the time in a way that a day does not fix.
+    probe_tools: to examine it with; None where it takes conversations without any. Raises
+    TemplateError: there is none, or it prints the time in a way that a day does not fix.
     """
+
+    probe_tools: list[dict[str, Any]] | None = None
 
     def __init__(
         self, tokenizer: Any, folder: str, date: datetime.date | None, options: Mapping[str, Any]
@@ -81,6 +117,10 @@ class Template:
                 "that folder; a base model without one cannot be used for chat",
             )
         self._plain, self._with_tools = self._source(None), self._source([{}])
+        # servers give the first two; gpt-oss's template reads the third
+        is_read = re.search(rf"\b{REASONING[2]}\b", self._plain + self._with_tools)
+        self._reasoning_names = REASONING if is_read else REASONING[:2]
+        self.probe_tools = self._tools_that_it_needs()
 
     @property
     def needs_a_date(self) -> bool:
@@ -97,10 +137,12 @@ class Template:
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None,
     ) -> str:
-        """The conversation as text. Raises TemplateRefusal."""
+        """The conversation as text, its messages as servers give them to a template. Raises
+        TemplateRefusal.
+        """
         try:
             text = self._tokenizer.apply_chat_template(
-                list(messages),
+                [as_served(message, self._reasoning_names) for message in messages],
                 tools=list(tools) if tools else None,
                 chat_template=self._with_tools if tools else self._plain,
                 tokenize=False,
@@ -108,11 +150,33 @@ class Template:
                 **self._options,
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            raise TemplateRefusal(
-                f"the chat template of {self._folder} refuses a conversation: {error}",
-                "check the conversation's roles and contents",
-            ) from error
+            raise self._refusal(error, bool(tools)) from error
         return str(text)
+
+    def _refusal(self, error: Exception, has_tools: bool) -> TemplateRefusal:
+        where = f"the chat template of {self._folder}"
+        if self.probe_tools and not has_tools:
+            return TemplateRefusal(
+                f"{where} refuses a conversation without tools: {error}",
+                "give the conversation its tools, or put the model's template for conversations "
+                "without tools into that folder",
+            )
+        hint = "check the conversation's roles and contents"
+        if isinstance(error, jinja2.UndefinedError):
+            hint += ", or give a variable that the template lacks a default in chat_template there"
+        return TemplateRefusal(f"{where} refuses a conversation: {error}", hint)
+
+    def _tools_that_it_needs(self) -> list[dict[str, Any]] | None:
+        """Tools for a template that refuses every conversation without any (Hermes)."""
+        try:
+            self.render([_user(_QUESTION)], True, None)
+        except TemplateRefusal:
+            try:
+                self.render([_user(_QUESTION)], True, _TOOLS)
+            except TemplateRefusal:
+                return None  # the examination says why
+            return _TOOLS
+        return None
 
     def _source(self, tools: list[dict[str, Any]] | None) -> str:
         try:
@@ -155,43 +219,135 @@ def frame_of(template: Template, tokenizer: TargetTokenizer) -> tuple[Frame, set
     """What the template puts around an answer, and the control tokens that it writes. Raises
     TemplateProblem, TemplateRefusal.
     """
-    prompt = template.render([_user("Hello")], True, None)
-    whole = template.render([_user("Hello"), _assistant(_MARKER)], False, None)
-    if not whole.startswith(prompt):
-        raise TemplateProblem("rewrites the prompt once an answer follows")
+    question, tools = [_user(_QUESTION)], template.probe_tools
+    prompt = template.render(question, True, tools)
+    whole = template.render([*question, _assistant(_MARKER)], False, tools)
     if whole.count(_MARKER) != 1:
         raise TemplateProblem("does not render an answer as the target wrote it")
-    opening, _, rest = whole[len(prompt) :].partition(_MARKER)
-    is_prompted = prompt != template.render([_user("Hello")], False, None)
-    if tokenizer.control.search(opening) or (opening.strip() and not is_prompted):
+    before, _, rest = whole.partition(_MARKER)
+    is_prompted = prompt != template.render(question, False, tools)
+    thoughts = _thoughts(prompt, before) if is_prompted else None
+    moved = _moved(prompt, before, rest) if is_prompted else None
+    if moved is not None:
+        rest = rest.removesuffix(moved[0])
+    if thoughts is None and moved is None:
+        opening = _opening(prompt, before, is_prompted, tokenizer)
+    else:
+        opening = ""
+    closing, next_turn = _closing(prompt, rest, tokenizer), ""
+    if closing is None:
+        followed = template.render([*question, _assistant(_MARKER), *question], False, tools)
+        closing, next_turn = _next_turn(prompt, followed.partition(_MARKER)[2], tokenizer)
+    tail = rest + next_turn
+    frame = Frame(opening, closing, tail, tuple(tokenizer.ends.values()), thoughts)
+    return dataclasses.replace(frame, moved=moved, next_turn=next_turn), {
+        found.group() for found in tokenizer.control.finditer(whole)
+    }
+
+
+def _opening(prompt: str, before: str, is_prompted: bool, tokenizer: TargetTokenizer) -> str:
+    """What stands between the prompt and an answer. Raises TemplateProblem."""
+    if not before.startswith(prompt):
+        raise TemplateProblem(
+            "rewrites the prompt once an answer follows",
+            "an answer must follow the prompt that a server gives the target: mend chat_template "
+            "in that folder",
+        )
+    opening = before[len(prompt) :]
+    # control tokens that the target writes itself (those of a channel), not another turn's end
+    ends_a_turn = any(name in opening for name in tokenizer.ends.values())
+    if (tokenizer.control.search(opening) or opening.strip()) and (not is_prompted or ends_a_turn):
         raise TemplateProblem("opens an answer with a role token that its generation prompt lacks")
     if not opening.strip() and "\n" in opening:
         raise TemplateProblem(
-            "breaks the line before an answer, and its generation prompt does not"
+            "breaks the line before an answer, and its generation prompt does not",
+            "add the line break to the generation prompt of chat_template in that folder, if "
+            "servers of this target have it too",
         )
-    ends = tuple(tokenizer.ends.values())
+    return opening
+
+
+def _closing(prompt: str, rest: str, tokenizer: TargetTokenizer) -> str | None:
+    """What stands between an answer and the token that ends it, of the `rest` after the answer;
+    None where that is nothing at all. Raises TemplateProblem.
+    """
+    if not rest:
+        return None
+    ends = tokenizer.ends.values()
     end = min((at for name in ends if (at := rest.find(name)) >= 0), default=None)
     if end is None or rest[:end].strip():
-        raise TemplateProblem(
-            "does not end an answer with a token that ends the target's output (eos_token_id)"
-        )
+        raise TemplateProblem(NO_END)
     after = rest[end:]
     for name in ends:
         after = after.replace(name, "")
     if after.strip():
         raise TemplateProblem("writes more after the end of the last answer")
-    return Frame(opening, rest[:end], ends), {
-        found.group() for found in tokenizer.control.finditer(whole)
-    }
+    return rest[:end]
 
 
-def examine(turn: Callable[[Sequence[Mapping[str, Any]]], Turn], bos_id: int | None) -> None:
+def _next_turn(prompt: str, rest: str, tokenizer: TargetTokenizer) -> tuple[str, str]:
+    """Of a template that ends no answer, as the next turn's first token does (GLM): what stands
+    before that token, and the token, which must end the target's output and stand before a
+    question. Raises TemplateProblem.
+    """
+    for name in tokenizer.ends.values():
+        closing, found, _ = rest.partition(name)
+        if found and not closing and name in prompt.partition(_QUESTION)[0]:
+            return closing, name
+    raise TemplateProblem(NO_END)
+
+
+def _moved(prompt: str, before: str, rest: str) -> tuple[str, str] | None:
+    """Words of the template's own that stand before the assistant's header in a prompt, and in a
+    rendered conversation after its answer (Command-R+); with the header. None without.
+    """
+    length = len(prompt) - len(before)
+    words = rest[-length:] if length > 0 else ""
+    at = prompt.rfind(words) if words else -1
+    is_moved = prompt[:at] + prompt[at + length :] == before and _QUESTION not in words
+    return (words, before[at:]) if at >= 0 and is_moved else None
+
+
+def _thoughts(prompt: str, before: str) -> Thoughts | None:
+    """The block of thoughts at the end of a generation prompt, which need not be what stands
+    before a rendered answer; None without one, and where it is closed and stands there too.
+    """
+    for begin, end in _TAGS:
+        stem, found, inner = prompt.rpartition(begin)
+        if not found or inner.replace(end, "", 1).strip():
+            continue
+        is_open = end not in inner
+        instead = before[len(stem) :]
+        is_block = not instead.replace(begin, "", 1).replace(end, "", 1).strip()
+        if not before.startswith(stem) or not is_block:
+            return None
+        if before.startswith(prompt) and not is_open:
+            return None
+        return Thoughts(begin + inner, begin, end, is_open, instead)
+    return None
+
+
+def _as_written(probe: Sequence[Mapping[str, Any]], thoughts: Thoughts | None) -> list[Any]:
+    """A probe whose answers begin inside of the thoughts that the prompt leaves open."""
+    if thoughts is None or not thoughts.is_open:
+        return list(probe)
+    return [
+        _assistant(f"Let me see.\n{thoughts.end}\n\n{one['content']}")
+        if one["role"] == "assistant"
+        else one
+        for one in probe
+    ]
+
+
+def examine(
+    turn: Callable[[Sequence[Mapping[str, Any]]], Turn], frame: Frame, bos_id: int | None
+) -> None:
     """Try the template on made-up conversations. turn: the mask of an answer, both ways; raises
     TemplateProblem.
     """
     for probe in PROBES:
         try:
-            made = turn(probe)
+            made = turn(_as_written(probe, frame.thoughts))
         except TemplateRefusal:
             if probe is PROBES[0]:
                 raise

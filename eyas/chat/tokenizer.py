@@ -36,8 +36,13 @@ _MANY_PENDING = 32  # tokens without a whole character: no longer a character's 
 
 class TemplateProblem(Exception):
     """What is wrong with a template or a text, as the end of a sentence that begins with "the chat
-    template". Chat raises it as a TemplateError.
+    template", and what to do, where that is not to mend the template. Chat raises it as a
+    TemplateError.
     """
+
+    def __init__(self, what: str, hint: str = "") -> None:
+        super().__init__(what)
+        self.hint = hint
 
 
 @dataclass(frozen=True, slots=True)
