@@ -49,6 +49,9 @@ def take(browser: Browser, url: str, scheme: str, file: Path) -> str:
     page.click("#race")
     page.wait_for_selector(".verdict")
     page.wait_for_selector("#send:enabled")
+    page.click("text=more times")  # as many races as a ratio takes
+    page.wait_for_selector("#stop:enabled")
+    page.wait_for_selector("#send:enabled")
     page.evaluate(PICK)
     page.wait_for_timeout(500)  # the shares of the bar move
     page.screenshot(path=file)

@@ -19,6 +19,7 @@ from eyas.serve.limits import LimitsConfig
 from eyas.serve.page import FILES, FOLDER
 from eyas.serve.server import ServeConfig, running_server
 from eyas.serve.vertex import VertexConfig
+from eyas.tau import LEAST_TURNS
 from tests.browser import chromium, needs_chromium
 from tests.page_tags import Tags
 from tests.serving import World
@@ -173,8 +174,9 @@ def test_a_chat_shows_where_its_tokens_come_from(page, server):
     assert plain == 1
     assert len(page.query_selector_all(".said .token.drafted")) == drafted > 0
     assert len(page.query_selector_all(".said .token.bonus")) == bonus > 0
-    assert page.text_content("#tau") == f"{usage['eyas']['tau']:.2f}"
-    assert f"over {usage['eyas']['rounds']} rounds" in page.text_content("#tau-note")
+    assert page.text_content("#per-round") == f"{usage['eyas']['tau']:.2f}"
+    told = page.text_content("#per-round-note")
+    assert told == f"over {usage['eyas']['rounds']} rounds, which all drafted: this is tau"
     assert float(page.text_content("#speed")) > 0
     assert page.text_content("#problem") == ""
 
@@ -229,9 +231,10 @@ def test_a_race_ends_with_the_same_output_twice_and_can_be_seen_again(page, serv
     } == {"token plain"}
     assert page.query_selector_all(".lane:nth-child(2) .token.drafted")
     verdict = page.text_content(".verdict")
-    assert re.match(
+    assert re.fullmatch(
         r"Identical outputs: all \d+ tokens are the same\. "
-        r"With the head \d+\.\d\d times as many tokens",
+        r"With the head \d\.\d\d tokens a round, over all \d+ rounds\. "
+        r"No speed is claimed yet: 1 of 8 races, and fewer may agree by chance\.",
         verdict,
     )
     body = first.value.post_data_json
@@ -274,7 +277,7 @@ def test_a_race_without_drafts_claims_no_speed(page):
     verdict, notes, figures = race(page)
     assert "Nothing was drafted with the head either" in verdict
     assert "times as many" not in verdict
-    assert not [note for note in notes if "tau" in note]
+    assert not [note for note in notes if "a round" in note]
     assert all(re.match(r"\d+ tokens in \d+\.\d\d s", note) for note in notes)
     assert all(re.match(r"\d+(\.\d)? tokens/s", figure) for figure in figures)
 
@@ -288,17 +291,125 @@ def test_an_answer_that_comes_at_once_has_no_pace(page):
     verdict, notes, figures = race(page)
     assert (
         verdict
-        == "Identical outputs: all 17 tokens are the same. Too soon over to time: ask for a longer "
-        "answer."
+        == "Identical outputs: all 17 tokens are the same. With the head 1.00 tokens a round, over "
+        "all 17 rounds. Too soon over to time: ask for a longer answer."
     )
-    assert notes == ["17 tokens, too soon over to time, tau 1.00"] * 2
+    assert notes == ["17 tokens, too soon over to time, 1.00 tokens a round"] * 2
     assert figures == ["– tokens/s"] * 2
     page.click(".turn button:text('Replay')")
     over(page)
     assert texts(page, ".lane .opener") == notes
     chat(page)
-    assert texts(page, ".opener")[-1] == "17 tokens, tau 1.00"
+    assert texts(page, ".opener")[-1] == "17 tokens, 1.00 tokens a round"
     assert page.text_content("#speed") == "–"
+
+
+# A clock of the page's own, moved by what came: a race takes the time that the test gives it.
+CLOCK = """() => {
+  window.now = 0;
+  performance.now = () => window.now;
+  const fetched = window.fetch;
+  window.fetch = async (path, options) => {
+    const response = await fetched(path, options);
+    if (options?.method !== "POST") return response;
+    const { speculation } = JSON.parse(options.body);
+    const text = await response.text();
+    const parts = text.split("\\n\\n").filter(Boolean).map(part => part + "\\n\\n");
+    const took = window.paces.shift();
+    const reader = { read: async () => {
+      await new Promise(done => setTimeout(done));
+      if (!parts.length) return { done: true };
+      window.now += took;
+      return { done: false, value: new TextEncoder().encode(parts.shift()) };
+    } };
+    return { ok: true, body: { getReader: () => reader } };
+  };
+}"""
+
+
+def raced(page, paces, head):
+    """Eight races at these paces, in ms a chunk, of an answer of plain tokens and of `head`; the
+    verdict after the first race and after all.
+    """
+
+    def answer(route):
+        body = route.request.post_data_json
+        route.fulfill(**(head if body["speculation"] else events(["w "] * 12, "plain", None)))
+
+    page.route("**/completions", answer)
+    page.evaluate(CLOCK)
+    page.evaluate("paces => { window.paces = paces }", paces)
+    first = race(page)[0]
+    page.click(".verdict ~ button:has-text('Race 7 more times')")
+    page.wait_for_selector("#stop:enabled")
+    over(page)
+    assert page.is_hidden(".verdict ~ button:has-text('more time')")
+    return first, page.text_content(".verdict")
+
+
+@needs_chromium
+@pytest.mark.parametrize(
+    ("paces", "said"),
+    [
+        # of the head, ms a token; plain 10 every time, and another one first each time
+        ([5] * 8, "2.00 times as many tokens a second over 8 races (2.00 to 2.00)"),
+        ([20] * 8, "0.50 times as many tokens a second over 8 races (0.50 to 0.50)"),
+        ([5] * 7 + [11], "No certain difference in tokens a second over 8 races (0.91 to 2.00)"),
+        ([2] * 8, "No speed is claimed: 5.00 over 8 races (5.00 to 5.00) is more than 2.20 tokens"),
+    ],
+)
+def test_a_ratio_takes_eight_races_an_interval_and_tau(page, paces, said):
+    """The same floor and law as the report's: 11 tokens in 5 rounds are 2.20 a round."""
+    rounds = [["w "], ["w "] * 4, ["w "] * 4, ["w "], ["w "], ["w "]]
+    head = streamed(
+        [
+            (one, "bonus" if len(one) > 1 else "plain", [] if len(one) > 1 else None)
+            for one in rounds
+        ]
+    )
+    turns = [[10, pace * 11 / 5] for pace in paces]  # ms a chunk; the first chunk has no pace
+    order = [one for place, both in enumerate(turns) for one in both[:: -1 if place % 2 else 1]]
+    first, last = raced(page, order, head)
+    assert "No speed is claimed yet: 1 of 8 races" in first
+    assert "times as many" not in first
+    assert "With the head 2.20 tokens a round, over all 5 rounds." in last
+    assert said in last
+
+
+@needs_chromium
+def test_tokens_a_round_count_plain_rounds_and_the_last_round_that_drafted_is_shown(page):
+    """13 of 19 tokens are plain: tau is 3.00 over two rounds, and hardly anything was gained."""
+    rounds = [(["w "], "plain", None)] * 5 + [(["w "] * 3, "bonus", [])] * 2
+    rounds += [(["w "], "plain", None)] * 8
+    page.route("**/completions", lambda route: route.fulfill(**streamed(rounds)))
+    chat(page)
+    assert page.text_content("#per-round") == "1.29"  # 18 tokens in 14 rounds after the prefill
+    told = page.text_content("#per-round-note")
+    assert told == "over all 14 rounds; tau 3.00 over the 2 that drafted"
+    assert texts(page, ".opener")[-1].startswith("19 tokens, 1.29 tokens a round")
+    assert page.text_content("#tree-title") == "Round 7 of 15"
+
+
+@needs_chromium
+def test_a_newcomer_has_prompts_to_click_and_two_lines_to_read(page):
+    assert len(texts(page, ".example")) == 3
+    lines = page.evaluate("""[...document.querySelectorAll("#numbers .card > .note")].map(
+        one => [one.textContent.split(":")[0], one.getClientRects().length, one.offsetHeight])""")
+    assert [name for name, _, _ in lines] == ["tau", "plain"]
+    assert all(height < 30 for _, _, height in lines)  # a line each
+    page.fill("#longest", "12")
+    said = texts(page, ".example")[1]
+    page.click(".example >> nth=1")
+    over(page)
+    assert page.text_content(".asked") == said
+    assert page.query_selector_all(".said .token")
+    page.click("#clear")
+    assert texts(page, ".example")[1] == said  # a new chat begins as the first did
+
+
+def test_the_floor_of_races_is_that_of_a_benchmark():
+    script = (FOLDER / "page.js").read_text(encoding="utf-8")
+    assert f"const LEAST_TURNS = {LEAST_TURNS};" in script
 
 
 @needs_chromium
@@ -379,15 +490,19 @@ def test_all_of_it_goes_by_keyboard(page):
     assert second == [*first, ("assistant", said), ("user", "Thanks")]
 
 
-def events(pieces, origin="bonus"):
+def events(pieces, origin="bonus", tree=()):
     """A stream that says these tokens, one a round."""
-    chunks = [
-        {
-            "choices": [{"index": 0, "delta": {"content": piece}, "finish_reason": None}],
-            "eyas": {"round": {"tokens": [{"text": piece, "origin": origin}], "tree": []}},
-        }
-        for piece in pieces
-    ]
+    return streamed([([piece], origin, tree if tree is None else []) for piece in pieces])
+
+
+def streamed(rounds):
+    """A stream of rounds: texts of tokens, their origin, the tree."""
+    chunks = []
+    for said, origin, tree in rounds:
+        delta = {"content": "".join(said)}
+        tokens = [{"text": one, "origin": origin} for one in said]
+        choice = {"index": 0, "delta": delta, "finish_reason": None}
+        chunks.append({"choices": [choice], "eyas": {"round": {"tokens": tokens, "tree": tree}}})
     chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
     body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
     return {"status": 200, "content_type": "text/event-stream", "body": body}
@@ -557,6 +672,8 @@ def test_text_stands_out_from_its_background(browser, server, tmp_path, scheme):
 def test_a_phone_reads_it_without_scrolling_sideways(browser, server):
     with opened(browser, server, viewport={"width": 360, "height": 740}, has_touch=True) as page:
         page.wait_for_selector("#send:enabled")
+        # the chat comes first: examples, prompt and Send are on the first screen
+        assert page.evaluate("document.querySelector('#send').getBoundingClientRect().bottom < 740")
         chat(page, longest=30)
         page.fill("#prompt", "https://" + "long" * 60)
         page.click("#race")

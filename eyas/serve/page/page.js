@@ -13,6 +13,7 @@ const SLOW_MS = 400; // a round of slow motion
 const REPLAY_S = 4; // a replay takes at least
 const LONGEST_LABEL = 9; // characters of a token in the tree
 const ARRIVALS = 4, SPAN_MS = 20; // an answer that came in fewer pieces, or in less time, has no pace
+const LEAST_TURNS = 8; // races that a ratio takes: as many as a benchmark's turns (eyas/tau.py)
 
 const $ = (id) => document.getElementById(id);
 const pause = (ms) => new Promise((done) => setTimeout(done, ms));
@@ -92,11 +93,11 @@ async function* eventsOf(reader) {
   }
 }
 
-// Numbers of rounds. A round of tau is one that drafted.
+// Numbers of rounds. A round of tau is one that drafted; `all` are the target's forwards after the prefill, whose token is plain.
 
 class Tally {
   constructor(started) {
-    Object.assign(this, { started, drafted: 0, bonus: 0, plain: 0, judged: 0, rounds: 0, emitted: 0, atFirst: 0, arrivals: 0 });
+    Object.assign(this, { started, drafted: 0, bonus: 0, plain: 0, judged: 0, rounds: 0, emitted: 0, all: 0, ofAll: 0, atFirst: 0, arrivals: 0 });
     this.firstAt = this.lastAt = null;
   }
 
@@ -105,7 +106,12 @@ class Tally {
     if (round.at === this.firstAt) this.atFirst += round.tokens.length;
     if (round.at !== this.lastAt) this.arrivals += 1;
     this.lastAt = round.at;
+    const isPrefill = !this.tokens && round.tree === null;
     for (const token of round.tokens) this[token.origin] += 1;
+    if (!isPrefill) {
+      this.all += 1;
+      this.ofAll += round.tokens.length;
+    }
     if (round.tree === null) return;
     this.rounds += 1;
     this.judged += round.tree.length;
@@ -118,6 +124,10 @@ class Tally {
 
   get tau() {
     return this.emitted / this.rounds;
+  }
+
+  get perRound() {
+    return this.ofAll / this.all;
   }
 
   get isTimed() {
@@ -134,9 +144,11 @@ class Tally {
 }
 
 function showNumbers(tally) {
-  $("tau").textContent = decimals(tally.tau, 2);
-  const without = tally.tokens > 1 && server.hasHead ? "no round drafted so far" : "tokens a round";
-  $("tau-note").textContent = tally.rounds ? `tokens a round, over ${tally.rounds} rounds that drafted` : without;
+  $("per-round").textContent = decimals(tally.perRound, 2);
+  const without = tally.tokens > 1 && server.hasHead ? "no round drafted so far" : "over all rounds, plain ones too";
+  const some = `over all ${tally.all} rounds; tau ${decimals(tally.tau, 2)} over the ${tally.rounds} that drafted`;
+  const each = `over ${tally.all} rounds, which all drafted: this is tau`;
+  $("per-round-note").textContent = tally.rounds ? (tally.rounds === tally.all ? each : some) : without;
   $("speed").textContent = decimals(tally.speed, tally.speed < 10 ? 1 : 0);
   $("speed-note").textContent = tally.tokens ? `first token after ${decimals(tally.firstMs, 0)} ms` : "from the first token on";
   $("accepted").textContent = tally.judged ? `${decimals((100 * tally.drafted) / tally.judged, 0)} %` : "–";
@@ -275,7 +287,7 @@ function inWords({ tokens, tree }) {
   return `The head drafted ${tree.length} ${tree.length === 1 ? "token" : "tokens"}; the target ${kept}${own ? `, and added ${own}` : ""}.`;
 }
 
-// Shows one answer's rounds, the newest until somebody picks another.
+// Shows one answer's rounds: the last that drafted, or else the last, until somebody picks another.
 class Tree {
   follow(rounds, words) {
     this.words?.mark(-1);
@@ -283,7 +295,9 @@ class Tree {
   }
 
   newest() {
-    const last = this.words.spans.length - 1;
+    const shown = this.rounds.slice(0, this.words.spans.length);
+    const drafted = shown.findLastIndex((round) => round.tree !== null);
+    const last = drafted < 0 ? shown.length - 1 : drafted;
     if (this.follows && last >= 0) this.show(last);
     else this.enable();
   }
@@ -391,8 +405,10 @@ function atItsEnd(scrolled) {
 
 let history = [];
 
+const welcome = $("welcome");
+
 function turn(who) {
-  $("welcome")?.remove();
+  welcome.remove();
   const place = element("div", "turn");
   place.append(element("h3", "", who));
   $("log").append(place);
@@ -436,7 +452,7 @@ function opener(text, open) {
 
 const sum = (came) =>
   `${came.tally.tokens} tokens` +
-  (came.tally.rounds ? `, tau ${decimals(came.tally.tau, 2)}` : "") +
+  (came.tally.rounds ? `, ${decimals(came.tally.perRound, 2)} tokens a round` : "") +
   (came.tally.isTimed ? `, ${decimals(came.tally.speed, 0)} tokens/s` : "") +
   (came.stopped ? "; stopped" : came.reason === "length" ? "; cut at the longest answer" : "");
 
@@ -486,63 +502,138 @@ function lane(parent, title) {
       (tally.isTimed
         ? `${tally.tokens} tokens in ${decimals((tally.lastAt - tally.firstAt) / 1000, 2)} s from the first on`
         : `${tally.tokens} tokens, too soon over to time`) +
-      (tally.rounds ? `, tau ${decimals(tally.tau, 2)}` : "");
+      (tally.rounds ? `, ${decimals(tally.perRound, 2)} tokens a round` : "");
     made.words.place.scrollTop = made.words.place.scrollHeight;
   };
   return made;
 }
 
+let races = []; // of this chat, those that have a pace: {ratio, all, ofAll}
+
 async function race(prompt) {
   const asked = question(prompt);
   const place = turn("Race: one after the other, so that they do not disturb each other");
-  const lanes = element("div", "lanes");
-  place.append(lanes);
-  const plain = lane(lanes, "without the head"), speculative = lane(lanes, "with the head");
+  const beside = element("div", "lanes");
+  place.append(beside);
+  const lanes = [lane(beside, "without the head"), lane(beside, "with the head")];
   const messages = [...history, { role: "user", content: prompt }];
-  // With the same seed both must draw the same tokens, at any temperature.
-  const seed = crypto.getRandomValues(new Uint32Array(1))[0];
+  const verdict = element("p", "verdict");
   try {
-    for (const [one, speculation] of [[plain, false], [speculative, true]]) {
-      if (running.signal.aborted) break;
-      one.came = await answer(wanted(messages, { seed, speculation }), one.words, (came) => one.show(came.tally));
-      plain.most = speculative.most = one.came.tally.tokens; // both say the same: so long is the way
-      one.show(one.came.tally);
+    if (!(await run(messages, lanes))) {
+      place.append(verdict);
+      return (verdict.textContent = "Stopped: there is nothing to compare.");
     }
   } catch (error) {
-    if (!plain.words.text) giveBack(prompt, asked, place);
+    if (lanes.every((one) => !one.words.text)) giveBack(prompt, asked, place);
     throw error;
   }
-  const verdict = element("p", "verdict");
-  place.append(verdict);
-  if (!speculative.came || plain.came.stopped || speculative.came.stopped) {
-    return (verdict.textContent = "Stopped: there is nothing to compare.");
-  }
-  history = [...messages, { role: "assistant", content: speculative.words.text }];
-  judge(plain.came, speculative.came, verdict);
-  const again = element("button", "", "Replay side by side");
-  again.type = "button";
-  again.addEventListener("click", () => busy(() => replay([plain, speculative], again)));
-  place.append(again);
+  history = [...messages, { role: "assistant", content: lanes[1].words.text }];
+  const more = raceButton(() => untilEnough(messages, lanes, verdict, more));
+  const again = raceButton(() => replay(lanes, again));
+  again.textContent = "Replay side by side";
+  place.append(verdict, more, again);
+  judge(lanes, verdict, more);
   atItsEnd($("log"));
   return verdict.textContent;
 }
 
-function judge(plain, speculative, verdict) {
-  const [one, other] = [plain, speculative].map((came) => came.rounds.flatMap((round) => round.tokens.map((token) => token.text)));
-  const most = Math.max(one.length, other.length);
-  const parts = [...Array(most).keys()].find((place) => one[place] !== other[place]);
-  const same = parts === undefined && plain.reason === speculative.reason;
-  const identity = element("b", same ? "" : "warn", same ? "Identical outputs" : "The outputs differ");
-  verdict.append(identity, same ? `: all ${most} tokens are the same. ` : ` from token ${(parts ?? most) + 1} on. `);
-  verdict.append(compared(plain.tally, speculative.tally));
+function raceButton(work) {
+  const button = element("button");
+  button.type = "button";
+  button.addEventListener("click", () => busy(work));
+  return button;
 }
 
-// A ratio of speeds is one of speculation only where something was drafted, and both paces are known.
-function compared(plain, speculative) {
-  if (!speculative.rounds) return NOT_DRAFTED;
-  if (!plain.isTimed || !speculative.isTimed) return "Too soon over to time: ask for a longer answer.";
-  const ratio = decimals(speculative.speed / plain.speed, 2);
-  return `With the head ${ratio} times as many tokens a second; both without the time to the first token.`;
+// Both lanes once, another one first each time; whether both came to their end.
+async function run(messages, lanes) {
+  // With the same seed both must draw the same tokens, at any temperature.
+  const seed = crypto.getRandomValues(new Uint32Array(1))[0];
+  const order = races.length % 2 ? [1, 0] : [0, 1];
+  for (const one of lanes) {
+    one.words.clear();
+    one.came = null;
+  }
+  for (const place of order) {
+    if (running.signal.aborted) break;
+    const one = lanes[place];
+    one.came = await answer(wanted(messages, { seed, speculation: place === 1 }), one.words, (came) => one.show(came.tally));
+    for (const each of lanes) each.most = one.came.tally.tokens; // both say the same: so long is the way
+    one.show(one.came.tally);
+  }
+  const [plain, head] = lanes.map((one) => one.came);
+  if (!plain || !head || plain.stopped || head.stopped) return false;
+  if (plain.tally.isTimed && head.tally.isTimed && parting(plain, head) === undefined) {
+    races.push({ ratio: head.tally.speed / plain.tally.speed, all: head.tally.all, ofAll: head.tally.ofAll });
+  }
+  tree.follow(head.rounds, lanes[1].words);
+  tree.newest();
+  showNumbers(head.tally);
+  return true;
+}
+
+async function untilEnough(messages, lanes, verdict, more) {
+  let left = LEAST_TURNS - races.length;
+  while (left-- > 0 && (await run(messages, lanes)));
+  if (running.signal.aborted) return (verdict.textContent = "Stopped: there is nothing to compare.");
+  judge(lanes, verdict, more);
+  return verdict.textContent;
+}
+
+// The first token in which two answers differ; undefined where they are the same to the end.
+function parting(plain, head) {
+  const [one, other] = [plain, head].map((came) => came.rounds.flatMap((round) => round.tokens.map((token) => token.text)));
+  const most = Math.max(one.length, other.length);
+  const found = [...Array(most).keys()].find((place) => one[place] !== other[place]);
+  return found ?? (plain.reason === head.reason ? undefined : most);
+}
+
+function judge(lanes, verdict, more) {
+  const [plain, head] = lanes.map((one) => one.came);
+  const parts = parting(plain, head);
+  const same = parts === undefined;
+  const identity = element("b", same ? "" : "warn", same ? "Identical outputs" : "The outputs differ");
+  const which = same ? `: all ${head.tally.tokens} tokens are the same. ` : ` from token ${parts + 1} on. `;
+  verdict.replaceChildren(identity, which, compared(plain.tally, head.tally));
+  const left = LEAST_TURNS - races.length;
+  more.textContent = `Race ${left} more ${left === 1 ? "time" : "times"}`;
+  more.hidden = left <= 0;
+}
+
+// A ratio of speeds is claimed as a benchmark's is: of enough races, where its interval does not hold 1, and never above the
+// tokens of a round, since a round takes at least as long as a plain one.
+function compared(plain, head) {
+  if (!head.rounds) return NOT_DRAFTED;
+  const rounds = `With the head ${decimals(head.perRound, 2)} tokens a round, over all ${head.all} rounds. `;
+  if (!plain.isTimed || !head.isTimed) return `${rounds}Too soon over to time: ask for a longer answer.`;
+  if (races.length < LEAST_TURNS) {
+    return `${rounds}No speed is claimed yet: ${races.length} of ${LEAST_TURNS} races, and fewer may agree by chance.`;
+  }
+  const [low, high] = medianInterval(races.map((one) => one.ratio));
+  const ratio = median(races.map((one) => one.ratio));
+  const within = `over ${races.length} races (${decimals(low, 2)} to ${decimals(high, 2)})`;
+  if (low <= 1 && high >= 1) return `${rounds}No certain difference in tokens a second ${within}.`;
+  const most = races.reduce((sum, one) => sum + one.ofAll, 0) / races.reduce((sum, one) => sum + one.all, 0);
+  if (ratio > most) {
+    return `${rounds}No speed is claimed: ${decimals(ratio, 2)} ${within} is more than ${decimals(most, 2)} tokens a round can give.`;
+  }
+  return `${rounds}${decimals(ratio, 2)} times as many tokens a second ${within}, without the time to the first token.`;
+}
+
+function median(values) {
+  const ordered = [...values].sort((one, other) => one - other);
+  return (ordered[(ordered.length - 1) >> 1] + ordered[ordered.length >> 1]) / 2;
+}
+
+// What holds the median with 95 %, as eyas/bench/metrics.py:median_interval: the k lowest and the k highest are left out.
+function medianInterval(values) {
+  const ordered = [...values].sort((one, other) => one - other);
+  let ways = 1, miss = 2 / 2 ** ordered.length, k = 0;
+  for (;;) {
+    ways *= (ordered.length - k) / (k + 1);
+    miss += (2 * ways) / 2 ** ordered.length;
+    if (miss > 0.05) return [ordered[k], ordered[ordered.length - 1 - k]];
+    k += 1;
+  }
 }
 
 const NOT_DRAFTED =
@@ -614,6 +705,7 @@ function enableButtons() {
   const isReady = Boolean(server.model) && !running;
   $("send").disabled = $("clear").disabled = !isReady;
   $("race").disabled = !isReady || !server.hasHead;
+  for (const one of welcome.querySelectorAll(".example")) one.disabled = !isReady;
   $("stop").disabled = !running;
 }
 
@@ -642,10 +734,14 @@ $("composer").addEventListener("submit", (event) => {
   submit(chat);
 });
 $("race").addEventListener("click", () => submit(race));
+for (const one of welcome.querySelectorAll(".example")) {
+  one.addEventListener("click", () => busy(() => chat(one.textContent)));
+}
 $("stop").addEventListener("click", () => running?.abort());
 $("clear").addEventListener("click", () => {
   history = [];
-  $("log").replaceChildren();
+  races = [];
+  $("log").replaceChildren(welcome);
   $("problem").textContent = $("status").textContent = "";
   $("prompt").focus();
 });
