@@ -49,6 +49,7 @@ TEMPLATES = Path(__file__).with_suffix(".txt")
 SEED, NUM_TEXTS = 11, 26_000
 LARGE_CITY = 300_000  # people
 NUM_FOREIGN = 5000  # words of a language
+CLEARLY = 8  # times as many of one gender as of the other
 NUM_CENSUS_FAMILY = 30_000  # the census' most frequent family names that are kept
 FILL: dict[str, Any] = yaml.safe_load(TEMPLATES.with_suffix(".yaml").read_text(encoding="utf-8"))
 # Letters that are not Latin, written in those that are; _ = left out.
@@ -163,6 +164,35 @@ def countries() -> dict[str, Country]:
     return found
 
 
+def genders() -> dict[str, int]:
+    """Folded given names that are clearly of one gender, with its bit: by how many people of the US
+    census have it, else by how many of Faker's locales list it.
+    """
+    counts: dict[int, Counter[str]] = {bits.FEMALE: Counter(), bits.MALE: Counter()}
+    listed: dict[int, Counter[str]] = {bits.FEMALE: Counter(), bits.MALE: Counter()}
+    for bit, kind in ((bits.FEMALE, "female"), (bits.MALE, "male")):
+        text = (resources.files(names) / f"dist.{kind}.first").read_text()
+        for line in text.splitlines():
+            if line.strip():
+                name, share, *_ = line.split()
+                counts[bit][fold(name)] += int(float(share) * 1000)
+    people = faker.providers.person.__path__
+    for module in sorted(module.name for module in pkgutil.iter_modules(people) if module.ispkg):
+        provider = importlib.import_module(f"faker.providers.person.{module}").Provider
+        for bit, kind in ((bits.FEMALE, "female"), (bits.MALE, "male")):
+            pattern = re.compile(rf"first_(romanized_)?names?_{kind}(_.*)?")
+            found = {fold(name) for name in _listed(provider, pattern)}
+            listed[bit].update(name for name in found if re.fullmatch(r"[^\W\d_]{2,}", name))
+    return {
+        name: bit
+        for by in (listed, counts)  # the census where it knows a name
+        for bit, other in ((bits.FEMALE, bits.MALE), (bits.MALE, bits.FEMALE))
+        for name, count in by[bit].items()
+        if count > CLEARLY * by[other][name]
+        and (by is counts or max(counts[bit][name], counts[other][name]) == 0)
+    }
+
+
 @functools.cache
 def census(kind: str) -> list[str]:
     """Names of the US census, the most frequent first; kind: male.first, female.first, all.last."""
@@ -267,6 +297,9 @@ def _add_names(found: Counter[str], known: World) -> None:
     for bit, more in ((bits.GIVEN, _words("more_given")), (bits.FAMILY, _words("more_family"))):
         for name in more:
             found[fold(name)] |= bit
+    for name, bit in genders().items():
+        if found[name] & bits.GIVEN:
+            found[name] |= bit
     for word in NOT_NAMES:
         found.pop(word, None)
 

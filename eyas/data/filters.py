@@ -30,6 +30,7 @@ from eyas.data.sources import SourceConfig
 from eyas.errors import ConfigError, EyasError
 from eyas.language import UNKNOWN, codes, language
 from eyas.privacy.detector import Detector
+from eyas.privacy.mentions import Mentions
 from eyas.privacy.passages import Passage, passages
 from eyas.privacy.policy import EVERY_TYPE, Finding, PrivacyConfig
 from eyas.privacy.surrogates import clean
@@ -236,11 +237,7 @@ class PersonalData:
         self, row: SourceRow, texts: list[str], found: list[list[Finding]]
     ) -> SourceRow | Drop:
         # Text 0 is the system prompt.
-        every = tuple(
-            dataclasses.replace(one, turn=number - 1 if number else None)
-            for number, findings in enumerate(found)
-            for one in findings
-        )
+        every = self._placed(found)
         if not every:
             return row
         if dropping := self._config.first_that_drops(one.type for one in every):
@@ -249,12 +246,30 @@ class PersonalData:
                 note="the policy drops rows that hold this type",
                 found=every,
             )
+        mentions = Mentions(texts, found)
+        found = mentions.complete(texts, found)
+        every = self._placed(found)
         system, *turns = clean(texts, found, self._config, self._key)
+        for text in (system, *turns):
+            for left in mentions.find(text):
+                return Drop(
+                    f"pii.{left.type.lower()}",
+                    note="a value of this type is still there after it was replaced",
+                    found=every,
+                )
         return dataclasses.replace(
             row,
             system=system if row.system is not None else None,
             turns=tuple(turns),
             masked=row.masked + every,
+        )
+
+    @staticmethod
+    def _placed(found: Sequence[Sequence[Finding]]) -> tuple[Finding, ...]:
+        return tuple(
+            dataclasses.replace(one, turn=number - 1 if number else None)
+            for number, findings in enumerate(found)
+            for one in findings
         )
 
 

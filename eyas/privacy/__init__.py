@@ -7,6 +7,7 @@ models.
     patterns, identifiers, attributes, secrets    find values by a pattern and a check
     entities     names, addresses and places: lexicon (words) -> tagger (probabilities) -> entities
     cloud        Google Cloud DLP
+    mentions     every place of the values found in a conversation; names and their genders
     surrogates   invented values in place of real ones
     key          the secret key of hashes and surrogates
 """

@@ -96,10 +96,12 @@ def key_id(key: bytes) -> str:
 
 
 def canonical(type: str, value: str) -> str:
-    """The form in which two mentions of a value are equal: folded, without case and, in numbers,
-    separators.
+    """The form in which two mentions of a value are equal: folded, without case; of numbers without
+    separators, of account names without @.
     """
     value = plain(value).text.casefold()
+    if type == "HANDLE":
+        return value.removeprefix("@")
     if type in NUMBERED:
         return "".join(letter for letter in value if letter.isalnum())
     return " ".join(value.split())

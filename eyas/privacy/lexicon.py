@@ -25,6 +25,7 @@ FILES = resources.files("eyas.privacy")
 GIVEN, GIVEN_COMMON, FAMILY, FAMILY_COMMON, CITY, CITY_LARGE, REGION, COUNTRY, DEMONYM, FOREIGN = (
     1 << bit for bit in range(10)
 )
+FEMALE, MALE = 1 << 10, 1 << 11  # of given names that are clearly of one gender
 MAX_PHRASE = 4  # words of a place such as "Salt Lake City"
 # Limits of the classes of English words by how common they are; class 0 is none of them.
 RANKS = (300, 1500, 6000, 20_000, 90_000)

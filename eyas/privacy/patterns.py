@@ -77,7 +77,7 @@ PHONE_REGIONS = (
 )  # fmt: skip
 MAYBE_PHONE = re.compile(r"\d(?:\D{0,3}\d){6}")  # seven digits that stand together
 PHONE = re.compile(
-    r"(?<![\w#$€£+])(?<!\d[.,:/-])[+(]?\d(?:(?:[ ().-]{0,2}|[/_]| [-/] )\d){6,63}"
+    r"(?<![\w#$€£+])(?<!\d[.,:/-])[+(]?\d(?:(?:[ ().-]{0,2}|[/_\n]| [-/] )\d){6,63}"
     r"(?:\s?(?:x|ext\.?)\s?\d{1,6})?(?![\w%/]|[.,:-]\d)",
     re.I,
 )
@@ -98,7 +98,7 @@ NO_PHONE = re.compile(
     r"|\(?(?:1\d|20)\d\d(?: |-| - )(?:1\d|20)\d\d|\d{1,3}(?:\.\d{1,3}){3}|97[89][ -].*"
 )
 # Where one number of a run may end and the next begin.
-PHONE_BREAK = re.compile(r"\d[).-]? |\d(?=[(+])")
+PHONE_BREAK = re.compile(r"\d[).-]?[ \n]|\d(?=[(+])")
 NEAR_BEFORE, NEAR_AFTER = 32, 12  # characters in which a telephone's cue counts
 
 BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
@@ -220,7 +220,7 @@ def _phones_in(text: str, start: int, end: int) -> list[tuple[int, int]]:
     could begin.
     """
     starts = [start, *(match.end() for match in PHONE_BREAK.finditer(text, start, end))]
-    ends = [*(len(text[:begin].rstrip(" .-/")) for begin in starts[1:]), end]
+    ends = [*(len(text[:begin].rstrip(" .-/\n")) for begin in starts[1:]), end]
     found: list[tuple[int, int]] = []
     for first, begin in enumerate(starts):
         if not found or begin >= found[-1][1]:
@@ -238,6 +238,9 @@ def _is_phone(text: str, start: int, end: int) -> bool:
     """
     value = re.split(r"\s?(?:x|ext)", text[start:end], flags=re.I)[0]
     num_digits = len(re.findall(r"\d", value))
+    lines = [re.sub(r"\D", "", line) for line in value.split("\n")]
+    if len(lines) > 1 and max(map(len, lines)) >= 7:
+        return False  # a column of numbers
     if value.startswith("+"):
         return 8 <= num_digits <= 15
     has_form = PHONE_FORM.fullmatch(value) is not None

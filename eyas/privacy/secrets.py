@@ -174,7 +174,8 @@ def passwords(text: str) -> Iterator[Finding]:
         for match in CREDENTIALS.finditer(text):
             value = match["value"].rstrip(".,:!?")
             if _is_password(value, quoted=False) and "=" not in value:
-                yield Finding("PASSWORD", match.start("user"), match.start("value") + len(value))
+                yield Finding("PASSWORD", *match.span("user"))
+                yield Finding("PASSWORD", match.start("value"), match.start("value") + len(value))
 
 
 def private_keys(text: str) -> Iterator[Finding]:

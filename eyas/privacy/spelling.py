@@ -19,6 +19,8 @@ FREE_MAIL = (
     r"(?:gmail|googlemail|yahoo|hotmail|outlook|icloud|protonmail|proton|gmx|aol|msn|web|yandex"
     r"|qq|163)\.[a-z]{2,3}\b"
 )
+# beside a spaced @, which is an operator too
+DOMAINS = "com|org|net|edu|gov|info|eu|de|fr|es|it|nl|uk|pl|se|ch|ru|jp|cn|br"
 # "look at gmail.com" is no address
 NO_LOCAL_PART = """
     look looked is are was be me us mail email emails address account accounts arrive user users up
@@ -27,11 +29,11 @@ NO_LOCAL_PART = """
 BEFORE_PLACE = "".join(rf"(?<!\b{word})" for word in NO_LOCAL_PART.split())
 AT_SPELT = re.compile(
     rf"(?<=\w)[ _-]at[ _-](?={DOMAIN_WORDS})|(?<=\w){BEFORE_PLACE} at (?={FREE_MAIL})"
-    r"|(?<=\w\w) ?@ ?(?=[\w-]{2,} ?\. ?(?:com|org|net|edu|gov)\b)",
+    rf"|(?<=\w\w) ?@ ?(?=[\w-]{{2,}} ?\. ?(?:{DOMAINS})\b)",
     re.I,
 )
 DOT_SPELT = re.compile(
-    r"(?<=\w)[ _-]dot[ _-](?=[a-z])|(?<=\w)(?: \. ?|\. )(?=(?:com|org|net|edu|gov)\b)", re.I
+    rf"(?<=\w)[ _-]dot[ _-](?=[a-z])|(?<=\w)(?: \. ?|\. )(?=(?:{DOMAINS})\b)", re.I
 )
 MAYBE_SPELT = re.compile(r"[ _-]at[ _-]|@ | @", re.I)
 

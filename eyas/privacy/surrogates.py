@@ -26,6 +26,8 @@ import yaml
 from eyas.privacy.attributes import MONTHS
 from eyas.privacy.identifiers import is_national_id
 from eyas.privacy.key import NUMBERED, canonical, keyed
+from eyas.privacy.lexicon import FEMALE, MALE
+from eyas.privacy.mentions import WORD, Names, name_key, stays
 from eyas.privacy.patterns import BASE58, BECH32, luhn, parse_phone
 from eyas.privacy.policy import TYPES, Finding, PrivacyConfig, mask, replace
 from eyas.privacy.spelling import plain
@@ -33,11 +35,13 @@ from eyas.privacy.spelling import plain
 _WORDS = yaml.safe_load(
     (resources.files("eyas.privacy") / "pseudonyms.yaml").read_text(encoding="utf-8")
 )
-GIVEN, FAMILY, STREETS, CITIES, COUNTRIES, STATES = (
+FEMALE_GIVEN, MALE_GIVEN, FAMILY, STREETS, CITIES, COUNTRIES, STATES = (
     tuple(_WORDS[kind].split())
-    for kind in ("given", "family", "streets", "cities", "countries", "states")
-)
-KEPT = frozenset(_WORDS["kept"].split())
+    for kind in (
+        "given_female", "given_male", "family", "streets", "cities", "countries", "states",
+    )
+)  # fmt: skip
+GIVEN = tuple(sorted(FEMALE_GIVEN + MALE_GIVEN))
 
 BETWEEN = "\x1e"  # record separator
 WORDED = ("PERSON", "STREET_ADDRESS", "LOCATION")
@@ -65,7 +69,6 @@ RESERVED_MAIL = re.compile(
     r"@(?:[\w-]+\.)*(?:example\.(?:com|org|net)|example|test|invalid|localhost)$", re.I
 )
 KEY_PREFIX = re.compile(r"sk-(?:proj|ant)-|[A-Za-z]{2,6}[-_]|AKIA|ASIA|AIza|eyJ")
-WORD = re.compile(r"[^\W\d_]+|\d+")
 MOST_ATTEMPTS = 50  # before two words are joined to make one that is not taken
 
 
@@ -75,8 +78,8 @@ def clean(
     """Each text of one conversation without its findings, none of which is of a type that drops.
 
     A value has one surrogate in all the texts, drawn for the conversation as it reads with every
-    value masked: conversations that differ in their values alone become the same one, and are found
-    to be duplicates.
+    value masked: conversations that differ in their values alone become the same one, but for the
+    gender of given names, and are found to be duplicates.
     """
     conversation = BETWEEN.join(
         mask(text, findings) for text, findings in zip(texts, found, strict=True)
@@ -86,7 +89,7 @@ def clean(
         for text, findings in zip(texts, found, strict=True)
         for one in findings
     ]
-    surrogates = Surrogates(key, conversation, values)
+    surrogates = Surrogates(key, conversation, values, texts)
 
     def replacement(type: str, value: str) -> str:
         action = config.action(type)
@@ -137,16 +140,29 @@ class KeyedRandom:
 class Surrogates:
     """The invented values of one conversation."""
 
-    def __init__(self, key: bytes, conversation: str, values: Iterable[tuple[str, str]]) -> None:
+    def __init__(
+        self,
+        key: bytes,
+        conversation: str,
+        values: Iterable[tuple[str, str]],
+        texts: Sequence[str] = (),
+    ) -> None:
         """conversation: tells it from others, such as its text without the values. values: type and
-        value of all that will be replaced; none of them is ever invented.
+        value of all that will be replaced; none of them is ever invented. texts: where a person's
+        gender may show.
         """
+        values = list(values)
         self._key, self._conversation = key, conversation
+        self._names = Names(texts, [value for type, value in values if type == "PERSON"])
         self._surrogates: dict[tuple[str, str], str] = {}
         self._taken = {
             part.casefold()
             for type, value in values
-            for part in (canonical(type, value), *WORD.findall(value))
+            for part in (
+                canonical(type, value),
+                *WORD.findall(value),
+                *map(name_key, WORD.findall(value)),
+            )
         }
         self._counts: dict[str, int] = {}
 
@@ -158,7 +174,9 @@ class Surrogates:
         invented = self._surrogate(
             type, canonical(type, value), lambda draw: MAKERS[type](value, draw)
         )
-        return fill_form(invented, value) if type in NUMBERED else invented
+        if type in NUMBERED:
+            return fill_form(invented, value)
+        return f"@{invented}" if type == "HANDLE" and value.startswith("@") else invented
 
     def _surrogate(self, kind: str, value: str, make: Callable[[KeyedRandom], str]) -> str:
         if (kind, value) not in self._surrogates:
@@ -168,7 +186,9 @@ class Surrogates:
                 invented = (
                     make(draw) if attempt < MOST_ATTEMPTS else f"{make(draw)}{make(draw).lower()}"
                 )
-                if invented.casefold() not in self._taken:
+                if invented.casefold() not in self._taken and not any(
+                    map(self._names.knows, WORD.findall(invented))
+                ):
                     break
             self._taken.add(invented.casefold())
             self._surrogates[kind, value] = invented
@@ -180,13 +200,11 @@ class Surrogates:
         """
         if type == "LOCATION" and not any(letter.isdigit() for letter in value):
             return self._place(value)
-        matches = list(WORD.finditer(value))
-        parts, end = [], 0
-        for number, match in enumerate(matches):
-            last = type == "PERSON" and number == len(matches) - 1 > 0
+        parts, end = list[str](), 0
+        for match in WORD.finditer(value):
             parts += [
                 value[end : match.start()],
-                self._word("FAMILY" if last else type, match.group(), match.start(), value),
+                self._word(type, match.group(), match.start(), value),
             ]
             end = match.end()
         return "".join([*parts, value[end:]])
@@ -197,27 +215,40 @@ class Surrogates:
             return self._surrogate("word", name, lambda draw: draw.choice(STATES))
         pool = COUNTRIES if name.title() in COUNTRIES else CITIES
         return match_case(
-            self._surrogate("word", name.casefold(), lambda draw: draw.choice(pool)), value
+            self._surrogate("word", name_key(name), lambda draw: draw.choice(pool)), value
         )
 
     def _word(self, type: str, word: str, start: int, value: str) -> str:
         if word.isdigit():
             return self._surrogate("number", word, lambda draw: number_like(word, draw))
-        if word.casefold() in KEPT or (
+        if stays(type, word) or (
             type == "STREET_ADDRESS" and len(word) <= 2 and word not in STATES
         ):
             return word
         if len(word) == 1:
-            return match_case(self._initial(word.casefold()), word)
+            is_possessive = word in "sS" and value[:start].endswith("'")
+            return word if is_possessive else match_case(self._initial(word.casefold()), word)
         if word in STATES and type == "STREET_ADDRESS":
             return self._surrogate("word", word, lambda draw: draw.choice(STATES))
-        if type == "STREET_ADDRESS":
-            pool = CITIES if re.search(r"[,\n]", value[:start]) else STREETS
-        else:
-            pool = {"FAMILY": FAMILY, "PERSON": GIVEN, "LOCATION": CITIES}[type]
+        if type == "PERSON":
+            return self._name(word)
+        inner = bool(re.search(r"[,\n]", value[:start]))
+        pool = STREETS if type == "STREET_ADDRESS" and not inner else CITIES
         return match_case(
-            self._surrogate("word", word.casefold(), lambda draw: draw.choice(pool)), word
+            self._surrogate("word", name_key(word), lambda draw: draw.choice(pool)), word
         )
+
+    def _name(self, word: str) -> str:
+        """Of the name that the word is a form of, with the ending that it adds; given names keep
+        their gender where it shows.
+        """
+        base, ending = self._names.base(word)
+        pool = FAMILY
+        if base not in self._names.family:
+            gender = self._names.gender(base)
+            pool = {FEMALE: FEMALE_GIVEN, MALE: MALE_GIVEN}.get(gender, GIVEN)
+        name = self._surrogate("word", base, lambda draw: draw.choice(pool))
+        return match_case(name + ending, word)
 
     def _initial(self, letter: str) -> str:
         """Of the word that it may stand for, where one came before."""
@@ -412,10 +443,10 @@ def mac_address(value: str, draw: KeyedRandom) -> str:
 
 
 def handle(value: str, draw: KeyedRandom) -> str:
-    """An invented account name; @ and a number behind # stay in their places."""
-    start, _, number = value.partition("#")
+    """An invented account name, with a number behind # where there was one."""
+    _, _, number = value.partition("#")
     name = f"{draw.choice(GIVEN)}_{draw.choice(STREETS)}{draw.digits(3)}".lower()
-    return "@" * start.startswith("@") + name + (f"#{draw.digits(4)}" if number else "")
+    return name + (f"#{draw.digits(4)}" if number else "")
 
 
 def api_key(value: str, draw: KeyedRandom) -> str:
