@@ -802,10 +802,9 @@ def caller(tooled):
 def saying(world, text, per_step=1):
     """A client of a server whose target says a text; and the engine, which keeps its requests."""
     engine = world.engine(ScriptedEngine, max_length=1024)
-    engine.script, engine.per_step = (
-        (*world.chat.tokenizer.encode(text, add_special_tokens=False), 2),
-        per_step,
-    )
+    tokenizer = world.chat.tokenizer
+    said = tokenizer.encode(text, add_special_tokens=False)
+    engine.script, engine.per_step = (*said, tokenizer.eos_token_id), per_step
     with world.served(engine) as client:
         yield client, engine
 

@@ -114,7 +114,8 @@ class ChatMessage(Strict):
     @property
     def num_characters(self) -> int:
         """Of all that the template gets."""
-        calls = sum(len(one.function.arguments) for one in self.tool_calls)
+        functions = [one.function for one in self.tool_calls]
+        calls = sum(len(one.name) + len(one.arguments) for one in functions)
         return len(self.text) + len(self.reasoning_content or "") + calls
 
     @property

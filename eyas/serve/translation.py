@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -162,6 +163,7 @@ class Translator:
             raise ApiError(400, error.what, "chat_template_kwargs") from error
         messages = [turn.for_template() for turn in body.messages]
         tools = [tool.for_template() for tool in body.offered_tools] or None
+        self._check_characters(len(json.dumps(tools)), "tools")
         try:
             prompt_ids = chat.prompt_ids(messages, tools)
         except InputError as error:

@@ -1,0 +1,173 @@
+"""Tools through templates that have them: what a client sends, what the target reads, what it
+writes, and what the client gets, at chat completions and at responses.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import openai
+import pytest
+from transformers import AutoTokenizer
+
+from tests.chat_folders import LIKE_QWEN, like_granite, like_qwen
+from tests.serving import MODEL, World, ask
+from tests.test_serve_api import TOOLS, saying
+from tests.tiny import tiny_target
+
+TOKENIZERS = Path(__file__).resolve().parents[2] / "shared" / "data" / "tokenizers"
+MAX_LENGTH = 1024
+QUESTION = [{"role": "user", "content": "A table for two?"}]
+ARGUMENTS = '{"party": 2, "indoors": true}'
+
+
+def talking_qwen(folder):
+    """Its template tells the target how to call, as Qwen3's does."""
+    how = "Tools, each called as <tool_call>JSON</tool_call>:"
+    like_qwen(folder, LIKE_QWEN.replace("Tools:", how))
+
+
+def real_qwen(folder):
+    source = TOKENIZERS / "qwen3"
+    if not source.exists():
+        pytest.skip("no real tokenizers here")
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        (folder / name).unlink()
+    for path in source.iterdir():
+        if path.name != "config.json":
+            shutil.copyfile(path, folder / path.name)
+
+
+# the tokenizer, the rows of its vocabulary, and the token that ends an answer
+FAMILIES = {
+    "like_qwen": (talking_qwen, 448, "<|im_end|>"),
+    "qwen3": (real_qwen, 151_936, "<|im_end|>"),
+}
+
+
+def family(folder, write, vocab_size, end):
+    """A random target under a family's tokenizer and template."""
+    tiny_target(folder, vocab_size=vocab_size, max_position_embeddings=MAX_LENGTH)
+    write(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["eos_token_id"] = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(end)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").unlink()
+    return World(folder)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def world(request, tmp_path_factory):
+    return family(tmp_path_factory.mktemp(request.param), *FAMILIES[request.param])
+
+
+@pytest.fixture(scope="module")
+def client(world):
+    with world.served(world.engine(max_length=MAX_LENGTH)) as client:
+        yield client
+
+
+def shown(world, engine, number=0):
+    """The prompt of a request, role tokens included."""
+    return world.chat.tokenizer.decode(engine.asked[number].prompt_ids)
+
+
+def flat(tools):
+    return [{"type": "function", **tool["function"]} for tool in tools]
+
+
+def test_a_call_goes_out_and_its_result_comes_back(world):
+    """Two calls behind thoughts; then the turn that has their results."""
+    said = "<think>\nTwo.\n</think>\n\nI will."
+    said += "".join(
+        f'\n<tool_call>\n{{"name": "book", "arguments": {ARGUMENTS}}}\n</tool_call>'
+        for _ in range(2)
+    )
+    with saying(world, said) as (client, engine):
+        message = ask(client, QUESTION, tools=TOOLS).choices[0].message
+        assert message.content == said.split("\n<tool_call>")[0]
+        assert [json.loads(call.function.arguments) for call in message.tool_calls] == [
+            json.loads(ARGUMENTS)
+        ] * 2
+        results = [
+            {"role": "tool", "tool_call_id": call.id, "content": f"booked {place}"}
+            for place, call in enumerate(message.tool_calls)
+        ]
+        ask(client, [*QUESTION, message.to_dict(), *results], tools=TOOLS)
+        first, second = shown(world, engine), shown(world, engine, 1)
+    assert "Book a table." in first
+    # the target reads its own answer as it wrote it, and then the results
+    assert second.startswith(first + said)
+    assert second.count("<tool_response>") == 2
+    assert second.index("booked 0") < second.index("booked 1")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_responses_read_the_same_calls(world, stream):
+    said = f'I will.\n<tool_call>\n{{"name": "book", "arguments": {ARGUMENTS}}}\n</tool_call>'
+    with saying(world, said) as (client, engine):
+        reply = client.responses.create(
+            model=MODEL, input=QUESTION, tools=flat(TOOLS), stream=stream, max_output_tokens=100
+        )
+        reply = list(reply)[-1].response if stream else reply
+        assert [item.type for item in reply.output] == ["message", "function_call"]
+        call = reply.output[1]
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "booked"}
+        client.responses.create(
+            model=MODEL,
+            input=[*QUESTION, *reply.output, result],
+            tools=flat(TOOLS),
+            max_output_tokens=100,
+        )
+        first, second = shown(world, engine), shown(world, engine, 1)
+    assert reply.output_text == "I will."
+    assert second.removeprefix(first).split("</tool_call>")[0] in said
+    assert "booked" in second
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "book"}}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_demanded_call_follows_its_schema(client, choice, stream):
+    """Whatever the target would say: this one is random."""
+    params = {"tools": TOOLS, "tool_choice": choice, "max_tokens": 400, "stream": stream}
+    reply = ask(client, QUESTION, temperature=1, seed=3, **params)
+    if stream:
+        deltas = [chunk.choices[0].delta for chunk in reply if chunk.choices]
+        (call,) = [call for delta in deltas for call in delta.tool_calls or []]
+    else:
+        (call,) = reply.choices[0].message.tool_calls
+    arguments = json.loads(call.function.arguments)
+    if call.function.name == "book":
+        assert set(arguments) == {"party", "indoors"}
+        assert 1 <= arguments["party"] <= 9
+    else:
+        assert (call.function.name, arguments) == ("cancel", {})
+        assert choice == "required"
+
+
+def test_no_tool_is_shown_that_may_not_be_called(world):
+    with saying(world, "Well.") as (client, engine):
+        ask(client, QUESTION, tools=TOOLS, tool_choice="none")
+        ask(client, QUESTION)
+        without, bare = (asked.prompt_ids for asked in engine.asked)
+    assert without == bare
+
+
+def test_tools_far_too_long_are_refused_before_the_template(client):
+    long = {"type": "function", "function": {"name": "f", "description": "x " * 2_000_000}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(client, QUESTION, tools=[long])
+    assert refused.value.param == "tools"
+    assert refused.value.code == "context_length_exceeded"
+
+
+def test_calls_in_another_form_are_refused_by_name(tmp_path):
+    """Granite begins calls with a special token and ends them with the turn, and its template
+    leaves earlier ones out.
+    """
+    with family(tmp_path, like_granite, 448, "<|end_of_text|>").served() as client:
+        with pytest.raises(openai.BadRequestError, match="<tool_call> tags") as refused:
+            ask(client, QUESTION, tools=TOOLS)
+        assert refused.value.param == "tools"
