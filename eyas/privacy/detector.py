@@ -30,7 +30,6 @@ from presidio_analyzer.predefined_recognizers import (
 
 from eyas.errors import ConfigError
 from eyas.fold import fold
-from eyas.language import UNKNOWN
 from eyas.privacy import entities
 from eyas.privacy.attributes import (
     birth_dates,
@@ -298,7 +297,7 @@ def recognisers(ner: str | None) -> tuple[NameRecogniser, ...]:
         for one in entities.find_entities(folded.text):
             yield Finding(one.type, *folded.span(one.start, one.end))
 
-    ours = NameRecogniser("eyas", find_entities, frozenset({"en", UNKNOWN}))
+    ours = NameRecogniser("eyas", find_entities, frozenset({"en"}))
     return (ours, NameRecogniser(ner, ner_search(ner))) if ner is not None else (ours,)
 
 
