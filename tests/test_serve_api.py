@@ -189,6 +189,9 @@ def test_messages_may_hold_what_their_template_does_not_read(client, truth):
             "reasoning_content": "The time is missing.",
             "annotations": [{"type": "x"}],
             "provider_specific_fields": {"refusal": None},
+            "id": "msg_1",
+            "thinking_blocks": [],
+            "reasoning_details": [{}],
         },
         {"role": "user", "content": [{"type": "text", "text": "At noon.", **hint, **breakpoint_}]},
     ]
@@ -932,10 +935,11 @@ def test_no_effort_means_no_thinking_where_the_template_has_a_switch(tooled):
 
 def test_a_template_sees_the_thoughts_of_earlier_turns(tooled):
     """As in vLLM: the template decides what becomes of them."""
-    turns = [*MESSAGES, {"role": "assistant", "content": "Well.", "reasoning_content": "Hm."}]
-    with saying(tooled, "Done.") as (client, engine):
-        ask(client, [*turns, {"role": "user", "content": "So?"}])
-        assert "(Hm.)Well." in tooled.chat.decode(engine.asked[0].prompt_ids)
+    for name in ("reasoning_content", "reasoning"):
+        turns = [*MESSAGES, {"role": "assistant", "content": "Well.", name: "Hm."}]
+        with saying(tooled, "Done.") as (client, engine):
+            ask(client, [*turns, {"role": "user", "content": "So?"}])
+            assert "(Hm.)Well." in tooled.chat.decode(engine.asked[0].prompt_ids)
 
 
 @pytest.mark.parametrize(

@@ -261,6 +261,8 @@ def test_a_demanded_call_is_made(client, choice):
         ({"extra_body": {"prompt": {"id": "p"}}}, "prompt"),
         ({"truncation": "auto"}, "truncation"),
         ({"tools": [{"type": "web_search"}]}, "tools.0"),
+        ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools.0"),
+        ({"extra_body": {"background_options": {}}}, "background_options"),
         ({"tools": FLAT_TOOLS, "tool_choice": {"type": "web_search_preview"}}, "tool_choice"),
         ({"tools": [FLAT_TOOLS[0], FLAT_TOOLS[0]]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -292,6 +294,17 @@ def test_what_needs_a_store_or_tools_of_ours_is_refused_by_name(client, params, 
         respond(client, **params)
     assert refused.value.param.startswith(param)
     assert refused.value.type == "invalid_request_error"
+
+
+def test_a_refused_part_or_tool_is_named_and_not_its_fields(client):
+    image = {"type": "input_image", "image_url": "x"}
+    for params, what in (
+        ({"content": [{"role": "user", "content": [image]}]}, "input_text and output_text"),
+        ({"tools": [{"type": "mcp", "server_label": "x"}]}, "type function"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=what) as refused:
+            respond(client, **params)
+        assert not refused.value.param.endswith(("image_url", "server_label"))
 
 
 def test_nothing_can_be_fetched_again(client):

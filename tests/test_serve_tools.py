@@ -135,6 +135,7 @@ def test_a_demanded_call_follows_its_schema(client, choice, stream):
     reply = ask(client, QUESTION, temperature=1, seed=3, **params)
     if stream:
         deltas = [chunk.choices[0].delta for chunk in reply if chunk.choices]
+        assert {delta.content for delta in deltas} == {None}
         (call,) = [call for delta in deltas for call in delta.tool_calls or []]
     else:
         (call,) = reply.choices[0].message.tool_calls

@@ -29,8 +29,8 @@ GENERATE_MAX_TOKENS = 128  # SGLang's default
 MAX_PROMPTS = 1024
 MAX_NAME = 256  # characters of a participant's
 
-# LiteLLM's, with what a provider's answer had besides
-NOTES = frozenset({"provider_specific_fields"})
+# what other servers' answers have besides, as clients send it back
+NOTES = frozenset({"id", "provider_specific_fields", "reasoning_details", "thinking_blocks"})
 MAX_TOOLS = 128
 
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
@@ -57,7 +57,7 @@ class CalledFunction(Strict):
 
 
 class ToolCall(Strict):
-    ignored: ClassVar[frozenset[str]] = CACHE_HINTS | NOTES
+    ignored: ClassVar[frozenset[str]] = CACHE_HINTS | (NOTES - {"id"})
 
     id: str
     type: Literal["function"] = "function"
@@ -87,7 +87,10 @@ class ChatMessage(Strict):
     def _drop_null(cls, message: Any) -> Any:
         if not isinstance(message, dict):
             return message
-        return {name: value for name, value in message.items() if value is not None}
+        given = {name: value for name, value in message.items() if value is not None}
+        if "reasoning" in given:  # vLLM's newer name
+            given.setdefault("reasoning_content", given.pop("reasoning"))
+        return given
 
     @model_validator(mode="after")
     def _belongs_to_its_role(self) -> Self:

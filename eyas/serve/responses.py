@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
 from eyas.engine.request import Request, TokenLogprob
 from eyas.serve.completion import CompletionOptions, CompletionWriter, Delta, Ending, Usage
@@ -63,6 +64,15 @@ class InputText(Strict):
 
     type: Literal["input_text", "output_text"]
     text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, part: Any) -> Any:
+        if isinstance(part, dict) and part.get("type") not in ("input_text", "output_text"):
+            raise PydanticCustomError(
+                "unsupported_part", "only parts of the types input_text and output_text are read"
+            )
+        return part
 
 
 InputContent = str | Annotated[list[InputText], Field(max_length=MAX_PARTS)]
@@ -127,6 +137,15 @@ class FunctionTool(Strict):
     parameters: JsonObject | None = None
     strict: bool | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _is_a_function(cls, tool: Any) -> Any:
+        if isinstance(tool, dict) and tool.get("type") != "function":
+            raise PydanticCustomError(
+                "unsupported_tool", "only tools of the type function are supported"
+            )
+        return tool
+
 
 class NamedFunctionTool(Strict):
     type: Literal["function"]
@@ -159,9 +178,10 @@ class TextOptions(Strict):
 class ReasoningOptions(Strict):
     """No item of reasoning is ever written, so nothing of one is summed up."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"summary", "generate_summary"})
+    ignored: ClassVar[frozenset[str]] = frozenset({"context", "summary", "generate_summary"})
 
     effort: Literal["none"] | None = None
+    mode: Literal["standard"] | None = None
 
 
 class ObfuscationOptions(Strict):
@@ -173,9 +193,12 @@ class ResponsesRequest(RequestBody):
 
     ignored: ClassVar[frozenset[str]] = (IGNORED - {"metadata"}) | {"max_tool_calls"}
     off: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "access_programs": (),
         "background": (False,),
+        "background_options": (),
         "context_management": ([],),
         "conversation": (),
+        "image": (),
         "moderation": (),
         "previous_response_id": (),
         "prompt": (),

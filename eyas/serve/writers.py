@@ -73,7 +73,9 @@ class ChatWriter(_OpenAIWriter):
         self._num_calls: dict[int, int] = {}
 
     def write(self, delta: Delta, usage: Usage | None) -> str:
-        fields = f'"content": {json.dumps(delta.text)}'
+        # clients open a text at the first content that is not null, where a call alone may follow
+        is_void = not delta.text and self.options.reads_calls
+        fields = f'"content": {"null" if is_void else json.dumps(delta.text)}'
         if delta.choice not in self._begun:
             self._begun.add(delta.choice)
             fields = f'"role": "assistant", {fields}'
