@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import re
 import subprocess
 from collections import Counter
@@ -16,6 +17,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch, Rectangle
 
+from eyas.artifact import File
 from eyas.data import fit, pictures
 from eyas.data.card import (
     FATES,
@@ -23,15 +25,20 @@ from eyas.data.card import (
     CardContents,
     color,
     fates,
+    name_parts,
     overlaps,
     personal_data,
     reasons,
+    remaining,
     write_card,
 )
+from eyas.data.croissant import croissant
 from eyas.data.fit import GramBlock, Profile
 from eyas.data.ledger import LENGTHS, DamagedRow, Drop, Ledger, SourceRow, dropped_line
 from eyas.data.pictures import ClassCounts, Segment
-from eyas.privacy.policy import Finding
+from eyas.data.recall import Recall, measured, recall_of
+from eyas.privacy.policy import TYPES, Finding
+from eyas.records import Prompt
 from tests.browser import CHROMIUM, needs_chromium
 from tests.page_tags import Tags
 
@@ -167,13 +174,13 @@ def test_everything_that_is_given_is_shown():
         "mt_bench",
         "0123456789abcdef",
         "surrogate",
-        "rows that overlap 2 sets, all dropped",
+        "rows that were found to overlap 2 sets, and dropped",
         "9 of 38 kept",
     ):
         assert text in shown, text
     for weakness in WEAKNESSES:
         assert weakness in shown
-    assert "no more than about half of the names" in shown
+    assert "expect about half of the names to be found" in shown
 
 
 def test_parts_that_are_not_given_are_left_out():
@@ -189,9 +196,169 @@ def test_parts_that_are_not_given_are_left_out():
     ):
         assert heading not in page
     assert "No row was dropped." in page
-    assert "None was found." in page
+    assert "Nothing was found. That does not show that nothing is there." in page
     assert "overlap was not searched" in page
     assert Tags(page).count("svg") == 3
+
+
+RECORD = {
+    "date": "2026-11-22",
+    "operator": "Example GmbH",
+    "purpose": "a draft head for support",
+    "legal_basis": "Art. 6(1)(f)",
+    "retention": None,
+    "erasure": "by keyed hash",
+    "key_custody": None,
+    "samples": "none",
+}
+SOURCES = [
+    {"name": name, "url": f"data/{name}.jsonl", "sha256": name * 8, "files": 1, "bytes": 1234}
+    for name in ("chat", "code")
+]
+NAMES = [
+    {"language": "en", "by": "eyas", "reason": "", "rows": 6, "characters": 900},
+    {"language": "de", "by": "", "reason": "language", "rows": 3, "characters": 100},
+]
+
+
+def signed(**record):
+    """A card with a record of processing, where German was not searched for names."""
+    made = ledger(9, DROPPED)
+    made["sources"]["chat"]["names"] = NAMES
+    made["sources"]["code"]["names"] = [{**NAMES[1], "language": "zxx", "reason": "code"}]
+    return dataclasses.replace(
+        full(),
+        ledger=made,
+        record={**RECORD, **record},
+        sources=SOURCES,
+        searched={"chat": ["PERSON", "EMAIL_ADDRESS"], "code": ["EMAIL_ADDRESS"]},
+        dropping=["PHONE_NUMBER"],
+        key={"id": "feedc0de", "from": "file"},
+    )
+
+
+def shown(contents):
+    return re.sub(r"\s+", " ", " ".join(Tags(write_card(contents)).text))
+
+
+def test_the_record_of_processing_is_shown_and_what_is_missing_is_named():
+    text = shown(signed())
+    for part in (
+        "date 2026-11-22 operator Example GmbH",
+        "legal basis Art. 6(1)(f) retention not stated erasure by keyed hash custody of the key "
+        "not stated",
+        "2 of 6 fields are not stated",
+        "data/chat.jsonl 1 1,234 chatchatchat",
+        "id feedc0de",
+        "a file that this user alone can read",
+        "name and function place and date signature",
+    ):
+        assert part in text, part
+    assert "fields are not stated" not in shown(signed(retention="a year", key_custody="the DPO"))
+
+
+def test_what_was_not_searched_is_said_by_language_and_source():
+    text = shown(signed())
+    assert "chat en eyas 6 900 90.0 % chat de not searched: no recogniser for this" in text
+    assert "language 3 100 10.0 %" in text
+    assert "code code only not searched: code, commands, paths or formulas 3 100 100.0 %" in text
+    assert "PERSON in code" in text
+    assert "URL in any source" in text
+    assert "whatever names it holds remain" in text
+    assert "chat 9 3 33.3 % 6 2 code 9 3 33.3 % 0 1" in text  # changed rows by source
+
+
+def test_what_is_expected_to_remain_follows_from_the_measured_recall():
+    rows = {row["type"]: row for row in remaining(signed())}
+    person = recall_of("PERSON")
+    low, high = person.interval
+    assert rows["PERSON"]["found"] == 6
+    assert rows["PERSON"]["expected"] == pytest.approx(6 * (1 - person.share) / person.share)
+    assert rows["PERSON"]["between"] == pytest.approx([6 * (1 - high) / high, 6 * (1 - low) / low])
+    assert rows["PHONE_NUMBER"]["found"] == 6  # of a type that drops its rows, those in them
+    made = signed()
+    made.ledger["masked"]["MAC_ADDRESS"] = 2
+    unknown = {row["type"]: row for row in remaining(made)}["MAC_ADDRESS"]
+    assert (unknown["found"], unknown["recall"], unknown["expected"]) == (2, None, None)
+    assert "MAC_ADDRESS 2 recall not measured: how many remain is not known" in shown(made)
+
+
+def test_the_recall_of_nothing_and_of_all():
+    assert Recall(0, 4).remaining(3)[0] == math.inf
+    assert Recall(4, 4).remaining(3)[:2] == pytest.approx((0, 0))
+    assert Recall(4, 4).remaining(3)[2] == pytest.approx(3 * 3.841459 / 4)  # Wilson: 4 of 4
+    assert Recall(9, 10).remaining(0) == (0, 0, 0)
+
+
+def test_the_measured_recall_says_what_it_was_measured_on():
+    table = measured()
+    assert set(table["types"]) <= set(TYPES)
+    assert all(0 <= one["found"] <= one["of"] for one in table["types"].values())
+    assert table["languages"]
+    assert table["texts"] >= 1000
+    text = shown(signed())
+    assert f"Recall as measured on {table['set']}" in text
+    assert table["policy"] in text
+
+
+# Sentences that one missed value would make false.
+UNTRUE = re.compile(
+    r"free of|no personal data|without personal data|all personal data|anonym|clean(ed)? (of|data)|"
+    r"none (was|were) found|guarantee|ensure|complete(ly)? (remov|mask|replac)|all (names|values)|"
+    r"no (value|name|secret)s? (is|are|remain)|every (name|value)|fully|safe\b",
+    re.I,
+)
+
+
+@pytest.mark.parametrize("samples", ["none", "terminal", "encrypted"])
+def test_no_sentence_is_made_false_by_a_miss(samples):
+    for contents in (signed(samples=samples), full(), CardContents(ledger(3, {}, verdicts=()))):
+        text = shown(contents)
+        assert not UNTRUE.search(text), UNTRUE.search(text)
+    assert UNTRUE.search("The prompts are free of personal data.")
+
+
+def test_many_languages_are_shown_as_few():
+    made = signed()
+    made.ledger["sources"]["chat"]["names"] = [
+        {**NAMES[1], "language": f"l{number}", "characters": number} for number in range(90)
+    ]
+    parts = name_parts(made.ledger)
+    assert len(parts) == 41
+    assert sum(part["characters"] for part in parts) == sum(range(90)) + 100
+    assert "51 smaller parts" in shown(made)
+
+
+def test_the_card_for_machines_has_the_structure_of_croissant():
+    contents = signed()
+    part = File(bytes=5, sha256="ab" * 32)
+    made = json.loads(json.dumps(croissant(contents, {"prompts-00000.jsonl": part})))
+    assert made["@type"] == "sc:Dataset"
+    assert made["conformsTo"][0] == "http://mlcommons.org/croissant/1.0"
+    assert made["@context"]["cr"] == "http://mlcommons.org/croissant/"
+    (file,) = made["distribution"]
+    assert (file["@type"], file["@id"], file["sha256"]) == (
+        "cr:FileObject",
+        "prompts-00000.jsonl",
+        part.sha256,
+    )
+    (rows,) = made["recordSet"]
+    assert [one["source"]["extract"]["column"] for one in rows["field"]] == [
+        field.name for field in dataclasses.fields(Prompt)
+    ]
+    assert all(one["source"]["fileObject"]["@id"] == file["@id"] for one in rows["field"])
+    assert len({one["@id"] for one in rows["field"]}) == len(rows["field"])
+    assert made["license"] == ["CC-BY-NC-4.0", "CC-BY-SA-4.0"]
+    assert [(one["name"], one["identifier"]) for one in made["isBasedOn"]] == [
+        (one["name"], one["sha256"]) for one in SOURCES
+    ]
+    assert made["rai:dataUseCases"] == RECORD["purpose"]
+    assert made["rai:dataReleaseMaintenancePlan"] == "erasure: by keyed hash"
+    assert any(
+        line.startswith("PERSON: 6 found, about ")
+        for line in made["rai:personalSensitiveInformation"]
+    )
+    assert not UNTRUE.search(json.dumps(made))
 
 
 def test_nothing_is_loaded_from_elsewhere():
@@ -226,7 +393,18 @@ def test_what_comes_from_outside_is_escaped():
     ]
     report = fit_report()
     report["sources"] = {NASTY: {"before": 1, "after": 1}}
-    contents = CardContents(made, report, [NASTY], NASTY)
+    made["sources"][NASTY]["names"] = [{**NAMES[1], "language": NASTY, "reason": NASTY}]
+    contents = CardContents(
+        made,
+        report,
+        [NASTY],
+        NASTY,
+        dict.fromkeys(RECORD, NASTY) | {"samples": "none"},
+        [{**SOURCES[0], "name": NASTY, "url": NASTY, "sha256": NASTY}],
+        {NASTY: [NASTY], f"{NASTY}2": []},
+        [NASTY],
+        {"id": NASTY, "from": "file"},
+    )
     tags = Tags(write_card(contents))
     assert not tags.count("script")
     assert tags.count("style") == 1

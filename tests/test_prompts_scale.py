@@ -145,6 +145,8 @@ def test_what_is_compared_has_everything(undisturbed):
         "prompts-00000.jsonl",
         "prompts-00001.jsonl",
         "dropped-00000.jsonl",
+        "changed-00000.jsonl",
+        "croissant.json",
         "ledger.json",
     } <= set(undisturbed)
     ledger = json.loads(undisturbed["ledger.json"])

@@ -1,9 +1,10 @@
 """`eyas prompts`: raw conversation sets -> cleaned user prompts, a ledger and a data card; and the
-dropped rows, for people to read.
+rows that were dropped or changed, for people to read.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
@@ -12,7 +13,7 @@ from eyas.artifact import Artifact
 from eyas.builtin import BUILTIN, demo_prompts
 from eyas.cli.options import Overrides, RunFile, stage_config
 from eyas.cli.stage import stage
-from eyas.data import ledger
+from eyas.data import ledger, samples
 from eyas.data.prompts import PromptsConfig, make_prompts
 from eyas.errors import ConfigError
 
@@ -25,6 +26,19 @@ Shown = Annotated[
         help="show dropped rows of OUTPUT, redacted, by the beginning of their reason: pii.phone; "
         '"" for all',
     ),
+]
+Changed = Annotated[
+    str | None,
+    typer.Option(
+        "--diff",
+        metavar="TYPE",
+        help="show changed rows of OUTPUT before and after, with what was found in them, by the "
+        'beginning of a type: person; "" for all. Reads the sources again',
+    ),
+]
+Samples = Annotated[
+    bool,
+    typer.Option("--samples", help="show the encrypted samples of OUTPUT with the privacy key"),
 ]
 
 
@@ -49,16 +63,27 @@ def command(
         str | None, typer.Option(help='who wrote their answers: "human", or a model')
     ] = None,
     show_dropped: Shown = None,
+    diff: Changed = None,
+    show_samples: Samples = False,
     run_file: RunFile = None,
     overrides: Overrides = None,
 ) -> None:
     """Keep the user turns of conversations that may be used, without duplicates and personal data;
     count every dropped row.
 
-    `eyas prompts OUTPUT --show-dropped REASON` shows what was dropped.
+    `eyas prompts OUTPUT --show-dropped REASON` shows what was dropped, `--diff TYPE` what was
+    changed.
     """
-    if show_dropped is not None:
-        return show(output, sources or [], show_dropped)
+    if show_dropped is not None or diff is not None or show_samples:
+        shown = [output, *(sources or [])] if output else sources or []
+        if len(shown) != 1 or (show_dropped is not None) + (diff is not None) + show_samples != 1:
+            raise ConfigError(
+                "--show-dropped, --diff and --samples show one result, one of them at a time",
+                "eyas prompts OUTPUT --show-dropped pii.phone",
+            )
+        for line in _shown(Artifact(shown[0]), show_dropped, diff):
+            print(line)
+        return
     if output is None:
         raise ConfigError("there is no place for the result", "give one: --output FOLDER")
     stated = {"licence": licence, "prompts_by": prompts_by, "answers_by": answers_by}
@@ -74,21 +99,17 @@ def command(
         make_prompts(config, artifact, track)
 
 
-def show(output: str | None, folders: list[str], reason: str) -> None:
-    """Print the dropped rows of a result, redacted. Raises ConfigError (none or several results),
-    MissingInputError.
-    """
-    given = [output, *folders] if output else folders
-    if len(given) != 1:
-        raise ConfigError(
-            "--show-dropped shows one result", "eyas prompts OUTPUT --show-dropped pii.phone"
-        )
-    artifact = Artifact(given[0])
-    # rows are there as well where no prompt was left
-    if artifact.is_done() or not artifact.parts("dropped"):
-        artifact.manifest("prompts")
-    for line in ledger.show_dropped(artifact.read_rows("dropped"), reason):
-        print(line)
+def _shown(artifact: Artifact, dropped: str | None, changed: str | None) -> Iterator[str]:
+    """The lines of dropped rows, of changed rows, or of the samples. Raises MissingInputError."""
+    if dropped is not None:
+        # rows are there as well where no prompt was left
+        if artifact.is_done() or not artifact.parts("dropped"):
+            artifact.manifest("prompts")
+        return ledger.show_dropped(artifact.read_rows("dropped"), dropped)
+    artifact.manifest("prompts")
+    if changed is not None:
+        return samples.show_changed(artifact, changed)
+    return samples.show_samples(artifact)
 
 
 def _path(path: str) -> str:

@@ -1,8 +1,9 @@
-"""The data card: where the rows went and why, for the person who signs. One HTML file that needs no
-other file.
+"""The data card: what was read, searched, changed and dropped, and what is expected to remain, for
+the data-protection officer who signs. One HTML file that needs no other file.
 
-Takes the content of ledger.json and the fit report as plain JSON. Knows the meaning of the counts;
-knows no row and no value that was found.
+Takes the content of ledger.json, the fit report and the record as plain JSON. Knows the meaning of
+the counts; knows no row and no value that was found. It says "searched" and "found", never "free
+of": each sentence is true when a detector misses.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,10 @@ from eyas.data.pictures import (
     paint_shares,
     picture,
 )
+from eyas.data.recall import measured, recall_of
+from eyas.data.record import HEADINGS
 from eyas.page import fill
+from eyas.privacy.policy import TYPES
 
 TEMPLATE = Path(__file__).with_name("card.html")
 MOST_SOURCES = 10  # in the flow; the others are shown as one
@@ -45,9 +49,9 @@ FATES = {
     "empty": "the user says nothing in it",
     "too_long": "longer than the limit",
     "quality": "no usable text: repetition, broken encoding, or hardly a letter",
-    "language": "not in one of the languages to keep",
-    "contamination": "overlaps an evaluation set, which must not be trained on",
-    "pii": "holds personal data or a secret of a type that the policy drops",
+    "language": "taken for a language that is not one of those to keep",
+    "contamination": "found to overlap an evaluation set, which must not be trained on",
+    "pii": "something was found in it that has the form of a type that the policy drops",
     "duplicate": "says the same as an earlier row, or nearly",
     "match": "not drawn: others resemble the traffic more",
     "mix": "not drawn: more than its source's share",
@@ -55,36 +59,64 @@ FATES = {
 }
 
 WEAKNESSES = (
-    "Names, street addresses and places are found without a language model. On noisy text (lower "
-    "case, misspelt, without punctuation, transcribed speech) no more than about half of the names "
-    "are found: the others are still in the prompts.",
-    "How well names are found was measured on English texts. In other languages and scripts expect "
-    "less.",
-    "Data without a form is not found: a nickname, an employer, an illness, a story by which "
-    "somebody can be recognised.",
-    "Some of what was replaced or dropped was no personal data: a form or a checksum can fit by "
-    "chance.",
-    "Overlap with evaluation sets is found by their words. A translated or reworded item passes, "
+    "A value that no search found is still in the prompts. How many these are is estimated above, "
+    "for the types and the languages whose recall was measured, and is not known for the others.",
+    "Recall was measured on made-up sentences. On noisy text (lower case, misspelt, without "
+    "punctuation, chat, transcribed speech) expect about half of the names to be found.",
+    "Where names were not searched, whatever names are there remain: see the table by language.",
+    "Data without a form is not searched for: a nickname, an employer, an illness, a story by "
+    "which somebody can be recognised.",
+    "Some of what was replaced or dropped belongs to no person: a form or a checksum can fit by "
+    "chance, and a name can be that of a place, a thing or an invented person.",
+    "Overlap with evaluation sets is searched for by words. A translated or reworded item passes, "
     "and so does a set that was not given.",
-    "Near-duplicates are found by their words: the same request in other words stays.",
+    "Near-duplicates are searched for by words: the same request in other words stays.",
     "Licences, terms and authors are what the run file states or the registry of known sets "
     "records. The terms of single rows were not read, and a source may hold what its owner had no "
     "right to give.",
-    "No person read the prompts.",
+    "eyas does not know whether a person has read the prompts.",
 )
+NOT_SEARCHED = {
+    "code": "code, commands, paths or formulas",
+    "language": "no recogniser for this language",
+    "fictional": "its people are stated to be invented",
+    "policy": "the policy keeps names and places",
+}
+MOST_PARTS = 40  # lines of the table by language
+KEY_FROM = {
+    "variable": "the environment variable EYAS_PRIVACY_KEY",
+    "file": "a file that this user alone can read (mode 0600)",
+}
+SAMPLES = {
+    "none": "No changed row was shown or kept by this run. <code>eyas prompts OUT --diff</code> "
+    "shows all of them on a terminal, as long as the sources are there.",
+    "terminal": "A sample of changed rows was for the terminal of the run alone, and is kept in no "
+    "file.",
+    "encrypted": "A sample of changed rows, before and after, is kept in <code>samples.enc</code>, "
+    "encrypted under the privacy key; <code>eyas prompts OUT --samples</code> shows it to who "
+    "holds the key.",
+}
 
 
 @dataclass(frozen=True)
 class CardContents:
     """What a card shows. Only the ledger is required; absent parts are left out.
 
-    ledger: ledger.json; fit: `fit.fit_report`; evaluation: names of the evaluation sets.
+    ledger: ledger.json; fit: `fit.fit_report`; evaluation: names of the evaluation sets; record:
+    `RecordConfig.facts`, with a date; sources: name, url, sha256, files and bytes of each;
+    searched: the types that are searched for, by source; dropping: those whose rows are dropped;
+    key: its "id", and "from" where it was read.
     """
 
     ledger: Mapping[str, Any]
     fit: Mapping[str, Any] | None = None
     evaluation: Sequence[str] = ()
     identity: str = ""
+    record: Mapping[str, Any] = field(default_factory=dict)
+    sources: Sequence[Mapping[str, Any]] = ()
+    searched: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    dropping: Sequence[str] = ()
+    key: Mapping[str, str] = field(default_factory=dict)
 
 
 def write_card(contents: CardContents) -> str:
@@ -95,6 +127,10 @@ def write_card(contents: CardContents) -> str:
         "number": lambda value: f"{value:,.0f}",
         "percent": lambda value: f"{100 * value:.1f} %",
         "pretty": lambda value: json.dumps(value, indent=1, ensure_ascii=False),
+        "about": lambda value: f"{value:,.1f}" if value < 10 else f"{value:,.0f}",
+        "pii_rows": lambda dropped: sum(
+            count for reason, count in dropped.items() if reason.startswith("pii")
+        ),
     }
     return fill(
         TEMPLATE,
@@ -103,6 +139,16 @@ def write_card(contents: CardContents) -> str:
         weaknesses=WEAKNESSES,
         ledger=ledger,
         num_dropped=sum(ledger["dropped"].values()),
+        headings=HEADINGS,
+        unstated=[name for name in HEADINGS if not contents.record.get(name)],
+        samples=Markup(SAMPLES[contents.record.get("samples", "none")]),
+        key_from=KEY_FROM,
+        remaining=remaining(contents),
+        recall=measured(),
+        parts=name_parts(ledger),
+        not_searched=NOT_SEARCHED,
+        no_language=NO_LANGUAGE,
+        kept_types=_kept_types(contents.searched),
         heads=fates(ledger),
         meanings=FATES,
         flow=_flow(ledger["sources"]),
@@ -199,6 +245,72 @@ def personal_data(ledger: Mapping[str, Any]) -> list[dict[str, Any]]:
             }
         )
     return sorted(rows, key=lambda row: (-row["replaced"] - row["dropped"], row["type"]))
+
+
+def remaining(contents: CardContents) -> list[dict[str, Any]]:
+    """By type that was found: the values found, and how many more are expected to remain in the
+    prompts, with the bounds that follow from the interval of the recall; None where that was not
+    measured.
+
+    Of a type that is replaced, values in prompts count; of a type that drops its row, values in
+    dropped rows: what was missed of it is in rows that became prompts.
+    """
+    ledger, rows = contents.ledger, []
+    for type in sorted({*ledger["masked"], *ledger["found_in_dropped"]}):
+        counted = "found_in_dropped" if type in contents.dropping else "masked"
+        found = ledger[counted].get(type, 0)
+        known = recall_of(type)
+        if not found:
+            continue
+        expected, *between = known.remaining(found) if known else (None, None, None)
+        rows.append(
+            {
+                "type": type,
+                "found": found,
+                "recall": known,
+                "expected": expected,
+                "between": between,
+            }
+        )
+    return sorted(rows, key=lambda row: -row["found"])
+
+
+def name_parts(ledger: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Where names were searched, and where not: by source, language, searcher and reason, with
+    prompts, characters and their share of the source's; the largest first within a source, the
+    smallest of many as one.
+    """
+    parts = []
+    for source, account in ledger["sources"].items():
+        own = sorted(account.get("names", ()), key=lambda part: -part["characters"])
+        total = sum(part["characters"] for part in own) or 1
+        parts += [{**part, "source": source, "share": part["characters"] / total} for part in own]
+    if len(parts) <= MOST_PARTS:
+        return parts
+    smallest = sorted(parts, key=lambda part: part["characters"])[: len(parts) - MOST_PARTS]
+    return [part for part in parts if part not in smallest] + [
+        {
+            "source": f"{len(smallest)} smaller parts",
+            "language": "",
+            "by": "in part" if any(part["by"] for part in smallest) else "",
+            "reason": "",
+            "rows": sum(part["rows"] for part in smallest),
+            "characters": sum(part["characters"] for part in smallest),
+            "share": None,
+        }
+    ]
+
+
+def _kept_types(searched: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
+    """Types that are searched for in no or not in every source, with where they are not."""
+    kept = []
+    for type in TYPES if searched else ():
+        without = [name for name, types in searched.items() if type not in types]
+        if without:
+            kept.append(
+                (type, "any source" if len(without) == len(searched) else ", ".join(without))
+            )
+    return kept
 
 
 def _personal_picture(ledger: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> Markup:

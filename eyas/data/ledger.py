@@ -311,13 +311,13 @@ def show_dropped(lines: Iterable[Mapping[str, Any]], reason: str) -> Iterator[st
     for line in lines:
         if line["reason"].startswith(wanted):
             shown[line["reason"]] += 1
-            yield from map(_printable, _described(line))
+            yield from map(printable, _described(line))
         else:
             others[line["reason"]] += 1
     if shown:
-        yield _printable(f"{shown.total()} rows: {_pairs(shown)}")
+        yield printable(f"{shown.total()} rows: {_pairs(shown)}")
     else:
-        yield _printable(
+        yield printable(
             f"no dropped row has a reason that begins with {reason!r}; there are: "
             f"{_pairs(others) or 'none'}"
         )
@@ -341,5 +341,6 @@ def _pairs(counts: Counter[str]) -> str:
     return ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
+    """The text with spaces for characters that control a terminal."""
     return "".join(sign if sign.isprintable() else " " for sign in text)

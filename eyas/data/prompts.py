@@ -4,6 +4,9 @@
     dropped-00000.jsonl   a redacted line per dropped row
     ledger.json           rows in = rows out + drops, by source and reason
     card.html             the same for the person who signs
+    croissant.json        the same for other programs, as Croissant JSON-LD
+    changed-00000.jsonl   a line per prompt in which something was replaced: place, types, hashes
+    samples.enc           some of them before and after, encrypted, if `record.samples` says so
     fit.json              how near the prompts are to the traffic, if `match` is set
     work/                 finished blocks and the selection, until everything is written
 
@@ -15,6 +18,8 @@ remain; what is taken is written. Knows the flow; knows no file format, no patte
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import datetime
 import importlib.metadata
 import itertools
 from collections import Counter
@@ -24,13 +29,15 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from eyas.artifact import VERSION, WORK, Artifact, Manifest, Parts, identity
-from eyas.data import fit
+from eyas.data import fit, samples
 from eyas.data.card import CardContents, write_card
+from eyas.data.croissant import croissant
 from eyas.data.executor import Executor, LocalExecutor, RayExecutor
 from eyas.data.filters import QUALITY_LIMITS, CleaningTask, Language, LateDrops
-from eyas.data.ledger import Ledger, SourceRow
+from eyas.data.ledger import Ledger, SourceRow, printable
 from eyas.data.licence import gate, require
 from eyas.data.policy import read_policy
+from eyas.data.record import RecordConfig
 from eyas.data.selection import (
     BLOCK_ROWS,
     BlockStore,
@@ -41,10 +48,10 @@ from eyas.data.selection import (
     select,
 )
 from eyas.data.sources import SourceConfig, columns, describe, read_source
-from eyas.errors import ConfigError, CorruptError, EmptyInputError
-from eyas.log import Track, quiet
+from eyas.errors import ConfigError, CorruptError, EmptyInputError, InputError
+from eyas.log import Track, console, quiet
 from eyas.privacy import detector
-from eyas.privacy.key import key_id, privacy_key
+from eyas.privacy.key import key_id, key_place, privacy_key
 from eyas.privacy.policy import PrivacyConfig
 from eyas.records import Prompt
 
@@ -82,6 +89,7 @@ class PromptsConfig(BaseModel):
     mix: dict[str, float] | None = Field(
         default=None, description="shares by source; None takes all there is"
     )
+    record: RecordConfig = RecordConfig()
     damaged: Literal["warn", "error"] = Field(
         default="warn",
         description="where a file is cut, or more than 3 % of a source's rows cannot be read",
@@ -121,7 +129,7 @@ class PromptsConfig(BaseModel):
         """What the result depends on besides the sources: the config, with the contents of files in
         place of their paths. Raises what reading those files raises.
         """
-        places = {"sources", "policy", "evaluation", "executor", "workers", "damaged"}
+        places = {"sources", "policy", "evaluation", "executor", "workers", "damaged", "record"}
         settings = self.model_dump(mode="json", exclude=places)
         if self.match:
             settings["match"]["traffic"] = describe(traffic_source(self.match)).identity
@@ -174,6 +182,11 @@ def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) 
     if not output.begin(made_by):
         done = output.manifest("prompts")
         _refuse_damage(config, done.facts["warnings"])
+        if done.facts["record"] != config.record.facts():
+            raise InputError(
+                f"{output.url} is done, and its card holds another record of processing",
+                "give another --output, or take the record with which it was made",
+            )
         return done
     _restart_if_versions_differ(output)
     ledger = Ledger(versions(), policies(config, key), [verdict.to_json() for verdict in verdicts])
@@ -187,7 +200,11 @@ def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) 
         if not output.exists(SELECTION):
             decide(config, output, finished_blocks(config, BlockStore(output), executor, track))
         write(config, output, ledger, licences, executor)
-    write_summaries(config, output, ledger, made_by)
+    take_samples(config, output, key)
+    contents = card_contents(config, ledger, inputs)
+    write_summaries(
+        output, dataclasses.replace(contents, identity=made_by), config.match is not None
+    )
     _refuse_damage(config, ledger.warnings())
     total = ledger.total
     track(total.rows_in, total.rows_in)
@@ -203,7 +220,11 @@ def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) 
         "dropped": total.dropped.total(),
         "masked": total.rows_masked,
     }
-    facts = {"ledger": ledger.facts(), "warnings": ledger.warnings()}
+    facts = {
+        "ledger": ledger.facts(),
+        "warnings": ledger.warnings(),
+        "record": config.record.facts(),
+    }
     return output.finish("prompts", settings, inputs, counts, facts=facts)
 
 
@@ -323,7 +344,8 @@ def write(
     licences: Mapping[str, str],
     executor: Executor,
 ) -> None:
-    """Write the rows that were taken and the lines of the others, and count both.
+    """Write the rows that were taken, the lines of those that were changed and of those that were
+    dropped, and count them.
 
     licences: of each source, stated or known.
     """
@@ -332,6 +354,7 @@ def write(
     rows = RemainingRows(store, selection.num_blocks)
     prompts = Parts(output, "prompts", ROWS_PER_PART)
     dropped = Parts(output, "dropped", ROWS_PER_PART)
+    changed = Parts(output, samples.CHANGED, ROWS_PER_PART)
     jobs = (late_drops(rows, selection, block) for block in range(selection.num_blocks))
     with contextlib.closing(executor.map(jobs)) as redacted:
         for block, late_lines in enumerate(redacted):
@@ -349,13 +372,15 @@ def write(
                         id, licence = selection.id(number, one), licences[one.source]
                         prompt = Prompt(id, one.source, licence, one.turns, one.system)
                         prompts.add(prompt.to_json())
+                        if one.masked:
+                            changed.add(samples.changed_line(one, id))
                     else:
                         line = next(late)
                 if line is not None:
                     ledger.dropped(line)
                     dropped.add(line)
-    prompts.close()
-    dropped.close()
+    for parts in (prompts, dropped, changed):
+        parts.close()
 
 
 def late_drops(rows: RemainingRows, selection: Selection, block: int) -> LateDrops:
@@ -368,13 +393,67 @@ def late_drops(rows: RemainingRows, selection: Selection, block: int) -> LateDro
     return tuple((row, drop) for row, drop in drops if drop is not None)
 
 
-def write_summaries(config: PromptsConfig, output: Artifact, ledger: Ledger, identity: str) -> None:
-    """Write ledger.json, fit.json and card.html."""
-    output.write_json("ledger.json", ledger.to_json())
-    report = output.read_json(FIT) if config.match else None
-    if report:
-        output.write_json("fit.json", report)
-    contents = CardContents(
-        ledger.to_json(), report, [source.label for source in config.evaluation], identity=identity
+def take_samples(config: PromptsConfig, output: Artifact, key: bytes) -> None:
+    """Show some changed rows on the terminal, or write them encrypted, or neither: as `record`
+    says. Raises what reading the sources again raises, and ConfigError without `cryptography`.
+    """
+    wanted = config.record.samples
+    if wanted == "none":
+        return
+    ids = samples.sampled_ids(output, key)
+    rows = samples.changed_rows(output, config.sources, ids)
+    if wanted == "encrypted":
+        lines = (line for row in rows for line in row.lines())
+        output.write(samples.FILE, samples.encrypted(lines, key))
+    elif console.is_terminal:
+        for row in rows:
+            for line in row.lines():
+                console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
+    else:
+        console.print(
+            "samples: terminal: this is no terminal, so no changed row is shown", highlight=False
+        )
+
+
+def card_contents(
+    config: PromptsConfig, ledger: Ledger, inputs: Mapping[str, Manifest]
+) -> CardContents:
+    """What the card shows of a run, but for what only its artifact holds."""
+    policies = {source.label: source.privacy(config.personal) for source in config.sources}
+    dropping = {
+        type
+        for policy in policies.values()
+        for type in policy.types
+        if policy.action(type) == "drop"
+    }
+    record = config.record.facts()
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    return CardContents(
+        ledger=ledger.to_json(),
+        evaluation=[source.label for source in config.evaluation],
+        record={**record, "date": record["date"] or today},
+        sources=[
+            {
+                "name": name,
+                "url": made.url,
+                "sha256": made.identity,
+                "files": len(made.files),
+                "bytes": sum(file.bytes for file in made.files.values()),
+            }
+            for name, made in inputs.items()
+        ],
+        searched={name: policy.types for name, policy in policies.items()},
+        dropping=sorted(dropping),
+        key={"id": key_id(privacy_key()), "from": key_place()},
     )
+
+
+def write_summaries(output: Artifact, contents: CardContents, has_fit: bool) -> None:
+    """Write ledger.json, fit.json, card.html and croissant.json."""
+    output.write_json("ledger.json", contents.ledger)
+    if has_fit:
+        contents = dataclasses.replace(contents, fit=output.read_json(FIT))
+        output.write_json("fit.json", contents.fit)
     output.write("card.html", write_card(contents).encode())
+    parts = {name: output.checksummed(name) for name in output.parts("prompts")}
+    output.write_json("croissant.json", croissant(contents, parts))

@@ -128,13 +128,17 @@ def describe(source: SourceConfig) -> Manifest:
         include={"licence", "prompts_by", "answers_by", "overrule", "fictional", "personal"},
     )
     commit = hub.commit(source.path)
+    read_as = source.model_dump(include={"shape", "subset", "split"}, exclude_none=True)
     return Manifest(
         stage="source",
         identity=content_identity([file.sha256 for file in found.values()]),
         config=stated,
         counts={},
         files=found,
-        facts={"commit": commit} if commit else {},
+        facts={
+            **({"commit": commit} if commit else {}),
+            **({"read_as": read_as} if read_as else {}),
+        },
         url=public_url(source.path),
     )
 

@@ -65,6 +65,11 @@ def privacy_key() -> bytes:
     return key
 
 
+def key_place() -> str:
+    """Where `privacy_key` reads it: "variable" or "file"."""
+    return "variable" if os.environ.get(VARIABLE) else "file"
+
+
 def _make(path: Path) -> None:
     """Write the file whole or not at all. Of several processes, the first to link it wins."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

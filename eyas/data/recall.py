@@ -1,0 +1,68 @@
+"""How much of the personal data that texts hold is found, by type, as it was measured; and what
+follows for a run: how many values are expected to remain in its prompts.
+
+The figures are recall.json, which `python benchmarks/recall.py --write` makes from labelled texts.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MEASURED = Path(__file__).with_name("recall.json")
+Z = 1.959964  # 95 %
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """found of `of` labelled values; share with Wilson's 95 % interval."""
+
+    found: int
+    of: int
+
+    @property
+    def share(self) -> float:
+        return self.found / self.of
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Wilson 1927."""
+        of, share = self.of, self.share
+        middle = (share + Z * Z / (2 * of)) / (1 + Z * Z / of)
+        half = Z * math.sqrt(share * (1 - share) / of + Z * Z / (4 * of * of)) / (1 + Z * Z / of)
+        return max(0.0, middle - half), min(1.0, middle + half)
+
+    def remaining(self, found: int) -> tuple[float, float, float]:
+        """Values that a search which found so many is expected to have missed, with the bounds
+        that follow from the interval: found * (1 - recall) / recall. Infinite for a recall of 0.
+        """
+        low, high = self.interval
+        return (
+            _missed(found, self.share),
+            _missed(found, high),
+            _missed(found, low),
+        )
+
+
+def _missed(found: int, recall: float) -> float:
+    if not found:
+        return 0.0
+    return found * (1 - recall) / recall if recall > 0 else math.inf
+
+
+@functools.cache
+def measured() -> Mapping[str, Any]:
+    """recall.json: "types" (counts by type), and what they were measured on and with."""
+    table: dict[str, Any] = json.loads(MEASURED.read_text(encoding="utf-8"))
+    return table
+
+
+def recall_of(type: str) -> Recall | None:
+    """The measured recall of a type of personal data; None if it was not measured."""
+    counts = measured()["types"].get(type)
+    return Recall(counts["found"], counts["of"]) if counts else None
