@@ -27,7 +27,7 @@ from eyas.engine.tree import Speculation
 from eyas.errors import MismatchError
 from eyas.model.block import Block, Linear, Rope, rms_norm
 from eyas.model.config import HeadConfig, check_head
-from eyas.model.native import NativeDraft
+from eyas.model.native import MAX_HEAD_DIM, NativeDraft, runs
 from eyas.model.rows import (
     FeatureCache,
     PagedCache,
@@ -114,12 +114,12 @@ class Draft:
         Raises MismatchError if the head was made for another target.
         """
         check_head(config, target.config, target.lm_head_sha256)
-        if target.is_native and config.owns_embeddings:
+        if target.is_native and (config.owns_embeddings or not runs(config)):
             raise MismatchError(
-                f"a head of hidden size {config.hidden_size} on a target of "
-                f"{config.target_hidden_size} has no native path",
+                f"a head of hidden size {config.hidden_size} and head_dim {config.head_dim} on a "
+                f"target of {config.target_hidden_size} has no native path",
                 "set EYAS_NATIVE=0 to run target and head in PyTorch's operators, or train a head "
-                "of the target's width",
+                f"of the target's width, and of a head_dim of {MAX_HEAD_DIM} at most",
             )
         self.config, self.device, self._dtype = config, target.device, target.dtype
         cast = {

@@ -60,10 +60,12 @@ FLAGS = (
 )
 NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 MAX_TOPK = 16
+MAX_HEAD_DIM = 256  # kMaxHeadDim of attention.h: what a thread keeps of a row's sums
 FULL, PLAIN, SQUEEZED = 0, 1, 2  # how weights are packed: float32, bfloat16, bfloat16 in 12 bits
 # bytes in bfloat16: fewer stay in the caches, where unpacking takes longer than reading more
 SQUEEZED_FROM = 1 << 24
 FIRST_POSITIONS = 4096  # of the rotation's table; it grows with what is asked for
+MOST_POSITIONS = 1 << 24  # no request has so many: what lies beyond is no position
 WRONG = {
     1: "a token is not in the vocabulary",
     3: "a slot, page or prefix is not there",
@@ -99,6 +101,11 @@ def unavailable() -> str | None:
     if os.environ.get("EYAS_NATIVE") == "0":
         return "EYAS_NATIVE=0 turns it off"
     return _loaded()[1]
+
+
+def runs(config: DecoderConfig) -> bool:
+    """Whether the native path runs decoders of this shape."""
+    return config.head_dim <= MAX_HEAD_DIM
 
 
 def library() -> ctypes.CDLL:
@@ -387,18 +394,19 @@ class NativeDecoder:
     ) -> tuple[ctypes.Array[ctypes.c_int64], ctypes.Array[ctypes.c_void_p]]:
         assert cache.data.dtype == self.dtype
         B, P = rows.page_table.shape
+        columns = (rows.token, rows.request, rows.position, rows.slot, rows.prefix_len, rows.seen)
+        # what the library cannot see: it is given addresses, and judges the numbers there
+        for column in columns:
+            assert column.dtype == torch.int64
+            assert column.shape == rows.token.shape
+            assert column.is_contiguous()
+        assert rows.page_table.dtype == torch.int32
+        assert rows.page_table.is_contiguous()
         ints = (ctypes.c_int64 * 6)(
             len(rows.token), B, P, rows.first_column, cache.page_size, cache.data.shape[1]
         )
         pointers = (ctypes.c_void_p * 8)(
-            rows.token.data_ptr(),
-            rows.request.data_ptr(),
-            rows.position.data_ptr(),
-            rows.slot.data_ptr(),
-            rows.prefix_len.data_ptr(),
-            rows.seen.data_ptr(),
-            rows.page_table.data_ptr(),
-            cache.data.data_ptr(),
+            *map(_pointer, columns), rows.page_table.data_ptr(), cache.data.data_ptr()
         )
         return ints, pointers
 
@@ -408,8 +416,9 @@ class NativeDecoder:
         """
         if status == 0:
             return True
-        if status != BAD_POSITION or last_position < self._num_positions:
-            raise IndexError(WRONG.get(status, "a position is negative"))
+        may_grow = self._num_positions <= last_position < MOST_POSITIONS
+        if status != BAD_POSITION or not may_grow:
+            raise IndexError(WRONG.get(status, "a position is negative, or beyond all there are"))
         self._set_positions(2 * (last_position + 1))
         return False
 
@@ -467,6 +476,7 @@ class NativeTarget(NativeDecoder):
                 self._aux = torch.empty(M * width, dtype=self.dtype)
             aux_hidden = self._aux[: M * width].view(M, width)
         aux = aux_hidden if features is None else features.data
+        assert features is None or features.data.shape == (cache.data.shape[1], width)
         outputs = (
             taps_3,
             _pointer(aux),
@@ -496,15 +506,20 @@ class NativeTarget(NativeDecoder):
         assert cache.data.dtype == self.dtype
         B, P = roots.page_table.shape
         proposals, C = chosen.proposals, chosen.proposals.tokens.shape[1]
+        assert len(roots.lens) == len(roots.tokens) == len(chosen.line) == B
+        assert proposals.tokens.shape == proposals.parents.shape == chosen.kept.shape
+        assert -1 <= min(chosen.line, default=-1) <= max(chosen.line, default=-1) < len(chosen.kept)
+        width = 3 * self._config.hidden_size
+        assert features is None or features.data.shape == (cache.data.shape[1], width)
         places = int(proposals.depths[-1]) + 1 if C else 1
         arrays = (
             np.array(roots.lens, dtype=np.int64),
             np.array(roots.tokens, dtype=np.int64),
             np.array(chosen.line, dtype=np.int32),
-            np.ascontiguousarray(proposals.tokens),
-            np.ascontiguousarray(proposals.parents),
-            np.ascontiguousarray(chosen.kept),
-            np.ascontiguousarray(roots.page_table),
+            np.ascontiguousarray(proposals.tokens, dtype=np.int64),
+            np.ascontiguousarray(proposals.parents, dtype=np.int32),
+            np.ascontiguousarray(chosen.kept, dtype=bool),
+            np.ascontiguousarray(roots.page_table, dtype=np.int32),
         )
         emitted, counts = np.empty((B, places), dtype=np.int64), np.empty(B, dtype=np.int64)
         taps_3 = _three(taps)
@@ -573,12 +588,14 @@ class NativeDraft(NativeDecoder):
         """The target's features [M, 3 * Ht] of the columns before the rows' -> outputs [M, H].
         Raises IndexError.
         """
+        assert aux_hidden.shape == (len(rows), 3 * self._config.hidden_size)
         aux_hidden = aux_hidden.to(self.dtype).contiguous()
         return self._states("eyas_extend", rows, aux_hidden, cache)
 
     def enter(self, rows: Rows, aux_hidden: torch.Tensor, cache: PagedCache) -> None:
         """`extend` without its outputs: the rows' keys and values, in half the time."""
         ints, pointers = self._arguments(rows, cache)
+        assert aux_hidden.shape == (len(rows), 3 * self._config.hidden_size)
         features = aux_hidden.to(self.dtype).contiguous()
         while (
             status := self._lib.eyas_extend(self._handle, ints, pointers, features.data_ptr(), None)
@@ -587,6 +604,7 @@ class NativeDraft(NativeDecoder):
 
     def step(self, rows: Rows, h: torch.Tensor, cache: PagedCache) -> torch.Tensor:
         """Outputs [M, H] of the rows' parents -> the rows' own [M, H]. Raises IndexError."""
+        assert h.shape == (len(rows), self._config.hidden_size)
         return self._states("eyas_step", rows, h.float().contiguous(), cache)
 
     def proposals(self, h: torch.Tensor, tree_topk: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -594,6 +612,7 @@ class NativeDraft(NativeDecoder):
         log-probs, float32 [R, k].
         """
         assert 0 < tree_topk <= min(MAX_TOPK, self._W)
+        assert h.shape[1:] == (self._config.hidden_size,)
         h, R = h.float().contiguous(), len(h)
         ids, log_probs = torch.empty(R, tree_topk, dtype=torch.int64), torch.empty(R, tree_topk)
         status = self._lib.eyas_proposals(
@@ -617,6 +636,9 @@ class NativeDraft(NativeDecoder):
         """
         K, out = growth[0], self._room(len(lens), growth, thresholds)
         lens_B = np.asarray(lens, dtype=np.int64)
+        assert h_BH.shape == (len(lens), self._config.hidden_size)
+        assert first[0].shape == first[1].shape == (len(lens), growth[1])
+        assert len(page_table) == len(lens)
         h_BH, first_ids, first_log_probs = (
             h_BH.float().contiguous(),
             first[0].contiguous(),
@@ -655,7 +677,9 @@ class NativeDraft(NativeDecoder):
             np.array(one, dtype=np.int64) for one in (roots.lens, roots.starts, roots.tokens)
         )
         assert len(tokens) == (lens + 1 - starts).sum()
-        page_table = np.ascontiguousarray(roots.page_table)
+        assert len(roots.page_table) == len(lens) == len(starts)
+        assert features.data.shape == (cache.data.shape[1], 3 * self._config.hidden_size)
+        page_table = np.ascontiguousarray(roots.page_table, dtype=np.int32)
         ints = self._growth_sizes(len(lens), growth, page_table, cache)
         pointers = (ctypes.c_void_p * 10)(
             address(lens),

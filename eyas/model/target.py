@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from eyas.errors import MismatchError
 from eyas.model.block import Block, Linear, Rope, rms_norm
 from eyas.model.config import Taps, TargetConfig, TargetShape
-from eyas.model.native import NativeTarget, unavailable
+from eyas.model.native import NativeTarget, runs, unavailable
 from eyas.model.rows import (
     FeatureCache,
     NodesToVerify,
@@ -136,7 +136,11 @@ class Target:
             self.embed_tokens if config.tie_word_embeddings else stored_head.to(device, self.dtype)
         )
         self.is_native = (
-            native and device == "cpu" and self.dtype != torch.float16 and unavailable() is None
+            native
+            and device == "cpu"
+            and self.dtype != torch.float16
+            and runs(config)
+            and unavailable() is None
         )
         self._native = NativeTarget(config, self._cast(), self.dtype) if self.is_native else None
 

@@ -44,8 +44,9 @@ class Visible {
     longest = 0;
     for (int m = 0; m < M; ++m) {
       if (rows.slot[m] < 0 || rows.slot[m] >= rows.num_slots || rows.request[m] < 0 || rows.request[m] >= rows.B) return false;
+      if (rows.prefix_len[m] < rows.first_column || rows.prefix_len[m] > rows.P * rows.page_size) return false;
       if (!add_prefix(rows, m) || !add_tail(rows, m)) return false;
-      if (prefix_count(rows, m) < 0 || prefix_count(rows, m) + tail_count_[m] == 0) return false;
+      if (prefix_count(rows, m) + tail_count_[m] == 0) return false;
       longest = std::max(longest, prefix_count(rows, m) + tail_count_[m]);
       const bool joins = !tiles.empty() && tiles.back().count < rows_a_tile && rows.request[m] == rows.request[m - 1] &&
                          std::abs(rows.prefix_len[m] - rows.prefix_len[tiles.back().first]) <= kMaxApart / 2;

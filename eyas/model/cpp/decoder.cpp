@@ -716,7 +716,7 @@ int Model<A>::place_frontier(const Growth& growth, int level, RowsView& rows) {
   const int64_t k = growth.k;
   for (int64_t row = 0; row < growth.B * k; ++row) {
     const int64_t b = row / k, column = growth.lens[b] + 1 + level * k + row % k;
-    if (column / growth.page_size >= growth.P) return kBadSlot;
+    if (growth.lens[b] < 0 || column / growth.page_size >= growth.P) return kBadSlot;
     frontier_.request[row] = b;
     frontier_.position[row] = growth.lens[b] + level;
     frontier_.slot[row] = growth.page_table[b * growth.P + column / growth.page_size] * growth.page_size + column % growth.page_size;

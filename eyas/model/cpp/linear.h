@@ -37,6 +37,16 @@ constexpr int kUnpackedChunks = 8;   // left to the other tiles: 16 KB
 constexpr size_t kLead = 16384;      // bytes between what is worked on and what is fetched
 constexpr int kCodes = 16, kSampleStep = 7, kRareShare = 256;
 
+// The sanitizer is told what of an arena has been handed out, and a line behind each piece has not.
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+constexpr size_t kGap = 64;
+#else
+#define ASAN_POISON_MEMORY_REGION(at, bytes)
+#define ASAN_UNPOISON_MEMORY_REGION(at, bytes)
+constexpr size_t kGap = 0;
+#endif
+
 // Memory for weights in huge pages, handed out in order: products packed one after the other lie behind each other.
 class Arena {
  public:
@@ -47,13 +57,15 @@ class Arena {
     static std::shared_ptr<Chunk> open;
     static size_t used = 0;
     const std::lock_guard<std::mutex> guard(mutex);
-    bytes = (bytes + 63) / 64 * 64;
+    const size_t asked = bytes;
+    bytes = (bytes + 63) / 64 * 64 + kGap;
     if (open == nullptr || used + bytes > open->size) {
       open = std::make_shared<Chunk>(std::max(kChunk, (bytes + kHugePage - 1) / kHugePage * kHugePage));
       used = 0;
     }
     uint8_t* at = open->data + used;
     used += bytes;
+    ASAN_UNPOISON_MEMORY_REGION(at, asked);
     return Piece(open, at);
   }
 
@@ -64,8 +76,12 @@ class Arena {
     explicit Chunk(size_t bytes) : size(bytes), data(static_cast<uint8_t*>(std::aligned_alloc(kHugePage, bytes))) {
       if (data == nullptr) throw std::bad_alloc();
       madvise(data, bytes, MADV_HUGEPAGE);
+      ASAN_POISON_MEMORY_REGION(data, bytes);
     }
-    ~Chunk() { std::free(data); }
+    ~Chunk() {
+      ASAN_UNPOISON_MEMORY_REGION(data, size);
+      std::free(data);
+    }
     const size_t size;
     uint8_t* const data;
   };

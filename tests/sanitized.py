@@ -1,0 +1,166 @@
+"""The native library under AddressSanitizer and UBSan, driven through odd shapes, ids that are none
+and random rounds. A program of its own, started with the sanitizer's runtime before everything
+else: `tests/test_native_memory.py`. A report of a sanitizer ends the process.
+
+The tests of `tests/test_native.py` are called as functions: they have the shapes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+
+import numpy as np
+import torch
+
+from eyas.engine.acceptance import Acceptance, RequestAcceptance
+from eyas.engine.tree import choose_natively
+from eyas.model import native
+
+SANITIZERS = (
+    "-fsanitize=address,undefined,float-cast-overflow",
+    "-fno-sanitize-recover=all",
+    "-fno-omit-frame-pointer",
+)
+native.FLAGS = ("-O0", *native.FLAGS[1:], *SANITIZERS)
+if native.unavailable() is not None:
+    print(f"unavailable: {native.unavailable()}")
+    raise SystemExit(3)
+
+from eyas.model.rows import NodesToVerify, Proposals, Roots  # noqa: E402
+from tests import test_native as native_tests  # noqa: E402
+from tests.test_native import (  # noqa: E402
+    DTYPES,
+    FLAGS,
+    PAGE_SIZE,
+    PAGES,
+    SHUFFLED,
+    STRAIGHT,
+    TAPS,
+    TOKENS,
+    chunk,
+    draft_cache,
+    draft_of,
+    features,
+    new_cache,
+    run,
+    target_of,
+)
+
+ODD_SHAPES = (
+    "GQA of 3, odd sizes",
+    "GQA of 8, head of 80",
+    "MHA, head of 64",
+    "long products",
+    "biases",
+    "tied",
+    "qwen3",
+)
+NOT_IDS = (-1, 320, -(2**63), 2**62, 2**31, -(2**31) - 1)
+
+
+def shapes() -> None:
+    """Odd shapes in both precisions: one row, some, many; plain and squeezed; trees."""
+    for shape in ODD_SHAPES:
+        for dtype in DTYPES:
+            target, cache = target_of(shape, dtype, 2), new_cache(shape, dtype)
+            for rows in (chunk(TOKENS[:13], 0), chunk(TOKENS[13:14], 13), chunk(TOKENS[14:], 14)):
+                run(target, cache, rows)
+    for dtype in DTYPES:
+        native_tests.test_batch_of_requests_gives_the_bits_of_each_alone(dtype)
+        native_tests.test_squeezed_weights_give_the_bits_of_plain_ones("GQA of 3, odd sizes", dtype)
+        native_tests.test_verifying_in_one_call_is_forward_walk_and_move("llama", dtype)
+        native_tests.test_a_path_in_a_tree_gives_the_bits_of_plain_decoding("llama", dtype, 13, 2)
+    native_tests.test_weights_of_unusual_size_are_kept_exactly(0.002)
+    native_tests.test_all_64_bits_of_a_tree()
+    native_tests.test_rows_whose_logits_are_asked_for()
+
+
+def drafts() -> None:
+    """Every variant of the layer, and trees up to the most columns."""
+    for dtype in DTYPES:
+        for flags in map(tuple, FLAGS):
+            draft, cache = draft_of(flags, dtype, 2), draft_cache(dtype)
+            rows = chunk(TOKENS[1:], 1, first_column=1)
+            h = draft.extend(rows, features(dtype)[:-1], cache)
+            draft.enter(rows, features(dtype)[:-1], cache)
+            for K, k in ((1, 1), (9, 8), (5, 16), (16, 4), (2, 16)):
+                first = draft.proposals(h[-1:], k)
+                draft.propose([20], h[-1:], first, STRAIGHT, cache, (K, k), [0.0] * (K - 1))
+        native_tests.test_growing_from_features_is_extending_and_proposing(dtype, (4, 3))
+
+
+def ids() -> None:
+    """Tokens, requests, slots, positions, prefixes, pages and bits that are none."""
+    target, draft = target_of("llama", "float32"), draft_of((), "float32")
+    fields = ("token", "request", "position", "slot", "prefix_len", "seen")
+    for name in fields:
+        for value in NOT_IDS:
+            rows = chunk([5, 6], 0)
+            getattr(rows, name)[1] = value
+            refused(lambda rows=rows: target.forward(rows, new_cache("llama", "float32"), TAPS))
+            rows = chunk([5, 6], 1, first_column=1)
+            getattr(rows, name)[1] = value
+            cache = draft_cache("float32")
+            refused(
+                lambda rows=rows, cache=cache: draft.extend(rows, features("float32")[:2], cache)
+            )
+    for value in (-1, PAGES, 2**31 - 1, -(2**31)):
+        table = STRAIGHT.copy()
+        table[0, 0] = value
+        refused(lambda table=table: target.forward(chunk([5], 0, SHUFFLED), _torn(table), TAPS))
+        rows = chunk([5, 6], 0)
+        rows.page_table[:] = torch.from_numpy(table)
+        refused(lambda rows=rows: target.forward(rows, new_cache("llama", "float32"), TAPS))
+
+
+def _torn(table: np.ndarray) -> object:
+    """A cache of too few pages for SHUFFLED."""
+    cache = new_cache("llama", "float32")
+    cache.data = cache.data[:, : PAGE_SIZE * 2].contiguous()
+    return cache
+
+
+def refused(call: Callable[[], object]) -> None:
+    """Whether an id is refused or can be meant is for other tests: here nothing else is read."""
+    with suppress(IndexError, AssertionError):
+        call()
+
+
+def rounds() -> None:
+    """Random candidates, scores that are no numbers and unconnected trees."""
+    rng = np.random.default_rng(0)
+    target, acceptance = target_of("llama", "bfloat16"), Acceptance(native=True)
+    depths = np.array([1] * 3 + [2] * 9 + [3] * 9, dtype=np.int32)
+    for _ in range(20):
+        parents = np.concatenate([[-1] * 3, np.repeat([0, 1, 2], 3), np.repeat([3, 5, 9], 3)])
+        scores = rng.choice([-1.0, -2.0, np.nan, np.inf, -np.inf, 1e38], (2, 21)).astype(np.float32)
+        tokens = rng.integers(-2, 323, (2, 21))
+        proposals = Proposals(tokens, scores, np.array([parents] * 2, dtype=np.int32), depths)
+        asked = [RequestAcceptance(True), RequestAcceptance(False)]
+        calibration = acceptance.calibrate(proposals, asked)
+        acceptance.observe(proposals, calibration, [[1, 2, 3], []], asked)
+        paths = np.where(rng.random((2, 21)) < 0.2, np.nan, calibration.paths)
+        choice = choose_natively(paths, np.arange(30.0), 2, 0.1, 11, 0.3)
+        for kept in (choice.kept, rng.random((2, 21)) < 0.5, np.ones((2, 21), dtype=bool)):
+            chosen = NodesToVerify([int(rng.integers(-1, 2)), 1], proposals, kept)
+            roots = Roots([int(rng.integers(0, 40)), 3], [0, 0], [5, 6], SHUFFLED.reshape(2, -1))
+            refused(lambda c=chosen, r=roots: target.verify(r, c, new_cache("llama", "bfloat16")))
+
+
+def planted() -> None:
+    """A read behind the end of an array, in a child: the sanitizer must end it."""
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        data = np.zeros(4096, dtype=np.uint8)
+        native.library().eyas_read(native.address(data), 8192, 1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] != 0, "a read out of bounds went unnoticed: no sanitizer here"
+
+
+if __name__ == "__main__":
+    for part in (planted, shapes, drafts, ids, rounds):
+        part()
+        print(part.__name__, flush=True)
