@@ -176,7 +176,7 @@ def shares(args: argparse.Namespace) -> dict[str, Any]:
     for folder in args.template or [args.target]:
         chat = Chat(resolve_target(folder))
         for path in args.data:
-            samples = plan_samples(answers_of(path, args.samples), chat, 1 << 30).samples
+            samples = plan_samples(answers_of(path, args.samples), chat, 1 << 30, ()).samples
             row = {
                 "samples": len(samples),
                 "tokens_per_sample": round(sum(map(len, samples)) / len(samples)),

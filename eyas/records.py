@@ -49,7 +49,7 @@ class Answer(_Row):
 
     key: of the work: equal prompt, target, template and sampling. finish_reason: "stop" (the target
     ended its turn) or "length" (cut at max_tokens). temperature to seed are how it was sampled;
-    top_p 1 and top_k 0 keep the whole vocabulary. marked: why the row is kept out of training
+    top_p 1 and top_k 0 keep the whole vocabulary. marked: what is special about the answer
     ("truncated", "empty", "refused", "looping"), or None; one with personal data that nobody told
     the target is never written. Nothing here depends on when, where or in which order rows were
     answered: that is `Origin`.

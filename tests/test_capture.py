@@ -126,16 +126,20 @@ def test_the_meta_says_what_the_features_are(target: Path, captured: Artifact) -
     assert list(captured.manifest().inputs) == ["answers"]
 
 
-def test_every_finished_answer_is_under_a_mask_and_nothing_else_is(
+def test_every_answer_is_under_a_mask_and_nothing_else_is(
     target: Path, answers: Artifact, captured: Artifact
 ) -> None:
     chat = Chat(target)
     dropped = {(row["prompt_id"], row["turn"]) for row in captured.read_jsonl("dropped.jsonl")}
     expected: dict[str, list[str]] = {}
+    num_cut = 0
     for answer in read_answers(answers):
         if (answer.prompt_id, answer.turn) not in dropped:
-            assert answer.finish_reason == "stop"
-            expected.setdefault(answer.prompt_id, []).append(answer.messages[-1]["content"])
+            num_cut += answer.finish_reason == "length"
+            ending = "the end" if answer.finish_reason == "stop" else "cut"
+            text = f"{answer.messages[-1]['content']}|{ending}"
+            expected.setdefault(answer.prompt_id, []).append(text)
+    assert 0 < num_cut < sum(map(len, expected.values())), "the test wants both"
     found: dict[str, list[str]] = {}
     for sample in all_samples(captured).values():
         texts = found.setdefault(sample.key.split("/")[0], [])
@@ -145,8 +149,9 @@ def test_every_finished_answer_is_under_a_mask_and_nothing_else_is(
             end = next(
                 at for at in range(start, len(masked) + 1) if at == len(masked) or not masked[at]
             )
-            assert sample.token_ids[end - 1] in chat.eos_token_ids
-            texts.append(chat.decode(sample.token_ids[start : end - 1].tolist()))
+            has_ended = sample.token_ids[end - 1] in chat.eos_token_ids
+            text = chat.decode(sample.token_ids[start : end - has_ended].tolist())
+            texts.append(f"{text}|{'the end' if has_ended else 'cut'}")
     assert found == expected
 
 
@@ -157,7 +162,8 @@ def test_counts_balance_and_drops_can_be_read(answers: Artifact, captured: Artif
     assert counts["answers"] == counts["train"] + counts["held_out"] + counts["merged"] + len(
         dropped
     )
-    assert counts["dropped_truncated"] == answers.manifest().counts["marked_truncated"] > 0
+    assert "dropped_truncated" not in counts
+    assert answers.manifest().counts["marked_truncated"] > 0
     assert counts["merged"] > 0, "the test wants some"
     assert counts["tokens"] == sum(
         len(sample.token_ids) for sample in all_samples(captured).values()
@@ -215,15 +221,15 @@ def test_turns_stay_apart_where_the_template_rewrites_the_past(tmp_path: Path) -
         )
         rows.append(Answer(f"k{turn}", "p", "s", "l", turn, messages, "stop", 0.0, 0, 7))
     kept, forgotten = (
-        plan_samples(rows, Chat(tmp_path / name), 256) for name in ("keeps", "forgets")
+        plan_samples(rows, Chat(tmp_path / name), 256, ()) for name in ("keeps", "forgets")
     )
     assert [len(kept.samples), kept.num_merged] == [1, 2]
     assert [len(forgotten.samples), forgotten.num_merged] == [3, 0]
-    lone = plan_samples(rows[2:], Chat(tmp_path / "keeps"), 256).samples[0]
+    lone = plan_samples(rows[2:], Chat(tmp_path / "keeps"), 256, ()).samples[0]
     assert np.array_equal(lone.token_ids, kept.samples[0].token_ids)
     assert kept.samples[0].loss_mask.sum() == 3 * lone.loss_mask.sum()
     other = [rows[0], Answer("k", "q", "s", "l", 1, rows[1].messages, "stop", 0.0, 0, 7)]
-    assert plan_samples(other, Chat(tmp_path / "keeps"), 256).num_merged == 0, (
+    assert plan_samples(other, Chat(tmp_path / "keeps"), 256, ()).num_merged == 0, (
         "another prompt's is another sample"
     )
 
@@ -238,20 +244,22 @@ def test_every_reason_to_drop(tmp_path: Path) -> None:
         messages = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": content})
         return Answer("k", f"p{turn}", "s", "l", 0, messages, finish_reason, 0.0, 0, 2)  # type: ignore[arg-type]
 
-    rows = [row(0, "0", "length"), row(1, "0 "), row(2, "0" * 300), row(3, ""), row(4, "0")]
+    rows = [row(0, "0\ufffd", "length"), row(1, "0 "), row(2, "0" * 300), row(3, ""), row(4, "0")]
     rows.append(dataclasses.replace(row(5, "0"), marked="looping"))
-    plan = plan_samples(rows, Chat(tmp_path), 256)
+    plan = plan_samples(rows, Chat(tmp_path), 256, ("looping",))
     assert [one["reason"] for one in plan.dropped] == [
-        "truncated",
+        "cut_character",
         "template",
         "too_long",
         "no_supervised_slot",
         "looping",
     ]
+    kept = plan_samples(rows[-1:], Chat(tmp_path), 256, ("empty",))
+    assert len(kept.samples) == 1, "a mark that is not left out"
     assert plan.reasons["looping"] == 1
     assert [one.key for one in plan.samples] == ["p4/0"]
     assert plan.num_retokenised == 0
-    assert plan_samples([row(0, "00")], Chat(tmp_path), 256).num_retokenised == 1
+    assert plan_samples([row(0, "00")], Chat(tmp_path), 256, ()).num_retokenised == 1
 
 
 @given(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 200), st.integers(1, 20))
@@ -392,14 +400,15 @@ def test_answers_of_another_target_are_refused(answers: Artifact, tmp_path: Path
 
 
 def test_nothing_to_capture(tmp_path: Path) -> None:
-    """A target that never ends a turn: every answer is cut."""
+    """A target that never ends a turn: every answer is cut, and cut ones are left out."""
     target = tiny_target(tmp_path / "target")
     config = GenerateConfig(target=str(target), max_tokens=1)
     made = Artifact(str(tmp_path / "answers"))
     generate(config, write_prompts(tmp_path / "prompts", PROMPTS[:4]), made)
+    settings = config_of(target, leave_out=("truncated", "looping"))
     with pytest.raises(EmptyInputError, match="truncated 4") as raised:
-        capture(config_of(target), made, Artifact(str(tmp_path / "features")))
-    assert "max_tokens" in raised.value.hint
+        capture(settings, made, Artifact(str(tmp_path / "features")))
+    assert "leave_out" in raised.value.hint
 
 
 def test_finished_work_is_not_done_again(

@@ -192,7 +192,7 @@ def test_every_text_gets_one_mark_or_none(text: str, finish_reason: str) -> None
     found = mark(text, finish_reason)
     assert found in (None, "empty", "looping", "truncated", "refused")
     if finish_reason == "length":
-        assert found in ("truncated", "looping"), "a cut answer is never learned from"
+        assert found in ("truncated", "looping"), "a cut answer is marked as one"
     elif not text.strip():
         assert found == "empty"
     assert mark(text, finish_reason) == found

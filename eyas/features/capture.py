@@ -23,6 +23,7 @@ from eyas.artifact import Artifact, Manifest, identity
 from eyas.chat import Chat
 from eyas.errors import EmptyInputError, MismatchError, StorageFullError
 from eyas.features.decoder import FeatureDecoder, HookedDecoder, OwnDecoder, SharedPrefix
+from eyas.features.marks import Mark
 from eyas.features.samples import (
     CapturePlan,
     ForwardBatch,
@@ -56,7 +57,8 @@ class CaptureConfig(BaseModel):
     what is stored, `codec` and `teacher` how (see shards.FeatureMeta); held-out samples are stored
     exactly, since a server has no rounded features. `batch_tokens` counts the padding of a forward;
     with 1 every sample is computed alone, and its values, to the last bit, depend on nothing beside
-    it.
+    it. `leave_out` are marks (features.marks) of answers that no head learns from: answers that
+    were cut and loops are the target's own words, as a server will have to decode them, and stay.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -70,6 +72,7 @@ class CaptureConfig(BaseModel):
     codec: CodecName = "within4"
     teacher: Literal["everywhere", "supervised"] = "everywhere"
     held_out_share: float = Field(default=0.05, ge=0, lt=1)
+    leave_out: tuple[Mark, ...] = ("empty", "refused")
 
     def decoder_of(self, shape: TargetShape) -> str:
         """`decoder` without "auto": transformers' where our own does not know the target, or where
@@ -144,12 +147,17 @@ class CaptureTask:
     def plan(self) -> CapturePlan:
         """What becomes of the answers. Raises EmptyInputError when none can be used."""
         chat = Chat(self.folder, datetime.date.fromisoformat(self.made.config["date"]))
-        plan = plan_samples(read_answers(self.answers), chat, self.shape.max_position_embeddings)
+        plan = plan_samples(
+            read_answers(self.answers),
+            chat,
+            self.shape.max_position_embeddings,
+            self.config.leave_out,
+        )
         if not plan.samples:
             reasons = ", ".join(f"{reason} {count}" for reason, count in plan.reasons.items())
             raise EmptyInputError(
                 f"none of the {plan.num_answers} answers can be used ({reasons})",
-                "a larger max_tokens in `generate` lets more answers end by themselves",
+                "fewer marks in `leave_out` let more answers in; see the answers themselves",
             )
         return plan
 

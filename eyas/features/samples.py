@@ -3,11 +3,11 @@ the template.
 
 Knows tokens and masks. Does not know what computes features, nor where they go.
 
-Only answers that the target ended by itself and that have no mark are taken. Where a
-conversation's next turn begins with the very tokens of the turn before, the two are one sample with
-two spans in its mask: attention is causal, so the features are the same, and task dialogues of six
-turns cost a quarter of the time and of the disk. Where a template rewrites the past (Qwen3 drops
-earlier thoughts) they stay apart.
+An answer is taken unless it has a mark that is left out. One that was cut is the target's own words
+and only its end is missing, which carries no loss. Where a conversation's next turn begins with the
+very tokens of the turn before, the two are one sample with two spans in its mask: attention is
+causal, so the features are the same, and task dialogues of six turns cost a quarter of the time and
+of the disk. Where a template rewrites the past (Qwen3 drops earlier thoughts) they stay apart.
 
 Samples that begin alike, by a system prompt or by examples, are computed together: their beginning
 once, their ends beside each other.
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,11 +31,13 @@ import numpy as np
 
 from eyas.chat import Chat
 from eyas.errors import TemplateError
+from eyas.features.marks import Mark
 from eyas.records import Answer
 
 # Samples among which those of a similar length, or with a common beginning, are put together.
 WINDOW = 256
 SHARED_STEP = 16  # tokens: a page of our own decoder's cache, so that shared pages are whole
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what half a character is decoded to
 LEAST_SAVED = 512  # tokens that are not computed again: less does not pay for a forward more
 
 
@@ -91,12 +93,14 @@ class ForwardBatch:
         return self.samples[0].token_ids[: self.num_shared]
 
 
-def plan_samples(answers: Iterable[Answer], chat: Chat, max_length: int) -> CapturePlan:
-    """Decide on every answer. max_length: the target's context in tokens."""
+def plan_samples(
+    answers: Iterable[Answer], chat: Chat, max_length: int, leave_out: Collection[Mark]
+) -> CapturePlan:
+    """Decide on every answer. max_length: the target's context in tokens. leave_out: marks."""
     plan = CapturePlan()
     for answer in answers:
         plan.num_answers += 1
-        taken = _sample_plan(answer, chat, max_length)
+        taken = _sample_plan(answer, chat, max_length, leave_out)
         if isinstance(taken, str):
             where = {"prompt_id": answer.prompt_id, "turn": answer.turn}
             plan.dropped.append({**where, "reason": taken})
@@ -111,12 +115,14 @@ def plan_samples(answers: Iterable[Answer], chat: Chat, max_length: int) -> Capt
     return plan
 
 
-def _sample_plan(answer: Answer, chat: Chat, max_length: int) -> SamplePlan | str:
+def _sample_plan(
+    answer: Answer, chat: Chat, max_length: int, leave_out: Collection[Mark]
+) -> SamplePlan | str:
     """The sample of an answer, or the reason why there is none: its mark, or what follows."""
-    if answer.marked is not None:
-        return answer.marked
-    if answer.finish_reason != "stop":
-        return "truncated"
+    if answer.marked in leave_out:
+        return str(answer.marked)
+    if answer.finish_reason != "stop" and answer.messages[-1]["content"].endswith(REPLACEMENT):
+        return "cut_character"  # its bytes are the target's, its text is not
     try:
         token_ids, loss_mask = chat.answered(answer.messages, answer.finish_reason)
     except TemplateError:
