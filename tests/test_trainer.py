@@ -180,6 +180,57 @@ def test_a_killed_process_is_resumed_to_the_same_weights(made, features, whole, 
     assert cut.read(METRICS) == whole.read(METRICS)
 
 
+def test_metrics_are_in_the_file_as_they_are_made(made, features, whole, tmp_path):
+    """Not at a checkpoint. A resume drops what is behind its checkpoint, half a row of a killed
+    process too, and ends with the bytes of a run that was not cut.
+    """
+    output, seen = Artifact(str(tmp_path / "head")), []
+
+    def look(done, total=None, note=""):
+        seen.append(len((tmp_path / "head" / METRICS).read_bytes().splitlines()) - done)
+        if done == 5 and len(seen) == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(CONFIG, str(made[0]), Features(features), output, look)
+    left = (tmp_path / "head" / METRICS).read_bytes()
+    assert whole.read(METRICS).startswith(left)
+    assert left.count(b"\n") == 5, "the checkpoint is of step 3"
+    with (tmp_path / "head" / METRICS).open("ab") as file:
+        file.write(b'{"step": 6, "lo')
+    train(CONFIG, str(made[0]), Features(features), Artifact(output.url), look)
+    assert set(seen) == {0}, "as many rows as steps, at every step"
+    assert Artifact(output.url).read(METRICS) == whole.read(METRICS)
+
+
+def test_a_run_cut_before_its_first_checkpoint_begins_its_metrics_again(
+    made, features, whole, tmp_path
+):
+    def stop(done, total=None, note=""):
+        if done == 2:
+            raise KeyboardInterrupt
+
+    output = Artifact(str(tmp_path / "head"))
+    with pytest.raises(KeyboardInterrupt):
+        train(CONFIG, str(made[0]), Features(features), output, stop)
+    assert not output.exists(CHECKPOINT)
+    train(CONFIG, str(made[0]), Features(features), output)
+    assert output.read(METRICS) == whole.read(METRICS)
+
+
+def test_an_object_store_has_metrics_before_a_checkpoint(made, features, whole, monkeypatch):
+    """It takes whole files, so not one a step: one every so often."""
+    monkeypatch.setattr("eyas.train.state.UPLOAD_S", 0.0)
+    output, seen = Artifact("memory://metrics-as-they-are-made"), []
+
+    def look(done, total=None, note=""):
+        seen.append(len(list(output.read_jsonl(METRICS))) - done)
+
+    train(CONFIG, str(made[0]), Features(features), output, look)
+    assert set(seen) == {0}
+    assert output.read(METRICS) == whole.read(METRICS)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_broken_feature_stops_the_run_and_is_named(made, tmp_path, packed):
     folder, target, samples = made

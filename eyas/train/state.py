@@ -5,12 +5,18 @@ batches: which come next follows from the number of steps done.
 
 The best head so far is part of the file: two files could be of two different moments. The file
 holds whole tensors, whatever the number of ranks.
+
+metrics.jsonl is written as the run makes it: a row is there when its step is done. Rows behind the
+checkpoint, and half a row of a killed process, are dropped by a resume, which makes them again.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
+import json
 import math
+import time
 from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
@@ -25,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from eyas.artifact import Artifact
+from eyas.artifact import Artifact, storage_errors
 from eyas.model.head import Head
 from eyas.train.ranks import Ranks
 
@@ -34,6 +40,7 @@ MEMORY = 0.9  # of the running mean of the loss
 SETTLED = 20  # steps before a running mean is one
 DIVERGED_AT = 3.0  # times the lowest running mean: a loss that recovers stays below
 FLOOR = 0.05  # of the first loss: near zero, many times the lowest is still nothing
+UPLOAD_S = 20.0  # between two versions of the metrics in an object store, which takes whole files
 
 
 class StopConfig(BaseModel):
@@ -117,6 +124,24 @@ class TrainingState:
     trend: LossTrend = field(default_factory=LossTrend)
     best: dict[str, Tensor] | None = None
     metrics: list[dict[str, Any]] = field(default_factory=list)
+    _uploaded: float = 0.0  # when, by time.monotonic
+
+    def add_row(self, row: dict[str, Any], output: Artifact, ranks: Ranks) -> None:
+        """Write a step's row of metrics behind those of the steps before. All ranks call it, the
+        first one writes.
+        """
+        self.metrics.append(row)
+        with ranks.together():
+            path = output.local_path(METRICS)
+            if not ranks.is_first:
+                return
+            if path is not None:
+                line = json.dumps(row, ensure_ascii=False) + "\n"
+                with storage_errors(output.url), open(path, "ab", buffering=0) as file:
+                    file.write(line.encode())
+            elif time.monotonic() - self._uploaded >= UPLOAD_S:
+                output.write_jsonl(METRICS, self.metrics)
+                self._uploaded = time.monotonic()
 
     def keep_best(self) -> None:
         """Remember the weights as they are. All ranks call it."""
@@ -151,7 +176,10 @@ class TrainingState:
                 output.write(CHECKPOINT, stream.getvalue())
 
     def resume(self, output: Artifact, ranks: Ranks) -> None:
-        """Continue from the folder's checkpoint, if there is one. All ranks call it."""
+        """Continue from the folder's checkpoint, if there is one. All ranks call it.
+
+        The metrics hold the rows of its steps then, and no others.
+        """
         content: dict[str, Any] = {}
         with ranks.together():
             if ranks.is_first and output.exists(CHECKPOINT):
@@ -160,6 +188,8 @@ class TrainingState:
         names = ("step", "patience", "trend")
         counters = ranks.first(lambda: {name: content[name] for name in names if content})
         if not counters:
+            if ranks.is_first:
+                output.delete(METRICS)  # of steps that are made again
             return
         options = _given_by_first(ranks)
         set_model_state_dict(self.head, content.get("head", {}), options=options)
@@ -171,7 +201,9 @@ class TrainingState:
         if self.patience.best_step and self.best is None:
             self.best = {}  # the first rank has them
         if ranks.is_first:
-            self.metrics = [row for row in output.read_jsonl(METRICS) if row["step"] <= self.step]
+            lines = itertools.islice(output.read(METRICS).splitlines(), self.step)
+            self.metrics = list(map(json.loads, lines))
+            output.write_jsonl(METRICS, self.metrics)
 
 
 # Whole tensors on the CPU of the first rank; of other ranks nothing.

@@ -295,29 +295,29 @@ class Trainer:
                     batches = read_batches(samples, len(planned), config.batches, ranks.device)
                 rate = scheduled_rate(state.step, num_steps, highest)
                 row = training_step(state, self.objective, batches, ranks, rate)
-                self._judge(row, batches)
+                self._judge(row, batches, output)
                 trackers.log(state.step, scalars(row))
                 if state.step % config.checkpoint_every == 0 and state.step < num_steps:
                     state.save(output, ranks)
                 track(state.step, num_steps, note(row, state))
-        except DivergedError:
+        except DivergedError:  # the older checkpoint stays
             if ranks.is_first:
-                output.write_jsonl(METRICS, state.metrics)  # the older checkpoint stays
+                output.write_jsonl(METRICS, state.metrics)
             raise
         except EyasError:
             if state.step == self._finished:  # else the step's measurement is missing
                 state.save(output, ranks)
             raise
 
-    def _judge(self, row: dict[str, Any], batches: Sequence[Batch]) -> None:
-        """Add a step's row to the metrics, and measure held-out tau if it is due.
+    def _judge(self, row: dict[str, Any], batches: Sequence[Batch], output: Artifact) -> None:
+        """Measure held-out tau if it is due, and write the step's row of metrics.
 
         Raises DivergedError.
         """
         state = self.state
         state.trend.add(row["loss"])
-        state.metrics.append(row)
         if state.trend.has_diverged():
+            state.add_row(row, output, self.ranks)
             raise diverged(state, batches, self.ranks)
         if state.step in self.measure_at:
             assert self.held_out is not None, "measured without a sample"
@@ -327,6 +327,7 @@ class Trainer:
             # tau is 0 if no answer of the sample is long enough for a round
             if tau > 0 and state.patience.add(state.step, tau):
                 state.keep_best()
+        state.add_row(row, output, self.ranks)
         self._finished = state.step
 
     def finish(self, output: Artifact) -> None:
