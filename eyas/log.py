@@ -93,13 +93,14 @@ class _StageProgress:
 
     def __init__(self) -> None:
         self._began = time.monotonic()
-        self._first: tuple[float, int] | None = None  # of this process: a resumed stage begins late
+        # of this process: a resumed stage begins late
+        self._first: tuple[float, int] | None = None
         self._done, self._note = 0, ""
         self._total: int | None = None
 
     def track(self, done: int, total: int | None = None, note: str = "") -> None:
-        """A Track."""
-        if self._first is None:
+        """A Track. Less done than before begins another part of the stage, and its rate."""
+        if self._first is None or done < self._done:
             self._first = (time.monotonic(), done)
         self._done, self._total, self._note = done, total or self._total, note
 

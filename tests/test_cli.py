@@ -8,6 +8,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -235,7 +236,7 @@ class TestPipeline:
         )
         assert_one_clear_error(changed, "holds other work", "another output")
 
-    def test_eval_export_check_and_lineage(self, made, tmp_path):
+    def test_eval_export_check_and_lineage(self, made, tmp_path, monkeypatch):
         measured = run_eyas(
             "eval",
             made.head,
@@ -251,6 +252,12 @@ class TestPipeline:
         assert exported.exit_code == 0, exported.output
         checked = run_eyas("check", tmp_path / "export" / "vllm", "-t", made.target, "--no-replay")
         assert checked.exit_code == 0, checked.output
+        monkeypatch.setattr("eyas.log.LINE_EVERY_S", 0.01)
+        replayed = run_eyas("check", tmp_path / "export" / "vllm", "-t", made.target)
+        assert any(
+            re.match(r"check +[\d,]+ of [\d,]+, [\d,.]+/s, [\d:]+ left", line)
+            for line in replayed.stderr.splitlines()
+        ), replayed.stderr
         lineage = run_eyas("lineage", tmp_path / "export")
         assert all(
             word in lineage.stdout

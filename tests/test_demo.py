@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,17 @@ from pathlib import Path
 import pytest
 
 STAGES = ("prompts", "generate", "capture", "train", "eval", "export", "bench")
+# the command, with a line of progress every hundredth of a second in place of every 20 seconds
+EYAS = """
+import eyas.log
+from eyas.cli.main import main
+eyas.log.LINE_EVERY_S = 0.01
+main()
+"""
 
 
 def demo(output: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "eyas.cli.main", "demo", "--quick", "--output", str(output)]
+    command = [sys.executable, "-c", EYAS, "demo", "--quick", "--output", str(output)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -45,6 +53,17 @@ def test_every_stage_runs_and_the_last_line_is_json(runs):
     assert told["speedup"] is told["throughput_ratio"] is told["e2e_speedup"] is None
     assert "nothing is claimed of eagle and plain: 4 answers of each in 2 turns" in told["headline"]
     assert told["seconds"] > 0
+
+
+def test_every_stage_of_a_run_says_how_far_it_is_where_there_is_no_terminal(runs):
+    """What stages do first is a line too; each of several parts has a rate and the time left."""
+    lines = runs[0].stderr.splitlines()
+    for stage in STAGES:
+        mine = [line.removeprefix(f"{stage:<9} ") for line in lines if line.startswith(stage)]
+        assert any(re.match(r"preparing, \d+ s|[\d,]+ of [\d,]+", line) for line in mine), stage
+    for stage in ("generate", "capture", "train", "eval", "bench"):
+        told = re.compile(rf"{stage:<9} [\d,]+ of [\d,]+, [\d,.]+/s, \d+:\d\d:\d\d left")
+        assert any(map(told.match, lines)), stage
 
 
 def test_speculation_changes_no_greedy_answer(runs):

@@ -13,6 +13,7 @@ from eyas.artifact import Artifact
 from eyas.cli.eval import foretold, in_one_line
 from eyas.cli.options import validated
 from eyas.cli.run import RunConfig, as_served
+from eyas.evaluate.evaluate import EvalConfig
 from tests.bench_rows import bench_output, row
 from tests.test_cli import assert_one_clear_error, run_eyas
 from tests.tiny import tiny_target
@@ -165,3 +166,16 @@ def test_a_run_measures_as_it_serves():
         "max_length": 99,
     }
     assert (asked.seed, asked.max_tokens) == (7, 33)
+
+
+def test_what_eval_measures_by_default_is_worth_its_time():
+    """Four measurements of 100 answers of 64 tokens, in `eyas run` too, whatever bench asks for."""
+    config = EvalConfig()
+    sizes = (len(config.trees), config.temperatures, config.num_prompts, config.max_tokens)
+    assert sizes == (2, (0.0, 1.0), 100, 64)
+    sources = {"sources": [{"path": "builtin", "licence": "CC0-1.0"}]}
+    run = {"target": "builtin", "output": "out", "prompts": sources, "bench": {"max_tokens": 500}}
+    asked = as_served(validated(RunConfig, run, "run.yaml"))
+    assert (asked.trees, asked.max_tokens) == (config.trees, config.max_tokens)
+    asked = as_served(validated(RunConfig, {**run, "eval": {"max_tokens": 200}}, "run.yaml"))
+    assert asked.max_tokens == 200

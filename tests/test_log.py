@@ -48,3 +48,12 @@ def test_a_resumed_stage_counts_its_rate_from_where_it_began():
     since = progress._first[0]
     progress.track(910)
     assert progress.line(since + 5) == "910 of 1,000, 2.0/s, 0:00:45 left"
+
+
+def test_a_new_part_of_a_stage_has_a_rate_of_its_own():
+    progress = log._StageProgress()
+    progress.track(50, 50)
+    progress.track(0, 10, "readings")
+    since = progress._first[0]
+    progress.track(2, 10, "readings")
+    assert progress.line(since + 4) == "2 of 10, 0.5/s, 0:00:16 left, readings"

@@ -18,6 +18,7 @@ from eyas.errors import EyasError
 from eyas.export.check import check, replay_head, verdict
 from eyas.export.lint import CheckFinding, exit_code
 from eyas.export.replay import ANSWERS_AT_ONCE, LEFT_BEHIND, NUM_DRAFT_STEPS, ReadingScore
+from eyas.log import progress_bar
 
 TextFile = Annotated[
     Path | None,
@@ -41,8 +42,11 @@ def command(
 ) -> None:
     """Print what would serve badly. Exit code 0: nothing, or notes; 1: warnings; 2: errors."""
     try:
-        findings = check(head, target)
-        replayed, why_not = replay_head(head, target, text) if replay else ([], "not asked for")
+        with progress_bar("check") as track:
+            findings = check(head, target)
+            replayed, why_not = (
+                replay_head(head, target, text, track) if replay else ([], "not asked for")
+            )
     except EyasError as error:
         if as_json:
             said = {"exit_code": error.exit_code, "error": error.what, "hint": error.hint}

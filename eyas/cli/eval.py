@@ -53,6 +53,9 @@ def command(
 ) -> None:
     """Measure tau with its interval, by source, language, tree and temperature.
 
+    By default on 100 prompts, answers of 64 tokens, in the default tree and a chain, greedy and at
+    temperature 1; more with -s num_prompts=N, -s max_tokens=N, --trees and --temperatures.
+
     With --costs also predict time per token and speed-up by concurrency, for the engine that the
     benchmark measured.
     """

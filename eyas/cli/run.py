@@ -32,7 +32,7 @@ from eyas.cli.options import Overrides, override, read_run_file, validated
 from eyas.cli.stage import stage
 from eyas.data.prompts import PromptsConfig, make_prompts
 from eyas.errors import ConfigError, EmptyInputError, MismatchError
-from eyas.evaluate.evaluate import DEFAULT_TREES, EvalConfig, evaluate
+from eyas.evaluate.evaluate import ANSWER_TOKENS, DEFAULT_TREES, EvalConfig, evaluate
 from eyas.evaluate.trees import ModelsConfig
 from eyas.export.check import check
 from eyas.export.export import ExportConfig, export
@@ -273,12 +273,12 @@ def serve_and_bench(
     questions = bench_prompts(config, prompts, root)
     settings = BenchConfig(**{**dict(config.bench), "prompts": questions})
     output = Artifact(f"{root}/bench-{bench_identity(settings, inputs)[:IDENTITY_DIGITS]}")
-    with ExitStack() as stack:
+    # progress is shown while the server loads, too
+    with stage("bench", output) as track, ExitStack() as stack:
         if not output.is_done():
             url = stack.enter_context(running_server(served))
             settings = settings.model_copy(update={"url": url})
-        with stage("bench", output) as track:
-            bench(settings, output, track, inputs)
+        bench(settings, output, track, inputs)
     return output
 
 
@@ -297,7 +297,7 @@ def as_served(config: RunConfig) -> EvalConfig:
     from_elsewhere: dict[str, Any] = {
         "models": validated(ModelsConfig, models, "serve"),
         "trees": tuple(dict.fromkeys(trees)),
-        "max_tokens": max(2, config.bench.max_tokens),
+        "max_tokens": min(ANSWER_TOKENS, max(2, config.bench.max_tokens)),
         "seed": config.bench.seed,
     }
     for name in config.eval.model_fields_set:

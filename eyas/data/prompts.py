@@ -271,6 +271,7 @@ def finished_blocks(
     while store.has(number):
         number += 1
         yield number
+    total = None if track is quiet else sum(1 for one in config.sources for _ in read_source(one))
     rows = (row for source in config.sources for row in read_source(source))
     missing = itertools.islice(cut(rows), number, None)
     with contextlib.closing(executor.map(missing)) as results:
@@ -278,7 +279,7 @@ def finished_blocks(
             assert result.number == number, "blocks come in order, so finished ones have no gap"
             store.write(result)
             number += 1
-            track(number * BLOCK_ROWS)
+            track(min(number * BLOCK_ROWS, total or number * BLOCK_ROWS), total)
             yield number
 
 

@@ -37,6 +37,7 @@ from eyas.model.weights import fingerprint
 from eyas.shards import FeatureSource
 
 DEFAULT_TREES = ("fixed(6,3,12)", "fixed(4,1,5)")  # the engine's own sizes, and a chain
+ANSWER_TOKENS = 64  # of each answer: enough for twenty rounds
 
 
 class EvalConfig(BaseModel):
@@ -45,7 +46,8 @@ class EvalConfig(BaseModel):
     Chains on features: num_draft_steps. Prompts through the engine: trees as `eyas serve` takes
     them, fixed(num_draft_steps,tree_topk,num_verify_tokens) with one branch for a chain, or auto;
     the first tree at the first temperature gives the headline, and the first temperature the
-    speed-ups. costs: a finished `eyas bench` with an arm that does not speculate, of any engine;
+    speed-ups. By default what is worth its time: 400 short answers, as the interval of tau is over
+    prompts. costs: a finished `eyas bench` with an arm that does not speculate, of any engine;
     draft_step_ms: a draft step there, where it is known (else it follows from the weights).
     """
 
@@ -54,8 +56,8 @@ class EvalConfig(BaseModel):
     num_draft_steps: int = Field(7, ge=1, le=16)
     trees: tuple[str, ...] = Field(DEFAULT_TREES, min_length=1)
     temperatures: tuple[float, ...] = Field((0.0, 1.0), min_length=1)
-    num_prompts: int = Field(200, ge=1)
-    max_tokens: int = Field(128, ge=2)
+    num_prompts: int = Field(100, ge=1)
+    max_tokens: int = Field(ANSWER_TOKENS, ge=2)
     seed: int = 0
     models: ModelsConfig = ModelsConfig()
     costs: str | None = None

@@ -34,6 +34,7 @@ from eyas.export.lint import (
 from eyas.export.readings import DECLARED, HeadReading
 from eyas.export.replay import ERROR, LEAST_TAU, WARNING, ReadingScore, answered, replay
 from eyas.hub import resolve_head, resolve_target
+from eyas.log import Track, quiet
 from eyas.model.checkpoint import (
     embedding_faults,
     head_config,
@@ -86,7 +87,7 @@ def check(head: str | Path, target: str | Path) -> list[CheckFinding]:
 
 
 def replay_head(
-    head: str | Path, target: str | Path, text: Path | None = None
+    head: str | Path, target: str | Path, text: Path | None = None, track: Track = quiet
 ) -> tuple[list[ReadingScore], str]:
     """Every reading of a head on answered text, the declared one's first; or none, and why not.
 
@@ -106,10 +107,10 @@ def replay_head(
     for way in ways:
         way.tensors.setdefault(LM_HEAD, loaded.lm_head)
     try:
-        answers = answered(loaded, folder, text or demo_prompts())
+        answers = answered(loaded, folder, text or demo_prompts(), track=track)
     except (EmptyInputError, TemplateError) as fault:
         return [], fault.what
-    return replay(ways, loaded, answers), ""
+    return replay(ways, loaded, answers, track), ""
 
 
 def meanings(folder: str | Path, target: TargetShape) -> list[HeadReading]:

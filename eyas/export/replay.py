@@ -31,6 +31,7 @@ from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
 from eyas.errors import CorruptError, EmptyInputError, MissingInputError, TemplateError
 from eyas.export.readings import HeadReading, assembled, misreadings, other_taps
+from eyas.log import Track, quiet
 from eyas.model.batch import Batch
 from eyas.model.chain import measure
 from eyas.model.config import Taps
@@ -89,7 +90,11 @@ class AnswerTokens:
 
 
 def answered(
-    target: Target, folder: str | Path, text: Path, num_conversations: int = NUM_CONVERSATIONS
+    target: Target,
+    folder: str | Path,
+    text: Path,
+    num_conversations: int = NUM_CONVERSATIONS,
+    track: Track = quiet,
 ) -> list[AnswerTokens]:
     """The first usable conversations of a file. A last turn of the assistant is the answer; others
     are answered greedily.
@@ -113,7 +118,7 @@ def answered(
             continue
         if prompts and len(prompts[-1]) > PROMPT_TOKENS:
             prompts.pop()
-    found = kept + (decoded(target, folder, prompts) if prompts else [])
+    found = kept + (decoded(target, folder, prompts, track) if prompts else [])
     usable = [
         one
         for one in found
@@ -125,16 +130,17 @@ def answered(
     return usable
 
 
-def decoded(target: Target, folder: str | Path, prompts: list[list[int]]) -> list[AnswerTokens]:
+def decoded(
+    target: Target, folder: str | Path, prompts: list[list[int]], track: Track = quiet
+) -> list[AnswerTokens]:
     """What the target answers to prompts, greedily, in the order of the prompts."""
     longest = max(map(len, prompts)) + ANSWER_TOKENS + 1
     engine = Engine(
         target, None, EngineConfig(max_batch=BATCH, max_length=longest, speculation="off")
     )
     params = SamplingParams(max_tokens=ANSWER_TOKENS)
-    results = engine.run(
-        Request(str(number), tuple(ids), params) for number, ids in enumerate(prompts)
-    )
+    requests = [Request(str(number), tuple(ids), params) for number, ids in enumerate(prompts)]
+    results = engine.run(requests, track)
     answers = {int(result.request_id): list(result.token_ids) for result in results}
     return [
         AnswerTokens(ids + answers[number], [False] * len(ids) + [True] * len(answers[number]))
@@ -253,7 +259,10 @@ class AnswerBatch:
 
 
 def replay(
-    meanings: Sequence[HeadReading], target: Target, answers: Sequence[AnswerTokens]
+    meanings: Sequence[HeadReading],
+    target: Target,
+    answers: Sequence[AnswerTokens],
+    track: Track = quiet,
 ) -> list[ReadingScore]:
     """Every reading's acceptance on the answers: the meaning that accepts most, the other meanings,
     and its misreadings.
@@ -278,7 +287,9 @@ def replay(
     measured = [(one, acceptance(one, batches, vocabulary)) for one in meanings]
     meant, declared = max(measured, key=lambda pair: pair[1].accepted_drafts)
     scores = [declared, *(one for _, one in measured if one is not declared)]
-    for reading in misreadings(meant.config, meant.tensors, target.config):
+    others = list(misreadings(meant.config, meant.tensors, target.config))
+    for number, reading in enumerate(others):
+        track(number, len(others), f"read with {reading.name}")
         if reading.tensors is not meant.tensors or reading.config not in [
             one.config for one in meanings
         ]:
