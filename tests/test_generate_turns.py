@@ -4,6 +4,7 @@ sampling; memory; a head.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import shutil
 import weakref
@@ -18,11 +19,16 @@ from pydantic import ValidationError
 
 from eyas.artifact import Artifact
 from eyas.chat import Chat
+from eyas.client import Client, Completion
 from eyas.engine.engine import Engine
-from eyas.features.conversation import Conversation, Sampling, sampling_of
+from eyas.engine.request import SamplingParams
+from eyas.errors import TemplateError
+from eyas.features.conversation import Conversation, Sampling, TurnRequest, sampling_of
+from eyas.features.fleet import ClientConfig, TargetServer
 from eyas.features.generate import GenerateConfig, generate
+from eyas.features.samples import plan_samples
 from eyas.records import Prompt, read_answers
-from tests.chat_folders import like_qwen
+from tests.chat_folders import like_gpt_oss, like_qwen
 from tests.serving import ScriptedEngine, World
 from tests.stages import prompts_of, talking_target, write_prompts
 from tests.tiny import tiny_target
@@ -116,6 +122,71 @@ def test_a_template_that_drops_earlier_thoughts(
         assert sum(turn.mask) == row.num_answer_tokens
         assert row.num_prompt_tokens == len(prompt_ids)
     assert len(seen) == len(rows)
+
+
+def test_a_target_that_opens_channels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answers hold control tokens, which texts usually lack: a row has the very tokens that it
+    wrote; one in channels that the template does not write has none.
+    """
+    target = tiny_target(tmp_path / "target", vocab_size=440)
+    for path in target.glob("tokenizer*"):
+        path.unlink()
+    chat = Chat(like_gpt_oss(target))
+    thoughts = "<|channel|>analysis<|message|>A colour.<|end|><|start|>assistant"
+    said = {
+        thoughts + f"<|channel|>final<|message|>{SAID}": True,
+        f"<|channel|>final<|message|>{SAID}": True,
+        thoughts + thoughts + f"<|channel|>final<|message|>{SAID}": False,
+        f"<|channel|>commentary<|message|>{SAID}": False,
+    }
+    for number, (text, has_row) in enumerate(said.items()):
+
+        class Channels(ScriptedEngine):
+            script = (*chat.tokenizer.encode(text, add_special_tokens=False), chat.eos_token_ids[0])
+
+        engine = Channels(World(target).target, tokenizer=chat.tokenizer)
+        monkeypatch.setattr(Engine, "load", lambda *_, engine=engine, **__: engine)
+        prompts = write_prompts(tmp_path / f"prompts{number}", [Prompt("a", "s", "l", TURNS[:2])])
+        output = Artifact(str(tmp_path / f"answers{number}"))
+        settings = {"target": str(target), "max_length": 250, "max_tokens": 100}
+        generate(GenerateConfig(**settings), prompts, output)
+        rows = list(read_answers(output))
+        assert len(rows) == 2
+        plan = plan_samples(rows, chat, 256)
+        assert len(plan.samples) == (2 if has_row else 0), text
+        for row, sample in zip(rows, plan.samples, strict=False):
+            at = int(sample.loss_mask.argmax())
+            assert sample.token_ids[row.num_prompt_tokens :].tolist() == list(engine.script)
+            assert sample.loss_mask[at:].all()
+            assert (at == row.num_prompt_tokens) == text.startswith(thoughts)
+            assert "A colour." not in chat.render(row.messages[:-1], True)
+        assert plan.reasons == ({} if has_row else {"template": 2})
+    with pytest.raises(TemplateError, match="opens answers with control tokens") as raised:
+        generate(
+            GenerateConfig(**settings, servers=["http://127.0.0.1:1"]),
+            prompts,
+            Artifact(str(tmp_path / "served")),
+        )
+    assert "client.send=tokens" in raised.value.hint
+
+
+def test_servers_are_asked_for_the_names_of_control_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    bodies: list[dict[str, Any]] = []
+
+    async def complete(_: Client, body: dict[str, Any]) -> Completion:
+        bodies.append(body)
+        return Completion("x", "stop", 3, 2)
+
+    async def ask(names_tokens: bool) -> None:
+        config = ClientConfig(model="m", send="tokens")
+        server = TargetServer("http://127.0.0.1:1", config, names_tokens)
+        await server.answer(TurnRequest("a", (), (1, 2, 3), SamplingParams(max_tokens=4)))
+        await server.client.close()
+
+    monkeypatch.setattr(Client, "complete", complete)
+    for names_tokens in (True, False):
+        asyncio.run(ask(names_tokens))
+    assert [body.get("skip_special_tokens") for body in bodies] == [False, None]
 
 
 # Sampling in shares

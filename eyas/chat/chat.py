@@ -35,6 +35,7 @@ from eyas.errors import TemplateError
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
+OF_CHANNELS = "give its thoughts as `reasoning_content` and its last channel as `content`"
 OTHER_ANSWERS = ("Yes", "Don't know")  # nothing in common at their beginnings and ends
 LOST_THOUGHTS = "begins the target's thoughts in its generation prompt, and this answer has none"
 OF_THOUGHTS = (
@@ -193,6 +194,8 @@ class Chat:
         assert messages[-1]["role"] == "assistant"
         if not isinstance(messages[-1].get("content") or "", str):
             raise TemplateProblem("has no one text for an answer in several parts")
+        if self.has_channels and self.control_text(messages[-1:]):
+            raise TemplateProblem("does not write the channels of this answer", OF_CHANNELS)
         given = self._shielded(messages, tools)
         wording = Wording.of(given.messages[-1])
         prompt = self._rendered(given, given.messages[:-1], True)
@@ -327,6 +330,35 @@ class Chat:
             or "check chat_template in that folder, and eos_token_id in its "
             "generation_config.json or config.json",
         )
+
+    # Answers
+
+    @property
+    def has_channels(self) -> bool:
+        """True when the target opens its answers with control tokens, as gpt-oss does: their text
+        is whole only with those tokens' names.
+        """
+        return self._frame.channels is not None
+
+    def answer_text(self, ids: list[int]) -> str:
+        """What the target wrote, of its tokens without the end token: what `message` takes."""
+        return self._tokens.spelled(ids) if self.has_channels else self.decode(ids)
+
+    def message(self, text: str) -> dict[str, Any]:
+        """The message of an answer from its `answer_text`: thoughts in a channel of their own apart
+        from the content, as servers take them back; `turn` of it has the text's own tokens.
+
+        A text that the template writes in no such way stays in one: `turn` refuses it.
+        """
+        content, thoughts = text, {}
+        if self._frame.channels is not None:
+            first, between = self._frame.channels
+            if first and text.startswith(first) and text.count(between) == 1:
+                reasoning, _, content = text.removeprefix(first).partition(between)
+                thoughts = {"reasoning_content": reasoning}
+            elif not self._tokens.control.search(plain := text.removeprefix(self._frame.opening)):
+                content = plain
+        return {"role": "assistant", "content": content, **thoughts}
 
     # Tokens to text
 

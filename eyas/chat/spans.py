@@ -41,9 +41,10 @@ class Frame:
     (tail: closing, end token, perhaps a line break), the texts of the tokens that may end it, and
     the thoughts that its generation prompt begins.
 
-    moved: words that a prompt has before the assistant's header, and rendered conversations at
-    their end; and that header. next_turn: the token that ends an answer, where it is the first of
-    the next turn and the template writes it only there.
+    channels: of a target that opens its answers with control tokens, what stands before thoughts
+    and what between them and the answer. moved: words that a prompt has before the assistant's
+    header, and rendered conversations at their end; and that header. next_turn: the token that ends
+    an answer, where it is the first of the next turn and the template writes it only there.
     """
 
     opening: str
@@ -51,6 +52,7 @@ class Frame:
     tail: str
     ends: tuple[str, ...]
     thoughts: Thoughts | None = None
+    channels: tuple[str, str] | None = None
     moved: tuple[str, str] | None = None
     next_turn: str = ""
 

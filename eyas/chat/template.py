@@ -51,7 +51,7 @@ _TAGS = (
 
 NO_END = "does not end an answer with a token that ends the target's output (eos_token_id)"
 
-_QUESTION, _MARKER = "Hello", "the-answer-goes-here"
+_QUESTION, _MARKER, _THOUGHT = "Hello", "the-answer-goes-here", "the-thoughts-go-here"
 _EARLIER = 'Earlier, I said: it\'s "4" & <b>2</b>'
 _AWKWARD = 'It\'s "4" & <b>that</b>:\n\n1.  x > y'
 
@@ -240,6 +240,13 @@ def frame_of(template: Template, tokenizer: TargetTokenizer) -> tuple[Frame, set
         closing, next_turn = _next_turn(prompt, followed.partition(_MARKER)[2], tokenizer)
     tail = rest + next_turn
     frame = Frame(opening, closing, tail, tuple(tokenizer.ends.values()), thoughts)
+    if tokenizer.control.search(opening):
+        thought = {**_assistant(_MARKER), "reasoning_content": _THOUGHT}
+        answer = template.render([*question, thought], False, tools).removeprefix(prompt)
+        first, found, rest = answer.partition(_THOUGHT)
+        between, also_found, _ = rest.partition(_MARKER)
+        channels = (first, between) if found and also_found else ("", "")
+        frame = dataclasses.replace(frame, channels=channels)
     return dataclasses.replace(frame, moved=moved, next_turn=next_turn), {
         found.group() for found in tokenizer.control.finditer(whole)
     }

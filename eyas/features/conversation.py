@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -247,7 +247,7 @@ class TurnRules:
             source=prompt.source,
             licence=prompt.licence,
             turn=conversation.turn,
-            messages=(*request.messages, {"role": "assistant", "content": reply.text}),
+            messages=(*request.messages, cast("Message", self.chat.message(reply.text))),
             finish_reason=reply.finish_reason,
             temperature=params.temperature,
             num_prompt_tokens=len(request.prompt_ids),

@@ -85,8 +85,10 @@ class PromptMismatch(RequestFailure):
 class TargetServer:
     """A server of the target. model and engine are known once `check` has passed."""
 
-    def __init__(self, url: str, config: ClientConfig) -> None:
+    def __init__(self, url: str, config: ClientConfig, names_tokens: bool = False) -> None:
+        """names_tokens: answers are to hold the names of control tokens."""
         self.url, self.model, self.engine = url, config.model or "", "unknown"
+        self._names_tokens = names_tokens
         self._config, self.client = config, Client(url, config.timeout_s)
 
     async def check(self, proof: TargetProof) -> None:
@@ -117,6 +119,8 @@ class TargetServer:
         body: dict[str, Any] = {"model": self.model, **_openai_fields(request.params)}
         if self._config.send == "tokens":
             body["prompt"] = list(request.prompt_ids)
+            if self._names_tokens:
+                body["skip_special_tokens"] = False
         else:
             body["messages"] = list(request.messages)
         completion = await self.client.complete(body)
@@ -231,9 +235,15 @@ class Fleet:
     `wait` waits.
     """
 
-    def __init__(self, urls: Sequence[str], config: ClientConfig, proof: TargetProof) -> None:
-        """Check all servers. Raises ConfigError, MissingInputError (none answers), MismatchError
-        (one serves something else: a mistake in the settings).
+    def __init__(
+        self,
+        urls: Sequence[str],
+        config: ClientConfig,
+        proof: TargetProof,
+        names_tokens: bool = False,
+    ) -> None:
+        """Check all servers. names_tokens: see TargetServer. Raises ConfigError, MissingInputError
+        (none answers), MismatchError (one serves something else: a mistake in the settings).
         """
         addresses = server_urls(urls)
         self.capacity = len(addresses) * config.concurrency
@@ -243,7 +253,9 @@ class Fleet:
         self._tasks: set[asyncio.Task[None]] = set()
         self._bug: BaseException | None = None
         self._news = asyncio.Event()
-        self._members = [Member(TargetServer(url, config), config.concurrency) for url in addresses]
+        self._members = [
+            Member(TargetServer(url, config, names_tokens), config.concurrency) for url in addresses
+        ]
         self._runner = asyncio.Runner()
         try:
             self._runner.run(self._check_all())

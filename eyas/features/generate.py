@@ -195,7 +195,7 @@ class EngineBackend:
                 ids += update.token_ids
                 if reason := update.finish_reason:
                     del self._running[update.request_id]
-                    text = self._chat.decode(ids[:-1] if reason == "stop" else ids)
+                    text = self._chat.answer_text(ids[:-1] if reason == "stop" else ids)
                     ms = 1000 * (time.perf_counter() - started)
                     done.append(
                         TurnAnswer(update.request_id, text, reason, len(ids), ENGINE, None, ms)
@@ -232,8 +232,14 @@ def open_backend(
             "set client.send=tokens where the servers take token ids (SGLang, vLLM, eyas), or "
             "leave `servers` out",
         )
+    if config.sends_messages and chat.has_channels:
+        raise TemplateError(
+            f"the chat template of {folder} opens answers with control tokens, which servers leave "
+            "out of an answer's text or split it by",
+            "set client.send=tokens where the servers take token ids (SGLang, vLLM)",
+        )
     proof = TargetProof(fingerprint(folder), max_length, probes(chat, config.sampling))
-    return Fleet(config.servers, config.client, proof)
+    return Fleet(config.servers, config.client, proof, names_tokens=chat.has_channels)
 
 
 def probes(chat: Chat, samplings: Sequence[Sampling]) -> tuple[TurnRequest, ...]:
