@@ -2,14 +2,18 @@
 the errors without one.
 """
 
+import json
+
 import pytest
 import spacy
 import torch
+from presidio_analyzer.predefined_recognizers.ner import gliner_recognizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertForTokenClassification, PreTrainedTokenizerFast
 
 from eyas.errors import ConfigError
-from eyas.privacy.detector import NER_LABELS, Detector
+from eyas.privacy.detector import GLINER_LABELS, NER_LABELS, Detector
+from eyas.privacy.passages import passages
 from eyas.privacy.policy import TYPES, PrivacyConfig, mask
 
 WORDS = ["[PAD]", "[UNK]", "zorblax", "quuxville", "lives", "in", ".", "the"]
@@ -63,13 +67,34 @@ def model(tmp_path):
 
 
 def test_a_spacy_pipeline_finds_what_ours_does_not(pipeline):
-    text = "zorblax lives in quuxville. ana@python.org"
+    text = "This zorblax lives with his brother in quuxville. ana@python.org"
     assert (
         mask(text, Detector(config_of(f"spacy:{pipeline}")).find(text))
-        == "<PERSON> lives in <LOCATION>. <EMAIL_ADDRESS>"
+        == "This <PERSON> lives with his brother in <LOCATION>. <EMAIL_ADDRESS>"
     )
     without = mask(text, Detector(config_of(None)).find(text))
     assert "zorblax" in without
+
+
+GERMAN = "Der zorblax wohnt seit heute nicht mehr in quuxville."
+
+
+def test_a_pipeline_searches_its_own_language_and_a_given_one(pipeline):
+    own = Detector(config_of(f"spacy:{pipeline}"))
+    assert own.find(GERMAN) == []
+    (unsearched,) = own.name_searches(passages([GERMAN])[0])
+    assert (unsearched.language, unsearched.by, unsearched.reason) == ("de", "", "language")
+    given = Detector(config_of({"de": f"spacy:{pipeline}"}))
+    assert mask(GERMAN, given.find(GERMAN)).startswith("Der <PERSON> wohnt")
+    (searched,) = given.name_searches(passages([GERMAN])[0])
+    assert (searched.by, searched.reason) == (f"spacy:{pipeline}", "")
+    code = f"Bitte erkläre mir das hier:\n```\nprint(zorblax)\n```\n{GERMAN}"
+    assert "print(zorblax)" in mask(code, given.find(code)), "never in code"
+
+
+def test_a_recogniser_for_no_language_is_an_error(pipeline):
+    with pytest.raises(ConfigError, match="'german'"):
+        Detector(config_of({"german": f"spacy:{pipeline}"}))
 
 
 def test_a_transformers_model_finds_what_ours_does_not(model):
@@ -81,11 +106,51 @@ def test_a_transformers_model_finds_what_ours_does_not(model):
 
 
 @pytest.mark.parametrize(
+    "labels", [("S-private_person", "S-private_address"), ("B-GIVENNAME", "B-STREET")]
+)
+def test_labels_of_models_made_for_personal_data(model, labels):
+    """OpenAI's Privacy Filter marks whole entities with S and ends with E, in lower case."""
+    config = json.loads((model / "config.json").read_text())
+    config["id2label"] = {"0": "O", "1": labels[0], "2": labels[1]}
+    config["label2id"] = {label: int(number) for number, label in config["id2label"].items()}
+    (model / "config.json").write_text(json.dumps(config))
+    text = "the zorblax lives in quuxville ."
+    found = Detector(config_of(f"transformers:{model}")).find(text)
+    assert mask(text, found) == "the <PERSON> lives in <STREET_ADDRESS> ."
+
+
+class PlainGliner:
+    """What the library's model does, by a list of words."""
+
+    @classmethod
+    def from_pretrained(cls, folder, **settings):
+        assert settings["local_files_only"] is True, "nothing is downloaded"
+        return cls()
+
+    def predict_entities(self, text, labels, **settings):
+        assert {"person", "address", "city"} <= set(labels)
+        words = {"zorblax": "person", "quuxville": "city"}
+        return [
+            {"start": text.index(word), "end": text.index(word) + len(word), "label": label,
+             "text": word, "score": 0.9}
+            for word, label in words.items() if word in text
+        ]  # fmt: skip
+
+
+def test_a_gliner_model_is_asked_in_its_words(tmp_path, monkeypatch):
+    monkeypatch.setattr(gliner_recognizer, "GLiNER", PlainGliner)
+    (tmp_path / "gliner_config.json").write_text("{}")
+    found = Detector(config_of({"de": f"gliner:{tmp_path}"})).find(GERMAN)
+    assert mask(GERMAN, found) == "Der <PERSON> wohnt seit heute nicht mehr in <LOCATION>."
+
+
+@pytest.mark.parametrize(
     ("name", "says"),
     [
         ("spacy:en_core_web_absent", "no pipeline 'en_core_web_absent'"),
         ("transformers:/no/such/folder", "no model at /no/such/folder"),
         ("transformers:dslim/bert-base-NER", "eyas downloads none"),
+        ("gliner:/no/such/folder", "no model at /no/such/folder"),
         ("stanza:en", "no recogniser is called"),
         ("spacy:", "no recogniser is called"),
     ],
@@ -102,6 +167,13 @@ def test_a_folder_without_a_model_is_an_error(tmp_path):
         Detector(config_of(f"transformers:{tmp_path}"))
 
 
+def test_an_absent_library_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(gliner_recognizer, "GLiNER", None)
+    (tmp_path / "gliner_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="pip install gliner"):
+        Detector(config_of(f"gliner:{tmp_path}"))
+
+
 def test_labels_are_of_our_types():
-    assert set(NER_LABELS.values()) <= set(TYPES)
+    assert {*NER_LABELS.values(), *GLINER_LABELS.values()} <= set(TYPES)
     assert all(label.isupper() for label in NER_LABELS)

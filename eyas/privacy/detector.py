@@ -9,6 +9,7 @@ finding.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import ipaddress
@@ -24,12 +25,14 @@ import tldextract
 from presidio_analyzer import EntityRecognizer
 from presidio_analyzer.predefined_recognizers import (
     EmailRecognizer,
+    GLiNERRecognizer,
     HuggingFaceNerRecognizer,
     IpRecognizer,
 )
 
 from eyas.errors import ConfigError
 from eyas.fold import fold
+from eyas.language import codes
 from eyas.privacy import entities
 from eyas.privacy.attributes import (
     birth_dates,
@@ -52,6 +55,7 @@ from eyas.privacy.patterns import (
 )
 from eyas.privacy.policy import (
     ANSWER_POLICY,
+    ANY_LANGUAGE,
     NAME_TYPES,
     Finding,
     NameSearch,
@@ -74,8 +78,8 @@ NO_SPACE = re.compile(r"\S")
 CLOUD = "cloud_dlp"
 NER_SCORE = 0.5  # least score of a transformers model
 
-# Labels of the usual models (OntoNotes, CoNLL, WikiNER, and sets made for personal data). Others
-# are ignored.
+# Labels of the usual models (OntoNotes, CoNLL, WikiNER, OpenAI's Privacy Filter, and sets made for
+# personal data). Others are ignored: what has a form is found by patterns.
 NER_LABELS = {
     "PERSON": "PERSON",
     "PER": "PERSON",
@@ -91,6 +95,27 @@ NER_LABELS = {
     "STREET_ADDRESS": "STREET_ADDRESS",
     "STREET": "STREET_ADDRESS",
     "ADDRESS": "STREET_ADDRESS",
+    "FIRSTNAME": "PERSON",
+    "LASTNAME": "PERSON",
+    "MIDDLENAME": "PERSON",
+    "PRIVATE_PERSON": "PERSON",
+    "PERSNAME": "PERSON",  # Polish pipelines of spaCy
+    "PLACENAME": "LOCATION",
+    "GEOGNAME": "LOCATION",
+    "PRS": "PERSON",  # Swedish ones
+    "STATE": "LOCATION",
+    "PRIVATE_ADDRESS": "STREET_ADDRESS",
+    "BUILDINGNUM": "STREET_ADDRESS",
+    "ZIPCODE": "STREET_ADDRESS",
+}
+# What a GLiNER model is asked for, in the words that its PII models are trained on.
+GLINER_LABELS = {
+    "person": "PERSON",
+    "name": "PERSON",
+    "address": "STREET_ADDRESS",
+    "street address": "STREET_ADDRESS",
+    "city": "LOCATION",
+    "location": "LOCATION",
 }
 
 Search = Callable[[str], Iterable[Finding]]
@@ -112,7 +137,7 @@ class Detector:
         self._searches = [
             search for search in searches() if not self._types.isdisjoint(search.types)
         ]
-        self._recognisers = recognisers(config.ner)
+        self._recognisers = recognisers(config.recognisers)
 
     def find(self, text: str) -> list[Finding]:
         """What is in a text that stands alone, by place."""
@@ -289,8 +314,10 @@ class NameRecogniser:
 
 
 @functools.cache
-def recognisers(ner: str | None) -> tuple[NameRecogniser, ...]:
-    """Ours, for English, and the installed one, if any. ner: see PrivacyConfig."""
+def recognisers(ner: tuple[tuple[str, str], ...]) -> tuple[NameRecogniser, ...]:
+    """Ours, for English, and installed ones. ner: see `PrivacyConfig.recognisers`. Raises
+    ConfigError.
+    """
 
     def find_entities(text: str) -> Iterator[Finding]:
         folded = fold(text)
@@ -298,7 +325,19 @@ def recognisers(ner: str | None) -> tuple[NameRecogniser, ...]:
             yield Finding(one.type, *folded.span(one.start, one.end))
 
     ours = NameRecogniser("eyas", find_entities, frozenset({"en"}))
-    return (ours, NameRecogniser(ner, ner_search(ner))) if ner is not None else (ours,)
+    unknown = sorted({language for language, _ in ner} - codes() - {ANY_LANGUAGE})
+    if unknown:
+        raise ConfigError(
+            f"`ner` has a recogniser for {unknown[0]!r}, which is no language here",
+            f"one of {', '.join(sorted(codes()))}",
+        )
+    others = (
+        installed(name)
+        if language == ANY_LANGUAGE
+        else dataclasses.replace(installed(name), languages=frozenset({language}))
+        for language, name in ner
+    )
+    return (ours, *others)
 
 
 def only(text: str, parts: Iterable[Passage]) -> str:
@@ -351,20 +390,24 @@ class IpAddresses(IpRecognizer):  # type: ignore[misc]
         return not ipaddress.ip_interface(pattern_text).ip.is_global
 
 
-def ner_search(name: str) -> Search:
-    """The installed recogniser that `spacy:NAME` or `transformers:FOLDER` names, loaded.
+@functools.cache
+def installed(name: str) -> NameRecogniser:
+    """The installed recogniser that `spacy:NAME`, `transformers:FOLDER` or `gliner:FOLDER` names,
+    loaded.
 
     Downloads nothing: raises ConfigError when it is not installed.
     """
     kind, _, model = name.partition(":")
-    if kind == "spacy" and model:
-        return _spacy(model)
-    if kind == "transformers" and model:
-        return _transformers(model)
-    raise ConfigError(f"no recogniser is called {name!r}", "give spacy:NAME or transformers:FOLDER")
+    if kind not in LOADERS or not model:
+        raise ConfigError(
+            f"no recogniser is called {name!r}",
+            "give spacy:NAME, transformers:FOLDER or gliner:FOLDER",
+        )
+    find, languages = LOADERS[kind](model)
+    return NameRecogniser(name, find, languages)
 
 
-def _spacy(name: str) -> Search:
+def _spacy(name: str) -> tuple[Search, frozenset[str] | None]:
     try:
         pipeline: Any = spacy.load(name)
     except OSError as error:
@@ -378,23 +421,58 @@ def _spacy(name: str) -> Search:
             if type := NER_LABELS.get(entity.label_.upper()):
                 yield Finding(type, entity.start_char, entity.end_char)
 
-    return find
+    return find, None if pipeline.lang == "xx" else frozenset({pipeline.lang})
 
 
-def _transformers(folder: str) -> Search:
-    if not (Path(folder) / "config.json").is_file():
-        raise ConfigError(
-            f"no model at {folder}",
-            "give the folder of a token-classification model; eyas downloads none",
-        )
-    try:
+def _transformers(folder: str) -> tuple[Search, None]:
+    _require(folder, "config.json", "a token-classification model, such as OpenAI's Privacy Filter")
+    labels = NER_LABELS | {label.lower(): type for label, type in NER_LABELS.items()}
+    with _loading("transformers", folder):
         recognizer = HuggingFaceNerRecognizer(
-            model_name=folder, label_mapping=NER_LABELS, threshold=NER_SCORE, device="cpu"
+            model_name=folder,
+            label_mapping=labels,
+            label_prefixes=[f"{part}-" for part in "BIESLU"],
+            threshold=NER_SCORE,
+            device="cpu",
         )
         recognizer.load()
+    return presidio(recognizer, ANY_TEXT), None
+
+
+def _gliner(folder: str) -> tuple[Search, None]:
+    _require(folder, "gliner_config.json", "a GLiNER model, such as gliner_multi_pii-v1")
+    with _loading("gliner (pip install gliner)", folder):
+        recognizer = GLiNERRecognizer(
+            model_name=folder,
+            entity_mapping=GLINER_LABELS,
+            threshold=NER_SCORE,
+            map_location="cpu",
+            local_files_only=True,
+        )
+        recognizer.load()
+    return presidio(recognizer, ANY_TEXT), None
+
+
+LOADERS: dict[str, Callable[[str], tuple[Search, frozenset[str] | None]]] = {
+    "spacy": _spacy,
+    "transformers": _transformers,
+    "gliner": _gliner,
+}
+
+
+def _require(folder: str, file: str, what: str) -> None:
+    if not (Path(folder) / file).is_file():
+        raise ConfigError(
+            f"no model at {folder}", f"give the folder of {what}; eyas downloads none"
+        )
+
+
+@contextlib.contextmanager
+def _loading(library: str, folder: str) -> Iterator[None]:
+    try:
+        yield
     except (ImportError, OSError, ValueError) as error:
         raise ConfigError(
-            f"transformers cannot load {folder} for names",
-            f"{type(error).__name__}: see its config.json",
+            f"{library} cannot load {folder} for names",
+            f"{type(error).__name__}: see its config, and that the library is installed",
         ) from error
-    return presidio(recognizer, ANY_TEXT)

@@ -57,7 +57,7 @@ PIECES = re.compile(
       \((?:[^()\s,]|,[ ]?|[ ]=[ ]|\([^()\n]{{0,80}}\))*\)
     | \b[A-Za-z]\w*\[[^\[\]\n]{{0,40}}\]
     | \b[^\W_]+_\w+ | \b_\w+ | \b[a-z][a-z0-9]*[A-Z]\w*                   # a name
-    | (?<![\w.-])[a-z][\w.+-]*[ ]{_FLAG}(?:[ ]{_FLAG})* | (?<=\s)--[a-z][\w-]*(?:=\S+)?
+    | (?<![\w.-])[a-z][\w.+-]*[ ]-[A-Za-z]\w{{0,4}}\b(?:[ ]{_FLAG})* | (?<=\s)--[a-z][\w-]*(?:=\S+)?
     | {_OPERAND}(?:[ ]?(?:[=<>!]=|[+*/^=<>÷×·≤≥≠→]|->|=>|(?<=[ ])-(?=[ ]))[ ]?{_OPERAND})+
     """,
     re.S | re.X,
@@ -82,6 +82,8 @@ CODE_LINE = re.compile(
     | (?:\$|>>>|\.\.\.|\#\ ?\$|[\w.-]+@[\w.-]+[:~$\#]+)\ \S.*                   # after a prompt
     | (?:sudo\ )?{_COMMANDS}(?:\ [\w./:@=-]+)*\ [-./~|>{{"'$&\\]\S*(?:\ .*)?
     | [a-z][\w.+-]*\ (?:[a-z][\w-]*\ )?{_FLAG}(?:\s.*)?
+    | (?:sudo\ )?(?:{_COMMANDS}|conda)\ (?:add|apply|build|checkout|clone|commit|exec|fetch|init
+        |install|pull|push|remove|run|start|status|stop|uninstall|update|upgrade)(?:\ .*)?[^.!?\s]$
     | [\w.\[\]'"*]+(?:,\ ?[\w.\[\]'"]+)*(?:\ ?:\ ?[\w.\[\],\ ]+)?\s*(?:[-+*/|&^%:]|//|\*\*|<<|>>)?=
       (?!=|\s*[A-Z][a-z]+(?:\ [A-Z][a-z.]+)+\s*$)\s*\S.*                        # an assignment
     | SELECT\b.* | INSERT\ INTO\b.* | UPDATE\ \w+\ SET\b.* | DELETE\ FROM\b.*

@@ -51,6 +51,7 @@ DEFAULT_ACTIONS: Mapping[str, Action | None] = {
     "LOCATION": "keep",
 }
 TYPES = tuple(DEFAULT_ACTIONS)
+ANY_LANGUAGE = "*"
 NAME_TYPES = ("PERSON", "STREET_ADDRESS", "LOCATION")  # found by language, not by form
 RANK = {type: rank for rank, type in enumerate(TYPES)}
 
@@ -60,9 +61,11 @@ class PrivacyConfig(BaseModel):
 
     `actions` names types that are treated otherwise than by default (any case). `fictional`: the
     people and places of the texts are invented, and names are not searched for. `ner` adds an
-    installed recogniser of names and places, `spacy:NAME` or `transformers:FOLDER`. `cloud_project`
-    asks Google Cloud DLP, paid by this project and run at `cloud_location`, in place of our own
-    detectors: the texts leave this machine.
+    installed recogniser of names and places (`spacy:NAME`, `transformers:FOLDER`, `gliner:FOLDER`)
+    for the languages that it knows, or one for each language: `{de: spacy:de_core_news_sm}`;
+    without one, names are searched for in English. `cloud_project` asks Google Cloud DLP, paid by
+    this project and run at `cloud_location`, in place of our own detectors: the texts leave this
+    machine.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -70,7 +73,7 @@ class PrivacyConfig(BaseModel):
     policy: Literal["surrogate", "mask", "drop"] = "surrogate"
     actions: Mapping[str, Action] = {}
     fictional: bool = False
-    ner: str | None = None
+    ner: str | Mapping[str, str] | None = None
     cloud_project: str | None = None
     cloud_location: str = "global"
 
@@ -91,6 +94,16 @@ class PrivacyConfig(BaseModel):
         if self.fictional and type in NAME_TYPES:
             return "keep"
         return self.actions.get(type) or DEFAULT_ACTIONS[type] or self.policy
+
+    @property
+    def recognisers(self) -> tuple[tuple[str, str], ...]:
+        """The recognisers of `ner`, each with the language to use it for; ANY_LANGUAGE: whatever it
+        knows.
+        """
+        if self.ner is None:
+            return ()
+        of_language = {ANY_LANGUAGE: self.ner} if isinstance(self.ner, str) else self.ner
+        return tuple(sorted(of_language.items()))
 
     @property
     def types(self) -> tuple[str, ...]:
