@@ -11,7 +11,8 @@ one half and measured on the other.
 KIND=PATH is a file or a folder: JSON lines (`text`, `prompt` or the user's `messages`), gettext
 catalogues (.po), manual pages (.1.gz), fortunes (% between), source files (Python by function,
 others by blank line), HTML and plain text (by paragraph). Without any it takes what is here: the
-library of this Python, manual pages and fortunes of the system, and sets beside the checkout. Word
+library of this Python, manual pages and fortunes of the system, and sets beside the checkout. What
+stands in the same words under two kinds is left out: a paragraph that nobody has translated. Word
 problems (`wordproblems`) hold invented people, and are shown with and without `fictional: true`.
 The last line of stdout is one JSON.
 """
@@ -21,8 +22,8 @@ from __future__ import annotations
 import argparse
 import ast
 import gzip
+import hashlib
 import html
-import itertools
 import json
 import random
 import re
@@ -34,9 +35,8 @@ from typing import Any
 
 from eyas.data.filters import PersonalData
 from eyas.data.ledger import Drop, SourceRow
+from eyas.data.recall import Recall
 from eyas.privacy.policy import NAME_TYPES, Finding, PrivacyConfig
-
-
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 SHORTEST, LONGEST = 15, 2000  # characters of a row
@@ -83,6 +83,8 @@ def _said(line: str) -> str:
         row = json.loads(line)
     except ValueError:
         return ""
+    if not isinstance(row, dict):
+        return ""
     if "messages" in row:
         return "\n".join(one["content"] for one in row["messages"] if one["role"] == "user")
     return str(row.get("text") or row.get("prompt") or "")
@@ -111,25 +113,30 @@ def _functions(text: str) -> Iterator[str]:
             yield ast.get_source_segment(text, node) or ""
 
 
-def texts_of(paths: list[Path], most: int, half: int | None) -> list[str]:
-    """At most so many different texts of files and folders, drawn with a fixed seed."""
-    chance = random.Random(0)
-    found: dict[str, None] = {}
+def texts_of(paths: list[Path]) -> set[str]:
+    """The different texts of files and folders: of a folder FILES files, by a hash of their names,
+    so that folders of several languages give the same pages.
+    """
+    found = set()
     for path in paths:
-        files = sorted(one for one in path.rglob("*") if one.is_file() and not one.is_symlink())
-        files = chance.sample(files, min(FILES, len(files))) if path.is_dir() else [path]
-        for text in itertools.chain.from_iterable(map(rows_of, files)):
-            if SHORTEST <= len(text.strip()) <= LONGEST:
-                found.setdefault(text.strip())
-    texts = sorted(found)
-    chance.shuffle(texts)
-    return texts[slice(half, None, 2 if half is not None else None)][:most]
+        files = [one for one in path.rglob("*") if one.is_file() and not one.is_symlink()]
+        files.sort(key=lambda one: hashlib.sha256(one.name.encode()).digest())
+        for file in files[:FILES] if path.is_dir() else [path]:
+            found |= {text.strip() for text in rows_of(file)}
+    return {text for text in found if SHORTEST <= len(text) <= LONGEST}
+
+
+def drawn(texts: set[str], most: int, half: int | None) -> list[str]:
+    """At most so many of the texts, with a fixed seed."""
+    ordered = sorted(texts)
+    random.Random(0).shuffle(ordered)
+    return ordered[slice(half, None, 2 if half is not None else None)][:most]
 
 
 def sets_here() -> dict[str, list[Path]]:
     """What this machine has, by kind."""
     sets = {
-        "code": [Path(sysconfig.get_paths()["stdlib"])],
+        "code": sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")),
         "wordproblems": [DATA / "gsm8k_train.jsonl.gz"],
         "en": [DATA / "tldr.jsonl.gz"],
     }
@@ -157,7 +164,7 @@ def judge(texts: list[str], config: PrivacyConfig, show: int) -> dict[str, Any]:
             by_name += any(one.type in NAME_TYPES for one in found)
             first[min(found, key=lambda one: one.start).type] += 1
             examples.append(_around(row.turns[0], found[0]))
-    low, high = wilson(changed, len(rows))
+    low, high = Recall(changed, len(rows)).interval
     for example in random.Random(0).sample(examples, min(show, len(examples))):
         print(f"      {example}")
     return {
@@ -197,8 +204,11 @@ def main() -> None:
         sets.setdefault(kind, []).append(Path(path))
     result: dict[str, Any] = {"quick": args.quick, "half": args.half}
     print("kind             rows searched changed  95 %             names dropped first")
-    for kind, paths in (sets or sets_here()).items():
-        texts = texts_of(paths, QUICK_ROWS if args.quick else ROWS, args.half)
+    found = {kind: texts_of(paths) for kind, paths in (sets or sets_here()).items()}
+    kinds = Counter(text for texts in found.values() for text in texts)
+    for kind, all_texts in found.items():
+        own = {text for text in all_texts if kinds[text] == 1}
+        texts = drawn(own, QUICK_ROWS if args.quick else ROWS, args.half)
         policies = {kind: PrivacyConfig()}
         if kind == "wordproblems":
             policies["fictional"] = PrivacyConfig(fictional=True)
