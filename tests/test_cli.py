@@ -20,10 +20,12 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict
 from typer.testing import CliRunner
 
+from eyas.bench.bench import BenchConfig
 from eyas.cli.main import COMMANDS, build
 from eyas.cli.options import override, read_run_file, stage_config, validated
-from eyas.cli.run import RunConfig, local_output
+from eyas.cli.run import RunConfig, as_exported, local_output, serve_command
 from eyas.errors import ConfigError
+from eyas.serve.server import ServeConfig
 from tests.stages import ending_target
 from tests.tiny import tiny_target, tiny_tokenizer
 
@@ -421,6 +423,27 @@ class TestPlan:
         assert "400" in shown.stdout  # 40 answers of 10 tokens
 
 
+class TestSettings:
+    @pytest.mark.parametrize(
+        ("name", "kind", "most"), [("serve", ServeConfig, 64), ("bench", BenchConfig, 48)]
+    )
+    def test_settings_and_options_take_a_line_each_of_a_hundred_columns(
+        self, name, kind, most, monkeypatch
+    ):
+        monkeypatch.setenv("COLUMNS", "100")
+        lines = run_eyas(name, "--help").stdout.rstrip().splitlines()
+        assert len(lines) <= most
+        assert all(len(line) <= 100 for line in lines)
+        rows = [line.strip("│ ") for line in lines if line.startswith("│")]
+        assert all(row.startswith(("--", "url")) for row in rows)  # none goes on in a second line
+        head = next(at for at, line in enumerate(lines) if "Settings, for --set" in line)
+        told = [line.split() for line in lines[head + 1 :] if line.strip()]
+        names = [words[0].partition("=")[0] for words in told]
+        assert {one.partition(".")[0] for one in names} == set(kind.model_fields)
+        assert len(set(names)) == len(names)
+        assert all(len(words) > 1 for words in told)  # each says what it does
+
+
 class TestRunFiles:
     @pytest.mark.parametrize(
         "path",
@@ -443,6 +466,22 @@ class TestRunFiles:
         }
         with pytest.raises(ConfigError, match=r"capture\.target"):
             validated(RunConfig, content, "run.yaml")
+
+    def test_commands_draft_as_the_run_serves(self):
+        content = {
+            "target": "a",
+            "output": "b",
+            "prompts": {"sources": [{"path": "p", "licence": "l"}]},
+            "serve": {"dtype": "bfloat16", "engine": {"speculation": "auto(4,1,5)"}},
+        }
+        config = validated(RunConfig, content, "run.yaml")
+        assert as_exported(config).speculation == "fixed(4,1,5)"
+        assert serve_command(config) == (
+            "eyas serve --target a --head ./sglang --set dtype=bfloat16 "
+            "--set 'engine.speculation=auto(4,1,5)'"
+        )
+        content["export"] = {"speculation": "fixed(2,1,3)"}
+        assert as_exported(validated(RunConfig, content, "run.yaml")).speculation == "fixed(2,1,3)"
 
     def test_an_output_in_a_store_is_refused_before_any_work(self):
         with pytest.raises(ConfigError, match="no folder of this machine"):

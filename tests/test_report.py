@@ -28,6 +28,7 @@ from eyas.bench.report import (
     pictures,
     predicted,
     render,
+    taus,
     write_reports,
 )
 from eyas.bench.server import ServerFacts
@@ -150,6 +151,9 @@ def manifest():
 def whole(manifest):
     """A page with every part, its pictures drawn."""
     bench = summary((1, 2, 4, 6, 8, 10), categories=("chat", "a task with a long name"))
+    for one in bench["results"]:
+        one["throughput_interval"] = (1_234_567.0, 2_345_678.0)  # as wide as figures come
+    bench["by_task"][0]["category"] = "Worte-ohne-" + "Leerzeichen" * 4
     commands = ["eyas bench http://127.0.0.1:8000 " + "--set a=b " * 20]
     return render(Contents(bench, EVALUATION, LEDGER, manifest, commands))
 
@@ -511,14 +515,80 @@ def test_csv_has_a_line_for_every_result_and_comparison():
     assert {line["rate"] for line in lines} == {"", "2.0"}
 
 
+def test_a_report_names_files_and_not_where_they_lie(tmp_path, manifest):
+    """It is passed on: paths are those of somebody's machine. Endpoints and stores stay."""
+    bench = summary()
+    bench["config"]["prompts"] = "/home/me/my prompts/p.jsonl"
+    bench["servers"]["eagle"]["model"] = "/models/mine"
+    bench["results"][0]["errors"] = {"HTTP 400: no file ~/x/y.json at /v1/chat/completions": 1}
+    config = {"target": "/data/models/t", "raw": ["../shared/raw.jsonl"], "store": "s3://b/me/x"}
+    manifest = manifest.model_copy(update={"config": config, "url": "file:///tmp/out/bench"})
+    command = "eyas bench http://h:8000/v1 --prompts '/home/me/my prompts/p.jsonl' -o /tmp/o/b"
+    commands = [command, "eyas serve -t /data/models/t --set train.path=/home/me/f --head=~/h/k"]
+    write_reports(Artifact(str(tmp_path)), Contents(bench, EVALUATION, LEDGER, manifest, commands))
+    for name in NAMES[:2]:
+        text = (tmp_path / name).read_text(encoding="utf-8")
+        for folder in ("/home", "/data", "/tmp", "/models", "my prompts", "~/", "..", "file:"):
+            assert folder not in text.replace("...", ""), (name, folder)
+        for kept in ("http://h:8000/v1", "p.jsonl", "s3://b/me/x", "raw.jsonl", "train.path=f"):
+            assert kept in text, (name, kept)
+    assert "at /v1/chat/completions" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_every_tau_of_the_report_has_its_meaning():
+    bench = summary(num_chunks=5)
+    bench["results"][1] |= {"num_plain_steps": 30, "tokens_per_forward": 1.4}
+    said = {**EVALUATION, "predicted": {"by_concurrency": [foretold("auto(6,3,12)", 1, 1.5)]}}
+    found = taus(Contents(bench, said))
+    assert [(name, value) for name, value, _ in found] == [
+        ("tokens per chunk (plain, 1 at a time)", "2.20"),
+        ("tau (eagle, 1 at a time)", "2.00"),
+        ("tokens a forward (eagle, 1 at a time)", "1.40"),
+        ("tokens per chunk (eagle, 1 at a time)", "2.20"),
+        ("tau, held-out", "2.50"),
+        ("tau, predicted (eagle, 1 at a time)", "2.10"),
+    ]
+    assert "Which tau is which" in words(render(Contents(bench, said)))
+
+
+def test_a_ratio_without_an_interval_is_drawn_and_printed_nowhere():
+    bench = summary()
+    for one in (*bench["comparisons"], *bench["by_task"]):
+        one |= {"speedup_interval": None, "num_turns": 3}
+    said = {**EVALUATION, "predicted": {"by_concurrency": [foretold("auto(6,3,12)", 4, 2.0)]}}
+    page = words(render(Contents(bench, said)))
+    assert "1.82" not in page
+    assert "too few turns" in page
+    assert "Speed-up" not in [name for name, _, _ in pictures(Contents(bench))]
+
+
+def test_the_interval_of_a_bar_stands_out_from_it(drawn):
+    """Ink on a lane of the card's colour, across the end of a bar; its ends are in figures too."""
+    points = [figures.Point(1, 8.0, 7.5, 8.6)], [figures.Point(1, 6.0, 5.8, 6.1)]
+    series = [figures.Series(name, at, points[at]) for at, name in enumerate(("plain", "eagle"))]
+    picture = str(figures.against_load(series, "TPOT, ms", "requests at a time"))
+    bars = re.findall(r"<g><title>(.*?)</title>(.*?)</g>\s*</g>", picture, re.S)
+    assert [name for name, _ in bars] == ["7.5 to 8.6", "5.8 to 6.1"]
+    assert all("var(--ink)" in drawn and "var(--series" not in drawn for _, drawn in bars)
+    assert picture.count("var(--card)") >= 2
+    assert "5.8 to 6.1</text>" in picture or "5.8 to 6.1</tspan>" in picture
+
+
 @needs_chromium
 def test_a_browser_draws_it_no_wider_than_the_screen(tmp_path, whole, drawn):
     """On a phone and on a desk; in frames, as a browser's window is no narrower than 500 pixels."""
-    widths = (390, 1200)
+    widths = (390, 1200, 1280)
     measured = """<script>
       const low = one => one.getBoundingClientRect().height < 90;
       const small = [...document.querySelectorAll("svg")].filter(low).length;
-      parent.postMessage([document.documentElement.scrollWidth, innerWidth, small], "*");
+      const over = [...document.querySelectorAll(".scroll")].filter(
+        one => one.scrollWidth > one.clientWidth).length;
+      const bars = [...document.querySelectorAll("figure g:has(> title)")].map(one => {
+        const box = one.getBoundingClientRect();
+        return Math.max(box.width, box.height);
+      });
+      const row = [document.documentElement.scrollWidth, innerWidth, small, over, bars];
+      parent.postMessage(row, "*");
     </script></body>"""
     report, page = tmp_path / "report.html", tmp_path / "page.html"
     report.write_text(whole.replace("</body>", measured), encoding="utf-8")
@@ -530,11 +600,15 @@ def test_a_browser_draws_it_no_wider_than_the_screen(tmp_path, whole, drawn):
         f"{''.join(frames)}</body>"
     )
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu"]
-    command += [f"--user-data-dir={tmp_path}/profile", "--window-size=1700,5000"]
+    command += [f"--user-data-dir={tmp_path}/profile", "--window-size=3100,5000"]
     command += ["--virtual-time-budget=3000", "--dump-dom", page.as_uri()]
     seen = subprocess.run(command, capture_output=True, timeout=120, check=True).stdout.decode()
     found = json.loads(re.search(r"<title>(\[.*?\])</title>", seen).group(1))
-    assert sorted(window for _, window, _ in found) == sorted(widths)
-    for wide, window, small in found:
+    assert sorted(one[1] for one in found) == sorted(widths)
+    for wide, window, small, over, bars in found:
         assert wide <= window
         assert small == 0
+        assert over == 0  # no table is wider than its card
+        # TPOT and throughput of two arms, speed-up of one, at six loads: each bar has caps
+        assert len(bars) == 5 * 6
+        assert min(bars) >= 8  # and markers take 4: the shortest interval is seen

@@ -78,13 +78,18 @@ class ArmConfig(BaseModel):
 
 
 class BenchConfig(BaseModel):
-    """What is asked, and at which loads: requests at a time, or a second. The first arm is the
-    baseline of comparisons.
+    """What is asked, and at which loads.
+
+    prompts: JSON lines, .gz or plain, or synthetic(64,512). They are eyas' own, OpenAI's messages,
+    or Spec-Bench's. url: of the server. arms: ways to ask, by name; the first is the baseline of
+    comparisons. num_prompts: at each load, or 4 times its requests. concurrencies: requests at a
+    time, one load each. rates: requests a second, answered or not (open loops). max_tokens: of an
+    answer. temperature: 0 is greedy. seed: of prompts, arrivals and draws. compare_anyway: unlike
+    with unlike, and say so.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    # JSON lines, .gz or plain: eyas' prompts, OpenAI's messages, Spec-Bench; or synthetic(64,512)
     prompts: str = BUILTIN
     url: str = "http://127.0.0.1:8000"
     arms: dict[str, ArmConfig] = Field(
@@ -93,7 +98,7 @@ class BenchConfig(BaseModel):
     )
     num_prompts: int = Field(default=40, ge=1)
     concurrencies: tuple[int, ...] = (1,)
-    rates: tuple[float, ...] = ()  # of open loops: requests a second, answered or not
+    rates: tuple[float, ...] = ()
     max_tokens: int = Field(default=128, ge=1)
     temperature: float = Field(default=0.0, ge=0)
     seed: int = 0

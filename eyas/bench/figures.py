@@ -12,9 +12,12 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from eyas.figure import INK, color, svg
+from eyas.figure import color, hint, svg
 
 SERIES = tuple(color(f"series-{number}") for number in range(4))
+INK, CARD = color("ink"), color("card")
+CAP = 9  # points of an error bar's ends: more than a marker, so that the shortest bar is seen
+APART = 0.012  # of the axis, between two series at one load, or their error bars hide each other
 WIDE = 20  # a range of loads over which a linear axis would put the lowest into one place
 
 
@@ -52,7 +55,7 @@ def against_load(series: Sequence[Series], label: str, x_label: str, even: bool 
     def paint(axes: Axes) -> None:
         if even:
             axes.axhline(1, color=INK, linewidth=1, linestyle=(0, (1, 2)))
-        _lines(axes, series, x_label, label)
+        _lines(axes, series, x_label, label, from_zero=not even)
 
     return svg(paint, f"{label} by {x_label}")
 
@@ -88,33 +91,32 @@ def by_position(series: Sequence[Series], label: str) -> Markup:
     return svg(paint, label)
 
 
-def _lines(axes: Axes, series: Sequence[Series], x_label: str, y_label: str) -> None:
+def _lines(
+    axes: Axes, series: Sequence[Series], x_label: str, y_label: str, from_zero: bool = True
+) -> None:
     ticks = sorted({point.x for one in series for point in one.points})
     is_wide = ticks[0] > 0 and ticks[-1] / ticks[0] > WIDE
     if is_wide:
         axes.set_xscale("log", base=2)
-    for one in series:
-        x, y = [point.x for point in one.points], [point.y for point in one.points]
-        known = [point for point in one.points if point.low is not None and point.high is not None]
+    span = ticks[-1] / ticks[0] if is_wide else ticks[-1] - ticks[0]
+    for place, one in enumerate(series):
+        shift = APART * (place - (len(series) - 1) / 2)
+        x = [point.x * span**shift if is_wide else point.x + shift * span for point in one.points]
         style: dict[str, Any] = (
             {"linestyle": (0, (4, 2)), "markerfacecolor": "none"} if one.is_expected else {}
         )
+        y = [point.y for point in one.points]
         axes.plot(
-            x, y, color=one.color, marker="o", markersize=4.5, linewidth=2, label=one.name, **style
+            x, y, color=one.color, marker="o", markersize=4, linewidth=1.6, label=one.name, **style
         )
-        if known:
-            lows, highs = (
-                [point.low or 0.0 for point in known],
-                [point.high or 0.0 for point in known],
-            )
-            axes.fill_between(
-                [point.x for point in known], lows, highs, color=one.color, alpha=0.18, linewidth=0
-            )
-            axes.vlines([point.x for point in known], lows, highs, color=one.color, linewidth=1.2)
+        for at, point in zip(x, one.points, strict=True):
+            if point.low is not None and point.high is not None:
+                _interval(axes, ([at, at], [point.low, point.high]), "_", one.color)
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
-    axes.set_ylim(bottom=0)
     axes.margins(y=0.08)
+    if from_zero:
+        axes.set_ylim(bottom=0)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     _legend(axes, series)
@@ -124,22 +126,38 @@ def _bars(axes: Axes, series: Sequence[Series], label: str) -> None:
     for place, one in enumerate(series):
         (point,) = one.points
         axes.barh(place, point.y, height=0.55, color=one.color)
+        told = f"{point.y:.3g}"
         if point.low is not None and point.high is not None:
-            axes.hlines(place, point.low, point.high, color=INK, linewidth=1.5)
-        end = max(point.y, point.high or 0)
+            ends = [point.low, point.high], [float(place)] * 2
+            axes.plot(*ends, color=CARD, linewidth=5, solid_capstyle="round")  # apart from the bar
+            _interval(axes, ends, "|", INK)
+            told += f"\n{point.low:.3g} to {point.high:.3g}"
         axes.annotate(
-            f"{point.y:.3g}",
-            (end, place),
-            (5, 0),
+            told,
+            (max(point.y, point.high or 0), place),
+            (7, 0),
             textcoords="offset points",
             va="center",
-            fontsize=11,
+            fontsize=10,
         )
     axes.set_yticks(range(len(series)), [one.name for one in series])
     axes.set_ylim(len(series) - 0.5, -0.5)
-    axes.margins(x=0.18)
+    axes.margins(x=0.35)
     axes.grid(axis="y", visible=False)
     axes.set_xlabel(label)
+
+
+def _interval(axes: Axes, ends: tuple[list[float], list[float]], cap: str, ink: str) -> None:
+    """An error bar with caps between two points (x, y); it tells its ends under the pointer."""
+    style: dict[str, Any] = {
+        "linewidth": 1.6,
+        "markersize": CAP,
+        "markeredgewidth": 1.6,
+        "zorder": 3,
+    }
+    (bar,) = axes.plot(*ends, color=ink, marker=cap, **style)
+    along = ends[1] if cap == "_" else ends[0]
+    hint(bar, f"{along[0]:.3g} to {along[1]:.3g}")
 
 
 def _in_percent(axes: Axes) -> None:

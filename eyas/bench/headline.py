@@ -34,8 +34,8 @@ def not_drafting(compared: Row) -> str:
 
 
 def is_certain(interval: Interval | None) -> bool:
-    """Whether a ratio with this interval is not 1."""
-    return interval is not None and not interval[0] <= 1 <= interval[1]
+    """Whether a ratio with this interval is not 1, in the two digits that are shown."""
+    return interval is not None and not round(interval[0], 2) <= 1 <= round(interval[1], 2)
 
 
 def too_few(compared: Row) -> str:

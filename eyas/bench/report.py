@@ -8,8 +8,9 @@ figures mean, not who made them.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ THROUGHPUT_NOTE = (
     "Higher is better."
 )
 SPEEDUP_NOTE = (
-    "Median TPOT of the baseline over that of the arm, with a 95 % interval. Above 1 is faster."
+    "Median TPOT of the baseline over that of the arm, with a 95 % interval. Above 1 is faster. "
+    "Loads of too few turns for an interval are left out."
 )
 TTFT_NOTE = "Median time from the request to the first text, with its 95 % interval."
 TREE_NOTE = (
@@ -57,6 +59,13 @@ SAID_BY = {
 SPECULATIONS = ("auto", "fixed")  # what the engine's ways to speculate begin with
 # of the cores: a load average above this says that something else is, or just was, at work
 BUSY = 1.2
+# An absolute path, or one that leads out of the working folder, up to its last name; within quotes,
+# and where it is the whole text, it may hold spaces. No URL, and no endpoint of an API.
+FOLDERS = re.compile(
+    r"^(?:file://|~|\.\.)?/(?!v1/)(?:(?!://)[^\n'\"])*/(?=[^\s/]+$)"
+    r"|(?P<quote>['\"])(?:file://)?[~/](?!v1/)[^'\"]*/(?=[^'\"/]*(?P=quote))"
+    r"|(?<![\w.:/~-])(?:(?:file://|~)?/(?!v1/)|(?:\.\./)+)(?:[^\s/'\"=,;:]+/)*(?=[^\s/'\"])"
+)
 Picture = tuple[str, Markup, str]  # heading, SVG, note
 Known = tuple[float, float | None, float | None]  # a figure, and what it lies between
 
@@ -79,11 +88,37 @@ class Contents:
     head_is_stated: bool = False
 
 
+def without_folders(value: Any) -> Any:
+    """JSON with files' names in place of their paths on this machine: a report is passed on."""
+    if isinstance(value, str):
+        return FOLDERS.sub(lambda found: found["quote"] or "", value)
+    if isinstance(value, Mapping):
+        return {without_folders(name): without_folders(one) for name, one in value.items()}
+    if isinstance(value, Sequence):
+        return [without_folders(one) for one in value]
+    return value
+
+
+def _to_pass_on(contents: Contents) -> Contents:
+    manifest = contents.manifest
+    if manifest is not None:
+        manifest = Manifest.model_validate(without_folders(manifest.model_dump(mode="json")))
+    return replace(
+        contents,
+        bench=without_folders(contents.bench),
+        evaluation=without_folders(contents.evaluation),
+        ledger=without_folders(contents.ledger),
+        manifest=manifest,
+        commands=without_folders(list(contents.commands)),
+    )
+
+
 def write_reports(folder: Artifact, contents: Contents) -> str:
     """Write the three files into a folder and return where the page is. Raises what `render`
     raises.
     """
     page = render(contents)
+    contents = _to_pass_on(contents)
     notes = [*contents.commands, *([f"# {tables.STATED}"] if contents.head_is_stated else [])]
     markdown = tables.markdown(contents.bench, contents.manifest, notes, contents.title)
     csv = tables.csv(contents.bench)
@@ -96,6 +131,7 @@ def render(contents: Contents) -> str:
     """The report as HTML. Raises EyasError for a summary with a speed-up above tau, InputError for
     one of an older kind.
     """
+    contents = _to_pass_on(contents)
     bench = contents.bench
     comparisons = headline.every(bench, "comparisons") if "open_loop" in bench else []
     if "open_loop" not in bench or not all("num_turns" in one for one in comparisons):
@@ -124,9 +160,11 @@ def render(contents: Contents) -> str:
         pictures=pictures(contents),
         said_by=SAID_BY,
         evaluation=contents.evaluation,
+        taus=taus(contents),
         predictions=predictions(contents),
         ledger=contents.ledger,
-        not_drafting=headline.not_drafting,
+        ratio_of=tables.ratio_cell,
+        is_certain=headline.is_certain,
         server_line=tables.server_line,
         head_is_stated=tables.STATED if contents.head_is_stated else "",
         fates=fates(contents.ledger) if contents.ledger else [],
@@ -136,6 +174,34 @@ def render(contents: Contents) -> str:
         is_busy=machine["load_average"][0] > BUSY * machine["cores"],
         commands=contents.commands,
     )
+
+
+def taus(contents: Contents) -> list[tuple[str, str, str]]:
+    """Name, value and meaning of every tau in the report: they are different numbers."""
+    found: list[tuple[str, float | None, str]] = []
+    bench, evaluation = contents.bench, contents.evaluation
+    for row in headline.at_lowest_load(bench["results"] or bench["open_loop"]["results"]):
+        of = f"({row['arm']}, {headline.load_of(row)})"
+        if row["tau"] is not None and row["tau_from"] != "chunks":
+            what = "tokens of a round that drafted: no speed-up by a head can be above it"
+            found.append((f"tau {of}", row["tau"], what))
+        if row["num_plain_steps"] and row["tokens_per_forward"]:
+            what = "the same over all rounds, those left plain too: what this arm gained at most"
+            found.append((f"tokens a forward {of}", row["tokens_per_forward"], what))
+        if row["tokens_per_chunk"]:
+            what = "of the stream: a tau only where a server sends a round as one chunk"
+            found.append((f"tokens per chunk {of}", row["tokens_per_chunk"], what))
+    if evaluation is not None:
+        what = (
+            f"before any server ran, on held-out answers ({evaluation['assumes']}): of the draft "
+            "that was evaluated, which may be another than the served one"
+        )
+        found.append(("tau, held-out", evaluation["tau"], what))
+    for one in predictions(contents)[:1]:
+        what = "what the evaluation expected of the served draft at this load"
+        of = f"({one['arm']}, {one['concurrency']} at a time)"
+        found.append((f"tau, predicted {of}", one["predicted"].get("tau"), what))
+    return [(name, headline.number(value), what) for name, value, what in found]
 
 
 def tasks(bench: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -230,7 +296,10 @@ def _of_loads(
         [row for row in results if row["arm"] in drafting],
         lambda row: _interval(nodes_of_all(row), None),
     )
-    speedups = series(comparisons, lambda row: _interval(row["speedup"], row["speedup_interval"]))
+    speedups = series(
+        [row for row in comparisons if row["speedup_interval"] is not None],
+        lambda row: _interval(row["speedup"], row["speedup_interval"]),
+    )
     if speedups:
         speedups += expected
     if len({row[load] for row in results}) < 2:

@@ -141,7 +141,7 @@ def _body(bench: Row) -> Iterable[str]:
                 (
                     f"{row['arm']} over {row['baseline']}",
                     load_of(row),
-                    *(_ratio(row, name) for name in RATIOS),
+                    *(ratio_cell(row, name) for name in RATIOS),
                     _tau(row),
                     _identical(row),
                 )
@@ -158,7 +158,7 @@ def _body(bench: Row) -> Iterable[str]:
                     load_of(row),
                     row["num_pairs"],
                     f"{number(row['tpot_ms_baseline'])} → {number(row['tpot_ms'])}",
-                    _ratio(row, "speedup"),
+                    ratio_cell(row, "speedup"),
                     _tau(row),
                 )
                 for row in bench["by_task"]
@@ -251,7 +251,7 @@ def show_table(bench: Row) -> None:
             "TPOT, ms (median)": (_parts(row["tpot_ms"], "median") for row in own),
             "output tokens/s": (number(row["throughput_tps"]) for row in own),
             **{
-                name: ["–" if row is None else _ratio(row, ratio) for row in pairs]
+                name: ["–" if row is None else ratio_cell(row, ratio) for row in pairs]
                 for name, ratio in zip(("TPOT", "throughput", "end to end"), RATIOS, strict=True)
             },
             "identical greedy answers": ("–" if row is None else _identical(row) for row in pairs),
@@ -284,7 +284,7 @@ def _tau(row: Row) -> str:
     return number(row["tau"]) + (" (per chunk)" if row["tau_from"] == "chunks" else "")
 
 
-def _ratio(row: Row, name: str) -> str:
+def ratio_cell(row: Row, name: str) -> str:
     """A ratio with its interval, in a cell: what is not certain has no figure of its own."""
     value, interval = row[name], row[f"{name}_interval"]
     note = not_drafting(row) if name == "speedup" else ""

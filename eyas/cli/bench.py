@@ -91,7 +91,8 @@ def command(
         )
     manifest = measured.manifest("bench")
     report = write_reports(
-        measured, Contents(bench=summary, manifest=manifest, commands=[command_line()])
+        measured,
+        Contents(bench=summary, manifest=manifest, commands=[command_line(), *asked(config)]),
     )
     print(f"report: {report}")
     closed, opened = (
@@ -114,6 +115,18 @@ def arms_for(url: str, against: str | None) -> Mapping[str, Any]:
     if facts.kind == "eyas" and facts.has_head:
         return {PLAIN: {"speculation": False}, EAGLE: {"speculation": True}}
     return {"server": {}}
+
+
+def asked(config: BenchConfig) -> list[str]:
+    """A remark for each arm: where and how it was asked, its own speculation among it."""
+    remarks = []
+    for name, arm in config.arms.items():
+        body = dict(arm.fields)
+        if arm.speculation is not None:
+            body["speculation"] = arm.speculation
+        with_it = f" with {json.dumps(body)}" if body else ", as the server speculates"
+        remarks.append(f"# {name}: {arm.url or config.url}{with_it}")
+    return remarks
 
 
 async def _facts(url: str) -> ServerFacts:

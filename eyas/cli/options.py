@@ -5,6 +5,7 @@ Knows pydantic and YAML, no stage.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -17,6 +18,8 @@ from rich.markup import escape
 
 from eyas.errors import ConfigError, MissingInputError
 
+# Of 100 columns: a setting and its default, a space, what it does; two are the margins.
+NAME_WIDTH, HELP_WIDTH = 40, 57
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 TargetOption = Annotated[
@@ -111,22 +114,38 @@ def stage_config(
 
 
 def settings(kind: type[BaseModel]) -> str:
-    """The fields of a config with their defaults as `--set` takes them, a line per section."""
-    lines = ["Settings, for --set and for a run file:", *_lines(kind, "", None)]
-    return escape("\n\n".join(lines))
+    """The fields of a config with their defaults as `--set` takes them and what its docstring says
+    of them: a line each, a group for each section.
+    """
+    groups = ["\n".join(lines) for lines in _groups(kind, "", None)]
+    return escape("\n\n".join(["Settings, for --set and for a run file:", *groups]))
 
 
-def _lines(kind: type[BaseModel], prefix: str, section: BaseModel | None) -> list[str]:
+def _groups(kind: type[BaseModel], prefix: str, section: BaseModel | None) -> list[list[str]]:
     own, sections = [], []
     for name, field in kind.model_fields.items():
         default = (
             getattr(section, name) if section else field.get_default(call_default_factory=True)
         )
         if isinstance(default, BaseModel):
-            sections += _lines(type(default), f"{prefix}{name}.", default)
-        else:
-            own.append(f"{prefix}{name}" + ("" if field.is_required() else f"={_plain(default)}"))
-    return ["  ".join(own), *sections] if own else sections
+            sections += _groups(type(default), f"{prefix}{name}.", default)
+            continue
+        text = f"{prefix}{name}"
+        if not field.is_required():
+            text = _shortened(f"{text}={_plain(default)}", NAME_WIDTH)
+        own.append(f"{text:{NAME_WIDTH}} {_shortened(_said_of(kind, name), HELP_WIDTH)}".rstrip())
+    return [own, *sections] if own else sections
+
+
+def _said_of(kind: type[BaseModel], field: str) -> str:
+    """What a config's docstring says of a field, as `field: text.`; "" where it says nothing."""
+    text = " ".join((kind.__doc__ or "").split())
+    said = re.search(rf"(?:^|[.:] ){field}: (.+?)(?:[.;] |\.$|$)", text)
+    return said.group(1) if said else ""
+
+
+def _shortened(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1].rstrip()}…"
 
 
 def _plain(value: Any) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -180,7 +181,11 @@ def run(content: dict[str, Any], command_line: str, anyway: bool = False) -> Non
             evaluation=evaluation,
             ledger=done["prompts"].read_json("ledger.json"),
             manifest=done["bench"].manifest(),
-            commands=[command_line, *done["export"].manifest().facts["commands"].values()],
+            commands=[
+                command_line,
+                serve_command(config),
+                *done["export"].manifest().facts["commands"].values(),
+            ],
         ),
     )
     seconds = round(time.monotonic() - started, 1)
@@ -237,7 +242,7 @@ def run_stages(config: RunConfig, root: str, anyway: bool = False) -> dict[str, 
         evaluate(settings, target, head.url, evaluation, held_out, questions, track)
     exported = StageFolder(root, "export")
     with stage("export", exported) as track:
-        export(config.export, target, head, exported, track, evaluation)
+        export(as_exported(config), target, head, exported, track, evaluation)
     folders = [check_form(exported, form, target) for form in config.export.forms]
     measured = serve_and_bench(config, root, prompts, exported, folders[0])
     done = {"prompts": prompts, "generate": answers, "capture": features, "train": head}
@@ -303,6 +308,28 @@ def as_served(config: RunConfig) -> EvalConfig:
     for name in config.eval.model_fields_set:
         from_elsewhere.pop(name, None)
     return config.eval.model_copy(update=from_elsewhere)
+
+
+def as_exported(config: RunConfig) -> ExportConfig:
+    """The settings of export; what they leave open, launch commands draft as the run serves."""
+    speculation = config.serve.engine.parsed()
+    if speculation.mode == "off" or "speculation" in config.export.model_fields_set:
+        return config.export
+    fixed = str(dataclasses.replace(speculation, mode="fixed"))
+    return config.export.model_copy(update={"speculation": fixed})
+
+
+def serve_command(config: RunConfig) -> str:
+    """The server that is measured, as one would type it: its own speculation and sizes."""
+    settings = config.serve.model_dump(mode="json", exclude_defaults=True)
+    settings = {name: value for name, value in settings.items() if name != "target"}
+    engine = settings.pop("engine", {})
+    engine.setdefault("speculation", config.serve.engine.speculation)
+    settings |= {f"engine.{name}": value for name, value in engine.items()}
+    words = ["eyas", "serve", "--target", config.target, "--head", f"./{config.export.forms[0]}"]
+    for name, value in settings.items():
+        words += ["--set", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
+    return shlex.join(words)
 
 
 def bench_prompts(config: RunConfig, prompts: Artifact, root: str) -> str:

@@ -29,6 +29,7 @@ from eyas.serve.server import ServeConfig, serve
 from eyas.serve.vertex import from_environment
 
 CONFIG = ServeConfig
+MODEL, ADDRESS, OTHER = "Model and head", "Address and keys", "Another engine"  # panels of the help
 _SETTINGS = {"target", "head", "dtype", "model", "host", "port", "engine"}
 _ENGINE_SETTINGS = {"speculation", "max_length", "max_batch"}
 
@@ -47,37 +48,46 @@ class EngineName(StrEnum):
 
 def command(
     target: Annotated[
-        str | None, typer.Option("--target", "-t", help='folder of the target, or "builtin"')
+        str | None,
+        typer.Option("--target", "-t", help='its folder, or "builtin"', rich_help_panel=MODEL),
     ] = None,
     head: Annotated[
-        str | None, typer.Option(help="folder of a head in any form; without one, plain decoding")
+        str | None, typer.Option(help="in any form; none: plain decoding", rich_help_panel=MODEL)
     ] = None,
-    host: Annotated[str | None, typer.Option(help="address to listen on (127.0.0.1)")] = None,
-    port: Annotated[int | None, typer.Option(help="port; 0 takes a free one (8000)")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 (cpu)")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1 (cpu)", rich_help_panel=MODEL)
+    ] = None,
     speculation: Annotated[
-        str | None, typer.Option(help="off, auto, or fixed(steps,branches,nodes) (auto)")
+        str | None,
+        typer.Option(help="off, auto, fixed(steps,branches,nodes) (auto)", rich_help_panel=MODEL),
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(help="to listen on (127.0.0.1)", rich_help_panel=ADDRESS)
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(help="0 takes a free one (8000)", rich_help_panel=ADDRESS)
     ] = None,
     api_keys: Annotated[
-        str | None, typer.Option(help="file with one key per line; EYAS_API_KEYS adds to it")
+        str | None,
+        typer.Option(help="file, a key a line; EYAS_API_KEYS adds to it", rich_help_panel=ADDRESS),
     ] = None,
     engine: Annotated[
-        EngineName | None, typer.Option(help="serve with an installed engine in place of ours")
+        EngineName | None,
+        typer.Option(help="installed here, in place of ours", rich_help_panel=OTHER),
     ] = None,
-    engine_args: Annotated[str, typer.Option(help="more flags for it")] = "",
+    engine_args: Annotated[str, typer.Option(help="more flags for it", rich_help_panel=OTHER)] = "",
     print_command: Annotated[
-        bool, typer.Option("--print-command", help="show the command of --engine, and run nothing")
+        bool,
+        typer.Option("--print-command", help="show it, and run nothing", rich_help_panel=OTHER),
     ] = False,
     run_file: RunFile = None,
     overrides: Overrides = None,
 ) -> None:
     """Serve OpenAI's API until interrupted; the output is the target's own, with or without a head.
 
-    Endpoints: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, SGLang's /generate,
-    /health, /metrics, /openapi.json, and a page to try it at /. One line of log per request. Queue,
-    sizes, rates and times: --set limits.max_queue=64, and so on. In a container of Vertex AI,
-    address, routes and model come from its environment (AIP_HTTP_PORT, AIP_HEALTH_ROUTE,
-    AIP_PREDICT_ROUTE, AIP_STORAGE_URI).
+    A page to try it is at /, the endpoints are in /openapi.json, counters at /metrics. One line of
+    log per request. In a container of Vertex AI, address, routes and model come from its AIP_
+    variables.
     """
     settings = {"engine.speculation": speculation, "limits.api_keys": api_keys}
     overrides = [

@@ -47,9 +47,10 @@ class EngineConfig(BaseModel):
 
     max_batch: samples that run at a time. max_length: tokens of prompt and answer together.
     num_pages: pages of 16 tokens; None takes as many as max_batch requests of max_length need.
-    prefill_chunk: tokens of a prefill. speculation: off, auto or fixed, auto and fixed with sizes
+    prefill_chunk: tokens of a prefill. speculation: off, auto or fixed; auto and fixed with sizes
     if the defaults do not fit: fixed(6,3,12) are num_draft_steps, tree_topk and num_verify_tokens,
-    root included. overlap: None takes the overlapped loop on CUDA, the normal one on a CPU.
+    root included. overlap: of host and device; None takes the overlapped loop on CUDA, the normal
+    one on a CPU.
     prefix_reuse: keep computed prefixes for other requests.
     """
 

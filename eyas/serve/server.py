@@ -48,10 +48,12 @@ log = logging.getLogger("eyas.serve")
 
 
 class ServeConfig(BaseModel):
-    """The served model, its precision, and the address. Port 0 takes a free one. device: cpu, cuda,
-    cuda:1.
+    """The served model, its precision, and the address. target: a folder, or a name of a hub.
+    head: the same, in any form. dtype: of the weights, auto as in the checkpoint. device: cpu,
+    cuda, cuda:1. model: the name in requests, else that of the folder. host: address to listen on.
+    port: 0 takes a free one. vertex: routes of Vertex AI, from its environment.
 
-    threads: of the engine on a CPU, by default torch's own choice, all cores. On few cores a small
+    threads: of the engine on a CPU; by default torch's own choice, all cores. On few cores a small
     model is served faster with one thread less: threads that wait for each other at every operator
     are held up by the event loop and the clients.
     """
@@ -62,7 +64,7 @@ class ServeConfig(BaseModel):
     head: str | None = None
     dtype: Dtype = "auto"
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
-    model: str | None = None  # the name in requests; by default that of the target's folder
+    model: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     threads: int | None = Field(None, ge=1)

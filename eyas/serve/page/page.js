@@ -611,7 +611,7 @@ function compared(plain, head) {
   const [low, high] = medianInterval(races.map((one) => one.ratio));
   const ratio = median(races.map((one) => one.ratio));
   const within = `over ${races.length} races (${decimals(low, 2)} to ${decimals(high, 2)})`;
-  if (low <= 1 && high >= 1) return `${rounds}No certain difference in tokens a second ${within}.`;
+  if (decimals(low, 2) <= 1 && decimals(high, 2) >= 1) return `${rounds}No certain difference in tokens a second ${within}.`;
   const most = races.reduce((sum, one) => sum + one.ofAll, 0) / races.reduce((sum, one) => sum + one.all, 0);
   if (ratio > most) {
     return `${rounds}No speed is claimed: ${decimals(ratio, 2)} ${within} is more than ${decimals(most, 2)} tokens a round can give.`;
