@@ -244,9 +244,19 @@ def test_every_sample_and_every_stream_has_its_own(client, max_tokens):
     assert whole.usage.completion_tokens == 4 * max_tokens
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_no_tokens_are_an_answer_too(client, stream):
-    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 0, "stream": stream}
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"stream": True},
+        {"stream": True, "stream_options": {"include_rounds": True, "include_usage": True}},
+        {"stop": ["x"], "temperature": 1},
+        {"n": 3},
+    ],
+    ids=str,
+)
+def test_no_tokens_are_an_answer_too(client, options):
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 0, **options}
     reply = post(client, body, "/v1/completions").text
     choice = json.loads(reply.removeprefix("data: ").split("\n\n")[0])["choices"][0]
     assert (choice["text"], choice["finish_reason"], choice["logprobs"]) == ("", "length", None)
@@ -257,3 +267,25 @@ def test_a_prompt_may_fill_the_context_where_no_answer_follows(client):
     assert len(scores(complete(client, ids, **SCORING))) == MAX_LENGTH
     body = {"model": MODEL, "prompt": ids, "max_tokens": 1}
     assert post(client, body, "/v1/completions").json()["error"]["param"] == "prompt"
+
+
+def test_a_client_that_leaves_takes_its_scores_with_it(world):
+    """A request is cancelled between two parts of its prompt; others have their own numbers."""
+    asked = prompts()
+    alone = scored(world.engine(), asked)
+    engine = world.engine(prefill_chunk=16)
+    for request in asked:
+        engine.add(request)
+    gone = max(asked, key=lambda request: len(request.prompt_ids))
+    engine.step()
+    engine.cancel(gone.id)
+    found = {}
+    while engine.has_work:
+        for update in engine.step():
+            found[update.request_id] = [one.logprob for one in update.prompt_logprobs]
+    engine.check()
+    assert found == {
+        request.id: pytest.approx(numbers, abs=1e-5)
+        for request, numbers in zip(asked, alone, strict=True)
+        if request is not gone
+    }

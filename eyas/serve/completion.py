@@ -101,7 +101,7 @@ class Choice:
         trace = None
         if self._by_token is not None:
             texts = [self._by_token.push([token]) for token in update.token_ids]
-            if is_last:
+            if is_last and texts:
                 texts[-1] += self._by_token.finish()
             trace = RoundTrace(texts, update.tree)
         return Delta(

@@ -7,7 +7,6 @@ Chat of its own. Knows no role token.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from functools import cached_property
@@ -127,4 +126,5 @@ class Tokenizer:
 
     @cached_property
     def _is_byte_level(self) -> bool:
-        return '"ByteLevel"' in json.dumps(json.loads(self._backend.to_str())["decoder"])
+        # the decoder's own state: that of a whole tokenizer is megabytes
+        return b'"ByteLevel"' in self._backend.decoder.__getstate__()
