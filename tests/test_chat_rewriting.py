@@ -269,6 +269,25 @@ def test_an_answer_with_a_call_left_out_has_no_row(tmp_path: Path) -> None:
     assert chat.turn([user("Tables?"), answer(None, tool_calls=calls[:1])])
 
 
+def test_reasoning_that_the_content_repeats_is_not_there_for_that(tmp_path: Path) -> None:
+    chat = Chat(like_qwen(tmp_path, LIKE_GEMMA_4))
+    with pytest.raises(TemplateError, match="leaves out reasoning"):
+        chat.turn([user("17 times 3?"), answer("It is 51, so 51.", reasoning_content="51")])
+
+
+def test_white_space_behind_an_answer_with_reasoning_has_no_row(tmp_path: Path) -> None:
+    """Whose it is cannot be found in two ways, as nothing else stands there."""
+    breaks = LIKE_QWEN.replace(
+        "{{- '<|im_end|>\\n' }}{% endif %}{% endfor %}",
+        "{{- ' <|im_end|>\\n' }}{% endif %}{% endfor %}",
+    )
+    assert breaks != LIKE_QWEN
+    chat = Chat(like_qwen(tmp_path, breaks))
+    assert chat.turn([user("17 times 3?"), answer("51.")])
+    with pytest.raises(TemplateError, match="white space of its own"):
+        chat.turn([user("17 times 3?"), answer("51.", reasoning_content=THOUGHTS)])
+
+
 @pytest.mark.parametrize(
     ("change", "what"),
     [

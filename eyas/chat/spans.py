@@ -96,6 +96,8 @@ def _answer(body: str, wording: Wording, frame: Frame) -> tuple[int, int]:
         start = (
             0 if wording.has_reasoning or not body.startswith(frame.opening) else len(frame.opening)
         )
+        if wording.has_reasoning and frame.closing:
+            raise TemplateProblem("puts white space of its own behind an answer with reasoning")
         if not body.endswith(frame.closing):
             raise TemplateProblem("does not render an answer as the target wrote it")
         return start, len(body) - len(frame.closing)

@@ -5,7 +5,6 @@ to a template. Knows neither templates nor tokenizers.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,10 +79,13 @@ class Wording:
         return cls(None, tuple(part for part in parts if part), bool(reasoning))
 
     def is_within(self, body: str) -> bool:
-        """Whether a rendered answer holds all parts, as they are or spelled as JSON."""
-        for part, times in Counter(self.parts).items():
+        """Whether a rendered answer holds all parts, as they are or spelled as JSON; one that
+        another part holds too, once more.
+        """
+        for part in {*self.parts}:
+            times = sum(other.count(part) for other in self.parts)
             forms = {part, *(json.dumps(part, ensure_ascii=ascii)[1:-1] for ascii in (True, False))}
-            if max(map(body.count, forms)) < times:
+            if sum(map(body.count, forms)) < times:
                 return False
         return True
 
