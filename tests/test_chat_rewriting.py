@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from eyas.chat import Chat, Turn
 from eyas.chat.turn import as_served
@@ -41,6 +43,10 @@ MAKERS: dict[str, tuple[Callable[..., Path], str | None]] = {
     "command-r": (like_qwen, LIKE_COMMAND_R),
     "qwen3": (like_qwen, LIKE_QWEN),
 }
+PIECES = (
+    *("<think>", "<think>\n", "</think>", "\n</think>\n\n", "\n", " ", "a", " table", "e\u0301"),
+    *("<|im_end|>", "<|im_start|>", "<|end|>", "<|channel|>final<|message|>", "<|user|>", "<tool_"),
+)
 OPEN = ("r1", "qwq", "minimax")  # prompts that end in thoughts which the target goes on with
 
 
@@ -254,8 +260,8 @@ def test_a_message_as_servers_hand_it_to_a_template() -> None:
     assert as_served(answer("Hi", thinking="Hm"), ("reasoning_content", "reasoning")) == answer(
         "Hi", reasoning_content="Hm", reasoning="Hm"
     )
-    for given, served in (("", {}), (None, {}), ("[1]", "[1]"), ("no JSON", "no JSON")):
-        [one] = as_served(answer(None, tool_calls=[call(arguments=given)]), ())["tool_calls"]
+    for arguments, served in (("", {}), (None, {}), ("[1]", "[1]"), ("no JSON", "no JSON")):
+        [one] = as_served(answer(None, tool_calls=[call(arguments=arguments)]), ())["tool_calls"]
         assert one["function"]["arguments"] == served
 
 
@@ -267,6 +273,37 @@ def test_an_answer_with_a_call_left_out_has_no_row(tmp_path: Path) -> None:
     with pytest.raises(TemplateError, match="leaves out reasoning or a tool call"):
         chat.turn([user("Tables?"), answer(None, tool_calls=calls)])
     assert chat.turn([user("Tables?"), answer(None, tool_calls=calls[:1])])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.lists(st.sampled_from(PIECES) | st.text(max_size=3), min_size=1, max_size=5).map(
+            "".join
+        ),
+        min_size=2,
+        max_size=4,
+    ).filter(lambda texts: len(texts) % 2 == 0)
+)
+def test_of_any_messages_the_row_is_exact_or_refused(
+    chats: dict[str, Chat], texts: list[str]
+) -> None:
+    """Tags of thoughts, halves of them and control tokens in messages, in every family."""
+    messages = [(user, answer)[at % 2](text) for at, text in enumerate(texts)]
+    for name, chat in chats.items():
+        tools = TOOLS if name in ("hermes", "command-r") else None
+        if name in OPEN:
+            messages[-1] = answer(f"Hm.\n</think>\n\n{texts[-1]}")
+        try:
+            turn = chat.turn(messages, tools=tools)
+        except TemplateError:
+            continue
+        assert turn.ids[: turn.num_prompt_tokens] == chat.prompt_ids(messages[:-1], tools)
+        body, end = written(chat, turn), turn.ids[len(turn.mask) - turn.mask[::-1].index(True) - 1]
+        assert end in chat.eos_token_ids
+        ended = body.removesuffix(chat._tokens.spelled([end]))
+        said = messages[-1]["content"]
+        assert ended.strip() in (said.strip(), chat._tokens.normalized(said).strip()), name
 
 
 def test_reasoning_that_the_content_repeats_is_not_there_for_that(tmp_path: Path) -> None:
