@@ -52,7 +52,7 @@ AT_ONCE = 48  # clients
 PATIENCE = 400  # times that a client comes again after a 429
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 HEAD = (
-    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     b"content-length: 9\r\n\r\n"
 )
 KINDS = ("stream", "whole", "text", "sampled", "cancelled", "bad", "garbage", "flood")

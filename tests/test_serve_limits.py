@@ -42,7 +42,7 @@ def opened(client):
 
 
 HEAD = (
-    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     b"content-length: 9\r\n\r\n"
 )
 
@@ -287,7 +287,7 @@ def test_a_client_that_reads_nothing_holds_no_place_for_longer_than_a_request_ma
     }
     text = json.dumps(body).encode()
     head = (
-        "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: "
+        "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: "
         f"application/json\r\ncontent-length: {len(text)}\r\n\r\n"
     )
     engine = world.engine(max_batch=16)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from eyas.chat.chat import Chat
 from eyas.chat.picture import MaskDisagreement
-from eyas.chat.tokenizer import TextStream
+from eyas.chat.tokenizer import TextStream, encoded
 from eyas.chat.turn import Turn
 
-__all__ = ["Chat", "MaskDisagreement", "TextStream", "Turn"]
+__all__ = ["Chat", "MaskDisagreement", "TextStream", "Turn", "encoded"]

@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Encoding, Tokenizer
 from transformers import AutoTokenizer
 
 from eyas.chat.turn import TokenizedText
@@ -31,6 +31,7 @@ _STAND_IN = "\ufdef"  # a non-character, too
 _PRIVATE = 0xF0000  # the first character of a plane for private use
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _UNCERTAIN = 4  # the last tokens may be the beginning of a character of at most so many bytes
+LONG_TEXT = 16_384  # characters
 _MANY_PENDING = 32  # tokens without a whole character: no longer a character's beginning
 
 
@@ -53,6 +54,16 @@ class RenderedText:
 
     text: str
     shield: str | None = None
+
+
+def encoded(backend: Tokenizer, text: str, add_special_tokens: bool = False) -> Encoding:
+    """The tokens of a text. To tokenize one text keeps all other threads from running (a second for
+    500 KB), a batch does not; it starts threads, so short texts are no batch.
+    """
+    if len(text) < LONG_TEXT:
+        return backend.encode(text, add_special_tokens=add_special_tokens)
+    (encoding,) = backend.encode_batch([text], add_special_tokens=add_special_tokens)
+    return encoding
 
 
 class TargetTokenizer:
@@ -116,12 +127,12 @@ class TargetTokenizer:
         being read as one.
         """
         if rendered.shield is None:
-            encoding = self._backend.encode(rendered.text, add_special_tokens=False)
+            encoding = encoded(self._backend, rendered.text)
             found = sum(map(self.control_ids.__contains__, encoding.ids))
             if found > len(self.control.findall(rendered.text)):
                 raise TemplateProblem("meets a tokenizer that makes control tokens of other text")
             return TokenizedText(rendered.text, encoding.ids, encoding.offsets)
-        expected = self._backend.encode(rendered.text, add_special_tokens=False).ids
+        expected = encoded(self._backend, rendered.text).ids
         if _STAND_IN in rendered.text or self._standing_in(rendered.text).ids != expected:
             raise TemplateProblem(
                 "meets a tokenizer that cannot take a control token's name in a message for plain "
@@ -138,7 +149,7 @@ class TargetTokenizer:
         replaced = self.control.sub(lambda found: self._stand_ins[found.group()], text).replace(
             without, ""
         )
-        encoding = self._plain_backend.encode(replaced, add_special_tokens=False)
+        encoding = encoded(self._plain_backend, replaced)
         back = {stand_in: name for name, stand_in in self._stand_ins.items()}
         plain = pattern_of(back).sub(lambda found: back[found.group()], replaced)
         return TokenizedText(

@@ -71,6 +71,12 @@ def command(
         str | None,
         typer.Option(help="file, a key a line; EYAS_API_KEYS adds to it", rich_help_panel=ADDRESS),
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="answer to this name in the header Host too (a reverse proxy's); may be repeated"
+        ),
+    ] = None,
     engine: Annotated[
         EngineName | None,
         typer.Option(help="installed here, in place of ours", rich_help_panel=OTHER),
@@ -89,7 +95,11 @@ def command(
     log per request. In a container of Vertex AI, address, routes and model come from its AIP_
     variables.
     """
-    settings = {"engine.speculation": speculation, "limits.api_keys": api_keys}
+    settings = {
+        "engine.speculation": speculation,
+        "limits.api_keys": api_keys,
+        "limits.allowed_hosts": allowed_host,
+    }
     overrides = [
         *(overrides or []),
         *(f"{name}={json.dumps(value)}" for name, value in settings.items() if value is not None),

@@ -2,8 +2,11 @@
 
 Knows the worker, not the engine's inside.
 
-    key, rate -> body (size, time) -> RequestBody -> CompletionWriter with the engine's requests
-        -> queue -> updates -> events or one object
+    host, key, rate -> body (size, time) -> RequestBody -> CompletionWriter with the engine's
+        requests -> queue -> updates -> events or one object
+
+A body is parsed, rendered and tokenized in a thread, large ones in another than small ones: the
+event loop waits for none of it.
 
 Every failure on this way is an ApiError. Every request ends in one line of log and in the metrics;
 neither has any of its text. Until a model is served (`Api.open`), requests get 503.
@@ -16,18 +19,21 @@ import logging
 import time
 import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from eyas.chat import Chat
 from eyas.engine.engine import Engine
@@ -50,6 +56,8 @@ LOADING_RETRY_S = 5
 # A body up to so many times too long is read to its end, or the client would see no answer: the
 # connection is reset when it is closed with unread bytes.
 MAX_BODY_OVERRUN = 4
+SMALL_BODY = 16 << 10  # bytes: tokenized in some 10 ms
+MAX_HELD_BODIES = 16  # large bodies that are read or wait for their translation, times the largest
 log = logging.getLogger("eyas.serve")
 T = TypeVar("T")
 
@@ -83,10 +91,29 @@ def create_app(
         await api.close()
 
     app = Starlette(
-        routes=api.routes(), exception_handlers={HTTPException: _http_error}, lifespan=lifespan
+        routes=api.routes(),
+        middleware=[Middleware(HostCheck, access=api.access)],
+        exception_handlers={HTTPException: _http_error},
+        lifespan=lifespan,
     )
     app.state.api = api
     return app
+
+
+class HostCheck:
+    """Answers 403 to a request whose header Host is not this server's, at every path."""
+
+    def __init__(self, app: ASGIApp, access: AccessControl) -> None:
+        self._app, self._access = app, access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        respond = self._app
+        if scope["type"] == "http":
+            try:
+                self._access.check_host(Headers(scope=scope).get("host", ""))
+            except ApiError as error:
+                respond = JSONResponse(error.body(), error.status, error.headers)
+        await respond(scope, receive, send)
 
 
 Handler = Callable[[Exchange, ModelService], Awaitable[Response]]
@@ -105,6 +132,8 @@ class Api:
         self._is_draining = False
         self._started = int(time.time())
         self._recent_e2e_s = 1.0  # moving mean
+        self._held_bytes = 0  # of bodies that are not translated
+        self._lanes = ThreadPoolExecutor(1, "small bodies"), ThreadPoolExecutor(1, "large bodies")
 
     def routes(self) -> list[Route]:
         """All routes; Vertex AI's come first, unless their paths are those of other endpoints."""
@@ -151,7 +180,9 @@ class Api:
             loop.call_later(self.limits.shutdown_s, service.worker.fail_all)
 
     async def close(self) -> None:
-        """End the engine's thread."""
+        """End the threads."""
+        for lane in self._lanes:
+            lane.shutdown(wait=False, cancel_futures=True)
         if self._service is not None:
             await self._service.worker.stop()
 
@@ -279,13 +310,17 @@ class Api:
 
     async def _predict(self, exchange: Exchange, service: ModelService) -> Response:
         """Vertex AI's: all instances at once; one that fails fails all."""
-        bodies = instances(await self._read_body(exchange.http), self._model)
-        completions = []
-        for number, body in enumerate(bodies):
-            try:
-                completions.append(service.translator.completion(body))
-            except ApiError as error:
-                raise located(error, number, {}, {}) from error
+
+        def translate(text: bytes) -> list[CompletionWriter]:
+            completions = []
+            for number, body in enumerate(instances(text, self._model)):
+                try:
+                    completions.append(service.translator.completion(body))
+                except ApiError as error:
+                    raise located(error, number, {}, {}) from error
+            return completions
+
+        completions = await self._translated(exchange.http, translate)
         await self._keep_all(exchange, service, completions)
         return JSONResponse({"predictions": [one.whole() for one in completions]})
 
@@ -300,9 +335,13 @@ class Api:
         """Read a body of a kind and answer it, whole or as a stream. Raises ApiError,
         ClientDisconnect.
         """
-        body = parse_body(kind, await self._read_body(exchange.http))
-        completion = service.translator.completion(body)
-        if not body.stream:
+
+        def translate(text: bytes) -> tuple[bool, CompletionWriter]:
+            body = parse_body(kind, text)
+            return body.stream, service.translator.completion(body)
+
+        is_stream, completion = await self._translated(exchange.http, translate)
+        if not is_stream:
             await self._keep_all(exchange, service, [completion])
             return JSONResponse(completion.whole())
         updates = self._submit(exchange, service, [completion])
@@ -354,23 +393,36 @@ class Api:
         requests = [request for one in completions for request in one.requests]
         return worker.updates(requests, self.limits.request_timeout_s)
 
-    async def _read_body(self, http: HttpRequest) -> bytes:
-        """The body of a JSON request.
+    async def _translated(self, http: HttpRequest, translate: Callable[[bytes], T]) -> T:
+        """What `translate` makes of the body of a JSON request. Raises ApiError (`_read_body`)."""
+        body = bytearray()
+        try:
+            await self._read_body(http, body)
+            lane = self._lanes[len(body) > SMALL_BODY]
+            return await asyncio.get_running_loop().run_in_executor(lane, translate, bytes(body))
+        finally:
+            self._held_bytes -= len(body)
 
-        Raises ApiError for another content type, for more than max_body_bytes, and for one that
-        takes longer than body_timeout_s.
+    async def _read_body(self, http: HttpRequest, body: bytearray) -> None:
+        """Add the body of a JSON request to `body`.
+
+        Raises ApiError for another content type, for more than max_body_bytes, for one that takes
+        longer than body_timeout_s, and for a large one while many others are held.
         """
         # A page in a browser may send text/plain to a loopback address unasked, but not this type.
         content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type != "application/json":
             raise ApiError(415, "send content-type: application/json")
-        body, size, most = bytearray(), 0, self.limits.max_body_bytes
+        size, most, is_held = 0, self.limits.max_body_bytes, True
         try:
             async with asyncio.timeout(self.limits.body_timeout_s):
                 async for piece in http.stream():
                     size += len(piece)
-                    if size <= most:
+                    is_full = self._held_bytes + len(piece) > MAX_HELD_BODIES * most
+                    is_held = is_held and not (is_full and size > SMALL_BODY)
+                    if size <= most and is_held:
                         body += piece
+                        self._held_bytes += len(piece)
                     elif size > MAX_BODY_OVERRUN * most:
                         break
         except TimeoutError as error:
@@ -378,7 +430,9 @@ class Api:
             raise ApiError(408, message, code="timeout") from error
         if size > most:
             raise ApiError(413, f"the body is over {most} bytes")
-        return bytes(body)
+        if not is_held:
+            message = "too many large bodies at once"
+            raise ApiError(429, message, code="queue_full", retry_after=1)
 
 
 class EventStream(StreamingResponse):

@@ -13,7 +13,15 @@ import json
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from eyas.engine.request import (
     MAX_LOGPROBS,
@@ -87,6 +95,13 @@ IGNORED = frozenset(
 BodyT = TypeVar("BodyT", bound=BaseModel)
 UsageIn = Literal["none", "end", "all"]  # the chunks of a stream that hold usage
 MAX_SHOWN = 64  # characters of a field's name that a message repeats
+# Of a body, before it is validated: at most 30 ms of validation, in which no other thread runs.
+# 2,000 messages of several parts, or 128 tools of 40 parameters, have 14,000 keys and brackets.
+MAX_KEYS = 16_384  # and objects and arrays
+MAX_VALUES = 262_144  # token ids, most of them
+MAX_BIASES = 1024
+MAX_GRAMMAR = 65_536  # characters
+MAX_FIELDS = 256  # of one object with known fields
 _METACHARACTERS = frozenset("\\.+*?()|[]{}^$#&-~/")  # of Rust's regular expressions
 
 
@@ -103,6 +118,8 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_ignored(cls, body: Any) -> Any:
+        if isinstance(body, dict):
+            few_keys(body, MAX_FIELDS)
         if not isinstance(body, dict) or cls.ignored.isdisjoint(body):
             return body
         return {name: value for name, value in body.items() if name not in cls.ignored}
@@ -124,7 +141,7 @@ class StructuredOutputs(Strict):
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = Field(None, min_length=1)
+    choice: list[str] | None = Field(None, min_length=1, fail_fast=True)
     json_object: bool | None = None
 
 
@@ -162,11 +179,26 @@ class Constraint:
     regex: str | None = None
 
 
+def few_keys(value: Any, most: int = MAX_BIASES) -> Any:
+    """The value, unless it is an object with too many keys: each wrong one would be an error."""
+    if isinstance(value, dict) and len(value) > most:
+        raise ApiError(400, f"an object has {len(value)} keys, the limit is {most}")
+    return value
+
+
+def _no_empty_stop(stop: Any) -> Any:
+    if stop == "":
+        raise PydanticCustomError(
+            "empty_stop", "a stop string is empty and would end every answer: leave it out"
+        )
+    return stop
+
+
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
-GrammarText = Annotated[str, Field(max_length=65536)]
+GrammarText = Annotated[str, Field(max_length=MAX_GRAMMAR)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Salt = Annotated[str, Field(min_length=1, max_length=128)]
 
@@ -204,10 +236,13 @@ class SamplingFields(RequestBody):
     repetition_penalty: float = Field(default=1.0, ge=0.01, le=100)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
-    logit_bias: dict[TokenKey, Bias] = {}
+    logit_bias: Annotated[dict[TokenKey, Bias], BeforeValidator(few_keys)] = {}
     n: int = Field(default=1, ge=1, le=MAX_SAMPLES)
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] = []
-    stop_token_ids: list[TokenId] = Field(default=[], max_length=MAX_STOPS)
+    stop: Annotated[
+        Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)],
+        BeforeValidator(_no_empty_stop),
+    ] = []
+    stop_token_ids: list[TokenId] = Field(default=[], max_length=MAX_STOPS, fail_fast=True)
     ignore_eos: bool = False
     json_schema: GrammarText | None = None  # SGLang's
     regex: GrammarText | None = None  # SGLang's
@@ -228,7 +263,7 @@ class OpenAIFields(SamplingFields):
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | GrammarText | None = None
     guided_regex: GrammarText | None = None
-    guided_choice: list[str] | None = Field(default=None, min_length=1)
+    guided_choice: list[str] | None = Field(default=None, min_length=1, fail_fast=True)
     stream: bool = False
     stream_options: StreamOptions | None = None
     # vLLM's: computed prefixes are shared among requests of the same salt alone
@@ -355,6 +390,8 @@ def _one_of(choices: list[str] | None) -> str | None:
     """The regular expression of a choice."""
     if choices is None:
         return None
+    if sum(map(len, choices)) + len(choices) > MAX_GRAMMAR:
+        raise ApiError(400, f"the choices have more than {MAX_GRAMMAR} characters")
     return "|".join(
         f"({''.join(f'{chr(92)}{one}' if one in _METACHARACTERS else one for one in choice)})"
         for choice in choices
@@ -363,10 +400,28 @@ def _one_of(choices: list[str] | None) -> str | None:
 
 def parse_body(kind: type[BodyT], body: bytes) -> BodyT:
     """The request in a body of JSON. Raises ApiError 400 with the field that is wrong."""
+    _check_size(body)
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
         raise _refusal(error, body) from None  # pydantic's message quotes the body
+
+
+def _check_size(body: bytes) -> None:
+    """Refuse a body of too many keys or values, without making any of them. Raises ApiError 400."""
+    if sum(map(body.count, (b"{", b"[", b":"))) <= MAX_KEYS and body.count(b",") <= MAX_VALUES:
+        return
+    # What a string holds does not count.
+    unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    num_strings = unescaped.count(b'"') // 2
+    structure = b"".join(unescaped.split(b'"')[::2]) if num_strings <= MAX_VALUES else b""
+    num_keys = sum(map(structure.count, (b"{", b"[", b":")))
+    for number, most, what in (
+        (max(structure.count(b","), num_strings), MAX_VALUES, "values"),
+        (num_keys, MAX_KEYS, "keys, objects and arrays"),
+    ):
+        if number > most:
+            raise ApiError(400, f"the body has more than {most} {what}")
 
 
 def _refusal(error: ValidationError, body: bytes) -> ApiError:

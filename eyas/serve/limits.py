@@ -13,26 +13,33 @@ import time
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from eyas.errors import ConfigError, InputError, MissingInputError
 
 KEYS_VARIABLE = "EYAS_API_KEYS"
+MAX_HOST = 64  # characters of a host that a message repeats
+_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 MAX_CLIENTS = 10_000  # whose rates are kept
 _KINDS = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
     429: "rate_limit_error",
 }
 # Their bodies were not read to the end: what is left of them must not be taken for a request.
-_CLOSES = (408, 413)
+_CLOSES = (403, 408, 413)
 
 
 class LimitsConfig(BaseModel):
     """api_keys: a file with one key per line; the variable EYAS_API_KEYS (separated by commas) adds
     to it. Without keys the server is open to every client that can connect.
+
+    allowed_hosts: names in the header Host, beside those of the loopback, to which a server without
+    keys on the loopback answers; "*" for any.
 
     requests_per_minute: of one key, or of one address where there are no keys; the same number may
     come at once after a pause. max_queue: samples that may wait beside those that run.
@@ -44,13 +51,24 @@ class LimitsConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     api_keys: Path | None = None
+    allowed_hosts: list[str] = []
     requests_per_minute: int | None = Field(None, ge=1)
     max_queue: int = Field(256, ge=0)
-    max_body_bytes: int = Field(8 << 20, ge=1024)
+    max_body_bytes: int = Field(1 << 20, ge=1024)
     max_connections: int = Field(512, ge=1)
     body_timeout_s: float = Field(30.0, gt=0)
     request_timeout_s: float = Field(600.0, gt=0)
     shutdown_s: float = Field(30.0, gt=0)
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _are_names(cls, hosts: list[str]) -> list[str]:
+        for host in hosts:
+            if host != "*" and (not host or named_host(host) != host.lower()):
+                raise ConfigError(
+                    f"{host!r} is no name of a host", "give a name alone, as in eyas.example.org"
+                )
+        return hosts
 
 
 class ApiError(Exception):
@@ -106,9 +124,17 @@ def refused_by_engine(error: InputError) -> ApiError:
     return ApiError(400, f"{error.what}{hint}", first if is_setting else None)
 
 
+def named_host(header: str) -> str:
+    """The host that the header Host names, without its port, in small letters; "" for none."""
+    try:
+        return urlsplit(f"//{header.strip()}").hostname or ""
+    except ValueError:
+        return ""
+
+
 class AccessControl:
-    """Checks API keys and rates. Keys are held as digests; the log names a client by eight digits
-    of its key's digest. Raises what `read_keys` raises.
+    """Checks hosts, API keys and rates. Keys are held as digests; the log names a client by eight
+    digits of its key's digest. Raises what `read_keys` raises.
     """
 
     def __init__(self, limits: LimitsConfig) -> None:
@@ -116,12 +142,33 @@ class AccessControl:
             hashlib.sha256(key.encode()).digest() for key in read_keys(limits.api_keys)
         ]
         self._rate = limits.requests_per_minute
+        self._hosts = _LOOPBACK | {host.lower() for host in limits.allowed_hosts}
+        # true of a server on the loopback, and where names are given
+        self.checks_hosts = bool(limits.allowed_hosts)
         # name: (requests left, at which time)
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     @property
     def needs_key(self) -> bool:
         return bool(self._digests)
+
+    def check_host(self, header: str) -> None:
+        """Refuse a name that is not this server's: a page of a stranger's makes its own name one of
+        the loopback (DNS rebinding), and would read answers here. With keys no page can do that.
+
+        Raises ApiError 403.
+        """
+        if self.needs_key or not self.checks_hosts or "*" in self._hosts:
+            return
+        host = named_host(header)
+        if host not in self._hosts:
+            named = f"the host {host[:MAX_HOST]!r}" if host else "no host that can be read"
+            raise ApiError(
+                403,
+                f"the request names {named}, which is no name of this server: ask at localhost or "
+                "127.0.0.1, or start the server with --allowed-host NAME",
+                code="host_not_allowed",
+            )
 
     def client_name(self, authorization: str, address: str) -> str:
         """The client's name for the log: of its key, else its address. Raises ApiError 401."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from eyas.serve.fields import (
+    MAX_SHOWN,
     OFF,
     NumLogprobs,
     OpenAIFields,
@@ -21,6 +23,7 @@ from eyas.serve.fields import (
     StreamOptions,
     Strict,
     TokenId,
+    few_keys,
 )
 from eyas.serve.limits import ApiError, unsupported
 
@@ -35,7 +38,7 @@ MAX_TOOLS = 128
 
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 JsonObject = dict[str, Any]
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 CACHE_HINTS = frozenset({"cache_control", "prompt_cache_breakpoint"})
 
 
@@ -47,6 +50,18 @@ class TextPart(Strict):
 
     type: Literal["text"]
     text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, part: Any) -> Any:
+        kind = part.get("type", "text") if isinstance(part, dict) else "text"
+        if isinstance(kind, str) and kind != "text":
+            raise PydanticCustomError(
+                "not_text",
+                "a part of the type {kind}: this server reads no images, sound or files, only text",
+                {"kind": kind[:MAX_SHOWN]},
+            )
+        return part
 
 
 class CalledFunction(Strict):
@@ -75,8 +90,8 @@ class ChatMessage(Strict):
     ignored: ClassVar[frozenset[str]] = CACHE_HINTS | NOTES | {"annotations"}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    tool_calls: list[ToolCall] = Field(default=[])
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    tool_calls: list[ToolCall] = Field(default=[], fail_fast=True)
     tool_call_id: str | None = None
     # of the participant, or of the tool that answers
     name: str | None = Field(default=None, max_length=MAX_NAME)
@@ -200,14 +215,14 @@ class ChatRequest(OpenAIFields):
         name: values for name, values in OpenAIFields.off.items() if name != "reasoning_effort"
     }
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool = False
     top_logprobs: NumLogprobs = 0
-    tools: list[Tool] = Field(default=[], max_length=MAX_TOOLS)
+    tools: list[Tool] = Field(default=[], max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
-    chat_template_kwargs: dict[str, bool] = Field(default={})
+    chat_template_kwargs: Annotated[dict[str, bool], BeforeValidator(few_keys)] = Field(default={})
     reasoning_effort: Literal["none"] | None = None
 
     @model_validator(mode="after")
@@ -253,6 +268,17 @@ class ChatRequest(OpenAIFields):
 # /v1/completions
 
 
+def _few_prompts(prompts: Any) -> Any:
+    """The value, unless it is too many prompts; a list of integers is one of tokens."""
+    if isinstance(prompts, list) and len(prompts) > MAX_PROMPTS and type(prompts[0]) is not int:
+        raise PydanticCustomError(
+            "too_many_prompts",
+            "{count} prompts are too many: send {most} at most in one request",
+            {"count": len(prompts), "most": MAX_PROMPTS},
+        )
+    return prompts
+
+
 class TextRequest(OpenAIFields):
     """The body of /v1/completions, with OpenAI's defaults; add_special_tokens is vLLM's, with
     vLLM's default. With echo, logprobs are those of the prompt too; max_tokens 0 answers nothing.
@@ -264,11 +290,10 @@ class TextRequest(OpenAIFields):
         if name not in ("add_special_tokens", "echo")
     }
 
-    prompt: (
-        str
-        | TokenIds
-        | Annotated[list[str | TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
-    )
+    prompt: Annotated[
+        str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, fail_fast=True)],
+        BeforeValidator(_few_prompts),
+    ]
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: NumLogprobs | None = None
     add_special_tokens: bool = True
@@ -346,10 +371,14 @@ class GenerateRequest(RequestBody):
         "priority": (0,),
     }
 
-    text: str | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)] | None = None
-    input_ids: (
-        TokenIds | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)] | None
-    ) = None
+    text: Annotated[
+        str | Annotated[list[str], Field(min_length=1, fail_fast=True)] | None,
+        BeforeValidator(_few_prompts),
+    ] = None
+    input_ids: Annotated[
+        TokenIds | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)] | None,
+        BeforeValidator(_few_prompts),
+    ] = None
     sampling_params: GenerateSampling = GenerateSampling()
     stream: bool = False
     stream_options: StreamOptions | None = None

@@ -11,6 +11,7 @@ The socket listens from the first moment; /health answers 503 until the model is
 from __future__ import annotations
 
 import asyncio
+import gc
 import ipaddress
 import logging
 import math
@@ -43,6 +44,10 @@ from eyas.serve.vertex import VertexConfig
 
 KEEP_ALIVE_S = 30  # a connection may be idle between two requests
 LAST_ANSWERS_S = 2  # to tell clients about requests that have not finished after shutdown_s
+
+# How long a thread may go on while others want to run; Python's default is 5 ms, and the engine's
+# thread asks often, once for every operator of PyTorch's.
+SWITCH_S = 0.0005
 
 log = logging.getLogger("eyas.serve")
 
@@ -118,6 +123,9 @@ def load(config: ServeConfig) -> ModelService:
         tokenizer=chat.tokenizer,
     )
     engine.prepare_grammars()
+    # What is here stays: a full collection need not walk it, which takes tens of milliseconds.
+    gc.collect()
+    gc.freeze()
     info = ModelInfo(
         config.served_model,
         str(engine.target.dtype).removeprefix("torch."),
@@ -132,6 +140,7 @@ def serve(config: ServeConfig, on_ready: Callable[[str], None] = print) -> None:
     """Serve until SIGINT or SIGTERM, then let running requests finish. `on_ready` gets the URL once
     requests are answered.
     """
+    sys.setswitchinterval(SWITCH_S)
     app = create_app(config.served_model, config.limits, config.vertex)
     api: Api = app.state.api
     address = config.host, config.port
@@ -225,6 +234,7 @@ class UvicornServer(uvicorn.Server):
             )
         )
         self.host, self.port = listener.getsockname()[:2]
+        self._api.access.checks_hosts |= ipaddress.ip_address(self.host).is_loopback
         self.url = f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
         self.thread = threading.Thread(target=self.run, args=([listener],), name="server")
         self._listens = threading.Event()

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from eyas.chat import Chat, TextStream
+from eyas.chat import Chat, TextStream, encoded
 from eyas.errors import InputError, TemplateError
 
 _PROBE = "a-tool-to-look-for"
@@ -30,7 +30,7 @@ _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 class Tokenizer:
-    """Tokens from and to text. One thread uses it at a time."""
+    """Tokens from and to text, for any thread."""
 
     def __init__(self, chat: Chat) -> None:
         self._chats: dict[Options, Chat] = {(): chat}
@@ -82,7 +82,7 @@ class Tokenizer:
         """The tokens of a text; with add_special_tokens also those that the tokenizer puts around
         every text.
         """
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        return list(encoded(self._backend, text, add_special_tokens).ids)
 
     def least_tokens(self, num_characters: int) -> int:
         """A lower bound of a text's tokens, so that a text far too long is refused unencoded."""

@@ -77,7 +77,9 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> dict[str, A
 class PredictionRequest(Strict):
     """The body of a request."""
 
-    instances: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_INSTANCES)]
+    instances: Annotated[
+        list[dict[str, Any]], Field(min_length=1, max_length=MAX_INSTANCES, fail_fast=True)
+    ]
     parameters: dict[str, Any] | None = None
 
 
