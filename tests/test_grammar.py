@@ -284,6 +284,20 @@ def test_a_grammar_that_grows_too_large_ends_the_answer_and_says_so(builtin):
     assert np.flatnonzero(matcher.mask()).tolist() == [builtin.end]
 
 
+def test_a_grammar_that_gives_up_ends_its_answer_and_no_later_one(builtin):
+    """A walk meets what no budget allows; the mask is never empty, and the next answer begins."""
+    params = SamplingParams(regex="x*((a{101}){100}){97}c")
+    x, a = builtin.tokenizer.convert_tokens_to_ids(["x", "a"])
+    for _ in range(2):
+        matcher = builtin.grammars.compile(params).matcher()
+        assert matcher.mask()[[x, a]].all()
+        matcher.advance(x)
+        while matcher.mask()[a]:
+            matcher.advance(a)
+        assert "lexer" in matcher.failure
+        assert np.flatnonzero(matcher.mask()).tolist() == [builtin.end]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_sampler_draws_what_the_grammar_allows_and_ends(builtin, temperature):
     params = SamplingParams(

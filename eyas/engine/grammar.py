@@ -21,7 +21,7 @@ from eyas.engine.grammar_process import GrammarProcess, Kind, compiled, reason_o
 from eyas.engine.request import SamplingParams
 from eyas.errors import InputError
 
-_CACHED_GRAMMARS = 16  # each of up to BUDGET_MIB, and more as answers go on
+_CACHED_GRAMMARS = 4  # answers make them grow, up to 100 MiB each (PARSER_LIMITS)
 _MAX_SOURCE_LENGTH = 65536  # characters of a schema or a regular expression
 
 
@@ -53,7 +53,7 @@ class Grammars:
             return None
         with self._lock:
             grammar = self._cached.pop((kind, source), None)
-            if grammar is None:
+            if grammar is None or grammar.matcher().is_spent:
                 grammar = self._compiled(kind, source)
             self._cached[kind, source] = grammar
             if len(self._cached) > _CACHED_GRAMMARS:
@@ -87,7 +87,7 @@ class Grammars:
 
 
 class Grammar:
-    """A compiled grammar."""
+    """A compiled grammar. What its matchers learn of it they share, and also that they gave up."""
 
     def __init__(self, start: LLMatcher, vocab_size: int, end_tokens: list[int]) -> None:
         self._start, self._vocab_size, self._end_tokens = start, vocab_size, end_tokens
@@ -110,6 +110,12 @@ class GrammarMatcher:
     def failure(self) -> str | None:
         return reason_of(self._matcher) if self._matcher.is_error() else None
 
+    @property
+    def is_spent(self) -> bool:
+        """Whether there is no next token, because the library has given up."""
+        self._matcher.compute_bitmask()
+        return self._matcher.is_error()
+
     def mask(self) -> NDArray[np.bool_]:
         """[V]: the tokens that may come next. End tokens where the grammar may stop; only they
         where nothing else may come.
@@ -120,6 +126,8 @@ class GrammarMatcher:
             return allowed_V
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         allowed_V = np.unpackbits(bits, bitorder="little")[: self._vocab_size].view(bool)
+        # the library's own end token says nothing: it is there where it has just given up, too
+        allowed_V[self._end_tokens] = False
         allowed_V[self._end_tokens] = self._matcher.is_accepting() or not allowed_V.any()
         return allowed_V
 

@@ -39,12 +39,12 @@ _WAIT_S = 20.0  # on a machine so busy that the process gets hardly any CPU time
 _STACK_BYTES = 1 << 20
 # between the parts of a JSON text: some targets never leave off where blanks may go on
 _BLANKS = r"[ \t\n\r]{0,20}"
-# The library counts its work ("fuel"): to read a grammar, and for each token. With its defaults,
-# five and four times as much, one token of `((a{101}){100}){97}c` takes a second and 200 MiB.
+# The library counts its work ("fuel"): to read a grammar, and for each token. Its defaults are five,
+# two and four times as much.
 PARSER_LIMITS = LLParserLimits(
     initial_lexer_fuel=200_000,
-    step_lexer_fuel=50_000,
-    max_lexer_states=20_000,  # 1 to 2 KiB each, kept as answers reach them
+    step_lexer_fuel=100_000,
+    max_lexer_states=64_000,  # 1.5 KiB each, kept as answers reach them
     verbose_errors=False,
 )
 

@@ -1,0 +1,358 @@
+"""Requests that cost as much as they can, while somebody streams and somebody else asks /health.
+
+A server in a process of its own; another process asks /health again and again and keeps one stream
+open after the other. First alone (`quiet`), then while each kind of hostile body is sent: one at a
+time, and at the end all kinds at once. Of each kind: statuses, the longest wait for /health, the
+longest gap between two chunks of the stream, and the server's resident memory (its child process
+included) against that before the first. Goals: no gap above 100 ms more than the quiet ones, and
+memory within 1.2 of idle. On a busy machine the quiet gaps say how far the others can be believed.
+The last line is one JSON.
+
+    python benchmarks/hostile.py --quick
+    python benchmarks/hostile.py --rounds 20 --kinds grammar_memory tools
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import held_out
+import httpx
+from storm import started
+
+from eyas.engine.engine import EngineConfig
+from eyas.serve.server import ServeConfig
+
+GOAL_MS, GOAL_MEMORY = 100.0, 1.2
+AT_ONCE = 8
+SIZE = (1 << 20) - 64  # bytes: just below the largest body
+QUIET_S = 5.0
+STREAM = {
+    "model": "eyas",
+    "messages": [{"role": "user", "content": "I would like a table for two."}],
+    "temperature": 0,
+    "max_tokens": 400,
+    "ignore_eos": True,
+    "stream": True,
+}
+CHAT, TEXT, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
+HEAD = b'{"model":"eyas","max_tokens":2,'
+ASKED = b'"messages":[{"role":"user","content":"Hello"}]'
+
+
+def filled(before: bytes, unit: Callable[[int], bytes], after: bytes, most: int = SIZE) -> bytes:
+    """A body of nearly `most` bytes: units between commas."""
+    units, size = list[bytes](), len(before) + len(after)
+    while size < most:
+        units.append(unit(len(units)))
+        size += len(units[-1]) + 1
+    return before + b",".join(units[:-1]) + after
+
+
+def guided(name: str, value: Any) -> bytes:
+    return HEAD + ASKED + f',"{name}":{json.dumps(value)}'.encode() + b"}"
+
+
+def messages(unit: bytes, most: int = SIZE) -> bytes:
+    return filled(HEAD + b'"messages":[', lambda _: unit, b"]}", most)
+
+
+def field_of(name: bytes, unit: Callable[[int], bytes], brackets: bytes = b"{}") -> bytes:
+    return filled(HEAD + ASKED + b',"' + name + b'":' + brackets[:1], unit, brackets[1:] + b"}")
+
+
+def content(text: bytes) -> bytes:
+    before = HEAD + b'"messages":[{"role":"user","content":"'
+    return before + text * ((SIZE - len(before) - 4) // len(text)) + b'"}]}'
+
+
+def definitions(link: Callable[[str], dict[str, Any]], count: int) -> dict[str, Any]:
+    """Definitions that refer to each other in a row."""
+    named = {f"d{at}": link(f"#/$defs/d{at + 1}") for at in range(count)}
+    return {"$ref": "#/$defs/d0", "$defs": named | {f"d{count}": {"type": "integer"}}}
+
+
+def bodies() -> dict[str, tuple[str, bytes]]:
+    """The worst of every kind, with its path."""
+    user = b'{"role":"user","content":"x"}'
+    part = b'{"type":"text","text":""}'
+    call = b'{"id":"","function":{"name":"","arguments":"{}"}}'
+    few = 16_000  # bytes of units that pass the bounds of keys
+    made = {
+        "empty_messages": messages(b"{}"),
+        "empty_messages_within_bounds": messages(b"{}", few * 3),
+        "messages": messages(user),
+        "messages_within_bounds": messages(user, 150_000),
+        "numbers_for_messages": messages(b"1", 500_000),
+        "parts": messages(
+            b'{"role":"user","content":[' + b",".join([part] * 5000) + b"]}", 140_000
+        ),
+        "bad_parts": messages(
+            b'{"role":"user","content":[' + b",".join([b"{}"] * 16000) + b"]}", 60_000
+        ),
+        "calls": messages(
+            b'{"role":"assistant","tool_calls":[' + b",".join([call] * 3000) + b"]}", 160_000
+        ),
+        "biases": field_of(b"logit_bias", lambda at: b'"%d":1' % at),
+        "wrong_biases": filled(
+            HEAD + ASKED + b',"logit_bias":{', lambda at: b'"x%d":1' % at, b"}}", few * 8
+        ),
+        "unknown_fields": filled(HEAD + ASKED + b",", lambda at: b'"x%d":1' % at, b"}", few * 8),
+        "metadata": field_of(b"metadata", lambda at: b'"%d":{}' % at),
+        "lists": field_of(b"metadata", lambda _: b"[]", b"[]"),
+        "nested": HEAD + ASKED + b',"metadata":' + b"[" * 16_000 + b"]" * 16_000 + b"}",
+        "enum": field_of(b"guided_json", lambda at: b"%d" % at, b"[]").replace(
+            b":[", b':{"enum":[', 1
+        ),
+        "choices": field_of(b"guided_choice", lambda _: b'"x"', b"[]"),
+        "stops": field_of(b"stop", lambda _: b'"x"', b"[]"),
+        "long_stops": guided("stop", ["a" * 1023 + chr(98 + at) for at in range(16)]),
+        "tools": filled(
+            HEAD + ASKED + b',"tools":[{"type":"function","function":{"name":"f","parameters":{',
+            lambda at: b'"%d":"%s"' % (at, b"x" * 100),
+            b"}}}]}",
+        ),
+        "words": content(b"I would like a table, for two. "),
+        "one_word": content(b"x"),
+        "blanks": content(b" "),
+        "escapes": content(rb"\ud83d\ude00"),
+        "escaped_quotes": content(rb"\""),
+        "control_names": content(b"<|im_end|>"),
+        "brackets_in_text": content(b"[{,:"),
+        "words_within_characters": content(b"I would like a table, for two. ")[:400_000] + b'"}]}',
+        "long_number": HEAD + ASKED + b',"seed":' + b"9" * 500_000 + b"}",
+        "same_key": filled(HEAD + ASKED + b",", lambda _: b'"n":1', b"}"),
+        "broken": filled(HEAD + b'"messages":[', lambda _: user, b""),
+        "too_large": b" " * (8 << 20),
+        "samples": guided("n", 128),
+        "samples_with_logprobs": HEAD.replace(b's":2', b's":60')
+        + ASKED
+        + b',"n":64,"logprobs":true,"top_logprobs":20}',
+        "penalties": guided("repetition_penalty", 1.5),
+        "regex_memory": guided("guided_regex", "((a{101}){100}){97}c"),
+        "regex_later": guided("guided_regex", "(x|y|z)*((a{101}){100}){97}c"),
+        "regex_optional": guided("guided_regex", "a?" * 5000 + "a" * 5000),
+        "patterns": guided(
+            "guided_json",
+            {"type": "string", "allOf": [{"pattern": f"(a|b)*a(a|b){{{n}}}"} for n in range(30)]},
+        ),
+        "references": guided(
+            "guided_json", definitions(lambda one: {"items": {"$ref": one}}, 1400)
+        ),
+        "reference_to_itself": guided("guided_json", {"$ref": "#"}),
+        "properties": guided(
+            "guided_json", {"type": "object", "properties": {f"p{n}": {} for n in range(1500)}}
+        ),
+        "required": guided(
+            "guided_json", {"type": "object", "required": [f"k{n}" for n in range(6000)]}
+        ),
+    }
+    chats = {name: (CHAT, body) for name, body in made.items()}
+    ids = HEAD + b'"prompt":['
+    return chats | {
+        "token_ids": (TEXT, filled(ids, lambda _: b"1", b"]}", 500_000)),
+        "wrong_token_ids": (TEXT, filled(ids, lambda _: b"-1", b"]}", 700_000)),
+        "lists_of_ids": (TEXT, filled(ids, lambda _: b"[1]", b"]}", 60_000)),
+        "prompts": (TEXT, filled(ids, lambda _: b'"x"', b"]}")),
+        "prompts_with_biases": (
+            TEXT,
+            filled(ids, lambda _: b'"x"', b"]", 4 * 1000)
+            + b',"logit_bias":{'
+            + b",".join(b'"%d":1' % at for at in range(1000))
+            + b"}}",
+        ),
+        "generate_ids": (GENERATE, filled(b'{"input_ids":[', lambda _: b"[1]", b"]}", 60_000)),
+    }
+
+
+class Watch:
+    """The longest waits, in milliseconds, since the last report; in a process of its own."""
+
+    def __init__(self, url: str, reports: Connection) -> None:
+        self._url, self._reports = url, reports
+        self._longest = {"health_ms": 0.0, "stream_ms": 0.0}
+        self._since: dict[str, float] = {}  # of waits that go on
+
+    async def run(self) -> None:
+        """Until the other end of the pipe is closed; a message is answered by a report."""
+        works = [asyncio.ensure_future(one) for one in (self._ask(), self._stream())]
+        while True:
+            await asyncio.sleep(0.01)
+            if self._reports.poll():
+                try:
+                    self._reports.recv()
+                except EOFError:
+                    break
+                for name in list(self._since):
+                    self._note(name)
+                self._reports.send(self._longest)
+                self._longest = dict.fromkeys(self._longest, 0.0)
+        for work in works:
+            work.cancel()
+
+    def _note(self, name: str) -> None:
+        waited_ms = 1000 * (time.perf_counter() - self._since[name])
+        self._longest[name] = max(self._longest[name], waited_ms)
+
+    async def _ask(self) -> None:
+        async with httpx.AsyncClient(base_url=self._url, timeout=300) as http:
+            while True:
+                self._since["health_ms"] = time.perf_counter()
+                await http.get("/health")
+                self._note("health_ms")
+                del self._since["health_ms"]
+                await asyncio.sleep(0.01)
+
+    async def _stream(self) -> None:
+        """From the first chunk of an answer to its last: the wait for a place is the queue's."""
+        async with httpx.AsyncClient(base_url=self._url, timeout=300) as http:
+            while True:
+                async with http.stream("POST", CHAT, json=STREAM) as reply:
+                    async for _ in reply.aiter_bytes():
+                        if "stream_ms" in self._since:
+                            self._note("stream_ms")
+                        self._since["stream_ms"] = time.perf_counter()
+                self._since.pop("stream_ms", None)
+
+
+def watch(url: str, reports: Connection) -> None:
+    """The process of a Watch."""
+    asyncio.run(Watch(url, reports).run())
+
+
+class Attack:
+    """Sends the bodies to a server, and reads its memory and the watch's reports."""
+
+    def __init__(self, url: str, pid: int, reports: Connection) -> None:
+        self._url, self._pid, self._reports = url, pid, reports
+        self.idle_mib = 0.0
+
+    def reported(self) -> dict[str, float]:
+        """The longest waits since the last report."""
+        self._reports.send(None)
+        return {name: round(value, 1) for name, value in self._reports.recv().items()}
+
+    async def send(self, asked: list[tuple[str, bytes]], at_once: int) -> Counter[str]:
+        """Statuses of all bodies."""
+        statuses, left = Counter[str](), iter(asked)
+
+        async def client(http: httpx.AsyncClient) -> None:
+            for path, body in left:
+                headers = {"content-type": "application/json"}
+                try:
+                    reply = await http.post(path, content=body, headers=headers)
+                    statuses[str(reply.status_code)] += 1
+                except httpx.TransportError as error:
+                    statuses[type(error).__name__] += 1
+
+        async with httpx.AsyncClient(base_url=self._url, timeout=300) as http:
+            await asyncio.gather(*(client(http) for _ in range(at_once)))
+        return statuses
+
+    def measured(self, asked: list[tuple[str, bytes]], at_once: int = 1) -> dict[str, Any]:
+        """What the bodies did."""
+        self.reported()
+        statuses = asyncio.run(self.send(asked, at_once))
+        return {
+            "statuses": dict(statuses),
+            **self.reported(),
+            "memory": round(resident_mib(self._pid) / self.idle_mib, 3),
+        }
+
+
+def resident_mib(pid: int) -> float:
+    """Of a process and its children."""
+    pages, page_bytes = 0, os.sysconf("SC_PAGE_SIZE")
+    for one in [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]:
+        try:
+            pages += int(Path(f"/proc/{one}/statm").read_text().split()[1])
+        except OSError:  # it has ended
+            continue
+    return pages * page_bytes / 2**20
+
+
+def arguments() -> argparse.Namespace:
+    parser = held_out.arguments(__doc__, prompts=0)
+    parser.add_argument("--rounds", type=int, default=10, help="of all kinds at once")
+    parser.add_argument("--kinds", nargs="*", help="these alone")
+    parser.add_argument("--max-length", type=int, default=1024)
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds = min(args.rounds, 2)
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    config = ServeConfig(
+        target=args.target,
+        head=args.head,
+        model="eyas",
+        port=0,
+        engine=EngineConfig(max_length=args.max_length),
+    )
+    made = bodies()
+    kinds = args.kinds or list(made)
+    process, url = started(config)
+    reports, ours = multiprocessing.Pipe()
+    watching = multiprocessing.get_context("spawn").Process(target=watch, args=(url, ours))
+    watching.start()
+    try:
+        attack = Attack(url, process.pid, reports)
+        # what the first of each kind of good request brings with it is no growth
+        asyncio.run(attack.send([(CHAT, guided("guided_regex", "[a-z]{3}")), made["samples"]], 1))
+        time.sleep(QUIET_S)
+        attack.idle_mib = resident_mib(process.pid)
+        attack.reported()
+        time.sleep(QUIET_S)
+        quiet = attack.reported()
+        by_kind = {}
+        for kind in kinds:
+            by_kind[kind] = attack.measured([made[kind]] * (1 if args.quick else 3))
+            print(f"{kind:32s} {json.dumps(by_kind[kind])}", flush=True)
+        mixed = [made[kind] for kind in kinds * args.rounds]
+        random.Random(0).shuffle(mixed)
+        at_once = attack.measured(mixed, AT_ONCE)
+        print(f"{'all at once':32s} {json.dumps(at_once)}", flush=True)
+        time.sleep(QUIET_S)
+        after = resident_mib(process.pid) / attack.idle_mib
+    finally:
+        process.kill()
+        watching.kill()
+    most_ms = {
+        name: max((one[name], kind) for kind, one in by_kind.items())
+        for name in ("health_ms", "stream_ms")
+    }
+    figures = {
+        "requests": len(kinds) * (1 if args.quick else 3) + len(mixed),
+        "quiet": quiet,
+        "longest_alone": most_ms,
+        "longest_at_once": {name: at_once[name] for name in most_ms},
+        "kinds_over_goal": sorted(
+            kind
+            for kind, one in by_kind.items()
+            if any(one[name] > quiet[name] + GOAL_MS for name in most_ms)
+        ),
+        "idle_mib": round(attack.idle_mib, 1),
+        "most_memory": max(one["memory"] for one in [*by_kind.values(), at_once]),
+        "memory_after": round(after, 3),
+        "memory_holds": after <= GOAL_MEMORY,
+        "statuses": dict(sum((Counter(one["statuses"]) for one in by_kind.values()), Counter())),
+        "machine": held_out.machine(),
+    }
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
