@@ -17,6 +17,7 @@ import openai
 import pytest
 
 from eyas.errors import ConfigError, MissingInputError
+from eyas.serve import app, fields
 from eyas.serve.limits import KEYS_VARIABLE, AccessControl, ApiError, LimitsConfig
 from tests.serving import MESSAGES, MODEL, GatedEngine, World, ask, connected, health, post
 
@@ -26,6 +27,13 @@ BODY = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 8}
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     return World.make(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def open_client(world):
+    """With the limits that servers have by default."""
+    with world.served() as client:
+        yield client
 
 
 @pytest.fixture(scope="module")
@@ -343,6 +351,165 @@ def test_fuzzed_bodies_are_refused_and_nothing_falls(client):
             )
             assert reply.status_code in (200, 400, 404), (number, bytes(body), reply.text)
     assert health(client).json() == {"status": "ok", "requests": 0}
+
+
+def filled(before, unit, after, most):
+    """A body of nearly `most` bytes: units between commas."""
+    units, size = [], len(before) + len(after)
+    while size + len(text := unit(len(units)).encode()) < most:
+        units.append(text)
+        size += len(text) + 1
+    return before.encode() + b",".join(units) + after.encode()
+
+
+HEAD_OF_BODY = json.dumps({**BODY, "max_tokens": 1})[:-1]
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+@pytest.mark.parametrize(
+    ("path", "before", "unit", "after", "says"),
+    [
+        (CHAT, '{"model": "tiny", "messages": [', "{}", "]}", "values"),
+        (CHAT, '{"model": "tiny", "messages": [', '{"role": "user"}', "]}", "keys"),
+        (CHAT, f'{HEAD_OF_BODY}, "logit_bias": {{', '"%d": 1', "}}", "keys"),
+        (CHAT, f"{HEAD_OF_BODY}, ", '"x%d": 1', "}", "keys"),
+        (CHAT, f'{HEAD_OF_BODY}, "metadata": [', "[[[[]]]]", "]}", "keys"),
+        (CHAT, f'{HEAD_OF_BODY}, "stop": [', '"x"', "]}", "stop"),
+        (CHAT, f'{HEAD_OF_BODY}, "guided_choice": [', '"x"', "]}", "characters"),
+        (TEXT, '{"model": "tiny", "prompt": [', "-1", "]}", "values"),
+        (TEXT, '{"model": "tiny", "prompt": [', "[1]", "]}", "keys"),
+        (TEXT, '{"model": "tiny", "prompt": [', '"x"', "]}", "prompts are too many"),
+    ],
+)
+def test_the_worst_bodies_make_no_object_for_what_they_hold(
+    open_client, monkeypatch, path, before, unit, after, says
+):
+    """Counted: an error of pydantic's for every element was what took 20 s."""
+    counts = []
+    refusal = fields._refusal
+
+    def counted(error, body):
+        counts.append(error.error_count())
+        return refusal(error, body)
+
+    monkeypatch.setattr(fields, "_refusal", counted)
+    body = filled(before, lambda at: unit.replace("%d", str(at)), after, (1 << 20) - 100)
+    headers = {"content-type": "application/json"}
+    reply = httpx.post(open_client.url + path, content=body, headers=headers, timeout=300)
+    assert (reply.status_code, says in reply.json()["error"]["message"]) == (400, True), reply.text
+    assert max(counts, default=0) < 10
+
+
+def test_what_strings_hold_is_no_structure(open_client):
+    """Code has brackets, quotes and commas; escapes do not end a string."""
+    code = '{"a": [1, "\\"], \'b\': "\\\\"}' * 2000
+    reply = post(open_client, {**BODY, "messages": [{"role": "user", "content": code}]})
+    assert reply.json()["error"]["code"] == "context_length_exceeded", reply.text
+
+
+def test_a_large_body_waits_for_no_small_one_and_no_small_one_for_it(open_client, monkeypatch):
+    begun, may_end = threading.Event(), threading.Event()
+    parse_body = app.parse_body
+
+    def slow(kind, body):
+        if len(body) > app.SMALL_BODY:
+            begun.set()
+            assert may_end.wait(60)
+        return parse_body(kind, body)
+
+    monkeypatch.setattr(app, "parse_body", slow)
+    large = {**BODY, "user": "x" * app.SMALL_BODY}
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(post, open_client, large)
+        try:
+            assert begun.wait(60)
+            assert ask(open_client, max_tokens=2).usage.completion_tokens == 2
+            assert health(open_client).status_code == 200
+            assert not reply.done()
+        finally:
+            may_end.set()
+        assert reply.result().status_code == 200
+
+
+def test_large_bodies_are_held_up_to_a_limit_and_small_ones_beyond_it(open_client, monkeypatch):
+    monkeypatch.setattr(app, "MAX_HELD_BODIES", 0)
+    refused = post(open_client, {**BODY, "user": "x" * app.SMALL_BODY})
+    assert refused.json()["error"]["code"] == "queue_full"
+    assert int(refused.headers["retry-after"]) >= 1
+    assert ask(open_client, max_tokens=2).usage.completion_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("params", "says"),
+    [
+        ({"stop": ""}, "a stop string is empty"),
+        ({"stop": ["x", ""]}, "at least 1 character"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "reads no images",
+        ),
+        ({"logit_bias": {str(at): 1 for at in range(2000)}}, "2000 keys, the limit is 1024"),
+    ],
+)
+def test_what_is_wrong_is_said(open_client, params, says):
+    reply = post(open_client, {**BODY, **params})
+    assert reply.status_code == 400
+    assert says in reply.json()["error"]["message"]
+
+
+# The name of the server
+
+
+def asked_as(client, host, path="/v1/models"):
+    return httpx.get(client.url + path, headers={"host": host})
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/health", "/metrics", "/", "/openapi.json", "/x"])
+def test_a_name_of_a_stranger_is_refused_at_every_path(open_client, path):
+    """DNS rebinding: a page of evil.example makes this name one of the loopback."""
+    refused = asked_as(open_client, "evil.example:8000", path)
+    assert refused.status_code == 403
+    assert refused.json()["error"]["code"] == "host_not_allowed"
+    assert "--allowed-host" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("LOCALHOST:1234", 200),
+        ("127.0.0.1:80", 200),
+        ("[::1]:8000", 200),
+        ("[::1]", 200),
+        ("", 403),
+        ("localhost.evil.example", 403),
+        ("127.0.0.1.evil.example:80", 403),
+        ("evil.example#localhost", 403),
+        ("evil.example@localhost", 403),
+        ("localhost@evil.example", 403),
+        ("[::1", 403),
+        ("0.0.0.0", 403),
+        ("localhost, evil.example", 403),
+    ],
+)
+def test_the_loopback_s_names_are_answered_and_no_others(open_client, host, status):
+    assert asked_as(open_client, host).status_code == status
+
+
+def test_more_names_may_be_given_and_keys_need_none(world, tmp_path):
+    limits = LimitsConfig(allowed_hosts=["eyas.example.org"])
+    with world.served(limits=limits) as client:
+        assert asked_as(client, "Eyas.Example.org:443").status_code == 200
+        assert asked_as(client, "localhost").status_code == 200
+        assert asked_as(client, "other.example.org").status_code == 403
+    keys = tmp_path / "keys"
+    keys.write_text("a-key\n")
+    with world.served(limits=LimitsConfig(api_keys=keys)) as client:
+        assert asked_as(client, "eyas.example.org").status_code == 401
+        assert asked_as(client, "eyas.example.org", "/health").status_code == 200
+    for wrong in ("http://x.org", "x.org:80", ""):
+        with pytest.raises(ConfigError, match="no name of a host"):
+            LimitsConfig(allowed_hosts=[wrong])
 
 
 def test_what_people_wrote_is_in_no_log_and_in_no_error(client, caplog):

@@ -39,8 +39,8 @@ _WAIT_S = 20.0  # on a machine so busy that the process gets hardly any CPU time
 _STACK_BYTES = 1 << 20
 # between the parts of a JSON text: some targets never leave off where blanks may go on
 _BLANKS = r"[ \t\n\r]{0,20}"
-# The library counts its work ("fuel"): to read a grammar, and for each token. Its defaults are five,
-# two and four times as much.
+# The library counts its work ("fuel"): to read a grammar, and for each token. Its defaults are
+# five, two and four times as much.
 PARSER_LIMITS = LLParserLimits(
     initial_lexer_fuel=200_000,
     step_lexer_fuel=100_000,

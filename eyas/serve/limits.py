@@ -9,11 +9,11 @@ import hmac
 import json
 import math
 import os
+import re
 import time
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -21,6 +21,7 @@ from eyas.errors import ConfigError, InputError, MissingInputError
 
 KEYS_VARIABLE = "EYAS_API_KEYS"
 MAX_HOST = 64  # characters of a host that a message repeats
+_HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]*)?")
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 MAX_CLIENTS = 10_000  # whose rates are kept
 _KINDS = {
@@ -126,10 +127,8 @@ def refused_by_engine(error: InputError) -> ApiError:
 
 def named_host(header: str) -> str:
     """The host that the header Host names, without its port, in small letters; "" for none."""
-    try:
-        return urlsplit(f"//{header.strip()}").hostname or ""
-    except ValueError:
-        return ""
+    found = _HOST.fullmatch(header.strip().lower())
+    return found["name"].strip("[]") if found else ""
 
 
 class AccessControl:

@@ -75,7 +75,7 @@ class InputText(Strict):
         return part
 
 
-InputContent = str | Annotated[list[InputText], Field(max_length=MAX_PARTS)]
+InputContent = str | Annotated[list[InputText], Field(max_length=MAX_PARTS, fail_fast=True)]
 # names that an item had where it came from
 _OF_OUTPUT = frozenset({"id", "status", "phase"})
 
@@ -206,17 +206,19 @@ class ResponsesRequest(RequestBody):
     }
 
     model: str
-    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_ITEMS)]
+    input: (
+        str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
+    )
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     temperature: float = Field(default=1.0, ge=0, le=2)
     top_p: float = Field(default=1.0, gt=0, le=1)
     text: TextOptions = TextOptions()
-    tools: list[FunctionTool] = Field(default=[], max_length=MAX_TOOLS)
+    tools: list[FunctionTool] = Field(default=[], max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool = "auto"
     parallel_tool_calls: bool = True
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(
-        default=[], max_length=16
+        default=[], max_length=16, fail_fast=True
     )
     top_logprobs: NumLogprobs = 0
     reasoning: ReasoningOptions = ReasoningOptions()

@@ -156,6 +156,8 @@ class Translator:
                 "this target's chat template has no tools, or none that are called in <tool_call> "
                 "tags",
             )
+        if len(body.messages) > self._info.max_length:  # each has tokens of its own
+            raise self._too_long(f"{len(body.messages)} messages are more tokens", "messages")
         self._check_characters(sum(turn.num_characters for turn in body.messages), "messages")
         try:
             chat = self.tokenizer.chat(self._template_options(body))
