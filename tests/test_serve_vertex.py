@@ -101,7 +101,7 @@ translated = Translator.completion
         ),
         ({"instances": [{**CHAT, "stream": True}]}, "instances.0.stream"),
         ({"instances": [CHAT, {**CHAT, "max_tokens": 5000}]}, "instances.1.max_tokens"),
-        ({"instances": [{**CHAT, "store": True}]}, "instances.0.store"),
+        ({"instances": [{**CHAT, "use_beam_search": True}]}, "instances.0.use_beam_search"),
     ],
 )
 def test_errors_have_the_shape_and_the_place_that_google_s_have(client, body, field):
