@@ -139,6 +139,17 @@ def bodies() -> dict[str, tuple[str, bytes]]:
         "samples_with_logprobs": HEAD.replace(b's":2', b's":60')
         + ASKED
         + b',"n":64,"logprobs":true,"top_logprobs":20}',
+        "samples_with_long_logprobs": HEAD.replace(b's":2', b's":900')
+        + ASKED
+        + b',"n":128,"logprobs":true,"top_logprobs":20}',
+        "options": filled(
+            HEAD + ASKED + b',"chat_template_kwargs":{',
+            lambda at: b'"x%d":true' % at,
+            b"}}",
+            16_000,
+        ),
+        "marks": content("a\u0301".encode())[:200_000] + b'"}]}',
+        "control_names_within_characters": content(b"<|im_end|>")[:60_000] + b'"}]}',
         "penalties": guided("repetition_penalty", 1.5),
         "regex_memory": guided("guided_regex", "((a{101}){100}){97}c"),
         "regex_later": guided("guided_regex", "(x|y|z)*((a{101}){100}){97}c"),

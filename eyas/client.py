@@ -76,8 +76,16 @@ class StreamRecord:
 
 def server_url(url: str) -> str:
     """The address without /v1. Raises ConfigError for what is no address, or holds a password."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if "://" not in url:
+        raise ConfigError(
+            f"{url!r} is not the address of a server: it has no scheme", f"write http://{url}"
+        )
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # brackets or a port that are none
+        is_address = False
+    if not is_address:
         raise ConfigError(
             f"{url!r} is not the address of a server", "write e.g. http://10.0.0.5:8000"
         )

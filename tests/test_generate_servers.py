@@ -401,7 +401,9 @@ def test_addresses_and_keys(
     target: Path, prompts: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for urls, match in (
-        (["10.0.0.5:8000"], "is not the address of a server"),
+        (["10.0.0.5:8000"], "is not the address of a server: it has no scheme"),
+        (["http://[::1"], "is not the address of a server"),
+        (["http://a:99999"], "is not the address of a server"),
         (["ftp://a"], "is not the address of a server"),
         (["http://me:secret@a:1"], "the address of a holds a password"),
         (["http://a:1", "http://a:1/v1"], "twice"),

@@ -15,6 +15,7 @@ from contextlib import ExitStack, suppress
 import httpx
 import openai
 import pytest
+from starlette.responses import JSONResponse
 
 from eyas.errors import ConfigError, MissingInputError
 from eyas.serve import app, fields
@@ -455,6 +456,33 @@ def test_what_is_wrong_is_said(open_client, params, says):
     reply = post(open_client, {**BODY, **params})
     assert reply.status_code == 400
     assert says in reply.json()["error"]["message"]
+
+
+def test_an_answer_of_more_logprobs_than_memory_has_is_streamed_or_refused(open_client):
+    wanted = {**BODY, "n": 128, "max_tokens": 200, "logprobs": True, "top_logprobs": 20}
+    reply = post(open_client, wanted)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "logprobs"
+    assert "stream" in reply.json()["error"]["message"]
+    with httpx.stream("POST", f"{open_client.url}{CHAT}", json={**wanted, "stream": True}) as reply:
+        assert reply.status_code == 200
+
+
+def test_an_answer_in_pieces_is_the_answer_in_one():
+    values = [
+        {},
+        [],
+        None,
+        {"a": [], "é\n": [1, {"b": {}}]},
+        [[]] * 300,
+        list(range(129)),
+        "x",
+        0.1,
+    ]
+    for value in values:
+        assert "".join(app.json_pieces(value)) == JSONResponse(value).body.decode()
+    with pytest.raises(ValueError, match="JSON compliant"):
+        "".join(app.json_pieces([float("nan")]))
 
 
 # The name of the server

@@ -125,7 +125,7 @@ class Chat:
         """
         try:
             given = self._shielded(messages, tools)
-            return self._tokens.encode(self._rendered(given, given.messages, True)).ids
+            return self._tokens.ids(self._rendered(given, given.messages, True))
         except TemplateProblem as problem:
             raise self._error(problem) from problem
 

@@ -15,10 +15,18 @@ neither has any of its text. Until a model is served (`Api.open`), requests get 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 import traceback
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Sequence,
+)
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -47,7 +55,7 @@ from eyas.serve.openapi import document
 from eyas.serve.page import page_routes
 from eyas.serve.protocol import ChatRequest, GenerateRequest, TextRequest
 from eyas.serve.responses import ResponsesRequest
-from eyas.serve.translation import CompletionBody, ModelInfo, Translator
+from eyas.serve.translation import CompletionBody, ModelInfo, Translator, check_logprobs
 from eyas.serve.vertex import VertexConfig, error_body, instances, located
 from eyas.serve.worker import EngineFailure, EngineWorker, RequestTimeout, ShuttingDown
 
@@ -57,6 +65,8 @@ LOADING_RETRY_S = 5
 # connection is reset when it is closed with unread bytes.
 MAX_BODY_OVERRUN = 4
 SMALL_BODY = 16 << 10  # bytes: tokenized in some 10 ms
+LONG_ANSWER = 1024  # tokens, of an answer that is written beside large bodies
+PIECE = 64  # elements of a list
 MAX_HELD_BODIES = 16  # large bodies that are read or wait for their translation, times the largest
 log = logging.getLogger("eyas.serve")
 T = TypeVar("T")
@@ -318,11 +328,14 @@ class Api:
                     completions.append(service.translator.completion(body))
                 except ApiError as error:
                     raise located(error, number, {}, {}) from error
+            check_logprobs([request for one in completions for request in one.requests])
             return completions
 
         completions = await self._translated(exchange.http, translate)
         await self._keep_all(exchange, service, completions)
-        return JSONResponse({"predictions": [one.whole() for one in completions]})
+        return await self._whole(
+            completions, lambda: {"predictions": [one.whole() for one in completions]}
+        )
 
     # Answers
 
@@ -338,12 +351,15 @@ class Api:
 
         def translate(text: bytes) -> tuple[bool, CompletionWriter]:
             body = parse_body(kind, text)
-            return body.stream, service.translator.completion(body)
+            completion = service.translator.completion(body)
+            if not body.stream:
+                check_logprobs(completion.requests)
+            return body.stream, completion
 
         is_stream, completion = await self._translated(exchange.http, translate)
         if not is_stream:
             await self._keep_all(exchange, service, [completion])
-            return JSONResponse(completion.whole())
+            return await self._whole([completion], completion.whole)
         updates = self._submit(exchange, service, [completion])
         try:
             # The first update decides between an error status and 200, so headers wait for it.
@@ -370,6 +386,16 @@ class Api:
             await _while_connected(exchange.http, keep())
         except EyasError as error:
             raise _api_error(error) from error
+
+    async def _whole(
+        self, completions: Sequence[CompletionWriter], write: Callable[[], Any]
+    ) -> Response:
+        """The answer that `write` makes of completions, in a thread as well."""
+        lane = self._lanes[sum(one.num_tokens for one in completions) > LONG_ANSWER]
+        text = await asyncio.get_running_loop().run_in_executor(
+            lane, lambda: "".join(json_pieces(write())).encode()
+        )
+        return Response(text, media_type="application/json")
 
     def _submit(
         self, exchange: Exchange, service: ModelService, completions: Sequence[CompletionWriter]
@@ -527,6 +553,32 @@ def _api_error(error: EyasError) -> ApiError:
     if isinstance(error, ShuttingDown):
         return ApiError(503, error.what, code="shutting_down", retry_after=1)
     return ApiError(500, error.what, code="engine_failure")
+
+
+def json_pieces(value: Any) -> Iterator[str]:
+    """JSON as JSONResponse writes it, in pieces: no other thread runs while one is made, and the
+    log-probabilities of a long answer are megabytes.
+    """
+    if isinstance(value, dict) and value:
+        for number, (name, one) in enumerate(value.items()):
+            yield f"{',' if number else '{'}{_json(name)}:"
+            yield from json_pieces(one)
+        yield "}"
+    elif isinstance(value, list) and 0 < len(value) <= PIECE:
+        for number, one in enumerate(value):
+            yield "," if number else "["
+            yield from json_pieces(one)
+        yield "]"
+    elif isinstance(value, list) and value:
+        for start in range(0, len(value), PIECE):
+            yield f"{',' if start else '['}{_json(value[start : start + PIECE])[1:-1]}"
+        yield "]"
+    else:
+        yield _json(value)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def _internal_error(error: Exception) -> ApiError:

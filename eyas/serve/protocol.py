@@ -7,6 +7,7 @@ template, no tokenizer and no engine.
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -35,6 +36,9 @@ MAX_NAME = 256  # characters of a participant's
 # what other servers' answers have besides, as clients send it back
 NOTES = frozenset({"id", "provider_specific_fields", "reasoning_details", "thinking_blocks"})
 MAX_TOOLS = 128
+MAX_OPTIONS = 16
+
+TemplateOptions = Annotated[dict[str, bool], BeforeValidator(partial(few_keys, most=MAX_OPTIONS))]
 
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 JsonObject = dict[str, Any]
@@ -222,7 +226,7 @@ class ChatRequest(OpenAIFields):
     tools: list[Tool] = Field(default=[], max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
-    chat_template_kwargs: Annotated[dict[str, bool], BeforeValidator(few_keys)] = Field(default={})
+    chat_template_kwargs: TemplateOptions = Field(default={})
     reasoning_effort: Literal["none"] | None = None
 
     @model_validator(mode="after")

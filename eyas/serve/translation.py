@@ -21,6 +21,7 @@ from eyas.serve.writers import ChatWriter, GenerateWriter, TextWriter
 
 CompletionBody = ChatRequest | TextRequest | GenerateRequest | ResponsesRequest
 MAX_ECHOED = 1 << 16  # log-probabilities of prompts in an answer, each token's own included
+MAX_LOGPROBS_WHOLE = 1 << 17  # of an answer that is kept until it is whole; 100 bytes each
 THINKING = "enable_thinking"  # the switch of templates whose targets can think
 
 
@@ -37,6 +38,21 @@ class ModelInfo:
     has_head: bool
     max_length: int
     target_fingerprint: str | None = None
+
+
+def check_logprobs(requests: Sequence[Request]) -> None:
+    """Refuse an answer in one object that may have more log-probabilities than a server can hold
+    for everybody. Raises ApiError.
+    """
+    params = [one.params for one in requests if one.params.logprobs is not None]
+    count = sum(one.n * one.max_tokens * (1 + (one.logprobs or 0)) for one in params)
+    if count > MAX_LOGPROBS_WHOLE:
+        raise ApiError(
+            400,
+            f"the answer may have {count} log-probabilities, the limit is {MAX_LOGPROBS_WHOLE} "
+            "without stream: lower max_tokens, n or top_logprobs, or stream it",
+            "logprobs",
+        )
 
 
 class Translator:
