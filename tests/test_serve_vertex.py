@@ -142,6 +142,7 @@ def test_other_refusals_have_google_s_names(world, tmp_path):
 
 
 def test_health_is_at_its_route_and_the_server_s_own_routes_stay(client):
+    assert httpx.post(client.url + ROUTES.predict_route, json={}).status_code == 400
     assert httpx.get(client.url + ROUTES.health_route).json()["status"] == "ok"
     assert httpx.get(client.url + "/health").status_code == 200
     page = httpx.get(client.url + "/metrics").text
