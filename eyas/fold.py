@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 # Characters that are not seen: Unicode's Default_Ignorable_Code_Point, and the box of keycap emoji.
 INVISIBLE = re.compile(
@@ -60,13 +60,16 @@ class FoldedText:
         """
         return self.starts[start], self.ends[end - 1]
 
-    def sub(self, pattern: re.Pattern[str], sign: str) -> FoldedText:
-        """The text with one sign for each match, none of which is empty."""
+    def sub(self, pattern: re.Pattern[str], written: Callable[[re.Match[str]], str]) -> FoldedText:
+        """The text with something else written for each match, which stands for all of the match;
+        neither is empty.
+        """
         parts, starts, ends, end = list[str](), list[int](), list[int](), 0
         for match in pattern.finditer(self.text):
-            parts += [self.text[end : match.start()], sign]
-            starts += [*self.starts[end : match.start()], self.starts[match.start()]]
-            ends += [*self.ends[end : match.start()], self.ends[match.end() - 1]]
+            new = written(match)
+            parts += [self.text[end : match.start()], new]
+            starts += [*self.starts[end : match.start()], *[self.starts[match.start()]] * len(new)]
+            ends += [*self.ends[end : match.start()], *[self.ends[match.end() - 1]] * len(new)]
             end = match.end()
         if not parts:
             return self

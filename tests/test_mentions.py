@@ -106,6 +106,13 @@ def test_words_are_left_alone():
     assert made[2] == f"Then {will} left. {mark} ate."
 
 
+def test_a_name_within_an_address_is_replaced_too():
+    """Though Lane says there of which kind the street is."""
+    texts = ["Diane Lane lives at 12 Meadow Lane, Boston."]
+    made = replaced(texts, ("PERSON", "Diane Lane"), ("STREET_ADDRESS", "12 Meadow Lane, Boston"))
+    assert "Lane" not in made[0]
+
+
 VALUES = [
     ("CREDIT_CARD", "4111 1111 1111 1111", "4111-11111111 1111"),
     ("EMAIL_ADDRESS", "ana.lee@acme.com", "Ana.Lee@ACME.com"),

@@ -60,7 +60,8 @@ PLATE_LENGTHS = range(5, 9)
 
 MAC = re.compile(
     r"(?<![\w:.-])(?:[0-9A-F]{2}(?:([:-])[0-9A-F]{2}(?:\1[0-9A-F]{2}){4}"
-    r"| [0-9A-F]{2}(?: [0-9A-F]{2}){4})|[0-9A-F]{4}\.[0-9A-F]{4}\.[0-9A-F]{4})(?![\w:-]|\.\w)",
+    r"| [0-9A-F]{2}(?: [0-9A-F]{2}){4})|[0-9A-F]{4}\.[0-9A-F]{4}\.[0-9A-F]{4}|[0-9A-F]{12})"
+    r"(?![\w:-]|\.\w)",
     re.I,
 )
 MAC_CUE = re.compile(r"\b(?:mac|hardware address|bssid|physical address|hwaddr)\b", re.I)
@@ -85,6 +86,10 @@ PAIR = re.compile(
     rf"(?P<value>{_NUMBER}[°,; ]{{1,3}}{_NUMBER})(?![\w]|\.\d)",
     re.I,
 )
+IN_MAP = re.compile(
+    r"(?:[?&](?:q|ll|sll|center|query|daddr|saddr|destination|origin)=|/@|^@| @)"
+    rf"(?P<value>{_NUMBER},{_NUMBER})(?![\w]|\.\d)"
+)
 LATITUDE = re.compile(
     rf"(?<![A-Za-z])lat(?:itude)?[\"']?\s?(?:is|[:=])?\s?[\"']?(?P<first>{_NUMBER})[\"'°]?[^\d\n]{{1,8}}"
     rf"(?<![A-Za-z])(?:lon|lng|long)(?:itude)?[\"']?\s?(?:is|[:=])?\s?[\"']?(?P<last>{_NUMBER})",
@@ -108,11 +113,15 @@ HANDLE_CUE = re.compile(
     r"|find me)(?!\w)",
     re.I,
 )
+DISCORD = re.compile("discord", re.I)  # elsewhere name#1234 is an issue of a repository
 HANDLE_NEAR = 40  # characters before a handle in which its cue counts; half of them behind it
 NAMED_HANDLE = re.compile(
     rf"(?<![\w-])(?:{NAME_CUE}|(?:{NETWORKS})(?:[ '-](?:{NAME_CUE}|user|id|account|profile|name))?)"
     rf"(?: is| was|:| =| called| named)\s{{1,2}}[\"']?@?(?P<name>(?=[\w.-]*[A-Za-z]){ACCOUNT_NAME})"
     r"(?![\w@(/=#-]|\.\w)"
+    r"|(?<![\w.])(?:t\.me|(?:instagram|twitter|x|facebook|tiktok|linkedin|snapchat)\.com"
+    r"(?:/in|/add)?)/@?(?P<profile>(?!(?:p|in|add|reel|reels|share|sharer|intent|home|groups|hashtag"
+    r"|search|explore|login|help|about|legal|privacy|pages|events|company|jobs|watch)\b)[\w.]{3,30}\b)"
     r"|(?<![\w/])u/(?P<reddit>[\w-]{3,20})(?![\w/])"
     r"|(?<![\w#])(?P<discord>[A-Za-z0-9_.]{2,32}#\d{4})(?!\w)",
     re.I,
@@ -135,10 +144,10 @@ def number_plates(text: str) -> Iterator[Finding]:
 
 
 def mac_addresses(text: str) -> Iterator[Finding]:
-    """Six bytes in hexadecimal; those of digits alone and between spaces need a cue word."""
+    """Six bytes in hexadecimal; of digits alone, between spaces or without signs beside a cue."""
     for match in MAC.finditer(text):
         value = match.group()
-        is_plain = " " in value or not re.search("[A-Fa-f]", value)
+        is_plain = value.isalnum() or " " in value or not re.search("[A-Fa-f]", value)
         digits = set(re.sub(r"\W", "", value).lower())
         if len(digits) > 1 and (not is_plain or MAC_CUE.search(text)):
             yield Finding("MAC_ADDRESS", *match.span())
@@ -148,7 +157,7 @@ def coordinates(text: str) -> Iterator[Finding]:
     """Latitude and longitude: with degrees or hemispheres, behind their names or a cue word."""
     for match in COORDINATES.finditer(text):
         yield Finding("COORDINATES", *match.span())
-    for match in PAIR.finditer(text):
+    for match in (*PAIR.finditer(text), *IN_MAP.finditer(text)):
         if is_place(*re.findall(_NUMBER, match["value"])[:2]):
             yield Finding("COORDINATES", *match.span("value"))
     for match in LATITUDE.finditer(text):
@@ -175,5 +184,7 @@ def handles(text: str) -> Iterator[Finding]:
         kind = match.lastgroup
         assert kind is not None, "each alternative has a group"
         value = match[kind]
+        if kind == "discord" and not DISCORD.search(text):
+            continue
         if kind != "name" or re.search(r"[\d_.-]", value):
             yield Finding("HANDLE", *match.span(kind))

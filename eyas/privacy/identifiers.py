@@ -157,7 +157,7 @@ IDENTIFIERS = (
         r"id(?: number| no\.?)?|identity(?: number)?",
     ),
     _kind("BR CPF", r"\d{3}\.\d{3}\.\d{3}-\d\d", cpf.is_valid),
-    _kind("BR CPF, bare", r"\d{11}", cpf.is_valid, r"cpf"),
+    _kind("BR CPF, bare", r"\d{3}(?:[ ./-]?\d{3}){2}[ ./-]?\d\d", cpf.is_valid, r"cpf"),
     _kind("CL RUT", r"\d{1,2}\.\d{3}\.\d{3}-[\dkK]", rut.is_valid),
     _kind("AR CUIT", r"\d\d-\d{8}-\d", cuit.is_valid),
     _kind("MX CURP", r"[A-Z]{4}\d{6}[HMX][A-Z]{5}[0-9A-Z]\d", curp.is_valid),

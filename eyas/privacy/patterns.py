@@ -34,9 +34,9 @@ CARD_LAYOUTS = {
 CARDS = [
     re.compile(rf"(?<![\w+])(?<!\d[.,-]){digits}(?!\w|[.,]\d)") for digits in CARD_LAYOUTS.values()
 ]
-MAYBE_CARD = re.compile(r"\d(?:[\W_]{0,3}\d){11}")
+MAYBE_CARD = re.compile(r"\d(?:[\W_]{0,7}\d){11}")
 # The same between separators of any kind; a line of a column has more of its like beside it.
-CARD_SEPARATOR = r"(?:[ \t]{0,2}[-./_|*:~+\\•·\u2013\u2014][ \t]{0,2}|[ \t]{1,4}|[ \t]*\r?\n[ \t]*)"
+CARD_SEPARATOR = r"(?:[^\w$€£,%]{1,7}|_{1,3})"
 LOOSE_CARDS = [
     re.compile(
         r"(?<![\w+])(?<!\d[.,-])"
@@ -54,7 +54,7 @@ CARD_CUE = re.compile(
     r"|carte|cart[ãa]o|carta)(?: (?:number|no|num|nummer)\b)?",
     re.I,
 )
-CARD_RUN = re.compile(r"(?<![\w$€£])\d(?:[^\w$€£]{0,3}_?\d){12,26}(?!\w)")
+CARD_RUN = re.compile(r"(?<![\w$€£])\d(?:[^\w$€£]{0,3}_?\d){12,26}(?!\d)")
 CARD_LENGTHS = (16, 15, 19, 14, 13)
 
 ACCOUNT = re.compile(
@@ -64,9 +64,7 @@ SHORTEST_ACCOUNT = 15  # letters and digits; Norway's
 
 SSN = re.compile(r"(?<![\w./-])(\d{3})([- ./_]|  )(\d{2})\2(\d{4})(?![\w/-]|\.\d)")
 # beside a cue word: bare, or with any separators
-LOOSE_SSN = re.compile(
-    r"(?<![\w./-])(\d{3})[^\w$]{0,3}_?(\d{2})[^\w$]{0,3}_?(\d{4})(?![\w/-]|\.\d)"
-)
+LOOSE_SSN = re.compile(r"(?<![\w./-])\d(?:[^\w$]{0,3}_?\d){8}(?![\w/-]|\.\d)")
 SSN_CUE = re.compile(r"\bssn\b|\bsocial[ -]security\b", re.I)
 
 # Countries whose national numbering is tried; any country's number is found in international form
@@ -77,7 +75,7 @@ PHONE_REGIONS = (
 )  # fmt: skip
 MAYBE_PHONE = re.compile(r"\d(?:\D{0,3}\d){6}")  # seven digits that stand together
 PHONE = re.compile(
-    r"(?<![\w#$€£+])(?<!\d[.,:/-])[+(]?\d(?:(?:[ ().-]{0,2}|[/_\n]| [-/] )\d){6,63}"
+    r"(?<![\w#$€£+])(?<!\d[.,:/-])[+(]?\d(?:(?:[ ().·•-]{0,2}|[/_\n]| [-/] )\d){6,63}"
     r"(?:\s?(?:x|ext\.?)\s?\d{1,6})?(?![\w%/]|[.,:-]\d)",
     re.I,
 )
@@ -89,7 +87,7 @@ PHONE_CUE = re.compile(
 # Written without a cue, a national number shows itself by a trunk 0, by North America's 3-3-4, or
 # by four groups or more.
 PHONE_FORM = re.compile(
-    r"\(?0.*|(?:1[ ./_-]?)?\(?\d{3}\)?[ ./_-]{0,2}\d{3}[ ./_-]{0,2}\d{4}|\d+(?:[.-]\d+){3,}"
+    r"\(?0.*|(?:1[ ./_-]?)?\(?\d{3}\)?[ ./_·•-]{0,3}\d{3}[ ./_·•-]{0,3}\d{4}|\d+(?:[.-]\d+){3,}"
 )
 # Runs of digits that are something else: dates (with a time), spans of years, dotted quads, ISBN.
 NO_PHONE = re.compile(
@@ -97,6 +95,7 @@ NO_PHONE = re.compile(
     r"|\d{1,2}[-./_ ]\d{1,2}[-./_ ](?:19|20)\d\d(?:[ -].*)?|\d{1,2}/\d{1,2}/\d\d(?:[ -].*)?"
     r"|\(?(?:1\d|20)\d\d(?: |-| - )(?:1\d|20)\d\d|\d{1,3}(?:\.\d{1,3}){3}|97[89][ -].*"
 )
+ONE_DIGIT = re.compile(r"(?<!\d)\d(?!\d)")
 # Where one number of a run may end and the next begin.
 PHONE_BREAK = re.compile(r"\d[).-]?[ \n]|\d(?=[(+])")
 NEAR_BEFORE, NEAR_AFTER = 32, 12  # characters in which a telephone's cue counts
@@ -194,7 +193,8 @@ def social_security_numbers(text: str) -> Iterator[Finding]:
     """
     for pattern in (SSN, LOOSE_SSN) if SSN_CUE.search(text) else (SSN,):
         for match in pattern.finditer(text):
-            area, group, serial = match.group(1), *match.groups()[-2:]
+            digits = re.sub(r"\D", "", match.group())
+            area, group, serial = digits[:3], digits[3:5], digits[5:]
             if area in ("000", "666") or area[0] == "9" or group == "00" or serial == "0000":
                 continue
             before = max(0, match.start() - CUE_DISTANCE)
@@ -239,13 +239,16 @@ def _is_phone(text: str, start: int, end: int) -> bool:
     value = re.split(r"\s?(?:x|ext)", text[start:end], flags=re.I)[0]
     num_digits = len(re.findall(r"\d", value))
     lines = [re.sub(r"\D", "", line) for line in value.split("\n")]
-    if len(lines) > 1 and max(map(len, lines)) >= 7:
-        return False  # a column of numbers
+    if len(lines) > 1:  # a broken line rather than a column, behind a cue on its first line
+        before = text[max(0, start - NEAR_BEFORE) : start].rpartition("\n")[2]
+        if max(map(len, lines)) >= 7 or ONE_DIGIT.search(value) or not PHONE_CUE.search(before):
+            return False
     if value.startswith("+"):
         return 8 <= num_digits <= 15
     has_form = PHONE_FORM.fullmatch(value) is not None
     if NO_PHONE.fullmatch(value) or ("/" in value and not has_form):
         return False
+    has_form = has_form and " / " not in value  # a division
     beside = f"{text[max(0, start - NEAR_BEFORE) : start]} {text[end : end + NEAR_AFTER]}"
     if PHONE_CUE.search(beside):
         return 7 <= num_digits <= 15
@@ -268,7 +271,7 @@ def parse_phone(value: str) -> Iterator[phonenumbers.PhoneNumber]:
 @functools.lru_cache(maxsize=1 << 10)
 def _parsed(region: str, value: str) -> phonenumbers.PhoneNumber | None:
     try:
-        return phonenumbers.parse(value.replace("_", " "), region or None)
+        return phonenumbers.parse(re.sub("[_·•]", " ", value), region or None)
     except phonenumbers.NumberParseException:
         return None
 

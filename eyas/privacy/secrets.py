@@ -91,7 +91,7 @@ BEARER = re.compile(
 MAYBE_NAMED = re.compile(r"key|token|secret|authorization", re.I)
 
 PASSWORD = re.compile(
-    r"(?<![A-Za-z])(?:[a-z]+[_-])?(?:password|passwd|passphrase|passcode|pwd|kennwort|passwort"
+    r"(?<![A-Za-z])(?:[a-z]+[_-])?(?:password|passwd|passphrase|passcode|pwd|pw|kennwort|passwort"
     r"|contraseña|mot de passe|wachtwoord|senha)(?:[_-][a-z]+)?[\"'\])]{0,2}"
     r"(?: (?:for|to|of|on) [^\n:=\"]{1,40})?"
     r"(?:\s{1,3}(?:is now|is|was|ist|es|est)\s{1,3}|\s{0,3}(?:=>|[:=]{1,2})\s{0,3})"
@@ -101,15 +101,18 @@ PASSWORD = re.compile(
 )
 # Without a sign between: "with password X", and "the credentials are a / b", both of which go.
 PASSWORD_NEXT = re.compile(
-    r"(?<![A-Za-z])(?:with|using|use|by|and|my|her|his|their|our|the|user\w*:? \S{1,40})[ ,/]{1,2}"
+    r"(?<![A-Za-z])(?:"
+    r"(?:with|using|use|by|and|my|her|his|their|our|the|user\w*:? \S{1,40})[ ,/]{1,2}"
     r"(?:(?:my|the|this|a) )?(?:password|passwd|passphrase|passcode|pwd|pass|pw|kennwort|passwort"
     r"|contraseña|mot de passe|wachtwoord|senha):?\s{1,2}"
+    r"|(?:pass ?word|passwd|pwd|pass|pw|passwort)(?:\s?(?:->|=>|[:→])\s{0,2}| - ))"
     r"(?P<quote>[\"'`]?)(?P<value>[^\s\"'`<>{}()\[\],;]{6,64})(?P=quote)",
     re.I,
 )
 CREDENTIALS = re.compile(
-    r"(?<![A-Za-z])(?:credentials?|creds|log ?in(?: details| data| info)?|logins?|zugangsdaten"
-    r"|credenciales|identifiants)(?: (?:for|to|of|on) [^\n:=\"]{1,40})?"
+    r"(?<![A-Za-z])(?:credentials?|creds|user(?:name)? ?/ ?pass(?:word)?"
+    r"|log ?in(?: details| data| info)?|logins?|zugangsdaten|credenciales|identifiants)"
+    r"(?: (?:for|to|of|on) [^\n:=\"]{1,40})?"
     r"(?:\s{1,2}(?:is|are|were|sind|son|sont)\s{1,2}|\s?[:=]\s{0,2})[\"'`]?"
     r"(?P<user>[^\s\"'`<>{}()\[\],;/|]{2,64})[\"'`]?\s?(?:/|\||,|:|and|und)\s?[\"'`]?"
     r"(?P<value>[^\s\"'`<>{}()\[\],;/|]{4,64})",
@@ -168,11 +171,11 @@ def passwords(text: str) -> Iterator[Finding]:
                 start = match.start(group)
                 yield Finding("PASSWORD", start, start + len(value))
         for match in PASSWORD_NEXT.finditer(text):
-            value = match["value"].rstrip(".,:!?")
+            value = match["value"].rstrip(".,:?")
             if _is_mixed(value):
                 yield Finding("PASSWORD", match.start("value"), match.start("value") + len(value))
         for match in CREDENTIALS.finditer(text):
-            value = match["value"].rstrip(".,:!?")
+            value = match["value"].rstrip(".,:?")
             if _is_password(value, quoted=False) and "=" not in value:
                 yield Finding("PASSWORD", *match.span("user"))
                 yield Finding("PASSWORD", match.start("value"), match.start("value") + len(value))

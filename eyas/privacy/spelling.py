@@ -14,7 +14,8 @@ BRACKETS = r" ?(?:\[ ?(?:{0}) ?\]|\( ?(?:{0}) ?\)|\{{ ?(?:{0}) ?\}}|< ?(?:{0}) ?
 IN_BRACKETS = "[({<&%"
 AT = re.compile(rf"(?<=\w)(?:{BRACKETS.format(AT_WORD)}| ?(?:&#0*64;|&commat;|%40) ?)(?=\w)", re.I)
 DOT = re.compile(rf"(?<=\w){BRACKETS.format(DOT_WORD)}(?=\w)", re.I)
-DOMAIN_WORDS = r"[\w-]+(?:(?: |_|-)dot(?: |_|-)[\w-]+)+"
+AT_ALONE, DOT_ALONE = "at|arroba|arobase|chiocciola", "dot|punto|ponto"
+DOMAIN_WORDS = rf"[\w-]+(?:[ _-](?:{DOT_ALONE})[ _-][\w-]+)+"
 FREE_MAIL = (
     r"(?:gmail|googlemail|yahoo|hotmail|outlook|icloud|protonmail|proton|gmx|aol|msn|web|yandex"
     r"|qq|163)\.[a-z]{2,3}\b"
@@ -28,22 +29,55 @@ NO_LOCAL_PART = """
 """
 BEFORE_PLACE = "".join(rf"(?<!\b{word})" for word in NO_LOCAL_PART.split())
 AT_SPELT = re.compile(
-    rf"(?<=\w)[ _-]at[ _-](?={DOMAIN_WORDS})|(?<=\w){BEFORE_PLACE} at (?={FREE_MAIL})"
+    rf"(?<=\w)[ _-](?:{AT_ALONE})[ _-](?={DOMAIN_WORDS})|(?<=\w){BEFORE_PLACE} at (?={FREE_MAIL})"
     rf"|(?<=\w\w) ?@ ?(?=[\w-]{{2,}} ?\. ?(?:{DOMAINS})\b)",
     re.I,
 )
 DOT_SPELT = re.compile(
-    rf"(?<=\w)[ _-]dot[ _-](?=[a-z])|(?<=\w)(?: \. ?|\. )(?=(?:{DOMAINS})\b)", re.I
+    rf"(?<=\w)[ _-](?:{DOT_ALONE})[ _-](?=[a-z])"
+    rf"|(?<=\w)(?: \. ?|\. )(?=(?:{DOMAINS})\b)",
+    re.I,
 )
-MAYBE_SPELT = re.compile(r"[ _-]at[ _-]|@ | @", re.I)
+MAYBE_SPELT = re.compile(rf"[ _-](?:{AT_ALONE})[ _-]|@", re.I)
+AT_CAPITAL = re.compile("(?<=[a-z0-9])AT(?=[a-z0-9-]+DOT[a-z])")
+DOT_CAPITAL = re.compile("(?<=[a-z0-9])DOT(?=[a-z])")
+NUMBER_DOT = re.compile(r"(?<=\d) dot (?=\d)", re.I)
+# Seven digits or more in words, or in words and digits.
+NUMERALS = {
+    word: str(digit)
+    for digit, words in enumerate(
+        ("zero oh", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+    )
+    for word in words.split()
+}
+_NUMERAL = "|".join(NUMERALS)
+SPELT_NUMBER = re.compile(
+    rf"(?<!\w)(?:{_NUMERAL})(?:[ ,.-]{{1,2}}(?:{_NUMERAL}|\d{{1,4}})){{6,}}(?!\w)"
+    rf"|(?<!\w)(?:(?:{_NUMERAL})[ ,.-]{{1,2}}){{3,}}(?:(?:{_NUMERAL})|\d{{1,4}})"
+    rf"(?:[ ,.-]{{1,2}}(?:{_NUMERAL}|\d{{1,4}}))+(?!\w)",
+    re.I,
+)
+MAYBE_NUMBER = re.compile(rf"(?:{_NUMERAL})[ ,.-]{{1,2}}(?:{_NUMERAL})[ ,.-]", re.I)
 
 
 def plain(text: str) -> FoldedText:
-    """The text as patterns are matched to it: folded, mail addresses in their usual spelling."""
+    """The text as patterns are matched to it: folded, mail addresses in their usual spelling, long
+    numbers in digits.
+    """
     folded = fold(text)
     if any(sign in folded.text for sign in IN_BRACKETS):
-        folded = folded.sub(AT, "@").sub(DOT, ".")
+        folded = folded.sub(AT, lambda _: "@").sub(DOT, lambda _: ".")
     if MAYBE_SPELT.search(folded.text):
-        spelt = folded.sub(AT_SPELT, "@")
-        folded = spelt.sub(DOT_SPELT, ".") if spelt is not folded else folded
-    return folded
+        folded = folded.sub(AT_SPELT, lambda _: "@")
+        if "@" in folded.text:
+            folded = folded.sub(DOT_SPELT, lambda _: ".")
+    if "DOT" in folded.text:
+        spelt = folded.sub(AT_CAPITAL, lambda _: "@")
+        folded = spelt.sub(DOT_CAPITAL, lambda _: ".") if spelt is not folded else folded
+    if MAYBE_NUMBER.search(folded.text):
+        folded = folded.sub(SPELT_NUMBER, _in_digits)
+    return folded.sub(NUMBER_DOT, lambda _: ".")
+
+
+def _in_digits(match: re.Match[str]) -> str:
+    return "".join(NUMERALS.get(word, word) for word in re.findall(r"\w+", match[0].lower()))

@@ -69,6 +69,7 @@ RESERVED_MAIL = re.compile(
     r"@(?:[\w-]+\.)*(?:example\.(?:com|org|net)|example|test|invalid|localhost)$", re.I
 )
 KEY_PREFIX = re.compile(r"sk-(?:proj|ant)-|[A-Za-z]{2,6}[-_]|AKIA|ASIA|AIza|eyJ")
+LONG_NUMBER = 4  # digits
 MOST_ATTEMPTS = 50  # before two words are joined to make one that is not taken
 
 
@@ -183,16 +184,26 @@ class Surrogates:
             self._counts[kind] = ordinal = self._counts.get(kind, 0) + 1
             for attempt in itertools.count():
                 draw = KeyedRandom(self._key, self._conversation, kind, str(ordinal), str(attempt))
-                invented = (
-                    make(draw) if attempt < MOST_ATTEMPTS else f"{make(draw)}{make(draw).lower()}"
-                )
-                if invented.casefold() not in self._taken and not any(
-                    map(self._names.knows, WORD.findall(invented))
+                is_last = attempt >= MOST_ATTEMPTS
+                invented = f"{make(draw)}{make(draw).lower()}" if is_last else make(draw)
+                if invented.casefold() not in self._taken and (
+                    is_last or not self._holds_value(invented)
                 ):
                     break
             self._taken.add(invented.casefold())
             self._surrogates[kind, value] = invented
         return self._surrogates[kind, value]
+
+    def _holds_value(self, invented: str) -> bool:
+        """Whether a name or a longer number of the conversation is within it, such as the year of
+        another date.
+        """
+        return any(
+            self._names.knows(word)
+            if word.isalpha()
+            else len(word) >= LONG_NUMBER and word in self._taken
+            for word in WORD.findall(invented)
+        )
 
     def _worded(self, type: str, value: str) -> str:
         """Word by word, so that "Ada Berg" and, later, "Berg" are the same person; a place by
@@ -221,16 +232,17 @@ class Surrogates:
     def _word(self, type: str, word: str, start: int, value: str) -> str:
         if word.isdigit():
             return self._surrogate("number", word, lambda draw: number_like(word, draw))
-        if stays(type, word) or (
-            type == "STREET_ADDRESS" and len(word) <= 2 and word not in STATES
-        ):
-            return word
+        # Lane may be a street's kind and somebody's name
+        if type == "PERSON" or not self._names.knows(word):
+            is_short = type == "STREET_ADDRESS" and len(word) <= 2 and word not in STATES
+            if stays(type, word) or is_short:
+                return word
         if len(word) == 1:
             is_possessive = word in "sS" and value[:start].endswith("'")
             return word if is_possessive else match_case(self._initial(word.casefold()), word)
         if word in STATES and type == "STREET_ADDRESS":
             return self._surrogate("word", word, lambda draw: draw.choice(STATES))
-        if type == "PERSON":
+        if type == "PERSON" or self._names.knows(word):
             return self._name(word)
         inner = bool(re.search(r"[,\n]", value[:start]))
         pool = STREETS if type == "STREET_ADDRESS" and not inner else CITIES
