@@ -589,7 +589,7 @@ def test_a_browser_draws_it_without_a_network(tmp_path, width):
       parent.postMessage(JSON.stringify(seen), "*");
     </script></body>"""
     card, page = tmp_path / "card.html", tmp_path / "page.html"
-    card.write_text(write_card(full()).replace("</body>", measured), encoding="utf-8")
+    card.write_text(write_card(signed()).replace("</body>", measured), encoding="utf-8")
     page.write_text(
         '<body><script>addEventListener("message", told => { document.title = told.data })</script>'
         f'<iframe src="card.html" style="width:{width}px;height:5000px;border:0"></iframe></body>'

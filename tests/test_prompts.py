@@ -489,13 +489,16 @@ def lines_of(rows):
 
 
 def damaged_sets(folder):
-    """A gzip that is cut, 4 of 100 rows that are no JSON, and 2 of 100, which is ordinary."""
+    """A gzip that is cut, a file that was, 4 of 100 rows that are no JSON, and 2 of 100, which is
+    ordinary.
+    """
     packed = gzip.compress(lines_of(openai(f"What is {n} plus {n * n}?") for n in range(3000)))
     rows = [json.dumps(openai(f"Which way to house {n * n} is it?")).encode() for n in range(100)]
     sets = {
         "cut.jsonl.gz": packed[: len(packed) * 2 // 3],
-        "bad.jsonl": b"\n".join([*rows[:96], *[b'{"messages": '] * 4]),
-        "fair.jsonl": b"\n".join([*rows[:98], *[b'{"messages": '] * 2]),
+        "short.jsonl": b"\n".join(rows)[:-9],
+        "bad.jsonl": b"\n".join([*rows[:96], *[b'{"messages": '] * 4, b""]),
+        "fair.jsonl": b"\n".join([*rows[:98], *[b'{"messages": '] * 2, b""]),
     }
     for name, data in sets.items():
         (folder / name).write_bytes(data)
@@ -506,15 +509,16 @@ def test_a_cut_file_and_many_malformed_rows_are_warnings_or_an_error(tmp_path):
     output = Artifact(str(tmp_path / "prompts"))
     given = PromptsConfig(sources=damaged_sets(tmp_path), near_duplicates=None)
     manifest = make_prompts(given, output)
-    cut, bad = manifest.facts["warnings"]
+    cut, short, bad = manifest.facts["warnings"]
     assert cut.startswith("cut: cut or damaged in 1 place; how many rows were lost there is not")
     assert bad == "bad: 4 of 100 rows (4.0%) could not be read"
     ledger = output.read_json("ledger.json")
-    assert ledger["warnings"] == [cut, bad]
+    assert short == cut.replace("cut: ", "short: ", 1)
+    assert ledger["warnings"] == [cut, short, bad]
     assert ledger["sources"]["cut"]["dropped"]["cut"] == 1
     assert html.escape(cut) in output.read("card.html").decode()
     strict = given.model_copy(update={"damaged": "error"})
-    with pytest.raises(CorruptError, match=r"cut: cut or damaged .*; bad: 4 of 100"):
+    with pytest.raises(CorruptError, match=r"cut: cut or damaged .*; short: .*; bad: 4 of 100"):
         make_prompts(strict, output)  # finished under `warn`: an error all the same
     anew = Artifact(str(tmp_path / "anew"))
     with pytest.raises(CorruptError, match="bad: 4 of 100"):

@@ -79,6 +79,7 @@ WEAKNESSES = (
 NOT_SEARCHED = {
     "code": "code, commands, paths or formulas",
     "language": "no recogniser for this language",
+    "und": "which language it is was not found",
     "fictional": "its people are stated to be invented",
     "policy": "the policy keeps names and places",
 }

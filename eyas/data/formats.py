@@ -173,8 +173,20 @@ def _until_broken(reader: LineCounter, rows: FileValues) -> FileValues:
 def _json_lines(stream: io.BufferedReader, keys: frozenset[str]) -> FileValues:
     lines = LineReader(stream)
     return _until_broken(
-        lines, ((lines.line, _parsed(text)) for text in lines if text is None or not text.isspace())
+        lines,
+        ((lines.line, _line_value(text)) for text in lines if text is None or not text.isspace()),
     )
+
+
+def _line_value(text: bytes | None) -> Any:
+    """The JSON value, or Unreadable; a last line that stops in the middle of a value is where the
+    file was cut.
+    """
+    value = _parsed(text)
+    is_cut = text is not None and not text.endswith(b"\n") and text.lstrip()[:1] in (b"{", b"[")
+    if is_cut and isinstance(value, Unreadable):
+        return BrokenStream(str(value))
+    return value
 
 
 def _parsed(text: bytes | None) -> Any:
