@@ -301,6 +301,17 @@ def test_the_measured_recall_says_what_it_was_measured_on():
     assert table["policy"] in text
 
 
+def test_a_run_with_another_search_than_the_measured_one_says_so():
+    assert "It was measured with another search" not in shown(signed())
+    made = signed()
+    name, version = next(iter(measured()["versions"].items()))
+    made.ledger["versions"][name] = "0.0.1"
+    made.ledger["policies"]["personal"] = {"ner": "spacy:de_core_news_sm"}
+    text = shown(made)
+    assert f"{name} {version} there, 0.0.1 here" in text
+    assert "the recogniser spacy:de_core_news_sm of this run was not there" in text
+
+
 # Sentences that one missed value would make false.
 UNTRUE = re.compile(
     r"free of|no personal data|without personal data|all personal data|anonym|clean(ed)? (of|data)|"

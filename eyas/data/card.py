@@ -146,6 +146,7 @@ def write_card(contents: CardContents) -> str:
         key_from=KEY_FROM,
         remaining=remaining(contents),
         recall=measured(),
+        caveats=_recall_caveats(ledger),
         parts=name_parts(ledger),
         not_searched=NOT_SEARCHED,
         no_language=NO_LANGUAGE,
@@ -274,6 +275,20 @@ def remaining(contents: CardContents) -> list[dict[str, Any]]:
             }
         )
     return sorted(rows, key=lambda row: -row["found"])
+
+
+def _recall_caveats(ledger: Mapping[str, Any]) -> list[str]:
+    """In what this run differs from the search whose recall was measured."""
+    versions, personal = ledger.get("versions", {}), ledger["policies"].get("personal", {})
+    found = [
+        f"{name} {version} there, {versions[name]} here"
+        for name, version in measured()["versions"].items()
+        if name in versions and versions[name] != version
+    ]
+    used = {"recogniser": personal.get("ner"), "Cloud DLP project": personal.get("cloud_project")}
+    return found + [
+        f"the {what} {name} of this run was not there" for what, name in used.items() if name
+    ]
 
 
 def name_parts(ledger: Mapping[str, Any]) -> list[dict[str, Any]]:
