@@ -89,8 +89,9 @@ KEY_FROM = {
     "file": "a file that this user alone can read (mode 0600)",
 }
 SAMPLES = {
-    "none": "No changed row was shown or kept by this run. <code>eyas prompts OUT --diff TYPE</code> "
-    "shows all of them on a terminal, as long as the sources are there.",
+    "none": "No changed row was shown or kept by this run. "
+    "<code>eyas prompts OUT --diff TYPE</code> shows all of them on a terminal, as long as the "
+    "sources are there.",
     "terminal": "A sample of changed rows was for the terminal of the run alone, and is kept in no "
     "file.",
     "encrypted": "A sample of changed rows, before and after, is kept in <code>samples.enc</code>, "
