@@ -221,7 +221,7 @@ def test_a_set_of_the_hub(server, path, stated, prompts):
 def test_the_commit_is_recorded_and_does_not_change_in_a_run(server):
     commit = server.add("owner/set", "main", CONTENTS)
     made = describe(SourceConfig(path="owner/set", subset="easy"))
-    assert made.facts == {"commit": commit}
+    assert made.facts == {"commit": commit, "read_as": {"subset": "easy"}}
     assert list(made.files) == ["easy-00000-of-00002.jsonl", "easy-00001-of-00002.jsonl"]
     server.add("owner/set", "main", {"train.jsonl": lines("Another")})
     server.asked.clear()

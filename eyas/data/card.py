@@ -51,7 +51,8 @@ FATES = {
     "quality": "no usable text: repetition, broken encoding, or hardly a letter",
     "language": "taken for a language that is not one of those to keep",
     "contamination": "found to overlap an evaluation set, which must not be trained on",
-    "pii": "something was found in it that has the form of a type that the policy drops",
+    "pii": "something was found in it of a type that the policy drops, or that was still there "
+    "after it was replaced",
     "duplicate": "says the same as an earlier row, or nearly",
     "match": "not drawn: others resemble the traffic more",
     "mix": "not drawn: more than its source's share",
