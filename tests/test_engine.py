@@ -154,6 +154,7 @@ def test_plain_greedy_equals_transformers(folder: Path, target: Target) -> None:
         ((2, 4, 16), {"temperature": 1.5, "top_p": 0.7}),
         ((5, 2, 6), {}),
         ((5, 2, 6), SAMPLED),
+        ((8, 9, 60), SAMPLED),  # as near to EAGLE's (60, 7, 10) as the masks let a tree be
     ],
 )
 def test_speculation_changes_no_token(
@@ -428,6 +429,15 @@ def test_a_speculation_that_cannot_be_is_refused() -> None:
     for wrong in ("sometimes", "fixed(6,3)", "fixed(0,1,2)", "fixed(16,8,12)", "off(1,1,2)"):
         with pytest.raises(ConfigError, match="speculation"):
             EngineConfig(speculation=wrong)
+
+
+def test_the_tree_of_eagles_repository_is_refused_with_the_nearest() -> None:
+    """Its depth does not count the first level: 7 x 10 columns are drafted for 60 tokens."""
+    with pytest.raises(ConfigError, match="drafts 70 nodes, more than 64") as error:
+        EngineConfig(speculation="fixed(8,10,60)")
+    assert "7 draft steps or fewer, or 9 branches or fewer" in error.value.hint
+    for near in ("fixed(7,10,60)", "fixed(8,9,60)"):
+        assert str(EngineConfig(speculation=near).parsed()) == near
 
 
 def test_sizes_of_speculation_are_said_in_one_place() -> None:

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from eyas import builtin
 from eyas.cli.main import build
 from eyas.errors import CorruptError, EmptyInputError, MissingInputError
-from eyas.export.check import check, reading_findings, replay_head, verdict
+from eyas.export.card import stated_tau
+from eyas.export.check import card_tau, check, reading_findings, replay_head, verdict
 from eyas.export.lint import UNSAID, CheckFinding, exit_code
 from eyas.export.readings import (
     DECLARED,
@@ -95,8 +96,24 @@ FAULTS = {  # how the head is declared, and the reading that must be found to be
 }
 
 
+FAULTS |= {
+    "heads split otherwise": (
+        lambda c, t: (
+            changed(c, num_attention_heads=10, num_key_value_heads=10, head_dim=32),
+            t,
+        ),
+        "5 heads of 64, 5 key heads",
+    ),
+    "another epsilon": (lambda c, t: (changed(c, rms_norm_eps=0.1), t), "rms_norm_eps 1e-05"),
+}
 # Replayed in full; the others are held to be undone by the reading that is named.
-REPLAYED = ("feature first", "layers one later", "turned streams")
+REPLAYED = (
+    "feature first",
+    "layers one later",
+    "turned streams",
+    "heads split otherwise",
+    "another epsilon",
+)
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +180,73 @@ def test_random_weights_draft_next_to_nothing_and_that_is_said(random):
     (finding,) = reading_findings(random)
     assert finding.level == "warning"
     assert "next to nothing" in finding.what
+
+
+def test_a_tau_far_under_the_cards_is_not_as_good_as_it_would_be(sound):
+    unsaid, tau = CheckFinding("warning", UNSAID, ""), sound[0].tau
+    for stated in (None, tau, tau / 0.81):
+        assert [one.level for one in verdict([unsaid], sound, stated)] == ["note"]
+        assert "nothing to do" in verdict([unsaid], sound, stated)[0].hint
+    kept, told = verdict([unsaid], sound, tau / 0.79)
+    assert kept == unsaid
+    assert told.level == "note"
+    assert f"tau is {tau:.2f} in chains of 4 on this text, the card states" in told.what
+    assert verdict([], [], 3.0) == []
+
+
+@pytest.mark.parametrize(
+    ("card", "stated"),
+    [
+        ("# Head\n\ntau 2.97 on held-out answers", 2.97),
+        ("---\ntags: [a]\n---\n| acceptance length | 3.10 |", 3.1),
+        (
+            "---\nmodel-index:\n- results:\n  - metrics:\n    - type: tau\n      name: tau\n"
+            "      value: 2.5\n---\ntau 3.0",
+            2.5,
+        ),
+        ("\u03c4 = 4.12 at T = 0", 4.12),
+        ("---\nmodel-index: 7\n---\nno number", None),
+        ("", None),
+    ],
+)
+def test_the_tau_of_a_card(card, stated):
+    assert stated_tau(card) == stated
+
+
+def test_the_card_of_a_form_lies_above_it(tmp_path):
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "README.md").write_text("tau 2.97")
+    assert card_tau(tmp_path / "sglang") == 2.97
+    assert card_tau(builtin.head_folder()) == 3.39
+    assert card_tau(tmp_path / "sglang" / "..") == 2.97
+
+
+NO_END = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}bot: "
+
+
+@pytest.mark.parametrize("template", [NO_END, None], ids=["without an end", "without a template"])
+def test_prompts_are_replayed_without_a_template_that_shows_answers(tmp_path, template, caplog):
+    folder = tiny_target(tmp_path / "target", eos_token_id=2)
+    (folder / "chat_template.jinja").unlink()
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    head = head_folder(folder, tmp_path / "head")
+    none, why_not = replay_head(head, folder)
+    assert none == []
+    assert "--text are replayed all the same" in why_not
+    rows = [
+        [{"role": "user", "content": "A table in San Jose."}],
+        [{"role": "user", "content": "71 North"}, {"role": "assistant", "content": "Street."}],
+    ]
+    text = tmp_path / "text.jsonl"
+    text.write_text("\n".join(json.dumps({"messages": row}) for row in rows))
+    replayed, why_not = replay_head(head, folder, text)
+    assert why_not == ""
+    assert replayed[0].reading == DECLARED
+    assert len(replayed[0].places) == 2
+    assert "answered anew" in caplog.text
+    (tmp_path / "empty.txt").write_text("")
+    assert "holds no conversation" in replay_head(head, folder, tmp_path / "empty.txt")[1]
 
 
 def test_a_lost_attention_drafts_next_to_nothing(world, only):

@@ -58,10 +58,13 @@ class Speculation:
                     "for example fixed(6,3,12): draft steps, branches a step, tokens that the "
                     "target judges, root included",
                 )
-        if self.num_columns > MAX_NODES + 1:
+        most = MAX_NODES + 1
+        if self.num_columns > most:
             raise ConfigError(
-                f"speculation: {self} drafts more than {MAX_NODES + 1} nodes",
-                "take fewer draft steps or branches",
+                f"speculation: {self} drafts {self.num_columns} nodes, more than {most}",
+                f"take {most // self.tree_topk + 1} draft steps or fewer, or "
+                f"{most // (self.num_draft_steps - 1)} branches or fewer: (steps - 1) x branches "
+                f"may be {most}",
             )
 
     @classmethod

@@ -6,6 +6,7 @@ Names no folder of this machine, except the target's in the commands where it ha
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,11 @@ from eyas.lineage import sources, stages
 from eyas.model.config import HeadConfig
 from eyas.model.dialects import FLAGS
 
+CARD = "README.md"
+# how cards call it, before its number
+TAU = re.compile(
+    r"(?:\btau\b|\u03c4|\baccept(?:ance|ed)?[ _-]length)[^\d\n]{0,40}?(\d+\.\d+)", re.I
+)
 # of the front matter of other cards
 LICENCE, TERMS = "license", ("license", "license_name", "license_link")
 FRONT = re.compile(r"\A---\s*\n(.*?)\n---\s*$", re.S | re.M)
@@ -57,6 +63,17 @@ class CardOrigin:
     def licence(self) -> str | None:
         """The licence by its name; None where the card has none."""
         return self.terms.get(LICENCE)
+
+
+def stated_tau(card: str) -> float | None:
+    """The tau that a card states: the first metric of that type in its front matter, else the first
+    in its text; None where there is neither.
+    """
+    front = FRONT.match(card.replace("\r\n", "\n"))
+    stated = json.dumps(_fields(front[1]).get("model-index"), default=str) if front else ""
+    metric = re.search(r'"type": "tau",[^{}]*"value": (\d+\.\d+)', stated)
+    found = metric or TAU.search(card[front.end() :] if front else card)
+    return float(found[1]) if found else None
 
 
 def _fields(front: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ of them. A head that can be read at all is replayed where the target can be run.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -14,7 +15,9 @@ from pathlib import Path
 
 from eyas.builtin import demo_prompts
 from eyas.errors import EmptyInputError, MismatchError, TemplateError
+from eyas.export.card import CARD, stated_tau
 from eyas.export.lint import (
+    FORMS,
     UNSAID,
     CheckFinding,
     changed_findings,
@@ -32,7 +35,16 @@ from eyas.export.lint import (
     warning,
 )
 from eyas.export.readings import DECLARED, HeadReading
-from eyas.export.replay import ERROR, LEAST_TAU, WARNING, ReadingScore, answered, replay
+from eyas.export.replay import (
+    ERROR,
+    LEAST_TAU,
+    NUM_DRAFT_STEPS,
+    WARNING,
+    ReadingScore,
+    answered,
+    continued,
+    replay,
+)
 from eyas.hub import resolve_head, resolve_target
 from eyas.log import Track, quiet
 from eyas.model.checkpoint import (
@@ -49,6 +61,8 @@ from eyas.model.dialects import LM_HEAD, ambiguities
 from eyas.model.target import Target, stored_dtype
 from eyas.model.vocab import TargetVocabulary
 
+LEAST_OF_CARD = 0.8  # of the card's tau: below it a replay does not confirm the card
+log = logging.getLogger(__name__)
 MEANINGS = "; "  # between the names of meanings that are taken together
 
 
@@ -92,8 +106,9 @@ def replay_head(
     """Every reading of a head on answered text, the declared one's first; or none, and why not.
 
     A head that does not match its target otherwise than in shape is replayed: the number says what
-    it costs. text: as in `answered`; None is the packaged prompts. Raises what loading the target
-    raises, and MissingInputError.
+    it costs. text: as in `answered`; None is the packaged prompts. Where the target has no template
+    to find answers by, only text that is given is replayed (`continued`). Raises what loading the
+    target raises, and MissingInputError.
     """
     folder = resolve_target(str(target))
     vocabulary = TargetVocabulary.load(folder)
@@ -108,9 +123,28 @@ def replay_head(
         way.tensors.setdefault(LM_HEAD, loaded.lm_head)
     try:
         answers = answered(loaded, folder, text or demo_prompts(), track=track)
-    except (EmptyInputError, TemplateError) as fault:
+    except EmptyInputError as fault:
         return [], fault.what
+    except TemplateError as fault:
+        if text is None:
+            return [], f"{fault.what}; prompts given by --text are replayed all the same"
+        log.warning("%s: prompts are answered anew, given answers are left out", fault.what)
+        try:
+            answers = continued(loaded, folder, text, track=track)
+        except EmptyInputError as empty:
+            return [], empty.what
     return replay(ways, loaded, answers, track), ""
+
+
+def card_tau(head: str | Path) -> float | None:
+    """The tau that the card of a head in a folder states; of one form of an export the card lies in
+    the folder above.
+    """
+    folder = Path(resolve_head(str(head)))
+    for place in (folder, folder.parent) if folder.name in FORMS else (folder,):
+        if (place / CARD).is_file():
+            return stated_tau((place / CARD).read_text(encoding="utf-8", errors="replace"))
+    return None
 
 
 def meanings(folder: str | Path, target: TargetShape) -> list[HeadReading]:
@@ -141,10 +175,16 @@ def meanings(folder: str | Path, target: TargetShape) -> list[HeadReading]:
 
 
 def verdict(
-    findings: Sequence[CheckFinding], replayed: Sequence[ReadingScore]
+    findings: Sequence[CheckFinding],
+    replayed: Sequence[ReadingScore],
+    stated: float | None = None,
 ) -> list[CheckFinding]:
-    """The findings of the lint, settled by the replay, and those of the replay; errors first."""
+    """The findings of the lint, settled by the replay, and those of the replay; errors first.
+    stated: the card's tau.
+    """
     of_replay = list(reading_findings(replayed))
+    if not of_replay:
+        of_replay = list(promise_findings(replayed, stated))
     of_lint = [settled(finding, replayed) if finding.meanings else finding for finding in findings]
     if replayed and not of_replay:
         hint = "the replay is as good as it would be with its own: nothing to do"
@@ -172,6 +212,22 @@ def settled(finding: CheckFinding, replayed: Sequence[ReadingScore]) -> CheckFin
         f"{first!r} is meant: write {keys}" if gain.reaches(WARNING) else "which tells too little"
     )
     return replace(finding, hint=f"{finding.hint}. Replayed, tau is {taus}: {answer}")
+
+
+def promise_findings(
+    replayed: Sequence[ReadingScore], stated: float | None
+) -> Iterator[CheckFinding]:
+    """A replay that stays far behind what the card states. A note, as text and chains may differ;
+    but no other note may call such a head as good as it would be.
+    """
+    if stated is not None and replayed and replayed[0].tau < LEAST_OF_CARD * stated:
+        yield CheckFinding(
+            "note",
+            f"tau is {replayed[0].tau:.2f} in chains of {NUM_DRAFT_STEPS} on this text, the card "
+            f"states {stated:.2f}",
+            "give --text of the kind that the card measured: if tau stays as low, the head is not "
+            "read as it was trained, or not on its target",
+        )
 
 
 def reading_findings(replayed: Sequence[ReadingScore]) -> Iterator[CheckFinding]:

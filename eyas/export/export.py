@@ -23,7 +23,7 @@ from torch import Tensor
 from eyas.artifact import Artifact, Manifest, identity
 from eyas.engine.tree import Speculation
 from eyas.errors import ConfigError, CorruptError, MismatchError
-from eyas.export.card import CardOrigin, HeadCard
+from eyas.export.card import CARD, CardOrigin, HeadCard
 from eyas.export.check import check
 from eyas.export.launch import DTYPES, EngineForm, Launch
 from eyas.export.readings import DECLARED, HeadReading, assembled
@@ -38,7 +38,6 @@ from eyas.model.head import Head, load_head
 from eyas.model.vocab import TargetVocabulary
 from eyas.model.weights import fingerprint
 
-CARD = "README.md"
 PROMISED = ("tau", "tau_interval", "accept_hist")  # what a server holds its traffic against
 REPLAYED_TOKENS, REPLAYED_STEPS = 16, 3
 MAX_SHARD_BYTES = 5_000_000_000  # of a file of weights, as the hub's tools split them

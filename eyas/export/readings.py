@@ -20,6 +20,7 @@ from eyas.model.dialects import EMBED_TOKENS, FC_NORMS, INPUT_NORM, LAYER
 from eyas.model.head import Head
 
 DECLARED = "as declared"
+USUAL_EPSILONS = (1e-6, 1e-5)
 
 HeadTensors = dict[str, Tensor]
 
@@ -56,6 +57,7 @@ def misreadings(
     borrows; and with parts left out, as weights that are worse than none are no reading's."""
     yield from other_taps(config, tensors, target)
     yield from other_flags(config, tensors)
+    yield from other_numbers(config, tensors, target)
     yield from other_orders(config, tensors)
     yield from exchanges(config, tensors)
     for name, part in {"attention": "self_attn.o_proj", "MLP": "mlp.down_proj"}.items():
@@ -105,6 +107,31 @@ def other_flags(config: HeadConfig, tensors: HeadTensors) -> Iterator[HeadReadin
         if getattr(config, flag):
             kept = {name: tensor for name, tensor in tensors.items() if name not in norms}
             yield HeadReading(f"{flag} off", config.model_copy(update={flag: False}), kept)
+
+
+def other_numbers(
+    config: HeadConfig, tensors: HeadTensors, target: TargetConfig
+) -> Iterator[HeadReading]:
+    """What no shape of a tensor shows: into how many heads the attention is split, and the epsilon
+    of the norms.
+    """
+    D = config.head_dim
+    for head_dim in dict.fromkeys((D // 2, 2 * D, target.head_dim)):
+        heads, rest = divmod(config.num_attention_heads * D, head_dim)
+        key_heads, key_rest = divmod(config.num_key_value_heads * D, head_dim)
+        if head_dim != D and head_dim % 2 == 0 and not rest and not key_rest:
+            split = {
+                "num_attention_heads": heads,
+                "num_key_value_heads": key_heads,
+                "head_dim": head_dim,
+            }
+            name = f"{heads} heads of {head_dim}, {key_heads} key heads"
+            yield HeadReading(name, config.model_copy(update=split), tensors)
+    for epsilon in dict.fromkeys((target.rms_norm_eps, *USUAL_EPSILONS)):
+        # a step of ten between usual ones draws the same tokens; the lint names any other
+        if max(epsilon, config.rms_norm_eps) > 11 * min(epsilon, config.rms_norm_eps):
+            changed = config.model_copy(update={"rms_norm_eps": epsilon})
+            yield HeadReading(f"rms_norm_eps {epsilon:g}", changed, tensors)
 
 
 def other_orders(config: HeadConfig, tensors: HeadTensors) -> Iterator[HeadReading]:

@@ -17,16 +17,19 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jinja2
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from eyas.chat import Chat
+from eyas.chat.tokenizer import TargetTokenizer
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
 from eyas.errors import CorruptError, EmptyInputError, MissingInputError, TemplateError
@@ -89,6 +92,33 @@ class AnswerTokens:
     mask: list[bool]
 
 
+def continued(
+    target: Target, folder: str | Path, text: Path, track: Track = quiet
+) -> list[AnswerTokens]:
+    """What the target says to a file's prompts where no answer could be found again in the template
+    (it has no end of a turn, say): greedily, after the prompt as the template prints it. Where
+    there is no template, the text itself is continued, past what would end it.
+
+    Raises MissingInputError, EmptyInputError, CorruptError.
+    """
+    tokenizer = TargetTokenizer(str(folder)).tokenizer
+    prompts = []
+    for messages in islice(conversations(text), NUM_CONVERSATIONS):
+        asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+        if not tokenizer.chat_template:
+            prompts.append(tokenizer("\n".join(turn["content"] for turn in messages)).input_ids)
+        elif asked:
+            with suppress(jinja2.TemplateError, TypeError, ValueError):  # of such a conversation
+                prompts.append(
+                    tokenizer.apply_chat_template(
+                        asked, add_generation_prompt=True, return_dict=False
+                    )
+                )
+    short = [prompt for prompt in prompts if 0 < len(prompt) <= PROMPT_TOKENS]
+    found = decoded(target, folder, short, not tokenizer.chat_template, track)
+    return usable(found, text, "give other text")
+
+
 def answered(
     target: Target,
     folder: str | Path,
@@ -100,7 +130,8 @@ def answered(
     are answered greedily.
 
     text: JSON lines with `messages` or `conversations`, may be gzipped; any other file is one
-    prompt a line. Raises MissingInputError, EmptyInputError, CorruptError.
+    prompt a line. Raises MissingInputError, EmptyInputError, CorruptError, and TemplateError where
+    the target has no template to answer by.
     """
     chat = Chat(folder)
     kept: list[AnswerTokens] = []
@@ -118,27 +149,36 @@ def answered(
             continue
         if prompts and len(prompts[-1]) > PROMPT_TOKENS:
             prompts.pop()
-    found = kept + (decoded(target, folder, prompts, track) if prompts else [])
-    usable = [
+    found = kept + (decoded(target, folder, prompts, track=track) if prompts else [])
+    return usable(found, text, "give prompts that fit its chat template")
+
+
+def usable(found: Sequence[AnswerTokens], text: Path, hint: str) -> list[AnswerTokens]:
+    """Those with a place from which a draft could be accepted. Raises EmptyInputError for none."""
+    kept = [
         one
         for one in found
         if any(a and b for a, b in zip(one.mask[1:], one.mask[2:], strict=False))
     ]
-    if not usable:
-        hint = "give prompts that fit its chat template"
-        raise EmptyInputError(f"{text} holds no conversation that the target can answer", hint)
-    return usable
+    if not kept:
+        what = f"{text} holds no conversation that the target can answer"
+        raise EmptyInputError(what, hint)
+    return kept
 
 
 def decoded(
-    target: Target, folder: str | Path, prompts: list[list[int]], track: Track = quiet
+    target: Target,
+    folder: str | Path,
+    prompts: list[list[int]],
+    ignore_eos: bool = False,
+    track: Track = quiet,
 ) -> list[AnswerTokens]:
     """What the target answers to prompts, greedily, in the order of the prompts."""
-    longest = max(map(len, prompts)) + ANSWER_TOKENS + 1
+    longest = max(map(len, prompts), default=0) + ANSWER_TOKENS + 1
     engine = Engine(
         target, None, EngineConfig(max_batch=BATCH, max_length=longest, speculation="off")
     )
-    params = SamplingParams(max_tokens=ANSWER_TOKENS)
+    params = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=ignore_eos)
     requests = [Request(str(number), tuple(ids), params) for number, ids in enumerate(prompts)]
     results = engine.run(requests, track)
     answers = {int(result.request_id): list(result.token_ids) for result in results}
