@@ -5,6 +5,7 @@ against transformers, against the answers' own, and however the prefill is cut.
 from __future__ import annotations
 
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from transformers import AutoModelForCausalLM
 from eyas.engine import engine as engine_module
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
+from eyas.serve import app as app_module
+from eyas.serve.writers import TextWriter
 from tests.serving import MAX_LENGTH, MODEL, World, complete, post
 from tests.tiny_head import head_folder
 
@@ -289,3 +292,22 @@ def test_a_client_that_leaves_takes_its_scores_with_it(world):
         for request, numbers in zip(asked, alone, strict=True)
         if request is not gone
     }
+
+
+def test_many_scores_are_written_off_the_event_loop(client, monkeypatch):
+    """Of a stream; whole answers always are."""
+    written, chunk = [], TextWriter.chunk
+    monkeypatch.setattr(app_module, "LONG_ECHO", 8)
+
+    def noted(writer, update):
+        written.append((len(update.prompt_logprobs or ()), threading.get_ident()))
+        return chunk(writer, update)
+
+    monkeypatch.setattr(TextWriter, "chunk", noted)
+    list(complete(client, PROMPT, stream=True))
+    (loop,) = {thread for _, thread in written}
+    written.clear()
+    list(complete(client, PROMPT, stream=True, echo=True, logprobs=2))
+    num_scored, thread = written[0]
+    assert num_scored > 8
+    assert thread != loop

@@ -66,6 +66,7 @@ LOADING_RETRY_S = 5
 MAX_BODY_OVERRUN = 4
 SMALL_BODY = 16 << 10  # bytes: tokenized in some 10 ms
 LONG_ANSWER = 1024  # tokens, of an answer that is written beside large bodies
+LONG_ECHO = 256  # tokens of a prompt with up to 20 alternatives each: some 10 ms to write
 PIECE = 64  # elements of a list
 MAX_HELD_BODIES = 16  # large bodies that are read or wait for their translation, times the largest
 log = logging.getLogger("eyas.serve")
@@ -391,7 +392,7 @@ class Api:
         self, completions: Sequence[CompletionWriter], write: Callable[[], Any]
     ) -> Response:
         """The answer that `write` makes of completions, in a thread as well."""
-        lane = self._lanes[sum(one.num_tokens for one in completions) > LONG_ANSWER]
+        lane = self._lanes[sum(one.num_written for one in completions) > LONG_ANSWER]
         text = await asyncio.get_running_loop().run_in_executor(
             lane, lambda: "".join(json_pieces(write())).encode()
         )
@@ -506,7 +507,7 @@ async def _events(
     async with aclosing(updates):
         while True:
             try:
-                events = "".join([completion.chunk(update) for update in batch])
+                events = await _chunks(completion, batch)
             except Exception as error:
                 _log_bug(exchange, error)
                 exchange.failure = "internal_error"
@@ -523,6 +524,16 @@ async def _events(
                 yield failed.event()
                 return
     yield (events + completion.end()).encode()
+
+
+async def _chunks(completion: CompletionWriter, batch: list[Update]) -> str:
+    """The events of updates; of prompts whose log-probabilities are many, in a thread."""
+    num_scored = sum(len(update.prompt_logprobs or ()) for update in batch)
+
+    def write() -> str:
+        return "".join([completion.chunk(update) for update in batch])
+
+    return await asyncio.to_thread(write) if num_scored > LONG_ECHO else write()
 
 
 async def _while_connected(http: HttpRequest, work: Awaitable[T]) -> T:

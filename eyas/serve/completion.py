@@ -145,6 +145,12 @@ class CompletionWriter(ABC):
         return sum(choice.num_tokens for choice in self._choices.values())
 
     @property
+    def num_written(self) -> int:
+        """Tokens that the answer names: its own, and a prompt's that are scored."""
+        echoes = any(one.params.prompt_logprobs is not None for one in self.requests)
+        return self.num_tokens + (self.num_prompt_tokens if echoes else 0)
+
+    @property
     def is_over(self) -> bool:
         return all(choice.ending is not None for choice in self._choices.values())
 
