@@ -152,7 +152,7 @@ def test_a_target_that_opens_channels(tmp_path: Path, monkeypatch: pytest.Monkey
         generate(GenerateConfig(**settings), prompts, output)
         rows = list(read_answers(output))
         assert len(rows) == 2
-        plan = plan_samples(rows, chat, 256)
+        plan = plan_samples(rows, chat, 256, ())
         assert len(plan.samples) == (2 if has_row else 0), text
         for row, sample in zip(rows, plan.samples, strict=False):
             at = int(sample.loss_mask.argmax())
