@@ -28,5 +28,6 @@ def stage(name: str, output: Artifact) -> Iterator[Track]:
         highlight=False,
         soft_wrap=True,
     )
-    for warning in manifest.facts.get("warnings", ()):
+    facts = manifest.facts
+    for warning in (*facts.get("warnings", ()), *facts.get("unsearched", ())):
         console.print(f"warning: {escape(warning)}", style="yellow", soft_wrap=True)

@@ -223,6 +223,7 @@ def make_prompts(config: PromptsConfig, output: Artifact, track: Track = quiet) 
     facts = {
         "ledger": ledger.facts(),
         "warnings": ledger.warnings(),
+        "unsearched": ledger.unsearched(),
         "record": config.record.facts(),
     }
     return output.finish("prompts", settings, inputs, counts, facts=facts)
