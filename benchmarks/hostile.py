@@ -285,7 +285,9 @@ class Attack:
 def resident_mib(pid: int) -> float:
     """Of a process and its children."""
     pages, page_bytes = 0, os.sysconf("SC_PAGE_SIZE")
-    for one in [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]:
+    threads = Path(f"/proc/{pid}/task").glob("*/children")
+    children = [int(one) for thread in threads for one in thread.read_text().split()]
+    for one in [pid, *children]:
         try:
             pages += int(Path(f"/proc/{one}/statm").read_text().split()[1])
         except OSError:  # it has ended

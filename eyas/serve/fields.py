@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
@@ -349,6 +350,11 @@ class OpenAIFields(SamplingFields):
             json_schema = json.dumps(json_schema)
         return Constraint(json_schema, regex)
 
+    @cached_property
+    def _biases(self) -> dict[int, float]:
+        """One for all prompts of a request."""
+        return {int(token): bias for token, bias in self.logit_bias.items()}
+
     def params(
         self, max_tokens: int, constraint: Constraint, stops: tuple[str, ...] = ()
     ) -> SamplingParams:
@@ -364,7 +370,7 @@ class OpenAIFields(SamplingFields):
             repetition_penalty=self.repetition_penalty,
             frequency_penalty=self.frequency_penalty,
             presence_penalty=self.presence_penalty,
-            logit_bias={int(token): bias for token, bias in self.logit_bias.items()},
+            logit_bias=self._biases,
             stop=self.stops + stops,
             stop_token_ids=tuple(self.stop_token_ids),
             min_tokens=self.min_tokens,

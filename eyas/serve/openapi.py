@@ -60,6 +60,7 @@ _VERTEX_ERROR = _object("error", error=_object("code", "message", "status"))
 _PROBLEMS = {
     "400": "the request is wrong or asks for what this server does not support",
     "401": "an API key is needed",
+    "403": "the header Host names no name of this server",
     "404": "no such model",
     "408": "the body came too slowly",
     "413": "the body is too large",
@@ -97,7 +98,7 @@ def document(model: str, predict_route: str | None = None) -> dict[str, Any]:
         }
 
     def page(summary: str, schema: dict[str, Any], *problems: str) -> dict[str, Any]:
-        return {"get": {"summary": summary, "responses": _responses(schema, problems)}}
+        return {"get": {"summary": summary, "responses": _responses(schema, ("403", *problems))}}
 
     by_name = page("the same by name", _MODEL, "401", "404", "429", "503")
     name = {"name": "model", "in": "path", "required": True, "schema": _TEXT, "example": model}
