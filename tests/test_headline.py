@@ -19,7 +19,6 @@ from tests.bench_rows import row
 
 MACHINE = {"processor": "Abacus 5", "cores": 2, "memory_gib": 8, "system": "any"}
 FRAME = {
-    "by_task": [],
     "differences": [],
     "compared_anyway": False,
     "config": BenchConfig().model_dump(mode="json"),
@@ -30,6 +29,7 @@ def bench_of(rows, arms=("plain", "eagle"), url="http://127.0.0.1:8000", model="
     facts = ServerFacts(url, model, "eyas", None, "bfloat16")
     return {
         **summarise(rows, RunContext(arms, is_greedy=True, **context)),
+        **FRAME,
         "servers": {arm: asdict(facts) for arm in arms},
         "machine": MACHINE,
     }
@@ -102,7 +102,7 @@ def test_below_the_floor_nothing_is_claimed_whatever_came(count):
     assert [told[name] for name in RATIOS] == [None] * 3
     assert (told["tpot_ms_plain"], told["tpot_ms_eagle"]) == (10, 6)
     assert bench["comparisons"][0]["speedup"] == pytest.approx(10 / 6)  # as it was measured
-    assert "1.67" not in tables.markdown({**bench, **FRAME}, None, (), "t")
+    assert "1.67" not in tables.markdown(bench, None, (), "t")
 
 
 def test_the_floor_is_turns_and_not_requests():
@@ -156,6 +156,22 @@ def test_loads_at_which_it_is_slower_are_named():
     assert head["compared"]["concurrency"] == 1
     assert "1.67 times as fast" in head["sentence"]
     assert "slower with 8 at a time (TPOT 0.83 times)" in head["sentence"]
+
+
+def test_survivors_other_answers_and_unlike_arms_are_told_with_the_ratio():
+    """An arm that fails at what is slow looks fast, and so does one that answers otherwise."""
+    plain = arm_of("plain", [10.0] * 40)
+    eagle = arm_of("eagle", [6.0] * 40, hist=(2, 1, 2))
+    failed = [row("eagle", str(at), block=at // 4, error="timeout") for at in range(3, 40, 4)]
+    rows = [failed.pop(0) if at % 4 == 3 else one for at, one in enumerate(eagle)]
+    assert "; 10 of 40 requests to eagle failed." in sentence_of(plain + rows)
+    other = arm_of("eagle", [6.0] * 40, hist=(2, 1, 2), text="other")
+    assert sentence_of(plain + other).endswith("; 40 of 40 answers were not the same.")
+    bench = bench_of(plain + eagle)
+    unlike = {"arm": "eagle", "baseline": "plain", "what": "precision", "text": "", "refused": True}
+    bench |= {"differences": [unlike], "compared_anyway": True}
+    said = headlines(bench)[0]["sentence"]
+    assert said.endswith("; compared on demand, although they did not do the same work.")
 
 
 def test_an_open_loop_alone_has_a_headline_too():

@@ -10,7 +10,7 @@ named too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 from urllib.parse import urlsplit
@@ -103,7 +103,7 @@ def headlines(bench: Row) -> list[dict[str, Any]]:
 
 def sentence(bench: Row, compared: Row, baseline: Row, arm: Row) -> str:
     """The headline: model, machine and load; TPOT, throughput and end to end; the tails that got
-    worse. compared: of these two results.
+    worse; what was not alike. compared: of these two results.
     """
     where = place(bench, compared)
     both = f"{compared['arm']} and {compared['baseline']}"
@@ -129,7 +129,7 @@ def sentence(bench: Row, compared: Row, baseline: Row, arm: Row) -> str:
     else:
         over += f"{compared['arm']} against {compared['baseline']}, "
         said += [_worse(baseline, arm), _above_tau(compared)]
-    said.append(_slower_elsewhere(bench, compared))
+    said += [_slower_elsewhere(bench, compared), *_unlike(bench, compared, baseline, arm)]
     return f"{over}{'; '.join(filter(None, said))}."
 
 
@@ -212,6 +212,19 @@ def _slower_elsewhere(bench: Row, compared: Row) -> str:
         if is_certain(interval := other[f"{ratio}_interval"]) and interval[1] < 1
     ]
     return f"slower with {', '.join(loads)}" if loads else ""
+
+
+def _unlike(bench: Row, compared: Row, baseline: Row, arm: Row) -> Iterator[str]:
+    """In what the arms did not do the same work: a ratio is worth less with every one."""
+    refused = [one for one in bench["differences"] if one["refused"]]
+    if bench["compared_anyway"] and compared["arm"] in [one["arm"] for one in refused]:
+        yield "compared on demand, although they did not do the same work"
+    for result in (baseline, arm):
+        if failed := result["num_failed"]:
+            yield f"{failed} of {result['num_requests']} requests to {result['arm']} failed"
+    same, pairs = compared["identical"], compared["num_pairs"]
+    if same is not None and same < pairs:
+        yield f"{pairs - same} of {pairs} answers were not the same"
 
 
 def figures_of(bench: Row, arm: str) -> dict[str, Any]:
