@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from eyas.engine.draft import Draft
 from eyas.engine.tree import tree_of
 from eyas.engine.verify import accept
+from eyas.errors import MismatchError
 from eyas.model import native
 from eyas.model.config import HeadConfig, TargetConfig
 from eyas.model.native import NativeDraft, NativeTarget
@@ -35,6 +37,7 @@ from eyas.model.rows import (
     rows_of,
     slots_of,
 )
+from eyas.model.target import Target
 from eyas.model.weights import read_tensors
 from tests.plain_eagle import Example, PlainHead
 from tests.tiny import tiny_target
@@ -383,6 +386,16 @@ def test_what_is_not_there_is_refused():
     beyond.prefix_len[0] = PAGES * PAGE_SIZE + 1
     with pytest.raises(IndexError, match="prefix"):
         target.forward(beyond, cache)
+
+
+@needs_native
+def test_heads_wider_than_the_sums_of_attention_are_run_by_operators(tmp_path):
+    """They were written behind the end of these sums."""
+    for head_dim, runs in ((native.MAX_HEAD_DIM, True), (native.MAX_HEAD_DIM + 2, False)):
+        folder = tiny_target(tmp_path / str(head_dim), head_dim=head_dim)
+        assert Target.load(folder).is_native == runs
+    with pytest.raises(MismatchError, match="head_dim 258"):
+        Draft(*tiny_head(folder_of("llama"), head_dim=258), Target.load(folder_of("llama")))
 
 
 @needs_native
