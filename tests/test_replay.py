@@ -312,7 +312,7 @@ def test_what_is_open_is_replayed_in_each_way_and_the_best_is_named(
 ):
     only()
     _, config, tensors, answers = world
-    monkeypatch.setattr("eyas.export.check.answered", lambda *_: answers)
+    monkeypatch.setattr("eyas.export.check.answered", lambda *_, **__: answers)
     folder = edit_config(
         write_folder(write_head(config, tensors, form), tmp_path / "head"), **changes
     )
@@ -337,7 +337,7 @@ def test_what_is_open_is_replayed_in_each_way_and_the_best_is_named(
 def test_several_open_questions_are_replayed_together(world, tmp_path, monkeypatch, only):
     only()
     _, config, tensors, answers = world
-    monkeypatch.setattr("eyas.export.check.answered", lambda *_: answers)
+    monkeypatch.setattr("eyas.export.check.answered", lambda *_, **__: answers)
     folder = write_folder(write_head(config, tensors, "sglang"), tmp_path / "head")
     edit_config(folder, norm_output=True, eagle_config={IDS: [2, 6, 9]})
     ways, _ = replay_head(folder, "builtin")

@@ -73,9 +73,7 @@ def command(
     ] = None,
     allowed_host: Annotated[
         list[str] | None,
-        typer.Option(
-            help="answer to this name in the header Host too (a reverse proxy's); may be repeated"
-        ),
+        typer.Option(help="also answer to this Host; may be repeated", rich_help_panel=ADDRESS),
     ] = None,
     engine: Annotated[
         EngineName | None,

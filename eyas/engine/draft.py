@@ -40,6 +40,8 @@ from eyas.model.rows import (
 )
 from eyas.model.target import PAGE_SIZE, Target
 
+WITHOUT_NATIVE = "set EYAS_NATIVE=0 to run target and head in PyTorch's operators"
+
 
 def to_device(array: np.ndarray, device: str) -> torch.Tensor:
     """An array on the device; the host does not wait for the copy."""
@@ -114,12 +116,16 @@ class Draft:
         Raises MismatchError if the head was made for another target.
         """
         check_head(config, target.config, target.lm_head_sha256)
-        if target.is_native and (config.owns_embeddings or not runs(config)):
+        if target.is_native and config.owns_embeddings:
             raise MismatchError(
-                f"a head of hidden size {config.hidden_size} and head_dim {config.head_dim} on a "
-                f"target of {config.target_hidden_size} has no native path",
-                "set EYAS_NATIVE=0 to run target and head in PyTorch's operators, or train a head "
-                f"of the target's width, and of a head_dim of {MAX_HEAD_DIM} at most",
+                f"a head of hidden size {config.hidden_size} on a target of "
+                f"{config.target_hidden_size} has no native path",
+                f"{WITHOUT_NATIVE}, or train a head of the target's width",
+            )
+        if target.is_native and not runs(config):
+            raise MismatchError(
+                f"a head of head_dim {config.head_dim} has no native path",
+                f"{WITHOUT_NATIVE}, or train a head of a head_dim of {MAX_HEAD_DIM} at most",
             )
         self.config, self.device, self._dtype = config, target.device, target.dtype
         cast = {

@@ -106,7 +106,7 @@ NAME_CUE = (
 )
 ACCOUNT_NAME = r"[A-Za-z0-9_](?:[\w.-]{1,30}\w)?"
 AT_HANDLE = re.compile(
-    rf"(?<![\w.@/`\"'#}}])(?<!\w\()@(?=[\w.-]*[A-Za-z]){ACCOUNT_NAME}(?![\w@(/-]|\.\w)"
+    rf"(?<![\w.@/`\"'#}}])(?<!\w\()@(?=[\w.-]*[A-Za-z])(?=[\w.-]{{3}}){ACCOUNT_NAME}(?![\w@(/-]|\.\w)"
 )
 HANDLE_CUE = re.compile(
     rf"(?<![\w-])(?:{NETWORKS}|{NAME_CUE}|follow(?:ing|ed|s)?|dms?|tag(?:ged)?|tweet(?:ed|s)?"

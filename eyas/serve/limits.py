@@ -39,8 +39,8 @@ class LimitsConfig(BaseModel):
     """api_keys: a file with one key per line; the variable EYAS_API_KEYS (separated by commas) adds
     to it. Without keys the server is open to every client that can connect.
 
-    allowed_hosts: names in the header Host, beside those of the loopback, to which a server without
-    keys on the loopback answers; "*" for any.
+    allowed_hosts: in the header Host, beside loopback names; "*" for any. Checked where they are
+    given, and without keys on the loopback.
 
     requests_per_minute: of one key, or of one address where there are no keys; the same number may
     come at once after a pause. max_queue: samples that may wait beside those that run.
