@@ -13,6 +13,7 @@ others by the broken connection, or by torchrun.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
@@ -25,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from eyas.errors import EyasError
 
 T = TypeVar("T")
+LAST_RESULT_S = 0.5  # for the threads of gloo to let it go
 
 
 class Ranks:
@@ -155,6 +157,9 @@ def joined() -> Iterator[Ranks]:
         ) from error
     finally:
         dist.destroy_process_group()
+        # gloo's threads outlive the group. One that lets go of the last result's tensors while the
+        # interpreter ends would abort the process, and torchrun would report a failure.
+        time.sleep(LAST_RESULT_S)
 
 
 def world_size() -> int:
