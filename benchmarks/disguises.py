@@ -18,7 +18,6 @@ import argparse
 import gzip
 import itertools
 import json
-import math
 import random
 import re
 import sys
@@ -33,6 +32,7 @@ from stdnum.iban import calc_check_digits
 
 from eyas.data.filters import PersonalData
 from eyas.data.ledger import Drop, SourceRow
+from eyas.data.recall import wilson
 from eyas.privacy import lexicon
 from eyas.privacy.policy import TYPES, PrivacyConfig
 
@@ -46,16 +46,6 @@ NAMES_KEPT = {"person": "keep", "street_address": "keep", "location": "keep"}
 Draw = random.Random
 Maker = Callable[[Draw], str]
 Disguise = Callable[[str], str]
-
-
-def wilson(num: int, of: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share."""
-    if of == 0:
-        return 0.0, 1.0
-    z, share = 1.959964, num / of
-    middle = (share + z * z / (2 * of)) / (1 + z * z / of)
-    half = z * math.sqrt(share * (1 - share) / of + z * z / (4 * of * of)) / (1 + z * z / of)
-    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 # Values
@@ -395,8 +385,8 @@ def genders(old: str, news: set[str]) -> list[tuple[bool, bool]]:
     """For each surrogate, whether the name's gender is listed, and whether the surrogate has it."""
     female, male = getattr(lexicon, "FEMALE", 1 << 10), getattr(lexicon, "MALE", 1 << 11)
     words = lexicon.gazetteer().words
-    shown = words.get(lexicon.fold(old), (0, 0))[0] & (female | male)
-    listed = [words.get(lexicon.fold(new), (0, 0))[0] & (female | male) for new in news]
+    shown = words.get(lexicon.bare_word(old), (0, 0))[0] & (female | male)
+    listed = [words.get(lexicon.bare_word(new), (0, 0))[0] & (female | male) for new in news]
     return [(True, one == shown) for one in listed if shown and one]
 
 

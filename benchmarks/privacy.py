@@ -18,7 +18,6 @@ import argparse
 import gzip
 import itertools
 import json
-import math
 import sys
 import time
 from collections import Counter
@@ -32,6 +31,7 @@ from presidio_analyzer.nlp_engine import NoOpNlpEngine
 
 from eyas.data.filters import PersonalData
 from eyas.data.ledger import Drop, SourceRow
+from eyas.data.recall import wilson
 from eyas.privacy.detector import Detector
 from eyas.privacy.policy import EVERY_TYPE, TYPES, Finding, PrivacyConfig
 
@@ -74,16 +74,6 @@ WITHIN = {
 }
 
 Find = Callable[[str], list[Finding]]
-
-
-def wilson(num: int, of: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share."""
-    if of == 0:
-        return 0.0, 1.0
-    z, share = 1.959964, num / of
-    middle = (share + z * z / (2 * of)) / (1 + z * z / of)
-    half = z * math.sqrt(share * (1 - share) / of + z * z / (4 * of * of)) / (1 + z * z / of)
-    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def presidio_defaults() -> Find:

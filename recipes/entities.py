@@ -42,7 +42,7 @@ import spellchecker
 import yaml
 
 from eyas.privacy import lexicon as bits
-from eyas.privacy.lexicon import Gazetteer, describe_all, fold, read_gazetteer, tokenize
+from eyas.privacy.lexicon import Gazetteer, bare_word, describe_all, read_gazetteer, tokenize
 from eyas.privacy.tagger import LABELS, features
 
 TEMPLATES = Path(__file__).with_suffix(".txt")
@@ -175,13 +175,13 @@ def genders() -> dict[str, int]:
         for line in text.splitlines():
             if line.strip():
                 name, share, *_ = line.split()
-                counts[bit][fold(name)] += int(float(share) * 1000)
+                counts[bit][bare_word(name)] += int(float(share) * 1000)
     people = faker.providers.person.__path__
     for module in sorted(module.name for module in pkgutil.iter_modules(people) if module.ispkg):
         provider = importlib.import_module(f"faker.providers.person.{module}").Provider
         for bit, kind in ((bits.FEMALE, "female"), (bits.MALE, "male")):
             pattern = re.compile(rf"first_(romanized_)?names?_{kind}(_.*)?")
-            found = {fold(name) for name in _listed(provider, pattern)}
+            found = {bare_word(name) for name in _listed(provider, pattern)}
             listed[bit].update(name for name in found if re.fullmatch(r"[^\W\d_]{2,}", name))
     return {
         name: bit
@@ -247,11 +247,13 @@ def common_words(language: str) -> list[str]:
     """A language's most common words without those that are names."""
     packed = (resources.files(spellchecker) / "resources" / f"{language}.json.gz").read_bytes()
     counts = json.loads(gzip.decompress(packed))
-    names_too = {fold(name) for kind in ("male.first", "female.first") for name in census(kind)}
+    names_too = {
+        bare_word(name) for kind in ("male.first", "female.first") for name in census(kind)
+    }
     ranked = heapq.nsmallest(
         NUM_FOREIGN, filter(str.isalpha, counts), key=lambda word: (-counts[word], word)
     )
-    return [word for word in ranked if fold(word) not in names_too or len(word) < 4]
+    return [word for word in ranked if bare_word(word) not in names_too or len(word) < 4]
 
 
 def _symspell(name: str) -> list[str]:
@@ -265,7 +267,7 @@ def word_lists(known: World) -> bytes:
     _add_places(found, known)
     for words in known.foreign.values():
         for word in words:
-            found[fold(word)] |= bits.FOREIGN
+            found[bare_word(word)] |= bits.FOREIGN
     for word in _words("demonyms"):
         found[word] |= bits.DEMONYM
     lines = []
@@ -284,19 +286,19 @@ def _add_names(found: Counter[str], known: World) -> None:
             for word in {
                 part
                 for name in names_of
-                for part in re.findall(r"[^\W\d_]+(?:['’][^\W\d_]+)*", fold(name))
+                for part in re.findall(r"[^\W\d_]+(?:['’][^\W\d_]+)*", bare_word(name))
                 if len(part) > 1
             }:
                 found[word] |= bit
     for bit, ranked in ((bits.GIVEN, known.given), (bits.FAMILY, known.family)):
         for rank, name in enumerate(ranked):
             common = bits.GIVEN_COMMON if bit == bits.GIVEN else bits.FAMILY_COMMON
-            found[fold(name)] |= bit | (
+            found[bare_word(name)] |= bit | (
                 common if rank < 1000 or (bit == bits.GIVEN and rank < len(ranked) // 3) else 0
             )
     for bit, more in ((bits.GIVEN, _words("more_given")), (bits.FAMILY, _words("more_family"))):
         for name in more:
-            found[fold(name)] |= bit
+            found[bare_word(name)] |= bit
     for name, bit in genders().items():
         if found[name] & bits.GIVEN:
             found[name] |= bit
@@ -349,7 +351,7 @@ def _add_places(found: Counter[str], known: World) -> None:
             for name, people in listed
         ]
     for name, bit in places:
-        entry = " ".join(re.findall(r"[^\W_]+(?:['’-][^\W_]+)*", fold(name)))
+        entry = " ".join(re.findall(r"[^\W_]+(?:['’-][^\W_]+)*", bare_word(name)))
         if len(entry) > 2 and len(entry.split()) <= bits.MAX_PHRASE:
             found[entry] |= bit
 
@@ -379,7 +381,7 @@ def _names_and_places(known: World) -> set[str]:
         for name, people_there in cities
         if people_there > 50_000
     ]
-    return {part for name in (*people, *places) for part in fold(name).split()}
+    return {part for name in (*people, *places) for part in bare_word(name).split()}
 
 
 class Writer:
@@ -1022,7 +1024,7 @@ def forgetful(
         return lists
     share = chance.random()
     hidden = {
-        fold(word)
+        bare_word(word)
         for word, label in zip(words, labels, strict=True)
         if label[2:] not in ("", "ORGANIZATION")
     }

@@ -20,6 +20,7 @@ from eyas.serve.app import ModelService, create_app
 from eyas.serve.server import running_app
 from eyas.serve.translation import ModelInfo
 from tests.tiny import tiny_target, tiny_tokenizer
+from tests.tiny_head import head_folder
 
 MODEL = "tiny"
 MAX_LENGTH = 256
@@ -46,12 +47,16 @@ class World:
     folder: Path
 
     @classmethod
-    def make(cls, folder, with_tools=False, **overrides):
+    def make(cls, folder, **overrides):
         """Answers end at max_tokens or at a stop string, unless eos_token_id says otherwise."""
-        tiny_target(folder, **{"eos_token_id": None, **overrides})
-        if with_tools:
-            tiny_tokenizer(folder, chat_template=TOOL_TEMPLATE)
-        return cls(folder)
+        return cls(tiny_target(folder, **{"eos_token_id": None, **overrides}))
+
+    @classmethod
+    def tooled(cls, folder):
+        """With a template that has tools, an end token and room for both."""
+        world = cls.make(folder, eos_token_id=2, max_position_embeddings=1024)
+        tiny_tokenizer(folder, chat_template=TOOL_TEMPLATE)
+        return world
 
     @cached_property
     def target(self):
@@ -64,6 +69,15 @@ class World:
     def engine(self, kind=Engine, **config):
         config = {"max_batch": 4, "max_length": MAX_LENGTH, **config}
         return kind(self.target, config=EngineConfig(**config), tokenizer=self.chat.tokenizer)
+
+    def drafting(self, head, speculation):
+        """An engine with a random head, which is written to the folder `head`."""
+        return Engine.load(
+            self.folder,
+            head_folder(self.folder, head),
+            config=EngineConfig(max_batch=4, max_length=MAX_LENGTH, speculation=speculation),
+            tokenizer=self.chat.tokenizer,
+        )
 
     def results(self, prompt_ids, **params):
         """What the engine makes of a prompt, sample by sample."""

@@ -23,7 +23,17 @@ from eyas.model.native import library, unavailable
 from eyas.model.rows import Proposals
 from eyas.model.target import Target
 from tests.serving import World, ask, health
-from tests.test_engine import SAMPLED, VOCAB, decoded, engine, idle, plainly, random_head, requests
+from tests.test_engine import (
+    SAMPLED,
+    VOCAB,
+    decoded,
+    engine,
+    idle,
+    load_as,
+    plainly,
+    random_head,
+    requests,
+)
 from tests.test_tensor_rounds import TensorEngine
 from tests.tiny import tiny_target
 
@@ -37,10 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["native", "torch"])
 def target(request: pytest.FixtureRequest, folder: Path) -> Target:
-    loaded = Target.load(folder, native=request.param == "native")
-    if request.param == "native" and not loaded.is_native:
-        pytest.skip("no native path on this machine")
-    return loaded
+    return load_as(request.param, folder)
 
 
 @pytest.fixture(autouse=True)

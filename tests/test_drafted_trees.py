@@ -22,7 +22,6 @@ from eyas.model.target import Target
 from tests.serving import MODEL, World, ask, complete, post
 from tests.test_engine import VOCAB, random_head, requests
 from tests.tiny import tiny_target
-from tests.tiny_head import head_folder
 
 SAMPLED = {"temperature": 0.8, "repetition_penalty": 1.2}
 
@@ -157,12 +156,8 @@ def world(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(world, tmp_path_factory):
-    head = head_folder(world.folder, tmp_path_factory.mktemp("drafts") / "head")
-    config = EngineConfig(max_batch=4, max_length=256, speculation="fixed(3,2,6)")
-    with world.served(
-        Engine.load(world.folder, head, config=config, tokenizer=world.chat.tokenizer),
-        has_head=True,
-    ) as client:
+    engine = world.drafting(tmp_path_factory.mktemp("drafts") / "head", "fixed(3,2,6)")
+    with world.served(engine, has_head=True) as client:
         yield client
 
 

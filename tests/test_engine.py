@@ -57,6 +57,14 @@ def random_head(
     return config, tensors
 
 
+def load_as(kind: str, folder: Path) -> Target:
+    """A target that runs "native" or by "torch" operators."""
+    loaded = Target.load(folder, native=kind == "native")
+    if kind == "native" and not loaded.is_native:
+        pytest.skip("no native path on this machine")
+    return loaded
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB)
@@ -64,10 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["native", "torch"])
 def target(request: pytest.FixtureRequest, folder: Path) -> Target:
-    loaded = Target.load(folder, native=request.param == "native")
-    if request.param == "native" and not loaded.is_native:
-        pytest.skip("no native path on this machine")
-    return loaded
+    return load_as(request.param, folder)
 
 
 @pytest.fixture(autouse=True)

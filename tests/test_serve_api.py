@@ -787,12 +787,7 @@ CALL = '<tool_call>\n{"name": "book", "arguments": {"party": 2, "indoors": true}
 
 @pytest.fixture(scope="module")
 def tooled(tmp_path_factory):
-    return World.make(
-        tmp_path_factory.mktemp("tooled"),
-        with_tools=True,
-        eos_token_id=2,
-        max_position_embeddings=1024,
-    )
+    return World.tooled(tmp_path_factory.mktemp("tooled"))
 
 
 @pytest.fixture(scope="module")

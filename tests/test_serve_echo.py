@@ -13,12 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from eyas.engine import engine as engine_module
-from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
 from eyas.serve import app as app_module
 from eyas.serve.writers import TextWriter
 from tests.serving import MAX_LENGTH, MODEL, World, complete, post
-from tests.tiny_head import head_folder
 
 PROMPT = "I would like a table for two."
 SCORING = {"echo": True, "logprobs": 2, "max_tokens": 0}
@@ -32,9 +30,7 @@ def world(tmp_path_factory):
 @pytest.fixture(scope="module")
 def client(world, tmp_path_factory):
     """With a head: prompts are scored beside rounds that draft."""
-    head = head_folder(world.folder, tmp_path_factory.mktemp("heads") / "head")
-    config = EngineConfig(max_batch=4, max_length=MAX_LENGTH, speculation="fixed(2,2,4)")
-    engine = Engine.load(world.folder, head, config=config, tokenizer=world.chat.tokenizer)
+    engine = world.drafting(tmp_path_factory.mktemp("heads") / "head", "fixed(2,2,4)")
     with world.served(engine, has_head=True) as client:
         yield client
 

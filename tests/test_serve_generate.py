@@ -9,9 +9,7 @@ import json
 import httpx
 import pytest
 
-from eyas.engine.engine import Engine, EngineConfig
-from tests.serving import MAX_LENGTH, MODEL, World, complete, post
-from tests.tiny_head import head_folder
+from tests.serving import MODEL, World, complete, post
 
 PROMPT = "I would like"
 
@@ -23,12 +21,8 @@ def world(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(world, tmp_path_factory):
-    head = head_folder(world.folder, tmp_path_factory.mktemp("heads") / "head")
-    config = EngineConfig(max_batch=4, max_length=MAX_LENGTH, speculation="fixed(2,2,4)")
-    with world.served(
-        Engine.load(world.folder, head, config=config, tokenizer=world.chat.tokenizer),
-        has_head=True,
-    ) as client:
+    engine = world.drafting(tmp_path_factory.mktemp("heads") / "head", "fixed(2,2,4)")
+    with world.served(engine, has_head=True) as client:
         yield client
 
 

@@ -20,12 +20,7 @@ FLAT_TOOLS = [{"type": "function", "strict": None, **tool["function"]} for tool 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    return World.make(
-        tmp_path_factory.mktemp("tooled"),
-        with_tools=True,
-        eos_token_id=2,
-        max_position_embeddings=1024,
-    )
+    return World.tooled(tmp_path_factory.mktemp("tooled"))
 
 
 @pytest.fixture(scope="module")

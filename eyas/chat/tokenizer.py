@@ -29,7 +29,7 @@ from eyas.errors import MissingInputError
 _SHIELDS = tuple(chr(code) for code in range(0xFDD0, 0xFDEF))
 _STAND_IN = "\ufdef"  # a non-character, too
 _PRIVATE = 0xF0000  # the first character of a plane for private use
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _UNCERTAIN = 4  # the last tokens may be the beginning of a character of at most so many bytes
 LONG_TEXT = 16_384  # characters
 _MANY_PENDING = 32  # tokens without a whole character: no longer a character's beginning
@@ -225,7 +225,7 @@ class TextStream:
         ids = list(ids)
         self._window += ids
         text = self._decode(self._window)
-        if not text.endswith(_REPLACEMENT):
+        if not text.endswith(REPLACEMENT):
             return self._return(text) if len(text) > len(self._returned) else ""
         if len(ids) > 1:  # only the last character is unfinished
             return self._push_one_by_one(ids)

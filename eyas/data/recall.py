@@ -18,6 +18,16 @@ MEASURED = Path(__file__).with_name("recall.json")
 Z = 1.959964  # 95 %
 
 
+def wilson(num: int, of: int) -> tuple[float, float]:
+    """95 % interval of a share (Wilson 1927)."""
+    if of == 0:
+        return 0.0, 1.0
+    share = num / of
+    middle = (share + Z * Z / (2 * of)) / (1 + Z * Z / of)
+    half = Z * math.sqrt(share * (1 - share) / of + Z * Z / (4 * of * of)) / (1 + Z * Z / of)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
 @dataclass(frozen=True, slots=True)
 class Recall:
     """found of `of` labelled values; share with Wilson's 95 % interval."""
@@ -31,11 +41,7 @@ class Recall:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Wilson 1927."""
-        of, share = self.of, self.share
-        middle = (share + Z * Z / (2 * of)) / (1 + Z * Z / of)
-        half = Z * math.sqrt(share * (1 - share) / of + Z * Z / (4 * of * of)) / (1 + Z * Z / of)
-        return max(0.0, middle - half), min(1.0, middle + half)
+        return wilson(self.found, self.of)
 
     def remaining(self, found: int) -> tuple[float, float, float]:
         """Values that a search which found so many is expected to have missed, with the bounds

@@ -21,7 +21,7 @@ from torch import Tensor
 from eyas.artifact import MANIFEST, Manifest, file_identity
 from eyas.errors import EyasError, MismatchError, MissingInputError
 from eyas.lineage import HEAD_FILES
-from eyas.model.checkpoint import ANEW, value_faults
+from eyas.model.checkpoint import ANEW
 from eyas.model.config import HeadConfig, TargetShape, rope_faults, same_rotation, spelled
 from eyas.model.dialects import (
     CONFIG_JSON,
@@ -336,12 +336,13 @@ def value_findings(checkpoint: Checkpoint) -> Iterator[CheckFinding]:
     }
     if checkpoint.embed_tokens is not None:
         weights[EMBED_TOKENS] = checkpoint.embed_tokens
-    yield from errors(value_faults(checkpoint))
     finite: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         if not tensor.any():
             yield error(f"{name} is all zeros", ANEW)
-        elif not nonfinite({name: tensor}):
+        elif bad := nonfinite({name: tensor}):
+            yield error(bad[0], ANEW)
+        else:
             finite[name] = tensor
     yield from damage_findings(finite)
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()})

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from eyas.chat import Chat
+from eyas.chat.tokenizer import REPLACEMENT
 from eyas.errors import TemplateError
 from eyas.features.marks import Mark
 from eyas.records import Answer
@@ -37,7 +38,6 @@ from eyas.records import Answer
 # Samples among which those of a similar length, or with a common beginning, are put together.
 WINDOW = 256
 SHARED_STEP = 16  # tokens: a page of our own decoder's cache, so that shared pages are whole
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what half a character is decoded to
 LEAST_SAVED = 512  # tokens that are not computed again: less does not pay for a forward more
 
 

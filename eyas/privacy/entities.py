@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eyas.privacy import tagger
-from eyas.privacy.lexicon import fold, gazetteer, tokenize
+from eyas.privacy.lexicon import bare_word, gazetteer, tokenize
 
 TYPES = ("PERSON", "STREET_ADDRESS", "LOCATION")
 NAME_THRESHOLD = 0.3  # of a token's probability: rather masks too much than too little
@@ -210,7 +210,7 @@ def repeat_names(text: str, spans: list[Entity]) -> list[Entity]:
 
 
 def _is_ordinary(word: str) -> bool:
-    return 0 < gazetteer().words.get(fold(word), (0, 0))[1] <= 2
+    return 0 < gazetteer().words.get(bare_word(word), (0, 0))[1] <= 2
 
 
 def _overlaps(one: Entity, spans: Sequence[Entity]) -> bool:

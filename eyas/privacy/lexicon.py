@@ -62,7 +62,7 @@ TOKEN = re.compile(
 
 
 @functools.lru_cache(1 << 16)
-def fold(word: str) -> str:
+def bare_word(word: str) -> str:
     """A word as it is looked up: lower case, without accents."""
     if word.isascii():
         return word.lower()
@@ -86,7 +86,7 @@ class Gazetteer:
         """Bits and rank class (1 = the most common, 0 = not listed); of Anne-Marie, those of its
         parts.
         """
-        folded = fold(word)
+        folded = bare_word(word)
         found = self.words.get(folded)
         if found is None and "-" in folded:
             parts = [self.words.get(part, (0, 0)) for part in folded.split("-")]
@@ -99,7 +99,7 @@ class Gazetteer:
         """How many of the words, from the first, name one place (the longest), and its bits;
         (0, 0) where none do.
         """
-        folded = [fold(word) for word in words[:MAX_PHRASE]]
+        folded = [bare_word(word) for word in words[:MAX_PHRASE]]
         for length in range(len(folded), 1, -1):
             bits = self.phrases.get(" ".join(folded[:length]))
             if bits is not None:
@@ -169,7 +169,7 @@ def phrase_parts(words: Sequence[str], lists: Gazetteer) -> dict[int, tuple[int,
     """
     found: dict[int, tuple[int, str]] = {}
     for index, word in enumerate(words):
-        if fold(word) in lists.starts and index not in found:
+        if bare_word(word) in lists.starts and index not in found:
             length, bits = lists.phrase_at(words[index : index + MAX_PHRASE])
             for inner in range(length):
                 found[index + inner] = (bits, "in" if inner else "begin")
@@ -194,7 +194,7 @@ def _describe_form(token: str, bits: int, rank: int) -> Token:
         shape = re.sub(r"[^\W\d_]", "a", re.sub(r"\d", "9", token))
         group = f"{min(len(token), 6)}d" if token.isdigit() else "number+"
         return Token(group, shape[:8], (f"number={shape[:8]}", f"group={group}"), False)
-    word = fold(token)
+    word = bare_word(token)
     if not first.isalpha():
         kind = SIGNS.get(token, "sign")
         return Token(kind, token if token != "\n" else "newline", (f"group={kind}",), False)

@@ -58,7 +58,7 @@ SUBJECT = re.compile(
 
 def name_key(word: str) -> str:
     """The form in which two spellings of a word are equal: folded, small letters, no accents."""
-    return lexicon.fold(fold(word).text)
+    return lexicon.bare_word(fold(word).text)
 
 
 def stays(type: str, word: str) -> bool:

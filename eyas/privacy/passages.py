@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import yaml
 
 from eyas.language import CODE_ONLY, UNKNOWN, language
-from eyas.privacy.lexicon import FILES, FOREIGN, STREET_END, fold, gazetteer
+from eyas.privacy.lexicon import FILES, FOREIGN, STREET_END, bare_word, gazetteer
 
 ENGLISH = "en"
 
@@ -206,7 +206,7 @@ def english_evidence(text: str) -> float:
 
 @functools.lru_cache(1 << 16)
 def _evidence(word: str) -> float:
-    folded = fold(word)
+    folded = bare_word(word)
     english, other, shared = _words()
     is_capital = word[0].isupper()
     if not folded.isascii():  # another script
