@@ -27,7 +27,8 @@ class Source:
     """One set of raw rows. dropped: rows by reason; a source that no ledger counted has zeros.
 
     verdict: what the licence gate said (`Verdict.to_json` of eyas.data.licence); empty where no
-    gate was asked.
+    gate was asked. personal: the policy for its personal data; None where no stage looked for any.
+    fictional: its people are stated to be invented. masked: what was found and replaced, by type.
     """
 
     name: str
@@ -40,12 +41,19 @@ class Source:
     num_rows: int = 0
     num_kept: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
+    personal: str | None = None
+    fictional: bool = False
+    masked: Mapping[str, int] = field(default_factory=dict)
 
     def terms(self) -> Iterator[str]:
-        """Line by line: who wrote it, what the gate said and under which policy, what was overruled
-        and why, the duties.
+        """Line by line: who wrote it, what was done with personal data, what the gate said and
+        under which policy, what was overruled and why, the duties.
         """
         yield f"prompts by {self.prompts_by}; answers, which are not used, by {self.answers_by}"
+        if self.personal is not None:
+            found = _pairs({type: f"{count:,}" for type, count in self.masked.items()})
+            invented = "; its people are stated to be invented" if self.fictional else ""
+            yield f"personal data, policy {self.personal}: {found or 'none found'}{invented}"
         if not self.verdict:
             yield "no licence gate was asked"
             return
@@ -124,9 +132,7 @@ def sources(manifest: Manifest) -> list[Source]:
 def read_by(stage: Manifest) -> list[Source]:
     """The sources that a stage itself read."""
     return [
-        _source(name, made, stage.facts.get("ledger") or {})
-        for name, made in stage.inputs.items()
-        if made.stage == SOURCE
+        _source(name, made, stage) for name, made in stage.inputs.items() if made.stage == SOURCE
     ]
 
 
@@ -155,8 +161,10 @@ def describe(source: Source) -> str:
     return f"source {source.name}: {source.licence}{rows}, sha256 {source.sha256}, {source.url}"
 
 
-def _source(name: str, made: Manifest, ledger: Mapping[str, Any]) -> Source:
+def _source(name: str, made: Manifest, stage: Manifest) -> Source:
+    ledger = stage.facts.get("ledger") or {}
     account = (ledger.get("sources") or {}).get(name) or {}
+    personal = made.config.get("personal") or stage.config.get("personal") or {}
     licences = ledger.get("licences") or ()
     verdict: Mapping[str, Any] = next((one for one in licences if one["source"] == name), {})
     terms = {
@@ -171,6 +179,9 @@ def _source(name: str, made: Manifest, ledger: Mapping[str, Any]) -> Source:
         num_rows=int(account.get("rows_in", 0)),
         num_kept=int(account.get("rows_out", 0)),
         dropped=account.get("dropped") or {},
+        personal=personal.get("policy"),
+        fictional=bool(made.config.get("fictional") or personal.get("fictional")),
+        masked=account.get("masked") or {},
         **terms,
     )
 

@@ -5,6 +5,8 @@ refusals before harm.
 from __future__ import annotations
 
 import hashlib
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -129,6 +131,18 @@ def test_card_has_commands_lineage_and_measurements_but_no_folder_of_ours(target
     assert TargetVocabulary.load(target).lm_head_sha256 in card
     assert str(tmp_path) not in card
     assert "/home/me" not in card
+
+
+def test_a_card_says_that_its_target_was_quantised(target, tmp_path):
+    folder = tmp_path / "target"
+    shutil.copytree(target, folder)
+    shape = json.loads((folder / "config.json").read_text())
+    shape["gguf"] = {"file": "Model.Q4_1.gguf", "types": {"Q4_1": 210, "Q8_0": 1}}
+    (folder / "config.json").write_text(json.dumps(shape))
+    head = trained(folder, str(tmp_path / "train"))
+    export(ExportConfig(forms=["vllm"]), str(folder), head, Artifact(str(tmp_path / "export")))
+    card = (tmp_path / "export" / "README.md").read_text()
+    assert "`Model.Q4_1.gguf`, a quantised file (matrices: Q4_1 x 210, Q8_0 x 1)" in card
 
 
 def test_done_work_is_not_done_again_and_other_work_is_refused(target, tmp_path):

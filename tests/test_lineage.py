@@ -94,6 +94,19 @@ def test_a_source_says_who_wrote_it_and_why_it_may_be_used(head):
     ]
 
 
+def test_a_source_says_what_was_done_with_personal_data(tmp_path):
+    novels = source("MIT", "aa")
+    novels.config["fictional"] = True
+    ledger = {"sources": {"mail": {"masked": {"PERSON": 1208, "PHONE_NUMBER": 1}}}}
+    raw = {"mail": source("MIT", "bb"), "novels": novels}
+    made = finished(tmp_path, "prompts", raw, {"ledger": ledger}, personal={"policy": "surrogate"})
+    mail, novels = (list(one.terms())[1] for one in sources(made))
+    assert mail == "personal data, policy surrogate: PERSON 1,208, PHONE_NUMBER 1"
+    assert novels == (
+        "personal data, policy surrogate: none found; its people are stated to be invented"
+    )
+
+
 def test_same_name_with_other_bytes_is_another_source(tmp_path):
     first = finished(tmp_path, "prompts", {"sgd": source("MIT", "aa")})
     second = finished(tmp_path / "again", "prompts", {"sgd": source("CC-BY-4.0", "cc")})

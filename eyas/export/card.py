@@ -90,7 +90,8 @@ class HeadCard:
     hashes: SHA-256 by file name.
 
     licence: an id of the hub ("apache-2.0", "llama3.1"), as the owner states it. origin: the card
-    of a head that eyas did not train; its licence holds where the owner states none.
+    of a head that eyas did not train; its licence holds where the owner states none. gguf: the file
+    that the target was dequantised from and its matrices by type, as its config.json says.
     """
 
     launch: Launch
@@ -102,6 +103,7 @@ class HeadCard:
     hashes: Mapping[str, str]
     licence: str | None = None
     origin: CardOrigin = field(default_factory=CardOrigin)
+    gguf: Mapping[str, Any] | None = None
 
     def text(self) -> str:
         """The card as Markdown."""

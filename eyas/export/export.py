@@ -27,6 +27,7 @@ from eyas.export.card import CARD, CardOrigin, HeadCard
 from eyas.export.check import check
 from eyas.export.launch import DTYPES, EngineForm, Launch
 from eyas.export.readings import DECLARED, HeadReading, assembled
+from eyas.gguf.configuration import SOURCE as GGUF
 from eyas.hub import fetch, is_hub_id, resolve_head, resolve_target
 from eyas.lineage import SOURCE, head_manifest
 from eyas.log import Track, quiet
@@ -133,6 +134,7 @@ def export(
         hashes=hashes,
         licence=config.licence,
         origin=origin_of(head) if inputs["head"].stage == SOURCE else CardOrigin(),
+        gguf=read_config(folder).get(GGUF),
     )
     output.write(CARD, card.text().encode())
     counts = {"forms": len(config.forms), "tensors": len(tensors), "parameters": num_parameters}
