@@ -218,7 +218,7 @@ class TestSpeeds:
     def test_hours(self) -> None:
         needs = Needs(1, 1, prompt_tokens=7200, answer_tokens=3600, feature_tokens=7200, sampled=1)
         speeds = stated(["generate=1", "capture=2", "train=4"])
-        assert hours(needs, speeds, epochs=3) == {"generate": 1.0, "capture": 1.0, "train": 1.5}
+        assert hours(needs, speeds, passes=3) == {"generate": 1.0, "capture": 1.0, "train": 1.5}
         assert hours(needs, stated(["train=4"]), 1) == {"train": 0.5}
         estimated = published("l4", 10**9, 1, 1e9)
         both = hours(needs, estimated, 1)["generate"]
@@ -238,6 +238,11 @@ def test_online_computes_in_every_epoch_and_stores_what_is_held_out(
         online.estimate(needs, speeds).hours["capture"]
         == TRAIN.epochs * stored.estimate(needs, speeds).hours["capture"]
     )
+    on_a_quarter = work.train.model_copy(update={"data_share": 0.25})
+    quarter = Planner(dataclasses.replace(work, online=True, train=on_a_quarter))
+    for stage in ("capture", "train"):
+        hours_of_all = online.estimate(needs, speeds).hours[stage]
+        assert quarter.estimate(needs, speeds).hours[stage] == pytest.approx(hours_of_all / 4)
     share = work.capture.held_out_share
     assert online.room(needs).features == pytest.approx(share * stored.room(needs).features, abs=1)
 

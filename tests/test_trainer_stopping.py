@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -75,6 +76,11 @@ def test_tau_is_measured_on_the_way_and_shown(made, tmp_path):
     assert "tau" not in notes[0]
     assert f"tau {max(row.get('held_out_tau', 0) for row in rows):.2f}" in notes[-1]
     assert output.manifest().facts["held_out"]["samples"] == 5
+    for row in rows:
+        if "held_out_tau" in row:
+            counts = row["held_out_counts"]
+            assert len(counts["emitted"]) == len(counts["rounds"]) == 5
+            assert sum(counts["emitted"]) / sum(counts["rounds"]) == row["held_out_tau"]
 
 
 def test_a_run_stops_when_tau_rises_no_more_and_keeps_the_best(made, tmp_path, monkeypatch):
@@ -85,10 +91,9 @@ def test_a_run_stops_when_tau_rises_no_more_and_keeps_the_best(made, tmp_path, m
         tau = next(taus)
         if tau == 1.9:
             at_best.update({name: weight.clone() for name, weight in head.state_dict().items()})
-        return tau
+        return torch.tensor([[round(10 * tau), 10]])
 
     monkeypatch.setattr(trainer.HeldOutSample, "counts", measured)
-    monkeypatch.setattr(trainer, "tau_of_counts", lambda counts: counts)
     output = run(made, changed(stop={**CONFIG.stop.model_dump(), "patience": 2}), tmp_path)
     rows = list(output.read_jsonl(METRICS))
     facts = output.manifest().facts

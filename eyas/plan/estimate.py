@@ -97,10 +97,10 @@ class Planner:
 
     def estimate(self, needs: Needs, speeds: Speeds, notes: Sequence[str] = ()) -> Estimate:
         """The plan, with hours of the stages in `speeds`."""
-        epochs = self.run.train.epochs
-        by_stage = {str(stage): time for stage, time in hours(needs, speeds, epochs).items()}
+        passes = self.run.train.epochs * self.run.train.data_share
+        by_stage = {str(stage): time for stage, time in hours(needs, speeds, passes).items()}
         if self.run.online and "capture" in by_stage:
-            by_stage["capture"] *= epochs  # every epoch computes the features again
+            by_stage["capture"] *= passes  # every epoch computes the features again
         sizes = feature_bytes(needs, self.meta, self.run.capture.held_out_share)
         return Estimate(
             needs=needs,

@@ -129,8 +129,8 @@ def devices_needed(name: str, parameters: int) -> int:
     )
 
 
-def hours(needs: Needs, speeds: Speeds, epochs: int) -> dict[Stage, float]:
-    """Hours of each stage whose speed is known.
+def hours(needs: Needs, speeds: Speeds, passes: float) -> dict[Stage, float]:
+    """Hours of each stage whose speed is known. passes: of training over all features.
 
     A measured speed of `generate` includes prompts; an estimated one does not, and prompts are
     added at the speed of `capture`.
@@ -144,7 +144,7 @@ def hours(needs: Needs, speeds: Speeds, epochs: int) -> dict[Stage, float]:
     if "capture" in speeds:
         found["capture"] = needs.feature_tokens / speeds["capture"].tokens_per_s / 3600
     if "train" in speeds:
-        found["train"] = epochs * needs.feature_tokens / speeds["train"].tokens_per_s / 3600
+        found["train"] = passes * needs.feature_tokens / speeds["train"].tokens_per_s / 3600
     return found
 
 
@@ -219,6 +219,7 @@ def train_speed(
     timed = config.model_copy(
         update={
             "epochs": 1,
+            "data_share": 1.0,
             "start": None,
             "stop": config.stop.model_copy(update={"measurements": 0}),
             "checkpoint_every": steps + 1,

@@ -96,24 +96,38 @@ def check_alike(new: FeatureMeta, old: FeatureMeta) -> None:
         )
 
 
-def survey(source: FeatureSource, config: ObjectiveConfig) -> tuple[Tensor, list[int]]:
+def survey(
+    source: FeatureSource, config: ObjectiveConfig, left_out: frozenset[int] = frozenset()
+) -> tuple[Tensor, dict[int, int]]:
     """Read all tokens once: how often each is in an answer, and which samples can be trained on.
 
-    Returns counts int64 [V] under the loss mask, and the numbers of the samples that have a judged
-    position. Raises EmptyInputError if there is none.
+    left_out: numbers of samples that count as not there. Returns counts int64 [V] under the loss
+    mask, and of the samples that have a judged position number -> answer tokens. Raises
+    EmptyInputError if there is none.
     """
     counts_V = torch.zeros(source.meta.vocab_size, dtype=torch.int64)
-    usable = []
+    usable: dict[int, int] = {}
     for number, (token_ids, loss_mask) in enumerate(source.all_tokens()):
+        if number in left_out:
+            continue
         counts_V += torch.bincount(token_ids[loss_mask], minlength=len(counts_V))
         if judged_positions(loss_mask[None], config.loss_mask).any():
-            usable.append(number)
+            usable[number] = int(loss_mask.sum())
     if not usable:
         raise EmptyInputError(
             "the features hold no answer of two tokens or more",
             "generate and capture answers with more prompts",
         )
     return counts_V, usable
+
+
+def left_out_samples(num_samples: int, share: float, seed: int) -> frozenset[int]:
+    """The samples that a run on `share` of them does not take.
+
+    The order is the seed's alone, so what a smaller share takes, a larger one takes too.
+    """
+    order = random.Random(f"{seed}/share").sample(range(num_samples), num_samples)
+    return frozenset(order[max(1, round(share * num_samples)) :])
 
 
 def old_samples(old: Sequence[int], num_new: int, share: float, seed: str) -> list[int]:

@@ -35,6 +35,7 @@ from eyas.train.batches import (
     BatchConfig,
     MixedSource,
     check_alike,
+    left_out_samples,
     old_samples,
     plan_steps,
     read_batches,
@@ -85,7 +86,9 @@ WITHOUT_EFFECT = {
 class TrainConfig(BaseModel):
     """Settings of the train stage.
 
-    start: a head to continue from; null draws new weights. learning_rate: its peak; null
+    start: a head to continue from; null draws new weights. data_share: train on so much of the
+    samples, drawn by seed; a smaller share is within a larger one, and the epochs are as many, so
+    steps are fewer. learning_rate: its peak; null
     takes `usual_learning_rate` of the head's hidden size. checkpoint_every: in steps.
     """
 
@@ -94,6 +97,7 @@ class TrainConfig(BaseModel):
     head: HeadOptions = HeadOptions()
     objective: ObjectiveConfig = ObjectiveConfig()
     start: StartConfig | None = None
+    data_share: float = Field(1.0, gt=0, le=1)
     epochs: int = Field(3, ge=1)
     batches: BatchConfig = BatchConfig()
     learning_rate: float | None = Field(None, gt=0)
@@ -234,7 +238,10 @@ class Trainer:
         All ranks call it. Returns the trackers, which do nothing on ranks other than the first.
         """
         config, ranks = self.config, self.ranks
-        self.counts_V, self.usable = ranks.first(lambda: survey(self.source, config.objective))
+        left_out = left_out_samples(self.num_new, config.data_share, config.seed)
+        self.counts_V, self.usable = ranks.first(
+            lambda: survey(self.source, config.objective, left_out)
+        )
         self.steps = plan_steps(config.batches, self._epochs(), self.source.lengths, config.seed)
         self.measure_at = measured_steps(len(self.steps), config.stop) if self.held_out else set()
         head = self._initial_head().to(ranks.device)
@@ -324,6 +331,8 @@ class Trainer:
             with whole(self.objective):
                 counts = self.held_out.counts(state.head, self.vocabulary, self.ranks)
             row["held_out_tau"] = tau = tau_of_counts(counts)
+            emitted, rounds = counts.T.tolist()
+            row["held_out_counts"] = {"emitted": emitted, "rounds": rounds}  # by conversation
             # tau is 0 if no answer of the sample is long enough for a round
             if tau > 0 and state.patience.add(state.step, tau):
                 state.keep_best()
@@ -366,7 +375,13 @@ class Trainer:
         output.write_jsonl(METRICS, self.state.metrics)
         output.delete(CHECKPOINT)
         size = sum(weight.numel() for weight in head.parameters())
-        counts = {"batches": self.state.step, "samples": len(self.usable), "parameters": size}
+        new = [tokens for number, tokens in self.usable.items() if number < self.num_new]
+        counts = {
+            "batches": self.state.step,
+            "samples": len(self.usable),
+            "answer_tokens": sum(new),  # of one pass, without those of an old mix
+            "parameters": size,
+        }
         output.finish("train", self.settings, self.inputs, counts, facts)
 
     def _compare(self, head: Head, output: Artifact) -> HeadComparison | None:
@@ -403,6 +418,7 @@ class Trainer:
                 "tau": state.patience.best,
                 "step": state.patience.best_step,
                 "samples": len(self.held_out.numbers),
+                "num_draft_steps": self.held_out.num_draft_steps,
             }
         if comparison and self.config.start:
             facts["keep"] = comparison.to_json(self.config.start.keep_tolerance)
