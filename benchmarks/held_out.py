@@ -9,6 +9,7 @@ import json
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import torch
@@ -17,7 +18,16 @@ from eyas import hub
 from eyas.chat import Chat
 from eyas.engine.request import Request, SamplingParams
 
-SGD_DEV = Path(__file__).resolve().parents[2] / "shared" / "data" / "sgd_dev.jsonl.gz"
+DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+SGD_DEV = DATA / "sgd_dev.jsonl.gz"
+# Spec-Bench's six tasks by its categories; all others are MT-Bench's
+SPEC_BENCH = {
+    "translation": "translation",
+    "summarization": "summarization",
+    "qa": "questions",
+    "math_reasoning": "maths",
+    "rag": "retrieval",
+}
 
 
 def arguments(description: str | None, prompts: int) -> argparse.ArgumentParser:
@@ -50,6 +60,40 @@ def dialogues(path: Path, count: int, seed: int = 0) -> list[list[dict[str, str]
         ends = [index for index, message in enumerate(messages) if message["role"] == "user"]
         cut.append(messages[: rng.choice(ends) + 1])
     return cut
+
+
+def spec_bench(folder: Path) -> dict[str, list[list[dict[str, str]]]]:
+    """The first turns of Spec-Bench's prompts by task, in its own order; nothing is trained on
+    them.
+    """
+    by_task: dict[str, list[list[dict[str, str]]]] = {}
+    for row in rows(folder / "prompts" / "spec_bench.jsonl"):
+        task = SPEC_BENCH.get(row["category"], "chat")
+        by_task.setdefault(task, []).append([{"role": "user", "content": row["turns"][0]}])
+    return by_task
+
+
+def not_trained_on(folder: Path, count: int) -> dict[str, list[list[dict[str, str]]]]:
+    """Up to `count` prompts a task from sets that recipes/head_prompts.py takes prompts from, or
+    leaves alone: dialogues of a set of their own, cut before an answer; word problems and commands
+    from the end of the order whose beginning the recipe takes.
+    """
+    found = {"dialogues": dialogues(folder / "sgd_dev.jsonl.gz", count)}
+    for task, name in (("word problems", "gsm8k_train"), ("commands", "tldr")):
+        everything = rows(folder / f"{name}.jsonl.gz")
+        random.Random(0).shuffle(everything)  # as the recipe does
+        found[task] = [row["messages"][:1] for row in everything[-count:]]
+    return found
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of JSON lines; ends the program where it is not there."""
+    if not path.exists():
+        sys.exit(
+            f"error: no prompts at {path}\n  -> give the folder that has them with --data FOLDER"
+        )
+    with fsspec.open(str(path), "rt", encoding="utf-8", compression="infer") as lines:
+        return [json.loads(line) for line in lines]
 
 
 def requests(
