@@ -1,5 +1,5 @@
 """`eyas plan`: what a run needs before anything runs: tokens, bytes by codec, room, hours by stage,
-and what a store costs.
+and what a store costs. With --forecast: the tau of more data, from runs on shares of it.
 """
 
 from __future__ import annotations
@@ -8,22 +8,40 @@ import json
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
+from matplotlib.axes import Axes
 from rich.console import Console
 from rich.table import Table
 
 from eyas.artifact import Artifact
 from eyas.cli.options import read_run_file, validated
 from eyas.cli.run import RunConfig
+from eyas.errors import ConfigError, EmptyInputError
+from eyas.figure import color, svg_file
 from eyas.plan.estimate import SECONDS, Estimate, Planner, refuse_without_room
+from eyas.plan.learning_curve import (
+    FURTHEST,
+    LEVEL,
+    CurvePoint,
+    LearningCurve,
+    learning_curve,
+    read_runs,
+)
 from eyas.plan.needs import filler_prompts, read_prompts
 from eyas.plan.speeds import DEVICES, Speeds, stated
 
+MULTIPLES = (2, 4, 8, 16)  # of the largest run's data
+FOR_FORECAST = {"paths", "forecast", "picture", "as_json"}
 COUNTED = {"generate": "of answers", "capture": "of samples", "train": "of samples, every epoch"}
 
 
 def command(
-    run_file: Annotated[Path, typer.Argument(help="run file")],
+    context: typer.Context,
+    paths: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN_FILE | RUN...", help="run file; with --forecast, runs"),
+    ],
     prompts: Annotated[
         str | None,
         typer.Option(help="finished prompts artifact, counted through the target's template"),
@@ -51,12 +69,35 @@ def command(
     price: Annotated[
         float | None, typer.Option(min=0, help="of a GB a month in the store, e.g. 0.023")
     ] = None,
+    forecast: Annotated[
+        bool,
+        typer.Option(
+            "--forecast",
+            help="tau of more data, from outputs of `eyas train -s data_share=...`, three or more",
+        ),
+    ] = False,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="with --forecast: the curve, drawn")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, and nothing else")] = False,
 ) -> None:
     """Tell what a run file will need; exit code 2 when its output has no room for it.
 
     Stated speeds come before measured ones, and these before estimates from published peaks.
+
+    With --forecast: what tau becomes with 2 to 16 times the data, from runs that differ in
+    data_share alone (or folders of them); exit code 2 when these allow no forecast.
     """
+    if forecast:
+        refuse_other_options(context)
+        show_forecast(read_runs(paths), picture, as_json)
+        return
+    if picture is not None or len(paths) > 1:
+        raise ConfigError(
+            "a plan is of one run file, and draws no picture",
+            "give --forecast with runs of `eyas train`, or one run file",
+        )
+    run_file = Path(paths[0])
     config = validated(RunConfig, read_run_file(run_file), str(run_file))
     planner = Planner(config.planned(config.output))
     given = stated(speed or [])
@@ -122,3 +163,97 @@ def show(estimate: Estimate, price: float | None, title: str) -> None:
         console.print("hours: --measure, --device NAME or --speed STAGE=TOKENS_PER_SECOND")
     for note in estimate.notes:
         console.print(f"note: {note}")
+
+
+# The forecast
+
+
+def refuse_other_options(context: typer.Context) -> None:
+    """Raise ConfigError for options that a forecast has no use for."""
+    others = [
+        f"--{name.replace('_', '-')}"
+        for name in context.params
+        if name not in FOR_FORECAST
+        and (source := context.get_parameter_source(name)) is not None
+        and source.name == "COMMANDLINE"
+    ]
+    if others:
+        raise ConfigError(
+            f"--forecast has no use for {', '.join(others)}", "leave it out, or plan a run file"
+        )
+
+
+def show_forecast(points: list[CurvePoint], picture: Path | None, as_json: bool) -> None:
+    """Print the runs and what more data will bring, and draw it. Raises EmptyInputError, after the
+    runs are printed, when they allow no forecast.
+    """
+    most = max(one.answer_tokens for one in points)
+    curve = learning_curve(points, [most * times for times in MULTIPLES])
+    if as_json:
+        print(json.dumps(curve.to_json(), indent=1))
+    else:
+        show_curve(curve)
+    if curve.problem:
+        raise EmptyInputError(f"no forecast: {curve.problem}", curve.hint)
+    if picture is not None:
+        least = min(one.answer_tokens for one in points)
+        amounts = np.geomspace(least, most * FURTHEST, 48).astype(int).tolist()
+        drawn = learning_curve(points, amounts)
+        picture.write_text(svg_file(lambda axes: draw(axes, drawn), "tau by answer tokens"))
+
+
+def show_curve(curve: LearningCurve) -> None:
+    """Print the curve as a table."""
+    percent = f"{LEVEL:.0%}"
+    table = Table("", "answer tokens", "tau", percent, "gain", percent, title="tau by data")
+    for one in curve.points:
+        low, high = one.interval or (float("nan"), float("nan"))
+        table.add_row(
+            "measured", f"{one.answer_tokens:,}", f"{one.tau:.2f}", f"{low:.2f} - {high:.2f}"
+        )
+    largest = max(one.answer_tokens for one in curve.points)
+    for foreseen in curve.forecasts:
+        (low, high), (least, most) = foreseen.interval, foreseen.gain_interval
+        table.add_row(
+            f"forecast, {foreseen.answer_tokens // largest} x",
+            f"{foreseen.answer_tokens:,}",
+            f"{foreseen.tau:.2f}",
+            f"{low:.2f} - {high:.2f}",
+            f"{foreseen.gain:+.2f}",
+            f"{least:+.2f} - {most:+.2f}",
+        )
+    console = Console()
+    console.print(table)
+    if curve.forecasts:
+        console.print(
+            f"in chains of {curve.points[0].num_draft_steps}, on the "
+            f"{len(curve.points[0].rounds)} held-out conversations that training measures on; for "
+            "more data of the same kind and the same settings"
+        )
+        if len(curve.forecasts) < len(MULTIPLES):
+            console.print("beyond, the range of tau is wider than the rise of all runs")
+
+
+def draw(axes: Axes, curve: LearningCurve) -> None:
+    """Paint the measured runs, and the curve with its interval."""
+    most = max(one.answer_tokens for one in curve.points)
+    amounts = [one.answer_tokens for one in curve.forecasts]
+    axes.set_xscale("log")
+    axes.fill_between(
+        amounts,
+        [one.interval[0] for one in curve.forecasts],
+        [one.interval[1] for one in curve.forecasts],
+        color=color("series-1"),
+        alpha=0.2,
+        linewidth=0,
+    )
+    axes.plot(amounts, [one.tau for one in curve.forecasts], color=color("series-1"))
+    axes.plot(
+        [one.answer_tokens for one in curve.points],
+        [one.tau for one in curve.points],
+        "o",
+        color=color("series-2"),
+    )
+    axes.axvline(most, color=color("muted"), linewidth=0.8, linestyle=":")
+    axes.set_xlabel("answer tokens")
+    axes.set_ylabel("tau")
