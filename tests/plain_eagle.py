@@ -171,6 +171,11 @@ class Wanted:
     keep: bool = False
     positions: int | None = None
     loss: str = "cross_entropy"
+    sampled: bool = False
+
+    def goes_on(self, t: int, step: int) -> bool:
+        """Is slot t unrolled to this step?"""
+        return not self.sampled or t * (math.sqrt(5) - 1) / 2 % 1 < self.decay**step
 
 
 def is_judged(mask: list[bool], at: int, option: str) -> bool:
@@ -228,7 +233,7 @@ def plain_objective(
             outputs = plain.unroll(example, embed, t, wanted.num_steps, true_token)
             for step, output in enumerate(outputs):
                 at = t + 1 + step  # the teacher's position: what follows x_at
-                if at >= T or not counts[at]:
+                if at >= T or not counts[at] or not wanted.goes_on(t, step):
                     continue
                 judged[step] += 1
                 teacher = lm_head @ example.last[at]

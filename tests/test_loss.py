@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.chat.supervision import OPTIONS, supervised
+from eyas.model import vocab as vocab_module
 from eyas.model.batch import Batch, plan_packs
 from eyas.train import loss as loss_module
 from eyas.train.loss import (
@@ -30,6 +31,7 @@ from eyas.train.loss import (
     shifted,
     teach,
 )
+from eyas.train.step import DRAW_STEP
 from tests.plain_eagle import PlainHead, Wanted, plain_loss, plain_objective, weights_of
 from tests.tiny_batch import (
     as_examples,
@@ -60,6 +62,7 @@ CONFIGS = {
     "mean over all positions": {"normaliser": "positions"},
     "LK alpha": {"loss": "lk_alpha"},
     "LK lambda": {"loss": "lk_lambda", "out_of_vocabulary": "keep"},
+    "later steps sampled": {"later_steps": "sampled"},
     "all at once": {
         "loss_mask": "t",
         "out_of_vocabulary": "keep",
@@ -94,6 +97,7 @@ def plain_outcome(head, weights, samples, positions=None, **config):
         keep=wanted.out_of_vocabulary == "keep",
         positions=positions if wanted.normaliser == "positions" else None,
         loss=wanted.loss,
+        sampled=wanted.later_steps == "sampled",
     )
     embed_tokens = weights.get("embed_tokens", vocabulary.embed_tokens)
     plain = PlainHead(weights, head.config)
@@ -353,7 +357,8 @@ def test_pieces_of_the_vocabulary_change_nothing(monkeypatch, at_once):
     batch, results = doubled(made_up_batch([[True] * 30, TURNS])), []
     for size in (1 << 23, at_once):
         monkeypatch.setattr(loss_module, "LOGITS_AT_ONCE", size * 30)
-        monkeypatch.setattr(loss_module, "TEACHER_LOGITS", size * 10)
+        monkeypatch.setattr(loss_module, "TEACHER_COLUMNS", size + 3)
+        monkeypatch.setattr(vocab_module, "COLUMNS_AT_ONCE", size + 3)
         monkeypatch.setattr(loss_module, "LOGITS_IN_CACHE", size * 3)
         monkeypatch.setattr(loss_module, "TEACHER_ROWS", size)
         monkeypatch.setattr(loss_module, "SLOTS_IN_STEPS_OF", 1 + size % 128)
@@ -370,6 +375,23 @@ def test_pieces_of_the_vocabulary_change_nothing(monkeypatch, at_once):
         )
     for whole, pieces in zip(*results, strict=True):
         torch.testing.assert_close(pieces, whole, rtol=1e-9, atol=1e-9)
+
+
+def test_sampled_steps_take_their_share_and_all_slots_in_turn():
+    batch, head, vocabulary = made_up_batch([[True] * 60]), wavy_head(), tiny_vocabulary()
+    wanted = ObjectiveConfig(later_steps="sampled", out_of_vocabulary="keep")
+    counts, sums = torch.zeros(7), torch.zeros(7)
+    with torch.no_grad():
+        for step in range(40):
+            draw = step * DRAW_STEP % 1.0
+            teacher = teach(batch, vocabulary, head, wanted, draw)
+            outcome = objective(head, vocabulary.embed_tokens, batch, teacher, wanted)
+            counts += outcome.num_trained
+            sums += outcome.step_losses * outcome.num_trained
+        whole = outcome_of(head, batch, torch.float32, out_of_vocabulary="keep")
+    share_K = counts / whole.num_trained / 40
+    torch.testing.assert_close(share_K, 0.8 ** torch.arange(7.0), rtol=0.05, atol=0)
+    torch.testing.assert_close(sums / counts, whole.step_losses, rtol=0.02, atol=0)
 
 
 def taught_by(teacher_RV, kept):

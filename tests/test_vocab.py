@@ -25,6 +25,25 @@ def test_the_most_counted_tokens_are_kept_ids_ascending(counts, data):
     assert t2d_mask.nonzero().flatten().tolist() == ids
 
 
+@pytest.mark.parametrize("V", [1, 15, 100, 9000])
+def test_the_best_token_by_bf16_products_is_the_best_in_full(V):
+    draws = torch.Generator().manual_seed(V)
+    short_VH = torch.randn(V, 24, generator=draws).bfloat16()
+    short_VH[V // 2] = short_VH[0]  # two equal logits
+    vocabulary = TargetVocabulary(None, short_VH.float(), short_VH.float(), "made up", short_VH)
+    hidden_RH = torch.randn(40, 24, generator=draws).bfloat16()
+    hidden_RH[:20] = short_VH[torch.arange(20) % V]  # of much longer and of close logits
+    hidden_RH[20] = 0
+    hidden_RH[21] = short_VH[0]
+    expected_R = (hidden_RH.double() @ short_VH.double().T).argmax(-1)
+    assert vocabulary.best(hidden_RH)[[20, 21]].tolist() == [0, 0]
+    for sized in (hidden_RH, hidden_RH[21:]):  # without the zeros, all of whose logits are equal
+        assert torch.equal(vocabulary.best(sized), expected_R[-len(sized) :])
+        assert torch.equal(vocabulary.best(sized.float()), expected_R[-len(sized) :])
+    row_N, _ = vocabulary._blocks_of_best(hidden_RH[21:], short_VH)
+    assert set(row_N.tolist()) == set(range(19)), "a row without a block"
+
+
 def test_all_tokens_is_the_identity():
     d2t_offset, t2d_mask = draft_vocabulary(torch.tensor([3, 0, 1]), 3)
     assert d2t_offset.tolist() == [0, 0, 0]

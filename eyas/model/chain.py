@@ -64,10 +64,8 @@ def measure(
         for first, end in runs(starts_T.tolist())
     ]
     answer_P = batch.tokens_BT[mask_BT]
-    before_PH = batch.last_hidden_BTH[:, :-1][mask_BT[:, 1:]].to(vocabulary.lm_head.dtype)
-    own_P = torch.cat(
-        [(rows @ vocabulary.lm_head.T).argmax(-1) for rows in torch.split(before_PH, ROWS_AT_ONCE)]
-    )
+    before_PH = batch.last_hidden_BTH[:, :-1][mask_BT[:, 1:]]
+    own_P = torch.cat([vocabulary.best(rows) for rows in torch.split(before_PH, ROWS_AT_ONCE)])
     greedy = int((own_P == batch.tokens_BT[:, 1:][mask_BT[:, 1:]]).sum())
     return ChainCounts(spans, len(answer_P), int(head.t2d[answer_P].sum()), greedy)
 

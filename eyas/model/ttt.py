@@ -143,12 +143,14 @@ def unroll(
     slots: Slots,
     next_embeds: Callable[[int, Tensor], Tensor],
     num_steps: int,
+    later: Sequence[Slots] = (),
 ) -> Iterator[Tensor]:
     """Yield the layer's un-normed output [N, H] of steps 0 .. num_steps - 1.
 
     aux_hidden_BTA: the target's three streams. embeds_BTH: the embedding of x_{t+1} at slot t. What
     lies beyond a slot or before its document is never seen. next_embeds(i, output of step i - 1 [N,
-    H]) -> [N, H]: the embeddings that step i takes, for i > 0.
+    H]) -> [N, H]: the embeddings that step i takes, for i > 0. later: the slots of steps 1 and
+    later, each among those of the step before, if fewer go on; N is their number then.
     """
     feature_MH = layer.fuse(aux_hidden_BTA.flatten(0, 1))
     x_MX = layer.inputs(embeds_BTH.flatten(0, 1), feature_MH)
@@ -157,6 +159,11 @@ def unroll(
     own_values: list[Tensor] = []
     x_NX, hidden_NH = x_MX.index_select(0, slots.flat_N), feature_MH.index_select(0, slots.flat_N)
     for step in range(num_steps):
+        if later and step > 0 and later[step - 1] is not slots:
+            going_on = torch.searchsorted(slots.flat_N, later[step - 1].flat_N)
+            slots, hidden_NH = later[step - 1], hidden_NH.index_select(0, going_on)
+            own_keys = [one.index_select(0, going_on) for one in own_keys]
+            own_values = [one.index_select(0, going_on) for one in own_values]
         turn = layer.rotation(slots.slot_N + step)
         if step > 0:
             x_NX = layer.inputs(next_embeds(step, hidden_NH), hidden_NH)

@@ -23,6 +23,8 @@ target's hidden size, V target vocabulary, C a part of it, W draft vocabulary.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -40,12 +42,12 @@ from eyas.model.vocab import TargetVocabulary
 # tokenizer, and so does not load that package.
 LossMask = Literal["serving", "t", "t+1"]
 # How many numbers are computed at a time
-TEACHER_ROWS = 1024  # R of `full_vocabulary`
-TEACHER_LOGITS = 1 << 23  # R x C of `full_vocabulary`: 32 MB in float32
+TEACHER_ROWS, TEACHER_COLUMNS = 1024, 8192  # R, C of `full_vocabulary`: 32 MB in float32
 # R x W of `Distillation`: 64 MB in bf16; with more rows lm_head's gradient is summed less often
 LOGITS_AT_ONCE = 1 << 25
 LOGITS_IN_CACHE = 1 << 18  # R x W of `block_losses` on a CPU: they are read several times
 SLOTS_IN_STEPS_OF = 128  # N is a multiple of it: oneDNN keeps code and buffers for every size
+GOLDEN_RATIO = (5**0.5 - 1) / 2  # its multiples, without their whole part, fill [0, 1) evenly
 LK_ETA = 3.0  # the best value in the LK paper (`loss_rows`)
 
 
@@ -56,7 +58,9 @@ class ObjectiveConfig(BaseModel):
     judged, by the names of chat/supervision.py. out_of_vocabulary: slots whose target argmax is
     outside the draft vocabulary carry no loss (drop), or do (keep). normaliser: a step's losses are
     summed and divided by the slots that carry loss (valid), or by all positions of the batch,
-    prompt and padding too (positions). loss: see `loss_rows`.
+    prompt and padding too (positions). loss: see `loss_rows`. later_steps: whether all slots are
+    unrolled to the last step, or of step i the share step_decay ** i (sampled), others in every
+    training step: the same loss on average, for little more than half of the work.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -67,6 +71,7 @@ class ObjectiveConfig(BaseModel):
     out_of_vocabulary: Literal["drop", "keep"] = "drop"
     normaliser: Literal["valid", "positions"] = "valid"
     loss: Literal["cross_entropy", "lk_alpha", "lk_lambda"] = "cross_entropy"
+    later_steps: Literal["all", "sampled"] = "all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +82,7 @@ class Teacher:
     target's last hidden states there. lm_head_WH: the rows of its lm_head for the draft's tokens.
     argmax_P: int64, its best token in the whole vocabulary. position_mask_P: bool, whether that
     token is in the draft vocabulary. log_sum_P: logsumexp of its logits over the whole vocabulary;
-    None for cross entropy.
+    None for cross entropy. draw: in [0, 1), which slots go on where later steps are sampled.
     """
 
     row_BT: Tensor
@@ -87,6 +92,7 @@ class Teacher:
     position_mask_P: Tensor
     log_sum_P: Tensor | None
     vocabulary: TargetVocabulary
+    draw: float = 0.0
 
     def rows(self, rows_R: Tensor) -> TeacherRows:
         """The target's distributions at rows_R, int64, of the P."""
@@ -165,7 +171,11 @@ def shifted(x_BT: Tensor, by: int) -> Tensor:
 
 @torch.no_grad()
 def teach(
-    batch: Batch, vocabulary: TargetVocabulary, head: Head, config: ObjectiveConfig
+    batch: Batch,
+    vocabulary: TargetVocabulary,
+    head: Head,
+    config: ObjectiveConfig,
+    draw: float = 0.0,
 ) -> Teacher:
     """What the losses of a batch need from the target, at its judged positions.
 
@@ -173,17 +183,18 @@ def teach(
     """
     judged_BT = judged_positions(batch.loss_mask_BT, config.loss_mask, batch.starts_BT)
     rank_BT = judged_BT.flatten().cumsum(0).view_as(judged_BT) - 1
-    hidden_PH = batch.last_hidden_BTH[judged_BT].to(vocabulary.lm_head.dtype)
-    argmax_P, log_sum_P = full_vocabulary(hidden_PH, vocabulary, config.loss != "cross_entropy")
+    stored_PH = batch.last_hidden_BTH[judged_BT]
+    argmax_P, log_sum_P = full_vocabulary(stored_PH, vocabulary, config.loss != "cross_entropy")
     lm_head_WH = vocabulary.lm_head.index_select(0, head.target_ids_W)
     return Teacher(
         rank_BT.where(judged_BT, -1),
-        hidden_PH,
+        stored_PH.to(vocabulary.lm_head.dtype),
         lm_head_WH,
         argmax_P,
         head.t2d[argmax_P],
         log_sum_P,
         vocabulary,
+        draw,
     )
 
 
@@ -192,28 +203,20 @@ def full_vocabulary(
 ) -> tuple[Tensor, Tensor | None]:
     """The argmax int64 [P] of the target's logits and, if `sums`, their logsumexp [P].
 
-    The logits are computed for C of the V tokens at a time. Of equal logits the smallest id wins.
+    hidden_PH: as stored. The logits are computed for C of the V tokens at a time. Of equal logits
+    the smallest id wins.
     """
-    lm_head_VH, rows = vocabulary.lm_head, max(1, min(len(hidden_PH), TEACHER_ROWS))
-    columns = max(1, TEACHER_LOGITS // rows)
-    argmax, log_sums = [], []
-    for hidden_RH in torch.split(hidden_PH, rows):
-        best_R, choice_R, log_sum_R = None, None, None
-        for first in range(0, len(lm_head_VH), columns):
-            logits_RC = hidden_RH @ lm_head_VH[first : first + columns].T
-            values_R, places_R = logits_RC.max(-1)
-            places_R = places_R + first
-            if best_R is None or choice_R is None:
-                best_R, choice_R = values_R, places_R
-            else:
-                choice_R = torch.where(values_R > best_R, places_R, choice_R)
-                best_R = torch.maximum(values_R, best_R)
-            if sums:
-                part_R = vocabulary.capped(logits_RC).logsumexp(-1)
-                log_sum_R = part_R if log_sum_R is None else torch.logaddexp(log_sum_R, part_R)
-        argmax.append(choice_R)
+    argmax_P = torch.cat([vocabulary.best(part) for part in torch.split(hidden_PH, TEACHER_ROWS)])
+    if not sums:
+        return argmax_P, None
+    log_sums = []
+    for hidden_RH in torch.split(hidden_PH.to(vocabulary.lm_head.dtype), TEACHER_ROWS):
+        log_sum_R = hidden_RH.new_full((len(hidden_RH),), -math.inf)
+        for part_CH in torch.split(vocabulary.lm_head, TEACHER_COLUMNS):
+            part_R = vocabulary.capped(hidden_RH @ part_CH.T).logsumexp(-1)
+            log_sum_R = torch.logaddexp(log_sum_R, part_R)
         log_sums.append(log_sum_R)
-    return torch.cat(argmax), torch.cat(log_sums) if sums else None  # type: ignore[arg-type]
+    return argmax_P, torch.cat(log_sums)
 
 
 def loss_rows(logits_RW: Tensor, teacher: TeacherRows, loss: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -356,22 +359,20 @@ def objective(
     embed_tokens = (
         embed_tokens if head.embed_tokens is None else head.embed_tokens.to(embed_tokens.dtype)
     )
-    steps = range(config.num_ttt_steps)
-    row_at_step_BT = [ahead(teacher.row_BT, batch.starts_BT, 1 + step) for step in steps]
-    slots = Slots.where(
-        rounded_up(torch.stack(row_at_step_BT).amax(0) >= 0, batch.starts_BT), batch.starts_BT
-    )
+    row_at_step_BT = rows_at_steps(batch, teacher, config)
+    slots_K = slots_at_steps(row_at_step_BT, batch.starts_BT)
 
     def true_embeds(step: int, _: Tensor) -> Tensor:
-        return F.embedding(slots.take(shifted(batch.tokens_BT, 1 + step)), embed_tokens)
+        return F.embedding(slots_K[step].take(shifted(batch.tokens_BT, 1 + step)), embed_tokens)
 
     embeds_BTH = F.embedding(shifted(batch.tokens_BT, 1), embed_tokens)
     aux_hidden_BTA = batch.aux_hidden_BTA.to(embed_tokens.dtype)
     hidden, rows, num_judged = [], [], []
-    for step, hidden_NH in enumerate(
-        unroll(head, aux_hidden_BTA, embeds_BTH, slots, true_embeds, len(steps))
-    ):
-        row_N = slots.take(row_at_step_BT[step])
+    outputs = unroll(
+        head, aux_hidden_BTA, embeds_BTH, slots_K[0], true_embeds, len(slots_K), slots_K[1:]
+    )
+    for slots, row_BT, hidden_NH in zip(slots_K, row_at_step_BT, outputs, strict=True):
+        row_N = slots.take(row_BT)
         trained_R = carries_loss(row_N, teacher, config).nonzero().squeeze(1)
         hidden.append(hidden_NH.index_select(0, trained_R))
         rows.append(row_N[trained_R])
@@ -386,10 +387,45 @@ def divisors(batch: Batch, teacher: Teacher, config: ObjectiveConfig) -> Tensor:
         return torch.full(
             (config.num_ttt_steps,), batch.tokens_BT.numel(), device=batch.tokens_BT.device
         )
-    rows = (
-        ahead(teacher.row_BT, batch.starts_BT, 1 + step) for step in range(config.num_ttt_steps)
-    )
+    rows = rows_at_steps(batch, teacher, config)
     return torch.stack([carries_loss(row_BT, teacher, config).sum() for row_BT in rows])
+
+
+def rows_at_steps(batch: Batch, teacher: Teacher, config: ObjectiveConfig) -> list[Tensor]:
+    """For each step the teacher's row of each slot, int64 [B, T], -1 for none.
+
+    Where later steps are sampled, slot number n of a document goes on to step i if n times the
+    golden ratio plus teacher.draw, without its whole part, is below step_decay ** i.
+    """
+    rows = [
+        ahead(teacher.row_BT, batch.starts_BT, 1 + step) for step in range(config.num_ttt_steps)
+    ]
+    if config.later_steps == "all":
+        return rows
+    number_BT = torch.arange(batch.starts_BT.shape[1], device=batch.starts_BT.device)
+    number_BT = (number_BT - batch.starts_BT).double()  # the same in packed and in padded rows
+    place_BT = (number_BT * GOLDEN_RATIO + teacher.draw) % 1.0
+    return [
+        row_BT.where(place_BT < config.step_decay**step, -1) for step, row_BT in enumerate(rows)
+    ]
+
+
+def slots_at_steps(row_at_step_BT: Sequence[Tensor], starts_BT: Tensor) -> list[Slots]:
+    """The slots to unroll at each step: those with a row at it or later, rounded up."""
+    slots_K: list[Slots] = []
+    left_BT, reverse = torch.zeros_like(starts_BT, dtype=torch.bool), []
+    for row_BT in reversed(row_at_step_BT):
+        left_BT = left_BT | (row_BT >= 0)
+        reverse.append(left_BT)
+    candidates_BT = starts_BT >= 0
+    for active_BT in reversed(reverse):
+        wanted_BT = rounded_up(active_BT, candidates_BT) if active_BT.any() else candidates_BT
+        if slots_K and torch.equal(wanted_BT, candidates_BT):
+            slots_K.append(slots_K[-1])
+        else:
+            slots_K.append(Slots.where(wanted_BT, starts_BT))
+        candidates_BT = wanted_BT
+    return slots_K
 
 
 def carries_loss(row: Tensor, teacher: Teacher, config: ObjectiveConfig) -> Tensor:
@@ -408,13 +444,13 @@ def ahead(row_BT: Tensor, starts_BT: Tensor, by: int) -> Tensor:
     return (shifted(row_BT + 1, by) - 1).where(same_BT, -1)
 
 
-def rounded_up(active_BT: Tensor, starts_BT: Tensor) -> Tensor:
-    """active_BT with other tokens' slots added up to a multiple of SLOTS_IN_STEPS_OF.
+def rounded_up(active_BT: Tensor, candidates_BT: Tensor) -> Tensor:
+    """active_BT with candidates added up to a multiple of SLOTS_IN_STEPS_OF.
 
-    The added slots carry no loss; there may be too few tokens for a whole multiple.
+    The added slots carry no loss; there may be too few candidates for a whole multiple.
     """
     missing = -int(active_BT.sum()) % SLOTS_IN_STEPS_OF
-    others = (~active_BT & (starts_BT >= 0)).flatten().nonzero().squeeze(1)[:missing]
+    others = (~active_BT & candidates_BT).flatten().nonzero().squeeze(1)[:missing]
     return active_BT.flatten().index_fill(0, others, True).view_as(active_BT)
 
 

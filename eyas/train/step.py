@@ -32,6 +32,7 @@ from eyas.train.state import TrainingState
 Precision = Literal["bfloat16", "float32"]
 BETAS = (0.9, 0.95)  # EAGLE's, as SpecForge has them too; neither decays weights
 MAX_GRAD_NORM = 0.5  # EAGLE's and SpecForge's
+DRAW_STEP = 2**0.5 - 1  # between two training steps: no multiple of another sequence's
 WARMUP_SHARE = 0.03  # of all steps; SpecForge's is 0.015
 # for `usual_learning_rate`
 MOST_LEARNING_RATE, PUBLISHED_RATE, PUBLISHED_HIDDEN_SIZE = 1e-3, 1e-4, 4096
@@ -77,9 +78,9 @@ class DraftObjective(nn.Module):
         self.head, self.vocabulary, self.config = head, vocabulary, config
         self.embed_tokens = vocabulary.embed_tokens.to(getattr(torch, dtype))
 
-    def teach(self, batch: Batch) -> Teacher:
+    def teach(self, batch: Batch, draw: float) -> Teacher:
         """The target at the batch's judged positions: see `loss.teach`."""
-        return teach(batch, self.vocabulary, self.head, self.config)
+        return teach(batch, self.vocabulary, self.head, self.config, draw)
 
     def divisors(self, batches: Sequence[Batch], teachers: Sequence[Teacher]) -> Tensor:
         """The sums over these batches of `loss.divisors`, int64 [K] on the CPU."""
@@ -131,7 +132,8 @@ def training_step(
     Returns the step's row of metrics, the same on every rank. Raises EyasError, with the names of
     the samples, when the loss or the gradient is not finite; the weights are unchanged then.
     """
-    teachers = [draft_objective.teach(batch) for batch in batches]
+    draw = state.step * DRAW_STEP % 1.0
+    teachers = [draft_objective.teach(batch, draw) for batch in batches]
     divisor_K = torch.tensor(ranks.total(draft_objective.divisors(batches, teachers).tolist()))
 
     # in the last step of a run a rank may have no batch: it takes part in the sums with a loss of 0
