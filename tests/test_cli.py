@@ -452,7 +452,10 @@ class TestRunFiles:
     )
     def test_shipped_run_files_fit(self, path):
         content = read_run_file(path)
-        sources = [{**source, "path": "any"} for source in content["prompts"]["sources"]]
+        sources = [
+            {**source, "path": f"any-{number}"}
+            for number, source in enumerate(content["prompts"]["sources"])
+        ]
         validated(
             RunConfig, {**content, "prompts": {**content["prompts"], "sources": sources}}, path.name
         )
@@ -465,6 +468,14 @@ class TestRunFiles:
             "capture": {"target": "c"},
         }
         with pytest.raises(ConfigError, match=r"capture\.target"):
+            validated(RunConfig, content, "run.yaml")
+
+    @pytest.mark.parametrize("train", [{}, {"start": {"head": "h", "keep_mix": "features"}}])
+    def test_a_mix_is_kept_of_a_start_and_stands_in_one_place(self, train):
+        sources = {"sources": [{"path": "builtin-general", "licence": "CC0-1.0"}]}
+        content = {"target": "a", "output": "b", "prompts": sources, "train": train}
+        content["keep"] = {"prompts": sources}
+        with pytest.raises(ConfigError, match=r"keep: of the mix .* give train\.start"):
             validated(RunConfig, content, "run.yaml")
 
     def test_commands_draft_as_the_run_serves(self):

@@ -1,4 +1,6 @@
-"""The whole loop, as a newcomer runs it: `eyas demo --quick` in processes of its own, twice."""
+"""The whole loop, as a newcomer runs it: `eyas demo --quick` in processes of its own, twice. Its
+other ways by their run files.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
+
+from eyas.cli import demo as demo_command
+from eyas.cli.options import validated
+from eyas.cli.run import RunConfig
 
 STAGES = ("prompts", "generate", "capture", "train", "eval", "export", "bench")
 # the command, with a line of progress every hundredth of a second in place of every 20 seconds
@@ -46,12 +53,14 @@ def test_every_stage_runs_and_the_last_line_is_json(runs):
     assert "sglang: nothing found" in first.stdout  # of the check
     told = figures(first)
     assert 1 <= told["tau"] <= 4
+    assert 1 <= told["before"]["tau"] <= 4
     assert sum(told["accept_hist"]) > 0
     assert told["tpot_ms_plain"] > 0
     assert told["tpot_ms_eagle"] > 0
     # four prompts are too few for a ratio of whatever they measured
     assert told["speedup"] is told["throughput_ratio"] is told["e2e_speedup"] is None
-    assert "nothing is claimed of eagle and plain: 4 answers of each in 2 turns" in told["headline"]
+    few = "nothing is claimed of adapted head and plain: 4 answers of each in 2 turns"
+    assert few in told["headline"]
     assert told["seconds"] > 0
 
 
@@ -68,8 +77,49 @@ def test_every_stage_of_a_run_says_how_far_it_is_where_there_is_no_terminal(runs
 
 def test_speculation_changes_no_greedy_answer(runs):
     told = figures(runs[0])
-    assert told["identical"] is True
-    assert told["num_identical"] == told["num_pairs"] == 4
+    for one in (told, told["before"]):
+        assert one["identical"] is True
+        assert one["num_identical"] == one["num_pairs"] == 4
+
+
+def test_the_head_is_measured_before_and_after_and_keeps_the_general_mix(runs):
+    first, _, output = runs
+    assert re.search(r"builtin as it is: eval, before serving: tau \d\.\d\d", first.stderr)
+    for stage in ("prompts", "generate", "capture"):
+        assert f"{stage:<9} done: {output}/keep/{stage}-" in first.stderr
+    rows = {line.strip("│ ").partition("│")[0].strip(): line for line in first.stdout.splitlines()}
+    for arm in ("general head", "adapted head"):
+        assert "4 of 4" in rows[arm]
+    kept = figures(first)["keep"]
+    assert kept["samples"] >= 2
+    assert kept["interval"][0] <= kept["change"] <= kept["interval"][1]
+    assert f"tau on the old mix {kept['tau_before']:.3f} -> {kept['tau_after']:.3f}" in first.stdout
+    train = json.loads(next(output.glob("train-*/manifest.json")).read_text())
+    assert train["inputs"].keys() >= {"start", "old_features"}
+
+
+def test_it_says_which_commands_do_this_for_a_model_of_ones_own(runs):
+    first, _, output = runs
+    page = Path(figures(first)["report"]).read_text(encoding="utf-8")
+    for command in ("eyas plan mine.yaml --measure", "eyas run mine.yaml", "eyas serve --target"):
+        assert f"\n{command}" in first.stdout
+        assert command in page
+    copy = yaml.safe_load((output / "run.yaml").read_text(encoding="utf-8"))
+    assert validated(RunConfig, copy, "run.yaml").target == "builtin"
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_from_nothing_is_the_same_run_without_a_start(quick, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(demo_command, "run", lambda content, *_, **__: asked.append(content))
+    for from_nothing in (False, True):
+        demo_command.command(quick, from_nothing, str(tmp_path))
+    adapted, new = (validated(RunConfig, content, "demo") for content in asked)
+    assert adapted.train.start.head == adapted.target == new.target
+    assert new.train.start is new.keep is None
+    assert new.train.epochs > adapted.train.epochs
+    same = {"train", "keep"}
+    assert adapted.model_dump(exclude=same) == new.model_dump(exclude=same)
 
 
 def test_the_report_is_one_file_that_needs_nothing_else(runs):
@@ -96,6 +146,7 @@ def test_the_head_leads_back_to_its_source_and_licence(runs):
     ]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "source demo: CC0-1.0" in shown
+    assert "source general: CC0-1.0" in shown
     assert all(stage in shown for stage in ("export", "train", "capture", "generate", "prompts"))
 
 

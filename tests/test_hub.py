@@ -54,8 +54,16 @@ def test_a_packaged_name_is_the_packaged_folder():
     assert resolve_target("builtin") == str(builtin.target_folder())
     assert resolve_head("builtin") == str(builtin.head_folder())
     assert set(hub.PACKAGED) == {"builtin", "smollm2"}
-    with pytest.raises(MissingInputError, match="no head of smollm2 is packaged"):
+
+
+def test_the_head_of_smollm2_is_one_of_the_packages_files(tmp_path, monkeypatch):
+    head = builtin.head_folder()
+    monkeypatch.setattr(builtin, "_HERE", tmp_path)
+    with pytest.raises(MissingInputError, match="no head of smollm2 is packaged") as caught:
         resolve_head("smollm2")
+    assert "eyas demo --from-nothing" in caught.value.hint
+    shutil.copytree(head, tmp_path / "smollm2_head")
+    assert resolve_head("smollm2") == str(tmp_path / "smollm2_head")
 
 
 def test_a_folder_is_used_where_it_is(target):

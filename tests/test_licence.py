@@ -368,7 +368,7 @@ def test_columns_of_a_known_set_under_other_terms_are_refused():
     assert [one.field for one in judge(stated, shipped(), gpteacher).refusals] == ["prompts_by"]
 
 
-@pytest.mark.parametrize("path", ["builtin", str(demo_prompts())])
+@pytest.mark.parametrize("path", ["builtin", "builtin-general", str(demo_prompts())])
 def test_the_packaged_prompts_are_known_by_their_place(path):
     judged = verdict(path=path, name="demo", licence="CC0-1.0")
     assert judged.known_as == "eyas-demo-prompts"
@@ -382,9 +382,9 @@ def test_the_packaged_prompts_are_known_by_their_place(path):
 def test_our_own_runs_pass(run_file):
     content = yaml.safe_load((ROOT / run_file).read_text())
     fields = ("path", "name", "licence", "prompts_by", "answers_by", "overrule")
-    stated = [
-        {name: one[name] for name in fields if name in one} for one in content["prompts"]["sources"]
-    ]
+    sections = [content["prompts"], (content.get("keep") or {}).get("prompts", {})]
+    sources = [one for section in sections for one in section.get("sources", [])]
+    stated = [{name: one[name] for name in fields if name in one} for one in sources]
     require(gate([Source(**one) for one in stated], shipped()))
 
 

@@ -68,7 +68,8 @@ COUNTED = {
 
 
 def summary(concurrencies=(1, 4), arms=("plain", "eagle"), rates=(), categories=("",), **fields):
-    tpot_ms, hist = {"plain": 10.0, "eagle": 5.5}, {"plain": (), "eagle": (2, 1, 2)}
+    tpot_ms = {"plain": 10.0, "eagle": 5.5, "general head": 8.0, "adapted head": 5.5}
+    hist = {arm: (2, 1, 2) if arm != "plain" else () for arm in tpot_ms}
     loads = [{"concurrency": concurrency} for concurrency in concurrencies]
     loads += [{"concurrency": 0, "rate": rate} for rate in rates]
     rows = [
@@ -110,7 +111,7 @@ def quick_pictures(request, monkeypatch):
     """Drawing takes most of a report's time: tests of words get pictures of their labels alone."""
     if "drawn" not in request.fixturenames:
         picture = '<svg role="img" aria-label="{}"></svg>'
-        monkeypatch.setattr(figures, "svg", lambda paint, label: Markup(picture).format(label))
+        monkeypatch.setattr(figures, "svg", lambda paint, label, *_: Markup(picture).format(label))
 
 
 @pytest.fixture
@@ -215,6 +216,26 @@ def test_parts_that_are_not_given_are_left_out():
     assert Tags(page).count("svg") == 5
     for heading in ("Where the prompts went", "Lineage", "Commands", "held-out"):
         assert heading not in page
+
+
+def test_of_three_arms_one_has_the_headline_and_all_stand_side_by_side(drawn):
+    bench = summary((1,), arms=("plain", "general head", "adapted head"))
+    page = render(Contents(bench, arm="adapted head"))
+    told = words(page)
+    assert "adapted head against plain" in told
+    assert "general head against plain" not in told
+    rows = {row[0]: row for row in tables.arm_rows(bench)}
+    assert list(rows) == ["plain", "general head", "adapted head"]
+    assert rows["adapted head"][1].startswith("2.00 (")
+    assert rows["adapted head"][3:] == ("1.82 (1.82–1.82)", "8 of 8")
+    assert rows["plain"][1] == rows["plain"][3] == rows["plain"][4] == "–"
+    picture = page.partition("Side by side")[2].partition("</svg>")[0]
+    assert "general head: " in picture
+    assert re.search(r"adapted head: \d+ tokens/s, 1\.\d\d times as fast, tau 2\.00", picture)
+    markdown = tables.markdown(bench, None, [], "t", "adapted head")
+    assert markdown.count("**eyas") + markdown.count("**target") == 1
+    assert "| adapted head | 2.00 (" in markdown
+    assert "Side by side" not in render(Contents(summary((1,))))
 
 
 def test_one_arm_alone_is_a_report_too():

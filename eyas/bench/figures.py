@@ -60,6 +60,32 @@ def against_load(series: Sequence[Series], label: str, x_label: str, even: bool 
     return svg(paint, f"{label} by {x_label}")
 
 
+def arms(bars: Sequence[tuple[Series, str]], label: str) -> Markup:
+    """A bar for each arm over its name and what is said of it; wide, to be passed on by itself."""
+
+    def paint(axes: Axes) -> None:
+        for place, (one, said) in enumerate(bars):
+            (point,) = one.points
+            axes.barh(place, point.y, height=0.5, color=one.color)
+            if point.low is not None and point.high is not None:
+                ends = [point.low, point.high], [float(place)] * 2
+                axes.plot(*ends, color=CARD, linewidth=5, solid_capstyle="round")
+                _interval(axes, ends, "|", INK)
+            axes.annotate(
+                f"{one.name}: {said}",
+                (0, place - 0.27),
+                (0, 3),
+                textcoords="offset points",
+                fontsize=11,
+            )
+        axes.set_yticks([])
+        axes.set_ylim(len(bars) - 0.6, -0.75)
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel(label)
+
+    return svg(paint, label, (8.4, 0.7 + 0.75 * len(bars)))
+
+
 def histogram(series: Sequence[Series], label: str) -> Markup:
     """The share of each count, bars of the series side by side."""
 

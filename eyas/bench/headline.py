@@ -81,21 +81,23 @@ def at_lowest_load(rows: Sequence[Row]) -> list[Row]:
     return [row for row, load in zip(rows, loads, strict=True) if load == lowest]
 
 
-def headlines(bench: Row) -> list[dict[str, Any]]:
-    """Of each arm the comparison at the lowest load, of closed loops where there are any, with the
-    results of its two arms and the `sentence` on them.
+def headlines(bench: Row, arm: str | None = None) -> list[dict[str, Any]]:
+    """Of each arm, or of one, the comparison at the lowest load, of closed loops where there are
+    any, with the results of its two arms and the `sentence` on them.
     """
     part = bench if bench["comparisons"] else bench["open_loop"]
     of_arm = {(result["arm"], load_of(result)): result for result in part["results"]}
     found = []
     for compared in at_lowest_load(part["comparisons"]):
-        baseline, arm = (of_arm[compared[side], load_of(compared)] for side in ("baseline", "arm"))
+        if arm not in (None, compared["arm"]):
+            continue
+        sides = [of_arm[compared[side], load_of(compared)] for side in ("baseline", "arm")]
         found.append(
             {
                 "compared": quotable(compared),
-                "baseline": baseline,
-                "arm": arm,
-                "sentence": sentence(bench, compared, baseline, arm),
+                "baseline": sides[0],
+                "arm": sides[1],
+                "sentence": sentence(bench, compared, *sides),
             }
         )
     return found
@@ -233,7 +235,7 @@ def figures_of(bench: Row, arm: str) -> dict[str, Any]:
 
     `identical`: whether all pairs of greedy answers are; None where answers were sampled.
     """
-    head = next(one for one in headlines(bench) if one["compared"]["arm"] == arm)
+    (head,) = headlines(bench, arm)
     compared, same = head["compared"], head["compared"]["identical"]
     tpots_ms = {side: head[side]["tpot_ms"] for side in ("baseline", "arm")}
     return {

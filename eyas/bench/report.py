@@ -76,7 +76,8 @@ class Contents:
     left out.
 
     evaluation is eval.json; ledger is ledger.json; manifest is that of the benchmark, whose inputs
-    tell the lineage. head_is_stated: the manifest's head is stated by the user.
+    tell the lineage. head_is_stated: the manifest's head is stated by the user. arm: whose headline
+    is told; None tells that of every arm.
     """
 
     bench: Mapping[str, Any]
@@ -86,6 +87,7 @@ class Contents:
     commands: Sequence[str] = field(default=())
     title: str = "eyas report"
     head_is_stated: bool = False
+    arm: str | None = None
 
 
 def without_folders(value: Any) -> Any:
@@ -120,7 +122,9 @@ def write_reports(folder: Artifact, contents: Contents) -> str:
     page = render(contents)
     contents = _to_pass_on(contents)
     notes = [*contents.commands, *([f"# {tables.STATED}"] if contents.head_is_stated else [])]
-    markdown = tables.markdown(contents.bench, contents.manifest, notes, contents.title)
+    markdown = tables.markdown(
+        contents.bench, contents.manifest, notes, contents.title, contents.arm
+    )
     csv = tables.csv(contents.bench)
     for name, text in zip(NAMES, (page, markdown, csv), strict=True):
         folder.write(name, text.encode())
@@ -149,7 +153,10 @@ def render(contents: Contents) -> str:
             "pretty": lambda value: json.dumps(value, indent=1, ensure_ascii=False),
         },
         title=contents.title,
-        headlines=headline.headlines(bench),
+        headlines=headline.headlines(bench, contents.arm),
+        arm_columns=tables.ARM_COLUMNS,
+        arm_rows=tables.arm_rows(bench) if len(bench["servers"]) > 2 else [],
+        arms_picture=arms_picture(bench),
         results=headline.every(bench, "results"),
         comparisons=comparisons,
         tasks=tasks(bench),
@@ -174,6 +181,26 @@ def render(contents: Contents) -> str:
         is_busy=machine["load_average"][0] > BUSY * machine["cores"],
         commands=contents.commands,
     )
+
+
+def arms_picture(bench: Mapping[str, Any]) -> Markup | None:
+    """The speed of more than two arms as one picture; None for fewer."""
+    part = bench if bench["results"] else bench["open_loop"]
+    compared = {row["arm"]: row for row in headline.at_lowest_load(part["comparisons"])}
+    rows = [row for row in headline.at_lowest_load(part["results"]) if row["throughput_tps"]]
+    if len(bench["servers"]) < 3 or not rows:
+        return None
+    bars = []
+    for place, row in enumerate(rows):
+        pair = compared.get(row["arm"])
+        ratio = pair and headline.quotable(pair)["throughput_ratio"]
+        said = [f"{row['throughput_tps']:.0f} tokens/s"]
+        said += [f"{ratio:.2f} times as fast"] if ratio else []
+        said += [f"tau {row['tau']:.2f}"] if row["tau"] is not None else []
+        low, high = row["throughput_interval"] or (None, None)
+        point = Point(0, row["throughput_tps"], low, high)
+        bars.append((Series(row["arm"], place, [point]), ", ".join(said)))
+    return figures.arms(bars, "output tokens/s by arm")
 
 
 def taus(contents: Contents) -> list[tuple[str, str, str]]:

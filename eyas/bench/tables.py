@@ -17,6 +17,7 @@ from eyas.artifact import Manifest
 from eyas.bench.headline import (
     RATIOS,
     Row,
+    at_lowest_load,
     every,
     headlines,
     is_certain,
@@ -26,6 +27,10 @@ from eyas.bench.headline import (
 )
 
 STATED = "The head is the one given with --head: servers do not tell which they run."
+ARM_COLUMNS = (
+    *("", "tau, tokens per round (95 %)", "tokens/s (95 %)"),
+    *("time per token, times as fast (95 %)", "identical answers"),
+)
 SPREADS = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
 INTERVALS = ("tau", "throughput", *RATIOS)
 COLUMNS = (
@@ -78,11 +83,19 @@ def _line(row: Row) -> dict[str, Any]:
 # Markdown
 
 
-def markdown(bench: Row, manifest: Manifest | None, commands: Sequence[str], title: str) -> str:
-    """The tables of the report, with what a reader needs to judge them."""
+def markdown(
+    bench: Row,
+    manifest: Manifest | None,
+    commands: Sequence[str],
+    title: str,
+    arm: str | None = None,
+) -> str:
+    """The tables of the report, with what a reader needs to judge them. arm: see `headlines`."""
     lines = [f"# {_cell(title)}", ""]
-    for head in headlines(bench):
+    for head in headlines(bench, arm):
         lines += [f"**{_cell(head['sentence'])}**", ""]
+    if len(bench["servers"]) > 2:
+        lines += _table("|".join(ARM_COLUMNS), arm_rows(bench))
     lines += [*_body(bench), *_provenance(bench, manifest, commands)]
     return "\n".join(lines) + "\n"
 
@@ -228,7 +241,40 @@ def cache_note(bench: Row) -> str:
     )
 
 
+# All arms side by side
+
+
+def arm_rows(bench: Row) -> list[tuple[str, ...]]:
+    """ARM_COLUMNS of each arm at the lowest load: what a reader asks first."""
+    part = bench if bench["results"] else bench["open_loop"]
+    compared = {row["arm"]: row for row in at_lowest_load(part["comparisons"])}
+    rows: list[tuple[str, ...]] = []
+    for row in at_lowest_load(part["results"]):
+        pair = compared.get(row["arm"])
+        rows.append(
+            (
+                row["arm"],
+                _within(row["tau"], row["tau_interval"])
+                + (" (per chunk)" if row["tau_from"] == "chunks" else ""),
+                _within(row["throughput_tps"], row["throughput_interval"], 0),
+                "–" if pair is None else ratio_cell(pair, "speedup"),
+                "–" if pair is None else _identical(pair),
+            )
+        )
+    return rows
+
+
 # A terminal
+
+
+def show_arms(bench: Row, arm: str | None = None) -> None:
+    """Print to stdout the arms side by side, then what may be quoted. arm: see `headlines`."""
+    table = Table(*ARM_COLUMNS)
+    for row in arm_rows(bench):
+        table.add_row(*row)
+    Console().print(table)
+    for head in headlines(bench, arm):
+        Console().print(head["sentence"], markup=False, highlight=False, soft_wrap=True)
 
 
 def show_table(bench: Row) -> None:

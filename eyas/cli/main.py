@@ -20,7 +20,7 @@ from eyas.cli.options import settings
 from eyas.errors import EyasError, StorageFullError
 
 COMMANDS = {
-    "demo": "the whole pipeline on the packaged model, on a CPU, in minutes",
+    "demo": "the whole pipeline on SmolLM2-135M-Instruct, on a CPU, in minutes",
     "run": "all stages of one run file; skips what is done, resumes what was cut",
     "plan": "what a run file will need: tokens, bytes, hours; the tau of more data",
     "prompts": "conversation sets -> cleaned prompts, a ledger, a data card",

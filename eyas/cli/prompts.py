@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from eyas.artifact import Artifact
-from eyas.builtin import BUILTIN, demo_prompts
+from eyas.builtin import packaged_prompts
 from eyas.cli.options import Overrides, RunFile, stage_config
 from eyas.cli.stage import stage
 from eyas.data import ledger, samples
@@ -87,7 +87,7 @@ def command(
     if output is None:
         raise ConfigError("there is no place for the result", "give one: --output FOLDER")
     stated = {"licence": licence, "prompts_by": prompts_by, "answers_by": answers_by}
-    given = [{"path": _path(path), **stated} for path in sources] if sources else None
+    given = [{"path": packaged_prompts(path), **stated} for path in sources] if sources else None
     if given is None and any(stated.values()):
         raise ConfigError(
             "a licence or an author is given, but no source",
@@ -110,7 +110,3 @@ def _shown(artifact: Artifact, dropped: str | None, changed: str | None) -> Iter
     if changed is not None:
         return samples.show_changed(artifact, changed)
     return samples.show_samples(artifact)
-
-
-def _path(path: str) -> str:
-    return str(demo_prompts()) if path == BUILTIN else path

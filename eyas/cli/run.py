@@ -1,11 +1,14 @@
 """`eyas run FILE`: all stages of one run file in order, each into its own folder below `output`.
 
     runs/mine/prompts-1f0c2d3e  generate-...  capture-...  train-...  eval-...  export-...
-    bench-...  report.html
+    bench-...  report.html      and, of a run that adapts a head:  before-...  keep/
 
 A folder's name ends with the beginning of its work's identity. So a changed setting makes a new
 folder for its stage and for those that follow, nothing is overwritten, and what is done already is
 found again and skipped.
+
+A run whose `train.start` names a head adapts it: that head is evaluated before any answer is made,
+and measured beside the new one at the end.
 """
 
 from __future__ import annotations
@@ -14,19 +17,20 @@ import dataclasses
 import json
 import shlex
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from eyas.artifact import Artifact, Manifest, identity
 from eyas.bench.bench import EAGLE, PLAIN, BenchConfig, bench, bench_identity
 from eyas.bench.headline import figures_of
 from eyas.bench.report import Contents, write_reports
-from eyas.bench.tables import show_table
-from eyas.builtin import BUILTIN, demo_prompts
+from eyas.bench.tables import show_arms
+from eyas.builtin import packaged_prompts
 from eyas.cli.check import show
 from eyas.cli.eval import eval_prompts, foretold, in_one_line
 from eyas.cli.options import Overrides, override, read_run_file, validated
@@ -40,16 +44,20 @@ from eyas.export.export import ExportConfig, export
 from eyas.features.capture import SPLITS, CaptureConfig, capture, split_of
 from eyas.features.generate import GenerateConfig, generate
 from eyas.features.online import OnlineTarget
-from eyas.hub import resolve_target
+from eyas.hub import resolve_head, resolve_target
+from eyas.lineage import head_manifest
+from eyas.log import console
 from eyas.model.config import TargetConfig
 from eyas.plan.estimate import PlannedRun, Planner, refuse_without_room
 from eyas.plan.needs import read_prompts
 from eyas.serve.server import ServeConfig, running_server
 from eyas.shards import Features, Split
+from eyas.train.held_out import HeadComparison
 from eyas.train.ranks import world_size
 from eyas.train.trainer import TrainConfig, train
 
 IDENTITY_DIGITS = 8  # of a folder's name
+GENERAL, ADAPTED = "general head", "adapted head"  # arms of a run that adapts a head
 
 
 class RunBenchConfig(BenchConfig):
@@ -64,10 +72,26 @@ class RunBenchConfig(BenchConfig):
         return self
 
 
+class KeepConfig(BaseModel):
+    """Prompts of the mix that `train.start` learned, which the run answers and captures too; where
+    features of that mix are there already, `train.start.keep_mix` names them instead.
+
+    held_out_share: of these prompts, on whose answers the new head must not lose tau. share: of the
+    training samples, taken from the others.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    prompts: PromptsConfig
+    held_out_share: float = Field(0.5, gt=0, lt=1)
+    share: float = Field(0.2, ge=0, lt=1)
+
+
 class RunConfig(BaseModel):
     """A run file, section by section in the order of the work. `target` stands once, at the top.
 
-    online: train on features as they are computed; only held-out ones are stored, for `eval`.
+    online: train on features as they are computed; only held-out ones are stored, for `eval`. keep:
+    what a run that goes on from a head (`train.start`) must not lose.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -78,6 +102,7 @@ class RunConfig(BaseModel):
     prompts: PromptsConfig
     generate: GenerateConfig
     capture: CaptureConfig
+    keep: KeepConfig | None = None
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     export: ExportConfig = ExportConfig()
@@ -104,27 +129,42 @@ class RunConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _packaged_prompts(cls, content: Any) -> Any:
-        """Let a source's path be "builtin": the prompts that ship in the package."""
-        sources = ((content if isinstance(content, dict) else {}).get("prompts") or {}).get(
-            "sources"
-        ) or []
-        if not any(source.get("path") == BUILTIN for source in sources):
+        """Let a source's path be a name of prompts that ship in the package."""
+        if not isinstance(content, dict):
             return content
-        found = [
-            {**source, "path": str(demo_prompts())} if source["path"] == BUILTIN else source
-            for source in sources
-        ]
-        return {**content, "prompts": {**content["prompts"], "sources": found}}
+        found = {**content, "prompts": _with_paths(content.get("prompts"))}
+        if isinstance(keep := content.get("keep"), dict):
+            found["keep"] = {**keep, "prompts": _with_paths(keep.get("prompts"))}
+        return found
 
     @model_validator(mode="after")
     def _serve_settings_only(self) -> RunConfig:
         if self.serve.head is not None:
             raise ValueError("serve.head: a run serves the head that it made")
+        start = self.train.start
+        if self.keep and (start is None or start.keep_mix):
+            raise ValueError(
+                "keep: of the mix that the head in train.start learned, which stands in one place; "
+                "give train.start, without keep_mix"
+            )
         return self
 
     def planned(self, output: str) -> PlannedRun:
         """The settings that decide on sizes and speeds."""
         return PlannedRun(self.target, output, self.generate, self.capture, self.train, self.online)
+
+
+def _with_paths(prompts: Any) -> Any:
+    sources = prompts.get("sources") if isinstance(prompts, dict) else None
+    if not isinstance(sources, list):
+        return prompts
+    found = [
+        {**source, "path": packaged_prompts(source["path"])}
+        if isinstance(source, dict) and isinstance(source.get("path"), str)
+        else source
+        for source in sources
+    ]
+    return {**prompts, "sources": found}
 
 
 class StageFolder(Artifact):
@@ -150,16 +190,19 @@ def command(
     ] = False,
 ) -> None:
     """Run all stages of a run file, skipping what is done and resuming what was cut; ends with the
-    table of `eyas demo`.
+    table of `eyas demo` and a report.
     """
     run(override(read_run_file(run_file), overrides or ()), f"eyas run {run_file}", anyway)
 
 
-def run(content: dict[str, Any], command_line: str, anyway: bool = False) -> None:
+def run(
+    content: dict[str, Any], command_line: str, anyway: bool = False, own: Sequence[str] = ()
+) -> None:
     """Validate a run file's content, run its stages, print table, report and one JSON line.
 
     command_line: the command that does this, for messages and the report. anyway: start even if
-    there may be no room. Raises what the stages raise.
+    there may be no room. own: lines on how to do the same for another model, for the end and the
+    report. Raises what the stages raise.
     """
     started = time.monotonic()
     if world_size() > 1:
@@ -171,9 +214,12 @@ def run(content: dict[str, Any], command_line: str, anyway: bool = False) -> Non
     config = validated(RunConfig, content, command_line)
     root = local_output(config.output)
     TargetConfig.from_folder(resolve_target(config.target))  # a model that cannot be served: now
+    if config.train.start:
+        resolve_head(config.train.start.head)
     done = run_stages(config, root, anyway)
     summary = done["bench"].read_json("summary.json")
     evaluation = done["eval"].read_json("eval.json")
+    arm = ADAPTED if config.train.start else EAGLE
     report = write_reports(
         Artifact(root),
         Contents(
@@ -185,14 +231,23 @@ def run(content: dict[str, Any], command_line: str, anyway: bool = False) -> Non
                 command_line,
                 serve_command(config),
                 *done["export"].manifest().facts["commands"].values(),
+                *own,
             ],
+            arm=arm,
         ),
     )
     seconds = round(time.monotonic() - started, 1)
-    show_table(summary)
+    show_arms(summary, arm)
     print(in_one_line(evaluation))
+    figures = {**figures_of(summary, arm), **foretold(evaluation)}
+    if config.train.start:
+        figures["before"] = figures_of(summary, GENERAL)
+    if kept := done["train"].manifest().facts.get("keep"):
+        figures["keep"] = kept
+        print(HeadComparison.from_json(kept))
+    for line in own:
+        print(line)
     print(f"report: {report}")
-    figures = {**figures_of(summary, EAGLE), **foretold(evaluation)}
     print(json.dumps({**figures, "seconds": seconds, "report": report}))
 
 
@@ -212,20 +267,24 @@ def run_stages(config: RunConfig, root: str, anyway: bool = False) -> dict[str, 
     """Do, or find done, every stage of a run, into folders below `root`; the artifacts by stage.
     Raises what the stages raise.
     """
-    target = config.target
+    target, start = config.target, config.train.start
     prompts = StageFolder(root, "prompts")
     with stage("prompts", prompts) as track:
         make_prompts(config.prompts, prompts, track)
     if not anyway:  # before anything is answered
         planner = Planner(config.planned(root))
         refuse_without_room(planner.room(planner.needs(*read_prompts(prompts))), root)
-    answers = StageFolder(root, "generate")
-    with stage("generate", answers) as track:
-        generate(config.generate, prompts, answers, track)
+    settings = as_served(config)
+    questions = eval_prompts(bench_prompts(config, prompts, root), settings)
+    if start:
+        before = StageFolder(root, "before")
+        with stage("eval", before) as track:
+            evaluate(settings, target, start.head, before, None, questions, track)
+        told = in_one_line(before.read_json("eval.json"))
+        console.print(f"{start.head} as it is: {told}", highlight=False, soft_wrap=True)
     stored: tuple[Split, ...] = ("held_out",) if config.online else SPLITS
-    features = StageFolder(root, "capture")
-    with stage("capture", features) as track:
-        capture(config.capture, answers, features, track, stored)
+    answers, features = answer_and_capture(config, prompts, root, stored)
+    training = with_keep_mix(config, root)
     head = StageFolder(root, "train")
     with stage("train", head) as track:
         source = (
@@ -233,10 +292,8 @@ def run_stages(config: RunConfig, root: str, anyway: bool = False) -> dict[str, 
             if config.online
             else Features(features, "train")
         )
-        train(config.train, target, source, head, track, Features(features, "held_out"))
-    settings = as_served(config)
+        train(training, target, source, head, track, Features(features, "held_out"))
     held_out = Features(features, "held_out")
-    questions = eval_prompts(bench_prompts(config, prompts, root), settings)
     evaluation = StageFolder(root, "eval")
     with stage("eval", evaluation) as track:
         evaluate(settings, target, head.url, evaluation, held_out, questions, track)
@@ -247,6 +304,35 @@ def run_stages(config: RunConfig, root: str, anyway: bool = False) -> dict[str, 
     measured = serve_and_bench(config, root, prompts, exported, folders[0])
     done = {"prompts": prompts, "generate": answers, "capture": features, "train": head}
     return {**done, "eval": evaluation, "export": exported, "bench": measured}
+
+
+def answer_and_capture(
+    config: RunConfig, prompts: Artifact, root: str, splits: tuple[Split, ...] = SPLITS
+) -> tuple[Artifact, Artifact]:
+    """Answers to prompts and their features, in folders below `root`."""
+    answers = StageFolder(root, "generate")
+    with stage("generate", answers) as track:
+        generate(config.generate, prompts, answers, track)
+    features = StageFolder(root, "capture")
+    with stage("capture", features) as track:
+        capture(config.capture, answers, features, track, splits)
+    return answers, features
+
+
+def with_keep_mix(config: RunConfig, root: str) -> TrainConfig:
+    """The settings of train; for `keep`, its prompts are answered and captured, below keep/."""
+    keep, start = config.keep, config.train.start
+    if keep is None or start is None:
+        return config.train
+    folder = f"{root}/keep"
+    prompts = StageFolder(folder, "prompts")
+    with stage("prompts", prompts) as track:
+        make_prompts(keep.prompts, prompts, track)
+    shared = config.capture.model_copy(update={"held_out_share": keep.held_out_share})
+    own = config.model_copy(update={"capture": shared})
+    _, features = answer_and_capture(own, prompts, folder)
+    mixed = {"keep_mix": features.url, "keep_share": keep.share}
+    return config.train.model_copy(update={"start": start.model_copy(update=mixed)})
 
 
 def check_form(exported: Artifact, form: str, target: str) -> str:
@@ -265,24 +351,34 @@ def check_form(exported: Artifact, form: str, target: str) -> str:
 def serve_and_bench(
     config: RunConfig, root: str, prompts: Artifact, exported: Artifact, head: str
 ) -> Artifact:
-    """Serve the exported head in a process of its own and measure it; no server starts when that is
-    done already.
+    """Serve the exported head in a process of its own and measure it, beside the head that training
+    started from, if any; no server starts when that is done already.
     """
-    served = config.serve.model_copy(update={"head": head, "port": 0})
+    start = config.train.start
     # of a server's settings all but places count for what is measured on it
     places = {"target", "head", "host", "port", "model"}
     kept = config.serve.model_dump(mode="json", exclude=places)
     work = identity("serve", kept, {})
     serve = Manifest(stage="serve", identity=work, config=kept, counts={}, files={})
     inputs = {"head": exported.manifest(), "serve": serve}
+    heads, arms = {EAGLE: head}, config.bench.arms
+    if start:
+        inputs["start"] = head_manifest(start.head, {"licence": start.licence})
+        heads = {GENERAL: start.head, ADAPTED: head}
+        arms = {PLAIN: arms[PLAIN], **dict.fromkeys(heads, arms[EAGLE])}
     questions = bench_prompts(config, prompts, root)
-    settings = BenchConfig(**{**dict(config.bench), "prompts": questions})
+    settings = BenchConfig(**{**dict(config.bench), "prompts": questions, "arms": arms})
     output = Artifact(f"{root}/bench-{bench_identity(settings, inputs)[:IDENTITY_DIGITS]}")
     # progress is shown while the server loads, too
     with stage("bench", output) as track, ExitStack() as stack:
         if not output.is_done():
-            url = stack.enter_context(running_server(served))
-            settings = settings.model_copy(update={"url": url})
+            url = config.bench.url
+            for arm, one in heads.items():
+                served = config.serve.model_copy(update={"head": one, "port": 0})
+                url = stack.enter_context(running_server(served))
+                arms = {**arms, arm: arms[arm].model_copy(update={"url": url})}
+            # the baseline asks the last server, which serves the new head
+            settings = settings.model_copy(update={"url": url, "arms": arms})
         bench(settings, output, track, inputs)
     return output
 

@@ -38,7 +38,8 @@ from eyas.data.streams import public_url
 from eyas.errors import InputError
 
 REGISTRY = Path(__file__).with_name("registry.yaml")
-PACKAGED = (builtin.BUILTIN, str(Path(builtin.__file__).with_name("demo_prompts.jsonl.gz")))
+_PACKAGED_FILES = Path(builtin.__file__).parent.glob("*_prompts.jsonl.gz")
+PACKAGED = (*builtin.PROMPTS, *map(str, _PACKAGED_FILES))
 PACKAGED_SET = "eyas-demo-prompts"
 # What a file's name says besides the name of its set.
 FILLERS = re.compile(

@@ -14,6 +14,7 @@ conversations to tell is no proof.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -96,6 +97,11 @@ class HeadComparison:
 
     def to_json(self, tolerance: float) -> dict[str, Any]:
         return {**asdict(self), "tolerance": tolerance}
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> HeadComparison:
+        """What `to_json` told, without the tolerance."""
+        return cls(**{name: value for name, value in told.items() if name != "tolerance"})
 
     def __str__(self) -> str:
         low, high = self.interval

@@ -1,0 +1,64 @@
+"""Write general prompts: to explain, advise, write, translate, summarise, reckon and program, all
+made up.
+
+The demo adapts a head to a domain; on these prompts it shows that the head lost nothing elsewhere.
+Knows the templates beside it (general_prompts.yaml); how they are filled is demo_prompts'.
+
+    python recipes/general_prompts.py eyas/builtin/general_prompts.jsonl.gz
+
+The rows are shuffled: any beginning of the file is a fair sample of it. Licence of templates and
+output: CC0-1.0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import random
+from pathlib import Path
+
+import yaml
+from demo_prompts import Writer, lines, listed
+
+TEMPLATES = Path(__file__).with_suffix(".yaml")
+SEED, NUM_PROMPTS, SHARE_FOLLOWED = 11, 300, 0.15
+
+
+def general_rows(num_prompts: int = NUM_PROMPTS, seed: int = SEED) -> list[str]:
+    """The lines of the file: `num_prompts` different conversations of one or two user turns, as
+    many of each kind.
+    """
+    rng = random.Random(seed)
+    templates = yaml.safe_load(TEMPLATES.read_text(encoding="utf-8"))
+    slots = {name: listed(text) for name, text in templates["slots"].items()}
+    kinds = {name: lines(text) for name, text in templates["kinds"].items()}
+    written: dict[str, tuple[str, list[str]]] = {}
+    while len(written) < num_prompts:
+        kind = list(kinds)[len(written) % len(kinds)]
+        writer = Writer(rng, slots)
+        turns = [writer.write(rng.choice(kinds[kind]))]
+        if rng.random() < SHARE_FOLLOWED:
+            turns.append(writer.write(rng.choice(templates["follow"])))
+        written.setdefault(turns[0].lower(), (kind, turns))
+    rows = [
+        {"id": f"general-{number:03d}", "category": kind, "turns": turns}
+        for number, (kind, turns) in enumerate(written.values())
+    ]
+    rng.shuffle(rows)
+    return [json.dumps(row, ensure_ascii=False) for row in rows]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path)
+    out = parser.parse_args().out
+    data = "".join(f"{row}\n" for row in general_rows()).encode()
+    out.write_bytes(gzip.compress(data, compresslevel=9, mtime=0))
+    print(f"{out}: {len(data.splitlines())} rows, {out.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()
