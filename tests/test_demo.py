@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from eyas import builtin
 from eyas.cli import demo as demo_command
 from eyas.cli.options import validated
 from eyas.cli.run import RunConfig
+from eyas.errors import MissingInputError
 
 STAGES = ("prompts", "generate", "capture", "train", "eval", "export", "bench")
 # the command, with a line of progress every hundredth of a second in place of every 20 seconds
@@ -105,7 +107,15 @@ def test_it_says_which_commands_do_this_for_a_model_of_ones_own(runs):
         assert f"\n{command}" in first.stdout
         assert command in page
     copy = yaml.safe_load((output / "run.yaml").read_text(encoding="utf-8"))
-    assert validated(RunConfig, copy, "run.yaml").target == "builtin"
+    assert validated(RunConfig, copy, "run.yaml").target == "smollm2"
+
+
+def test_without_its_model_the_demo_says_the_one_command_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(builtin, "SMOLLM2_PACKAGE", "no_such_package")
+    with pytest.raises(MissingInputError, match="smollm2 is not installed") as caught:
+        demo_command.command(output=str(tmp_path / "out"))
+    assert builtin.SMOLLM2_COMMAND in caught.value.hint
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("quick", [True, False])

@@ -61,7 +61,7 @@ def against_load(series: Sequence[Series], label: str, x_label: str, even: bool 
 
 
 def arms(bars: Sequence[tuple[Series, str]], label: str) -> Markup:
-    """A bar for each arm over its name and what is said of it; wide, to be passed on by itself."""
+    """A bar for each arm, under its name and what is said of it."""
 
     def paint(axes: Axes) -> None:
         for place, (one, said) in enumerate(bars):
@@ -76,14 +76,14 @@ def arms(bars: Sequence[tuple[Series, str]], label: str) -> Markup:
                 (0, place - 0.27),
                 (0, 3),
                 textcoords="offset points",
-                fontsize=11,
+                color=INK,
             )
         axes.set_yticks([])
         axes.set_ylim(len(bars) - 0.6, -0.75)
         axes.grid(axis="y", visible=False)
         axes.set_xlabel(label)
 
-    return svg(paint, label, (8.4, 0.7 + 0.75 * len(bars)))
+    return svg(paint, label, (5.2, 0.5 + 0.7 * len(bars)))
 
 
 def histogram(series: Sequence[Series], label: str) -> Markup:

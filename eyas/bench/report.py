@@ -193,10 +193,10 @@ def arms_picture(bench: Mapping[str, Any]) -> Markup | None:
     bars = []
     for place, row in enumerate(rows):
         pair = compared.get(row["arm"])
-        ratio = pair and headline.quotable(pair)["throughput_ratio"]
+        ratio = pair and headline.quotable(pair)["speedup"]
         said = [f"{row['throughput_tps']:.0f} tokens/s"]
-        said += [f"{ratio:.2f} times as fast"] if ratio else []
         said += [f"tau {row['tau']:.2f}"] if row["tau"] is not None else []
+        said += [f"{ratio:.2f} times as fast"] if ratio else []
         low, high = row["throughput_interval"] or (None, None)
         point = Point(0, row["throughput_tps"], low, high)
         bars.append((Series(row["arm"], place, [point]), ", ".join(said)))
@@ -266,6 +266,8 @@ def predicted(contents: Contents, arm: str) -> dict[int, Mapping[str, Any]]:
     the only speculation that is predicted is meant, or auto; none where what is known was not
     predicted.
     """
+    if contents.arm not in (None, arm):
+        return {}  # the evaluation is of the head that the headline is about
     rows = ((contents.evaluation or {}).get("predicted") or {}).get("by_concurrency") or []
     rows = [row for row in rows if row["speedup"] is not None]
     names = list(dict.fromkeys(row["speculation"] for row in rows))

@@ -13,7 +13,9 @@ from eyas.artifact import Artifact
 from eyas.cli.options import Overrides, override, read_run_file
 from eyas.cli.run import local_output, run
 
-RUN_FILE = "run.yaml"  # a copy of the settings, beside the results
+SETTINGS = Path(__file__).with_name("demo.yaml")
+QUICK_SETTINGS = Path(__file__).with_name("demo_quick.yaml")
+RUN_FILE = "run.yaml"  # a copy of SETTINGS, beside the results
 # What a head from new weights needs instead of a start: EAGLE-3.1's norms, and more passes.
 FROM_NOTHING = (
     "train.start=null",
@@ -40,14 +42,14 @@ def command(
     """The whole pipeline on SmolLM2-135M-Instruct: its packaged head on prompts of a domain, then
     adapted to them: prompts, generate, capture, train, eval, export, check, serve, bench.
     """
-    run_file = Path(__file__).with_name("demo_quick.yaml" if quick else "demo.yaml")
-    content = override(read_run_file(run_file), FROM_NOTHING if from_nothing else ())
+    content = read_run_file(QUICK_SETTINGS if quick else SETTINGS)
+    content = override(content, FROM_NOTHING if from_nothing else ())
     content = override(content, overrides or ())
     content = {**content, "output": output} if output else content
     folder = local_output(str(content["output"]))
     options = [" --quick"] * quick + [" --from-nothing"] * from_nothing
     run(content, f"eyas demo{''.join(options)}", own=own_commands(folder))
-    Artifact(folder).write(RUN_FILE, run_file.read_bytes())
+    Artifact(folder).write(RUN_FILE, SETTINGS.read_bytes())
 
 
 def own_commands(folder: str) -> list[str]:
