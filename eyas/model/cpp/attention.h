@@ -60,6 +60,8 @@ class Visible {
 
   static int prefix_count(const RowsView& rows, int m) { return static_cast<int>(rows.prefix_len[m] - rows.first_column); }
   const int* prefix(int m) const { return slots_.data() + starts_[prefix_of_[m]]; }
+  // Whether no tile before it has read this tile's keys.
+  bool begins_prefix(int tile) const { return tile == 0 || prefix_of_[tiles[tile].first] != prefix_of_[tiles[tile - 1].first]; }
   const int* tail(int m) const { return tail_.data() + static_cast<size_t>(m) * kTreeColumns; }
   int tail_count(int m) const { return tail_count_[m]; }
 
@@ -127,11 +129,20 @@ constexpr int kScoreLanes = A::is_bf16 ? 32 : 16;
 
 constexpr int kKeysAhead = 32;
 
+// Keys that are read after those worked on, and their values: fetched into the second cache meanwhile.
+template <class T>
+struct Later {
+  const T* keys;
+  const int* slots;
+  int count;
+};
+
 // scores[r][j] = q[r] . key of slots[j], for j < n; writes up to 15 places behind. Values lie to_values behind their keys.
 template <class A, int R>
 void scores_of(const typename A::T* const* q, const typename A::T* keys, size_t stride, size_t to_values, const int* slots, int n,
-               int D, float* const* scores) {
+               int D, float* const* scores, const Later<typename A::T>& later) {
   using T = typename A::T;
+  int fetched = 0;
   constexpr int at_once = R == 1 ? 16 : R == 2 ? 8 : 4, lanes = kScoreLanes<A>;
   const int steps = (D + lanes - 1) / lanes;
   const uint32_t last = static_cast<uint32_t>((uint64_t(1) << (D - (steps - 1) * lanes)) - 1);
@@ -139,11 +150,15 @@ void scores_of(const typename A::T* const* q, const typename A::T* keys, size_t 
     const T* key[at_once];
     for (int i = 0; i < at_once; ++i) {
       key[i] = keys + slots[std::min(j + i, n - 1)] * stride;
-      // Keys of a head lie apart, so the hardware does not foresee them; values are read right after.
-      const T *later = keys + slots[std::min(j + i + kKeysAhead, n - 1)] * stride, *value = key[i] + to_values;
+      // Keys of a head lie apart, so the hardware does not foresee them.
+      const T* soon = keys + slots[std::min(j + i + kKeysAhead, n - 1)] * stride;
+      for (int d = 0; d < D; d += 64 / sizeof(T)) _mm_prefetch(soon + d, _MM_HINT_T0);
+    }
+    for (const int end = static_cast<int>(int64_t(later.count) * std::min(j + at_once, n) / n); fetched < end; ++fetched) {
+      const T* key = later.keys + later.slots[fetched] * stride;
       for (int d = 0; d < D; d += 64 / sizeof(T)) {
-        _mm_prefetch(later + d, _MM_HINT_T0);
-        _mm_prefetch(value + d, _MM_HINT_T1);
+        _mm_prefetch(key + d, _MM_HINT_T1);
+        _mm_prefetch(key + to_values + d, _MM_HINT_T1);
       }
     }
     Vec sum[16];
@@ -310,7 +325,7 @@ INLINE void with_queries(int count, Work&& work) {
 // scratch: kTileQueries rows of `scratch_stride` floats, at least visible.longest + 32 each.
 template <class A>
 void attend(const AttentionView<A>& at, const RowsView& rows, const Visible& visible, const RowTile& tile, int g, int head,
-            int heads, float* scratch, size_t scratch_stride) {
+            int heads, float* scratch, size_t scratch_stride, const Later<typename A::T>& later) {
   using T = typename A::T;
   const size_t to_values = static_cast<size_t>(at.Hk) * at.D, stride = 2 * to_values;
   const T *keys = at.cache + g * at.D, *values = keys + to_values;
@@ -335,13 +350,13 @@ void attend(const AttentionView<A>& at, const RowsView& rows, const Visible& vis
     }
   }
   const int* prefix = visible.prefix(tile.first);
-  with_queries(R, [&](auto n) { scores_of<A, n>(q, keys, stride, to_values, prefix, longest, at.D, scores); });
+  with_queries(R, [&](auto n) { scores_of<A, n>(q, keys, stride, to_values, prefix, longest, at.D, scores, later); });
   for (int i = 0; i < tile.count; ++i) {
     const int m = tile.first + i, count = Visible::prefix_count(rows, m), tail = visible.tail_count(m);
     float* behind[kTileQueries];
     for (int h = 0; h < heads; ++h) behind[h] = scores[i * heads + h] + count;
     if (tail > 0)
-      with_queries(heads, [&](auto n) { scores_of<A, n>(q + i * heads, keys, stride, to_values, visible.tail(m), tail, at.D, behind); });
+      with_queries(heads, [&](auto n) { scores_of<A, n>(q + i * heads, keys, stride, to_values, visible.tail(m), tail, at.D, behind, {}); });
     for (int h = 0; h < heads; ++h) {
       const int r = i * heads + h;
       inverse[r] = weigh<A>(scores[r], count + tail, at.scale);

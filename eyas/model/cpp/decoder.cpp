@@ -404,10 +404,17 @@ class Model final : public Decoder {
     const AttentionView<A> view{cache, queries_.get(), mixed_.get(), static_cast<size_t>(query_stride_), static_cast<size_t>(x_stride_),
                                 Hq_, Hk_, D_, 1.0f / std::sqrt(static_cast<float>(D_))};
     float* scratch = scores_.get() + static_cast<size_t>(t) * kTileQueries * scores_stride_;
-    for (int i = t; i < tiles * Hk_; i += T_)
+    for (int i = t; i < tiles * Hk_; i += T_) {
+      const int next = (i + T_) / Hk_;
+      Later<T> later{cache + (i + T_) % Hk_ * D_, nullptr, 0};
+      if (next < tiles && visible_.begins_prefix(next)) {
+        const int m = visible_.tiles[next].first;
+        later.slots = visible_.prefix(m), later.count = Visible::prefix_count(rows, m);
+      }
       for (int head = 0; head < group; head += kTileQueries)
         attend(view, rows, visible_, visible_.tiles[i / Hk_], i % Hk_, i % Hk_ * group + head, std::min(kTileQueries, group - head),
-               scratch, scores_stride_);
+               scratch, scores_stride_, head == 0 ? later : Later<T>{});
+    }
   }
 
   // Norm and rotation of one key head and its query heads; key and value go to the cache.
