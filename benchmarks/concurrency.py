@@ -1,23 +1,17 @@
-"""Plain decoding against the packaged head by number of requests at a time and by task, through
-HTTP, as a user would serve it.
+"""Plain decoding against a head by number of requests at a time and by task, through HTTP, as a
+user would serve it.
 
-    python benchmarks/concurrency.py [--quick] [--concurrency 1 2 4 6 8 10] [--prompts 40] [--data
-    FOLDER] [--output FOLDER]
+    python benchmarks/concurrency.py [--quick] [--target smollm2] [--head smollm2] [--concurrency 1
+    2 4 6 8 10] [--prompts 40] [--data FOLDER] [--output FOLDER]
 
 Three servers in processes of their own, bf16, one engine thread each (on 2 cores the other one is
 for the event loop and the client): plain decoding, `--speculation auto` and a fixed tree. The arms
-take turns block by block on the same prompts, so that a busy minute hits all alike. FOLDER holds
-sgd_dev, tldr (JSON lines, .gz, with messages) and prompts/spec_bench.jsonl; by default
-../shared/data.
+take turns block by block on the same prompts, so that a busy minute hits all alike. FOLDER (by
+default ../shared/data) has the tasks, none of them trained on: Spec-Bench's six, dialogues, word
+problems and commands (held_out.py).
 
-    dialogue                          sgd_dev, not trained on: cut before one of the answers
-    math_reasoning, qa, translation   Spec-Bench, not trained on; the target cannot do the last two
-    chat                              the eight categories of MT-Bench within Spec-Bench
-    commands                          tldr: the target's training set
-
-Prompts over MOST_CHARACTERS are left out: the target has 1,024 tokens of context. Writes
-rows.jsonl, summary.json and the report as page, Markdown and CSV into the output folder. The last
-line of stdout is one JSON.
+Prompts over MOST_CHARACTERS are left out. Writes rows.jsonl, summary.json and the report as page,
+Markdown and CSV into the output folder. The last line of stdout is one JSON.
 """
 
 from __future__ import annotations
@@ -32,7 +26,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import held_out
 
 from eyas.artifact import Artifact
@@ -44,22 +37,13 @@ from eyas.engine.engine import EngineConfig
 from eyas.errors import EyasError
 from eyas.serve.server import ServeConfig, running_server
 
-DATA = held_out.SGD_DEV.parent
-SPEC_BENCH = {"math_reasoning": "math_reasoning", "qa": "qa", "translation": "translation"}
-# the last two are mostly over the target's context
-NOT_CHAT = (*SPEC_BENCH, "summarization", "rag")
-MOST_CHARACTERS = 2000
+MOST_CHARACTERS = 4000
 
 
 def prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
     """As many rows of each task as asked for: an id, the task, and messages."""
-    by_task: dict[str, list[list[dict[str, str]]]] = defaultdict(list)
-    by_task["dialogue"] = held_out.dialogues(args.data / "sgd_dev.jsonl.gz", 4 * args.prompts)
-    for row in rows(args.data / "prompts" / "spec_bench.jsonl"):
-        task = SPEC_BENCH.get(row["category"], "" if row["category"] in NOT_CHAT else "chat")
-        by_task[task].append([{"role": "user", "content": row["turns"][0]}])
-    by_task["commands"] = [row["messages"][:1] for row in rows(args.data / "tldr.jsonl.gz")]
-    del by_task[""]
+    count = 4 * args.prompts
+    by_task = held_out.spec_bench(args.data) | held_out.not_trained_on(args.data, count)
     found = []
     for task, conversations in by_task.items():
         short = [
@@ -75,22 +59,12 @@ def prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file of JSON lines; ends the program where it is not there."""
-    if not path.exists():
-        sys.exit(
-            f"error: no prompts at {path}\n  -> give the folder that has them with --data FOLDER"
-        )
-    with fsspec.open(str(path), "rt", encoding="utf-8", compression="infer") as lines:
-        return [json.loads(line) for line in lines]
-
-
 def served(args: argparse.Namespace, speculation: str) -> ServeConfig:
     """A server as one would start it on this machine."""
     engine = EngineConfig(max_batch=max(args.concurrency), speculation=speculation)
     return ServeConfig(
-        target="builtin",
-        head="builtin",
+        target=args.target,
+        head=args.head,
         dtype="bfloat16",
         threads=args.threads,
         port=0,
@@ -131,12 +105,14 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="a minute: shows that it works")
+    parser.add_argument("--target", default="smollm2")
+    parser.add_argument("--head", default="smollm2")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 6, 8, 10])
     parser.add_argument("--prompts", type=int, default=40, help="of each task")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=1, help="of each engine")
     parser.add_argument("--tree", default="fixed(4,1,5)", help="the fixed one")
-    parser.add_argument("--data", type=Path, default=DATA)
+    parser.add_argument("--data", type=Path, default=held_out.DATA)
     parser.add_argument("--output", default=f"out/concurrency-{time.strftime('%Y%m%d-%H%M%S')}")
     args = parser.parse_args()
     if args.quick:
@@ -182,7 +158,7 @@ def main() -> None:
         bench=summary,
         manifest=folder.manifest("bench"),
         commands=[command],
-        title="The packaged head on a CPU",
+        title=f"The head {args.head} on a CPU",
     )
     report = write_reports(folder, contents)
     show_table(summary)
