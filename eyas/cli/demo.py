@@ -16,13 +16,14 @@ from eyas.cli.run import local_output, run
 SETTINGS = Path(__file__).with_name("demo.yaml")
 QUICK_SETTINGS = Path(__file__).with_name("demo_quick.yaml")
 RUN_FILE = "run.yaml"  # a copy of SETTINGS, beside the results
-# What a head from new weights needs instead of a start: EAGLE-3.1's norms, and more passes.
+# What a head from new weights needs instead of a start: EAGLE-3.1's norms, more passes, and the
+# usual rate for its width.
 FROM_NOTHING = (
     "train.start=null",
     "keep=null",
     "train.head={fc_norm: true, norm_output: true}",
     "train.epochs=4",
-    "train.learning_rate=1.0e-3",
+    "train.learning_rate=null",
 )
 
 
