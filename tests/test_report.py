@@ -300,6 +300,14 @@ def test_between_two_engines_a_ratio_is_theirs_whether_they_drafted_or_not():
     assert quotable(bench["comparisons"][0])["speedup"] == 1.04
 
 
+def test_a_head_whose_speedup_is_not_certain_has_drafted_all_the_same():
+    bench = summary((1,))
+    bench["comparisons"][0]["speedup_interval"] = (0.9, 1.2)
+    told = words(render(Contents(bench)))
+    assert "no certain difference from 1" in told
+    assert "hardly a round drafted" not in told
+
+
 def test_a_speedup_that_is_withheld_says_why():
     bench = summary(concurrencies=(1,))
     bench["comparisons"][0] |= {
