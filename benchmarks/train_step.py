@@ -44,8 +44,9 @@ from eyas.train.ranks import Ranks
 from eyas.train.start import initialise
 from eyas.train.state import TrainingState
 from eyas.train.step import (
+    BETAS,
     DraftObjective,
-    adamw,
+    optimizers_of,
     teaching_in_tf32,
     training_step,
 )
@@ -135,7 +136,7 @@ def our_step(made: World, device: str) -> Any:
     """A call that makes one step of ours and returns its loss: as in `eyas train`, but for the
     baseline's normaliser.
     """
-    state = TrainingState(made.head, adamw(made.head))
+    state = TrainingState(made.head, optimizers_of(made.head))
     config = ObjectiveConfig(normaliser="positions")
     objective = DraftObjective(made.head, made.vocabulary, config, "bfloat16")
     ranks = Ranks(device=device)
@@ -144,9 +145,9 @@ def our_step(made: World, device: str) -> Any:
 
 def plain_step(made: World) -> Any:
     """The same of the plain one."""
-    optimizer = adamw(made.head)
-    for group in optimizer.param_groups:
-        group["lr"] = LEARNING_RATE
+    optimizer = torch.optim.AdamW(
+        made.head.parameters(), LEARNING_RATE, betas=BETAS, weight_decay=0.0, fused=True
+    )
     matrix = made.vocabulary.lm_head.bfloat16()
     step, batch = PlainStep(made.head, optimizer, matrix, matrix), made.batch
     mask_T = judged_positions(batch.loss_mask_BT, "serving", batch.starts_BT)[0]

@@ -26,7 +26,7 @@ from eyas.train.batches import BatchConfig, plan_steps
 from eyas.train.loss import ObjectiveConfig, objective, teach
 from eyas.train.ranks import Ranks
 from eyas.train.state import CHECKPOINT, METRICS, TrainingState
-from eyas.train.step import DraftObjective, adamw, training_step
+from eyas.train.step import DraftObjective, optimizers_of, training_step
 from eyas.train.trainer import TrainConfig, check_settings
 from tests.nursery import ROOT, launched, said, seen
 from tests.tiny import tiny_target
@@ -124,19 +124,27 @@ def runs(tmp_path_factory) -> Runs:
     data[entry.start + entry.size - 1] ^= 1
     (spoilt / entry.shard).write_bytes(bytes(data))
     made.spoilt_key = entry.key
-    made.add("spoilt", 2, features=str(spoilt))
+    # a new head is fitted to samples before the first step; one that goes on meets it in its batch
+    made.add(
+        "spoilt", 2, config={**CONFIG, "start": str(made.folder / "one")}, features=str(spoilt)
+    )
     made.launch()
     return made
 
 
 def assert_like_one(runs: Runs, name: str) -> None:
-    """A run has the losses and the weights of `one`; the sums of more ranks have another order."""
+    """A run has the losses and the weights of `one`; the sums of more ranks have another order, and
+    Muon's iteration in bf16 makes a rounding of the gradient one of 2^-8 of a weight's step.
+    """
     ours, ones = runs.rows(name), runs.rows("one")
-    assert [row["loss"] for row in ours] == pytest.approx([row["loss"] for row in ones], rel=1e-5)
+    # one step: its gradient is the same up to rounding
+    assert ours[0]["loss"] == pytest.approx(ones[0]["loss"], rel=1e-5)
+    assert ours[0]["grad_norm"] == pytest.approx(ones[0]["grad_norm"], rel=1e-5)
+    assert [row["loss"] for row in ours] == pytest.approx([row["loss"] for row in ones], rel=1e-3)
     assert [row["trained"] for row in ours] == [row["trained"] for row in ones]
     weights = load_file(runs.folder / name / "model.safetensors")
     for key, weight in load_file(runs.folder / "one" / "model.safetensors").items():
-        torch.testing.assert_close(weights[key], weight, rtol=1e-3, atol=1e-5)
+        assert (weights[key] - weight).norm() < 0.01 * weight.norm(), key
 
 
 def test_two_processes_give_the_loss_of_one(runs):
@@ -252,7 +260,7 @@ def test_a_step_of_two_batches_is_the_step_of_one_that_holds_both():
     outcome.loss.backward()
     norm = torch.stack([weight.grad.norm() for weight in whole.parameters()]).norm()
     parts = wavy_head()
-    state = TrainingState(parts, adamw(parts))
+    state = TrainingState(parts, optimizers_of(parts))
     batches = [Batch.of(samples[:1]), Batch.of(samples[1:])]
     module = DraftObjective(parts, vocabulary, config, "float32")
     row = training_step(state, module, batches, Ranks(), 0.0)

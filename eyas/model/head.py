@@ -150,13 +150,17 @@ class Head(nn.Module):
 
     def fuse(self, aux_hidden: Tensor) -> Tensor:
         """[..., 3 Ht] -> [..., H]: the target's three streams as one feature."""
+        fused: Tensor = self.fc(self.fc_inputs(aux_hidden))
+        return fused
+
+    def fc_inputs(self, aux_hidden: Tensor) -> Tensor:
+        """[..., 3 Ht] -> [..., 3 Ht]: the three streams as fc takes them."""
         if self.config.fc_norm:
             streams = zip(self.fc_norm, aux_hidden.chunk(3, dim=-1), strict=True)
             aux_hidden = torch.cat([norm(stream) for norm, stream in streams], dim=-1)
         if self.config.norm_before_fc:
             aux_hidden = self.input_norm(aux_hidden)
-        fused: Tensor = self.fc(aux_hidden)
-        return fused
+        return aux_hidden
 
     def inputs(self, embeds: Tensor, hidden: Tensor) -> Tensor:
         """Embedding [..., H] and feature or fed-back state [..., H] -> [..., X]."""

@@ -8,6 +8,8 @@ Letters: V target vocabulary, W draft vocabulary, H hidden, Ht the target's hidd
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -20,10 +22,12 @@ from eyas.hub import resolve_head
 from eyas.model.config import MOST_DRAFT_TOKENS, HeadConfig, HeadOptions
 from eyas.model.head import Head, load_head
 from eyas.model.vocab import TargetVocabulary, draft_vocabulary
-from eyas.shards import FeatureMeta
+from eyas.shards import FeatureMeta, Sample
 
 COVERAGE = 0.99  # the share of the answers' tokens in the default draft vocabulary
 W_IN_STEPS_OF = 128  # W is a multiple of it: a size that all devices multiply well
+FITTED_SAMPLES = 256  # conversations that `fit_to_features` takes
+RIDGE = 0.01  # of the mean square of fc's inputs
 FROM_TARGET = ("embed_tokens", "lm_head.weight")  # weights that start as the target's
 
 
@@ -118,6 +122,38 @@ def initialise(head: Head, vocabulary: TargetVocabulary, seed: int) -> None:
     )
     if head.embed_tokens is not None:
         head.embed_tokens.copy_(of_width(vocabulary.embed_tokens, head.config.hidden_size))
+
+
+@torch.no_grad()
+def fit_to_features(head: Head, samples: Iterable[Sample]) -> None:
+    """Let a new head begin where a linear map ends.
+
+    fc becomes the least-squares map from the features of an answer's token to the target's last
+    hidden state at the next token, scaled to a mean square of 1; o_proj and down_proj are zero, so
+    that the layer passes it on. lm_head takes over the scale (norm does, where lm_head is not
+    trained). The head is as wide as its target.
+    """
+    width = head.fc.in_features
+    square, product = (torch.zeros(width, n, dtype=torch.float64) for n in (width, width // 3))
+    power, count = 0.0, 0
+    for sample in samples:
+        answer_T = sample.loss_mask[:-1]
+        inputs = head.fc_inputs(sample.aux_hidden[:-1][answer_T].float()).double()
+        following = sample.last_hidden[1:][answer_T].double()
+        if not (inputs.isfinite().all() and following.isfinite().all()):
+            continue  # the step that meets it will name it
+        square += inputs.T @ inputs
+        product += inputs.T @ following
+        power, count = power + float(following.square().sum()), count + following.numel()
+    if not power:
+        return
+    scale = math.sqrt(power / count)
+    square.diagonal().add_(RIDGE * float(square.diagonal().mean()))
+    head.fc.weight.copy_(torch.linalg.solve(square, product / scale).T)
+    if head.config.train_lm_head:
+        head.lm_head.weight.mul_(scale)
+    else:
+        head.norm.weight.fill_(scale)
 
 
 def of_width(rows_RH: Tensor, hidden_size: int) -> Tensor:

@@ -1,6 +1,6 @@
 """What training changes, and its checkpoint: one file, for a resume to the same weights.
 
-Knows the head, the optimizer, the counters, and the rules that end a run early. Does not know
+Knows the head, the optimizers, the counters, and the rules that end a run early. Does not know
 batches: which come next follows from the number of steps done.
 
 The best head so far is part of the file: two files could be of two different moments. The file
@@ -111,14 +111,14 @@ class LossTrend:
 
 @dataclass(slots=True)
 class TrainingState:
-    """The head, the optimizer's state, the number of steps done, and what the stop rules remember.
+    """The head, the optimizers' state, the number of steps done, and what the stop rules remember.
 
     best: the weights of the best measured head, on the CPU of the first rank; None before a
     measurement. metrics: a row a step, on the first rank; the others' begin where they resumed.
     """
 
     head: Head
-    optimizer: torch.optim.AdamW
+    optimizers: list[torch.optim.Optimizer]
     step: int = 0
     patience: Patience = field(default_factory=Patience)
     trend: LossTrend = field(default_factory=LossTrend)
@@ -162,7 +162,7 @@ class TrainingState:
         """
         content = {
             "head": get_model_state_dict(self.head, options=_WHOLE),
-            "optimizer": get_optimizer_state_dict(self.head, self.optimizer, options=_WHOLE),
+            "optimizer": get_optimizer_state_dict(self.head, self.optimizers, options=_WHOLE),
             "best": self.best,
             "step": self.step,
             "patience": asdict(self.patience),
@@ -194,7 +194,7 @@ class TrainingState:
         options = _given_by_first(ranks)
         set_model_state_dict(self.head, content.get("head", {}), options=options)
         state = content.get("optimizer", {})
-        set_optimizer_state_dict(self.head, self.optimizer, state, options=options)
+        set_optimizer_state_dict(self.head, self.optimizers, state, options=options)
         self.step, self.best = counters["step"], content.get("best")
         self.patience = Patience(**counters["patience"])
         self.trend = LossTrend(**counters["trend"])

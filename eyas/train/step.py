@@ -27,6 +27,7 @@ from eyas.model.head import Head
 from eyas.model.vocab import TargetVocabulary
 from eyas.train.loss import BatchLoss, ObjectiveConfig, Teacher, divisors, objective, teach
 from eyas.train.ranks import Ranks, reduce_gradients
+from eyas.train.start import FROM_TARGET
 from eyas.train.state import TrainingState
 
 Precision = Literal["bfloat16", "float32"]
@@ -34,6 +35,9 @@ BETAS = (0.9, 0.95)  # EAGLE's, as SpecForge has them too; neither decays weight
 MAX_GRAD_NORM = 0.5  # EAGLE's and SpecForge's
 DRAW_STEP = 2**0.5 - 1  # between two training steps: no multiple of another sequence's
 WARMUP_SHARE = 0.03  # of all steps; SpecForge's is 0.015
+# Of the rate, for lm_head and embeddings: they begin as the target's rows, and a step of Adam moves
+# the logits of all tokens at once.
+ROWS_RATE_SHARE = 0.2
 # for `usual_learning_rate`
 MOST_LEARNING_RATE, PUBLISHED_RATE, PUBLISHED_HIDDEN_SIZE = 1e-3, 1e-4, 4096
 
@@ -47,11 +51,25 @@ def usual_learning_rate(hidden_size: int) -> float:
     return min(MOST_LEARNING_RATE, PUBLISHED_RATE * PUBLISHED_HIDDEN_SIZE / hidden_size)
 
 
-def adamw(head: Head) -> torch.optim.AdamW:
-    """The optimizer of the head's float32 weights, whatever the precision of the maths."""
-    weights = [weight for weight in head.parameters() if weight.requires_grad]
-    # `training_step` sets the rate before every update
-    return torch.optim.AdamW(weights, betas=BETAS, weight_decay=0.0, fused=True)
+def optimizers_of(head: Head) -> list[torch.optim.Optimizer]:
+    """The optimizers of the head's float32 weights, whatever the precision of the maths.
+
+    Muon (Jordan, kellerjordan.github.io/posts/muon; its steps as large as AdamW's: Liu et al.,
+    arXiv 2502.16982) for the matrices inside the layer, AdamW for norms, lm_head and embeddings.
+    """
+    trained = {name: weight for name, weight in head.named_parameters() if weight.requires_grad}
+    rows = [trained.pop(name) for name in FROM_TARGET if name in trained]
+    inside = [weight for weight in trained.values() if weight.ndim == 2]
+    norms = [weight for weight in trained.values() if weight.ndim == 1]
+    # `training_step` sets the rate before every update: the run's times the group's share
+    by_share = [(norms, 1.0), (rows, ROWS_RATE_SHARE)]
+    groups = [{"params": weights, "share": share} for weights, share in by_share if weights]
+    return [
+        torch.optim.Muon(
+            [{"params": inside, "share": 1.0}], weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
+        ),
+        torch.optim.AdamW(groups, betas=BETAS, weight_decay=0.0, fused=True),
+    ]
 
 
 def scheduled_rate(step: int, num_steps: int, highest: float) -> float:
@@ -147,20 +165,22 @@ def training_step(
         losses.append(loss)
 
     row = metrics_row(losses, batches, ranks)
-    norm = gradient_norm(state.optimizer)
+    norm = gradient_norm(state.optimizers)
     if not math.isfinite(row["loss"] + norm):
         raise not_finite(state.step, row["loss"], norm, batches, ranks)
-    for group in state.optimizer.param_groups:
-        group["lr"] = rate
-    state.optimizer.step()
-    state.optimizer.zero_grad(set_to_none=True)
+    for optimizer in state.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = rate * group["share"]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
     state.step += 1
     return {"step": state.step, **row, "learning_rate": rate, "grad_norm": norm}
 
 
-def gradient_norm(optimizer: torch.optim.Optimizer) -> float:
+def gradient_norm(of: Sequence[torch.optim.Optimizer]) -> float:
     """The norm of the whole gradient before it is clipped to MAX_GRAD_NORM, in place."""
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    groups = [group for optimizer in of for group in optimizer.param_groups]
+    weights = [weight for group in groups for weight in group["params"]]
     norm = nn.utils.clip_grad_norm_(weights, MAX_GRAD_NORM)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 

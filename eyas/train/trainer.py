@@ -14,6 +14,7 @@ Letters: V target vocabulary, W draft vocabulary.
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -50,7 +51,15 @@ from eyas.train.held_out import (
 )
 from eyas.train.loss import ObjectiveConfig
 from eyas.train.ranks import Ranks, joined, whole
-from eyas.train.start import StartConfig, existing_head, fresh_head, load_start_head, recount
+from eyas.train.start import (
+    FITTED_SAMPLES,
+    StartConfig,
+    existing_head,
+    fit_to_features,
+    fresh_head,
+    load_start_head,
+    recount,
+)
 from eyas.train.state import (
     CHECKPOINT,
     DIVERGED_AT,
@@ -62,7 +71,7 @@ from eyas.train.state import (
 from eyas.train.step import (
     DraftObjective,
     Precision,
-    adamw,
+    optimizers_of,
     scheduled_rate,
     teaching_in_tf32,
     training_step,
@@ -247,7 +256,7 @@ class Trainer:
         head = self._initial_head().to(ranks.device)
         self.objective = DraftObjective(head, self.vocabulary, config.objective, config.dtype)
         ranks.shard(self.objective)
-        self.state = TrainingState(head, adamw(head))
+        self.state = TrainingState(head, optimizers_of(head))
         self.state.resume(output, ranks)
         with ranks.together():
             if not ranks.is_first:
@@ -274,11 +283,17 @@ class Trainer:
         ]
 
     def _initial_head(self) -> Head:
-        """The head before step 0, float32 on the CPU: fresh, or config.start's."""
+        """The head before step 0, float32 on the CPU: fresh and fitted, or config.start's."""
         config, on_cpu = self.config, self.vocabulary.to("cpu")
-        head = self.start_head or fresh_head(
-            config.head, self.source.meta, on_cpu, self.counts_V, config.seed
-        )
+        if self.start_head is None:
+            head = fresh_head(config.head, self.source.meta, on_cpu, self.counts_V, config.seed)
+            if head.config.hidden_size == head.config.target_hidden_size:
+                few = min(FITTED_SAMPLES, len(self.usable))
+                numbers = random.Random(config.seed).sample(list(self.usable), few)
+                batches = self.source.batches([[number] for number in numbers])
+                fit_to_features(head, (sample for batch in batches for sample in batch))
+            return head
+        head = self.start_head
         if config.start and config.start.vocabulary == "recount":
             recount(head, on_cpu, self.counts_V)
         return head
