@@ -49,14 +49,11 @@ def arguments(description: str | None, prompts: int) -> argparse.ArgumentParser:
 
 def dialogues(path: Path, count: int, seed: int = 0) -> list[list[dict[str, str]]]:
     """`count` conversations, each cut after a user turn chosen by the seed."""
-    if not path.exists():
-        sys.exit(f"error: no conversations at {path}\n  -> give your own with --data FILE.jsonl")
-    with fsspec.open(str(path), "rt", encoding="utf-8", compression="infer") as lines:
-        rows = [json.loads(line)["messages"] for line in lines]
+    conversations = [row["messages"] for row in rows(path)]
     rng = random.Random(seed)
-    rng.shuffle(rows)
+    rng.shuffle(conversations)
     cut = []
-    for messages in rows[:count]:
+    for messages in conversations[:count]:
         ends = [index for index, message in enumerate(messages) if message["role"] == "user"]
         cut.append(messages[: rng.choice(ends) + 1])
     return cut
@@ -90,7 +87,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a file of JSON lines; ends the program where it is not there."""
     if not path.exists():
         sys.exit(
-            f"error: no prompts at {path}\n  -> give the folder that has them with --data FOLDER"
+            f"error: no prompts at {path}\n  -> give the file or folder that has them with --data"
         )
     with fsspec.open(str(path), "rt", encoding="utf-8", compression="infer") as lines:
         return [json.loads(line) for line in lines]

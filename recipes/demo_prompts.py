@@ -20,6 +20,7 @@ import json
 import math
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -340,16 +341,17 @@ def demo_rows(num_good: int = NUM_GOOD, seed: int = SEED) -> list[str]:
     return rows
 
 
-def main() -> None:
+def write_file(description: str | None, rows: Callable[[], list[str]]) -> None:
+    """A recipe's command: its lines, packed the same on every day, into the file it is given."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=Path)
     out = parser.parse_args().out
-    data = "".join(f"{row}\n" for row in demo_rows()).encode()
+    data = "".join(f"{row}\n" for row in rows()).encode()
     out.write_bytes(gzip.compress(data, compresslevel=9, mtime=0))
     print(f"{out}: {len(data.splitlines())} rows, {out.stat().st_size} bytes")
 
 
 if __name__ == "__main__":
-    main()
+    write_file(__doc__, demo_rows)

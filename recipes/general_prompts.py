@@ -12,14 +12,12 @@ output: CC0-1.0.
 
 from __future__ import annotations
 
-import argparse
-import gzip
 import json
 import random
 from pathlib import Path
 
 import yaml
-from demo_prompts import Writer, lines, listed
+from demo_prompts import Writer, lines, listed, write_file
 
 TEMPLATES = Path(__file__).with_suffix(".yaml")
 SEED, NUM_PROMPTS, SHARE_FOLLOWED = 11, 300, 0.15
@@ -49,16 +47,5 @@ def general_rows(num_prompts: int = NUM_PROMPTS, seed: int = SEED) -> list[str]:
     return [json.dumps(row, ensure_ascii=False) for row in rows]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("out", type=Path)
-    out = parser.parse_args().out
-    data = "".join(f"{row}\n" for row in general_rows()).encode()
-    out.write_bytes(gzip.compress(data, compresslevel=9, mtime=0))
-    print(f"{out}: {len(data.splitlines())} rows, {out.stat().st_size} bytes")
-
-
 if __name__ == "__main__":
-    main()
+    write_file(__doc__, general_rows)

@@ -606,6 +606,7 @@ JUNK = st.sampled_from(
 )
 @settings(max_examples=400)
 @example("gzip", [(30, 1, b"")], False)
+@example("gzip", [(1, 0, b"\n")], False)  # a text that begins with a line of U+001F, a blank
 def test_no_damage_is_a_crash(name, damages, small):
     data = WHOLE[name]
     for place, count, junk in damages:

@@ -238,7 +238,9 @@ def test_a_race_ends_with_the_same_output_twice_and_can_be_seen_again(page, serv
     assert re.fullmatch(
         r"Identical outputs: all \d+ tokens are the same\. "
         r"With the head \d\.\d\d tokens a round, over all \d+ rounds\. "
-        r"No speed is claimed yet: 1 of 8 races, and fewer may agree by chance\.",
+        # the seed is the page's own: its answer may be too short to time
+        r"(No speed is claimed yet: 1 of 8 races, and fewer may agree by chance\."
+        r"|Too soon over to time: ask for a longer answer\.)",
         verdict,
     )
     body = first.value.post_data_json

@@ -81,6 +81,20 @@ def at_lowest_load(rows: Sequence[Row]) -> list[Row]:
     return [row for row, load in zip(rows, loads, strict=True) if load == lowest]
 
 
+def arms_at_lowest_load(bench: Row) -> list[tuple[Row, Row | None]]:
+    """The results at the lowest load, each with its comparison, None for the baseline; of closed
+    loops where there are any.
+    """
+    part = bench if bench["results"] else bench["open_loop"]
+    compared = {row["arm"]: row for row in at_lowest_load(part["comparisons"])}
+    return [(row, compared.get(row["arm"])) for row in at_lowest_load(part["results"])]
+
+
+def are_many_arms(bench: Row) -> bool:
+    """Whether there is more to see than one arm against the baseline."""
+    return len(bench["servers"]) > 2
+
+
 def headlines(bench: Row, arm: str | None = None) -> list[dict[str, Any]]:
     """Of each arm, or of one, the comparison at the lowest load, of closed loops where there are
     any, with the results of its two arms and the `sentence` on them.

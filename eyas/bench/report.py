@@ -155,7 +155,7 @@ def render(contents: Contents) -> str:
         title=contents.title,
         headlines=headline.headlines(bench, contents.arm),
         arm_columns=tables.ARM_COLUMNS,
-        arm_rows=tables.arm_rows(bench) if len(bench["servers"]) > 2 else [],
+        arm_rows=tables.arm_rows(bench) if headline.are_many_arms(bench) else [],
         arms_picture=arms_picture(bench),
         results=headline.every(bench, "results"),
         comparisons=comparisons,
@@ -185,14 +185,13 @@ def render(contents: Contents) -> str:
 
 def arms_picture(bench: Mapping[str, Any]) -> Markup | None:
     """The speed of more than two arms as one picture; None for fewer."""
-    part = bench if bench["results"] else bench["open_loop"]
-    compared = {row["arm"]: row for row in headline.at_lowest_load(part["comparisons"])}
-    rows = [row for row in headline.at_lowest_load(part["results"]) if row["throughput_tps"]]
-    if len(bench["servers"]) < 3 or not rows:
+    arms = [
+        (row, pair) for row, pair in headline.arms_at_lowest_load(bench) if row["throughput_tps"]
+    ]
+    if not (arms and headline.are_many_arms(bench)):
         return None
     bars = []
-    for place, row in enumerate(rows):
-        pair = compared.get(row["arm"])
+    for place, (row, pair) in enumerate(arms):
         ratio = pair and headline.quotable(pair)["speedup"]
         said = [f"{row['throughput_tps']:.0f} tokens/s"]
         said += [f"tau {row['tau']:.2f}"] if row["tau"] is not None else []

@@ -17,7 +17,8 @@ from eyas.artifact import Manifest
 from eyas.bench.headline import (
     RATIOS,
     Row,
-    at_lowest_load,
+    are_many_arms,
+    arms_at_lowest_load,
     every,
     headlines,
     is_certain,
@@ -94,7 +95,7 @@ def markdown(
     lines = [f"# {_cell(title)}", ""]
     for head in headlines(bench, arm):
         lines += [f"**{_cell(head['sentence'])}**", ""]
-    if len(bench["servers"]) > 2:
+    if are_many_arms(bench):
         lines += _table("|".join(ARM_COLUMNS), arm_rows(bench))
     lines += [*_body(bench), *_provenance(bench, manifest, commands)]
     return "\n".join(lines) + "\n"
@@ -246,11 +247,8 @@ def cache_note(bench: Row) -> str:
 
 def arm_rows(bench: Row) -> list[tuple[str, ...]]:
     """ARM_COLUMNS of each arm at the lowest load: what a reader asks first."""
-    part = bench if bench["results"] else bench["open_loop"]
-    compared = {row["arm"]: row for row in at_lowest_load(part["comparisons"])}
     rows: list[tuple[str, ...]] = []
-    for row in at_lowest_load(part["results"]):
-        pair = compared.get(row["arm"])
+    for row, pair in arms_at_lowest_load(bench):
         rows.append(
             (
                 row["arm"],

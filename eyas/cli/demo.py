@@ -44,8 +44,7 @@ def command(
     adapted to them: prompts, generate, capture, train, eval, export, check, serve, bench.
     """
     content = read_run_file(QUICK_SETTINGS if quick else SETTINGS)
-    content = override(content, FROM_NOTHING if from_nothing else ())
-    content = override(content, overrides or ())
+    content = override(content, [*(FROM_NOTHING if from_nothing else ()), *(overrides or ())])
     content = {**content, "output": output} if output else content
     folder = local_output(str(content["output"]))
     options = [" --quick"] * quick + [" --from-nothing"] * from_nothing

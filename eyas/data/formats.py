@@ -203,14 +203,17 @@ def _parsed(text: bytes | None) -> Any:
 
 def _text_lines(stream: io.BufferedReader, keys: frozenset[str]) -> FileValues:
     lines = LineReader(stream)
-    return _until_broken(
-        lines, ((lines.line, _text(text)) for text in lines if text is None or not text.isspace())
-    )
+    return _until_broken(lines, _with_words((lines.line, _text(text)) for text in lines))
 
 
 def _paragraphs(stream: io.BufferedReader, keys: frozenset[str]) -> FileValues:
     lines = LineReader(stream)
-    return _until_broken(lines, _joined(lines))
+    return _until_broken(lines, _with_words(_joined(lines)))
+
+
+def _with_words(texts: FileValues) -> FileValues:
+    """Those that are more than blanks, of which Unicode knows more than bytes.isspace does."""
+    return (row for row in texts if row[1] != "")
 
 
 def _joined(lines: LineReader) -> FileValues:

@@ -253,7 +253,7 @@ class Trainer:
         )
         self.steps = plan_steps(config.batches, self._epochs(), self.source.lengths, config.seed)
         self.measure_at = measured_steps(len(self.steps), config.stop) if self.held_out else set()
-        head = self._initial_head().to(ranks.device)
+        head = self._initial_head(output.exists(CHECKPOINT)).to(ranks.device)
         self.objective = DraftObjective(head, self.vocabulary, config.objective, config.dtype)
         ranks.shard(self.objective)
         self.state = TrainingState(head, optimizers_of(head))
@@ -282,12 +282,15 @@ class Trainer:
             for epoch in range(self.config.epochs)
         ]
 
-    def _initial_head(self) -> Head:
-        """The head before step 0, float32 on the CPU: fresh and fitted, or config.start's."""
+    def _initial_head(self, resumes: bool) -> Head:
+        """The head before step 0, float32 on the CPU: fresh and fitted, or config.start's.
+
+        resumes: a checkpoint's weights will take the place of its own, so that nothing is fitted.
+        """
         config, on_cpu = self.config, self.vocabulary.to("cpu")
         if self.start_head is None:
             head = fresh_head(config.head, self.source.meta, on_cpu, self.counts_V, config.seed)
-            if head.config.hidden_size == head.config.target_hidden_size:
+            if not resumes and head.config.hidden_size == head.config.target_hidden_size:
                 few = min(FITTED_SAMPLES, len(self.usable))
                 numbers = random.Random(config.seed).sample(list(self.usable), few)
                 batches = self.source.batches([[number] for number in numbers])
