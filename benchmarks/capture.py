@@ -1,7 +1,7 @@
 """How fast a target's features are computed: our own decoder or transformers' with hooks, common
 beginnings once or each time.
 
-    python benchmarks/capture.py [--quick] [--target builtin] [--dtype float32] [--samples 48]
+    python benchmarks/capture.py [--quick] [--target smollm2] [--dtype float32] [--samples 48]
     [--system 0,64,256] [--rounds 3] python benchmarks/capture.py --data FILE.jsonl.gz --data ...
     --template FOLDER --template ...
 
@@ -195,7 +195,7 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="few samples, one round: shows that it works"
     )
-    parser.add_argument("--target", default="builtin")
+    parser.add_argument("--target", default="smollm2")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument(
         "--samples", type=int, default=None, help="48; of --data 768 conversations a file"

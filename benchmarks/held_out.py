@@ -34,8 +34,8 @@ def arguments(description: str | None, prompts: int) -> argparse.ArgumentParser:
     """The options that every benchmark on held-out prompts has."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="a minute's worth")
-    parser.add_argument("--target", default="builtin", help="target folder, or builtin")
-    parser.add_argument("--head", default="builtin", help="head folder, or builtin")
+    parser.add_argument("--target", default="smollm2", help="folder, smollm2 or builtin")
+    parser.add_argument("--head", default="smollm2", help="folder, smollm2 or builtin")
     parser.add_argument(
         "--data",
         type=Path,

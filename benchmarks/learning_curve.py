@@ -1,7 +1,7 @@
 """A forecast of tau held against what came: heads of 1/16, 1/8, 1/4 and 1/2 of the data give tau at
 all of it with an interval (`eyas plan --forecast`), and a head of all of it is trained too.
 
-    python benchmarks/learning_curve.py [--quick] [--target builtin] [--features URL] [--seeds 1]
+    python benchmarks/learning_curve.py [--quick] [--target smollm2] [--features URL] [--seeds 1]
         [--config run.yaml] [--set epochs=3 ...] [--folder out/learning_curve]
 
 Without --features the target's own answers to real dialogues are made and captured first. --config

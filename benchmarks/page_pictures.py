@@ -1,4 +1,4 @@
-"""The pictures of the page in docs/: the built-in target and head in bf16, a chat and a race, in a
+"""The pictures of the page in docs/: SmolLM2 and its packaged head in bf16, a chat and a race, in a
 real Chromium.
 
     python benchmarks/page_pictures.py [--folder docs]
@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from playwright.sync_api import Browser
 
-from eyas.builtin import BUILTIN
+from eyas.builtin import SMOLLM2
 from eyas.engine.engine import EngineConfig
 from eyas.serve.server import ServeConfig, running_server
 from tests.browser import chromium
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(__file__).resolve().parents[1] / "docs")
     folder = parser.parse_args().folder
     engine = EngineConfig(speculation="fixed(6,3,12)")
-    config = ServeConfig(target=BUILTIN, head=BUILTIN, dtype="bfloat16", port=0, engine=engine)
+    config = ServeConfig(target=SMOLLM2, head=SMOLLM2, dtype="bfloat16", port=0, engine=engine)
     verdicts = {}
     with running_server(config) as url, chromium() as browser:
         for scheme, name in (("light", "page.png"), ("dark", "page_dark.png")):

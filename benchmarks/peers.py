@@ -7,10 +7,11 @@ time, greedy, interleaved.
         FOLDER]
 
     plain-shape     a Llama of 110 M random parameters, decoded plainly: tokens/s
-    plain-builtin   the built-in target on 10 held-out prompts, past the answers' ends: tokens/s
+    plain           --target (SmolLM2) on 10 held-out prompts, past the answers' ends: tokens/s; a
+                    target that is a GGUF file is read as it is by llama.cpp too
     rounds-shape    a chain of 4 with a random EAGLE-3 head of one layer (33.5 MB): rounds/s
-    head-builtin    the built-in head, --prompts answers: tokens/s and tokens a round
-    agreement       fp32, no time: 10 greedy answers of every engine against ours, built-in target
+    head            --head (SmolLM2's), --prompts answers: tokens/s and tokens a round
+    agreement       fp32, no time: 10 greedy answers of every engine against ours, --target
 
 How each peer is installed stands in benchmarks/peers/README.md. Each engine lives in a process of
 its own that loads once (and converts the weights once, into --work) and then decodes on command, so
@@ -45,13 +46,14 @@ import safetensors.torch
 import torch
 
 from eyas import hub
+from eyas.builtin import SMOLLM2, smollm2_file
 from eyas.model.checkpoint import read_head
 from eyas.model.config import HeadConfig, RopeConfig, read_config
 from eyas.model.forms import Verifier, write_head
 from eyas.model.weights import read_tensors
 
 WORKERS = Path(__file__).parent / "peers"
-SECTIONS = ("plain-shape", "plain-builtin", "rounds-shape", "head-builtin", "agreement")
+SECTIONS = ("plain-shape", "plain", "rounds-shape", "head", "agreement")
 SHAPE_PROMPT, SHAPE_TOKENS, SHAPE_DRAFT_VOCABULARY = 64, 128, 8000
 FEW_PROMPTS = 10
 SETTLE_SECONDS = 0.3
@@ -75,8 +77,8 @@ class Entry:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-def entries(section: str) -> list[Entry]:
-    """What a section compares."""
+def entries(section: str, files: bool) -> list[Entry]:
+    """What a section compares. files: whether the target is a GGUF file."""
     openvino = OPENVINO.items()
     if section == "agreement":
         settings = {"weights": "fp32", "inference_precision": "f32"}
@@ -86,6 +88,7 @@ def entries(section: str) -> list[Entry]:
         return [
             Entry("eyas", "eyas"),
             Entry("llama.cpp", "llama_cpp"),
+            *([Entry("llama.cpp, file as it is", "llama_cpp", {"as_is": True})] if files else []),
             *(Entry(f"OpenVINO {name}", "openvino", settings) for name, settings in openvino),
             *(
                 Entry(f"OpenVINO {name}, paged", "openvino", {**settings, "paged": True})
@@ -215,11 +218,14 @@ def head_folders(
     }
 
 
-def builtin_models(args: argparse.Namespace, work: Path) -> dict[str, str]:
+def given_models(args: argparse.Namespace, work: Path) -> dict[str, str]:
+    """The models of the command, and the file that the target was read from, if it is one."""
     target = hub.resolve_target(args.target)
+    file = smollm2_file() if args.target == SMOLLM2 else args.target
     return {
         "target": target,
-        **head_folders(*read_head(hub.resolve_head(args.head)), target, work, "builtin"),
+        **({"gguf": str(file)} if str(file).endswith(".gguf") else {}),
+        **head_folders(*read_head(hub.resolve_head(args.head)), target, work, "given"),
     }
 
 
@@ -344,7 +350,7 @@ class Run:
         }
         with ExitStack() as stack:
             loaded = {}
-            for number, entry in enumerate(entries(section)):
+            for number, entry in enumerate(entries(section, "gguf" in models)):
                 wanted = self.args.engines is None or any(
                     entry.name.startswith(name) for name in self.args.engines
                 )
@@ -551,8 +557,8 @@ def asked(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return {
         "plain-shape": shape,
         "rounds-shape": shape,
-        "plain-builtin": plain,
-        "head-builtin": answers,
+        "plain": plain,
+        "head": answers,
         "agreement": few,
     }
 
@@ -564,24 +570,24 @@ def main() -> None:
         work.mkdir(parents=True, exist_ok=True)
         run = Run(args, work.resolve())
         work_items = asked(args)
-        models = {"builtin": builtin_models(args, run.work)}
-        if any(section.endswith("shape") for section in args.sections):
-            models["shape"] = shape_models(run.work)
+        given = given_models(args, run.work)
+        shape: dict[str, str] = {}
         results: dict[str, Any] = {}
         for section in args.sections:
             if section == "agreement":
-                results[section] = run.agreement(models["builtin"], work_items[section])
+                results[section] = run.agreement(given, work_items[section])
+            elif section.endswith("shape"):
+                shape = shape or shape_models(run.work)
+                results[section] = run.measure(section, shape, work_items[section])
             else:
-                results[section] = run.measure(
-                    section, models[section.split("-")[1]], work_items[section]
-                )
+                results[section] = run.measure(section, given, work_items[section])
             print(table(section, results[section]), flush=True)
     for name, reason in run.skipped.items():
         if reason != "not asked for":
             print(f"skipped {name}: {reason}")
     settings = {
         "samples": args.samples,
-        "prompts": len(work_items["head-builtin"]["prompts"]),
+        "prompts": len(work_items["head"]["prompts"]),
         "threads": args.threads,
     }
     print(

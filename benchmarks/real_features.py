@@ -1,4 +1,4 @@
-"""Real features for the benchmarks of the store: the built-in target's own answers to real
+"""Real features for the benchmarks of the store: the target's own answers to real
 dialogues. Knows the stages.
 """
 
@@ -25,7 +25,7 @@ def arguments(description: str | None, prompts: int) -> argparse.ArgumentParser:
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="a minute's worth")
-    parser.add_argument("--target", default="builtin", help="target folder, or builtin")
+    parser.add_argument("--target", default="smollm2", help="folder, smollm2 or builtin")
     parser.add_argument(
         "--data",
         type=Path,

@@ -31,7 +31,7 @@ class LlamaCpp:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         build, threads = Path(settings["llama_cpp"]), str(settings["threads"])
-        target = gguf(settings, settings["target"])
+        target = settings["gguf"] if settings.get("as_is") else gguf(settings, settings["target"])
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
