@@ -23,8 +23,8 @@ from eyas.engine.engine import EngineConfig
 from eyas.serve.server import ServeConfig, running_server
 from tests.browser import chromium
 
-CHAT = "Find me a Thai restaurant in San Jose."
-RACE = "Please book a table for 4 people at Sino in San Jose, on March 8th at 6:30 pm."
+CHAT = "Write a Python function that counts the vowels in a text."
+RACE = "A shop sells pens at 3 dollars and books at 12. What do 5 pens and 2 books cost?"
 SIZE = {"width": 1280, "height": 860}
 # The round of the race's speculative lane with the most accepted drafts: a token of it is clicked
 # on.

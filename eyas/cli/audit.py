@@ -67,7 +67,7 @@ class Audit:
 
 def command(
     target: Annotated[
-        str, typer.Argument(help='folder of a target or of its tokenizer, hub id, or "builtin"')
+        str, typer.Argument(help='folder of a target or of its tokenizer, hub id, or "smollm2"')
     ],
     conversations: Annotated[
         Path | None,

@@ -31,7 +31,7 @@ TextFile = Annotated[
 
 def command(
     head: Annotated[
-        str, typer.Argument(help='folder of a head, in any form, a hub id, or "builtin"')
+        str, typer.Argument(help='folder of a head, in any form, a hub id, or "smollm2"')
     ],
     target: TargetOption,
     text: TextFile = None,

@@ -27,7 +27,7 @@ CONFIG = EvalConfig
 def command(
     head: Annotated[
         str,
-        typer.Argument(help='output of `eyas train`, a head of any form, a hub id, or "builtin"'),
+        typer.Argument(help='output of `eyas train`, a head of any form, a hub id, or "smollm2"'),
     ],
     target: TargetOption,
     output: Output,

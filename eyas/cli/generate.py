@@ -19,7 +19,7 @@ def command(
     target: TargetOption,
     output: Output,
     head: Annotated[
-        str | None, typer.Option(help='head to speculate with, or "builtin": faster, same answers')
+        str | None, typer.Option(help='head to speculate with, or "smollm2": faster, same answers')
     ] = None,
     server: Annotated[
         list[str] | None,

@@ -23,7 +23,10 @@ NAME_WIDTH, HELP_WIDTH = 40, 57
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 TargetOption = Annotated[
-    str, typer.Option("--target", "-t", help='folder of the target, or "builtin"')
+    str,
+    typer.Option(
+        "--target", "-t", help='folder of the target, a GGUF file, a hub id, or "smollm2"'
+    ),
 ]
 Output = Annotated[str, typer.Option("--output", "-o", help="folder or URL of the result")]
 RunFile = Annotated[

@@ -49,7 +49,12 @@ class EngineName(StrEnum):
 def command(
     target: Annotated[
         str | None,
-        typer.Option("--target", "-t", help='its folder, or "builtin"', rich_help_panel=MODEL),
+        typer.Option(
+            "--target",
+            "-t",
+            help='its folder, a GGUF file, a hub id, or "smollm2"',
+            rich_help_panel=MODEL,
+        ),
     ] = None,
     head: Annotated[
         str | None, typer.Option(help="in any form; none: plain decoding", rich_help_panel=MODEL)

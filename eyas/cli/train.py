@@ -33,7 +33,7 @@ def command(
         str | None,
         typer.Option(
             "--start",
-            help='a head to continue from, in any form: a folder, URL, hub id, or "builtin"',
+            help='a head to continue from, in any form: a folder, URL, hub id, or "smollm2"',
         ),
     ] = None,
     keep_mix: Annotated[
