@@ -1,7 +1,7 @@
 """Milliseconds of a forward of the native CPU path by number of rows, held against reading the
 weights once.
 
-    python benchmarks/step.py [--quick] [--shape builtin|110m|1b] [--dtype bfloat16|float32]
+    python benchmarks/step.py [--quick] [--shape smollm2|builtin|110m|1b] [--dtype bfloat16|float32]
     [--threads 2] [--context 200]
 
 Weights are random: time does not depend on their values, but for float32, whose weights are stored
@@ -27,6 +27,7 @@ from eyas.model.rows import PagedCache, Rows, prompt_rows, rows_of, slots_of
 
 # hidden, intermediate, layers, query heads, key heads, head dimension, vocabulary, draft vocabulary
 SHAPES = {
+    "smollm2": (576, 1536, 30, 9, 3, 64, 49152, 8192),
     "builtin": (320, 864, 12, 5, 5, 64, 8000, 2048),
     "110m": (768, 2048, 12, 12, 12, 64, 32000, 8192),
     "1b": (2048, 8192, 16, 32, 8, 64, 128256, 32000),
@@ -41,7 +42,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--shape", choices=SHAPES, default="builtin")
+    parser.add_argument("--shape", choices=SHAPES, default="smollm2")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--wide", action="store_true")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

@@ -1,13 +1,15 @@
 """tau of heads by task: emitted tokens a round, greedy, of a chain of five and of the default tree.
 
     python benchmarks/tau.py [--quick] [--target smollm2] [--head smollm2 ANOTHER ...]
-    [--prompts 80] [--max-tokens 128] [--data FOLDER]
+    [--prompts 80] [--max-tokens 128] [--data FOLDER] [--features URL --widths 1024 2048 4096]
 
 FOLDER (by default ../shared/data) holds what no head was trained on: Spec-Bench (its six tasks:
 chat, translation, summarization, questions, maths, retrieval) and dialogues, word problems and
 commands. As many prompts of each task as asked for; those that leave no room for an answer are
-left out. tau is over all rounds of a group, its 95 % interval over answers. The last line of
-stdout is one JSON object.
+left out. tau is over all rounds of a group, its 95 % interval over answers. With --widths the
+first head is also cut to so many draft tokens, those most frequent in the answers of --features: a
+head of that width trained as long would be a little better. The last line of stdout is one JSON
+object.
 """
 
 from __future__ import annotations
@@ -19,12 +21,19 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import held_out
+import torch
 
 from eyas import hub
 from eyas.artifact import Artifact
 from eyas.chat import Chat
 from eyas.evaluate.evaluate import EvalConfig, evaluate
 from eyas.evaluate.trees import EvalPrompt, ModelsConfig
+from eyas.model.checkpoint import read_head
+from eyas.model.forms import write_head
+from eyas.model.vocab import draft_vocabulary
+from eyas.shards import Features
+from eyas.train.batches import survey
+from eyas.train.loss import ObjectiveConfig
 
 TREES = ("fixed(5,1,6)", "fixed(6,3,12)")
 MAX_LENGTH = 2048
@@ -40,7 +49,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=80, help="of each task")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--data", type=Path, default=held_out.DATA)
+    parser.add_argument("--features", help="a capture artifact, for --widths")
+    parser.add_argument("--widths", type=int, nargs="+", default=[], help="draft vocabularies")
     args = parser.parse_args()
+    if args.widths and not args.features:
+        parser.error("--widths needs --features, whose answers say which tokens are frequent")
     if args.quick:
         args.prompts, args.max_tokens = min(args.prompts, 6), min(args.max_tokens, 48)
     return args
@@ -90,12 +103,48 @@ def measured(args: argparse.Namespace, head: str, prompts: list[EvalPrompt]) -> 
     }
 
 
+def narrower(url: str, width: int, counts_V: torch.Tensor) -> dict[str, bytes]:
+    """The files of a head without all but its `width` most frequent draft tokens."""
+    config, tensors = read_head(hub.resolve_head(url))
+    old_ids_W = tensors["d2t"] + torch.arange(config.draft_vocab_size)
+    own_counts_V = torch.full_like(counts_V, -1).index_copy(0, old_ids_W, counts_V[old_ids_W])
+    d2t, t2d = draft_vocabulary(own_counts_V, width)
+    rows_W = torch.searchsorted(old_ids_W, d2t + torch.arange(width))
+    narrow = {"d2t": d2t, "t2d": t2d, "lm_head.weight": tensors["lm_head.weight"][rows_W]}
+    config = config.model_copy(update={"draft_vocab_size": width})
+    return write_head(config, {**tensors, **narrow}, "eyas")
+
+
+def heads(args: argparse.Namespace, folder: Path) -> dict[str, str]:
+    """The heads to measure by name, with narrower ones, which are written into the folder."""
+    found = {head: head for head in args.head}
+    if args.widths:
+        features = Features(Artifact(args.features), "train")
+        counts_V, _ = survey(features, ObjectiveConfig())
+    for width in args.widths:
+        made = folder / str(width)
+        made.mkdir()
+        for name, data in narrower(args.head[0], width, counts_V).items():
+            (made / name).write_bytes(data)
+        found[f"{args.head[0]}, {width} draft tokens"] = str(made)
+    return found
+
+
 def main() -> None:
     args = arguments()
     groups = asked(args)
+    with TemporaryDirectory() as folder:
+        found = shown(args, groups, heads(args, Path(folder)))
+    print(json.dumps({"target": args.target, "max_tokens": args.max_tokens, "tau": found}))
+
+
+def shown(
+    args: argparse.Namespace, groups: dict[str, list[EvalPrompt]], heads: dict[str, str]
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """What each head has, by name, printed as it comes."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    for head in args.head:
-        found[head] = {group: measured(args, head, prompts) for group, prompts in groups.items()}
+    for head, url in heads.items():
+        found[head] = {group: measured(args, url, prompts) for group, prompts in groups.items()}
         print(f"{head}, {held_out.machine()}")
         for group, by_tree in found[head].items():
             for tree, by_task in by_tree.items():
@@ -105,7 +154,7 @@ def main() -> None:
                         f"  {group:12} {tree:14} {task:14} {one['tau']:.2f} ({interval}) "
                         f"of {one['answers']}"
                     )
-    print(json.dumps({"target": args.target, "max_tokens": args.max_tokens, "tau": found}))
+    return found
 
 
 if __name__ == "__main__":
