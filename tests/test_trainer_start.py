@@ -25,7 +25,7 @@ from eyas.model.vocab import TargetVocabulary
 from eyas.shards import Features, Sample
 from eyas.train.batches import MixedSource, old_samples
 from eyas.train.held_out import compare_heads, refuse_lower_tau
-from eyas.train.start import fit_to_features, initialise, load_start_head
+from eyas.train.start import fit_to_features, initialise, load_start_head, recount
 from eyas.train.state import CHECKPOINT, METRICS
 from eyas.train.trainer import KEEP, TrainConfig, train
 from tests.tiny import tiny_target
@@ -148,16 +148,19 @@ def test_a_start_is_its_weights_not_its_place(world, tmp_path):
     assert not steps
 
 
-def test_draft_tokens_chosen_anew_keep_the_rows_they_had(world):
+@pytest.mark.parametrize("asked", [{}, {"draft_vocab_size": 64}, {"draft_vocab_size": 200}])
+def test_draft_tokens_chosen_anew_keep_the_rows_they_had(world, asked):
     output = world.tune(
-        "recounted",
+        f"recounted {asked}",
         {"head": world.head.url, "vocabulary": "recount"},
         learning_rate=1e-30,
+        head=asked,
     )
     before, after = load_head(world.head.local_path("")), load_head(output.local_path(""))
     counts = torch.zeros(320, dtype=torch.int64)
     for sample in world.samples[24:]:
         counts += torch.bincount(sample.token_ids[sample.loss_mask], minlength=320)
+    assert len(after.d2t) == len(after.lm_head.weight) == asked.get("draft_vocab_size", 160)
     assert counts[~after.t2d].max() <= counts[after.t2d].min()
     lm_head = Target.load(world.target).lm_head
     had = {int(token): row for row, token in enumerate(before.target_ids_W)}
@@ -168,9 +171,24 @@ def test_draft_tokens_chosen_anew_keep_the_rows_they_had(world):
             assert torch.equal(after.lm_head.weight[row], before.lm_head.weight[had[token]])
         else:
             fresh += 1
-            assert torch.equal(after.lm_head.weight[row], lm_head[token])
+            # at the scale of the head's rows, which is near the target's here
+            torch.testing.assert_close(
+                after.lm_head.weight[row], lm_head[token], rtol=0.1, atol=1e-3
+            )
     assert kept
-    assert fresh
+    assert fresh or asked == {"draft_vocab_size": 64}
+
+
+def test_fresh_draft_tokens_have_the_scale_of_the_others():
+    head, vocabulary = wavy_head(), tiny_vocabulary()
+    initialise(head, vocabulary, seed=0)
+    with torch.no_grad():
+        head.lm_head.weight.mul_(3.0)  # as `fit_to_features` does
+    counts_V = torch.arange(head.config.vocab_size)
+    recount(head, vocabulary, counts_V, 20)
+    assert head.target_ids_W.tolist() == counts_V[-20:].tolist()
+    torch.testing.assert_close(head.lm_head.weight, 3.0 * vocabulary.lm_head[-20:])
+    assert head.lm_head(torch.ones(head.config.hidden_size)).shape == (20,)
 
 
 def test_what_does_not_fit_is_refused(world, tmp_path):

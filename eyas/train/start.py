@@ -36,11 +36,12 @@ class StartConfig(BaseModel):
 
     head: folder or URL of a head in any form, an id of the hub, or "builtin". licence: of a head
     that eyas did not make, for the lineage. vocabulary: its draft tokens stay (keep), or are chosen
-    by the counts of the features (recount): tokens that were drafted before keep their row of
-    lm_head, others get the target's. other_target: the head was trained for another fine-tune of
-    the same shape, and that is intended. keep_mix: features of the mix that it was trained on; on
-    its held-out conversations the new head's tau must not be lower than the old one's by more than
-    keep_tolerance, a share. keep_share: the share of the training samples that is taken from it.
+    by the counts of the features (recount), as many as before or head.draft_vocab_size: tokens that
+    were drafted before keep their row of lm_head, others get the target's. other_target: the head
+    was trained for another fine-tune of the same shape, and that is intended. keep_mix: features of
+    the mix that it was trained on; on its held-out conversations the new head's tau must not be
+    lower than the old one's by more than keep_tolerance, a share. keep_share: the share of the
+    training samples that is taken from it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -232,6 +233,8 @@ def refuse_other(
     # Only options that the run file sets, even to their default; the others are the head's own.
     for name in sorted(options.model_fields_set):
         asked = getattr(options, name)
+        if name == "draft_vocab_size" and config.vocabulary == "recount":
+            continue
         if asked is not None and asked != getattr(shape, name):
             faults.append(f"head.{name} is {asked}, its own is {getattr(shape, name)}")
     if faults:
@@ -243,19 +246,26 @@ def refuse_other(
 
 
 @torch.no_grad()
-def recount(head: Head, vocabulary: TargetVocabulary, counts_V: Tensor) -> None:
-    """Choose the head's W draft tokens again by counts_V, in place.
+def recount(
+    head: Head, vocabulary: TargetVocabulary, counts_V: Tensor, num_tokens: int | None
+) -> None:
+    """Choose the head's draft tokens again by counts_V, in place: num_tokens, or as many as it had.
 
-    Tokens that were drafted before keep their row of lm_head, others get the target's. vocabulary:
-    on the CPU, of the head's width.
+    Tokens that were drafted before keep their row of lm_head, others get the target's at the scale
+    that the head's rows have (`fit_to_features` gives them one). vocabulary: on the CPU, of the
+    head's width.
     """
+    W, lm_head = num_tokens or head.config.draft_vocab_size, head.lm_head
     old_row_V = torch.full((head.config.vocab_size,), -1, dtype=torch.int64)
     old_row_V[head.target_ids_W] = torch.arange(head.config.draft_vocab_size)
-    old_lm_head_WH = head.lm_head.weight.clone()
-    head.set_vocabulary(*draft_vocabulary(counts_V, head.config.draft_vocab_size))
+    old_WH = vocabulary.lm_head.cpu()[head.target_ids_W].to(lm_head.weight)
+    scale = (old_WH * lm_head.weight).sum() / old_WH.square().sum()
+    head.config = head.config.model_copy(update={"draft_vocab_size": W})
+    head.d2t = torch.empty(W, dtype=torch.int64)
+    head.set_vocabulary(*draft_vocabulary(counts_V, W))
     ids_W = head.target_ids_W
     was_W = old_row_V[ids_W]
-    fresh_WH = vocabulary.lm_head.cpu()[ids_W].to(old_lm_head_WH)
-    head.lm_head.weight.copy_(
-        torch.where((was_W >= 0).unsqueeze(1), old_lm_head_WH[was_W.clamp(min=0)], fresh_WH)
-    )
+    fresh_WH = vocabulary.lm_head.cpu()[ids_W].to(lm_head.weight) * scale
+    rows_WH = torch.where((was_W >= 0).unsqueeze(1), lm_head.weight[was_W.clamp(min=0)], fresh_WH)
+    lm_head.weight = nn.Parameter(rows_WH, requires_grad=lm_head.weight.requires_grad)
+    lm_head.out_features = W

@@ -298,7 +298,7 @@ class Trainer:
             return head
         head = self.start_head
         if config.start and config.start.vocabulary == "recount":
-            recount(head, on_cpu, self.counts_V)
+            recount(head, on_cpu, self.counts_V, config.head.draft_vocab_size)
         return head
 
     def fit(self, output: Artifact, track: Track, trackers: Trackers) -> None:
