@@ -58,6 +58,7 @@ def command(
 
     With --online nothing is stored: the target works in this process, on the answers. On several
     devices: torchrun --nproc-per-node 8 -m eyas.cli.main train ... --set batches.per_step=8
+    (--set start.head=HEAD for --start there: torchrun would read that as an option of its own)
     """
     options = {"start.head": start, "start.keep_mix": keep_mix}
     assignments = [
