@@ -435,8 +435,9 @@ class Run:
 
 
 def end_token(target: str) -> int:
-    """The token that ends an answer."""
-    return int(read_config(target)["eos_token_id"])
+    """The token that ends an answer; of several, the first."""
+    ends = read_config(target)["eos_token_id"]
+    return int(ends[0] if isinstance(ends, list) else ends)
 
 
 def without(end: int, tokens: list[int]) -> list[int]:
