@@ -14,7 +14,17 @@ from eyas import builtin
 from eyas.artifact import Artifact
 from eyas.errors import MismatchError, MissingInputError
 from eyas.export.check import check
-from eyas.export.lint import RANDOM, CheckFinding, above_random, check_is_head, exit_code, in_order
+from eyas.export.lint import (
+    EVEN,
+    RANDOM,
+    CheckFinding,
+    above_random,
+    check_is_head,
+    damage_findings,
+    exit_code,
+    in_order,
+    spread_above_random,
+)
 from eyas.model.checkpoint import read_head
 from eyas.model.config import RopeConfig
 from eyas.model.dialects import LAYER
@@ -451,6 +461,25 @@ def test_the_ratio_to_random_numbers_is_one_of_random_numbers():
     exact = torch.linalg.svdvals(matrix)[0] / (matrix.std() * (320**0.5 + 864**0.5))
     assert above_random(matrix) == pytest.approx(float(exact), rel=1e-3)
     assert above_random(torch.zeros(3, 3) + 1) > 1e6  # no spread at all
+
+
+def test_norms_spread_as_those_of_random_numbers_do_only_where_they_are():
+    generator = torch.Generator().manual_seed(2)
+    for shape in ((320, 864), (960, 320), (128, 2048)):
+        matrix = torch.randn(shape, generator=generator)
+        assert 0.85 < spread_above_random(matrix) < 1.2 < EVEN
+        assert spread_above_random(matrix * torch.linspace(0.8, 1.2, shape[1])) > EVEN
+
+
+def test_a_matrix_that_muon_trained_is_not_taken_for_random_numbers():
+    """The packaged head's v_proj has no singular value above random numbers'."""
+    weights = {
+        name: weight.float()
+        for name, weight in read_head(str(builtin.smollm2_head_folder()))[1].items()
+        if weight.is_floating_point()
+    }
+    assert above_random(weights[f"{LAYER}self_attn.v_proj.weight"]) < RANDOM
+    assert [*damage_findings(weights)] == []
 
 
 # The files in the folder

@@ -10,6 +10,7 @@ spread 4.7 times as far as those of random numbers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -434,4 +435,4 @@ def spread_above_random(matrix: Tensor) -> float:
     sqrt(2 m).
     """
     norms = [(matrix.norm(dim=over), matrix.shape[over]) for over in (0, 1)]
-    return max(float(norm.std() / norm.mean()) * (2 * length) ** 0.5 for norm, length in norms)
+    return max(float(norm.std() / norm.mean()) * math.sqrt(2 * length) for norm, length in norms)
