@@ -30,12 +30,14 @@ SPEC_BENCH = {
 }
 
 
-def arguments(description: str | None, prompts: int) -> argparse.ArgumentParser:
-    """The options that every benchmark on held-out prompts has."""
+def arguments(
+    description: str | None, prompts: int, model: str = "smollm2"
+) -> argparse.ArgumentParser:
+    """The options of all benchmarks on held-out prompts. model: target and head by default."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="a minute's worth")
-    parser.add_argument("--target", default="smollm2", help="folder, smollm2 or builtin")
-    parser.add_argument("--head", default="smollm2", help="folder, smollm2 or builtin")
+    parser.add_argument("--target", default=model, help="folder, smollm2 or builtin")
+    parser.add_argument("--head", default=model, help="folder, smollm2 or builtin")
     parser.add_argument(
         "--data",
         type=Path,

@@ -296,8 +296,8 @@ def resident_mib(pid: int) -> float:
 
 
 def arguments() -> argparse.Namespace:
-    parser = held_out.arguments(__doc__, prompts=0)
-    parser.set_defaults(target="builtin", head="builtin")  # the engine is tried, not the model
+    # the engine is tried, not the model
+    parser = held_out.arguments(__doc__, prompts=0, model="builtin")
     parser.add_argument("--rounds", type=int, default=10, help="of all kinds at once")
     parser.add_argument("--kinds", nargs="*", help="these alone")
     parser.add_argument("--max-length", type=int, default=1024)

@@ -46,7 +46,7 @@ import safetensors.torch
 import torch
 
 from eyas import hub
-from eyas.builtin import SMOLLM2, smollm2_file
+from eyas.gguf.folder import is_gguf
 from eyas.model.checkpoint import read_head
 from eyas.model.config import HeadConfig, RopeConfig, read_config
 from eyas.model.forms import Verifier, write_head
@@ -221,10 +221,10 @@ def head_folders(
 def given_models(args: argparse.Namespace, work: Path) -> dict[str, str]:
     """The models of the command, and the file that the target was read from, if it is one."""
     target = hub.resolve_target(args.target)
-    file = smollm2_file() if args.target == SMOLLM2 else args.target
+    file = hub.locate(args.target, "target")
     return {
         "target": target,
-        **({"gguf": str(file)} if str(file).endswith(".gguf") else {}),
+        **({"gguf": file} if is_gguf(file) else {}),
         **head_folders(*read_head(hub.resolve_head(args.head)), target, work, "given"),
     }
 

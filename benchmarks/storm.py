@@ -388,8 +388,8 @@ def started(config: ServeConfig) -> tuple[subprocess.Popen[str], str]:
 
 
 def arguments() -> argparse.Namespace:
-    parser = held_out.arguments(__doc__, prompts=120)
-    parser.set_defaults(target="builtin", head="builtin")  # the engine is tried, not the model
+    # the engine is tried, not the model
+    parser = held_out.arguments(__doc__, prompts=120, model="builtin")
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -28,12 +28,12 @@ from eyas.artifact import Artifact
 from eyas.chat import Chat
 from eyas.evaluate.evaluate import EvalConfig, evaluate
 from eyas.evaluate.trees import EvalPrompt, ModelsConfig
-from eyas.model.checkpoint import read_head
-from eyas.model.forms import write_head
-from eyas.model.vocab import draft_vocabulary
+from eyas.model.head import Head, head_files, load_head
+from eyas.model.vocab import TargetVocabulary
 from eyas.shards import Features
 from eyas.train.batches import survey
 from eyas.train.loss import ObjectiveConfig
+from eyas.train.start import recount
 
 TREES = ("fixed(5,1,6)", "fixed(6,3,12)")
 MAX_LENGTH = 2048
@@ -103,28 +103,25 @@ def measured(args: argparse.Namespace, head: str, prompts: list[EvalPrompt]) -> 
     }
 
 
-def narrower(url: str, width: int, counts_V: torch.Tensor) -> dict[str, bytes]:
-    """The files of a head without all but its `width` most frequent draft tokens."""
-    config, tensors = read_head(hub.resolve_head(url))
-    old_ids_W = tensors["d2t"] + torch.arange(config.draft_vocab_size)
-    own_counts_V = torch.full_like(counts_V, -1).index_copy(0, old_ids_W, counts_V[old_ids_W])
-    d2t, t2d = draft_vocabulary(own_counts_V, width)
-    rows_W = torch.searchsorted(old_ids_W, d2t + torch.arange(width))
-    narrow = {"d2t": d2t, "t2d": t2d, "lm_head.weight": tensors["lm_head.weight"][rows_W]}
-    config = config.model_copy(update={"draft_vocab_size": width})
-    return write_head(config, {**tensors, **narrow}, "eyas")
+def narrower(url: str, width: int, counts_V: torch.Tensor, vocabulary: TargetVocabulary) -> Head:
+    """A head without all but its `width` most frequent draft tokens."""
+    head = load_head(hub.resolve_head(url), vocabulary.config, vocabulary.lm_head)
+    # tokens that it does not draft come last
+    recount(head, vocabulary, counts_V.where(head.t2d, -1), width)
+    return head
 
 
 def heads(args: argparse.Namespace, folder: Path) -> dict[str, str]:
     """The heads to measure by name, with narrower ones, which are written into the folder."""
     found = {head: head for head in args.head}
     if args.widths:
-        features = Features(Artifact(args.features), "train")
-        counts_V, _ = survey(features, ObjectiveConfig())
+        counts_V, _ = survey(Features(Artifact(args.features), "train"), ObjectiveConfig())
+        vocabulary = TargetVocabulary.load(hub.resolve_target(args.target))
     for width in args.widths:
         made = folder / str(width)
         made.mkdir()
-        for name, data in narrower(args.head[0], width, counts_V).items():
+        head = narrower(args.head[0], width, counts_V, vocabulary)
+        for name, data in head_files(head).items():
             (made / name).write_bytes(data)
         found[f"{args.head[0]}, {width} draft tokens"] = str(made)
     return found
@@ -139,11 +136,11 @@ def main() -> None:
 
 
 def shown(
-    args: argparse.Namespace, groups: dict[str, list[EvalPrompt]], heads: dict[str, str]
+    args: argparse.Namespace, groups: dict[str, list[EvalPrompt]], urls: dict[str, str]
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """What each head has, by name, printed as it comes."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    for head, url in heads.items():
+    for head, url in urls.items():
         found[head] = {group: measured(args, url, prompts) for group, prompts in groups.items()}
         print(f"{head}, {held_out.machine()}")
         for group, by_tree in found[head].items():

@@ -371,14 +371,14 @@ def damage_findings(weights: Mapping[str, Tensor]) -> Iterator[CheckFinding]:
     finite, by EAGLE's names.
     """
     yield from norm_findings(weights)
-    scales, above, spreads = {}, {}, {}
+    scales, above = {}, {}
     for name in weights:
         # not the output matrix or embeddings, which may be another's at another scale
         if weights[name].ndim == 2 and (name.startswith(LAYER) or name == "fc.weight"):
             matrix = weights[name].float()
             scales[name] = float(matrix.square().mean().sqrt())
             if scales[name] and min(matrix.shape) >= LEAST_SIZE:
-                above[name], spreads[name] = above_random(matrix), spread_above_random(matrix)
+                above[name] = above_random(matrix)
     usual = median(scales.values()) if scales else 0.0
     for name, scale in scales.items():
         if 0 < scale < FROM_ZERO.get(name, LEAST_SHARE) * usual:
@@ -388,8 +388,8 @@ def damage_findings(weights: Mapping[str, Tensor]) -> Iterator[CheckFinding]:
                 AGAIN,
             )
     for name, ratio in above.items():
-        is_even = ratio < RANDOM and spreads[name] < EVEN
-        if is_even and median(above.values()) >= STRUCTURED:
+        stands_out = ratio >= RANDOM or spread_above_random(weights[name].float()) >= EVEN
+        if not stands_out and median(above.values()) >= STRUCTURED:
             yield warning(
                 f"{name} looks like random numbers: nothing in it stands out as in the other "
                 "matrices",
