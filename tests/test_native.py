@@ -746,7 +746,7 @@ def test_verifying_in_one_call_is_forward_walk_and_move(shape: str, dtype: str):
     chosen = NodesToVerify([0, -1, 1], proposals, kept)
     ours = target.verify(
         Roots(lens, lens, roots, page_table), chosen, caches[0], TAPS, kept_features[0]
-    )
+    ).tokens
 
     trees = [
         tree_of(roots[b], proposals, line, kept[line].nonzero()[0].tolist()) if line >= 0 else None

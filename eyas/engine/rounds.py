@@ -34,7 +34,7 @@ from eyas.engine.policy import Policy, RoundPlan
 from eyas.engine.request import DraftedTree, Update
 from eyas.engine.sampling import host_logits, token_logprob
 from eyas.engine.scheduler import Job, Outcome, RunningSample
-from eyas.engine.tree import Speculation, Tree, drafted_tree, tree_of
+from eyas.engine.tree import Speculation, Tree, drafted_tree, tree_of_line
 from eyas.engine.verify import accept
 from eyas.model.native import one_torch_thread
 from eyas.model.rows import (
@@ -361,19 +361,13 @@ class Rounds:
         A row is the accepted nodes' tokens and the bonus token, cut where the sample ends. The
         accepted nodes' keys, values and features are moved behind the sample's prefix.
         """
-        samples = [job.samples[b] for b in alive]
-        if self.target.is_native and all(one.sampler.is_plain_greedy for one in samples):
-            lens, tokens = [one.num_cached for one in samples], [one.root for one in samples]
-            table = job.page_table if len(alive) == len(job.samples) else job.page_table[alive]
-            roots = Roots(lens, lens, tokens, table)  # starts = lens: the roots alone
-            drawn = self.target.verify(roots, chosen, self.cache, self._taps, self._features)
-            for sample, row in zip(samples, drawn, strict=True):
-                for token in row:
-                    sample.sampler.take(token)
+        if self.target.is_native:
+            drawn = self._verify_natively(job, alive, chosen)
         else:
             drawn = self._verify_step_by_step(job, alive, chosen)
         emitted: dict[int, list[int]] = {}
-        for b, sample, row in zip(alive, samples, drawn, strict=True):
+        for b, row in zip(alive, drawn, strict=True):
+            sample = job.samples[b]
             emitted[b] = sample.take(row, self._end_tokens)
             # The caches hold the root and the emitted accepted nodes, but not the last token.
             sample.num_cached += len(emitted[b])
@@ -381,15 +375,51 @@ class Rounds:
             self.entries.begin_pages(job, {b: len(taken) for b, taken in emitted.items()})
         return emitted
 
+    def _verify_natively(
+        self, job: Job, alive: list[int], chosen: NodesToVerify
+    ) -> list[list[int]]:
+        """Forward, walks and moves in one call; a grammar's walk follows here."""
+        samples = [job.samples[b] for b in alive]
+        lens, root_tokens = [one.num_cached for one in samples], [one.root for one in samples]
+        table = job.page_table if len(alive) == len(job.samples) else job.page_table[alive]
+        roots = Roots(lens, lens, root_tokens, table)  # starts = lens: the roots alone
+        states = [one.sampler.draw_state() for one in samples]
+        verified = self.target.verify(roots, chosen, self.cache, self._taps, self._features, states)
+        drawn = []
+        for place, (sample, row) in enumerate(zip(samples, verified.tokens, strict=True)):
+            if place not in verified.logits:
+                sample.sampler.take_drawn(row)
+                drawn.append(row)
+                continue
+            logits, tree = verified.logits[place], tree_of_line(sample.root, chosen, place)
+
+            def draw(
+                node: int, sample: RunningSample = sample, logits: torch.Tensor = logits
+            ) -> int:
+                return sample.sampler.draw(logits[node])
+
+            path, tokens = accept(tree.tokens, tree.parents, draw)
+            drawn.append(tokens)
+            columns = np.array([path, range(1, len(path) + 1)], dtype=np.int64)
+            columns += sample.num_cached
+            request = np.full_like(columns, alive[place])
+            self._move(*slots_of(job.page_table, request, columns, self.cache.page_size).tolist())
+        return drawn
+
+    def _move(self, sources: list[int], destinations: list[int]) -> None:
+        """Accepted nodes' keys, values and features from slots to slots."""
+        if sources != destinations:
+            self.cache.move(sources, destinations)
+            if self._features is not None:
+                self._features.move(sources, destinations)
+
     def _verify_step_by_step(
         self, job: Job, alive: list[int], chosen: NodesToVerify
     ) -> list[list[int]]:
-        """`Target.verify` for any sampling parameters: forward, walk of each tree, move."""
-        trees = {}
-        for b, line in zip(alive, chosen.line, strict=True):
-            root = job.samples[b].root
-            kept = chosen.kept[line].nonzero()[0].tolist() if line >= 0 else []
-            trees[b] = tree_of(root, chosen.proposals, line, kept) if kept else Tree.of_root(root)
+        """The same in Python: forward, walk of each tree, move."""
+        trees = {
+            b: tree_of_line(job.samples[b].root, chosen, place) for place, b in enumerate(alive)
+        }
         rows, starts = self._rows_of_trees(job, trees)
         output = self.target.forward(rows, self.cache, self._taps, None, self._features)
         best, slots = output.best.tolist(), rows.slot.tolist()
@@ -403,14 +433,9 @@ class Rounds:
 
             path, tokens = accept(tree.tokens, tree.parents, draw)
             emitted.append(tokens)
-            for place, node in enumerate(path, start=1):
-                if node != place:
-                    sources.append(slots[start + node])
-                    destinations.append(slots[start + place])
-        if sources:
-            self.cache.move(sources, destinations)
-            if self._features is not None:
-                self._features.move(sources, destinations)
+            sources += [slots[start + node] for node in path]
+            destinations += slots[start + 1 : start + 1 + len(path)]
+        self._move(sources, destinations)
         return emitted
 
     def _rows_of_trees(self, job: Job, trees: dict[int, Tree]) -> tuple[Rows, list[int]]:

@@ -7,7 +7,8 @@ The order is: penalties, bias, mask (grammar, min_tokens), temperature, min_p, t
 keeps the best tokens, and of equal ones those with the smaller ids, so a result never depends on
 the batch. What is kept is renormalised before the next cut.
 
-Sums run over tokens in the order of their ids, so a uniform number gives one token to its last bit.
+Weights are whole numbers and a token is their quantile at a uniform number of 53 bits, so that a
+number gives one token to its last bit, wherever it is drawn: here, in the native round, on a GPU.
 
 V vocabulary, C candidates.
 """
@@ -24,14 +25,12 @@ from numpy.typing import NDArray
 
 from eyas.engine.grammar import GrammarMatcher
 from eyas.engine.request import SamplingParams, TokenLogprob
-from eyas.errors import EyasError
+from eyas.model.draws import DrawState, Scores, no_best_logit
+from eyas.model.native import address
 
 Logits = NDArray[np.float32] | NDArray[np.float64]
-Weights = NDArray[np.float64]
+Weights = NDArray[np.int64]
 Ids = NDArray[np.int64]
-
-# of a logarithm: far above the rounding of exp, for a cut that a second, exact one follows
-_MARGIN = 1e-6
 
 # splitmix64's constants; eyas.engine.cuda.sampling computes the same numbers on a device
 MASK = 2**64 - 1
@@ -82,9 +81,23 @@ def host_logits(logits_V: torch.Tensor) -> Logits:
     return array
 
 
+# A token's weight is a whole number, 2**WEIGHT_BITS of the best one's probability: sums of whole
+# numbers are the same in any order, so that vectors, threads and devices draw the same tokens. What
+# is below half a unit, 2**-45 of the best one's probability, is never drawn.
+WEIGHT_BITS = 44  # so that the sum over 2**19 tokens fits 63 bits
+BEST_WEIGHT = 1 << WEIGHT_BITS
+LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
+LEAST_POWER = -64.0  # of 2: its weight is 0
+POWER_SERIES = [1.0]  # of 2**f, |f| <= 1/2: the rest is below 2**-47
+for _place in range(1, 12):
+    POWER_SERIES.append(POWER_SERIES[-1] * LN_2 / _place)
+_EXPONENT_BIAS, _EXPONENT_AT = 1023, 52  # of fp64
+_WEIGHT_SLACK = 4  # units, above what rounding can turn around
+
+
 def sample(logits_V: Logits, params: SamplingParams, uniform: float) -> int:
     """The token at quantile `uniform` of what the cuts keep; the argmax at temperature 0. Sorts
-    nothing that it need not cut.
+    nothing that it need not cut. `cpp/draw.h` is its twin, to the bit.
     """
     if params.temperature == 0:
         return int(logits_V.argmax())
@@ -92,19 +105,51 @@ def sample(logits_V: Logits, params: SamplingParams, uniform: float) -> int:
     if 0 < params.top_k < len(logits_V):
         ids_C = best_ids(logits_V, params.top_k)
         logits_V = logits_V[ids_C]
-    scaled_C = _scaled(logits_V, params.temperature)
+    weights_C = weights_of(logits_V, params.temperature)
     if params.min_p > 0:
-        kept_C = np.flatnonzero(scaled_C >= math.log(params.min_p) - _MARGIN)
-        ids_C, scaled_C, logits_V = _of(ids_C, kept_C), scaled_C[kept_C], logits_V[kept_C]
-    # in place: at 128,000 tokens a new array costs more than the sums
-    weights_C = np.exp(scaled_C, out=scaled_C)
-    if params.min_p > 0:
-        weights_C[weights_C < params.min_p] = 0.0
+        weights_C[weights_C < least_weight(params.min_p)] = 0
     if params.top_p < 1:
-        kept_C = _nucleus(logits_V, weights_C, params)
-        ids_C, weights_C = _of(ids_C, kept_C), weights_C[kept_C]
+        kept_C = _nucleus(logits_V, weights_C, params.top_p)
+        ids_C, weights_C = kept_C if ids_C is None else ids_C[kept_C], weights_C[kept_C]
     at = _quantile(weights_C, uniform)
     return at if ids_C is None else int(ids_C[at])
+
+
+def weights_of(logits_V: Logits, temperature: float) -> Weights:
+    """int64 [V]: 2**44 * exp((logit - best) / temperature), rounded.
+
+    By a few operations of fp64, in this order and none fused, that `cpp/draw.h` and
+    `cuda/sampling.py` repeat: libraries differ in the last bit of their exp. Raises EyasError
+    unless the best logit is a finite number.
+    """
+    best = logits_V.max()
+    if not math.isfinite(best):
+        raise no_best_logit(best)
+    power_V = np.subtract(logits_V, best, dtype=np.float64)
+    power_V *= LOG2_E / temperature
+    np.maximum(power_V, LEAST_POWER, out=power_V)
+    whole_V = np.rint(power_V)
+    power_V -= whole_V
+    series_V = np.full(len(power_V), POWER_SERIES[-1])
+    for term in reversed(POWER_SERIES[:-1]):
+        series_V *= power_V
+        series_V += term
+    exponent_V = whole_V.astype(np.int64)
+    exponent_V += _EXPONENT_BIAS + WEIGHT_BITS
+    exponent_V <<= _EXPONENT_AT
+    series_V *= exponent_V.view(np.float64)
+    weights_V: Weights = np.rint(series_V, out=series_V).astype(np.int64)
+    return weights_V
+
+
+def least_weight(min_p: float) -> int:
+    """What min_p keeps has this weight or more."""
+    return math.ceil(min_p * BEST_WEIGHT)
+
+
+def nucleus_weight(total: int, top_p: float) -> int:
+    """What the nucleus has to hold of the total."""
+    return min(total, math.ceil(top_p * total))
 
 
 def best_ids(logits_V: Logits, count: int) -> Ids:
@@ -114,27 +159,6 @@ def best_ids(logits_V: Logits, count: int) -> Ids:
     if count >= len(logits_V):
         return np.arange(len(logits_V))
     least = torch.from_numpy(logits_V).topk(count, sorted=False).values.min().item()
-    return _best_down_to(logits_V, least, count)
-
-
-def _nucleus(logits_C: Logits, weights_C: Weights, params: SamplingParams) -> Ids:
-    """The smallest set of the best that holds top_p of the weight, ascending.
-
-    Tokens that each have less than a C-th of the weight outside hold less than that together: the
-    set is among the others, and only they are sorted.
-    """
-    total = _total(weights_C)
-    among_C = np.flatnonzero(weights_C >= (1 - params.top_p) * total / len(weights_C))
-    logits_C = logits_C[among_C]
-    sorted_C = logits_C.copy()
-    # and the weights anew from these: half the time of sorting places and gathering by them
-    sorted_C[::-1].sort()
-    count = _num_holding(np.exp(_scaled(sorted_C, params.temperature)), params.top_p * total)
-    return among_C[_best_down_to(logits_C, sorted_C[count - 1], count)]
-
-
-def _best_down_to(logits_V: Logits, least: float, count: int) -> Ids:
-    """The `count` best ids, ascending, where `least` is the logit of the worst of them."""
     ids_C = np.flatnonzero(logits_V >= least)
     if len(ids_C) > count:
         at_cut = np.flatnonzero(logits_V[ids_C] == least)
@@ -142,43 +166,32 @@ def _best_down_to(logits_V: Logits, least: float, count: int) -> Ids:
     return ids_C
 
 
-def _of(ids_C: Ids | None, kept_C: Ids) -> Ids:
-    return kept_C if ids_C is None else ids_C[kept_C]
+def _nucleus(logits_C: Logits, weights_C: Weights, top_p: float) -> Ids:
+    """The smallest set of the best that holds top_p of the weight, ascending.
 
-
-def _scaled(logits_V: Logits, temperature: float) -> Weights:
-    best = logits_V.max()
-    if not math.isfinite(best):
-        raise EyasError(
-            f"the target's best logit is {best}",
-            "check the target's weights and dtype: its numbers overflow",
-        )
-    scaled_V: Weights = np.subtract(logits_V, best, dtype=np.float64)
-    if temperature != 1:
-        scaled_V /= temperature
-    return scaled_V
+    Tokens that each have less than a C-th of the weight outside hold less than that together: the
+    set is among the others, and only they are sorted.
+    """
+    total = int(weights_C.sum())
+    thin = int((1 - top_p) * total / len(weights_C)) - _WEIGHT_SLACK
+    among_C = np.flatnonzero(weights_C >= thin)
+    ranked_C = among_C[np.argsort(-logits_C[among_C], kind="stable")]
+    held_C = _cumulative(weights_C[ranked_C])
+    count = int(np.searchsorted(held_C, nucleus_weight(total, top_p))) + 1
+    return np.sort(ranked_C[:count])
 
 
 def _cumulative(weights_V: Weights) -> Weights:
-    """Sums from the left, one after the other: torch's is several times as fast as numpy's."""
+    """torch's is several times as fast as numpy's."""
     array: Weights = torch.from_numpy(weights_V).cumsum(0).numpy()
     return array
 
 
-def _total(weights_V: Weights) -> float:
-    return float(_cumulative(weights_V)[-1])
-
-
-def _num_holding(best_first_C: Weights, mass: float) -> int:
-    """How many of the weights, from the first, it takes to hold `mass`; all of them where rounding
-    leaves it just short.
-    """
-    return min(int(np.searchsorted(_cumulative(best_first_C), mass)) + 1, len(best_first_C))
-
-
 def _quantile(weights_V: Weights, uniform: float) -> int:
+    """The first token with which the sum exceeds that share of it."""
     cumulative_V = _cumulative(weights_V)
-    return int(np.searchsorted(cumulative_V, uniform * cumulative_V[-1], side="right"))
+    place = int(uniform * 2**53) * int(cumulative_V[-1]) >> 53
+    return int(np.searchsorted(cumulative_V, place, side="right"))
 
 
 # Penalties
@@ -211,18 +224,24 @@ def penalised(
 
 
 def token_logprob(logits_V: Logits, token: int, num_top: int) -> TokenLogprob:
-    """log_softmax(logits) in fp64 at `token` and at the num_top best tokens, best first, of equal
-    ones the smaller id.
+    """log_softmax(logits) at `token` and at the num_top best tokens, best first, of equal ones the
+    smaller id.
 
     Of the raw logits, before penalties, bias, mask and temperature: as OpenAI's API and vLLM's
-    default have it.
+    default have it. In fp64, of the weights at temperature 1: to 1e-9 or better.
     """
-    best = float(logits_V.max())
-    norm = best + float(np.log(np.exp(np.subtract(logits_V, best, dtype=np.float64)).sum()))
     top: Ids = best_ids(logits_V, num_top) if num_top else np.empty(0, np.int64)
     top = top[np.argsort(-logits_V[top], kind="stable")]
-    pairs = tuple((int(one), float(logits_V[one]) - norm) for one in top)
-    return TokenLogprob(token, float(logits_V[token]) - norm, pairs)
+    total = int(weights_of(logits_V, 1.0).sum())
+    logits = [float(logits_V.max()), float(logits_V[token]), *logits_V[top].tolist()]
+    return _scored(token, total, logits, top.tolist())
+
+
+def _scored(token: int, total: int, logits: list[float], top: list[int]) -> TokenLogprob:
+    """total: of the weights at temperature 1. logits: the best, the token's, those of `top`."""
+    norm = logits[0] + math.log(total / BEST_WEIGHT)
+    pairs = tuple((one, logit - norm) for one, logit in zip(top, logits[2:], strict=True))
+    return TokenLogprob(token, logits[1] - norm, pairs)
 
 
 # One answer
@@ -261,6 +280,8 @@ class Sampler:
         self._seen = _Seen(prompt_ids) if params.has_penalties else None
         self._matcher = matcher
         self._over_with: int | None = None
+        self._scores = None if params.logprobs is None else Scores(min(params.logprobs, vocab_size))
+        self._state: DrawState | None = None
 
     @property
     def is_plain_greedy(self) -> bool:
@@ -289,6 +310,56 @@ class Sampler:
         """
         assert self.logprobs is None, "log-probabilities need the logits"
         self._advance(token)
+
+    def draw_state(self) -> DrawState | None:
+        """How the library is to draw the next tokens: None for the argmax of the logits. It holds
+        until the next token is counted, and this sampler owns its arrays.
+        """
+        if self.is_plain_greedy:
+            return None
+        state = self._state = self._state or self._new_state()
+        state.num_drawn = self.num_drawn
+        if self._seen is not None:
+            state.num_seen = len(self._seen.ids)
+            state.seen = address(self._seen.ids)
+            state.counts = address(self._seen.output_counts)
+        return state
+
+    def _new_state(self) -> DrawState:
+        params, scores = self.params, self._scores
+        return DrawState(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            repetition=params.repetition_penalty,
+            frequency=params.frequency_penalty,
+            presence=params.presence_penalty,
+            top_k=min(params.top_k, 2**62),
+            seed=self.seed,
+            min_tokens=params.min_tokens,
+            num_biased=len(self._bias_ids),
+            num_ends=len(self._end_ids),
+            num_top=0 if scores is None else scores.ints.shape[1] - 1,
+            by_caller=self._matcher is not None,
+            biased=address(self._bias_ids),
+            biases=address(self._bias),
+            ends=address(self._end_ids),
+            scored_ints=None if scores is None else address(scores.ints),
+            scored_logits=None if scores is None else address(scores.logits),
+        )
+
+    def take_drawn(self, tokens: Sequence[int]) -> None:
+        """Count the tokens of a walk that the library drew with `draw_state`, up to the end."""
+        for place, token in enumerate(tokens):
+            if self._over_with is not None:
+                return
+            if self.logprobs is not None:
+                assert self._scores is not None
+                total, *top = self._scores.ints[place].tolist()
+                self.logprobs.append(
+                    _scored(token, total, self._scores.logits[place].tolist(), top)
+                )
+            self._advance(token)
 
     def draw(self, logits_V: torch.Tensor) -> int:
         """The next token. The token that ended the answer is repeated: the walk through a tree may

@@ -28,7 +28,7 @@ from eyas.engine.acceptance import pointers
 from eyas.engine.request import DraftedTree
 from eyas.errors import ConfigError
 from eyas.model.native import library
-from eyas.model.rows import Proposals
+from eyas.model.rows import NodesToVerify, Proposals
 
 MAX_NODES = 63  # of a request, root excluded: the bits of a row's mask
 
@@ -236,6 +236,13 @@ def tree_of(root: int, proposals: Proposals, b: int, kept: Sequence[int]) -> Tre
         tree.depths.append(int(depths[candidate]))
         tree.seen.append(tree.seen[parent] | 1 << node)
     return tree
+
+
+def tree_of_line(root: int, chosen: NodesToVerify, b: int) -> Tree:
+    """The tree of request b of a round: its root alone where it does not draft."""
+    line = chosen.line[b]
+    kept = chosen.kept[line].nonzero()[0].tolist() if line >= 0 else []
+    return tree_of(root, chosen.proposals, line, kept) if kept else Tree.of_root(root)
 
 
 def drafted_tree(

@@ -19,6 +19,7 @@ import ctypes
 import functools
 import hashlib
 import logging
+import math
 import os
 import platform
 import shutil
@@ -36,6 +37,7 @@ import torch
 from eyas.artifact import cache_folder
 from eyas.model.block import Tensors, rope_table
 from eyas.model.config import DecoderConfig, HeadConfig, Taps, TargetConfig
+from eyas.model.draws import DrawState, no_best_logit
 from eyas.model.rows import (
     MAX_TREE_COLUMNS,
     FeatureCache,
@@ -71,7 +73,7 @@ WRONG = {
     3: "a slot, page or prefix is not there",
     4: "logits_of names no row",
 }
-BAD_POSITION = 2
+BAD_POSITION, BAD_LOGITS = 2, 5
 
 logger = logging.getLogger(__name__)
 
@@ -189,6 +191,7 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
         "eyas_set_rope": (None, [pointer, pointer, pointer, integer]),
         "eyas_forward": (integer, [*[pointer] * 5, integer, pointer, integer, pointer, pointer]),
         "eyas_verify": (integer, [pointer] * 3),
+        "eyas_draw": (None, [pointer, pointer, integer, integer, pointer]),
         "eyas_extend": (integer, [pointer] * 5),
         "eyas_step": (integer, [pointer] * 5),
         "eyas_proposals": (integer, [pointer, pointer, integer, integer, pointer, pointer]),
@@ -412,10 +415,12 @@ class NativeDecoder:
 
     def _is_done(self, status: int, last_position: int) -> bool:
         """Whether the call did its work; False when it must be made again, with a longer table.
-        Raises IndexError.
+        Raises IndexError, EyasError.
         """
         if status == 0:
             return True
+        if status == BAD_LOGITS:
+            raise no_best_logit(math.nan)
         may_grow = self._num_positions <= last_position < MOST_POSITIONS
         if status != BAD_POSITION or not may_grow:
             raise IndexError(WRONG.get(status, "a position is negative, or beyond all there are"))
@@ -497,21 +502,34 @@ class NativeTarget(NativeDecoder):
         cache: PagedCache,
         taps: Taps | None = None,
         features: FeatureCache | None = None,
-    ) -> list[list[int]]:
-        """One pass over the trees; of each request the tokens of the path that the best logits
-        take, then the bonus token.
+        draws: Sequence[DrawState | None] | None = None,
+    ) -> Verified:
+        """One pass over the trees, and each request's walk through its own: the tokens of the path
+        that it takes, then the bonus token.
 
-        Their columns stand in order behind the request's, features too. Raises IndexError.
+        Their columns stand in order behind the request's, features too. draws: how each request
+        draws; None takes the best logits. Of one that draws by_caller there are no tokens but the
+        logits of its nodes, and its columns stay. Raises IndexError, and EyasError for logits that
+        are no numbers.
         """
         assert cache.data.dtype == self.dtype
         B, P = roots.page_table.shape
+        draws = [None] * B if draws is None else draws
         proposals, C = chosen.proposals, chosen.proposals.tokens.shape[1]
-        assert len(roots.lens) == len(roots.tokens) == len(chosen.line) == B
+        assert len(roots.lens) == len(roots.tokens) == len(chosen.line) == len(draws) == B
         assert proposals.tokens.shape == proposals.parents.shape == chosen.kept.shape
         assert -1 <= min(chosen.line, default=-1) <= max(chosen.line, default=-1) < len(chosen.kept)
         width = 3 * self._config.hidden_size
         assert features is None or features.data.shape == (cache.data.shape[1], width)
         places = int(proposals.depths[-1]) + 1 if C else 1
+        num_nodes = {
+            b: 1 + (int(chosen.kept[chosen.line[b]].sum()) if chosen.line[b] >= 0 else 0)
+            for b, draw in enumerate(draws)
+            if draw is not None and draw.by_caller
+        }
+        room, V = sum(num_nodes.values()), self._config.vocab_size
+        if self._logits.numel() < room * V:
+            self._logits = torch.empty(room * V, dtype=torch.float32)
         arrays = (
             np.array(roots.lens, dtype=np.int64),
             np.array(roots.tokens, dtype=np.int64),
@@ -523,18 +541,36 @@ class NativeTarget(NativeDecoder):
         )
         emitted, counts = np.empty((B, places), dtype=np.int64), np.empty(B, dtype=np.int64)
         taps_3 = _three(taps)
-        ints = (ctypes.c_int64 * 6)(B, P, cache.page_size, cache.data.shape[1], C, places)
-        pointers = (ctypes.c_void_p * 12)(
+        states = (ctypes.c_void_p * B)(
+            *(None if draw is None else ctypes.addressof(draw) for draw in draws)
+        )
+        ints = (ctypes.c_int64 * 7)(B, P, cache.page_size, cache.data.shape[1], C, places, room)
+        pointers = (ctypes.c_void_p * 14)(
             *(address(array) for array in arrays),
             cache.data.data_ptr(),
             None if taps_3 is None else ctypes.addressof(taps_3),
             None if features is None else features.data.data_ptr(),
+            ctypes.addressof(states),
             address(emitted),
             address(counts),
+            self._logits.data_ptr(),
         )
         while (status := self._lib.eyas_verify(self._handle, ints, pointers)) != 0:
             self._is_done(status, max(roots.lens) + places)
-        return [row[:count] for row, count in zip(emitted.tolist(), counts.tolist(), strict=True)]
+        rows = zip(emitted.tolist(), counts.tolist(), strict=True)
+        parts = self._logits[: room * V].view(room, V).split(list(num_nodes.values()))
+        logits = dict(zip(num_nodes, parts, strict=True)) if num_nodes else {}
+        return Verified([row[:count] for row, count in rows], logits)
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """Of each request the tokens of its walk, the bonus token last. logits [N, V]: of the nodes of
+    each request b whose caller walks; its tokens are empty.
+    """
+
+    tokens: list[list[int]]
+    logits: dict[int, torch.Tensor]
 
 
 class NativeDraft(NativeDecoder):

@@ -11,6 +11,7 @@ vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, cast
@@ -22,7 +23,8 @@ import torch.nn.functional as F
 from eyas.errors import MismatchError
 from eyas.model.block import Block, Linear, Rope, rms_norm
 from eyas.model.config import Taps, TargetConfig, TargetShape
-from eyas.model.native import NativeTarget, runs, unavailable
+from eyas.model.draws import DrawState
+from eyas.model.native import NativeTarget, Verified, runs, unavailable
 from eyas.model.rows import (
     FeatureCache,
     NodesToVerify,
@@ -208,13 +210,14 @@ class Target:
         cache: PagedCache,
         taps: Taps | None,
         features: FeatureCache | None,
-    ) -> list[list[int]]:
-        """Greedy verification in one native call; only if `is_native`: see `NativeTarget.verify`.
+        draws: Sequence[DrawState | None],
+    ) -> Verified:
+        """Verification in one native call; only if `is_native`: see `NativeTarget.verify`.
 
         Without it, `Rounds._verify_step_by_step` does the same in Python: forward, walk, move.
         """
         assert self._native is not None
-        return self._native.verify(roots, chosen, cache, taps, features)
+        return self._native.verify(roots, chosen, cache, taps, features, draws)
 
     @torch.inference_mode()
     def features(

@@ -11,12 +11,13 @@
 
 #include "attention.h"
 #include "choice.h"
+#include "draw.h"
 #include "linear.h"
 #include "round.h"
 
 namespace {
 
-enum Status : int { kDone = 0, kBadToken = 1, kBadPosition = 2, kBadSlot = 3, kBadRow = 4 };
+enum Status : int { kDone = 0, kBadToken = 1, kBadPosition = 2, kBadSlot = 3, kBadRow = 4, kBadLogits = 5 };
 
 struct Shape {
   int64_t layers, hidden, inner, Hq, Hk, D, vocab, embed_rows, embed_is_bf16, is_draft;
@@ -72,13 +73,22 @@ struct Tapped {
   bool by_slot;
 };
 
+// How the requests of a round draw: null where the best logit is the token. logits [room, V]: of those that draw by_caller.
+struct Draws {
+  const DrawState* const* of;
+  float* logits;
+  int64_t room;
+};
+
 class Decoder {
  public:
   virtual ~Decoder() = default;
-  virtual int forward(const RowsView& rows, void* kv, const Tapped& tapped, const int64_t* logits_of, int64_t R, float* logits,
+  // logits[r]: where those of row r go, V of them, or null; null for none of any row
+  virtual int forward(const RowsView& rows, void* kv, const Tapped& tapped, const int64_t* logits_of, int64_t R, float* const* logits,
                       int64_t* best) = 0;
-  virtual int verify(const Lines& lines, const Chosen& chosen, void* kv, const Tapped& tapped, int64_t places, int64_t* emitted,
-                     int64_t* counts) = 0;
+  virtual int64_t vocabulary() const = 0;
+  virtual int verify(const Lines& lines, const Chosen& chosen, void* kv, const Tapped& tapped, const Draws& draws, int64_t places,
+                     int64_t* emitted, int64_t* counts) = 0;
   virtual int extend(const RowsView& rows, void* kv, const void* aux, float* h) = 0;
   virtual int step(const RowsView& rows, void* kv, const float* h_in, float* h) = 0;
   virtual int proposals(const float* h, int64_t R, int64_t k, int64_t* ids, float* log_probs) = 0;
@@ -138,7 +148,9 @@ class Model final : public Decoder {
     set_threads(static_cast<int>(shape.threads));
   }
 
-  int forward(const RowsView& rows, void* kv, const Tapped& tapped, const int64_t* logits_of, int64_t R, float* logits,
+  int64_t vocabulary() const override { return V_; }
+
+  int forward(const RowsView& rows, void* kv, const Tapped& tapped, const int64_t* logits_of, int64_t R, float* const* logits,
               int64_t* best) override {
     const int M = rows.M, n = static_cast<int>(R);
     for (int64_t r = 0; logits_of != nullptr && r < R; ++r)
@@ -172,7 +184,7 @@ class Model final : public Decoder {
             const int c = (panel.first + w) * kLanes;
             const __mmask16 lanes = first_lanes(V_ - c);
             const Vec v = _mm512_loadu_ps(out + r * kPanelColumns + w * kLanes);
-            if (logits != nullptr) _mm512_mask_storeu_ps(logits + static_cast<size_t>(r) * V_ + c, lanes, v);
+            if (logits != nullptr && logits[r] != nullptr) _mm512_mask_storeu_ps(logits[r] + c, lanes, v);
             raise_best(t, r, c, lanes, v);
           }
       });
@@ -182,18 +194,29 @@ class Model final : public Decoder {
     return kDone;
   }
 
-  // One forward over the chosen trees; what the target itself says next along each, and its columns put in order.
-  int verify(const Lines& lines, const Chosen& chosen, void* kv, const Tapped& tapped, int64_t places, int64_t* emitted,
-             int64_t* counts) override {
+  // One forward over the chosen trees; the target's own tokens along each, and its columns put in order. Of a request that its
+  // caller walks, the logits of its nodes and no token.
+  int verify(const Lines& lines, const Chosen& chosen, void* kv, const Tapped& tapped, const Draws& draws, int64_t places,
+             int64_t* emitted, int64_t* counts) override {
     if (!forest_.plant(lines, chosen)) return kBadSlot;
     const RowsView rows = forest_.rows.view(lines, 0);
     best_.resize(rows.M);
-    if (const int status = forward(rows, kv, tapped, nullptr, rows.M, nullptr, best_.data()); status != kDone) return status;
+    if (const int status = place_logits(lines.B, draws, rows.M); status != kDone) return status;
+    if (const int status = forward(rows, kv, tapped, nullptr, rows.M, logits_of_.data(), best_.data()); status != kDone) return status;
+    const bool samples = std::any_of(draws.of, draws.of + lines.B, [](const DrawState* one) { return one != nullptr; });
+    const int team = samples && lines.B > 1 ? Pool::shared().advised(threads_) : 1;
+    paths_.resize(lines.B), drawn_.resize(lines.B), samplers_.resize(std::max<size_t>(team, samplers_.size()));
+    std::atomic<bool> good{true};
+    Pool::shared().run(team, [&](int t) {
+      for (int64_t b = t; b < lines.B; b += team)
+        if (!walk(b, draws.of[b], samplers_[t])) good = false;
+    });
+    if (!good) return kBadLogits;
     for (int64_t b = 0; b < lines.B; ++b) {
-      const std::vector<int>& path = forest_.walk(b, best_.data());
+      const std::vector<int>& path = paths_[b];
       counts[b] = std::min(places, static_cast<int64_t>(path.size()));
       for (int64_t place = 0; place < counts[b]; ++place) {
-        emitted[b * places + place] = best_[path[place]];
+        emitted[b * places + place] = drawn_[b][place];
         // A path's nodes ascend, so no slot is written before it is read.
         move(rows, rows.slot[path[place]], rows.slot[path[0] + place], static_cast<T*>(kv), tapped);
       }
@@ -266,6 +289,38 @@ class Model final : public Decoder {
   }
 
  private:
+  // Says where the logits go of the rows that may be drawn from.
+  int place_logits(int64_t B, const Draws& draws, int M) {
+    const size_t stride = round_up(V_, kLanes);
+    size_t own = 0, given = 0;
+    logits_of_.assign(M, nullptr);
+    for (int64_t b = 0; b < B; ++b)
+      if (draws.of[b] != nullptr && !draws.of[b]->by_caller) own += forest_.end(b) - forest_.first(b);
+    float* to = own == 0 ? nullptr : drawn_logits_.reserve(own * stride);
+    for (int64_t b = 0; b < B; ++b) {
+      if (draws.of[b] == nullptr) continue;
+      for (int m = forest_.first(b); m < forest_.end(b); ++m) {
+        if (draws.of[b]->by_caller) {
+          if (given == static_cast<size_t>(draws.room)) return kBadRow;
+          logits_of_[m] = draws.logits + given++ * V_;
+        } else {
+          logits_of_[m] = to, to += stride;
+        }
+      }
+    }
+    return kDone;
+  }
+
+  bool walk(int64_t b, const DrawState* state, TokenSampler& sampler) {
+    if (state == nullptr) return forest_.walk(b, paths_[b], drawn_[b], [&](int m) { return best_[m]; });
+    if (state->by_caller) {
+      paths_[b].clear();
+      return true;
+    }
+    sampler.begin(*state, V_);
+    return forest_.walk(b, paths_[b], drawn_[b], [&](int m) { return sampler.next(logits_of_[m]); });
+  }
+
   // A column's keys, values and features from one slot to another.
   void move(const RowsView& rows, int64_t from, int64_t to, T* kv, const Tapped& tapped) const {
     if (from == to) return;
@@ -624,6 +679,11 @@ class Model final : public Decoder {
   Forest forest_;
   Behind behind_;
   std::vector<int64_t> best_, first_ids_;
+  std::vector<std::vector<int>> paths_;     // of each request: the rows that its walk takes, and the tokens after them
+  std::vector<std::vector<int64_t>> drawn_;
+  std::vector<TokenSampler> samplers_;      // one a thread
+  std::vector<float*> logits_of_;           // of each row of a verify: where its logits are, or null
+  Buffer<float> drawn_logits_;
   std::vector<T> gathered_;
   std::vector<float> outputs_, roots_h_, first_log_probs_;
 
@@ -864,18 +924,29 @@ void eyas_set_rope(Decoder* decoder, const float* cos, const float* sin, int64_t
 int64_t eyas_forward(Decoder* decoder, const int64_t* ints, void* const* pointers, const int64_t* taps, void* aux, int64_t by_slot,
                      const int64_t* logits_of, int64_t R, float* logits, int64_t* best) {
   const Guard guard(calls());
-  return decoder->forward(view(ints, pointers), pointers[7], Tapped{taps, aux, by_slot != 0}, logits_of, R, logits, best);
+  std::vector<float*> rows(R, nullptr);
+  for (int64_t r = 0; logits != nullptr && r < R; ++r) rows[r] = logits + r * decoder->vocabulary();
+  return decoder->forward(view(ints, pointers), pointers[7], Tapped{taps, aux, by_slot != 0}, logits_of, R, rows.data(), best);
 }
 
-// ints: B, P, page_size, num_slots, C, places. pointers: lens, roots, line, tokens, parents, kept, page_table, cache, taps,
-// features, then emitted [B, places] and counts.
+// ints: B, P, page_size, num_slots, C, places, room. pointers: lens, roots, line, tokens, parents, kept, page_table, cache, taps,
+// features, how each request draws, then emitted [B, places], counts and the logits [room, V] of those that draw by the caller.
 int64_t eyas_verify(Decoder* decoder, const int64_t* ints, void* const* p) {
   const Guard guard(calls());
   const Lines lines{ints[0], ints[1], ints[2], ints[3], static_cast<const int32_t*>(p[6]), static_cast<const int64_t*>(p[0])};
   const Chosen chosen{static_cast<const int64_t*>(p[1]), static_cast<const int64_t*>(p[3]), static_cast<const int32_t*>(p[2]),
                       static_cast<const int32_t*>(p[4]), static_cast<const uint8_t*>(p[5]), ints[4]};
   const Tapped tapped{static_cast<const int64_t*>(p[8]), p[9], true};
-  return decoder->verify(lines, chosen, p[7], tapped, ints[5], static_cast<int64_t*>(p[10]), static_cast<int64_t*>(p[11]));
+  const Draws draws{static_cast<const DrawState* const*>(p[10]), static_cast<float*>(p[13]), ints[6]};
+  return decoder->verify(lines, chosen, p[7], tapped, draws, ints[5], static_cast<int64_t*>(p[11]), static_cast<int64_t*>(p[12]));
+}
+
+// A walk along `rows` [count, V]: the token drawn from each, up to the first without one (-1).
+void eyas_draw(const DrawState* state, const float* rows, int64_t count, int64_t V, int64_t* tokens) {
+  TokenSampler sampler;
+  sampler.begin(*state, static_cast<int>(V));
+  for (int64_t r = 0; r < count; ++r)
+    if ((tokens[r] = sampler.next(rows + r * V)) < 0) return;
 }
 
 int64_t eyas_extend(Decoder* decoder, const int64_t* ints, void* const* pointers, const void* aux, float* h) {

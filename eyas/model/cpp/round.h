@@ -97,13 +97,18 @@ class Forest {
     return true;
   }
 
-  // The way that the target's own choices take through the tree of b: its rows from the root on. `best` as of the forward.
-  const std::vector<int>& walk(int64_t b, const int64_t* best) {
-    path_.assign(1, start_[b]);
-    for (int m = start_[b] + 1; m < start_[b + 1]; ++m)  // parents come first, so one pass finds every child on the way
-      if (parent_[m] == path_.back() && rows.token(m) == best[path_.back()]) path_.push_back(m);
-    return path_;
+  // The way that the target's own tokens take through the tree of b: calls next(row), which gives the token after it, for the
+  // rows from the root on, and puts those tokens into `drawn` and the rows into `path`. False where there is no token (< 0).
+  template <class Next>
+  bool walk(int64_t b, std::vector<int>& path, std::vector<int64_t>& drawn, Next&& next) const {
+    path.assign(1, start_[b]), drawn.assign(1, next(start_[b]));
+    for (int m = start_[b] + 1; m < start_[b + 1] && drawn.back() >= 0; ++m)  // parents come first, so one pass finds every child
+      if (parent_[m] == path.back() && rows.token(m) == drawn.back()) path.push_back(m), drawn.push_back(next(m));
+    return drawn.back() >= 0;
   }
+
+  int first(int64_t b) const { return start_[b]; }
+  int end(int64_t b) const { return start_[b + 1]; }
 
  private:
   bool add(const Lines& lines, int64_t b, int64_t token, int parent) {
@@ -116,5 +121,5 @@ class Forest {
     return true;
   }
 
-  std::vector<int> start_, parent_, node_, path_;
+  std::vector<int> start_, parent_, node_;
 };

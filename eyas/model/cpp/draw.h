@@ -1,0 +1,328 @@
+// The next token of a request from a row of logits, as `engine/sampling.py` defines it, to the bit.
+//
+// A token's weight is a whole number, so its sums are the same in any order: here they run in vectors, there along the ids. The
+// weight itself is the same few operations of fp64 in both, none of them fused. So a cut may be found in any way that is quick.
+//
+// Knows logits; no tree and no model. Letters: V vocabulary.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "simd.h"
+
+constexpr int kWeightBits = 44;  // the best token's weight is 2^44: the sum over 2^19 tokens fits an int64
+constexpr int64_t kBestWeight = int64_t(1) << kWeightBits;
+constexpr double kLog2E = 1.4426950408889634, kLn2 = 0.6931471805599453, kLeastPower = -64;
+constexpr int kPowerTerms = 12;    // of the series of 2^f, |f| <= 1/2: its rest is below 2^-47
+constexpr int kSumBlock = 512;     // tokens whose weights are summed together, and once more where the draw falls
+constexpr int kStripVectors = 16;  // of 16 logits, whose maxima by lane say what the best k are at least
+constexpr int kMostPlaces = 64;    // of a walk: a tree's columns
+constexpr int64_t kWeightSlack = 4;  // units, above what rounding can turn around
+constexpr int kFewLeft = 32;         // candidates: sorting them costs less than dividing once more
+constexpr double kTwo53 = 9007199254740992.0;
+
+// How a request draws: the fields of `model/draws.py`'s DrawState, in its order. The arrays are the caller's.
+struct DrawState {
+  double temperature, top_p, min_p, repetition, frequency, presence;
+  int64_t top_k, seed, num_drawn, min_tokens, num_seen, num_biased, num_ends, num_top, by_caller;
+  const int64_t *seen, *counts, *biased;
+  const double* biases;
+  const int64_t* ends;
+  int64_t* scored_ints;   // [kMostPlaces, 1 + num_top]: sum of weights at temperature 1, the best ids; null without log-probabilities
+  float* scored_logits;   // [kMostPlaces, 2 + num_top]: the best, the token's, those of the best ids
+};
+
+struct PowerSeries {
+  double c[kPowerTerms];
+  constexpr PowerSeries() : c() {
+    c[0] = 1;
+    for (int i = 1; i < kPowerTerms; ++i) c[i] = c[i - 1] * kLn2 / i;
+  }
+};
+inline constexpr PowerSeries kPowerSeries;
+
+// round(2^44 * 2^((logit - best) * scale)) of 8 logits; 0 far below. `scale` is log2(e) / temperature.
+INLINE Bits weights_of(__m256 logits, __m512d best, __m512d scale) {
+  __m512d y = _mm512_mul_pd(_mm512_sub_pd(_mm512_cvtps_pd(logits), best), scale);
+  y = _mm512_max_pd(y, _mm512_set1_pd(kLeastPower));
+  const __m512d n = _mm512_roundscale_pd(y, 8), f = _mm512_sub_pd(y, n);
+  __m512d p = _mm512_set1_pd(kPowerSeries.c[kPowerTerms - 1]);
+  for (int i = kPowerTerms - 2; i >= 0; --i) p = _mm512_add_pd(_mm512_mul_pd(p, f), _mm512_set1_pd(kPowerSeries.c[i]));
+  const Bits power = _mm512_slli_epi64(_mm512_add_epi64(_mm512_cvtpd_epi64(n), _mm512_set1_epi64(1023 + kWeightBits)), 52);
+  return _mm512_cvtpd_epi64(_mm512_mul_pd(p, _mm512_castsi512_pd(power)));
+}
+
+inline uint64_t splitmix(uint64_t z) {
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EB;
+  return z ^ (z >> 31);
+}
+
+// The 53 bits of the uniform number of token `index`.
+inline uint64_t uniform_bits(int64_t seed, int64_t index) {
+  return splitmix(splitmix(static_cast<uint64_t>(seed)) + (static_cast<uint64_t>(index) + 1) * 0x9E3779B97F4A7C15) >> 11;
+}
+
+struct Candidate {
+  float logit;
+  int id;
+  int64_t weight;
+
+  bool operator<(const Candidate& other) const { return logit != other.logit ? logit > other.logit : id < other.id; }
+};
+
+// Draws the tokens of one request along its walk. Its buffers serve one walk after the other.
+class TokenSampler {
+ public:
+  static constexpr int64_t kNoToken = -1;
+
+  void begin(const DrawState& state, int V) {
+    state_ = &state, V_ = V, place_ = 0;
+    seen_.assign(state.seen, state.seen + state.num_seen), counts_.assign(state.counts, state.counts + state.num_seen);
+  }
+
+  // The token after the nodes so far; kNoToken where the best logit is no number.
+  int64_t next(const float* raw) {
+    const int64_t index = state_->num_drawn + place_;
+    const float* logits = adjusted(raw, index);
+    const int64_t token = state_->temperature == 0 ? argmax(logits) : sampled(logits, uniform_bits(state_->seed, index));
+    if (token == kNoToken) return token;
+    if (state_->scored_ints != nullptr && place_ < kMostPlaces && !score(raw, token)) return kNoToken;
+    ++place_;
+    if (has_penalties()) count(token);
+    return token;
+  }
+
+  // The token at a quantile, a number of 53 bits, of what the cuts keep.
+  int64_t sampled(const float* logits, uint64_t quantile) {
+    const float best = best_of(logits);
+    if (!std::isfinite(best)) return kNoToken;
+    best_ = best, scale_ = kLog2E / state_->temperature;
+    const int64_t least = std::max<int64_t>(1, static_cast<int64_t>(std::ceil(state_->min_p * static_cast<double>(kBestWeight))));
+    const bool is_top_k = state_->top_k > 0 && state_->top_k < V_;
+    if (is_top_k) {
+      last_ = best_candidates(logits, state_->top_k);
+      collect(logits, least);
+      if (state_->top_p < 1) cut_nucleus(sum_of_candidates());
+      return token_among(quantile);
+    }
+    const int64_t total = sum(logits, least);
+    if (state_->top_p >= 1) return token_at(logits, least, place_of(quantile, total));
+    // Tokens that have less than a V-th of the weight outside hold less than that together: they are not of the nucleus.
+    const double thin = (1 - state_->top_p) * static_cast<double>(total) / V_;
+    last_ = {-INFINITY, V_, 0};
+    collect(logits, std::max(least, static_cast<int64_t>(thin) - kWeightSlack));
+    cut_nucleus(total);
+    return token_among(quantile);
+  }
+
+ private:
+  bool has_penalties() const { return state_->repetition != 1 || state_->frequency != 0 || state_->presence != 0; }
+
+  const float* adjusted(const float* raw, int64_t index) {
+    const bool masks = index < state_->min_tokens && state_->num_ends > 0;
+    if (!has_penalties() && state_->num_biased == 0 && !masks) return raw;
+    adjusted_.assign(raw, raw + V_);
+    for (size_t i = 0; has_penalties() && i < seen_.size(); ++i) {
+      double logit = adjusted_[seen_[i]];
+      if (state_->repetition != 1) logit = logit > 0 ? logit / state_->repetition : logit * state_->repetition;
+      logit -= state_->frequency * static_cast<double>(counts_[i]) + state_->presence * (counts_[i] > 0 ? 1.0 : 0.0);
+      adjusted_[seen_[i]] = static_cast<float>(logit);
+    }
+    for (int64_t i = 0; i < state_->num_biased; ++i) adjusted_[state_->biased[i]] += static_cast<float>(state_->biases[i]);
+    for (int64_t i = 0; masks && i < state_->num_ends; ++i) adjusted_[state_->ends[i]] = -INFINITY;
+    return adjusted_.data();
+  }
+
+  void count(int64_t token) {
+    const auto at = std::find(seen_.begin(), seen_.end(), token);
+    if (at == seen_.end()) {
+      seen_.push_back(token), counts_.push_back(1);
+    } else {
+      ++counts_[at - seen_.begin()];
+    }
+  }
+
+  // The maximum; NaN where there is one.
+  float best_of(const float* logits) const {
+    Vec most = _mm512_set1_ps(-INFINITY);
+    __mmask16 odd = 0;
+    for (int c = 0; c < V_; c += kLanes) {
+      const Vec v = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), first_lanes(V_ - c), logits + c);
+      odd |= _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+      most = _mm512_max_ps(most, v);
+    }
+    return odd ? NAN : _mm512_reduce_max_ps(most);
+  }
+
+  // As NumPy's: of equal ones the first, and a NaN before all.
+  int64_t argmax(const float* logits) const {
+    const float best = best_of(logits);
+    return std::find_if(logits, logits + V_, [&](float logit) { return logit == best || std::isnan(logit); }) - logits;
+  }
+
+  // Calls take(first id, lanes, weights) for the vocabulary's eights from `first` to `end`.
+  template <class Take>
+  INLINE void each_eight(const float* logits, int first, int end, Take&& take) const {
+    const __m512d best = _mm512_set1_pd(best_), scale = _mm512_set1_pd(scale_);
+    for (int c = first; c < end; c += 8) {
+      const __mmask8 lanes = end - c >= 8 ? 0xff : static_cast<__mmask8>((1u << (end - c)) - 1);
+      take(c, lanes, weights_of(_mm256_maskz_loadu_ps(lanes, logits + c), best, scale));
+    }
+  }
+
+  // The sum of all weights that are `least` or more, and of each block's, in sums_.
+  int64_t sum(const float* logits, int64_t least) {
+    const Bits bound = _mm512_set1_epi64(least);
+    int64_t total = 0;
+    sums_.clear();
+    for (int first = 0; first < V_; first += kSumBlock) {
+      Bits block = _mm512_setzero_si512();
+      each_eight(logits, first, std::min(V_, first + kSumBlock), [&](int, __mmask8 lanes, Bits w) {
+        block = _mm512_mask_add_epi64(block, _mm512_mask_cmpge_epi64_mask(lanes, w, bound), block, w);
+      });
+      sums_.push_back(_mm512_reduce_add_epi64(block));
+      total += sums_.back();
+    }
+    return total;
+  }
+
+  // Where the number falls: it is below the total.
+  static int64_t place_of(uint64_t quantile, int64_t total) {
+    return static_cast<int64_t>(static_cast<unsigned __int128>(quantile) * static_cast<uint64_t>(total) >> 53);
+  }
+
+  // The first token with which the sum exceeds `place`; after sum().
+  int64_t token_at(const float* logits, int64_t least, int64_t place) const {
+    size_t block = 0;
+    for (; block + 1 < sums_.size() && sums_[block] <= place; ++block) place -= sums_[block];
+    const int first = static_cast<int>(block) * kSumBlock;
+    int64_t token = kNoToken;
+    each_eight(logits, first, std::min(V_, first + kSumBlock), [&](int c, __mmask8 lanes, Bits w) {
+      alignas(64) int64_t weights[8];
+      _mm512_store_si512(weights, w);
+      for (int i = 0; i < 8 && token == kNoToken; ++i) {
+        if (!(lanes >> i & 1) || weights[i] < least) continue;
+        if (weights[i] > place) token = c + i;
+        place -= weights[i];
+      }
+    });
+    return token;
+  }
+
+  // The tokens up to last_ with `least` weight or more, in the order of their ids.
+  void collect(const float* logits, int64_t least) {
+    const Bits bound = _mm512_set1_epi64(least);
+    candidates_.clear();
+    const __m512d best = _mm512_set1_pd(best_), scale = _mm512_set1_pd(scale_);
+    for (int c = 0; c < V_; c += kLanes) {
+      const __mmask16 lanes = first_lanes(V_ - c);
+      const Vec v = _mm512_maskz_loadu_ps(lanes, logits + c);
+      const __mmask16 better = _mm512_mask_cmp_ps_mask(lanes, v, _mm512_set1_ps(last_.logit), _CMP_GE_OQ);
+      if (better == 0) continue;
+      alignas(64) int64_t weights[kLanes];
+      const Bits w[2] = {weights_of(_mm512_castps512_ps256(v), best, scale), weights_of(_mm512_extractf32x8_ps(v, 1), best, scale)};
+      unsigned kept = _mm512_cmpge_epi64_mask(w[0], bound) | _mm512_cmpge_epi64_mask(w[1], bound) << 8;
+      kept &= better;
+      if (kept == 0) continue;
+      for (int i = 0; i < 2; ++i) _mm512_store_si512(weights + 8 * i, w[i]);
+      for (; kept != 0; kept &= kept - 1) {
+        const Candidate one{logits[c + __builtin_ctz(kept)], c + __builtin_ctz(kept), weights[__builtin_ctz(kept)]};
+        if (!(last_ < one)) candidates_.push_back(one);
+      }
+    }
+  }
+
+  int64_t sum_of_candidates() const {
+    int64_t total = 0;
+    for (const Candidate& one : candidates_) total += one.weight;
+    return total;
+  }
+
+  // Leaves the smallest set of the best candidates that holds top_p of the total.
+  void cut_nucleus(int64_t total) {
+    const int64_t need = std::min(total, static_cast<int64_t>(std::ceil(state_->top_p * static_cast<double>(total))));
+    ranked_ = candidates_;
+    size_t first = 0, end = ranked_.size();
+    int64_t held = 0;
+    while (end - first > kFewLeft) {
+      const size_t middle = (first + end) / 2;
+      std::nth_element(ranked_.begin() + first, ranked_.begin() + middle, ranked_.begin() + end);
+      int64_t better = 0;
+      for (size_t i = first; i < middle; ++i) better += ranked_[i].weight;
+      if (held + better >= need) {
+        end = middle;
+      } else {
+        held += better, first = middle;
+      }
+    }
+    std::sort(ranked_.begin() + first, ranked_.begin() + end);
+    for (; first + 1 < end && held + ranked_[first].weight < need; ++first) held += ranked_[first].weight;
+    const Candidate last = ranked_[first];
+    std::erase_if(candidates_, [&](const Candidate& one) { return last < one; });
+  }
+
+  int64_t token_among(uint64_t quantile) const {
+    int64_t place = place_of(quantile, sum_of_candidates());
+    for (const Candidate& one : candidates_) {
+      if (one.weight > place) return one.id;
+      place -= one.weight;
+    }
+    return kNoToken;
+  }
+
+  // Leaves the `count` best and maybe others in ranked_, the best of them first up to the worst, and returns that one.
+  Candidate best_candidates(const float* logits, int64_t count) {
+    count = std::min<int64_t>(count, V_);
+    float bound = -INFINITY;
+    maxima_.clear();
+    for (int first = 0; first < V_; first += kStripVectors * kLanes) {
+      Vec most = _mm512_set1_ps(-INFINITY);
+      for (int c = first; c < std::min(V_, first + kStripVectors * kLanes); c += kLanes)
+        most = _mm512_mask_max_ps(most, first_lanes(V_ - c), most, _mm512_maskz_loadu_ps(first_lanes(V_ - c), logits + c));
+      maxima_.resize(maxima_.size() + kLanes);
+      _mm512_storeu_ps(maxima_.data() + maxima_.size() - kLanes, most);
+    }
+    if (count <= static_cast<int64_t>(maxima_.size())) {
+      std::nth_element(maxima_.begin(), maxima_.begin() + (count - 1), maxima_.end(), std::greater<float>());
+      bound = maxima_[count - 1];
+    }
+    ranked_.clear();
+    for (int c = 0; c < V_; c += kLanes) {
+      const __mmask16 lanes = first_lanes(V_ - c);
+      const Vec v = _mm512_maskz_loadu_ps(lanes, logits + c);
+      unsigned kept = _mm512_mask_cmp_ps_mask(lanes, v, _mm512_set1_ps(bound), _CMP_GE_OQ);
+      for (; kept != 0; kept &= kept - 1) ranked_.push_back({logits[c + __builtin_ctz(kept)], c + __builtin_ctz(kept), 0});
+    }
+    std::nth_element(ranked_.begin(), ranked_.begin() + (count - 1), ranked_.end());
+    return ranked_[count - 1];
+  }
+
+  // What the token's log-probability is made of, at temperature 1 and of the logits as they are.
+  bool score(const float* raw, int64_t token) {
+    const int64_t n = state_->num_top;
+    int64_t* ints = state_->scored_ints + place_ * (1 + n);
+    float* logits = state_->scored_logits + place_ * (2 + n);
+    const float best = best_of(raw);
+    if (!std::isfinite(best)) return false;
+    best_ = best, scale_ = kLog2E;
+    ints[0] = sum(raw, 0), logits[0] = best, logits[1] = raw[token];
+    if (n == 0) return true;
+    best_candidates(raw, n);
+    std::sort(ranked_.begin(), ranked_.begin() + std::min<int64_t>(n, V_));
+    for (int64_t i = 0; i < std::min<int64_t>(n, V_); ++i) ints[1 + i] = ranked_[i].id, logits[2 + i] = ranked_[i].logit;
+    return true;
+  }
+
+  const DrawState* state_ = nullptr;
+  int V_ = 0;
+  int64_t place_ = 0;
+  double best_ = 0, scale_ = 0;
+  Candidate last_{};
+  std::vector<int64_t> seen_, counts_, sums_;
+  std::vector<float> adjusted_, maxima_;
+  std::vector<Candidate> candidates_, ranked_;
+};

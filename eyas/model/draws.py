@@ -1,0 +1,54 @@
+"""How a request draws its next tokens, as the native library reads it: `cpp/draw.h`.
+
+Knows numbers and addresses; what they mean, and when they change, `engine/sampling.py` knows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+
+from eyas.errors import EyasError
+
+MOST_PLACES = 64  # of a walk through a tree: its columns
+
+_DOUBLES = ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")
+_INTS = (
+    *("top_k", "seed", "num_drawn", "min_tokens"),
+    *("num_seen", "num_biased", "num_ends", "num_top", "by_caller"),
+)
+_ARRAYS = ("seen", "counts", "biased", "biases", "ends", "scored_ints", "scored_logits")
+
+
+class DrawState(ctypes.Structure):
+    """A request's parameters, and its state before its next token.
+
+    num_drawn: the index of that token; its uniform number follows from seed and index. Arrays, by
+    their addresses: seen and counts int64 [num_seen], biased int64 and biases float64 [num_biased],
+    ends int64 [num_ends], all token ids below V; scored_ints int64 [MOST_PLACES, 1 + num_top] and
+    scored_logits fp32 [MOST_PLACES, 2 + num_top], or 0 without log-probabilities. by_caller: the
+    library draws nothing and gives the logits.
+    """
+
+    _fields_ = (
+        *((name, ctypes.c_double) for name in _DOUBLES),
+        *((name, ctypes.c_int64) for name in _INTS),
+        *((name, ctypes.c_void_p) for name in _ARRAYS),
+    )
+
+
+class Scores:
+    """What the library writes down of the tokens of a walk that are to have log-probabilities."""
+
+    def __init__(self, num_top: int) -> None:
+        self.ints = np.empty((MOST_PLACES, 1 + num_top), dtype=np.int64)
+        self.logits = np.empty((MOST_PLACES, 2 + num_top), dtype=np.float32)
+
+
+def no_best_logit(best: float) -> EyasError:
+    """The error of logits whose maximum is no number."""
+    return EyasError(
+        f"the target's best logit is {best}",
+        "check the target's weights and dtype: its numbers overflow",
+    )
