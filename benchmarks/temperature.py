@@ -4,11 +4,11 @@
     [--prompts 4] [--speculation auto] [--tree fixed(4,2,8)]
 
 Every setting (temperatures, cuts, penalties, log-probabilities) runs the same prompts, some of each
-of Spec-Bench's tasks, through three engines on one target: plain, `--speculation`, and a fixed tree,
-whose rounds cost the same at every temperature but for the draws. The settings take turns prompt by
-prompt, so that a busy minute hits all alike. By setting: ms a token of each engine (medians over
-requests), the speed-up, tau, and ms a round against the greedy one's. The last line of stdout is one
-JSON.
+of Spec-Bench's tasks, through three engines on one target: plain, `--speculation`, and a fixed
+tree, whose rounds cost the same at every temperature but for the draws. The settings take turns
+prompt by prompt, so that a busy minute hits all alike. By setting: ms a token of each engine
+(medians over requests), the speed-up, tau, and ms a round of the fixed tree. The last line of
+stdout is one JSON.
 """
 
 from __future__ import annotations

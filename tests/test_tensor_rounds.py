@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from eyas.engine import sampling
 from eyas.engine.cuda.rounds import TensorRounds
-from eyas.engine.cuda.sampling import Cuts, sampled
+from eyas.engine.cuda.sampling import Cuts, sampled, share, weights_of
 from eyas.engine.cuda.tree import BatchLines, TensorProposals, choose, trees_of, walk
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
@@ -31,7 +32,7 @@ from eyas.engine.verify import accept
 from eyas.model.rows import Proposals, Rows
 from eyas.model.target import Target
 from tests.test_engine import decoded, idle, random_head, requests
-from tests.test_sampling import draw, kept_weights
+from tests.test_sampling import exact_draw, kept_weights
 from tests.tiny import tiny_target
 
 VOCAB = 24
@@ -539,7 +540,31 @@ def test_draws_are_the_hosts(params: dict[str, Any], ties: bool) -> None:
     )
     ours = sampled(logits, uniform, cuts, is_cut=bool(params)).tolist()
     theirs = [
-        draw(torch.from_numpy(kept_weights(row.numpy(), wanted)), number)
+        exact_draw(kept_weights(row.numpy(), wanted), number)
         for row, number in zip(logits, uniform.tolist(), strict=True)
     ]
     assert ours == theirs
+
+
+def test_weights_have_the_hosts_bits() -> None:
+    logits = torch.randn(4, 5000, generator=torch.Generator().manual_seed(3)) * 9
+    logits[2, ::3] = -torch.inf
+    temperature = torch.tensor([0.3, 1.0, 1.7, 1e-5], dtype=torch.float64)
+    for row, value, ours in zip(
+        logits, temperature.tolist(), weights_of(logits, temperature), strict=True
+    ):
+        assert np.array_equal(ours.numpy(), sampling.weights_of(row.numpy(), value))
+
+
+def test_shares_are_exact() -> None:
+    rng = np.random.default_rng(0)
+    bits = [*rng.integers(0, 2**53, 200).tolist(), 2**53 - 1, 0]
+    totals = [
+        int(n) >> int(by)
+        for n, by in zip(
+            rng.integers(2**62, 2**63, 200, np.uint64), rng.integers(0, 30, 200), strict=True
+        )
+    ]
+    totals += [2**63 - 1, 2**63 - 1]
+    shares = share(torch.tensor(bits), torch.tensor(totals)).tolist()
+    assert shares == [a * b >> 53 for a, b in zip(bits, totals, strict=True)]

@@ -91,7 +91,7 @@ LEAST_POWER = -64.0  # of 2: its weight is 0
 POWER_SERIES = [1.0]  # of 2**f, |f| <= 1/2: the rest is below 2**-47
 for _place in range(1, 12):
     POWER_SERIES.append(POWER_SERIES[-1] * LN_2 / _place)
-_EXPONENT_BIAS, _EXPONENT_AT = 1023, 52  # of fp64
+EXPONENT_BIAS, EXPONENT_AT = 1023, 52  # of fp64
 _WEIGHT_SLACK = 4  # units, above what rounding can turn around
 
 
@@ -135,8 +135,8 @@ def weights_of(logits_V: Logits, temperature: float) -> Weights:
         series_V *= power_V
         series_V += term
     exponent_V = whole_V.astype(np.int64)
-    exponent_V += _EXPONENT_BIAS + WEIGHT_BITS
-    exponent_V <<= _EXPONENT_AT
+    exponent_V += EXPONENT_BIAS + WEIGHT_BITS
+    exponent_V <<= EXPONENT_AT
     series_V *= exponent_V.view(np.float64)
     weights_V: Weights = np.rint(series_V, out=series_V).astype(np.int64)
     return weights_V

@@ -558,7 +558,7 @@ class NativeTarget(NativeDecoder):
         while (status := self._lib.eyas_verify(self._handle, ints, pointers)) != 0:
             self._is_done(status, max(roots.lens) + places)
         rows = zip(emitted.tolist(), counts.tolist(), strict=True)
-        parts = self._logits[: room * V].view(room, V).split(list(num_nodes.values()))
+        parts = torch.split(self._logits[: room * V].view(room, V), list(num_nodes.values()))
         logits = dict(zip(num_nodes, parts, strict=True)) if num_nodes else {}
         return Verified([row[:count] for row, count in rows], logits)
 

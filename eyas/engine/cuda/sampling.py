@@ -1,8 +1,8 @@
 """From logits to tokens for many samples at once, without the host learning a value.
 
-The twin of `eyas.engine.sampling`: the same cuts in the same order, the same quantile of the same
-uniform numbers, so a seed gives the same token up to the rounding of sums. Pure functions;
-penalties, bias and masks need the host.
+The twin of `eyas.engine.sampling`: the same whole-number weights, the same cuts in the same order,
+the same quantile of the same uniform numbers, so the same logits and seed give the same token. Pure
+functions; penalties, bias and masks need the host.
 
 B samples, R rows, V vocabulary.
 """
@@ -13,7 +13,20 @@ from dataclasses import dataclass
 
 import torch
 
-from eyas.engine.sampling import FACTORS, SHIFTS, STEP, UNIT, signed
+from eyas.engine.sampling import (
+    BEST_WEIGHT,
+    EXPONENT_AT,
+    EXPONENT_BIAS,
+    FACTORS,
+    LEAST_POWER,
+    LOG2_E,
+    POWER_SERIES,
+    SHIFTS,
+    STEP,
+    UNIT,
+    WEIGHT_BITS,
+    signed,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +46,28 @@ def sampled(
     a cut, and sorts nothing.
     """
     logits_RV = logits_RV.float()
-    best_R1 = logits_RV.max(-1, keepdim=True).values
-    temperature_R1 = torch.where(params.temperature > 0, params.temperature, 1.0)[:, None]
-    weights_RV = ((logits_RV.double() - best_R1) / temperature_R1).exp_()
+    weights_RV = weights_of(logits_RV, torch.where(params.temperature > 0, params.temperature, 1.0))
     if is_cut:
         weights_RV = _kept(logits_RV, weights_RV, params)
     cumulative_RV = weights_RV.cumsum(-1)
-    quantile_R1 = uniform_R[:, None] * cumulative_RV[:, -1:]
-    return torch.searchsorted(cumulative_RV, quantile_R1, right=True)[:, 0].clamp_(
+    place_R1 = share((uniform_R[:, None] / UNIT).long(), cumulative_RV[:, -1:])
+    return torch.searchsorted(cumulative_RV, place_R1, right=True)[:, 0].clamp_(
         max=logits_RV.shape[1] - 1
     )
+
+
+def weights_of(logits_RV: torch.Tensor, temperature_R: torch.Tensor) -> torch.Tensor:
+    """int64 [R, V]: `sampling.weights_of` by the same operations, each one of its own."""
+    best_R1 = logits_RV.max(-1, keepdim=True).values
+    power_RV = (logits_RV.double() - best_R1) * (LOG2_E / temperature_R)[:, None]
+    power_RV.clamp_(min=LEAST_POWER)
+    whole_RV = power_RV.round()
+    power_RV -= whole_RV
+    series_RV = torch.full_like(power_RV, POWER_SERIES[-1])
+    for term in reversed(POWER_SERIES[:-1]):
+        series_RV.mul_(power_RV).add_(term)
+    exponent_RV = (whole_RV.long() + EXPONENT_BIAS + WEIGHT_BITS) << EXPONENT_AT
+    return series_RV.mul_(exponent_RV.view(torch.float64)).round_().long()
 
 
 def _kept(logits_RV: torch.Tensor, weights_RV: torch.Tensor, params: Cuts) -> torch.Tensor:
@@ -52,14 +77,25 @@ def _kept(logits_RV: torch.Tensor, weights_RV: torch.Tensor, params: Cuts) -> to
     rank_V = torch.arange(V, device=ids_RV.device)
     ranked_RV = weights_RV.gather(1, ids_RV)
     top_k_R1 = torch.where(params.top_k > 0, params.top_k, V)[:, None]
-    ranked_RV = torch.where(
-        (ranked_RV >= params.min_p[:, None]) & (rank_V < top_k_R1), ranked_RV, 0.0
-    )
-    cumulative_RV = ranked_RV.cumsum(-1)
-    top_p_R1 = params.top_p[:, None]
-    count_R1 = torch.searchsorted(cumulative_RV, top_p_R1 * cumulative_RV[:, -1:]) + 1
-    ranked_RV = torch.where((rank_V < count_R1) | (top_p_R1 >= 1), ranked_RV, 0.0)
+    least_R1 = (params.min_p * BEST_WEIGHT).ceil().long()[:, None]
+    ranked_RV = torch.where((ranked_RV >= least_R1) & (rank_V < top_k_R1), ranked_RV, 0)
+    cumulative_RV, top_p_R1 = ranked_RV.cumsum(-1), params.top_p[:, None]
+    total_R1 = cumulative_RV[:, -1:]
+    need_R1 = torch.minimum(total_R1, (top_p_R1 * total_R1.double()).ceil().long())
+    count_R1 = torch.searchsorted(cumulative_RV, need_R1) + 1
+    ranked_RV = torch.where((rank_V < count_R1) | (top_p_R1 >= 1), ranked_RV, 0)
     return torch.zeros_like(weights_RV).scatter_(1, ids_RV, ranked_RV)
+
+
+def share(bits: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """bits * total >> 53, for bits < 2**53 and total < 2**63: in parts of 27, 26, 31 and 32 bits,
+    whose products fit.
+    """
+    high, low = bits >> 26, bits & ((1 << 26) - 1)
+    upper, lower = total >> 32, total & ((1 << 32) - 1)
+    across = high * lower
+    rest = low * lower + ((across & 63) << 26) >> 32
+    return (high * upper << 5) + (low * upper + (across >> 6) + rest >> 21)
 
 
 def uniforms(seed_B: torch.Tensor, index_B: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ constexpr int kSumBlock = 512;     // tokens whose weights are summed together, 
 constexpr int kStripVectors = 16;  // of 16 logits, whose maxima by lane say what the best k are at least
 constexpr int kMostPlaces = 64;    // of a walk: a tree's columns
 constexpr int64_t kWeightSlack = 4;  // units, above what rounding can turn around
-constexpr int kFewLeft = 32;         // candidates: sorting them costs less than dividing once more
+constexpr int kFewLeft = 64;         // candidates: sorting them costs less than closing in once more
 constexpr double kTwo53 = 9007199254740992.0;
 
 // How a request draws: the fields of `model/draws.py`'s DrawState, in its order. The arrays are the caller's.
@@ -66,13 +66,15 @@ inline uint64_t uniform_bits(int64_t seed, int64_t index) {
   return splitmix(splitmix(static_cast<uint64_t>(seed)) + (static_cast<uint64_t>(index) + 1) * 0x9E3779B97F4A7C15) >> 11;
 }
 
+// A token and its rank: by the logit, of equal ones the smaller id first.
 struct Candidate {
   float logit;
   int id;
-  int64_t weight;
 
   bool operator<(const Candidate& other) const { return logit != other.logit ? logit > other.logit : id < other.id; }
 };
+
+constexpr Candidate kEverything{-INFINITY, INT32_MAX};
 
 // Draws the tokens of one request along its walk. Its buffers serve one walk after the other.
 class TokenSampler {
@@ -101,22 +103,14 @@ class TokenSampler {
     const float best = best_of(logits);
     if (!std::isfinite(best)) return kNoToken;
     best_ = best, scale_ = kLog2E / state_->temperature;
-    const int64_t least = std::max<int64_t>(1, static_cast<int64_t>(std::ceil(state_->min_p * static_cast<double>(kBestWeight))));
-    const bool is_top_k = state_->top_k > 0 && state_->top_k < V_;
-    if (is_top_k) {
-      last_ = best_candidates(logits, state_->top_k);
-      collect(logits, least);
-      if (state_->top_p < 1) cut_nucleus(sum_of_candidates());
-      return token_among(quantile);
+    least_ = std::max<int64_t>(1, static_cast<int64_t>(std::ceil(state_->min_p * static_cast<double>(kBestWeight))));
+    last_ = state_->top_k > 0 && state_->top_k < V_ ? best_candidates(logits, state_->top_k) : kEverything;
+    if (state_->top_p < 1) {
+      weigh(logits);
+      last_ = last_of_nucleus(logits);
     }
-    const int64_t total = sum(logits, least);
-    if (state_->top_p >= 1) return token_at(logits, least, place_of(quantile, total));
-    // Tokens that have less than a V-th of the weight outside hold less than that together: they are not of the nucleus.
-    const double thin = (1 - state_->top_p) * static_cast<double>(total) / V_;
-    last_ = {-INFINITY, V_, 0};
-    collect(logits, std::max(least, static_cast<int64_t>(thin) - kWeightSlack));
-    cut_nucleus(total);
-    return token_among(quantile);
+    const int64_t total = sum(logits);
+    return token_at(logits, static_cast<int64_t>(static_cast<unsigned __int128>(quantile) * static_cast<uint64_t>(total) >> 53));
   }
 
  private:
@@ -164,48 +158,50 @@ class TokenSampler {
     return std::find_if(logits, logits + V_, [&](float logit) { return logit == best || std::isnan(logit); }) - logits;
   }
 
-  // Calls take(first id, lanes, weights) for the vocabulary's eights from `first` to `end`.
+  // Calls take(first id, kept lanes, weights) for the vocabulary's eights from `first` to `end` of which one is kept or more.
   template <class Take>
   INLINE void each_eight(const float* logits, int first, int end, Take&& take) const {
     const __m512d best = _mm512_set1_pd(best_), scale = _mm512_set1_pd(scale_);
+    const __m256 bound = _mm256_set1_ps(last_.logit);
+    const __m256i place = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     for (int c = first; c < end; c += 8) {
       const __mmask8 lanes = end - c >= 8 ? 0xff : static_cast<__mmask8>((1u << (end - c)) - 1);
-      take(c, lanes, weights_of(_mm256_maskz_loadu_ps(lanes, logits + c), best, scale));
+      const __m256 v = _mm256_maskz_loadu_ps(lanes, logits + c);
+      __mmask8 kept = _mm256_mask_cmp_ps_mask(lanes, v, bound, _CMP_GE_OQ);
+      if (kept == 0) continue;
+      const __mmask8 ties = _mm256_mask_cmp_ps_mask(kept, v, bound, _CMP_EQ_OQ);
+      kept &= ~_mm256_mask_cmpgt_epi32_mask(ties, place, _mm256_set1_epi32(last_.id - c));
+      const Bits weights = weights_of(v, best, scale);
+      kept = _mm512_mask_cmpge_epi64_mask(kept, weights, _mm512_set1_epi64(least_));
+      if (kept != 0) take(c, kept, weights);
     }
   }
 
-  // The sum of all weights that are `least` or more, and of each block's, in sums_.
-  int64_t sum(const float* logits, int64_t least) {
-    const Bits bound = _mm512_set1_epi64(least);
+  // The sum of what is kept, and of each block's in sums_.
+  int64_t sum(const float* logits) {
     int64_t total = 0;
     sums_.clear();
     for (int first = 0; first < V_; first += kSumBlock) {
       Bits block = _mm512_setzero_si512();
-      each_eight(logits, first, std::min(V_, first + kSumBlock), [&](int, __mmask8 lanes, Bits w) {
-        block = _mm512_mask_add_epi64(block, _mm512_mask_cmpge_epi64_mask(lanes, w, bound), block, w);
-      });
+      each_eight(logits, first, std::min(V_, first + kSumBlock),
+                 [&](int, __mmask8 kept, Bits w) { block = _mm512_mask_add_epi64(block, kept, block, w); });
       sums_.push_back(_mm512_reduce_add_epi64(block));
       total += sums_.back();
     }
     return total;
   }
 
-  // Where the number falls: it is below the total.
-  static int64_t place_of(uint64_t quantile, int64_t total) {
-    return static_cast<int64_t>(static_cast<unsigned __int128>(quantile) * static_cast<uint64_t>(total) >> 53);
-  }
-
   // The first token with which the sum exceeds `place`; after sum().
-  int64_t token_at(const float* logits, int64_t least, int64_t place) const {
+  int64_t token_at(const float* logits, int64_t place) const {
     size_t block = 0;
     for (; block + 1 < sums_.size() && sums_[block] <= place; ++block) place -= sums_[block];
     const int first = static_cast<int>(block) * kSumBlock;
     int64_t token = kNoToken;
-    each_eight(logits, first, std::min(V_, first + kSumBlock), [&](int c, __mmask8 lanes, Bits w) {
+    each_eight(logits, first, std::min(V_, first + kSumBlock), [&](int c, unsigned kept, Bits w) {
       alignas(64) int64_t weights[8];
       _mm512_store_si512(weights, w);
-      for (int i = 0; i < 8 && token == kNoToken; ++i) {
-        if (!(lanes >> i & 1) || weights[i] < least) continue;
+      for (; kept != 0 && token == kNoToken; kept &= kept - 1) {
+        const int i = __builtin_ctz(kept);
         if (weights[i] > place) token = c + i;
         place -= weights[i];
       }
@@ -213,46 +209,63 @@ class TokenSampler {
     return token;
   }
 
-  // The tokens up to last_ with `least` weight or more, in the order of their ids.
-  void collect(const float* logits, int64_t least) {
-    const Bits bound = _mm512_set1_epi64(least);
-    candidates_.clear();
-    const __m512d best = _mm512_set1_pd(best_), scale = _mm512_set1_pd(scale_);
-    for (int c = 0; c < V_; c += kLanes) {
-      const __mmask16 lanes = first_lanes(V_ - c);
-      const Vec v = _mm512_maskz_loadu_ps(lanes, logits + c);
-      const __mmask16 better = _mm512_mask_cmp_ps_mask(lanes, v, _mm512_set1_ps(last_.logit), _CMP_GE_OQ);
-      if (better == 0) continue;
-      alignas(64) int64_t weights[kLanes];
-      const Bits w[2] = {weights_of(_mm512_castps512_ps256(v), best, scale), weights_of(_mm512_extractf32x8_ps(v, 1), best, scale)};
-      unsigned kept = _mm512_cmpge_epi64_mask(w[0], bound) | _mm512_cmpge_epi64_mask(w[1], bound) << 8;
-      kept &= better;
-      if (kept == 0) continue;
-      for (int i = 0; i < 2; ++i) _mm512_store_si512(weights + 8 * i, w[i]);
-      for (; kept != 0; kept &= kept - 1) {
-        const Candidate one{logits[c + __builtin_ctz(kept)], c + __builtin_ctz(kept), weights[__builtin_ctz(kept)]};
-        if (!(last_ < one)) candidates_.push_back(one);
+  // The weights of what is kept, 0 of the others, in eights.
+  void weigh(const float* logits) {
+    weights_.assign(round_up(V_, 8), 0);
+    each_eight(logits, 0, V_, [&](int c, __mmask8 kept, Bits w) { _mm512_mask_storeu_epi64(weights_.data() + c, kept, w); });
+  }
+
+  struct Held {
+    int64_t weight, count;
+  };
+
+  // Of the tokens of `bound` or more.
+  Held held_from(int64_t bound) const {
+    Bits sum = _mm512_setzero_si512();
+    int64_t count = 0;
+    for (size_t i = 0; i < weights_.size(); i += 8) {
+      const Bits w = _mm512_loadu_si512(weights_.data() + i);
+      const __mmask8 kept = _mm512_cmpge_epi64_mask(w, _mm512_set1_epi64(bound));
+      sum = _mm512_mask_add_epi64(sum, kept, sum, w);
+      count += __builtin_popcount(kept);
+    }
+    return {_mm512_reduce_add_epi64(sum), count};
+  }
+
+  // The worst of the smallest set of the best that holds top_p of what weigh() kept.
+  //
+  // Bounds close in on its weight: what weighs `high` or more does not hold enough, what weighs `low` or more does. The rank goes by
+  // the logits, so a few units to both sides are ranked with them: rounding may turn two weights around, but by no more than one.
+  Candidate last_of_nucleus(const float* logits) {
+    int64_t low = 1, high = kBestWeight + 1;
+    Held of_low = held_from(low), of_high{0, 0};
+    const int64_t total = of_low.weight;
+    const int64_t need = std::min(total, static_cast<int64_t>(std::ceil(state_->top_p * static_cast<double>(total))));
+    while (of_low.count - of_high.count > kFewLeft) {
+      const int64_t middle = static_cast<int64_t>(std::sqrt(static_cast<double>(low) * static_cast<double>(high)));
+      if (middle <= low || middle >= high) break;
+      const Held held = held_from(middle);
+      if (held.weight >= need) {
+        low = middle, of_low = held;
+      } else {
+        high = middle, of_high = held;
       }
     }
-  }
-
-  int64_t sum_of_candidates() const {
-    int64_t total = 0;
-    for (const Candidate& one : candidates_) total += one.weight;
-    return total;
-  }
-
-  // Leaves the smallest set of the best candidates that holds top_p of the total.
-  void cut_nucleus(int64_t total) {
-    const int64_t need = std::min(total, static_cast<int64_t>(std::ceil(state_->top_p * static_cast<double>(total))));
-    ranked_ = candidates_;
+    int64_t held = held_from(high + kWeightSlack).weight;
+    ranked_.clear();
+    for (int c = 0; c < V_; c += 8) {
+      const Bits w = _mm512_loadu_si512(weights_.data() + c);
+      unsigned kept = _mm512_cmpge_epi64_mask(w, _mm512_set1_epi64(std::max<int64_t>(1, low - kWeightSlack)));
+      kept &= _mm512_cmplt_epi64_mask(w, _mm512_set1_epi64(high + kWeightSlack));
+      for (; kept != 0; kept &= kept - 1) ranked_.push_back({logits[c + __builtin_ctz(kept)], c + __builtin_ctz(kept)});
+    }
+    const auto weight = [&](const Candidate& one) { return weights_[one.id]; };
     size_t first = 0, end = ranked_.size();
-    int64_t held = 0;
-    while (end - first > kFewLeft) {
+    while (end - first > kFewLeft) {  // many, where many are equal
       const size_t middle = (first + end) / 2;
       std::nth_element(ranked_.begin() + first, ranked_.begin() + middle, ranked_.begin() + end);
       int64_t better = 0;
-      for (size_t i = first; i < middle; ++i) better += ranked_[i].weight;
+      for (size_t i = first; i < middle; ++i) better += weight(ranked_[i]);
       if (held + better >= need) {
         end = middle;
       } else {
@@ -260,18 +273,8 @@ class TokenSampler {
       }
     }
     std::sort(ranked_.begin() + first, ranked_.begin() + end);
-    for (; first + 1 < end && held + ranked_[first].weight < need; ++first) held += ranked_[first].weight;
-    const Candidate last = ranked_[first];
-    std::erase_if(candidates_, [&](const Candidate& one) { return last < one; });
-  }
-
-  int64_t token_among(uint64_t quantile) const {
-    int64_t place = place_of(quantile, sum_of_candidates());
-    for (const Candidate& one : candidates_) {
-      if (one.weight > place) return one.id;
-      place -= one.weight;
-    }
-    return kNoToken;
+    for (; first + 1 < end && held + weight(ranked_[first]) < need; ++first) held += weight(ranked_[first]);
+    return ranked_[first];
   }
 
   // Leaves the `count` best and maybe others in ranked_, the best of them first up to the worst, and returns that one.
@@ -295,7 +298,7 @@ class TokenSampler {
       const __mmask16 lanes = first_lanes(V_ - c);
       const Vec v = _mm512_maskz_loadu_ps(lanes, logits + c);
       unsigned kept = _mm512_mask_cmp_ps_mask(lanes, v, _mm512_set1_ps(bound), _CMP_GE_OQ);
-      for (; kept != 0; kept &= kept - 1) ranked_.push_back({logits[c + __builtin_ctz(kept)], c + __builtin_ctz(kept), 0});
+      for (; kept != 0; kept &= kept - 1) ranked_.push_back({logits[c + __builtin_ctz(kept)], c + __builtin_ctz(kept)});
     }
     std::nth_element(ranked_.begin(), ranked_.begin() + (count - 1), ranked_.end());
     return ranked_[count - 1];
@@ -308,8 +311,8 @@ class TokenSampler {
     float* logits = state_->scored_logits + place_ * (2 + n);
     const float best = best_of(raw);
     if (!std::isfinite(best)) return false;
-    best_ = best, scale_ = kLog2E;
-    ints[0] = sum(raw, 0), logits[0] = best, logits[1] = raw[token];
+    best_ = best, scale_ = kLog2E, least_ = 1, last_ = kEverything;
+    ints[0] = sum(raw), logits[0] = best, logits[1] = raw[token];
     if (n == 0) return true;
     best_candidates(raw, n);
     std::sort(ranked_.begin(), ranked_.begin() + std::min<int64_t>(n, V_));
@@ -321,8 +324,9 @@ class TokenSampler {
   int V_ = 0;
   int64_t place_ = 0;
   double best_ = 0, scale_ = 0;
-  Candidate last_{};
-  std::vector<int64_t> seen_, counts_, sums_;
+  int64_t least_ = 1;                 // what is kept weighs so much or more,
+  Candidate last_ = kEverything;      // and ranks no worse than this
+  std::vector<int64_t> seen_, counts_, sums_, weights_;
   std::vector<float> adjusted_, maxima_;
-  std::vector<Candidate> candidates_, ranked_;
+  std::vector<Candidate> ranked_;
 };
