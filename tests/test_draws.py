@@ -6,17 +6,25 @@ from __future__ import annotations
 
 import ctypes
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
-from eyas.engine.request import SamplingParams
+from eyas.engine.draft import Draft
+from eyas.engine.engine import Engine, EngineConfig
+from eyas.engine.request import Request, SamplingParams
 from eyas.engine.sampling import BEST_WEIGHT, Sampler, weights_of
 from eyas.model import native
 from eyas.model.native import address
+from eyas.model.target import Target
+from tests.test_engine import VOCAB, idle, random_head, requests
+from tests.tiny import tiny_target
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
 
@@ -145,3 +153,54 @@ def test_logits_that_overflowed_give_no_token(bad, options):
     tokens = drawn(Sampler(params, [], 40, frozenset()), rows)
     assert tokens[0] >= 0
     assert tokens[1] == -1
+
+
+# A round
+
+
+MIXTURE = (
+    {},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_p": 0.9, "min_p": 0.01, "logprobs": 3},
+    {"temperature": 1.0, "regex": "[!-0]{9,12}"},
+    {"repetition_penalty": 1.2, "logit_bias": {3: 1.5}, "logprobs": 0},
+    {"temperature": 1.3, "frequency_penalty": 0.5, "top_k": 9, "min_tokens": 6},
+    {"regex": "[!-0]{9,12}", "logprobs": 2},
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB)
+
+
+def mixture() -> list[Request]:
+    asked = []
+    for place, one in enumerate(requests(14, max_tokens=20)):
+        params = SamplingParams(**{"max_tokens": 20, "seed": place} | MIXTURE[place % len(MIXTURE)])
+        asked.append(replace(one, params=params))
+    return asked
+
+
+def answers_of(folder: Path, *, native: bool = True, **config: object) -> dict[str, object]:
+    """By request: tokens, why it ended, and log-probabilities."""
+    target = Target.load(folder)
+    config = EngineConfig(**{"max_length": 120, "prefix_reuse": False} | config)
+    draft = Draft(*random_head(target), target)
+    running = Engine(target, draft, config, AutoTokenizer.from_pretrained(folder))
+    running.target.is_native = native
+    results = list(running.run(mixture()))
+    idle(running)
+    if running.speculation.mode != "off":
+        # else a cache that a walk left in disorder would go unnoticed
+        accepted = {one.request_id for one in results if sum(one.accept_hist[1:]) > 0}
+        assert {"3", "6", "10", "13"} & accepted, "the requests with a grammar accepted no draft"
+    return {one.request_id: (one.token_ids, one.finish_reason, one.logprobs) for one in results}
+
+
+def test_a_mixed_round_gives_each_request_what_it_gets_alone_and_step_by_step(folder: Path) -> None:
+    """Greedy, drawn, penalised, scored and grammatical requests in one batch, with trees."""
+    together = answers_of(folder, max_batch=14, speculation="fixed(3,4,12)")
+    assert together == answers_of(folder, max_batch=1, speculation="off")
+    assert together == answers_of(folder, max_batch=14, speculation="fixed(4,2,8)", native=False)
+    assert len({len(tokens) for tokens, _, _ in together.values()}) > 1
