@@ -184,10 +184,11 @@ class Model final : public Decoder {
             const int c = (panel.first + w) * kLanes;
             const __mmask16 lanes = first_lanes(V_ - c);
             const Vec v = _mm512_loadu_ps(out + r * kPanelColumns + w * kLanes);
-            if (logits != nullptr && logits[r] != nullptr) _mm512_mask_storeu_ps(logits[r] + c, lanes, v);
+            if (logits != nullptr && logits[r] != nullptr) put_away(logits[r] + c, lanes, v);
             raise_best(t, r, c, lanes, v);
           }
       });
+      _mm_sfence();  // what is put away is there for the other threads
       sync();
       for (int r = n * t / T_; r < n * (t + 1) / T_; ++r) best[r] = best_of(T_, r);
     });
@@ -289,9 +290,18 @@ class Model final : public Decoder {
   }
 
  private:
+  // Stores a line past the caches, which the weights need: of a tree's rows few are ever read.
+  static INLINE void put_away(float* to, __mmask16 lanes, Vec v) {
+    if (lanes == 0xffff && reinterpret_cast<uintptr_t>(to) % 64 == 0) {
+      _mm512_stream_ps(to, v);
+    } else {
+      _mm512_mask_storeu_ps(to, lanes, v);
+    }
+  }
+
   // Says where the logits go of the rows that may be drawn from.
   int place_logits(int64_t B, const Draws& draws, int M) {
-    const size_t stride = round_up(V_, kLanes);
+    const size_t stride = round_up(V_, kLanes) + 2 * kLanes;
     size_t own = 0, given = 0;
     logits_of_.assign(M, nullptr);
     for (int64_t b = 0; b < B; ++b)
