@@ -301,7 +301,7 @@ class Model final : public Decoder {
 
   // Says where the logits go of the rows that may be drawn from.
   int place_logits(int64_t B, const Draws& draws, int M) {
-    const size_t stride = round_up(V_, kLanes) + 2 * kLanes;
+    const size_t stride = round_up(V_, kLanes);
     size_t own = 0, given = 0;
     logits_of_.assign(M, nullptr);
     for (int64_t b = 0; b < B; ++b)
