@@ -15,6 +15,8 @@ import numpy as np
 import torch
 
 from eyas.engine.acceptance import Acceptance, RequestAcceptance
+from eyas.engine.request import SamplingParams
+from eyas.engine.sampling import Sampler
 from eyas.engine.tree import choose_natively
 from eyas.model import native
 
@@ -30,6 +32,7 @@ if native.unavailable() is not None:
 
 from eyas.model.rows import NodesToVerify, Proposals, Roots  # noqa: E402
 from tests import test_native as native_tests  # noqa: E402
+from tests.test_draws import SIZES, drawn  # noqa: E402
 from tests.test_native import (  # noqa: E402
     DTYPES,
     FLAGS,
@@ -56,6 +59,13 @@ ODD_SHAPES = (
     "biases",
     "tied",
     "qwen3",
+)
+DRAWS = (
+    {},
+    {"temperature": 0.0, "logprobs": 20},
+    {"top_k": 7, "top_p": 0.5},
+    {"top_p": 0.9, "min_p": 0.01, "logprobs": 1},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.1, "logit_bias": {0: 1.0}, "min_tokens": 2},
 )
 NOT_IDS = (-1, 320, -(2**63), 2**62, 2**31, -(2**31) - 1)
 
@@ -149,6 +159,37 @@ def rounds() -> None:
             refused(lambda c=chosen, r=roots: target.verify(r, c, new_cache("llama", "bfloat16")))
 
 
+def draws() -> None:
+    """Draws with every parameter over odd sizes of the vocabulary, and rounds of drawn requests."""
+    rng = np.random.default_rng(0)
+    for V in SIZES:
+        for options in DRAWS:
+            if options.get("min_tokens") and V < 3:
+                continue
+            params = SamplingParams(**{"seed": V, "temperature": 1.0} | options)
+            rows = np.round(rng.standard_normal((3, V)) * 4).astype(np.float32)
+            rows[1, rng.permutation(V)[: V // 2]] = -np.inf
+            rows[2, V // 2] = np.nan
+            drawn(Sampler(params, [0, V - 1], V, frozenset({0})), rows)
+    target = target_of("llama", "bfloat16", 2)
+    V = target._config.vocab_size
+    proposals = Proposals(
+        rng.integers(0, 300, (2, 6)),
+        np.zeros((2, 6), dtype=np.float32),
+        np.array([[-1, -1, 0, 1, 2, 4]] * 2, dtype=np.int32),
+        np.array([1, 1, 2, 2, 3, 4], dtype=np.int32),
+    )
+    chosen = NodesToVerify([0, 1, -1], proposals, np.ones((2, 6), dtype=bool))
+    roots = Roots([3, 5, 7], [3, 5, 7], [5, 6, 7], SHUFFLED[:, :30].reshape(3, 10))
+    for options in DRAWS:
+        params = SamplingParams(**{"seed": 1, "temperature": 1.0} | options)
+        samplers = [Sampler(params, [1], V, frozenset()) for _ in range(3)]  # the arrays' owners
+        states = [sampler.draw_state() for sampler in samplers]
+        states[1].by_caller = True
+        verified = target.verify(roots, chosen, new_cache("llama", "bfloat16"), None, None, states)
+        assert verified.logits[1].shape == (7, V)
+
+
 def planted() -> None:
     """A read behind the end of an array, in a child: the sanitizer must end it."""
     child = os.fork()
@@ -161,6 +202,6 @@ def planted() -> None:
 
 
 if __name__ == "__main__":
-    for part in (planted, shapes, drafts, ids, rounds):
+    for part in (planted, shapes, drafts, ids, rounds, draws):
         part()
         print(part.__name__, flush=True)
