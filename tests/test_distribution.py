@@ -20,7 +20,8 @@ from eyas.engine.costs import CostTable, Curve
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import MAX_SAMPLES, Request, SamplingParams
-from eyas.engine.rounds import Rounds
+from eyas.engine.sampling import Sampler
+from eyas.model.draws import DrawState
 from eyas.model.target import Target
 from tests.test_engine import VOCAB, random_head
 from tests.tiny import tiny_target
@@ -223,5 +224,12 @@ def test_a_biased_acceptance_is_found(
         return [], [draw(0)]
 
     monkeypatch.setattr("eyas.engine.rounds.accept", generous)
-    monkeypatch.setattr(Rounds, "_verify_natively", Rounds._verify_step_by_step)
+    new_state = Sampler._new_state
+
+    def walked_in_python(sampler: Sampler) -> DrawState:
+        state = new_state(sampler)
+        state.by_caller = True
+        return state
+
+    monkeypatch.setattr(Sampler, "_new_state", walked_in_python)
     assert p_value(engine_of("native, fixed"), "temperature", drafts=0) < 1e-6

@@ -361,13 +361,26 @@ class Rounds:
         A row is the accepted nodes' tokens and the bonus token, cut where the sample ends. The
         accepted nodes' keys, values and features are moved behind the sample's prefix.
         """
+        samples = [job.samples[b] for b in alive]
         if self.target.is_native:
-            drawn = self._verify_natively(job, alive, chosen)
+            lens, root_tokens = [one.num_cached for one in samples], [one.root for one in samples]
+            table = job.page_table if len(alive) == len(job.samples) else job.page_table[alive]
+            roots = Roots(lens, lens, root_tokens, table)  # starts = lens: the roots alone
+            states = [one.sampler.draw_state() for one in samples]
+            verified = self.target.verify(
+                roots, chosen, self.cache, self._taps, self._features, states
+            )
+            drawn = verified.tokens
+            for sample, row in zip(samples, drawn, strict=True):
+                sample.sampler.take_drawn(row)
+            for place, logits in verified.logits.items():
+                drawn[place] = self._walk_by_grammar(
+                    samples[place], chosen, place, logits, table[place]
+                )
         else:
             drawn = self._verify_step_by_step(job, alive, chosen)
         emitted: dict[int, list[int]] = {}
-        for b, row in zip(alive, drawn, strict=True):
-            sample = job.samples[b]
+        for b, sample, row in zip(alive, samples, drawn, strict=True):
             emitted[b] = sample.take(row, self._end_tokens)
             # The caches hold the root and the emitted accepted nodes, but not the last token.
             sample.num_cached += len(emitted[b])
@@ -375,36 +388,25 @@ class Rounds:
             self.entries.begin_pages(job, {b: len(taken) for b, taken in emitted.items()})
         return emitted
 
-    def _verify_natively(
-        self, job: Job, alive: list[int], chosen: NodesToVerify
-    ) -> list[list[int]]:
-        """Forward, walks and moves in one call; a grammar's walk follows here."""
-        samples = [job.samples[b] for b in alive]
-        lens, root_tokens = [one.num_cached for one in samples], [one.root for one in samples]
-        table = job.page_table if len(alive) == len(job.samples) else job.page_table[alive]
-        roots = Roots(lens, lens, root_tokens, table)  # starts = lens: the roots alone
-        states = [one.sampler.draw_state() for one in samples]
-        verified = self.target.verify(roots, chosen, self.cache, self._taps, self._features, states)
-        drawn = []
-        for place, (sample, row) in enumerate(zip(samples, verified.tokens, strict=True)):
-            if place not in verified.logits:
-                sample.sampler.take_drawn(row)
-                drawn.append(row)
-                continue
-            logits, tree = verified.logits[place], tree_of_line(sample.root, chosen, place)
-
-            def draw(
-                node: int, sample: RunningSample = sample, logits: torch.Tensor = logits
-            ) -> int:
-                return sample.sampler.draw(logits[node])
-
-            path, tokens = accept(tree.tokens, tree.parents, draw)
-            drawn.append(tokens)
-            columns = np.array([path, range(1, len(path) + 1)], dtype=np.int64)
-            columns += sample.num_cached
-            request = np.full_like(columns, alive[place])
-            self._move(*slots_of(job.page_table, request, columns, self.cache.page_size).tolist())
-        return drawn
+    def _walk_by_grammar(
+        self,
+        sample: RunningSample,
+        chosen: NodesToVerify,
+        place: int,
+        logits: torch.Tensor,
+        pages: np.ndarray,
+    ) -> list[int]:
+        """The tokens of a tree whose nodes have logits [N, V]: a grammar's masks are drawn under in
+        Python. place: the request's in `chosen`.
+        """
+        tree = tree_of_line(sample.root, chosen, place)
+        path, tokens = accept(
+            tree.tokens, tree.parents, lambda node: sample.sampler.draw(logits[node])
+        )
+        columns = np.array([path, range(1, len(path) + 1)], dtype=np.int64) + sample.num_cached
+        request = np.zeros_like(columns)
+        self._move(*slots_of(pages[None], request, columns, self.cache.page_size).tolist())
+        return tokens
 
     def _move(self, sources: list[int], destinations: list[int]) -> None:
         """Accepted nodes' keys, values and features from slots to slots."""
