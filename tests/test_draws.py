@@ -19,7 +19,13 @@ from transformers import AutoTokenizer
 from eyas.engine.draft import Draft
 from eyas.engine.engine import Engine, EngineConfig
 from eyas.engine.request import Request, SamplingParams
-from eyas.engine.sampling import BEST_WEIGHT, Sampler, weights_of
+from eyas.engine.sampling import (
+    BEST_WEIGHT,
+    Sampler,
+    token_logprob,
+    token_logprob_natively,
+    weights_of,
+)
 from eyas.model import native
 from eyas.model.native import address
 from eyas.model.target import Target
@@ -96,14 +102,6 @@ def sampler_of(prompt, params, V):
     return Sampler(params, prompt, V, frozenset({0} if V > 2 else ()))
 
 
-def outcome(walk):
-    """What it gives or raises: overflowing logits are an error on both sides."""
-    try:
-        return walk()
-    except Exception as error:
-        return type(error)
-
-
 @FEW
 @given(answers())
 @example((np.zeros((2, 513), np.float32), [], SamplingParams(temperature=1.0, top_p=0.5, seed=1)))
@@ -153,6 +151,15 @@ def test_logits_that_overflowed_give_no_token(bad, options):
     tokens = drawn(Sampler(params, [], 40, frozenset()), rows)
     assert tokens[0] >= 0
     assert tokens[1] == -1
+
+
+@FEW
+@given(rows_of_logits(), st.sampled_from([0, 1, 5, 20]))
+def test_the_library_scores_a_prompts_token_as_python_does(rows, num_top):
+    for row in rows:
+        token = int(row.view(np.uint32).sum() % len(row))
+        ours = token_logprob_natively(torch.from_numpy(row), token, num_top)
+        assert repr(ours) == repr(token_logprob(row, token, num_top))
 
 
 # A round

@@ -32,7 +32,7 @@ from eyas.engine.costs import AT_ONCE
 from eyas.engine.draft import Draft, to_device
 from eyas.engine.policy import Policy, RoundPlan
 from eyas.engine.request import DraftedTree, Update
-from eyas.engine.sampling import host_logits, token_logprob
+from eyas.engine.sampling import host_logits, token_logprob, token_logprob_natively
 from eyas.engine.scheduler import Job, Outcome, RunningSample
 from eyas.engine.tree import Speculation, Tree, drafted_tree, tree_of_line
 from eyas.engine.verify import accept
@@ -244,7 +244,7 @@ class Rounds:
         for place, (b, column) in enumerate(judged):
             sample = job.samples[b]
             if column + 1 < len(sample.tokens):
-                _score(sample, column + 1, output.logits[place])
+                _score(sample, column + 1, output.logits[place], self.target.is_native)
             else:
                 token = _draw(sample, best, output.logits, place)
                 emitted[b] = sample.take([token], self._end_tokens)
@@ -479,12 +479,15 @@ def _judged_columns(sample: RunningSample, chunk: range) -> range:
     return range(max(chunk.start, len(sample.prompt_logprobs)), stop)
 
 
-def _score(sample: RunningSample, column: int, logits_V: torch.Tensor) -> None:
+def _score(sample: RunningSample, column: int, logits_V: torch.Tensor, is_native: bool) -> None:
     """Append the log-probability of a token of the prompt under the logits before it."""
     assert sample.prompt_logprobs is not None
     assert len(sample.prompt_logprobs) == column - 1, "a token of the prompt was left out"
     num_top = sample.request.params.prompt_logprobs or 0
-    scored = token_logprob(host_logits(logits_V), sample.tokens[column], num_top)
+    if is_native:
+        scored = token_logprob_natively(logits_V, sample.tokens[column], num_top)
+    else:
+        scored = token_logprob(host_logits(logits_V), sample.tokens[column], num_top)
     sample.prompt_logprobs.append(scored)
 
 

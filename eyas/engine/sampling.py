@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from eyas.engine.grammar import GrammarMatcher
 from eyas.engine.request import SamplingParams, TokenLogprob
 from eyas.model.draws import DrawState, Scores, no_best_logit
-from eyas.model.native import address
+from eyas.model.native import address, library
 
 Logits = NDArray[np.float32] | NDArray[np.float64]
 Weights = NDArray[np.int64]
@@ -235,6 +235,19 @@ def token_logprob(logits_V: Logits, token: int, num_top: int) -> TokenLogprob:
     total = int(weights_of(logits_V, 1.0).sum())
     logits = [float(logits_V.max()), float(logits_V[token]), *logits_V[top].tolist()]
     return _scored(token, total, logits, top.tolist())
+
+
+def token_logprob_natively(logits_V: torch.Tensor, token: int, num_top: int) -> TokenLogprob:
+    """`token_logprob` in the native library, of fp32 logits on a CPU."""
+    assert logits_V.dtype == torch.float32
+    assert logits_V.is_contiguous()
+    scores = Scores(min(num_top, len(logits_V)), places=1)
+    sizes = len(logits_V), token, scores.ints.shape[1] - 1
+    outputs = address(scores.ints), address(scores.logits)
+    if not library().eyas_score(logits_V.data_ptr(), *sizes, *outputs):
+        raise no_best_logit(float(logits_V.max()))
+    total, *top = scores.ints[0].tolist()
+    return _scored(token, total, scores.logits[0].tolist(), top)
 
 
 def _scored(token: int, total: int, logits: list[float], top: list[int]) -> TokenLogprob:

@@ -41,9 +41,9 @@ class DrawState(ctypes.Structure):
 class Scores:
     """What the library writes down of the tokens of a walk that are to have log-probabilities."""
 
-    def __init__(self, num_top: int) -> None:
-        self.ints = np.empty((MOST_PLACES, 1 + num_top), dtype=np.int64)
-        self.logits = np.empty((MOST_PLACES, 2 + num_top), dtype=np.float32)
+    def __init__(self, num_top: int, places: int = MOST_PLACES) -> None:
+        self.ints = np.empty((places, 1 + num_top), dtype=np.int64)
+        self.logits = np.empty((places, 2 + num_top), dtype=np.float32)
 
 
 def no_best_logit(best: float) -> EyasError:

@@ -191,6 +191,7 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
         "eyas_set_rope": (None, [pointer, pointer, pointer, integer]),
         "eyas_forward": (integer, [*[pointer] * 5, integer, pointer, integer, pointer, pointer]),
         "eyas_verify": (integer, [pointer] * 3),
+        "eyas_score": (integer, [pointer, integer, integer, integer, pointer, pointer]),
         "eyas_draw": (None, [pointer, pointer, integer, integer, pointer]),
         "eyas_extend": (integer, [pointer] * 5),
         "eyas_step": (integer, [pointer] * 5),

@@ -959,6 +959,15 @@ void eyas_draw(const DrawState* state, const float* rows, int64_t count, int64_t
     if ((tokens[r] = sampler.next(rows + r * V)) < 0) return;
 }
 
+// What the log-probabilities of a token and of the best are made of: see DrawState. False where the best logit is no number.
+int64_t eyas_score(const float* logits, int64_t V, int64_t token, int64_t num_top, int64_t* scored_ints, float* scored_logits) {
+  DrawState state{};
+  state.num_top = num_top, state.scored_ints = scored_ints, state.scored_logits = scored_logits;
+  TokenSampler sampler;
+  sampler.begin(state, static_cast<int>(V));
+  return sampler.score(logits, token);
+}
+
 int64_t eyas_extend(Decoder* decoder, const int64_t* ints, void* const* pointers, const void* aux, float* h) {
   const Guard guard(calls());
   return decoder->extend(view(ints, pointers), pointers[7], aux, h);

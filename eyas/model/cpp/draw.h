@@ -113,6 +113,22 @@ class TokenSampler {
     return token_at(logits, static_cast<int64_t>(static_cast<unsigned __int128>(quantile) * static_cast<uint64_t>(total) >> 53));
   }
 
+  // What the token's log-probability is made of, at temperature 1 and of the logits as they are.
+  bool score(const float* raw, int64_t token) {
+    const int64_t n = state_->num_top;
+    int64_t* ints = state_->scored_ints + place_ * (1 + n);
+    float* logits = state_->scored_logits + place_ * (2 + n);
+    const float best = best_of(raw);
+    if (!std::isfinite(best)) return false;
+    best_ = best, scale_ = kLog2E, least_ = 1, last_ = kEverything;
+    ints[0] = sum(raw), logits[0] = best, logits[1] = raw[token];
+    if (n == 0) return true;
+    best_candidates(raw, n);
+    std::sort(ranked_.begin(), ranked_.begin() + std::min<int64_t>(n, V_));
+    for (int64_t i = 0; i < std::min<int64_t>(n, V_); ++i) ints[1 + i] = ranked_[i].id, logits[2 + i] = ranked_[i].logit;
+    return true;
+  }
+
  private:
   bool has_penalties() const { return state_->repetition != 1 || state_->frequency != 0 || state_->presence != 0; }
 
@@ -302,22 +318,6 @@ class TokenSampler {
     }
     std::nth_element(ranked_.begin(), ranked_.begin() + (count - 1), ranked_.end());
     return ranked_[count - 1];
-  }
-
-  // What the token's log-probability is made of, at temperature 1 and of the logits as they are.
-  bool score(const float* raw, int64_t token) {
-    const int64_t n = state_->num_top;
-    int64_t* ints = state_->scored_ints + place_ * (1 + n);
-    float* logits = state_->scored_logits + place_ * (2 + n);
-    const float best = best_of(raw);
-    if (!std::isfinite(best)) return false;
-    best_ = best, scale_ = kLog2E, least_ = 1, last_ = kEverything;
-    ints[0] = sum(raw), logits[0] = best, logits[1] = raw[token];
-    if (n == 0) return true;
-    best_candidates(raw, n);
-    std::sort(ranked_.begin(), ranked_.begin() + std::min<int64_t>(n, V_));
-    for (int64_t i = 0; i < std::min<int64_t>(n, V_); ++i) ints[1 + i] = ranked_[i].id, logits[2 + i] = ranked_[i].logit;
-    return true;
   }
 
   const DrawState* state_ = nullptr;
