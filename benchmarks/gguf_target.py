@@ -5,10 +5,12 @@ logits.
 
 Needs xllamacpp, a prebuilt wheel of llama.cpp. Texts are generated: words of many scripts, digits,
 code, emoji, white space, any code points, and names of control tokens, which a user may write and
-which must stay plain text in both. Logits are compared behind a prompt, in float32 here and by
-llama.cpp's integer products there, so they differ by what 8-bit activations cost: the table has the
-mean KL divergence, the largest difference of a log probability among llama.cpp's ten likeliest
-tokens, and how often the likeliest token is the same.
+which must stay plain text in both. Logits are compared behind a prompt with llama.cpp's: ours in
+every dtype, ours packed with norms that differ by a millionth, and llama.cpp's own without flash
+attention. The table has the mean KL divergence, the largest difference of a log probability among
+llama.cpp's ten likeliest tokens, and how often the likeliest token is the same. A number that is
+rounded to 8 bits tips over by the least difference, and tips others over in the layers behind: two
+ways to the same products differ as much as 8-bit activations cost.
 
 The last line of stdout is one JSON object.
 """
@@ -28,6 +30,7 @@ from statistics import mean
 from typing import Any
 
 import httpx
+import numpy as np
 import torch
 from packaged import user_turns
 
@@ -35,9 +38,13 @@ from eyas.bench.machine import machine
 from eyas.builtin import smollm2_file
 from eyas.chat import Chat
 from eyas.chat.tokenizer import RenderedText, TargetTokenizer, shield_for, shielded
+from eyas.gguf.blocks import block_matrices
 from eyas.gguf.folder import target_folder
 from eyas.log import progress_bar
-from eyas.model.target import Target
+from eyas.model.config import TargetConfig
+from eyas.model.rows import prompt_rows
+from eyas.model.target import PAGE_SIZE, Target
+from eyas.model.weights import read_tensors
 
 # First and last letter of some alphabets and symbols.
 SCRIPTS = [(0x41, 0x7A), (0xC0, 0x17F), (0x370, 0x3FF), (0x400, 0x4FF), (0x590, 0x5FF)]
@@ -98,7 +105,7 @@ def kinds_of_text(control: list[str]) -> dict[str, Callable[[random.Random], str
 class LlamaCpp:
     """llama.cpp's own server on a file, in this process."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, flash_attention: bool = True) -> None:
         try:
             import xllamacpp  # noqa: PLC0415
         except ImportError:
@@ -106,6 +113,9 @@ class LlamaCpp:
         settings = xllamacpp.CommonParams()
         settings.model.path, settings.n_ctx = str(file), 2048
         settings.cpuparams.n_threads = 2
+        if not flash_attention:
+            disabled = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+            settings.flash_attn_type = disabled
         self._server = xllamacpp.Server(settings)
         self._client = httpx.Client(base_url=self._server.listening_address, timeout=120)
 
@@ -164,26 +174,72 @@ def compare_tokens(tokenizer: TargetTokenizer, other: LlamaCpp, count: int) -> d
     return {"texts": count, "same": same.total(), "by_kind": by_kind, "different": different[:5]}
 
 
-def compare_logits(folder: str, other: LlamaCpp, count: int) -> dict[str, Any]:
-    """Log probabilities behind `count` prompts of the package."""
-    chat, target = Chat(folder), Target.load(folder, "float32")
+def next_log_probs(target: Target, tokens: list[int]) -> torch.Tensor:
+    """Log probabilities of the next token by the way that the engine takes, fp32 [V]."""
+    page_table = np.arange(-(-len(tokens) // PAGE_SIZE), dtype=np.int32)[None]
+    rows = prompt_rows([tokens], [0], page_table, PAGE_SIZE, "cpu")
+    last = torch.tensor([len(tokens) - 1])
+    output = target.forward(rows, target.new_cache(page_table.size), logits_of=last)
+    return output.logits[0].float().log_softmax(-1)
+
+
+def nearly_packed(folder: str) -> Target:
+    """The packed target with norms that differ by a millionth."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: tensor.float() * (1 + 1e-6 * torch.randn(tensor.shape, generator=generator))
+        if tensor.ndim == 1
+        else tensor
+        for name, tensor in read_tensors(folder).items()
+    }
+    config, blocks = TargetConfig.from_folder(folder), block_matrices(folder)
+    return NearlyPacked(config, tensors, "packed", blocks=blocks)
+
+
+class NearlyPacked(Target):
+    """A target whose norms keep the precision that they are given in."""
+
+    def _cast(self) -> dict[str, torch.Tensor]:
+        return super()._cast() | {
+            name: tensor for name, tensor in self._tensors.items() if tensor.ndim == 1
+        }
+
+
+def compare_logits(folder: str, file: Path, other: LlamaCpp, count: int) -> dict[str, Any]:
+    """Log probabilities behind `count` prompts of the package, against llama.cpp's."""
+    chat, unfused = Chat(folder), LlamaCpp(file, flash_attention=False)
+    targets = {name: Target.load(folder, name) for name in ("float32", "bfloat16", "packed")}
+    targets["packed, norms 1e-6 off"] = nearly_packed(folder)
+    vocab_size = targets["packed"].config.vocab_size
     prompts = random.Random(0).sample(user_turns(), count)
-    divergences, largest, same = [], 0.0, 0
+    found: dict[str, list[tuple[float, float, bool]]] = {}
     with progress_bar("prompts") as track:
         for done, text in enumerate(prompts):
             tokens = chat.prompt_ids([{"role": "user", "content": text}])
-            ours = target.logits(torch.tensor([tokens]))[0, -1].float().log_softmax(-1)
-            theirs = other.log_probs(tokens, target.config.vocab_size)
+            theirs = other.log_probs(tokens, vocab_size)
             likely = theirs.topk(10).indices
-            divergences.append(float((theirs.exp() * (theirs - ours)).nansum()))
-            largest = max(largest, float((ours - theirs)[likely].abs().max()))
-            same += int(ours.argmax() == theirs.argmax())
+            ours = {name: next_log_probs(target, tokens) for name, target in targets.items()}
+            ours["llama.cpp without flash attention"] = unfused.log_probs(tokens, vocab_size)
+            packed = ours["packed"]
+            pairs = {name: (theirs, one) for name, one in ours.items()}
+            pairs["packed, against packed with norms 1e-6 off"] = (
+                packed,
+                ours["packed, norms 1e-6 off"],
+            )
+            for name, (reference, one) in pairs.items():
+                divergence = float((reference.exp() * (reference - one)).nansum())
+                largest = float((one - reference)[likely].abs().max())
+                same = bool(one.argmax() == reference.argmax())
+                found.setdefault(name, []).append((divergence, largest, same))
             track(done + 1, len(prompts))
     return {
-        "prompts": len(prompts),
-        "mean_kl": round(mean(divergences), 6),
-        "largest_difference_of_ten_likeliest": round(largest, 4),
-        "same_argmax": same,
+        name: {
+            "prompts": len(prompts),
+            "mean_kl": round(mean(divergence for divergence, _, _ in rows), 6),
+            "largest_difference_of_ten_likeliest": round(max(one for _, one, _ in rows), 4),
+            "same_argmax": sum(same for _, _, same in rows),
+        }
+        for name, rows in found.items()
     }
 
 
@@ -200,7 +256,7 @@ def main() -> None:
     result = {
         "file": file.name,
         "tokens": compare_tokens(TargetTokenizer(folder), other, count),
-        "logits": compare_logits(folder, other, prompts),
+        "logits": compare_logits(folder, file, other, prompts),
         **machine(),
     }
     print(json.dumps(result))

@@ -1,7 +1,7 @@
 """Greedy outputs under stress against plain decoding alone, token by token: are they the same?
 
-    python benchmarks/identity.py [--quick] [--dtype float32|bfloat16] [--prompts 500] [--max-tokens
-    64] [--data FILE.jsonl]
+    python benchmarks/identity.py [--quick] [--dtype float32|bfloat16|packed] [--prompts 500]
+    [--max-tokens 64] [--data FILE.jsonl]
 
 Plainly: one prompt at a time, no head, no reuse of prefixes. Under stress: four engines in turn
 (speculation fixed and auto, by both loops), each with a quarter of the prompts, in batches of up to
@@ -129,7 +129,7 @@ def gap_at_parting(
 def main() -> None:
     parser = held_out.arguments(__doc__, prompts=500)
     parser.set_defaults(max_tokens=64)
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "packed"])
     parser.add_argument("--seed", type=int, default=0, help="of arrivals and cancellations")
     args = parser.parse_args()
     if args.quick:

@@ -8,7 +8,8 @@ time, greedy, interleaved.
 
     plain-shape     a Llama of 110 M random parameters, decoded plainly: tokens/s
     plain           --target (SmolLM2) on 10 held-out prompts, past the answers' ends: tokens/s; a
-                    target that is a GGUF file is read as it is by llama.cpp too
+                    target that is a GGUF file is read as it is too, by llama.cpp and by ours
+                    (eyas packed)
     rounds-shape    a chain of 4 with a random EAGLE-3 head of one layer (33.5 MB): rounds/s
     head            --head (SmolLM2's), --prompts answers: tokens/s and tokens a round
     agreement       fp32, no time: 10 greedy answers of every engine against ours, --target
@@ -60,6 +61,7 @@ SETTLE_SECONDS = 0.3
 PYTORCH = {"format": "pt"}
 CHAIN = {"num_draft_steps": 4}
 TREE = {"num_draft_steps": 4, "tree_topk": 4, "num_verify_tokens": 16}
+PACKED = {"precision": "packed"}  # a GGUF file's own blocks
 # OpenVINO has two settings near bf16: its own bf16 maths, and fp16 weights with fp32 maths, which
 # has been the faster one.
 OPENVINO = {
@@ -85,10 +87,14 @@ def entries(section: str, files: bool) -> list[Entry]:
         others = [Entry(peer, peer) for peer in ("transformers", "llama_cpp", "vllm")]
         return [Entry("eyas", "eyas"), *others, Entry("openvino", "openvino", settings)]
     if section.startswith("plain"):
+        as_it_is = [
+            Entry("eyas packed", "eyas", PACKED),
+            Entry("llama.cpp, file as it is", "llama_cpp", {"as_is": True}),
+        ]
         return [
             Entry("eyas", "eyas"),
             Entry("llama.cpp", "llama_cpp"),
-            *([Entry("llama.cpp, file as it is", "llama_cpp", {"as_is": True})] if files else []),
+            *(as_it_is if files else []),
             *(Entry(f"OpenVINO {name}", "openvino", settings) for name, settings in openvino),
             *(
                 Entry(f"OpenVINO {name}, paged", "openvino", {**settings, "paged": True})
@@ -113,6 +119,7 @@ def entries(section: str, files: bool) -> list[Entry]:
         Entry("eyas chain 4", "eyas", {"speculation": "fixed(4,1,5)"}),
         Entry("eyas tree 4x4, 16", "eyas", {"speculation": "fixed(4,4,16)"}),
         Entry("eyas plain", "eyas"),
+        *([Entry("eyas packed auto", "eyas", {**PACKED, "speculation": "auto"})] if files else []),
         Entry("llama.cpp chain 2", "llama_cpp", {"num_draft_steps": 2}),
         Entry("llama.cpp chain 4", "llama_cpp", CHAIN),
         Entry("llama.cpp plain", "llama_cpp"),
@@ -365,7 +372,7 @@ class Run:
                 stack.callback(worker.close)
                 print(f"{section}: loading {entry.name}", file=sys.stderr, flush=True)
                 try:
-                    worker.ask("load", **fixed, **entry.settings)
+                    worker.ask("load", **fixed | entry.settings)
                     loaded[entry.name] = worker
                 except WorkerError as error:
                     self.skip(section, entry.name, error)

@@ -111,7 +111,7 @@ def compare(
 
 def arguments() -> argparse.Namespace:
     parser = held_out.arguments(__doc__, prompts=64)
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32", "packed"])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64])
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--speculation", default="auto", help="auto or fixed(6,3,12)")

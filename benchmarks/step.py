@@ -1,13 +1,15 @@
 """Milliseconds of a forward of the native CPU path by number of rows, held against reading the
 weights once.
 
-    python benchmarks/step.py [--quick] [--shape smollm2|builtin|110m|1b] [--dtype bfloat16|float32]
-    [--threads 2] [--context 200]
+    python benchmarks/step.py [--quick] [--shape smollm2|builtin|110m|1b] [--dtype
+    bfloat16|float32|packed] [--threads 2] [--context 200]
 
 Weights are random: time does not depend on their values, but for float32, whose weights are stored
-as bfloat16 where that loses nothing (--wide: as full float32 numbers). `floor` is the time to read
-as many bytes as the packed weights have. Times are the tenth percentile of calls: what the code
-costs when nothing else wants the cores. The last line of stdout is one JSON object.
+as bfloat16 where that loses nothing (--wide: as full float32 numbers). packed: the target's
+matrices in Q4_1 and its embeddings in Q8_0, as in SmolLM2's file; the draft stays bfloat16. `floor`
+is the time to read as many bytes as the packed weights have. Times are the tenth percentile of
+calls: what the code costs when nothing else wants the cores.
+The last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -18,12 +20,15 @@ import json
 import time
 from collections.abc import Callable
 
+import gguf
 import numpy as np
 import torch
 
+from eyas.gguf.blocks import BlockMatrix, Kind
 from eyas.model import native
 from eyas.model.config import HeadConfig, HeadOptions, RopeConfig, TargetConfig
 from eyas.model.rows import PagedCache, Rows, prompt_rows, rows_of, slots_of
+from eyas.model.target import DTYPES
 
 # hidden, intermediate, layers, query heads, key heads, head dimension, vocabulary, draft vocabulary
 SHAPES = {
@@ -43,7 +48,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--shape", choices=SHAPES, default="smollm2")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32", "packed"), default="bfloat16")
     parser.add_argument("--wide", action="store_true")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--context", type=int, default=200)
@@ -98,12 +103,19 @@ def layer_tensors(
     return tensors | {f"mlp.{name}_proj.weight": random(*size) for name, size in sizes.items()}
 
 
+def block_matrix(tensor: torch.Tensor, kind: Kind) -> BlockMatrix | None:
+    """A matrix in a format of ggml's; None for a norm."""
+    if tensor.ndim < 2:
+        return None
+    return BlockMatrix(kind, gguf.quantize(tensor.float().numpy(), kind))
+
+
 def decoders(
     args: argparse.Namespace,
 ) -> tuple[native.NativeTarget, native.NativeDraft, torch.dtype]:
     """A target whose layers have the same weights, each in a place of its own, and a draft."""
     H, inner, L, Hq, Hk, D, V, W = SHAPES[args.shape]
-    dtype = getattr(torch, args.dtype)
+    dtype = DTYPES[args.dtype]
     generator = torch.Generator().manual_seed(0)
 
     def random(*size: int) -> torch.Tensor:
@@ -127,8 +139,18 @@ def decoders(
     draft = {f"midlayer.{name}": tensor for name, tensor in midlayer.items()}
     draft |= {"fc.weight": random(H, 3 * H), "lm_head.weight": random(W, H), "norm.weight": norm}
     embed_tokens = tensors["model.embed_tokens.weight"]
+    blocks = {}
+    if args.dtype == "packed":
+        packed = {name: block_matrix(tensor, Kind.Q4_1) for name, tensor in layer.items()}
+        blocks = {
+            f"model.layers.{i}.{name}": matrix
+            for i in range(L)
+            for name, matrix in packed.items()
+            if matrix is not None
+        }
+        blocks["model.embed_tokens.weight"] = block_matrix(embed_tokens, Kind.Q8_0)
     return (
-        native.NativeTarget(target, tensors, dtype),
+        native.NativeTarget(target, tensors, dtype, blocks),
         native.NativeDraft(head, draft, embed_tokens, embed_tokens, dtype),
         dtype,
     )

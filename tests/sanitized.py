@@ -32,6 +32,7 @@ if native.unavailable() is not None:
 
 from eyas.model.rows import NodesToVerify, Proposals, Roots  # noqa: E402
 from tests import test_native as native_tests  # noqa: E402
+from tests import test_packed as packed_tests  # noqa: E402
 from tests.test_draws import SIZES, drawn  # noqa: E402
 from tests.test_native import (  # noqa: E402
     DTYPES,
@@ -85,6 +86,17 @@ def shapes() -> None:
     native_tests.test_weights_of_unusual_size_are_kept_exactly(0.002)
     native_tests.test_all_64_bits_of_a_tree()
     native_tests.test_rows_whose_logits_are_asked_for()
+
+
+def blocks() -> None:
+    """Quantised weights of every format, alone and together, and targets of them."""
+    for kind in packed_tests.KINDS:
+        packed_tests.test_a_row_of_a_product_depends_on_nothing_beside_it(kind)
+    packed_tests.test_parts_of_several_formats_are_one_product()
+    for dtype in DTYPES:
+        for shape in ("odd parts", "super-blocks"):
+            packed_tests.test_rows_of_a_target_depend_on_nothing_beside_them(shape, dtype)
+    packed_tests.test_captured_states_are_those_of_decoding()
 
 
 def drafts() -> None:
@@ -202,6 +214,6 @@ def planted() -> None:
 
 
 if __name__ == "__main__":
-    for part in (planted, shapes, drafts, ids, rounds, draws):
+    for part in (planted, shapes, blocks, drafts, ids, rounds, draws):
         part()
         print(part.__name__, flush=True)

@@ -12,7 +12,7 @@ import pytest
 
 from eyas.model import native
 
-PARTS = ["planted", "shapes", "drafts", "ids", "rounds", "draws"]
+PARTS = ["planted", "shapes", "blocks", "drafts", "ids", "rounds", "draws"]
 
 
 def runtimes() -> list[str]:

@@ -147,6 +147,10 @@ def engine_command(engine: EngineName, config: ServeConfig, extra: str = "") -> 
         )
     if config.head is None or config.target is None:
         raise ConfigError("there is no head to speculate with", "give both: --target and --head")
+    if config.dtype == "packed":
+        raise ConfigError(
+            "only our own engine has dtype packed", f"leave it out, or serve without {engine.label}"
+        )
     sizes = config.engine.parsed()
     if sizes.mode == "off":
         raise ConfigError(

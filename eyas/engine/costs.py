@@ -235,7 +235,7 @@ def round_costs(work: RoundWork) -> CostTable:
     identity = CostIdentity(
         target=target.fingerprint,
         head=work.draft.config.model_dump_json(),
-        dtype=str(target.dtype),
+        dtype=target.precision,
         device=device_name(target.device),
         threads=torch.get_num_threads(),
         torch_version=torch.__version__,

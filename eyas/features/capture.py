@@ -84,9 +84,13 @@ class CaptureConfig(BaseModel):
         return "own" if is_ours else "transformers"
 
     def dtype_of(self, shape: TargetShape) -> Dtype:
-        """`dtype` without "auto"."""
-        if self.dtype == "auto" and self.decoder_of(shape) == "transformers":
-            return stored_dtype(shape)
+        """`dtype` without "auto". Raises MismatchError for "packed" by transformers' decoder."""
+        if self.decoder_of(shape) == "transformers":
+            if self.dtype == "packed":
+                raise MismatchError(
+                    "transformers' decoder has no dtype packed", "take our own: decoder: own"
+                )
+            return stored_dtype(shape) if self.dtype == "auto" else self.dtype
         return resolve_dtype(self.dtype, shape, default_device())
 
     def meta_of(self, shape: TargetShape, lm_head_sha256: str = "") -> FeatureMeta:

@@ -140,8 +140,7 @@ class OwnDecoder:
         padded = [[*row, *[0] * (T - len(row))] for row in tokens]
         page_table = np.concatenate([shared, own], axis=1)
         rows = prompt_rows(padded, [num_before] * B, page_table, PAGE_SIZE, target.device)
-        last_hidden, aux_hidden = target.layers.hidden(rows, cache, target.config.default_taps)
-        assert aux_hidden is not None
+        last_hidden, aux_hidden = target.hidden(rows, cache, target.config.default_taps)
         return HiddenStates(aux_hidden.view(B, T, -1), last_hidden.view(B, T, -1)), cache.data
 
 

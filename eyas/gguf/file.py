@@ -74,5 +74,10 @@ def open_file(path: Path) -> GgufFile:
 
 def dequantised(tensor: gguf.ReaderTensor) -> NDArray[np.float32]:
     """Its values, in the order of rows and columns that PyTorch has. Raises NotImplementedError."""
-    values = gguf.dequantize(tensor.data, tensor.tensor_type)
-    return np.ascontiguousarray(values, np.float32).reshape(tuple(reversed(tensor.shape.tolist())))
+    values = dequantised_rows(tensor.data, tensor.tensor_type)
+    return values.reshape(tuple(reversed(tensor.shape.tolist())))
+
+
+def dequantised_rows(data: NDArray[Any], kind: gguf.GGMLQuantizationType) -> NDArray[np.float32]:
+    """The values of rows as they lie in a file. Raises NotImplementedError."""
+    return np.ascontiguousarray(gguf.dequantize(data, kind), np.float32)

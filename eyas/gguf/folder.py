@@ -1,7 +1,7 @@
 """A GGUF file as a target: written once as a folder in Hugging Face's form, in the cache.
 
     FILE.gguf  ->  config.json  generation_config.json  tokenizer.json  tokenizer_config.json
-                   chat_template.jinja  model*.safetensors
+                   chat_template.jinja  model*.safetensors  source.gguf (a link to the file)
 
 All of it comes from the file: its metadata say configuration, tokenizer and chat template, and the
 weights are dequantised by the `gguf` package, into float32 where the matrices are stored so, else
@@ -10,6 +10,7 @@ not the model that its publisher trained, and `config.json` says so (SOURCE).
 
 ggml's own order differs from Hugging Face's in one place: of the `llama` architecture the rows of q
 and k are interleaved, as its rotary embedding turns neighbours where transformers turns halves.
+The link leads back to the file for who multiplies its blocks as they are (`blocks`).
 Does not know what targets are used for.
 """
 
@@ -20,10 +21,13 @@ import json
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import gguf
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
@@ -32,10 +36,11 @@ from safetensors.numpy import save_file
 from eyas.artifact import cache_folder, storage_errors
 from eyas.errors import CorruptError, MismatchError, MissingInputError
 from eyas.gguf.configuration import OTHER_ARCHITECTURE, ROPE_FACTORS, configuration
-from eyas.gguf.file import DAMAGED, GgufFile, dequantised, open_file
+from eyas.gguf.file import DAMAGED, GgufFile, dequantised_rows, open_file
 from eyas.gguf.tokenizer import tokenizer_of
 
 SUFFIX = ".gguf"
+LINK = "source.gguf"
 SHARD_BYTES = 2 << 30  # of weights, held in memory at a time
 IDENTITY_BYTES = 8 << 20  # read at either end, to tell whether a file is one that is known
 FORM = "1"  # of the folder: raise it when the same file gives another
@@ -78,12 +83,14 @@ def target_folder(file: str | Path) -> Path:
         raise MissingInputError(f"no file at {path}", "give the path of a GGUF file")
     folder = cache_folder("gguf") / _identity(path)
     if folder.is_dir():
+        _link(folder, path)
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with storage_errors(str(folder)):
         made = Path(tempfile.mkdtemp(prefix=f"{folder.name}.partial-", dir=folder.parent))
         try:
             write_folder(open_file(path), made)
+            _link(made, path)
             os.rename(made, folder)
         except OSError:
             if not folder.is_dir():  # else another process was faster
@@ -91,6 +98,38 @@ def target_folder(file: str | Path) -> Path:
         finally:
             shutil.rmtree(made, ignore_errors=True)
     return folder
+
+
+def _link(folder: Path, path: Path) -> None:
+    """Let the folder lead to the file, wherever it lies now. A cache that cannot be written to
+    keeps the link that it has.
+    """
+    link, place = folder / LINK, str(path.absolute())
+    if link.is_symlink() and os.readlink(link) == place:
+        return
+    fresh = folder / f"{LINK}.{os.getpid()}-{threading.get_ident()}"
+    with suppress(OSError):
+        fresh.symlink_to(place)
+        fresh.replace(link)
+
+
+def linked_file(folder: Path) -> GgufFile:
+    """The file that a folder was made from. Raises MismatchError where it was made from none,
+    MissingInputError, CorruptError.
+    """
+    link = folder / LINK
+    if not link.is_symlink():
+        raise MismatchError(
+            f"{folder} is not made from a GGUF file",
+            "dtype packed is for a target that is one: --target FILE.gguf",
+        )
+    path = Path(os.readlink(link))
+    if not path.is_file() or _identity(path) != folder.name:
+        raise MissingInputError(
+            f"the file {path} is no longer there, or another one",
+            "give --target the path of the file once more",
+        )
+    return open_file(path)
 
 
 def _identity(path: Path) -> str:
@@ -146,7 +185,7 @@ def hugging_face_name(name: str) -> str | None:
     return f"model.layers.{layer}.{BY_LAYER[part]}.{kind}"
 
 
-def half_order(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+def half_order(values: NDArray[Any], heads: int) -> NDArray[Any]:
     """Rows [heads * D, ...] from ggml's order, in which a turned pair is two neighbours, to
     transformers', in which it is one row of each half.
     """
@@ -154,8 +193,12 @@ def half_order(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
 
 
-def weights(file: GgufFile) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Every tensor under its name in Hugging Face's form. Raises MismatchError, CorruptError."""
+def raw_tensors(
+    file: GgufFile,
+) -> Iterator[tuple[str, gguf.GGMLQuantizationType, NDArray[Any]]]:
+    """Every tensor under its name in Hugging Face's form: its type and its rows as they lie in the
+    file, in Hugging Face's order. Raises MismatchError.
+    """
     query_heads = file.count("attention.head_count")
     heads = {
         "q_proj": query_heads,
@@ -167,20 +210,25 @@ def weights(file: GgufFile) -> Iterator[tuple[str, NDArray[np.float32]]]:
         name = hugging_face_name(tensor.name)
         if name is None:
             raise MismatchError(f"{file.path} holds {tensor.name}", OTHER_ARCHITECTURE)
+        rows, part = tensor.data, name.split(".")[-2]
+        if file.architecture == "llama" and part in heads:
+            # a row's blocks stay whole: whole rows change places
+            rows = half_order(rows, heads[part])
+        yield name, tensor.tensor_type, rows
+
+
+def weights(file: GgufFile) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """Every tensor under its name in Hugging Face's form. Raises MismatchError, CorruptError."""
+    for name, kind, rows in raw_tensors(file):
         try:
-            values = dequantised(tensor)
+            yield name, dequantised_rows(rows, kind)
         except NotImplementedError as error:
-            kind = tensor.tensor_type.name
             raise MismatchError(
-                f"{file.path} holds {tensor.name} in {kind}, which gguf does not dequantise",
+                f"{file.path} holds {name} in {kind.name}, which gguf does not dequantise",
                 "take a file in another quantisation (Q8_0, Q6_K, Q4_K_M, ...)",
             ) from error
         except (ValueError, IndexError) as error:
-            raise CorruptError(f"{file.path}: {tensor.name} is cut: {error}", DAMAGED) from error
-        part = name.split(".")[-2]
-        if file.architecture == "llama" and part in heads:
-            values = half_order(values, heads[part])
-        yield name, values
+            raise CorruptError(f"{file.path}: {name} is cut: {error}", DAMAGED) from error
 
 
 def write_weights(file: GgufFile, dtype: str, folder: Path) -> None:

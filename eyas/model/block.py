@@ -20,6 +20,7 @@ from torch import Tensor
 
 from eyas.model.attention import AttentionPlan, attention_plan, tree_attention
 from eyas.model.config import DecoderConfig, RopeConfig
+from eyas.model.quantised import Blocks, QuantisedLinear, parts_of
 from eyas.model.rows import PagedCache, Rows
 
 Tensors = Mapping[str, Tensor]
@@ -154,13 +155,19 @@ class Block:
     (`self_attn.q_proj.weight`, ...).
     """
 
-    def __init__(self, config: DecoderConfig, tensors: Tensors, layer: int) -> None:
-        def joined(names: Sequence[str]) -> Linear:
+    def __init__(
+        self, config: DecoderConfig, tensors: Tensors, layer: int, blocks: Blocks | None = None
+    ) -> None:
+        """blocks: matrices that are multiplied in a GGUF file's own format, by name."""
+
+        def joined(names: Sequence[str], gated: bool = False) -> Linear | QuantisedLinear:
             biases = [tensors[f"{name}.bias"] for name in names if f"{name}.bias" in tensors]
-            return Linear(
-                torch.cat([tensors[f"{name}.weight"] for name in names]),
-                torch.cat(biases) if biases else None,
-            )
+            bias = torch.cat(biases) if biases else None
+            weights = [f"{name}.weight" for name in names]
+            parts = parts_of(blocks or {}, weights, gated)
+            if parts is not None:
+                return QuantisedLinear(parts, bias)
+            return Linear(torch.cat([tensors[name] for name in weights]), bias)
 
         self._layer, self._eps = layer, config.rms_norm_eps
         self._Hq, self._Hk, self._D = (
@@ -170,7 +177,7 @@ class Block:
         )
         self._qkv = joined([f"self_attn.{name}_proj" for name in "qkv"])
         self._out = joined(["self_attn.o_proj"])
-        self._gate_up = joined(["mlp.gate_proj", "mlp.up_proj"])
+        self._gate_up = joined(["mlp.gate_proj", "mlp.up_proj"], gated=True)
         self._down = joined(["mlp.down_proj"])
         self._post_norm = tensors["post_attention_layernorm.weight"]
         self._q_norm, self._k_norm = (
@@ -179,7 +186,7 @@ class Block:
         )
 
     @property
-    def linears(self) -> tuple[Linear, ...]:
+    def linears(self) -> tuple[Linear | QuantisedLinear, ...]:
         return (self._qkv, self._out, self._gate_up, self._down)
 
     def __call__(self, x: Tensor, residual: Tensor, at: Placement, cache: PagedCache) -> Tensor:

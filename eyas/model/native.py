@@ -35,9 +35,11 @@ import numpy as np
 import torch
 
 from eyas.artifact import cache_folder
+from eyas.gguf.blocks import BlockMatrix
 from eyas.model.block import Tensors, rope_table
 from eyas.model.config import DecoderConfig, HeadConfig, Taps, TargetConfig
 from eyas.model.draws import DrawState, no_best_logit
+from eyas.model.quantised import Blocks, parts_of
 from eyas.model.rows import (
     MAX_TREE_COLUMNS,
     FeatureCache,
@@ -180,6 +182,11 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
             pointer,
             [pointer, pointer, integer, integer, integer, integer, pointer, integer],
         ),
+        "eyas_quantised": (
+            pointer,
+            [pointer, pointer, pointer, integer, integer, integer, pointer, integer],
+        ),
+        "eyas_multiply": (None, [pointer, pointer, integer, integer, pointer]),
         "eyas_free_linear": (None, [pointer]),
         "eyas_linear_bytes": (integer, [pointer]),
         "eyas_read": (integer, [pointer, integer, integer]),
@@ -189,7 +196,7 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
         ),
         "eyas_free": (None, [pointer]),
         "eyas_set_rope": (None, [pointer, pointer, pointer, integer]),
-        "eyas_forward": (integer, [*[pointer] * 5, integer, pointer, integer, pointer, pointer]),
+        "eyas_forward": (integer, [*[pointer] * 5, integer, pointer, integer, *[pointer] * 3]),
         "eyas_verify": (integer, [pointer] * 3),
         "eyas_score": (integer, [pointer, integer, integer, integer, pointer, pointer]),
         "eyas_draw": (None, [pointer, pointer, integer, integer, pointer]),
@@ -214,44 +221,79 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
 class PackedLinear:
     """Weights [N, K] of one product, stacked from parts and packed for streaming."""
 
-    def __init__(
-        self,
+    def __init__(self, handle: int | None) -> None:
+        """handle: of the library's product. Raises MemoryError for none."""
+        if handle is None:
+            raise MemoryError("no memory for the packed weights")
+        self.handle = handle
+        weakref.finalize(self, library().eyas_free_linear, handle)
+        self.num_bytes: int = library().eyas_linear_bytes(handle)
+
+    @classmethod
+    def of_tensors(
+        cls,
         weights: Sequence[torch.Tensor],
         biases: Sequence[torch.Tensor],
         dtype: torch.dtype,
         threads: int,
         squeezed: bool,
         gated: bool = False,
-    ) -> None:
+    ) -> PackedLinear:
         """squeezed: bfloat16 in 12 bits; gated: two parts, gate and up, whose outputs are joined.
         Raises MemoryError.
         """
-        lib = library()
         stored = (
             torch.bfloat16
             if dtype == torch.bfloat16 or all(map(_is_bfloat16, weights))
             else torch.float32
         )
         parts = [weight.detach().to(stored).contiguous() for weight in weights]
-        bias = (
-            torch.cat([part.detach().float() for part in biases]).contiguous() if biases else None
-        )
+        bias = _joined(biases)
         rows = (ctypes.c_int64 * len(parts))(*map(len, parts))
         kind = FULL if stored == torch.float32 else SQUEEZED if squeezed else PLAIN
-        self.handle: int | None = lib.eyas_linear(
-            _pointers(parts),
-            rows,
-            len(parts),
-            parts[0].shape[1],
-            kind,
-            gated,
-            _pointer(bias),
-            threads,
+        return cls(
+            library().eyas_linear(
+                _pointers(parts),
+                rows,
+                len(parts),
+                parts[0].shape[1],
+                kind,
+                gated,
+                _pointer(bias),
+                threads,
+            )
         )
-        if self.handle is None:
-            raise MemoryError("no memory for the packed weights")
-        weakref.finalize(self, lib.eyas_free_linear, self.handle)
-        self.num_bytes: int = lib.eyas_linear_bytes(self.handle)
+
+    @classmethod
+    def of_blocks(
+        cls,
+        matrices: Sequence[BlockMatrix],
+        biases: Sequence[torch.Tensor],
+        threads: int,
+        gated: bool = False,
+    ) -> PackedLinear:
+        """From the blocks of a GGUF file, which `quantised.parts_of` says fit together. Raises
+        MemoryError.
+        """
+        parts = [np.ascontiguousarray(matrix.data) for matrix in matrices]
+        bias, count, K = _joined(biases), len(parts), matrices[0].shape[1]
+        integers = ctypes.c_int64 * count
+        return cls(
+            library().eyas_quantised(
+                (ctypes.c_void_p * count)(*map(address, parts)),
+                integers(*map(len, parts)),
+                integers(*(int(matrix.kind) for matrix in matrices)),
+                count,
+                K,
+                gated,
+                _pointer(bias),
+                threads,
+            )
+        )
+
+
+def _joined(biases: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    return torch.cat([part.detach().float() for part in biases]).contiguous() if biases else None
 
 
 def _is_bfloat16(weight: torch.Tensor) -> bool:
@@ -282,7 +324,12 @@ def _pointers(tensors: Sequence[torch.Tensor | None]) -> ctypes.Array[ctypes.c_v
 
 
 def _layer_linears(
-    tensors: Tensors, prefix: str, dtype: torch.dtype, threads: int, squeezed: bool
+    tensors: Tensors,
+    prefix: str,
+    dtype: torch.dtype,
+    threads: int,
+    squeezed: bool,
+    blocks: Blocks | None = None,
 ) -> list[PackedLinear]:
     """The products of one layer in the order of their use, so that they lie in memory as they are
     read.
@@ -292,8 +339,12 @@ def _layer_linears(
         biases = [
             tensors[f"{prefix}{name}.bias"] for name in names if f"{prefix}{name}.bias" in tensors
         ]
-        return PackedLinear(
-            [tensors[f"{prefix}{name}.weight"] for name in names],
+        weights = [f"{prefix}{name}.weight" for name in names]
+        parts = parts_of(blocks or {}, weights, gated)
+        if parts is not None:
+            return PackedLinear.of_blocks(parts, biases, threads, gated)
+        return PackedLinear.of_tensors(
+            [tensors[name] for name in weights],
             biases,
             dtype,
             threads,
@@ -307,6 +358,20 @@ def _layer_linears(
         packed(["mlp.gate_proj", "mlp.up_proj"], gated=True),
         packed(["mlp.down_proj"]),
     ]
+
+
+def _rows_of_embeddings(
+    embed_tokens: torch.Tensor | BlockMatrix,
+) -> tuple[torch.Tensor | np.ndarray, int, int]:
+    """What must be kept alive, how the library reads it (0 float32, 1 bfloat16, else a number of
+    ggml's), and where it lies.
+    """
+    if isinstance(embed_tokens, BlockMatrix):
+        data = np.ascontiguousarray(embed_tokens.data)
+        return data, int(embed_tokens.kind), address(data)
+    kept = embed_tokens.detach().contiguous()
+    kept = kept if kept.dtype in (torch.bfloat16, torch.float32) else kept.float()
+    return kept, int(kept.dtype == torch.bfloat16), kept.data_ptr()
 
 
 # Decoders
@@ -336,7 +401,7 @@ class NativeDecoder:
         role: DecoderRole,
         linears: Sequence[PackedLinear | None],
         norms: Sequence[torch.Tensor | None],
-        embed_tokens: torch.Tensor,
+        embed_tokens: torch.Tensor | BlockMatrix,
         target_ids_W: torch.Tensor | None = None,
     ) -> None:
         lib, self.dtype = library(), dtype
@@ -345,8 +410,7 @@ class NativeDecoder:
         self._norms = [
             None if norm is None else norm.detach().float().contiguous() for norm in norms
         ]
-        kept = embed_tokens.detach().contiguous()
-        self._embed = kept if kept.dtype in (torch.bfloat16, torch.float32) else kept.float()
+        self._embed, embed_kind, embed_at = _rows_of_embeddings(embed_tokens)
         self._target_ids_W = target_ids_W
         shape = (ctypes.c_int64 * 13)(
             config.num_hidden_layers,
@@ -357,7 +421,7 @@ class NativeDecoder:
             config.head_dim,
             role.num_logits,
             len(self._embed),
-            self._embed.dtype == torch.bfloat16,
+            embed_kind,
             role.is_draft,
             role.norm_before_residual,
             role.norm_output,
@@ -372,7 +436,7 @@ class NativeDecoder:
             eps,
             handles,
             _pointers(self._norms),
-            self._embed.data_ptr(),
+            embed_at,
             _pointer(target_ids_W),
         )
         weakref.finalize(self, lib.eyas_free, self._handle)
@@ -434,13 +498,22 @@ class NativeTarget(NativeDecoder):
     what must live longer.
     """
 
-    def __init__(self, config: TargetConfig, tensors: Tensors, dtype: torch.dtype) -> None:
-        """tensors as in a Hugging Face checkpoint, checked; dtype float32 or bfloat16."""
+    def __init__(
+        self,
+        config: TargetConfig,
+        tensors: Tensors,
+        dtype: torch.dtype,
+        blocks: Blocks | None = None,
+    ) -> None:
+        """tensors as in a Hugging Face checkpoint, checked; dtype float32 or bfloat16. blocks:
+        those of them that are multiplied in a GGUF file's own format, their rows quantised.
+        """
+        blocks = blocks or {}
         threads, squeezed = torch.get_num_threads(), _is_large(tensors.values())
         linears, norms = [], []
         for layer in range(config.num_hidden_layers):
             prefix = f"model.layers.{layer}."
-            linears += _layer_linears(tensors, prefix, dtype, threads, squeezed)
+            linears += _layer_linears(tensors, prefix, dtype, threads, squeezed, blocks)
             names = (
                 "input_layernorm",
                 "post_attention_layernorm",
@@ -448,9 +521,14 @@ class NativeTarget(NativeDecoder):
                 "self_attn.k_norm",
             )
             norms += [tensors.get(f"{prefix}{name}.weight") for name in names]
-        embed_tokens = tensors["model.embed_tokens.weight"]
-        lm_head = embed_tokens if config.tie_word_embeddings else tensors["lm_head.weight"]
-        linears.append(PackedLinear([lm_head], [], dtype, threads, squeezed))
+        embed_name = "model.embed_tokens.weight"
+        head_name = embed_name if config.tie_word_embeddings else "lm_head.weight"
+        if head_name in blocks:
+            linears.append(PackedLinear.of_blocks([blocks[head_name]], [], threads))
+        else:
+            lm_head = tensors[head_name]
+            linears.append(PackedLinear.of_tensors([lm_head], [], dtype, threads, squeezed))
+        embed_tokens = blocks.get(embed_name) or tensors[embed_name]
         norms.append(tensors["model.norm.weight"])
         role = DecoderRole(config.vocab_size)
         super().__init__(config, dtype, role, [*linears, None], [*norms, *[None] * 5], embed_tokens)
@@ -491,10 +569,27 @@ class NativeTarget(NativeDecoder):
             R,
             logits.data_ptr(),
             best.data_ptr(),
+            None,
         )
         while (status := self._lib.eyas_forward(self._handle, ints, pointers, *outputs)) != 0:
             self._is_done(status, int(rows.position.max()))
         return TargetOutput(aux_hidden, logits, best)
+
+    def hidden(
+        self, rows: Rows, cache: PagedCache, taps: Taps
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Last hidden [M, H] after the final norm and aux_hidden [M, 3 * H], fresh; no logits.
+        Raises IndexError.
+        """
+        ints, pointers = self._arguments(rows, cache)
+        M, H = len(rows.token), self._config.hidden_size
+        last_hidden = torch.empty(M, H, dtype=self.dtype)
+        aux_hidden = torch.empty(M, 3 * H, dtype=self.dtype)
+        taken = (_three(taps), aux_hidden.data_ptr(), False, None, 0, None, None)
+        outputs = (*taken, last_hidden.data_ptr())
+        while (status := self._lib.eyas_forward(self._handle, ints, pointers, *outputs)) != 0:
+            self._is_done(status, int(rows.position.max()))
+        return last_hidden, aux_hidden
 
     def verify(
         self,
@@ -595,8 +690,8 @@ class NativeDraft(NativeDecoder):
         squeezed = _is_large(tensors.values())
         linears = [
             *_layer_linears(tensors, layer, dtype, threads, squeezed),
-            PackedLinear([lm_head], [], dtype, threads, squeezed),
-            PackedLinear([tensors["fc.weight"]], [], dtype, threads, squeezed),
+            PackedLinear.of_tensors([lm_head], [], dtype, threads, squeezed),
+            PackedLinear.of_tensors([tensors["fc.weight"]], [], dtype, threads, squeezed),
         ]
         features = tensors["input_norm.weight"] if config.norm_before_fc else None
         each = [

@@ -21,10 +21,12 @@ import torch
 import torch.nn.functional as F
 
 from eyas.errors import MismatchError
+from eyas.gguf.blocks import block_matrices
 from eyas.model.block import Block, Linear, Rope, rms_norm
 from eyas.model.config import Taps, TargetConfig, TargetShape
 from eyas.model.draws import DrawState
 from eyas.model.native import NativeTarget, Verified, runs, unavailable
+from eyas.model.quantised import Blocks, QuantisedLinear, parts_of
 from eyas.model.rows import (
     FeatureCache,
     NodesToVerify,
@@ -36,8 +38,14 @@ from eyas.model.rows import (
 )
 from eyas.model.weights import read_tensors, refuse_nonfinite, tensor_sha256
 
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Dtype = Literal["auto", "float32", "bfloat16", "float16", "packed"]
+# packed: what is not a quantised product, keys, values and features
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "packed": torch.bfloat16,
+}
 PAGE_SIZE = 16
 
 
@@ -57,7 +65,8 @@ def resolve_dtype(dtype: Dtype, shape: TargetShape, device: str = "cpu") -> Dtyp
     "auto" is the checkpoint's own where this machine computes in it at full speed, on CUDA and by
     the native decoder, which runs no float16: the answers and features are then those of the engine
     that serves the model, at half the bytes of float32. Elsewhere it is float32: PyTorch's bfloat16
-    on other processors is slower than float32 and less exact.
+    on other processors is slower than float32 and less exact. "packed" is only taken where it is
+    asked for: the matrices of a GGUF file in its own blocks, multiplied as they are.
     """
     if dtype != "auto":
         return dtype
@@ -70,11 +79,20 @@ class Layers:
     """The whole decoder in PyTorch operators."""
 
     def __init__(
-        self, config: TargetConfig, tensors: dict[str, torch.Tensor], lm_head: torch.Tensor
+        self,
+        config: TargetConfig,
+        tensors: dict[str, torch.Tensor],
+        lm_head: torch.Tensor,
+        blocks: Blocks | None = None,
     ) -> None:
-        """tensors: checked, of one dtype and device."""
+        """tensors: checked, of one dtype and device. blocks: those of them that are multiplied in a
+        GGUF file's own format.
+        """
+        blocks = blocks or {}
         self._embed_tokens = tensors["model.embed_tokens.weight"]
-        self.head = Linear(lm_head)
+        head_name = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+        parts = parts_of(blocks, [head_name])
+        self.head = Linear(lm_head) if parts is None else QuantisedLinear(parts)
         self._norm, self._eps = tensors["model.norm.weight"], config.rms_norm_eps
         self._input_norms, self._blocks = [], []
         for layer in range(config.num_hidden_layers):
@@ -84,8 +102,13 @@ class Layers:
                 for name, tensor in tensors.items()
                 if name.startswith(prefix)
             }
+            own_blocks = {
+                name.removeprefix(prefix): matrix
+                for name, matrix in blocks.items()
+                if name.startswith(prefix)
+            }
             self._input_norms.append(own["input_layernorm.weight"])
-            self._blocks.append(Block(config, own, layer))
+            self._blocks.append(Block(config, own, layer, own_blocks))
         # The last position of a request and the nodes of its tree: a little beyond the trained
         # context never hurts.
         length = config.max_position_embeddings + 64
@@ -118,15 +141,21 @@ class Target:
         dtype: Dtype = "auto",
         device: str = "cpu",
         native: bool = True,
+        blocks: Blocks | None = None,
     ) -> None:
         """Lay out a checkpoint's tensors, named as Hugging Face names them.
 
         dtype: see `resolve_dtype`. native: False takes PyTorch operators even if the native decoder
-        could run. Raises MismatchError when a tensor is missing or has another shape.
+        could run. blocks: of "packed", the matrices in a GGUF file's own format. Raises
+        MismatchError when a tensor is missing or has another shape, or this machine does not run
+        "packed".
         """
         self.config, self.device = config, device
-        self.dtype = DTYPES[resolve_dtype(dtype, config, device)]
+        self.precision = resolve_dtype(dtype, config, device)
+        self.dtype = DTYPES[self.precision]
         check_tensors(config, tensors)
+        self.blocks = blocks or {}
+        check_blocks(tensors, self.blocks)
         stored_head = tensors[
             "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
         ]
@@ -144,7 +173,15 @@ class Target:
             and runs(config)
             and unavailable() is None
         )
-        self._native = NativeTarget(config, self._cast(), self.dtype) if self.is_native else None
+        if self.blocks and native and not self.is_native:
+            why = unavailable() if device == "cpu" else f"not on {device}"
+            raise MismatchError(
+                f"dtype packed is run by the native decoder on a CPU only: {why or 'its shape'}",
+                "take another dtype: the weights are then dequantised",
+            )
+        self._native = (
+            NativeTarget(config, self._cast(), self.dtype, self.blocks) if self.is_native else None
+        )
 
     @classmethod
     def load(
@@ -153,7 +190,8 @@ class Target:
         """Load a Hugging Face folder. Raises MissingInputError, CorruptError, MismatchError."""
         config, tensors = TargetConfig.from_folder(folder), read_tensors(folder)
         refuse_nonfinite(folder, tensors)
-        return cls(config, tensors, dtype, device, native)
+        blocks = block_matrices(folder) if dtype == "packed" else None
+        return cls(config, tensors, dtype, device, native, blocks)
 
     @property
     def fingerprint(self) -> str:
@@ -163,7 +201,7 @@ class Target:
     @cached_property
     def layers(self) -> Layers:
         """The decoder in PyTorch operators, laid out when it is first asked for."""
-        return Layers(self.config, self._cast(), self.lm_head)
+        return Layers(self.config, self._cast(), self.lm_head, self.blocks)
 
     def _cast(self) -> dict[str, torch.Tensor]:
         """All tensors in this target's precision and on its device, without second copies."""
@@ -202,6 +240,19 @@ class Target:
             aux_hidden = None
         logits = self.layers.head(hidden if logits_of is None else hidden[logits_of])
         return TargetOutput(aux_hidden, logits, logits.argmax(-1))
+
+    def hidden(
+        self, rows: Rows, cache: PagedCache, taps: Taps
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Last hidden [M, Ht] after the final norm and aux_hidden [M, 3 * Ht], in the target's
+        dtype: by the native decoder where it multiplies blocks, whose twin is slow, else by
+        PyTorch operators.
+        """
+        if self._native is not None and self.blocks:
+            return self._native.hidden(rows, cache, taps)
+        last_hidden, aux_hidden = self.layers.hidden(rows, cache, taps)
+        assert aux_hidden is not None
+        return last_hidden, aux_hidden
 
     def verify(
         self,
@@ -243,6 +294,16 @@ class Target:
         """int64 [B, T] -> logits [B, T, V]: for checks, not for decoding."""
         _, hidden_BTH = self.features(tokens_BT)
         return self.layers.head(hidden_BTH.flatten(0, 1)).view(*tokens_BT.shape, -1)
+
+
+def check_blocks(tensors: dict[str, torch.Tensor], blocks: Blocks) -> None:
+    """Raise MismatchError unless every matrix of blocks has its dequantised one's shape."""
+    for name, matrix in blocks.items():
+        if name not in tensors or tuple(tensors[name].shape) != matrix.shape:
+            raise MismatchError(
+                f"{name} is {matrix.shape} in the GGUF file, not as in the folder made from it",
+                "delete the folder in the cache; it is made again",
+            )
 
 
 def check_tensors(config: TargetConfig, tensors: dict[str, torch.Tensor]) -> None:

@@ -128,7 +128,7 @@ def load(config: ServeConfig) -> ModelService:
     gc.freeze()
     info = ModelInfo(
         config.served_model,
-        str(engine.target.dtype).removeprefix("torch."),
+        engine.target.precision,
         head is not None,
         engine.max_length,
         fingerprint(target),

@@ -13,6 +13,7 @@
 #include "choice.h"
 #include "draw.h"
 #include "linear.h"
+#include "quantised.h"
 #include "round.h"
 
 namespace {
@@ -20,22 +21,24 @@ namespace {
 enum Status : int { kDone = 0, kBadToken = 1, kBadPosition = 2, kBadSlot = 3, kBadRow = 4, kBadLogits = 5 };
 
 struct Shape {
-  int64_t layers, hidden, inner, Hq, Hk, D, vocab, embed_rows, embed_is_bf16, is_draft;
+  int64_t layers, hidden, inner, Hq, Hk, D, vocab, embed_rows, embed_kind, is_draft;
   int64_t norm_before_residual, norm_output, threads;
 };
 
 // Norm weights; null where the model has none. Of a layer: input, post, q, k; of a draft also hidden.
 struct Layer {
-  const Linear *qkv, *out, *gate_up, *down;
+  const Product *qkv, *out, *gate_up, *down;
   const float *input_norm, *post_norm, *q_norm, *k_norm;
 };
 
 struct Outer {
   const float *final_norm, *hidden_norm, *features_norm, *feature_norms[3];
-  const Linear *head, *fc;
+  const Product *head, *fc;
   const void* embed;
 };
 
+// What rows of embeddings are stored as; above these, ggml's formats.
+constexpr int64_t kEmbedBf16 = 1;
 constexpr int kMaxTopk = 16, kTopChunk = 512, kOwnNorms = 8;
 
 // The best of a stretch of logits, best first (ties: smaller index), and its sum of exponentials relative to its maximum.
@@ -85,7 +88,7 @@ class Decoder {
   virtual ~Decoder() = default;
   // logits[r]: where those of row r go, V of them, or null; null for none of any row
   virtual int forward(const RowsView& rows, void* kv, const Tapped& tapped, const int64_t* logits_of, int64_t R, float* const* logits,
-                      int64_t* best) = 0;
+                      int64_t* best, void* last_hidden) = 0;
   virtual int64_t vocabulary() const = 0;
   virtual int verify(const Lines& lines, const Chosen& chosen, void* kv, const Tapped& tapped, const Draws& draws, int64_t places,
                      int64_t* emitted, int64_t* counts) = 0;
@@ -150,8 +153,9 @@ class Model final : public Decoder {
 
   int64_t vocabulary() const override { return V_; }
 
+  // last_hidden: [M, H] after the final norm, or null.
   int forward(const RowsView& rows, void* kv, const Tapped& tapped, const int64_t* logits_of, int64_t R, float* const* logits,
-              int64_t* best) override {
+              int64_t* best, void* last_hidden) override {
     const int M = rows.M, n = static_cast<int>(R);
     for (int64_t r = 0; logits_of != nullptr && r < R; ++r)
       if (logits_of[r] < 0 || logits_of[r] >= M) return kBadRow;
@@ -166,7 +170,7 @@ class Model final : public Decoder {
       sync();
       for (size_t l = 0; l < layers_.size(); ++l) {
         const T* x = normed(t, T_, M, layers_[l].input_norm, nullptr);
-        const Linear* next = l + 1 < layers_.size() ? layers_[l + 1].qkv : outer_.head;
+        const Product* next = l + 1 < layers_.size() ? layers_[l + 1].qkv : outer_.head;
         layer(t, T_, layers_[l], next, rows, x, static_cast<T*>(kv) + l * rows.num_slots * 2 * Hk_ * D_, [&](int m, int c, __mmask16 lanes, Vec v) {
           if (tapped.taps == nullptr) return;
           const size_t to = tapped.by_slot ? rows.slot[m] : m;
@@ -175,10 +179,14 @@ class Model final : public Decoder {
         });
         sync();
       }
+      for (int m = M * t / T_; last_hidden != nullptr && m < M * (t + 1) / T_; ++m) {
+        T* to = static_cast<T*>(last_hidden) + static_cast<size_t>(m) * H_;
+        normalise(h_ + m * h_stride_, outer_.final_norm, H_, eps_, [&](int c, __mmask16 lanes, Vec v) { A::store(to + c, lanes, v); });
+      }
       if (n == 0) return;
       const T* x = normed(t, T_, n, outer_.final_norm, logits_of);
       clear_best(t, n);
-      multiply<A>(*outer_.head, layers_[0].qkv, x, x_stride_, n, t, T_, sums(t), [&](const Panel& panel, const float* out) {
+      product(*outer_.head, layers_[0].qkv, x, x_stride_, n, t, T_, [&](const Panel& panel, const float* out) {
         for (int r = 0; r < n; ++r)
           for (int w = 0; w < panel.width; ++w) {
             const int c = (panel.first + w) * kLanes;
@@ -203,7 +211,7 @@ class Model final : public Decoder {
     const RowsView rows = forest_.rows.view(lines, 0);
     best_.resize(rows.M);
     if (const int status = place_logits(lines.B, draws, rows.M); status != kDone) return status;
-    if (const int status = forward(rows, kv, tapped, nullptr, rows.M, logits_of_.data(), best_.data()); status != kDone) return status;
+    if (const int status = forward(rows, kv, tapped, nullptr, rows.M, logits_of_.data(), best_.data(), nullptr); status != kDone) return status;
     const bool samples = std::any_of(draws.of, draws.of + lines.B, [](const DrawState* one) { return one != nullptr; });
     const int team = samples && lines.B > 1 ? Pool::shared().advised(threads_) : 1;
     paths_.resize(lines.B), drawn_.resize(lines.B), samplers_.resize(std::max<size_t>(team, samplers_.size()));
@@ -235,7 +243,7 @@ class Model final : public Decoder {
         sync();
         features = features_.get(), stride = feature_stride();
       }
-      multiply<A>(*outer_.fc, layers_[0].qkv, features, stride, M, t, T_, sums(t), [&](const Panel& panel, const float* out) {
+      product(*outer_.fc, layers_[0].qkv, features, stride, M, t, T_, [&](const Panel& panel, const float* out) {
         for (int m = 0; m < M; ++m)
           for (int w = 0; w < panel.width; ++w)
             _mm512_storeu_ps(other_h_ + m * h_stride_ + (panel.first + w) * kLanes, _mm512_loadu_ps(out + m * kPanelColumns + w * kLanes));
@@ -355,6 +363,10 @@ class Model final : public Decoder {
     queries_.reserve(rows * Hq_ * query_stride_);
     mixed_.reserve(rows * x_stride_);
     act_.reserve(rows * act_stride_);
+    if (has_quantised()) {
+      blocks_.reserve(rows * row_blocks());
+      own_blocks_.reserve(static_cast<size_t>(team_) * kOwnNorms * row_blocks());
+    }
     sums_.reserve(static_cast<size_t>(team_) * rows * kPanelColumns);
     most_.reserve(static_cast<size_t>(team_) * rows * kLanes);
     most_ids_.reserve(static_cast<size_t>(team_) * rows * kLanes);
@@ -383,6 +395,16 @@ class Model final : public Decoder {
     return kDone;
   }
 
+  // Of the widest product's row.
+  size_t row_blocks() const { return std::max({X_, Hq_ * D_, I_}) / kBlockInputs; }
+
+  bool has_quantised() const {
+    const auto any = [](const Layer& one) {
+      return one.qkv->is_quantised || one.out->is_quantised || one.gate_up->is_quantised || one.down->is_quantised;
+    };
+    return outer_.head->is_quantised || std::any_of(layers_.begin(), layers_.end(), any);
+  }
+
   size_t feature_stride() const { return round_up(3 * H_, 32) + 32; }
   size_t wide_stride() const { return round_up(3 * H_, kLanes); }
   int top_chunks() const { return (V_ + kTopChunk - 1) / kTopChunk; }
@@ -392,10 +414,15 @@ class Model final : public Decoder {
   // Rows
 
   void embed(int64_t token, float* to) const {
+    if (shape_.embed_kind > kEmbedBf16) {
+      const Format format = static_cast<Format>(shape_.embed_kind);
+      dequantise_row(format, static_cast<const uint8_t*>(outer_.embed) + token * row_bytes(format, H_), H_, to);
+      return;
+    }
     for (int c = 0; c < H_; c += kLanes) {
       const __mmask16 lanes = first_lanes(H_ - c);
       const size_t at = static_cast<size_t>(token) * H_ + c;
-      const Vec v = shape_.embed_is_bf16 ? Bf16::load(static_cast<const bf16*>(outer_.embed) + at, lanes)
+      const Vec v = shape_.embed_kind == kEmbedBf16 ? Bf16::load(static_cast<const bf16*>(outer_.embed) + at, lanes)
                                          : Fp32::load(static_cast<const float*>(outer_.embed) + at, lanes);
       _mm512_storeu_ps(to + c, v);
     }
@@ -414,20 +441,32 @@ class Model final : public Decoder {
     return x;
   }
 
+  // Thread t's part of x [M, K] times the weights; put and next as of `multiply`. Of few rows every thread quantises all by itself.
+  template <class Put>
+  void product(const Product& weights, const Product* next, const T* x, size_t stride, int M, int t, int T_, Put&& put) {
+    if (!weights.is_quantised) return multiply<A>(static_cast<const Linear&>(weights), next, x, stride, M, t, T_, sums(t), put);
+    const bool own = M <= kOwnNorms;
+    const RowBlocks rows{own ? own_blocks_.get() + static_cast<size_t>(t) * kOwnNorms * row_blocks() : blocks_.get(),
+                         weights.K / kBlockInputs, M};
+    for (int m = own ? 0 : M * t / T_; m < (own ? M : M * (t + 1) / T_); ++m) quantise_row<A>(x + m * stride, rows, m);
+    if (!own) sync();
+    multiply_quantised(static_cast<const QuantisedProduct&>(weights), next, rows, t, T_, sums(t), put);
+  }
+
   // One layer of the M rows, after their input x: adds to h_. next: the product after it. tap(m, column, lanes, values) sees what is put out.
   template <class Tap>
-  void layer(int t, int T_, const Layer& layer, const Linear* next, const RowsView& rows, const T* x, T* cache, Tap&& tap) {
+  void layer(int t, int T_, const Layer& layer, const Product* next, const RowsView& rows, const T* x, T* cache, Tap&& tap) {
     const int M = rows.M;
     project(t, T_, layer, layer.out, x, M);
     attention(t, T_, layer, rows, cache);
     sync();
-    multiply<A>(*layer.out, layer.gate_up, mixed_.get(), x_stride_, M, t, T_, sums(t), [&](const Panel& panel, const float* out) {
+    product(*layer.out, layer.gate_up, mixed_.get(), x_stride_, M, t, T_, [&](const Panel& panel, const float* out) {
       for (int m = 0; m < M; ++m)
         for (int w = 0; w < panel.width; ++w) add_to_h(m, (panel.first + w) * kLanes, out + m * kPanelColumns + w * kLanes);
     });
     sync();
     x = normed(t, T_, M, layer.post_norm, nullptr);
-    multiply<A>(*layer.gate_up, layer.down, x, x_stride_, M, t, T_, sums(t), [&](const Panel& panel, const float* out) {
+    product(*layer.gate_up, layer.down, x, x_stride_, M, t, T_, [&](const Panel& panel, const float* out) {
       for (int m = 0; m < M; ++m)
         for (int w = 0; w < panel.width; w += 2) {
           const float* at = out + m * kPanelColumns + w * kLanes;
@@ -435,7 +474,7 @@ class Model final : public Decoder {
         }
     });
     sync();
-    multiply<A>(*layer.down, next, act_.get(), act_stride_, M, t, T_, sums(t), [&](const Panel& panel, const float* out) {
+    product(*layer.down, next, act_.get(), act_stride_, M, t, T_, [&](const Panel& panel, const float* out) {
       for (int m = 0; m < M; ++m)
         for (int w = 0; w < panel.width; ++w) {
           const int c = (panel.first + w) * kLanes;
@@ -445,8 +484,8 @@ class Model final : public Decoder {
   }
 
   // Queries, keys and values of the M rows, to qkv_.
-  void project(int t, int T_, const Layer& layer, const Linear* next, const T* x, int M) {
-    multiply<A>(*layer.qkv, next, x, x_stride_, M, t, T_, sums(t), [&](const Panel& panel, const float* out) {
+  void project(int t, int T_, const Layer& layer, const Product* next, const T* x, int M) {
+    product(*layer.qkv, next, x, x_stride_, M, t, T_, [&](const Panel& panel, const float* out) {
       for (int m = 0; m < M; ++m)
         for (int w = 0; w < panel.width; ++w)
           _mm512_storeu_ps(qkv_.get() + m * qkv_stride_ + (panel.first + w) * kLanes, _mm512_loadu_ps(out + m * kPanelColumns + w * kLanes));
@@ -622,7 +661,7 @@ class Model final : public Decoder {
 
   // The k best tokens of n rows whose lm_head inputs are in x_. Ends with a barrier only between its parts.
   void best_tokens(int t, int T_, int n, int k, int64_t* ids, float* log_probs) {
-    multiply<A>(*outer_.head, layers_[0].qkv, x_, x_stride_, n, t, T_, sums(t), [&](const Panel& panel, const float* out) {
+    product(*outer_.head, layers_[0].qkv, x_, x_stride_, n, t, T_, [&](const Panel& panel, const float* out) {
       for (int r = 0; r < n; ++r)
         for (int w = 0; w < panel.width; ++w)
           _mm512_storeu_ps(logits_.get() + r * logits_stride_ + (panel.first + w) * kLanes, _mm512_loadu_ps(out + r * kPanelColumns + w * kLanes));
@@ -682,6 +721,7 @@ class Model final : public Decoder {
   T* x_ = nullptr;
   Buffer<float> h_buffer_, other_h_buffer_, qkv_, sums_, scores_, most_, wide_, logits_;
   Buffer<T> x_buffer_, own_x_, queries_, mixed_, act_, features_;
+  Buffer<RowBlock> blocks_, own_blocks_;
   Buffer<int> most_ids_;
   Buffer<Top> tops_;
   std::vector<const float*> sources_;
@@ -880,7 +920,7 @@ using Guard = std::lock_guard<std::mutex>;
 #pragma GCC visibility push(default)
 extern "C" {
 
-Linear* eyas_linear(const void* const* parts, const int64_t* part_rows, int64_t count, int64_t K, int64_t kind, int64_t gated,
+Product* eyas_linear(const void* const* parts, const int64_t* part_rows, int64_t count, int64_t K, int64_t kind, int64_t gated,
                     const float* bias, int64_t threads) {
   std::vector<Source> sources;
   for (int64_t i = 0; i < count; ++i) sources.push_back({parts[i], static_cast<int>(part_rows[i])});
@@ -889,6 +929,38 @@ Linear* eyas_linear(const void* const* parts, const int64_t* part_rows, int64_t 
   } catch (const std::bad_alloc&) {
     return nullptr;
   }
+}
+
+// Parts as they lie in a GGUF file: see QuantisedProduct.
+Product* eyas_quantised(const void* const* parts, const int64_t* part_rows, const int64_t* formats, int64_t count, int64_t K, int64_t gated,
+                        const float* bias, int64_t threads) {
+  std::vector<Source> sources;
+  std::vector<Format> found;
+  for (int64_t i = 0; i < count; ++i) {
+    sources.push_back({parts[i], static_cast<int>(part_rows[i])});
+    found.push_back(static_cast<Format>(formats[i]));
+  }
+  try {
+    return new QuantisedProduct(sources, found, static_cast<int>(K), gated != 0, bias, static_cast<int>(threads));
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
+
+// One product by itself: x [M, K] in fp32 -> y [M, 16 * blocks], for tests.
+void eyas_multiply(const Product* product, const float* x, int64_t M, int64_t threads, float* y) {
+  const Guard guard(calls());
+  const auto& weights = static_cast<const QuantisedProduct&>(*product);
+  Buffer<RowBlock> blocks;
+  const RowBlocks rows{blocks.reserve(M * (weights.K / kBlockInputs)), weights.K / kBlockInputs, static_cast<int>(M)};
+  for (int m = 0; m < rows.M; ++m) quantise_row<Fp32>(x + static_cast<size_t>(m) * weights.K, rows, m);
+  std::vector<float> sums(threads * M * kPanelColumns);
+  Pool::shared().run(static_cast<int>(threads), [&](int t) {
+    multiply_quantised(weights, nullptr, rows, t, static_cast<int>(threads), sums.data() + t * M * kPanelColumns, [&](const Panel& panel, const float* out) {
+      for (int m = 0; m < rows.M; ++m)
+        std::memcpy(y + (static_cast<size_t>(m) * weights.blocks + panel.first) * kLanes, out + m * kPanelColumns, panel.width * kLanes * sizeof(float));
+    });
+  });
 }
 
 // Reads the bytes once with that many threads: what memory gives, for a benchmark to hold a step against.
@@ -908,11 +980,11 @@ int64_t eyas_read(const uint8_t* data, int64_t bytes, int64_t threads) {
   return all;
 }
 
-void eyas_free_linear(Linear* linear) { delete linear; }
-int64_t eyas_linear_bytes(const Linear* linear) { return static_cast<int64_t>(linear->bytes()); }
+void eyas_free_linear(Product* product) { delete product; }
+int64_t eyas_linear_bytes(const Product* product) { return static_cast<int64_t>(product->bytes()); }
 
 // linears: per layer qkv, out, gate_up, down; then head, fc. norms: per layer input, post, q, k; then final, hidden, features, 3 of fc.
-Decoder* eyas_new(int64_t is_bf16, const int64_t* shape_ints, float eps, const Linear* const* linears, const float* const* norms,
+Decoder* eyas_new(int64_t is_bf16, const int64_t* shape_ints, float eps, const Product* const* linears, const float* const* norms,
                   const void* embed, const int64_t* target_ids) {
   Shape shape;
   static_assert(sizeof(Shape) == 13 * sizeof(int64_t));
@@ -932,11 +1004,11 @@ void eyas_set_rope(Decoder* decoder, const float* cos, const float* sin, int64_t
 }
 
 int64_t eyas_forward(Decoder* decoder, const int64_t* ints, void* const* pointers, const int64_t* taps, void* aux, int64_t by_slot,
-                     const int64_t* logits_of, int64_t R, float* logits, int64_t* best) {
+                     const int64_t* logits_of, int64_t R, float* logits, int64_t* best, void* last_hidden) {
   const Guard guard(calls());
   std::vector<float*> rows(R, nullptr);
   for (int64_t r = 0; logits != nullptr && r < R; ++r) rows[r] = logits + r * decoder->vocabulary();
-  return decoder->forward(view(ints, pointers), pointers[7], Tapped{taps, aux, by_slot != 0}, logits_of, R, rows.data(), best);
+  return decoder->forward(view(ints, pointers), pointers[7], Tapped{taps, aux, by_slot != 0}, logits_of, R, rows.data(), best, last_hidden);
 }
 
 // ints: B, P, page_size, num_slots, C, places, room. pointers: lens, roots, line, tokens, parents, kept, page_table, cache, taps,

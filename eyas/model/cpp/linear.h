@@ -14,85 +14,17 @@
 // depend on nothing but the row.
 #pragma once
 
-#include <algorithm>
-#include <memory>
-#include <vector>
-
-#include "pool.h"
-#include "simd.h"
+#include "panels.h"
 
 enum class Packed : int { fp32 = 0, bf16 = 1, squeezed = 2 };
 
-struct Panel {
-  int first, width;  // blocks
-  size_t offset;     // bytes
-  int first_chunk;   // counted over all panels
-};
-
-constexpr int kPanelBlocks = 4, kPanelColumns = kPanelBlocks * kLanes;
 constexpr int kMaxTileRows = 6;      // 6 rows x 4 blocks of sums, and 4 of weights, fill the 32 registers
 constexpr int kChunkPairs = 128;     // 32 KB of a panel: its second and further tiles of rows find it in a cache
 constexpr int kSqueezedPairs = 8;     // of a chunk
 constexpr int kUnpackedChunks = 8;   // left to the other tiles: 16 KB
-constexpr size_t kLead = 16384;      // bytes between what is worked on and what is fetched
 constexpr int kCodes = 16, kSampleStep = 7, kRareShare = 256;
 
-// The sanitizer is told what of an arena has been handed out, and a line behind each piece has not.
-#ifdef __SANITIZE_ADDRESS__
-#include <sanitizer/asan_interface.h>
-constexpr size_t kGap = 64;
-#else
-#define ASAN_POISON_MEMORY_REGION(at, bytes)
-#define ASAN_UNPOISON_MEMORY_REGION(at, bytes)
-constexpr size_t kGap = 0;
-#endif
-
-// Memory for weights in huge pages, handed out in order: products packed one after the other lie behind each other.
-class Arena {
- public:
-  using Piece = std::shared_ptr<uint8_t>;
-
-  static Piece take(size_t bytes) {
-    static std::mutex mutex;
-    static std::shared_ptr<Chunk> open;
-    static size_t used = 0;
-    const std::lock_guard<std::mutex> guard(mutex);
-    const size_t asked = bytes;
-    bytes = (bytes + 63) / 64 * 64 + kGap;
-    if (open == nullptr || used + bytes > open->size) {
-      open = std::make_shared<Chunk>(std::max(kChunk, (bytes + kHugePage - 1) / kHugePage * kHugePage));
-      used = 0;
-    }
-    uint8_t* at = open->data + used;
-    used += bytes;
-    ASAN_UNPOISON_MEMORY_REGION(at, asked);
-    return Piece(open, at);
-  }
-
- private:
-  static constexpr size_t kHugePage = size_t(2) << 20, kChunk = size_t(64) << 20;
-
-  struct Chunk {
-    explicit Chunk(size_t bytes) : size(bytes), data(static_cast<uint8_t*>(std::aligned_alloc(kHugePage, bytes))) {
-      if (data == nullptr) throw std::bad_alloc();
-      madvise(data, bytes, MADV_HUGEPAGE);
-      ASAN_POISON_MEMORY_REGION(data, bytes);
-    }
-    ~Chunk() {
-      ASAN_UNPOISON_MEMORY_REGION(data, size);
-      std::free(data);
-    }
-    const size_t size;
-    uint8_t* const data;
-  };
-};
-
 constexpr int kBurstPairs = 8;  // between two bursts of prefetches
-
-struct Source {
-  const void* data;
-  int rows;
-};
 
 // What is to be fetched while something else is worked on.
 struct Ahead {
@@ -100,22 +32,18 @@ struct Ahead {
   size_t lines = 0;
 };
 
-class Linear {
+class Linear final : public Product {
  public:
   // parts: [rows, K] matrices stacked, in fp32 or bf16; gated: two parts whose blocks alternate. bias: of all rows, or null.
   Linear(const std::vector<Source>& parts, int K, Packed kind, bool gated, const float* bias, int threads)
-      : K(K), pairs((K + 1) / 2), kind(kind), gated(gated) {
-    const std::vector<int> column_rows = columns(parts);
-    blocks = static_cast<int>(column_rows.size()) / kLanes;
-    has_bias = bias != nullptr;
-    float* biases = bias_.reserve(column_rows.size());
-    for (size_t c = 0; has_bias && c < column_rows.size(); ++c) biases[c] = column_rows[c] < 0 ? 0.0f : bias[column_rows[c]];
+      : Product(K, gated, false), pairs((K + 1) / 2), kind(kind) {
+    const std::vector<int> column_rows = columns(parts, bias);
     std::vector<const uint8_t*> lines;
     for (const Source& part : parts)
       for (int row = 0; row < part.rows; ++row)
         lines.push_back(static_cast<const uint8_t*>(part.data) + static_cast<size_t>(row) * K * element());
     if (kind == Packed::squeezed && !choose_upper(lines)) this->kind = Packed::bf16;
-    split(threads);
+    place(threads);
     data_ = Arena::take(num_bytes_);
     std::vector<std::vector<std::vector<Rare>>> rare(panels.size());
     Pool::shared().run(threads, [&](int t) {
@@ -127,19 +55,6 @@ class Linear {
         rare_.insert(rare_.end(), chunk.begin(), chunk.end());
         rare_starts_.push_back(static_cast<uint32_t>(rare_.size()));
       }
-  }
-
-  // The panels of thread t of T: [share(t, T), share(t + 1, T)).
-  int share(int t, int T) const {
-    const int first = static_cast<int>(static_cast<int64_t>(blocks) * t / T);
-    return static_cast<int>(
-        std::lower_bound(panels.begin(), panels.end(), first, [](const Panel& p, int b) { return p.first < b; }) - panels.begin());
-  }
-
-  // Where the weights of thread t begin and, at t + 1, end.
-  const uint8_t* share_weights(int t, int T) const {
-    const int p = share(t, T);
-    return data_.get() + (p < static_cast<int>(panels.size()) ? panels[p].offset : num_bytes_);
   }
 
   int chunk_pairs() const { return kind == Packed::squeezed ? kSqueezedPairs : kChunkPairs; }
@@ -193,14 +108,8 @@ class Linear {
 #endif
   }
 
-  const float* bias() const { return bias_.get(); }
-  size_t bytes() const { return num_bytes_; }
-
-  int K, pairs, blocks = 0;
+  int pairs;
   Packed kind;
-  bool gated, has_bias = false;
-  int N = 0;  // columns with outputs
-  std::vector<Panel> panels;
 
  private:
   struct Rare {
@@ -227,36 +136,14 @@ class Linear {
     return (all - covered) * kRareShare <= all;
   }
 
-  // The source row of each packed column, -1 for padding.
-  std::vector<int> columns(const std::vector<Source>& parts) {
-    std::vector<int> rows;
-    for (const Source& part : parts) N += part.rows;
-    if (!gated) {
-      for (int c = 0; c < round_up(N, kLanes); ++c) rows.push_back(c < N ? c : -1);
-      return rows;
-    }
-    const int half = parts[0].rows;
-    for (int first = 0; first < half; first += kLanes)
-      for (int part = 0; part < 2; ++part)
-        for (int c = first; c < first + kLanes; ++c) rows.push_back(c < half ? part * half + c : -1);
-    return rows;
-  }
-
-  // Even shares of blocks for the threads, each in panels as wide as possible.
-  void split(int threads) {
-    const int grain = gated ? 2 : 1, grains = blocks / grain;
+  void place(int threads) {
     int chunks = 0;
-    for (int t = 0; t < threads; ++t) {
-      int first = static_cast<int>(static_cast<int64_t>(grains) * t / threads) * grain;
-      const int end = static_cast<int>(static_cast<int64_t>(grains) * (t + 1) / threads) * grain;
-      while (first < end) {
-        const int width = std::min(kPanelBlocks, end - first);
-        const int full = pairs / chunk_pairs(), left = pairs % chunk_pairs();
-        panels.push_back({first, width, num_bytes_, chunks});
-        num_bytes_ += full * chunk_bytes(chunk_pairs(), width) + (left > 0 ? chunk_bytes(left, width) : 0);
-        chunks += full + (left > 0);
-        first += width;
-      }
+    for (Panel panel : shares(threads)) {
+      const int full = pairs / chunk_pairs(), left = pairs % chunk_pairs();
+      panel.offset = num_bytes_, panel.first_chunk = chunks;
+      panels.push_back(panel);
+      num_bytes_ += full * chunk_bytes(chunk_pairs(), panel.width) + (left > 0 ? chunk_bytes(left, panel.width) : 0);
+      chunks += full + (left > 0);
     }
   }
 
@@ -312,12 +199,9 @@ class Linear {
     }
   }
 
-  size_t num_bytes_ = 0;
   alignas(16) uint8_t upper_[kCodes] = {};
   std::vector<Rare> rare_;
   std::vector<uint32_t> rare_starts_;
-  Arena::Piece data_;
-  Buffer<float> bias_;
 };
 
 // sum + the products of inputs x[0], x[1] with a line of pairs of bf16.
@@ -332,21 +216,6 @@ INLINE Vec add_pair(Vec sum, const typename A::T* x, Bits line) {
     return _mm512_fmadd_ps(_mm512_set1_ps(x[1]), odd_of_pairs(line), sum);
   }
 }
-
-// Fetches what a thread will read kLead bytes later: on its share of one product and then on that of the next.
-class Stream {
- public:
-  Stream(const Linear& linear, const Linear* next, int t, int T)
-      : past_(linear.share_weights(t + 1, T)), then_(next == nullptr ? nullptr : next->share_weights(t, T)) {}
-
-  const uint8_t* ahead(const uint8_t* weights) const {
-    const uint8_t* at = weights + kLead;
-    return at < past_ ? at : then_ == nullptr ? nullptr : then_ + (at - past_);
-  }
-
- private:
-  const uint8_t *past_, *then_;
-};
 
 // Some chunks of a squeezed panel.
 struct Squeezed {
@@ -520,18 +389,13 @@ void multiply_panel(const Linear& linear, const Panel& panel, const Stream& stre
 // Thread t's part of x [M, K] times the weights; put(panel, sums [M][kPanelColumns]) takes each panel's outputs, bias added.
 // next: the product that this thread will read after this one.
 template <class A, class Put>
-void multiply(const Linear& linear, const Linear* next, const typename A::T* x, size_t stride, int M, int t, int T, float* sums,
+void multiply(const Linear& linear, const Product* next, const typename A::T* x, size_t stride, int M, int t, int T, float* sums,
               Put&& put) {
   const Stream stream(linear, next, t, T);
   for (int p = linear.share(t, T); p < linear.share(t + 1, T); ++p) {
     const Panel& panel = linear.panels[p];
     multiply_panel<A>(linear, panel, stream, x, stride, M, sums);
-    if (linear.has_bias)
-      for (int m = 0; m < M; ++m)
-        for (int w = 0; w < panel.width; ++w) {
-          float* at = sums + m * kPanelColumns + w * kLanes;
-          _mm512_storeu_ps(at, _mm512_add_ps(_mm512_loadu_ps(at), _mm512_loadu_ps(linear.bias() + (panel.first + w) * kLanes)));
-        }
+    linear.add_bias(panel, M, sums);
     put(panel, sums);
   }
 }

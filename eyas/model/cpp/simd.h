@@ -47,6 +47,17 @@ INLINE Vec dot_pairs(Vec sum, Bits a, Bits b) {
 #endif
 }
 
+// sum + four products in each lane, of unsigned bytes with signed ones: exact, and the same by either way.
+INLINE Bits dot_bytes(Bits sum, Bits a, Bits b) {
+#ifdef __AVX512VNNI__
+  return _mm512_dpbusd_epi32(sum, a, b);
+#else
+  const Bits even = _mm512_madd_epi16(_mm512_and_si512(a, _mm512_set1_epi16(255)), _mm512_srai_epi16(_mm512_slli_epi16(b, 8), 8));
+  const Bits odd = _mm512_madd_epi16(_mm512_srli_epi16(a, 8), _mm512_srai_epi16(b, 8));
+  return _mm512_add_epi32(sum, _mm512_add_epi32(even, odd));
+#endif
+}
+
 // e^x to about one unit in the last place; 0 far below.
 INLINE Vec exp_of(Vec x) {
   x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-120.0f)), _mm512_set1_ps(88.7f));

@@ -1,0 +1,367 @@
+"""Quantised weights multiplied as they lie in a GGUF file: the native products against their plain
+twin to the bit, rows that depend on nothing beside them, and the engine on top.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from eyas.errors import MismatchError, MissingInputError
+from eyas.features.decoder import OwnDecoder
+from eyas.gguf.blocks import KINDS, BlockMatrix, Kind
+from eyas.gguf.folder import LINK
+from eyas.hub import resolve_target
+from eyas.model import native
+from eyas.model.config import TargetConfig
+from eyas.model.native import NativeTarget, PackedLinear
+from eyas.model.quantised import QuantisedLinear, parts_of
+from eyas.model.rows import PagedCache, prompt_rows
+from eyas.model.target import Layers, Target
+from eyas.model.weights import read_tensors
+from tests.gguf_files import gguf_file
+from tests.test_cli import assert_one_clear_error, run_eyas
+from tests.test_engine import SAMPLED, decoded, engine, plainly, requests
+from tests.test_native import (
+    DTYPES,
+    PAGE_SIZE,
+    PAGES,
+    TAPS,
+    TOKENS,
+    chunk,
+    needs_native,
+    run,
+    torch_threads,
+    tree_rows,
+)
+from tests.tiny import tiny_target
+
+# where the scales of half precision lie in a block, and of what size they are in usual weights
+HALVES_OF = {Kind.Q4_K: ((0, 2), 5e-4), Kind.Q6_K: ((208,), 1e-4)}
+ROWS = (1, 2, 3, 4, 8, 11, 12, 13, 24, 40)
+SHAPES = {
+    "llama": {},
+    "tied, biases": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    "odd parts": {"intermediate_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1}
+    | {"head_dim": 32, "hidden_size": 96, "vocab_size": 331},
+    "super-blocks": {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64},
+}
+
+
+def matrix(kind: Kind, N: int, K: int, seed: int = 0) -> BlockMatrix:
+    """Random weights, among them a row of zeros, large ones and a block that is all alike; of the
+    formats that the package of the format does not write, random bits with scales of some size.
+    """
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal((N, K)).astype(np.float32)
+    values[0] = 0
+    values[1] *= 1000
+    values[2, :32] = -0.25
+    if kind not in HALVES_OF:
+        return BlockMatrix(kind, gguf.quantize(values, kind))
+    block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    units = rng.integers(0, 256, (N, K // block, num_bytes), dtype=np.uint8)
+    places, size = HALVES_OF[kind]
+    for at in places:
+        scales = (rng.standard_normal((N, K // block, 1)) * size).astype(np.float16)
+        units[..., at : at + 2] = scales.view(np.uint8)
+    return BlockMatrix(kind, units.reshape(N, -1))
+
+
+def inputs(M: int, K: int) -> Tensor:
+    """Rows of different sizes; one of zeros, one with a single number far from the others."""
+    x = (
+        torch.randn(M, K, generator=torch.Generator().manual_seed(M))
+        * torch.logspace(-3, 3, M)[:, None]
+    )
+    x[M // 2] = 0
+    x[-1, K // 2] = 50
+    return x
+
+
+def product(linear: PackedLinear, x: Tensor, N: int, threads: int = 1) -> Tensor:
+    """x [M, K] -> [M, N] by the library."""
+    y = torch.empty(len(x), -(-N // 16) * 16)
+    x = x.contiguous()
+    native.library().eyas_multiply(linear.handle, x.data_ptr(), len(x), threads, y.data_ptr())
+    return y[:, :N]
+
+
+# Products
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_a_matrix_taken_apart_is_the_dequantised_one(kind: Kind):
+    one = matrix(kind, 9, 512)
+    codes, scales, mins = one.taken_apart()
+    width = 32 // scales.shape[-1]
+    values = np.repeat(scales, width, axis=-1) * codes + mins[..., None]
+    assert one.shape == (9, 512)
+    np.testing.assert_array_equal(values.reshape(9, 512), one.dequantised())
+
+
+@needs_native
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_products_are_the_twins_to_the_bit(kind: Kind):
+    for N, K in ((16, 256), (70, 512), (5, 256)):
+        one = matrix(kind, N, K)
+        bias = torch.randn(N)
+        for biases in ([], [bias]):
+            twin = QuantisedLinear([one], *biases)
+            for threads in (1, 2):
+                packed = PackedLinear.of_blocks([one], biases, threads)
+                for M in ROWS:
+                    x = inputs(M, K)
+                    assert torch.equal(product(packed, x, N, threads), twin.float(x))
+
+
+@needs_native
+def test_parts_of_several_formats_are_one_product():
+    parts = [matrix(kind, N, 256, N) for kind, N in zip(KINDS, (48, 16, 32, 16, 37), strict=True)]
+    x, N = inputs(7, 256), sum(part.shape[0] for part in parts)
+    for threads in (1, 2, 3):
+        packed = PackedLinear.of_blocks(parts, [], threads)
+        assert torch.equal(product(packed, x, N, threads), QuantisedLinear(parts).float(x))
+
+
+@needs_native
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_a_row_of_a_product_depends_on_nothing_beside_it(kind: Kind):
+    packed, x = PackedLinear.of_blocks([matrix(kind, 70, 512)], [], 2), inputs(40, 512)
+    alone = torch.cat([product(packed, row[None], 70) for row in x])
+    for first, M in ((0, 2), (3, 11), (0, 12), (5, 13), (0, 40)):
+        assert torch.equal(product(packed, x[first : first + M], 70, 2), alone[first : first + M])
+
+
+def test_formats_that_do_not_fit_together_are_no_product():
+    q4, q8, odd = (
+        matrix(kind, N, 64) for kind, N in ((Kind.Q4_1, 32), (Kind.Q8_0, 16), (Kind.Q4_1, 9))
+    )
+    blocks = {"a": q4, "b": q8, "odd": odd}
+    assert parts_of(blocks, ["a", "b"]) == [q4, q8]
+    assert parts_of(blocks, ["a", "odd"]) == [q4, odd]
+    assert parts_of(blocks, ["a", "b"], gated=True) is None
+    assert parts_of(blocks, ["odd", "b"]) is None
+    assert parts_of(blocks, ["a", "elsewhere"]) is None
+
+
+@needs_native
+def test_without_the_instruction_the_bits_are_the_same(monkeypatch):
+    """As a library for a processor without VNNI."""
+    one, x = matrix(Kind.Q8_0, 48, 512), inputs(13, 512)
+    one.data[:, 2::34] = 128  # the largest sums of products there are
+    expected = {
+        kind: product(PackedLinear.of_blocks([matrix(kind, 48, 512)], [], 1), x, 48)
+        for kind in KINDS
+    }
+    extreme = product(PackedLinear.of_blocks([one], [], 1), x, 48)
+    flags = ("-O1", *native.FLAGS[1:], "-mno-avx512vnni", "-mno-avxvnni")
+    monkeypatch.setattr(native, "FLAGS", flags)
+    native._loaded.cache_clear()
+    try:
+        for kind in KINDS:
+            packed = PackedLinear.of_blocks([matrix(kind, 48, 512)], [], 1)
+            assert torch.equal(product(packed, x, 48), expected[kind])
+        assert torch.equal(product(PackedLinear.of_blocks([one], [], 1), x, 48), extreme)
+    finally:
+        native._loaded.cache_clear()
+
+
+# Targets
+
+
+@functools.cache
+def quantised(folder: Path) -> tuple[TargetConfig, dict[str, Tensor], dict[str, BlockMatrix]]:
+    """A tiny target with quantised matrices, in turn by two formats, and the values they have."""
+    config, tensors, blocks = TargetConfig.from_folder(folder), read_tensors(folder), {}
+    kinds = list(HALVES_OF) if config.hidden_size % 256 == 0 else [Kind.Q4_1, Kind.Q8_0]
+    for number, (name, tensor) in enumerate(sorted(tensors.items())):
+        if tensor.ndim == 2:
+            kind = kinds[number % 2]
+            if kind in HALVES_OF:
+                blocks[name] = matrix(kind, *tensor.shape, number)
+            else:
+                blocks[name] = BlockMatrix(kind, gguf.quantize(tensor.float().numpy(), kind))
+            tensors[name] = torch.from_numpy(blocks[name].dequantised())
+    return config, tensors, blocks
+
+
+@functools.cache
+def folder_of(shape: str) -> Path:
+    return tiny_target(Path(tempfile.mkdtemp(prefix="eyas-test-")), **SHAPES[shape])
+
+
+def new_cache(config: TargetConfig, dtype: str) -> PagedCache:
+    heads = (config.num_key_value_heads, config.head_dim)
+    return PagedCache(config.num_hidden_layers, PAGES, PAGE_SIZE, heads, DTYPES[dtype])
+
+
+@needs_native
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_target_is_its_twin(shape: str):
+    """In float32 they differ by the order of sums, and where that rounds a number otherwise."""
+    config, tensors, blocks = quantised(folder_of(shape))
+    target = NativeTarget(config, tensors, torch.float32, blocks)
+    lm_head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+    aux, logits = run(target, new_cache(config, "float32"), chunk(TOKENS, 0))
+    by_blocks = {}
+    for quantises in (True, False):
+        layers = Layers(config, tensors, lm_head, blocks if quantises else None)
+        hidden, states = layers.hidden(chunk(TOKENS, 0), new_cache(config, "float32"), TAPS)
+        by_blocks[quantises] = layers.head(hidden), states
+    (expected, expected_aux), (dense, dense_aux) = by_blocks[True], by_blocks[False]
+    assert (logits - expected).abs().mean() < 0.1 * (dense - expected).abs().mean()
+    assert (aux - expected_aux).abs().mean() < 0.1 * (dense_aux - expected_aux).abs().mean()
+
+
+@needs_native
+def test_matrices_in_other_formats_are_multiplied_dequantised():
+    """A product of which one part is no block matrix, embeddings and lm_head."""
+    config, tensors, blocks = quantised(folder_of("llama"))
+    others = ("v_proj", "gate_proj", "embed_tokens", "lm_head")
+    kept = {name: one for name, one in blocks.items() if not any(other in name for other in others)}
+    target = NativeTarget(config, tensors, torch.float32, kept)
+    layers = Layers(config, tensors, tensors["lm_head.weight"], kept)
+    _, logits = run(target, new_cache(config, "float32"), chunk(TOKENS, 0))
+    hidden, _ = layers.hidden(chunk(TOKENS, 0), new_cache(config, "float32"), TAPS)
+    assert (logits - layers.head(hidden)).abs().mean() < 0.02 * logits.std()
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_of_a_target_depend_on_nothing_beside_them(shape: str, dtype: str):
+    config, tensors, blocks = quantised(folder_of(shape))
+    made = {}
+    for threads in (1, 2):
+        with torch_threads(threads):
+            made[threads] = NativeTarget(config, tensors, DTYPES[dtype], blocks)
+    cache = new_cache(config, dtype)
+    alone = [run(made[1], cache, chunk([token], place)) for place, token in enumerate(TOKENS)]
+    aux, logits = (torch.cat([one[part] for one in alone]) for part in (0, 1))
+    for threads, sizes in ((1, (21,)), (2, (21,)), (2, (1, 13, 7)), (1, (12, 9))):
+        cache, at = new_cache(config, dtype), 0
+        for size in sizes:
+            found = run(made[threads], cache, chunk(TOKENS[at : at + size], at))
+            assert torch.equal(found[0], aux[at : at + size])
+            assert torch.equal(found[1], logits[at : at + size])
+            at += size
+    nodes = [TOKENS[13], 5, TOKENS[14], 7, TOKENS[15], 9]
+    cache = new_cache(config, dtype)
+    run(made[2], cache, chunk(TOKENS[:13], 0))
+    _, found = run(made[2], cache, tree_rows(nodes, [-1, 0, 0, 1, 2, 4], 13))
+    assert torch.equal(found[[0, 2, 4]], logits[13:16])
+
+
+@needs_native
+@pytest.mark.parametrize("params", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_speculation_changes_no_token(tmp_path, monkeypatch, params: dict):
+    monkeypatch.setattr("eyas.engine.costs.cache_folder", lambda _: tmp_path)
+    config, tensors, blocks = quantised(tiny_target(tmp_path / "target", vocab_size=24))
+    target = Target(config, tensors, "packed", blocks=blocks)
+    assert (target.precision, target.dtype) == ("packed", torch.bfloat16)
+    asked = requests(10, ignore_eos=True, max_tokens=40, shared=35, **params)
+    results = list(engine(target, num_pages=16, max_batch=6).run(asked))
+    assert decoded(results) == plainly(target, asked)
+    assert sum(sum(result.accept_hist[1:]) for result in results) > 0
+
+
+@needs_native
+def test_captured_states_are_those_of_decoding():
+    """Two rows behind a shared prefix, against the plain forward: features and, by the product with
+    lm_head, logits.
+    """
+    config, tensors, blocks = quantised(folder_of("llama"))
+    target = Target(config, tensors, "packed", blocks=blocks)
+    decoder = OwnDecoder(target)
+    shared, rows = (TOKENS * 2)[:16], [TOKENS[:9], TOKENS[3:8]]
+    states = decoder.states(rows, decoder.begin(shared))
+    for index, row in enumerate(rows):
+        cache = target.new_cache(4)
+        found = target.forward(
+            prompt_rows([shared + row], [0], np.arange(4, dtype=np.int32)[None], 16, "cpu"),
+            cache,
+            config.default_taps,
+        )
+        assert found.aux_hidden is not None
+        assert torch.equal(states.aux_hidden[index, : len(row)], found.aux_hidden[16:])
+        head = QuantisedLinear([blocks["lm_head.weight"]])
+        logits = head.float(states.last_hidden[index, : len(row)])
+        assert torch.equal(logits, found.logits[16:])
+
+
+# Files
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("EYAS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return tiny_target(tmp_path_factory.mktemp("target"))
+
+
+@needs_native
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1], ids=lambda kind: kind.name)
+def test_a_file_is_run_as_it_is(tmp_path, tiny, kind):
+    folder = resolve_target(str(gguf_file(tiny, tmp_path / "tiny.gguf", kind)))
+    packed, dense = (Target.load(folder, dtype) for dtype in ("packed", "float32"))
+    name = "model.layers.3.self_attn.q_proj.weight"
+    assert torch.equal(
+        torch.from_numpy(packed.blocks[name].dequantised()).bfloat16(), read_tensors(folder)[name]
+    )
+    logits = []
+    for target in (packed, dense):
+        cache = target.new_cache(8)
+        logits.append(target.forward(chunk(TOKENS, 0), cache).logits.clone())
+    apart = (logits[0].softmax(-1) - logits[1].softmax(-1)).abs().sum(-1)
+    assert apart.mean() < 0.2
+    assert packed._native.num_bytes < 0.7 * dense._native.num_bytes
+
+
+@pytest.mark.usefixtures("cache")
+def test_what_cannot_be_run_packed_is_refused(tmp_path, tiny, monkeypatch):
+    with pytest.raises(MismatchError, match="not made from a GGUF file"):
+        Target.load(tiny, "packed")
+    file = gguf_file(tiny, tmp_path / "half.gguf", Kind.F16)
+    with pytest.raises(MismatchError, match="no matrix in Q4_0"):
+        Target.load(resolve_target(str(file)), "packed")
+    file = gguf_file(tiny, tmp_path / "tiny.gguf", Kind.Q8_0)
+    folder = resolve_target(str(file))
+    with monkeypatch.context() as patch:
+        patch.setenv("EYAS_NATIVE", "0")
+        with pytest.raises(MismatchError, match="EYAS_NATIVE=0"):
+            Target.load(folder, "packed")
+    moved = file.rename(tmp_path / "moved.gguf")
+    with pytest.raises(MissingInputError, match=r"tiny\.gguf is no longer there"):
+        Target.load(folder, "packed")
+    moved.rename(file).write_bytes(file.read_bytes()[:-4096] + bytes(4096))
+    with pytest.raises(MissingInputError, match="or another one"):
+        Target.load(folder, "packed")
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_folder_follows_its_file(tmp_path, tiny):
+    file = gguf_file(tiny, tmp_path / "tiny.gguf", Kind.Q8_0)
+    folder = resolve_target(str(file))
+    (tmp_path / "other").mkdir()
+    moved = file.rename(tmp_path / "other" / "tiny.gguf")
+    assert resolve_target(str(moved)) == folder
+    assert (Path(folder) / LINK).samefile(moved)
+
+
+def test_a_command_says_what_packed_is_for(tiny):
+    packed = ("serve", "--target", str(tiny), "--set", "dtype=packed")
+    assert_one_clear_error(run_eyas(*packed), "not made from a GGUF file")
+    other = run_eyas(*packed, "--head", str(tiny), "--engine", "vllm", "--print-command")
+    assert_one_clear_error(other, "only our own engine")
