@@ -1,104 +1,304 @@
-"""Rules of drafting side by side on the same recorded rounds, without a model.
+"""Rules of drafting side by side on recorded rounds of real traffic, on real cost tables.
 
     python benchmarks/arena.py --quick
-    python benchmarks/arena.py --prompts 100 --costs out/bench-1234 --concurrency 1 4
+    python benchmarks/arena.py --prompts 12 --output out/arena
+    python benchmarks/arena.py --rounds out/arena/rounds.npz --requests 4 --rounds-each 2000
 
-Held-out prompts are decoded once, with the head's proposals at every token. A rule says which
-candidates of a round are verified: the n most probable, all paths above a probability, or all.
-For each: tau, drafted nodes a round and request, and with --costs (an `eyas bench` with a plain
-arm) the speed-up on that server's costs. "All candidates" has the tau of an oracle. The last line
-is one JSON.
+Answers of the target to prompts of nine tasks are recorded once, greedy and at temperature 1, with
+what the head proposes at every token (eyas/evaluate/recording.py); --rounds reads them again. Then
+each rule plays the same requests in the same order, B at a time, without a model: what it keeps
+gives tokens, a cost table gives milliseconds (arena_rules.py). Rules know the table as it is;
+a round takes Python's time and noise beside it. The figure is the speed-up over plain decoding.
+
+The oracle knows what the target will draw: it drafts for the requests that gain by it, as deep as
+they do, and verifies nothing else. No rule can reach it; the question is who comes nearest. `share`
+is the part of the oracle's gain in time that a rule has. Writes rounds.npz, arena.json and
+arena.svg into the output folder. The last line is one JSON.
 """
 
 from __future__ import annotations
 
 import json
-import math
+import sys
+import time
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import held_out
 import numpy as np
+from arena_rules import (
+    MACHINES,
+    Fixed,
+    Machine,
+    MovingAverage,
+    OneBudget,
+    Oracle,
+    Ours,
+    Plain,
+    Rule,
+    Under,
+)
+from matplotlib.axes import Axes
 
-from eyas.engine.tree import Speculation, most_probable
-from eyas.evaluate.recording import RecordedRounds, record
-from eyas.evaluate.speedup import CostCurve, DraftCost, read_bench
+from eyas.chat import Chat
+from eyas.engine.request import Request, SamplingParams
+from eyas.evaluate.recording import RecordedAnswer, RecordedRounds, num_accepted, record
 from eyas.evaluate.trees import Models, ModelsConfig
+from eyas.figure import color, svg_file
 from eyas.hub import resolve_head, resolve_target
 from eyas.log import progress_bar
-from eyas.model.rows import Proposals
 
-Rule = Callable[[Proposals], np.ndarray]
-RULES: dict[str, Rule] = {
-    **{
-        f"{n} most probable": lambda proposals, n=n: most_probable(proposals.scores, n)
-        for n in (3, 7, 11, 15, 23)
-    },
-    **{
-        f"paths above {p:g}": lambda proposals, p=p: proposals.scores >= math.log(p)
-        for p in (0.4, 0.2, 0.1, 0.05)
-    },
-    "all candidates": lambda proposals: np.ones_like(proposals.tokens, dtype=bool),
-}
+STEPS, TOPK, MOST_NODES = 6, 3, 11
+MOST_CHARACTERS = 1500
+# what dialogues are mixed with: everything, as a public server gets it
+TRAFFIC = {"all tasks": None, "dialogues": "dialogues", "translation": "translation"}
+FIXED = [(1, 1), (1, 3), (2, 2), (2, 3), (3, 3), (3, 5), (4, 4), (4, 7), (6, 7), (6, 11)]
+NOISE = 0.05  # of the log of a round's time
 
 
-def played(
-    rounds: RecordedRounds, tree: Speculation, rule: Rule, concurrency: int
-) -> tuple[dict[str, float], list[tuple[int, int]]]:
-    """tau and nodes; requests and rows of each round."""
-    sizes: list[tuple[int, int]] = []
+@dataclass(frozen=True)
+class Played:
+    """Tokens per ms over all rounds, and of dialogues by the time that one was under way."""
 
-    def watched(names: list[str], proposals: Proposals) -> np.ndarray:
-        kept = rule(proposals)
-        sizes.append((len(names), len(names) + int(kept.sum())))
-        return kept
-
-    accepted = rounds.play(watched, tree.num_draft_steps, concurrency)
-    num_rounds = sum(map(len, accepted.values()))
-    num_nodes = sum(rows - requests for requests, rows in sizes)
-    tau = 1 + sum(map(sum, accepted.values())) / num_rounds
-    return {"tau": round(tau, 4), "nodes": round(num_nodes / num_rounds, 3)}, sizes
+    rate: float
+    of_dialogues: float
+    nodes: float
 
 
-def speedup(
-    curve: CostCurve, draft: DraftCost, tree: Speculation, tau: float, sizes: list[tuple[int, int]]
-) -> float | None:
-    """Over plain rounds of the same requests; None beyond the loads that were measured."""
-    plain_ms = [curve.at(requests) for requests, _ in sizes]
-    verify_ms = [curve.at(rows) for _, rows in sizes]
-    draft_ms = [draft.of_round(curve, tree, requests) for requests, _ in sizes]
-    if None in plain_ms or None in verify_ms or None in draft_ms:
-        return None
-    return float(tau * np.sum(plain_ms) / (np.sum(verify_ms) + np.sum(draft_ms)))
+def play(
+    rounds: RecordedRounds, names: list[str], rule: Rule, machine: Machine, B: int, num_rounds: int
+) -> Played:
+    """B requests at a time, each followed by the next of `names`, round and round."""
+    noise = np.random.default_rng(0)
+    queue = 0
+    under: list[Under] = []
+    tokens = nodes = 0
+    total_ms = dialogue_tokens = dialogue_ms = 0.0
+    for _ in range(num_rounds):
+        while len(under) < B:
+            under.append(Under(names[queue % len(names)]))
+            queue += 1
+        proposals = rounds.proposals([(one.name, one.at) for one in under], STEPS)
+        following = [rounds.answers[one.name].token_ids[one.at + 1 :] for one in under]
+        turn = rule.turn(under, proposals, following)
+        lengths = []
+        for line, left in enumerate(following):
+            count = num_accepted(proposals, line, turn.kept[line], left) if turn.drafts else 0
+            lengths.append(min(count, len(left) - 1) + 1)
+        ms = machine.round_ms(under, turn, proposals.depths) * np.exp(noise.normal(0, NOISE))
+        rule.learn([left[:n] for left, n in zip(following, lengths, strict=True)], ms)
+        total_ms += ms
+        tokens += sum(lengths)
+        nodes += int(turn.kept.sum())
+        for line, (one, n) in enumerate(zip(under, lengths, strict=True)):
+            if one.name.startswith("dialogues"):
+                dialogue_tokens += n
+                dialogue_ms += ms
+            one.advance(n, bool(turn.drafting[line]))
+        under = [one for one in under if one.at + 1 < len(rounds.answers[one.name].token_ids)]
+    rate_of_dialogues = dialogue_tokens / dialogue_ms if dialogue_ms else 0.0
+    return Played(tokens / total_ms, rate_of_dialogues, nodes / num_rounds / B)
+
+
+def rules(machine: Machine, depths: np.ndarray) -> dict[str, Callable[[], Rule]]:
+    """A new player of each rule."""
+    tree = (STEPS, TOPK, MOST_NODES)
+    fixed = {f"fixed({d},{n})": lambda d=d, n=n: Fixed(d, n, depths) for d, n in FIXED}
+    return {
+        "ours": lambda: Ours(machine.table, *tree),
+        "one budget (vLLM)": lambda: OneBudget(machine.table, depths),
+        "moving average (SGLang)": lambda: MovingAverage(depths),
+        **fixed,
+    }
+
+
+def cell(
+    rounds: RecordedRounds, names: list[str], machine: Machine, B: int, num_rounds: int
+) -> dict[str, Any]:
+    """All rules at one load: speed-ups over plain rounds."""
+
+    def played(rule: Rule) -> Played:
+        return play(rounds, names, rule, machine, B, num_rounds)
+
+    plain = played(Plain())
+    found = {name: played(make()) for name, make in rules(machine, rounds.depths).items()}
+    rate = plain.rate
+    for _ in range(3):  # Dinkelbach: the best rounds for a rate, then the rate of these rounds
+        oracle = played(Oracle(machine, rate))
+        rate = oracle.rate
+    best = max((name for name in found if name.startswith("fixed")), key=lambda n: found[n].rate)
+    row: dict[str, Any] = {"best_fixed_tree": best, "oracle": round(oracle.rate / plain.rate, 3)}
+    saved = 1 - plain.rate / oracle.rate
+    for name, one in {**found, "best fixed": found[best]}.items():
+        if not name.startswith("fixed"):
+            speedup = one.rate / plain.rate
+            row[name] = {
+                "speedup": round(speedup, 3),
+                "share": round((1 - 1 / speedup) / saved, 3) if saved > 0 else 0.0,
+                "nodes": round(one.nodes, 2),
+                "of_dialogues": round(one.of_dialogues / plain.of_dialogues, 3)
+                if plain.of_dialogues
+                else None,
+            }
+    return row
+
+
+# The rounds
+
+
+def recorded(args: Any) -> dict[float, RecordedRounds]:
+    """By temperature: the answers to some prompts of each task, ids `task-number`."""
+    config = ModelsConfig(dtype="bfloat16", max_batch=16)
+    models = Models.load(resolve_target(args.target), resolve_head(args.head), config)
+    chat, by_temperature = Chat(resolve_target(args.target)), {}
+    folder = args.data if args.data.is_dir() else held_out.DATA
+    tasks = held_out.spec_bench(folder) | held_out.not_trained_on(folder, 4 * args.prompts)
+    prompts = {
+        f"{task}-{number}": chat.prompt_ids(messages)
+        for task, many in tasks.items()
+        for number, messages in enumerate(
+            [m for m in many if sum(len(turn["content"]) for turn in m) <= MOST_CHARACTERS][
+                : args.prompts
+            ]
+        )
+    }
+    for temperature in args.temperatures:
+        params = SamplingParams(max_tokens=args.max_tokens, temperature=temperature, seed=1)
+        asked = [Request(name, tuple(ids), params) for name, ids in prompts.items()]
+        with progress_bar(f"record at T = {temperature:g}") as track:
+            by_temperature[temperature] = record(models, STEPS, TOPK, asked, track)
+    return by_temperature
+
+
+def write(path: Path, by_temperature: dict[float, RecordedRounds]) -> None:
+    """One file of arrays: of each answer its tokens, and its roots' candidates."""
+    arrays: dict[str, np.ndarray] = {}
+    for temperature, rounds in by_temperature.items():
+        arrays[f"{temperature}/depths"] = rounds.depths
+        for name, answer in rounds.answers.items():
+            if len(answer.token_ids) > 1:
+                arrays[f"{temperature}/{name}/ids"] = np.array(answer.token_ids)
+                for part, stacked in enumerate(zip(*answer.candidates, strict=True)):
+                    arrays[f"{temperature}/{name}/{part}"] = np.stack(stacked)
+    np.savez_compressed(path, **arrays)  # type: ignore[arg-type]
+
+
+def read(path: Path) -> dict[float, RecordedRounds]:
+    """What `write` wrote."""
+    found: dict[float, RecordedRounds] = {}
+    with np.load(path) as arrays:
+        for key in (name for name in arrays.files if name.endswith("/depths")):
+            found[float(key.split("/")[0])] = RecordedRounds(arrays[key], {})
+        for key in (name for name in arrays.files if name.endswith("/ids")):
+            temperature, name, _ = key.split("/")
+            parts = [arrays[f"{temperature}/{name}/{part}"] for part in range(3)]
+            found[float(temperature)].answers[name] = RecordedAnswer(
+                (), arrays[key].tolist(), list(zip(*parts, strict=True))
+            )
+    return found
+
+
+# What is shown
+
+
+def painted(rows: list[dict[str, Any]]) -> Callable[[Axes], None]:
+    """Speed-up by number of requests, of each rule."""
+    lines = ("oracle", "ours", "best fixed", "one budget (vLLM)", "moving average (SGLang)")
+
+    def paint(axes: Axes) -> None:
+        for number, name in enumerate(lines):
+            speedups = [row["oracle"] if name == "oracle" else row[name]["speedup"] for row in rows]
+            style = "--" if name == "oracle" else "-"
+            tone = color("muted") if name == "oracle" else color(f"series-{number}")
+            axes.plot([row["requests"] for row in rows], speedups, style, color=tone, label=name)
+        axes.axhline(1.0, color=color("line"), linewidth=1)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks([row["requests"] for row in rows], [str(row["requests"]) for row in rows])
+        axes.set_xlabel("requests at a time")
+        axes.set_ylabel("speed-up over plain decoding")
+        axes.legend(fontsize=8)
+
+    return paint
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The worst of ours against each goal, and how often each rule is nearest to the oracle."""
+    nearest: dict[str, int] = defaultdict(int)
+    adaptive = ("ours", "one budget (vLLM)", "moving average (SGLang)")
+    for row in rows:
+        nearest[max(adaptive, key=lambda name: row[name]["speedup"])] += 1
+    alone = {
+        (row["machine"], row["temperature"], row["requests"]): row["ours"]["of_dialogues"]
+        for row in rows
+        if row["traffic"] == "dialogues"
+    }
+    kept = [
+        row["ours"]["of_dialogues"] / alone[key]
+        for row in rows
+        if row["traffic"] == "all tasks"
+        and row["ours"]["of_dialogues"] is not None
+        and (key := (row["machine"], row["temperature"], row["requests"])) in alone
+    ]
+    return {
+        "nearest_to_the_oracle": dict(nearest),
+        "worst_of_ours_to_best_fixed": min(
+            round(row["ours"]["speedup"] / max(1.0, row["best fixed"]["speedup"]), 3)
+            for row in rows
+        ),
+        "worst_of_ours_to_plain": min(row["ours"]["speedup"] for row in rows),
+        "least_kept_by_dialogues_in_the_mixture": round(min(kept), 3) if kept else None,
+    }
 
 
 def main() -> None:
-    parser = held_out.arguments(__doc__, prompts=60)
-    parser.add_argument("--tree", default="fixed(6,3,12)", help="whose levels and branches grow")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1])
-    parser.add_argument("--costs", help="output of eyas bench with a plain arm")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser = held_out.arguments(__doc__, prompts=12)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--rounds-each", type=int, help="of a rule at a load; by default by load")
+    parser.add_argument("--rounds", type=Path, help="recorded before: rounds.npz")
+    parser.add_argument("--output", default=f"out/arena-{time.strftime('%Y%m%d-%H%M%S')}")
     args = parser.parse_args()
     if args.quick:
-        args.prompts, args.max_tokens = min(args.prompts, 12), min(args.max_tokens, 48)
-    tree = Speculation.parse(args.tree)
-    config = ModelsConfig(dtype=args.dtype)
-    models = Models.load(resolve_target(args.target), resolve_head(args.head), config)
-    requests = held_out.requests(args, config.max_length, args.temperature)
-    with progress_bar("record") as track:
-        rounds = record(models, tree.num_draft_steps, tree.tree_topk, requests, track)
-    curve = read_bench(args.costs)[0] if args.costs else None
+        args.prompts, args.max_tokens, args.requests = 3, min(args.max_tokens, 40), [1, 4, 32]
+        args.rounds_each = args.rounds_each or 250
+    folder = Path(args.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    rounds = read(args.rounds) if args.rounds else recorded(args)
+    if not args.rounds:
+        write(folder / "rounds.npz", rounds)
     rows: list[dict[str, Any]] = []
-    for concurrency in args.concurrency:
-        for name, rule in RULES.items():
-            figures, sizes = played(rounds, tree, rule, concurrency)
-            rows.append({"rule": name, "concurrency": concurrency, **figures})
-            if curve is not None:
-                draft = DraftCost(models.weights_share)
-                rows[-1]["speedup"] = speedup(curve, draft, tree, figures["tau"], sizes)
-            print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
-    print(json.dumps({"rules": rows, "prompts": len(requests), "tree": str(tree)}))
+    for machine_name, machine in MACHINES.items():
+        for temperature, all_rounds in rounds.items():
+            for traffic, task in TRAFFIC.items():
+                names = [
+                    name for name in all_rounds.answers if task is None or name.startswith(task)
+                ]
+                np.random.default_rng(0).shuffle(names)
+                for B in args.requests:
+                    num_rounds = args.rounds_each or max(100, 1200 // B)
+                    row = cell(all_rounds, names, machine, B, num_rounds)
+                    key = {
+                        "machine": machine_name,
+                        "temperature": temperature,
+                        "traffic": traffic,
+                        "requests": B,
+                    }
+                    rows.append(key | row)
+                    print(*key.values(), json.dumps(row), sep="  ", flush=True)
+    shown = [
+        row
+        for row in rows
+        if (row["machine"], row["temperature"], row["traffic"])
+        == (next(iter(MACHINES)), min(rounds), "all tasks")
+    ]
+    label = "Speed-up of five rules of drafting by number of requests at a time"
+    (folder / "arena.svg").write_text(svg_file(painted(shown), label), encoding="utf-8")
+    result = summary(rows) | {"rows": rows, "command": " ".join(sys.argv)}
+    (folder / "arena.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

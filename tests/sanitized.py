@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from eyas.engine.acceptance import Acceptance, RequestAcceptance
+from eyas.engine.outlook import who_drafts_natively
 from eyas.engine.request import SamplingParams
 from eyas.engine.sampling import Sampler
 from eyas.engine.tree import choose_natively
@@ -51,6 +52,7 @@ from tests.test_native import (  # noqa: E402
     run,
     target_of,
 )
+from tests.test_policy import random_outlook  # noqa: E402
 
 ODD_SHAPES = (
     "GQA of 3, odd sizes",
@@ -169,6 +171,8 @@ def rounds() -> None:
             chosen = NodesToVerify([int(rng.integers(-1, 2)), 1], proposals, kept)
             roots = Roots([int(rng.integers(0, 40)), 3], [0, 0], [5, 6], SHUFFLED.reshape(2, -1))
             refused(lambda c=chosen, r=roots: target.verify(r, c, new_cache("llama", "bfloat16")))
+    for S in (1, 2, 5, 64):
+        who_drafts_natively(random_outlook(rng, S))
 
 
 def draws() -> None:

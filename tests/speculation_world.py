@@ -16,6 +16,7 @@ from eyas.engine.acceptance import RequestAcceptance, levels, path_probs
 from eyas.engine.costs import CostTable, Curve
 from eyas.engine.policy import Policy
 from eyas.engine.tree import Speculation
+from eyas.model import native
 from eyas.model.rows import Proposals
 
 K, TOPK, MOST = 6, 3, 12  # draft steps, branches, tokens judged
@@ -162,61 +163,8 @@ class World:
         """Tokens/ms of the policy over rounds of B requests, each replaced by a new one after 150
         tokens or so.
         """
-        policy = Policy(Speculation("auto", K, TOPK, MOST), self.machine.table(errors))
-        rng = np.random.default_rng(self.seed + 2)
-        requests, pending, ages = (
-            [RequestAcceptance(True) for _ in range(B)],
-            [1] * B,
-            rng.integers(0, 150, B).tolist(),
-        )
-        at, tokens, total_ms = 0, 0, 0.0
-        for _ in range(num_rounds):
-            round_ = policy.plan(pending)
-            drafting = np.flatnonzero(round_.drafting).tolist()
-            picked = np.arange(at, at + len(drafting)) % self.num_trees
-            at += len(drafting)
-            emitted: list[list[int]] = []
-            ms = self.machine.target(B)
-            if drafting:
-                proposals = self.propose(picked, round_.thresholds)
-                kept = policy.choose(round_, proposals, [requests[b] for b in drafting])
-                emitted = [
-                    self.emit(tree, row) for tree, row in zip(picked.tolist(), kept, strict=True)
-                ]
-                depth = int(proposals.depths[-1])
-                ms = self.machine.target(B + int(kept.sum())) + self.machine.tree_overhead
-                ms += (depth - 1) * self.machine.draft(len(drafting) * TOPK)
-                ms += self.machine.draft(sum(pending[b] for b in drafting))
-            ms = (ms + self.machine.overhead) * float(np.exp(rng.normal(0, self.noise)))
-            if self.pauses and rng.uniform() < self.pauses:
-                ms *= 20
-            policy.observe(round_, emitted, ms)
-            counts = [1] * B
-            for b, row in zip(drafting, emitted, strict=True):
-                counts[b] = len(row)
-                pending[b] = 0
-            for b, count in enumerate(counts):
-                pending[b] += count
-                ages[b] += count
-                if ages[b] > 150:
-                    requests[b], pending[b], ages[b] = RequestAcceptance(True), 1, 0
-            tokens, total_ms = tokens + sum(counts), total_ms + ms
-        return tokens / total_ms, policy
-
-    def propose(self, picked: np.ndarray, thresholds: list[float]) -> Proposals:
-        trees, bounds = self.trees, levels(self.trees.depths)
-        depth = 1
-        while (
-            depth < K
-            and np.exp(trees.scores[picked, bounds[depth - 1]].max(1)).sum()
-            >= thresholds[depth - 1]
-        ):
-            depth += 1
-        C = bounds[depth - 1].stop
-        return Proposals(
-            *(part[picked, :C] for part in (trees.tokens, trees.scores, trees.parents)),
-            trees.depths[:C],
-        )
+        tokens_B, total_ms, policy = played([self], B, num_rounds, errors)
+        return sum(tokens_B) / total_ms, policy
 
     def emit(self, tree: int, kept: np.ndarray) -> list[int]:
         emitted: list[int] = []
@@ -225,3 +173,74 @@ class World:
             if node >= len(kept) or not kept[node]:
                 return emitted
         return [*emitted, MISS]
+
+
+def played(
+    worlds: list[World], B: int, num_rounds: int, errors: tuple[float, float, float]
+) -> tuple[list[int], float, Policy]:
+    """Tokens of each of B requests under the policy, and the ms of all rounds. Request b follows
+    world b % len(worlds); all are of one machine.
+    """
+    first = worlds[0]
+    machine = first.machine
+    speculation, fast = Speculation("auto", K, TOPK, MOST), native.unavailable() is None
+    policy = Policy(speculation, machine.table(errors), native=fast)
+    rng = np.random.default_rng(first.seed + 2)
+    requests, pending = [RequestAcceptance(True) for _ in range(B)], [1] * B
+    ages = rng.integers(0, 150, B).tolist()
+    at, tokens_B, total_ms = 0, [0] * B, 0.0
+    for _ in range(num_rounds):
+        round_ = policy.plan(pending, requests)
+        drafting = np.flatnonzero(round_.drafting).tolist()
+        picked = np.arange(at, at + len(drafting)) % first.num_trees
+        at += len(drafting)
+        emitted: list[list[int]] = []
+        ms = machine.target(B)
+        if drafting:
+            own = [worlds[b % len(worlds)] for b in drafting]
+            proposals = propose(own, picked, round_.thresholds)
+            kept = policy.choose(round_, proposals, [requests[b] for b in drafting])
+            emitted = [
+                world.emit(tree, row)
+                for world, tree, row in zip(own, picked.tolist(), kept, strict=True)
+            ]
+            depth = int(proposals.depths[-1])
+            ms = machine.target(B + int(kept.sum())) + machine.tree_overhead
+            ms += (depth - 1) * machine.draft(len(drafting) * TOPK)
+            ms += machine.draft(sum(pending[b] for b in drafting))
+        ms = (ms + machine.overhead) * float(np.exp(rng.normal(0, first.noise)))
+        if first.pauses and rng.uniform() < first.pauses:
+            ms *= 20
+        policy.observe(round_, emitted, ms)
+        counts = [1] * B
+        for b, row in zip(drafting, emitted, strict=True):
+            counts[b] = len(row)
+            pending[b] = 0
+        for b, count in enumerate(counts):
+            pending[b] += count
+            ages[b] += count
+            tokens_B[b] += count
+            if ages[b] > 150:
+                requests[b], pending[b], ages[b] = RequestAcceptance(True), 1, 0
+        total_ms += ms
+    return tokens_B, total_ms, policy
+
+
+def propose(own: list[World], picked: np.ndarray, thresholds: list[float]) -> Proposals:
+    """The tree of each request in its world, as deep as the thresholds let them together."""
+    depths = own[0].trees.depths
+    bounds = levels(depths)
+    tokens, scores, parents = (
+        np.stack(
+            [
+                getattr(world.trees, name)[tree]
+                for world, tree in zip(own, picked.tolist(), strict=True)
+            ]
+        )
+        for name in ("tokens", "scores", "parents")
+    )
+    depth = 1
+    while depth < K and np.exp(scores[:, bounds[depth - 1]].max(1)).sum() >= thresholds[depth - 1]:
+        depth += 1
+    C = bounds[depth - 1].stop
+    return Proposals(tokens[:, :C], scores[:, :C], parents[:, :C], depths[:C])

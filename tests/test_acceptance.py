@@ -199,7 +199,42 @@ def test_a_request_of_its_own_kind_is_found_out():
     )
     good, bad = conditional(acceptance, twice, requests)
     assert (good > bad + 0.1).all()
-    assert abs(requests[1].log_odds) <= 1.5
+    assert -4 < requests[1].log_odds < -1, "nothing was drawn 40 times, which is not never"
+    assert max(one.deviation for one in requests) < 0.75 * RequestAcceptance(True).deviation
+
+
+def test_a_request_that_stops_drafting_is_known_less_and_less():
+    request = RequestAcceptance(True)
+    request.observe(-5.0, 4.0)
+    shift, known = request.log_odds, request.deviation
+    for _ in range(500):
+        request.forget(request.variance)
+    assert shift < -0.5
+    assert request.log_odds > shift / 2
+    assert known < request.deviation < RequestAcceptance(True).deviation
+
+
+def learned_spread(spread: float) -> float:
+    """After 400 requests of 25 rounds whose log-odds differ by `spread`."""
+    rng, acceptance = np.random.default_rng(6), Acceptance()
+    for _ in range(100):
+        shifts = spread * rng.normal(size=(4, 1))
+        requests = [RequestAcceptance(True, variance=acceptance.variance) for _ in shifts]
+        for _ in range(25):
+            proposals = chain(rng, 4, 3)
+            odds = np.exp(log_conditional(proposals) + shifts)
+            truth = odds / (1 - np.exp(log_conditional(proposals)) + odds)
+            emitted = emit(rng, proposals, truth)
+            calibration = acceptance.calibrate(proposals, requests)
+            acceptance.observe(proposals, calibration, emitted, requests)
+            for request in requests:
+                request.forget(acceptance.variance)
+    return acceptance.variance**0.5
+
+
+def test_how_much_requests_differ_is_learned():
+    alike, different = learned_spread(0.2), learned_spread(1.5)
+    assert alike < 0.6 < 1.0 < different < 1.6
 
 
 def random_trees(rng: np.random.Generator, B: int, k: int, num_levels: int) -> Proposals:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyas.engine.costs import (
+    Correction,
     CostIdentity,
     CostTable,
     Curve,
@@ -19,7 +20,6 @@ from eyas.engine.costs import (
     measure,
     monotone,
 )
-from eyas.engine.forecast import Correction
 
 IDENTITY = CostIdentity("target", "head", "bfloat16", "cpu of a kind", 2, "2.13.0", True)
 
@@ -174,47 +174,57 @@ def test_every_field_of_the_identity_counts():
     assert len({IDENTITY.key, *(one.key for one in changed)}) == 8
 
 
-def test_correction_learns_each_kind_apart():
-    correction = Correction()
-    rng = np.random.default_rng(0)
+def test_the_factor_of_drafting_rounds_is_learned_apart_from_the_machine():
+    correction, rng = Correction(), np.random.default_rng(0)
     for _ in range(300):
-        correction.observe("plain", 0, 1.0, 1.2 * math.exp(rng.normal(0, 0.05)))
-        correction.observe("tree", 0, 2.0, 3.0 * math.exp(rng.normal(0, 0.05)))
-    assert correction.ratio("plain", 0) == pytest.approx(1.2, rel=0.04)
-    assert correction.ratio("tree", 0) == pytest.approx(1.5, rel=0.04)
-    assert correction.ratio("tree", 5) == correction.ratio("tree", 0)  # a load never seen borrows
+        correction.observe(1, False, 1.0, 1.2 * math.exp(rng.normal(0, 0.05)))
+        correction.observe(1, True, 2.0, 3.0 * math.exp(rng.normal(0, 0.05)))
+    assert correction.factor(1, 0.0) == pytest.approx(1.5 / 1.2, rel=0.04)
+    assert correction.observe(1, False, 1.0, 1.2) == pytest.approx(1.2, rel=0.04)
+    assert correction.observe(1, True, 1.0, 1.5) == pytest.approx(1.5, rel=0.04)
+    # a load never seen begins with it, and is hoped to be better
+    assert correction.factor(32, 0.0) == pytest.approx(correction.factor(1, 0.0))
+    assert correction.factor(32, 1.0) < 0.9 * correction.factor(1, 1.0)
 
 
 def test_a_cold_start_is_not_the_last_word():
+    """The first trees meet cold caches and code that never ran."""
     correction = Correction()
     for _ in range(20):
-        correction.observe("plain", 0, 1.0, 0.8)
-    for number, slowed in enumerate((3.0, 1.9, 1.1)):
-        # plain's: what a few trees say is not believed yet
-        assert correction.ratio("tree", 0) == pytest.approx(0.8)
-        assert correction.count("tree", 0) == number
-        correction.observe("tree", 0, 1.0, slowed)
-    for _ in range(2):
-        correction.observe("tree", 0, 1.0, 1.0)
-    assert correction.ratio("tree", 0) == pytest.approx(1.1)
-    correction.observe("tree", 3, 1.0, 9.0)
-    assert correction.ratio("tree", 3) == pytest.approx(1.1)  # another load borrows as well
+        correction.observe(1, False, 1.0, 0.8)
+    for slowed in (3.0, 1.9, 1.1):
+        correction.observe(1, True, 1.0, 0.8 * slowed)
+        assert correction.factor(1, 1.0) < 1.3, "no reason yet to stop"
+    for _ in range(30):
+        correction.observe(1, True, 1.0, 0.8)
+    assert correction.factor(1, 0.0) == pytest.approx(1.0, abs=0.05)
 
 
-def test_a_slower_machine_slows_the_kind_that_is_not_running():
+def test_a_slower_machine_is_no_reason_to_stop_drafting():
+    """Another program slows all rounds, also of the kind that is not running."""
     correction = Correction()
-    for _ in range(50):
-        correction.observe("plain", 0, 1.0, 1.0)
-        correction.observe("tree", 0, 1.0, 1.0)
+    for drafted in (False, True) * 50:
+        correction.observe(1, drafted, 1.0, 1.0)
     for _ in range(300):
-        correction.observe("tree", 0, 1.0, 2.0)
-    assert correction.ratio("tree", 0) == pytest.approx(2.0, rel=0.02)
-    assert correction.ratio("plain", 0) > 1.6
+        correction.observe(1, True, 1.0, 2.0)
+    assert correction.observe(1, True, 1.0, 2.0) == pytest.approx(2.0, rel=0.02)
+    assert correction.factor(1, 0.0) < 1.15
+
+
+def test_what_has_not_run_for_long_becomes_uncertain():
+    correction = Correction()
+    for drafted in (False, True) * 100:
+        correction.observe(1, drafted, 1.0, 1.5 if drafted else 1.0)
+    known = correction.factor(1, 1.0)
+    for _ in range(2000):
+        correction.observe(1, False, 1.0, 1.0)
+    assert correction.factor(1, 0.0) == pytest.approx(1.5, rel=0.05)
+    assert correction.factor(1, 1.0) < 0.95 * known
 
 
 def test_one_pause_changes_little():
     correction = Correction()
     for _ in range(50):
-        correction.observe("plain", 0, 1.0, 1.0)
-    correction.observe("plain", 0, 1.0, 100.0)
-    assert correction.ratio("plain", 0) < 1.04
+        correction.observe(1, True, 1.0, 1.0)
+    correction.observe(1, True, 1.0, 100.0)
+    assert correction.observe(1, True, 1.0, 1.0) < 1.06

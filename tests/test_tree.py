@@ -13,7 +13,6 @@ from eyas.engine.tree import (
     choose,
     choose_natively,
     most_probable,
-    values_by_depth,
 )
 from eyas.model import native
 
@@ -146,17 +145,6 @@ def test_fixed_size_keeps_the_best_of_each_request():
         [True, False, True, False],
         [False, True, False, True],
     ]
-
-
-def test_deeper_trees_are_never_worth_less():
-    rng = np.random.default_rng(3)
-    probs, _, depths = forest(rng, 3, 2, 3)
-    values = values_by_depth(probs, depths, costs(rng, 30), 0.8, MAX_NODES)
-    assert len(values) == 5
-    assert values[0] == 0
-    assert (np.diff(values) >= -1e-12).all()
-    whole = choose(probs, costs(np.random.default_rng(3), 30), 0, 0.0, MAX_NODES, 0.8)
-    assert whole.expected_tokens >= 0
 
 
 @pytest.mark.skipif(native.unavailable() is not None, reason="no native path here")

@@ -30,20 +30,59 @@ _PRIOR_SHRINK = 0.9  # a draft is surer of itself than the target is of it
 _PRIOR_COUNT, _POOLED_COUNT = 6.0, 12.0
 _LARGEST = 0.995
 _MEMORY = 0.998  # what is kept of the counts from one round to the next
+SPREAD = 0.8  # of requests' log-odds, before it is learned
+_REQUEST_MEMORY = 0.99  # what is kept of a request's own rounds from one to the next
+# of trees before any was seen: the best path's probability, each further one times that again
+_FIRST_PATH = 0.85
+_NUM_TREES = 16  # of late
+_LEAST_GAIN = 0.02
+# tokens that a level brings for a frontier of probability 1, before it is learned
+_FIRST_GAIN, _FIRST_GAIN_WEIGHT = 0.4, 0.4
 # at first every round is counted at once, later eight are counted together
 _EAGER_ROUNDS, _COUNT_EVERY = 32, 8
 
 
 @dataclass(slots=True)
 class RequestAcceptance:
-    """How one request differs from the rest: log of a factor on its odds of acceptance."""
+    """How one request differs from the rest: a shift of the log-odds of acceptance, normal with
+    mean `log_odds` and standard deviation `deviation`.
+
+    Before its first draft the shift is that of all requests, 0 give or take their spread. Every
+    judged candidate is an observation of a logistic regression with this one coefficient, updated
+    by its gradient and information (assumed density filtering; Opper and Winther 1998). What was
+    seen is slowly forgotten, so that a request that has stopped drafting is tried again.
+    """
 
     greedy: bool
-    log_odds: float = 0.0
+    information: float = 0.0
+    pull: float = 0.0  # log_odds times the precision
+    variance: float = SPREAD**2  # of the requests' shifts
 
-    def observe(self, surplus: float) -> None:
-        """surplus: accepted minus expected, over the round's judged candidates."""
-        self.log_odds = max(-1.5, min(1.5, 0.98 * self.log_odds + 0.1 * surplus))
+    @property
+    def precision(self) -> float:
+        return 1.0 / self.variance + self.information
+
+    @property
+    def log_odds(self) -> float:
+        return self.pull / self.precision
+
+    @property
+    def deviation(self) -> float:
+        return float(self.precision**-0.5)
+
+    def forget(self, variance: float) -> None:
+        """Once a round. variance: of the requests' shifts, as it is known now."""
+        self.information *= _REQUEST_MEMORY
+        self.pull *= _REQUEST_MEMORY
+        self.variance = variance
+
+    def observe(self, surplus: float, information: float) -> None:
+        """Of a round's judged candidates: how many more were drawn than expected, and the sum of
+        p (1 - p).
+        """
+        log_odds = self.log_odds
+        self.information += information
+        self.pull = self.precision * log_odds + surplus
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +114,8 @@ class Acceptance:
         # cells judged and drawn, not yet counted
         self._waiting: list[tuple[np.ndarray, np.ndarray]] = []
         self._num_rounds = 0
+        # of requests' shifts: learned by expectation maximization (empirical Bayes)
+        self.variance = SPREAD**2
 
     def calibrate(self, proposals: Proposals, requests: Sequence[RequestAcceptance]) -> Calibration:
         """All probabilities are within (0, 1), and a path's is below its parent's."""
@@ -104,8 +145,11 @@ class Acceptance:
         else:
             judged, drawn = judge(proposals, emitted)
             surplus = (drawn.sum(1) - (conditional * judged).sum(1)).tolist()
-        for request, value in zip(requests, surplus, strict=True):
-            request.observe(value)
+        information = (conditional * (1 - conditional) * judged).sum(1).tolist()
+        for request, *seen in zip(requests, surplus, information, strict=True):
+            request.observe(*seen)
+        shown = sum(one.log_odds**2 + 1 / one.precision for one in requests) / len(requests)
+        self.variance += (1 - _MEMORY) * (shown - self.variance)
         self._waiting.append((calibration.cells[judged], calibration.cells[drawn]))
         self._num_rounds += 1
         if self._num_rounds < _EAGER_ROUNDS or len(self._waiting) == _COUNT_EVERY:
@@ -134,6 +178,73 @@ class Acceptance:
         greedy = np.array([[request.greedy * _NUM_DEPTHS * _NUM_BINS] for request in requests])
         cells: np.ndarray = np.minimum(bins, _NUM_BINS - 1).astype(np.int64) + start + greedy
         return cells
+
+
+class ExpectedTrees:
+    """What a tree that is not drafted yet will be: one of the trees of late.
+
+    Letters: K draft steps, N nodes of a tree, R trees of late.
+    """
+
+    def __init__(self, num_draft_steps: int, max_nodes: int) -> None:
+        # path probabilities of the trees of each depth at most, the best first, and how deep they
+        # were drafted; sampled and greedy apart
+        first_KN = np.tile(_FIRST_PATH ** np.arange(1.0, max_nodes + 1), (num_draft_steps, 1))
+        for depth in range(num_draft_steps):
+            first_KN[depth, depth + 1 :] *= 0.3
+        self.paths_2RKN = np.tile(first_KN, (2, _NUM_TREES, 1, 1))
+        self.reached_2R = np.full((2, _NUM_TREES), num_draft_steps)
+        self._num_seen = [0, 0]
+        # by level but the last: tokens that the next one brought, the probability that it grew from
+        self._prior = np.full(num_draft_steps - 1, _FIRST_GAIN_WEIGHT)
+        self._brought, self._grown_from = _FIRST_GAIN * self._prior, self._prior.copy()
+
+    def gains(self) -> list[float]:
+        """Tokens that each level but the first brings, by the probability of its frontier."""
+        gains: list[float] = (self._brought / self._grown_from).tolist()
+        return [max(gain, 1e-3) for gain in gains]
+
+    def observe(
+        self,
+        proposals: Proposals,
+        paths: np.ndarray,
+        requests: Sequence[RequestAcceptance],
+        least: float,
+    ) -> None:
+        """Trees that were drafted. least: the path probability below which a node is not worth its
+        time.
+        """
+        K, N = self.paths_2RKN.shape[2:]
+        shifts = np.exp([-request.log_odds for request in requests])[:, None]
+        bounds = levels(proposals.depths)
+        self._brought += _LEAST_GAIN * (_FIRST_GAIN * self._prior - self._brought)
+        self._grown_from += _LEAST_GAIN * (self._prior - self._grown_from)
+        before = 0.0
+        for level in range(K):
+            if level < len(bounds):
+                within = -np.sort(-paths[:, : bounds[level].stop], axis=1)[:, :N]
+                value = float(np.maximum(within - least, 0).sum()) / len(within)
+                if level:
+                    frontier = proposals.scores[:, bounds[level - 1]].max(1)
+                    self._brought[level - 1] += value - before
+                    self._grown_from[level - 1] += float(np.exp(frontier).sum()) / len(within)
+                before = value
+                odds = shifts * within
+                usual = odds / (1 - within + odds)  # as of a request without a shift
+            for place, row in zip(self._places(requests), usual, strict=True):
+                self.paths_2RKN[place][level, : len(row)] = row
+                self.paths_2RKN[place][level, len(row) :] = 0.0
+        for place, request in zip(self._places(requests), requests, strict=True):
+            self.reached_2R[place] = len(bounds)
+            self._num_seen[request.greedy] += 1
+
+    def _places(self, requests: Sequence[RequestAcceptance]) -> list[tuple[int, int]]:
+        """Where the requests' trees go, each in place of the oldest of its kind."""
+        seen, places = list(self._num_seen), []
+        for request in requests:
+            places.append((int(request.greedy), seen[request.greedy] % _NUM_TREES))
+            seen[request.greedy] += 1
+        return places
 
 
 def levels(depths: np.ndarray) -> list[slice]:

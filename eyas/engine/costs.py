@@ -45,6 +45,10 @@ NUM_LEVELS = 4  # timed together: a call's own time is spread over a tree's leve
 # a table this much slower than the machine is now was measured on a busy one, or by older code
 STALE = 1.5
 
+# logs, of slowness and of a load's factor: their deviation before anything is known, and by round
+_UNKNOWN, _WANDERS = (0.5, 0.2), (0.02, 0.002)
+_ROUND_NOISE = 0.2  # of the log of a round's time; a greater error counts as this (Huber 1964)
+
 _FORMAT = 4
 _DENSE = 1024  # rows up to which a curve is kept as a table
 _FEW = 16
@@ -129,6 +133,60 @@ class CostTable:
         if row["format"] != _FORMAT:
             raise ValueError(f"format {row['format']}")
         return cls(*(Curve(row[name]["rows"], row[name]["ms"]) for name in _WORKS))
+
+
+class Correction:
+    """The table against real times: by how much plain rounds take longer than it says, and drafting
+    rounds longer still.
+
+    log(real / predicted) of a round is the machine's slowness now, and in drafting rounds also the
+    load's own factor, which alone decides who drafts. A Kalman filter of the two for each load
+    (half an octave of requests): slowness wanders, the factor hardly. A load that was never seen
+    begins with what the last one had.
+    """
+
+    def __init__(self) -> None:
+        self._means: dict[int, np.ndarray] = {}  # of slowness and factor, logs [2]
+        self._covariances: dict[int, np.ndarray] = {}  # [2, 2]
+        self._seen: dict[int, int] = {}
+        self._num_rounds, self._latest = 0, np.zeros(2)
+
+    def factor(self, num_requests: int, hope: float) -> float:
+        """Of drafting rounds against plain ones, `hope` standard deviations better than known."""
+        load = self._at(num_requests)
+        deviation = math.sqrt(self._covariances[load][1, 1] + self._wandered(load)[1, 1])
+        return float(np.exp(self._means[load][1] - hope * deviation))
+
+    def observe(
+        self, num_requests: int, drafted: bool, predicted_ms: float, real_ms: float
+    ) -> float:
+        """Learn from a round; returns what was expected of it, in real ms."""
+        load = self._at(num_requests)
+        mean, covariance = self._means[load], self._covariances[load] + self._wandered(load)
+        shown = np.array([1.0, float(drafted)])
+        expected = float(shown @ mean)
+        # a pause of the machine is not to be believed in full
+        error = math.log(real_ms / predicted_ms) - expected
+        error = max(-_ROUND_NOISE, min(_ROUND_NOISE, error))
+        gain = covariance @ shown / (shown @ covariance @ shown + _ROUND_NOISE**2)
+        self._means[load] = self._latest = mean + gain * error
+        self._covariances[load] = covariance - np.outer(gain, shown @ covariance)
+        self._num_rounds += 1
+        self._seen[load] = self._num_rounds
+        return predicted_ms * math.exp(expected)
+
+    def _at(self, num_requests: int) -> int:
+        load = int(2 * math.log2(num_requests))
+        if load not in self._means:
+            self._means[load] = self._latest.copy()
+            self._covariances[load] = np.diag(np.square(_UNKNOWN))
+            self._seen[load] = self._num_rounds
+        return load
+
+    def _wandered(self, load: int) -> np.ndarray:
+        """The variance that came since the load was last seen."""
+        rounds = self._num_rounds - self._seen[load]
+        return np.diag((rounds + 1) * np.square(_WANDERS))
 
 
 @dataclass(frozen=True, slots=True)

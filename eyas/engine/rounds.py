@@ -254,19 +254,14 @@ class Rounds:
                 sample.finish_reason = "length"
         if self.entries is not None:
             self.entries.begin_pages(job, {b: len(chunk) for b, chunk in enumerate(chunks)})
-            self._enter_prompts(self.entries, job, chunks)
+            self._enter_prompts(self.entries, job)
         return [outcome_of(sample, emitted.get(b, [])) for b, sample in enumerate(job.samples)]
 
-    def _enter_prompts(self, entries: Entries, job: Job, chunks: list[range]) -> None:
-        """Make the prompts' entries now if the policy expects to draft; it counts them anyway."""
-        able = [b for b, sample in enumerate(job.samples) if sample.request.speculation]
-        if not self.policy.expects_drafts:
-            able = [b for b in able if chunks[b].stop == job.samples[b].prefill_end]
-        for b in able:
-            entries.check(job, b)
-        self.policy.prefilled(sum(job.samples[b].num_missing for b in able))
+    def _enter_prompts(self, entries: Entries, job: Job) -> None:
+        """Make the prompts' entries now if the policy expects to draft."""
         if not self.policy.expects_drafts:
             return
+        able = [b for b, sample in enumerate(job.samples) if sample.request.speculation]
         try:
             entries.enter(job, able)
         except HEAD_FAULTS as error:
@@ -284,7 +279,8 @@ class Rounds:
         if not alive:
             return [outcome_of(sample, []) for sample in job.samples]
         able, missing = self._able(job, alive)
-        plan = self.policy.plan(missing, len(alive) - len(able))
+        requests = [job.samples[b].acceptance for b in able]
+        plan = self.policy.plan(missing, requests, len(alive) - len(able))
         drafting = [b for b, drafts in zip(able, plan.drafting, strict=True) if drafts]
         try:
             proposals = self._propose(job, drafting, plan)
@@ -292,7 +288,7 @@ class Rounds:
             # Nothing of the target's has been touched: the same round without drafts is plain.
             self.switch_off(error)
             started = time.perf_counter()
-            plan, drafting, proposals = self.policy.plan([], len(alive)), [], NOTHING
+            plan, drafting, proposals = self.policy.plan([], [], len(alive)), [], NOTHING
         kept = self._choose(job, drafting, plan, proposals)
         lines = {b: line for line, b in enumerate(drafting)}
         chosen = NodesToVerify([lines.get(b, -1) for b in alive], proposals, kept)

@@ -180,26 +180,6 @@ def most_probable(scores: np.ndarray, num_nodes: int) -> np.ndarray:
     return kept
 
 
-def values_by_depth(
-    path_probs: np.ndarray,
-    depths: np.ndarray,
-    ms_of_nodes: np.ndarray,
-    rate: float,
-    max_nodes: int,
-) -> np.ndarray:
-    """Worth in tokens, above verifying nothing, of the best tree of depth at most d: float64 [D +
-    1], d = 0 .. D.
-    """
-    deepest = int(depths[-1]) if len(depths) else 0
-    values = np.zeros(deepest + 1)
-    for depth in range(1, deepest + 1):
-        shallow = path_probs[:, : int(np.searchsorted(depths, depth, side="right"))]
-        choice = choose(shallow, ms_of_nodes, 0, 0.0, max_nodes, rate)
-        extra_ms = choice.predicted_ms - float(ms_of_nodes[0])
-        values[depth] = choice.expected_tokens - rate * extra_ms
-    return values
-
-
 # The tree that they form
 
 

@@ -44,7 +44,6 @@ _COUNTERS = (
     ("spec_decode_num_draft_tokens", "verified_nodes", "drafted tokens that the target judged"),
     ("spec_decode_num_draft_steps", "draft_steps", "forwards of the draft after its first"),
     ("spec_decode_draft_failures", "draft_failures", "heads that failed and were switched off"),
-    ("spec_explored_rounds", "explored_rounds", "rounds run to measure the other choice"),
     ("device_busy_seconds", "device_busy_s", "seconds in jobs"),
     ("device_idle_seconds", "device_idle_s", "seconds between jobs while there was work"),
 )

@@ -153,7 +153,8 @@ class TensorRounds(Rounds):
             return lambda: [outcome_of(sample, []) for sample in job.samples]
         able, missing = self._able(job, alive)
         due = [self._num_due(job.samples[b], count) for b, count in zip(able, missing, strict=True)]
-        plan = self.policy.plan(due, len(alive) - len(able))
+        requests = [job.samples[b].acceptance for b in able]
+        plan = self.policy.plan(due, requests, len(alive) - len(able))
         drafting = [b for b, drafts in zip(able, plan.drafting, strict=True) if drafts]
         shape = self._shape(job, alive, len(drafting), plan)
         fresh = [b for b in alive if self._owners[job.samples[b].slot] is not job.samples[b]]

@@ -1,5 +1,5 @@
 // How likely candidates are to be drawn, which of them to verify, and which came true: `engine/acceptance.py` and
-// `engine/budget.py` for the few candidates of a round, where array operations take longer than the arithmetic.
+// `engine/tree.py` for the few candidates of a round, where array operations take longer than the arithmetic.
 //
 // Knows probabilities and costs; no model. Letters: B requests, C candidates of each, D depths of the table, S bins.
 #pragma once
@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <numeric>
 #include <vector>
 
@@ -73,6 +74,103 @@ inline int64_t choose(const Candidates& tree, const double* paths, const Budget&
   std::fill(kept, kept + tree.B * tree.C, uint8_t{0});
   for (int64_t n = 0; n < best; ++n) kept[pooled[n]] = 1;
   return best;
+}
+
+// `engine/outlook.py`: who drafts, before any tree is known. S requests that may, of B; K draft steps; N nodes of a tree; R trees
+// of late.
+struct Outlook {
+  int64_t B, S, K, N, R;
+  const double* usual;     // [2, R, K, N] descending
+  const int64_t* reached;  // [2, R] levels
+  const uint8_t* greedy;   // [S]
+  const double *known, *hoped;  // [S] log-odds
+  const int64_t* due;      // [S] entries
+  const double *late, *forwards, *extends, *steps;  // [S], [S * N + 1], by entries, [S + 1]
+  double known_factor, hoped_factor;
+};
+
+// An average request's path probability as that of a request whose log-odds differ; shift: their exponential.
+inline double shifted(double path, double shift) {
+  const double odds = shift * path;
+  return odds / (1.0 - path + odds);
+}
+
+// Tokens/ms of rounds in which these requests draft and every node is worth `least`: the trees of late are dealt out to them.
+inline double round_rate(const Outlook& outlook, const int64_t* which, int64_t count, int64_t depth, const double* log_odds, double factor,
+                         double least) {
+  const int64_t N = outlook.N;
+  int64_t entries = 0;
+  double before_ms = 0, all_tokens = 0, all_ms = 0;
+  for (int64_t i = 0; i < count; ++i) entries += outlook.due[which[i]], before_ms += outlook.late[which[i]];
+  before_ms += outlook.extends[entries];
+  std::vector<double> paths(count * N), shifts(count);
+  for (int64_t i = 0; i < count; ++i) shifts[i] = std::exp(log_odds[which[i]]);
+  for (int64_t start = 0; start < outlook.R; start += count) {
+    int64_t levels = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t tree = outlook.greedy[which[i]] * outlook.R + (start + i) % outlook.R;
+      const double* usual = outlook.usual + (tree * outlook.K + depth - 1) * N;
+      levels = std::max(levels, outlook.reached[tree]);
+      for (int64_t n = 0; n < N; ++n) paths[i * N + n] = shifted(usual[n], shifts[i]);
+    }
+    if (count > 1) std::sort(paths.begin(), paths.end(), std::greater<double>());
+    // `choose`, of which only the sums are wanted
+    const double fixed_ms = before_ms + (std::min(depth, levels) - 1) * outlook.steps[count];
+    double sum = static_cast<double>(outlook.B), top = -INFINITY, tokens = 0, ms = 0;
+    bool in_vain = true;  // such a round is not hoped to be faster than a plain one
+    for (int64_t n = 0; n <= count * N; ++n) {
+      if (n > 0) sum += paths[n - 1];
+      const double cost = outlook.forwards[n] + fixed_ms, worth = sum - least * factor * cost;
+      if (worth > top) top = worth, tokens = sum, ms = cost, in_vain = n == 0;
+    }
+    all_tokens += tokens, all_ms += ms * (in_vain ? std::max(1.0, factor) : factor);
+  }
+  return all_tokens / all_ms;
+}
+
+// Requests by what their trees are expected to bring, those that gain most first.
+inline std::vector<int64_t> by_gain(const Outlook& outlook, int64_t depth, double plain) {
+  const int64_t N = outlook.N, R = outlook.R;
+  std::vector<double> mean(2 * N), gain(outlook.S);
+  for (int64_t kind = 0; kind < 2; ++kind)
+    for (int64_t n = 0; n < N; ++n) {
+      for (int64_t r = 0; r < R; ++r) mean[kind * N + n] += outlook.usual[((kind * R + r) * outlook.K + depth - 1) * N + n];
+      mean[kind * N + n] /= R;
+    }
+  for (int64_t s = 0; s < outlook.S; ++s) {
+    const double shift = std::exp(outlook.hoped[s]);
+    gain[s] = -outlook.late[s] * plain;
+    for (int64_t n = 0; n < N; ++n) gain[s] += shifted(mean[outlook.greedy[s] * N + n], shift);
+  }
+  std::vector<int64_t> order(outlook.S);
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int64_t x, int64_t y) { return gain[x] > gain[y]; });
+  return order;
+}
+
+inline int64_t who_drafts(const Outlook& outlook, uint8_t* drafting, double* rate) {
+  const int64_t S = outlook.S;
+  const double plain = outlook.B / outlook.forwards[0];
+  std::vector<int64_t> found;
+  double best = plain;
+  int64_t found_depth = 0;
+  const int64_t deepest = *std::max_element(outlook.reached, outlook.reached + 2 * outlook.R);
+  for (int64_t depth = 1; depth <= deepest; ++depth) {
+    const std::vector<int64_t> order = by_gain(outlook, depth, plain);
+    for (int64_t count = 1;; count = std::min(2 * count, S)) {
+      const double now = round_rate(outlook, order.data(), count, depth, outlook.hoped, outlook.hoped_factor, best);
+      if (now > best) best = now, found_depth = depth, found.assign(order.begin(), order.begin() + count);
+      if (count == S) break;
+    }
+  }
+  *rate = 0;
+  if (found.empty()) return 0;
+  for (const int64_t s : found) drafting[s] = 1;
+  double known = plain;
+  for (int turn = 0; turn < 3; ++turn)  // Dinkelbach: the best trees for a rate, then the rate of these trees
+    known = std::max(plain, round_rate(outlook, found.data(), found.size(), found_depth, outlook.known, outlook.known_factor, known));
+  *rate = known * outlook.known_factor;
+  return found.size();
 }
 
 // Down the drawn tokens of each request: candidates whose parent was drawn, those drawn themselves, and by how much more of

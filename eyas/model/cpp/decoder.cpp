@@ -1092,6 +1092,15 @@ int64_t eyas_choose(const int64_t* ints, double fixed_ms, double rate, void* con
                 static_cast<double*>(p[4]));
 }
 
+// ints: B, S, K, N, R. pointers: usual, reached, greedy, known, hoped, due, late, forwards, extends, steps, then drafting and rate.
+int64_t eyas_who_drafts(const int64_t* ints, double known_factor, double hoped_factor, void* const* p) {
+  const auto doubles = [&](int n) { return static_cast<const double*>(p[n]); };
+  const auto integers = [&](int n) { return static_cast<const int64_t*>(p[n]); };
+  const Outlook outlook{ints[0], ints[1], ints[2], ints[3], ints[4], doubles(0), integers(1), static_cast<const uint8_t*>(p[2]), doubles(3),
+                        doubles(4), integers(5), doubles(6), doubles(7), doubles(8), doubles(9), known_factor, hoped_factor};
+  return who_drafts(outlook, static_cast<uint8_t*>(p[10]), static_cast<double*>(p[11]));
+}
+
 // ints: B, C. pointers: tokens, parents, emitted, counts, conditional, then judged, drawn, surplus.
 void eyas_judge(const int64_t* ints, void* const* p) {
   const Candidates tree{ints[0], ints[1], nullptr, static_cast<const int32_t*>(p[1]), nullptr};
